@@ -1,0 +1,141 @@
+// Vocabulary of the CUDA kernels: 16-byte access, block sums, the table as a launch parameter, the launch itself. Plain C++
+// apart from the qualifiers, so that tests/emulation can run the same kernels on a CPU.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "table.h"
+
+namespace mpk {
+
+inline constexpr int kThreads = 256;
+inline constexpr int kPacksInFlight = 4;  // independent 16-byte loads a thread issues before it uses the first
+
+#ifdef __CUDA_ARCH__
+__device__ __forceinline__ float widen(fp16 x) {
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
+  return wide;
+}
+__device__ __forceinline__ void narrow(float wide, fp16& x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x.bits) : "f"(wide)); }
+__device__ __forceinline__ void narrow(float wide, bf16& x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(wide)); }
+#else
+inline float widen(fp16 x) { return bit_cast<float>(fp32_bits_of_fp16<float>(x.bits)); }
+inline void narrow(float wide, fp16& x) { x.bits = fp16_bits_of_fp32<float>(bit_cast<uint32_t>(wide)); }
+inline void narrow(float wide, bf16& x) { x.bits = bf16_bits_of_fp32(bit_cast<uint32_t>(wide)); }
+#endif
+__device__ __forceinline__ float widen(bf16 x) { return bit_cast<float>(fp32_bits_of_bf16<uint32_t>(x.bits)); }
+template <class T>
+__device__ __forceinline__ T widen(T x) {
+  return x;
+}
+template <class T>
+__device__ __forceinline__ void narrow(T wide, T& x) {
+  x = wide;
+}
+
+// Calls body(element&) for this thread's share of a block's data, 16 bytes at a time where data is aligned, and stores the
+// elements back where T isn't const.
+template <class T, class Body>
+__device__ __forceinline__ void for_each_element(T* data, int64_t size, const Body& body) {
+  using Element = std::remove_const_t<T>;
+  constexpr int pack_size = sizeof(uint4) / sizeof(T);
+  struct Pack {
+    Element elements[pack_size];
+  };
+  using Raw = std::conditional_t<std::is_const_v<T>, const uint4, uint4>;
+  Raw* const raw = reinterpret_cast<Raw*>(data);
+  const int64_t packs = reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0 ? size / pack_size : 0;
+
+  for (int64_t first = threadIdx.x; first < packs; first += kThreads * kPacksInFlight) {
+    uint4 held[kPacksInFlight];
+#pragma unroll
+    for (int i = 0; i < kPacksInFlight; ++i) {
+      if (first + i * kThreads < packs) held[i] = raw[first + i * kThreads];
+    }
+#pragma unroll
+    for (int i = 0; i < kPacksInFlight; ++i) {
+      if (first + i * kThreads >= packs) break;
+      Pack pack = bit_cast<Pack>(held[i]);
+      for (Element& element : pack.elements) body(element);
+      if constexpr (!std::is_const_v<T>) raw[first + i * kThreads] = bit_cast<uint4>(pack);
+    }
+  }
+  for (int64_t i = packs * pack_size + threadIdx.x; i < size; i += kThreads) {
+    Element element = data[i];
+    body(element);
+    if constexpr (!std::is_const_v<T>) data[i] = element;
+  }
+}
+
+// The sum over a block's threads, in a fixed order; every thread gets it.
+static __device__ double block_sum(double value) {
+  __shared__ double of_warp[kThreads / 32];
+  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffff, value, lanes);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  __syncthreads();
+  double sum = 0;
+  for (double share : of_warp) sum += share;
+  __syncthreads();  // before the next call writes of_warp
+  return sum;
+}
+
+// True in every thread of the last of `expected` blocks to call this with the same ticket (which starts at 0). What thread 0
+// of the other blocks wrote before is then there to be read, past the L1 cache (__ldcg).
+static __device__ bool last_one_out(uint32_t* ticket, uint32_t expected) {
+  __shared__ bool is_last;
+  if (threadIdx.x == 0) {
+    __threadfence();
+    is_last = atomicAdd(ticket, 1u) == expected - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  return is_last;
+}
+
+// As many rows of a table as fit into the parameters of a launch (4 KB on every chip, 32,764 bytes since Volta): no device
+// memory to fill first, nothing to keep alive, and a CUDA graph holds its own copy.
+template <int capacity>
+struct Page {
+  Row rows[capacity];
+  int32_t count;
+  int32_t first_row;
+  int64_t chunk_size;
+
+  __device__ Span span_of_block() const {
+    return find_span(rows, count, rows[0].first_chunk + static_cast<int32_t>(blockIdx.x), chunk_size);
+  }
+};
+inline constexpr int kSmallPage = 160;
+inline constexpr int kLargePage = 1344;
+
+template <class... Parameters, class... Arguments>
+cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream, const Arguments&... arguments) {
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(kThreads);
+  config.stream = stream;
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+// Calls launch_page(page, blocks) for the table's rows, page by page: once for up to kLargePage tensors.
+template <int capacity, class LaunchPage>
+cudaError_t for_each_page_of(const Table& table, const LaunchPage& launch_page) {
+  for (int32_t first = 0; first < table.count; first += capacity) {
+    const int32_t end = table.count - first < capacity ? table.count : first + capacity;
+    Page<capacity> page{{}, end - first, first, table.chunk_size};
+    memcpy(page.rows, table.rows + first, sizeof(Row) * (end - first));
+    const int32_t end_chunk = end < table.count ? table.rows[end].first_chunk : table.chunks;
+    const cudaError_t error = launch_page(page, end_chunk - table.rows[first].first_chunk);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+template <class LaunchPage>
+cudaError_t for_each_page(const Table& table, const LaunchPage& launch_page) {
+  return table.count <= kSmallPage ? for_each_page_of<kSmallPage>(table, launch_page)
+                                   : for_each_page_of<kLargePage>(table, launch_page);
+}
+
+}  // namespace mpk

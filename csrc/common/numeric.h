@@ -1,0 +1,124 @@
+// Number formats and what every kernel asks of them. Host and device, scalar and vector: no intrinsic is needed here,
+// because each function is written over any type that has arithmetic and a matching unsigned integer (Bits).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#ifdef __CUDACC__
+#define MPK_FN __host__ __device__ __forceinline__
+#else
+#define MPK_FN inline __attribute__((always_inline))
+#endif
+
+namespace mpk {
+
+struct fp16 {
+  uint16_t bits;
+};
+struct bf16 {
+  uint16_t bits;
+};
+
+enum class Dtype : int32_t { f32, f16, b16, f64 };
+
+// Sums are held in fp64, everything else is computed in fp32, but for fp64 tensors, which stay in fp64 throughout.
+template <class T>
+using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
+
+// The unsigned integer (or vector of them) that has the size of F; simd.h adds the vectors.
+template <class F>
+struct BitsOf;
+template <>
+struct BitsOf<float> {
+  using type = uint32_t;
+};
+template <>
+struct BitsOf<double> {
+  using type = uint64_t;
+};
+template <class F>
+using Bits = typename BitsOf<F>::type;
+
+template <class To, class From>
+MPK_FN To bit_cast(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(To));
+  return to;
+}
+
+// Largest magnitude that still rounds to a finite T, as bits of Compute<T>: anything above it, inf and NaN included,
+// is non-finite once stored.
+template <class T>
+inline constexpr uint64_t kLargestFinite = 0;
+template <>
+inline constexpr uint64_t kLargestFinite<float> = 0x7f7fffff;
+template <>
+inline constexpr uint64_t kLargestFinite<double> = 0x7fefffffffffffff;
+template <>
+inline constexpr uint64_t kLargestFinite<bf16> = 0x7f7f7fff;
+template <>
+inline constexpr uint64_t kLargestFinite<fp16> = 0x477fefff;
+
+// Whether x will be inf or NaN after rounding to T. Integers only: isfinite() or a bool would keep compilers from
+// vectorising the loop around it.
+template <class T, class F>
+MPK_FN auto is_non_finite(const F& x) {
+  using Word = std::conditional_t<sizeof(Compute<T>) == 8, uint64_t, uint32_t>;
+  return (bit_cast<Bits<F>>(x) & (~Word{} >> 1)) > Word{kLargestFinite<T>};
+}
+
+// 16-bit formats to fp32 and back, round to nearest even, in integers: for machines without the instruction. U is
+// uint32_t or a vector of it; the 16 bits sit in the low half of each word. No fp32 subnormal is ever an operand, so
+// torch.set_flush_denormal changes nothing.
+template <class U>
+MPK_FN U fp32_bits_of_bf16(U half) {
+  return half << 16;
+}
+
+template <class U>
+MPK_FN U bf16_bits_of_fp32(U word) {
+  const U rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
+  const U quiet_nan = (word >> 16) | 0x40u;
+  return (word & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded;
+}
+
+template <class F, class U = Bits<F>>
+MPK_FN U fp32_bits_of_fp16(Bits<F> half) {
+  const U magnitude = half & 0x7fffu;
+  const U normal = (magnitude << 13) + 0x38000000u;  // the exponent's bias grows from 15 to 127
+  const U subnormal = bit_cast<U>(bit_cast<F>(normal + 0x00800000u) - 0x1p-14f);
+  const U finite = magnitude < 0x0400u ? subnormal : normal;
+  return (magnitude < 0x7c00u ? finite : normal + 0x38000000u) | (half & 0x8000u) << 16;
+}
+
+template <class F, class U = Bits<F>>
+MPK_FN U fp16_bits_of_fp32(Bits<F> word) {
+  const U magnitude = word & 0x7fffffffu;
+  const U normal = (magnitude - 0x37fff001u + ((magnitude >> 13) & 1u)) >> 13;
+  const U subnormal = bit_cast<U>(bit_cast<F>(magnitude) + 0.5f) - 0x3f000000u;  // 0.5's last bit is fp16's smallest
+  const U finite = magnitude < 0x38800000u ? subnormal : normal;
+  const U quiet_nan = (magnitude >> 13 & 0x03ffu) | 0x7e00u;
+  const U infinite = quiet_nan * 0u + 0x7c00u;
+  const U number = magnitude > uint32_t{kLargestFinite<fp16>} ? infinite : finite;
+  return (magnitude > 0x7f800000u ? quiet_nan : number) | (word >> 16 & 0x8000u);
+}
+
+// Calls body with a value of the C++ type that dtype names. The only switch over dtypes.
+template <class Body>
+MPK_FN auto with_dtype(Dtype dtype, const Body& body) {
+  switch (dtype) {
+    case Dtype::f16:
+      return body(fp16{});
+    case Dtype::b16:
+      return body(bf16{});
+    case Dtype::f64:
+      return body(double{});
+    default:
+      return body(float{});
+  }
+}
+
+}  // namespace mpk

@@ -1,0 +1,60 @@
+// A list of tensors as kernels see it: rows of flat memory, cut into chunks that threads or blocks take one at a time.
+#pragma once
+
+#include "numeric.h"
+
+namespace mpk {
+
+struct Row {
+  void* data;
+  int64_t size;         // in elements
+  int32_t first_chunk;  // counted over the whole table; every row has at least one chunk, an empty row an empty one
+  Dtype dtype;
+
+  MPK_FN void* at(int64_t element) const {
+    return static_cast<char*>(data) + element * (dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2);
+  }
+};
+
+struct Table {
+  const Row* rows;
+  int32_t count;
+  int32_t chunks;
+  int64_t chunk_size;
+};
+
+// What one chunk covers: elements [begin, begin + size) of a row.
+struct Span {
+  int32_t chunk;
+  int32_t row;
+  int64_t begin;
+  int64_t size;
+};
+
+MPK_FN int32_t chunks_of(int64_t size, int64_t chunk_size) {
+  return size > 0 ? static_cast<int32_t>((size + chunk_size - 1) / chunk_size) : 1;
+}
+
+MPK_FN Span span_at(const Row* rows, int32_t chunk, int32_t row, int64_t chunk_size) {
+  const int64_t begin = (chunk - rows[row].first_chunk) * chunk_size;
+  const int64_t left = rows[row].size - begin;
+  return {chunk, row, begin, left < chunk_size ? left : chunk_size};
+}
+
+// The row that holds chunk is the last one whose first chunk is not beyond it.
+MPK_FN Span find_span(const Row* rows, int32_t count, int32_t chunk, int64_t chunk_size) {
+  int32_t low = 0;
+  for (int32_t high = count; high - low > 1;) {
+    const int32_t middle = low + (high - low) / 2;
+    (rows[middle].first_chunk <= chunk ? low : high) = middle;
+  }
+  return span_at(rows, chunk, low, chunk_size);
+}
+
+// The span after this one; beyond the table's last one, a span that must not be used.
+inline Span next_span(const Table& table, const Span& span) {
+  const bool same_row = span.row + 1 == table.count || table.rows[span.row + 1].first_chunk > span.chunk + 1;
+  return span_at(table.rows, span.chunk + 1, same_row ? span.row : span.row + 1, table.chunk_size);
+}
+
+}  // namespace mpk

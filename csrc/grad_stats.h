@@ -1,0 +1,42 @@
+// grad_stats: sum of squares and a non-finite flag of every grad and of all of them; the grads are only read.
+#pragma once
+
+#include "common/cpu.h"
+#include "common/table.h"
+
+#ifdef MPK_CUDA
+#include <cuda_runtime.h>
+#endif
+
+namespace mpk {
+
+// Sums are fp64: the square of an fp32 is exact there and cannot overflow, and 2^40 of them add up to 1e-10 or better.
+// Chunks are summed in a fixed order, whichever thread took which, so that a result repeats to the last bit.
+struct Stats {
+  double sumsq;
+  double bad;  // 0: all finite
+};
+
+MPK_FN Stats merge(const Stats& a, const Stats& b) { return {a.sumsq + b.sumsq, a.bad + b.bad}; }
+
+template <class D>
+MPK_FN D square(D x) {
+  return x * x;
+}
+
+struct GradStats {
+  double* sumsq;     // one for each tensor
+  float* nonfinite;  // one for each tensor, 0 or 1
+  double* total_sumsq;
+  float* found_inf;
+};
+
+MPK_FOR_EACH_ISA(Stats grad_stats_span(Dtype dtype, const void* grads, int64_t size))
+
+#ifdef MPK_CUDA
+// of_chunk: scratch, one for each chunk; tickets: scratch, one for each tensor and one more.
+cudaError_t grad_stats_cuda(const Table& grads, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
+                            cudaStream_t stream);
+#endif
+
+}  // namespace mpk

@@ -1,0 +1,33 @@
+#include "unscale.h"
+
+#include "common/cuda.h"
+
+namespace mpk {
+
+// One block a chunk.
+template <int capacity>
+__global__ void __launch_bounds__(kThreads)
+    unscale_kernel(const __grid_constant__ Page<capacity> grads, float* found_inf, const float* inv_scale) {
+  const Span span = grads.span_of_block();
+  const Row& row = grads.rows[span.row];
+  const float factor = *inv_scale;
+  const bool bad = with_dtype(row.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    bool bad = false;
+    for_each_element(static_cast<T*>(row.at(span.begin)), span.size, [&](T& grad) {
+      const Compute<T> value = unscale(widen(grad), factor);
+      narrow(value, grad);
+      bad |= is_non_finite<T>(value);
+    });
+    return bad;
+  });
+  if (bad) *found_inf = 1.0f;  // benign race: every writer stores 1
+}
+
+cudaError_t unscale_cuda(const Table& grads, float* found_inf, const float* inv_scale, cudaStream_t stream) {
+  return for_each_page(grads, [&](const auto& page, int64_t blocks) {
+    return launch(unscale_kernel<sizeof(page.rows) / sizeof(Row)>, blocks, stream, page, found_inf, inv_scale);
+  });
+}
+
+}  // namespace mpk

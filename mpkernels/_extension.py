@@ -1,0 +1,22 @@
+"""Loads the compiled kernels."""
+
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+LIBRARY = Path(__file__).parent / "_native.so"
+
+
+def load() -> None:
+    """Without the library everything still works on the reference, and says so once."""
+    if not LIBRARY.exists():
+        warnings.warn(
+            "mpkernels: the compiled kernels are missing, so the slow reference runs in their place; "
+            f"`{sys.executable} -m pip install -v .` in a checkout builds them and says what it left out",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        return
+    torch.ops.load_library(str(LIBRARY))

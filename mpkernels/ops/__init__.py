@@ -1,0 +1,6 @@
+"""The kernel ops, as functions. Each has a schema, a reference and its kernels; see _registry."""
+
+from mpkernels.ops.grad_stats import GradStats, grad_stats
+from mpkernels.ops.unscale import unscale_
+
+__all__ = ["GradStats", "grad_stats", "unscale_"]

@@ -1,0 +1,202 @@
+"""One op, several kernels, and torch's own dispatcher to choose between them.
+
+An op's schema is declared once, here. Its reference, in plain torch, is at once the specification, the oracle of the
+tests, the fake kernel of torch.compile and the fallback on any device. Kernels attach themselves to the schema: C++ and
+CUDA by the loaded library (csrc/<op>_torch.cpp), Triton by ``implement`` in ops/<op>_triton.py. Nobody imports a kernel.
+"""
+
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.library import Library
+
+NAMESPACE = "mpkernels"
+BACKENDS = ("native", "triton", "reference")
+DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # torch.device.type -> dispatch key, where kernels other than the reference exist
+
+_library = Library(NAMESPACE, "DEF")
+_ops: dict[str, "Op"] = {}
+_triton_kernels: dict[str, Callable[..., Any]] = {}
+
+
+class Op:
+    """A declared op. Calling it runs the kernel that the dispatcher picks."""
+
+    def __init__(self, schema: str, stem: str, reference: Callable[..., Any], check: Callable[..., None]) -> None:
+        self.name = schema.partition("(")[0]
+        self.stem = stem
+        self.schema = schema
+        self.reference = _python_kernel(reference, check)
+        self._check = check
+        _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(self.name, self.reference, "CompositeExplicitAutograd")
+        # Not differentiable: without this, autograd's fallback would mark results as requiring a gradient.
+        _library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
+        self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        arguments = self.overload._schema.arguments
+        self._mutated = [i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+        if self._mutated:
+            _library.impl(self.name, self._bump_versions, "ADInplaceOrView", with_keyset=True)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Kernels check what memory safety needs; what the user did wrong is worked out only once one has refused."""
+        try:
+            if not self._mutated or torch.compiler.is_compiling():
+                return self.overload(*arguments)
+            # What the ADInplaceOrView kernel does, without the 20 us per 1000 tensors of a second trip through Python.
+            with self._telling_autograd(arguments), torch._C._AutoDispatchBelowADInplaceOrView():
+                return self.overload(*arguments)
+        except (RuntimeError, TypeError):
+            self._check(*arguments)
+            raise
+
+    def triton(self, *arguments: Any) -> Any:
+        """The Triton kernel. Triton is imported by the first call, since that takes longer than all else here."""
+        if self.name not in _triton_kernels:
+            importlib.import_module(f"mpkernels.ops.{self.stem}_triton")
+        return _triton_kernels[self.name](*arguments)
+
+    def _bump_versions(self, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
+        with self._telling_autograd(arguments):
+            return self.overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+
+    @contextmanager
+    def _telling_autograd(self, arguments: Sequence[Any]) -> Iterator[None]:
+        """Kernels get bare pointers, so torch can't see what they change: raise its version for autograd."""
+        yield
+        for i in self._mutated:
+            torch.autograd.graph.increment_version(arguments[i])
+
+
+def define(schema: str, *, check: Callable[..., None]) -> Callable[[Callable[..., Any]], Op]:
+    """Declares an op by its schema and the decorated reference. ``check`` raises the error that a user should see."""
+
+    def declare(reference: Callable[..., Any]) -> Op:
+        op = Op(schema, reference.__module__.rpartition(".")[2], reference, check)
+        _ops[op.name] = op
+        return op
+
+    return declare
+
+
+def implement(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers the decorated launcher as the op's Triton kernel."""
+
+    def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
+        _triton_kernels[op.name] = _python_kernel(launcher, op._check)
+        return launcher
+
+    return register
+
+
+def _python_kernel(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
+    """Kernels compute, autograd is registered apart; and one in Python checks its arguments before it writes."""
+
+    def kernel(*arguments: Any) -> Any:
+        check(*arguments)
+        with torch.no_grad():
+            return function(*arguments)
+
+    return kernel
+
+
+def _triton_runs_on(device_type: str) -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    if device_type == "cuda":
+        return True
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)  # then kernels are interpreted, on CPU tensors
+
+
+def backends(op: str, device: str | torch.device = "cpu") -> list[str]:
+    """The kernels of ``op`` ("unscale_", say) on a device. The first is the one that is used.
+
+    >>> mpkernels.backends("unscale_", "cuda")
+    ['native', 'triton', 'reference']
+    """
+    if op not in _ops:
+        raise ValueError(f"backends: op must be one of {', '.join(sorted(_ops))}, got {op!r}")
+    device_type = torch.device(device).type
+    available = ["reference"]
+    if device_type in DEVICES:
+        has_triton = importlib.util.find_spec(f"mpkernels.ops.{_ops[op].stem}_triton") is not None
+        if has_triton and _triton_runs_on(device_type):
+            available.insert(0, "triton")
+        if (op, device_type) in _native:
+            available.insert(0, "native")
+    return available
+
+
+_native: set[tuple[str, str]] = set()  # (op, device type) that the loaded library serves
+
+
+def attach_defaults() -> None:
+    """Once the library is loaded or known to be absent: notes what it serves, and lets Triton serve CUDA for the rest."""
+    for op in _ops.values():
+        for device_type, key in DEVICES.items():
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op.name}", key):
+                _native.add((op.name, device_type))
+        if backends(op.name, "cuda")[0] == "triton":
+            _library.impl(op.name, op.triton, "CUDA")
+
+
+Kernels = dict[tuple[str, str], Callable[..., Any]]  # (op, device type) -> kernel
+_forced: list[Kernels] = []  # innermost last; only the innermost is on the dispatcher's stack
+_pushed: Library | None = None
+
+
+def _push_innermost() -> None:
+    global _pushed
+    if _pushed is not None:
+        _pushed._destroy()
+    _pushed = Library(NAMESPACE, "IMPL")
+    with warnings.catch_warnings():  # torch warns that a kernel is overridden, which is what is wanted
+        warnings.simplefilter("ignore", UserWarning)
+        for (op, device_type), kernel in _forced[-1].items() if _forced else ():
+            _pushed.impl(op, kernel, DEVICES[device_type], allow_override=True)
+
+
+@contextmanager
+def force(kernels: Kernels) -> Iterator[None]:
+    """Puts kernels on the dispatcher's stack, above the ones that are attached."""
+    _forced.append(kernels)
+    _push_innermost()
+    try:
+        yield
+    finally:
+        _forced.pop()
+        _push_innermost()
+
+
+@contextmanager
+def backend(name: str) -> Iterator[None]:
+    """Makes every op run its ``"native"``, ``"triton"`` or ``"reference"`` kernel, in all threads: for tests and bug hunts.
+
+    Where an op has no such kernel it raises instead of running another.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
+    kernels: Kernels = {}
+    for op in _ops.values():
+        for device_type in DEVICES:
+            available = backends(op.name, device_type)
+            if name not in available:
+                kernels[op.name, device_type] = _refusal(op.name, name, device_type, available)
+            elif name != "native":  # which lies on the stack already
+                kernels[op.name, device_type] = getattr(op, name)
+    with force(kernels):
+        yield
+
+
+def _refusal(op: str, backend: str, device_type: str, available: list[str]) -> Callable[..., Any]:
+    def refuse(*arguments: Any) -> Any:
+        raise NotImplementedError(f"{op}: no {backend} kernel on {device_type}, only {', '.join(available)}")
+
+    return refuse

@@ -1,0 +1,201 @@
+"""Builds mpkernels/_native.so with ninja. Everything else about the package is in pyproject.toml.
+
+The C++ declares the few functions of torch's stable ABI that it calls. So the build never looks for a torch,
+and one library serves every torch and every Python that pyproject.toml admits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import setuptools
+
+TOOLS_MISSING = "mpkernels: to build without isolation, first run: pip install -U 'setuptools>=77' ninja"
+if int(setuptools.__version__.partition(".")[0]) < 77:  # an older one fails on pyproject.toml with a riddle
+    raise SystemExit(TOOLS_MISSING)
+
+from setuptools.command import bdist_wheel, build_ext  # noqa: E402
+
+# Contraction is off for both compilers: only then can kernels agree bit for bit.
+NVCC_FLAGS = "-DMPK_CUDA --fmad=false -Xcompiler -fPIC,-fvisibility=hidden,-ffp-contract=off"
+CXX_FLAGS = "-fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-psabi"
+ARCHS = ("80", "90", "100")
+ISAS = {"baseline": ""}
+if platform.machine() in ("x86_64", "AMD64"):
+    CXX_FLAGS += " -DMPK_X86"
+    ISAS |= {"avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4 -mprefer-vector-width=512"}
+
+BUILD = "build/native"
+LIBRARY = f"{BUILD}/_native.so"
+
+
+class Cuda(NamedTuple):
+    left_out: str = ""  # the reason; then all else is empty
+    compiler: str = ""
+    built_for: tuple[str, ...] = ()
+    compile: str = ""
+    includes: str = ""
+    libraries: str = ""
+
+
+def ask(*command: str) -> tuple[bool, str]:
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    return run.returncode == 0, run.stdout.strip()
+
+
+def find_cxx() -> list[str]:
+    cxx = shlex.split(os.environ.get("CXX", "")) or [*filter(shutil.which, ("c++", "g++", "clang++"))][:1]
+    if not cxx or not shutil.which(cxx[0]):
+        raise SystemExit(
+            f"mpkernels: {f'CXX names {cxx[0]}, which is not there' if cxx else 'no C++ compiler found'}. "
+            "Install one: `apt install g++` on Debian or Ubuntu, `dnf install gcc-c++` on Fedora, "
+            "`xcode-select --install` on macOS; on Windows work in WSL."
+        )
+    widest = [*ISAS.values()][-1]
+    works, complaint = ask(*cxx, *f"{CXX_FLAGS} {widest} -fsyntax-only -x c++ {os.devnull}".split())
+    if not works:
+        raise SystemExit(f"mpkernels needs GCC 11, Clang 12 or newer. {shlex.join(cxx)} says:\n{complaint}")
+    return cxx
+
+
+def find_cuda(cxx: list[str]) -> Cuda:
+    named = [f"{os.environ[name]}/bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    left_out = []
+    for place in (*named, "nvcc", "/usr/local/cuda/bin/nvcc"):
+        if nvcc := shutil.which(place):
+            cuda = ask_nvcc(nvcc, cxx)
+            if cuda.compile:
+                return cuda
+            left_out.append(cuda.left_out)  # and go on: a distribution's old nvcc often hides a newer one
+    return Cuda("; ".join(dict.fromkeys(left_out)) or "no nvcc found")
+
+
+def ask_nvcc(nvcc: str, cxx: list[str]) -> Cuda:
+    release = re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version")[1])
+    if not release or (int(release[1]), int(release[2])) < (12, 1):  # 12.1 brought 32 KB of kernel parameters
+        return Cuda(f"{nvcc} is {release[0] if release else 'broken'}, CUDA 12.1 or newer is needed")
+    host = [word for word in cxx if not word.startswith("-")][-1]  # "ccache g++ -m64": g++
+    # nvcc may be a script that calls another; the dry run tells where the real one keeps its files.
+    works, dryrun = ask(nvcc, "-ccbin", host, "--dryrun", "-x", "cu", "-c", os.devnull)
+    if not works:
+        return Cuda(f"{nvcc} does not work with {host}: {dryrun.splitlines()[-1]}")
+    found = dict(re.findall(r"^#\$ (INCLUDES|LIBRARIES)=(.*)$", dryrun, re.MULTILINE))
+    includes, libraries = found.get("INCLUDES", ""), found.get("LIBRARIES", "")
+    if not any(Path(flag[2:], "libcudart_static.a").exists() for flag in shlex.split(libraries)):
+        return Cuda(f"{nvcc} has no libcudart_static.a")
+    known = ask(nvcc, "--list-gpu-arch")[1].split()
+    archs = [arch for arch in ARCHS if f"compute_{arch}" in known]
+    codes = [f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs]
+    codes += [f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}"]  # PTX, for later chips
+    return Cuda(
+        compiler=f"nvcc {release[1]}.{release[2]}",
+        built_for=tuple(f"sm_{arch}" for arch in archs),
+        compile=f"{shlex.join([nvcc, '-ccbin', host])} {NVCC_FLAGS} {' '.join(codes)}",
+        includes=f"-DMPK_CUDA {includes}",
+        # Static, because torch brings a cudart of whichever major version it was built with.
+        libraries=f"{libraries} -lcudart_static -ldl -lrt -lpthread",
+    )
+
+
+def jobs_in_memory() -> int:
+    """How many compilers fit, at 1 GB each. ninja itself looks at the cores."""
+    fits = [16]
+    for file, amount, gb in (
+        ("/proc/meminfo", r"MemAvailable: *(\d+)", 1 << 20),
+        ("/sys/fs/cgroup/memory.max", r"(\d+)", 1 << 30),  # a container's limit
+    ):
+        if os.path.exists(file) and (match := re.search(amount, Path(file).read_text())):
+            fits.append(int(match[1]) // gb)
+    return max(1, min(fits))
+
+
+def ninja_file(cxx: str, cuda: Cuda) -> str:
+    objects, edges = [], []
+
+    def add(sources: str, command: str, variant: str = "") -> None:
+        for source in sorted(Path("csrc").glob(sources)):
+            objects.append(f"{BUILD}/{source.stem}{variant}.o")
+            edges.append(f"build {objects[-1]}: compile {source}\n  compile = {command}\n")
+
+    if cuda.compile:
+        add("*_cuda.cu", cuda.compile)
+    add("*_torch.cpp", f"{cxx} {CXX_FLAGS} {cuda.includes}")
+    # Of an inline function in several objects the linker keeps the first copy. So the widest instruction set
+    # comes last: its copies must not end up in code that every CPU runs.
+    for isa, flags in ISAS.items():
+        add("*_cpu.cpp", f"{cxx} {CXX_FLAGS} {flags} -DMPK_ISA={isa}", f".{isa}")
+
+    stub, libraries = "", "-undefined dynamic_lookup"
+    if sys.platform != "darwin":
+        # Weak references find libtorch.so only if DT_NEEDED names it; an empty library of that name will do.
+        stub = f"{BUILD}/libtorch.so"
+        libraries = f"-Wl,--no-as-needed {stub} {cuda.libraries}"
+        edges.append(f"build {stub}: link\n  flags = -Wl,-soname,libtorch.so -x c++ {os.devnull}\n")
+    return f"""\
+builddir = {BUILD}
+pool memory
+  depth = {jobs_in_memory()}
+rule compile
+  command = $compile -std=c++17 -O3 -I csrc -MD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+  pool = memory
+rule link
+  command = {cxx} -shared -o $out $in $flags
+{"".join(edges)}
+build {LIBRARY}: link {" ".join(objects)} | {stub}
+  flags = {libraries}
+"""
+
+
+def run_ninja(text: str) -> None:
+    # Beside python first: a virtual environment that was never activated is not on PATH.
+    ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if not ninja:
+        raise SystemExit(TOOLS_MISSING)
+    os.makedirs(BUILD, exist_ok=True)
+    Path(BUILD, "build.ninja").write_text(text)
+    if subprocess.run([ninja, "-f", f"{BUILD}/build.ninja"]).returncode:
+        raise SystemExit("mpkernels: the build failed; the compiler's words are above")
+
+
+class BuildNative(build_ext.build_ext):
+    def get_ext_filename(self, fullname: str) -> str:
+        return fullname.replace(".", "/") + ".so"  # nothing of CPython's inside, so no tag of CPython's
+
+    def run(self) -> None:
+        cxx = find_cxx()
+        cuda = find_cuda(cxx)
+        run_ninja(ninja_file(shlex.join(cxx), cuda))
+        version = ask(*cxx, "--version")[1].splitlines()[0]
+        info = {
+            "cpu": {"built_for": [*ISAS], "compiler": version, "left_out": ""},
+            "cuda": {"built_for": cuda.built_for, "compiler": cuda.compiler, "left_out": cuda.left_out},
+        }
+        installed = Path(self.get_ext_fullpath("mpkernels._native"))
+        os.makedirs(installed.parent, exist_ok=True)
+        installed.unlink(missing_ok=True)  # a running process may have the old one mapped
+        shutil.copy(LIBRARY, installed)
+        installed.with_name("_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+        for part, it in info.items():
+            built = f"built for {', '.join(it['built_for'])} with {it['compiler']}"
+            outcome = f"left out: {it['left_out']}" if it["left_out"] else built
+            print(f"mpkernels: {part.upper()} kernels: {outcome}", flush=True)
+
+
+class AnyPythonWheel(bdist_wheel.bdist_wheel):
+    def get_tag(self) -> tuple[str, str, str]:
+        return "py3", "none", super().get_tag()[2]
+
+
+native = setuptools.Extension("mpkernels._native", sorted(map(str, Path("csrc").rglob("*.[ch]*"))))
+setuptools.setup(ext_modules=[native], cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel})

@@ -1,0 +1,44 @@
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; there it makes kernels run on the CPU
+
+from tests import interpreter  # noqa: E402
+from tests.targets import TARGETS  # noqa: E402
+
+interpreter.round_bf16_as_hardware_does()
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require",
+        default="",
+        metavar="TARGET,...",
+        help=f"fail, don't skip, where one of these can't run here: {', '.join(TARGETS)}",
+    )
+
+
+def pytest_configure(config):
+    required = set(filter(None, config.getoption("--require").split(",")))
+    if unknown := required - TARGETS.keys():
+        raise pytest.UsageError(f"--require: unknown target {', '.join(sorted(unknown))}; known: {', '.join(TARGETS)}")
+    missing = {name: why for name in sorted(required) if (why := TARGETS[name].why_missing())}
+    if missing:
+        raise pytest.UsageError("--require: " + "; ".join(f"{name} can't run here: {why}" for name, why in missing.items()))
+
+
+def pytest_generate_tests(metafunc):
+    if "target" in metafunc.fixturenames:
+        metafunc.parametrize("target", TARGETS.values(), ids=str, indirect=True)
+
+
+@pytest.fixture
+def target(request):
+    """Every op runs this target's kernel as long as the test lasts."""
+    if why := request.param.why_missing():
+        pytest.skip(why)
+    with request.param.active():
+        yield request.param

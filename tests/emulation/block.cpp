@@ -1,0 +1,110 @@
+#include "block.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+
+namespace emulation {
+
+std::string text(const uint3& i) {
+  return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
+}
+
+std::string text(const Place& place) { return std::string(" at ") + place.file + ":" + std::to_string(place.line); }
+
+namespace {
+
+bool same(const char* a, const char* b) { return a == b || !strcmp(a, b); }
+
+bool same_wait(const Thread& a, const Thread& b) {
+  return a.state == b.state && a.mask == b.mask && a.place.line == b.place.line && same(a.name, b.name) &&
+         same(a.place.file, b.place.file);
+}
+
+std::string doing(const Thread& t) {
+  const std::string thread = "thread " + text(t.index);
+  if (t.state == State::exited) return thread + " has exited";
+  char mask[32];
+  snprintf(mask, sizeof(mask), " with mask 0x%x", t.mask);
+  return thread + " waits in " + t.name + (t.state == State::in_warp_meeting ? mask : "") + text(t.place);
+}
+
+}  // namespace
+
+void Block::start(dim3 size, void (*body)()) {
+  size_ = size.x * size.y * size.z;
+  while (threads_.size() < size_) threads_.push_back(std::make_unique<Thread>(body));
+  for (unsigned i = 0; i < size_; ++i) {
+    threads_[i]->state = State::ready;
+    threads_[i]->number = i;
+    threads_[i]->index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+  }
+}
+
+bool Block::exited() const {
+  return std::all_of(threads_.begin(), threads_.begin() + size_,
+                     [](const auto& t) { return t->state == State::exited; });
+}
+
+// Null where the block ends within the warp.
+Thread* Block::lane_of_warp(const Thread& t, unsigned lane) const {
+  const unsigned number = t.number / 32 * 32 + lane;
+  return number < size_ ? threads_[number].get() : nullptr;
+}
+
+// The first lane that has not come to where `t` is; 32 if all have.
+unsigned Block::missing_lane(const Thread& t) const {
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    if (!(t.mask >> lane & 1)) continue;
+    const Thread* other = lane_of_warp(t, lane);
+    const bool gone = !other || other->state == State::exited;
+    if (gone ? t.exited == Exited::failure : !same_wait(t, *other)) return lane;
+  }
+  return 32;
+}
+
+void Block::finish_meetings(unsigned first) {
+  for (unsigned i = first; i < std::min(first + 32, size_); ++i) {
+    const Thread& t = *threads_[i];
+    if (t.state == State::in_warp_meeting && missing_lane(t) == 32) release_meeting(t);
+  }
+}
+
+void Block::release_meeting(const Thread& t) {
+  Thread* lanes[32] = {};
+  unsigned nonzero = 0;
+  for (unsigned lane = 0; lane < 32; ++lane) {
+    Thread* other = t.mask >> lane & 1 ? lane_of_warp(t, lane) : nullptr;
+    if (!other || other->state == State::exited) continue;
+    lanes[lane] = other;
+    nonzero |= unsigned(other->value != 0) << lane;
+  }
+  for (Thread* other : lanes) {
+    if (!other) continue;
+    const Thread* source = lanes[other->source];
+    other->met = {source ? source->value : ~uint64_t(0), nonzero};
+    other->state = State::ready;
+  }
+}
+
+std::string Block::finish_barrier() {
+  int count = 0;
+  for (unsigned i = 0; i < size_; ++i) {
+    const Thread& t = *threads_[i];
+    if (t.state == State::in_warp_meeting) {
+      const unsigned lane = missing_lane(t);
+      const Thread* missing = lane_of_warp(t, lane);
+      return doing(t) + ", but its lane " + std::to_string(lane) +
+             (missing ? ", " + doing(*missing) : " does not exist");
+    }
+    if (!same_wait(t, *threads_[0])) return doing(t) + ", but " + doing(*threads_[0]);
+    count += t.value != 0;
+  }
+  for (unsigned i = 0; i < size_; ++i) {
+    threads_[i]->count = count;
+    threads_[i]->state = State::ready;
+  }
+  return "";
+}
+
+}  // namespace emulation

@@ -1,0 +1,49 @@
+#include "fiber.h"
+
+#include <sys/mman.h>
+
+#include <new>
+
+namespace emulation {
+namespace {
+
+// A kernel may take 32 KB of parameters, which g++ copies to the stack. The guard turns an overflow into a crash.
+constexpr size_t kStack = 256 << 10, kGuard = 64 << 10;
+
+Fiber* active;
+jmp_buf resumer;
+
+}  // namespace
+
+Fiber::Fiber(void (*body)()) : body_(body) {
+  stack_ = mmap(nullptr, kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (stack_ == MAP_FAILED) throw std::bad_alloc();
+  mprotect(stack_, kGuard, PROT_NONE);
+  getcontext(&start_);
+  start_.uc_stack.ss_sp = stack_;
+  start_.uc_stack.ss_size = kStack;
+  makecontext(&start_, &Fiber::main, 0);
+}
+
+Fiber::~Fiber() { munmap(stack_, kStack); }
+
+void Fiber::main() {
+  for (;;) {
+    active->body_();
+    active->suspend();
+  }
+}
+
+void Fiber::suspend() {
+  if (_setjmp(here_) == 0) _longjmp(resumer, 1);
+}
+
+void Fiber::resume() {
+  active = this;
+  if (_setjmp(resumer) != 0) return;
+  if (started_) _longjmp(here_, 1);
+  started_ = true;
+  setcontext(&start_);
+}
+
+}  // namespace emulation

@@ -1,0 +1,29 @@
+// A CUDA thread on the CPU: a stack of its own, entered and left by _longjmp. swapcontext would do, but costs two
+// system calls a switch, and kernels switch millions of times.
+#pragma once
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+namespace emulation {
+
+class Fiber {
+ public:
+  explicit Fiber(void (*body)());  // runs anew when resumed after it has returned
+  ~Fiber();
+  Fiber(const Fiber&) = delete;
+
+  void resume();   // returns when the fiber suspends or its body returns
+  void suspend();  // to be called on the fiber itself
+
+ private:
+  static void main();
+
+  void (*body_)();
+  void* stack_;
+  ucontext_t start_;
+  jmp_buf here_;
+  bool started_ = false;
+};
+
+}  // namespace emulation

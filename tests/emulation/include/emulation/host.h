@@ -1,0 +1,104 @@
+// The part of the runtime's host interface that launchers use. Streams are ignored: every call has finished on return.
+#pragma once
+
+#include <tuple>
+#include <utility>
+
+#include "scheduler.h"
+
+enum cudaError_t {
+  cudaSuccess = 0,
+  cudaErrorInvalidValue = 1,
+  cudaErrorMemoryAllocation = 2,
+  cudaErrorInvalidConfiguration = 9,
+  cudaErrorInvalidDevice = 101,
+  cudaErrorLaunchFailure = 719,
+  cudaErrorNotSupported = 801,
+};
+// The text of cudaErrorLaunchFailure goes on to say what the kernel did wrong.
+const char* cudaGetErrorString(cudaError_t error);
+const char* cudaGetErrorName(cudaError_t error);
+cudaError_t cudaGetLastError();
+cudaError_t cudaPeekAtLastError();
+
+// ---- devices: one, small, so that grids sized by it are short and their threads loop
+
+enum cudaDeviceAttr {
+  cudaDevAttrMaxThreadsPerBlock = 1,
+  cudaDevAttrMaxSharedMemoryPerBlock = 8,
+  cudaDevAttrWarpSize = 10,
+  cudaDevAttrMultiProcessorCount = 16,
+  cudaDevAttrMaxThreadsPerMultiProcessor = 39,
+  cudaDevAttrComputeCapabilityMajor = 75,
+  cudaDevAttrComputeCapabilityMinor = 76,
+  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
+};
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
+cudaError_t cudaGetDeviceCount(int* count);
+cudaError_t cudaGetDevice(int* device);
+cudaError_t cudaSetDevice(int device);
+cudaError_t cudaDeviceSynchronize();
+
+// ---- streams and memory
+
+typedef struct CUstream_st* cudaStream_t;
+cudaError_t cudaStreamSynchronize(cudaStream_t stream);
+
+enum cudaMemcpyKind {
+  cudaMemcpyHostToHost,
+  cudaMemcpyHostToDevice,
+  cudaMemcpyDeviceToHost,
+  cudaMemcpyDeviceToDevice,
+  cudaMemcpyDefault,
+};
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream = nullptr);
+cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t stream = nullptr);
+cudaError_t cudaMalloc(void** address, size_t bytes);
+cudaError_t cudaFree(void* address);
+template <class T>
+cudaError_t cudaMalloc(T** address, size_t bytes) {
+  return cudaMalloc(reinterpret_cast<void**>(address), bytes);
+}
+
+// ---- launches
+
+struct cudaLaunchAttribute;  // none is emulated: a launch that brings one fails as not supported
+struct cudaLaunchConfig_t {
+  dim3 gridDim, blockDim;
+  size_t dynamicSmemBytes;
+  cudaStream_t stream;
+  cudaLaunchAttribute* attrs;
+  unsigned numAttrs;
+};
+
+enum cudaFuncAttribute {
+  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+  cudaFuncAttributePreferredSharedMemoryCarveout = 9,
+};
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
+template <class T>
+cudaError_t cudaFuncSetAttribute(T* kernel, cudaFuncAttribute attribute, int value) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}
+
+namespace emulation {
+
+cudaError_t launch(const cudaLaunchConfig_t* config, const void* kernel, const std::function<void()>& thread);
+
+template <class... Parameters>
+constexpr size_t parameter_bytes() {
+  size_t bytes = 0;
+  ((bytes = (bytes + alignof(Parameters) - 1) / alignof(Parameters) * alignof(Parameters) + sizeof(Parameters)), ...);
+  return bytes;
+}
+
+}  // namespace emulation
+
+template <class... Parameters, class... Arguments>
+cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
+                               Arguments&&... arguments) {
+  static_assert(emulation::parameter_bytes<Parameters...>() <= 32764, "a kernel takes at most 32764 bytes");
+  const std::tuple<Parameters...> parameters(std::forward<Arguments>(arguments)...);
+  return emulation::launch(config, reinterpret_cast<const void*>(kernel), [&] { std::apply(kernel, parameters); });
+}

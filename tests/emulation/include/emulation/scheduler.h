@@ -1,0 +1,43 @@
+// What the kernels' headers ask of the scheduler (scheduler.cpp).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+
+#include "language.h"
+
+namespace emulation {
+
+// Where in a kernel a thread waits. As a default argument it is the caller's place, however the compiler inlines.
+struct Place {
+  const char* file;
+  int line;
+  constexpr Place(const char* file = __builtin_FILE(), int line = __builtin_LINE()) : file(file), line(line) {}
+};
+
+std::string text(const Place& place);  // " at file:line"
+
+// Waits for the whole block; returns how many threads brought `predicate`.
+int meet_block(const char* name, bool predicate, Place place);
+
+struct Met {
+  uint64_t value;    // what the lane `source` brought; all ones, hence NaN, if that lane did not take part
+  unsigned nonzero;  // the lanes that brought something else than 0
+};
+// Waits for the lanes in `mask`. An exited lane is forgiven a vote and a __syncwarp, as in CUDA, but not a shuffle.
+enum class Exited { forgiven, failure };
+Met meet_warp(const char* name, unsigned mask, uint64_t value, unsigned source, Exited exited, Place place);
+
+unsigned lane();
+
+// Ends the launch with cudaErrorLaunchFailure; `what` is a sentence. Outside a kernel it ends the process.
+[[noreturn]] void fail(const std::string& what);
+
+// Runs every thread of the grid. An empty answer is success, else it tells what went wrong.
+std::string run_grid(dim3 grid, dim3 block, size_t dynamic_shared_bytes, const std::function<void()>& kernel);
+
+// `extern __shared__` cannot be emulated: a kernel asks for the same memory here.
+void* dynamic_shared();
+
+}  // namespace emulation

@@ -1,0 +1,141 @@
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "cuda_runtime.h"
+
+namespace {
+
+constexpr size_t kSharedBytes = 48 << 10, kSharedBytesOptIn = 227 << 10;  // compute capability 9.0
+
+std::mutex one_launch;  // guards what follows, too
+std::map<const void*, size_t> opted_in_shared_bytes;
+const char* last_failure = "";  // never freed: CUDA's callers keep the pointer
+
+thread_local cudaError_t last_error = cudaSuccess;
+
+cudaError_t remember(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
+  const dim3 grid = config.gridDim, block = config.blockDim;
+  if (config.numAttrs != 0) return cudaErrorNotSupported;
+  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0 ||
+      grid.x > 0x7fffffff || grid.y > 0xffff || grid.z > 0xffff || block.x > 1024 || block.y > 1024 || block.z > 64 ||
+      block.x * block.y * block.z > 1024) {
+    return cudaErrorInvalidConfiguration;
+  }
+  const auto opted_in = opted_in_shared_bytes.find(kernel);
+  const size_t limit = opted_in == opted_in_shared_bytes.end() ? kSharedBytes : opted_in->second;
+  return config.dynamicSmemBytes > limit ? cudaErrorInvalidValue : cudaSuccess;
+}
+
+}  // namespace
+
+cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel,
+                              const std::function<void()>& thread) {
+  if (!config || !kernel) return remember(cudaErrorInvalidValue);
+  const std::lock_guard<std::mutex> lock(one_launch);
+  const cudaError_t error = check(*config, kernel);
+  if (error != cudaSuccess) return remember(error);
+  const std::string failure = run_grid(config->gridDim, config->blockDim, config->dynamicSmemBytes, thread);
+  if (failure.empty()) return cudaSuccess;
+  last_failure = strdup(("unspecified launch failure: " + failure).c_str());
+  fprintf(stderr, "emulated CUDA: %s\n", last_failure);
+  return remember(cudaErrorLaunchFailure);
+}
+
+cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  const std::lock_guard<std::mutex> lock(one_launch);
+  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+  if (value < 0 || size_t(value) > kSharedBytesOptIn) return remember(cudaErrorInvalidValue);
+  opted_in_shared_bytes[kernel] = value;
+  return cudaSuccess;
+}
+
+// ---- errors
+
+const char* cudaGetErrorName(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "cudaSuccess";
+    case cudaErrorInvalidValue: return "cudaErrorInvalidValue";
+    case cudaErrorMemoryAllocation: return "cudaErrorMemoryAllocation";
+    case cudaErrorInvalidConfiguration: return "cudaErrorInvalidConfiguration";
+    case cudaErrorInvalidDevice: return "cudaErrorInvalidDevice";
+    case cudaErrorLaunchFailure: return "cudaErrorLaunchFailure";
+    case cudaErrorNotSupported: return "cudaErrorNotSupported";
+  }
+  return "unrecognized error code";
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess: return "no error";
+    case cudaErrorInvalidValue: return "invalid argument";
+    case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorInvalidDevice: return "invalid device ordinal";
+    case cudaErrorLaunchFailure: return last_failure;
+    case cudaErrorNotSupported: return "operation not supported";
+  }
+  return "unrecognized error code";
+}
+
+cudaError_t cudaPeekAtLastError() { return last_error; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
+
+// ---- devices and streams
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
+  static const std::map<cudaDeviceAttr, int> values = {
+      {cudaDevAttrMaxThreadsPerBlock, 1024},
+      {cudaDevAttrMaxSharedMemoryPerBlock, kSharedBytes},
+      {cudaDevAttrWarpSize, 32},
+      {cudaDevAttrMultiProcessorCount, 3},  // not a power of two, as on many GPUs
+      {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
+      {cudaDevAttrComputeCapabilityMajor, 9},
+      {cudaDevAttrComputeCapabilityMinor, 0},
+      {cudaDevAttrMaxSharedMemoryPerBlockOptin, kSharedBytesOptIn},
+  };
+  if (device != 0) return remember(cudaErrorInvalidDevice);
+  const auto found = values.find(attribute);
+  if (!value || found == values.end()) return remember(cudaErrorInvalidValue);
+  *value = found->second;
+  return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+
+// The tensors are torch's CPU tensors: of device -1, and no stream belongs to them.
+cudaError_t cudaSetDevice(int device) {
+  return device == 0 || device == -1 ? cudaSuccess : remember(cudaErrorInvalidDevice);
+}
+extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) { return *stream = nullptr, 0; }
+
+// ---- memory
+
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  memcpy(to, from, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
+  memset(to, byte, bytes);
+  return cudaSuccess;
+}
+cudaError_t cudaMalloc(void** address, size_t bytes) {
+  constexpr size_t kAlignment = 256;
+  *address = aligned_alloc(kAlignment, (bytes + kAlignment - 1) / kAlignment * kAlignment);
+  return *address || bytes == 0 ? cudaSuccess : remember(cudaErrorMemoryAllocation);
+}
+cudaError_t cudaFree(void* address) {
+  free(address);
+  return cudaSuccess;
+}

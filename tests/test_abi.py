@@ -1,0 +1,38 @@
+"""csrc/common/torch_abi.h declares torch's C functions by hand. A compiler that sees torch's own declarations beside ours
+refuses any that differ."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import torch
+
+CSRC = Path(__file__).parents[1] / "csrc"
+OURS = CSRC / "common" / "torch_abi.h"
+TORCH = Path(torch.__file__).parent
+
+
+def complaints_beside_torch(ours):
+    source = f"#define USE_CUDA\n#include <torch/csrc/stable/c/shim.h>\n{ours}\n"
+    compiler = shutil.which("c++") or shutil.which("g++")
+    command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{TORCH / 'include'}", "-x", "c++", "-"]
+    return subprocess.run(command, input=source, capture_output=True, text=True, check=False).stderr
+
+
+def test_our_declarations_are_torchs():
+    assert "error" not in complaints_beside_torch(OURS.read_text())
+
+
+def test_a_wrong_declaration_would_be_refused():
+    wrong = OURS.read_text().replace("aoti_torch_get_numel(AtenTensorHandle tensor,", "aoti_torch_get_numel(int tensor,")
+    assert "error" in complaints_beside_torch(wrong)
+
+
+def test_torch_declares_every_function_that_we_do():
+    """A misspelt one would be taken for a new function, and be missing when the library is loaded."""
+    headers = [TORCH / "include/torch/csrc/stable/c/shim.h", TORCH / "include/torch/csrc/inductor/aoti_torch/c/shim.h"]
+    known = " ".join(header.read_text() for header in headers)
+    declared = re.findall(r"\b((?:aoti_)?torch_\w+)\(", OURS.read_text())
+    assert len(declared) > 20
+    assert [name for name in declared if not re.search(rf"\b{name}\(", known)] == []

@@ -1,0 +1,67 @@
+"""Imports point down only: nn / optim / amp -> ops/<op> -> ops/_registry; kernels are found by name and imported by nobody."""
+
+import ast
+from pathlib import Path
+
+import mpkernels
+
+ROOT = Path(mpkernels.__file__).parent
+TOP = {"__init__", "nn", "optim", "amp", "functional"}
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def own_imports(path):
+    return [name.removeprefix("mpkernels.") for name in imports_of(path) if name.startswith("mpkernels")]
+
+
+def test_ops_import_nothing_from_above():
+    for path in (ROOT / "ops").glob("*.py"):
+        for name in own_imports(path):
+            assert name.startswith("ops."), f"{path.name} imports {name}"
+
+
+def test_the_registry_and_the_checks_import_no_op():
+    for stem in ("_registry", "_checks", "_table"):
+        assert own_imports(ROOT / "ops" / f"{stem}.py") == []
+
+
+def test_nobody_imports_a_kernel():
+    for path in ROOT.rglob("*.py"):
+        assert not [name for name in own_imports(path) if "_triton" in name], path
+
+
+def test_triton_is_imported_by_kernels_alone():
+    for path in ROOT.rglob("*.py"):
+        if not path.stem.endswith("_triton") and path.stem != "_table":
+            module_level = ast.Module([n for n in ast.parse(path.read_text()).body if isinstance(n, ast.Import | ast.ImportFrom)], [])
+            assert "triton" not in ast.unparse(module_level), path
+
+
+def test_only_the_registry_touches_torch_library():
+    for path in ROOT.rglob("*.py"):
+        if path.stem != "_registry":
+            assert not [name for name in imports_of(path) if name.startswith("torch.library")], path
+
+
+def test_no_environment_variable_is_read():
+    for path in [*ROOT.rglob("*.py"), *(ROOT.parent / "csrc").rglob("*.[ch]*")]:
+        assert "environ" not in path.read_text(), path
+        assert "getenv" not in path.read_text(), path
+
+
+def test_torch_headers_are_seen_by_nobody_and_the_abi_by_glue_alone():
+    csrc = ROOT.parent / "csrc"
+    for path in csrc.rglob("*.[ch]*"):
+        text = path.read_text()
+        assert "#include <torch" not in text, path
+        if "torch" not in path.stem:
+            assert "torch.h" not in text, path
+            assert "aoti_torch" not in text, path

@@ -1,0 +1,157 @@
+"""What holds for every op, whatever it computes."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels import ops
+from mpkernels.ops import _registry
+from tests.cases import random_grads
+
+
+def tensors(device, requires_grad=False):
+    grads = [grad.to(device).requires_grad_(requires_grad) for grad in random_grads(sizes=(5, 1025))]
+    return grads, torch.zeros((), device=device), torch.full((), 0.5, device=device)
+
+
+ARGUMENTS = {
+    "unscale_": tensors,
+    "grad_stats": lambda device: tensors(device)[:1],
+}
+
+
+def test_every_op_is_tested_here():
+    assert ARGUMENTS.keys() == _registry._ops.keys()
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_opcheck(target, name):
+    torch.library.opcheck(_registry._ops[name].overload, ARGUMENTS[name](target.device))
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_compiles_without_a_graph_break(target, name):
+    function = getattr(ops, name)
+    eager, compiled = ARGUMENTS[name](target.device), ARGUMENTS[name](target.device)
+    want = function(*eager)
+    got = torch.compile(function, fullgraph=True, backend="aot_eager")(*compiled)
+    torch.testing.assert_close((compiled, got), (eager, want), rtol=0, atol=0, equal_nan=True)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_fake_tensors_of_any_size(name):
+    """torch.compile's view: shapes and dtypes without memory, beyond 2^31 elements too."""
+    with torch._subclasses.FakeTensorMode():
+        grads = [torch.empty(2**31 + 9, dtype=torch.bfloat16), torch.empty(0), torch.empty(3, 2**31).t()]
+        results = getattr(ops, name)(grads, *(torch.zeros(()), torch.ones(())) if name == "unscale_" else ())
+        assert results is None or [x.shape for x in results] == [(3,), (3,), (), ()]
+
+
+@pytest.mark.parametrize("call", [ops.unscale_, torch.ops.mpkernels.unscale_], ids=["function", "torch.ops"])
+def test_autograd_notices_what_a_kernel_changed(target, call):
+    """A kernel gets a bare pointer; unless the version is bumped, backward would use the changed tensor in silence."""
+    (grad, *_), found_inf, inv_scale = tensors(target.device)
+    weight = torch.ones_like(grad, requires_grad=True)
+    loss = (weight * grad).sum()
+    call([grad], found_inf, inv_scale)
+    assert grad._version > 0
+    assert found_inf._version > 0
+    assert inv_scale._version == 0
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_results_carry_no_gradient(target):
+    grads, *_ = tensors(target.device, requires_grad=True)
+    assert not any(result.requires_grad for result in ops.grad_stats(grads))
+
+
+@pytest.mark.parametrize("call", [ops.unscale_, torch.ops.mpkernels.unscale_], ids=["function", "torch.ops"])
+def test_bad_input_changes_nothing(target, call):
+    """Also where the good part of the list comes first."""
+    good = torch.ones(3, device=target.device)
+    found_inf, inv_scale = torch.zeros((), device=target.device), torch.full((), 0.5, device=target.device)
+    for bad in (torch.ones(3, dtype=torch.int32), torch.ones(3).to_sparse(), torch.ones(1).expand(3), torch.ones(3, device="meta")):
+        bad = bad if bad.is_meta else bad.to(target.device)
+        with pytest.raises((TypeError, ValueError, RuntimeError)):
+            call([good, bad], found_inf, inv_scale)
+        assert good.tolist() == [1.0] * 3
+        assert found_inf.item() == 0.0
+
+
+scalar, grad = torch.ones(()), torch.ones(3)
+ERRORS = [
+    (ops.unscale_, (grad, scalar, scalar), TypeError, "unscale_: grads must be a list of tensors, got Tensor"),
+    (ops.unscale_, (7, scalar, scalar), TypeError, "unscale_: grads must be a list of tensors, got int"),
+    (ops.unscale_, ([grad, None], scalar, scalar), TypeError, "unscale_: grads[1] must be a tensor, got NoneType"),
+    (ops.unscale_, ([grad.int()], scalar, scalar), TypeError,
+     "unscale_: grads[0] must be one of fp16, bf16, fp32, fp64, got torch.int32"),
+    (ops.unscale_, ([grad.to(torch.complex64)], scalar, scalar), TypeError,
+     "unscale_: grads[0] must be one of fp16, bf16, fp32, fp64, got torch.complex64"),
+    (ops.unscale_, ([grad.to_sparse()], scalar, scalar), TypeError,
+     "unscale_: grads[0] must be dense, got layout torch.sparse_coo"),
+    (ops.unscale_, ([torch.ones(1).expand(3)], scalar, scalar), ValueError,
+     "unscale_: grads[0] must not share memory between its elements, got strides (0,)"),
+    (ops.unscale_, ([grad, grad.to("meta")], scalar, scalar), ValueError, "unscale_: grads[1] must be on cpu, got meta"),
+    (ops.unscale_, ([grad], scalar.double(), scalar), TypeError,
+     "unscale_: found_inf must be torch.float32, got torch.float64"),
+    (ops.unscale_, ([grad], scalar, torch.ones(2)), ValueError,
+     "unscale_: inv_scale must be a tensor of one element, got shape (2,)"),
+    (ops.unscale_, ([grad], scalar, 0.5), TypeError, "unscale_: inv_scale must be a tensor, got float"),
+    (ops.grad_stats, ([],), ValueError, "grad_stats: grads must hold at least one tensor, got an empty list"),
+    (ops.grad_stats, (grad,), TypeError, "grad_stats: grads must be a list of tensors, got Tensor"),
+    (ops.grad_stats, ([grad, grad.long()],), TypeError,
+     "grad_stats: grads[1] must be one of fp16, bf16, fp32, fp64, got torch.int64"),
+    (ops.grad_stats, ([grad, grad.to("meta")],), ValueError, "grad_stats: grads[1] must be on cpu, got meta"),
+    (mpkernels.backends, ("unscale",), ValueError, "backends: op must be one of grad_stats, unscale_, got 'unscale'"),
+    (mpkernels.backend("fastest").__enter__, (), ValueError,
+     "backend: name must be one of native, triton, reference, got 'fastest'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "arguments", "kind", "text"), ERRORS, ids=[text for *_, text in ERRORS])
+def test_errors_name_op_argument_wanted_and_got(function, arguments, kind, text):
+    with pytest.raises(kind, match=f"^{re.escape(text)}$"):
+        function(*arguments)
+
+
+@pytest.mark.parametrize("kernel", ["reference", "native", "triton"])
+def test_every_kernel_gives_the_same_error(kernel):
+    with mpkernels.backend(kernel), pytest.raises(TypeError, match="grads\\[0\\] must be one of fp16"):
+        ops.unscale_([grad.int()], scalar, scalar)
+
+
+def kernel_that_runs():
+    """By what the profiler sees: the reference is made of torch's ops, a kernel isn't."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ops.grad_stats([grad])
+    return "reference" if any(event.key == "aten::square" for event in profile.key_averages()) else "native"
+
+
+def test_backends_nest_and_end():
+    """The innermost counts; afterwards all is as it was, also after an exception."""
+    assert kernel_that_runs() == "native"
+    with mpkernels.backend("reference"):
+        assert kernel_that_runs() == "reference"
+        with pytest.raises(KeyError), mpkernels.backend("native"):
+            assert kernel_that_runs() == "native"
+            raise KeyError
+        assert kernel_that_runs() == "reference"
+    assert kernel_that_runs() == "native"
+
+
+def test_a_backend_that_is_not_there_raises_instead_of_another():
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine where Triton has no CUDA device and isn't interpreted")
+    code = (
+        "import torch, mpkernels\n"
+        "with mpkernels.backend('triton'):\n"
+        "    mpkernels.ops.grad_stats([torch.ones(3)])\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PATH": ""}, check=False)
+    assert "NotImplementedError: grad_stats: no triton kernel on cpu, only native, reference" in run.stderr
