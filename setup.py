@@ -28,6 +28,7 @@ from setuptools.command import bdist_wheel, build_ext  # noqa: E402
 # Contraction is off for both compilers: only then can kernels agree bit for bit.
 NVCC_FLAGS = "-DMPK_CUDA --fmad=false -Xcompiler -fPIC,-fvisibility=hidden,-ffp-contract=off"
 CXX_FLAGS = "-fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-psabi"
+COMMON_FLAGS = "-std=c++17 -O3 -I csrc"
 ARCHS = ("80", "90", "100")
 ISAS = {"baseline": ""}
 if platform.machine() in ("x86_64", "AMD64"):
@@ -145,7 +146,7 @@ builddir = {BUILD}
 pool memory
   depth = {jobs_in_memory()}
 rule compile
-  command = $compile -std=c++17 -O3 -I csrc -MD -MF $out.d -c $in -o $out
+  command = $compile {COMMON_FLAGS} -MD -MF $out.d -c $in -o $out
   depfile = $out.d
   deps = gcc
   pool = memory
@@ -197,5 +198,6 @@ class AnyPythonWheel(bdist_wheel.bdist_wheel):
         return "py3", "none", super().get_tag()[2]
 
 
-native = setuptools.Extension("mpkernels._native", sorted(map(str, Path("csrc").rglob("*.[ch]*"))))
-setuptools.setup(ext_modules=[native], cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel})
+if __name__ == "__main__":
+    native = setuptools.Extension("mpkernels._native", sorted(map(str, Path("csrc").rglob("*.[ch]*"))))
+    setuptools.setup(ext_modules=[native], cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel})

@@ -1,6 +1,5 @@
-#include "grad_stats.h"
-
 #include "common/simd.h"
+#include "grad_stats.h"
 
 namespace mpk::MPK_ISA {
 

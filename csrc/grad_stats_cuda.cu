@@ -1,6 +1,5 @@
-#include "grad_stats.h"
-
 #include "common/cuda.h"
+#include "grad_stats.h"
 
 namespace mpk {
 

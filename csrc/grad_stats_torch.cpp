@@ -1,6 +1,5 @@
-#include "grad_stats.h"
-
 #include "common/torch.h"
+#include "grad_stats.h"
 
 namespace mpk {
 
@@ -67,8 +66,8 @@ static void grad_stats_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const Table table = call.grads.table(cuda_chunk(call.grads.elements()));
   const Tensor of_chunk = call.grads.front().scratch(sizeof(Stats) * table.chunks);
   const Tensor tickets = call.grads.front().scratch(sizeof(uint32_t) * (table.count + 1));
-  require_success(grad_stats_cuda(table, call.pointers(), of_chunk.data<Stats>(), tickets.data<uint32_t>(), device.stream()),
-                  kOp);
+  require_success(
+      grad_stats_cuda(table, call.pointers(), of_chunk.data<Stats>(), tickets.data<uint32_t>(), device.stream()), kOp);
   call.put_results(stack);
 }
 MPK_CUDA_KERNEL(kOp, grad_stats_on_cuda)

@@ -1,6 +1,5 @@
-#include "unscale.h"
-
 #include "common/simd.h"
+#include "unscale.h"
 
 namespace mpk::MPK_ISA {
 
@@ -19,9 +18,8 @@ static bool unscale_block_by_block(T* grads, int64_t size, float inv_scale) {
 
 bool unscale_span(Dtype dtype, void* grads, int64_t size, float inv_scale) {
   if (size == 0) return false;
-  return with_dtype(dtype, [&](auto zero) {
-    return unscale_block_by_block(static_cast<decltype(zero)*>(grads), size, inv_scale);
-  });
+  return with_dtype(
+      dtype, [&](auto zero) { return unscale_block_by_block(static_cast<decltype(zero)*>(grads), size, inv_scale); });
 }
 
 }  // namespace mpk::MPK_ISA

@@ -1,6 +1,5 @@
-#include "unscale.h"
-
 #include "common/cuda.h"
+#include "unscale.h"
 
 namespace mpk {
 

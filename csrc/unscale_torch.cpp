@@ -1,8 +1,7 @@
-#include "unscale.h"
-
 #include <atomic>
 
 #include "common/torch.h"
+#include "unscale.h"
 
 namespace mpk {
 
@@ -39,9 +38,9 @@ static void unscale_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   UnscaleArguments arguments(stack);
   const OnDeviceOf device(arguments.found_inf);
   const Table table = arguments.grads.table(cuda_chunk(arguments.grads.elements()));
-  require_success(unscale_cuda(table, arguments.found_inf.data<float>(), arguments.inv_scale.data<const float>(),
-                               device.stream()),
-                  kOp);
+  require_success(
+      unscale_cuda(table, arguments.found_inf.data<float>(), arguments.inv_scale.data<const float>(), device.stream()),
+      kOp);
   arguments.grads.return_copies();
 }
 MPK_CUDA_KERNEL(kOp, unscale_on_cuda)

@@ -6,8 +6,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; there it makes kernels run on the CPU
 
-from tests import interpreter  # noqa: E402
-from tests.targets import TARGETS  # noqa: E402
+from tests import interpreter
+from tests.targets import TARGETS
 
 interpreter.round_bf16_as_hardware_does()
 
@@ -27,7 +27,9 @@ def pytest_configure(config):
         raise pytest.UsageError(f"--require: unknown target {', '.join(sorted(unknown))}; known: {', '.join(TARGETS)}")
     missing = {name: why for name in sorted(required) if (why := TARGETS[name].why_missing())}
     if missing:
-        raise pytest.UsageError("--require: " + "; ".join(f"{name} can't run here: {why}" for name, why in missing.items()))
+        raise pytest.UsageError(
+            "--require: " + "; ".join(f"{name} can't run here: {why}" for name, why in missing.items())
+        )
 
 
 def pytest_generate_tests(metafunc):

@@ -1,4 +1,4 @@
-"""Triton's interpreter, mended: it cuts fp32 off to bf16 where every chip rounds to nearest even, and garbles subnormals."""
+"""Triton's interpreter, mended: it cuts fp32 off to bf16, where every chip rounds to nearest even."""
 
 import numpy as np
 import triton.language as tl
@@ -19,7 +19,9 @@ def round_bf16_as_hardware_does():
     theirs = interpreter.InterpreterBuilder.cast_impl
 
     def cast_impl(self, src, dst_type):
-        cast = {(tl.bfloat16, tl.float32): to_fp32, (tl.float32, tl.bfloat16): to_bf16}.get((src.dtype.scalar, dst_type.scalar))
+        cast = {(tl.bfloat16, tl.float32): to_fp32, (tl.float32, tl.bfloat16): to_bf16}.get(
+            (src.dtype.scalar, dst_type.scalar)
+        )
         return interpreter.TensorHandle(cast(src.data), dst_type.scalar) if cast else theirs(self, src, dst_type)
 
     interpreter.InterpreterBuilder.cast_impl = cast_impl

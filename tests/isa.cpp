@@ -1,5 +1,5 @@
-// Runs every CPU kernel with every instruction set that this machine has, over all sizes up to three blocks, on random bits.
-// Exit status 1, and a line that says where, if any result differs from baseline's by one bit.
+// Runs every CPU kernel with every instruction set that this machine has, over all sizes up to three blocks, on random
+// bits. Exit status 1, and a line that says where, if any result differs from baseline's by one bit.
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -21,7 +21,8 @@ static bool same(double a, double b) { return a == b || (std::isnan(a) && std::i
 static bool agree(const Variant& a, const Variant& b, Dtype dtype, const std::vector<uint64_t>& bits, int64_t size) {
   auto left = bits, right = bits;
   const Stats stats[] = {a.grad_stats_span(dtype, left.data(), size), b.grad_stats_span(dtype, right.data(), size)};
-  const bool bad[] = {a.unscale_span(dtype, left.data(), size, 0.37f), b.unscale_span(dtype, right.data(), size, 0.37f)};
+  const bool bad[] = {a.unscale_span(dtype, left.data(), size, 0.37f),
+                      b.unscale_span(dtype, right.data(), size, 0.37f)};
   const int64_t width = dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2;
   return memcmp(left.data(), right.data(), bits.size() * 8) == 0 && bad[0] == bad[1] && stats[0].bad == stats[1].bad &&
          same(stats[0].sumsq, stats[1].sumsq) && memcmp(left.data(), bits.data(), size * width) != 0;
@@ -42,7 +43,8 @@ int main() {
         for (uint64_t& word : bits) word = random() & mask;
         for (const Variant& variant : variants) {
           if (agree(variants[0], variant, dtype, bits, size)) continue;
-          printf("%s differs from baseline: dtype %d, size %d\n", variant.name, static_cast<int>(dtype), static_cast<int>(size));
+          printf("%s differs from baseline: dtype %d, size %d\n", variant.name, static_cast<int>(dtype),
+                 static_cast<int>(size));
           return 1;
         }
       }

@@ -1,4 +1,4 @@
-"""The targets: every kernel of every op, each on a device it can run on. A test that takes `target` runs once for each."""
+"""The targets: every kernel, each on a device it can run on. A test that takes `target` runs once for each."""
 
 import functools
 from collections.abc import Iterator

@@ -1,5 +1,7 @@
-"""csrc/common/torch_abi.h declares torch's C functions by hand. A compiler that sees torch's own declarations beside ours
-refuses any that differ."""
+"""csrc/common/torch_abi.h declares torch's C functions by hand.
+
+A compiler that sees torch's own declarations beside ours refuses any that differ.
+"""
 
 import re
 import shutil
@@ -25,7 +27,9 @@ def test_our_declarations_are_torchs():
 
 
 def test_a_wrong_declaration_would_be_refused():
-    wrong = OURS.read_text().replace("aoti_torch_get_numel(AtenTensorHandle tensor,", "aoti_torch_get_numel(int tensor,")
+    wrong = OURS.read_text().replace(
+        "aoti_torch_get_numel(AtenTensorHandle tensor,", "aoti_torch_get_numel(int tensor,"
+    )
     assert "error" in complaints_beside_torch(wrong)
 
 

@@ -41,7 +41,9 @@ def test_odd_layouts(target, dtype):
 
 def test_memory_between_the_elements_is_left_alone(target):
     base = torch.arange(100.0, device=target.device)
-    unscale_([base[::2], base[1:50:7]][:1], torch.zeros((), device=target.device), torch.tensor(2.0, device=target.device))
+    unscale_(
+        [base[::2], base[1:50:7]][:1], torch.zeros((), device=target.device), torch.tensor(2.0, device=target.device)
+    )
     assert torch.equal(base[1::2].cpu(), torch.arange(100.0)[1::2])
 
 
@@ -73,7 +75,11 @@ def test_one_bad_element_anywhere_is_found(target, dtype, bad):
 def test_overflow_by_unscaling_is_found(target, dtype):
     """A scale below 1: the scaled grad is finite, what is stored isn't. torch misses it, and steps with inf."""
     largest = torch.finfo(dtype).max
-    for inv_scale, overflows in ((1.0, 0.0), (1.0 + 2**-20, float(dtype in (torch.float32, torch.float64))), (2.0, 1.0)):
+    for inv_scale, overflows in (
+        (1.0, 0.0),
+        (1.0 + 2**-20, float(dtype in (torch.float32, torch.float64))),
+        (2.0, 1.0),
+    ):
         got, found_inf = unscaled_by([torch.full((37,), largest, dtype=dtype)], inv_scale, target.device)
         assert found_inf == overflows
         assert got[0].isinf().all().item() == bool(overflows)

@@ -22,10 +22,8 @@ inline Isa best_isa() {
   namespace avx512 {                  \
   declaration;                        \
   }
-#define MPK_BEST(function)                         \
-  (best_isa() == Isa::avx512 ? &avx512::function   \
-   : best_isa() == Isa::avx2 ? &avx2::function     \
-                             : &baseline::function)
+#define MPK_BEST(function) \
+  (best_isa() == Isa::avx512 ? &avx512::function : best_isa() == Isa::avx2 ? &avx2::function : &baseline::function)
 #else
 inline Isa best_isa() { return Isa::baseline; }
 #define MPK_FOR_EACH_ISA(declaration) \

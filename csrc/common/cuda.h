@@ -1,5 +1,5 @@
-// Vocabulary of the CUDA kernels: 16-byte access, block sums, the table as a launch parameter, the launch itself. Plain C++
-// apart from the qualifiers, so that tests/emulation can run the same kernels on a CPU.
+// Vocabulary of the CUDA kernels: 16-byte access, block sums, the table as a launch parameter, the launch itself. Plain
+// C++ apart from the qualifiers, so that tests/emulation can run the same kernels on a CPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,8 +17,12 @@ __device__ __forceinline__ float widen(fp16 x) {
   asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(x.bits));
   return wide;
 }
-__device__ __forceinline__ void narrow(float wide, fp16& x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x.bits) : "f"(wide)); }
-__device__ __forceinline__ void narrow(float wide, bf16& x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(wide)); }
+__device__ __forceinline__ void narrow(float wide, fp16& x) {
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x.bits) : "f"(wide));
+}
+__device__ __forceinline__ void narrow(float wide, bf16& x) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(wide));
+}
 #else
 inline float widen(fp16 x) { return bit_cast<float>(fp32_bits_of_fp16<float>(x.bits)); }
 inline void narrow(float wide, fp16& x) { x.bits = fp16_bits_of_fp32<float>(bit_cast<uint32_t>(wide)); }
@@ -34,8 +38,8 @@ __device__ __forceinline__ void narrow(T wide, T& x) {
   x = wide;
 }
 
-// Calls body(element&) for this thread's share of a block's data, 16 bytes at a time where data is aligned, and stores the
-// elements back where T isn't const.
+// Calls body(element&) for this thread's share of a block's data, 16 bytes at a time where data is aligned, and stores
+// the elements back where T isn't const.
 template <class T, class Body>
 __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Body& body) {
   using Element = std::remove_const_t<T>;
@@ -80,8 +84,8 @@ static __device__ double block_sum(double value) {
   return sum;
 }
 
-// True in every thread of the last of `expected` blocks to call this with the same ticket (which starts at 0). What thread 0
-// of the other blocks wrote before is then there to be read, past the L1 cache (__ldcg).
+// True in every thread of the last of `expected` blocks to call this with the same ticket (which starts at 0). What
+// thread 0 of the other blocks wrote before is then there to be read, past the L1 cache (__ldcg).
 static __device__ bool last_one_out(uint32_t* ticket, uint32_t expected) {
   __shared__ bool is_last;
   if (threadIdx.x == 0) {
@@ -93,8 +97,8 @@ static __device__ bool last_one_out(uint32_t* ticket, uint32_t expected) {
   return is_last;
 }
 
-// As many rows of a table as fit into the parameters of a launch (4 KB on every chip, 32,764 bytes since Volta): no device
-// memory to fill first, nothing to keep alive, and a CUDA graph holds its own copy.
+// As many rows of a table as fit into the parameters of a launch (4 KB on every chip, 32,764 bytes since Volta): no
+// device memory to fill first, nothing to keep alive, and a CUDA graph holds its own copy.
 template <int capacity>
 struct Page {
   Row rows[capacity];

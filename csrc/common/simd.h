@@ -99,14 +99,14 @@ MPK_FN void store(bf16* to, Floats x) {
   memcpy(to, &halves, sizeof halves);
 }
 
-// How many elements of T one vector holds, and how many a block of for_each_block: a fixed number, so that sums taken in
-// its order are the same to the last bit with every instruction set.
+// How many elements of T one vector holds, and how many a block of for_each_block: a fixed number, so that sums taken
+// in its order are the same to the last bit with every instruction set.
 template <class T>
 inline constexpr int kLanesOf = sizeof(Floats) / sizeof(Compute<T>);
 inline constexpr int kBlock = 32;
 
-// Calls body(pointer to kBlock elements) along data. The last, incomplete block is a copy that is filled up with pad, and
-// written back where T isn't const.
+// Calls body(pointer to kBlock elements) along data. The last, incomplete block is a copy that is filled up with pad,
+// and written back where T isn't const.
 template <class T, class Body>
 MPK_FN void for_each_block(T* data, int64_t size, std::remove_const_t<T> pad, const Body& body) {
   int64_t i = 0;

@@ -103,8 +103,8 @@ class Tensor {
   AtenTensorHandle handle_;
 };
 
-// A Tensor[] argument as a table of flat memory. A tensor that is not dense lends a contiguous copy; return_copies() writes
-// such copies back.
+// A Tensor[] argument as a table of flat memory. A tensor that is not dense lends a contiguous copy; return_copies()
+// writes such copies back.
 class TensorList {
  public:
   explicit TensorList(StableIValue value) {
@@ -132,9 +132,12 @@ class TensorList {
       const Tensor& tensor = tensors_[i];
       Row row{nullptr, tensor.size(), 0, Dtype::f32};
       const char* problem = nullptr;
-      if (!tensor.is_strided()) problem = "is not dense";
-      else if (tensor.device() != device) problem = "is on another device";
-      else if (!find_dtype(tensor.dtype(), &row.dtype)) problem = "is none of fp16, bf16, fp32, fp64";
+      if (!tensor.is_strided())
+        problem = "is not dense";
+      else if (tensor.device() != device)
+        problem = "is on another device";
+      else if (!find_dtype(tensor.dtype(), &row.dtype))
+        problem = "is none of fp16, bf16, fp32, fp64";
       else if (!tensor.is_contiguous() && !tensor.is_dense()) {
         if (will_write && tensor.is_expanded()) problem = "has elements that share memory";
         copies_.emplace_back(i, tensor.new_empty(tensor.ndim(), tensor.sizes(), tensor.dtype()));
@@ -207,7 +210,8 @@ inline int64_t cuda_chunk(int64_t elements) {
 }
 
 inline void require_success(cudaError_t error, const char* op) {
-  if (error != cudaSuccess) require(false, op, std::string("CUDA says ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
+  if (error != cudaSuccess)
+    require(false, op, std::string("CUDA says ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }
 
 // Makes a tensor's device the current one as long as it lives, and knows torch's current stream there.
@@ -216,9 +220,9 @@ class OnDeviceOf {
   explicit OnDeviceOf(const Tensor& tensor) {
     require_success(cudaGetDevice(&previous_), "mpkernels");
     require_success(cudaSetDevice(tensor.device().second), "mpkernels");
-    require(aoti_torch_get_current_cuda_stream &&
-                aoti_torch_get_current_cuda_stream(tensor.device().second, &stream_) == 0,
-            "mpkernels", "torch has no current CUDA stream");
+    require(
+        aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(tensor.device().second, &stream_) == 0,
+        "mpkernels", "torch has no current CUDA stream");
   }
   OnDeviceOf(const OnDeviceOf&) = delete;
   ~OnDeviceOf() { cudaSetDevice(previous_); }
@@ -245,7 +249,8 @@ struct Registration {
 // The schema is declared in Python (mpkernels/ops); a kernel attaches itself to it under its device.
 #ifdef MPK_EMULATION
 #define MPK_CPU_KERNEL(op, kernel)
-#define MPK_CUDA_KERNEL(op, kernel) static const mpk::Registration kernel##_here{"mpkernels_emulated", "CPU", op, &kernel};
+#define MPK_CUDA_KERNEL(op, kernel) \
+  static const mpk::Registration kernel##_here{"mpkernels_emulated", "CPU", op, &kernel};
 #else
 #define MPK_CPU_KERNEL(op, kernel) static const mpk::Registration kernel##_here{"mpkernels", "CPU", op, &kernel};
 #define MPK_CUDA_KERNEL(op, kernel) static const mpk::Registration kernel##_here{"mpkernels", "CUDA", op, &kernel};

@@ -1,7 +1,7 @@
 // The part of torch's stable C ABI (torch >= 2.10) that is used here, declared by hand.
 //
-// No torch header is included, so the build needs no torch, cannot pick the wrong one, and one library serves every version.
-// tests/test_abi.py compiles these declarations against torch's own.
+// No torch header is included, so the build needs no torch, cannot pick the wrong one, and one library serves every
+// version. tests/test_abi.py compiles these declarations against torch's own.
 #pragma once
 
 #include <cstddef>
@@ -20,8 +20,8 @@ using ParallelFunc = void (*)(int64_t begin, int64_t end, void* context);
 extern "C" {
 AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* k, const char* file, uint32_t line,
                                             TorchLibraryHandle* ret_new_torch_lib);
-AOTITorchError torch_library_impl(TorchLibraryHandle self, const char* name, void (*fn)(StableIValue*, uint64_t, uint64_t),
-                                  uint64_t extension_build_version);
+AOTITorchError torch_library_impl(TorchLibraryHandle self, const char* name,
+                                  void (*fn)(StableIValue*, uint64_t, uint64_t), uint64_t extension_build_version);
 AOTITorchError torch_list_size(StableListHandle list_handle, size_t* size);
 AOTITorchError torch_list_get_item(StableListHandle list_handle, size_t index, StableIValue* element);
 AOTITorchError torch_delete_list(StableListHandle list_handle);
@@ -37,8 +37,9 @@ AOTITorchError aoti_torch_get_device_index(AtenTensorHandle tensor, int32_t* ret
 AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* ret_is_contiguous);
 AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** ret_data_ptr);
 AOTITorchError torch_get_const_data_ptr(AtenTensorHandle tensor, const void** ret_data_ptr);
-AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr, const int64_t* strides_ptr, int32_t dtype,
-                                        int32_t device_type, int32_t device_index, AtenTensorHandle* ret_new_tensor);
+AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr, const int64_t* strides_ptr,
+                                        int32_t dtype, int32_t device_type, int32_t device_index,
+                                        AtenTensorHandle* ret_new_tensor);
 AOTITorchError aoti_torch_copy_(AtenTensorHandle self, AtenTensorHandle src, int32_t non_blocking);
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func, void* ctx);
 int32_t aoti_torch_dtype_float16();

@@ -25,7 +25,11 @@ def scalar(op: str, name: str, value: Tensor, like: Tensor | None = None) -> Non
 
 
 def grads(
-    op: str, value: Sequence[Tensor], device: torch.device | None = None, writable: bool = False, at_least_one: bool = False
+    op: str,
+    value: Sequence[Tensor],
+    device: torch.device | None = None,
+    writable: bool = False,
+    at_least_one: bool = False,
 ) -> None:
     """A list of strided float tensors on one device."""
     if isinstance(value, Tensor) or not isinstance(value, Sequence):

@@ -1,8 +1,9 @@
 """One op, several kernels, and torch's own dispatcher to choose between them.
 
 An op's schema is declared once, here. Its reference, in plain torch, is at once the specification, the oracle of the
-tests, the fake kernel of torch.compile and the fallback on any device. Kernels attach themselves to the schema: C++ and
-CUDA by the loaded library (csrc/<op>_torch.cpp), Triton by ``implement`` in ops/<op>_triton.py. Nobody imports a kernel.
+tests, the fake kernel of torch.compile and the fallback on any device. Kernels attach themselves to the schema: C++
+and CUDA when the library is loaded (csrc/<op>_torch.cpp), Triton by ``implement`` in ops/<op>_triton.py. Nobody
+imports a kernel.
 """
 
 import importlib
@@ -17,7 +18,10 @@ from torch.library import Library
 
 NAMESPACE = "mpkernels"
 BACKENDS = ("native", "triton", "reference")
-DEVICES = {"cpu": "CPU", "cuda": "CUDA"}  # torch.device.type -> dispatch key, where kernels other than the reference exist
+DEVICES = {
+    "cpu": "CPU",
+    "cuda": "CUDA",
+}  # torch.device.type -> dispatch key, where kernels other than the reference exist
 
 _library = Library(NAMESPACE, "DEF")
 _ops: dict[str, "Op"] = {}
@@ -39,7 +43,9 @@ class Op:
         _library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
         self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         arguments = self.overload._schema.arguments
-        self._mutated = [i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write]
+        self._mutated = [
+            i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
+        ]
         if self._mutated:
             _library.impl(self.name, self._bump_versions, "ADInplaceOrView", with_keyset=True)
 
@@ -138,7 +144,7 @@ _native: set[tuple[str, str]] = set()  # (op, device type) that the loaded libra
 
 
 def attach_defaults() -> None:
-    """Once the library is loaded or known to be absent: notes what it serves, and lets Triton serve CUDA for the rest."""
+    """Once the library is loaded or known to be absent: notes what it serves; the rest of CUDA is Triton's."""
     for op in _ops.values():
         for device_type, key in DEVICES.items():
             if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op.name}", key):
@@ -177,9 +183,9 @@ def force(kernels: Kernels) -> Iterator[None]:
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Makes every op run its ``"native"``, ``"triton"`` or ``"reference"`` kernel, in all threads: for tests and bug hunts.
+    """Makes every op run its ``"native"``, ``"triton"`` or ``"reference"`` kernel: for tests and bug hunts.
 
-    Where an op has no such kernel it raises instead of running another.
+    It holds for all threads. Where an op has no such kernel it raises instead of running another.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")

@@ -1,4 +1,6 @@
-"""A list of tensors as a Triton kernel sees it, the way csrc/common/table.h has it for C++: rows of flat memory in chunks."""
+"""A list of tensors as a Triton kernel sees it: rows of flat memory in chunks. csrc/common/table.h is its C++ twin."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -44,7 +46,9 @@ def build(tensors: Sequence[Tensor], tickets: int = 0) -> Table:
 def is_dense(tensor: Tensor) -> bool:
     """Whether the elements fill their memory without a gap or an overlap, in whichever order of the dimensions."""
     filled = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+    ):
         if stride != filled:
             return tensor.numel() == 0
         filled *= size
@@ -65,7 +69,7 @@ def load_span(words, tensors, chunk, CHUNK: tl.constexpr):
 
 @triton.jit
 def whole_blocks(address, size):
-    """How many elements can be read 16 bytes at a time, without a mask: all whole blocks if the first one is aligned."""
+    """How many elements can be read 16 bytes at a time, without a mask: all whole blocks if the first is aligned."""
     return tl.where(address % 16 == 0, size // BLOCK * BLOCK, 0)
 
 

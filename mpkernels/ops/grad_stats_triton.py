@@ -1,4 +1,6 @@
-"""grad_stats in Triton: one program a chunk; the last of a tensor adds up its chunks, and the last of all the tensors."""
+"""grad_stats in Triton: one program a chunk; the last of a tensor adds up its chunks, the last of all the tensors."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
 from collections.abc import Sequence
 
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from mpkernels.ops import _table
 from mpkernels.ops._registry import implement
-from mpkernels.ops._table import BF16, BLOCK, FP16, FP32, FP64, ROW, is_non_finite, load_span, whole_blocks
+from mpkernels.ops._table import BF16, BLOCK, FP16, FP32, ROW, is_non_finite, load_span, whole_blocks
 from mpkernels.ops.grad_stats import _grad_stats
 
 
@@ -45,7 +47,7 @@ def sum_of(values, count):
 
 @triton.jit
 def is_last_one_out(ticket, expected):
-    """Whether this is the last of `expected` programs to ask; what the others stored before they asked can then be read."""
+    """Whether this is the last of `expected` programs to ask; then what the others stored before can be read."""
     tl.debug_barrier()
     return tl.atomic_add(ticket, 1, sem="acq_rel") == expected - 1
 
@@ -84,12 +86,12 @@ def grad_stats_triton(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, 
     flat = [grad if _table.is_dense(grad) else grad.contiguous() for grad in grads]
     table = _table.build(flat, tickets=len(flat) + 1)
     sumsq, sumsq_of_chunk, bad_of_chunk = (
-        torch.empty(size, dtype=torch.float64, device=flat[0].device) for size in (len(flat), table.chunks, table.chunks)
+        torch.empty(size, dtype=torch.float64, device=table.words.device)
+        for size in (table.tensors, table.chunks, table.chunks)
     )
-    nonfinite = torch.empty(len(flat), dtype=torch.float32, device=flat[0].device)
-    total_sumsq, found_inf = sumsq.new_empty(()), nonfinite.new_empty(())
+    nonfinite = torch.empty(table.tensors, dtype=torch.float32, device=table.words.device)
+    results = sumsq, nonfinite, sumsq.new_empty(()), nonfinite.new_empty(())
     grad_stats_kernel[(table.chunks,)](
-        table.words, table.tensors, table.chunks, sumsq, nonfinite, total_sumsq, found_inf, sumsq_of_chunk, bad_of_chunk,
-        CHUNK=_table.CHUNK, enable_fp_fusion=False,
-    )  # fmt: skip
-    return sumsq, nonfinite, total_sumsq, found_inf
+        *table, *results, sumsq_of_chunk, bad_of_chunk, CHUNK=_table.CHUNK, enable_fp_fusion=False
+    )
+    return results

@@ -1,5 +1,7 @@
 """unscale_ in Triton: one program a chunk."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
 from collections.abc import Sequence
 
 import triton
@@ -8,7 +10,7 @@ from torch import Tensor
 
 from mpkernels.ops import _table
 from mpkernels.ops._registry import implement
-from mpkernels.ops._table import BF16, BLOCK, FP16, FP32, FP64, is_non_finite, load_span, whole_blocks
+from mpkernels.ops._table import BF16, BLOCK, FP16, FP32, is_non_finite, load_span, whole_blocks
 from mpkernels.ops.unscale import _unscale
 
 

@@ -6,8 +6,7 @@
 // g++ wants alignas before __shared__.
 #pragma once
 
-#include "emulation/language.h"
-#include "emulation/scheduler.h"
-
 #include "emulation/device.h"
 #include "emulation/host.h"
+#include "emulation/language.h"
+#include "emulation/scheduler.h"

@@ -82,23 +82,23 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, emulati
 
 // ---- atomics: threads switch only where they wait, so a plain update is atomic
 
-#define EMULATION_ATOMIC(name, T, updated)      \
-  inline T name(T* address, T value) {          \
-    const T old = *address;                     \
-    *address = updated;                         \
-    return old;                                 \
+#define EMULATION_ATOMIC(name, T, updated) \
+  inline T name(T* address, T value) {     \
+    const T old = *address;                \
+    *address = updated;                    \
+    return old;                            \
   }
-#define EMULATION_INTEGER_ATOMICS(T)                                       \
-  EMULATION_ATOMIC(atomicExch, T, value)                                   \
-  EMULATION_ATOMIC(atomicMin, T, std::min(old, value))                     \
-  EMULATION_ATOMIC(atomicMax, T, std::max(old, value))                     \
-  EMULATION_ATOMIC(atomicAnd, T, old & value)                              \
-  EMULATION_ATOMIC(atomicOr, T, old | value)                               \
-  EMULATION_ATOMIC(atomicXor, T, old ^ value)                              \
-  inline T atomicCAS(T* address, T compare, T value) {                     \
-    const T old = *address;                                                \
-    if (old == compare) *address = value;                                  \
-    return old;                                                            \
+#define EMULATION_INTEGER_ATOMICS(T)                   \
+  EMULATION_ATOMIC(atomicExch, T, value)               \
+  EMULATION_ATOMIC(atomicMin, T, std::min(old, value)) \
+  EMULATION_ATOMIC(atomicMax, T, std::max(old, value)) \
+  EMULATION_ATOMIC(atomicAnd, T, old& value)           \
+  EMULATION_ATOMIC(atomicOr, T, old | value)           \
+  EMULATION_ATOMIC(atomicXor, T, old ^ value)          \
+  inline T atomicCAS(T* address, T compare, T value) { \
+    const T old = *address;                            \
+    if (old == compare) *address = value;              \
+    return old;                                        \
   }
 EMULATION_INTEGER_ATOMICS(int)
 EMULATION_INTEGER_ATOMICS(unsigned)
@@ -133,17 +133,17 @@ void check_aligned(const char* name, const T* address, Place place) {
 
 }  // namespace emulation
 
-#define EMULATION_LOAD(name)                                   \
-  template <class T>                                           \
-  T name(const T* address, emulation::Place place = {}) {      \
-    emulation::check_aligned(#name, address, place);           \
-    return *address;                                           \
+#define EMULATION_LOAD(name)                              \
+  template <class T>                                      \
+  T name(const T* address, emulation::Place place = {}) { \
+    emulation::check_aligned(#name, address, place);      \
+    return *address;                                      \
   }
-#define EMULATION_STORE(name)                                                                \
-  template <class T>                                                                         \
-  void name(T* address, std::common_type_t<T> value, emulation::Place place = {}) {          \
-    emulation::check_aligned(#name, address, place);                                         \
-    *address = value;                                                                        \
+#define EMULATION_STORE(name)                                                       \
+  template <class T>                                                                \
+  void name(T* address, std::common_type_t<T> value, emulation::Place place = {}) { \
+    emulation::check_aligned(#name, address, place);                                \
+    *address = value;                                                               \
   }
 EMULATION_LOAD(__ldg)
 EMULATION_LOAD(__ldca)

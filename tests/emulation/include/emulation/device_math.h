@@ -41,8 +41,8 @@ inline float __saturatef(float a) { return fminf(fmaxf(a, 0.f), 1.f); }  // NaN 
 
 // ---- minimum and maximum, global as in CUDA; of NaN and a number the number
 
-#define EMULATION_MIN_MAX(T)                             \
-  constexpr T min(T a, T b) { return b < a ? b : a; }    \
+#define EMULATION_MIN_MAX(T)                          \
+  constexpr T min(T a, T b) { return b < a ? b : a; } \
   constexpr T max(T a, T b) { return a < b ? b : a; }
 EMULATION_MIN_MAX(int)
 EMULATION_MIN_MAX(unsigned)

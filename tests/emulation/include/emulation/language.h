@@ -22,14 +22,14 @@
 #define __shared__ thread_local
 
 // CUDA's alignment: 2 and 4 elements load at once, up to 16 bytes; 3 elements load one by one.
-#define EMULATION_VECTOR(T, name)                                                                             \
-  struct name##1 { T x; };                                                                                    \
-  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                                                          \
-  struct name##3 { T x, y, z; };                                                                              \
-  struct alignas(std::min<size_t>(16, 4 * sizeof(T))) name##4 { T x, y, z, w; };                              \
-  constexpr name##1 make_##name##1(T x) { return {x}; }                                                       \
-  constexpr name##2 make_##name##2(T x, T y) { return {x, y}; }                                               \
-  constexpr name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                                       \
+#define EMULATION_VECTOR(T, name)                                                \
+  struct name##1 { T x; };                                                       \
+  struct alignas(2 * sizeof(T)) name##2 { T x, y; };                             \
+  struct name##3 { T x, y, z; };                                                 \
+  struct alignas(std::min<size_t>(16, 4 * sizeof(T))) name##4 { T x, y, z, w; }; \
+  constexpr name##1 make_##name##1(T x) { return {x}; }                          \
+  constexpr name##2 make_##name##2(T x, T y) { return {x, y}; }                  \
+  constexpr name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }          \
   constexpr name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 EMULATION_VECTOR(signed char, char)
 EMULATION_VECTOR(unsigned char, uchar)

@@ -1,0 +1,82 @@
+"""The table of what each kernel may cost on each chip, and what is worse than it."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+PATH = Path(__file__).with_name("table.json")
+
+# What a kernel may not lose: the name in the table, and the instruction of NVIDIA or of AMD.
+INSTRUCTIONS = {
+    "load128": r"LDG\S*\.(128|256)|(buffer|flat|global)_load_dwordx4",
+    "store128": r"STG\S*\.(128|256)|(buffer|flat|global)_store_dwordx4",
+    "HMMA": "HMMA",
+    "HGMMA": "HGMMA",
+    "UTCMMA": "UTC[A-Z]*MMA",
+    "MFMA": "v_mfma",
+}
+SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}  # bytes for one block
+
+Numbers = dict[str, int]
+Kernels = dict[tuple[str, str], Numbers]  # (kernel, chip) -> numbers
+
+
+class Section(NamedTuple):
+    """The kernels of one compiler."""
+
+    version: str
+    kernels: Kernels
+
+
+def read() -> dict[str, Section]:
+    return {
+        compiler: Section(
+            section["version"],
+            {(kernel, chip): it for kernel, chips in section["kernels"].items() for chip, it in chips.items()},
+        )
+        for compiler, section in json.loads(PATH.read_text()).items()
+    }
+
+
+def write(sections: dict[str, Section]) -> None:
+    content: dict[str, dict[str, object]] = {}
+    for compiler, section in sections.items():
+        chips: dict[str, dict[str, Numbers]] = {}
+        for (kernel, chip), numbers in sorted(section.kernels.items()):
+            chips.setdefault(kernel, {})[chip] = numbers
+        content[compiler] = {"version": section.version, "kernels": chips}
+    text = json.dumps(content, indent=2)
+    PATH.write_text(re.sub(r"{[^{}]*}", lambda numbers: " ".join(numbers[0].split()), text) + "\n")
+
+
+def regressions(measured: Section, table: Section) -> Iterator[str]:
+    """One line for each way in which a kernel is worse. Numbers are comparable only if one compiler made them."""
+    for kernel, chip in sorted(measured.kernels | table.kernels):
+        got, wanted = measured.kernels.get((kernel, chip)), table.kernels.get((kernel, chip))
+        if got is None:
+            whys = ["in the table, but no longer compiled"]
+        elif wanted is None:
+            whys = [*_beyond_limits(got, chip), "not in the table"]
+        else:
+            whys = [*_beyond_limits(got, chip), *_worse(got, wanted, measured.version == table.version)]
+        for why in whys:
+            yield f"{kernel} on {chip}: {why}"
+
+
+def _beyond_limits(got: Numbers, chip: str) -> Iterator[str]:
+    if got["spills"]:
+        yield f"{got['spills']} spills"
+    if got["shared"] > SHARED_LIMIT[chip]:
+        yield f"{got['shared']} bytes of shared memory, the chip has {SHARED_LIMIT[chip]}"
+
+
+def _worse(got: Numbers, wanted: Numbers, comparable: bool) -> Iterator[str]:
+    for name in INSTRUCTIONS:
+        least = wanted.get(name, 0) if comparable else min(wanted.get(name, 0), 1)
+        if got.get(name, 0) < least:
+            yield f"{got.get(name, 0)} {name} instructions, the table has {wanted[name]}"
+    for name in ("registers", "stack", "shared"):
+        if comparable and got[name] > wanted[name]:
+            yield f"{name} {got[name]}, the table has {wanted[name]}"
