@@ -4,8 +4,6 @@ The C++ declares the few functions of torch's stable ABI that it calls. So the b
 and one library serves every torch and every Python that pyproject.toml admits.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -200,4 +198,9 @@ class AnyPythonWheel(bdist_wheel.bdist_wheel):
 
 if __name__ == "__main__":
     native = setuptools.Extension("mpkernels._native", sorted(map(str, Path("csrc").rglob("*.[ch]*"))))
-    setuptools.setup(ext_modules=[native], cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel})
+    shutil.rmtree("build/lib", ignore_errors=True)  # or a module deleted since the last build would be shipped
+    setuptools.setup(
+        ext_modules=[native],
+        cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel},
+        options={"build": {"build_lib": "build/lib"}},
+    )

@@ -59,8 +59,8 @@ cudaError_t grad_stats_cuda(const Table& grads, const GradStats& stats, Stats* o
   const cudaError_t error = cudaMemsetAsync(tickets, 0, sizeof(uint32_t) * (grads.count + 1), stream);
   if (error != cudaSuccess) return error;
   return for_each_page(grads, [&](const auto& page, int64_t blocks) {
-    return launch(grad_stats_kernel<sizeof(page.rows) / sizeof(Row)>, blocks, stream, page, stats, of_chunk, tickets,
-                  grads.count);
+    return launch(grad_stats_kernel<std::decay_t<decltype(page)>::kCapacity>, blocks, stream, page, stats, of_chunk,
+                  tickets, grads.count);
   });
 }
 

@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t unscale_cuda(const Table& grads, float* found_inf, const float* inv_scale, cudaStream_t stream) {
   return for_each_page(grads, [&](const auto& page, int64_t blocks) {
-    return launch(unscale_kernel<sizeof(page.rows) / sizeof(Row)>, blocks, stream, page, found_inf, inv_scale);
+    return launch(unscale_kernel<std::decay_t<decltype(page)>::kCapacity>, blocks, stream, page, found_inf, inv_scale);
   });
 }
 

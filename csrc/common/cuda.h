@@ -99,8 +99,9 @@ static __device__ bool last_one_out(uint32_t* ticket, uint32_t expected) {
 
 // As many rows of a table as fit into the parameters of a launch (4 KB on every chip, 32,764 bytes since Volta): no
 // device memory to fill first, nothing to keep alive, and a CUDA graph holds its own copy.
-template <int capacity>
-struct Page {
+template <class Row, int capacity>
+struct PageOf {
+  static constexpr int kCapacity = capacity;
   Row rows[capacity];
   int32_t count;
   int32_t first_row;
@@ -110,6 +111,8 @@ struct Page {
     return find_span(rows, count, rows[0].first_chunk + static_cast<int32_t>(blockIdx.x), chunk_size);
   }
 };
+template <int capacity>
+using Page = PageOf<Row, capacity>;
 inline constexpr int kSmallPage = 160;
 inline constexpr int kLargePage = 1344;
 
@@ -122,12 +125,12 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t s
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Calls launch_page(page, blocks) for the table's rows, page by page: once for up to kLargePage tensors.
-template <int capacity, class LaunchPage>
-cudaError_t for_each_page_of(const Table& table, const LaunchPage& launch_page) {
+// Calls launch_page(page, blocks) for the table's rows, page by page: once for up to `capacity` tensors.
+template <int capacity, class Row, class LaunchPage>
+cudaError_t for_each_page_of(const TableOf<Row>& table, const LaunchPage& launch_page) {
   for (int32_t first = 0; first < table.count; first += capacity) {
     const int32_t end = table.count - first < capacity ? table.count : first + capacity;
-    Page<capacity> page{{}, end - first, first, table.chunk_size};
+    PageOf<Row, capacity> page{{}, end - first, first, table.chunk_size};
     memcpy(page.rows, table.rows + first, sizeof(Row) * (end - first));
     const int32_t end_chunk = end < table.count ? table.rows[end].first_chunk : table.chunks;
     const cudaError_t error = launch_page(page, end_chunk - table.rows[first].first_chunk);

@@ -2,6 +2,7 @@
 // because each function is written over any type that has arithmetic and a matching unsigned integer (Bits).
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
@@ -21,7 +22,7 @@ struct bf16 {
   uint16_t bits;
 };
 
-enum class Dtype : int32_t { f32, f16, b16, f64 };
+enum class Dtype : int8_t { f32, f16, b16, f64 };
 
 // Sums are held in fp64, everything else is computed in fp32, but for fp64 tensors, which stay in fp64 throughout.
 template <class T>
@@ -68,6 +69,19 @@ template <class T, class F>
 MPK_FN auto is_non_finite(const F& x) {
   using Word = std::conditional_t<sizeof(Compute<T>) == 8, uint64_t, uint32_t>;
   return (bit_cast<Bits<F>>(x) & (~Word{} >> 1)) > Word{kLargestFinite<T>};
+}
+
+// simd.h adds the vectors.
+template <class F>
+struct SquareRoot {
+  static MPK_FN F of(F x) { return sqrt(x); }
+};
+
+// As torch.maximum: NaN wins.
+template <class F>
+MPK_FN F maximum(F a, F b) {
+  const F larger = a > b ? a : b;  // b if either is NaN
+  return a != a ? a : larger;
 }
 
 // 16-bit formats to fp32 and back, round to nearest even, in integers: for machines without the instruction. U is

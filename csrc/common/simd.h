@@ -3,6 +3,8 @@
 // vector extension; only loads, stores and conversions need intrinsics, and all of those are here.
 #pragma once
 
+#include <cmath>
+
 #include "numeric.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
@@ -38,6 +40,26 @@ struct BitsOf<MPK_ISA::Floats> {
 template <>
 struct BitsOf<MPK_ISA::Doubles> {
   using type = MPK_ISA::LongWords;
+};
+template <>
+struct SquareRoot<MPK_ISA::Floats> {
+  static MPK_FN MPK_ISA::Floats of(MPK_ISA::Floats x) {
+#if defined(__AVX512F__)
+    return _mm512_sqrt_ps(x);
+#elif defined(__AVX2__)
+    return _mm256_sqrt_ps(x);
+#else
+    for (int lane = 0; lane < MPK_ISA::kLanes; ++lane) x[lane] = std::sqrt(x[lane]);
+    return x;
+#endif
+  }
+};
+template <>
+struct SquareRoot<MPK_ISA::Doubles> {
+  static MPK_FN MPK_ISA::Doubles of(MPK_ISA::Doubles x) {
+    for (int lane = 0; lane < MPK_ISA::kLanes / 2; ++lane) x[lane] = std::sqrt(x[lane]);
+    return x;
+  }
 };
 }  // namespace mpk
 

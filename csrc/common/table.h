@@ -5,23 +5,26 @@
 
 namespace mpk {
 
+MPK_FN int64_t width_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2; }
+
 struct Row {
   void* data;
   int64_t size;         // in elements
   int32_t first_chunk;  // counted over the whole table; every row has at least one chunk, an empty row an empty one
   Dtype dtype;
 
-  MPK_FN void* at(int64_t element) const {
-    return static_cast<char*>(data) + element * (dtype == Dtype::f64 ? 8 : dtype == Dtype::f32 ? 4 : 2);
-  }
+  MPK_FN void* at(int64_t element) const { return static_cast<char*>(data) + element * width_of(dtype); }
 };
 
-struct Table {
+// An op that needs more than one tensor at a time has a row of its own, with a size and a first_chunk.
+template <class Row>
+struct TableOf {
   const Row* rows;
   int32_t count;
   int32_t chunks;
   int64_t chunk_size;
 };
+using Table = TableOf<Row>;
 
 // What one chunk covers: elements [begin, begin + size) of a row.
 struct Span {
@@ -35,6 +38,7 @@ MPK_FN int32_t chunks_of(int64_t size, int64_t chunk_size) {
   return size > 0 ? static_cast<int32_t>((size + chunk_size - 1) / chunk_size) : 1;
 }
 
+template <class Row>
 MPK_FN Span span_at(const Row* rows, int32_t chunk, int32_t row, int64_t chunk_size) {
   const int64_t begin = (chunk - rows[row].first_chunk) * chunk_size;
   const int64_t left = rows[row].size - begin;
@@ -42,6 +46,7 @@ MPK_FN Span span_at(const Row* rows, int32_t chunk, int32_t row, int64_t chunk_s
 }
 
 // The row that holds chunk is the last one whose first chunk is not beyond it.
+template <class Row>
 MPK_FN Span find_span(const Row* rows, int32_t count, int32_t chunk, int64_t chunk_size) {
   int32_t low = 0;
   for (int32_t high = count; high - low > 1;) {
@@ -52,7 +57,8 @@ MPK_FN Span find_span(const Row* rows, int32_t count, int32_t chunk, int64_t chu
 }
 
 // The span after this one; beyond the table's last one, a span that must not be used.
-inline Span next_span(const Table& table, const Span& span) {
+template <class Row>
+inline Span next_span(const TableOf<Row>& table, const Span& span) {
   const bool same_row = span.row + 1 == table.count || table.rows[span.row + 1].first_chunk > span.chunk + 1;
   return span_at(table.rows, span.chunk + 1, same_row ? span.row : span.row + 1, table.chunk_size);
 }

@@ -186,10 +186,10 @@ class TensorList {
 inline constexpr int64_t kCpuChunk = 32768;
 
 // Calls body(row, span) for each chunk of the table on torch's own threads.
-template <class Body>
-void parallel_for_chunks(const Table& table, int64_t elements, const Body& body) {
+template <class Row, class Body>
+void parallel_for_chunks(const TableOf<Row>& table, int64_t elements, const Body& body) {
   struct Context {
-    const Table& table;
+    const TableOf<Row>& table;
     const Body& body;
   } context{table, body};
   const auto run = [](int64_t begin, int64_t end, void* opaque) {

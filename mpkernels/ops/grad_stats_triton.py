@@ -52,7 +52,7 @@ def is_last_one_out(ticket, expected):
     return tl.atomic_add(ticket, 1, sem="acq_rel") == expected - 1
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors", "chunks"])
 def grad_stats_kernel(
     words, tensors, chunks, sumsq, nonfinite, total_sumsq, found_inf, sumsq_of_chunk, bad_of_chunk, CHUNK: tl.constexpr
 ):

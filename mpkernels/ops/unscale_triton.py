@@ -37,7 +37,7 @@ def unscale_span(address, size, factor, T: tl.constexpr):
     return bad
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tensors"])
 def unscale_kernel(words, tensors, found_inf, inv_scale, CHUNK: tl.constexpr):
     _, address, size, dtype = load_span(words, tensors, tl.program_id(0), CHUNK)
     factor = tl.load(inv_scale)

@@ -4,11 +4,11 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 
@@ -16,7 +16,12 @@ import setup
 from tests.gate import launches, measure, table
 from tests.gate.table import Kernels, Section
 
-Job = tuple[Callable[..., Kernels], tuple[Any, ...]]
+
+class Job(NamedTuple):
+    compiler: str
+    name: str
+    measure: Callable[..., Kernels]
+    arguments: tuple[Any, ...]
 
 
 def main() -> int:
@@ -24,60 +29,55 @@ def main() -> int:
     parser.add_argument("--update", action="store_true", help="rewrite the table with what is measured")
     parser.add_argument("--require-cuda", action="store_true", help="fail where there is no nvcc")
     options = parser.parse_args()
-    if "TRITON_INTERPRET" in os.environ:
+    if triton.knobs.runtime.interpret:
         parser.error("unset TRITON_INTERPRET: interpreted kernels can't be compiled")
     cuda = setup.find_cuda(setup.find_cxx())
     if cuda.left_out and (options.require_cuda or options.update):
-        parser.error(f"no CUDA: {cuda.left_out}")
+        parser.error(f"CUDA can't be left out: {cuda.left_out}")
 
     sections, problems = measure_all(cuda)
-    if options.update:
+    if options.update and not problems:
         table.write(sections)
     wanted = table.read()
     for compiler, section in sections.items():
         if section.version != wanted[compiler].version:
-            print(f"gate: {compiler} is {section.version}, the table's {wanted[compiler].version}: limits only")
+            print(f"gate: {compiler} is {section.version}, the table's {wanted[compiler].version}: only limits count")
         problems += table.regressions(section, wanted[compiler])
     if cuda.left_out:
         print(f"gate: CUDA was left out: {cuda.left_out}")
-    print(*problems, sep="\n", end="\n" * bool(problems))
-    made_by = ", ".join(f"{len(it.kernels)} by {compiler} {it.version}" for compiler, it in sections.items())
-    print(f"gate: {made_by}: {f'{len(problems)} problems' if problems else 'none is worse than the table'}")
+    for problem in problems:
+        print(problem)
+    compiled = ", ".join(f"{len(it.kernels)} by {compiler} {it.version}" for compiler, it in sections.items())
+    print(f"gate: compiled {compiled}; problems: {len(problems)}")
     return bool(problems)
 
 
 def measure_all(cuda: setup.Cuda) -> tuple[dict[str, Section], list[str]]:
     """What each compiler makes of its kernels, and what went wrong."""
     launched, problems = launches.record()
-    jobs: dict[str, list[Job]] = {"triton": [(measure.triton, (launch,)) for launch in launched]}
-    versions = {"triton": triton.__version__}
+    jobs = [Job("triton", f"{it.name} on {it.chip}", measure.triton, (it,)) for it in launched]
+    sections = {"triton": Section(triton.__version__, {})}
     if cuda.compile:
         command = f"{cuda.compile} {setup.COMMON_FLAGS}"
-        jobs["nvcc"] = [(measure.cuda, (command, source)) for source in sorted(Path("csrc").glob("*_cuda.cu"))]
-        versions["nvcc"] = re.findall(r"V([\d.]+)", setup.ask(shlex.split(cuda.compile)[0], "--version")[1])[-1]
-    sections = {}
-    with tempfile.TemporaryDirectory() as cache:
-        os.environ["TRITON_CACHE_DIR"] = cache
-        for compiler in sorted(jobs):
-            kernels, failures = run(jobs[compiler])
-            sections[compiler] = Section(versions[compiler], kernels)
-            problems += failures
-    return sections, problems
-
-
-def run(jobs: Iterable[Job]) -> tuple[Kernels, list[str]]:
-    kernels: Kernels = {}
-    problems = []
-    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool:
-        for (_, arguments), future in [(job, pool.submit(job[0], *job[1])) for job in jobs]:
+        sources = sorted(Path("csrc").glob("*_cuda.cu"))
+        jobs += [Job("nvcc", str(source), measure.cuda, (command, source)) for source in sources]
+        version = setup.ask(shlex.split(cuda.compile)[0], "--version")[1]
+        sections["nvcc"] = Section(re.findall(r"V([\d.]+)", version)[0], {})
+    with (
+        tempfile.TemporaryDirectory() as cache,
+        ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool,
+    ):
+        os.environ["TRITON_CACHE_DIR"] = cache  # empty, so that nothing stale passes
+        for job, result in [(job, pool.submit(job.measure, *job.arguments)) for job in jobs]:
+            kernels = sections[job.compiler].kernels
             try:
-                measured = future.result()
+                measured = result.result()
             except Exception as error:  # whatever a compiler throws
-                problems.append(f"{arguments}: {error}")
-                continue
-            problems += [f"{kernel} on {chip}: two launches look alike" for kernel, chip in kernels & measured.keys()]
-            kernels |= measured
-    return kernels, problems
+                problems.append(f"{job.name}: {error}")
+            else:
+                problems += [f"{' on '.join(it)}: two launches look alike" for it in kernels.keys() & measured.keys()]
+                kernels.update(measured)
+    return sections, problems
 
 
 if __name__ == "__main__":

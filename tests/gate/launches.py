@@ -3,14 +3,14 @@
 import importlib
 import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
+import torch
 from torch.utils._pytree import tree_map
 from triton import knobs
 from triton.backends.compiler import GPUTarget
-from triton.compiler import make_backend
 from triton.runtime import KernelInterface, driver
 
 from mpkernels import ops
@@ -34,7 +34,7 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As Triton writes it, where :16 is a pointer or size known to be a multiple of 16; options if not the default."""
+        """In Triton's notation, where :16 is a pointer or size known to be a multiple of 16."""
         it = json.loads(self.specialization)
         constants = {path: value for (path, *_), value in zip(it["constant_keys"], it["constant_vals"], strict=True)}
         aligned = {
@@ -46,9 +46,8 @@ class Launch(NamedTuple):
             f"{name}={constants[i]}" if i in constants else f"{kind}:16" if i in aligned else str(kind)
             for i, (name, kind) in enumerate(it["signature"].items())
         ]
-        defaults = json.loads(json.dumps(make_backend(TARGETS[self.chip]).parse_options({}).__dict__))
-        options = [f"{key}={value}" for key, value in it["options"].items() if value != defaults[key]]
-        return " ".join([f"{self.module.rpartition('.')[2]}.{self.kernel}({', '.join(arguments)})", *options])
+        options = [f"{option}={it['options'][option]}" for option in ("num_warps", "enable_fp_fusion")]
+        return f"{self.module.rpartition('.')[2]}.{self.kernel}({', '.join(arguments)}) {' '.join(options)}"
 
 
 class NoGpu:
@@ -82,10 +81,14 @@ def record() -> tuple[list[Launch], list[str]]:
         for op in _registry._ops.values():
             if f"{op.stem}_triton" in _triton_modules():
                 before = len(launches)
-                for arguments in _calls(op):
-                    op.triton(*arguments)
-                if len(launches) == before:
-                    escaped.append(f"{op.name} on {chip}: its Triton kernel is there, but was not launched")
+                try:
+                    for arguments in _calls(op):
+                        op.triton(*arguments)
+                except Exception as error:  # whatever a launcher throws
+                    escaped.append(f"{op.name} on {chip}: {error!r}")
+                else:
+                    if len(launches) == before:
+                        escaped.append(f"{op.name} on {chip}: its Triton kernel was not launched")
     launched = {launch[:2] for launch in launches}
     escaped += [f"{'.'.join(kernel)}: no op launched it" for kernel in _kernels() if kernel not in launched]
     return list(launches), escaped
@@ -96,12 +99,16 @@ def _calls(op: _registry.Op) -> Iterator[tuple[Any, ...]]:
     arguments = ARGUMENTS[op.name]("cpu")
     yield arguments
     for dtype in DTYPES:
-        cast = tree_map(lambda x: x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x, arguments)  # noqa: B023
+        cast = tree_map(partial(_cast, dtype=dtype), arguments)
         try:
             op._check(*cast)
         except (TypeError, ValueError):
             continue
         yield cast
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _triton_modules() -> list[str]:

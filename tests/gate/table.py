@@ -42,7 +42,7 @@ def read() -> dict[str, Section]:
 
 def write(sections: dict[str, Section]) -> None:
     content: dict[str, dict[str, object]] = {}
-    for compiler, section in sections.items():
+    for compiler, section in sorted(sections.items()):
         chips: dict[str, dict[str, Numbers]] = {}
         for (kernel, chip), numbers in sorted(section.kernels.items()):
             chips.setdefault(kernel, {})[chip] = numbers
