@@ -69,12 +69,11 @@ def find_cxx() -> list[str]:
 def find_cuda(cxx: list[str]) -> Cuda:
     named = [f"{os.environ[name]}/bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
     left_out = []
-    for place in (*named, "nvcc", "/usr/local/cuda/bin/nvcc"):
-        if nvcc := shutil.which(place):
-            cuda = ask_nvcc(nvcc, cxx)
-            if cuda.compile:
-                return cuda
-            left_out.append(cuda.left_out)  # and go on: a distribution's old nvcc often hides a newer one
+    for nvcc in filter(None, map(shutil.which, (*named, "nvcc", "/usr/local/cuda/bin/nvcc"))):
+        cuda = ask_nvcc(nvcc, cxx)
+        if cuda.compile:
+            return cuda
+        left_out.append(cuda.left_out)  # and go on: a distribution's old nvcc often hides a newer one
     return Cuda("; ".join(dict.fromkeys(left_out)) or "no nvcc found")
 
 
@@ -175,9 +174,8 @@ class BuildNative(build_ext.build_ext):
         cxx = find_cxx()
         cuda = find_cuda(cxx)
         run_ninja(ninja_file(shlex.join(cxx), cuda))
-        version = ask(*cxx, "--version")[1].splitlines()[0]
         info = {
-            "cpu": {"built_for": [*ISAS], "compiler": version, "left_out": ""},
+            "cpu": {"built_for": [*ISAS], "compiler": ask(*cxx, "--version")[1].splitlines()[0], "left_out": ""},
             "cuda": {"built_for": cuda.built_for, "compiler": cuda.compiler, "left_out": cuda.left_out},
         }
         installed = Path(self.get_ext_fullpath("mpkernels._native"))
@@ -199,8 +197,5 @@ class AnyPythonWheel(bdist_wheel.bdist_wheel):
 if __name__ == "__main__":
     native = setuptools.Extension("mpkernels._native", sorted(map(str, Path("csrc").rglob("*.[ch]*"))))
     shutil.rmtree("build/lib", ignore_errors=True)  # or a module deleted since the last build would be shipped
-    setuptools.setup(
-        ext_modules=[native],
-        cmdclass={"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel},
-        options={"build": {"build_lib": "build/lib"}},
-    )
+    commands = {"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel}
+    setuptools.setup(ext_modules=[native], cmdclass=commands, options={"build": {"build_lib": "build/lib"}})

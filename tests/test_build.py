@@ -1,0 +1,197 @@
+"""What the build promises, through the commands that a user types, in copies of the checkout."""
+
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+from zipfile import ZipFile
+
+import pytest
+
+import mpkernels
+
+ROOT = Path(__file__).parents[1]
+PIP_WHEEL = ("-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir=wheels", ".")
+
+WITHOUT_NVCC = """
+import runpy, shutil, sys
+which = shutil.which
+shutil.which = lambda name, **options: None if name.endswith("nvcc") else which(name, **options)
+sys.argv = ["setup.py", "build_ext", "--inplace"]
+runpy.run_path("setup.py", run_name="__main__")
+"""
+
+UNSCALE = """
+import torch
+import mpkernels
+grads, found_inf = [torch.tensor([2.0, -3.0]), torch.tensor([3e38])], torch.zeros(())
+mpkernels.ops.unscale_(grads, found_inf, torch.tensor(4.0))
+print(mpkernels.__file__, *grads, found_inf)
+print(mpkernels.backends("unscale_", "cpu"), "native" in mpkernels.backends("unscale_", "cuda"))
+"""
+
+
+class Built(NamedTuple):
+    tree: Path
+    said: str
+    wheel: Path
+
+
+def attempt(*command: str, cwd: Path, **env: str) -> tuple[int, str]:
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # conftest.py's
+    done = subprocess.run(
+        command, cwd=cwd, env=inherited | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    return done.returncode, done.stdout
+
+
+def python(*arguments: str, cwd: Path, **env: str) -> str:
+    status, said = attempt(sys.executable, *arguments, cwd=cwd, **env)
+    assert status == 0, said
+    return said
+
+
+def copy_checkout(to: Path) -> Path:
+    """What git would track. It isn't asked, because .ci/run tests a copy that is no repository."""
+    ignored = [Path(line).name for line in (ROOT / ".gitignore").read_text().split()]
+    return shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".git", *ignored))
+
+
+def modules(tree: Path) -> set[str]:
+    return {path.relative_to(tree).as_posix() for path in (tree / "mpkernels").rglob("*.py")}
+
+
+def modules_in(wheel: Path) -> set[str]:
+    return {name for name in ZipFile(wheel).namelist() if name.endswith(".py")}
+
+
+def unscale_with(kernels: list[str], tree: Path) -> str:
+    """Runs an op of the package in ``tree``, which must have these CPU kernels; returns what was said on the way."""
+    said = python("-W", "always", "-c", UNSCALE, cwd=tree, PYTHONPATH=str(tree))
+    *warnings, results, available = said.splitlines()
+    assert results == f"{tree}/mpkernels/__init__.py tensor([  8., -12.]) tensor([inf]) tensor(1.)"
+    assert available == f"{kernels} False"
+    return "\n".join(warnings)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return copy_checkout(tmp_path / "checkout")
+
+
+@pytest.fixture(scope="module")
+def tools(tmp_path_factory):
+    """What setup.py asks for where isolation is off, installed apart: the tests' own environment may lack it."""
+    old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
+    (old / "setuptools.py").write_text("__version__ = '65.5.0'")  # which Python 3.11 puts in a virtual environment
+    status, said = attempt(sys.executable, "setup.py", cwd=ROOT, PYTHONPATH=str(old))
+    assert status == 1
+    assert "Traceback" not in said
+    wanted = shlex.split(said.partition("pip install -U ")[2])
+    python("-m", "pip", "install", f"--target={new}", *wanted, cwd=new)
+    return {"PYTHONPATH": str(new), "PATH": f"{new / 'bin'}:{os.environ['PATH']}"}
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory, tools):
+    """A wheel built as users build it, with isolation; but in the sdist, which must hold all that takes."""
+    directory = tmp_path_factory.mktemp("built")
+    python("setup.py", "sdist", f"--dist-dir={directory}", cwd=copy_checkout(directory / "checkout"), **tools)
+    [sdist] = directory.glob("*.tar.gz")
+    shutil.unpack_archive(sdist, directory, filter="data")
+    tree = directory / sdist.name.removesuffix(".tar.gz")
+    said = python(*PIP_WHEEL, cwd=tree)
+    [wheel] = (tree / "wheels").iterdir()
+    return Built(tree, said, wheel)
+
+
+@pytest.fixture
+def rebuildable(built, tmp_path):
+    return shutil.copytree(built.tree, tmp_path / "tree")  # the times of files stay, so ninja compiles little
+
+
+def test_one_wheel_serves_every_python(built):
+    assert re.match(rf"mpkernels-{mpkernels.__version__}-py3-none-(linux|macosx)_", built.wheel.name)
+    assert modules_in(built.wheel) == modules(built.tree.with_name("checkout"))
+    beside = {f"mpkernels/{name}" for name in ("_native.so", "_build_info.json", "py.typed")}
+    assert beside < {*ZipFile(built.wheel).namelist()}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")
+def test_the_library_needs_torch_but_neither_cpython_nor_cudart(built, tmp_path):
+    library = ZipFile(built.wheel).extract("mpkernels/_native.so", tmp_path)
+    _, symbols = attempt("nm", "-D", "--undefined-only", library, cwd=tmp_path)
+    assert " aoti_torch_" in symbols
+    assert re.findall(r" _?Py\w+", symbols) == []
+    _, dynamic = attempt("readelf", "-d", library, cwd=tmp_path)
+    needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+    assert "libtorch.so" in needed
+    assert [name for name in needed if "cudart" in name] == []
+
+
+def test_the_build_installs_no_torch(built):
+    [installed] = re.findall("Installing collected packages: (.*)", built.said)
+    assert sorted(installed.split(", ")) == ["ninja", "setuptools"]
+
+
+def test_the_build_says_of_each_part_what_it_did(built):
+    info = json.loads(ZipFile(built.wheel).read("mpkernels/_build_info.json"))
+    assert info.keys() == {"cpu", "cuda"}
+    for part, it in info.items():
+        [outcome] = re.findall(f"mpkernels: {part.upper()} kernels: (.*)", built.said)
+        what = f"left out: {it['left_out']}" if it["left_out"] else f"built for {', '.join(it['built_for'])} with"
+        assert outcome.startswith(what)
+
+
+def test_without_nvcc_cuda_is_left_out_and_the_cpu_kernels_work(rebuildable, tools):
+    said = python("-c", WITHOUT_NVCC, cwd=rebuildable, **tools)
+    assert "mpkernels: CUDA kernels: left out: no nvcc found\n" in said
+    unscale_with(["native", "reference"], rebuildable)
+
+
+def test_a_deleted_module_is_not_shipped(rebuildable, tools):
+    (rebuildable / "mpkernels" / "ops" / "unscale_triton.py").unlink()
+    python(*PIP_WHEEL, "--no-build-isolation", cwd=rebuildable, **tools)
+    [wheel] = (rebuildable / "wheels").iterdir()
+    assert modules_in(wheel) == modules(rebuildable)
+
+
+@pytest.mark.parametrize("env", [{"CXX": "no-such-compiler"}, {"CXX": "", "PATH": "/nowhere"}], ids=["CXX", "PATH"])
+def test_without_a_compiler_it_says_how_to_get_one(checkout, tools, env):
+    status, said = attempt(sys.executable, *PIP_WHEEL, "--no-build-isolation", cwd=checkout, **tools | env)
+    assert status == 1
+    assert "Traceback" not in said
+    [paragraph] = [line for line in said.splitlines() if "mpkernels: " in line]
+    assert (env["CXX"] or "no C++ compiler") in paragraph
+    assert "`apt install g++`" in paragraph
+
+
+def test_a_compile_error_is_shown_and_fails(checkout, tools):
+    shutil.rmtree(checkout / "csrc")
+    (checkout / "csrc").mkdir()
+    (checkout / "csrc" / "wrong_torch.cpp").write_text("int answer = undeclared;\n")
+    status, said = attempt(sys.executable, *PIP_WHEEL, "--no-build-isolation", cwd=checkout, **tools)
+    assert status == 1
+    assert "Traceback" not in said
+    assert re.search(r"wrong_torch\.cpp:1:14: error: .*undeclared", said)
+    assert "the compiler's words are above" in said
+
+
+def test_without_the_library_it_warns_once_and_works(checkout):
+    said = unscale_with(["reference"], checkout)
+    assert said.count("RuntimeWarning: mpkernels") == 1
+    assert f"{sys.executable} -m pip install -v ." in said
+
+
+def test_readme_starts_from_an_empty_environment_and_ci_runs_its_test_command():
+    readme = (ROOT / "README.md").read_text()
+    start = "python3 -m venv .venv && .venv/bin/pip install torch==2.13.0 && .venv/bin/pip install "
+    commands = [line for line in readme.splitlines() if line.startswith("python3 ")]
+    assert [line.startswith(start) for line in commands] == [True, True]
+    pattern = re.search('grep -E "(.*)" README.md', (ROOT / ".ci" / "run").read_text())
+    assert [line for line in readme.splitlines() if re.search(pattern[1], line)] == commands[1:]
