@@ -21,7 +21,7 @@ struct UnscaleArguments {
 
 static void unscale_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
   UnscaleArguments arguments(stack);
-  const float inv_scale = *arguments.inv_scale.data<const float>();
+  const float inv_scale = *static_cast<const float*>(arguments.inv_scale.const_data());
   const Table table = arguments.grads.table(kCpuChunk);
   const auto unscale_span = MPK_BEST(unscale_span);
   std::atomic<bool> bad{false};
@@ -38,9 +38,9 @@ static void unscale_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   UnscaleArguments arguments(stack);
   const OnDeviceOf device(arguments.found_inf);
   const Table table = arguments.grads.table(cuda_chunk(arguments.grads.elements()));
-  require_success(
-      unscale_cuda(table, arguments.found_inf.data<float>(), arguments.inv_scale.data<const float>(), device.stream()),
-      kOp);
+  require_success(unscale_cuda(table, arguments.found_inf.data<float>(),
+                               static_cast<const float*>(arguments.inv_scale.const_data()), device.stream()),
+                  kOp);
   arguments.grads.return_copies();
 }
 MPK_CUDA_KERNEL(kOp, unscale_on_cuda)

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -34,9 +35,12 @@ class Tensor {
   Tensor new_empty(int64_t ndim, const int64_t* sizes, int32_t dtype) const {
     std::vector<int64_t> strides(ndim);
     for (int64_t i = ndim - 1, stride = 1; i >= 0; stride *= sizes[i--]) strides[i] = stride;
+    return new_empty(ndim, sizes, strides.data(), dtype);
+  }
+  Tensor new_empty(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype) const {
     AtenTensorHandle empty = nullptr;
     const AOTITorchError error =
-        aoti_torch_empty_strided(ndim, sizes, strides.data(), dtype, device().first, device().second, &empty);
+        aoti_torch_empty_strided(ndim, sizes, strides, dtype, device().first, device().second, &empty);
     require(error == 0, "mpkernels", "torch could not allocate a tensor");
     return Tensor(reinterpret_cast<StableIValue>(empty));
   }
@@ -103,6 +107,38 @@ class Tensor {
   AtenTensorHandle handle_;
 };
 
+// Whether element i of a and of b lie equally far into their memory, for every i. The shapes must be the same.
+inline bool have_same_layout(const Tensor& a, const Tensor& b) {
+  if (a.is_contiguous() && b.is_contiguous()) return true;
+  for (int64_t i = 0; i < a.ndim(); ++i) {
+    if (a.sizes()[i] > 1 && a.strides()[i] != b.strides()[i]) return false;
+  }
+  return true;
+}
+
+inline bool have_same_shape(const Tensor& a, const Tensor& b) {
+  return a.ndim() == b.ndim() && std::equal(a.sizes(), a.sizes() + a.ndim(), b.sizes());
+}
+
+inline bool find_dtype(int32_t torch_dtype, Dtype* dtype) {
+  static const int32_t known[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(),
+                                  aoti_torch_dtype_float64()};  // in the order of Dtype
+  const int32_t* const found = std::find(std::begin(known), std::end(known), torch_dtype);
+  *dtype = static_cast<Dtype>(found - known);
+  return found != std::end(known);
+}
+
+// Numbers the rows' chunks.
+template <class Row>
+TableOf<Row> lay_out(std::vector<Row>& rows, int64_t chunk_size) {
+  int32_t chunks = 0;
+  for (Row& row : rows) {
+    row.first_chunk = chunks;
+    chunks += chunks_of(row.size, chunk_size);
+  }
+  return {rows.data(), static_cast<int32_t>(rows.size()), chunks, chunk_size};
+}
+
 // A Tensor[] argument as a table of flat memory. A tensor that is not dense lends a contiguous copy; return_copies()
 // writes such copies back.
 class TensorList {
@@ -121,6 +157,7 @@ class TensorList {
   }
 
   const Tensor& front() const { return tensors_.front(); }
+  const Tensor& operator[](int32_t i) const { return tensors_[i]; }
   int32_t count() const { return static_cast<int32_t>(tensors_.size()); }
   int64_t elements() const { return elements_; }
 
@@ -154,33 +191,69 @@ class TensorList {
     }
   }
 
-  Table table(int64_t chunk_size) {
-    int32_t chunks = 0;
-    for (Row& row : rows_) {
-      row.first_chunk = chunks;
-      chunks += chunks_of(row.size, chunk_size);
-    }
-    return {rows_.data(), count(), chunks, chunk_size};
-  }
+  Table table(int64_t chunk_size) { return lay_out(rows_, chunk_size); }
 
   void return_copies() {
     for (const auto& [i, copy] : copies_) tensors_[i].copy_from(copy);
   }
 
  private:
-  static bool find_dtype(int32_t torch_dtype, Dtype* dtype) {
-    static const int32_t known[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(),
-                                    aoti_torch_dtype_float64()};  // in the order of Dtype
-    const int32_t* const found = std::find(std::begin(known), std::end(known), torch_dtype);
-    *dtype = static_cast<Dtype>(found - known);
-    return found != std::end(known);
-  }
-
   std::vector<Tensor> tensors_;
   std::vector<std::pair<size_t, Tensor>> copies_;
   std::vector<Row> rows_;
   int64_t elements_ = 0;
 };
+
+// Hands out memory in which the elements of several tensors lie in the same order: a tensor's own, or a copy's.
+class Lender {
+ public:
+  void* lend(const Tensor& tensor, const Tensor& like, bool will_write) {
+    const bool dense = like.is_contiguous() || like.is_dense();
+    if (dense && have_same_layout(tensor, like))
+      return will_write ? tensor.data() : const_cast<void*>(tensor.const_data());
+    const int64_t* const sizes = like.sizes();
+    loans_.push_back({&tensor,
+                      dense ? like.new_empty(like.ndim(), sizes, like.strides(), tensor.dtype())
+                            : like.new_empty(like.ndim(), sizes, tensor.dtype()),
+                      will_write});
+    loans_.back().copy.copy_from(tensor);
+    return loans_.back().copy.data();
+  }
+  void return_copies() {
+    for (Loan& loan : loans_) {
+      if (loan.will_write) const_cast<Tensor*>(loan.original)->copy_from(loan.copy);
+    }
+  }
+
+ private:
+  struct Loan {
+    const Tensor* original;
+    Tensor copy;
+    bool will_write;
+  };
+  std::vector<Loan> loans_;
+};
+
+// Other kinds of argument.
+inline std::unique_ptr<Tensor> take_optional(StableIValue value) {
+  const std::unique_ptr<StableIValue> inner(reinterpret_cast<StableIValue*>(value));
+  return inner ? std::make_unique<Tensor>(*inner) : nullptr;
+}
+
+template <class T>
+std::vector<T> take_numbers(StableIValue value) {
+  const auto list = reinterpret_cast<StableListHandle>(value);
+  size_t count = 0;
+  torch_list_size(list, &count);
+  std::vector<T> numbers(count);
+  for (size_t i = 0; i < count; ++i) {
+    StableIValue item = 0;
+    torch_list_get_item(list, i, &item);
+    memcpy(&numbers[i], &item, sizeof(T));
+  }
+  torch_delete_list(list);
+  return numbers;
+}
 
 // CPU: a chunk is 128 KB of fp32, within reach of every L2. A list of small tensors stays on one thread.
 inline constexpr int64_t kCpuChunk = 32768;

@@ -1,6 +1,7 @@
 """The kernel ops, as functions. Each has a schema, a reference and its kernels; see _registry."""
 
+from mpkernels.ops.adamw import adamw_
 from mpkernels.ops.grad_stats import GradStats, grad_stats
 from mpkernels.ops.unscale import unscale_
 
-__all__ = ["GradStats", "grad_stats", "unscale_"]
+__all__ = ["GradStats", "adamw_", "grad_stats", "unscale_"]

@@ -13,38 +13,39 @@ def tensor(op: str, name: str, value: object) -> None:
         raise TypeError(f"{op}: {name} must be a tensor, got {type(value).__name__}")
 
 
-def scalar(op: str, name: str, value: Tensor, like: Tensor | None = None) -> None:
-    """A single fp32, on the device of ``like`` where that is given."""
+def scalar(op: str, name: str, value: Tensor, like: Tensor | None = None, dtype: torch.dtype = torch.float32) -> None:
+    """A tensor of one element, on the device of ``like`` where that is given."""
     tensor(op, name, value)
-    if value.dtype != torch.float32:
-        raise TypeError(f"{op}: {name} must be torch.float32, got {value.dtype}")
+    if value.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {dtype}, got {value.dtype}")
     if value.layout != torch.strided or value.numel() != 1:
         raise ValueError(f"{op}: {name} must be a tensor of one element, got shape {tuple(value.shape)}")
     if like is not None and value.device != like.device:
         raise ValueError(f"{op}: {name} must be on {like.device}, got {value.device}")
 
 
-def grads(
+def tensors(
     op: str,
+    name: str,
     value: Sequence[Tensor],
+    *,
     device: torch.device | None = None,
+    dtypes: Sequence[torch.dtype] = FLOATS,
     writable: bool = False,
-    at_least_one: bool = False,
 ) -> None:
-    """A list of strided float tensors on one device."""
+    """A list of dense tensors on one device."""
     if isinstance(value, Tensor) or not isinstance(value, Sequence):
-        raise TypeError(f"{op}: grads must be a list of tensors, got {type(value).__name__}")
-    if at_least_one and not value:
-        raise ValueError(f"{op}: grads must hold at least one tensor, got an empty list")
-    for i, grad in enumerate(value):
-        name = f"grads[{i}]"
-        tensor(op, name, grad)
-        if grad.layout != torch.strided:
-            raise TypeError(f"{op}: {name} must be dense, got layout {grad.layout}")
-        if grad.dtype not in FLOATS:
-            raise TypeError(f"{op}: {name} must be one of fp16, bf16, fp32, fp64, got {grad.dtype}")
-        device = device or grad.device
-        if grad.device != device:
-            raise ValueError(f"{op}: {name} must be on {device}, got {grad.device}")
-        if writable and any(size > 1 and stride == 0 for size, stride in zip(grad.shape, grad.stride(), strict=True)):
-            raise ValueError(f"{op}: {name} must not share memory between its elements, got strides {grad.stride()}")
+        raise TypeError(f"{op}: {name} must be a list of tensors, got {type(value).__name__}")
+    for i, each in enumerate(value):
+        who = f"{name}[{i}]"
+        tensor(op, who, each)
+        if each.layout != torch.strided:
+            raise TypeError(f"{op}: {who} must be dense, got layout {each.layout}")
+        if each.dtype not in dtypes:
+            known = "fp16, bf16, fp32, fp64" if dtypes is FLOATS else ", ".join(map(str, dtypes))
+            raise TypeError(f"{op}: {who} must be one of {known}, got {each.dtype}")
+        device = device or each.device
+        if each.device != device:
+            raise ValueError(f"{op}: {who} must be on {device}, got {each.device}")
+        if writable and any(size > 1 and stride == 0 for size, stride in zip(each.shape, each.stride(), strict=True)):
+            raise ValueError(f"{op}: {who} must not share memory between its elements, got strides {each.stride()}")

@@ -12,29 +12,32 @@ from torch import Tensor
 
 BLOCK = tl.constexpr(1024)  # elements a program holds at a time: 16 bytes for each of 128 threads, twice
 CHUNK = 16384  # elements a program takes in all, a multiple of BLOCK
-ROW = tl.constexpr(4)  # words a row has: address, size, first chunk, dtype
+ROW = tl.constexpr(4)  # words a row has at least: address, size, first chunk, dtype; an op may add its own
 FP32 = tl.constexpr(0)
 FP16 = tl.constexpr(1)
 BF16 = tl.constexpr(2)
 FP64 = tl.constexpr(3)
 
-_CODES = {torch.float32: FP32, torch.float16: FP16, torch.bfloat16: BF16, torch.float64: FP64}
+CODES = {torch.float32: FP32.value, torch.float16: FP16.value, torch.bfloat16: BF16.value, torch.float64: FP64.value}
 _captured: list[Tensor] = []  # a CUDA graph reads these again at every replay
 
 
 class Table(NamedTuple):
-    words: Tensor  # int64, on the device: the rows, then the row of each chunk, then zeroed tickets
+    words: Tensor  # int64, on the device: the rows, then the row of each chunk, then what the op wants beside them
     tensors: int
     chunks: int
 
 
-def build(tensors: Sequence[Tensor], tickets: int = 0) -> Table:
+def build(tensors: Sequence[Tensor], beside: Sequence[int] = (), own: Sequence[Sequence[int]] | None = None) -> Table:
+    """``own[i]`` are the op's own words in row i, after the common ones."""
     rows: list[int] = []
     row_of_chunk: list[int] = []
     for i, tensor in enumerate(tensors):
-        rows += (tensor.data_ptr(), tensor.numel(), len(row_of_chunk), _CODES[tensor.dtype].value)
+        rows += (tensor.data_ptr(), tensor.numel(), len(row_of_chunk), CODES[tensor.dtype])
+        if own is not None:
+            rows += own[i]
         row_of_chunk += [i] * max(1, triton.cdiv(tensor.numel(), CHUNK))
-    words = torch.tensor(rows + row_of_chunk + [0] * tickets, dtype=torch.int64)
+    words = torch.tensor([*rows, *row_of_chunk, *beside], dtype=torch.int64)
     device = tensors[0].device
     if device.type == "cuda":
         words = words.pin_memory()  # or the copy would wait for the device
@@ -55,14 +58,29 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def lend(tensor: Tensor, like: Tensor) -> Tensor:
+    """``tensor`` with its elements in the dense order of ``like``: itself, or a copy if it has another layout."""
+    if tensor.is_contiguous() and like.is_contiguous():
+        return tensor
+    if tensor.stride() == like.stride() and is_dense(like):
+        return tensor
+    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+
+
 @triton.jit
-def load_span(words, tensors, chunk, CHUNK: tl.constexpr):
-    """What one chunk covers: the row's number, address of the first element, number of elements, dtype."""
+def find_span(words, tensors, chunk, CHUNK: tl.constexpr, ROW: tl.constexpr):
+    """What one chunk covers: the row's number, the row, the first element, the number of elements."""
     number = tl.load(words + tensors * ROW + chunk)
     row = words + number * ROW
-    dtype = tl.load(row + 3)
     begin = (chunk - tl.load(row + 2)) * CHUNK
-    size = tl.minimum(tl.load(row + 1) - begin, CHUNK)
+    return number, row, begin, tl.minimum(tl.load(row + 1) - begin, CHUNK)
+
+
+@triton.jit
+def load_span(words, tensors, chunk, CHUNK: tl.constexpr):
+    """The row's number, address of the first element, number of elements, dtype."""
+    number, row, begin, size = find_span(words, tensors, chunk, CHUNK, ROW)
+    dtype = tl.load(row + 3)
     width = tl.where(dtype == FP64, 8, tl.where(dtype == FP32, 4, 2))
     return number, tl.load(row) + begin * width, size, dtype
 
@@ -74,5 +92,47 @@ def whole_blocks(address, size):
 
 
 @triton.jit
+def block_at(address, at, mask, T: tl.constexpr):
+    """Pointers to a block of elements. That of a whole block, which needs no mask, is aligned."""
+    array = address.to(tl.pointer_type(T))
+    if mask is None:
+        array = tl.multiple_of(array, 16)
+    return array + at
+
+
+@triton.jit
+def load_as(compute: tl.constexpr, dtype, address, at, mask):
+    """A block in the computing type, fp32 or fp64. Arrays that are computed with in fp64 are in fp64."""
+    if compute == tl.float64:
+        values = tl.load(block_at(address, at, mask, tl.float64), mask=mask)
+    elif dtype == FP32:
+        values = tl.load(block_at(address, at, mask, tl.float32), mask=mask)
+    elif dtype == BF16:
+        values = tl.load(block_at(address, at, mask, tl.bfloat16), mask=mask).to(tl.float32)
+    else:
+        values = tl.load(block_at(address, at, mask, tl.float16), mask=mask).to(tl.float32)
+    return values
+
+
+@triton.jit
+def store_as(values, dtype, address, at, mask):
+    if values.dtype == tl.float64:
+        tl.store(block_at(address, at, mask, tl.float64), values, mask=mask)
+    elif dtype == FP32:
+        tl.store(block_at(address, at, mask, tl.float32), values, mask=mask)
+    elif dtype == BF16:
+        tl.store(block_at(address, at, mask, tl.bfloat16), values.to(tl.bfloat16), mask=mask)
+    else:
+        tl.store(block_at(address, at, mask, tl.float16), values.to(tl.float16), mask=mask)
+
+
+@triton.jit
 def is_non_finite(x):
     return (x != x) | (tl.abs(x) == float("inf"))
+
+
+@triton.jit
+def is_last_one_out(ticket, expected):
+    """Whether this is the last of `expected` programs to ask; then what the others stored before can be read."""
+    tl.debug_barrier()
+    return tl.atomic_add(ticket, 1, sem="acq_rel") == expected - 1

@@ -20,7 +20,9 @@ class GradStats(NamedTuple):
 
 
 def _check(grads: Sequence[Tensor]) -> None:
-    _checks.grads("grad_stats", grads, at_least_one=True)
+    _checks.tensors("grad_stats", "grads", grads)
+    if not grads:
+        raise ValueError("grad_stats: grads must hold at least one tensor, got an empty list")
 
 
 @define("grad_stats(Tensor[] grads) -> (Tensor, Tensor, Tensor, Tensor)", check=_check)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpkernels.ops import _table
 from mpkernels.ops._registry import implement
-from mpkernels.ops._table import BF16, BLOCK, FP16, FP32, ROW, is_non_finite, load_span, whole_blocks
+from mpkernels.ops._table import BF16, BLOCK, FP16, FP32, ROW, is_last_one_out, is_non_finite, load_span, whole_blocks
 from mpkernels.ops.grad_stats import _grad_stats
 
 
@@ -43,13 +43,6 @@ def sum_of(values, count):
         share = tl.load(values + begin + lanes, mask=begin + lanes < count, other=0, cache_modifier=".cg")
         total += share.to(tl.float64)
     return tl.sum(total)
-
-
-@triton.jit
-def is_last_one_out(ticket, expected):
-    """Whether this is the last of `expected` programs to ask; then what the others stored before can be read."""
-    tl.debug_barrier()
-    return tl.atomic_add(ticket, 1, sem="acq_rel") == expected - 1
 
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
@@ -84,7 +77,7 @@ def grad_stats_kernel(
 @implement(_grad_stats)
 def grad_stats_triton(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flat = [grad if _table.is_dense(grad) else grad.contiguous() for grad in grads]
-    table = _table.build(flat, tickets=len(flat) + 1)
+    table = _table.build(flat, beside=[0] * (len(flat) + 1))
     sumsq, sumsq_of_chunk, bad_of_chunk = (
         torch.empty(size, dtype=torch.float64, device=table.words.device)
         for size in (table.tensors, table.chunks, table.chunks)

@@ -12,7 +12,7 @@ from mpkernels.ops._registry import define
 def _check(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     _checks.scalar("unscale_", "found_inf", found_inf)
     _checks.scalar("unscale_", "inv_scale", inv_scale, like=found_inf)
-    _checks.grads("unscale_", grads, device=found_inf.device, writable=True)
+    _checks.tensors("unscale_", "grads", grads, device=found_inf.device, writable=True)
 
 
 @define("unscale_(Tensor(a!)[] grads, Tensor(b!) found_inf, Tensor inv_scale) -> ()", check=_check)

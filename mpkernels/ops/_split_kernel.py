@@ -1,0 +1,52 @@
+"""csrc/split.h in Triton: a master weight as a 16-bit weight and a 16-bit remainder, and back."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from mpkernels.ops._table import BF16
+
+NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float beside it is an integer, in its low bits
+NEAREST_BITS = tl.constexpr(0x4B400000)
+
+
+@triton.jit
+def unit_of_fp16(bits):
+    """A 2^-16th of the last place, as the bits of an fp32."""
+    return (tl.maximum(bits >> 10 & 0x1F, 1) + 86) << 23
+
+
+@triton.jit
+def join(weight, remainder, dtype):
+    weight, remainder = weight.to(tl.int32), remainder.to(tl.int32)
+    if dtype == BF16:
+        master = ((weight << 16) + remainder).to(tl.float32, bitcast=True)
+    else:
+        magnitude = (weight & 0x7FFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        beyond = remainder.to(tl.float32) * unit_of_fp16(weight).to(tl.float32, bitcast=True)
+        master = ((magnitude + beyond).to(tl.int32, bitcast=True) | weight & -0x80000000).to(tl.float32, bitcast=True)
+    return master
+
+
+@triton.jit
+def units_beyond(weight, magnitude):
+    units_in_one = ((254 << 23) - unit_of_fp16(weight)).to(tl.float32, bitcast=True)
+    return (magnitude - weight.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)) * units_in_one
+
+
+@triton.jit
+def split(master, dtype):
+    bits = master.to(tl.int32, bitcast=True)
+    if dtype == BF16:
+        is_nan = master != master
+        weight = tl.where(is_nan, bits >> 16 | 0x40, (bits + 0x8000) >> 16)
+        remainder = tl.where(is_nan, 0, bits & 0xFFFF)
+    else:
+        magnitude = tl.abs(master)
+        nearest = magnitude.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+        weight = tl.where(units_beyond(nearest, magnitude) >= 32768, nearest + 1, nearest)
+        rounded = (units_beyond(weight, magnitude) + NEAREST).to(tl.int32, bitcast=True) - NEAREST_BITS
+        remainder = tl.where((weight & 0x7C00) == 0x7C00, 0, tl.minimum(rounded, 32767))
+        weight |= bits >> 16 & 0x8000
+    return weight.to(tl.int16), remainder.to(tl.int16)

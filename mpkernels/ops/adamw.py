@@ -1,0 +1,181 @@
+"""adamw_: one optimizer step over any list of parameters, with everything that mixed precision adds to it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels.ops import _checks
+from mpkernels.ops._registry import define
+from mpkernels.ops.split import join, split
+
+SCHEMA = (
+    "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)[] steps, int[] group_sizes, float[] lr, "
+    "float[] beta1, float[] beta2, float[] weight_decay, float[] eps, bool[] maximize, Tensor[] on_device, "
+    "Tensor? grad_scale, Tensor? found_inf, Tensor? total_sumsq, float max_norm) -> ()"
+)
+
+
+LISTS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters", "steps")
+
+
+def _check(*arguments: Any) -> None:
+    lists: dict[str, Sequence[Tensor]] = dict(zip(LISTS, arguments, strict=False))
+    params, device = lists["params"], lists["params"][0].device if lists["params"] else None
+    _checks.tensors("adamw_", "params", params, writable=True)
+    for name in LISTS[1:]:
+        if name in ("max_exp_avg_sqs", "masters") and not lists[name]:
+            continue
+        if len(lists[name]) != len(params):
+            raise ValueError(f"adamw_: {name} must be as long as params, {len(params)}, got {len(lists[name])}")
+        dtypes = (torch.int16, torch.float32, *_checks.FLOATS) if name == "masters" else _checks.FLOATS
+        _checks.tensors("adamw_", name, lists[name], device=device, dtypes=dtypes, writable=name != "grads")
+    for i, param in enumerate(params):
+        _check_row(i, param, **{name: tensors[i] for name, tensors in lists.items() if name != "params" and tensors})
+    for name, scalar, dtype in zip(
+        ("grad_scale", "found_inf", "total_sumsq"),
+        arguments[15:18],
+        (torch.float32, torch.float32, torch.float64),
+        strict=True,
+    ):
+        if scalar is not None:
+            _checks.scalar("adamw_", name, scalar, like=params[0] if params else None, dtype=dtype)
+
+
+def _check_row(
+    i: int,
+    param: Tensor,
+    grads: Tensor,
+    exp_avgs: Tensor,
+    exp_avg_sqs: Tensor,
+    steps: Tensor,
+    max_exp_avg_sqs: Tensor | None = None,
+    masters: Tensor | None = None,
+) -> None:
+    """What the tensors of one parameter must be to each other."""
+    _checks.scalar("adamw_", f"steps[{i}]", steps, like=param)
+    states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": max_exp_avg_sqs}
+    for name, tensor in {"grads": grads, **states, "masters": masters}.items():
+        optional = name in ("max_exp_avg_sqs", "masters")
+        if tensor is None or (optional and tensor.numel() == 0):
+            continue
+        if tensor.shape != param.shape:
+            raise ValueError(
+                f"adamw_: {name}[{i}] must have the parameter's shape {tuple(param.shape)}, got {tuple(tensor.shape)}"
+            )
+        is_wide = tensor.dtype == torch.float64
+        if is_wide != (param.dtype == torch.float64) and name != "masters":
+            raise TypeError(
+                f"adamw_: {name}[{i}] must be fp64 where its parameter is, and only there, got {tensor.dtype}"
+            )
+        if name in states and (tensor.dtype != exp_avgs.dtype or tensor.dtype == torch.float16):
+            raise TypeError(f"adamw_: {name}[{i}] must be fp32 or bf16, like exp_avgs[{i}], got {tensor.dtype}")
+    if masters is None or masters.numel() == 0:
+        return
+    if param.dtype not in (torch.bfloat16, torch.float16) or masters.dtype not in (torch.int16, torch.float32):
+        raise TypeError(
+            f"adamw_: masters[{i}] must be int16 or fp32, for a 16-bit parameter, got {masters.dtype} for {param.dtype}"
+        )
+
+
+@define(SCHEMA, check=_check)
+def _adamw(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    group_sizes: Sequence[int],
+    lr: Sequence[float],
+    beta1: Sequence[float],
+    beta2: Sequence[float],
+    weight_decay: Sequence[float],
+    eps: Sequence[float],
+    maximize: Sequence[bool],
+    on_device: Sequence[Tensor],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    total_sumsq: Tensor | None,
+    max_norm: float,
+) -> None:
+    group_of = [group for group, size in enumerate(group_sizes) for _ in range(size)]
+    for i, (param, group) in enumerate(zip(params, group_of, strict=True)):
+        if param.numel() > 0:
+            compute = torch.float64 if param.dtype == torch.float64 else torch.float32
+            step = steps[i].reshape(()).double() + 1
+            by_value = [torch.full_like(step, x[group]) for x in (lr, beta1, beta2)]
+            tensors = bool(on_device) and on_device[group].numel() > 0
+            rate, decay1, decay2 = on_device[group].unbind() if tensors else by_value
+            factor = _grad_factor(step, grad_scale, total_sumsq, max_norm) * (-1 if maximize[group] else 1)
+
+            master = masters[i] if masters and masters[i].numel() else None
+            if master is None:
+                weight = param.to(compute)
+            else:
+                weight = master if master.dtype == torch.float32 else join(param, master)
+            grad = grads[i].to(compute) * factor.to(compute)
+            weight = weight * (1 - rate * weight_decay[group]).to(compute)
+            exp_avg, exp_avg_sq = exp_avgs[i].to(compute), exp_avg_sqs[i].to(compute)
+            exp_avg = exp_avg + (grad - exp_avg) * (1 - decay1).to(compute)
+            exp_avg_sq = exp_avg_sq * decay2.to(compute) + grad * (1 - decay2).to(compute) * grad
+            largest = exp_avg_sq
+            if max_exp_avg_sqs and max_exp_avg_sqs[i].numel():
+                largest = torch.maximum(max_exp_avg_sqs[i].to(compute), exp_avg_sq)
+            root = largest.double().sqrt().to(compute)  # torch's fp32 root is an ulp off at times on a CPU
+            denominator = root / (1 - decay2**step).sqrt().to(compute) + eps[group]
+            weight = weight - (rate / (1 - decay1**step)).to(compute) * exp_avg / denominator
+
+            if master is None:
+                new = [(param, weight)]
+            elif master.dtype == torch.float32:
+                new = [(param, weight), (master, weight)]
+            else:
+                new = list(zip((param, master), split(weight, param.dtype), strict=True))
+            new += [(exp_avgs[i], exp_avg), (exp_avg_sqs[i], exp_avg_sq)]
+            if largest is not exp_avg_sq:
+                new.append((max_exp_avg_sqs[i], largest))
+            for old, value in new:
+                _put(old, value, found_inf)
+        _put(steps[i], steps[i] + 1, found_inf)
+
+
+def _grad_factor(like: Tensor, grad_scale: Tensor | None, total_sumsq: Tensor | None, max_norm: float) -> Tensor:
+    """What a grad is multiplied with: 1 / scale, and the clip coefficient."""
+    factor = torch.ones_like(like)
+    if grad_scale is not None:
+        factor = (1 / grad_scale.reshape(()).double()).float().double()
+    if total_sumsq is not None:
+        norm = total_sumsq.reshape(()).sqrt() * factor
+        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1)
+    return factor
+
+
+def _put(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
+    """Nothing moves on an overflow."""
+    new = new.to(old.dtype)
+    old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) != 0, old, new))
+
+
+def adamw_(
+    *rows_and_groups: object,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+    total_sumsq: Tensor | None = None,
+    max_norm: float = 0.0,
+) -> None:
+    """One AdamW step over lists of parameters, in torch's order of operations; ``mpkernels.optim.AdamW`` fills them in.
+
+    Args:
+        rows_and_groups: the schema's arguments from params to on_device. Lists go parameter by parameter, in groups of
+            group_sizes; an entry of max_exp_avg_sqs or masters is empty where a parameter has none, and the whole list
+            where no parameter has one. A master is fp32, or an int16 remainder (see ops/split.py). An entry of
+            on_device holds lr, beta1 and beta2 in fp64 where they are tensors, and is empty where the floats count.
+        grad_scale: one fp32; grads are divided by it.
+        found_inf: one fp32; nothing moves, no step is counted, unless it is 0.
+        total_sumsq: one fp64, of the grads as they are; with it the grads are clipped to max_norm.
+    """
+    _adamw(*rows_and_groups, grad_scale, found_inf, total_sumsq, max_norm)

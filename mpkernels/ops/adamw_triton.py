@@ -1,0 +1,188 @@
+"""adamw_ in Triton: one program a chunk; the last program of a parameter counts the step."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mpkernels.ops import _table
+from mpkernels.ops._registry import implement
+from mpkernels.ops._split_kernel import join, split
+from mpkernels.ops._table import BLOCK, FP64, block_at, load_as, store_as
+from mpkernels.ops.adamw import _adamw
+
+# Words of a row after the common ones: addresses of grad, exp_avg, exp_avg_sq, max_exp_avg_sq or 0, the weight (param
+# or its fp32 master), the remainder or 0, step; dtypes of grad, states and weight; the group.
+ROW = tl.constexpr(_table.ROW.value + 11)
+# Words of a group: address of on_device or 0; as fp64 lr, beta1, beta2, weight_decay, eps, the grads' sign, max_norm.
+GROUP = tl.constexpr(8)
+
+
+@triton.jit
+def load_fp64(word):
+    return tl.load(word).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def scalars_of(group, steps_before, grad_scale, total_sumsq):
+    """All that is the same for a whole parameter, in fp64: adamw rounds it once."""
+    lr, beta1, beta2 = load_fp64(group + 1), load_fp64(group + 2), load_fp64(group + 3)
+    on_device = tl.load(group)
+    if on_device != 0:
+        tensors = on_device.to(tl.pointer_type(tl.float64))
+        lr, beta1, beta2 = tl.load(tensors), tl.load(tensors + 1), tl.load(tensors + 2)
+    factor = 1.0
+    if grad_scale is not None:
+        factor = (1 / tl.load(grad_scale).to(tl.float64)).to(tl.float32).to(tl.float64)
+    if total_sumsq is not None:
+        coefficient = load_fp64(group + 7) / (tl.sqrt(tl.load(total_sumsq)) * factor + 1e-6)
+        factor *= tl.where(coefficient > 1, 1, coefficient)
+    step = steps_before.to(tl.float64) + 1
+    step_size = lr / (1 - tl.exp2(step * tl.log2(beta1)))
+    correction2 = tl.sqrt(1 - tl.exp2(step * tl.log2(beta2)))
+    decay, eps = 1 - lr * load_fp64(group + 4), load_fp64(group + 5)
+    return factor * load_fp64(group + 6), decay, 1 - beta1, beta2, 1 - beta2, step_size, correction2, eps
+
+
+@triton.jit
+def adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, by):
+    factor, decay, weight1, beta2, weight2, step_size, correction2, eps = by
+    compute: tl.constexpr = grad.dtype
+    grad *= factor.to(compute)
+    weight *= decay.to(compute)
+    exp_avg += (grad - exp_avg) * weight1.to(compute)
+    exp_avg_sq = exp_avg_sq * beta2.to(compute) + grad * weight2.to(compute) * grad
+    larger = tl.where((largest != largest) | (largest > exp_avg_sq), largest, exp_avg_sq)
+    largest = tl.where(amsgrad, larger, exp_avg_sq)
+    update = step_size.to(compute) * exp_avg
+    if compute == tl.float64:
+        weight -= update / (tl.sqrt(largest) / correction2 + eps)
+    else:
+        denominator = tl.div_rn(tl.sqrt_rn(largest), correction2.to(compute)) + eps.to(compute)
+        weight -= tl.div_rn(update, denominator)
+    return weight, exp_avg, exp_avg_sq, largest
+
+
+@triton.jit
+def step_block(row, at, mask, by, compute: tl.constexpr):
+    param, grad_at, exp_avg_at, exp_avg_sq_at = tl.load(row), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
+    largest_at, weight_at, remainder_at = tl.load(row + 7), tl.load(row + 8), tl.load(row + 9)
+    dtype, state_dtype, weight_dtype = tl.load(row + 3), tl.load(row + 12), tl.load(row + 13)
+    if compute == tl.float32 and remainder_at != 0:
+        half = tl.load(block_at(param, at, mask, tl.int16), mask=mask)
+        weight = join(half, tl.load(block_at(remainder_at, at, mask, tl.int16), mask=mask), dtype)
+    else:
+        weight = load_as(compute, weight_dtype, weight_at, at, mask)
+    grad = load_as(compute, tl.load(row + 11), grad_at, at, mask)
+    exp_avg = load_as(compute, state_dtype, exp_avg_at, at, mask)
+    exp_avg_sq = load_as(compute, state_dtype, exp_avg_sq_at, at, mask)
+    amsgrad = largest_at != 0
+    largest = exp_avg_sq
+    if amsgrad:
+        largest = load_as(compute, state_dtype, largest_at, at, mask)
+    weight, exp_avg, exp_avg_sq, largest = adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, by)
+    store_as(exp_avg, state_dtype, exp_avg_at, at, mask)
+    store_as(exp_avg_sq, state_dtype, exp_avg_sq_at, at, mask)
+    if amsgrad:
+        store_as(largest, state_dtype, largest_at, at, mask)
+    if compute == tl.float32 and remainder_at != 0:
+        half, remainder = split(weight, dtype)
+        tl.store(block_at(param, at, mask, tl.int16), half, mask=mask)
+        tl.store(block_at(remainder_at, at, mask, tl.int16), remainder, mask=mask)
+    else:
+        store_as(weight, dtype, param, at, mask)
+        if weight_at != param:
+            store_as(weight, weight_dtype, weight_at, at, mask)
+
+
+@triton.jit
+def step_span(row, begin, size, by, compute: tl.constexpr):
+    addresses = tl.load(row)
+    for word in tl.static_range(4, 10):
+        addresses |= tl.load(row + word)
+    whole = _table.whole_blocks(addresses, size)
+    count: tl.constexpr = BLOCK // 4 if compute == tl.float64 else BLOCK // 2
+    for i in range(0, whole, count):
+        step_block(row, begin + i + tl.arange(0, count), None, by, compute)
+    lanes = tl.arange(0, BLOCK // 8)
+    for i in range(whole, size, BLOCK // 8):
+        step_block(row, begin + i + lanes, i + lanes < size, by, compute)
+
+
+@triton.jit(do_not_specialize=["tensors", "chunks"])
+def adamw_kernel(words, tensors, chunks, grad_scale, found_inf, total_sumsq, CHUNK: tl.constexpr):
+    if found_inf is not None and tl.load(found_inf) != 0:
+        return
+    tensor, row, begin, size = _table.find_span(words, tensors, tl.program_id(0), CHUNK, ROW)
+    tickets = words + tensors * ROW + chunks
+    step = tl.load(row + 10).to(tl.pointer_type(tl.float32))
+    steps_before = tl.load(step)
+    by = scalars_of(tickets + tensors + tl.load(row + 14) * GROUP, steps_before, grad_scale, total_sumsq)
+    if tl.load(row + 3) == FP64:
+        step_span(row, begin, size, by, tl.float64)
+    else:
+        step_span(row, begin, size, by, tl.float32)
+    if _table.is_last_one_out(tickets + tensor, tl.maximum(tl.cdiv(tl.load(row + 1), CHUNK), 1)):
+        tl.store(step, steps_before + 1)
+
+
+def own_words(grad: Tensor, arrays: Sequence[Tensor], step: Tensor, group: int) -> list[int]:
+    param, exp_avg, _, _, master = arrays
+    is_split = master.dtype == torch.int16
+    weight = param if is_split or not master.numel() else master
+    addresses = [it.data_ptr() for it in (grad, *arrays[1:4], weight)]
+    dtypes = [_table.CODES[it.dtype] for it in (grad, exp_avg, weight)]
+    return [*addresses, master.data_ptr() if is_split else 0, step.data_ptr(), *dtypes, group]
+
+
+@implement(_adamw)
+def adamw_triton(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor],
+    masters: Sequence[Tensor],
+    steps: Sequence[Tensor],
+    group_sizes: Sequence[int],
+    lr: Sequence[float],
+    beta1: Sequence[float],
+    beta2: Sequence[float],
+    weight_decay: Sequence[float],
+    eps: Sequence[float],
+    maximize: Sequence[bool],
+    on_device: Sequence[Tensor],
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    total_sumsq: Tensor | None,
+    max_norm: float,
+) -> None:
+    if not params:
+        return
+    grads = [_table.lend(grad, param) for grad, param in zip(grads, params, strict=True)]
+    group_of = [group for group, size in enumerate(group_sizes) for _ in range(size)]
+    loans: list[tuple[Tensor, Tensor]] = []
+    flat, own = [], []
+    for i, group in enumerate(group_of):
+        arrays = [params[0].new_empty(0)] * 5  # whose address is 0
+        for k, it in enumerate((params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)):
+            if it and it[i].numel():
+                arrays[k] = _table.lend(it[i], params[i])
+                loans.append((it[i], arrays[k]))
+        flat.append(arrays[0])
+        own.append(own_words(grads[i], arrays, steps[i], group))
+    sign = [-1.0 if it else 1.0 for it in maximize]
+    by_value = torch.tensor([lr, beta1, beta2, weight_decay, eps, sign, [max_norm] * len(lr)], dtype=torch.float64)
+    pointers = torch.tensor([[it.data_ptr() for it in on_device] or [0] * len(lr)])
+    groups = torch.cat((pointers, by_value.view(torch.int64))).t().flatten().tolist()
+    table = _table.build(flat, [0] * len(flat) + groups, own)
+    adamw_kernel[(table.chunks,)](
+        *table, grad_scale, found_inf, total_sumsq, CHUNK=_table.CHUNK, enable_fp_fusion=False
+    )
+    for original, copy in loans:
+        if copy is not original:
+            original.copy_(copy)

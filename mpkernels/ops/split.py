@@ -1,0 +1,50 @@
+"""A master weight in two halves, as csrc/split.h has it and explains it: here in torch, as the specification."""
+
+import torch
+from torch import Tensor
+
+
+def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The 16-bit weight and the int16 remainder of an fp32 master."""
+    return _split_bf16(master) if dtype == torch.bfloat16 else _split_fp16(master)
+
+
+def join(weight: Tensor, remainder: Tensor) -> Tensor:
+    """The fp32 master of a 16-bit weight and its remainder."""
+    return (_join_bf16 if weight.dtype == torch.bfloat16 else _join_fp16)(weight, remainder)
+
+
+def _split_bf16(master: Tensor) -> tuple[Tensor, Tensor]:
+    bits = master.view(torch.int32)
+    nan = master.isnan()
+    weight = torch.where(nan, bits >> 16 | 0x40, bits + 0x8000 >> 16)
+    remainder = torch.where(nan, 0, bits & 0xFFFF)
+    return weight.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
+
+
+def _join_bf16(weight: Tensor, remainder: Tensor) -> Tensor:
+    return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+
+
+def _unit_of_fp16(weight: Tensor) -> Tensor:
+    """A 2^-16th of the weight's last place."""
+    exponent = weight.view(torch.int16).int() >> 10 & 0x1F
+    return (exponent.clamp(min=1) + 86 << 23).view(torch.float32)
+
+
+def _split_fp16(master: Tensor) -> tuple[Tensor, Tensor]:
+    magnitude = master.abs()
+    nearest = magnitude.half()
+    is_tie = (magnitude - nearest.float()) / _unit_of_fp16(nearest) >= 32768
+    weight = (nearest.view(torch.int16) + is_tie.to(torch.int16)).view(torch.float16)
+    remainder = ((magnitude - weight.float()) / _unit_of_fp16(weight)).round().clamp(max=32767)
+    remainder = torch.where(weight.isfinite(), remainder, 0).to(torch.int16)
+    sign = master.view(torch.int32) >> 16 & 0x8000
+    return (weight.view(torch.int16) | sign.to(torch.int16)).view(torch.float16), remainder
+
+
+def _join_fp16(weight: Tensor, remainder: Tensor) -> Tensor:
+    magnitude = weight.abs().float() + remainder.float() * _unit_of_fp16(weight)
+    bits = torch.where(weight.isfinite(), magnitude, weight.abs().float()).view(torch.int32) & 0x7FFFFFFF
+    sign = (weight.view(torch.int16).int() & 0x8000) << 16
+    return (bits | sign).view(torch.float32)

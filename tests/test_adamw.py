@@ -1,0 +1,210 @@
+"""The op: every kernel gives the reference's bits."""
+
+import itertools
+
+import pytest
+import torch
+
+from mpkernels.ops import grad_stats
+from mpkernels.ops.adamw import _adamw
+from mpkernels.ops.split import join, split
+from tests.cases import same_bits
+
+F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+WEIGHTS = [(F32, "none"), (B16, "split"), (B16, "fp32"), (F16, "split"), (F16, "fp32")]
+STATES = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
+
+
+class Model:
+    """Lists of tensors as adamw_ takes them: two groups, in every combination of dtypes."""
+
+    def __init__(
+        self, sizes=(37, 1000), weights=WEIGHTS, grads=(F32, F16, B16), states=(F32, B16), shape=None, device="cpu"
+    ):
+        self.device = device
+        self.cases = list(itertools.product(sizes, weights, grads, states, (False, True)))
+        generator = torch.Generator().manual_seed(0)
+        for name in STATES:
+            setattr(self, name, [])
+        for size, (dtype, master), _, state, amsgrad in self.cases:
+            weight = torch.randn(size, generator=generator, dtype=torch.float64).to(F64 if dtype == F64 else F32)
+            halves = split(weight, dtype) if master == "split" else (weight.to(dtype), weight)
+            self.params.append(halves[0])
+            self.masters.append(torch.empty(0) if master == "none" else halves[1])
+            self.exp_avgs.append(torch.zeros(size, dtype=state))
+            self.exp_avg_sqs.append(torch.zeros(size, dtype=state))
+            self.max_exp_avg_sqs.append(torch.zeros(size if amsgrad else 0, dtype=state))
+            self.steps.append(torch.zeros(()))
+        for name in STATES:
+            setattr(self, name, [tensor.clone().to(device) for tensor in getattr(self, name)])
+
+    def grads(self, seed):
+        generator = torch.Generator().manual_seed(seed)
+        return [
+            torch.randn(size, generator=generator, dtype=torch.float64).to(dtype).to(self.device)
+            for size, _, dtype, *_ in self.cases
+        ]
+
+    def step(self, grads, grad_scale=None, found_inf=None, max_norm=0.0, on_device=(), **changed):
+        def device_scalar(value, dtype=F32):
+            return None if value is None else torch.full((), value, dtype=dtype, device=self.device)
+
+        first = len(self.params) // 3
+        hyper = {"lr": [1e-2, 1e-3], "beta1": [0.9, 0.8], "beta2": [0.999, 0.99], "weight_decay": [0.01, 0.0]}
+        hyper |= {"eps": [1e-8, 1e-6], "maximize": [False, True]} | changed
+        _adamw(
+            self.params, grads, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.masters, self.steps,
+            [first, len(self.params) - first], *hyper.values(), list(on_device), device_scalar(grad_scale),
+            device_scalar(found_inf), grad_stats(grads).total_sumsq if max_norm else None, max_norm,
+        )  # fmt: skip
+
+    def differences(self, other):
+        return [
+            (name, case)
+            for name in STATES
+            for case, a, b in zip(self.cases, getattr(self, name), getattr(other, name), strict=True)
+            if not same_bits(a.cpu(), b.cpu())
+        ]
+
+
+def assert_same_steps(target, steps=3, model=None, **arguments):
+    """The target's kernels and the reference, side by side from the same start."""
+    import mpkernels
+
+    options = model or {}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    for seed in range(steps):
+        ours.step(ours.grads(seed), **arguments)
+        with mpkernels.backend("reference"):
+            reference.step(reference.grads(seed), **arguments)
+    assert ours.differences(reference) == []
+    return ours
+
+
+def test_every_combination_of_dtypes(target):
+    sizes = (37,) if target.is_interpreted else (37, 1000)
+    model = assert_same_steps(target, model={"sizes": sizes}, steps=2 if target.is_interpreted else 4)
+    assert all(step.item() > 0 for step in model.steps)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"grad_scale": 1024.0},
+        {"grad_scale": 3.0},
+        {"max_norm": 1.0},
+        {"max_norm": 1e6},
+        {"grad_scale": 8.0, "max_norm": 0.5},
+    ],
+    ids=str,
+)
+def test_unscale_and_clip(target, arguments):
+    assert_same_steps(target, model={"sizes": (33,), "states": (F32,)}, **arguments)
+
+
+def test_nothing_moves_on_overflow(target):
+    model, untouched = (Model(sizes=(37, 700), device=target.device) for _ in range(2))
+    grads = model.grads(0)
+    model.step(grads, found_inf=1.0)
+    assert model.differences(untouched) == []
+    model.step(grads, found_inf=0.0)
+    assert {step.item() for step in model.steps} == {1.0}
+
+
+def test_grads_are_only_read(target):
+    model = Model(sizes=(37,), device=target.device)
+    grads = model.grads(0)
+    before = [grad.clone() for grad in grads]
+    model.step(grads, grad_scale=4.0, max_norm=0.1)
+    assert all(map(torch.equal, grads, before))
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 1023, 1024, 1025, 8193])
+def test_sizes(target, size):
+    assert_same_steps(
+        target, steps=2, model={"sizes": (size,), "grads": (F32,), "states": (F32,), "weights": WEIGHTS[:2]}
+    )
+
+
+def test_empty_parameters_count_their_steps(target):
+    model = Model(sizes=(0, 5), grads=(F32,), device=target.device)
+    model.step(model.grads(0))
+    assert {step.item() for step in model.steps} == {1.0}
+
+
+def test_hyper_parameters_on_the_device(target):
+    """lr and betas as tensors give what the same floats give."""
+    options = {"sizes": (33,), "states": (F32,), "device": target.device}
+    by_value, on_device = Model(**options), Model(**options)
+    hyper = [torch.tensor(x, dtype=F64, device=target.device) for x in ([1e-2, 0.9, 0.999], [1e-3, 0.8, 0.99])]
+    for seed in range(2):
+        by_value.step(by_value.grads(seed))
+        zeros = {key: [0.0, 0.0] for key in ("lr", "beta1", "beta2")}
+        on_device.step(on_device.grads(seed), on_device=hyper, **zeros)
+    assert on_device.differences(by_value) == []
+
+
+def test_no_weight_moves_without_a_gradient_and_rate(target):
+    """What torch.distributed.checkpoint does to make states: zero grads, lr = 0. Not one bit may change."""
+    model, untouched = (Model(sizes=(300,), device=target.device) for _ in range(2))
+    model.step([torch.zeros_like(grad) for grad in model.grads(0)], lr=[0.0, 0.0])
+    assert {name for name, _ in model.differences(untouched)} == {"steps"}
+
+
+def test_fp64_is_computed_in_fp64(target):
+    options = {"sizes": (37,), "weights": [(F64, "none")], "grads": (F64,), "states": (F64,)}
+    model = Model(device=target.device, **options)
+    params = [param.cpu().clone().requires_grad_() for param in model.params]
+    theirs = torch.optim.AdamW(params, lr=1e-2, foreach=False)
+    for seed in range(5):
+        grads = model.grads(seed)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad.cpu()
+        theirs.step()
+        model.step(
+            grads,
+            lr=[1e-2] * 2,
+            beta1=[0.9] * 2,
+            beta2=[0.999] * 2,
+            weight_decay=[0.01] * 2,
+            eps=[1e-8] * 2,
+            maximize=[False] * 2,
+        )
+    for param, ours, (*_, amsgrad) in zip(params, model.params, model.cases, strict=True):
+        if not amsgrad:
+            torch.testing.assert_close(ours.cpu(), param.detach(), rtol=1e-14, atol=1e-15)
+
+
+def test_layouts_that_differ(target):
+    """Channels-last and sliced parameters, grads and states in any other order."""
+    shape = (4, 6, 5, 3)
+    values = [torch.randn(shape, generator=torch.Generator().manual_seed(i)) for i in range(4)]
+
+    def laid_out(kind, value):
+        value = value.to(target.device)
+        if kind == "sliced":
+            return torch.stack([value, value], -1)[..., 0]
+        return value.clone(memory_format=torch.channels_last if kind == "last" else torch.contiguous_format)
+
+    results = []
+    for kinds in (("plain",) * 4, ("last", "plain", "last", "plain"), ("sliced", "last", "plain", "sliced")):
+        param, grad, exp_avg, exp_avg_sq = (
+            laid_out(kind, value.abs()) for kind, value in zip(kinds, values, strict=True)
+        )
+        step = torch.zeros((), device=target.device)
+        hyper = [0.1], [0.9], [0.99], [0.1], [1e-8], [False]
+        _adamw([param], [grad], [exp_avg], [exp_avg_sq], [], [], [step], [1], *hyper, [], None, None, None, 0.0)
+        results.append([x.cpu().contiguous() for x in (param, exp_avg, exp_avg_sq)])
+    assert all(same_bits(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
+
+
+def test_masters_are_the_weights(target):
+    """After any step the 16-bit weight is its master's rounding, and both schemes hold the same master."""
+    model = Model(sizes=(500,), states=(F32,), grads=(F32,), device=target.device)
+    for seed in range(3):
+        model.step(model.grads(seed))
+    for (_, (dtype, kind), *_), param, master in zip(model.cases, model.params, model.masters, strict=True):
+        if kind == "fp32":
+            assert same_bits(param, master.to(dtype))
+        elif kind == "split":
+            assert same_bits(split(join(param, master), dtype)[0], param)

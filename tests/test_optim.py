@@ -1,0 +1,397 @@
+"""AdamW as a drop-in: beside torch's own, on torch's own inputs."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch.testing._internal import common_optimizers
+
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+
+F16, B16 = torch.float16, torch.bfloat16
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """The networks are so small that threads cost more than they give, most of all where others use the cores too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def network(dtype=torch.float32, device=CPU, seed=1):
+    torch.manual_seed(seed)
+    layers = (torch.nn.Linear(20, 30), torch.nn.GELU(), torch.nn.LayerNorm(30), torch.nn.Linear(30, 5))
+    return torch.nn.Sequential(*layers).to(device=device, dtype=dtype)
+
+
+def batch(seed, device=CPU):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(64, n, generator=generator).to(device) for n in (20, 5)]
+
+
+def backward(model, seed, scale=1.0):
+    inputs, targets = batch(seed, model[0].weight.device)
+    loss = (model(inputs.to(model[0].weight.dtype)).float() - targets).square().mean()
+    model.zero_grad()
+    (loss * scale).backward()
+    return loss.item()
+
+
+def train(model, optimizer, steps, first=0):
+    for seed in range(first, first + steps):
+        loss = backward(model, seed)
+        optimizer.step()
+    return loss
+
+
+def assert_close(ours, theirs, steps, lr=1e-3):
+    """Both round a handful of times a step; each rounding moves a weight by an ulp of itself or of its update."""
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        bound = steps * 2**-23 * (2 * b.abs().max().item() + 8 * lr)
+        assert (a - b).abs().max().item() <= bound
+
+
+@pytest.mark.parametrize("case", common_optimizers.optim_inputs_func_adamw("cpu"), ids=lambda case: case.desc)
+def test_torchs_own_inputs_in_lockstep(target, case):
+    options = dict(case.kwargs)
+    lr = float(options.get("lr", 1e-3))
+    ours, theirs = network(device=target.device), network(device=target.device)
+    optimizer, reference = (
+        AdamW(ours.parameters(), **options),
+        torch.optim.AdamW(theirs.parameters(), **options, foreach=False),
+    )
+    for steps in range(1, 4 if target.is_interpreted else 12):
+        for model in (ours, theirs):
+            backward(model, seed=steps)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad.copy_(b.grad)  # so that only the steps differ
+        optimizer.step()
+        reference.step()
+        assert_close(ours, theirs, steps, lr)
+
+
+@pytest.mark.parametrize(
+    "case",
+    common_optimizers.optim_error_inputs_func_adamw("cpu", torch.float32),
+    ids=lambda case: case.optimizer_error_input.desc,
+)
+def test_torchs_own_bad_inputs(case):
+    given = case.optimizer_error_input
+    with pytest.raises(case.error_type) as ours:
+        AdamW(given.params, **given.kwargs)
+    with pytest.raises(case.error_type) as theirs:
+        torch.optim.AdamW(given.params, **given.kwargs)
+    assert str(ours.value) == str(theirs.value)
+
+
+BAD = [
+    ({"master": "fp16"}, "AdamW: master must be 'split' or 'fp32', got 'fp16'"),
+    ({"state_dtype": torch.int32}, "AdamW: state_dtype must be torch.float32 or torch.bfloat16, got torch.int32"),
+    ({"max_norm": 0.0}, "AdamW: max_norm must be above 0, got 0.0"),
+    (
+        {"max_norm": 1.0, "guard": False},
+        "AdamW: max_norm needs the guard: a non-finite norm would clip every grad to NaN",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), BAD, ids=[text for _, text in BAD])
+def test_options_that_cannot_be_honoured(options, text):
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        AdamW(network().parameters(), **options)
+
+
+def test_sparse_grads_raise_torchs_error():
+    embedding = torch.nn.Embedding(10, 3, sparse=True)
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(
+        RuntimeError, match="Adam does not support sparse gradients, please consider SparseAdam instead"
+    ):
+        AdamW(embedding.parameters()).step()
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, B16], ids=str)
+@pytest.mark.parametrize("master", ["split", "fp32"])
+@pytest.mark.parametrize("dtype", [B16, F16], ids=str)
+def test_16_bit_parameters_learn_what_fp32_ones_learn(dtype, master, state_dtype):
+    """With lr = 1e-4 most updates are below half a bf16 ulp: without a master, nothing would be learned."""
+    wide, narrow = network(), network(dtype)
+    with torch.no_grad():
+        for a, b in zip(wide.parameters(), narrow.parameters(), strict=True):
+            a.copy_(b)
+    first = backward(wide, 0)
+    want = train(wide, torch.optim.AdamW(wide.parameters(), lr=1e-4), 300)
+    got = train(narrow, AdamW(narrow.parameters(), lr=1e-4, master=master, state_dtype=state_dtype), 300)
+    assert abs(got - want) < 0.15 * (first - want)
+
+
+def test_max_norm_is_clip_grad_norm():
+    ours, theirs = network(), network()
+    optimizer, reference = (
+        AdamW(ours.parameters(), max_norm=0.05),
+        torch.optim.AdamW(theirs.parameters(), foreach=False),
+    )
+    for seed in range(20):
+        backward(ours, seed)
+        backward(theirs, seed)
+        grads = [param.grad.clone() for param in ours.parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+        optimizer.step()
+        reference.step()
+        assert optimizer.grad_norm.dtype == torch.float32
+        torch.testing.assert_close(optimizer.grad_norm, norm)
+        assert all(torch.equal(param.grad, grad) for param, grad in zip(ours.parameters(), grads, strict=True))
+    assert_close(ours, theirs, 40)
+
+
+def test_an_fp16_norm_beyond_65504_is_no_overflow():
+    """torch stores that norm as inf, the coefficient becomes 0, and every grad is silently zero."""
+    param = torch.nn.Parameter(torch.ones(100, dtype=F16))
+    param.grad = torch.full_like(param, 60000.0)
+    optimizer = AdamW([param], lr=0.1, max_norm=1.0)
+    optimizer.step()
+    assert optimizer.grad_norm.item() == pytest.approx(600000.0)
+    assert optimizer.skipped_steps.item() == 0
+    assert (param < 0.95).all()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
+def test_the_guard_skips(dtype, bad):
+    model = network(dtype)
+    optimizer = AdamW(model.parameters(), guard=True if dtype == torch.float32 else None)
+    train(model, optimizer, 2)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    backward(model, 5)
+    model[3].bias.grad[2] = bad
+    optimizer.step()
+    after = model.state_dict(), optimizer.state_dict()["state"]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item()) == (1.0, 1.0)
+    train(model, optimizer, 1)
+    assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item()) == (0.0, 1.0)
+
+
+def test_a_plain_fp32_step_looks_at_no_grad_first():
+    model = network()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 1)
+    assert optimizer.grad_norm is None
+    assert optimizer.skipped_steps is None
+
+
+@pytest.mark.parametrize("user_unscales", [False, True])
+def test_under_torchs_grad_scaler(user_unscales):
+    ours, theirs = network(), network()
+    optimizers = AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), foreach=False)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4) for _ in range(2)]
+    for seed in range(20):
+        for model, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
+            backward(model, seed, scaler.scale(torch.ones(())).item())
+            if seed in (3, 11):
+                model[0].weight.grad[0, 0] = float("inf")
+            if user_unscales:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_close(ours, theirs, 2 * (seed + 1))
+    assert optimizers[0].skipped_steps.item() == 2
+    assert not hasattr(optimizers[0], "grad_scale")
+
+
+def test_lr_and_betas_as_tensors_follow_a_scheduler():
+    ours, theirs = network(), network()
+    options = {"lr": torch.tensor(1e-2), "betas": (torch.tensor(0.8), torch.tensor(0.99))}
+    optimizers = [
+        kind(model.parameters(), **copy.deepcopy(options))
+        for kind, model in ((AdamW, ours), (torch.optim.AdamW, theirs))
+    ]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) for optimizer in optimizers]
+    for seed in range(10):
+        for model, optimizer, scheduler in zip((ours, theirs), optimizers, schedulers, strict=True):
+            backward(model, seed)
+            optimizer.step()
+            scheduler.step()
+    assert_close(ours, theirs, 20, lr=1e-2)
+
+
+def test_groups_with_their_own_options():
+    ours, theirs = network(), network()
+
+    def grouped(model):
+        weights, rest = [model[0].weight, model[3].weight], [model[0].bias, *model[2].parameters(), model[3].bias]
+        return [
+            {"params": weights, "weight_decay": 0.1, "amsgrad": True},
+            {"params": rest, "weight_decay": 0.0, "lr": 1e-2},
+        ]
+
+    train(ours, AdamW(grouped(ours)), 20)
+    train(theirs, torch.optim.AdamW(grouped(theirs), foreach=False), 20)
+    assert_close(ours, theirs, 40, lr=1e-2)
+
+
+def test_a_parameter_without_a_grad_keeps_its_own_count():
+    model = network()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 2)
+    backward(model, 9)
+    model[0].bias.grad = None
+    optimizer.step()
+    assert optimizer.state[model[0].bias]["step"].item() == 2
+    assert optimizer.state[model[0].weight]["step"].item() == 3
+
+
+def test_mixed_dtypes_and_complex_parameters_in_one_group():
+    torch.manual_seed(0)
+    params = [torch.randn(5, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.complex64)]
+    ours, theirs = ([torch.nn.Parameter(param.clone()) for param in params] for _ in range(2))
+    optimizers = AdamW([*ours, torch.nn.Parameter(torch.ones(3, dtype=B16))]), torch.optim.AdamW(theirs, foreach=False)
+    for _ in range(5):
+        for group, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.zero_grad()
+            sum((param.abs() ** 2).sum() for param in group).backward()
+            optimizer.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def saved_and_loaded(optimizer):
+    """A state_dict as it comes back from a file, read the safe way."""
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
+def test_resumed_training_is_the_same_to_the_bit(dtype, master):
+    options = {"lr": 1e-2, "master": master, "amsgrad": True, "max_norm": 1.0}
+    model = network(dtype)
+    optimizer = AdamW(model.parameters(), **options)
+    train(model, optimizer, 5)
+    resumed = network(dtype, seed=7)
+    resumed.load_state_dict(model.state_dict())
+    other = AdamW(resumed.parameters(), **options)
+    other.load_state_dict(saved_and_loaded(optimizer))
+    for each in ((model, optimizer), (resumed, other)):
+        train(*each, 5, first=5)
+    assert all(map(same_bits, model.parameters(), resumed.parameters()))
+
+
+def test_checkpoints_go_both_ways_between_torch_and_us():
+    ours, theirs = network(), network()
+    train(ours, source := AdamW(ours.parameters()), 5)
+    theirs.load_state_dict(ours.state_dict())
+    torchs = torch.optim.AdamW(theirs.parameters(), foreach=False)
+    torchs.load_state_dict(saved_and_loaded(source))  # torch would share the tensors
+    train(ours, source, 5, first=5)
+    train(theirs, torchs, 5, first=5)
+    assert_close(ours, theirs, 20)
+    back = AdamW(ours.parameters())
+    back.load_state_dict(torchs.state_dict())
+    assert back.state[ours[0].weight]["step"].item() == 10
+
+
+def test_masters_move_between_the_schemes_without_rounding():
+    model = network(B16)
+    train(model, optimizer := AdamW(model.parameters(), lr=1e-2), 5)
+    copied = copy.deepcopy(model)
+    other = AdamW(copied.parameters(), lr=1e-2, master="fp32")
+    other.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 1, first=5)
+    train(copied, other, 1, first=5)
+    back = AdamW(model.parameters(), lr=1e-2)
+    back.load_state_dict(other.state_dict())
+    for param, twin in zip(model.parameters(), copied.parameters(), strict=True):
+        assert same_bits(back.state[param]["remainder"], optimizer.state[param]["remainder"]), (param.shape, twin.shape)
+
+
+def test_a_master_that_torch_has_rounded_is_rebuilt_with_a_warning():
+    model = network(B16)
+    train(model, optimizer := AdamW(model.parameters(), master="fp32"), 2)
+    state_dict = copy.deepcopy(optimizer.state_dict())
+    for state in state_dict["state"].values():
+        state["master"] = state["master"].to(B16)
+    with pytest.warns(UserWarning, match="AdamW: master came back as torch.bfloat16; rebuilt from the weight"):
+        optimizer.load_state_dict(state_dict)
+    for param in model.parameters():
+        assert torch.equal(optimizer.state[param]["master"], param.detach().float())
+
+
+def test_checkpoints_of_apex_and_transformer_engine():
+    """Both count steps once for a group; TransformerEngine calls the master master_param."""
+    model = network(B16)
+    optimizer = AdamW(model.parameters(), master="fp32")
+    train(model, optimizer, 3)
+    theirs = copy.deepcopy(optimizer.state_dict())
+    for state in theirs["state"].values():
+        del state["step"]
+        state["master_param"] = state.pop("master")
+    theirs["param_groups"][0]["step"] = 3
+    other = AdamW(model.parameters(), master="fp32")
+    other.load_state_dict(theirs)
+    torch.testing.assert_close(other.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+
+
+def test_copies_and_pickles_step_alike():
+    model = network(B16)
+    train(model, optimizer := AdamW(model.parameters(), max_norm=1.0, state_dtype=B16), 2)
+    for duplicate in (lambda pair: copy.deepcopy(pair), lambda pair: pickle.loads(pickle.dumps(pair))):
+        twin, twins = duplicate((model, optimizer))
+        want = copy.deepcopy((model, optimizer))
+        train(twin, twins, 2, first=2)
+        train(*want, 2, first=2)
+        assert all(map(same_bits, twin.parameters(), want[0].parameters()))
+        assert (twins.max_norm, twins.state_dtype) == (1.0, B16)
+
+
+def test_hooks_closure_and_zero_grad():
+    model, seen = network(), []
+    optimizer = AdamW(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+
+    def closure():
+        seen.append("closure")
+        assert torch.is_grad_enabled()
+        return backward(model, 0)
+
+    assert isinstance(optimizer.step(closure), float)
+    assert seen == ["before", "closure", "after"]
+    optimizer.zero_grad()
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_step_compiles_without_a_graph_break():
+    compiled, eager = network(), network()
+    optimizers = AdamW(compiled.parameters(), max_norm=1.0), AdamW(eager.parameters(), max_norm=1.0)
+    step = torch.compile(optimizers[0].step, fullgraph=True, backend="aot_eager")
+    for seed in range(3):
+        backward(compiled, seed)
+        backward(eager, seed)
+        step()
+        optimizers[1].step()
+    assert all(map(same_bits, compiled.parameters(), eager.parameters()))
+    torch.compiler.reset()
+
+
+def test_differentiable_steps_are_torchs():
+    params = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    values = []
+    for param, kind in zip(params, (AdamW, torch.optim.AdamW), strict=True):
+        weight = param.clone()
+        weight.grad = param * 2
+        kind([weight], differentiable=True).step()
+        values.append(torch.autograd.grad(weight.sum(), param)[0])
+    assert torch.equal(*values)
+    with pytest.raises(ValueError, match="differentiable=True takes fp32 parameters alone"):
+        AdamW([torch.ones(3, dtype=B16, requires_grad=True)], differentiable=True)
