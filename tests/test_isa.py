@@ -5,7 +5,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.emulation import _compiler as find_compiler
+from tests.emulation import find_compiler
 
 CSRC = Path(__file__).parents[1] / "csrc"
 X86 = platform.machine() in ("x86_64", "AMD64")

@@ -1,7 +1,6 @@
 """AdamW as a drop-in: beside torch's own, on torch's own inputs."""
 
 import copy
-import io
 import pickle
 
 import pytest
@@ -10,51 +9,9 @@ from torch.testing._internal import common_optimizers
 
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
+from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
 
-F16, B16 = torch.float16, torch.bfloat16
-CPU = torch.device("cpu")
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The networks are so small that threads cost more than they give, most of all where others use the cores too."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def network(dtype=torch.float32, device=CPU, seed=1):
-    torch.manual_seed(seed)
-    layers = (torch.nn.Linear(20, 30), torch.nn.GELU(), torch.nn.LayerNorm(30), torch.nn.Linear(30, 5))
-    return torch.nn.Sequential(*layers).to(device=device, dtype=dtype)
-
-
-def batch(seed, device=CPU):
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(64, n, generator=generator).to(device) for n in (20, 5)]
-
-
-def backward(model, seed, scale=1.0):
-    inputs, targets = batch(seed, model[0].weight.device)
-    loss = (model(inputs.to(model[0].weight.dtype)).float() - targets).square().mean()
-    model.zero_grad()
-    (loss * scale).backward()
-    return loss.item()
-
-
-def train(model, optimizer, steps, first=0):
-    for seed in range(first, first + steps):
-        loss = backward(model, seed)
-        optimizer.step()
-    return loss
-
-
-def assert_close(ours, theirs, steps, lr=1e-3):
-    """Both round a handful of times a step; each rounding moves a weight by an ulp of itself or of its update."""
-    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
-        bound = steps * 2**-23 * (2 * b.abs().max().item() + 8 * lr)
-        assert (a - b).abs().max().item() <= bound
+__all__ = ["one_thread"]  # a fixture that each test uses
 
 
 @pytest.mark.parametrize("case", common_optimizers.optim_inputs_func_adamw("cpu"), ids=lambda case: case.desc)
@@ -261,85 +218,6 @@ def test_mixed_dtypes_and_complex_parameters_in_one_group():
             optimizer.step()
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a, b)
-
-
-def saved_and_loaded(optimizer):
-    """A state_dict as it comes back from a file, read the safe way."""
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-@pytest.mark.parametrize("master", ["split", "fp32"])
-@pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
-def test_resumed_training_is_the_same_to_the_bit(dtype, master):
-    options = {"lr": 1e-2, "master": master, "amsgrad": True, "max_norm": 1.0}
-    model = network(dtype)
-    optimizer = AdamW(model.parameters(), **options)
-    train(model, optimizer, 5)
-    resumed = network(dtype, seed=7)
-    resumed.load_state_dict(model.state_dict())
-    other = AdamW(resumed.parameters(), **options)
-    other.load_state_dict(saved_and_loaded(optimizer))
-    for each in ((model, optimizer), (resumed, other)):
-        train(*each, 5, first=5)
-    assert all(map(same_bits, model.parameters(), resumed.parameters()))
-
-
-def test_checkpoints_go_both_ways_between_torch_and_us():
-    ours, theirs = network(), network()
-    train(ours, source := AdamW(ours.parameters()), 5)
-    theirs.load_state_dict(ours.state_dict())
-    torchs = torch.optim.AdamW(theirs.parameters(), foreach=False)
-    torchs.load_state_dict(saved_and_loaded(source))  # torch would share the tensors
-    train(ours, source, 5, first=5)
-    train(theirs, torchs, 5, first=5)
-    assert_close(ours, theirs, 20)
-    back = AdamW(ours.parameters())
-    back.load_state_dict(torchs.state_dict())
-    assert back.state[ours[0].weight]["step"].item() == 10
-
-
-def test_masters_move_between_the_schemes_without_rounding():
-    model = network(B16)
-    train(model, optimizer := AdamW(model.parameters(), lr=1e-2), 5)
-    copied = copy.deepcopy(model)
-    other = AdamW(copied.parameters(), lr=1e-2, master="fp32")
-    other.load_state_dict(optimizer.state_dict())
-    train(model, optimizer, 1, first=5)
-    train(copied, other, 1, first=5)
-    back = AdamW(model.parameters(), lr=1e-2)
-    back.load_state_dict(other.state_dict())
-    for param, twin in zip(model.parameters(), copied.parameters(), strict=True):
-        assert same_bits(back.state[param]["remainder"], optimizer.state[param]["remainder"]), (param.shape, twin.shape)
-
-
-def test_a_master_that_torch_has_rounded_is_rebuilt_with_a_warning():
-    model = network(B16)
-    train(model, optimizer := AdamW(model.parameters(), master="fp32"), 2)
-    state_dict = copy.deepcopy(optimizer.state_dict())
-    for state in state_dict["state"].values():
-        state["master"] = state["master"].to(B16)
-    with pytest.warns(UserWarning, match="AdamW: master came back as torch.bfloat16; rebuilt from the weight"):
-        optimizer.load_state_dict(state_dict)
-    for param in model.parameters():
-        assert torch.equal(optimizer.state[param]["master"], param.detach().float())
-
-
-def test_checkpoints_of_apex_and_transformer_engine():
-    """Both count steps once for a group; TransformerEngine calls the master master_param."""
-    model = network(B16)
-    optimizer = AdamW(model.parameters(), master="fp32")
-    train(model, optimizer, 3)
-    theirs = copy.deepcopy(optimizer.state_dict())
-    for state in theirs["state"].values():
-        del state["step"]
-        state["master_param"] = state.pop("master")
-    theirs["param_groups"][0]["step"] = 3
-    other = AdamW(model.parameters(), master="fp32")
-    other.load_state_dict(theirs)
-    torch.testing.assert_close(other.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
 
 
 def test_copies_and_pickles_step_alike():

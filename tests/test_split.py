@@ -9,7 +9,7 @@ import torch
 
 from mpkernels.ops.split import join, split
 from tests.cases import same_bits
-from tests.emulation import _compiler as find_compiler
+from tests.emulation import find_compiler
 
 CSRC = Path(__file__).parents[1] / "csrc"
 

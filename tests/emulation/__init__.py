@@ -32,7 +32,7 @@ FLAGS = [
 
 def build(directory: Path, csrc: Path = CSRC) -> Path:
     """Compile csrc/*_cuda.cu and csrc/*_torch.cpp into directory/mpkernels_emulated-<hash>.so, unless it is there."""
-    compiler = _compiler()
+    compiler = find_compiler()
     sources = sorted([*csrc.glob("*_cuda.cu"), *csrc.glob("*_torch.cpp")])
     if not any(source.suffix == ".cu" for source in sources):
         raise FileNotFoundError(f"emulation: no *_cuda.cu in {csrc}")
@@ -46,7 +46,7 @@ def build(directory: Path, csrc: Path = CSRC) -> Path:
     return library
 
 
-def _compiler() -> list[str]:
+def find_compiler() -> list[str]:
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
     for candidate in candidates:
         if shutil.which(candidate.split()[0]):

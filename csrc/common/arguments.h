@@ -1,0 +1,138 @@
+// What a kernel takes off the stack: lists of tensors, as tables of flat memory, and numbers. It then owns them.
+#pragma once
+
+#include <memory>
+
+#include "table.h"
+#include "tensor.h"
+
+namespace mpk {
+
+// Numbers the rows' chunks.
+template <class Row>
+TableOf<Row> lay_out(std::vector<Row>& rows, int64_t chunk_size) {
+  int32_t chunks = 0;
+  for (Row& row : rows) {
+    row.first_chunk = chunks;
+    chunks += chunks_of(row.size, chunk_size);
+  }
+  return {rows.data(), static_cast<int32_t>(rows.size()), chunks, chunk_size};
+}
+
+// A Tensor[] argument as a table of flat memory. A tensor that is not dense lends a contiguous copy; return_copies()
+// writes such copies back.
+class TensorList {
+ public:
+  explicit TensorList(StableIValue value) {
+    const auto list = reinterpret_cast<StableListHandle>(value);
+    size_t count = 0;
+    torch_list_size(list, &count);
+    tensors_.reserve(count);
+    for (size_t i = 0; i < count; ++i) {
+      StableIValue item = 0;
+      torch_list_get_item(list, i, &item);
+      tensors_.emplace_back(item);
+    }
+    torch_delete_list(list);
+  }
+
+  const Tensor& front() const { return tensors_.front(); }
+  const Tensor& operator[](int32_t i) const { return tensors_[i]; }
+  int32_t count() const { return static_cast<int32_t>(tensors_.size()); }
+  int64_t elements() const { return elements_; }
+
+  // Checks everything before anything is written; op and name are for the message.
+  void flatten(const char* op, const char* name, const Tensor& on_device_of, bool will_write) {
+    const auto device = on_device_of.device();
+    rows_.reserve(tensors_.size());
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const Tensor& tensor = tensors_[i];
+      Row row{nullptr, tensor.size(), 0, Dtype::f32};
+      const char* problem = nullptr;
+      if (!tensor.is_strided())
+        problem = "is not dense";
+      else if (tensor.device() != device)
+        problem = "is on another device";
+      else if (!find_dtype(tensor.dtype(), &row.dtype))
+        problem = "is none of fp16, bf16, fp32, fp64";
+      else if (!tensor.is_contiguous() && !tensor.is_dense()) {
+        if (will_write && tensor.is_expanded()) problem = "has elements that share memory";
+        copies_.emplace_back(i, tensor.new_empty(tensor.ndim(), tensor.sizes(), tensor.dtype()));
+      }
+      if (problem) require(false, op, std::string(name) + "[" + std::to_string(i) + "] " + problem);
+      rows_.push_back(row);
+      elements_ += row.size;
+    }
+    for (auto& [i, copy] : copies_) copy.copy_from(tensors_[i]);
+    for (size_t i = 0, copied = 0; i < tensors_.size(); ++i) {
+      const bool is_copied = copied < copies_.size() && copies_[copied].first == i;
+      const Tensor& flat = is_copied ? copies_[copied++].second : tensors_[i];
+      rows_[i].data = will_write ? flat.data() : const_cast<void*>(flat.const_data());
+    }
+  }
+
+  Table table(int64_t chunk_size) { return lay_out(rows_, chunk_size); }
+
+  void return_copies() {
+    for (const auto& [i, copy] : copies_) tensors_[i].copy_from(copy);
+  }
+
+ private:
+  std::vector<Tensor> tensors_;
+  std::vector<std::pair<size_t, Tensor>> copies_;
+  std::vector<Row> rows_;
+  int64_t elements_ = 0;
+};
+
+// Hands out memory in which the elements of several tensors lie in the same order: a tensor's own, or a copy's.
+class Lender {
+ public:
+  void* lend(const Tensor& tensor, const Tensor& like, bool will_write) {
+    const bool dense = like.is_contiguous() || like.is_dense();
+    if (dense && have_same_layout(tensor, like))
+      return will_write ? tensor.data() : const_cast<void*>(tensor.const_data());
+    const int64_t* const sizes = like.sizes();
+    loans_.push_back({&tensor,
+                      dense ? like.new_empty(like.ndim(), sizes, like.strides(), tensor.dtype())
+                            : like.new_empty(like.ndim(), sizes, tensor.dtype()),
+                      will_write});
+    loans_.back().copy.copy_from(tensor);
+    return loans_.back().copy.data();
+  }
+  void return_copies() {
+    for (Loan& loan : loans_) {
+      if (loan.will_write) const_cast<Tensor*>(loan.original)->copy_from(loan.copy);
+    }
+  }
+
+ private:
+  struct Loan {
+    const Tensor* original;
+    Tensor copy;
+    bool will_write;
+  };
+  std::vector<Loan> loans_;
+};
+
+// Other kinds of argument.
+inline std::unique_ptr<Tensor> take_optional(StableIValue value) {
+  const std::unique_ptr<StableIValue> inner(reinterpret_cast<StableIValue*>(value));
+  return inner ? std::make_unique<Tensor>(*inner) : nullptr;
+}
+
+template <class T>
+std::vector<T> take_numbers(StableIValue value) {
+  const auto list = reinterpret_cast<StableListHandle>(value);
+  size_t count = 0;
+  torch_list_size(list, &count);
+  std::vector<T> numbers(count);
+  for (size_t i = 0; i < count; ++i) {
+    StableIValue item = 0;
+    torch_list_get_item(list, i, &item);
+    memcpy(&numbers[i], &item, sizeof(T));
+  }
+  torch_delete_list(list);
+  return numbers;
+}
+
+}  // namespace mpk

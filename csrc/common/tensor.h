@@ -1,0 +1,126 @@
+// A tensor, through torch's stable ABI.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "numeric.h"
+#include "torch_abi.h"
+
+namespace mpk {
+
+inline void require(bool met, const char* op, const std::string& what) {
+  if (!met) throw std::runtime_error(std::string(op) + ": " + what);
+}
+
+// Owns one reference to a tensor, as arguments arrive and results leave.
+class Tensor {
+ public:
+  explicit Tensor(StableIValue value) : handle_(reinterpret_cast<AtenTensorHandle>(value)) {}
+  Tensor(Tensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
+  Tensor(const Tensor&) = delete;
+  ~Tensor() {
+    if (handle_) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  // Uninitialised and contiguous, on the device of this one.
+  Tensor new_empty(int64_t ndim, const int64_t* sizes, int32_t dtype) const {
+    std::vector<int64_t> strides(ndim);
+    for (int64_t i = ndim - 1, stride = 1; i >= 0; stride *= sizes[i--]) strides[i] = stride;
+    return new_empty(ndim, sizes, strides.data(), dtype);
+  }
+  Tensor new_empty(int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype) const {
+    AtenTensorHandle empty = nullptr;
+    const AOTITorchError error =
+        aoti_torch_empty_strided(ndim, sizes, strides, dtype, device().first, device().second, &empty);
+    require(error == 0, "mpkernels", "torch could not allocate a tensor");
+    return Tensor(reinterpret_cast<StableIValue>(empty));
+  }
+  // Bytes on the device of this one, 16-byte aligned.
+  Tensor scratch(int64_t bytes) const { return new_empty(1, &bytes, aoti_torch_dtype_uint8()); }
+  void copy_from(const Tensor& source) {
+    require(aoti_torch_copy_(handle_, source.handle_, 0) == 0, "mpkernels", "torch could not copy a tensor");
+  }
+  StableIValue release() { return reinterpret_cast<StableIValue>(std::exchange(handle_, nullptr)); }
+
+  int64_t size() const { return get<int64_t>(aoti_torch_get_numel); }
+  int64_t ndim() const { return get<int64_t>(aoti_torch_get_dim); }
+  const int64_t* sizes() const { return get<int64_t*>(aoti_torch_get_sizes); }
+  const int64_t* strides() const { return get<int64_t*>(aoti_torch_get_strides); }
+  int32_t dtype() const { return get<int32_t>(aoti_torch_get_dtype); }
+  std::pair<int32_t, int32_t> device() const {  // type, index
+    return {get<int32_t>(aoti_torch_get_device_type), get<int32_t>(aoti_torch_get_device_index)};
+  }
+  bool is_strided() const {
+    static const int32_t strided = aoti_torch_layout_strided();
+    return get<int32_t>(aoti_torch_get_layout) == strided;
+  }
+  // A single fp32: what scales and flags are.
+  bool is_fp32_scalar() const { return is_strided() && dtype() == aoti_torch_dtype_float32() && size() == 1; }
+  template <class T = void>
+  T* data() const {
+    return static_cast<T*>(get<void*>(torch_get_mutable_data_ptr));
+  }
+  // Does not break torch's copy-on-write sharing, as data() does.
+  const void* const_data() const { return get<const void*>(torch_get_const_data_ptr); }
+
+  bool is_contiguous() const { return get<bool>(aoti_torch_is_contiguous); }
+  // Whether the elements fill their memory without a gap or an overlap, in whichever order of the dimensions.
+  bool is_dense() const {
+    if (size() == 0) return true;
+    std::vector<std::pair<int64_t, int64_t>> dimensions;  // stride, size
+    for (int64_t i = 0; i < ndim(); ++i) {
+      if (sizes()[i] > 1) dimensions.emplace_back(strides()[i], sizes()[i]);
+    }
+    std::sort(dimensions.begin(), dimensions.end());
+    int64_t filled = 1;
+    for (const auto& [stride, size] : dimensions) {
+      if (stride != filled) return false;
+      filled *= size;
+    }
+    return true;
+  }
+  // Whether the same memory is certain to be seen twice, as in an expanded tensor.
+  bool is_expanded() const {
+    for (int64_t i = 0; i < ndim(); ++i) {
+      if (sizes()[i] > 1 && strides()[i] == 0) return true;
+    }
+    return false;
+  }
+
+ private:
+  template <class Value>
+  Value get(AOTITorchError (*getter)(AtenTensorHandle, Value*)) const {
+    Value value{};
+    if (getter(handle_, &value) != 0) require(false, "mpkernels", "torch refused to describe a tensor");
+    return value;
+  }
+
+  AtenTensorHandle handle_;
+};
+
+// Whether element i of a and of b lie equally far into their memory, for every i. The shapes must be the same.
+inline bool have_same_layout(const Tensor& a, const Tensor& b) {
+  if (a.is_contiguous() && b.is_contiguous()) return true;
+  for (int64_t i = 0; i < a.ndim(); ++i) {
+    if (a.sizes()[i] > 1 && a.strides()[i] != b.strides()[i]) return false;
+  }
+  return true;
+}
+
+inline bool have_same_shape(const Tensor& a, const Tensor& b) {
+  return a.ndim() == b.ndim() && std::equal(a.sizes(), a.sizes() + a.ndim(), b.sizes());
+}
+
+inline bool find_dtype(int32_t torch_dtype, Dtype* dtype) {
+  static const int32_t known[] = {aoti_torch_dtype_float32(), aoti_torch_dtype_float16(), aoti_torch_dtype_bfloat16(),
+                                  aoti_torch_dtype_float64()};  // in the order of Dtype
+  const int32_t* const found = std::find(std::begin(known), std::end(known), torch_dtype);
+  *dtype = static_cast<Dtype>(found - known);
+  return found != std::end(known);
+}
+
+}  // namespace mpk
