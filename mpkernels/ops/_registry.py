@@ -51,6 +51,8 @@ class Op:
 
     def __call__(self, *arguments: Any) -> Any:
         """Kernels check what memory safety needs; what the user did wrong is worked out only once one has refused."""
+        # An iterator would be used up by the op, and nothing be left to tell autograd of.
+        arguments = tuple(list(each) if isinstance(each, Iterator) else each for each in arguments)
         try:
             if not self._mutated or torch.compiler.is_compiling():
                 return self.overload(*arguments)
