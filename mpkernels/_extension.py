@@ -13,8 +13,8 @@ def load() -> None:
     """Without the library everything still works on the reference, and says so once."""
     if not LIBRARY.exists():
         warnings.warn(
-            "mpkernels: the compiled kernels are missing, so the slow reference runs in their place; "
-            f"`{sys.executable} -m pip install -v .` in a checkout builds them and says what it left out",
+            f"mpkernels: the compiled kernels are missing from {LIBRARY.parent}, so the slow reference runs in their "
+            f"place; in a checkout, `{sys.executable} -m pip install -v -e .` builds them and says what it left out",
             RuntimeWarning,
             stacklevel=3,
         )
