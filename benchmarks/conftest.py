@@ -79,7 +79,7 @@ def compare(benchmark, setting, device, pytestconfig):
     def compare(pair):
         seconds = float(pytestconfig.getoption("benchmark_max_time")) if benchmark.enabled else 0
         samples = measure(pair, device, setting.case.host_cost, seconds)
-        row = report.Row(pair, setting, samples, machine.copy_speed(device))
+        row = report.Row(pair.without_data(), setting, samples, machine.copy_speed(device))
         pytestconfig.stash[ROWS].append(row)
         benchmark.group = f"{pair.op} {setting.place}"
         benchmark.extra_info.update(row.extra_info())
