@@ -49,7 +49,7 @@ inline constexpr uint32_t kIntegersBits = 0x4b400000u;
 
 template <class F, class U = Bits<F>>
 MPK_FN U join_fp16(const Split<Bits<F>>& split) {
-  const U weight = fp32_bits_of_fp16<F>(split.weight);
+  const U weight = Fp16<F>::widen(split.weight);
   const F remainder = bit_cast<F>((split.remainder ^ 0x8000u) - 0x8000u + kIntegersBits) - kIntegers;
   const F magnitude = bit_cast<F>(weight & 0x7fffffffu) + remainder * bit_cast<F>(unit_of_fp16<U>(split.weight));
   const U joined = bit_cast<U>(magnitude) | (weight & 0x80000000u);
@@ -59,13 +59,13 @@ MPK_FN U join_fp16(const Split<Bits<F>>& split) {
 template <class F, class U = Bits<F>>
 MPK_FN F units_beyond_fp16(Bits<F> weight, F magnitude) {
   const F units_in_one = bit_cast<F>((254u << 23) - unit_of_fp16<U>(weight));
-  return (magnitude - bit_cast<F>(fp32_bits_of_fp16<F>(weight & 0x7fffu))) * units_in_one;
+  return (magnitude - bit_cast<F>(Fp16<F>::widen(weight & 0x7fffu))) * units_in_one;
 }
 
 template <class F, class U = Bits<F>>
 MPK_FN Split<U> split_fp16(Bits<F> master) {
   const F magnitude = bit_cast<F>(master & 0x7fffffffu);
-  const U nearest = fp16_bits_of_fp32<F>(master);
+  const U nearest = Fp16<F>::narrow(master);
   // A tie that went to the even weight below it would leave a remainder of 32768, one more than fits.
   const U weight = units_beyond_fp16<F>(nearest, magnitude) >= 32768.0f ? nearest + 1u : nearest;
   const U rounded = bit_cast<U>(units_beyond_fp16<F>(weight, magnitude) + kIntegers) - kIntegersBits;

@@ -121,6 +121,27 @@ MPK_FN void store(bf16* to, Floats x) {
   memcpy(to, &halves, sizeof halves);
 }
 
+}  // namespace mpk::MPK_ISA
+
+#if defined(__AVX2__)
+namespace mpk {
+template <>
+struct Fp16<MPK_ISA::Floats> {
+  static MPK_FN MPK_ISA::Words widen(MPK_ISA::Words half) {
+    const MPK_ISA::Halves halves = MPK_ISA::narrow(half);
+    return bit_cast<MPK_ISA::Words>(MPK_ISA::load(reinterpret_cast<const fp16*>(&halves)));
+  }
+  static MPK_FN MPK_ISA::Words narrow(MPK_ISA::Words word) {
+    MPK_ISA::Halves halves;
+    MPK_ISA::store(reinterpret_cast<fp16*>(&halves), bit_cast<MPK_ISA::Floats>(word));
+    return MPK_ISA::widen(halves);
+  }
+};
+}  // namespace mpk
+#endif
+
+namespace mpk::MPK_ISA {
+
 // How many elements of T one vector holds, and how many a block of for_each_block: a fixed number, so that sums taken
 // in its order are the same to the last bit with every instruction set.
 template <class T>
