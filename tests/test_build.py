@@ -185,7 +185,7 @@ def test_a_compile_error_is_shown_and_fails(checkout, tools):
 def test_without_the_library_it_warns_once_and_works(checkout):
     said = unscale_with(["reference"], checkout)
     assert said.count("RuntimeWarning: mpkernels") == 1
-    assert f"{sys.executable} -m pip install -v ." in said
+    assert f"{sys.executable} -m pip install -v -e ." in said
 
 
 def test_readme_starts_from_an_empty_environment_and_ci_runs_its_test_command():
