@@ -10,7 +10,7 @@
 
 namespace mpk {
 
-// Sums are fp64: the square of an fp32 is exact there and cannot overflow, and 2^40 of them add up to 1e-10 or better.
+// Sums are fp64, where the square of an fp32 is exact and cannot overflow (that of an fp64 can: hence the flag).
 // Chunks are summed in a fixed order, whichever thread took which, so that a result repeats to the last bit.
 struct Stats {
   double sumsq;

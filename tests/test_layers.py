@@ -6,7 +6,6 @@ from pathlib import Path
 import mpkernels
 
 ROOT = Path(mpkernels.__file__).parent
-TOP = {"__init__", "nn", "optim", "amp", "functional"}
 
 
 def imports_of(path):

@@ -172,6 +172,17 @@ def test_backends_nest_and_end():
     assert kernel_that_runs() == "native"
 
 
+def test_backends_that_end_in_another_order_than_they_began():
+    """As they may in two threads."""
+    first, second = mpkernels.backend("reference"), mpkernels.backend("native")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert kernel_that_runs() == "native"
+    second.__exit__(None, None, None)
+    assert kernel_that_runs() == "native"
+
+
 def test_a_backend_that_is_not_there_raises_instead_of_another():
     if torch.cuda.is_available():
         pytest.skip("needs a machine where Triton has no CUDA device and isn't interpreted")

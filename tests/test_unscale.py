@@ -41,9 +41,7 @@ def test_odd_layouts(target, dtype):
 
 def test_memory_between_the_elements_is_left_alone(target):
     base = torch.arange(100.0, device=target.device)
-    unscale_(
-        [base[::2], base[1:50:7]][:1], torch.zeros((), device=target.device), torch.tensor(2.0, device=target.device)
-    )
+    unscale_([base[::2]], torch.zeros((), device=target.device), torch.tensor(2.0, device=target.device))
     assert torch.equal(base[1::2].cpu(), torch.arange(100.0)[1::2])
 
 

@@ -26,17 +26,20 @@ class TensorList {
   explicit TensorList(StableIValue value) {
     const auto list = reinterpret_cast<StableListHandle>(value);
     size_t count = 0;
-    torch_list_size(list, &count);
+    require(torch_list_size(list, &count) == 0, "mpkernels", "torch could not read a list");
     tensors_.reserve(count);
     for (size_t i = 0; i < count; ++i) {
       StableIValue item = 0;
-      torch_list_get_item(list, i, &item);
+      require(torch_list_get_item(list, i, &item) == 0, "mpkernels", "torch could not read a list");
       tensors_.emplace_back(item);
     }
     torch_delete_list(list);
   }
 
-  const Tensor& front() const { return tensors_.front(); }
+  const Tensor& front() const {
+    require(!tensors_.empty(), "mpkernels", "a list without a tensor has no device");
+    return tensors_.front();
+  }
   const Tensor& operator[](int32_t i) const { return tensors_[i]; }
   int32_t count() const { return static_cast<int32_t>(tensors_.size()); }
   int64_t elements() const { return elements_; }
@@ -124,11 +127,11 @@ template <class T>
 std::vector<T> take_numbers(StableIValue value) {
   const auto list = reinterpret_cast<StableListHandle>(value);
   size_t count = 0;
-  torch_list_size(list, &count);
+  require(torch_list_size(list, &count) == 0, "mpkernels", "torch could not read a list");
   std::vector<T> numbers(count);
   for (size_t i = 0; i < count; ++i) {
     StableIValue item = 0;
-    torch_list_get_item(list, i, &item);
+    require(torch_list_get_item(list, i, &item) == 0, "mpkernels", "torch could not read a list");
     memcpy(&numbers[i], &item, sizeof(T));
   }
   torch_delete_list(list);

@@ -12,9 +12,10 @@
 
 namespace mpk {
 
-inline void require(bool met, const char* op, const std::string& what) {
+inline void require(bool met, const char* op, const char* what) {
   if (!met) throw std::runtime_error(std::string(op) + ": " + what);
 }
+inline void require(bool met, const char* op, const std::string& what) { require(met, op, what.c_str()); }
 
 // Owns one reference to a tensor, as arguments arrive and results leave.
 class Tensor {

@@ -179,7 +179,7 @@ def force(kernels: Kernels) -> Iterator[None]:
     try:
         yield
     finally:
-        _forced.pop()
+        _forced[:] = [each for each in _forced if each is not kernels]  # another thread's may have come on top
         _push_innermost()
 
 

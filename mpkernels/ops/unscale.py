@@ -34,6 +34,7 @@ def unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
 
     Args:
         grads: dense tensors on one device, in fp16, bf16, fp32 or fp64, mixed as they come; empty ones are welcome.
+            No two may share memory: which of them is unscaled first is not defined.
         found_inf: one fp32, on the same device. Left alone if all is finite.
         inv_scale: one fp32, on the same device.
     """
