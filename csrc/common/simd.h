@@ -77,7 +77,7 @@ MPK_FN Doubles load(const double* from) { return load_bytes<Doubles>(from); }
 MPK_FN void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 MPK_FN void store(double* to, Doubles x) { memcpy(to, &x, sizeof x); }
 
-// GCC 12 widens and narrows vectors by unpacking halves, three times slower than the one instruction that does it.
+// GCC 12 widens and narrows vectors by unpacking halves, where one instruction does it.
 #if defined(__AVX512F__)
 MPK_FN Words widen(Halves h) { return bit_cast<Words>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(h))); }
 MPK_FN Halves narrow(Words w) { return bit_cast<Halves>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(w))); }

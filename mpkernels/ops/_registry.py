@@ -56,7 +56,7 @@ class Op:
         try:
             if not self._mutated or torch.compiler.is_compiling():
                 return self.overload(*arguments)
-            # What the ADInplaceOrView kernel does, without the 20 us per 1000 tensors of a second trip through Python.
+            # What the ADInplaceOrView kernel does, without a second trip of the list through Python.
             with self._telling_autograd(arguments), torch._C._AutoDispatchBelowADInplaceOrView():
                 return self.overload(*arguments)
         except (RuntimeError, TypeError):

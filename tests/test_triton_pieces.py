@@ -1,0 +1,36 @@
+"""Pieces of the Triton kernels that whole ops reach only at sizes too slow to interpret."""
+
+import torch
+import triton
+import triton.language as tl
+
+from mpkernels.ops._table import BLOCK, whole_blocks
+from mpkernels.ops.grad_stats_triton import sum_of
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled there, interpreted here
+
+
+@triton.jit
+def store_sum_of(out, values, count):
+    tl.store(out, sum_of(values, count))
+
+
+@triton.jit
+def store_whole_blocks(out, address, size):
+    tl.store(out, whole_blocks(address, size))
+
+
+def test_sums_go_beyond_one_block():
+    values = torch.arange(2 * BLOCK.value + 3, dtype=torch.float64, device=DEVICE)
+    for count in (1, BLOCK.value, BLOCK.value + 1, values.numel()):
+        out = torch.zeros((), dtype=torch.float64, device=DEVICE)
+        store_sum_of[(1,)](out, values, count)
+        assert out.item() == count * (count - 1) / 2
+
+
+def test_only_aligned_memory_is_read_16_bytes_at_a_time():
+    size = 3 * BLOCK.value + 5
+    for misaligned_by, want in ((0, 3 * BLOCK.value), (16, 3 * BLOCK.value), (2, 0), (4, 0), (8, 0)):
+        out = torch.zeros((), dtype=torch.int64, device=DEVICE)
+        store_whole_blocks[(1,)](out, 1 << 40 | misaligned_by, size)
+        assert out.item() == want
