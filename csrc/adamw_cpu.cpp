@@ -75,6 +75,11 @@ static MPK_FN void store_weight(const AdamwRow& row, const Arrays& arrays, int l
 template <class F, class C>
 static MPK_FN void adamw_block(const AdamwRow& row, const Arrays& arrays, const AdamwScalars<C>& by) {
   const bool amsgrad = arrays.max_exp_avg_sq != nullptr;
+  prefetch_block_after(arrays.param, kBlock * width_of(row.param_dtype));
+  prefetch_block_after(arrays.grad, kBlock * width_of(row.grad_dtype));
+  prefetch_block_after(arrays.exp_avg, kBlock * width_of(row.state_dtype));
+  prefetch_block_after(arrays.exp_avg_sq, kBlock * width_of(row.state_dtype));
+  if (arrays.master) prefetch_block_after(arrays.master, kBlock * master_width(row));
   for (int lane = 0; lane < kBlock; lane += kLanesOf<C>) {
     AdamwElement<F> element{load_weight<F>(row, arrays, lane), load_as<F>(row.state_dtype, arrays.exp_avg, lane),
                             load_as<F>(row.state_dtype, arrays.exp_avg_sq, lane), F{}};

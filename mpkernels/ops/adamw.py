@@ -126,8 +126,9 @@ def _adamw(
             if max_exp_avg_sqs and max_exp_avg_sqs[i].numel():
                 largest = torch.maximum(max_exp_avg_sqs[i].to(compute), exp_avg_sq)
             root = largest.double().sqrt().to(compute)  # torch's fp32 root is an ulp off at times on a CPU
-            denominator = root / (1 - decay2**step).sqrt().to(compute) + eps[group]
-            weight = weight - (rate / (1 - decay1**step)).to(compute) * exp_avg / denominator
+            correction2 = (1 - decay2**step).sqrt()  # of the root, taken to the other side: one division less
+            step_size = (rate / (1 - decay1**step) * correction2).to(compute)
+            weight = weight - step_size * exp_avg / (root + (eps[group] * correction2).to(compute))
 
             if master is None:
                 new = [(param, weight)]

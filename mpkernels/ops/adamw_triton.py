@@ -42,15 +42,15 @@ def scalars_of(group, steps_before, grad_scale, total_sumsq):
         coefficient = load_fp64(group + 7) / (tl.sqrt(tl.load(total_sumsq)) * factor + 1e-6)
         factor *= tl.where(coefficient > 1, 1, coefficient)
     step = steps_before.to(tl.float64) + 1
-    step_size = lr / (1 - tl.exp2(step * tl.log2(beta1)))
     correction2 = tl.sqrt(1 - tl.exp2(step * tl.log2(beta2)))
-    decay, eps = 1 - lr * load_fp64(group + 4), load_fp64(group + 5)
-    return factor * load_fp64(group + 6), decay, 1 - beta1, beta2, 1 - beta2, step_size, correction2, eps
+    step_size = lr / (1 - tl.exp2(step * tl.log2(beta1))) * correction2
+    decay, eps = 1 - lr * load_fp64(group + 4), load_fp64(group + 5) * correction2
+    return factor * load_fp64(group + 6), decay, 1 - beta1, beta2, 1 - beta2, step_size, eps
 
 
 @triton.jit
 def adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, by):
-    factor, decay, weight1, beta2, weight2, step_size, correction2, eps = by
+    factor, decay, weight1, beta2, weight2, step_size, eps = by
     compute: tl.constexpr = grad.dtype
     grad *= factor.to(compute)
     weight *= decay.to(compute)
@@ -60,10 +60,9 @@ def adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, by):
     largest = tl.where(amsgrad, larger, exp_avg_sq)
     update = step_size.to(compute) * exp_avg
     if compute == tl.float64:
-        weight -= update / (tl.sqrt(largest) / correction2 + eps)
+        weight -= update / (tl.sqrt(largest) + eps)
     else:
-        denominator = tl.div_rn(tl.sqrt_rn(largest), correction2.to(compute)) + eps.to(compute)
-        weight -= tl.div_rn(update, denominator)
+        weight -= tl.div_rn(update, tl.sqrt_rn(largest) + eps.to(compute))
     return weight, exp_avg, exp_avg_sq, largest
 
 
