@@ -4,6 +4,7 @@
 
 #include "common/cpu.h"
 #include "common/table.h"
+#include "int8.h"
 #include "split.h"
 
 #ifdef MPK_CUDA
@@ -16,6 +17,12 @@ namespace mpk {
 // int16.
 enum class Master : int8_t { none, fp32, split };
 
+struct AdamwGroup {
+  double lr, beta1, beta2, weight_decay, eps;
+  const double* on_device;  // lr, beta1 and beta2 where they are tensors, else null
+  bool maximize;
+};
+
 struct AdamwRow {
   void* param;
   const void* grad;
@@ -23,29 +30,42 @@ struct AdamwRow {
   void* exp_avg_sq;
   void* max_exp_avg_sq;  // null without amsgrad
   void* master;          // null where there is none
+  float* scales;         // of moments in 8 bits (int8.h), blocks of exp_avg first, then those of the others; else null
   float* step;
   int64_t size;
+  AdamwGroup group;
   int32_t first_chunk;
-  int16_t group;
   Dtype param_dtype;
   Dtype grad_dtype;
-  Dtype state_dtype;
+  Dtype state_dtype;  // fp32 if the moments have 8 bits: they are computed with in that
   Master master_kind;
-};
-
-struct AdamwGroup {
-  double lr, beta1, beta2, weight_decay, eps;
-  const double* on_device;  // lr, beta1 and beta2 where they are tensors, else null
-  bool maximize;
 };
 
 // What all parameters of a step share. The pointers are to the device, and null where there is no such thing.
 struct AdamwShared {
   const float* grad_scale;    // grads are divided by it
   const float* found_inf;     // nothing moves unless it is 0
-  const double* total_sumsq;  // of the grads as they are, for max_norm
-  double max_norm;
+  const double* total_sumsq;  // of the grads as they are
+  double max_norm;            // inf: no clipping
+  float* told;           // the norm of the unscaled grads, if total_sumsq is there; 1 if the step is skipped, else 0
+  float* skipped_steps;  // counted up
 };
+
+MPK_FN bool is_skipped(const AdamwShared& shared) { return shared.found_inf && *shared.found_inf != 0; }
+
+MPK_FN double unscale_factor(const AdamwShared& shared) {
+  return shared.grad_scale ? static_cast<float>(1 / static_cast<double>(*shared.grad_scale)) : 1.0;
+}
+
+// What the optimizer says of the step.
+MPK_FN void tell(const AdamwShared& shared) {
+  const bool skipped = is_skipped(shared);
+  if (shared.told) {
+    if (shared.total_sumsq) shared.told[0] = static_cast<float>(sqrt(*shared.total_sumsq) * unscale_factor(shared));
+    shared.told[1] = skipped ? 1.0f : 0.0f;
+  }
+  if (shared.skipped_steps && skipped) *shared.skipped_steps += 1;
+}
 
 // Everything that is the same for all elements of a parameter, computed in fp64 and rounded once to C.
 template <class C>
@@ -54,13 +74,14 @@ struct AdamwScalars {
 };
 
 template <class C>
-MPK_FN AdamwScalars<C> adamw_scalars(const AdamwGroup& group, const AdamwShared& shared, float steps_before) {
+MPK_FN AdamwScalars<C> adamw_scalars(const AdamwRow& row, const AdamwShared& shared) {
+  const AdamwGroup& group = row.group;
   const double lr = group.on_device ? group.on_device[0] : group.lr;
   const double beta1 = group.on_device ? group.on_device[1] : group.beta1;
   const double beta2 = group.on_device ? group.on_device[2] : group.beta2;
-  const double step = static_cast<double>(steps_before) + 1;
-  double factor = shared.grad_scale ? static_cast<float>(1 / static_cast<double>(*shared.grad_scale)) : 1.0;
-  if (shared.total_sumsq) {
+  const double step = static_cast<double>(*row.step) + 1;
+  double factor = unscale_factor(shared);
+  if (shared.total_sumsq && shared.max_norm < INFINITY) {
     const double coefficient = shared.max_norm / (sqrt(*shared.total_sumsq) * factor + 1e-6);
     if (!(coefficient >= 1)) factor *= coefficient;  // NaN stays NaN
   }
@@ -95,13 +116,12 @@ MPK_FN AdamwElement<F> adamw(const AdamwElement<F>& before, F scaled_grad, bool 
   return after;
 }
 
-MPK_FOR_EACH_ISA(void adamw_span(const AdamwRow& row, const Span& span, const AdamwGroup& group,
-                                 const AdamwShared& shared))
+MPK_FOR_EACH_ISA(void adamw_span(const AdamwRow& row, const Span& span, const AdamwShared& shared))
 
 #ifdef MPK_CUDA
-// tickets: scratch, one for each row.
-cudaError_t adamw_cuda(const TableOf<AdamwRow>& table, const AdamwGroup* groups, int32_t group_count,
-                       const AdamwShared& shared, uint32_t* tickets, cudaStream_t stream);
+// memory: for the rows, where they need it (RowMemory); tickets: scratch, one for each row.
+cudaError_t adamw_cuda(const TableOf<AdamwRow>& table, AdamwRow* memory, const AdamwShared& shared, uint32_t* tickets,
+                       cudaStream_t stream);
 #endif
 
 }  // namespace mpk

@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "adamw.h"
 #include "common/simd.h"
 
@@ -11,14 +13,18 @@ struct Arrays {
 
 static int64_t master_width(const AdamwRow& row) { return row.master_kind == Master::split ? 2 : 4; }
 
-static Arrays arrays_at(const AdamwRow& row, int64_t element) {
-  const auto at = [&](const void* start, int64_t width) {
-    return start ? const_cast<char*>(static_cast<const char*>(start)) + element * width : nullptr;
-  };
+static MPK_FN Arrays advanced(const AdamwRow& row, const Arrays& arrays, int64_t elements) {
+  const auto at = [&](auto* start, int64_t width) { return start ? start + elements * width : nullptr; };
   const int64_t state_width = width_of(row.state_dtype);
-  return {at(row.param, width_of(row.param_dtype)), at(row.exp_avg, state_width),
-          at(row.exp_avg_sq, state_width),          at(row.max_exp_avg_sq, state_width),
-          at(row.master, master_width(row)),        at(row.grad, width_of(row.grad_dtype))};
+  return {at(arrays.param, width_of(row.param_dtype)), at(arrays.exp_avg, state_width),
+          at(arrays.exp_avg_sq, state_width),          at(arrays.max_exp_avg_sq, state_width),
+          at(arrays.master, master_width(row)),        at(arrays.grad, width_of(row.grad_dtype))};
+}
+
+static Arrays arrays_of(const AdamwRow& row) {
+  const auto bytes = [](const void* array) { return const_cast<char*>(static_cast<const char*>(array)); };
+  return {bytes(row.param),          bytes(row.exp_avg), bytes(row.exp_avg_sq),
+          bytes(row.max_exp_avg_sq), bytes(row.master),  bytes(row.grad)};
 }
 
 template <class F>
@@ -115,19 +121,87 @@ static void adamw_tail(const AdamwRow& row, const Arrays& arrays, int64_t count,
 }
 
 template <class F, class C>
-static void adamw_all(const AdamwRow& row, const Span& span, const AdamwGroup& group, const AdamwShared& shared) {
-  const AdamwScalars<C> by = adamw_scalars<C>(group, shared, *row.step);
-  const int64_t whole = span.begin + span.size / kBlock * kBlock;
-  for (int64_t i = span.begin; i < whole; i += kBlock) adamw_block<F>(row, arrays_at(row, i), by);
-  const int64_t left = span.begin + span.size - whole;
-  if (left > 0) adamw_tail<F>(row, arrays_at(row, whole), left, by);
+static void adamw_arrays(const AdamwRow& row, const Arrays& arrays, int64_t size, const AdamwScalars<C>& by) {
+  const int64_t whole = size / kBlock * kBlock;
+  for (int64_t i = 0; i < whole; i += kBlock) adamw_block<F>(row, advanced(row, arrays, i), by);
+  if (whole < size) adamw_tail<F>(row, advanced(row, arrays, whole), size - whole, by);
 }
 
-void adamw_span(const AdamwRow& row, const Span& span, const AdamwGroup& group, const AdamwShared& shared) {
+// Moments in 8 bits, kQuantized of them or what is left of a span, and the same in fp32.
+struct Moments {
+  int8_t* codes;  // null where there are none
+  float* scale;
+  int64_t size;
+  alignas(64) float values[kQuantized];
+
+  char* bytes() { return codes ? reinterpret_cast<char*>(values) : nullptr; }
+
+  template <class Decode>
+  void unpack(int8_t code_of_zero, const Decode& decode) {
+    if (!codes) return;
+    int8_t whole[kQuantized];
+    memset(whole, code_of_zero, sizeof whole);
+    memcpy(whole, codes, size);
+    for (int i = 0; i < kQuantized; i += kLanes) store(values + i, decode(load(whole + i), *scale));
+  }
+
+  template <class Encode>
+  void pack(const Encode& encode) {
+    if (!codes) return;
+    Floats largest{};
+    for (int i = 0; i < kQuantized; i += kLanes) largest = maximum(largest, absolute(load(values + i)));
+    float of_all = 0;
+    for (int lane = 0; lane < kLanes; ++lane) of_all = maximum(of_all, static_cast<float>(largest[lane]));
+    *scale = scale_of(of_all);
+    const float inverse = inverse_of(*scale);
+    int8_t whole[kQuantized];
+    for (int i = 0; i < kQuantized; i += kLanes) store(whole + i, encode(load(values + i), inverse));
+    memcpy(codes, whole, size);
+  }
+
+  void take_roots() {
+    for (int i = 0; i < kQuantized; i += kLanes) store(values + i, SquareRoot<Floats>::of(load(values + i)));
+  }
+};
+
+static void adamw_int8(const AdamwRow& row, const Span& span, const AdamwScalars<float>& by) {
+  const int64_t blocks = (row.size + kQuantized - 1) / kQuantized;
+  const auto decode = [](Floats q, float scale) { return decode_exp_avg(q, scale); };
+  const auto encode = [](Floats value, float inverse) { return encode_exp_avg(value, inverse); };
+  const auto decode_sq = [](Floats q, float scale) { return decode_exp_avg_sq(q + 128.0f, scale); };
+  const auto encode_sq = [](Floats root, float inverse) { return encode_exp_avg_sq(root, inverse); };
+  for (int64_t i = span.begin; i < span.begin + span.size; i += kQuantized) {
+    const int64_t size = std::min<int64_t>(kQuantized, span.begin + span.size - i);
+    float* const scale = row.scales + i / kQuantized;
+    const auto codes = [&](void* start) { return start ? static_cast<int8_t*>(start) + i : nullptr; };
+    Moments exp_avg{codes(row.exp_avg), scale, size, {}};
+    Moments exp_avg_sq{codes(row.exp_avg_sq), scale + blocks, size, {}};
+    Moments largest{codes(row.max_exp_avg_sq), scale + 2 * blocks, size, {}};
+    exp_avg.unpack(0, decode);
+    exp_avg_sq.unpack(-128, decode_sq);
+    largest.unpack(-128, decode_sq);
+    Arrays arrays = advanced(row, arrays_of(row), i);
+    arrays.exp_avg = exp_avg.bytes();
+    arrays.exp_avg_sq = exp_avg_sq.bytes();
+    arrays.max_exp_avg_sq = largest.bytes();
+    adamw_arrays<Floats>(row, arrays, size, by);
+    exp_avg.pack(encode);
+    exp_avg_sq.take_roots();
+    exp_avg_sq.pack(encode_sq);
+    largest.take_roots();
+    largest.pack(encode_sq);
+  }
+}
+
+void adamw_span(const AdamwRow& row, const Span& span, const AdamwShared& shared) {
   if (row.param_dtype == Dtype::f64) {
-    adamw_all<Doubles, double>(row, span, group, shared);
+    const auto by = adamw_scalars<double>(row, shared);
+    adamw_arrays<Doubles>(row, advanced(row, arrays_of(row), span.begin), span.size, by);
+  } else if (row.scales) {
+    adamw_int8(row, span, adamw_scalars<float>(row, shared));
   } else {
-    adamw_all<Floats, float>(row, span, group, shared);
+    const auto by = adamw_scalars<float>(row, shared);
+    adamw_arrays<Floats>(row, advanced(row, arrays_of(row), span.begin), span.size, by);
   }
 }
 

@@ -1,77 +1,17 @@
 #include "adamw.h"
-#include "common/cuda.h"
+#include "common/elements.h"
 
 namespace mpk {
 
 static constexpr int kElements = 8;  // a thread's share of a round: 16 bytes in 16-bit formats, 32 in fp32
 
 template <class C, int count>
-struct Elements {
-  C at[count];
-};
-
-// Adjacent elements of an array in the computing type, and back. Neighbours are read and written 16 bytes at a time.
-template <class C, int count>
-__device__ Elements<C, count> load_as(Dtype dtype, const void* array, int64_t first) {
-  return with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    Elements<C, count> wide{};
-    if constexpr (std::is_same_v<C, Compute<T>>) {
-      const auto* const from = static_cast<const T*>(array) + first;
-      Elements<T, count> narrow;
-      if constexpr (count == 1) {
-        narrow.at[0] = *from;
-      } else {
-        constexpr int words = count * sizeof(T) / sizeof(uint4);
-        Elements<uint4, words> raw;
-        for (int i = 0; i < words; ++i) raw.at[i] = reinterpret_cast<const uint4*>(from)[i];
-        narrow = bit_cast<Elements<T, count>>(raw);
-      }
-      for (int i = 0; i < count; ++i) wide.at[i] = widen(narrow.at[i]);
-    }
-    return wide;
-  });
-}
-
-template <class T, int count>
-__device__ void store(T* to, const Elements<T, count>& from) {
-  if constexpr (count == 1) {
-    *to = from.at[0];
-  } else {
-    constexpr int words = count * sizeof(T) / sizeof(uint4);
-    const auto raw = bit_cast<Elements<uint4, words>>(from);
-    for (int i = 0; i < words; ++i) reinterpret_cast<uint4*>(to)[i] = raw.at[i];
-  }
-}
-
-template <class C, int count>
-__device__ void store_as(Dtype dtype, void* array, int64_t first, const Elements<C, count>& wide) {
-  with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    if constexpr (std::is_same_v<C, Compute<T>>) {
-      Elements<T, count> rounded;
-      for (int i = 0; i < count; ++i) narrow(wide.at[i], rounded.at[i]);
-      store(static_cast<T*>(array) + first, rounded);
-    }
-  });
-}
-
-template <int count>
-__device__ Elements<uint16_t, count> load_bits(const void* array, int64_t first) {
-  const auto* const from = static_cast<const uint16_t*>(array) + first;
-  if constexpr (count == 1) {
-    return {*from};
-  } else {
-    return bit_cast<Elements<uint16_t, count>>(*reinterpret_cast<const uint4*>(from));
-  }
-}
-
-template <class C, int count>
 __device__ Elements<C, count> load_weight(const AdamwRow& row, int64_t first) {
   if constexpr (std::is_same_v<C, float>) {
     if (row.master_kind == Master::fp32) return load_as<C, count>(Dtype::f32, row.master, first);
     if (row.master_kind == Master::split) {
-      const auto weight = load_bits<count>(row.param, first), remainder = load_bits<count>(row.master, first);
+      const auto weight = load<count>(static_cast<const uint16_t*>(row.param) + first);
+      const auto remainder = load<count>(static_cast<const uint16_t*>(row.master) + first);
       Elements<C, count> master;
       for (int i = 0; i < count; ++i) {
         const Split<uint32_t> split{weight.at[i], remainder.at[i]};
@@ -104,26 +44,105 @@ __device__ void store_weight(const AdamwRow& row, int64_t first, const Elements<
 }
 
 template <class C, int count>
-__device__ void step(const AdamwRow& row, int64_t first, const AdamwScalars<C>& by) {
+struct Moments {
+  Elements<C, count> exp_avg, exp_avg_sq, largest;
+};
+
+// Takes the weights from `first` on, and their moments, one step on.
+template <class C, int count>
+__device__ void step(const AdamwRow& row, int64_t first, const AdamwScalars<C>& by, Moments<C, count>& moments) {
   auto weight = load_weight<C, count>(row, first);
   const auto grad = load_as<C, count>(row.grad_dtype, row.grad, first);
-  auto exp_avg = load_as<C, count>(row.state_dtype, row.exp_avg, first);
-  auto exp_avg_sq = load_as<C, count>(row.state_dtype, row.exp_avg_sq, first);
-  const bool amsgrad = row.max_exp_avg_sq != nullptr;
-  Elements<C, count> largest{};
-  if (amsgrad) largest = load_as<C, count>(row.state_dtype, row.max_exp_avg_sq, first);
   for (int i = 0; i < count; ++i) {
-    const AdamwElement<C> before{weight.at[i], exp_avg.at[i], exp_avg_sq.at[i], largest.at[i]};
-    const AdamwElement<C> after = adamw(before, grad.at[i], amsgrad, by);
+    const AdamwElement<C> before{weight.at[i], moments.exp_avg.at[i], moments.exp_avg_sq.at[i], moments.largest.at[i]};
+    const AdamwElement<C> after = adamw(before, grad.at[i], row.max_exp_avg_sq != nullptr, by);
     weight.at[i] = after.param;
-    exp_avg.at[i] = after.exp_avg;
-    exp_avg_sq.at[i] = after.exp_avg_sq;
-    largest.at[i] = after.max_exp_avg_sq;
+    moments.exp_avg.at[i] = after.exp_avg;
+    moments.exp_avg_sq.at[i] = after.exp_avg_sq;
+    moments.largest.at[i] = after.max_exp_avg_sq;
   }
   store_weight(row, first, weight);
-  store_as(row.state_dtype, row.exp_avg, first, exp_avg);
-  store_as(row.state_dtype, row.exp_avg_sq, first, exp_avg_sq);
-  if (amsgrad) store_as(row.state_dtype, row.max_exp_avg_sq, first, largest);
+}
+
+template <class C, int count>
+__device__ void step_plain(const AdamwRow& row, int64_t first, const AdamwScalars<C>& by) {
+  Moments<C, count> moments{load_as<C, count>(row.state_dtype, row.exp_avg, first),
+                            load_as<C, count>(row.state_dtype, row.exp_avg_sq, first),
+                            {}};
+  if (row.max_exp_avg_sq) moments.largest = load_as<C, count>(row.state_dtype, row.max_exp_avg_sq, first);
+  step(row, first, by, moments);
+  store_as(row.state_dtype, row.exp_avg, first, moments.exp_avg);
+  store_as(row.state_dtype, row.exp_avg_sq, first, moments.exp_avg_sq);
+  if (row.max_exp_avg_sq) store_as(row.state_dtype, row.max_exp_avg_sq, first, moments.largest);
+}
+
+static __device__ float largest_of_warp(float value) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) value = maximum(value, __shfl_xor_sync(0xffffffff, value, lanes));
+  return value;
+}
+
+// The codes of a thread's moments, `count` from each `first`.
+template <int count, class Decode>
+__device__ Elements<float, count> decoded(const void* codes, int64_t first, const Decode& decode) {
+  const auto raw = load<count>(static_cast<const int8_t*>(codes) + first);
+  Elements<float, count> values;
+  for (int i = 0; i < count; ++i) values.at[i] = decode(static_cast<float>(raw.at[i]));
+  return values;
+}
+
+template <int count, class Encode>
+__device__ void store_codes(void* codes, int64_t first, const Elements<float, count>& values, const Encode& encode) {
+  Elements<int8_t, count> raw;
+  for (int i = 0; i < count; ++i) raw.at[i] = static_cast<int8_t>(static_cast<uint8_t>(encode(values.at[i])));
+  store(static_cast<int8_t*>(codes) + first, raw);
+}
+
+// A warp takes kQuantized elements, whose moments share their scales, each of its threads `count` adjacent ones a
+// round.
+template <int count>
+__device__ void step_int8(const AdamwRow& row, int64_t begin, const AdamwScalars<float>& by) {
+  constexpr int rounds = kElements / count;
+  const int64_t blocks = (row.size + kQuantized - 1) / kQuantized;
+  float* const scales[3] = {row.scales + begin / kQuantized, row.scales + begin / kQuantized + blocks,
+                            row.scales + begin / kQuantized + 2 * blocks};
+  const auto decode_sq = [&](int which) {
+    return [scale = *scales[which]](float q) { return decode_exp_avg_sq(q + 128.0f, scale); };
+  };
+  Moments<float, count> share[rounds]{};
+  float largest[3]{};
+  for (int round = 0; round < rounds; ++round) {
+    const int64_t first = begin + (round * 32 + threadIdx.x % 32) * count;
+    if (first >= row.size) break;
+    Moments<float, count>& moments = share[round];
+    moments.exp_avg = decoded<count>(row.exp_avg, first, [&](float q) { return decode_exp_avg(q, *scales[0]); });
+    moments.exp_avg_sq = decoded<count>(row.exp_avg_sq, first, decode_sq(1));
+    if (row.max_exp_avg_sq) moments.largest = decoded<count>(row.max_exp_avg_sq, first, decode_sq(2));
+    step(row, first, by, moments);
+    for (int i = 0; i < count; ++i) {
+      moments.exp_avg_sq.at[i] = SquareRoot<float>::of(moments.exp_avg_sq.at[i]);
+      moments.largest.at[i] = SquareRoot<float>::of(moments.largest.at[i]);
+      largest[0] = maximum(largest[0], absolute(moments.exp_avg.at[i]));
+      largest[1] = maximum(largest[1], moments.exp_avg_sq.at[i]);
+      largest[2] = maximum(largest[2], moments.largest.at[i]);
+    }
+  }
+  const int kinds = row.max_exp_avg_sq ? 3 : 2;
+  float inverse[3]{};
+  for (int which = 0; which < kinds; ++which) {
+    const float scale = scale_of(largest_of_warp(largest[which]));  // by now all lanes have read the old one
+    inverse[which] = inverse_of(scale);
+    if (threadIdx.x % 32 == 0) *scales[which] = scale;
+  }
+  for (int round = 0; round < rounds; ++round) {
+    const int64_t first = begin + (round * 32 + threadIdx.x % 32) * count;
+    if (first >= row.size) break;
+    const auto encode_sq = [&](int which) {
+      return [by = inverse[which]](float root) { return encode_exp_avg_sq(root, by); };
+    };
+    store_codes(row.exp_avg, first, share[round].exp_avg, [&](float x) { return encode_exp_avg(x, inverse[0]); });
+    store_codes(row.exp_avg_sq, first, share[round].exp_avg_sq, encode_sq(1));
+    if (row.max_exp_avg_sq) store_codes(row.max_exp_avg_sq, first, share[round].largest, encode_sq(2));
+  }
 }
 
 static __device__ bool are_aligned(const AdamwRow& row) {
@@ -134,58 +153,53 @@ static __device__ bool are_aligned(const AdamwRow& row) {
          0;
 }
 
+static __device__ void step_span_int8(const AdamwRow& row, const Span& span, const AdamwScalars<float>& by) {
+  const bool aligned = are_aligned(row);
+  for (int64_t i = threadIdx.x / 32 * kQuantized; i < span.size; i += kThreads / 32 * kQuantized) {
+    if (aligned && i + kQuantized <= span.size) {
+      step_int8<kElements>(row, span.begin + i, by);
+    } else {
+      step_int8<1>(row, span.begin + i, by);
+    }
+  }
+}
+
 template <class C>
 __device__ void step_span(const AdamwRow& row, const Span& span, const AdamwScalars<C>& by) {
-  const int64_t rounds = are_aligned(row) ? span.size / kElements : 0;
-  for (int64_t i = threadIdx.x; i < rounds; i += kThreads) step<C, kElements>(row, span.begin + i * kElements, by);
-  for (int64_t i = rounds * kElements + threadIdx.x; i < span.size; i += kThreads) step<C, 1>(row, span.begin + i, by);
+  const int64_t whole = are_aligned(row) ? span.size / kElements * kElements : 0;
+  for (int64_t i = threadIdx.x * kElements; i < whole; i += kThreads * kElements) {
+    step_plain<C, kElements>(row, span.begin + i, by);
+  }
+  for (int64_t i = whole + threadIdx.x; i < span.size; i += kThreads) step_plain<C, 1>(row, span.begin + i, by);
 }
-
-// Groups travel with the page: their numbers may change from step to step.
-template <int capacity>
-struct Groups {
-  AdamwGroup at[capacity];
-};
 
 // One block a chunk; the last block of a parameter counts the step, which all of them have read by then.
-template <class RowPage, class GroupPage>
+template <class Rows>
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(const __grid_constant__ RowPage page, const __grid_constant__ GroupPage groups,
-                 const __grid_constant__ AdamwShared shared, int32_t first_group, uint32_t* tickets) {
-  if (shared.found_inf && *shared.found_inf != 0) return;
-  const Span span = page.span_of_block();
-  const AdamwRow& row = page.rows[span.row];
-  const AdamwGroup& group = groups.at[row.group - first_group];
-  const float steps_before = *row.step;
+    adamw_kernel(const __grid_constant__ Rows table, const __grid_constant__ AdamwShared shared, uint32_t* tickets) {
+  if (blockIdx.x == 0 && threadIdx.x == 0) tell(shared);
+  if (is_skipped(shared)) return;
+  const Span span = span_of_block(table);
+  const AdamwRow& row = table.rows[span.row];
+  const float steps = *row.step + 1;
   if (row.param_dtype == Dtype::f64) {
-    step_span(row, span, adamw_scalars<double>(group, shared, steps_before));
+    step_span(row, span, adamw_scalars<double>(row, shared));
+  } else if (row.scales) {
+    step_span_int8(row, span, adamw_scalars<float>(row, shared));
   } else {
-    step_span(row, span, adamw_scalars<float>(group, shared, steps_before));
+    step_span(row, span, adamw_scalars<float>(row, shared));
   }
-  const int32_t chunks = chunks_of(row.size, page.chunk_size);
-  if (last_one_out(tickets + page.first_row + span.row, chunks) && threadIdx.x == 0) *row.step = steps_before + 1;
+  const int32_t chunks = chunks_of(row.size, table.chunk_size);
+  if (last_one_out(tickets + span.row, chunks) && threadIdx.x == 0) *row.step = steps;
 }
 
-template <int rows, int groups>
-static cudaError_t launch_pages(const TableOf<AdamwRow>& table, const AdamwGroup* all, int32_t group_count,
-                                const AdamwShared& shared, uint32_t* tickets, cudaStream_t stream) {
-  return for_each_page_of<rows>(table, [&](const auto& page, int64_t blocks) {
-    Groups<groups> window{};
-    const int32_t first = page.rows[0].group;
-    const int32_t count = group_count - first < groups ? group_count - first : groups;
-    memcpy(window.at, all + first, sizeof(AdamwGroup) * count);
-    return launch(adamw_kernel<std::decay_t<decltype(page)>, Groups<groups>>, blocks, stream, page, window, shared,
-                  first, tickets);
-  });
-}
-
-cudaError_t adamw_cuda(const TableOf<AdamwRow>& table, const AdamwGroup* groups, int32_t group_count,
-                       const AdamwShared& shared, uint32_t* tickets, cudaStream_t stream) {
+cudaError_t adamw_cuda(const TableOf<AdamwRow>& table, AdamwRow* memory, const AdamwShared& shared, uint32_t* tickets,
+                       cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(tickets, 0, sizeof(uint32_t) * table.count, stream);
   if (error != cudaSuccess) return error;
-  // A page never holds rows of more groups than it has room for: each group has at least one row.
-  return table.count <= 28 ? launch_pages<28, 28>(table, groups, group_count, shared, tickets, stream)
-                           : launch_pages<236, 236>(table, groups, group_count, shared, tickets, stream);
+  return with_rows(table, memory, stream, [&](const auto& rows) {
+    return launch(adamw_kernel<std::decay_t<decltype(rows)>>, table.chunks, stream, rows, shared, tickets);
+  });
 }
 
 }  // namespace mpk

@@ -34,8 +34,9 @@ struct GradStats {
 MPK_FOR_EACH_ISA(Stats grad_stats_span(Dtype dtype, const void* grads, int64_t size))
 
 #ifdef MPK_CUDA
-// of_chunk: scratch, one for each chunk; tickets: scratch, one for each tensor and one more.
-cudaError_t grad_stats_cuda(const Table& grads, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
+// memory: for the rows, where they need it (RowMemory); of_chunk: scratch, one for each chunk; tickets: scratch, one
+// for each tensor and one more.
+cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
                             cudaStream_t stream);
 #endif
 

@@ -8,13 +8,12 @@ static __device__ Stats block_sum(const Stats& share) { return {block_sum(share.
 static __device__ Stats load_past_l1(const Stats* stats) { return {__ldcg(&stats->sumsq), __ldcg(&stats->bad)}; }
 
 // One block a chunk; the last block of a tensor adds up its chunks, and the last of all the tensors.
-template <int capacity>
+template <class Rows>
 __global__ void __launch_bounds__(kThreads)
-    grad_stats_kernel(const __grid_constant__ Page<capacity> grads, GradStats stats, Stats* of_chunk, uint32_t* tickets,
-                      int32_t tensors) {
-  const Span span = grads.span_of_block();
+    grad_stats_kernel(const __grid_constant__ Rows grads, GradStats stats, Stats* of_chunk, uint32_t* tickets) {
+  const Span span = span_of_block(grads);
   const Row& row = grads.rows[span.row];
-  const int32_t tensor = grads.first_row + span.row;
+  const int32_t tensor = span.row, tensors = grads.count;
 
   const Stats share = with_dtype(row.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -54,13 +53,13 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-cudaError_t grad_stats_cuda(const Table& grads, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
+cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
                             cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(tickets, 0, sizeof(uint32_t) * (grads.count + 1), stream);
   if (error != cudaSuccess) return error;
-  return for_each_page(grads, [&](const auto& page, int64_t blocks) {
-    return launch(grad_stats_kernel<std::decay_t<decltype(page)>::kCapacity>, blocks, stream, page, stats, of_chunk,
-                  tickets, grads.count);
+  return with_rows(grads, memory, stream, [&](const auto& rows) {
+    return launch(grad_stats_kernel<std::decay_t<decltype(rows)>>, grads.chunks, stream, rows, stats, of_chunk,
+                  tickets);
   });
 }
 

@@ -21,7 +21,9 @@ MPK_FN F unscale(F grad, float inv_scale) {
 MPK_FOR_EACH_ISA(bool unscale_span(Dtype dtype, void* grads, int64_t size, float inv_scale))
 
 #ifdef MPK_CUDA
-cudaError_t unscale_cuda(const Table& grads, float* found_inf, const float* inv_scale, cudaStream_t stream);
+// memory: for the rows, where they need it (RowMemory).
+cudaError_t unscale_cuda(const Table& grads, Row* memory, float* found_inf, const float* inv_scale,
+                         cudaStream_t stream);
 #endif
 
 }  // namespace mpk

@@ -4,10 +4,10 @@
 namespace mpk {
 
 // One block a chunk.
-template <int capacity>
+template <class Rows>
 __global__ void __launch_bounds__(kThreads)
-    unscale_kernel(const __grid_constant__ Page<capacity> grads, float* found_inf, const float* inv_scale) {
-  const Span span = grads.span_of_block();
+    unscale_kernel(const __grid_constant__ Rows grads, float* found_inf, const float* inv_scale) {
+  const Span span = span_of_block(grads);
   const Row& row = grads.rows[span.row];
   const float factor = *inv_scale;
   const bool bad = with_dtype(row.dtype, [&](auto zero) {
@@ -23,9 +23,10 @@ __global__ void __launch_bounds__(kThreads)
   if (bad) *found_inf = 1.0f;  // benign race: every writer stores 1
 }
 
-cudaError_t unscale_cuda(const Table& grads, float* found_inf, const float* inv_scale, cudaStream_t stream) {
-  return for_each_page(grads, [&](const auto& page, int64_t blocks) {
-    return launch(unscale_kernel<std::decay_t<decltype(page)>::kCapacity>, blocks, stream, page, found_inf, inv_scale);
+cudaError_t unscale_cuda(const Table& grads, Row* memory, float* found_inf, const float* inv_scale,
+                         cudaStream_t stream) {
+  return with_rows(grads, memory, stream, [&](const auto& rows) {
+    return launch(unscale_kernel<std::decay_t<decltype(rows)>>, grads.chunks, stream, rows, found_inf, inv_scale);
   });
 }
 

@@ -38,7 +38,8 @@ static void unscale_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   UnscaleArguments arguments(stack);
   const OnDeviceOf device(arguments.found_inf);
   const Table table = arguments.grads.table(cuda_chunk(arguments.grads.elements()));
-  require_success(unscale_cuda(table, arguments.found_inf.data<float>(),
+  const RowMemory<Row> memory(table, arguments.found_inf);
+  require_success(unscale_cuda(table, memory.get(), arguments.found_inf.data<float>(),
                                static_cast<const float*>(arguments.inv_scale.const_data()), device.stream()),
                   kOp);
   arguments.grads.return_copies();

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels.ops import int8
 from mpkernels.ops.split import join, split
 
 MASTERS = {"split": ("remainder", torch.int16), "fp32": ("master", torch.float32)}  # key in the state, dtype
@@ -19,10 +20,13 @@ State = dict[str, Tensor]
 def create(param: Tensor, master: str, state_dtype: torch.dtype, amsgrad: bool) -> State:
     """A state before the first step. The master is the parameter as it is, exactly."""
     state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
-    for key in MOMENTS[: 3 if amsgrad else 2]:
-        state[key] = torch.zeros_like(
-            param, dtype=moment_dtype(param, state_dtype), memory_format=torch.preserve_format
-        )
+    keys, dtype = MOMENTS[: 3 if amsgrad else 2], _moment_dtype(param, state_dtype)
+    for key in keys:
+        state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    if dtype == torch.int8:
+        for key in keys:
+            state[key].fill_(0 if key == "exp_avg" else -128)  # the codes of 0
+        state["scales"] = torch.zeros(len(keys) * -(-param.numel() // int8.QUANTIZED), device=param.device)
     if needs_master(param):
         key, dtype = MASTERS[master]
         state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
@@ -35,8 +39,18 @@ def needs_master(param: Tensor) -> bool:
     return param.dtype in (torch.bfloat16, torch.float16)
 
 
-def moment_dtype(param: Tensor, state_dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if param.dtype == torch.float64 else state_dtype
+def _moment_dtype(param: Tensor, state_dtype: torch.dtype) -> torch.dtype:
+    return param.dtype if param.dtype == torch.float64 or param.is_complex() else state_dtype
+
+
+def plain(state: State) -> State:
+    """The state with its moments as numbers that torch knows."""
+    if "scales" not in state:
+        return state
+    keys = [key for key in MOMENTS if key in state]
+    scales = state["scales"].view(len(keys), -1)
+    moments = {key: int8.decode(state[key], scales[k], squared=k > 0) for k, key in enumerate(keys)}
+    return {key: value for key, value in (state | moments).items() if key != "scales"}
 
 
 def adopt(
@@ -44,11 +58,18 @@ def adopt(
 ) -> State:
     """The state in a checkpoint of ours, torch's, Apex's or TransformerEngine's. Nothing is rounded, but moments to
     the dtype that was asked for."""
-    saved = {_ELSEWHERE.get(key, key): value for key, value in saved.items()}
+    saved = plain({_ELSEWHERE.get(key, key): value for key, value in saved.items()})
     state = create(param, master, state_dtype, amsgrad="max_exp_avg_sq" in saved)
     state["step"].fill_(float(saved.get("step", group.get("step", 0))))  # Apex counts once for the whole group
-    for key in MOMENTS:
-        if key in state and key in saved:
+    for k, key in enumerate(key for key in MOMENTS if key in state):
+        if key not in saved:
+            continue
+        if "scales" in state:
+            values = torch.empty_like(state[key], dtype=torch.float32).copy_(saved[key])
+            codes, scales = int8.encode(values, squared=k > 0)
+            state[key].copy_(codes)
+            state["scales"].view(-1, len(scales))[k] = scales
+        else:
             state[key].copy_(saved[key])
     if needs_master(param):
         _adopt_master(param, saved, state, master)

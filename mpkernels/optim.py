@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from mpkernels import _adamw_state
-from mpkernels._adamw_batch import Batch, real
-from mpkernels.ops.adamw import adamw_
-from mpkernels.ops.grad_stats import grad_stats
+from mpkernels._adamw_table import Fingerprint, Table
+from mpkernels._late import Late
 
 __all__ = ["AdamW"]
 
@@ -27,7 +26,8 @@ class AdamW(torch.optim.AdamW):
             differentiable=True takes torch's own step, for fp32 parameters alone.
         master: how the fp32 weight of a 16-bit parameter is kept: ``"split"``, a 16-bit remainder beside the
             parameter, or ``"fp32"``, a copy. Parameters in fp32 and fp64 need neither.
-        state_dtype: of both moments: ``torch.float32`` or ``torch.bfloat16``. fp64 parameters keep fp64 moments.
+        state_dtype: of both moments: ``torch.float32``, ``torch.bfloat16`` or ``torch.int8``, a byte each with
+            an fp32 scale for 256 of them (csrc/int8.h states the error). fp64 and complex parameters keep full moments.
         max_norm: clips the global norm of the grads inside the step, as ``clip_grad_norm_`` would.
         guard: skips a step whose grads hold an inf or NaN, also without a scaler. None: on where ``max_norm`` is given
             or a parameter has 16 bits.
@@ -58,8 +58,10 @@ class AdamW(torch.optim.AdamW):
     ) -> None:
         if master not in ("split", "fp32"):
             raise ValueError(f"AdamW: master must be 'split' or 'fp32', got {master!r}")
-        if state_dtype not in (torch.float32, torch.bfloat16):
-            raise ValueError(f"AdamW: state_dtype must be torch.float32 or torch.bfloat16, got {state_dtype}")
+        if state_dtype not in (torch.float32, torch.bfloat16, torch.int8):
+            raise ValueError(
+                f"AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {state_dtype}"
+            )
         if max_norm is not None and not max_norm > 0:
             raise ValueError(f"AdamW: max_norm must be above 0, got {max_norm}")
         if max_norm is not None and guard is False:
@@ -69,6 +71,7 @@ class AdamW(torch.optim.AdamW):
         self.grad_norm: Tensor | None = None
         #: fp32, 0-dim, on the device: steps that an inf or NaN has cost so far
         self.skipped_steps: Tensor | None = None
+        self._start_afresh()
         super().__init__(
             params,
             lr,
@@ -82,8 +85,21 @@ class AdamW(torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        if differentiable and self._has_16_bit_parameters():
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        if differentiable and any(map(_adamw_state.needs_master, params)):
             raise ValueError("AdamW: differentiable=True takes fp32 parameters alone, got 16-bit ones")
+
+    def _start_afresh(self) -> None:
+        """Forgets what follows from the parameters and their states."""
+        self._tables: list[tuple[Table, list[int]]] = []  # each with its parameters' places among all of them
+        self._fingerprint: Fingerprint | None = None
+        self._was_skipped = Late()
+
+    @property
+    def step_was_skipped(self) -> Tensor | None:
+        """fp32, 0-dim, on the host: 1 if an inf or NaN has cost the last step, else 0. To ask waits for no device: one
+        that has not got so far yet makes it the step before. None where nothing looked for an inf or NaN."""
+        return self._was_skipped.read()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.defaults["differentiable"]:
@@ -97,63 +113,76 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _step(self) -> None:
-        batches: dict[torch.device, Batch] = {}
-        for group in self.param_groups:
-            for device, params in self._ready(group).items():
-                batches.setdefault(device, Batch()).add(group, params, [self.state[param] for param in params])
-        if not batches:
+        params: list[Tensor] = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        grads = [param.grad for param in params]
+        tables = [(table, _present(grads, places)) for table, places in self._up_to_date_tables(params, grads)]
+        if not tables:
             return
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        total_sumsq = None
-        if self._is_guarded(found_inf):
-            stats = [grad_stats(batch.grads) for batch in batches.values()]
+        guarded, total_sumsq = self._is_guarded(found_inf, params), None
+        looks_inside = guarded and len(tables) == 1 and tables[0][0].can_look_at_grads()
+        if guarded and not looks_inside:
+            stats = [table.stats(its_grads) for table, its_grads in tables]
             total_sumsq = _sum([each.total_sumsq for each in stats])
             found_inf = _sum([each.found_inf for each in stats]) if found_inf is None else found_inf
-            norm = total_sumsq.sqrt() if grad_scale is None else total_sumsq.sqrt() / grad_scale.to(total_sumsq.device)
-            self.grad_norm = norm.float().reshape(())
-        else:
-            self.grad_norm = None
-        if found_inf is not None:
-            self._count(found_inf)
-        for device, batch in batches.items():
-            adamw_(
-                *batch.arguments(),
-                grad_scale=_on(device, grad_scale),
-                found_inf=_on(device, found_inf),
-                total_sumsq=None if self.max_norm is None else _on(device, total_sumsq),
-                max_norm=self.max_norm or 0.0,
+        told = self._start_telling(tables[0][0].device) if guarded or found_inf is not None else None
+        self.grad_norm = told[0] if told is not None and guarded else None
+        for i, (table, its_grads) in enumerate(tables):
+            table.step(
+                its_grads,
+                grad_scale=_on(table.device, grad_scale),
+                found_inf=_on(table.device, found_inf),
+                total_sumsq=_on(table.device, total_sumsq),
+                max_norm=self.max_norm,
+                told=told if i == 0 else None,
+                skipped_steps=self.skipped_steps if i == 0 and told is not None else None,
+                guarded=looks_inside,
             )
+        if told is not None and not torch.compiler.is_compiling():
+            self._was_skipped.send(told[1])
 
-    def _ready(self, group: dict[str, Any]) -> dict[torch.device, list[Tensor]]:
-        """The group's parameters that have a grad, by device, each with a state."""
-        ready: dict[torch.device, list[Tensor]] = {}
-        for param in group["params"]:
-            if param.grad is None:
+    def _up_to_date_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[tuple[Table, list[int]]]:
+        if torch.compiler.is_compiling():
+            return self._new_tables(params, grads)
+        if self._fingerprint is None or not self._fingerprint.fits(self.param_groups, params, grads, self.state):
+            self._tables = self._new_tables(params, grads)
+            self._fingerprint = Fingerprint(self.param_groups, params, grads, self.state)
+        return self._tables
+
+    def _new_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[tuple[Table, list[int]]]:
+        """One for each device, of the parameters that have a grad; each of those then has a state."""
+        group_of = [group for group in self.param_groups for _ in group["params"]]
+        places: dict[torch.device, list[int]] = {}
+        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            if grad is None:
                 continue
-            if param.grad.is_sparse:
+            if grad.is_sparse:
                 raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
             if not self.state[param]:
-                self.state[param] = _adamw_state.create(real(param), self.master, self.state_dtype, group["amsgrad"])
-            ready.setdefault(param.device, []).append(param)
-        return ready
+                self.state[param] = _adamw_state.create(param, self.master, self.state_dtype, group_of[i]["amsgrad"])
+            places.setdefault(param.device, []).append(i)
+        return [
+            (Table([(group_of[i], params[i], self.state[params[i]]) for i in of_device]), of_device)
+            for of_device in places.values()
+        ]
 
-    def _has_16_bit_parameters(self) -> bool:
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        return any(_adamw_state.needs_master(param) for param in params)
+    def _start_telling(self, device: torch.device) -> Tensor:
+        if self.skipped_steps is None:
+            self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
+        return torch.empty(2, dtype=torch.float32, device=device)
 
-    def _is_guarded(self, found_inf: Tensor | None) -> bool:
+    def _is_guarded(self, found_inf: Tensor | None, params: list[Tensor]) -> bool:
         """Whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
         if self.max_norm is not None or self.guard:
             return True
-        return self.guard is None and found_inf is None and self._has_16_bit_parameters()
+        return self.guard is None and found_inf is None and any(map(_adamw_state.needs_master, params))
 
-    def _count(self, found_inf: Tensor) -> None:
-        if self.skipped_steps is None:
-            self.skipped_steps = torch.zeros((), dtype=torch.float32, device=found_inf.device)
-        skipped = (found_inf.reshape(()) != 0).to(self.skipped_steps)
-        self.skipped_steps += skipped
-        self.step_was_skipped = skipped
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, and torch's AdamW can load it: 8-bit moments come in fp32, which they are decoded to exactly."""
+        state_dict = super().state_dict()
+        state_dict["state"] = {number: _adamw_state.plain(state) for number, state in state_dict["state"].items()}
+        return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but no state is rounded to its parameter's dtype on the way."""
@@ -173,14 +202,22 @@ class AdamW(torch.optim.AdamW):
             for param, number in zip(group["params"], saved["params"], strict=True):
                 if number in seen["state"]:
                     self.state[param] = _adamw_state.adopt(
-                        real(param), seen["state"][number], saved, self.master, self.state_dtype
+                        param, seen["state"][number], saved, self.master, self.state_dtype
                     )
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {key: self.__dict__[key] for key in _OWN if key in self.__dict__}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._start_afresh()
 
-_OWN = ("master", "state_dtype", "max_norm", "guard", "grad_norm", "skipped_steps", "step_was_skipped")
+
+_OWN = ("master", "state_dtype", "max_norm", "guard", "grad_norm", "skipped_steps")
+
+
+def _present(grads: Sequence[Tensor | None], places: Sequence[int]) -> list[Tensor]:
+    return [grad for i in places if (grad := grads[i]) is not None]
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -68,7 +68,7 @@ def _why_not_emulated() -> str | None:
     except FileNotFoundError as error:
         return str(error)
     _emulated_schemas.append(torch.library.Library(EMULATED, "DEF"))
-    for op in _registry._ops.values():
+    for op in (*_registry._ops.values(), *_registry._native_calls.values()):
         _emulated_schemas[0].define(op.schema)
         _emulated_schemas[0].impl(op.name, torch.library.fallthrough_kernel, "Autograd")  # as the registry has it
     torch.ops.load_library(str(library))
@@ -79,5 +79,6 @@ _emulated_schemas: list[torch.library.Library] = []  # they live as long as this
 
 
 def _emulated() -> AbstractContextManager[None]:
-    kernels = {(name, "cpu"): getattr(getattr(torch.ops, EMULATED), name).default for name in _registry._ops}
+    names = (*_registry._ops, *_registry._native_calls)
+    kernels = {(name, "cpu"): getattr(getattr(torch.ops, EMULATED), name).default for name in names}
     return _registry.force(kernels)

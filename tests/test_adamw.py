@@ -1,6 +1,7 @@
 """The op: every kernel gives the reference's bits."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -10,16 +11,16 @@ from mpkernels.ops.adamw import _adamw
 from mpkernels.ops.split import join, split
 from tests.cases import same_bits
 
-F32, F16, B16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
+F32, F16, B16, F64, I8 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8
 WEIGHTS = [(F32, "none"), (B16, "split"), (B16, "fp32"), (F16, "split"), (F16, "fp32")]
-STATES = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
+STATES = ("params", "masters", "scales", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
 
 
 class Model:
     """Lists of tensors as adamw_ takes them: two groups, in every combination of dtypes."""
 
     def __init__(
-        self, sizes=(37, 1000), weights=WEIGHTS, grads=(F32, F16, B16), states=(F32, B16), shape=None, device="cpu"
+        self, sizes=(37, 1000), weights=WEIGHTS, grads=(F32, F16, B16), states=(F32, B16, I8), shape=None, device="cpu"
     ):
         self.device = device
         self.cases = list(itertools.product(sizes, weights, grads, states, (False, True)))
@@ -32,8 +33,10 @@ class Model:
             self.params.append(halves[0])
             self.masters.append(torch.empty(0) if master == "none" else halves[1])
             self.exp_avgs.append(torch.zeros(size, dtype=state))
-            self.exp_avg_sqs.append(torch.zeros(size, dtype=state))
-            self.max_exp_avg_sqs.append(torch.zeros(size if amsgrad else 0, dtype=state))
+            zero = -128 if state == I8 else 0  # its code
+            self.exp_avg_sqs.append(torch.full((size,), zero, dtype=state))
+            self.max_exp_avg_sqs.append(torch.full((size if amsgrad else 0,), zero, dtype=state))
+            self.scales.append(torch.zeros((3 if amsgrad else 2) * -(-size // 256) if state == I8 else 0))
             self.steps.append(torch.zeros(()))
         for name in STATES:
             setattr(self, name, [tensor.clone().to(device) for tensor in getattr(self, name)])
@@ -45,7 +48,7 @@ class Model:
             for size, _, dtype, *_ in self.cases
         ]
 
-    def step(self, grads, grad_scale=None, found_inf=None, max_norm=0.0, on_device=(), **changed):
+    def step(self, grads, grad_scale=None, found_inf=None, max_norm=math.inf, on_device=(), **changed):
         def device_scalar(value, dtype=F32):
             return None if value is None else torch.full((), value, dtype=dtype, device=self.device)
 
@@ -53,9 +56,11 @@ class Model:
         hyper = {"lr": [1e-2, 1e-3], "beta1": [0.9, 0.8], "beta2": [0.999, 0.99], "weight_decay": [0.01, 0.0]}
         hyper |= {"eps": [1e-8, 1e-6], "maximize": [False, True]} | changed
         _adamw(
-            self.params, grads, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.masters, self.steps,
+            self.params, grads, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.masters, self.scales,
+            self.steps,
             [first, len(self.params) - first], *hyper.values(), list(on_device), device_scalar(grad_scale),
-            device_scalar(found_inf), grad_stats(grads).total_sumsq if max_norm else None, max_norm,
+            device_scalar(found_inf), grad_stats(grads).total_sumsq if max_norm < math.inf else None,
+            max_norm, None, None,
         )  # fmt: skip
 
     def differences(self, other):
@@ -193,7 +198,8 @@ def test_layouts_that_differ(target):
         )
         step = torch.zeros((), device=target.device)
         hyper = [0.1], [0.9], [0.99], [0.1], [1e-8], [False]
-        _adamw([param], [grad], [exp_avg], [exp_avg_sq], [], [], [step], [1], *hyper, [], None, None, None, 0.0)
+        rows = [param], [grad], [exp_avg], [exp_avg_sq], [], [], [], [step], [1]
+        _adamw(*rows, *hyper, [], None, None, None, math.inf, None, None)
         results.append([x.cpu().contiguous() for x in (param, exp_avg, exp_avg_sq)])
     assert all(same_bits(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
 

@@ -30,11 +30,19 @@ def optimizer_step(device):
     masters += [torch.empty(0, **make), params[3].float()]
     states = [[torch.full_like(it, 0.5, dtype=torch.float32) for it in params] for _ in range(2)]
     largest = [torch.empty(0, **make), torch.empty(0, **make), *(torch.ones_like(it) for it in states[0][2:])]
-    lists = params, [it.clone() for it in params], *states, largest, masters, [torch.ones((), **make) for _ in params]
+    lists = (
+        params,
+        [it.clone() for it in params],
+        *states,
+        largest,
+        masters,
+        [],
+        [torch.ones((), **make) for _ in params],
+    )
     hyper = [[value, value] for value in (1e-3, 0.9, 0.999, 0.01, 1e-8, False)]
     on_device = [torch.empty(0, dtype=torch.float64, **make), torch.tensor([1e-2, 0.8, 0.99], **make).double()]
     shared = torch.full((), 8.0, **make), torch.zeros((), **make), torch.ones((), dtype=torch.float64, **make)
-    return (*lists, [2, 2], *hyper, on_device, *shared, 1.0)
+    return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make))
 
 
 ARGUMENTS = {

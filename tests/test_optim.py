@@ -49,7 +49,10 @@ def test_torchs_own_bad_inputs(case):
 
 BAD = [
     ({"master": "fp16"}, "AdamW: master must be 'split' or 'fp32', got 'fp16'"),
-    ({"state_dtype": torch.int32}, "AdamW: state_dtype must be torch.float32 or torch.bfloat16, got torch.int32"),
+    (
+        {"state_dtype": torch.int32},
+        "AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got torch.int32",
+    ),
     ({"max_norm": 0.0}, "AdamW: max_norm must be above 0, got 0.0"),
     (
         {"max_norm": 1.0, "guard": False},

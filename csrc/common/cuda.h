@@ -97,25 +97,6 @@ static __device__ bool last_one_out(uint32_t* ticket, uint32_t expected) {
   return is_last;
 }
 
-// As many rows of a table as fit into the parameters of a launch (4 KB on every chip, 32,764 bytes since Volta): no
-// device memory to fill first, nothing to keep alive, and a CUDA graph holds its own copy.
-template <class Row, int capacity>
-struct PageOf {
-  static constexpr int kCapacity = capacity;
-  Row rows[capacity];
-  int32_t count;
-  int32_t first_row;
-  int64_t chunk_size;
-
-  __device__ Span span_of_block() const {
-    return find_span(rows, count, rows[0].first_chunk + static_cast<int32_t>(blockIdx.x), chunk_size);
-  }
-};
-template <int capacity>
-using Page = PageOf<Row, capacity>;
-inline constexpr int kSmallPage = 160;
-inline constexpr int kLargePage = 1344;
-
 template <class... Parameters, class... Arguments>
 cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t stream, const Arguments&... arguments) {
   cudaLaunchConfig_t config{};
@@ -125,24 +106,45 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t s
   return cudaLaunchKernelEx(&config, kernel, arguments...);
 }
 
-// Calls launch_page(page, blocks) for the table's rows, page by page: once for up to `capacity` tensors.
-template <int capacity, class Row, class LaunchPage>
-cudaError_t for_each_page_of(const TableOf<Row>& table, const LaunchPage& launch_page) {
-  for (int32_t first = 0; first < table.count; first += capacity) {
-    const int32_t end = table.count - first < capacity ? table.count : first + capacity;
-    PageOf<Row, capacity> page{{}, end - first, first, table.chunk_size};
-    memcpy(page.rows, table.rows + first, sizeof(Row) * (end - first));
-    const int32_t end_chunk = end < table.count ? table.rows[end].first_chunk : table.chunks;
-    const cudaError_t error = launch_page(page, end_chunk - table.rows[first].first_chunk);
-    if (error != cudaSuccess) return error;
+// As many rows of a table as fit into the parameters of a launch (4 KB on every chip, 32,764 bytes since Volta): no
+// device memory to fill first, nothing to keep alive, and a CUDA graph holds its own copy.
+template <class Row, int capacity>
+struct PageOf {
+  PageOf(const TableOf<Row>& table, int32_t first)
+      : count(table.count - first < capacity ? table.count - first : capacity), chunk_size(table.chunk_size) {
+    memcpy(rows, table.rows + first, sizeof(Row) * count);
   }
-  return cudaSuccess;
+  Row rows[capacity];
+  int32_t count;
+  int64_t chunk_size;
+};
+template <class Row>
+inline constexpr int kSmallPage = 3840 / sizeof(Row);
+
+template <class Rows>
+__device__ Span span_of_block(const Rows& table) {
+  return find_span(table.rows, table.count, static_cast<int32_t>(blockIdx.x), table.chunk_size);
 }
 
-template <class LaunchPage>
-cudaError_t for_each_page(const Table& table, const LaunchPage& launch_page) {
-  return table.count <= kSmallPage ? for_each_page_of<kSmallPage>(table, launch_page)
-                                   : for_each_page_of<kLargePage>(table, launch_page);
+template <class Row, int capacity>
+__global__ void upload_kernel(const __grid_constant__ PageOf<Row, capacity> page, Row* to) {
+  for (int32_t i = threadIdx.x; i < page.count; i += kThreads) to[i] = page.rows[i];
+}
+
+// Calls launch_with(rows): a page, or a table on the device, where pages have carried the rows into `memory`. So a
+// kernel is launched once, for any number of tensors.
+template <class Row, class LaunchWith>
+cudaError_t with_rows(const TableOf<Row>& table, Row* memory, cudaStream_t stream, const LaunchWith& launch_with) {
+  using Large = PageOf<Row, kRowsInParameters<Row>>;
+  if (table.count == 0) return cudaSuccess;
+  if (table.count <= kSmallPage<Row>) return launch_with(PageOf<Row, kSmallPage<Row>>(table, 0));
+  if (table.count <= kRowsInParameters<Row>) return launch_with(Large(table, 0));
+  for (int32_t first = 0; first < table.count; first += kRowsInParameters<Row>) {
+    const cudaError_t error =
+        launch(upload_kernel<Row, kRowsInParameters<Row>>, 1, stream, Large(table, first), memory + first);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_with(TableOf<Row>{memory, table.count, table.chunks, table.chunk_size});
 }
 
 }  // namespace mpk

@@ -77,6 +77,11 @@ struct SquareRoot {
   static MPK_FN F of(F x) { return sqrt(x); }
 };
 
+template <class F, class U = Bits<F>>
+MPK_FN F absolute(F x) {
+  return bit_cast<F>(bit_cast<U>(x) & (~U{} >> 1));
+}
+
 // As torch.maximum: NaN wins.
 template <class F>
 MPK_FN F maximum(F a, F b) {

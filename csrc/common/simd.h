@@ -9,6 +9,7 @@
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own _mm512_undefined (GCC bug 105593)
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 #ifdef MPK_X86
 #include <immintrin.h>
@@ -29,6 +30,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
 typedef double Doubles __attribute__((vector_size(4 * kLanes)));  // half as many lanes
 typedef uint64_t LongWords __attribute__((vector_size(4 * kLanes)));
 typedef uint16_t Halves __attribute__((vector_size(2 * kLanes)));
+typedef int8_t Codes __attribute__((vector_size(kLanes)));
 
 }  // namespace mpk::MPK_ISA
 
@@ -114,6 +116,13 @@ MPK_FN void store(fp16* to, Floats x) {
   memcpy(to, &halves, sizeof halves);
 }
 #endif
+
+// Small whole numbers: to floats, and from the low bits of words.
+MPK_FN Floats load(const int8_t* from) { return __builtin_convertvector(load_bytes<Codes>(from), Floats); }
+MPK_FN void store(int8_t* to, Words x) {
+  const Codes codes = __builtin_convertvector(x, Codes);
+  memcpy(to, &codes, sizeof codes);
+}
 
 MPK_FN Floats load(const bf16* from) { return bit_cast<Floats>(fp32_bits_of_bf16(widen(load_bytes<Halves>(from)))); }
 MPK_FN void store(bf16* to, Floats x) {

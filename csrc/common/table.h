@@ -26,6 +26,10 @@ struct TableOf {
 };
 using Table = TableOf<Row>;
 
+// A CUDA kernel finds so many rows in its launch's parameters; further ones need memory of their own (cuda.h).
+template <class Row>
+inline constexpr int kRowsInParameters = 32512 / sizeof(Row);
+
 // What one chunk covers: elements [begin, begin + size) of a row.
 struct Span {
   int32_t chunk;

@@ -59,6 +59,20 @@ class OnDeviceOf {
   int previous_ = 0;
   void* stream_ = nullptr;
 };
+
+// Memory for the rows of a table that is too long for a launch's parameters; else none.
+template <class Row>
+class RowMemory {
+ public:
+  RowMemory(const TableOf<Row>& table, const Tensor& on_device_of) {
+    if (table.count > kRowsInParameters<Row>)
+      memory_ = std::make_unique<Tensor>(on_device_of.scratch(sizeof(Row) * table.count));
+  }
+  Row* get() const { return memory_ ? memory_->data<Row>() : nullptr; }
+
+ private:
+  std::unique_ptr<Tensor> memory_;
+};
 #endif
 
 // A kernel takes the arguments off the stack, which it then owns, and puts the results there.
@@ -77,10 +91,10 @@ struct Registration {
 #ifdef MPK_EMULATION
 #define MPK_CPU_KERNEL(op, kernel)
 #define MPK_CUDA_KERNEL(op, kernel) \
-  static const mpk::Registration kernel##_here{"mpkernels_emulated", "CPU", op, &kernel};
+  static const mpk::Registration kernel##_for_cuda{"mpkernels_emulated", "CPU", op, &kernel};
 #else
-#define MPK_CPU_KERNEL(op, kernel) static const mpk::Registration kernel##_here{"mpkernels", "CPU", op, &kernel};
-#define MPK_CUDA_KERNEL(op, kernel) static const mpk::Registration kernel##_here{"mpkernels", "CUDA", op, &kernel};
+#define MPK_CPU_KERNEL(op, kernel) static const mpk::Registration kernel##_for_cpu{"mpkernels", "CPU", op, &kernel};
+#define MPK_CUDA_KERNEL(op, kernel) static const mpk::Registration kernel##_for_cuda{"mpkernels", "CUDA", op, &kernel};
 #endif
 
 }  // namespace mpk

@@ -78,7 +78,8 @@ class Op:
         """Kernels get bare pointers, so torch can't see what they change: raise its version for autograd."""
         yield
         for i in self._mutated:
-            torch.autograd.graph.increment_version(arguments[i])
+            if arguments[i] is not None:
+                torch.autograd.graph.increment_version(arguments[i])
 
 
 def define(schema: str, *, check: Callable[..., None]) -> Callable[[Callable[..., Any]], Op]:
@@ -90,6 +91,27 @@ def define(schema: str, *, check: Callable[..., None]) -> Callable[[Callable[...
         return op
 
     return declare
+
+
+class NativeCall:
+    """A second schema that C++ alone implements: a shorter way to call an op, which stays its specification."""
+
+    def __init__(self, op: Op, schema: str) -> None:
+        self.op, self.schema, self.name = op, schema, schema.partition("(")[0]
+        _library.define(schema)
+        _library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
+        self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        _native_calls[self.name] = self
+
+    def on(self, device_type: str) -> Callable[..., Any] | None:
+        """None where another kernel than C++'s runs the op now."""
+        forced = _forced[-1] if _forced else {}
+        if (self.op.name, device_type) in forced:
+            return forced.get((self.name, device_type))
+        return self.overload if (self.name, device_type) in _native else None
+
+
+_native_calls: dict[str, NativeCall] = {}
 
 
 def implement(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -147,10 +169,11 @@ _native: set[tuple[str, str]] = set()  # (op, device type) that the loaded libra
 
 def attach_defaults() -> None:
     """Once the library is loaded or known to be absent: notes what it serves; the rest of CUDA is Triton's."""
-    for op in _ops.values():
+    for name in (*_ops, *_native_calls):
         for device_type, key in DEVICES.items():
-            if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{op.name}", key):
-                _native.add((op.name, device_type))
+            if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key):
+                _native.add((name, device_type))
+    for op in _ops.values():
         if backends(op.name, "cuda")[0] == "triton":
             _library.impl(op.name, op.triton, "CUDA")
 
@@ -168,6 +191,8 @@ def _push_innermost() -> None:
     with warnings.catch_warnings():  # torch warns that a kernel is overridden, which is what is wanted
         warnings.simplefilter("ignore", UserWarning)
         for (op, device_type), kernel in _forced[-1].items() if _forced else ():
+            if op in _native_calls:  # called by NativeCall.on alone
+                continue
             _pushed.impl(op, kernel, DEVICES[device_type], allow_override=True)
 
 

@@ -2,6 +2,7 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -9,15 +10,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mpkernels.ops import _int8_kernel as int8
 from mpkernels.ops import _table
+from mpkernels.ops._int8_kernel import QUANTIZED
 from mpkernels.ops._registry import implement
 from mpkernels.ops._split_kernel import join, split
-from mpkernels.ops._table import BLOCK, FP64, block_at, load_as, store_as
+from mpkernels.ops._table import BLOCK, FP32, FP64, block_at, load_as, store_as
 from mpkernels.ops.adamw import _adamw
 
 # Words of a row after the common ones: addresses of grad, exp_avg, exp_avg_sq, max_exp_avg_sq or 0, the weight (param
-# or its fp32 master), the remainder or 0, step; dtypes of grad, states and weight; the group.
-ROW = tl.constexpr(_table.ROW.value + 11)
+# or its fp32 master), the remainder or 0, step; dtypes of grad, states and weight; the group; address of scales or 0.
+ROW = tl.constexpr(_table.ROW.value + 12)
 # Words of a group: address of on_device or 0; as fp64 lr, beta1, beta2, weight_decay, eps, the grads' sign, max_norm.
 GROUP = tl.constexpr(8)
 
@@ -28,6 +31,14 @@ def load_fp64(word):
 
 
 @triton.jit
+def unscale_factor(grad_scale):
+    factor = 1.0
+    if grad_scale is not None:
+        factor = (1 / tl.load(grad_scale).to(tl.float64)).to(tl.float32).to(tl.float64)
+    return factor
+
+
+@triton.jit
 def scalars_of(group, steps_before, grad_scale, total_sumsq):
     """All that is the same for a whole parameter, in fp64: adamw rounds it once."""
     lr, beta1, beta2 = load_fp64(group + 1), load_fp64(group + 2), load_fp64(group + 3)
@@ -35,9 +46,7 @@ def scalars_of(group, steps_before, grad_scale, total_sumsq):
     if on_device != 0:
         tensors = on_device.to(tl.pointer_type(tl.float64))
         lr, beta1, beta2 = tl.load(tensors), tl.load(tensors + 1), tl.load(tensors + 2)
-    factor = 1.0
-    if grad_scale is not None:
-        factor = (1 / tl.load(grad_scale).to(tl.float64)).to(tl.float32).to(tl.float64)
+    factor = unscale_factor(grad_scale)
     if total_sumsq is not None:
         coefficient = load_fp64(group + 7) / (tl.sqrt(tl.load(total_sumsq)) * factor + 1e-6)
         factor *= tl.where(coefficient > 1, 1, coefficient)
@@ -67,16 +76,35 @@ def adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, by):
 
 
 @triton.jit
-def step_block(row, at, mask, by, compute: tl.constexpr):
-    param, grad_at, exp_avg_at, exp_avg_sq_at = tl.load(row), tl.load(row + 4), tl.load(row + 5), tl.load(row + 6)
-    largest_at, weight_at, remainder_at = tl.load(row + 7), tl.load(row + 8), tl.load(row + 9)
-    dtype, state_dtype, weight_dtype = tl.load(row + 3), tl.load(row + 12), tl.load(row + 13)
+def load_weight(row, at, mask, compute: tl.constexpr):
+    remainder_at = tl.load(row + 9)
     if compute == tl.float32 and remainder_at != 0:
-        half = tl.load(block_at(param, at, mask, tl.int16), mask=mask)
-        weight = join(half, tl.load(block_at(remainder_at, at, mask, tl.int16), mask=mask), dtype)
+        half = tl.load(block_at(tl.load(row), at, mask, tl.int16), mask=mask)
+        weight = join(half, tl.load(block_at(remainder_at, at, mask, tl.int16), mask=mask), tl.load(row + 3))
     else:
-        weight = load_as(compute, weight_dtype, weight_at, at, mask)
-    grad = load_as(compute, tl.load(row + 11), grad_at, at, mask)
+        weight = load_as(compute, tl.load(row + 13), tl.load(row + 8), at, mask)
+    return weight
+
+
+@triton.jit
+def store_weight(weight, row, at, mask, compute: tl.constexpr):
+    param, dtype, weight_at, remainder_at = tl.load(row), tl.load(row + 3), tl.load(row + 8), tl.load(row + 9)
+    if compute == tl.float32 and remainder_at != 0:
+        half, remainder = split(weight, dtype)
+        tl.store(block_at(param, at, mask, tl.int16), half, mask=mask)
+        tl.store(block_at(remainder_at, at, mask, tl.int16), remainder, mask=mask)
+    else:
+        store_as(weight, dtype, param, at, mask)
+        if weight_at != param:
+            store_as(weight, tl.load(row + 13), weight_at, at, mask)
+
+
+@triton.jit
+def step_block(row, at, mask, by, compute: tl.constexpr):
+    exp_avg_at, exp_avg_sq_at, largest_at = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
+    state_dtype = tl.load(row + 12)
+    weight = load_weight(row, at, mask, compute)
+    grad = load_as(compute, tl.load(row + 11), tl.load(row + 4), at, mask)
     exp_avg = load_as(compute, state_dtype, exp_avg_at, at, mask)
     exp_avg_sq = load_as(compute, state_dtype, exp_avg_sq_at, at, mask)
     amsgrad = largest_at != 0
@@ -88,14 +116,47 @@ def step_block(row, at, mask, by, compute: tl.constexpr):
     store_as(exp_avg_sq, state_dtype, exp_avg_sq_at, at, mask)
     if amsgrad:
         store_as(largest, state_dtype, largest_at, at, mask)
-    if compute == tl.float32 and remainder_at != 0:
-        half, remainder = split(weight, dtype)
-        tl.store(block_at(param, at, mask, tl.int16), half, mask=mask)
-        tl.store(block_at(remainder_at, at, mask, tl.int16), remainder, mask=mask)
-    else:
-        store_as(weight, dtype, param, at, mask)
-        if weight_at != param:
-            store_as(weight, weight_dtype, weight_at, at, mask)
+    store_weight(weight, row, at, mask, compute)
+
+
+@triton.jit
+def load_codes(address, scales, at, mask, block, has_block, squared: tl.constexpr):
+    codes = tl.load(address.to(tl.pointer_type(tl.int8)) + at, mask=mask, other=-128 if squared else 0)
+    return int8.decode(codes, tl.load(scales + block, mask=has_block, other=0.0), squared)
+
+
+@triton.jit
+def store_codes(values, address, scales, at, mask, block, has_block, squared: tl.constexpr):
+    codes, new_scales = int8.encode(values, mask, squared)
+    tl.store(address.to(tl.pointer_type(tl.int8)) + at, codes, mask=mask)
+    tl.store(scales + block, new_scales, mask=has_block)
+
+
+@triton.jit
+def step_int8(row, begin, size, by):
+    exp_avg_at, exp_avg_sq_at, largest_at = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
+    blocks = tl.cdiv(tl.load(row + 1), QUANTIZED)
+    scales = tl.load(row + 15).to(tl.pointer_type(tl.float32))
+    count: tl.constexpr = BLOCK // 2
+    for i in range(0, size, count):
+        lanes = i + tl.arange(0, count)
+        at, mask = begin + lanes, lanes < size
+        block = (begin + i) // QUANTIZED + tl.arange(0, count // QUANTIZED)
+        has_block = block < blocks
+        weight = load_weight(row, at, mask, tl.float32)
+        grad = load_as(tl.float32, tl.load(row + 11), tl.load(row + 4), at, mask)
+        exp_avg = load_codes(exp_avg_at, scales, at, mask, block, has_block, False)
+        exp_avg_sq = load_codes(exp_avg_sq_at, scales + blocks, at, mask, block, has_block, True)
+        amsgrad = largest_at != 0
+        largest = exp_avg_sq
+        if amsgrad:
+            largest = load_codes(largest_at, scales + 2 * blocks, at, mask, block, has_block, True)
+        weight, exp_avg, exp_avg_sq, largest = adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, by)
+        store_codes(exp_avg, exp_avg_at, scales, at, mask, block, has_block, False)
+        store_codes(exp_avg_sq, exp_avg_sq_at, scales + blocks, at, mask, block, has_block, True)
+        if amsgrad:
+            store_codes(largest, largest_at, scales + 2 * blocks, at, mask, block, has_block, True)
+        store_weight(weight, row, at, mask, tl.float32)
 
 
 @triton.jit
@@ -112,30 +173,51 @@ def step_span(row, begin, size, by, compute: tl.constexpr):
         step_block(row, begin + i + lanes, i + lanes < size, by, compute)
 
 
+@triton.jit
+def tell(grad_scale, found_inf, total_sumsq, told, skipped_steps):
+    is_skipped = 0.0
+    if found_inf is not None:
+        is_skipped = tl.where(tl.load(found_inf) != 0, 1.0, 0.0)
+    if told is not None:
+        if total_sumsq is not None:
+            tl.store(told, tl.sqrt(tl.load(total_sumsq)) * unscale_factor(grad_scale))
+        tl.store(told + 1, is_skipped)
+    if skipped_steps is not None:
+        tl.store(skipped_steps, tl.load(skipped_steps) + is_skipped)
+
+
 @triton.jit(do_not_specialize=["tensors", "chunks"])
-def adamw_kernel(words, tensors, chunks, grad_scale, found_inf, total_sumsq, CHUNK: tl.constexpr):
+def adamw_kernel(
+    words, tensors, chunks, grad_scale, found_inf, total_sumsq, told, skipped_steps,
+    CHUNK: tl.constexpr, IS_CLIPPED: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(0) == 0:
+        tell(grad_scale, found_inf, total_sumsq, told, skipped_steps)
     if found_inf is not None and tl.load(found_inf) != 0:
         return
     tensor, row, begin, size = _table.find_span(words, tensors, tl.program_id(0), CHUNK, ROW)
     tickets = words + tensors * ROW + chunks
     step = tl.load(row + 10).to(tl.pointer_type(tl.float32))
     steps_before = tl.load(step)
-    by = scalars_of(tickets + tensors + tl.load(row + 14) * GROUP, steps_before, grad_scale, total_sumsq)
+    clipped_by = total_sumsq if IS_CLIPPED else None
+    by = scalars_of(tickets + tensors + tl.load(row + 14) * GROUP, steps_before, grad_scale, clipped_by)
     if tl.load(row + 3) == FP64:
         step_span(row, begin, size, by, tl.float64)
+    elif tl.load(row + 15) != 0:
+        step_int8(row, begin, size, by)
     else:
         step_span(row, begin, size, by, tl.float32)
     if _table.is_last_one_out(tickets + tensor, tl.maximum(tl.cdiv(tl.load(row + 1), CHUNK), 1)):
         tl.store(step, steps_before + 1)
 
 
-def own_words(grad: Tensor, arrays: Sequence[Tensor], step: Tensor, group: int) -> list[int]:
+def own_words(grad: Tensor, arrays: Sequence[Tensor], scales: Tensor, step: Tensor, group: int) -> list[int]:
     param, exp_avg, _, _, master = arrays
     is_split = master.dtype == torch.int16
     weight = param if is_split or not master.numel() else master
     addresses = [it.data_ptr() for it in (grad, *arrays[1:4], weight)]
-    dtypes = [_table.CODES[it.dtype] for it in (grad, exp_avg, weight)]
-    return [*addresses, master.data_ptr() if is_split else 0, step.data_ptr(), *dtypes, group]
+    dtypes = [_table.CODES.get(it.dtype, FP32.value) for it in (grad, exp_avg, weight)]  # int8 moments become fp32
+    return [*addresses, master.data_ptr() if is_split else 0, step.data_ptr(), *dtypes, group, scales.data_ptr()]
 
 
 @implement(_adamw)
@@ -146,6 +228,7 @@ def adamw_triton(
     exp_avg_sqs: Sequence[Tensor],
     max_exp_avg_sqs: Sequence[Tensor],
     masters: Sequence[Tensor],
+    scales: Sequence[Tensor],
     steps: Sequence[Tensor],
     group_sizes: Sequence[int],
     lr: Sequence[float],
@@ -159,29 +242,35 @@ def adamw_triton(
     found_inf: Tensor | None,
     total_sumsq: Tensor | None,
     max_norm: float,
+    told: Tensor | None,
+    skipped_steps: Tensor | None,
 ) -> None:
     if not params:
         return
-    grads = [_table.lend(grad, param) for grad, param in zip(grads, params, strict=True)]
+    nothing = params[0].new_empty(0)  # whose address is 0
     group_of = [group for group, size in enumerate(group_sizes) for _ in range(size)]
     loans: list[tuple[Tensor, Tensor]] = []
-    flat, own = [], []
+    flat, own, borrowed = [], [], []
     for i, group in enumerate(group_of):
-        arrays = [params[0].new_empty(0)] * 5  # whose address is 0
+        # Codes stay in the order that they have: each block of it shares a scale.
+        like = exp_avgs[i] if exp_avgs[i].dtype == torch.int8 else params[i]
+        arrays = [nothing] * 5
         for k, it in enumerate((params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)):
             if it and it[i].numel():
-                arrays[k] = _table.lend(it[i], params[i])
+                arrays[k] = _table.lend(it[i], like)
                 loans.append((it[i], arrays[k]))
         flat.append(arrays[0])
-        own.append(own_words(grads[i], arrays, steps[i], group))
+        borrowed.append(_table.lend(grads[i], like))
+        own.append(own_words(borrowed[i], arrays, scales[i] if scales else nothing, steps[i], group))
     sign = [-1.0 if it else 1.0 for it in maximize]
     by_value = torch.tensor([lr, beta1, beta2, weight_decay, eps, sign, [max_norm] * len(lr)], dtype=torch.float64)
     pointers = torch.tensor([[it.data_ptr() for it in on_device] or [0] * len(lr)])
     groups = torch.cat((pointers, by_value.view(torch.int64))).t().flatten().tolist()
     table = _table.build(flat, [0] * len(flat) + groups, own)
     adamw_kernel[(table.chunks,)](
-        *table, grad_scale, found_inf, total_sumsq, CHUNK=_table.CHUNK, enable_fp_fusion=False
-    )
+        *table, grad_scale, found_inf, total_sumsq, told, skipped_steps,
+        CHUNK=_table.CHUNK, IS_CLIPPED=max_norm < math.inf, enable_fp_fusion=False,
+    )  # fmt: skip
     for original, copy in loans:
         if copy is not original:
             original.copy_(copy)

@@ -1,0 +1,150 @@
+"""The parameters of a device that step together, group after group, and what they step with."""
+
+import math
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels.ops import adamw as op
+from mpkernels.ops.grad_stats import GradStats, grad_stats
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+
+
+class Table:
+    """Holds on to the tensors, so that a step need only bring the grads."""
+
+    def __init__(self, rows: Sequence[tuple[Group, Tensor, State]]) -> None:
+        """The rows of a group follow each other."""
+        groups, params, states = zip(*rows, strict=True)
+        self.params, self.device = list(map(_real, params)), params[0].device
+        self.groups: list[Group] = []
+        sizes: list[int] = []
+        for group in groups:
+            if not self.groups or group is not self.groups[-1]:
+                self.groups.append(group)
+                sizes.append(0)
+            sizes[-1] += 1
+        nothing = torch.empty(0, device=self.device)
+        largest = [state["max_exp_avg_sq"] if group["amsgrad"] else nothing for group, _, state in rows]
+        masters = [state.get("remainder", state.get("master", nothing)) for state in states]
+        scales = [state.get("scales", nothing) for state in states]
+        self._lists = (
+            [_real(state["exp_avg"]) for state in states],
+            [_real(state["exp_avg_sq"]) for state in states],
+            *(
+                list(map(_real, it)) if any(each is not nothing for each in it) else []
+                for it in (largest, masters, scales)
+            ),
+            [state["step"] for state in states],
+            sizes,
+        )
+        self._planned: Callable[..., None] | None = None
+        self._forget: weakref.finalize[..., Table] | None = None
+        self._handle = torch.zeros(1, dtype=torch.int64)  # the address of a plan, if there is one
+
+    def stats(self, grads: Sequence[Tensor]) -> GradStats:
+        return grad_stats(list(map(_real, grads)))
+
+    def can_look_at_grads(self) -> bool:
+        """Within the step, which then need not be handed them twice."""
+        return not torch.compiler.is_compiling() and op.planned.on(self.device.type) is not None
+
+    def step(
+        self,
+        grads: list[Tensor],
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        total_sumsq: Tensor | None,
+        max_norm: float | None,
+        told: Tensor | None,
+        skipped_steps: Tensor | None,
+        guarded: bool,
+    ) -> None:
+        grads = list(map(_real, grads))
+        shared = *self._hyperparameters(), grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps
+        planned = None if torch.compiler.is_compiling() else op.planned.on(self.device.type)
+        if planned is None:
+            op._adamw(self.params, grads, *self._lists, *shared)
+            return
+        if planned is not self._planned:
+            self._plan()
+            self._planned = planned
+        try:
+            planned(self._handle, grads, *shared, guarded)
+        except RuntimeError:
+            op._check(self.params, grads, *self._lists, *shared)
+            raise
+        torch.autograd.graph.increment_version(self.params)
+
+    def _plan(self) -> None:
+        """By the kernels that run now, which may be others than last time."""
+        if self._forget is not None:
+            self._forget()
+        plan, forget = op.plan.on(self.device.type), op.forget.on("cpu")
+        if plan is None or forget is None:
+            raise RuntimeError("AdamW: the compiled kernels lack adamw_plan or adamw_forget; build them anew")
+        plan(self._handle, self.params, *self._lists)
+        self._forget = weakref.finalize(self, forget, self._handle)
+
+    def _hyperparameters(self) -> tuple[Any, ...]:
+        groups = self.groups
+        betas = [group["betas"] for group in groups]
+        of_each = [group["lr"] for group in groups], [beta1 for beta1, _ in betas], [beta2 for _, beta2 in betas]
+        return (
+            *([0.0 if isinstance(x, Tensor) else float(x) for x in row] for row in of_each),
+            [float(group["weight_decay"]) for group in groups],
+            [float(group["eps"]) for group in groups],
+            [bool(group["maximize"]) for group in groups],
+            self._on_device(of_each),
+        )
+
+    def _on_device(self, of_each: tuple[list[Any], ...]) -> list[Tensor]:
+        """lr and betas of each group that has one of them in a tensor, together in fp64; empty for the others."""
+        if not any(isinstance(x, Tensor) for row in of_each for x in row):
+            return []
+        return [
+            torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device).reshape(()) for x in hyper])
+            for hyper in zip(*of_each, strict=True)
+        ]
+
+
+class Fingerprint:
+    """Tells whether any tensor that tables were made of has been replaced. Those that it compares are kept alive, so
+    that no other can take their place in memory. What a tensor's own memory has become, C++ looks at in each step."""
+
+    def __init__(
+        self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None], states: dict[Tensor, State]
+    ) -> None:
+        self.groups, self.params, self.states = list(groups), params, list(_tensors(states))
+        self.addresses = list(map(Tensor.data_ptr, params))  # torch.utils.swap_tensors leaves the objects as they are
+        self.present = [grad is not None for grad in grads]
+
+    def fits(
+        self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None], states: dict[Tensor, State]
+    ) -> bool:
+        return (
+            (len(groups), len(params)) == (len(self.groups), len(self.params))
+            and all(map(is_, groups, self.groups))
+            and all(map(is_, params, self.params))
+            and list(map(Tensor.data_ptr, params)) == self.addresses
+            and [grad is not None for grad in grads] == self.present
+            and all(map(is_, _tensors(states), self.states))
+        )
+
+
+_END = object()
+
+
+def _tensors(states: dict[Tensor, State]) -> Iterator[object]:
+    return chain(chain.from_iterable(map(dict.values, states.values())), (_END,))
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
