@@ -10,6 +10,7 @@ from tests import interpreter
 from tests.targets import TARGETS
 
 interpreter.round_bf16_as_hardware_does()
+interpreter.poison_lanes_masked_off()
 
 
 def pytest_addoption(parser):

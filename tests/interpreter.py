@@ -1,4 +1,5 @@
-"""Triton's interpreter, mended: it cuts fp32 off to bf16, where every chip rounds to nearest even."""
+"""Triton's interpreter, mended. It cuts fp32 off to bf16, where every chip rounds to nearest even; and it gives a 0 to
+lanes that are masked off, where a chip gives them anything."""
 
 import numpy as np
 import triton.language as tl
@@ -25,3 +26,16 @@ def round_bf16_as_hardware_does():
         return interpreter.TensorHandle(cast(src.data), dst_type.scalar) if cast else theirs(self, src, dst_type)
 
     interpreter.InterpreterBuilder.cast_impl = cast_impl
+
+
+def poison_lanes_masked_off():
+    theirs = interpreter.InterpreterBuilder.create_masked_load
+
+    def create_masked_load(self, ptrs, mask, other, *hints):
+        if other is None:
+            dtype = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty()))
+            ones = np.full(ptrs.data.shape, -1, f"i{dtype.itemsize}")  # in every bit: NaN in every format
+            other = interpreter.TensorHandle(ones.view(dtype), ptrs.get_element_ty())
+        return theirs(self, ptrs, mask, other, *hints)
+
+    interpreter.InterpreterBuilder.create_masked_load = create_masked_load

@@ -62,9 +62,14 @@ TARGETS = {
 
 
 @functools.cache
+def emulation_library() -> Path:
+    return emulation.build(Path(__file__).parents[1] / "build" / "emulation")
+
+
+@functools.cache
 def _why_not_emulated() -> str | None:
     try:
-        library = emulation.build(Path(__file__).parents[1] / "build" / "emulation")
+        library = emulation_library()
     except FileNotFoundError as error:
         return str(error)
     _emulated_schemas.append(torch.library.Library(EMULATED, "DEF"))

@@ -37,10 +37,16 @@ cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
 
 }  // namespace
 
+// Tests set it: at 1 the next call that gives a stream work will fail, at 2 the one after it.
+extern "C" __attribute__((visibility("default"))) int emulation_calls_to_failure = 0;
+
+static bool fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
+
 cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel,
                               const std::function<void()>& thread) {
   if (!config || !kernel) return remember(cudaErrorInvalidValue);
   const std::lock_guard<std::mutex> lock(one_launch);
+  if (fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   const cudaError_t error = check(*config, kernel);
   if (error != cudaSuccess) return remember(error);
   const std::string failure = run_grid(config->gridDim, config->blockDim, config->dynamicSmemBytes, thread);
@@ -137,10 +143,12 @@ extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) { 
 // ---- memory
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  if (fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   memcpy(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
+  if (fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   memset(to, byte, bytes);
   return cudaSuccess;
 }

@@ -1,0 +1,39 @@
+"""Whichever call to CUDA fails inside an op, its user hears of it."""
+
+import ctypes
+import itertools
+
+import pytest
+import torch
+
+from mpkernels.ops import _registry
+from tests.targets import TARGETS, emulation_library
+from tests.test_ops import ARGUMENTS
+
+
+def two_launches(device):
+    return [[torch.ones(1)] * 1345, torch.zeros(()), torch.ones(())]  # a page holds 1344
+
+
+@pytest.fixture
+def calls_to_failure():
+    if why := TARGETS["cpu-cuda"].why_missing():
+        pytest.skip(why)
+    calls = ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), "emulation_calls_to_failure")
+    with TARGETS["cpu-cuda"].active():
+        yield calls
+    calls.value = 0
+
+
+@pytest.mark.parametrize(("name", "make"), (ARGUMENTS | {"unscale_": two_launches}).items())
+def test_a_failed_call_is_an_error(calls_to_failure, name, make):
+    for call in itertools.count(1):
+        calls_to_failure.value = call
+        try:
+            _registry._ops[name](*make(torch.device("cpu")))
+        except RuntimeError as error:
+            assert f"{name}: CUDA says cudaErrorMemoryAllocation: out of memory" in str(error)  # noqa: PT017
+        else:
+            break
+    assert calls_to_failure.value > 0, f"CUDA's call {call} failed, and nobody was told"
+    assert call > 1, "no call was made to fail"
