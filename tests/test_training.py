@@ -1,0 +1,121 @@
+"""Transformers learn real text as well with 16-bit weights as with fp32 ones."""
+
+import functools
+from pydoc_data.topics import topics
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mpkernels.optim import AdamW
+from tests.networks import B16, F16, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+F32 = torch.float32
+SEEDS, STEPS, LAYERS, HEADS, WIDTH, CONTEXT, BATCH, HELD_OUT = range(6), 300, 2, 2, 32, 32, 4, 32
+SHAPES = {  # 42 thousand weights
+    "byte": (256, WIDTH),
+    "place": (CONTEXT, WIDTH),
+    "gain": (2 * LAYERS + 1, 1, WIDTH),
+    "attend": (LAYERS, WIDTH, 3 * WIDTH),
+    "project": (LAYERS, WIDTH, WIDTH),
+    "up": (LAYERS, WIDTH, 4 * WIDTH),
+    "down": (LAYERS, 4 * WIDTH, WIDTH),
+    "head": (WIDTH, 256),
+}
+
+
+def transformers(dtype):
+    """One for each seed, side by side in a first dimension: half the time of one after the other.
+
+    They never meet, AdamW is element-wise. All dtypes start alike: from weights that bf16 can hold.
+    """
+    generators = [torch.Generator().manual_seed(seed) for seed in SEEDS]
+    weights = {
+        name: torch.stack([torch.randn(shape, generator=generator) * WIDTH**-0.5 for generator in generators])
+        for name, shape in SHAPES.items()
+    }
+    weights["gain"].fill_(1)
+    return {name: weight.to(B16).to(dtype).requires_grad_() for name, weight in weights.items()}
+
+
+def losses(weights, text):
+    """Of each transformer on its own text: (seeds, batch, CONTEXT + 1).
+
+    Weights and grads have 16 bits, what is between them fp32: 16-bit activations moved no distance below by more than
+    0.0004, and on AVX2 alone bf16 took 4 times as long, fp16 7 times.
+    """
+    weights = {name: weight.float() for name, weight in weights.items()}
+    seeds, batch = text.shape[:2]
+
+    def normed(x, which):
+        return functional.layer_norm(x, (WIDTH,)) * weights["gain"][:, which]
+
+    x = weights["byte"][torch.arange(seeds)[:, None, None], text[..., :-1]] + weights["place"][:, None]
+    x = x.flatten(1, 2)
+    for layer in range(LAYERS):
+        qkv = (normed(x, 2 * layer) @ weights["attend"][:, layer]).view(seeds * batch, CONTEXT, 3, HEADS, -1)
+        attended = functional.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+        x = x + attended.transpose(1, 2).reshape(x.shape) @ weights["project"][:, layer]
+        x = x + functional.gelu(normed(x, 2 * layer + 1) @ weights["up"][:, layer]) @ weights["down"][:, layer]
+    logits = (normed(x, -1) @ weights["head"]).flatten(0, 1)
+    return functional.cross_entropy(logits, text[..., 1:].flatten(), reduction="none").view(seeds, -1).mean(1)
+
+
+def draw(text, count, generator):
+    first = torch.randint(len(text) - CONTEXT, (count, 1), generator=generator)
+    return text[first + torch.arange(CONTEXT + 1)]
+
+
+def the_text():
+    """To learn from, and held out: Python's reference manual, 0.4 MB that every Python carries."""
+    text = torch.tensor(list("".join(topics.values()).encode()))
+    return text.tensor_split([len(text) * 9 // 10])
+
+
+@functools.cache
+def trained(kind, dtype, **options):
+    """Each seed's loss on the same held-out text, the mean of the last 20 steps."""
+    seen, unseen = the_text()
+    held_out = draw(unseen, HELD_OUT, torch.Generator().manual_seed(0)).expand(len(SEEDS), -1, -1)
+    generators = [torch.Generator().manual_seed(seed) for seed in SEEDS]
+    weights = transformers(dtype)
+    optimizer = kind(weights.values(), lr=1e-3, **options)
+    # So low that no step overflows: four skipped steps move the loss by up to 0.016.
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=dtype == F16)
+    late = torch.zeros(len(SEEDS))
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        batch = torch.stack([draw(seen, BATCH, generator) for generator in generators])
+        scaler.scale(losses(weights, batch).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        if step >= STEPS - 20:
+            with torch.no_grad():
+                late += losses(weights, held_out) / 20
+    return late
+
+
+# No seed's loss may be further than this from its own under torch's AdamW in fp32.
+# Measured over 16 seeds: fp32 moments 0.0004 at most, bf16 moments 0.0024. Over 6: remainders that keep 4 of
+# their 16 bits 0.012, that keep none 0.2.
+CASES = [
+    (B16, {"master": "split"}, 0.001),
+    (B16, {"master": "fp32"}, 0.001),
+    (F16, {"master": "split"}, 0.001),  # under a GradScaler
+    (B16, {"state_dtype": B16}, 0.004),
+]
+
+
+@pytest.mark.parametrize(("dtype", "options", "distance"), CASES, ids=str)
+def test_every_seed_learns_what_it_learns_in_fp32(dtype, options, distance):
+    apart = trained(AdamW, dtype, **options) - trained(torch.optim.AdamW, F32)
+    assert apart.abs().max() <= distance
+
+
+def test_the_distances_are_within_the_noise_and_a_missing_master_is_not():
+    """The noise: how far fp32's loss spreads over the seeds. Two times 8 seeds: 0.019, 0.034; without a master 0.15 to
+    0.22 are lost."""
+    wide, narrow = (trained(torch.optim.AdamW, dtype) for dtype in (F32, B16))
+    assert max(distance for *_, distance in CASES) < wide.std() < (narrow - wide).min()
