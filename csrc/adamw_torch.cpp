@@ -1,4 +1,5 @@
-#include "adamw_plan.h"
+#include "adamw_torch.h"
+
 #include "grad_stats_torch.h"
 
 namespace mpk {
@@ -9,8 +10,9 @@ static constexpr const char* kOp = AdamwPlan::kOp;
 class AdamwCall {
  public:
   // stack: the arguments from lr to skipped_steps.
-  AdamwCall(const AdamwPlan& plan, StableIValue grads, const StableIValue* stack)
+  AdamwCall(AdamwPlan& plan, StableIValue params, StableIValue grads, const StableIValue* stack)
       : plan_(plan),
+        params_(params),
         grads_(grads),
         on_device_(stack[6]),
         grad_scale_(take_optional(stack[7])),
@@ -32,9 +34,9 @@ class AdamwCall {
   }
 
   void on_cpu(bool guarded) {
-    std::vector<AdamwRow> rows = plan_.rows(grads_, groups_, lender_);
+    std::vector<AdamwRow>& rows = plan_.rows(params_, grads_, groups_, lender_);
     if (rows.empty()) return;
-    GradStatsCall* const stats = look_at_grads(guarded);
+    GradStatsCall* const stats = look_at_grads(guarded, rows);
     if (stats) stats->on_cpu();
     const AdamwShared shared = this->shared(stats);
     tell(shared);
@@ -50,11 +52,11 @@ class AdamwCall {
 
 #ifdef MPK_CUDA
   void on_cuda(bool guarded) {
-    std::vector<AdamwRow> rows = plan_.rows(grads_, groups_, lender_);
+    std::vector<AdamwRow>& rows = plan_.rows(params_, grads_, groups_, lender_);
     if (rows.empty()) return;
-    const Tensor& param = plan_.a_param();
+    const Tensor& param = params_.front();
     const OnDeviceOf device(param);
-    GradStatsCall* const stats = look_at_grads(guarded);
+    GradStatsCall* const stats = look_at_grads(guarded, rows);
     if (stats) stats->on_cuda(device.stream());
     const auto table = lay_out(rows, cuda_chunk(elements(rows)));
     const Tensor tickets = param.scratch(sizeof(uint32_t) * table.count);
@@ -71,8 +73,13 @@ class AdamwCall {
     return sum;
   }
 
-  GradStatsCall* look_at_grads(bool guarded) {
-    if (guarded) stats_ = std::make_unique<GradStatsCall>(grads_);
+  GradStatsCall* look_at_grads(bool guarded, const std::vector<AdamwRow>& rows) {
+    if (guarded) {
+      std::vector<Row> grads;
+      grads.reserve(rows.size());
+      for (const AdamwRow& row : rows) grads.push_back({const_cast<void*>(row.grad), row.size, 0, row.grad_dtype});
+      stats_ = std::make_unique<GradStatsCall>(grads_.front(), std::move(grads));
+    }
     return stats_.get();
   }
 
@@ -82,7 +89,7 @@ class AdamwCall {
     const Tensor* const total_sumsq = stats ? &stats->total_sumsq : total_sumsq_.get();
     const auto pointer = [&](const Tensor* tensor, const char* name, int32_t dtype, int64_t size) {
       if (!tensor) return static_cast<void*>(nullptr);
-      require(tensor->size() == size && tensor->dtype() == dtype && tensor->device() == plan_.a_param().device(), kOp,
+      require(tensor->size() == size && tensor->dtype() == dtype && tensor->device() == params_.front().device(), kOp,
               std::string(name) + " is not of the right size and dtype on the parameters' device");
       return tensor->data();
     };
@@ -94,8 +101,8 @@ class AdamwCall {
             static_cast<float*>(pointer(skipped_steps_.get(), "skipped_steps", fp32, 1))};
   }
 
-  const AdamwPlan& plan_;
-  TensorList grads_, on_device_;
+  AdamwPlan& plan_;
+  TensorList params_, grads_, on_device_;
   std::unique_ptr<Tensor> grad_scale_, found_inf_, total_sumsq_;
   double max_norm_;
   std::unique_ptr<Tensor> told_, skipped_steps_;
@@ -106,8 +113,8 @@ class AdamwCall {
 
 template <class Run>
 static void adamw(StableIValue* stack, const Run& run) {
-  const AdamwPlan plan(stack[0], stack[2], stack[3], stack[4], stack[5], stack[6], stack[7], stack[8]);
-  AdamwCall call(plan, stack[1], stack + 9);
+  AdamwPlan plan(stack[2], stack[3], stack[4], stack[5], stack[6], stack[7], stack[8]);
+  AdamwCall call(plan, stack[0], stack[1], stack + 9);
   run(call, /*guarded=*/false);
 }
 
@@ -116,7 +123,7 @@ static AdamwPlan*& plan_in(const Tensor& handle) { return *handle.data<AdamwPlan
 
 static void adamw_plan(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor handle(stack[0]);
-  plan_in(handle) = new AdamwPlan(stack[1], stack[2], stack[3], stack[4], stack[5], stack[6], stack[7], stack[8]);
+  plan_in(handle) = new AdamwPlan(stack[1], stack[2], stack[3], stack[4], stack[5], stack[6], stack[7]);
 }
 
 static void adamw_forget(StableIValue* stack, uint64_t, uint64_t) {
@@ -128,8 +135,8 @@ template <class Run>
 static void adamw_planned(StableIValue* stack, const Run& run) {
   const Tensor handle(stack[0]);
   require(plan_in(handle) != nullptr, kOp, "the plan has been forgotten");
-  AdamwCall call(*plan_in(handle), stack[1], stack + 2);
-  run(call, /*guarded=*/stack[15] != 0);
+  AdamwCall call(*plan_in(handle), stack[1], stack[2], stack + 3);
+  run(call, /*guarded=*/stack[16] != 0);
 }
 
 static void adamw_on_cpu(StableIValue* stack, uint64_t, uint64_t) {

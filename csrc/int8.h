@@ -1,11 +1,14 @@
 // Moments in 8 bits: codes, and one fp32 scale for each kQuantized of them. The scale is the block's largest magnitude,
-// and a code counts steps of the root, so that small values keep a relative precision of their own:
-//   exp_avg      scale * (q / 127)^2 with q's sign, q in -127 .. 127; off by at most scale * (1 / 127 + 1 / 254^2)
-//   exp_avg_sq   the same of its root, q in 0 .. 255, stored as q - 128; the root is off by at most scale * (1 / 255 +
-//   1 /
-//                510^2), and never 0 unless the value is: the update would explode
-// A decoded value has the code and the scale that it came from, so a checkpoint in fp32 loses nothing. Moments that
-// hold an inf or NaN come back as NaN, all kQuantized of them; scales below 2^-126 as 0.
+// and a code counts steps of the root, so that small values keep a relative precision of their own.
+//
+// exp_avg: scale * (q / 127)^2 with q's sign, q in -127 .. 127. It is off by scale * (1/127 + 1/254^2) at most.
+//
+// exp_avg_sq: its root is scale * (q / 255)^2, q in 0 .. 255, stored as q - 128. The root is off by
+// scale * (1/255 + 1/510^2) at most, and 0 only where the value is: else the update would explode.
+//
+// A decoded value is encoded as it was before, so a checkpoint in fp32 loses nothing (but where exp_avg_sq is
+// subnormal: with a root's scale below 2^-47). With an inf or NaN among them, none of the kQuantized need be finite;
+// with a scale below 2^-126 all are 0.
 #pragma once
 
 #include "common/numeric.h"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._adamw_state import needs_master
 from mpkernels.ops import adamw as op
 from mpkernels.ops.grad_stats import GradStats, grad_stats
 
@@ -20,10 +21,17 @@ State = dict[str, Tensor]
 class Table:
     """Holds on to the tensors, so that a step need only bring the grads."""
 
-    def __init__(self, rows: Sequence[tuple[Group, Tensor, State]]) -> None:
-        """The rows of a group follow each other."""
+    def __init__(
+        self, all_rows: Sequence[tuple[Group, Tensor, State]], places: list[int], is_for_once: bool = False
+    ) -> None:
+        """places: which of the rows are this table's. Those of a group follow each other."""
+        self._is_for_once = is_for_once
+        self._places, self._takes_all = places, len(places) == len(all_rows)
+        rows = [all_rows[i] for i in places]
         groups, params, states = zip(*rows, strict=True)
-        self.params, self.device = list(map(_real, params)), params[0].device
+        self._params, self.device = list(params), params[0].device
+        self._is_complex = any(map(torch.is_complex, params))
+        self.has_16_bit_parameters = any(map(needs_master, params))
         self.groups: list[Group] = []
         sizes: list[int] = []
         for group in groups:
@@ -49,8 +57,13 @@ class Table:
         self._forget: weakref.finalize[..., Table] | None = None
         self._handle = torch.zeros(1, dtype=torch.int64)  # the address of a plan, if there is one
 
-    def stats(self, grads: Sequence[Tensor]) -> GradStats:
-        return grad_stats(list(map(_real, grads)))
+    def _own(self, grads: list[Any]) -> list[Tensor]:
+        """Of one for each row of all."""
+        own = grads if self._takes_all else [grads[i] for i in self._places]
+        return list(map(_real, own)) if self._is_complex else own
+
+    def stats(self, grads: list[Any]) -> GradStats:
+        return grad_stats(self._own(grads))
 
     def can_look_at_grads(self) -> bool:
         """Within the step, which then need not be handed them twice."""
@@ -58,7 +71,7 @@ class Table:
 
     def step(
         self,
-        grads: list[Tensor],
+        grads: list[Any],
         grad_scale: Tensor | None,
         found_inf: Tensor | None,
         total_sumsq: Tensor | None,
@@ -67,31 +80,32 @@ class Table:
         skipped_steps: Tensor | None,
         guarded: bool,
     ) -> None:
-        grads = list(map(_real, grads))
+        grads = self._own(grads)
+        params = list(map(_real, self._params)) if self._is_complex else self._params
         shared = *self._hyperparameters(), grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps
-        planned = None if torch.compiler.is_compiling() else op.planned.on(self.device.type)
-        if planned is None:
-            op._adamw(self.params, grads, *self._lists, *shared)
+        planned = op.planned.on(self.device.type)
+        if planned is None or self._is_for_once or torch.compiler.is_compiling():
+            op._adamw(params, grads, *self._lists, *shared)
             return
-        if planned is not self._planned:
-            self._plan()
-            self._planned = planned
+        self._plan_for(planned)
         try:
-            planned(self._handle, grads, *shared, guarded)
+            planned(self._handle, params, grads, *shared, guarded)
         except RuntimeError:
-            op._check(self.params, grads, *self._lists, *shared)
+            op._check(params, grads, *self._lists, *shared)
             raise
-        torch.autograd.graph.increment_version(self.params)
+        torch.autograd.graph.increment_version(params)
 
-    def _plan(self) -> None:
-        """By the kernels that run now, which may be others than last time."""
+    def _plan_for(self, planned: Callable[..., None]) -> None:
+        """Unless it is done; the kernels that run now may be others than last time."""
+        if self._planned is planned:
+            return
         if self._forget is not None:
             self._forget()
         plan, forget = op.plan.on(self.device.type), op.forget.on("cpu")
         if plan is None or forget is None:
             raise RuntimeError("AdamW: the compiled kernels lack adamw_plan or adamw_forget; build them anew")
-        plan(self._handle, self.params, *self._lists)
-        self._forget = weakref.finalize(self, forget, self._handle)
+        plan(self._handle, *self._lists)
+        self._planned, self._forget = planned, weakref.finalize(self, forget, self._handle)
 
     def _hyperparameters(self) -> tuple[Any, ...]:
         groups = self.groups
@@ -123,7 +137,6 @@ class Fingerprint:
         self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None], states: dict[Tensor, State]
     ) -> None:
         self.groups, self.params, self.states = list(groups), params, list(_tensors(states))
-        self.addresses = list(map(Tensor.data_ptr, params))  # torch.utils.swap_tensors leaves the objects as they are
         self.present = [grad is not None for grad in grads]
 
     def fits(
@@ -133,7 +146,6 @@ class Fingerprint:
             (len(groups), len(params)) == (len(self.groups), len(self.params))
             and all(map(is_, groups, self.groups))
             and all(map(is_, params, self.params))
-            and list(map(Tensor.data_ptr, params)) == self.addresses
             and [grad is not None for grad in grads] == self.present
             and all(map(is_, _tensors(states), self.states))
         )

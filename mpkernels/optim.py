@@ -1,6 +1,7 @@
 """AdamW with fp32 master weights, in torch's own clothes."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from mpkernels import _adamw_state
 from mpkernels._adamw_table import Fingerprint, Table
+from mpkernels._gradient_release import GradientRelease, free, narrow
 from mpkernels._late import Late
 
 __all__ = ["AdamW"]
@@ -91,9 +93,10 @@ class AdamW(torch.optim.AdamW):
 
     def _start_afresh(self) -> None:
         """Forgets what follows from the parameters and their states."""
-        self._tables: list[tuple[Table, list[int]]] = []  # each with its parameters' places among all of them
+        self._tables: list[Table] = []
         self._fingerprint: Fingerprint | None = None
         self._was_skipped = Late()
+        self._release: GradientRelease | None = None
 
     @property
     def step_was_skipped(self) -> Tensor | None:
@@ -110,27 +113,29 @@ class AdamW(torch.optim.AdamW):
                 loss = closure()
         with torch.no_grad():
             self._step()
+            if self._release is not None and self._release.is_active:
+                free(chain.from_iterable(group["params"] for group in self.param_groups))
         return loss
 
     def _step(self) -> None:
         params: list[Tensor] = list(chain.from_iterable(group["params"] for group in self.param_groups))
         grads = [param.grad for param in params]
-        tables = [(table, _present(grads, places)) for table, places in self._up_to_date_tables(params, grads)]
+        tables = self._up_to_date_tables(params, grads)
         if not tables:
             return
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        guarded, total_sumsq = self._is_guarded(found_inf, params), None
-        looks_inside = guarded and len(tables) == 1 and tables[0][0].can_look_at_grads()
+        guarded, total_sumsq = self._is_guarded(found_inf, tables), None
+        looks_inside = guarded and len(tables) == 1 and tables[0].can_look_at_grads()
         if guarded and not looks_inside:
-            stats = [table.stats(its_grads) for table, its_grads in tables]
+            stats = [table.stats(grads) for table in tables]
             total_sumsq = _sum([each.total_sumsq for each in stats])
             found_inf = _sum([each.found_inf for each in stats]) if found_inf is None else found_inf
-        told = self._start_telling(tables[0][0].device) if guarded or found_inf is not None else None
+        told = self._start_telling(tables[0].device) if guarded or found_inf is not None else None
         self.grad_norm = told[0] if told is not None and guarded else None
-        for i, (table, its_grads) in enumerate(tables):
+        for i, table in enumerate(tables):
             table.step(
-                its_grads,
+                grads,
                 grad_scale=_on(table.device, grad_scale),
                 found_inf=_on(table.device, found_inf),
                 total_sumsq=_on(table.device, total_sumsq),
@@ -142,7 +147,7 @@ class AdamW(torch.optim.AdamW):
         if told is not None and not torch.compiler.is_compiling():
             self._was_skipped.send(told[1])
 
-    def _up_to_date_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[tuple[Table, list[int]]]:
+    def _up_to_date_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
         if torch.compiler.is_compiling():
             return self._new_tables(params, grads)
         if self._fingerprint is None or not self._fingerprint.fits(self.param_groups, params, grads, self.state):
@@ -150,39 +155,70 @@ class AdamW(torch.optim.AdamW):
             self._fingerprint = Fingerprint(self.param_groups, params, grads, self.state)
         return self._tables
 
-    def _new_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[tuple[Table, list[int]]]:
+    def _new_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
         """One for each device, of the parameters that have a grad; each of those then has a state."""
         group_of = [group for group in self.param_groups for _ in group["params"]]
         places: dict[torch.device, list[int]] = {}
         for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is None:
                 continue
-            if grad.is_sparse:
-                raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
-            if not self.state[param]:
-                self.state[param] = _adamw_state.create(param, self.master, self.state_dtype, group_of[i]["amsgrad"])
+            self._state_of(param, grad, group_of[i])
             places.setdefault(param.device, []).append(i)
-        return [
-            (Table([(group_of[i], params[i], self.state[params[i]]) for i in of_device]), of_device)
-            for of_device in places.values()
-        ]
+        rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
+        return [Table(rows, of_device) for of_device in places.values()]
+
+    def _state_of(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        if grad.is_sparse:
+            raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+        if not self.state[param]:
+            self.state[param] = _adamw_state.create(param, self.master, self.state_dtype, group["amsgrad"])
+        state: dict[str, Tensor] = self.state[param]
+        return state
 
     def _start_telling(self, device: torch.device) -> Tensor:
         if self.skipped_steps is None:
             self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
         return torch.empty(2, dtype=torch.float32, device=device)
 
-    def _is_guarded(self, found_inf: Tensor | None, params: list[Tensor]) -> bool:
+    def _is_guarded(self, found_inf: Tensor | None, tables: list[Table]) -> bool:
         """Whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
         if self.max_norm is not None or self.guard:
             return True
-        return self.guard is None and found_inf is None and any(map(_adamw_state.needs_master, params))
+        return self.guard is None and found_inf is None and any(table.has_16_bit_parameters for table in tables)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and torch's AdamW can load it: 8-bit moments come in fp32, which they are decoded to exactly."""
         state_dict = super().state_dict()
         state_dict["state"] = {number: _adamw_state.plain(state) for number, state in state_dict["state"].items()}
         return state_dict
+
+    def release_grads(self, scaler: torch.amp.GradScaler | None = None) -> GradientRelease:
+        """From now on grads are freed inside the backward, so that they never are in memory all at once.
+
+        A parameter is stepped as soon as its grad is complete; ``step`` has nothing left to do. Where a step must first
+        know all the grads (``max_norm``, the guard, a ``scaler``, which has to be named here), they are kept until then
+        in 16 bits: those of fp32 parameters as bf16. With several backwards before a step, all but the last go under
+        ``with release.accumulate():``. Not with DistributedDataParallel, which sums up grads later.
+        """
+        if self.defaults["differentiable"]:
+            raise ValueError("AdamW: release_grads needs differentiable=False")
+        params = [(i, param) for i, group in enumerate(self.param_groups) for param in group["params"]]
+        has_16_bit_parameters = any(_adamw_state.needs_master(param) for _, param in params)
+        is_guarded = bool(self.max_norm or self.guard) or (self.guard is None and has_16_bit_parameters)
+        waits = is_guarded or (scaler is not None and scaler.is_enabled())
+        self._release = GradientRelease(
+            (param, narrow if waits else partial(self._step_alone, i)) for i, param in params
+        )
+        return self._release
+
+    @torch.no_grad()
+    def _step_alone(self, group_number: int, param: Tensor) -> None:
+        group, grad = self.param_groups[group_number], param.grad
+        if grad is None:
+            return
+        table = Table([(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)
+        table.step([grad], None, None, None, None, None, None, guarded=False)
+        param.grad = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but no state is rounded to its parameter's dtype on the way."""
@@ -214,10 +250,6 @@ class AdamW(torch.optim.AdamW):
 
 
 _OWN = ("master", "state_dtype", "max_norm", "guard", "grad_norm", "skipped_steps")
-
-
-def _present(grads: Sequence[Tensor | None], places: Sequence[int]) -> list[Tensor]:
-    return [grad for i in places if (grad := grads[i]) is not None]
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:

@@ -11,8 +11,8 @@ from tests.targets import TARGETS, emulation_library
 from tests.test_ops import ARGUMENTS
 
 
-def two_launches(device):
-    return [[torch.ones(1)] * 1345, torch.zeros(()), torch.ones(())]  # a page holds 1344
+def long_list(device):
+    return [[torch.ones(1)] * 1355, torch.zeros(()), torch.ones(())]  # one more than a launch's parameters hold
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def calls_to_failure():
     calls.value = 0
 
 
-@pytest.mark.parametrize(("name", "make"), (ARGUMENTS | {"unscale_": two_launches}).items())
+@pytest.mark.parametrize(("name", "make"), (ARGUMENTS | {"unscale_": long_list}).items())
 def test_a_failed_call_is_an_error(calls_to_failure, name, make):
     for call in itertools.count(1):
         calls_to_failure.value = call

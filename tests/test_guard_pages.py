@@ -72,7 +72,7 @@ def adamw_fenced(fence, sizes, weight, grad, state):
 
 F32, F16, B16, F64 = DTYPES
 ADAMW_DTYPES = zip(
-    (*WEIGHTS, (F64, "none")), (F16, B16, F32, B16, F16, F64), (F32, B16, F32, B16, F32, F64), strict=True
+    (*WEIGHTS, (F64, "none")), (F16, B16, F32, B16, F16, F64), (F32, B16, torch.int8, B16, F32, F64), strict=True
 )
 CASES = {
     "unscale_": (unscale_fenced, [(dtype,) for dtype in DTYPES]),

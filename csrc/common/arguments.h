@@ -45,7 +45,7 @@ class TensorList {
   int64_t elements() const { return elements_; }
 
   // Checks everything before anything is written; op and name are for the message.
-  void flatten(const char* op, const char* name, const Tensor& on_device_of, bool will_write) {
+  const std::vector<Row>& flatten(const char* op, const char* name, const Tensor& on_device_of, bool will_write) {
     const auto device = on_device_of.device();
     rows_.reserve(tensors_.size());
     for (size_t i = 0; i < tensors_.size(); ++i) {
@@ -72,6 +72,7 @@ class TensorList {
       const Tensor& flat = is_copied ? copies_[copied++].second : tensors_[i];
       rows_[i].data = will_write ? flat.data() : const_cast<void*>(flat.const_data());
     }
+    return rows_;
   }
 
   Table table(int64_t chunk_size) { return lay_out(rows_, chunk_size); }

@@ -1,0 +1,130 @@
+"""Grads that are freed inside the backward: the same steps, and never all of them in memory."""
+
+import pytest
+import torch
+
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+from tests.networks import B16, backward, network, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def deep_network(layers=8, width=64):
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+
+
+def watch_grads(model):
+    """The bytes that all grads together hold, whenever one has come."""
+    seen = []
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(
+            lambda _: seen.append(sum(each.grad.nbytes for each in model.parameters() if each.grad is not None))
+        )
+    return seen
+
+
+def loss_of(model, seed):
+    generator = torch.Generator().manual_seed(seed)
+    return model(torch.randn(32, 64, generator=generator)).square().mean()
+
+
+def test_without_clipping_steps_are_the_same_and_one_grad_lives_at_a_time():
+    ours, plain = deep_network(), deep_network()
+    optimizers = AdamW(ours.parameters(), lr=1e-2), AdamW(plain.parameters(), lr=1e-2)
+    seen = watch_grads(ours)
+    optimizers[0].release_grads()
+    for seed in range(5):
+        for model, optimizer in zip((ours, plain), optimizers, strict=True):
+            loss_of(model, seed).backward()
+            optimizer.step()
+            assert model is plain or all(param.grad is None for param in model.parameters())
+            optimizer.zero_grad()
+    assert all(map(same_bits, ours.parameters(), plain.parameters()))
+    assert max(seen) == ours[0].weight.nbytes
+
+
+@pytest.mark.parametrize("how", ["clipped", "guarded", "scaled"])
+def test_what_must_know_all_grads_keeps_them_in_16_bits(how):
+    """The reference rounds its grads to bf16 likewise; an inf skips the step in both."""
+    ours, plain = deep_network(), deep_network()
+    options = {"clipped": {"max_norm": 0.1}, "guarded": {"guard": True}, "scaled": {}}[how]
+    optimizers = [AdamW(model.parameters(), lr=1e-2, **options) for model in (ours, plain)]
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=how == "scaled") for _ in range(2)]
+    seen = watch_grads(ours)
+    release = optimizers[0].release_grads(scaler=scalers[0])
+    for seed in range(6):
+        for model, optimizer, scaler in zip((ours, plain), optimizers, scalers, strict=True):
+            scaler.scale(loss_of(model, seed)).backward()
+            if seed == 3:
+                with torch.no_grad():
+                    model[2].weight.grad[0, 0] = float("inf")
+            if model is plain:
+                for param in model.parameters():
+                    param.grad = param.grad.bfloat16().float()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert all(param.grad is None for param in ours.parameters())
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+    assert all(map(same_bits, ours.parameters(), plain.parameters()))
+    assert optimizers[0].skipped_steps.item() == 1
+    everything = sum(param.nbytes for param in ours.parameters())
+    assert max(seen) == everything / 2 + ours[0].weight.nbytes / 2  # the one that has just come is fp32
+    release.remove()
+    loss_of(ours, 0).backward()
+    assert ours[0].weight.grad.dtype == torch.float32
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1e9}], ids=["at once", "until the step"])
+def test_accumulation(options):
+    ours, plain = deep_network(), deep_network()
+    optimizers = [AdamW(model.parameters(), lr=1e-2, **options) for model in (ours, plain)]
+    release = optimizers[0].release_grads()
+    for step in range(3):
+        with release.accumulate():
+            loss_of(ours, 2 * step).backward()
+        loss_of(ours, 2 * step + 1).backward()
+        for seed in (2 * step, 2 * step + 1):
+            loss_of(plain, seed).backward()
+        if options:
+            for param in plain.parameters():
+                param.grad = param.grad.bfloat16().float()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all(map(same_bits, ours.parameters(), plain.parameters()))
+
+
+def test_16_bit_parameters_with_and_without_the_guard():
+    for options in ({}, {"guard": False}):
+        models = network(B16), network(B16)
+        optimizers = [AdamW(model.parameters(), lr=1e-2, **options) for model in models]
+        optimizers[0].release_grads()
+        for seed in range(3):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                backward(model, seed)
+                optimizer.step()
+        assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+        assert all(param.grad is None for param in models[0].parameters())
+
+
+def test_schedulers_and_checkpoints_reach_the_released_steps():
+    models = network(), network()
+    optimizers = [AdamW(model.parameters(), lr=1e-2) for model in models]
+    optimizers[0].release_grads()
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in optimizers]
+    for seed in range(4):
+        for model, optimizer, scheduler in zip(models, optimizers, schedulers, strict=True):
+            if seed == 2:
+                optimizer.load_state_dict(optimizer.state_dict())
+            backward(model, seed)
+            optimizer.step()
+            scheduler.step()
+    assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+
+
+def test_it_needs_steps_of_its_own():
+    with pytest.raises(ValueError, match="AdamW: release_grads needs differentiable=False"):
+        AdamW(network().parameters(), differentiable=True).release_grads()

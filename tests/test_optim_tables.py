@@ -1,0 +1,206 @@
+"""A step reuses what the last one found out about its tensors, and notices whatever has changed meanwhile."""
+
+import copy
+import gc
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels.ops import adamw as op
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+from tests.networks import B16, backward, network, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def tables_of(optimizer):
+    return list(optimizer._tables)
+
+
+def step_both(pairs, seed):
+    for model, optimizer in pairs:
+        backward(model, seed)
+        optimizer.step()
+
+
+@pytest.fixture(params=[torch.float32, B16], ids=str)
+def pairs(request, target):
+    """The target's, whose tables live on, and the reference's, which starts each step from nothing."""
+    if target.kernel == "triton":
+        pytest.skip("is called with lists in each step")
+    models = network(request.param), network(request.param)
+    made = [(model, AdamW(model.parameters(), lr=1e-2)) for model in models]
+    step_both(made, 0)
+    return made
+
+
+def assert_same(pairs):
+    for seed in (1, 2):
+        for model, optimizer in pairs:
+            backward(model, seed)
+            if optimizer is pairs[1][1]:
+                optimizer._start_afresh()
+            optimizer.step()
+    ours, theirs = (list(model.parameters()) for model, _ in pairs)
+    assert all(map(same_bits, ours, theirs))
+    for a, b in zip(ours, theirs, strict=True):
+        states = [optimizer.state[param] for param, (_, optimizer) in zip((a, b), pairs, strict=True)]
+        torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+def test_nothing_is_made_anew_while_nothing_changes(pairs):
+    _model, optimizer = pairs[0]
+    before = tables_of(optimizer)
+    step_both(pairs, 1)
+    optimizer.zero_grad(set_to_none=False)
+    step_both(pairs, 2)
+    assert all(a is b for a, b in zip(tables_of(optimizer), before, strict=True))
+
+
+CHANGES = {}
+
+
+def change(function):
+    CHANGES[function.__name__] = function
+    return function
+
+
+@change
+def moved(model, optimizer):
+    for param in model.parameters():
+        param.data = param.data.clone()
+
+
+@change
+def restrided(model, optimizer):
+    weight = model[0].weight
+    weight.data = weight.data.t().contiguous().t()
+    weight.grad = None
+
+
+@change
+def restrided_in_place(model, optimizer):
+    """At the same address, with other strides."""
+    weight = model[0].weight
+    plain = weight.detach().clone()
+    weight.data = weight.data.as_strided(weight.shape, (1, weight.shape[0]))
+    with torch.no_grad():
+        weight.copy_(plain)
+    weight.grad = None
+
+
+@change
+def swapped(model, optimizer):
+    twin = torch.nn.Parameter(model[0].weight.detach().clone() * 2)
+    torch.utils.swap_tensors(model[0].weight, twin)
+
+
+@change
+def replaced(model, optimizer):
+    old, new = model[3].bias, torch.nn.Parameter(torch.ones_like(model[3].bias))
+    model[3].bias = new
+    optimizer.state[new] = optimizer.state.pop(old)
+    params = optimizer.param_groups[0]["params"]
+    params[next(i for i, each in enumerate(params) if each is old)] = new
+
+
+@change
+def frozen(model, optimizer):
+    model[0].bias.requires_grad_(False)
+    model[0].bias.grad = None
+
+
+@change
+def states_moved(model, optimizer):
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            state[key] = value.clone()
+
+
+@change
+def states_moved_beneath(model, optimizer):
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.data = value.data.clone()
+
+
+@change
+def state_dict_of_one_replaced(model, optimizer):
+    weight = model[0].weight
+    optimizer.state[weight] = {key: value * 0 + 1 for key, value in optimizer.state[weight].items()}
+
+
+@change
+def resumed(model, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@change
+def group_added(model, optimizer):
+    model.register_parameter("extra", torch.nn.Parameter(torch.ones(3, dtype=model[0].weight.dtype)))
+    model.extra.register_hook(lambda grad: grad)
+    optimizer.add_param_group({"params": [model.extra], "lr": 0.5})
+    model.extra.grad = torch.ones_like(model.extra)
+
+
+@change
+def grads_of_another_layout(model, optimizer):
+    weight = model[0].weight
+    weight.register_hook(lambda grad: grad.t().contiguous().t())
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_noticed(pairs, change):
+    for model, optimizer in pairs:
+        change(model, optimizer)
+    assert_same(pairs)
+
+
+def test_a_resized_parameter_is_an_error_before_anything_moves(pairs):
+    model, optimizer = pairs[0]
+    backward(model, 1)
+    model[3].bias.data = model[3].bias.data[:3]
+    before = copy.deepcopy(list(model.parameters()))
+    with pytest.raises((ValueError, RuntimeError), match="must have the parameter's shape"):
+        optimizer.step()
+    assert all(map(same_bits, model.parameters(), before))
+
+
+def test_a_grad_that_came_alive_or_went(pairs):
+    for model, _ in pairs:
+        model[0].bias.requires_grad_(False)
+        model[0].bias.grad = None
+    assert_same(pairs)
+    for model, _ in pairs:
+        model[0].bias.requires_grad_(True)
+    assert_same(pairs)
+
+
+def test_another_backend_may_take_over(pairs):
+    _model, _optimizer = pairs[0]
+    with mpkernels.backend("reference"):
+        step_both(pairs[:1], 1)
+    step_both(pairs[1:], 1)
+    assert_same(pairs)
+
+
+def test_what_is_held_on_to_is_let_go():
+    forgotten = []
+    overload = op.forget.on("cpu")
+    model = network()
+    optimizer = AdamW(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    (table,) = tables_of(optimizer)
+    assert table._forget.alive
+    finalizer, handle = table._forget, table._handle
+    assert handle.item() != 0
+    del table
+    optimizer._start_afresh()
+    gc.collect()
+    assert not finalizer.alive
+    assert handle.item() == 0
+    assert overload is not None
+    assert not forgotten
