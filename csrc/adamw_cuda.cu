@@ -3,7 +3,7 @@
 
 namespace mpk {
 
-static constexpr int kElements = 8;  // a thread's share of a round: 16 bytes in 16-bit formats, 32 in fp32
+static constexpr int kElements = 8;  // a thread's share of a round: 16 bytes in 16-bit formats, 32 in fp32 and fp64
 
 template <class C, int count>
 __device__ Elements<C, count> load_weight(const AdamwRow& row, int64_t first) {
@@ -110,9 +110,10 @@ __device__ void step_int8(const AdamwRow& row, int64_t begin, const AdamwScalars
   };
   Moments<float, count> share[rounds]{};
   float largest[3]{};
+#pragma unroll
   for (int round = 0; round < rounds; ++round) {
     const int64_t first = begin + (round * 32 + threadIdx.x % 32) * count;
-    if (first >= row.size) break;
+    if (first >= row.size) continue;
     Moments<float, count>& moments = share[round];
     moments.exp_avg = decoded<count>(row.exp_avg, first, [&](float q) { return decode_exp_avg(q, *scales[0]); });
     moments.exp_avg_sq = decoded<count>(row.exp_avg_sq, first, decode_sq(1));
@@ -133,9 +134,10 @@ __device__ void step_int8(const AdamwRow& row, int64_t begin, const AdamwScalars
     inverse[which] = inverse_of(scale);
     if (threadIdx.x % 32 == 0) *scales[which] = scale;
   }
+#pragma unroll
   for (int round = 0; round < rounds; ++round) {
     const int64_t first = begin + (round * 32 + threadIdx.x % 32) * count;
-    if (first >= row.size) break;
+    if (first >= row.size) continue;
     const auto encode_sq = [&](int which) {
       return [by = inverse[which]](float root) { return encode_exp_avg_sq(root, by); };
     };
@@ -166,10 +168,9 @@ static __device__ void step_span_int8(const AdamwRow& row, const Span& span, con
 
 template <class C>
 __device__ void step_span(const AdamwRow& row, const Span& span, const AdamwScalars<C>& by) {
-  const int64_t whole = are_aligned(row) ? span.size / kElements * kElements : 0;
-  for (int64_t i = threadIdx.x * kElements; i < whole; i += kThreads * kElements) {
-    step_plain<C, kElements>(row, span.begin + i, by);
-  }
+  constexpr int count = kElements * sizeof(float) / sizeof(C);
+  const int64_t whole = are_aligned(row) ? span.size / count * count : 0;
+  for (int64_t i = threadIdx.x * count; i < whole; i += kThreads * count) step_plain<C, count>(row, span.begin + i, by);
   for (int64_t i = whole + threadIdx.x; i < span.size; i += kThreads) step_plain<C, 1>(row, span.begin + i, by);
 }
 
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(kThreads)
   if (blockIdx.x == 0 && threadIdx.x == 0) tell(shared);
   if (is_skipped(shared)) return;
   const Span span = span_of_block(table);
-  const AdamwRow& row = table.rows[span.row];
+  const AdamwRow& row = row_at(table, span.row);
   const float steps = *row.step + 1;
   if (row.param_dtype == Dtype::f64) {
     step_span(row, span, adamw_scalars<double>(row, shared));

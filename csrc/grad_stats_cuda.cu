@@ -12,7 +12,7 @@ template <class Rows>
 __global__ void __launch_bounds__(kThreads)
     grad_stats_kernel(const __grid_constant__ Rows grads, GradStats stats, Stats* of_chunk, uint32_t* tickets) {
   const Span span = span_of_block(grads);
-  const Row& row = grads.rows[span.row];
+  const Row& row = row_at(grads, span.row);
   const int32_t tensor = span.row, tensors = grads.count;
 
   const Stats share = with_dtype(row.dtype, [&](auto zero) {

@@ -19,7 +19,7 @@ def tensors(device, requires_grad=False):
     return grads, torch.zeros((), device=device), torch.full((), 0.5, device=device)
 
 
-def optimizer_step(device):
+def optimizer_step(device, state_dtype=torch.float32):
     """Every way to keep a weight, in two groups. One has its lr and betas on the device, one has amsgrad."""
     make = {"device": device}
     params = [
@@ -28,17 +28,18 @@ def optimizer_step(device):
     ]
     masters = [torch.zeros(5, dtype=torch.int16, **make), torch.zeros(1025, dtype=torch.int16, **make)]
     masters += [torch.empty(0, **make), params[3].float()]
-    states = [[torch.full_like(it, 0.5, dtype=torch.float32) for it in params] for _ in range(2)]
-    largest = [torch.empty(0, **make), torch.empty(0, **make), *(torch.ones_like(it) for it in states[0][2:])]
-    lists = (
-        params,
-        [it.clone() for it in params],
-        *states,
-        largest,
-        masters,
-        [],
-        [torch.ones((), **make) for _ in params],
+    states = [[torch.ones_like(it, dtype=state_dtype) for it in params] for _ in range(2)]
+    largest = [torch.empty(0, **make), torch.empty(0, **make), *(it.clone() for it in states[0][2:])]
+    scales = (
+        [
+            torch.ones((2 + bool(it.numel())) * -(-param.numel() // 256), **make)
+            for it, param in zip(largest, params, strict=True)
+        ]
+        if state_dtype == torch.int8
+        else []
     )
+    steps = [torch.ones((), **make) for _ in params]
+    lists = params, [it.clone() for it in params], *states, largest, masters, scales, steps
     hyper = [[value, value] for value in (1e-3, 0.9, 0.999, 0.01, 1e-8, False)]
     on_device = [torch.empty(0, dtype=torch.float64, **make), torch.tensor([1e-2, 0.8, 0.99], **make).double()]
     shared = torch.full((), 8.0, **make), torch.zeros((), **make), torch.ones((), dtype=torch.float64, **make)
@@ -50,21 +51,22 @@ ARGUMENTS = {
     "unscale_": tensors,
     "grad_stats": lambda device: tensors(device)[:1],
 }
+CALLS = [*ARGUMENTS.items(), ("adamw_", lambda device: optimizer_step(device, torch.int8))]
 
 
 def test_every_op_is_tested_here():
     assert ARGUMENTS.keys() == _registry._ops.keys()
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_opcheck(target, name):
-    torch.library.opcheck(_registry._ops[name].overload, ARGUMENTS[name](target.device))
+@pytest.mark.parametrize(("name", "make"), CALLS)
+def test_opcheck(target, name, make):
+    torch.library.opcheck(_registry._ops[name].overload, make(target.device))
 
 
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_compiles_without_a_graph_break(target, name):
+@pytest.mark.parametrize(("name", "make"), CALLS)
+def test_compiles_without_a_graph_break(target, name, make):
     function = _registry._ops[name] if name == "adamw_" else getattr(ops, name)  # whose last arguments have keywords
-    eager, compiled = ARGUMENTS[name](target.device), ARGUMENTS[name](target.device)
+    eager, compiled = make(target.device), make(target.device)
     want = function(*eager)
     got = torch.compile(function, fullgraph=True, backend="aot_eager")(*compiled)
     torch.testing.assert_close((compiled, got), (eager, want), rtol=0, atol=0, equal_nan=True)

@@ -38,6 +38,15 @@ __device__ __forceinline__ void narrow(T wide, T& x) {
   x = wide;
 }
 
+// Tells the compiler that a pointer which comes out of memory leads to global memory, as those in parameters do.
+template <class T>
+__device__ __forceinline__ T* in_global(T* pointer) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(pointer));
+#endif
+  return pointer;
+}
+
 // Calls body(element&) for this thread's share of a block's data, 16 bytes at a time where data is aligned, and stores
 // the elements back where T isn't const.
 template <class T, class Body>
@@ -48,6 +57,7 @@ __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Bo
     Element elements[pack_size];
   };
   using Raw = std::conditional_t<std::is_const_v<T>, const uint4, uint4>;
+  data = in_global(data);
   Raw* const raw = reinterpret_cast<Raw*>(data);
   const int64_t packs = reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0 ? size / pack_size : 0;
 
@@ -124,6 +134,17 @@ inline constexpr int kSmallPage = 3840 / sizeof(Row);
 template <class Rows>
 __device__ Span span_of_block(const Rows& table) {
   return find_span(table.rows, table.count, static_cast<int32_t>(blockIdx.x), table.chunk_size);
+}
+
+// A page's rows are read from where they lie, in constant memory. One in global memory is copied, since for all that the
+// compiler knows any store could change it.
+template <class Row, int capacity>
+__device__ const Row& row_at(const PageOf<Row, capacity>& page, int32_t row) {
+  return page.rows[row];
+}
+template <class Row>
+__device__ Row row_at(const TableOf<Row>& table, int32_t row) {
+  return table.rows[row];
 }
 
 template <class Row, int capacity>

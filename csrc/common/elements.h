@@ -11,7 +11,8 @@ struct Elements {
 };
 
 template <int count, class T>
-__device__ Elements<T, count> load(const T* from) {
+__device__ Elements<T, count> load(const T* address) {
+  const T* const from = in_global(address);
   if constexpr (count == 1) {
     return {*from};
   } else {
@@ -23,13 +24,15 @@ __device__ Elements<T, count> load(const T* from) {
 }
 
 template <class T, int count>
-__device__ void store(T* to, const Elements<T, count>& from) {
+__device__ void store(T* address, const Elements<T, count>& from) {
+  T* const to = in_global(address);
   if constexpr (count == 1) {
     *to = from.at[0];
   } else {
     using Word = std::conditional_t<count * sizeof(T) % sizeof(uint4) == 0, uint4, uint2>;
     const auto raw = bit_cast<Elements<Word, count * sizeof(T) / sizeof(Word)>>(from);
-    for (size_t i = 0; i < sizeof raw / sizeof(Word); ++i) reinterpret_cast<Word*>(to)[i] = raw.at[i];
+    // As an intrinsic: nvcc 13 splits a plain store of registers that a branch has filled into single words.
+    for (size_t i = 0; i < sizeof raw / sizeof(Word); ++i) __stcs(reinterpret_cast<Word*>(to) + i, raw.at[i]);
   }
 }
 

@@ -137,7 +137,7 @@ def step_int8(row, begin, size, by):
     exp_avg_at, exp_avg_sq_at, largest_at = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
     blocks = tl.cdiv(tl.load(row + 1), QUANTIZED)
     scales = tl.load(row + 15).to(tl.pointer_type(tl.float32))
-    count: tl.constexpr = BLOCK // 2
+    count: tl.constexpr = QUANTIZED
     for i in range(0, size, count):
         lanes = i + tl.arange(0, count)
         at, mask = begin + lanes, lanes < size
@@ -165,7 +165,7 @@ def step_span(row, begin, size, by, compute: tl.constexpr):
     for word in tl.static_range(4, 10):
         addresses |= tl.load(row + word)
     whole = _table.whole_blocks(addresses, size)
-    count: tl.constexpr = BLOCK // 4 if compute == tl.float64 else BLOCK // 2
+    count: tl.constexpr = BLOCK // 8 if compute == tl.float64 else BLOCK // 2
     for i in range(0, whole, count):
         step_block(row, begin + i + tl.arange(0, count), None, by, compute)
     lanes = tl.arange(0, BLOCK // 8)
@@ -189,7 +189,7 @@ def tell(grad_scale, found_inf, total_sumsq, told, skipped_steps):
 @triton.jit(do_not_specialize=["tensors", "chunks"])
 def adamw_kernel(
     words, tensors, chunks, grad_scale, found_inf, total_sumsq, told, skipped_steps,
-    CHUNK: tl.constexpr, IS_CLIPPED: tl.constexpr,
+    CHUNK: tl.constexpr, IS_CLIPPED: tl.constexpr, HAS_INT8: tl.constexpr,
 ):  # fmt: skip
     if tl.program_id(0) == 0:
         tell(grad_scale, found_inf, total_sumsq, told, skipped_steps)
@@ -203,7 +203,7 @@ def adamw_kernel(
     by = scalars_of(tickets + tensors + tl.load(row + 14) * GROUP, steps_before, grad_scale, clipped_by)
     if tl.load(row + 3) == FP64:
         step_span(row, begin, size, by, tl.float64)
-    elif tl.load(row + 15) != 0:
+    elif HAS_INT8 and tl.load(row + 15) != 0:
         step_int8(row, begin, size, by)
     else:
         step_span(row, begin, size, by, tl.float32)
@@ -269,7 +269,7 @@ def adamw_triton(
     table = _table.build(flat, [0] * len(flat) + groups, own)
     adamw_kernel[(table.chunks,)](
         *table, grad_scale, found_inf, total_sumsq, told, skipped_steps,
-        CHUNK=_table.CHUNK, IS_CLIPPED=max_norm < math.inf, enable_fp_fusion=False,
+        CHUNK=_table.CHUNK, IS_CLIPPED=max_norm < math.inf, HAS_INT8=any(it.numel() for it in scales), enable_fp_fusion=False,
     )  # fmt: skip
     for original, copy in loans:
         if copy is not original:

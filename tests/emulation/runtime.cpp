@@ -40,6 +40,9 @@ cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
 // Tests set it: at 1 the next call that gives a stream work will fail, at 2 the one after it.
 extern "C" __attribute__((visibility("default"))) int emulation_calls_to_failure = 0;
 
+// How many kernels have been launched.
+extern "C" __attribute__((visibility("default"))) int emulation_launches = 0;
+
 static bool fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
 
 cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel,
@@ -49,6 +52,7 @@ cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kern
   if (fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   const cudaError_t error = check(*config, kernel);
   if (error != cudaSuccess) return remember(error);
+  ++emulation_launches;
   const std::string failure = run_grid(config->gridDim, config->blockDim, config->dynamicSmemBytes, thread);
   if (failure.empty()) return cudaSuccess;
   last_failure = strdup(("unspecified launch failure: " + failure).c_str());

@@ -16,7 +16,7 @@ from triton.runtime import KernelInterface, driver
 from mpkernels import ops
 from mpkernels.ops import _registry
 from tests.cases import DTYPES
-from tests.test_ops import ARGUMENTS
+from tests.test_ops import ARGUMENTS, CALLS
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -96,8 +96,10 @@ def record() -> tuple[list[Launch], list[str]]:
 
 def _calls(op: _registry.Op) -> Iterator[tuple[Any, ...]]:
     """The arguments that all ops are tested with, as they are and in every dtype that the op takes throughout."""
+    for name, make in CALLS:
+        if name == op.name:
+            yield make("cpu")
     arguments = ARGUMENTS[op.name]("cpu")
-    yield arguments
     for dtype in DTYPES:
         cast = tree_map(partial(_cast, dtype=dtype), arguments)
         try:

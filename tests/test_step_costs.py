@@ -1,0 +1,143 @@
+"""What a step costs, counted: bytes that are kept, bytes that are moved, launches, waits for the device."""
+
+import ctypes
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import mpkernels
+from mpkernels.optim import AdamW
+from tests.networks import B16, F16
+from tests.targets import TARGETS, emulation_library
+
+F32, I8 = torch.float32, torch.int8
+SIZE = 256 * 40  # whole blocks of 8-bit moments
+
+
+def params_of(dtype, sizes=(SIZE,), device="cpu"):
+    params = [torch.nn.Parameter(torch.randn(size, device=device).to(dtype)) for size in sizes]
+    for param in params:
+        param.grad = torch.randn(param.shape, device=device).to(dtype)
+    return params
+
+
+class Traffic(TorchDispatchMode):
+    """Bytes of all large tensors that ops are handed: once to read them, once more to write those that they change.
+
+    Every op that counts here reads each of its arguments once, and each is as large as a parameter or tiny.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        for argument, value in zip(function._schema.arguments, args, strict=False):
+            sizes = sum(it.nbytes for it in tree_leaves(value) if isinstance(it, torch.Tensor) and it.numel() >= SIZE)
+            self.bytes += sizes * (2 if argument.alias_info and argument.alias_info.is_write else 1)
+        return function(*args, **(kwargs or {}))
+
+
+# Bytes a parameter: of weight, grad and state together; moved by a step with clipping under loss scaling.
+COSTS = [
+    (F32, {}, 16, 32),
+    (B16, {}, 14, 28),
+    (F16, {}, 14, 28),
+    (B16, {"state_dtype": B16}, 10, 20),
+    (B16, {"state_dtype": I8}, 8, 16),
+    (B16, {"master": "fp32"}, 16, 32),  # 30: the weight is not read, but an op cannot say that
+]
+SCALES = 2 * 4 / 256  # of 8-bit moments, a parameter
+
+
+@pytest.mark.parametrize(("dtype", "options", "kept", "moved"), COSTS, ids=str)
+def test_bytes_a_parameter(dtype, options, kept, moved):
+    (param,) = params_of(dtype)
+    optimizer = AdamW([param], max_norm=1.0, **options)
+    optimizer.grad_scale = torch.ones(())
+    with mpkernels.backend("reference"):
+        optimizer.step()
+        with Traffic() as traffic:
+            optimizer.step()
+    tensors = [param, param.grad, *(value for value in optimizer.state[param].values() if value.dim() > 0)]
+    scales = SCALES if "scales" in optimizer.state[param] else 0
+    assert sum(tensor.nbytes for tensor in tensors) / SIZE == kept + scales
+    assert traffic.bytes / SIZE == moved
+
+
+def test_bytes_that_torch_moves():
+    """By the same count, with torch.amp's unscale_, clip_grad_norm_ and fused step: 48."""
+    (param,) = params_of(F32)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    optimizer.step()
+    with Traffic() as traffic:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_([param], 1.0)
+        scaler.step(optimizer)
+    never_written = 4  # the grads, though the fused step's schema says so: it writes them only where it unscales them
+    assert traffic.bytes / SIZE - never_written == 48
+
+
+@pytest.mark.parametrize(
+    ("options", "count", "launches"),
+    [
+        ({}, 5, 1),
+        ({"max_norm": 1.0}, 5, 2),
+        ({"max_norm": 1.0}, 239, 2),
+        ({"guard": True, "state_dtype": I8}, 5, 2),
+        (
+            {"max_norm": 1.0},
+            240,
+            2 + 2,
+        ),  # a longer table is carried to the device first, 239 rows a launch
+    ],
+    ids=str,
+)
+def test_launches(options, count, launches):
+    target = TARGETS["cpu-cuda"]
+    if why := target.why_missing():
+        pytest.skip(why)
+    launched = ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), "emulation_launches")
+    optimizer = AdamW(params_of(F32, (10,) * count), **options)
+    with target.active():
+        for _ in range(2):
+            before = launched.value
+            optimizer.step()
+            assert launched.value - before == launches
+
+
+class NoWaiting(TorchDispatchMode):
+    """On a GPU each of these would wait for the device."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.overloadpacket not in (
+            torch.ops.aten._local_scalar_dense,
+            torch.ops.aten.nonzero,
+            torch.ops.aten.is_nonzero,
+            torch.ops.aten.equal,
+        ), f"{function} waits for the device"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [F32, B16], ids=str)
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_nobody_waits_for_the_device(dtype, backend):
+    options = {"max_norm": 1.0, "lr": torch.tensor(1e-3), "betas": (torch.tensor(0.9), torch.tensor(0.99))}
+    optimizer = AdamW(params_of(dtype, (10, 300)), **options)
+    scaler = torch.amp.GradScaler("cpu")
+    with mpkernels.backend(backend), NoWaiting():
+        for _ in range(3):
+            scaler.scale(torch.ones(()))
+            optimizer.grad_scale, optimizer.found_inf = scaler._scale, torch.zeros(())
+            optimizer.step()
+            assert optimizer.step_was_skipped is not None
+            assert optimizer.grad_norm is not None
+
+
+def test_the_watch_sees_a_wait():
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NoWaiting():
+        torch.ones(()).item()
