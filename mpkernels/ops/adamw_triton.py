@@ -137,7 +137,7 @@ def step_int8(row, begin, size, by):
     exp_avg_at, exp_avg_sq_at, largest_at = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
     blocks = tl.cdiv(tl.load(row + 1), QUANTIZED)
     scales = tl.load(row + 15).to(tl.pointer_type(tl.float32))
-    count: tl.constexpr = QUANTIZED
+    count: tl.constexpr = BLOCK // 2
     for i in range(0, size, count):
         lanes = i + tl.arange(0, count)
         at, mask = begin + lanes, lanes < size
