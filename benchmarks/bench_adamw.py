@@ -1,5 +1,6 @@
-"""A whole optimizer step under loss scaling, clipping included, beside torch.amp with its fused AdamW."""
+"""A whole optimizer step under loss scaling, clipping included, beside torch.amp's."""
 
+import pytest
 import torch
 
 from benchmarks.pairs import Pair
@@ -32,12 +33,33 @@ def parameters(values, dtype):
     return params
 
 
-def test_adamw(compare, grads, device, setting):
-    """fp32 parameters, or 16-bit ones with a split master; torch's are fp32."""
-    ours, theirs = parameters(grads, grads[0].dtype), parameters(grads, torch.float32)
-    with_ours = Loop(AdamW(ours, max_norm=1.0), ours, device).with_ours
-    with_torchs = Loop(torch.optim.AdamW(theirs, fused=True), theirs, device).with_torchs_clipping
+def compare_steps(compare, grads, device, theirs, variant="", **options):
+    """Our parameters have the grads' dtype, and a split master if that is 16 bits wide; torch's are fp32."""
+    ours, fp32 = parameters(grads, grads[0].dtype), parameters(grads, torch.float32)
+    with_ours = Loop(AdamW(ours, max_norm=1.0, **options), ours, device).with_ours
+    with_torchs = Loop(theirs(fp32), fp32, device).with_torchs_clipping
     # The grads are read twice, for their norm and for the step; the weight (with its remainder, 4 bytes either way) and
-    # two fp32 moments are read and written once.
-    moved = sum(2 * grad.nbytes + 24 * grad.numel() for grad in grads)
-    compare(Pair("adamw_", with_ours, with_torchs, calls=1, moved=moved))
+    # both moments are read and written once.
+    moments = 2 * options.get("state_dtype", torch.float32).itemsize
+    moved = sum(2 * grad.nbytes + 2 * (4 + moments) * grad.numel() for grad in grads)
+    compare(Pair("adamw_", with_ours, with_torchs, calls=1, moved=moved, variant=variant))
+
+
+def fused(params):
+    return torch.optim.AdamW(params, fused=True)
+
+
+def test_adamw(compare, grads, device):
+    compare_steps(compare, grads, device, fused)
+
+
+@pytest.mark.settings("fp32-100x500k", "fp32-1000x5k")
+def test_adamw_beside_torchs_default(compare, grads, device):
+    compare_steps(compare, grads, device, torch.optim.AdamW, variant="default")
+
+
+@pytest.mark.settings("100x500k", "1x1e9")
+@pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_adamw_with_narrow_moments(compare, grads, device, state_dtype):
+    variant = str(state_dtype).removeprefix("torch.") + "-moments"
+    compare_steps(compare, grads, device, fused, variant, state_dtype=state_dtype)

@@ -37,6 +37,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("python_files", "bench_*.py")
+    config.addinivalue_line("markers", "settings(part, ...): only where one of these is part of the setting's name")
     config.stash[ROWS] = []
     path = config.getoption("--results", None)
     if path and not path.parent.is_dir():
@@ -45,7 +46,10 @@ def pytest_configure(config):
 
 def pytest_generate_tests(metafunc):
     if "setting" in metafunc.fixturenames:
-        metafunc.parametrize("setting", list(SETTINGS), indirect=True)
+        marker = metafunc.definition.get_closest_marker("settings")
+        parts = marker.args if marker else ("",)
+        names = [name for name in SETTINGS if any(part in name for part in parts)]
+        metafunc.parametrize("setting", names, indirect=True)
 
 
 def pytest_collection_modifyitems(items):

@@ -26,6 +26,7 @@ class Pair(NamedTuple):
     theirs: Run
     calls: int  # of the op, in each of the two
     moved: int  # bytes that a call has to read and write
+    variant: str = ""  # of the op, or of what it is compared with
 
     def without_data(self) -> "Pair":
         """To keep: the tensors of all cases together would fill the machine."""

@@ -43,7 +43,7 @@ class Row(NamedTuple):
     def line(self, copy_speed: float) -> str:
         low, middle, high = self.samples.ratio()
         return COLUMNS.format(
-            f"{self.pair.op} {self.setting}",
+            f"{self.pair.op} {self.pair.variant} {self.setting}".replace("  ", " "),
             f"{median(self.samples.ours) * 1e6:.1f}",
             f"{median(self.samples.theirs) * 1e6:.1f}",
             f"{self.speed / 1e9:.1f}",
@@ -69,6 +69,7 @@ class Row(NamedTuple):
     def raw(self) -> dict[str, object]:
         return {
             "op": self.pair.op,
+            "variant": self.pair.variant,
             "place": str(self.setting.place),
             "dtype": self.setting.dtype,
             "case": self.setting.case.name,

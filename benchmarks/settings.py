@@ -53,6 +53,7 @@ def cases(device: str) -> list[Case]:
     return [
         *on_device[device],
         Case("100x500k", [(500_000,)] * 100),
+        Case("1000x5k", [(5_000,)] * 1000),
         Case("1x2^20-in-cache", [(2**20,)]),
         Case("1000x10-host-cost", [(10,)] * 1000, host_cost=True),
     ]

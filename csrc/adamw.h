@@ -19,7 +19,8 @@ enum class Master : int8_t { none, fp32, split };
 
 struct AdamwGroup {
   double lr, beta1, beta2, weight_decay, eps;
-  const double* on_device;  // lr, beta1 and beta2 where they are tensors, else null
+  const void* on_device[3];  // lr, beta1 and beta2 where they are tensors, else null
+  Dtype dtypes[3];           // of those, fp32 or fp64
   bool maximize;
 };
 
@@ -67,6 +68,12 @@ MPK_FN void tell(const AdamwShared& shared) {
   if (shared.skipped_steps && skipped) *shared.skipped_steps += 1;
 }
 
+MPK_FN double hyperparameter(const AdamwGroup& group, int which, double by_value) {
+  const void* const tensor = group.on_device[which];
+  if (!tensor) return by_value;
+  return group.dtypes[which] == Dtype::f64 ? *static_cast<const double*>(tensor) : *static_cast<const float*>(tensor);
+}
+
 // Everything that is the same for all elements of a parameter, computed in fp64 and rounded once to C.
 template <class C>
 struct AdamwScalars {
@@ -76,9 +83,9 @@ struct AdamwScalars {
 template <class C>
 MPK_FN AdamwScalars<C> adamw_scalars(const AdamwRow& row, const AdamwShared& shared) {
   const AdamwGroup& group = row.group;
-  const double lr = group.on_device ? group.on_device[0] : group.lr;
-  const double beta1 = group.on_device ? group.on_device[1] : group.beta1;
-  const double beta2 = group.on_device ? group.on_device[2] : group.beta2;
+  const double lr = hyperparameter(group, 0, group.lr);
+  const double beta1 = hyperparameter(group, 1, group.beta1);
+  const double beta2 = hyperparameter(group, 2, group.beta2);
   const double step = static_cast<double>(*row.step) + 1;
   double factor = unscale_factor(shared);
   if (shared.total_sumsq && shared.max_norm < INFINITY) {

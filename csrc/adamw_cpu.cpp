@@ -134,14 +134,19 @@ struct Moments {
   int64_t size;
   alignas(64) float values[kQuantized];
 
+  Moments(int8_t* its_codes, float* its_scale, int64_t its_size) : codes(its_codes), scale(its_scale), size(its_size) {}
   char* bytes() { return codes ? reinterpret_cast<char*>(values) : nullptr; }
 
   template <class Decode>
   void unpack(int8_t code_of_zero, const Decode& decode) {
     if (!codes) return;
-    int8_t whole[kQuantized];
-    memset(whole, code_of_zero, sizeof whole);
-    memcpy(whole, codes, size);
+    int8_t copy[kQuantized];
+    const int8_t* whole = codes;
+    if (size < kQuantized) {
+      memset(copy, code_of_zero, sizeof copy);
+      memcpy(copy, codes, size);
+      whole = copy;
+    }
     for (int i = 0; i < kQuantized; i += kLanes) store(values + i, decode(load(whole + i), *scale));
   }
 
@@ -154,12 +159,14 @@ struct Moments {
     for (int lane = 0; lane < kLanes; ++lane) of_all = maximum(of_all, static_cast<float>(largest[lane]));
     *scale = scale_of(of_all);
     const float inverse = inverse_of(*scale);
-    int8_t whole[kQuantized];
+    int8_t copy[kQuantized];
+    int8_t* const whole = size < kQuantized ? copy : codes;
     for (int i = 0; i < kQuantized; i += kLanes) store(whole + i, encode(load(values + i), inverse));
-    memcpy(codes, whole, size);
+    if (size < kQuantized) memcpy(codes, copy, size);
   }
 
   void take_roots() {
+    if (!codes) return;
     for (int i = 0; i < kQuantized; i += kLanes) store(values + i, SquareRoot<Floats>::of(load(values + i)));
   }
 };
@@ -174,9 +181,9 @@ static void adamw_int8(const AdamwRow& row, const Span& span, const AdamwScalars
     const int64_t size = std::min<int64_t>(kQuantized, span.begin + span.size - i);
     float* const scale = row.scales + i / kQuantized;
     const auto codes = [&](void* start) { return start ? static_cast<int8_t*>(start) + i : nullptr; };
-    Moments exp_avg{codes(row.exp_avg), scale, size, {}};
-    Moments exp_avg_sq{codes(row.exp_avg_sq), scale + blocks, size, {}};
-    Moments largest{codes(row.max_exp_avg_sq), scale + 2 * blocks, size, {}};
+    Moments exp_avg(codes(row.exp_avg), scale, size);
+    Moments exp_avg_sq(codes(row.exp_avg_sq), scale + blocks, size);
+    Moments largest(codes(row.max_exp_avg_sq), scale + 2 * blocks, size);
     exp_avg.unpack(0, decode);
     exp_avg_sq.unpack(-128, decode_sq);
     largest.unpack(-128, decode_sq);

@@ -26,10 +26,15 @@ class AdamwCall {
     const auto eps = take_numbers<double>(stack[4]);
     const auto maximize = take_numbers<uint8_t>(stack[5]);
     for (size_t group = 0; group < lr.size(); ++group) {
-      const bool tensors = on_device_.count() > 0 && on_device_[group].size() == 3;
-      groups_.push_back({lr[group], beta1.at(group), beta2.at(group), weight_decay.at(group), eps.at(group),
-                         tensors ? static_cast<const double*>(on_device_[group].const_data()) : nullptr,
+      groups_.push_back({lr[group],
+                         beta1.at(group),
+                         beta2.at(group),
+                         weight_decay.at(group),
+                         eps.at(group),
+                         {},
+                         {},
                          maximize.at(group) != 0});
+      for (int i = 0; i < 3 && on_device_.count() > 0; ++i) take_tensor(groups_.back(), i, 3 * group + i);
     }
   }
 
@@ -67,6 +72,18 @@ class AdamwCall {
 #endif
 
  private:
+  void take_tensor(AdamwGroup& group, int which, size_t i) {
+    require(i < static_cast<size_t>(on_device_.count()), kOp, "on_device is shorter than three times the groups");
+    const Tensor& tensor = on_device_[static_cast<int32_t>(i)];
+    if (tensor.size() == 0) return;
+    const bool is_known = tensor.is_strided() && tensor.size() == 1 &&
+                          find_dtype(tensor.dtype(), &group.dtypes[which]) &&
+                          (group.dtypes[which] == Dtype::f32 || group.dtypes[which] == Dtype::f64);
+    require(is_known && tensor.device() == params_.front().device(), kOp,
+            "on_device[" + std::to_string(i) + "] is not one fp32 or fp64 on the parameters' device");
+    group.on_device[which] = tensor.const_data();
+  }
+
   static int64_t elements(const std::vector<AdamwRow>& rows) {
     int64_t sum = 0;
     for (const AdamwRow& row : rows) sum += row.size;

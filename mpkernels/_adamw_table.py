@@ -120,13 +120,17 @@ class Table:
         )
 
     def _on_device(self, of_each: tuple[list[Any], ...]) -> list[Tensor]:
-        """lr and betas of each group that has one of them in a tensor, together in fp64; empty for the others."""
-        if not any(isinstance(x, Tensor) for row in of_each for x in row):
+        """lr and both betas of each group, in turn: those that are tensors, and nothing for those that aren't."""
+        hypers = list(chain.from_iterable(zip(*of_each, strict=True)))
+        if not any(isinstance(x, Tensor) for x in hypers):
             return []
-        return [
-            torch.stack([torch.as_tensor(x, dtype=torch.float64, device=self.device).reshape(()) for x in hyper])
-            for hyper in zip(*of_each, strict=True)
-        ]
+        nothing = torch.empty(0, device=self.device)
+        return [self._number(x) if isinstance(x, Tensor) else nothing for x in hypers]
+
+    def _number(self, tensor: Tensor) -> Tensor:
+        """Read where it lies, if it lies on the device in a dtype that kernels read."""
+        is_read = tensor.dtype in (torch.float32, torch.float64)
+        return tensor.to(self.device, tensor.dtype if is_read else torch.float64)
 
 
 class Fingerprint:

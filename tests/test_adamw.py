@@ -137,15 +137,23 @@ def test_empty_parameters_count_their_steps(target):
     assert {step.item() for step in model.steps} == {1.0}
 
 
-def test_hyper_parameters_on_the_device(target):
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+@pytest.mark.parametrize("which", [{"lr"}, {"beta1", "beta2"}, {"lr", "beta1", "beta2"}], ids="+".join)
+def test_hyper_parameters_on_the_device(target, dtype, which):
     """lr and betas as tensors give what the same floats give."""
-    options = {"sizes": (33,), "states": (F32,), "device": target.device}
+    options = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2], "device": target.device}
     by_value, on_device = Model(**options), Model(**options)
-    hyper = [torch.tensor(x, dtype=F64, device=target.device) for x in ([1e-2, 0.9, 0.999], [1e-3, 0.8, 0.99])]
+    numbers = {"lr": [1e-2, 1e-3], "beta1": [0.9, 0.8], "beta2": [0.999, 0.99]}
+    numbers = {name: torch.tensor(x, dtype=dtype).double().tolist() for name, x in numbers.items()}
+    tensors = [
+        torch.full((), x[group], dtype=dtype, device=target.device) if name in which else torch.empty(0)
+        for group in (0, 1)
+        for name, x in numbers.items()
+    ]
     for seed in range(2):
-        by_value.step(by_value.grads(seed))
-        zeros = {key: [0.0, 0.0] for key in ("lr", "beta1", "beta2")}
-        on_device.step(on_device.grads(seed), on_device=hyper, **zeros)
+        by_value.step(by_value.grads(seed), **numbers)
+        wrong = numbers | {name: [0.5, 0.5] for name in which}
+        on_device.step(on_device.grads(seed), on_device=tensors, **wrong)
     assert on_device.differences(by_value) == []
 
 

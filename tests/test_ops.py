@@ -41,7 +41,8 @@ def optimizer_step(device, state_dtype=torch.float32):
     steps = [torch.ones((), **make) for _ in params]
     lists = params, [it.clone() for it in params], *states, largest, masters, scales, steps
     hyper = [[value, value] for value in (1e-3, 0.9, 0.999, 0.01, 1e-8, False)]
-    on_device = [torch.empty(0, dtype=torch.float64, **make), torch.tensor([1e-2, 0.8, 0.99], **make).double()]
+    nothing = torch.empty(0, **make)
+    on_device = [nothing] * 3 + [torch.full((), 1e-2, **make), nothing, torch.full((), 0.99, **make).double()]
     shared = torch.full((), 8.0, **make), torch.zeros((), **make), torch.ones((), dtype=torch.float64, **make)
     return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make))
 

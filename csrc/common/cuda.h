@@ -136,8 +136,8 @@ __device__ Span span_of_block(const Rows& table) {
   return find_span(table.rows, table.count, static_cast<int32_t>(blockIdx.x), table.chunk_size);
 }
 
-// A page's rows are read from where they lie, in constant memory. One in global memory is copied, since for all that the
-// compiler knows any store could change it.
+// A page's rows are read from where they lie, in constant memory. One in global memory is copied, since for all that
+// the compiler knows any store could change it.
 template <class Row, int capacity>
 __device__ const Row& row_at(const PageOf<Row, capacity>& page, int32_t row) {
   return page.rows[row];

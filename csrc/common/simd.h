@@ -79,12 +79,18 @@ MPK_FN Doubles load(const double* from) { return load_bytes<Doubles>(from); }
 MPK_FN void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 MPK_FN void store(double* to, Doubles x) { memcpy(to, &x, sizeof x); }
 
-// GCC 12 widens and narrows vectors by unpacking halves, where one instruction does it.
+// GCC 12 widens and narrows vectors by unpacking halves, where one instruction does it. Bytes are small whole numbers:
+// they become floats, and come from the low bits of words.
 #if defined(__AVX512F__)
 MPK_FN Words widen(Halves h) { return bit_cast<Words>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(h))); }
 MPK_FN Halves narrow(Words w) { return bit_cast<Halves>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(w))); }
 MPK_FN Doubles low_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
 MPK_FN Doubles high_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
+MPK_FN Floats load(const int8_t* from) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes<__m128i>(from))); }
+MPK_FN void store(int8_t* to, Words x) {
+  const __m128i codes = _mm512_cvtepi32_epi8(bit_cast<__m512i>(x));
+  memcpy(to, &codes, sizeof codes);
+}
 MPK_FN Floats load(const fp16* from) { return _mm512_cvtph_ps(load_bytes<__m256i>(from)); }
 MPK_FN void store(fp16* to, Floats x) {
   const __m256i halves = _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
@@ -98,6 +104,16 @@ MPK_FN Halves narrow(Words w) {
 }
 MPK_FN Doubles low_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }
 MPK_FN Doubles high_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
+MPK_FN Floats load(const int8_t* from) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_bytes<int64_t>(from))));
+}
+MPK_FN void store(int8_t* to, Words x) {
+  const __m256i low_bytes = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                             0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+  const Words packed = bit_cast<Words>(_mm256_shuffle_epi8(bit_cast<__m256i>(x), low_bytes));
+  const uint32_t codes[2] = {packed[0], packed[4]};
+  memcpy(to, codes, sizeof codes);
+}
 MPK_FN Floats load(const fp16* from) { return _mm256_cvtph_ps(load_bytes<__m128i>(from)); }
 MPK_FN void store(fp16* to, Floats x) {
   const __m128i halves = _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT);
@@ -108,6 +124,11 @@ MPK_FN Words widen(Halves h) { return __builtin_convertvector(h, Words); }
 MPK_FN Halves narrow(Words w) { return __builtin_convertvector(w, Halves); }
 MPK_FN Doubles low_doubles(Floats x) { return Doubles{x[0], x[1]}; }
 MPK_FN Doubles high_doubles(Floats x) { return Doubles{x[2], x[3]}; }
+MPK_FN Floats load(const int8_t* from) { return __builtin_convertvector(load_bytes<Codes>(from), Floats); }
+MPK_FN void store(int8_t* to, Words x) {
+  const Codes codes = __builtin_convertvector(x, Codes);
+  memcpy(to, &codes, sizeof codes);
+}
 MPK_FN Floats load(const fp16* from) {
   return bit_cast<Floats>(fp32_bits_of_fp16<Floats>(widen(load_bytes<Halves>(from))));
 }
@@ -116,13 +137,6 @@ MPK_FN void store(fp16* to, Floats x) {
   memcpy(to, &halves, sizeof halves);
 }
 #endif
-
-// Small whole numbers: to floats, and from the low bits of words.
-MPK_FN Floats load(const int8_t* from) { return __builtin_convertvector(load_bytes<Codes>(from), Floats); }
-MPK_FN void store(int8_t* to, Words x) {
-  const Codes codes = __builtin_convertvector(x, Codes);
-  memcpy(to, &codes, sizeof codes);
-}
 
 MPK_FN Floats load(const bf16* from) { return bit_cast<Floats>(fp32_bits_of_bf16(widen(load_bytes<Halves>(from)))); }
 MPK_FN void store(bf16* to, Floats x) {

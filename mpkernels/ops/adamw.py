@@ -119,9 +119,12 @@ def _adamw(
         if param.numel() > 0:
             compute = torch.float64 if param.dtype == torch.float64 else torch.float32
             step = steps[i].reshape(()).double() + 1
-            by_value = [torch.full_like(step, x[group]) for x in (lr, beta1, beta2)]
-            tensors = bool(on_device) and on_device[group].numel() > 0
-            rate, decay1, decay2 = on_device[group].unbind() if tensors else by_value
+            rate, decay1, decay2 = (torch.full_like(step, x[group]) for x in (lr, beta1, beta2))
+            if on_device:
+                rate, decay1, decay2 = (
+                    tensor.reshape(()).double() if tensor.numel() else by_value
+                    for tensor, by_value in zip(on_device[3 * group :], (rate, decay1, decay2), strict=False)
+                )
             factor = _grad_factor(step, grad_scale, total_sumsq, max_norm) * (-1 if maximize[group] else 1)
 
             master = masters[i] if masters and masters[i].numel() else None
@@ -241,7 +244,8 @@ def adamw_(
             group_sizes; an entry of max_exp_avg_sqs, masters or scales is empty where a parameter has none, and the
             whole list where no parameter has one. A master is fp32, or an int16 remainder (ops/split.py); moments are
             fp32, bf16, or int8 with scales (ops/int8.py), those of exp_avg first. An entry of
-            on_device holds lr, beta1 and beta2 in fp64 where they are tensors, and is empty where the floats count.
+            on_device is empty, or holds lr, beta1 and beta2 of each group: one fp32 or fp64 where it is a tensor, else
+            an empty tensor.
         grad_scale: one fp32; grads are divided by it.
         found_inf: one fp32; nothing moves, no step is counted, unless it is 0.
         total_sumsq: one fp64, of the grads as they are; with it the grads are clipped to max_norm.

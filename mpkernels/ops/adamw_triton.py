@@ -21,13 +21,26 @@ from mpkernels.ops.adamw import _adamw
 # Words of a row after the common ones: addresses of grad, exp_avg, exp_avg_sq, max_exp_avg_sq or 0, the weight (param
 # or its fp32 master), the remainder or 0, step; dtypes of grad, states and weight; the group; address of scales or 0.
 ROW = tl.constexpr(_table.ROW.value + 12)
-# Words of a group: address of on_device or 0; as fp64 lr, beta1, beta2, weight_decay, eps, the grads' sign, max_norm.
-GROUP = tl.constexpr(8)
+# Words of a group: addresses of lr, beta1 and beta2 where they are tensors, else 0; the dtypes of those; as fp64 lr,
+# beta1, beta2, weight_decay, eps, the grads' sign, max_norm.
+GROUP = tl.constexpr(13)
 
 
 @triton.jit
 def load_fp64(word):
     return tl.load(word).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def hyperparameter(group, which: tl.constexpr):
+    address = tl.load(group + which)
+    value = load_fp64(group + 6 + which)
+    if address != 0:
+        if tl.load(group + 3 + which) == FP64:
+            value = tl.load(address.to(tl.pointer_type(tl.float64)))
+        else:
+            value = tl.load(address.to(tl.pointer_type(tl.float32))).to(tl.float64)
+    return value
 
 
 @triton.jit
@@ -41,20 +54,16 @@ def unscale_factor(grad_scale):
 @triton.jit
 def scalars_of(group, steps_before, grad_scale, total_sumsq):
     """All that is the same for a whole parameter, in fp64: adamw rounds it once."""
-    lr, beta1, beta2 = load_fp64(group + 1), load_fp64(group + 2), load_fp64(group + 3)
-    on_device = tl.load(group)
-    if on_device != 0:
-        tensors = on_device.to(tl.pointer_type(tl.float64))
-        lr, beta1, beta2 = tl.load(tensors), tl.load(tensors + 1), tl.load(tensors + 2)
+    lr, beta1, beta2 = hyperparameter(group, 0), hyperparameter(group, 1), hyperparameter(group, 2)
     factor = unscale_factor(grad_scale)
     if total_sumsq is not None:
-        coefficient = load_fp64(group + 7) / (tl.sqrt(tl.load(total_sumsq)) * factor + 1e-6)
+        coefficient = load_fp64(group + 12) / (tl.sqrt(tl.load(total_sumsq)) * factor + 1e-6)
         factor *= tl.where(coefficient > 1, 1, coefficient)
     step = steps_before.to(tl.float64) + 1
     correction2 = tl.sqrt(1 - tl.exp2(step * tl.log2(beta2)))
     step_size = lr / (1 - tl.exp2(step * tl.log2(beta1))) * correction2
-    decay, eps = 1 - lr * load_fp64(group + 4), load_fp64(group + 5) * correction2
-    return factor * load_fp64(group + 6), decay, 1 - beta1, beta2, 1 - beta2, step_size, eps
+    decay, eps = 1 - lr * load_fp64(group + 9), load_fp64(group + 10) * correction2
+    return factor * load_fp64(group + 11), decay, 1 - beta1, beta2, 1 - beta2, step_size, eps
 
 
 @triton.jit
@@ -264,12 +273,14 @@ def adamw_triton(
         own.append(own_words(borrowed[i], arrays, scales[i] if scales else nothing, steps[i], group))
     sign = [-1.0 if it else 1.0 for it in maximize]
     by_value = torch.tensor([lr, beta1, beta2, weight_decay, eps, sign, [max_norm] * len(lr)], dtype=torch.float64)
-    pointers = torch.tensor([[it.data_ptr() for it in on_device] or [0] * len(lr)])
-    groups = torch.cat((pointers, by_value.view(torch.int64))).t().flatten().tolist()
+    tensors = [(it.data_ptr(), _table.CODES[it.dtype]) for it in on_device] or [(0, 0)] * (3 * len(lr))
+    by_tensor = torch.tensor(tensors).view(-1, 3, 2).transpose(1, 2).reshape(-1, 6)
+    groups = torch.cat((by_tensor, by_value.view(torch.int64).t()), 1).flatten().tolist()
     table = _table.build(flat, [0] * len(flat) + groups, own)
     adamw_kernel[(table.chunks,)](
         *table, grad_scale, found_inf, total_sumsq, told, skipped_steps,
-        CHUNK=_table.CHUNK, IS_CLIPPED=max_norm < math.inf, HAS_INT8=any(it.numel() for it in scales), enable_fp_fusion=False,
+        CHUNK=_table.CHUNK, IS_CLIPPED=max_norm < math.inf, HAS_INT8=any(it.numel() for it in scales),
+        enable_fp_fusion=False,
     )  # fmt: skip
     for original, copy in loans:
         if copy is not original:
