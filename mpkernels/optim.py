@@ -101,7 +101,8 @@ class AdamW(torch.optim.AdamW):
     @property
     def step_was_skipped(self) -> Tensor | None:
         """fp32, 0-dim, on the host: 1 if an inf or NaN has cost the last step, else 0. To ask waits for no device: one
-        that has not got so far yet makes it the step before. None where nothing looked for an inf or NaN."""
+        that has not got so far yet makes it the step before. None where nothing looked for an inf or NaN. Steps under
+        torch.compile don't tell; they are counted in ``skipped_steps`` all the same."""
         return self._was_skipped.read()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -33,6 +33,20 @@ def test_torchs_own_inputs_in_lockstep(target, case):
         assert_close(ours, theirs, steps, lr)
 
 
+def test_a_hundred_steps(target):
+    """The tolerance grows with the steps: neither kernel's rounding errors pile up in one direction."""
+    ours, theirs = network(device=target.device), network(device=target.device)
+    optimizers = AdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2, foreach=False)
+    steps = 15 if target.is_interpreted else 100
+    for seed in range(steps):
+        backward(theirs, seed)
+        for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+            a.grad = b.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert_close(ours, theirs, steps, lr=1e-2)
+
+
 @pytest.mark.parametrize(
     "case",
     common_optimizers.optim_error_inputs_func_adamw("cpu", torch.float32),
@@ -89,82 +103,6 @@ def test_16_bit_parameters_learn_what_fp32_ones_learn(dtype, master, state_dtype
     want = train(wide, torch.optim.AdamW(wide.parameters(), lr=1e-4), 300)
     got = train(narrow, AdamW(narrow.parameters(), lr=1e-4, master=master, state_dtype=state_dtype), 300)
     assert abs(got - want) < 0.15 * (first - want)
-
-
-def test_max_norm_is_clip_grad_norm():
-    ours, theirs = network(), network()
-    optimizer, reference = (
-        AdamW(ours.parameters(), max_norm=0.05),
-        torch.optim.AdamW(theirs.parameters(), foreach=False),
-    )
-    for seed in range(20):
-        backward(ours, seed)
-        backward(theirs, seed)
-        grads = [param.grad.clone() for param in ours.parameters()]
-        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
-        optimizer.step()
-        reference.step()
-        assert optimizer.grad_norm.dtype == torch.float32
-        torch.testing.assert_close(optimizer.grad_norm, norm)
-        assert all(torch.equal(param.grad, grad) for param, grad in zip(ours.parameters(), grads, strict=True))
-    assert_close(ours, theirs, 40)
-
-
-def test_an_fp16_norm_beyond_65504_is_no_overflow():
-    """torch stores that norm as inf, the coefficient becomes 0, and every grad is silently zero."""
-    param = torch.nn.Parameter(torch.ones(100, dtype=F16))
-    param.grad = torch.full_like(param, 60000.0)
-    optimizer = AdamW([param], lr=0.1, max_norm=1.0)
-    optimizer.step()
-    assert optimizer.grad_norm.item() == pytest.approx(600000.0)
-    assert optimizer.skipped_steps.item() == 0
-    assert (param < 0.95).all()
-
-
-@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-@pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
-def test_the_guard_skips(dtype, bad):
-    model = network(dtype)
-    optimizer = AdamW(model.parameters(), guard=True if dtype == torch.float32 else None)
-    train(model, optimizer, 2)
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
-    backward(model, 5)
-    model[3].bias.grad[2] = bad
-    optimizer.step()
-    after = model.state_dict(), optimizer.state_dict()["state"]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
-    assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item()) == (1.0, 1.0)
-    train(model, optimizer, 1)
-    assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item()) == (0.0, 1.0)
-
-
-def test_a_plain_fp32_step_looks_at_no_grad_first():
-    model = network()
-    optimizer = AdamW(model.parameters())
-    train(model, optimizer, 1)
-    assert optimizer.grad_norm is None
-    assert optimizer.skipped_steps is None
-
-
-@pytest.mark.parametrize("user_unscales", [False, True])
-def test_under_torchs_grad_scaler(user_unscales):
-    ours, theirs = network(), network()
-    optimizers = AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), foreach=False)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4) for _ in range(2)]
-    for seed in range(20):
-        for model, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
-            backward(model, seed, scaler.scale(torch.ones(())).item())
-            if seed in (3, 11):
-                model[0].weight.grad[0, 0] = float("inf")
-            if user_unscales:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-            scaler.step(optimizer)
-            scaler.update()
-        assert scalers[0].get_scale() == scalers[1].get_scale()
-        assert_close(ours, theirs, 2 * (seed + 1))
-    assert optimizers[0].skipped_steps.item() == 2
-    assert not hasattr(optimizers[0], "grad_scale")
 
 
 def test_lr_and_betas_as_tensors_follow_a_scheduler():
@@ -252,9 +190,19 @@ def test_hooks_closure_and_zero_grad():
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_step_compiles_without_a_graph_break():
-    compiled, eager = network(), network()
-    optimizers = AdamW(compiled.parameters(), max_norm=1.0), AdamW(eager.parameters(), max_norm=1.0)
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"max_norm": 1.0}),
+        (B16, {"state_dtype": torch.int8}),
+        (F16, {"amsgrad": True}),
+    ],
+    ids=str,
+)
+def test_step_compiles_without_a_graph_break(dtype, options):
+    compiled, eager = network(dtype), network(dtype)
+    optimizers = AdamW(compiled.parameters(), **options), AdamW(eager.parameters(), **options)
     step = torch.compile(optimizers[0].step, fullgraph=True, backend="aot_eager")
     for seed in range(3):
         backward(compiled, seed)

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mpkernels
+from mpkernels.ops import grad_stats, unscale_
 from mpkernels.optim import AdamW
 from tests.networks import B16, F16
 from tests.targets import TARGETS, emulation_library
@@ -82,6 +83,23 @@ def test_bytes_that_torch_moves():
     assert traffic.bytes / SIZE - never_written == 48
 
 
+@pytest.fixture
+def launches_of():
+    """Of a call, on the emulation."""
+    target = TARGETS["cpu-cuda"]
+    if why := target.why_missing():
+        pytest.skip(why)
+    launched = ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), "emulation_launches")
+
+    def count(call):
+        before = launched.value
+        call()
+        return launched.value - before
+
+    with target.active():
+        yield count
+
+
 @pytest.mark.parametrize(
     ("options", "count", "launches"),
     [
@@ -97,17 +115,18 @@ def test_bytes_that_torch_moves():
     ],
     ids=str,
 )
-def test_launches(options, count, launches):
-    target = TARGETS["cpu-cuda"]
-    if why := target.why_missing():
-        pytest.skip(why)
-    launched = ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), "emulation_launches")
+def test_launches_of_a_step(launches_of, options, count, launches):
     optimizer = AdamW(params_of(F32, (10,) * count), **options)
-    with target.active():
-        for _ in range(2):
-            before = launched.value
-            optimizer.step()
-            assert launched.value - before == launches
+    for _ in range(2):
+        assert launches_of(optimizer.step) == launches
+
+
+@pytest.mark.parametrize(("count", "uploads"), [(1, 0), (161, 0), (1354, 0), (1355, 2), (2709, 3)])
+def test_launches_of_an_op(launches_of, count, uploads):
+    """The kernel's own is one, for any number of tensors."""
+    grads = [torch.ones(1)] * count
+    assert launches_of(lambda: grad_stats(grads)) == 1 + uploads
+    assert launches_of(lambda: unscale_(grads, torch.zeros(()), torch.ones(()))) == 1 + uploads
 
 
 class NoWaiting(TorchDispatchMode):

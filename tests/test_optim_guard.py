@@ -1,0 +1,87 @@
+"""AdamW under loss scaling, clipping and its own guard."""
+
+import copy
+
+import pytest
+import torch
+
+from mpkernels.optim import AdamW
+from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def test_max_norm_is_clip_grad_norm():
+    ours, theirs = network(), network()
+    optimizer, reference = (
+        AdamW(ours.parameters(), max_norm=0.05),
+        torch.optim.AdamW(theirs.parameters(), foreach=False),
+    )
+    for seed in range(20):
+        backward(ours, seed)
+        backward(theirs, seed)
+        grads = [param.grad.clone() for param in ours.parameters()]
+        norm = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.05)
+        optimizer.step()
+        reference.step()
+        assert optimizer.grad_norm.dtype == torch.float32
+        torch.testing.assert_close(optimizer.grad_norm, norm)
+        assert all(torch.equal(param.grad, grad) for param, grad in zip(ours.parameters(), grads, strict=True))
+    assert_close(ours, theirs, 40)
+
+
+def test_an_fp16_norm_beyond_65504_is_no_overflow():
+    """torch stores that norm as inf, the coefficient becomes 0, and every grad is silently zero."""
+    param = torch.nn.Parameter(torch.ones(100, dtype=F16))
+    param.grad = torch.full_like(param, 60000.0)
+    optimizer = AdamW([param], lr=0.1, max_norm=1.0)
+    optimizer.step()
+    assert optimizer.grad_norm.item() == pytest.approx(600000.0)
+    assert optimizer.skipped_steps.item() == 0
+    assert (param < 0.95).all()
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+@pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
+def test_the_guard_skips(dtype, bad):
+    model = network(dtype)
+    optimizer = AdamW(model.parameters(), guard=True if dtype == torch.float32 else None)
+    train(model, optimizer, 2)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    backward(model, 5)
+    model[3].bias.grad[2] = bad
+    optimizer.step()
+    after = model.state_dict(), optimizer.state_dict()["state"]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item()) == (1.0, 1.0)
+    train(model, optimizer, 1)
+    assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item()) == (0.0, 1.0)
+
+
+def test_a_plain_fp32_step_looks_at_no_grad_first():
+    model = network()
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 1)
+    assert optimizer.grad_norm is None
+    assert optimizer.skipped_steps is None
+
+
+@pytest.mark.parametrize("user_unscales", [False, True])
+def test_under_torchs_grad_scaler(user_unscales):
+    ours, theirs = network(), network()
+    optimizers = AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), foreach=False)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4) for _ in range(2)]
+    for seed in range(20):
+        for model, optimizer, scaler in zip((ours, theirs), optimizers, scalers, strict=True):
+            backward(model, seed, scaler.scale(torch.ones(())).item())
+            if seed in (3, 11):
+                model[0].weight.grad[0, 0] = float("inf")
+            if user_unscales:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+        assert scalers[0].get_scale() == scalers[1].get_scale()
+        assert_close(ours, theirs, 2 * (seed + 1))
+    assert optimizers[0].skipped_steps.item() == 2
+    assert not hasattr(optimizers[0], "grad_scale")
