@@ -45,14 +45,17 @@ struct AdamwRow {
 // What all parameters of a step share. The pointers are to the device, and null where there is no such thing.
 struct AdamwShared {
   const float* grad_scale;    // grads are divided by it
-  const float* found_inf;     // nothing moves unless it is 0
+  const float* found_inf[2];  // the scaler's and the guard's: nothing moves unless both are 0
   const double* total_sumsq;  // of the grads as they are
   double max_norm;            // inf: no clipping
   float* told;           // the norm of the unscaled grads, if total_sumsq is there; 1 if the step is skipped, else 0
   float* skipped_steps;  // counted up
 };
 
-MPK_FN bool is_skipped(const AdamwShared& shared) { return shared.found_inf && *shared.found_inf != 0; }
+MPK_FN bool is_skipped(const AdamwShared& shared) {
+  const auto says_so = [](const float* found_inf) { return found_inf && *found_inf != 0; };
+  return says_so(shared.found_inf[0]) || says_so(shared.found_inf[1]);
+}
 
 MPK_FN double unscale_factor(const AdamwShared& shared) {
   return shared.grad_scale ? static_cast<float>(1 / static_cast<double>(*shared.grad_scale)) : 1.0;

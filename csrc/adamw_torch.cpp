@@ -102,7 +102,6 @@ class AdamwCall {
 
   AdamwShared shared(const GradStatsCall* stats) const {
     const int32_t fp32 = aoti_torch_dtype_float32(), fp64 = aoti_torch_dtype_float64();
-    const Tensor* const found_inf = stats && !found_inf_ ? &stats->found_inf : found_inf_.get();
     const Tensor* const total_sumsq = stats ? &stats->total_sumsq : total_sumsq_.get();
     const auto pointer = [&](const Tensor* tensor, const char* name, int32_t dtype, int64_t size) {
       if (!tensor) return static_cast<void*>(nullptr);
@@ -111,7 +110,8 @@ class AdamwCall {
       return tensor->data();
     };
     return {static_cast<const float*>(pointer(grad_scale_.get(), "grad_scale", fp32, 1)),
-            static_cast<const float*>(pointer(found_inf, "found_inf", fp32, 1)),
+            {static_cast<const float*>(pointer(found_inf_.get(), "found_inf", fp32, 1)),
+             static_cast<const float*>(pointer(stats ? &stats->found_inf : nullptr, "found_inf", fp32, 1))},
             static_cast<const double*>(pointer(total_sumsq, "total_sumsq", fp64, 1)),
             max_norm_,
             static_cast<float*>(pointer(told_.get(), "told", fp32, 2)),

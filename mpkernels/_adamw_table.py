@@ -141,6 +141,7 @@ class Fingerprint:
         self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None], states: dict[Tensor, State]
     ) -> None:
         self.groups, self.params, self.states = list(groups), params, list(_tensors(states))
+        self.shape_of_groups = _shape(groups)
         self.present = [grad is not None for grad in grads]
 
     def fits(
@@ -149,10 +150,15 @@ class Fingerprint:
         return (
             (len(groups), len(params)) == (len(self.groups), len(self.params))
             and all(map(is_, groups, self.groups))
+            and _shape(groups) == self.shape_of_groups
             and all(map(is_, params, self.params))
             and [grad is not None for grad in grads] == self.present
             and all(map(is_, _tensors(states), self.states))
         )
+
+
+def _shape(groups: list[Group]) -> list[tuple[int, bool]]:
+    return [(len(group["params"]), group["amsgrad"]) for group in groups]
 
 
 _END = object()

@@ -131,7 +131,7 @@ class AdamW(torch.optim.AdamW):
         if guarded and not looks_inside:
             stats = [table.stats(grads) for table in tables]
             total_sumsq = _sum([each.total_sumsq for each in stats])
-            found_inf = _sum([each.found_inf for each in stats]) if found_inf is None else found_inf
+            found_inf = _sum([each.found_inf for each in stats] + ([] if found_inf is None else [found_inf]))
         told = self._start_telling(tables[0].device) if guarded or found_inf is not None else None
         self.grad_norm = told[0] if told is not None and guarded else None
         for i, table in enumerate(tables):

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+import mpkernels
 from mpkernels.optim import AdamW
 from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
 
@@ -85,3 +86,22 @@ def test_under_torchs_grad_scaler(user_unscales):
         assert_close(ours, theirs, 2 * (seed + 1))
     assert optimizers[0].skipped_steps.item() == 2
     assert not hasattr(optimizers[0], "grad_scale")
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+@pytest.mark.parametrize("options", [{"guard": True}, {"max_norm": 1.0}], ids=str)
+def test_the_guard_has_its_own_say_under_a_scaler(options, backend):
+    """The scaler looked at the grads before the user broke them."""
+    with mpkernels.backend(backend):
+        model = network()
+        optimizer, scaler = AdamW(model.parameters(), **options), torch.amp.GradScaler("cpu", init_scale=2.0)
+        for seed in range(2):
+            backward(model, seed, scaler.scale(torch.ones(())).item())
+            before = copy.deepcopy(list(model.parameters()))
+            scaler.unscale_(optimizer)
+            if seed == 1:
+                model[0].bias.grad[0] = float("nan")
+            scaler.step(optimizer)
+            scaler.update()
+        assert all(map(torch.equal, model.parameters(), before))
+        assert optimizer.skipped_steps.item() == 1

@@ -146,6 +146,18 @@ def group_added(model, optimizer):
 
 
 @change
+def moved_to_another_group(model, optimizer):
+    """The order of all parameters stays the same."""
+    params = optimizer.param_groups[0]["params"]
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.5})
+    optimizer.param_groups[1]["params"][:] = params[-2:-1]
+    del params[-2]
+    backward(model, 9)
+    optimizer.step()
+    optimizer.param_groups[1]["params"].insert(0, params.pop(-2))
+
+
+@change
 def grads_of_another_layout(model, optimizer):
     weight = model[0].weight
     weight.register_hook(lambda grad: grad.t().contiguous().t())
