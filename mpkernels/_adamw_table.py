@@ -91,7 +91,7 @@ class Table:
         try:
             planned(self._handle, params, grads, *shared, guarded)
         except RuntimeError:
-            op._check(params, grads, *self._lists, *shared)
+            op._adamw._check(params, grads, *self._lists, *shared)
             raise
         torch.autograd.graph.increment_version(params)
 

@@ -1,13 +1,13 @@
 """adamw_: one optimizer step over any list of parameters, with everything that mixed precision adds to it."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpkernels.ops import _checks, int8
+from mpkernels.ops import int8
+from mpkernels.ops._adamw_arguments import Arguments, check
 from mpkernels.ops._registry import NativeCall, define
 from mpkernels.ops.split import join, split
 
@@ -20,170 +20,70 @@ SCHEMA = (
 )
 
 
-LISTS = ("params", "grads", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters", "scales", "steps")
-OPTIONAL = ("max_exp_avg_sqs", "masters", "scales")  # may be empty, as may their entries
+@define(SCHEMA, check=check)
+def _adamw(*arguments: Any) -> None:
+    it = Arguments(*arguments)
+    _tell(it)
+    for i, group in enumerate(it.group_of_each()):
+        if it.params[i].numel() > 0:
+            moments = [it.exp_avgs[i], it.exp_avg_sqs[i]]
+            if (largest := it.entry("max_exp_avg_sqs", i)) is not None:
+                moments.append(largest)
+            scales = None if (scales := it.entry("scales", i)) is None else scales.view(len(moments), -1)
+            weight, after = _formula(_weight(it, i), it.grads[i], _decoded(moments, scales), _numbers(it, i, group))
+            for old, new in _new_weight(it, i, weight) + _encoded(moments, after, scales):
+                _put(old, new, it.found_inf)
+        _put(it.steps[i], it.steps[i] + 1, it.found_inf)
 
 
-def _check(*arguments: Any) -> None:
-    lists: dict[str, Sequence[Tensor]] = dict(zip(LISTS, arguments, strict=False))
-    params, device = lists["params"], lists["params"][0].device if lists["params"] else None
-    _checks.tensors("adamw_", "params", params, writable=True)
-    for name in LISTS[1:]:
-        if name in OPTIONAL and not lists[name]:
-            continue
-        if len(lists[name]) != len(params):
-            raise ValueError(f"adamw_: {name} must be as long as params, {len(params)}, got {len(lists[name])}")
-        dtypes = (*_checks.FLOATS, torch.int8, torch.int16)
-        _checks.tensors("adamw_", name, lists[name], device=device, dtypes=dtypes, writable=name != "grads")
-    for i, param in enumerate(params):
-        _check_row(i, param, **{name: tensors[i] for name, tensors in lists.items() if name != "params" and tensors})
-    for name, scalar, dtype in zip(
-        ("grad_scale", "found_inf", "total_sumsq", "skipped_steps"),
-        (*arguments[16:19], arguments[21]),
-        (torch.float32, torch.float32, torch.float64, torch.float32),
-        strict=True,
-    ):
-        if scalar is not None:
-            _checks.scalar("adamw_", name, scalar, like=params[0] if params else None, dtype=dtype)
+class Numbers(NamedTuple):
+    """What is the same for all elements of a parameter, in fp64: rounded once to the computing dtype."""
+
+    grad_factor: Tensor
+    decay: Tensor
+    weight1: Tensor
+    beta2: Tensor
+    weight2: Tensor
+    step_size: Tensor
+    eps: Tensor
 
 
-def _check_row(
-    i: int,
-    param: Tensor,
-    grads: Tensor,
-    exp_avgs: Tensor,
-    exp_avg_sqs: Tensor,
-    steps: Tensor,
-    max_exp_avg_sqs: Tensor | None = None,
-    masters: Tensor | None = None,
-    scales: Tensor | None = None,
-) -> None:
-    """What the tensors of one parameter must be to each other."""
-    _checks.scalar("adamw_", f"steps[{i}]", steps, like=param)
-    states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": max_exp_avg_sqs}
-    for name, tensor in {"grads": grads, **states, "masters": masters}.items():
-        if tensor is None or (name in OPTIONAL and tensor.numel() == 0):
-            continue
-        if tensor.shape != param.shape:
-            raise ValueError(
-                f"adamw_: {name}[{i}] must have the parameter's shape {tuple(param.shape)}, got {tuple(tensor.shape)}"
-            )
-        is_wide = tensor.dtype == torch.float64
-        if is_wide != (param.dtype == torch.float64) and name != "masters":
-            raise TypeError(
-                f"adamw_: {name}[{i}] must be fp64 where its parameter is, and only there, got {tensor.dtype}"
-            )
-        if name == "grads" and tensor.dtype not in _checks.FLOATS:
-            raise TypeError(f"adamw_: grads[{i}] must be one of fp16, bf16, fp32, fp64, got {tensor.dtype}")
-        if name in states and (tensor.dtype != exp_avgs.dtype or tensor.dtype in (torch.float16, torch.int16)):
-            raise TypeError(f"adamw_: {name}[{i}] must be fp32, bf16 or int8, like exp_avgs[{i}], got {tensor.dtype}")
-    has_scales = scales is not None and scales.numel() > 0
-    if param.numel() > 0 and has_scales != (exp_avgs.dtype == torch.int8):
-        raise TypeError(f"adamw_: scales[{i}] must be there for int8 moments, and only there, got {exp_avgs.dtype}")
-    if masters is None or masters.numel() == 0:
-        return
-    if param.dtype not in (torch.bfloat16, torch.float16) or masters.dtype not in (torch.int16, torch.float32):
-        raise TypeError(
-            f"adamw_: masters[{i}] must be int16 or fp32, for a 16-bit parameter, got {masters.dtype} for {param.dtype}"
+def _formula(weight: Tensor, grad: Tensor, moments: list[Tensor], numbers: Numbers) -> tuple[Tensor, list[Tensor]]:
+    """torch.optim.AdamW's order (foreach=False), but that the root's bias correction is in step_size and eps."""
+    by = Numbers(*(number.to(weight.dtype) for number in numbers))
+    exp_avg, exp_avg_sq, *largest = moments
+    grad = grad.to(weight.dtype) * by.grad_factor
+    weight = weight * by.decay
+    exp_avg = exp_avg + (grad - exp_avg) * by.weight1
+    exp_avg_sq = exp_avg_sq * by.beta2 + grad * by.weight2 * grad
+    largest = [torch.maximum(before, exp_avg_sq) for before in largest]
+    root = [exp_avg_sq, *largest][-1].double().sqrt().to(weight.dtype)  # torch's fp32 root is an ulp off at times
+    weight = weight - by.step_size * exp_avg / (root + by.eps)
+    return weight, [exp_avg, exp_avg_sq, *largest]
+
+
+def _numbers(it: Arguments, i: int, group: int) -> Numbers:
+    step = it.steps[i].reshape(()).double() + 1
+    lr, beta1, beta2 = (torch.full_like(step, x[group]) for x in (it.lr, it.beta1, it.beta2))
+    if it.on_device:
+        lr, beta1, beta2 = (
+            tensor.reshape(()).double() if tensor.numel() else by_value
+            for tensor, by_value in zip(it.on_device[3 * group :], (lr, beta1, beta2), strict=False)
         )
-
-
-@define(SCHEMA, check=_check)
-def _adamw(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    group_sizes: Sequence[int],
-    lr: Sequence[float],
-    beta1: Sequence[float],
-    beta2: Sequence[float],
-    weight_decay: Sequence[float],
-    eps: Sequence[float],
-    maximize: Sequence[bool],
-    on_device: Sequence[Tensor],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    total_sumsq: Tensor | None,
-    max_norm: float,
-    told: Tensor | None,
-    skipped_steps: Tensor | None,
-) -> None:
-    _tell(grad_scale, found_inf, total_sumsq, told, skipped_steps)
-    group_of = [group for group, size in enumerate(group_sizes) for _ in range(size)]
-    for i, (param, group) in enumerate(zip(params, group_of, strict=True)):
-        if param.numel() > 0:
-            compute = torch.float64 if param.dtype == torch.float64 else torch.float32
-            step = steps[i].reshape(()).double() + 1
-            rate, decay1, decay2 = (torch.full_like(step, x[group]) for x in (lr, beta1, beta2))
-            if on_device:
-                rate, decay1, decay2 = (
-                    tensor.reshape(()).double() if tensor.numel() else by_value
-                    for tensor, by_value in zip(on_device[3 * group :], (rate, decay1, decay2), strict=False)
-                )
-            factor = _grad_factor(step, grad_scale, total_sumsq, max_norm) * (-1 if maximize[group] else 1)
-
-            master = masters[i] if masters and masters[i].numel() else None
-            if master is None:
-                weight = param.to(compute)
-            else:
-                weight = master if master.dtype == torch.float32 else join(param, master)
-            grad = grads[i].to(compute) * factor.to(compute)
-            weight = weight * (1 - rate * weight_decay[group]).to(compute)
-            moments = [exp_avgs[i], exp_avg_sqs[i]]
-            if max_exp_avg_sqs and max_exp_avg_sqs[i].numel():
-                moments.append(max_exp_avg_sqs[i])
-            in_8_bits = scales[i].view(len(moments), -1) if moments[0].dtype == torch.int8 else None
-            exp_avg, exp_avg_sq, *before = (
-                moment.to(compute) if in_8_bits is None else int8.decode(moment, in_8_bits[k], squared=k > 0)
-                for k, moment in enumerate(moments)
-            )
-            exp_avg = exp_avg + (grad - exp_avg) * (1 - decay1).to(compute)
-            exp_avg_sq = exp_avg_sq * decay2.to(compute) + grad * (1 - decay2).to(compute) * grad
-            largest = exp_avg_sq
-            if before:
-                largest = torch.maximum(before[0], exp_avg_sq)
-            root = largest.double().sqrt().to(compute)  # torch's fp32 root is an ulp off at times on a CPU
-            correction2 = (1 - decay2**step).sqrt()  # of the root, taken to the other side: one division less
-            step_size = (rate / (1 - decay1**step) * correction2).to(compute)
-            weight = weight - step_size * exp_avg / (root + (eps[group] * correction2).to(compute))
-
-            if master is None:
-                new = [(param, weight)]
-            elif master.dtype == torch.float32:
-                new = [(param, weight), (master, weight)]
-            else:
-                new = list(zip((param, master), split(weight, param.dtype), strict=True))
-            for k, (moment, value) in enumerate(zip(moments, (exp_avg, exp_avg_sq, largest), strict=False)):
-                if in_8_bits is None:
-                    new.append((moment, value))
-                else:
-                    codes, scale = int8.encode(_laid_out_like(moment, value), squared=k > 0)
-                    new += [(moment, codes), (in_8_bits[k], scale)]
-            for old, value in new:
-                _put(old, value, found_inf)
-        _put(steps[i], steps[i] + 1, found_inf)
-
-
-def _tell(
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    total_sumsq: Tensor | None,
-    told: Tensor | None,
-    skipped_steps: Tensor | None,
-) -> None:
-    """The norm of the unscaled grads, and whether the step is skipped."""
-    is_skipped = None if found_inf is None else (found_inf.reshape(()) != 0).float()
-    if told is not None and total_sumsq is not None:
-        told[0] = total_sumsq.reshape(()).sqrt() * _unscale_factor(total_sumsq, grad_scale)
-    if told is not None:
-        told[1] = 0.0 if is_skipped is None else is_skipped
-    if skipped_steps is not None and is_skipped is not None:
-        skipped_steps += is_skipped
+    factor = _unscale_factor(step, it.grad_scale)
+    if it.total_sumsq is not None and it.max_norm < math.inf:
+        norm = it.total_sumsq.reshape(()).sqrt() * factor
+        factor = factor * (it.max_norm / (norm + 1e-6)).clamp(max=1)
+    correction2 = (1 - beta2**step).sqrt()
+    return Numbers(
+        grad_factor=-factor if it.maximize[group] else factor,
+        decay=1 - lr * it.weight_decay[group],
+        weight1=1 - beta1,
+        beta2=beta2,
+        weight2=1 - beta2,
+        step_size=lr / (1 - beta1**step) * correction2,
+        eps=it.eps[group] * correction2,
+    )
 
 
 def _unscale_factor(like: Tensor, grad_scale: Tensor | None) -> Tensor:
@@ -192,18 +92,50 @@ def _unscale_factor(like: Tensor, grad_scale: Tensor | None) -> Tensor:
     return (1 / grad_scale.reshape(()).double()).float().double()
 
 
-def _laid_out_like(like: Tensor, values: Tensor) -> Tensor:
-    """Codes share a scale with their neighbours in memory."""
-    return torch.empty_like(like, dtype=values.dtype).copy_(values)
+def _tell(it: Arguments) -> None:
+    """The norm of the unscaled grads, and whether the step is skipped."""
+    is_skipped = None if it.found_inf is None else (it.found_inf.reshape(()) != 0).float()
+    if it.told is not None and it.total_sumsq is not None:
+        it.told[0] = it.total_sumsq.reshape(()).sqrt() * _unscale_factor(it.total_sumsq, it.grad_scale)
+    if it.told is not None:
+        it.told[1] = 0.0 if is_skipped is None else is_skipped
+    if it.skipped_steps is not None and is_skipped is not None:
+        it.skipped_steps.add_(is_skipped)
 
 
-def _grad_factor(like: Tensor, grad_scale: Tensor | None, total_sumsq: Tensor | None, max_norm: float) -> Tensor:
-    """What a grad is multiplied with: 1 / scale, and the clip coefficient."""
-    factor = _unscale_factor(like, grad_scale)
-    if total_sumsq is not None and max_norm < math.inf:
-        norm = total_sumsq.reshape(()).sqrt() * factor
-        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1)
-    return factor
+def _weight(it: Arguments, i: int) -> Tensor:
+    """The true one, in the computing dtype."""
+    param, master = it.params[i], it.entry("masters", i)
+    if master is None:
+        return param.to(torch.promote_types(param.dtype, torch.float32))
+    return master if master.dtype == torch.float32 else join(param, master)
+
+
+def _new_weight(it: Arguments, i: int, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """What replaces what."""
+    param, master = it.params[i], it.entry("masters", i)
+    if master is None:
+        return [(param, weight)]
+    if master.dtype == torch.float32:
+        return [(param, weight), (master, weight)]
+    return list(zip((param, master), split(weight, param.dtype), strict=True))
+
+
+def _decoded(moments: list[Tensor], scales: Tensor | None) -> list[Tensor]:
+    if scales is None:
+        return [moment.to(torch.promote_types(moment.dtype, torch.float32)) for moment in moments]
+    return [int8.decode(moment, scales[k], squared=k > 0) for k, moment in enumerate(moments)]
+
+
+def _encoded(moments: list[Tensor], values: list[Tensor], scales: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    """What replaces what. Codes share a scale with their neighbours in memory, in the order that they have."""
+    if scales is None:
+        return list(zip(moments, values, strict=True))
+    pairs = []
+    for k, (moment, value) in enumerate(zip(moments, values, strict=True)):
+        codes, scale = int8.encode(torch.empty_like(moment, dtype=value.dtype).copy_(value), squared=k > 0)
+        pairs += [(moment, codes), (scales[k], scale)]
+    return pairs
 
 
 def _put(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:

@@ -4,6 +4,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import triton
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from mpkernels.ops import _int8_kernel as int8
 from mpkernels.ops import _table
+from mpkernels.ops._adamw_arguments import Arguments
 from mpkernels.ops._int8_kernel import QUANTIZED
 from mpkernels.ops._registry import implement
 from mpkernels.ops._split_kernel import join, split
@@ -229,57 +231,41 @@ def own_words(grad: Tensor, arrays: Sequence[Tensor], scales: Tensor, step: Tens
     return [*addresses, master.data_ptr() if is_split else 0, step.data_ptr(), *dtypes, group, scales.data_ptr()]
 
 
-@implement(_adamw)
-def adamw_triton(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    max_exp_avg_sqs: Sequence[Tensor],
-    masters: Sequence[Tensor],
-    scales: Sequence[Tensor],
-    steps: Sequence[Tensor],
-    group_sizes: Sequence[int],
-    lr: Sequence[float],
-    beta1: Sequence[float],
-    beta2: Sequence[float],
-    weight_decay: Sequence[float],
-    eps: Sequence[float],
-    maximize: Sequence[bool],
-    on_device: Sequence[Tensor],
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    total_sumsq: Tensor | None,
-    max_norm: float,
-    told: Tensor | None,
-    skipped_steps: Tensor | None,
-) -> None:
-    if not params:
-        return
-    nothing = params[0].new_empty(0)  # whose address is 0
-    group_of = [group for group, size in enumerate(group_sizes) for _ in range(size)]
-    loans: list[tuple[Tensor, Tensor]] = []
-    flat, own, borrowed = [], [], []
-    for i, group in enumerate(group_of):
-        # Codes stay in the order that they have: each block of it shares a scale.
-        like = exp_avgs[i] if exp_avgs[i].dtype == torch.int8 else params[i]
-        arrays = [nothing] * 5
-        for k, it in enumerate((params, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters)):
-            if it and it[i].numel():
-                arrays[k] = _table.lend(it[i], like)
-                loans.append((it[i], arrays[k]))
-        flat.append(arrays[0])
-        borrowed.append(_table.lend(grads[i], like))
-        own.append(own_words(borrowed[i], arrays, scales[i] if scales else nothing, steps[i], group))
-    sign = [-1.0 if it else 1.0 for it in maximize]
-    by_value = torch.tensor([lr, beta1, beta2, weight_decay, eps, sign, [max_norm] * len(lr)], dtype=torch.float64)
-    tensors = [(it.data_ptr(), _table.CODES[it.dtype]) for it in on_device] or [(0, 0)] * (3 * len(lr))
+def group_words(call: Arguments) -> list[int]:
+    groups = len(call.lr)
+    sign = [-1.0 if it else 1.0 for it in call.maximize]
+    numbers = (call.lr, call.beta1, call.beta2, call.weight_decay, call.eps, sign, [call.max_norm] * groups)
+    by_value = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).t()
+    tensors = [(it.data_ptr(), _table.CODES[it.dtype]) for it in call.on_device] or [(0, 0)] * (3 * groups)
     by_tensor = torch.tensor(tensors).view(-1, 3, 2).transpose(1, 2).reshape(-1, 6)
-    groups = torch.cat((by_tensor, by_value.view(torch.int64).t()), 1).flatten().tolist()
-    table = _table.build(flat, [0] * len(flat) + groups, own)
+    words: list[int] = torch.cat((by_tensor, by_value), 1).flatten().tolist()
+    return words
+
+
+@implement(_adamw)
+def adamw_triton(*arguments: Any) -> None:
+    call = Arguments(*arguments)
+    if not call.params:
+        return
+    nothing = call.params[0].new_empty(0)  # whose address is 0
+    loans: list[tuple[Tensor, Tensor]] = []
+    flat, own, grads = [], [], []
+    for i, group in enumerate(call.group_of_each()):
+        # Codes stay in the order that they have: each block of it shares a scale.
+        like = call.exp_avgs[i] if call.exp_avgs[i].dtype == torch.int8 else call.params[i]
+        arrays = []
+        for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "masters"):
+            tensor = call.entry(name, i)
+            arrays.append(nothing if tensor is None else _table.lend(tensor, like))
+            if tensor is not None:
+                loans.append((tensor, arrays[-1]))
+        flat.append(arrays[0])
+        grads.append(_table.lend(call.grads[i], like))
+        own.append(own_words(grads[i], arrays, call.scales[i] if call.scales else nothing, call.steps[i], group))
+    table = _table.build(flat, [0] * len(flat) + group_words(call), own)
     adamw_kernel[(table.chunks,)](
-        *table, grad_scale, found_inf, total_sumsq, told, skipped_steps,
-        CHUNK=_table.CHUNK, IS_CLIPPED=max_norm < math.inf, HAS_INT8=any(it.numel() for it in scales),
+        *table, call.grad_scale, call.found_inf, call.total_sumsq, call.told, call.skipped_steps,
+        CHUNK=_table.CHUNK, IS_CLIPPED=call.max_norm < math.inf, HAS_INT8=any(it.numel() for it in call.scales),
         enable_fp_fusion=False,
     )  # fmt: skip
     for original, copy in loans:
