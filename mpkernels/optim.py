@@ -38,6 +38,7 @@ class AdamW(torch.optim.AdamW):
     _step_supports_amp_scaling = (
         True  # torch's GradScaler hands over its scale and found_inf and leaves the grads alone
     )
+    _finds_inf = True  # ours hands over its scale alone, and finds found_inf here after the step
 
     def __init__(
         self,
@@ -125,7 +126,8 @@ class AdamW(torch.optim.AdamW):
             return
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        guarded, total_sumsq = self._is_guarded(found_inf, tables), None
+        is_asked = grad_scale is not None and found_inf is None  # by our GradScaler, whether there is an inf
+        guarded, total_sumsq = is_asked or self._is_guarded(found_inf, tables), None
         looks_inside = guarded and len(tables) == 1 and tables[0].can_look_at_grads()
         if guarded and not looks_inside:
             stats = [table.stats(grads) for table in tables]
@@ -144,6 +146,8 @@ class AdamW(torch.optim.AdamW):
                 skipped_steps=self.skipped_steps if i == 0 and told is not None else None,
                 guarded=looks_inside,
             )
+        if told is not None and is_asked:
+            self.found_inf = told[1]
         if told is not None and not torch.compiler.is_compiling():
             self._was_skipped.send(told[1])
 

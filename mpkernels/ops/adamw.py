@@ -113,7 +113,8 @@ def _adamw(
     told: Tensor | None,
     skipped_steps: Tensor | None,
 ) -> None:
-    _tell(grad_scale, found_inf, total_sumsq, told, skipped_steps)
+    is_skipped = _is_skipped(grad_scale, found_inf, total_sumsq)
+    _tell(is_skipped, grad_scale, total_sumsq, told, skipped_steps)
     group_of = [group for group, size in enumerate(group_sizes) for _ in range(size)]
     for i, (param, group) in enumerate(zip(params, group_of, strict=True)):
         if param.numel() > 0:
@@ -162,25 +163,37 @@ def _adamw(
                     codes, scale = int8.encode(_laid_out_like(moment, value), squared=k > 0)
                     new += [(moment, codes), (in_8_bits[k], scale)]
             for old, value in new:
-                _put(old, value, found_inf)
-        _put(steps[i], steps[i] + 1, found_inf)
+                _put(old, value, is_skipped)
+        _put(steps[i], steps[i] + 1, is_skipped)
+
+
+def _is_skipped(grad_scale: Tensor | None, found_inf: Tensor | None, total_sumsq: Tensor | None) -> Tensor | None:
+    """Finite grads overflow, too, where a scale below 1 is taken off them: their norm is then beyond fp32."""
+    is_skipped = None if found_inf is None else found_inf.reshape(()) != 0
+    if grad_scale is not None and total_sumsq is not None:
+        is_beyond = _unscaled_norm(grad_scale, total_sumsq) > torch.finfo(torch.float32).max
+        is_skipped = is_beyond if is_skipped is None else is_skipped | is_beyond
+    return is_skipped
 
 
 def _tell(
+    is_skipped: Tensor | None,
     grad_scale: Tensor | None,
-    found_inf: Tensor | None,
     total_sumsq: Tensor | None,
     told: Tensor | None,
     skipped_steps: Tensor | None,
 ) -> None:
     """The norm of the unscaled grads, and whether the step is skipped."""
-    is_skipped = None if found_inf is None else (found_inf.reshape(()) != 0).float()
     if told is not None and total_sumsq is not None:
-        told[0] = total_sumsq.reshape(()).sqrt() * _unscale_factor(total_sumsq, grad_scale)
+        told[0] = _unscaled_norm(grad_scale, total_sumsq)
     if told is not None:
         told[1] = 0.0 if is_skipped is None else is_skipped
     if skipped_steps is not None and is_skipped is not None:
         skipped_steps += is_skipped
+
+
+def _unscaled_norm(grad_scale: Tensor | None, total_sumsq: Tensor) -> Tensor:
+    return total_sumsq.reshape(()).sqrt() * _unscale_factor(total_sumsq, grad_scale)
 
 
 def _unscale_factor(like: Tensor, grad_scale: Tensor | None) -> Tensor:
@@ -198,15 +211,14 @@ def _grad_factor(like: Tensor, grad_scale: Tensor | None, total_sumsq: Tensor | 
     """What a grad is multiplied with: 1 / scale, and the clip coefficient."""
     factor = _unscale_factor(like, grad_scale)
     if total_sumsq is not None and max_norm < math.inf:
-        norm = total_sumsq.reshape(()).sqrt() * factor
-        factor = factor * (max_norm / (norm + 1e-6)).clamp(max=1)
+        factor = factor * (max_norm / (_unscaled_norm(grad_scale, total_sumsq) + 1e-6)).clamp(max=1)
     return factor
 
 
-def _put(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
+def _put(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
     """Nothing moves on an overflow."""
     new = new.to(old.dtype)
-    old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) != 0, old, new))
+    old.copy_(new if is_skipped is None else torch.where(is_skipped, old, new))
 
 
 # The same over states that C++ holds on to: handing over all lists takes longer than stepping what is in them (measured
@@ -244,7 +256,8 @@ def adamw_(
             on_device holds lr, beta1 and beta2 in fp64 where they are tensors, and is empty where the floats count.
         grad_scale: one fp32; grads are divided by it.
         found_inf: one fp32; nothing moves, no step is counted, unless it is 0.
-        total_sumsq: one fp64, of the grads as they are; with it the grads are clipped to max_norm.
+        total_sumsq: one fp64, of the grads as they are; with it the grads are clipped to max_norm, and nothing moves if
+            their norm without grad_scale is beyond fp32.
         told: two fp32; the first becomes the norm of the unscaled grads if total_sumsq is given, the second 1 if the
             step is skipped, else 0.
         skipped_steps: one fp32, counted up if the step is skipped.
