@@ -54,7 +54,7 @@ def clip_grad_norm_(
             "set `error_if_nonfinite=False`"
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    _scale(grads, torch.where(norm.isfinite(), coefficient, 1.0))
+    _scale(grads, coefficient.masked_fill_(norm.isfinite().logical_not(), 1.0))
     return norm
 
 

@@ -1,5 +1,8 @@
 """Whether an optimizer's grads hold an inf or NaN, told on the device of the scale."""
 
+from collections.abc import Iterator
+from itertools import chain
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -26,7 +29,7 @@ def look(optimizer: Optimizer, scale: Tensor) -> FoundInf:
     for device, grads in _grads_by_device(optimizer).items():
         stats = grad_stats(grads)
         norm = stats.total_sumsq.sqrt() / scale.to(device, non_blocking=True)
-        found_infs.append(torch.where(norm > torch.finfo(torch.float32).max, 1.0, stats.found_inf))
+        found_infs.append(torch.maximum(stats.found_inf, (norm > torch.finfo(torch.float32).max).float()))
     return _together(found_infs, scale.device)
 
 
@@ -35,10 +38,19 @@ def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
     return {device: there[0] if len(there) == 1 else torch.stack(there).amax()} if there else {}
 
 
+def first_device(optimizer: Optimizer) -> torch.device | None:
+    """Of the first grad, if there is one."""
+    return next((param.grad.device for param in _params(optimizer) if param.grad is not None), None)
+
+
+def _params(optimizer: Optimizer) -> Iterator[Tensor]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
 def _grads_by_device(optimizer: Optimizer) -> dict[torch.device, list[Tensor]]:
     """Of a sparse one, the values."""
     grads: dict[torch.device, list[Tensor]] = {}
-    for param in (param for group in optimizer.param_groups for param in group["params"]):
+    for param in _params(optimizer):
         if param.grad is None:
             continue
         if param.grad.is_sparse and param.grad.dtype is torch.float16:

@@ -17,12 +17,7 @@ from mpkernels.ops import update_scale_
 __all__ = ["GradScaler", "autocast", "clip_grad_norm_"]
 
 
-_HANDED_OVER = ("grad_scale", "found_inf")
-
-
-def _take_back(optimizer: Optimizer) -> dict[str, Any]:
-    """What a scaler hands over to an optimizer before its step."""
-    return {name: vars(optimizer).pop(name) for name in _HANDED_OVER if name in vars(optimizer)}
+_HANDED_OVER = ("grad_scale", "found_inf", "told")  # what an optimizer holds of a scaler's during a step
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -122,11 +117,13 @@ class GradScaler(torch.amp.GradScaler):
         return getattr(optimizer, "_finds_inf", False) and (state is None or state["stage"] is OptState.READY)
 
     def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        preset = getattr(optimizer, "grad_scale", None)
+        preset, device = getattr(optimizer, "grad_scale", None), _found_inf.first_device(optimizer)
         optimizer.grad_scale = self._scale if preset is None else self._scale * preset
+        # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
+        told = optimizer.told = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
         result: float | None = optimizer.step(*args, **kwargs)
-        found_inf = _take_back(optimizer).get("found_inf")  # none if no parameter had a grad
-        found_infs = {} if found_inf is None else {found_inf.device: found_inf}
+        _take_back(optimizer)
+        found_infs = {} if told is None else {device: told[1]}
         self._per_optimizer_states[id(optimizer)] = {"stage": OptState.STEPPED, "found_inf_per_device": found_infs}
         return result
 
@@ -204,3 +201,8 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         own = {"_init_overflows": self._count_overflows(), "_overflows": None, "_was_skipped": Late()}
         return super().__getstate__() | own
+
+
+def _take_back(optimizer: Optimizer) -> None:
+    for name in _HANDED_OVER:
+        vars(optimizer).pop(name, None)

@@ -32,13 +32,13 @@ class AdamW(torch.optim.AdamW):
             an fp32 scale for 256 of them (csrc/int8.h states the error). fp64 and complex parameters keep full moments.
         max_norm: clips the global norm of the grads inside the step, as ``clip_grad_norm_`` would.
         guard: skips a step whose grads hold an inf or NaN, also without a scaler. None: on where ``max_norm`` is given
-            or a parameter has 16 bits.
+            or a parameter has 16 bits. Under a scaler such steps are skipped, whatever it is.
     """
 
     _step_supports_amp_scaling = (
         True  # torch's GradScaler hands over its scale and found_inf and leaves the grads alone
     )
-    _finds_inf = True  # ours hands over its scale alone, and finds found_inf here after the step
+    _finds_inf = True  # ours hands over its scale and `told`, where it then reads whether a step was skipped
 
     def __init__(
         self,
@@ -126,8 +126,7 @@ class AdamW(torch.optim.AdamW):
             return
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None)
-        is_asked = grad_scale is not None and found_inf is None  # by our GradScaler, whether there is an inf
-        guarded, total_sumsq = is_asked or self._is_guarded(found_inf, tables), None
+        guarded, total_sumsq = self._is_guarded(found_inf, tables), None
         looks_inside = guarded and len(tables) == 1 and tables[0].can_look_at_grads()
         if guarded and not looks_inside:
             stats = [table.stats(grads) for table in tables]
@@ -146,8 +145,6 @@ class AdamW(torch.optim.AdamW):
                 skipped_steps=self.skipped_steps if i == 0 and told is not None else None,
                 guarded=looks_inside,
             )
-        if told is not None and is_asked:
-            self.found_inf = told[1]
         if told is not None and not torch.compiler.is_compiling():
             self._was_skipped.send(told[1])
 
@@ -182,11 +179,12 @@ class AdamW(torch.optim.AdamW):
     def _start_telling(self, device: torch.device) -> Tensor:
         if self.skipped_steps is None:
             self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
-        return torch.empty(2, dtype=torch.float32, device=device)
+        told: Tensor | None = getattr(self, "told", None)
+        return torch.empty(2, dtype=torch.float32, device=device) if told is None else told
 
     def _is_guarded(self, found_inf: Tensor | None, tables: list[Table]) -> bool:
         """Whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
-        if self.max_norm is not None or self.guard:
+        if self.max_norm is not None or self.guard or getattr(self, "told", None) is not None:
             return True
         return self.guard is None and found_inf is None and any(table.has_16_bit_parameters for table in tables)
 

@@ -8,8 +8,7 @@ import torch
 
 from mpkernels.amp import GradScaler
 from tests.networks import one_thread
-from tests.test_amp import OPTIMIZERS
-from tests.test_amp_beyond import SCALINGS, iterate, one_param
+from tests.test_amp import OPTIMIZERS, SCALINGS, iterate, one_param
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
