@@ -26,6 +26,7 @@ SCALINGS = {
     "scheduled": {"scaling": [(0, 8.0), (2, 16.0)]},
 }
 INIT = {"init_scale": 2.0**10, "growth_interval": 2}
+NEW_SCALES = 512.0, torch.tensor(2048.0), torch.ones(2), torch.ones((), requires_grad=True)
 which = st.integers(0, 1)
 EVENTS = st.one_of(
     st.tuples(st.just("backward"), which, st.sampled_from([None, None, None, float("inf"), float("nan")])),
@@ -33,7 +34,7 @@ EVENTS = st.one_of(
     st.tuples(st.just("clip"), which),
     st.tuples(st.just("step"), which),
     st.tuples(st.just("step_with_closure"), which),
-    st.tuples(st.just("update"), st.sampled_from([None, None, None, 512.0, torch.tensor(2048.0), torch.ones(2)])),
+    st.tuples(st.just("update"), st.sampled_from([None, None, None, *NEW_SCALES])),
     st.tuples(st.just("zero_grad"), which),
     st.tuples(st.just("resume")),
     st.tuples(st.just("pickle")),
@@ -166,7 +167,8 @@ def test_what_must_raise_raises():
         [("backward", 0, None), ("step", 1)],
         [("backward", 0, None), ("step_with_closure", 0)],
         [("backward", 0, None), ("step", 0), ("pickle",)],
-        [("backward", 0, None), ("update", torch.ones(2))],
+        [("backward", 0, None), ("update", NEW_SCALES[2])],
+        [("backward", 0, None), ("update", NEW_SCALES[3])],
     ):
         for name in ("SGD", "our AdamW"):
             side = Side(GradScaler("cpu", **INIT), OPTIMIZERS[name], torch.device("cpu"))

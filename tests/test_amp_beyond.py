@@ -136,6 +136,8 @@ def test_a_scaler_is_pickled_as_it_is():
         for bad in (float("inf"), None, float("inf")):
             iterate(scaler, param, optimizer, bad)
         twin = pickle.loads(pickle.dumps(scaler))
+        assert not any(isinstance(value, torch.Tensor) for value in vars(twin).values())  # they may have no such device
+        assert twin.step_was_skipped is None
         for bad in (float("inf"), None):
             assert iterate(twin, param, optimizer, bad) == iterate(scaler, param, optimizer, bad)
             assert twin.state_dict() == scaler.state_dict()

@@ -82,6 +82,15 @@ def test_sparse_grads(coalesced):
     torch.testing.assert_close(weight.float(), run(GradScaler, torch.float32)[0], rtol=0, atol=2e-2)
 
 
+def test_a_sparse_fp16_grad_that_overflows_when_its_values_are_added_up():
+    embedding, scaler = torch.nn.Embedding(10, 3, sparse=True).half(), GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    scaler.scale((embedding(torch.tensor([1, 1])) * 40000).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 0.5
+
+
 def test_a_loop_of_autocast_unscale_and_clip():
     """The usual one, but for the import; with gradients that add up over two backwards."""
     results = []

@@ -145,6 +145,14 @@ def test_our_adamw_hands_its_verdict_back(target, dtype, options):
     assert not vars(optimizer).keys() & {"grad_scale", "found_inf", "told"}
 
 
+def test_a_scale_that_the_user_took_part_in():
+    """torch multiplies its own by one that it finds on the optimizer."""
+    param, optimizer = one_param(OPTIMIZERS["our AdamW"])
+    optimizer.grad_scale = torch.full((), 4.0)
+    iterate(GradScaler("cpu", init_scale=8.0), param, optimizer)
+    assert optimizer.grad_norm.item() == pytest.approx(3**0.5 / 4)
+
+
 def test_our_adamw_releases_its_grads_under_our_scaler():
     model, scaler = network(B16), GradScaler("cpu", init_scale=8.0)
     optimizer = AdamW(model.parameters(), lr=0.1)
