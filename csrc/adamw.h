@@ -52,20 +52,25 @@ struct AdamwShared {
   float* skipped_steps;  // counted up
 };
 
-MPK_FN bool is_skipped(const AdamwShared& shared) {
-  const auto says_so = [](const float* found_inf) { return found_inf && *found_inf != 0; };
-  return says_so(shared.found_inf[0]) || says_so(shared.found_inf[1]);
-}
-
 MPK_FN double unscale_factor(const AdamwShared& shared) {
   return shared.grad_scale ? static_cast<float>(1 / static_cast<double>(*shared.grad_scale)) : 1.0;
+}
+
+MPK_FN double unscaled_norm(const AdamwShared& shared) { return sqrt(*shared.total_sumsq) * unscale_factor(shared); }
+
+// Finite grads overflow, too, where a scale below 1 is taken off them: their norm is then beyond fp32.
+MPK_FN bool is_skipped(const AdamwShared& shared) {
+  for (const float* found_inf : shared.found_inf) {
+    if (found_inf && *found_inf != 0) return true;
+  }
+  return shared.grad_scale && shared.total_sumsq && unscaled_norm(shared) > 0x1.fffffep127;
 }
 
 // What the optimizer says of the step.
 MPK_FN void tell(const AdamwShared& shared) {
   const bool skipped = is_skipped(shared);
   if (shared.told) {
-    if (shared.total_sumsq) shared.told[0] = static_cast<float>(sqrt(*shared.total_sumsq) * unscale_factor(shared));
+    if (shared.total_sumsq) shared.told[0] = static_cast<float>(unscaled_norm(shared));
     shared.told[1] = skipped ? 1.0f : 0.0f;
   }
   if (shared.skipped_steps && skipped) *shared.skipped_steps += 1;
@@ -92,7 +97,7 @@ MPK_FN AdamwScalars<C> adamw_scalars(const AdamwRow& row, const AdamwShared& sha
   const double step = static_cast<double>(*row.step) + 1;
   double factor = unscale_factor(shared);
   if (shared.total_sumsq && shared.max_norm < INFINITY) {
-    const double coefficient = shared.max_norm / (sqrt(*shared.total_sumsq) * factor + 1e-6);
+    const double coefficient = shared.max_norm / (unscaled_norm(shared) + 1e-6);
     if (!(coefficient >= 1)) factor *= coefficient;  // NaN stays NaN
   }
   if (group.maximize) factor = -factor;

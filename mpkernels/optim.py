@@ -32,12 +32,13 @@ class AdamW(torch.optim.AdamW):
             an fp32 scale for 256 of them (csrc/int8.h states the error). fp64 and complex parameters keep full moments.
         max_norm: clips the global norm of the grads inside the step, as ``clip_grad_norm_`` would.
         guard: skips a step whose grads hold an inf or NaN, also without a scaler. None: on where ``max_norm`` is given
-            or a parameter has 16 bits.
+            or a parameter has 16 bits. Under a scaler such steps are skipped, whatever it is.
     """
 
     _step_supports_amp_scaling = (
         True  # torch's GradScaler hands over its scale and found_inf and leaves the grads alone
     )
+    _finds_inf = True  # ours hands over its scale and `told`, where it then reads whether a step was skipped
 
     def __init__(
         self,
@@ -179,11 +180,12 @@ class AdamW(torch.optim.AdamW):
     def _start_telling(self, device: torch.device) -> Tensor:
         if self.skipped_steps is None:
             self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
-        return torch.empty(2, dtype=torch.float32, device=device)
+        told: Tensor | None = getattr(self, "told", None)
+        return torch.empty(2, dtype=torch.float32, device=device) if told is None else told
 
     def _is_guarded(self, found_inf: Tensor | None, tables: list[Table]) -> bool:
         """Whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
-        if self.max_norm is not None or self.guard:
+        if self.max_norm is not None or self.guard or getattr(self, "told", None) is not None:
             return True
         return self.guard is None and found_inf is None and any(table.has_16_bit_parameters for table in tables)
 

@@ -116,6 +116,18 @@ def test_nothing_moves_on_overflow(target):
     assert {step.item() for step in model.steps} == {1.0}
 
 
+@pytest.mark.parametrize(("grad", "grad_scale", "moves"), [(3e38, 0.5, False), (3e38, 1.0, True), (3e38, 4.0, True)])
+def test_nothing_moves_where_unscaling_overflows(target, grad, grad_scale, moves):
+    """As it may with a scale below 1, though every grad is finite."""
+    model = Model(sizes=(1,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
+    before = [tensor.clone() for tensor in model.params]
+    grads = [torch.full_like(grad, 0.0) for grad in model.grads(0)]
+    grads[-1].fill_(grad)
+    model.step(grads, grad_scale=grad_scale, max_norm=1.0)
+    assert {step.item() for step in model.steps} == {float(moves)}
+    assert all(map(same_bits, model.params, before)) != moves
+
+
 def test_grads_are_only_read(target):
     model = Model(sizes=(37,), device=target.device)
     grads = model.grads(0)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpkernels.ops import _registry, grad_stats, unscale_
+from mpkernels.ops import _registry, grad_stats, unscale_, update_scale_
 from tests.cases import DTYPES, random_grads
 from tests.targets import TARGETS
 from tests.test_adamw import STATES, WEIGHTS, Model
@@ -70,6 +70,13 @@ def adamw_fenced(fence, sizes, weight, grad, state):
     assert all(tensor.isfinite().all() for name in STATES for tensor in getattr(model, name))
 
 
+def update_scale_fenced(fence, sizes, found_inf):
+    scale, tracker, overflows = fence(torch.ones(())), fence(COUNT.clone()), fence(COUNT.repeat(2))
+    update_scale_(scale, tracker, fence(torch.tensor(found_inf)), 2.0, 0.5, 1, overflows)
+    assert scale.item() == (0.5 if found_inf else 2.0)
+
+
+COUNT = torch.zeros((), dtype=torch.int32)
 F32, F16, B16, F64 = DTYPES
 ADAMW_DTYPES = zip(
     (*WEIGHTS, (F64, "none")), (F16, B16, F32, B16, F16, F64), (F32, B16, torch.int8, B16, F32, F64), strict=True
@@ -78,6 +85,7 @@ CASES = {
     "unscale_": (unscale_fenced, [(dtype,) for dtype in DTYPES]),
     "grad_stats": (grad_stats_fenced, [(dtype,) for dtype in DTYPES]),
     "adamw_": (adamw_fenced, list(ADAMW_DTYPES)),
+    "update_scale_": (update_scale_fenced, [(0.0,), (1.0,)]),
 }
 
 
@@ -85,11 +93,11 @@ def run_fenced(target):
     assert target.why_missing() is None
     sizes = SIZES_INTERPRETED if target.is_interpreted else SIZES
     with target.active():
-        for name, (run, dtypes_of_case) in CASES.items():
-            for dtypes, place in itertools.product(dtypes_of_case, PLACES):
-                print(name, *dtypes, place, flush=True)
+        for name, (run, cases) in CASES.items():
+            for case, place in itertools.product(cases, PLACES):
+                print(name, *case, place, flush=True)
                 fence = Fence(place)
-                run(fence, sizes, *dtypes)
+                run(fence, sizes, *case)
                 assert fence.is_intact()
 
 

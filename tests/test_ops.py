@@ -47,10 +47,19 @@ def optimizer_step(device, state_dtype=torch.float32):
     return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make))
 
 
+def scale_state(device):
+    """After an overflow, of which it takes two."""
+    make = {"device": device}
+    scale, found_inf = torch.full((), 3.0, **make), torch.ones((), **make)
+    tracker, overflows = torch.full((), 5, dtype=torch.int32, **make), torch.ones(2, dtype=torch.int32, **make)
+    return scale, tracker, found_inf, 2.0, 0.5, 2000, overflows, 1.0, 2.0**24, 2
+
+
 ARGUMENTS = {
     "adamw_": optimizer_step,
     "unscale_": tensors,
     "grad_stats": lambda device: tensors(device)[:1],
+    "update_scale_": scale_state,
 }
 CALLS = [*ARGUMENTS.items(), ("adamw_", lambda device: optimizer_step(device, torch.int8))]
 
@@ -121,6 +130,7 @@ def test_bad_input_changes_nothing(target, call):
 
 
 scalar, grad = torch.ones(()), torch.ones(3)
+count, pair = torch.ones((), dtype=torch.int32), torch.ones(2, dtype=torch.int32)
 ERRORS = [
     (ops.unscale_, (grad, scalar, scalar), TypeError, "unscale_: grads must be a list of tensors, got Tensor"),
     (ops.unscale_, (7, scalar, scalar), TypeError, "unscale_: grads must be a list of tensors, got int"),
@@ -145,8 +155,16 @@ ERRORS = [
     (ops.grad_stats, ([grad, grad.long()],), TypeError,
      "grad_stats: grads[1] must be one of fp16, bf16, fp32, fp64, got torch.int64"),
     (ops.grad_stats, ([grad, grad.to("meta")],), ValueError, "grad_stats: grads[1] must be on cpu, got meta"),
+    (ops.update_scale_, (scalar, scalar, scalar, 2.0, 0.5, 1, pair), TypeError,
+     "update_scale_: growth_tracker must be torch.int32, got torch.float32"),
+    (ops.update_scale_, (scalar, count, grad, 2.0, 0.5, 1, pair), ValueError,
+     "update_scale_: found_inf must be a tensor of one element, got shape (3,)"),
+    (ops.update_scale_, (scalar, count, scalar, 2.0, 0.5, 1, torch.ones(4, dtype=torch.int32)[::2]), ValueError,
+     "update_scale_: overflows must be two adjacent int32, got shape (2,), strides (2,)"),
+    (ops.update_scale_, (scalar, count, scalar.to("meta"), 2.0, 0.5, 1, pair), ValueError,
+     "update_scale_: found_inf must be on cpu, got meta"),
     (mpkernels.backends, ("unscale",), ValueError,
-     "backends: op must be one of adamw_, grad_stats, unscale_, got 'unscale'"),
+     "backends: op must be one of adamw_, grad_stats, unscale_, update_scale_, got 'unscale'"),
     (mpkernels.backend("fastest").__enter__, (), ValueError,
      "backend: name must be one of native, triton, reference, got 'fastest'"),
 ]  # fmt: skip

@@ -3,5 +3,6 @@
 from mpkernels.ops.adamw import adamw_
 from mpkernels.ops.grad_stats import GradStats, grad_stats
 from mpkernels.ops.unscale import unscale_
+from mpkernels.ops.update_scale import update_scale_
 
-__all__ = ["GradStats", "adamw_", "grad_stats", "unscale_"]
+__all__ = ["GradStats", "adamw_", "grad_stats", "unscale_", "update_scale_"]

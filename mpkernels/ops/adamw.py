@@ -23,7 +23,8 @@ SCHEMA = (
 @define(SCHEMA, check=check)
 def _adamw(*arguments: Any) -> None:
     it = Arguments(*arguments)
-    _tell(it)
+    is_skipped = _is_skipped(it)
+    _tell(it, is_skipped)
     for i, group in enumerate(it.group_of_each()):
         if it.params[i].numel() > 0:
             moments = [it.exp_avgs[i], it.exp_avg_sqs[i]]
@@ -32,8 +33,8 @@ def _adamw(*arguments: Any) -> None:
             scales = None if (scales := it.entry("scales", i)) is None else scales.view(len(moments), -1)
             weight, after = _formula(_weight(it, i), it.grads[i], _decoded(moments, scales), _numbers(it, i, group))
             for old, new in _new_weight(it, i, weight) + _encoded(moments, after, scales):
-                _put(old, new, it.found_inf)
-        _put(it.steps[i], it.steps[i] + 1, it.found_inf)
+                _put(old, new, is_skipped)
+        _put(it.steps[i], it.steps[i] + 1, is_skipped)
 
 
 class Numbers(NamedTuple):
@@ -72,8 +73,7 @@ def _numbers(it: Arguments, i: int, group: int) -> Numbers:
         )
     factor = _unscale_factor(step, it.grad_scale)
     if it.total_sumsq is not None and it.max_norm < math.inf:
-        norm = it.total_sumsq.reshape(()).sqrt() * factor
-        factor = factor * (it.max_norm / (norm + 1e-6)).clamp(max=1)
+        factor = factor * (it.max_norm / (_unscaled_norm(it.grad_scale, it.total_sumsq) + 1e-6)).clamp(max=1)
     correction2 = (1 - beta2**step).sqrt()
     return Numbers(
         grad_factor=-factor if it.maximize[group] else factor,
@@ -92,15 +92,27 @@ def _unscale_factor(like: Tensor, grad_scale: Tensor | None) -> Tensor:
     return (1 / grad_scale.reshape(()).double()).float().double()
 
 
-def _tell(it: Arguments) -> None:
+def _unscaled_norm(grad_scale: Tensor | None, total_sumsq: Tensor) -> Tensor:
+    return total_sumsq.reshape(()).sqrt() * _unscale_factor(total_sumsq, grad_scale)
+
+
+def _is_skipped(it: Arguments) -> Tensor | None:
+    """Finite grads overflow, too, where a scale below 1 is taken off them: their norm is then beyond fp32."""
+    is_skipped = None if it.found_inf is None else it.found_inf.reshape(()) != 0
+    if it.grad_scale is not None and it.total_sumsq is not None:
+        is_beyond = _unscaled_norm(it.grad_scale, it.total_sumsq) > torch.finfo(torch.float32).max
+        is_skipped = is_beyond if is_skipped is None else is_skipped | is_beyond
+    return is_skipped
+
+
+def _tell(it: Arguments, is_skipped: Tensor | None) -> None:
     """The norm of the unscaled grads, and whether the step is skipped."""
-    is_skipped = None if it.found_inf is None else (it.found_inf.reshape(()) != 0).float()
     if it.told is not None and it.total_sumsq is not None:
-        it.told[0] = it.total_sumsq.reshape(()).sqrt() * _unscale_factor(it.total_sumsq, it.grad_scale)
+        it.told[0] = _unscaled_norm(it.grad_scale, it.total_sumsq)
     if it.told is not None:
-        it.told[1] = 0.0 if is_skipped is None else is_skipped
+        it.told[1] = 0.0 if is_skipped is None else is_skipped.float()
     if it.skipped_steps is not None and is_skipped is not None:
-        it.skipped_steps.add_(is_skipped)
+        it.skipped_steps.add_(is_skipped.float())
 
 
 def _weight(it: Arguments, i: int) -> Tensor:
@@ -138,10 +150,10 @@ def _encoded(moments: list[Tensor], values: list[Tensor], scales: Tensor | None)
     return pairs
 
 
-def _put(old: Tensor, new: Tensor, found_inf: Tensor | None) -> None:
+def _put(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
     """Nothing moves on an overflow."""
     new = new.to(old.dtype)
-    old.copy_(new if found_inf is None else torch.where(found_inf.reshape(()) != 0, old, new))
+    old.copy_(new if is_skipped is None else torch.where(is_skipped, old, new))
 
 
 # The same over states that C++ holds on to: handing over all lists takes longer than stepping what is in them (measured
@@ -180,7 +192,8 @@ def adamw_(
             an empty tensor.
         grad_scale: one fp32; grads are divided by it.
         found_inf: one fp32; nothing moves, no step is counted, unless it is 0.
-        total_sumsq: one fp64, of the grads as they are; with it the grads are clipped to max_norm.
+        total_sumsq: one fp64, of the grads as they are; with it the grads are clipped to max_norm, and nothing moves if
+            their norm without grad_scale is beyond fp32.
         told: two fp32; the first becomes the norm of the unscaled grads if total_sumsq is given, the second 1 if the
             step is skipped, else 0.
         skipped_steps: one fp32, counted up if the step is skipped.

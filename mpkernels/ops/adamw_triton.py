@@ -26,6 +26,7 @@ ROW = tl.constexpr(_table.ROW.value + 12)
 # Words of a group: addresses of lr, beta1 and beta2 where they are tensors, else 0; the dtypes of those; as fp64 lr,
 # beta1, beta2, weight_decay, eps, the grads' sign, max_norm.
 GROUP = tl.constexpr(13)
+LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 
 
 @triton.jit
@@ -54,12 +55,17 @@ def unscale_factor(grad_scale):
 
 
 @triton.jit
+def unscaled_norm(grad_scale, total_sumsq):
+    return tl.sqrt(tl.load(total_sumsq)) * unscale_factor(grad_scale)
+
+
+@triton.jit
 def scalars_of(group, steps_before, grad_scale, total_sumsq):
     """All that is the same for a whole parameter, in fp64: adamw rounds it once."""
     lr, beta1, beta2 = hyperparameter(group, 0), hyperparameter(group, 1), hyperparameter(group, 2)
     factor = unscale_factor(grad_scale)
     if total_sumsq is not None:
-        coefficient = load_fp64(group + 12) / (tl.sqrt(tl.load(total_sumsq)) * factor + 1e-6)
+        coefficient = load_fp64(group + 12) / (unscaled_norm(grad_scale, total_sumsq) + 1e-6)
         factor *= tl.where(coefficient > 1, 1, coefficient)
     step = steps_before.to(tl.float64) + 1
     correction2 = tl.sqrt(1 - tl.exp2(step * tl.log2(beta2)))
@@ -185,16 +191,24 @@ def step_span(row, begin, size, by, compute: tl.constexpr):
 
 
 @triton.jit
-def tell(grad_scale, found_inf, total_sumsq, told, skipped_steps):
-    is_skipped = 0.0
+def is_skipped(grad_scale, found_inf, total_sumsq):
+    """Finite grads overflow, too, where a scale below 1 is taken off them: their norm is then beyond fp32."""
+    skipped = False
     if found_inf is not None:
-        is_skipped = tl.where(tl.load(found_inf) != 0, 1.0, 0.0)
+        skipped = tl.load(found_inf) != 0
+    if grad_scale is not None and total_sumsq is not None:
+        skipped |= unscaled_norm(grad_scale, total_sumsq) > LARGEST
+    return skipped
+
+
+@triton.jit
+def tell(skipped, grad_scale, total_sumsq, told, skipped_steps):
     if told is not None:
         if total_sumsq is not None:
-            tl.store(told, tl.sqrt(tl.load(total_sumsq)) * unscale_factor(grad_scale))
-        tl.store(told + 1, is_skipped)
+            tl.store(told, unscaled_norm(grad_scale, total_sumsq))
+        tl.store(told + 1, tl.where(skipped, 1.0, 0.0))
     if skipped_steps is not None:
-        tl.store(skipped_steps, tl.load(skipped_steps) + is_skipped)
+        tl.store(skipped_steps, tl.load(skipped_steps) + tl.where(skipped, 1.0, 0.0))
 
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
@@ -202,9 +216,10 @@ def adamw_kernel(
     words, tensors, chunks, grad_scale, found_inf, total_sumsq, told, skipped_steps,
     CHUNK: tl.constexpr, IS_CLIPPED: tl.constexpr, HAS_INT8: tl.constexpr,
 ):  # fmt: skip
+    skipped = is_skipped(grad_scale, found_inf, total_sumsq)
     if tl.program_id(0) == 0:
-        tell(grad_scale, found_inf, total_sumsq, told, skipped_steps)
-    if found_inf is not None and tl.load(found_inf) != 0:
+        tell(skipped, grad_scale, total_sumsq, told, skipped_steps)
+    if skipped:
         return
     tensor, row, begin, size = _table.find_span(words, tensors, tl.program_id(0), CHUNK, ROW)
     tickets = words + tensors * ROW + chunks

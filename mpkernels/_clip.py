@@ -1,0 +1,88 @@
+"""Clipping by the norm of all grads."""
+
+import types
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import reduce
+
+import torch
+from torch import Tensor
+
+from mpkernels.ops import grad_stats, unscale_
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_``, without its two traps.
+
+    The norm of 16-bit grads is fp32, and sums are fp64: no norm overflows that fp32 can hold, where torch's fp16 norm
+    beyond 65504 is inf and turns every grad into 0. And where the norm is inf or NaN the grads are left as they are:
+    torch makes all of them NaN or 0, which no guard downstream could tell from the one that overflowed.
+
+    In place, one launch to read the grads (norm_type 2) and one to scale them, nothing is copied to the host unless
+    ``error_if_nonfinite``. ``AdamW(max_norm=...)`` clips within its step, and writes no grad at all.
+
+    Args:
+        parameters, max_norm, norm_type, error_if_nonfinite: as torch has them.
+        foreach: changes nothing: any list is scaled at once.
+
+    Returns:
+        The norm before clipping: fp32, or fp64 where a grad is.
+    """
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    is_generator = isinstance(parameters, types.GeneratorType)
+    params = list(parameters)
+    if is_generator and not params:
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
+    grads = [param.grad for param in params if param.grad is not None]
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    if not grads:
+        return torch.tensor(0.0)
+    norm = _norm(grads, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from "
+            "`parameters` is non-finite, so it cannot be clipped. To disable "
+            "this error and leave the gradients as they are, "
+            "set `error_if_nonfinite=False`"
+        )
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    _scale(grads, coefficient.masked_fill_(norm.isfinite().logical_not(), 1.0))
+    return norm
+
+
+def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
+    """On the device of the first."""
+    device, dtype = grads[0].device, reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+    if norm_type == 2:
+        sums = [grad_stats(of_device).total_sumsq.to(device, non_blocking=True) for of_device in _by_device(grads)]
+        return torch.stack(sums).sum().sqrt().to(dtype)
+    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in grads if grad.numel() > 0]
+    of_all = torch.stack([norm.to(device, non_blocking=True) for norm in norms] or [torch.zeros((), device=device)])
+    total: Tensor = torch.linalg.vector_norm(of_all, norm_type)
+    return total.to(dtype)
+
+
+def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
+    for of_device in _by_device(grads):
+        by = coefficient.to(of_device[0].device, non_blocking=True)
+        wide = [grad for grad in of_device if grad.dtype == torch.float64]
+        narrow = [grad for grad in of_device if grad.dtype != torch.float64]
+        if wide:
+            torch._foreach_mul_(wide, by.double())
+        if narrow:  # multiplied in fp32 and rounded once; torch would round the coefficient to 16 bits first
+            unscale_(narrow, torch.zeros((), device=by.device), by.float())
+
+
+def _by_device(grads: Sequence[Tensor]) -> Iterable[list[Tensor]]:
+    of: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        of.setdefault(grad.device, []).append(grad)
+    return of.values()

@@ -1,0 +1,208 @@
+"""Mixed precision with any optimizer, under torch.amp's names."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from mpkernels import _found_inf, _scaling
+from mpkernels._autocast import autocast, machines_device
+from mpkernels._clip import clip_grad_norm_
+from mpkernels._late import Late
+from mpkernels.ops import update_scale_
+
+__all__ = ["GradScaler", "autocast", "clip_grad_norm_"]
+
+
+_HANDED_OVER = ("grad_scale", "found_inf", "told")  # what an optimizer holds of a scaler's during a step
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler``, with grads of any dtype, other ways to scale, and skips that are seen.
+
+    Nothing is copied to the host by scale, unscale_, step and update, with every optimizer that takes found_inf on the
+    device. ``mpkernels.optim.AdamW`` looks for inf and NaN within its own step.
+
+    Args:
+        device: its type; None is the machine's.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch has them.
+        scaling: ``"dynamic"``, as torch does it; ``"static"``, at init_scale; or a schedule, a callable from the number
+            of updates so far to a scale, or a list of (first update, scale). An overflow skips the step in each.
+        min_scale, max_scale: how far a dynamic scale may back off and grow.
+        hysteresis: how many overflows in a row it takes for a dynamic scale to back off; from then on, each further one
+            in that row makes it back off again.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        scaling: _scaling.Scaling = "dynamic",
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+        hysteresis: int = 1,
+    ) -> None:
+        of_torch = init_scale, growth_factor, backoff_factor, growth_interval
+        beyond = min_scale, max_scale, hysteresis
+        schedule = _scaling.check(scaling, dict(zip(_scaling.DEFAULTS, of_torch + beyond, strict=True)))
+        super().__init__(machines_device() if device is None else device, *of_torch, enabled)
+        self._scaling = "scheduled" if schedule is not None else scaling
+        self._schedule, self._updates = schedule, 0
+        self._min_scale, self._max_scale, self._hysteresis = beyond
+        self._init_overflows = [0, 0]  # in a row, in all
+        self._overflows: Tensor | None = None
+        self._was_skipped = Late()
+        if self._scaling != "dynamic":
+            self._growth_factor = self._backoff_factor = 1.0
+        if schedule is not None:
+            self._init_scale = schedule(0)
+
+    @property
+    def step_was_skipped(self) -> Tensor | None:
+        """A bool, 0-dim, on the host: whether an inf or NaN has cost a step before the last update. To ask waits for no
+        device: one that has not got so far yet makes it the update before. None as long as nothing is known."""
+        overflows = self._was_skipped.read()
+        return None if overflows is None else overflows[0] > 0
+
+    @property
+    def skipped_steps(self) -> Tensor | None:
+        """int32, 0-dim, on the device: updates so far before which an inf or NaN has cost a step."""
+        return None if self._overflows is None else self._overflows[1]
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._overflows = self._fill_overflows(torch.empty(2, dtype=torch.int32, device=dev))
+
+    def _fill_overflows(self, overflows: Tensor) -> Tensor:
+        for i, count in enumerate(self._init_overflows):
+            overflows[i].fill_(count)
+        return overflows
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        return _found_inf.unscale_(optimizer, inv_scale)  # allow_fp16 or not
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
+        """Comes before the step of an optimizer that takes the scale off itself: the grads are only read."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        found_infs: dict[Any, Tensor] = _found_inf.look(optimizer, scale)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
+        return found_infs
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's; and if anything is raised, the optimizer is left with the attributes that it came with."""
+        before = {name: vars(optimizer)[name] for name in _HANDED_OVER if name in vars(optimizer)}
+        try:
+            if self._leaves_check_to(optimizer, kwargs):
+                return self._step_unchecked(optimizer, *args, **kwargs)
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            _take_back(optimizer)
+            vars(optimizer).update(before)
+            raise
+
+    def _leaves_check_to(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
+        if not self._enabled or self._scale is None or "closure" in kwargs:
+            return False
+        state = self._per_optimizer_states.get(id(optimizer))
+        return getattr(optimizer, "_finds_inf", False) and (state is None or state["stage"] is OptState.READY)
+
+    def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        preset, device = getattr(optimizer, "grad_scale", None), _found_inf.first_device(optimizer)
+        optimizer.grad_scale = self._scale if preset is None else self._scale * preset
+        # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
+        told = optimizer.told = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
+        result: float | None = optimizer.step(*args, **kwargs)
+        _take_back(optimizer)
+        found_infs = {} if told is None else {device: told[1]}
+        self._per_optimizer_states[id(optimizer)] = {"stage": OptState.STEPPED, "found_inf_per_device": found_infs}
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's; ``new_scale`` may be a float, an int or any tensor of one element."""
+        if not self._enabled:
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        found_infs = [
+            found_inf.to(scale.device, non_blocking=True)
+            for state in self._per_optimizer_states.values()
+            for found_inf in state["found_inf_per_device"].values()
+        ]
+        if new_scale is not None:
+            self._set(scale, new_scale)
+            scale, tracker = scale.clone(), tracker.clone()  # so that only overflows are counted
+        elif not found_infs:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        if found_infs:
+            self._move(scale, tracker, found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum())
+        self._updates += 1
+        if self._schedule is not None:
+            scale.fill_(self._schedule(self._updates))
+        self._per_optimizer_states.clear()
+
+    def _set(self, scale: Tensor, new_scale: float | Tensor) -> None:
+        if self._schedule is not None:
+            raise ValueError(f"GradScaler.update: new_scale must be None with a schedule, got {new_scale!r}")
+        if isinstance(new_scale, int | float):
+            scale.fill_(new_scale)
+            return
+        if new_scale.numel() != 1 or new_scale.requires_grad:
+            raise AssertionError(
+                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                "torch.FloatTensor with requires_grad=False."
+            )
+        scale.copy_(new_scale.reshape(()), non_blocking=True)
+
+    def _move(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
+        overflows = self._overflows
+        assert overflows is not None  # made with the scale
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        beyond = self._min_scale, self._max_scale, self._hysteresis
+        update_scale_(scale, tracker, found_inf, *factors, overflows, *beyond)
+        self._was_skipped.send(overflows)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, and of modes beyond torch what they add."""
+        beyond = {name: getattr(self, f"_{name}") for name in _scaling.BEYOND_TORCH}
+        is_torchs = self._scaling == "dynamic" and all(_scaling.DEFAULTS[name] == it for name, it in beyond.items())
+        if not self._enabled or is_torchs:
+            return super().state_dict()
+        own = {"scaling": self._scaling, **beyond, "updates": self._updates, "overflows": self._count_overflows()}
+        return super().state_dict() | own
+
+    def _count_overflows(self) -> list[int]:
+        return self._init_overflows if self._overflows is None else self._overflows.tolist()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's and ours. The constructor decides how to scale: from a state that was scaled otherwise, a dynamic
+        scaler takes the scale, and another takes nothing."""
+        if not self._enabled:
+            return
+        if state_dict and state_dict.get("scaling", "dynamic") != self._scaling:
+            if self._scaling != "dynamic":
+                return
+            state_dict = self.state_dict() | {"scale": state_dict["scale"]}
+        super().load_state_dict(state_dict)
+        for name in (*_scaling.BEYOND_TORCH, "updates"):
+            setattr(self, f"_{name}", state_dict.get(name, getattr(self, f"_{name}")))
+        self._init_overflows = list(state_dict.get("overflows", self._count_overflows()))
+        if self._overflows is not None:
+            self._fill_overflows(self._overflows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_init_overflows": self._count_overflows(), "_overflows": None, "_was_skipped": Late()}
+        return super().__getstate__() | own
+
+
+def _take_back(optimizer: Optimizer) -> None:
+    for name in _HANDED_OVER:
+        vars(optimizer).pop(name, None)

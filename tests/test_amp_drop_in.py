@@ -1,0 +1,128 @@
+"""Loops written for torch's GradScaler run under ours."""
+
+import copy
+import inspect
+import pickle
+
+import pytest
+import torch
+
+from mpkernels.amp import GradScaler
+from mpkernels.optim import AdamW
+from tests.networks import network, one_thread, train
+from tests.test_amp import INIT
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def test_signature():
+    """torch's, but that no device is named: what comes beyond it has keywords."""
+    ours = list(inspect.signature(GradScaler).parameters.values())
+    theirs = list(inspect.signature(torch.amp.GradScaler).parameters.values())
+    assert [(it.name, it.kind) for it in ours[: len(theirs)]] == [(it.name, it.kind) for it in theirs]
+    assert [it.default for it in ours[1 : len(theirs)]] == [it.default for it in theirs[1:]]
+    assert all(it.kind is it.KEYWORD_ONLY for it in ours[len(theirs) :])
+    assert issubclass(GradScaler, torch.amp.GradScaler)  # which trainers ask for
+
+
+@pytest.mark.parametrize("bad", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}])
+def test_torchs_own_bad_arguments(bad):
+    errors = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        with pytest.raises(AssertionError) as error:
+            kind("cpu", **bad)
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+def test_a_device_that_is_not_there_disables_it_as_in_torch():
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
+    with pytest.warns(UserWarning, match="CUDA is not available.  Disabling"):
+        assert not GradScaler("cuda").is_enabled()
+
+
+def test_scale_takes_any_nesting_of_outputs():
+    scaler, theirs = GradScaler("cpu", **INIT), torch.amp.GradScaler("cpu", **INIT)
+    outputs = [torch.ones(2), (torch.ones(()), [torch.ones(1).double()])]
+    torch.testing.assert_close(scaler.scale(outputs), theirs.scale(outputs))
+    with pytest.raises(ValueError, match="outputs must be a Tensor or an iterable of Tensors"):
+        scaler.scale(3)
+
+
+def test_lbfgs_raises_what_it_raises_under_torch():
+    param = torch.ones(3, requires_grad=True)
+    errors = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        scaler = kind("cpu")
+        scaler.scale(param.sum()).backward()
+        with pytest.raises(TypeError) as error:
+            scaler.step(torch.optim.LBFGS([param]))
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_grads(coalesced):
+    def run(kind, dtype):
+        torch.manual_seed(0)
+        embedding, scaler = torch.nn.Embedding(10, 3, sparse=True).to(dtype), kind("cpu", **INIT)
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+        for bad in (1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            scaler.scale(embedding(torch.tensor([1, 1, 2])).sum() * bad).backward()
+            embedding.weight.grad = embedding.weight.grad.coalesce() if coalesced else embedding.weight.grad
+            scaler.step(optimizer)
+            scaler.update()
+        return embedding.weight.detach(), scaler.get_scale()
+
+    torch.testing.assert_close(run(GradScaler, torch.float32), run(torch.amp.GradScaler, torch.float32))
+    weight, scale = run(GradScaler, torch.float16)  # torch refuses
+    assert scale == 512.0
+    torch.testing.assert_close(weight.float(), run(GradScaler, torch.float32)[0], rtol=0, atol=2e-2)
+
+
+def test_a_sparse_fp16_grad_that_overflows_when_its_values_are_added_up():
+    embedding, scaler = torch.nn.Embedding(10, 3, sparse=True).half(), GradScaler("cpu", init_scale=1.0)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    scaler.scale((embedding(torch.tensor([1, 1])) * 40000).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 0.5
+
+
+def test_a_loop_of_autocast_unscale_and_clip():
+    """The usual one, but for the import; with gradients that add up over two backwards."""
+    results = []
+    for kind in (GradScaler, torch.amp.GradScaler):
+        model = network()
+        optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-2), kind("cpu", **INIT)
+        for seed in range(8):
+            inputs = torch.randn(16, 20, generator=torch.Generator().manual_seed(seed))
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(inputs).float().square().mean() / 2
+            scaler.scale(loss).backward()
+            if seed % 2:
+                scaler.unscale_(optimizer)
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+        results.append((copy.deepcopy(model.state_dict()), scaler.state_dict()))
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+def test_disabled_it_passes_everything_through():
+    model = network(torch.bfloat16)
+    optimizer, scaler = AdamW(model.parameters()), GradScaler("cpu", enabled=False)
+    train(model, optimizer, 1)
+    loss = torch.ones(())
+    assert scaler.scale(loss) is loss
+    model[0].bias.grad[0] = float("nan")
+    scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    scaler.load_state_dict({})
+    assert optimizer.skipped_steps.item() == 1  # by AdamW's own guard
+    assert (scaler.state_dict(), scaler.get_scale(), scaler.skipped_steps) == ({}, 1.0, None)
+    assert not pickle.loads(pickle.dumps(scaler)).is_enabled()

@@ -1,0 +1,119 @@
+"""clip_grad_norm_ beside torch's, and where torch's goes wrong."""
+
+import math
+
+import pytest
+import torch
+
+from mpkernels.amp import clip_grad_norm_
+from tests.cases import DTYPES, clones, odd_layouts, random_grads, same_bits
+from tests.networks import B16, F16, backward, network, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+NORM_TYPES = (2, 2.0, 1, 3, 0.5, math.inf)
+
+
+def params_of(grads, device="cpu"):
+    params = []
+    for grad in clones(grads, device):
+        params.append(torch.empty_like(grad).requires_grad_())
+        params[-1].grad = grad
+    return params
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("max_norm", [1e-3, 1e9, 1])
+def test_fp32_as_torch_does_it(target, norm_type, max_norm):
+    """Each sum of torch's rounds some 10 times in a row, in fp32; ours once."""
+    ours, theirs = network(device=target.device), network(device=target.device)
+    for model in (ours, theirs):
+        backward(model, 0)
+    got = clip_grad_norm_(ours.parameters(), max_norm, norm_type)
+    want = torch.nn.utils.clip_grad_norm_(theirs.parameters(), max_norm, norm_type)
+    assert (got.dtype, got.shape) == (want.dtype, want.shape)
+    torch.testing.assert_close(got, want, rtol=2e-6, atol=0)
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=4e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtypes", [*[(dtype,) for dtype in DTYPES], DTYPES], ids=str)
+def test_any_dtypes_and_layouts(target, dtypes):
+    grads = [*random_grads(dtypes, sizes=(0, 1, 33, 1025)), *(it for dtype in dtypes for it in odd_layouts(dtype))]
+    exact = torch.cat([grad.double().flatten() for grad in grads]).norm()
+    params = params_of(grads, target.device)
+    norm = clip_grad_norm_(params, 0.25)
+    assert norm.dtype == (torch.float64 if torch.float64 in dtypes else torch.float32)
+    torch.testing.assert_close(norm.double().cpu(), exact, rtol=2**-23, atol=0)
+    coefficient = (0.25 / (norm + 1e-6)).cpu()
+    for param, grad in zip(params, grads, strict=True):
+        wide = grad.dtype == torch.float64
+        want = grad.double() * coefficient if wide else grad.float() * coefficient.float()
+        assert same_bits(param.grad.cpu(), want.to(grad.dtype))
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+def test_a_norm_within_bounds_changes_no_bit(norm_type):
+    params = params_of([torch.tensor([1e-45, -0.0, 1.0]), torch.tensor([6e-8, 2.0], dtype=F16)])
+    before = [param.grad.clone() for param in params]
+    clip_grad_norm_(params, 1e9, norm_type)
+    assert all(same_bits(param.grad, grad) for param, grad in zip(params, before, strict=True))
+
+
+def test_an_fp16_norm_beyond_65504_is_finite():
+    """torch: inf, and every grad silently 0."""
+    grads = [torch.full((100,), 60000.0, dtype=F16), torch.full((3,), 1.0)]
+    params = params_of(grads)
+    assert clip_grad_norm_(params, 60.0).item() == pytest.approx(600000.0)
+    torch.testing.assert_close(params[0].grad, torch.full((100,), 6.0, dtype=F16))
+    torch.testing.assert_close(params[1].grad, torch.full((3,), 1e-4))
+
+
+def test_the_coefficient_is_not_rounded_to_16_bits():
+    """1e-8 is 0 in fp16."""
+    params = params_of([torch.full((4,), 50000.0, dtype=F16)])
+    clip_grad_norm_(params, 1e-3)
+    torch.testing.assert_close(params[0].grad, torch.full((4,), 5e-4, dtype=F16))
+
+
+def test_squares_beyond_fp32_are_no_overflow():
+    for norm_type in (2, 3, 1):
+        params = params_of([torch.full((4,), 1e30)])
+        assert clip_grad_norm_(params, 1.0, norm_type).item() == pytest.approx(1e30 * 4 ** (1 / norm_type))
+        assert params[0].grad.isfinite().all()
+        assert (params[0].grad > 0).all()
+
+
+@pytest.mark.parametrize("norm_type", [2, 1, 3, math.inf])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_a_norm_that_is_not_finite_leaves_the_grads_as_they_are(target, bad, norm_type):
+    """torch makes them NaN, or 0, every one."""
+    grads = [torch.tensor([1.0, bad]), torch.tensor([2.0], dtype=B16)]
+    params = params_of(grads, target.device)
+    assert not clip_grad_norm_(params, 0.1, norm_type).isfinite()
+    assert all(same_bits(param.grad.cpu(), grad) for param, grad in zip(params, grads, strict=True))
+
+
+def test_error_if_nonfinite():
+    params = params_of([torch.tensor([1.0, math.inf])])
+    with pytest.raises(RuntimeError, match="for gradients from `parameters` is non-finite, so it cannot be clipped"):
+        clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
+    assert params[0].grad.tolist() == [1.0, math.inf]
+    clip_grad_norm_(params_of([torch.ones(2)]), 1.0, error_if_nonfinite=True)
+
+
+def test_one_tensor_none_and_nothing():
+    (param,) = params_of([torch.full((4,), 2.0)])
+    assert clip_grad_norm_(param, 1.0, foreach=True).item() == 4.0
+    without = torch.ones(3, requires_grad=True)
+    assert clip_grad_norm_([without], 1.0).item() == clip_grad_norm_([], 1.0).item() == 0.0
+    assert clip_grad_norm_(params_of([torch.empty(0)]), 1.0, math.inf).item() == 0.0
+    with pytest.warns(UserWarning, match="is an empty generator, no gradient clipping will occur"):
+        clip_grad_norm_((each for each in ()), 1.0)
+
+
+def test_grads_that_are_part_of_a_graph():
+    param = torch.ones(3, requires_grad=True)
+    (param.grad,) = torch.autograd.grad(param.square().sum(), [param], create_graph=True)
+    clip_grad_norm_([param], 1.0)
+    assert param.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
