@@ -61,15 +61,16 @@ class AdamwPlan {
   bool is_as_before(int32_t i, const Tensor& param, const Tensor& grad) const {
     const Before& before = before_[i];
     const AdamwRow& row = rows_[i];
-    const auto is_at = [i](const TensorList& list, const void* address) {
-      return !address || list[i].const_data() == address;
+    // data(): a lazy clone that shares the memory gets its own now.
+    const auto is_at = [&](const TensorList& list, const void* address) {
+      return !address || (list[i].data() == address && list[i].size() == row.size);
     };
-    return before.was_plain && param.const_data() == row.param && is_at(exp_avgs_, row.exp_avg) &&
+    return before.was_plain && param.data() == row.param && is_at(exp_avgs_, row.exp_avg) &&
            is_at(exp_avg_sqs_, row.exp_avg_sq) && is_at(max_exp_avg_sqs_, row.max_exp_avg_sq) &&
-           is_at(masters_, row.master) && is_at(scales_, row.scales) && is_at(steps_, row.step) &&
-           param.size() == row.size && param.is_contiguous() && param.dtype() == before.param_dtype &&
-           grad.is_contiguous() && grad.dtype() == before.grad_dtype && grad.device() == param.device() &&
-           have_same_shape(grad, param);
+           is_at(masters_, row.master) && (!row.scales || scales_[i].data() == row.scales) &&
+           steps_[i].data() == row.step && param.size() == row.size && param.is_contiguous() &&
+           param.dtype() == before.param_dtype && grad.is_contiguous() && grad.dtype() == before.grad_dtype &&
+           grad.device() == param.device() && have_same_shape(grad, param);
   }
 
   // Entry i of a list that goes along with the parameters; null where the list or the entry is empty.
@@ -130,15 +131,16 @@ class AdamwPlan {
     row.exp_avg_sq = lender.lend(*exp_avg_sq, like, true);
     row.max_exp_avg_sq = largest ? lender.lend(*largest, like, true) : nullptr;
     row.master = master ? lender.lend(*master, like, true) : nullptr;
+    if (scales) {
+      const int64_t blocks = (row.size + kQuantized - 1) / kQuantized;
+      require(scales->dtype() == aoti_torch_dtype_float32() && scales->is_contiguous() && exp_avg->is_dense() &&
+                  scales->device() == param.device() && scales->size() >= blocks * (largest ? 3 : 2),
+              kOp, "scales[" + std::to_string(i) + "] does not go with its moments");
+      row.scales = scales->data<float>();
+    }
     bool is_plain = param.is_contiguous() && grad.is_contiguous();
     for (const Tensor* each : {exp_avg, exp_avg_sq, largest, master}) is_plain &= !each || each->is_contiguous();
     before_[i] = {is_plain, param.dtype(), grad.dtype()};
-    if (!scales) return;
-    const int64_t blocks = (row.size + kQuantized - 1) / kQuantized;
-    require(scales->dtype() == aoti_torch_dtype_float32() && scales->is_contiguous() && exp_avg->is_dense() &&
-                scales->device() == param.device() && scales->size() == blocks * (largest ? 3 : 2),
-            kOp, "scales[" + std::to_string(i) + "] does not go with its moments");
-    row.scales = scales->data<float>();
   }
 
   const TensorList exp_avgs_, exp_avg_sqs_, max_exp_avg_sqs_, masters_, scales_, steps_;

@@ -4,7 +4,8 @@
 // exp_avg: scale * (q / 127)^2 with q's sign, q in -127 .. 127. It is off by scale * (1/127 + 1/254^2) at most.
 //
 // exp_avg_sq: its root is scale * (q / 255)^2, q in 0 .. 255, stored as q - 128. The root is off by
-// scale * (1/255 + 1/510^2) at most, and 0 only where the value is: else the update would explode.
+// scale * (1/255 + 1/510^2) at most, and 0 only where the value is, or would be as an fp32: else the update would
+// explode.
 //
 // A decoded value is encoded as it was before, so a checkpoint in fp32 loses nothing (but where exp_avg_sq is
 // subnormal: with a root's scale below 2^-47). With an inf or NaN among them, none of the kQuantized need be finite;

@@ -68,7 +68,7 @@ def adopt(
             values = torch.empty_like(state[key], dtype=torch.float32).copy_(saved[key])
             codes, scales = int8.encode(values, squared=k > 0)
             state[key].copy_(codes)
-            state["scales"].view(-1, len(scales))[k] = scales
+            state["scales"].view(sum(key in state for key in MOMENTS), -1)[k] = scales
         else:
             state[key].copy_(saved[key])
     if needs_master(param):

@@ -65,6 +65,10 @@ class Table:
     def stats(self, grads: list[Any]) -> GradStats:
         return grad_stats(self._own(grads))
 
+    @property
+    def has_moved(self) -> bool:
+        return bool(self._params[0].device != self.device)
+
     def can_look_at_grads(self) -> bool:
         """Within the step, which then need not be handed them twice."""
         return not torch.compiler.is_compiling() and op.planned.on(self.device.type) is not None
@@ -165,7 +169,8 @@ _END = object()
 
 
 def _tensors(states: dict[Tensor, State]) -> Iterator[object]:
-    return chain(chain.from_iterable(map(dict.values, states.values())), (_END,))
+    of_params = [state for state in states.values() if type(state) is dict]  # a user may keep something else there
+    return chain(chain.from_iterable(map(dict.values, of_params)), (_END,))
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Grads that are gone before the backward is over."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -12,9 +12,14 @@ Release = Callable[[Tensor], None]
 class GradientRelease:
     """What ``AdamW.release_grads`` began."""
 
-    def __init__(self, params: Iterable[tuple[Tensor, Release]]) -> None:
+    def __init__(self, params: Sequence[tuple[Tensor, Release | None]]) -> None:
+        """Without a release of its own, a grad is kept in 16 bits."""
+        self._params = [param for param, _ in params]
+        self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
         self._is_accumulating = False
-        self._hooks = [param.register_post_accumulate_grad_hook(self._hook(release)) for param, release in params]
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._hook(release or _narrow)) for param, release in params
+        ]
 
     def _hook(self, release: Release) -> Release:
         def after_accumulation(param: Tensor) -> None:
@@ -26,6 +31,7 @@ class GradientRelease:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Around every backward but the last one before a step: grads add up as ever, and stay."""
+        self._restore_widths()
         self._is_accumulating = True
         try:
             yield
@@ -37,24 +43,24 @@ class GradientRelease:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._restore_widths()
 
-    @property
-    def is_active(self) -> bool:
-        return bool(self._hooks)
+    def after_step(self) -> None:
+        if self._hooks:
+            for param in self._params:
+                param.grad = None
+        self._restore_widths()
+
+    def _restore_widths(self) -> None:
+        """Where no grad is there, whose width it is."""
+        for param in self._params:
+            if param.grad is None and param.grad_dtype != self._widths[id(param)]:
+                param.grad_dtype = self._widths[id(param)]
 
 
-def narrow(param: Tensor) -> None:
-    """Keeps the grad in 16 bits."""
+def _narrow(param: Tensor) -> None:
     grad = param.grad
     if grad is not None and grad.dtype == torch.float32:
         param.grad = None
         param.grad_dtype = torch.bfloat16
         param.grad = grad.to(torch.bfloat16)
-
-
-def free(params: Iterable[Tensor]) -> None:
-    """And the next grad comes in the parameter's dtype again."""
-    for param in params:
-        param.grad = None
-        if param.grad_dtype != param.dtype:
-            param.grad_dtype = param.dtype

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpkernels import _adamw_state
 from mpkernels._adamw_table import Fingerprint, Table
-from mpkernels._gradient_release import GradientRelease, free, narrow
+from mpkernels._gradient_release import GradientRelease
 from mpkernels._late import Late
 
 __all__ = ["AdamW"]
@@ -74,6 +74,7 @@ class AdamW(torch.optim.AdamW):
         self.grad_norm: Tensor | None = None
         #: fp32, 0-dim, on the device: steps that an inf or NaN has cost so far
         self.skipped_steps: Tensor | None = None
+        self._release: GradientRelease | None = None
         self._start_afresh()
         super().__init__(
             params,
@@ -91,32 +92,39 @@ class AdamW(torch.optim.AdamW):
         params = chain.from_iterable(group["params"] for group in self.param_groups)
         if differentiable and any(map(_adamw_state.needs_master, params)):
             raise ValueError("AdamW: differentiable=True takes fp32 parameters alone, got 16-bit ones")
+        if differentiable and (max_norm is not None or guard or state_dtype != torch.float32):
+            raise ValueError("AdamW: differentiable=True is torch's own step, without max_norm, guard and state_dtype")
 
     def _start_afresh(self) -> None:
         """Forgets what follows from the parameters and their states."""
         self._tables: list[Table] = []
         self._fingerprint: Fingerprint | None = None
         self._was_skipped = Late()
-        self._release: GradientRelease | None = None
 
     @property
     def step_was_skipped(self) -> Tensor | None:
-        """fp32, 0-dim, on the host: 1 if an inf or NaN has cost the last step, else 0. To ask waits for no device: one
-        that has not got so far yet makes it the step before. None where nothing looked for an inf or NaN. Steps under
-        torch.compile don't tell; they are counted in ``skipped_steps`` all the same."""
+        """fp32, 0-dim, on the host: 1 if an inf or NaN has cost the last step that the device has come to the end of,
+        else 0. To ask waits for nothing. None as long as nothing is known. A step under torch.compile doesn't tell,
+        nor does it set grad_norm and skipped_steps: torch keeps no attribute that such a step sets."""
         return self._was_skipped.read()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.defaults["differentiable"]:
-            return super().step(closure)
+            theirs: Any = torch.optim.AdamW.step
+            return (theirs.__wrapped__ if hasattr(theirs, "hooked") else theirs)(self, closure)  # our hooks have run
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            self._step()
-            if self._release is not None and self._release.is_active:
-                free(chain.from_iterable(group["params"] for group in self.param_groups))
+            try:
+                self._step()
+            except (RuntimeError, TypeError):
+                for param in chain.from_iterable(group["params"] for group in self.param_groups):
+                    _refuse_sparse(param.grad)
+                raise
+            if self._release is not None:
+                self._release.after_step()
         return loss
 
     def _step(self) -> None:
@@ -152,7 +160,8 @@ class AdamW(torch.optim.AdamW):
     def _up_to_date_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
         if torch.compiler.is_compiling():
             return self._new_tables(params, grads)
-        if self._fingerprint is None or not self._fingerprint.fits(self.param_groups, params, grads, self.state):
+        fits = self._fingerprint is not None and self._fingerprint.fits(self.param_groups, params, grads, self.state)
+        if not fits or any(table.has_moved for table in self._tables):
             self._tables = self._new_tables(params, grads)
             self._fingerprint = Fingerprint(self.param_groups, params, grads, self.state)
         return self._tables
@@ -170,8 +179,7 @@ class AdamW(torch.optim.AdamW):
         return [Table(rows, of_device) for of_device in places.values()]
 
     def _state_of(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        if grad.is_sparse:
-            raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+        _refuse_sparse(grad)
         if not self.state[param]:
             self.state[param] = _adamw_state.create(param, self.master, self.state_dtype, group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
@@ -180,6 +188,7 @@ class AdamW(torch.optim.AdamW):
     def _start_telling(self, device: torch.device) -> Tensor:
         if self.skipped_steps is None:
             self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
+        self.skipped_steps = self.skipped_steps.to(device)
         told: Tensor | None = getattr(self, "told", None)
         return torch.empty(2, dtype=torch.float32, device=device) if told is None else told
 
@@ -200,8 +209,9 @@ class AdamW(torch.optim.AdamW):
 
         A parameter is stepped as soon as its grad is complete; ``step`` has nothing left to do. Where a step must first
         know all the grads (``max_norm``, the guard, a ``scaler``, which has to be named here), they are kept until then
-        in 16 bits: those of fp32 parameters as bf16. With several backwards before a step, all but the last go under
-        ``with release.accumulate():``. Not with DistributedDataParallel, which sums up grads later.
+        in 16 bits: those of fp32 parameters as bf16, which on CUDA takes our GradScaler. With several backwards before
+        a step, all but the last go under ``with release.accumulate():``. Not with DistributedDataParallel, which sums
+        up grads later.
         """
         if self.defaults["differentiable"]:
             raise ValueError("AdamW: release_grads needs differentiable=False")
@@ -209,8 +219,11 @@ class AdamW(torch.optim.AdamW):
         has_16_bit_parameters = any(_adamw_state.needs_master(param) for _, param in params)
         is_guarded = bool(self.max_norm or self.guard) or (self.guard is None and has_16_bit_parameters)
         waits = is_guarded or (scaler is not None and scaler.is_enabled())
+        if self._release is not None:
+            self._release.remove()
+        params = [(i, param) for i, param in params if param.requires_grad]
         self._release = GradientRelease(
-            (param, narrow if waits else partial(self._step_alone, i)) for i, param in params
+            [(param, None if waits else partial(self._step_alone, i)) for i, param in params]
         )
         return self._release
 
@@ -232,27 +245,37 @@ class AdamW(torch.optim.AdamW):
             # torch insists on a step in each state, where Apex and TransformerEngine count once for the group.
             return loaded | {"state": {number: {"step": 0.0} | state for number, state in loaded["state"].items()}}
 
-        last_hook = self.register_load_state_dict_pre_hook(remember)
+        def adopt(_: torch.optim.Optimizer) -> None:
+            for group, saved in zip(self.param_groups, seen["param_groups"], strict=True):
+                for param, number in zip(group["params"], saved["params"], strict=True):
+                    if number in seen["state"]:
+                        self.state[param] = _adamw_state.adopt(
+                            param, seen["state"][number], saved, self.master, self.state_dtype
+                        )
+
+        last = self.register_load_state_dict_pre_hook(remember)
+        first = self.register_load_state_dict_post_hook(adopt, prepend=True)  # of all that come after torch's casts
         try:
             super().load_state_dict(state_dict)
         finally:
-            last_hook.remove()
-        for group, saved in zip(self.param_groups, seen["param_groups"], strict=True):
-            for param, number in zip(group["params"], saved["params"], strict=True):
-                if number in seen["state"]:
-                    self.state[param] = _adamw_state.adopt(
-                        param, seen["state"][number], saved, self.master, self.state_dtype
-                    )
+            last.remove()
+            first.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {key: self.__dict__[key] for key in _OWN if key in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._release = self.__dict__.get("_release")  # torch's load_state_dict comes by here, too
         self._start_afresh()
 
 
 _OWN = ("master", "state_dtype", "max_norm", "guard", "grad_norm", "skipped_steps")
+
+
+def _refuse_sparse(grad: Tensor | None) -> None:
+    if grad is not None and grad.is_sparse:
+        raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
 
 
 def _sum(tensors: Sequence[Tensor]) -> Tensor:
@@ -264,4 +287,4 @@ def _sum(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=True)
+    return None if tensor is None else tensor.to(device, non_blocking=device.type != "cpu")  # the host reads at once

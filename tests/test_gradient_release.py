@@ -128,3 +128,50 @@ def test_schedulers_and_checkpoints_reach_the_released_steps():
 def test_it_needs_steps_of_its_own():
     with pytest.raises(ValueError, match="AdamW: release_grads needs differentiable=False"):
         AdamW(network().parameters(), differentiable=True).release_grads()
+
+
+def test_it_survives_load_state_dict():
+    models = deep_network(), deep_network()
+    optimizers = [AdamW(model.parameters(), lr=1e-2, max_norm=1e9) for model in models]
+    optimizers[0].release_grads()
+    for seed in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(model, seed).backward()
+            if model is models[1]:
+                for param in model.parameters():
+                    param.grad = param.grad.bfloat16().float()
+            optimizer.step()
+            optimizer.load_state_dict(optimizer.state_dict())
+            assert model is models[1] or all(param.grad is None for param in model.parameters())
+            if model is models[1]:
+                optimizer.zero_grad()
+    assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+
+
+def test_frozen_parameters_and_a_second_call():
+    model = deep_network()
+    model[1].weight.requires_grad_(False)
+    optimizer = AdamW(model.parameters(), lr=1e-2)
+    optimizer.release_grads()
+    optimizer.release_grads(scaler=torch.amp.GradScaler("cpu"))  # ends the first: no step within the backward
+    before = [param.clone() for param in model.parameters()]
+    loss_of(model, 0).backward()
+    assert all(map(same_bits, model.parameters(), before))
+    assert model[0].weight.grad.dtype == B16
+
+
+@pytest.mark.parametrize("end", ["zero_grad", "remove"])
+def test_grads_get_their_width_back(end):
+    """Without a step in between."""
+    model = deep_network()
+    optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
+    release = optimizer.release_grads()
+    loss_of(model, 0).backward()
+    optimizer.zero_grad()
+    if end == "remove":
+        release.remove()
+        loss_of(model, 1).backward()
+    else:
+        with release.accumulate():
+            loss_of(model, 1).backward()
+    assert all(param.grad.dtype == torch.float32 for param in model.parameters())

@@ -81,13 +81,20 @@ def test_options_that_cannot_be_honoured(options, text):
         AdamW(network().parameters(), **options)
 
 
-def test_sparse_grads_raise_torchs_error():
+@pytest.mark.parametrize("options", [{}, {"guard": True}], ids=str)
+@pytest.mark.parametrize("dense_steps", [0, 1])
+def test_sparse_grads_raise_torchs_error(dense_steps, options):
     embedding = torch.nn.Embedding(10, 3, sparse=True)
+    optimizer = AdamW(embedding.parameters(), **options)
+    for _ in range(dense_steps):
+        embedding.weight.grad = torch.ones(10, 3)
+        optimizer.step()
+    embedding.weight.grad = None
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(
         RuntimeError, match="Adam does not support sparse gradients, please consider SparseAdam instead"
     ):
-        AdamW(embedding.parameters()).step()
+        optimizer.step()
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, B16], ids=str)
@@ -224,3 +231,6 @@ def test_differentiable_steps_are_torchs():
     assert torch.equal(*values)
     with pytest.raises(ValueError, match="differentiable=True takes fp32 parameters alone"):
         AdamW([torch.ones(3, dtype=B16, requires_grad=True)], differentiable=True)
+    for options in ({"max_norm": 1.0}, {"guard": True}, {"state_dtype": B16}):
+        with pytest.raises(ValueError, match="differentiable=True is torch's own step, without max_norm, guard and"):
+            AdamW([torch.ones(3, requires_grad=True)], differentiable=True, **options)

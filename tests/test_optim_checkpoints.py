@@ -23,8 +23,9 @@ def saved_and_loaded(optimizer):
 
 @pytest.mark.parametrize("master", ["split", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
-def test_resumed_training_is_the_same_to_the_bit(dtype, master):
-    options = {"lr": 1e-2, "master": master, "amsgrad": True, "max_norm": 1.0}
+@pytest.mark.parametrize("state_dtype", [torch.float32, B16, torch.int8], ids=str)
+def test_resumed_training_is_the_same_to_the_bit(state_dtype, dtype, master):
+    options = {"lr": 1e-2, "master": master, "amsgrad": True, "max_norm": 1.0, "state_dtype": state_dtype}
     model = network(dtype)
     optimizer = AdamW(model.parameters(), **options)
     train(model, optimizer, 5)
@@ -90,3 +91,23 @@ def test_checkpoints_of_apex_and_transformer_engine():
     other = AdamW(model.parameters(), master="fp32")
     other.load_state_dict(theirs)
     torch.testing.assert_close(other.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+
+
+def test_empty_parameters_and_8_bit_moments():
+    params = [torch.nn.Parameter(torch.ones(size)) for size in (0, 300)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = AdamW(params, state_dtype=torch.int8, amsgrad=True)
+    optimizer.step()
+    other = AdamW(params, state_dtype=torch.int8, amsgrad=True)
+    other.load_state_dict(saved_and_loaded(optimizer))
+    torch.testing.assert_close(dict(other.state), dict(optimizer.state), rtol=0, atol=0)
+
+
+def test_post_hooks_of_the_user_have_the_last_word():
+    model = network()
+    train(model, optimizer := AdamW(model.parameters()), 1)
+    weight = model[0].weight
+    optimizer.register_load_state_dict_post_hook(lambda it: it.state[weight]["exp_avg"].fill_(7.0))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert (optimizer.state[weight]["exp_avg"] == 7).all()

@@ -216,3 +216,54 @@ def test_what_is_held_on_to_is_let_go():
     assert handle.item() == 0
     assert overload is not None
     assert not forgotten
+
+
+def test_a_refused_step_is_refused_again():
+    """What it had found out so far must not be taken for the truth by the next one."""
+    model = network()
+    optimizer = AdamW(model.parameters(), state_dtype=torch.int8)
+    backward(model, 0)
+    optimizer.step()
+    weight = model[0].weight
+    optimizer.state[weight]["scales"] = optimizer.state[weight]["scales"][:1]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="scales\\[0\\] must be 6 adjacent fp32"):
+            optimizer.step()
+
+
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_amsgrad_may_end(backend):
+    """The scales of the moment that is no longer used stay where they are."""
+    with mpkernels.backend(backend):
+        model, plain = network(), network()
+        optimizer = AdamW(model.parameters(), amsgrad=True, state_dtype=torch.int8)
+        reference = AdamW(plain.parameters(), state_dtype=torch.int8)
+        optimizer.param_groups[0]["amsgrad"] = True
+        for seed in range(3):
+            for each, its_optimizer in ((model, optimizer), (plain, reference)):
+                backward(each, seed)
+                its_optimizer.step()
+            optimizer.param_groups[0]["amsgrad"] = False
+        assert all(map(same_bits, model.parameters(), plain.parameters()))
+
+
+def test_lazy_clones_keep_their_values():
+    model = network()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    backward(model, 0)
+    optimizer.step()
+    clones = [torch._lazy_clone(it.detach()) for it in (model[0].weight, optimizer.state[model[0].weight]["exp_avg"])]
+    values = [clone.tolist() for clone in clones]
+    backward(model, 1)
+    optimizer.step()
+    assert [clone.tolist() for clone in clones] == values
+
+
+def test_something_else_in_the_state():
+    model = network()
+    optimizer = AdamW(model.parameters())
+    optimizer.state["note"] = 3
+    for seed in range(2):
+        backward(model, seed)
+        optimizer.step()
+    assert optimizer.state["note"] == 3

@@ -98,6 +98,7 @@ static __device__ double block_sum(double value) {
 // thread 0 of the other blocks wrote before is then there to be read, past the L1 cache (__ldcg).
 static __device__ bool last_one_out(uint32_t* ticket, uint32_t expected) {
   __shared__ bool is_last;
+  __syncthreads();  // whatever the block's other threads still read of what a last block changes
   if (threadIdx.x == 0) {
     __threadfence();
     is_last = atomicAdd(ticket, 1u) == expected - 1;

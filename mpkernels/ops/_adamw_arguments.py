@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from mpkernels.ops import _checks
+from mpkernels.ops.int8 import QUANTIZED
 
 
 class Arguments(NamedTuple):
@@ -65,6 +66,19 @@ def check(*arguments: Any) -> None:
             raise ValueError(f"adamw_: {name} must be as long as params, {len(params)}, got {len(lists[name])}")
         dtypes = (*_checks.FLOATS, torch.int8, torch.int16)
         _checks.tensors("adamw_", name, lists[name], device=device, dtypes=dtypes, writable=name != "grads")
+    groups = len(it.group_sizes)
+    if sum(it.group_sizes) != len(params):
+        raise ValueError(f"adamw_: group_sizes must add up to the {len(params)} params, got {list(it.group_sizes)}")
+    for name in ("lr", "beta1", "beta2", "weight_decay", "eps", "maximize"):
+        if len(getattr(it, name)) != groups:
+            raise ValueError(f"adamw_: {name} must hold one for each of {groups} groups, got {len(getattr(it, name))}")
+    if len(it.on_device) not in (0, 3 * groups):
+        raise ValueError(f"adamw_: on_device must be empty or hold three for each group, got {len(it.on_device)}")
+    for i, tensor in enumerate(it.on_device):
+        if tensor.numel() and (tensor.numel() != 1 or tensor.dtype not in (torch.float32, torch.float64)):
+            raise TypeError(f"adamw_: on_device[{i}] must be empty or one fp32 or fp64, got {tensor.dtype}")
+    if it.told is not None and (it.told.dtype != torch.float32 or it.told.numel() != 2):
+        raise ValueError(f"adamw_: told must be two fp32, got {it.told.dtype}, shape {tuple(it.told.shape)}")
     for i, param in enumerate(params):
         _check_row(i, param, **{name: tensors[i] for name, tensors in lists.items() if name != "params" and tensors})
     for name, dtype in SCALARS.items():
@@ -106,6 +120,11 @@ def _check_row(
     has_scales = scales is not None and scales.numel() > 0
     if param.numel() > 0 and has_scales != (exp_avgs.dtype == torch.int8):
         raise TypeError(f"adamw_: scales[{i}] must be there for int8 moments, and only there, got {exp_avgs.dtype}")
+    if scales is not None and has_scales:
+        kinds = 2 if max_exp_avg_sqs is None or max_exp_avg_sqs.numel() == 0 else 3
+        fewest = kinds * -(-param.numel() // QUANTIZED)
+        if scales.dtype != torch.float32 or scales.numel() < fewest or not scales.is_contiguous():
+            raise ValueError(f"adamw_: scales[{i}] must be {fewest} adjacent fp32, got {tuple(scales.shape)}")
     if masters is None or masters.numel() == 0:
         return
     if param.dtype not in (torch.bfloat16, torch.float16) or masters.dtype not in (torch.int16, torch.float32):

@@ -23,6 +23,8 @@ SCHEMA = (
 @define(SCHEMA, check=check)
 def _adamw(*arguments: Any) -> None:
     it = Arguments(*arguments)
+    if not it.params:
+        return
     is_skipped = _is_skipped(it)
     _tell(it, is_skipped)
     for i, group in enumerate(it.group_of_each()):
@@ -30,7 +32,9 @@ def _adamw(*arguments: Any) -> None:
             moments = [it.exp_avgs[i], it.exp_avg_sqs[i]]
             if (largest := it.entry("max_exp_avg_sqs", i)) is not None:
                 moments.append(largest)
-            scales = None if (scales := it.entry("scales", i)) is None else scales.view(len(moments), -1)
+            scales = it.entry("scales", i)
+            if scales is not None:
+                scales = scales.view(-1, -(-moments[0].numel() // int8.QUANTIZED))
             weight, after = _formula(_weight(it, i), it.grads[i], _decoded(moments, scales), _numbers(it, i, group))
             for old, new in _new_weight(it, i, weight) + _encoded(moments, after, scales):
                 _put(old, new, is_skipped)
@@ -187,7 +191,7 @@ def adamw_(
         rows_and_groups: the schema's arguments from params to on_device. Lists go parameter by parameter, in groups of
             group_sizes; an entry of max_exp_avg_sqs, masters or scales is empty where a parameter has none, and the
             whole list where no parameter has one. A master is fp32, or an int16 remainder (ops/split.py); moments are
-            fp32, bf16, or int8 with scales (ops/int8.py), those of exp_avg first. An entry of
+            fp32, bf16, or int8 with scales (ops/int8.py), those of exp_avg first.
             on_device is empty, or holds lr, beta1 and beta2 of each group: one fp32 or fp64 where it is a tensor, else
             an empty tensor.
         grad_scale: one fp32; grads are divided by it.
