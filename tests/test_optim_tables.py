@@ -133,6 +133,11 @@ def state_dict_of_one_replaced(model, optimizer):
 
 
 @change
+def last_state_forgotten(model, optimizer):
+    del optimizer.state[model[3].bias]
+
+
+@change
 def resumed(model, optimizer):
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
@@ -143,6 +148,11 @@ def group_added(model, optimizer):
     model.extra.register_hook(lambda grad: grad)
     optimizer.add_param_group({"params": [model.extra], "lr": 0.5})
     model.extra.grad = torch.ones_like(model.extra)
+
+
+@change
+def scheduled(model, optimizer):
+    optimizer.param_groups[0] |= {"lr": 0.1, "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.5, "maximize": True}
 
 
 @change

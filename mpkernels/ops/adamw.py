@@ -80,12 +80,29 @@ def _check_row(
     has_scales = scales is not None and scales.numel() > 0
     if param.numel() > 0 and has_scales != (exp_avgs.dtype == torch.int8):
         raise TypeError(f"adamw_: scales[{i}] must be there for int8 moments, and only there, got {exp_avgs.dtype}")
+    if has_scales and scales is not None:
+        _check_scales(i, scales, [it for it in states.values() if it is not None and it.numel() > 0])
     if masters is None or masters.numel() == 0:
         return
     if param.dtype not in (torch.bfloat16, torch.float16) or masters.dtype not in (torch.int16, torch.float32):
         raise TypeError(
             f"adamw_: masters[{i}] must be int16 or fp32, for a 16-bit parameter, got {masters.dtype} for {param.dtype}"
         )
+
+
+def _check_scales(i: int, scales: Tensor, moments: Sequence[Tensor]) -> None:
+    count = len(moments) * -(-moments[0].numel() // int8.QUANTIZED)
+    if scales.dtype != torch.float32 or scales.numel() != count or not scales.is_contiguous():
+        raise ValueError(
+            f"adamw_: scales[{i}] must be {count} contiguous fp32, for {len(moments)} moments, got {scales.numel()} "
+            f"of {scales.dtype}"
+        )
+    for moment in moments:
+        if moment.stride() != moments[0].stride():
+            raise ValueError(
+                f"adamw_: int8 moments at {i} must have the strides of exp_avgs[{i}], {moments[0].stride()}, "
+                f"got {moment.stride()}"
+            )
 
 
 @define(SCHEMA, check=_check)
