@@ -138,16 +138,17 @@ struct Moments {
   char* bytes() { return codes ? reinterpret_cast<char*>(values) : nullptr; }
 
   template <class Decode>
-  void unpack(int8_t code_of_zero, const Decode& decode) {
+  void unpack(const Decode& decode) {
     if (!codes) return;
     int8_t copy[kQuantized];
     const int8_t* whole = codes;
     if (size < kQuantized) {
-      memset(copy, code_of_zero, sizeof copy);
+      memset(copy, 0, sizeof copy);
       memcpy(copy, codes, size);
       whole = copy;
     }
     for (int i = 0; i < kQuantized; i += kLanes) store(values + i, decode(load(whole + i), *scale));
+    std::fill(values + size, values + kQuantized, 0.0f);  // even the code of 0 is NaN where the scale is inf
   }
 
   template <class Encode>
@@ -184,9 +185,9 @@ static void adamw_int8(const AdamwRow& row, const Span& span, const AdamwScalars
     Moments exp_avg(codes(row.exp_avg), scale, size);
     Moments exp_avg_sq(codes(row.exp_avg_sq), scale + blocks, size);
     Moments largest(codes(row.max_exp_avg_sq), scale + 2 * blocks, size);
-    exp_avg.unpack(0, decode);
-    exp_avg_sq.unpack(-128, decode_sq);
-    largest.unpack(-128, decode_sq);
+    exp_avg.unpack(decode);
+    exp_avg_sq.unpack(decode_sq);
+    largest.unpack(decode_sq);
     Arrays arrays = advanced(row, arrays_of(row), i);
     arrays.exp_avg = exp_avg.bytes();
     arrays.exp_avg_sq = exp_avg_sq.bytes();

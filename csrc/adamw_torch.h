@@ -134,6 +134,7 @@ class AdamwPlan {
     if (scales) {
       const int64_t blocks = (row.size + kQuantized - 1) / kQuantized;
       require(scales->dtype() == aoti_torch_dtype_float32() && scales->is_contiguous() && exp_avg->is_dense() &&
+                  have_same_layout(*exp_avg_sq, *exp_avg) && (!largest || have_same_layout(*largest, *exp_avg)) &&
                   scales->device() == param.device() && scales->size() >= blocks * (largest ? 3 : 2),
               kOp, "scales[" + std::to_string(i) + "] does not go with its moments");
       row.scales = scales->data<float>();

@@ -175,3 +175,46 @@ def test_grads_get_their_width_back(end):
         with release.accumulate():
             loss_of(model, 1).backward()
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+
+
+def test_groups_keep_their_options():
+    models = network(), network()
+    optimizers = []
+    for model in models:
+        groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.1, "amsgrad": True}]
+        optimizers.append(AdamW(groups, lr=1e-3))
+    optimizers[0].release_grads()
+    for seed in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, seed)
+            optimizer.step()
+    assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+
+
+def test_a_scaler_that_is_off_holds_nothing_back():
+    model = deep_network()
+    optimizer = AdamW(model.parameters())
+    seen = watch_grads(model)
+    optimizer.release_grads(scaler=torch.amp.GradScaler("cpu", enabled=False))
+    loss_of(model, 0).backward()
+    assert max(seen) == model[0].weight.nbytes
+
+
+@pytest.mark.parametrize(("options", "kept"), [({}, True), ({"max_norm": 1.0}, B16)], ids=["at once", "until the step"])
+def test_after_its_end_grads_stay(options, kept):
+    """And after an accumulation that fails they go again."""
+    model = deep_network()
+    optimizer = AdamW(model.parameters(), **options)
+    release = optimizer.release_grads()
+    with pytest.raises(KeyError), release.accumulate():
+        raise KeyError
+    loss_of(model, 0).backward()
+    assert {param.grad is None or param.grad.dtype for param in model.parameters()} == {kept}
+    optimizer.step()
+    assert all(param.grad is None for param in model.parameters())
+    release.remove()
+    for _ in range(2):
+        loss_of(model, 1).backward()
+    optimizer.step()
+    assert all(param.grad.dtype == torch.float32 for param in model.parameters())
+    assert optimizer.state[model[0].weight]["step"].item() == 2

@@ -133,6 +133,11 @@ def state_dict_of_one_replaced(model, optimizer):
 
 
 @change
+def last_state_forgotten(model, optimizer):
+    del optimizer.state[model[3].bias]
+
+
+@change
 def resumed(model, optimizer):
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
@@ -155,6 +160,11 @@ def moved_to_another_group(model, optimizer):
     backward(model, 9)
     optimizer.step()
     optimizer.param_groups[1]["params"].insert(0, params.pop(-2))
+
+
+@change
+def scheduled(model, optimizer):
+    optimizer.param_groups[0] |= {"lr": 0.1, "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.5, "maximize": True}
 
 
 @change

@@ -125,6 +125,13 @@ def _check_row(
         fewest = kinds * -(-param.numel() // QUANTIZED)
         if scales.dtype != torch.float32 or scales.numel() < fewest or not scales.is_contiguous():
             raise ValueError(f"adamw_: scales[{i}] must be {fewest} adjacent fp32, got {tuple(scales.shape)}")
+        for name in ("exp_avg_sqs", "max_exp_avg_sqs"):
+            codes = states[name]
+            if codes is not None and codes.numel() > 0 and codes.stride() != exp_avgs.stride():
+                strides = exp_avgs.stride()
+                raise ValueError(
+                    f"adamw_: {name}[{i}] must have exp_avgs[{i}]'s strides {strides}, got {codes.stride()}"
+                )
     if masters is None or masters.numel() == 0:
         return
     if param.dtype not in (torch.bfloat16, torch.float16) or masters.dtype not in (torch.int16, torch.float32):

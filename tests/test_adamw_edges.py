@@ -1,0 +1,183 @@
+"""Narrow ledges of adamw_ that a careless edit falls off. Each test was written for a planted bug that the others let
+pass."""
+
+import math
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels.ops._adamw_arguments import LISTS
+from mpkernels.ops.adamw import _adamw
+from tests.cases import same_bits
+from tests.test_adamw import B16, F32, I8, WEIGHTS, Model, assert_same_steps
+
+
+def test_many_chunks_of_each_kind_of_moments(target):
+    """Exactly one, and beyond the first of every kernel: where a block's scales lie, and who counts the step."""
+    options = {"sizes": (8192, 16384 + 600), "weights": [(B16, "split")], "grads": (F32,), "states": (F32, I8)}
+    model = assert_same_steps(target, steps=2, model=options)
+    assert {step.item() for step in model.steps} == {2.0}
+
+
+def test_more_parameters_than_a_launch_takes(target):
+    if target.is_interpreted:
+        pytest.skip("has no such limit")
+    options = {"sizes": (3,) * 100, "weights": WEIGHTS[:4], "grads": (F32,), "states": (F32,)}
+    assert_same_steps(target, steps=2, model=options)
+
+
+def test_blocks_of_shrinking_moments(target):
+    """What fills up the last block of 8-bit moments must not become its largest."""
+    options = {"sizes": (37, 300), "weights": WEIGHTS[:1], "grads": (F32,), "states": (I8,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    for seed, factor in enumerate((1.0, 1e-3, 1e-6)):
+        changed = {"beta1": [0.1] * 2, "beta2": [0.1] * 2}
+        ours.step([grad * factor for grad in ours.grads(seed)], **changed)
+        with mpkernels.backend("reference"):
+            reference.step([grad * factor for grad in reference.grads(seed)], **changed)
+    assert ours.differences(reference) == []
+
+
+ENDS = (2.0**-126, 2.0**-124, math.inf, -math.inf, math.nan, 1e30, 1e-30, 0.0)
+
+
+@pytest.mark.parametrize("states", [F32, B16, I8], ids=str)
+def test_grads_at_the_ends_of_the_range(target, states):
+    """No guard: what is not finite spreads no further than it must, and into the same bits everywhere."""
+    weights = WEIGHTS[1:4:2] if target.is_interpreted else WEIGHTS
+    options = {"sizes": (300,) * len(ENDS), "weights": weights, "grads": (F32,), "states": (states,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+
+    def step(model, seed):
+        grads = model.grads(seed)
+        for i, grad in enumerate(grads):
+            end = ENDS[i * len(ENDS) // len(grads)]
+            grad[3:200:9] = end
+            grad[256:] = end  # a block of 8-bit moments, with nothing else in it
+        model.step(grads, beta1=[0.0, 0.9])  # with 0 the moment is the grad
+
+    for seed in range(2):
+        step(ours, seed)
+        with mpkernels.backend("reference"):
+            step(reference, seed)
+    assert ours.differences(reference) == []
+
+
+@pytest.mark.parametrize("name", ["params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "grads"])
+def test_one_tensor_off_alignment(target, name):
+    """The others are where they should be: each address counts when a kernel decides how wide it may read."""
+    if target.is_interpreted:
+        pytest.skip("an address is an address")
+    options = {"sizes": (1024,), "weights": WEIGHTS[:2] + WEIGHTS[4:], "grads": (B16,), "states": (F32, I8)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+
+    def off(tensors):
+        return [torch.cat([tensor[:1], tensor])[1:] for tensor in tensors]
+
+    grads = ours.grads(0)
+    if name == "grads":
+        grads = off(grads)
+    else:
+        setattr(ours, name, off(getattr(ours, name)))
+    ours.step(grads)
+    with mpkernels.backend("reference"):
+        reference.step(reference.grads(0))
+    assert ours.differences(reference) == []
+
+
+def test_a_scale_that_is_no_power_of_two(target):
+    """Its reciprocal is rounded to fp32, as torch's GradScaler has it, and not again before it is clipped."""
+    options = {"sizes": (333,), "states": (F32,), "weights": WEIGHTS[:1], "grads": (F32,)}
+    for scale in (3.0, 7.0, 11.0, 1000.0):
+        assert_same_steps(target, steps=2, model=options, grad_scale=scale, max_norm=0.5)
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0, 2.0])
+@pytest.mark.parametrize("sumsq", [None, 50.0])
+@pytest.mark.parametrize("max_norm", [math.inf, 1.0])
+def test_what_a_step_tells(target, scale, found_inf, sumsq, max_norm):
+    def number(value, dtype=F32):
+        return None if value is None else torch.full((), value, dtype=dtype, device=target.device)
+
+    told, skipped_steps = torch.full((2,), -1.0, device=target.device), number(5.0)
+    param, *states = (torch.ones(20_000, device=target.device) for _ in range(3))  # some chunks: who tells, tells once
+    step, hyper = torch.zeros((), device=target.device), ([0.1], [0.9], [0.99], [0.1], [1e-8], [False])
+    lists = [param], [torch.ones_like(param)], *([state] for state in states), [], [], [], [step], [1]
+    _adamw(*lists, *hyper, [], number(scale), number(found_inf), number(sumsq, torch.float64), max_norm, told,
+           skipped_steps)  # fmt: skip
+    unscale = 1.0 if scale is None else torch.tensor(1 / scale).item()
+    norm = -1.0 if sumsq is None else torch.tensor(math.sqrt(sumsq) * unscale).item()
+    is_skipped = float(bool(found_inf))
+    assert told.tolist() == [norm, is_skipped]
+    assert skipped_steps.item() == 5.0 + is_skipped
+    assert step.item() == 1.0 - is_skipped
+
+
+def test_a_nan_norm_is_not_taken_for_a_small_one(target):
+    model = Model(sizes=(40,), grads=(F32,), device=target.device)
+    model.steps = [step.fill_(1.0) for step in model.steps]
+    nan = torch.full((), math.nan, dtype=torch.float64, device=target.device)
+    groups, hyper = [len(model.params)], ([0.1], [0.9], [0.99], [0.1], [1e-8], [False])
+    lists = (getattr(model, name) for name in LISTS[2:])
+    _adamw(model.params, model.grads(0), *lists, groups, *hyper, [], None, None, nan, 1.0, None, None)
+    assert all(param.isnan().all() for param in model.params)
+
+
+LAYOUTS = {
+    "plain": lambda value: value.contiguous(),
+    "last": lambda value: value.contiguous(memory_format=torch.channels_last),
+    "sliced": lambda value: torch.stack([value, value], -1)[..., 0],
+}
+KINDS = [("last", "plain", "plain", "last"), ("plain", "last", "sliced", "plain"), ("sliced", "plain", "last", "last")]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+@pytest.mark.parametrize("states", [F32, I8], ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS[1:4:2], ids=str)
+def test_every_list_in_a_layout_of_its_own(target, weight, states, kinds):
+    """Of parameters, masters and grads, and of moments, whose codes share their scales in the order they lie in."""
+
+    def stepped(device):
+        model = Model(sizes=(360,), weights=[weight], grads=(F32,), states=(states,), device=device)
+        grads = model.grads(0)
+        lists = {"params": kinds[0], "masters": kinds[1]} | dict.fromkeys(("exp_avgs", "exp_avg_sqs"), kinds[3])
+        for name, kind in (lists | {"max_exp_avg_sqs": kinds[3]}).items():
+            laid_out = [LAYOUTS[kind](it.view(4, 6, 5, 3)) if it.numel() else it for it in getattr(model, name)]
+            setattr(model, name, laid_out)
+        for _ in range(2):
+            model.step([LAYOUTS[kinds[2]](grad.view(4, 6, 5, 3)) for grad in grads])
+        return model
+
+    ours = stepped(target.device)
+    with mpkernels.backend("reference"):
+        reference = stepped("cpu")
+    assert ours.differences(reference) == []
+
+
+def channels_last(tensor):
+    return tensor.view(4, 6, 5, 3).contiguous(memory_format=torch.channels_last) if tensor.numel() else tensor
+
+
+BAD = {
+    "too few": ("scales", lambda scales: scales[:-1]),
+    "fp64": ("scales", lambda scales: scales.double()),
+    "with gaps": ("scales", lambda scales: torch.stack([scales, scales], -1)[:, 0]),
+    "squares elsewhere": ("exp_avg_sqs", channels_last),
+    "largest elsewhere": ("max_exp_avg_sqs", channels_last),
+}
+
+
+@pytest.mark.parametrize(("name", "change"), BAD.values(), ids=BAD)
+def test_scales_that_do_not_go_with_their_moments(target, name, change):
+    """Nothing would stop a kernel from reading beyond them, or from mistaking whose they are."""
+    model, untouched = (
+        Model(sizes=(360,), weights=WEIGHTS[:1], grads=(F32,), states=(I8,), device=target.device) for _ in range(2)
+    )
+    for each in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        setattr(model, each, [it.view(4, 6, 5, 3) if it.numel() else it for it in getattr(model, each)])
+    setattr(model, name, list(map(change, getattr(model, name))))
+    with pytest.raises(ValueError, match=r"adamw_: (scales|(max_)?exp_avg_sqs)\[\d\] must (be|have)"):
+        model.step([grad.view(4, 6, 5, 3) for grad in model.grads(0)])
+    assert all(same_bits(a.flatten(), b) for a, b in zip(model.params, untouched.params, strict=True))
