@@ -63,12 +63,23 @@ inline constexpr uint64_t kLargestFinite<bf16> = 0x7f7f7fff;
 template <>
 inline constexpr uint64_t kLargestFinite<fp16> = 0x477fefff;
 
+// As an integer, by which inf comes after all numbers, and NaN after inf.
+template <class F, class U = Bits<F>>
+MPK_FN U magnitude(const F& x) {
+  return bit_cast<U>(x) & (~U{} >> 1);
+}
+
+template <class U>
+MPK_FN U larger(U a, U b) {
+  return a > b ? a : b;
+}
+
 // Whether x will be inf or NaN after rounding to T. Integers only: isfinite() or a bool would keep compilers from
 // vectorising the loop around it.
 template <class T, class F>
 MPK_FN auto is_non_finite(const F& x) {
   using Word = std::conditional_t<sizeof(Compute<T>) == 8, uint64_t, uint32_t>;
-  return (bit_cast<Bits<F>>(x) & (~Word{} >> 1)) > Word{kLargestFinite<T>};
+  return magnitude(x) > Word{kLargestFinite<T>};
 }
 
 // simd.h adds the vectors.

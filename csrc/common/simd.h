@@ -86,6 +86,7 @@ MPK_FN Words widen(Halves h) { return bit_cast<Words>(_mm512_cvtepu16_epi32(bit_
 MPK_FN Halves narrow(Words w) { return bit_cast<Halves>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(w))); }
 MPK_FN Doubles low_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
 MPK_FN Doubles high_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
+MPK_FN Doubles add_exact_square(Doubles sum, Doubles x) { return _mm512_fmadd_pd(x, x, sum); }
 MPK_FN Floats load(const int8_t* from) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes<__m128i>(from))); }
 MPK_FN void store(int8_t* to, Words x) {
   const __m128i codes = _mm512_cvtepi32_epi8(bit_cast<__m512i>(x));
@@ -104,6 +105,7 @@ MPK_FN Halves narrow(Words w) {
 }
 MPK_FN Doubles low_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }
 MPK_FN Doubles high_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
+MPK_FN Doubles add_exact_square(Doubles sum, Doubles x) { return _mm256_fmadd_pd(x, x, sum); }
 MPK_FN Floats load(const int8_t* from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_bytes<int64_t>(from))));
 }
@@ -124,6 +126,7 @@ MPK_FN Words widen(Halves h) { return __builtin_convertvector(h, Words); }
 MPK_FN Halves narrow(Words w) { return __builtin_convertvector(w, Halves); }
 MPK_FN Doubles low_doubles(Floats x) { return Doubles{x[0], x[1]}; }
 MPK_FN Doubles high_doubles(Floats x) { return Doubles{x[2], x[3]}; }
+MPK_FN Doubles add_exact_square(Doubles sum, Doubles x) { return sum + x * x; }
 MPK_FN Floats load(const int8_t* from) { return __builtin_convertvector(load_bytes<Codes>(from), Floats); }
 MPK_FN void store(int8_t* to, Words x) {
   const Codes codes = __builtin_convertvector(x, Codes);
@@ -175,7 +178,7 @@ inline constexpr int kBlock = 32;
 // prefetcher stops at the end of each page.
 inline constexpr int kAhead = 4096;  // bytes
 MPK_FN void prefetch_block_after(const void* block, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(block) + kAhead + line);
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(block) + kAhead + line, 0, 3);
 }
 
 // Calls body(pointer to kBlock elements) along data. The last, incomplete block is a copy that is filled up with pad,
