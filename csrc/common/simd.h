@@ -178,7 +178,7 @@ inline constexpr int kBlock = 32;
 // prefetcher stops at the end of each page.
 inline constexpr int kAhead = 4096;  // bytes
 MPK_FN void prefetch_block_after(const void* block, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(block) + kAhead + line, 0, 3);
+  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(block) + kAhead + line);
 }
 
 // Calls body(pointer to kBlock elements) along data. The last, incomplete block is a copy that is filled up with pad,
