@@ -30,6 +30,14 @@ def loss_of(model, seed):
     return model(torch.randn(32, 64, generator=generator)).square().mean()
 
 
+def assert_same_steps(models, optimizers):
+    for seed in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            backward(model, seed)
+            optimizer.step()
+    assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+
+
 def test_without_clipping_steps_are_the_same_and_one_grad_lives_at_a_time():
     ours, plain = deep_network(), deep_network()
     optimizers = AdamW(ours.parameters(), lr=1e-2), AdamW(plain.parameters(), lr=1e-2)
@@ -102,11 +110,7 @@ def test_16_bit_parameters_with_and_without_the_guard():
         models = network(B16), network(B16)
         optimizers = [AdamW(model.parameters(), lr=1e-2, **options) for model in models]
         optimizers[0].release_grads()
-        for seed in range(3):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                backward(model, seed)
-                optimizer.step()
-        assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+        assert_same_steps(models, optimizers)
         assert all(param.grad is None for param in models[0].parameters())
 
 
@@ -184,11 +188,7 @@ def test_groups_keep_their_options():
         groups = [{"params": model[0].parameters()}, {"params": model[3].parameters(), "lr": 0.1, "amsgrad": True}]
         optimizers.append(AdamW(groups, lr=1e-3))
     optimizers[0].release_grads()
-    for seed in range(3):
-        for model, optimizer in zip(models, optimizers, strict=True):
-            backward(model, seed)
-            optimizer.step()
-    assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+    assert_same_steps(models, optimizers)
 
 
 def test_a_scaler_that_is_off_holds_nothing_back():

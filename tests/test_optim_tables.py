@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels.ops import adamw as op
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.networks import B16, backward, network, one_thread
@@ -209,8 +208,6 @@ def test_another_backend_may_take_over(pairs):
 
 
 def test_what_is_held_on_to_is_let_go():
-    forgotten = []
-    overload = op.forget.on("cpu")
     model = network()
     optimizer = AdamW(model.parameters())
     backward(model, 0)
@@ -224,8 +221,6 @@ def test_what_is_held_on_to_is_let_go():
     gc.collect()
     assert not finalizer.alive
     assert handle.item() == 0
-    assert overload is not None
-    assert not forgotten
 
 
 def test_a_refused_step_is_refused_again():

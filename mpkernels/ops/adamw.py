@@ -160,8 +160,8 @@ def _put(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
     old.copy_(new if is_skipped is None else torch.where(is_skipped, old, new))
 
 
-# The same over states that C++ holds on to: handing over all lists takes longer than stepping what is in them (measured
-# for 1000 small tensors: 2.5 of 2.9 ms). The grads are looked at first if the step is guarded.
+# The same over states that C++ holds on to: handing over all lists takes longer than stepping what is in them, where
+# they are small. The grads are looked at first if the step is guarded.
 plan = NativeCall(
     _adamw,
     "adamw_plan(Tensor(a!) handle, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, "

@@ -2,9 +2,10 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator, valid-type"
 
+from typing import Any
+
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from mpkernels.ops._registry import implement
 from mpkernels.ops._table import is_non_finite
@@ -38,19 +39,5 @@ def update_scale_kernel(
 
 
 @implement(_update_scale)
-def update_scale_triton(
-    scale: Tensor,
-    growth_tracker: Tensor,
-    found_inf: Tensor,
-    growth_factor: float,
-    backoff_factor: float,
-    growth_interval: int,
-    overflows: Tensor,
-    min_scale: float,
-    max_scale: float,
-    hysteresis: int,
-) -> None:
-    update_scale_kernel[(1,)](
-        scale, growth_tracker, found_inf, growth_factor, backoff_factor, growth_interval,
-        overflows, min_scale, max_scale, hysteresis, enable_fp_fusion=False,
-    )  # fmt: skip
+def update_scale_triton(*arguments: Any) -> None:
+    update_scale_kernel[(1,)](*arguments, enable_fp_fusion=False)
