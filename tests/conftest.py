@@ -6,11 +6,13 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; there it makes kernels run on the CPU
 
+from mpkernels import selector
 from tests import interpreter
 from tests.targets import TARGETS
 
 interpreter.round_bf16_as_hardware_does()
 interpreter.poison_lanes_masked_off()
+selector.make_deterministic()  # a test knows which kernel it tests
 
 
 def pytest_addoption(parser):

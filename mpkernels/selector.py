@@ -1,0 +1,134 @@
+"""Which of several ways to compute the same is fastest here: timed once for each case, and remembered on disk.
+
+``linear_act`` asks it to choose between our kernels and plain torch. Nothing is timed while torch.compile traces or a
+CUDA graph is captured (what is known by then is used), under ``mpkernels.backend``, nor where torch is told to be
+deterministic (``torch.use_deterministic_algorithms``): a choice between kernels is one between roundings.
+"""
+
+from collections.abc import Callable, Sequence
+from statistics import median
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+
+from mpkernels import _choices
+
+__all__ = ["choices", "forget", "make_deterministic", "pin"]
+
+Run = Callable[[], object]
+OURS_ANYWAY = 1.01  # times torch's time: its results are no better then, and it saves more for backward
+FEWEST_ROUNDS, MOST_ROUNDS, ENOUGH_SECONDS = 5, 25, 0.2
+HOPELESS = 3.0  # times the fastest's time, after a first run: not timed any further
+
+
+class Case(NamedTuple):
+    """What the time of a call depends on. ``rows`` is rounded up to a power of two."""
+
+    op: str
+    device: torch.device
+    rows: int
+    sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype | None, ...]
+    variant: str
+
+    def __str__(self) -> str:
+        dtypes = ",".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+        return f"{self.op} {self.variant} {self.rows}x{'x'.join(map(str, self.sizes))} {dtypes}"
+
+
+_known: dict[Case, str] = {}
+_pinned: str | None = None
+_is_deterministic = False
+
+
+def pin(name: str | None) -> None:
+    """From now on takes what is named, wherever it can be had: ``"native"``, ``"triton"`` or ``"torch"``; None: again
+    what is fastest."""
+    global _pinned
+    if name not in ("native", "triton", "torch", None):
+        raise ValueError(f"pin: name must be 'native', 'triton', 'torch' or None, got {name!r}")
+    _pinned = name
+
+
+def make_deterministic() -> None:
+    """From now on nothing is timed, and nothing that was timed is used: equal calls give equal bits."""
+    global _is_deterministic
+    _is_deterministic = True
+
+
+def choices() -> dict[str, str]:
+    """What has been chosen in this process.
+
+    >>> mpkernels.selector.choices()
+    {'linear_act gelu, with grad 512x768x3072 bfloat16,bfloat16': 'native'}
+    """
+    return {str(case): name for case, name in _known.items()}
+
+
+def forget() -> None:
+    """All choices, also those on disk: everything is timed anew."""
+    _known.clear()
+    _choices.clear()
+
+
+def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str:
+    """One of ``names``: the fastest, or the first, where that can't be known. ``prepare`` gives the code to time."""
+    if _pinned is not None:
+        return _pinned if _pinned in names else names[0]
+    if len(names) == 1 or _is_deterministic or torch.are_deterministic_algorithms_enabled():
+        return names[0]
+    name = _known.get(case) or _find_out(case, names, prepare)
+    if name is None:
+        return names[0]
+    _known[case] = name
+    return name
+
+
+def _find_out(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str | None:
+    name = _choices.load(str(case), case.device)
+    if name in names:
+        return name
+    return _measure(case, names, prepare) if _may_measure(case.device) else None
+
+
+def _may_measure(device: torch.device) -> bool:
+    is_tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return not (is_tracing or is_capturing or torch._C._are_functorch_transforms_active())
+
+
+def _measure(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str | None:
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            times = _race({name: prepare(name) for name in names}, case.device)
+    except torch.OutOfMemoryError:
+        return None  # the call itself may still find room
+    fastest = min(times, key=lambda name: times[name] * (1 if name == "torch" else 1 / OURS_ANYWAY))
+    _choices.save(str(case), case.device, fastest, times)
+    return fastest
+
+
+def _race(runs: dict[str, Run], device: torch.device) -> dict[str, float]:
+    """Seconds that each takes, measured in turns, so that whatever else the machine does slows down all."""
+    for run in runs.values():  # compiles, allocates
+        run()
+    first = {name: _seconds(run, device) for name, run in runs.items()}
+    runs = {name: run for name, run in runs.items() if first[name] < HOPELESS * min(first.values())}
+    times: dict[str, list[float]] = {name: [] for name in runs}
+    start = perf_counter()
+    for rounds in range(MOST_ROUNDS):
+        if rounds >= FEWEST_ROUNDS and perf_counter() - start > ENOUGH_SECONDS:
+            break
+        for name, run in runs.items():
+            times[name].append(_seconds(run, device))
+    return {name: median(of_one) for name, of_one in times.items()}
+
+
+def _seconds(run: Run, device: torch.device) -> float:
+    settle = torch.cuda.synchronize if device.type == "cuda" else int
+    settle()
+    start = perf_counter()
+    run()
+    settle()
+    return perf_counter() - start

@@ -1,0 +1,221 @@
+"""What is timed, what is remembered, and that nothing on disk can do harm."""
+
+import json
+import time
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels import _choices, selector
+
+CASE = selector.Case("op", torch.device("cpu"), 8, (3, 5), (torch.float32,), "gelu")
+NAMES = ("native", "torch")
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch, tmp_path):
+    monkeypatch.setattr(selector, "_is_deterministic", False)
+    monkeypatch.setattr(selector, "_known", {})
+    monkeypatch.setattr(selector, "_pinned", None)
+    monkeypatch.setattr(selector, "MOST_ROUNDS", selector.FEWEST_ROUNDS)
+    monkeypatch.setattr(_choices, "path", lambda: tmp_path / "home" / "choices.json")
+    _choices._read.cache_clear()
+    yield
+    _choices._read.cache_clear()
+
+
+class Ways:
+    """Ways to do the same that take so many milliseconds."""
+
+    def __init__(self, **milliseconds):
+        self.milliseconds, self.calls = milliseconds, dict.fromkeys(milliseconds, 0)
+
+    def __call__(self, name):
+        def run():
+            self.calls[name] += 1
+            time.sleep(self.milliseconds[name] / 1e3)
+
+        return run
+
+    @property
+    def were_timed(self):
+        return any(self.calls.values())
+
+
+def another_process():
+    selector._known.clear()
+    _choices._read.cache_clear()
+
+
+@pytest.mark.parametrize(("native", "torchs", "chosen"), [(1, 2, "native"), (2, 1, "torch")])
+def test_the_fastest_is_chosen_once(native, torchs, chosen):
+    ways = Ways(native=native, torch=torchs)
+    assert selector.choose(CASE, NAMES, ways) == chosen
+    calls = dict(ways.calls)
+    assert selector.choose(CASE, NAMES, ways) == chosen
+    assert ways.calls == calls
+    assert selector.choices() == {"op gelu 8x3x5 float32": chosen}
+
+
+def test_ours_may_take_one_per_cent_more(monkeypatch):
+    for ours, chosen in ((1.009, "native"), (1.011, "torch")):
+        selector.forget()
+        monkeypatch.setattr(selector, "_race", lambda *_, ours=ours: {"native": ours, "torch": 1.0})
+        assert selector.choose(CASE, NAMES, Ways(native=0, torch=0)) == chosen
+
+
+def test_a_choice_is_remembered_on_disk():
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
+    another_process()
+    ways = Ways(native=1, torch=2)
+    assert selector.choose(CASE, NAMES, ways) == "torch"
+    assert not ways.were_timed
+    assert [path.name for path in _choices.path().parent.iterdir()] == ["choices.json"]  # no temporary file is left
+
+
+def test_each_case_has_its_own():
+    assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "native"
+    for other in (
+        CASE._replace(op="other"),
+        CASE._replace(rows=16),
+        CASE._replace(sizes=(3, 6)),
+        CASE._replace(dtypes=(torch.float16,)),
+        CASE._replace(variant="relu"),
+    ):
+        assert selector.choose(other, NAMES, Ways(native=2, torch=1)) == "torch"
+        assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "native"
+    another_process()
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "native"
+
+
+def test_other_versions_and_machines_are_timed_anew(monkeypatch):
+    selector.choose(CASE, NAMES, Ways(native=2, torch=1))
+    for name in ("torch 2", "triton", "mpkernels 0", f"{torch.get_num_threads()} threads"):
+        assert name in _choices._key("", CASE.device)
+    another_process()
+    monkeypatch.setattr(_choices, "_version", lambda package: f"{package} of tomorrow")
+    assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "native"
+    assert len(json.loads(_choices.path().read_text())) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "7", '{"KEY": 3}', '{"KEY": {"choice": ["torch"]}}', '{"KEY": {"choice": "gone"}}', "\x00\xff"],
+)
+def test_a_corrupt_file_is_no_error(text):
+    path = _choices.path()
+    path.parent.mkdir()
+    path.write_text(text.replace("KEY", _choices._key(str(CASE), CASE.device)), "latin-1")
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
+    another_process()
+    assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "torch"  # it has been mended
+
+
+def test_a_place_that_cant_be_written_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(_choices, "path", lambda: tmp_path / "file" / "choices.json")  # also root can't write there
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
+    assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "torch"
+    selector.forget()
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(_choices, "path", no_home)
+    assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "native"
+    selector.forget()
+
+
+def test_a_failed_write_leaves_the_old_file(monkeypatch):
+    selector.choose(CASE, NAMES, Ways(native=2, torch=1))
+    before = _choices.path().read_text()
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(_choices.os, "replace", fail)
+    selector.choose(CASE._replace(rows=99), NAMES, Ways(native=1, torch=2))
+    assert _choices.path().read_text() == before
+    assert [path.name for path in _choices.path().parent.iterdir()] == ["choices.json"]
+
+
+def test_pin():
+    ways = Ways(native=2, torch=1)
+    selector.pin("native")
+    assert selector.choose(CASE, NAMES, ways) == "native"
+    selector.pin("triton")
+    assert selector.choose(CASE, NAMES, ways) == "native"  # the first, where there is none
+    assert not ways.were_timed
+    selector.pin(None)
+    assert selector.choose(CASE, NAMES, ways) == "torch"
+    with pytest.raises(ValueError, match="pin: name must be 'native', 'triton', 'torch' or None, got 'cuda'"):
+        selector.pin("cuda")
+
+
+def test_deterministic():
+    selector.choose(CASE, NAMES, Ways(native=2, torch=1))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "native"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
+    selector.make_deterministic()
+    ways = Ways(native=2, torch=1)
+    assert selector.choose(CASE, NAMES, ways) == "native"
+    assert not ways.were_timed
+
+
+def test_nothing_is_timed_while_torch_traces():
+    ways = Ways(native=2, torch=1)
+
+    def chosen(x):
+        names.append(selector.choose(CASE, NAMES, ways))
+        return x + 1
+
+    names = []
+    with torch._subclasses.FakeTensorMode():
+        chosen(torch.ones(3))
+    torch.func.vmap(chosen)(torch.ones(3))
+    torch.fx.experimental.proxy_tensor.make_fx(chosen)(torch.ones(3))
+    assert len(names) == 3
+    assert set(names) == {"native"}
+    assert not ways.were_timed
+    assert selector.choose(CASE, NAMES, ways) == "torch"  # what was taken meanwhile was no choice
+    torch.func.vmap(chosen)(torch.ones(3))
+    assert names[-1] == "torch"
+
+
+def test_out_of_memory_chooses_nothing():
+    def no_room(name):
+        raise torch.OutOfMemoryError("no room")
+
+    assert selector.choose(CASE, NAMES, no_room) == "native"
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
+
+
+def test_the_hopeless_are_not_timed_further():
+    ways = Ways(native=1, torch=30)
+    assert selector.choose(CASE, NAMES, ways) == "native"
+    assert ways.calls["torch"] == 2
+    assert ways.calls["native"] > 2
+
+
+def test_the_first_run_does_not_count():
+    """It compiles."""
+    first = dict.fromkeys(NAMES, True)
+
+    def prepare(name):
+        def run():
+            slow = first[name] and name == "native"
+            first[name] = False
+            time.sleep(0.1 if slow else {"native": 0.001, "torch": 0.003}[name])
+
+        return run
+
+    assert selector.choose(CASE, NAMES, prepare) == "native"
+
+
+def test_it_is_found_under_the_package():
+    assert mpkernels.selector is selector
