@@ -82,11 +82,13 @@ class Table:
         max_norm: float | None,
         told: Tensor | None,
         skipped_steps: Tensor | None,
+        report: Tensor | None,
         guarded: bool,
     ) -> None:
         grads = self._own(grads)
         params = list(map(_real, self._params)) if self._is_complex else self._params
-        shared = *self._hyperparameters(), grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps
+        flags = grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps, report
+        shared = *self._hyperparameters(), *flags
         planned = op.planned.on(self.device.type)
         if planned is None or self._is_for_once or torch.compiler.is_compiling():
             op._adamw(params, grads, *self._lists, *shared)

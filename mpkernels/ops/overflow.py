@@ -35,14 +35,14 @@ def _check(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, uns
 )
 def _overflow(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, unscaled: bool, report: Tensor) -> None:
     if grads:
-        report.copy_(torch.where(found_inf.reshape(()) != 0, lines(grads, scale, unscaled), report))
+        report.copy_(torch.where(found_inf.reshape(()) != 0, lines(grads, grads, scale, unscaled), report))
 
 
-def lines(grads: Sequence[Tensor], scale: Tensor | None, unscaled: bool) -> Tensor:
-    """The report about these grads."""
+def lines(grads: Sequence[Tensor], order: Sequence[Tensor], scale: Tensor | None, unscaled: bool) -> Tensor:
+    """The report about these grads, each in the order of the memory of the other tensor."""
     zero = grads[0].new_zeros((), dtype=torch.float64)
     by = zero if scale is None else scale.reshape(()).double()
-    of_grads = [_line(grad, zero) for grad in grads]
+    of_grads = [_line(_flat(*pair), zero) for pair in zip(grads, order, strict=True)]
     if scale is not None and not unscaled:
         for line in of_grads:
             line[4] = line[4] / by
@@ -50,8 +50,7 @@ def lines(grads: Sequence[Tensor], scale: Tensor | None, unscaled: bool) -> Tens
     return torch.stack([torch.stack(line) for line in (heading, *of_grads)])
 
 
-def _line(grad: Tensor, zero: Tensor) -> list[Tensor]:
-    x = in_order_of_memory(grad).double()
+def _line(x: Tensor, zero: Tensor) -> list[Tensor]:
     nothing = zero + torch.inf
     if x.numel() == 0:
         return [zero, zero, zero, nothing, zero, zero]
@@ -68,11 +67,15 @@ def _line(grad: Tensor, zero: Tensor) -> list[Tensor]:
     ]
 
 
-def in_order_of_memory(tensor: Tensor) -> Tensor:
-    """A tensor with gaps or overlaps in the order of its indices."""
-    dims = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
-    ordered = tensor.permute(dims)
-    return ordered.reshape(-1) if ordered.is_contiguous() else tensor.reshape(-1)
+def _flat(tensor: Tensor, like: Tensor) -> Tensor:
+    """In the order in which the elements of ``like`` fill its memory, or in that of indices if there are gaps."""
+    dims = order_of_memory(like)
+    return (tensor.permute(dims) if like.permute(dims).is_contiguous() else tensor).reshape(-1).double()
+
+
+def order_of_memory(tensor: Tensor) -> list[int]:
+    """Its dimensions, from the one whose elements are farthest apart."""
+    return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
 
 
 def overflow_(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, unscaled: bool, report: Tensor) -> None:
