@@ -16,7 +16,7 @@ namespace mpk {
 struct Overflow {
   double size, infs, nans;
   double first;    // index of the first inf or NaN, in the order of memory; inf if there is none
-  double largest;  // finite magnitude, without the scale
+  double largest;  // finite magnitude
   double zeros;
 };
 
@@ -63,10 +63,9 @@ struct OverflowReport {
   const float* scale;  // that the step was taken with; null where there was none
   bool is_unscaled;    // whether it has been taken off the grads
 
-  MPK_FN void head() const { lines[0] = {1, scale ? *scale : 0.0, 0, 0, 0, 0}; }
+  MPK_FN void head() const { lines[0] = {1, scale ? *scale : 0.0, scale && !is_unscaled ? *scale : 1.0, 0, 0, 0}; }
   MPK_FN void put(int32_t grad, Overflow line, int64_t size) const {
     line.size = static_cast<double>(size);
-    if (scale && !is_unscaled) line.largest /= *scale;
     lines[1 + grad] = line;
   }
 };

@@ -32,6 +32,7 @@ __device__ void overflow_block(const Rows& table, const Row& grad, const Span& s
     using C = Compute<T>;
     const T* const data = in_global(static_cast<const T*>(grad.at(span.begin)));
     Tally<C> tally;
+#pragma unroll 1
     for (int64_t i = threadIdx.x; i < span.size; i += kThreads)
       count<C>(tally, widen(data[i]), static_cast<Bits<C>>(i));
     return line_of(tally, span.begin);

@@ -29,7 +29,8 @@ class Table:
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*rows, strict=True)
-        self._params, self.device = list(params), params[0].device
+        self.params, self.device = list(params), params[0].device
+        self.report: Tensor | None = None  # of these parameters, filled by a step that is skipped
         self._is_complex = any(map(torch.is_complex, params))
         self.has_16_bit_parameters = any(map(needs_master, params))
         self.groups: list[Group] = []
@@ -67,7 +68,7 @@ class Table:
 
     @property
     def has_moved(self) -> bool:
-        return bool(self._params[0].device != self.device)
+        return bool(self.params[0].device != self.device)
 
     def can_look_at_grads(self) -> bool:
         """Within the step, which then need not be handed them twice."""
@@ -82,12 +83,11 @@ class Table:
         max_norm: float | None,
         told: Tensor | None,
         skipped_steps: Tensor | None,
-        report: Tensor | None,
         guarded: bool,
     ) -> None:
         grads = self._own(grads)
-        params = list(map(_real, self._params)) if self._is_complex else self._params
-        flags = grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps, report
+        params = list(map(_real, self.params)) if self._is_complex else self.params
+        flags = grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps, self.report
         shared = *self._hyperparameters(), *flags
         planned = op.planned.on(self.device.type)
         if planned is None or self._is_for_once or torch.compiler.is_compiling():

@@ -80,7 +80,7 @@ def overflow_fenced(fence, sizes, dtype):
     grads = [fence(grad) for grad in random_grads([dtype], sizes)]
     report = fence(torch.zeros(1 + len(grads), 6, dtype=torch.float64))
     overflow_(grads, fence(torch.ones(())), fence(torch.full((), 2.0)), False, report)
-    assert report[:, :3].tolist() == [[1.0, 2.0, 0.0], *([grad.numel(), 0.0, 0.0] for grad in grads)]
+    assert report[:, :3].tolist() == [[1.0, 2.0, 2.0], *([grad.numel(), 0.0, 0.0] for grad in grads)]
 
 
 COUNT = torch.zeros((), dtype=torch.int32)

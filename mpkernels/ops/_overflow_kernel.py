@@ -45,7 +45,7 @@ def load_field(of_chunk, field: tl.constexpr, i, count, other):
 
 
 @triton.jit
-def write_line(line, of_chunk, count, size, scale, unscaled: tl.constexpr):
+def write_line(line, of_chunk, count, size):
     lanes = tl.arange(0, 128)
     infs = tl.zeros([128], tl.float64)
     nans = tl.zeros([128], tl.float64)
@@ -59,15 +59,26 @@ def write_line(line, of_chunk, count, size, scale, unscaled: tl.constexpr):
         first = tl.minimum(first, load_field(of_chunk, 3, i, count, INFINITY))
         largest = tl.maximum(largest, load_field(of_chunk, 4, i, count, 0.0))
         zeros += load_field(of_chunk, 5, i, count, 0.0)
-    magnitude = tl.max(largest)
-    if scale is not None and not unscaled:
-        magnitude = magnitude / tl.load(scale).to(tl.float64)
     tl.store(line, size.to(tl.float64))
     tl.store(line + 1, tl.sum(infs))
     tl.store(line + 2, tl.sum(nans))
     tl.store(line + 3, tl.min(first))
-    tl.store(line + 4, magnitude)
+    tl.store(line + 4, tl.max(largest))
     tl.store(line + 5, tl.sum(zeros))
+
+
+@triton.jit
+def write_heading(report, scale, unscaled: tl.constexpr):
+    of_step, on_grads = 0.0, 1.0
+    if scale is not None:
+        of_step = tl.load(scale).to(tl.float64)
+        if not unscaled:
+            on_grads = of_step
+    tl.store(report, 1.0)
+    tl.store(report + 1, of_step)
+    tl.store(report + 2, on_grads)
+    for field in tl.static_range(3, 6):
+        tl.store(report + field, 0.0)
 
 
 @triton.jit
@@ -77,13 +88,7 @@ def overflow_program(
 ):  # fmt: skip
     """One program a chunk; the last of a grad merges its chunks. Called by all of a table's programs, or by none."""
     if chunk == 0:
-        tl.store(report, 1.0)
-        by = 0.0
-        if scale is not None:
-            by = tl.load(scale).to(tl.float64)
-        tl.store(report + 1, by)
-        for field in tl.static_range(2, 6):
-            tl.store(report + field, 0.0)
+        write_heading(report, scale, UNSCALED)
     if dtype == FP64:
         count_span(of_chunk + chunk.to(tl.int64) * FIELDS, dtype, address, begin, size, tl.float64)
     else:
@@ -92,4 +97,4 @@ def overflow_program(
     chunks = tl.maximum(tl.cdiv(elements, CHUNK), 1)
     if is_last_one_out(ticket, chunks):
         line = report + (1 + number) * FIELDS
-        write_line(line, of_chunk + tl.load(row + 2) * FIELDS, chunks, elements, scale, UNSCALED)
+        write_line(line, of_chunk + tl.load(row + 2) * FIELDS, chunks, elements)

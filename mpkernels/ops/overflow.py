@@ -43,10 +43,7 @@ def lines(grads: Sequence[Tensor], order: Sequence[Tensor], scale: Tensor | None
     zero = grads[0].new_zeros((), dtype=torch.float64)
     by = zero if scale is None else scale.reshape(()).double()
     of_grads = [_line(_flat(*pair), zero) for pair in zip(grads, order, strict=True)]
-    if scale is not None and not unscaled:
-        for line in of_grads:
-            line[4] = line[4] / by
-    heading = [zero + 1, by, zero, zero, zero, zero]
+    heading = [zero + 1, by, zero + 1 if scale is None or unscaled else by, zero, zero, zero]
     return torch.stack([torch.stack(line) for line in (heading, *of_grads)])
 
 
@@ -75,7 +72,8 @@ def _flat(tensor: Tensor, like: Tensor) -> Tensor:
 
 def order_of_memory(tensor: Tensor) -> list[int]:
     """Its dimensions, from the one whose elements are farthest apart."""
-    return sorted(range(tensor.ndim), key=lambda dim: -tensor.stride(dim))
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
 
 
 def overflow_(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, unscaled: bool, report: Tensor) -> None:
@@ -88,9 +86,9 @@ def overflow_(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, 
         found_inf: one fp32.
         scale: one fp32, the loss scale of the step, if there is one.
         unscaled: whether it has been taken off the grads.
-        report: fp64, contiguous, of shape (1 + len(grads), 6). A heading: 1, the scale or 0, zeros. Then a line for
-            each grad: how many elements; how many are inf, how many NaN; the index of the first of those in the order
-            of memory, or inf; the largest finite magnitude, without the scale; how many are 0. A grad that has gaps or
-            overlaps in memory is taken in the order of its indices.
+        report: fp64, contiguous, of shape (1 + len(grads), 6). A heading: 1; the scale or 0; by what the grads are
+            still multiplied; zeros. Then a line for each grad: how many elements; how many are inf, how many NaN; the
+            index of the first of those in the order of memory, or inf; the largest finite magnitude; how many are 0.
+            A grad that has gaps or overlaps in memory is taken in the order of its indices.
     """
     _overflow(grads, found_inf, scale, unscaled, report)
