@@ -48,8 +48,7 @@ class AdamwCall {
     const AdamwShared shared = this->shared(stats);
     tell(shared);
     if (is_skipped(shared)) {
-      std::vector<Row> grads = grads_of(rows);
-      if (shared.report.lines) overflow_on_cpu(lay_out(grads, kCpuChunk), shared.report);
+      if (shared.report.lines) overflow_on_cpu(grads_of(rows), shared.report);
       return;
     }
     const auto table = lay_out(rows, kCpuChunk / 4);  // each element is some 28 bytes

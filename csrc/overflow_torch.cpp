@@ -14,7 +14,7 @@ struct OverflowArguments {
     require(found_inf.is_fp32_scalar(), kOp, "found_inf is not a single fp32");
     require(!scale || (scale->is_fp32_scalar() && scale->device() == found_inf.device()), kOp,
             "scale is not a single fp32 on the device of found_inf");
-    grads.flatten(kOp, "grads", found_inf, /*will_write=*/false);
+    rows = grads.flatten(kOp, "grads", found_inf, /*will_write=*/false);
     to.lines = overflow_lines(report, grads.count(), found_inf, kOp);
     if (scale) to.scale = static_cast<const float*>(scale->const_data());
   }
@@ -24,12 +24,13 @@ struct OverflowArguments {
   Tensor found_inf;
   std::unique_ptr<Tensor> scale;
   Tensor report;
+  std::vector<Row> rows;
   OverflowReport to;
 };
 
 static void overflow_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
   OverflowArguments arguments(stack);
-  if (*arguments.flag() != 0) overflow_on_cpu(arguments.grads.table(kCpuChunk), arguments.to);
+  if (*arguments.flag() != 0) overflow_on_cpu(std::move(arguments.rows), arguments.to);
 }
 MPK_CPU_KERNEL(kOp, overflow_on_cpu)
 

@@ -6,10 +6,13 @@
 
 namespace mpk {
 
-inline void overflow_on_cpu(const Table& grads, const OverflowReport& report) {
+inline void overflow_on_cpu(std::vector<Row> rows, const OverflowReport& report) {
+  int64_t elements = 0;
+  for (const Row& row : rows) elements += row.size;
+  const Table grads = lay_out(rows, kCpuChunk);
   const auto overflow_span = MPK_BEST(overflow_span);
   std::vector<Overflow> of_chunk(grads.chunks);
-  parallel_for_chunks(grads, grads.chunks * grads.chunk_size, [&](const Row& row, const Span& span) {
+  parallel_for_chunks(grads, elements, [&](const Row& row, const Span& span) {
     of_chunk[span.chunk] = overflow_span(row.dtype, row.at(span.begin), span.begin, span.size);
   });
   report.head();

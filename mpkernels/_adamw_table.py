@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpkernels._adamw_state import needs_master
+from mpkernels._overflow_ledger import Ledger
 from mpkernels.ops import adamw as op
 from mpkernels.ops.grad_stats import GradStats, grad_stats
 
@@ -22,15 +23,20 @@ class Table:
     """Holds on to the tensors, so that a step need only bring the grads."""
 
     def __init__(
-        self, all_rows: Sequence[tuple[Group, Tensor, State]], places: list[int], is_for_once: bool = False
+        self,
+        all_rows: Sequence[tuple[Group, Tensor, State]],
+        places: list[int],
+        ledger: Ledger | None = None,
+        is_for_once: bool = False,
     ) -> None:
-        """places: which of the rows are this table's. Those of a group follow each other."""
+        """places: which of the rows are this table's. Those of a group follow each other. ledger: knows where a step
+        that is skipped leaves its report."""
         self._is_for_once = is_for_once
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*rows, strict=True)
         self.params, self.device = list(params), params[0].device
-        self.report: Tensor | None = None  # of these parameters, filled by a step that is skipped
+        self.report = None if ledger is None else ledger.report_for(self.params, self.device)
         self._is_complex = any(map(torch.is_complex, params))
         self.has_16_bit_parameters = any(map(needs_master, params))
         self.groups: list[Group] = []

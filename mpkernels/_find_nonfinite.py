@@ -19,7 +19,7 @@ class FirstNonFinite:
         return f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})"
 
 
-class find_nonfinite:  # noqa: N801  (a context manager, as torch.no_grad is)
+class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
     """Watches a model's modules, and finds the first whose output holds an inf or NaN.
 
     ::

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from mpkernels import _adamw_state
 from mpkernels._adamw_table import Fingerprint, Table
@@ -180,10 +181,7 @@ class AdamW(torch.optim.AdamW):
             self._state_of(param, grad, group_of[i])
             places.setdefault(param.device, []).append(i)
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
-        tables = [Table(rows, of_device) for of_device in places.values()]
-        for table in tables:
-            table.report = self._ledger.report_for(table.params, table.device)
-        return tables
+        return [Table(rows, of_device, self._ledger) for of_device in places.values()]
 
     def _state_of(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         _refuse_sparse(grad)
@@ -205,9 +203,7 @@ class AdamW(torch.optim.AdamW):
             return True
         return self.guard is None and found_inf is None and any(table.has_16_bit_parameters for table in tables)
 
-    def overflow_report(
-        self, model: torch.nn.Module | None = None, found: find_nonfinite | None = None
-    ) -> OverflowReport:
+    def overflow_report(self, model: Module | None = None, found: find_nonfinite | None = None) -> OverflowReport:
         """As ``GradScaler.overflow_report``, also without a scaler: the guard's skips."""
         return OverflowReport([(self, self._ledger.records())], model, found)
 
