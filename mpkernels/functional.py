@@ -27,7 +27,7 @@ _TORCH: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu") -> Tensor:
-    """``activation(F.linear(x, weight, bias))``, computed in fp32 and rounded once; backward needs one tensor of y's size.
+    """``activation(F.linear(x, weight, bias))``, computed in fp32, rounded once; one tensor is saved for backward.
 
     ``activation``: none, relu, relu2 (its square), gelu, gelu_tanh, silu, sigmoid, tanh. Shapes, autocast and gradients
     are those of ``F.linear`` and the activation, to any order, also under torch.compile and torch.func. Weights in fp32
