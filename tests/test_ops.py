@@ -12,85 +12,17 @@ from torch.utils._pytree import tree_leaves
 import mpkernels
 from mpkernels import ops
 from mpkernels.ops import _registry
-from tests.cases import random_grads
-from tests.linear import layer
+from mpkernels.ops._samples import SAMPLES, grads, unscale
+
+ARGUMENTS = {name: samples[0].arguments for name, samples in SAMPLES.items()}
 
 
-def tensors(device, requires_grad=False):
-    grads = [grad.to(device).requires_grad_(requires_grad) for grad in random_grads(sizes=(5, 1025))]
-    return grads, torch.zeros((), device=device), torch.full((), 0.5, device=device)
+def is_finite(make):
+    return all(it.isfinite().all() for it in tree_leaves(make(torch.device("cpu"))) if isinstance(it, torch.Tensor))
 
 
-def optimizer_step(device, state_dtype=torch.float32):
-    """Every way to keep a weight, in two groups. One has its lr and betas on the device, one has amsgrad."""
-    make = {"device": device}
-    params = [
-        torch.linspace(-1, 1, size, **make).to(dtype)
-        for size, dtype in ((5, torch.bfloat16), (1025, torch.float16), (33, torch.float32), (7, torch.bfloat16))
-    ]
-    masters = [torch.zeros(5, dtype=torch.int16, **make), torch.zeros(1025, dtype=torch.int16, **make)]
-    masters += [torch.empty(0, **make), params[3].float()]
-    states = [[torch.ones_like(it, dtype=state_dtype) for it in params] for _ in range(2)]
-    largest = [torch.empty(0, **make), torch.empty(0, **make), *(it.clone() for it in states[0][2:])]
-    scales = (
-        [
-            torch.ones((2 + bool(it.numel())) * -(-param.numel() // 256), **make)
-            for it, param in zip(largest, params, strict=True)
-        ]
-        if state_dtype == torch.int8
-        else []
-    )
-    steps = [torch.ones((), **make) for _ in params]
-    lists = params, [it.clone() for it in params], *states, largest, masters, scales, steps
-    hyper = [[value, value] for value in (1e-3, 0.9, 0.999, 0.01, 1e-8, False)]
-    nothing = torch.empty(0, **make)
-    on_device = [nothing] * 3 + [torch.full((), 1e-2, **make), nothing, torch.full((), 0.99, **make).double()]
-    shared = torch.full((), 8.0, **make), torch.zeros((), **make), torch.ones((), dtype=torch.float64, **make)
-    return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make))
-
-
-def scale_state(device):
-    """After an overflow, of which it takes two."""
-    make = {"device": device}
-    scale, found_inf = torch.full((), 3.0, **make), torch.ones((), **make)
-    tracker, overflows = torch.full((), 5, dtype=torch.int32, **make), torch.ones(2, dtype=torch.int32, **make)
-    return scale, tracker, found_inf, 2.0, 0.5, 2000, overflows, 1.0, 2.0**24, 2
-
-
-def linear_layer(device):
-    x, weight, bias, _ = layer(5, 7, 9, torch.bfloat16, device)
-    return x, weight, bias, "gelu", True
-
-
-def linear_layers_backward(device):
-    x, weight, z, dy = layer(5, 7, 9, torch.bfloat16, device)
-    return dy, x, weight, z.expand(5, 9), "gelu", torch.float32, torch.bfloat16
-
-
-ARGUMENTS = {
-    "adamw_": optimizer_step,
-    "linear_act": linear_layer,
-    "linear_act_backward": linear_layers_backward,
-    "unscale_": tensors,
-    "grad_stats": lambda device: tensors(device)[:1],
-    "update_scale_": scale_state,
-}
-CALLS = [
-    *ARGUMENTS.items(),
-    ("adamw_", lambda device: optimizer_step(device, torch.int8)),
-    ("linear_act", lambda device: (*linear_layer(device)[:2], None, "relu", True)),
-    (
-        "linear_act_backward",
-        lambda device: (
-            linear_layers_backward(device)[0],
-            *[None] * 2,
-            torch.empty(0, dtype=torch.bfloat16, device=device),
-            "none",
-            None,
-            None,
-        ),
-    ),
-]
+# torch's checks take a NaN for a difference.
+CALLS = [(name, it.arguments) for name, samples in SAMPLES.items() for it in samples if is_finite(it.arguments)]
 PLAIN = ("unscale_", "grad_stats", "update_scale_")  # what users call takes the op's own arguments
 
 
@@ -120,15 +52,15 @@ def test_compiles_without_a_graph_break(target, name, make):
 def test_fake_tensors_of_any_size(name):
     """torch.compile's view: shapes and dtypes without memory, beyond 2^31 elements too."""
     with torch._subclasses.FakeTensorMode():
-        grads = [torch.empty(2**31 + 9, dtype=torch.bfloat16), torch.empty(0), torch.empty(3, 2**31).t()]
-        results = getattr(ops, name)(grads, *(torch.zeros(()), torch.ones(())) if name == "unscale_" else ())
+        tensors = [torch.empty(2**31 + 9, dtype=torch.bfloat16), torch.empty(0), torch.empty(3, 2**31).t()]
+        results = getattr(ops, name)(tensors, *(torch.zeros(()), torch.ones(())) if name == "unscale_" else ())
         assert results is None or [x.shape for x in results] == [(3,), (3,), (), ()]
 
 
 @pytest.mark.parametrize("call", [ops.unscale_, torch.ops.mpkernels.unscale_], ids=["function", "torch.ops"])
 def test_autograd_notices_what_a_kernel_changed(target, call):
     """A kernel gets a bare pointer; unless the version is bumped, backward would use the changed tensor in silence."""
-    (grad, *_), found_inf, inv_scale = tensors(target.device)
+    (grad, *_), found_inf, inv_scale = unscale(target.device)
     weight = torch.ones_like(grad, requires_grad=True)
     loss = (weight * grad).sum()
     call([grad], found_inf, inv_scale)
@@ -140,8 +72,8 @@ def test_autograd_notices_what_a_kernel_changed(target, call):
 
 
 def test_results_carry_no_gradient(target):
-    grads, *_ = tensors(target.device, requires_grad=True)
-    assert not any(result.requires_grad for result in ops.grad_stats(grads))
+    leaves = [grad.requires_grad_() for grad in grads(target.device)]
+    assert not any(result.requires_grad for result in ops.grad_stats(leaves))
 
 
 @pytest.mark.parametrize("call", [ops.unscale_, torch.ops.mpkernels.unscale_], ids=["function", "torch.ops"])

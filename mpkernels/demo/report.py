@@ -30,8 +30,8 @@ def missing(module: str, what: str) -> bool:
 def introduction(device: torch.device, corpus: int, parameters: int, precision: str, steps: int) -> str:
     place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     return (
-        f"A transformer of {parameters / 1e6:.1f} M parameters learns Python from {corpus / 1e6:.1f} MB of the standard\n"
-        f"library's sources: {steps} steps by torch.amp and by mpkernels in turns, {precision}, on {place}."
+        f"A transformer of {parameters / 1e6:.1f} M parameters learns Python from {corpus / 1e6:.1f} MB of the\n"
+        f"standard library's sources: {steps} steps by torch.amp and by mpkernels in turns, {precision}, on {place}."
     )
 
 
@@ -98,8 +98,9 @@ def table(sides: Sides, held_out: Sequence[float]) -> str:
         *((*row(side), f"{loss:.4f}") for side, loss in zip(sides, held_out, strict=True)),
     ]
     theirs, ours = (median(step_seconds(side)) for side in sides)
-    share = f"A step takes mpkernels {ours / theirs:.2f} of torch.amp's time and"
-    return f"\n{plain([(*HEAD, 'held-out loss'), *rows])}\n\n{share} {sides[1].meter.peak / sides[0].meter.peak:.2f} of its memory."
+    memory = sides[1].meter.peak / sides[0].meter.peak
+    shares = f"A step of mpkernels takes {ours / theirs:.2f} of torch.amp's time and {memory:.2f} of its memory."
+    return f"\n{plain([(*HEAD, 'held-out loss'), *rows])}\n\n{shares}"
 
 
 def plot(sides: Sides, path: Path) -> None:

@@ -1,0 +1,129 @@
+"""What is there, what is not, and what would have to be installed."""
+
+import importlib.util
+import json
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mpkernels
+from mpkernels import _choices, _extension
+from mpkernels.ops import _registry
+
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve")
+NOTHING = "none"
+
+
+def describe() -> dict[str, str]:
+    return {
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
+        "cpu": f"{_choices._processor()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
+        "cpu features": ", ".join(_cpu_flags()) or "unknown",
+        "gpu": _gpu(),
+        "driver": _driver(),
+        "torch": f"{torch.__version__}, built for CUDA {torch.version.cuda or NOTHING}",
+        "triton": _version("triton") or NOTHING,
+        "nvcc": (shutil.which("nvcc") and "on PATH") or NOTHING,
+        "mpkernels": mpkernels.__version__,
+    }
+
+
+def _cpu_flags() -> list[str]:
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().partition("\n\n")[0].split())
+    except OSError:
+        return []
+    return [flag for flag in FLAGS if flag in words]
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return f"{NOTHING} that torch sees"
+    properties = torch.cuda.get_device_properties(0)
+    name = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+    return f"{torch.cuda.device_count()} of {name}" if torch.cuda.device_count() > 1 else name
+
+
+def _driver() -> str:
+    if shutil.which("nvidia-smi") is None:
+        return NOTHING
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return "nvidia-smi gives no answer"
+    return lines[0] if lines else NOTHING
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def builds() -> dict[str, Any]:
+    """What was compiled, for what, and what was left out and why."""
+    try:
+        info: dict[str, Any] = json.loads((_extension.LIBRARY.parent / "_build_info.json").read_text())
+    except (OSError, ValueError):
+        info = {}
+    return info if _extension.LIBRARY.exists() else {}
+
+
+def kernels() -> dict[str, dict[str, list[str]]]:
+    """Of each op on each device. The first is the one that is used."""
+    return {op: {device: mpkernels.backends(op, device) for device in DEVICES} for op in sorted(_registry._ops)}
+
+
+DEVICES = tuple(_registry.DEVICES)
+
+
+def why_not() -> dict[str, str]:
+    """Why a kind of kernel is not used on a device, for those that are not."""
+    built, reasons = builds(), {}
+    for device in DEVICES:
+        left_out = built.get(device, {}).get("left_out", "")
+        if not built:
+            reasons[f"native on {device}"] = "the compiled library is missing"
+        elif left_out:
+            reasons[f"native on {device}"] = f"left out of the build: {left_out}"
+    if importlib.util.find_spec("triton") is None:
+        reasons["triton"] = "it is not installed"
+    elif not _registry._triton_runs_on("cpu"):
+        reasons["triton on cpu"] = "it compiles for GPUs"
+    if not torch.cuda.is_available():
+        built_for = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
+        reasons["anything on cuda"] = built_for
+    return reasons
+
+
+def chosen() -> dict[str, str]:
+    """What the selector has measured on this machine with these versions, in any process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    suffix = _choices._key("", device)
+    kept = {case: it["choice"] for case, it in _choices._read().items() if isinstance(it, dict) and "choice" in it}
+    return {case.removesuffix(suffix): name for case, name in kept.items() if case.endswith(suffix)}
+
+
+def to_install() -> list[str]:
+    advice = []
+    if not _extension.LIBRARY.exists():
+        advice.append("a C++ compiler, then mpkernels again: without compiled kernels the slow reference runs")
+    if torch.cuda.is_available():
+        if builds().get("cuda", {}).get("left_out"):
+            advice.append("nvcc from CUDA 12.1 or newer, then mpkernels again: for the kernels in CUDA C++")
+        if importlib.util.find_spec("triton") is None:
+            advice.append("triton: for its kernels")
+    elif torch.version.cuda is None and shutil.which("nvidia-smi") is not None:
+        advice.append("a torch that is built for CUDA: there is a driver, and torch can't use it")
+    for module, what in {"matplotlib": "demo.png", "rich": "the demo's live table"}.items():
+        if importlib.util.find_spec(module) is None:
+            advice.append(f"{module}: for {what}")
+    return advice
