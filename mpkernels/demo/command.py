@@ -3,10 +3,10 @@
 import argparse
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -21,45 +21,40 @@ SAVE_EVERY = 10  # slices
 STOPPED = 130  # as shells have it for Ctrl-C
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
 def steps(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text!r}")
     return int(text)
 
 
-def parser() -> Parser:
-    it = Parser("mpkernels demo", description=__doc__)
-    it.add_argument("--precision", choices=DTYPES, help="of the training; the default is bf16")
-    it.add_argument("--steps", type=steps, help="of each training; the default depends on the machine")
-    it.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
-    it.add_argument("--out", type=Path, default=Path("mpkernels-demo"), metavar="DIR", help="for demo.png and demo.pt")
-    return it
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--precision", choices=DTYPES, help="of the training; the default is bf16")
+    parser.add_argument("--steps", type=steps, help="of each training; the default depends on the machine")
+    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
+    parser.add_argument(
+        "--out", type=Path, default=Path("mpkernels-demo"), metavar="DIR", help="where demo.png and demo.pt go"
+    )
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    asked = parser().parse_args(arguments)
+def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     try:
-        run = Run(asked)
-    except (checkpoint.UnusableError, OSError) as error:
-        return fail(error, 2)
-    try:
-        return run.go()
+        try:
+            it = Run(asked)
+        except (checkpoint.UnusableError, OSError) as error:
+            refuse(in_a_line(error))
+        return it.go()
     except (OSError, torch.OutOfMemoryError) as error:
-        return fail(error, 1)
+        print(f"mpkernels demo: {in_a_line(error)}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("mpkernels demo: interrupted", file=sys.stderr)
         return STOPPED
 
 
-def fail(error: Exception, status: int) -> int:
-    text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else str(error)
-    print(f"mpkernels demo: {text.splitlines()[0]}", file=sys.stderr)
-    return status
+def in_a_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename or 'the disk'}: {error.strerror}"
+    return str(error).splitlines()[0]
 
 
 class Run:

@@ -4,34 +4,26 @@ import argparse
 import importlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import nn
 
 from mpkernels.doctor import machine, selftest, shapes
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}\n")
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = Parser("mpkernels doctor", description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "layers",
-        nargs="*",
-        metavar="MODEL",
-        help="module:attribute, or sizes like 768x50257: do they fit tensor cores?",
+        "layers", nargs="*", metavar="MODEL", help="module:attribute, or sizes like 768x50257: do they fit tensor cores?"
     )
     parser.add_argument("--json", action="store_true", help="all of it, for a program")
-    asked = parser.parse_args(arguments)
+
+
+def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     try:
         advice = {each: _advise(each) for each in asked.layers}
     except ValueError as error:
-        print(f"mpkernels doctor: {error}", file=sys.stderr)
-        return 2
+        refuse(str(error))
     found: dict[str, Any] = {
         "machine": machine.describe(),
         "builds": machine.builds(),
