@@ -14,7 +14,10 @@ from mpkernels.doctor import machine, selftest, shapes
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "layers", nargs="*", metavar="MODEL", help="module:attribute, or sizes like 768x50257: do they fit tensor cores?"
+        "layers",
+        nargs="*",
+        metavar="MODEL",
+        help="module:attribute, or sizes like 768x50257: do they fit tensor cores?",
     )
     parser.add_argument("--json", action="store_true", help="all of it, for a program")
 

@@ -2,11 +2,8 @@
 
 import importlib.util
 import json
-import os
 import platform
 import shutil
-import subprocess
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +11,24 @@ import torch
 
 import mpkernels
 from mpkernels import _choices, _extension
+from mpkernels.bench.machine import describe as describe_for_bench
 from mpkernels.ops import _registry
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve")
-NOTHING = "none"
 
 
 def describe() -> dict[str, str]:
-    return {
-        "system": f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}",
-        "cpu": f"{_choices._processor()}, {os.cpu_count()} cores, torch uses {torch.get_num_threads()} threads",
+    of_bench = {name: str(value) for name, value in describe_for_bench().items() if value is not None}
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    more = {
+        "system": system,
         "cpu features": ", ".join(_cpu_flags()) or "unknown",
+        "threads": str(torch.get_num_threads()),
         "gpu": _gpu(),
-        "driver": _driver(),
-        "torch": f"{torch.__version__}, built for CUDA {torch.version.cuda or NOTHING}",
-        "triton": _version("triton") or NOTHING,
-        "nvcc": (shutil.which("nvcc") and "on PATH") or NOTHING,
-        "mpkernels": mpkernels.__version__,
+        "cuda of torch": torch.version.cuda or "none",
+        "nvcc": "on PATH" if shutil.which("nvcc") else "not on PATH",
     }
+    return of_bench | more
 
 
 def _cpu_flags() -> list[str]:
@@ -44,28 +41,10 @@ def _cpu_flags() -> list[str]:
 
 def _gpu() -> str:
     if not torch.cuda.is_available():
-        return f"{NOTHING} that torch sees"
+        return "none that torch sees"
     properties = torch.cuda.get_device_properties(0)
     name = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
     return f"{torch.cuda.device_count()} of {name}" if torch.cuda.device_count() > 1 else name
-
-
-def _driver() -> str:
-    if shutil.which("nvidia-smi") is None:
-        return NOTHING
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return "nvidia-smi gives no answer"
-    return lines[0] if lines else NOTHING
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def builds() -> dict[str, Any]:

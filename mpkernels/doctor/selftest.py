@@ -22,13 +22,14 @@ class Result(NamedTuple):
 
 
 def run() -> list[Result]:
+    """Triton's interpreter, which can run its kernels on a CPU, is left out: it doesn't round as chips do."""
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [
         _test(op, torch.device(device), kernel)
         for op in SAMPLES
         for device in devices
         for kernel in mpkernels.backends(op, device)
-        if kernel != "reference"
+        if kernel != "reference" and (device, kernel) != ("cpu", "triton")
     ]
 
 
