@@ -16,7 +16,8 @@ class UnusableError(Exception):
     """In words for the user."""
 
 
-def save(path: Path, state: dict[str, Any]) -> None:
+def save(path: Path, state: dict[str, Any], is_first: bool = False) -> None:
+    """The first one of a run sets aside what an earlier run has left."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **state}, buffer)  # not to the file: torch has no errno for a disk that is full
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
@@ -25,10 +26,14 @@ def save(path: Path, state: dict[str, Any]) -> None:
             file.write(buffer.getbuffer())
             file.flush()
             os.fsync(file.fileno())
+        if is_first and path.exists():
+            os.replace(path, path.with_suffix(".previous.pt"))
         os.replace(name, path)
-    except BaseException:
+    except BaseException as error:
         with suppress(OSError):
             os.unlink(name)
+        if isinstance(error, OSError):
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 
@@ -42,9 +47,3 @@ def load(path: Path) -> dict[str, Any]:
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UnusableError(f"--resume: {path} is not a checkpoint of this demo")
     return state
-
-
-def set_aside(path: Path) -> None:
-    """What an earlier run has left is never written over."""
-    if path.exists():
-        os.replace(path, path.with_suffix(".previous.pt"))

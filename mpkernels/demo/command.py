@@ -53,7 +53,7 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
 
 def in_a_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'the disk'}: {error.strerror}"
+        return f"{error.filename or 'disk'}: {error.strerror}"
     return str(error).splitlines()[0]
 
 
@@ -69,13 +69,12 @@ class Run:
             precision, planned = saved["precision"], saved["steps"]
         else:
             self.out.mkdir(parents=True, exist_ok=True)
-            checkpoint.set_aside(self.path)
             saved, precision, planned = None, asked.precision or "bf16", size.steps
         self.precision, self.size, self.steps = precision, size, asked.steps or planned
         self.sides = [Training(side, size, precision, self.device, SEED) for side in SIDES]
         if saved is not None:
             self.restore(saved)
-        self.save()  # now, so that a place that can't be written to costs no training
+        self.save(is_first=saved is None)  # now, so that a place that can't be written to costs no training
 
     def check(self, saved: dict[str, Any], precision: str | None) -> None:
         wanted = {"size": list(self.size), "corpus": self.corpus.digest, "device": self.device.type}
@@ -92,10 +91,10 @@ class Run:
         except (KeyError, ValueError, RuntimeError, TypeError) as error:
             raise checkpoint.UnusableError(f"--resume: {self.path} is damaged ({type(error).__name__})") from None
 
-    def save(self) -> None:
+    def save(self, is_first: bool = False) -> None:
         state = {"size": list(self.size), "corpus": self.corpus.digest, "device": self.device.type}
         state |= {"precision": self.precision, "steps": self.steps}
-        checkpoint.save(self.path, state | {side.side: side.state_dict() for side in self.sides})
+        checkpoint.save(self.path, state | {side.side: side.state_dict() for side in self.sides}, is_first)
 
     def go(self) -> int:
         parameters = sum(it.numel() for it in self.sides[0].model.parameters())
