@@ -12,9 +12,20 @@ from mpkernels import _found_inf, _scaling
 from mpkernels._autocast import autocast, machines_device
 from mpkernels._clip import clip_grad_norm_
 from mpkernels._late import Late
+from mpkernels._mixed import to_full, to_mixed
+from mpkernels._policy import Policy, global_policy, set_global_policy
 from mpkernels.ops import update_scale_
 
-__all__ = ["GradScaler", "autocast", "clip_grad_norm_"]
+__all__ = [
+    "GradScaler",
+    "Policy",
+    "autocast",
+    "clip_grad_norm_",
+    "global_policy",
+    "set_global_policy",
+    "to_full",
+    "to_mixed",
+]
 
 
 _HANDED_OVER = ("grad_scale", "found_inf", "told")  # what an optimizer holds of a scaler's during a step
