@@ -2,9 +2,11 @@
 
 from mpkernels import _extension, ops, selector
 from mpkernels._batch_size import find_max_batch_size
+from mpkernels._memory_comparison import compare_memory
+from mpkernels._memory_report import memory_report
 from mpkernels.ops._registry import attach_defaults, backend, backends
 
-__all__ = ["backend", "backends", "find_max_batch_size", "ops", "selector"]
+__all__ = ["backend", "backends", "compare_memory", "find_max_batch_size", "memory_report", "ops", "selector"]
 __version__ = "0.1.0"
 
 _extension.load()
