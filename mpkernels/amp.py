@@ -9,6 +9,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mpkernels import _found_inf, _scaling
+from mpkernels._accumulate import accumulate
 from mpkernels._autocast import autocast, machines_device
 from mpkernels._clip import clip_grad_norm_
 from mpkernels._late import Late
@@ -19,6 +20,7 @@ from mpkernels.ops import update_scale_
 __all__ = [
     "GradScaler",
     "Policy",
+    "accumulate",
     "autocast",
     "clip_grad_norm_",
     "global_policy",
