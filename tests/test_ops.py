@@ -21,8 +21,13 @@ def is_finite(make):
     return all(it.isfinite().all() for it in tree_leaves(make(torch.device("cpu"))) if isinstance(it, torch.Tensor))
 
 
-# torch's checks take a NaN for a difference.
-CALLS = [(name, it.arguments) for name, samples in SAMPLES.items() for it in samples if is_finite(it.arguments)]
+# torch's checks take a NaN in a result for a difference.
+CALLS = [
+    (name, it.arguments)
+    for name, samples in SAMPLES.items()
+    for it in samples
+    if it is samples[0] or is_finite(it.arguments)
+]
 PLAIN = ("unscale_", "grad_stats", "update_scale_")  # what users call takes the op's own arguments
 
 
@@ -128,9 +133,17 @@ ERRORS = [
      "update_scale_: overflows must be two adjacent int32, got shape (2,), strides (2,)"),
     (ops.update_scale_, (scalar, count, scalar.to("meta"), 2.0, 0.5, 1, pair), ValueError,
      "update_scale_: found_inf must be on cpu, got meta"),
+    (ops.overflow_, ([grad], scalar, None, False, torch.zeros(2, 6)), TypeError,
+     "overflow_: report must be torch.float64, got torch.float32"),
+    (ops.overflow_, ([grad], scalar, None, False, torch.zeros(1, 6).double()), ValueError,
+     "overflow_: report must be contiguous, of shape (2, 6), got shape (1, 6), strides (6, 1)"),
+    (ops.overflow_, ([grad], scalar, grad, False, torch.zeros(2, 6).double()), ValueError,
+     "overflow_: scale must be a tensor of one element, got shape (3,)"),
+    (ops.overflow_, ([grad.to("meta")], scalar, None, False, torch.zeros(2, 6).double()), ValueError,
+     "overflow_: grads[0] must be on cpu, got meta"),
     (mpkernels.backends, ("unscale",), ValueError,
-     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, unscale_, update_scale_, "
-     "got 'unscale'"),
+     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, overflow_, unscale_, "
+     "update_scale_, got 'unscale'"),
     (mpkernels.backend("fastest").__enter__, (), ValueError,
      "backend: name must be one of native, triton, reference, got 'fastest'"),
 ]  # fmt: skip

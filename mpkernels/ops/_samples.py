@@ -58,7 +58,15 @@ def optimizer_step(device: torch.device, state_dtype: torch.dtype = F32, found_i
     nothing = torch.empty(0, **make)
     on_device = [nothing] * 3 + [torch.full((), 1e-2, **make), nothing, torch.full((), 0.99, **make).double()]
     shared = torch.full((), 8.0, **make), torch.full((), found_inf, **make), torch.ones((), dtype=F64, **make)
-    return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make))
+    report = torch.zeros(5, 6, dtype=F64, **make)
+    return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make), report)
+
+
+def overflown(device: torch.device) -> tuple[Any, ...]:
+    """After a step that was skipped."""
+    looked_at, report = grads(device), torch.zeros(9, 6, dtype=F64, device=device)
+    looked_at[0][1], looked_at[1][2] = torch.inf, torch.nan
+    return looked_at, torch.ones((), device=device), torch.full((), 0.5, device=device), False, report
 
 
 def scale_state(device: torch.device, found_inf: float = 1.0) -> tuple[Any, ...]:
@@ -112,6 +120,7 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample(lambda device: optimizer_step(device, torch.int8)),
         Sample(lambda device: optimizer_step(device, B16, found_inf=1.0)),
     ],
+    "overflow_": [Sample(overflown)],
     "linear_act": [
         Sample(lambda device: linear(device, B16, "gelu"), ROUNDED[B16]),
         Sample(lambda device: linear(device, F16, "silu"), ROUNDED[F16]),
