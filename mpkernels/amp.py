@@ -9,15 +9,30 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mpkernels import _found_inf, _scaling
+from mpkernels._accumulate import accumulate
 from mpkernels._autocast import autocast, machines_device
 from mpkernels._clip import clip_grad_norm_
 from mpkernels._find_nonfinite import find_nonfinite
 from mpkernels._late import Late
+from mpkernels._mixed import to_full, to_mixed
 from mpkernels._overflow_ledger import Ledgers
 from mpkernels._overflow_report import OverflowReport
+from mpkernels._policy import Policy, global_policy, set_global_policy
 from mpkernels.ops import update_scale_
 
-__all__ = ["GradScaler", "OverflowReport", "autocast", "clip_grad_norm_", "find_nonfinite"]
+__all__ = [
+    "GradScaler",
+    "OverflowReport",
+    "Policy",
+    "accumulate",
+    "autocast",
+    "clip_grad_norm_",
+    "find_nonfinite",
+    "global_policy",
+    "set_global_policy",
+    "to_full",
+    "to_mixed",
+]
 
 
 _HANDED_OVER = ("grad_scale", "found_inf", "told")  # what an optimizer holds of a scaler's during a step
@@ -26,8 +41,8 @@ _HANDED_OVER = ("grad_scale", "found_inf", "told")  # what an optimizer holds of
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler``, with grads of any dtype, other ways to scale, and skips that are seen.
 
-    Nothing is copied to the host by scale, unscale_, step and update, with every optimizer that takes found_inf on the
-    device. ``mpkernels.optim.AdamW`` looks for inf and NaN within its own step. Which grads have cost a step,
+    Nothing is copied to the host by ``scale``, ``unscale_``, ``step`` and ``update``, with every optimizer that takes
+    found_inf on the device. ``mpkernels.optim.AdamW`` looks for inf and NaN within its own step. Which grads have cost a step,
     ``overflow_report`` tells.
 
     Args:

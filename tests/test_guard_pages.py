@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from mpkernels.ops import _registry, grad_stats, overflow_, unscale_, update_scale_
+from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
 from tests.cases import DTYPES, random_grads
+from tests.linear import layer
 from tests.targets import TARGETS
 from tests.test_adamw import STATES, WEIGHTS, Model
 
@@ -76,6 +79,17 @@ def update_scale_fenced(fence, sizes, found_inf):
     assert scale.item() == (0.5 if found_inf else 2.0)
 
 
+def linear_act_fenced(fence, sizes, dtype, activation):
+    """Rows, features and outputs odd, and one of each as long as a whole block."""
+    for rows, features, outputs in ((5, 33, 31), (1, 8, sizes[-1]), (sizes[-1], 8, 1), (0, 3, 5), (5, 0, 3)):
+        x, weight, bias, dy = layer(rows, features, outputs, dtype)
+        arguments = fence(x), fence(weight), fence(bias)
+        y, z = _linear_act(*arguments, activation, True)
+        saved = {"z": z, "y": y, "": z}[ACTIVATIONS[activation].saves]
+        gradients = _linear_act_backward(fence(dy), *arguments[:2], fence(saved), activation, torch.float32, dtype)
+        assert all(it.isfinite().all() for it in (y, *gradients))
+
+
 def overflow_fenced(fence, sizes, dtype):
     grads = [fence(grad) for grad in random_grads([dtype], sizes)]
     report = fence(torch.zeros(1 + len(grads), 6, dtype=torch.float64))
@@ -88,12 +102,15 @@ F32, F16, B16, F64 = DTYPES
 ADAMW_DTYPES = zip(
     (*WEIGHTS, (F64, "none")), (F16, B16, F32, B16, F16, F64), (F32, B16, torch.int8, B16, F32, F64), strict=True
 )
+LINEAR_CASES = [*itertools.product((F16, B16, F32), ("gelu", "relu", "none"))]
 CASES = {
     "unscale_": (unscale_fenced, [(dtype,) for dtype in DTYPES]),
     "grad_stats": (grad_stats_fenced, [(dtype,) for dtype in DTYPES]),
     "overflow_": (overflow_fenced, [(dtype,) for dtype in DTYPES]),
     "adamw_": (adamw_fenced, list(ADAMW_DTYPES)),
     "update_scale_": (update_scale_fenced, [(0.0,), (1.0,)]),
+    "linear_act": (linear_act_fenced, LINEAR_CASES[::2]),
+    "linear_act_backward": (linear_act_fenced, LINEAR_CASES[1::2]),
 }
 
 

@@ -27,8 +27,14 @@ def test_ops_import_nothing_from_above():
             assert name.startswith("ops."), f"{path.name} imports {name}"
 
 
+def test_functional_is_below_the_modules_and_the_cast_cache_below_both():
+    assert own_imports(ROOT / "_cast_cache.py") == []
+    assert own_imports(ROOT / "nn.py") == ["functional", "ops._activations.check_activation"]
+    assert all(name == "_cast_cache" or name.startswith("ops.") for name in own_imports(ROOT / "functional.py"))
+
+
 def test_the_registry_and_the_checks_import_no_op():
-    for stem in ("_registry", "_checks", "_table", "split", "int8"):
+    for stem in ("_registry", "_checks", "_table", "_activations", "split", "int8"):
         assert own_imports(ROOT / "ops" / f"{stem}.py") == []
 
 

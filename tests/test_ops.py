@@ -7,71 +7,28 @@ import sys
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import mpkernels
 from mpkernels import ops
 from mpkernels.ops import _registry
-from tests.cases import random_grads
+from mpkernels.ops._samples import SAMPLES, grads, unscale
+
+ARGUMENTS = {name: samples[0].arguments for name, samples in SAMPLES.items()}
 
 
-def tensors(device, requires_grad=False):
-    grads = [grad.to(device).requires_grad_(requires_grad) for grad in random_grads(sizes=(5, 1025))]
-    return grads, torch.zeros((), device=device), torch.full((), 0.5, device=device)
+def is_finite(make):
+    return all(it.isfinite().all() for it in tree_leaves(make(torch.device("cpu"))) if isinstance(it, torch.Tensor))
 
 
-def optimizer_step(device, state_dtype=torch.float32):
-    """Every way to keep a weight, in two groups. One has its lr and betas on the device, one has amsgrad."""
-    make = {"device": device}
-    params = [
-        torch.linspace(-1, 1, size, **make).to(dtype)
-        for size, dtype in ((5, torch.bfloat16), (1025, torch.float16), (33, torch.float32), (7, torch.bfloat16))
-    ]
-    masters = [torch.zeros(5, dtype=torch.int16, **make), torch.zeros(1025, dtype=torch.int16, **make)]
-    masters += [torch.empty(0, **make), params[3].float()]
-    states = [[torch.ones_like(it, dtype=state_dtype) for it in params] for _ in range(2)]
-    largest = [torch.empty(0, **make), torch.empty(0, **make), *(it.clone() for it in states[0][2:])]
-    scales = (
-        [
-            torch.ones((2 + bool(it.numel())) * -(-param.numel() // 256), **make)
-            for it, param in zip(largest, params, strict=True)
-        ]
-        if state_dtype == torch.int8
-        else []
-    )
-    steps = [torch.ones((), **make) for _ in params]
-    lists = params, [it.clone() for it in params], *states, largest, masters, scales, steps
-    hyper = [[value, value] for value in (1e-3, 0.9, 0.999, 0.01, 1e-8, False)]
-    nothing = torch.empty(0, **make)
-    on_device = [nothing] * 3 + [torch.full((), 1e-2, **make), nothing, torch.full((), 0.99, **make).double()]
-    shared = torch.full((), 8.0, **make), torch.zeros((), **make), torch.ones((), dtype=torch.float64, **make)
-    report = torch.zeros(5, 6, dtype=torch.float64, **make)
-    return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make), report)
-
-
-def overflown(device):
-    """After a step that was skipped."""
-    grads, _, scale = tensors(device)
-    grads[0][1], grads[1][2] = float("inf"), float("nan")
-    report = torch.zeros(1 + len(grads), 6, dtype=torch.float64, device=device)
-    return grads, torch.ones((), device=device), scale, False, report
-
-
-def scale_state(device):
-    """After an overflow, of which it takes two."""
-    make = {"device": device}
-    scale, found_inf = torch.full((), 3.0, **make), torch.ones((), **make)
-    tracker, overflows = torch.full((), 5, dtype=torch.int32, **make), torch.ones(2, dtype=torch.int32, **make)
-    return scale, tracker, found_inf, 2.0, 0.5, 2000, overflows, 1.0, 2.0**24, 2
-
-
-ARGUMENTS = {
-    "adamw_": optimizer_step,
-    "overflow_": overflown,
-    "unscale_": tensors,
-    "grad_stats": lambda device: tensors(device)[:1],
-    "update_scale_": scale_state,
-}
-CALLS = [*ARGUMENTS.items(), ("adamw_", lambda device: optimizer_step(device, torch.int8))]
+# torch's checks take a NaN in a result for a difference.
+CALLS = [
+    (name, it.arguments)
+    for name, samples in SAMPLES.items()
+    for it in samples
+    if it is samples[0] or is_finite(it.arguments)
+]
+PLAIN = ("unscale_", "grad_stats", "update_scale_")  # what users call takes the op's own arguments
 
 
 def test_every_op_is_tested_here():
@@ -85,11 +42,14 @@ def test_opcheck(target, name, make):
 
 @pytest.mark.parametrize(("name", "make"), CALLS)
 def test_compiles_without_a_graph_break(target, name, make):
-    function = _registry._ops[name] if name == "adamw_" else getattr(ops, name)  # whose last arguments have keywords
+    function = getattr(ops, name) if name in PLAIN else _registry._ops[name]
     eager, compiled = make(target.device), make(target.device)
     want = function(*eager)
     got = torch.compile(function, fullgraph=True, backend="aot_eager")(*compiled)
-    torch.testing.assert_close((compiled, got), (eager, want), rtol=0, atol=0, equal_nan=True)
+    got, want = (
+        [it for it in tree_leaves(each) if isinstance(it, torch.Tensor)] for each in ((compiled, got), (eager, want))
+    )
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
     torch.compiler.reset()
 
 
@@ -97,15 +57,15 @@ def test_compiles_without_a_graph_break(target, name, make):
 def test_fake_tensors_of_any_size(name):
     """torch.compile's view: shapes and dtypes without memory, beyond 2^31 elements too."""
     with torch._subclasses.FakeTensorMode():
-        grads = [torch.empty(2**31 + 9, dtype=torch.bfloat16), torch.empty(0), torch.empty(3, 2**31).t()]
-        results = getattr(ops, name)(grads, *(torch.zeros(()), torch.ones(())) if name == "unscale_" else ())
+        tensors = [torch.empty(2**31 + 9, dtype=torch.bfloat16), torch.empty(0), torch.empty(3, 2**31).t()]
+        results = getattr(ops, name)(tensors, *(torch.zeros(()), torch.ones(())) if name == "unscale_" else ())
         assert results is None or [x.shape for x in results] == [(3,), (3,), (), ()]
 
 
 @pytest.mark.parametrize("call", [ops.unscale_, torch.ops.mpkernels.unscale_], ids=["function", "torch.ops"])
 def test_autograd_notices_what_a_kernel_changed(target, call):
     """A kernel gets a bare pointer; unless the version is bumped, backward would use the changed tensor in silence."""
-    (grad, *_), found_inf, inv_scale = tensors(target.device)
+    (grad, *_), found_inf, inv_scale = unscale(target.device)
     weight = torch.ones_like(grad, requires_grad=True)
     loss = (weight * grad).sum()
     call([grad], found_inf, inv_scale)
@@ -117,8 +77,8 @@ def test_autograd_notices_what_a_kernel_changed(target, call):
 
 
 def test_results_carry_no_gradient(target):
-    grads, *_ = tensors(target.device, requires_grad=True)
-    assert not any(result.requires_grad for result in ops.grad_stats(grads))
+    leaves = [grad.requires_grad_() for grad in grads(target.device)]
+    assert not any(result.requires_grad for result in ops.grad_stats(leaves))
 
 
 @pytest.mark.parametrize("call", [ops.unscale_, torch.ops.mpkernels.unscale_], ids=["function", "torch.ops"])
@@ -182,7 +142,8 @@ ERRORS = [
     (ops.overflow_, ([grad.to("meta")], scalar, None, False, torch.zeros(2, 6).double()), ValueError,
      "overflow_: grads[0] must be on cpu, got meta"),
     (mpkernels.backends, ("unscale",), ValueError,
-     "backends: op must be one of adamw_, grad_stats, overflow_, unscale_, update_scale_, got 'unscale'"),
+     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, overflow_, unscale_, "
+     "update_scale_, got 'unscale'"),
     (mpkernels.backend("fastest").__enter__, (), ValueError,
      "backend: name must be one of native, triton, reference, got 'fastest'"),
 ]  # fmt: skip

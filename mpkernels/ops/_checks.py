@@ -49,3 +49,20 @@ def tensors(
             raise ValueError(f"{op}: {who} must be on {device}, got {each.device}")
         if writable and any(size > 1 and stride == 0 for size, stride in zip(each.shape, each.stride(), strict=True)):
             raise ValueError(f"{op}: {who} must not share memory between its elements, got strides {each.stride()}")
+
+
+def matrix(op: str, name: str, value: Tensor, shape: Sequence[int | None] | None, like: Tensor | None) -> None:
+    """A dense tensor of floats; of ``shape``, where None stands for any size (no shape: any matrix); as ``like`` is."""
+    tensor(op, name, value)
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be dense, got layout {value.layout}")
+    if value.dtype not in FLOATS:
+        raise TypeError(f"{op}: {name} must be one of fp16, bf16, fp32, fp64, got {value.dtype}")
+    shape = (None, None) if shape is None else shape
+    if len(shape) != value.dim() or any(want not in (None, got) for want, got in zip(shape, value.shape, strict=True)):
+        wanted = ", ".join("any" if size is None else str(size) for size in shape)
+        raise ValueError(f"{op}: {name} must have shape ({wanted}), got {tuple(value.shape)}")
+    if like is not None and value.dtype != like.dtype:
+        raise TypeError(f"{op}: {name} must be {like.dtype}, got {value.dtype}")
+    if like is not None and value.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like.device}, got {value.device}")

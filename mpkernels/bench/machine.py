@@ -5,19 +5,23 @@ import os
 import platform
 import shutil
 import subprocess
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
 import mpkernels
-from benchmarks.pairs import Stopwatch, gpu_stopwatch, wall_stopwatch
+from mpkernels.bench.pairs import STOPWATCHES, Stopwatch, wall_stopwatch
 
 COPIED = 2**27  # bytes, so that source and target are several times the last cache
+HARDWARE = ("cpu", "simd", "cores", "gpu")  # what must be equal for two results to be compared
+
+Description = dict[str, str | int | None]
 
 
 @functools.cache
-def describe() -> dict[str, object]:
+def describe() -> Description:
     gpu = torch.cuda.is_available()
     return {
         "cpu": _cpu(),
@@ -29,6 +33,7 @@ def describe() -> dict[str, object]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "mpkernels": mpkernels.__version__,
+        "commit": _commit(),
     }
 
 
@@ -44,10 +49,20 @@ def _cpu() -> str:
 
 
 def _driver() -> str | None:
-    if shutil.which("nvidia-smi") is None:
+    return _first_word("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+
+
+def _commit() -> str | None:
+    """Of the checkout that the package lies in; None where it is installed, or there is no git."""
+    root = Path(mpkernels.__file__).parents[1]
+    return _first_word("git", "-C", str(root), "rev-parse", "--short=10", "HEAD") if (root / ".git").exists() else None
+
+
+def _first_word(*command: str) -> str | None:
+    if shutil.which(command[0]) is None:
         return None
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    words = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return words[0] if words else None
 
 
 def _version(package: str) -> str | None:
@@ -71,5 +86,18 @@ def copy_speed(device: str) -> float:
 def _copy_stopwatch(device: str) -> Stopwatch:
     source = torch.ones(COPIED // 4, device=device)
     target = torch.zeros_like(source)
-    stopwatch = gpu_stopwatch if device == "cuda" else wall_stopwatch
-    return stopwatch(lambda: target.copy_(source))
+    return _stopwatch(device, lambda: target.copy_(source))
+
+
+def gemm_speed(device: str) -> float:
+    """Flops in a second by the best of a few products of random matrices, in the dtype that this device multiplies
+    fastest in: bf16 on CUDA, fp32 on a CPU (which may have instructions for bf16, or take four times as long)."""
+    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    out = torch.empty_like(a)
+    timed = _stopwatch(device, lambda: torch.mm(a, b, out=out))
+    return 2 * size**3 / min(timed() for _ in range(5))
+
+
+def _stopwatch(device: str, run: Callable[[], object]) -> Stopwatch:
+    return (STOPWATCHES["device"] if device == "cuda" else wall_stopwatch)(run)

@@ -13,24 +13,23 @@ import torch
 FEWEST_SAMPLES = 6  # that have a 95 % interval of the median, from the least to the greatest
 MOST_SAMPLES = 101  # more would only fill the results' file: a sample of a short run is the mean of several turns
 RUNS_IN_GRAPH = 20  # the shortest kernels take 3 us, and the way from an event to a kernel about as long
+STEPS_IN_LOOP = 3
 
 Run = Callable[[], object]
+Make = Callable[[], Run]  # builds what a run needs, so that each of the two can be built, and looked at, alone
 Stopwatch = Callable[[], float]
 
 
 class Pair(NamedTuple):
     """``ours`` and ``theirs`` leave the data as they found it, or it would overflow or go denormal after many runs."""
 
-    op: str
-    ours: Run
-    theirs: Run
-    calls: int  # of the op, in each of the two
-    moved: int  # bytes that a call has to read and write
-    variant: str = ""  # of the op, or of what it is compared with
-
-    def without_data(self) -> "Pair":
-        """To keep: the tensors of all cases together would fill the machine."""
-        return self._replace(ours=int, theirs=int)
+    ours: Make
+    theirs: Make
+    calls: int = 1  # of the op, in each run
+    moved: int = 0  # bytes that a call of ours has to read and write
+    flops: int = 0  # of a call
+    clock: str = "device"
+    is_whole_step: bool = False  # its peak memory, launches and waits are looked at, too
 
 
 class Interval(NamedTuple):
@@ -47,8 +46,8 @@ class Samples(NamedTuple):
     waited: float  # for a core that another program had, in all threads together: seconds per second
 
     def ratio(self) -> Interval:
-        """Our time over theirs, sample by sample. Below 1, ours is faster."""
-        return median_interval([ours / theirs for ours, theirs in zip(self.ours, self.theirs, strict=True)])
+        """Their time over ours, sample by sample. Above 1, ours is faster."""
+        return median_interval([theirs / ours for ours, theirs in zip(self.ours, self.theirs, strict=True)])
 
 
 def median_interval(values: list[float]) -> Interval:
@@ -65,10 +64,10 @@ def median_interval(values: list[float]) -> Interval:
     return Interval(ordered[first], median(ordered), ordered[-1 - first])
 
 
-def measure(pair: Pair, device: str, host_cost: bool, seconds: float) -> Samples:
+def measure(pair: Pair, device: str, seconds: float) -> Samples:
     """Who is first in a turn is drawn: in a fixed order the scheduler's tick can hit the same one every time."""
-    make = gpu_stopwatch if device == "cuda" and not host_cost else wall_stopwatch
-    stopwatches = make(pair.ours), make(pair.theirs)
+    make = STOPWATCHES[pair.clock] if device == "cuda" else wall_stopwatch
+    stopwatches = make(pair.ours()), make(pair.theirs())
     samples: tuple[list[float], list[float]] = ([], [])
     order = random.Random(0)
     waited, start = -seconds_waited(), perf_counter()
@@ -105,21 +104,40 @@ def wall_stopwatch(run: Run) -> Stopwatch:
     return timed
 
 
-def gpu_stopwatch(run: Run) -> Stopwatch:
+def graph_stopwatch(run: Run) -> Stopwatch:
     """Events around a CUDA graph of several runs: what the host does meanwhile is not in it."""
     run()  # compiles and loads kernels, which can't be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(RUNS_IN_GRAPH):
             run()
+    return _between_events(graph.replay, RUNS_IN_GRAPH)
+
+
+def loop_stopwatch(run: Run) -> Stopwatch:
+    """Events around a few runs as a training loop has them, one queued behind the other, the host's work included."""
+
+    def loop() -> None:
+        for _ in range(STEPS_IN_LOOP):
+            run()
+
+    return _between_events(loop, STEPS_IN_LOOP)
+
+
+def _between_events(several: Run, count: int) -> Stopwatch:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def timed() -> float:
+        torch.cuda.synchronize()
         start.record()
-        graph.replay()
+        several()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1e3 / RUNS_IN_GRAPH
+        return float(start.elapsed_time(end)) / 1e3 / count
 
     timed()
     return timed
+
+
+# On CUDA; on a CPU there is but one time.
+STOPWATCHES = {"device": graph_stopwatch, "host": wall_stopwatch, "loop": loop_stopwatch}

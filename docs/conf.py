@@ -1,0 +1,18 @@
+"""Sphinx, with MyST for Markdown: python -m sphinx -W --keep-going docs build/docs"""
+
+import mpkernels
+
+project = "mpkernels"
+author = "the mpkernels authors"
+version = release = mpkernels.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+html_theme = "alabaster"
+html_theme_options = {"description": "Mixed-precision training for PyTorch", "page_width": "1000px"}
+html_show_sourcelink = False
+myst_heading_anchors = 2  # links to a heading are checked, too
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_default_options = {"members": True}
+exclude_patterns: list[str] = []

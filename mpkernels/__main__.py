@@ -1,0 +1,37 @@
+"""``python -m mpkernels``, or ``mpkernels`` alone."""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+# name: (the module with its add_arguments(parser) and run(arguments, refuse), what it does). Imported when called.
+COMMANDS = {
+    "demo": ("mpkernels.demo.command", "trains a small transformer by torch.amp and by mpkernels, beside each other"),
+    "doctor": ("mpkernels.doctor.command", "what this machine has, which kernels it runs, and whether they are right"),
+    "bench": ("mpkernels.bench.command", "measures everything beside torch's own"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:  # type: ignore[override]
+        """One line is enough."""
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    parser = Parser("mpkernels", description="Mixed-precision training for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    for name, (module, does) in COMMANDS.items():
+        command = commands.add_parser(name, help=does, description=f"{name}: {does}")
+        if name in words[:1]:
+            importlib.import_module(module).add_arguments(command)
+    arguments = parser.parse_args(words)
+    command = commands.choices[arguments.command]
+    code: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments, command.error)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""Grads added up over several batches before a step."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkernels._clip import clip_grad_norm_
+
+
+class MicroBatch:
+    """One of a group of batches that make a step."""
+
+    def __init__(self, batch: Any, share: float, is_last: bool, step: Callable[[], None], scale: Callable[[Any], Any]):
+        self.batch = batch
+        #: of the group: its backward steps
+        self.is_last = is_last
+        self._share, self._step, self._scale = share, step, scale
+        self._is_done = False
+
+    def backward(self, loss: Tensor) -> None:
+        """Of the batch's mean loss, which is divided here. The group's last also clips, steps, moves the loss scale on
+        and clears the grads."""
+        if self._is_done:
+            raise RuntimeError("accumulate: backward has been called for this batch already")
+        self._scale(loss * self._share).backward()
+        self._is_done = True
+        if self.is_last:
+            self._step()
+
+
+def accumulate(
+    batches: Iterable[Any],
+    every: int,
+    optimizer: torch.optim.Optimizer,
+    *,
+    model: nn.Module | None = None,
+    scaler: torch.amp.GradScaler | None = None,
+    max_norm: float | None = None,
+    weigh: Callable[[Any], float] | None = None,
+) -> Iterator[MicroBatch]:
+    """Groups of ``every`` batches, a step for each group, also for a last one with fewer.
+
+    >>> for micro in accumulate(batches, 4, optimizer, scaler=scaler, max_norm=1.0):
+    ...     with autocast():
+    ...         loss = loss_of(model, micro.batch)
+    ...     micro.backward(loss)
+
+    The grads are those of one batch as large as the group. They are unscaled and clipped once, when they are complete.
+    A group's batches are drawn before its first is handed out. To leave the loop within a group leaves its grads.
+
+    Args:
+        model: if it is a DistributedDataParallel, grads are exchanged once for each group.
+        scaler: scales the losses, steps the optimizer, and is updated.
+        max_norm: for ``mpkernels.amp.clip_grad_norm_``. ``mpkernels.optim.AdamW(max_norm=...)`` clips by itself.
+        weigh: what a batch's mean loss is a mean over (examples, tokens that count), where batches differ; None counts
+            all the same.
+    """
+    if every < 1:
+        raise ValueError(f"accumulate: every must be above 0, got {every}")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"accumulate: max_norm must be above 0, got {max_norm}")
+    scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
+    return _micro_batches(iter(batches), every, optimizer, model, scaler, max_norm, weigh)
+
+
+def _micro_batches(
+    batches: Iterator[Any],
+    every: int,
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module | None,
+    scaler: torch.amp.GradScaler,
+    max_norm: float | None,
+    weigh: Callable[[Any], float] | None,
+) -> Iterator[MicroBatch]:
+    def step() -> None:
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            clip_grad_norm_((param for group in optimizer.param_groups for param in group["params"]), max_norm)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    while group := list(islice(batches, every)):
+        weights = [1.0 if weigh is None else float(weigh(batch)) for batch in group]
+        for i, (batch, weight) in enumerate(zip(group, weights, strict=True)):
+            micro = MicroBatch(batch, weight / sum(weights), i == len(group) - 1, step, scaler.scale)
+            with ExitStack() as around:
+                if not micro.is_last:
+                    _keep_to_itself(around, model, optimizer)
+                yield micro
+            if not micro._is_done:
+                raise RuntimeError("accumulate: the loop's body must call backward(loss) of each batch once")
+
+
+def _keep_to_itself(around: ExitStack, model: Any, optimizer: Any) -> None:
+    """Forward and backward: DDP makes up its mind in the forward."""
+    if hasattr(model, "no_sync"):
+        around.enter_context(model.no_sync())
+    release = getattr(optimizer, "_release", None)
+    if release is not None:
+        around.enter_context(release.accumulate())

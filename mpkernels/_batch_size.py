@@ -1,0 +1,143 @@
+"""The largest batch that fits."""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree
+
+from mpkernels import _memory
+from mpkernels._autocast import machines_device
+from mpkernels._policy import global_policy
+from mpkernels.optim import AdamW
+
+_SHARE = 0.7  # of a host's available memory
+
+
+def find_max_batch_size(
+    model_or_step: nn.Module | Callable[[Tensor], Any],
+    input_shape: Sequence[int],
+    start: int = 1,
+    device: str | torch.device | None = None,
+    max_batch: int = 65536,
+    *,
+    restore: Iterable[Any] = (),
+) -> int:
+    """The largest batch that a training step gets through: doubling, then bisection, each size by a real step.
+
+    Running out of memory ends a trial and is cleaned up after; any other error passes through. The size that is
+    returned has been run. On a CPU, which would kill the process, no size is tried that might take more than 70 % of
+    the available memory, going by what smaller ones took: it begins with 1, whatever ``start`` is, and a step is taken
+    to need at most twice as much for twice the batch. RuntimeError where not even 1 fits.
+
+    Args:
+        model_or_step: a model, which is trained with ``mpkernels.optim.AdamW`` under the global policy, on random
+            numbers and a loss of its own, and left as it was: grads, buffers and torch's random numbers too. Or a step
+            of your own, which is called with random numbers, a batch of them, and does all that a step does.
+        input_shape: of one example.
+        start: where to begin.
+        device: of the inputs; None is the model's, or for a step the machine's.
+        max_batch: where to end.
+        restore: what a step changes and should be left as it was: models, optimizers, and what else has a
+            ``state_dict``.
+    """
+    if start < 1 or max_batch < 1:
+        raise ValueError(f"find_max_batch_size: start and max_batch must be above 0, got {start} and {max_batch}")
+    device = torch.device(_device_of(model_or_step) if device is None else device)
+    if isinstance(model_or_step, nn.Module):
+        restore = [model_or_step, *restore]
+        # A copy, to put back; the grads and both moments: known before anything is tried.
+        if device.type == "cpu" and 4 * _memory.size(model_or_step.parameters()) > _SHARE * _memory.available():
+            raise _nothing_fits(device)
+    try:
+        with _memory.restored(restore, device):
+            step = _step_of(model_or_step, device) if isinstance(model_or_step, nn.Module) else model_or_step
+            trial = partial(_fits, step, tuple(input_shape), device)
+            largest = _search_on_cpu(trial, max_batch) if device.type == "cpu" else _search(trial, start, max_batch)
+            del step, trial  # an optimizer, with its state
+    finally:
+        _memory.clean_up()
+    if largest == 0:
+        raise _nothing_fits(device)
+    return largest
+
+
+def _nothing_fits(device: torch.device) -> RuntimeError:
+    return RuntimeError(f"find_max_batch_size: not even a batch of 1 fits into the memory of {device}")
+
+
+def _device_of(model_or_step: Any) -> torch.device | str:
+    if isinstance(model_or_step, nn.Module):
+        for param in model_or_step.parameters():
+            return param.device
+    return machines_device()
+
+
+def _step_of(model: nn.Module, device: torch.device) -> Callable[[Tensor], None]:
+    policy = global_policy()
+    optimizer = AdamW([param for param in model.parameters() if param.requires_grad])
+    scaler = policy.scaler(device.type)
+    model.train()
+
+    def step(inputs: Tensor) -> None:
+        optimizer.zero_grad()
+        with policy.autocast(device.type):
+            outputs = [it for it in _pytree.tree_leaves(model(inputs)) if isinstance(it, Tensor) and it.requires_grad]
+            loss = torch.stack([it.float().square().mean() for it in outputs]).sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def _fits(step: Callable[[Tensor], Any], shape: tuple[int, ...], device: torch.device, batch: int) -> bool:
+    try:
+        step(torch.randn(batch, *shape, device=device))
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+    except (RuntimeError, MemoryError) as error:
+        if not _memory.is_out_of_memory(error):
+            raise
+        fits = False
+    else:
+        fits = True
+    if not fits:
+        _memory.clean_up()  # not before: the error holds on to the frames, and they to their tensors
+    return fits
+
+
+def _search(fits: Callable[[int], bool], start: int, max_batch: int) -> int:
+    low, high, batch = 0, max_batch + 1, min(start, max_batch)
+    while low + 1 < high:
+        if fits(batch):
+            low = batch
+        else:
+            high = batch
+        batch = _next(low, high, max_batch)
+    return low
+
+
+def _next(low: int, high: int, max_batch: int) -> int:
+    return min(2 * low, max_batch) if high > max_batch else (low + high) // 2
+
+
+def _search_on_cpu(fits: Callable[[int], bool], max_batch: int) -> int:
+    """As ``_search``, but that a size which may take too much counts as one that failed."""
+    cpu = torch.device("cpu")
+    _memory.clean_up()
+    before = _memory.used(cpu)
+    low, high, batch = 0, max_batch + 1, 1
+    while low < batch < high:
+        _memory.start_peak(cpu)
+        if fits(batch):
+            low, took = batch, _memory.peak(cpu) - before
+            may_take = _SHARE * (_memory.available() + _memory.used(cpu) - before)
+            predicted = low * may_take / max(took, 1)  # what doesn't grow with the batch makes it less than that
+            batch = int(min(_next(low, high, max_batch), predicted))
+        else:
+            high = batch
+            batch = _next(low, high, max_batch)
+    return low

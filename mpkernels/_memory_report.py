@@ -1,0 +1,186 @@
+"""Where a training step's memory goes."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkernels import _adamw_state, _memory
+from mpkernels.optim import AdamW
+
+Loss = Callable[[nn.Module], Tensor]
+
+_MASTERS = {key for key, _ in _adamw_state.MASTERS.values()}
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes. ``predicted``: of the tensors of a training step, counted by their shapes and dtypes, all of them at once.
+    ``measured``: of those that are there now; activations and cast cache as a forward has added them.
+    ``device``: what the allocator says (CUDA: allocated, reserved and the largest allocated so far; CPU: what of the
+    process is resident)."""
+
+    predicted: dict[str, int | None]
+    measured: dict[str, int | None]
+    device: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Predicted. A backward without accumulation frees activations while grads come, and needs less."""
+        return sum(filter(None, self.predicted.values()))
+
+    def as_dict(self) -> dict[str, dict[str, int | None]]:
+        return {"predicted": self.predicted, "measured": self.measured, "device": dict(self.device)}
+
+    def __str__(self) -> str:
+        rows = [[name, text(self.predicted[name]), text(self.measured[name])] for name in self.predicted]
+        rows.append(["total", text(self.total), text(sum(filter(None, self.measured.values())))])
+        rows += [[name, "", text(value)] for name, value in self.device.items()]
+        return table(["", "predicted", "measured"], rows)
+
+
+def memory_report(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, loss: Loss | None = None
+) -> MemoryReport:
+    """What a training step of the model holds in memory. Print it for a table.
+
+    Args:
+        model, optimizer: as you train them; a step need not have been taken. Left as they are.
+        loss: takes the model and returns the loss of a batch, under the autocast that you train with. Its forward is
+            run once, for what it saves for the backward and what autocast casts; without it neither is known.
+    """
+    params = list(model.parameters())
+    device = params[0].device if params else torch.device("cpu")
+    grads = [param.grad for param in params if param.grad is not None]
+    states = [] if optimizer is None else list(optimizer.state.values())
+    measured: dict[str, int | None] = {
+        "parameters": _memory.size(params),
+        "buffers": _memory.size(model.buffers()),
+        "gradients": _memory.size(grads),
+        **_sizes(states),
+    }
+    predicted = measured | {
+        "gradients": sum(_grad_size(param) for param in params if param.requires_grad),
+        **(_sizes([]) if optimizer is None else _sizes_to_be(optimizer)),
+    }
+    for of_forward in ("cast cache", "activations"):
+        predicted[of_forward] = measured[of_forward] = None
+    if loss is not None:
+        with _memory.restored([model], device):
+            before = _memory.used(device)
+            with _Saved(model) as saved:
+                held = loss(model)
+                added = _memory.used(device) - before
+                casts, activations = _memory.size(saved.casts), saved.size_of_activations()
+            del held
+        predicted["cast cache"], predicted["activations"] = casts, activations
+        measured["cast cache"], measured["activations"] = casts, max(0, added - casts)
+    return MemoryReport(predicted, measured, _on_device(device))
+
+
+def _grad_size(param: Tensor) -> int:
+    dtype = getattr(param, "grad_dtype", None) or param.dtype
+    return param.numel() * dtype.itemsize
+
+
+def _sizes(states: Iterable[dict[str, Any]]) -> dict[str, int | None]:
+    masters: list[Tensor] = []
+    moments: list[Tensor] = []
+    for state in states:
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                (masters if key in _MASTERS else moments).append(value)
+    return {"masters": _memory.size(masters), "moments": _memory.size(moments)}
+
+
+def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
+    """After a step; None where an optimizer can't be asked without one."""
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if all(optimizer.state.get(param) for param in params):
+        return _sizes(optimizer.state.values())
+    if isinstance(optimizer, AdamW):
+        return _sizes(
+            _adamw_state.create(param.to("meta"), optimizer.master, optimizer.state_dtype, group["amsgrad"])
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.requires_grad
+        )
+    try:
+        return _sizes(_states_of_a_twin(optimizer, params))
+    except (RuntimeError, TypeError):  # it reads values, or is made in another way
+        return {"masters": None, "moments": None}
+
+
+def _states_of_a_twin(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[dict[str, Any]]:
+    """That has stepped where tensors have no memory."""
+    twins = [nn.Parameter(param.detach().to("meta")) for param in params]
+    for twin in twins:
+        twin.grad = torch.empty_like(twin)
+    kind: Any = type(optimizer)
+    known = inspect.signature(kind).parameters.keys() - {"fused", "foreach", "capturable"}
+    twin_optimizer = kind(twins, **{key: it for key, it in optimizer.defaults.items() if key in known})
+    twin_optimizer.step()
+    return list(twin_optimizer.state.values())
+
+
+class _Saved(TorchDispatchMode):
+    """What a forward saves for the backward, and which 16-bit copies of parameters it makes."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.casts: list[Tensor] = []
+        self._known = {_key(it) for it in (*model.parameters(), *model.buffers())}
+        self._saved: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and _key(args[0]) in self._known:
+            self.casts.append(out)
+        return out
+
+    def __enter__(self) -> "_Saved":
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda it: it)
+        self._hooks.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(*error)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._saved.append(tensor)
+        return tensor
+
+    def size_of_activations(self) -> int:
+        known = self._known | {_key(it) for it in self.casts}
+        return _memory.size(it for it in self._saved if _key(it) not in known)
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def _on_device(device: torch.device) -> dict[str, int]:
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "peak": torch.cuda.max_memory_allocated(device),
+        }
+    return {"resident": _memory.used(torch.device("cpu"))}
+
+
+def text(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:,.2f} MiB"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, *rows)]
+    return "\n".join("  ".join(line).rstrip() for line in lines)

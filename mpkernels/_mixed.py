@@ -1,0 +1,176 @@
+"""A model's weights in 16 bits, and back."""
+
+import functools
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+
+from mpkernels._adamw_state import MASTERS, needs_master
+from mpkernels._autocast import machines_device
+from mpkernels.ops.split import join
+from mpkernels.optim import AdamW
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
+_DTYPES = (torch.bfloat16, torch.float16)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Mixed:
+    """What ``to_mixed`` makes of a model's class: a subclass that has its name, and runs its forward under autocast."""
+
+    _mixed_class: type[nn.Module]
+    _mixed_dtype: torch.dtype
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here has no name to be found by
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, (_, *arguments), *rest = reduced
+        return _rebuild, (self._mixed_class, self._mixed_dtype, *arguments), *rest
+
+
+def to_mixed(model: Model, dtype: torch.dtype = torch.bfloat16, keep_fp32: Iterable[str] = ()) -> Model:
+    """Rounds the model's parameters to 16 bits, in place, and lets its forward run under autocast. Returns the model.
+
+    An ``mpkernels.optim.AdamW`` over its parameters then holds their fp32 masters; before its first step the master is
+    the rounded weight. Norms stay fp32: torch's own, and every module with "norm" in its class's name whose parameters
+    are vectors. Buffers stay as they are, as under autocast, and so does every weight that is shared with one that
+    stays. What is kept is kept in memory: autocast computes with it as with any fp32 weight.
+
+    Convert before the model is compiled or wrapped (DDP, FSDP). Methods other than forward, and a loss, need an
+    autocast around them as ever.
+
+    Args:
+        model: whose parameters are fp32, or ``dtype`` already.
+        dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a GradScaler.
+        keep_fp32: modules and parameters that stay fp32 as well, by their names as ``named_modules`` and
+            ``named_parameters`` have them; ``*`` stands for anything.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
+    _refuse_wrapped("to_mixed", model)
+    if any(isinstance(module, Mixed) for module in model.modules()):
+        raise ValueError("to_mixed: model must not be converted yet, got one that holds 16-bit weights from to_mixed")
+    if "forward" in vars(model) or isinstance(model, torch.jit.ScriptModule):
+        raise ValueError("to_mixed: model must have its class's forward, got one that was replaced or scripted")
+    kept = _kept(model, [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32))
+    goals = [(name, param, torch.float32 if param in kept else dtype) for name, param in model.named_parameters()]
+    for name, param, goal in goals:
+        _check(name, param, goal, dtype)
+    with torch.no_grad():
+        for _, param, goal in goals:
+            _set(param, param.to(goal))
+    kind: Any = type(model)
+    model.__class__ = _mixed_class(kind, dtype)  # type: ignore[assignment]
+    return model
+
+
+def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
+    """Undoes ``to_mixed``: each parameter becomes its fp32 master, bit for bit, in place. Returns the model.
+
+    The optimizer goes on in fp32 from where it is. A frozen parameter that it doesn't know is widened as it is.
+    """
+    _refuse_wrapped("to_full", model)
+    if not isinstance(model, Mixed):
+        raise ValueError(f"to_full: model must come from to_mixed, got {type(model).__name__}")
+    if not isinstance(optimizer, AdamW):
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise TypeError(f"to_full: optimizer must be mpkernels.optim.AdamW, which holds the masters, got {kind}")
+    if optimizer._release is not None and optimizer._release._hooks:
+        raise ValueError("to_full: optimizer must not release grads; call remove() on what release_grads() returned")
+    narrow = {name: param for name, param in model.named_parameters() if needs_master(param)}
+    known = {param for group in optimizer.param_groups for param in group["params"]}
+    for name, param in narrow.items():
+        if param.requires_grad and param not in known:
+            raise ValueError(f"to_full: optimizer must hold the master of {name}, which is not among its parameters")
+    with torch.no_grad():
+        for param in narrow.values():
+            _set(param, _master(param, optimizer.state.get(param, {})))
+            for key, _ in MASTERS.values():
+                optimizer.state.get(param, {}).pop(key, None)
+    optimizer._start_afresh()
+    model.__class__ = model._mixed_class
+    return model
+
+
+def _refuse_wrapped(op: str, model: nn.Module) -> None:
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch"):
+                raise ValueError(f"{op}: model must not be wrapped or compiled yet, got {kind.__name__}")
+
+
+def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
+    named = [*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
+    norms = filter(_is_norm, model.modules())
+    kept: set[Tensor] = {param for norm in norms for param in norm.parameters(recurse=False)}
+    for pattern in patterns:
+        found = [it for name, it in named if fnmatchcase(name, pattern)]
+        if not found:
+            raise ValueError(f"to_mixed: keep_fp32 must name modules or parameters of the model, got {pattern!r}")
+        for it in found:
+            kept.update(it.parameters() if isinstance(it, nn.Module) else [it])
+    return kept
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """A linear layer that normalises its weight has "norm" in its name, too, but a matrix."""
+    if isinstance(module, _NORMS):
+        return True
+    return "norm" in type(module).__name__.lower() and all(it.dim() <= 1 for it in module.parameters(recurse=False))
+
+
+def _check(name: str, param: Tensor, goal: torch.dtype, dtype: torch.dtype) -> None:
+    if is_lazy(param):
+        raise ValueError(f"to_mixed: {name} must be initialised, got a lazy parameter; run a forward first")
+    if param.dtype not in (torch.float32, dtype):
+        raise ValueError(f"to_mixed: {name} must be torch.float32 or {dtype}, got {param.dtype}")
+    if not param.is_meta and bool((param.isfinite() & ~param.to(goal).isfinite()).any()):
+        raise ValueError(f"to_mixed: {name} must fit {goal}, got {param.detach().abs().max().item():g}")
+
+
+def _set(param: Tensor, value: Tensor) -> None:
+    """As Module.to does it: the parameter stays the same object, tied and known to its optimizer."""
+    if value.dtype == param.dtype:
+        return
+    grad = param.grad
+    param.grad = None
+    param.data = value
+    if grad is not None:
+        param.grad = grad.to(value.dtype)
+
+
+def _master(param: Tensor, state: dict[str, Tensor]) -> Tensor:
+    if "master" in state:
+        return state["master"]
+    return join(param.detach(), state["remainder"]) if "remainder" in state else param.detach().float()
+
+
+@functools.cache
+def _mixed_class(kind: Any, dtype: torch.dtype) -> type[nn.Module]:
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.amp.autocast(_device_type(self), dtype=dtype):
+            return kind.forward(self, *args, **kwargs)
+
+    body = {"forward": forward, "_mixed_class": kind, "_mixed_dtype": dtype, "__doc__": kind.__doc__}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (Mixed, kind), body | names)
+
+
+def _rebuild(kind: Any, dtype: torch.dtype, *arguments: Any) -> nn.Module:
+    made: nn.Module = object.__new__(_mixed_class(kind, dtype))
+    return made
+
+
+def _device_type(model: nn.Module) -> str:
+    """Of its weights; a replica of DataParallel has none of its own."""
+    for param in model.parameters():
+        if torch.amp.is_autocast_available(param.device.type):
+            return param.device.type
+    return machines_device()

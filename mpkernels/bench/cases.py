@@ -1,0 +1,133 @@
+"""What is compared with what, and where."""
+
+from collections.abc import Callable, Iterator
+from fnmatch import fnmatch
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+import mpkernels
+from mpkernels.bench import linear, ops, peers, steps, training
+from mpkernels.bench.pairs import Pair
+from mpkernels.bench.settings import Case, Place, Setting, lists, places
+
+
+class Benchmark(NamedTuple):
+    """A line of the results."""
+
+    op: str
+    setting: Setting
+    prepare: Callable[[], Pair]
+    kernel_of: str  # the op that does the work
+    baseline: str = "torch"
+    variant: str = ""  # of ours
+    missing: str = ""  # why it can't be measured here
+
+    @property
+    def name(self) -> str:
+        return " ".join(filter(None, (self.op, self.variant, str(self.setting), "vs", self.baseline)))
+
+    @property
+    def kernel(self) -> str:
+        return mpkernels.backends(self.kernel_of, self.setting.place.device)[0]
+
+    @property
+    def is_quick(self) -> bool:
+        """Says the most in the least time."""
+        return (self.op, self.setting.dtype, self.setting.case.name) in QUICK and not self.variant and self.is_main
+
+    @property
+    def is_main(self) -> bool:
+        """Beside torch's best eager way, with all cores or the GPU."""
+        return self.baseline in ("torch", BEST) and self.setting.place == places()[-1]
+
+
+BEST = "torch.amp fused"
+QUICK = {
+    ("unscale_", "bf16", "100x500k"),
+    ("grad_stats", "bf16", "100x500k"),
+    ("step", "fp32", "100x500k"),
+    ("step", "bf16", "100x500k"),
+    ("step", "bf16", "1000x5k"),
+    ("linear_act", "bf16", "512x768x3072"),
+    ("train", "bf16", "mlp-6x512-batch-128"),
+    ("train", "bf16", "transformer-tiny"),
+}
+
+
+def all_cases() -> list[Benchmark]:
+    on_each = (chain(_single_ops(place), _steps(place)) for place in places())
+    best = places()[-1]  # whole networks: with all cores, and on the GPU where there is one
+    return [*chain.from_iterable(on_each), *_linear(best), *_training(best)]
+
+
+def select(benchmarks: list[Benchmark], pattern: str, quick: bool) -> list[Benchmark]:
+    """``pattern``: part of a name; * stands for anything."""
+    return [it for it in benchmarks if fnmatch(it.name, f"*{pattern}*") and (it.is_quick or not quick)]
+
+
+def _single_ops(place: Place) -> Iterator[Benchmark]:
+    for op, compare in (("unscale_", ops.compare_unscale), ("grad_stats", ops.compare_grad_stats)):
+        for setting in lists(place):
+            yield Benchmark(op, setting, partial(compare, setting), op)
+
+
+def _steps(place: Place) -> Iterator[Benchmark]:
+    for setting in lists(place):
+        name, dtype = setting.case.name, setting.dtype
+        yield _step(setting)
+        if dtype == "fp32" and name in ("100x500k", "1000x5k"):
+            yield _step(setting, "torch.amp default", steps.default, clock="loop")  # it waits, which no graph can hold
+        if dtype == "bf16" and name in ("100x500k", "1x1e9"):
+            yield _step(setting, variant="master-fp32", master="fp32")
+            yield _step(setting, variant="moments-bf16", state_dtype=torch.bfloat16)
+            yield _step(setting, variant="moments-8bit", state_dtype=torch.int8)
+        if dtype == "fp32" and name == "100x500k":
+            for peer in peers.PEERS:
+                missing = peers.why_not(peer, place.device)
+                yield _step(setting, peer, peers.maker(peer), missing=missing, clock="loop")
+
+
+def _step(
+    setting: Setting,
+    baseline: str = BEST,
+    theirs: steps.MakeOptimizer = steps.fused,
+    *,
+    variant: str = "",
+    missing: str = "",
+    clock: str = "",
+    **options: Any,
+) -> Benchmark:
+    prepare = partial(steps.compare_steps, setting, theirs, clock or setting.case.clock, **options)
+    return Benchmark("step", setting, prepare, "adamw_", baseline, variant, missing)
+
+
+def _linear(place: Place) -> Iterator[Benchmark]:
+    for shape in linear.SHAPES[place.device]:
+        for dtype in ("bf16",) if place.device == "cuda" else ("bf16", "fp32"):
+            setting = Setting(place, dtype, linear.case(shape))
+            yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", "torch")
+            if place.device == "cuda" and shape.rows in linear.MOST_TUNING:
+                tuned = partial(linear.compare, setting, compiled=True)
+                yield Benchmark("linear_act", setting, tuned, "linear_act", "torch.compile max-autotune")
+
+
+def _training(place: Place) -> Iterator[Benchmark]:
+    for name in training.TASKS:
+        if name.startswith("gpt2") and place.device == "cpu":
+            continue
+        setting = Setting(place, "bf16", Case(name))
+        ours, torchs = partial(training.ours, setting), partial(training.torchs, setting)
+        sides = {
+            (BEST, ""): (ours(), torchs(steps.fused)),
+            (BEST, "split-master"): (ours(split_master=True), torchs(steps.fused)),
+            ("torch.amp default", ""): (ours(), torchs(steps.default)),
+            ("torch.amp fused compiled", ""): (ours(), torchs(steps.fused, compiled=True)),
+            ("torch.amp fused compiled", "compiled"): (ours(compiled=True), torchs(steps.fused, compiled=True)),
+            ("torch fp32", ""): (ours(), training.torchs_fp32(setting)),
+        }
+        for (baseline, variant), pair in sides.items():
+            prepare = partial(training.compare, setting, *pair)
+            yield Benchmark("train", setting, prepare, "linear_act", baseline, variant)

@@ -1,0 +1,119 @@
+"""``python -m mpkernels bench``."""
+
+import argparse
+import importlib.util
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from time import perf_counter
+
+from mpkernels.bench import results, show
+from mpkernels.bench.cases import Benchmark, all_cases, select
+from mpkernels.bench.measuring import run_one
+
+QUICK_SECONDS = 45.0  # after which no case is begun
+PLOTS = (".png", ".svg", ".pdf")
+STOPPED = 128 + signal.SIGINT
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quick", action="store_true", help="the cases that say the most, in less than a minute")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="part of the cases' names; * is anything")
+    parser.add_argument("--list", action="store_true", help="the cases' names, nothing is measured")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="keeps the raw samples, written after every case")
+    parser.add_argument("--resume", action="store_true", help="measures only what --json's FILE does not hold yet")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="roofline and ratios as .png, .svg or .pdf")
+    parser.add_argument("--compare", type=Path, metavar="OLD.json", help="with an earlier run on the same hardware")
+
+
+def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
+    """``refuse`` says what is wrong with the arguments, and ends the program: before anything is measured."""
+    run, old = results.start(), None
+    benchmarks = select(all_cases(), arguments.only, arguments.quick)
+    if not benchmarks:
+        refuse(f"--only: no case's name has {arguments.only!r} in it; --list shows all")
+    if arguments.list:
+        print("\n".join(it.name + f"  (left out: {it.missing})" * bool(it.missing) for it in benchmarks))
+        return 0
+    try:
+        _check_outputs(arguments)
+        old = _same_hardware("--compare", arguments.compare, run) if arguments.compare else None
+        if arguments.resume and arguments.json.exists():
+            run = _same_hardware("--resume", arguments.json, run)
+    except (OSError, ValueError) as error:
+        refuse(str(error))
+    code = _measure_all(benchmarks, run, arguments)
+    if old is not None:
+        print(show.changes(old, run))
+    if arguments.plot and run.results:
+        from mpkernels.bench import plot
+
+        plot.draw(run, arguments.plot)
+    return code
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    if arguments.resume and not arguments.json:
+        raise ValueError("--resume needs --json FILE")
+    if arguments.plot and arguments.plot.suffix not in PLOTS:
+        raise ValueError(f"--plot: {arguments.plot} must end in {', '.join(PLOTS)}")
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib: pip install 'mpkernels[bench]'")
+    for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
+        if path is None:
+            continue
+        if path.is_dir():
+            raise ValueError(f"{option}: {path} is a directory")
+        if not path.parent.is_dir():
+            raise ValueError(f"{option}: no directory {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"{option}: {path} can't be written")
+
+
+def _same_hardware(option: str, path: Path, here: results.Run) -> results.Run:
+    try:
+        there = results.read(path)
+    except OSError as error:
+        raise ValueError(f"{option}: {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{option}: {error}") from error
+    if differing := there.other_hardware(here):
+        raise ValueError(f"{option}: {path} was measured on other hardware: {differing}")
+    return there
+
+
+def _measure_all(benchmarks: list[Benchmark], run: results.Run, arguments: argparse.Namespace) -> int:
+    start, failed = perf_counter(), False
+    known = {result.name for result in run.results}
+    todo = [benchmark for benchmark in benchmarks if benchmark.name not in known]
+    try:
+        with show.progress(len(todo)) as (say, measuring):
+            say(show.HEADER, "bold")
+            for benchmark in todo:
+                measuring(benchmark.name)
+                if reason := benchmark.missing or _too_late(arguments.quick, start):
+                    run.skipped[benchmark.name] = reason
+                    continue
+                try:
+                    result = run_one(benchmark, run, seconds=1.0)
+                except Exception as error:  # the others can still be measured
+                    failed = True
+                    run.skipped[benchmark.name] = f"failed, {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                    continue
+                run.skipped.pop(benchmark.name, None)
+                say(show.line(result, run), show.colour(result))
+                if arguments.json:
+                    results.write(arguments.json, run)
+    except KeyboardInterrupt:
+        print("stopped; measured so far:")
+        return STOPPED
+    finally:
+        print(show.summary(run))
+        if arguments.json:
+            results.write(arguments.json, run)
+    return int(failed)
+
+
+def _too_late(is_quick: bool, start: float) -> str:
+    return "the minute of --quick is over" if is_quick and perf_counter() - start > QUICK_SECONDS else ""

@@ -1,0 +1,64 @@
+"""A linear layer and its activation, forward and backward, beside nn.Linear and nn.GELU; fp32 weights, autocast."""
+
+from typing import NamedTuple
+
+import torch
+
+from mpkernels.bench.networks import Layer, our_layer, torchs_layer
+from mpkernels.bench.pairs import Make, Pair, Run
+from mpkernels.bench.settings import DTYPES, Case, Setting
+
+
+class Shape(NamedTuple):
+    rows: int
+    inputs: int
+    outputs: int
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+LAYERS = [(768, 3072), (1024, 4096), (4096, 11008), (4096, 14336), (4096, 16384)]
+ROWS = [2**exponent for exponent in range(6, 17)]
+SHAPES = {
+    "cpu": [Shape(64, 768, 3072), Shape(512, 768, 3072), Shape(512, 1024, 1024)],
+    "cuda": [Shape(rows, *layer) for layer in LAYERS for rows in ROWS],
+}
+MOST_TUNING = (64, 1024, 8192, 65536)  # rows that max-autotune is given: it takes up to a minute for each
+
+
+def case(shape: Shape) -> Case:
+    return Case(str(shape), (shape,))
+
+
+def forward_and_backward(setting: Setting, layer: Layer, compiled: bool = False) -> Make:
+    (rows, inputs, outputs), device = setting.case.shapes[0], setting.place.device
+
+    def make() -> Run:
+        torch.manual_seed(0)
+        with torch.device(device):
+            module = layer(inputs, outputs, "gelu_tanh")
+            x, dy = torch.randn(rows, inputs), torch.randn(rows, outputs, dtype=DTYPES[setting.dtype])
+        x = x.to(DTYPES[setting.dtype]).requires_grad_()
+        forward = torch.compile(module, mode="max-autotune-no-cudagraphs") if compiled else module
+        wanted = [x, *module.parameters()]
+
+        def run() -> object:
+            with torch.amp.autocast(device, DTYPES[setting.dtype]):
+                y = forward(x)
+            return torch.autograd.grad(y, wanted, dy)
+
+        return run
+
+    return make
+
+
+def compare(setting: Setting, compiled: bool = False) -> Pair:
+    rows, inputs, outputs = setting.case.shapes[0]
+    return Pair(
+        forward_and_backward(setting, our_layer),
+        forward_and_backward(setting, torchs_layer, compiled),
+        flops=3 * 2 * rows * inputs * outputs,  # the products for y, dx and dw
+        clock="device",
+        is_whole_step=False,
+    )

@@ -1,0 +1,59 @@
+"""From a case to its result."""
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from mpkernels.bench import machine
+from mpkernels.bench.cases import Benchmark
+from mpkernels.bench.counting import count
+from mpkernels.bench.pairs import measure
+from mpkernels.bench.results import Result, Run, microseconds
+from mpkernels.bench.settings import Place
+
+
+def run_one(benchmark: Benchmark, run: Run, seconds: float) -> Result:
+    """Measures a case and adds it to ``run``, with the machine's own speeds right after."""
+    place, device = benchmark.setting.place, benchmark.setting.place.device
+    with _threads(place):
+        pair = benchmark.prepare()
+        counts = {}
+        if pair.is_whole_step:
+            counts = {"ours": count(pair.ours, device), "theirs": count(pair.theirs, device)}
+        samples = measure(pair, device, seconds)
+        # The best of each place, for other programs may have been at work beside any of them.
+        run.copy_speeds[str(place)] = max(machine.copy_speed(device), run.copy_speeds.get(str(place), 0.0))
+        if pair.flops and str(place) not in run.gemm_speeds:
+            run.gemm_speeds[str(place)] = machine.gemm_speed(device)
+    result = Result(
+        benchmark.op,
+        benchmark.variant,
+        str(place),
+        benchmark.setting.dtype,
+        benchmark.setting.case.name,
+        benchmark.kernel,
+        pair.moved,
+        round(samples.waited, 3),
+        microseconds(samples.ours),
+        microseconds(samples.theirs),
+        benchmark.baseline,
+        pair.flops,
+        counts,
+    )
+    run.results.append(result)
+    del pair
+    gc.collect()  # networks hold on to themselves
+    return result
+
+
+@contextmanager
+def _threads(place: Place) -> Iterator[None]:
+    before = torch.get_num_threads()
+    if place.device == "cpu":
+        torch.set_num_threads(place.threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,42 @@
+"""Single ops over lists of grads, beside the op of torch that does the same."""
+
+import torch
+
+from mpkernels.bench.pairs import Pair
+from mpkernels.bench.settings import Setting
+from mpkernels.ops import grad_stats, unscale_
+
+
+def compare_unscale(setting: Setting) -> Pair:
+    """Beside the op under torch.amp.GradScaler."""
+    grads, device = setting.tensors(), setting.place.device
+    found_inf = torch.zeros(1, device=device)
+    # Not 1, which torch takes a short cut for; and one undoes the other.
+    inv_scales = [torch.full((1,), value, device=device) for value in (2.0, 0.5)]
+
+    def ours() -> None:
+        for inv_scale in inv_scales:
+            unscale_(grads, found_inf, inv_scale)
+
+    def theirs() -> None:
+        for inv_scale in inv_scales:
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+    # Every element is read and written.
+    moved = 2 * sum(grad.nbytes for grad in grads)
+    return Pair(lambda: ours, lambda: theirs, calls=2, moved=moved, clock=setting.case.clock)
+
+
+def compare_grad_stats(setting: Setting) -> Pair:
+    """Beside the op under torch.nn.utils.clip_grad_norm_, which does less: no global norm, no check for inf."""
+    grads = setting.tensors()
+
+    def ours() -> None:
+        grad_stats(grads)
+
+    def theirs() -> None:
+        torch._foreach_norm(grads)
+
+    # Every element is read; what is written is a few bytes a tensor.
+    moved = sum(grad.nbytes for grad in grads)
+    return Pair(lambda: ours, lambda: theirs, moved=moved, clock=setting.case.clock)

@@ -1,0 +1,54 @@
+"""Other libraries' optimizers, measured where they are installed."""
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from mpkernels.bench.steps import MakeOptimizer
+
+
+class Peer(NamedTuple):
+    module: str
+    optimizer: str
+    options: dict[str, Any]
+    needs_cuda: bool = True
+
+
+# All with fp32 parameters and whatever moments are theirs; the name says when these are narrow.
+PEERS = {
+    "torchao-8bit": Peer("torchao.optim", "AdamW8bit", {}),
+    "bitsandbytes-8bit": Peer("bitsandbytes.optim", "AdamW8bit", {}),
+    "torch-optimi": Peer("optimi", "AdamW", {"lr": 1e-3, "triton": None}, needs_cuda=False),
+    "flashoptim-8bit": Peer("flashoptim", "FlashAdamW", {"lr": 1e-3}),
+    "apex": Peer("apex.optimizers", "FusedAdam", {}),
+    "transformer-engine": Peer("transformer_engine.pytorch.optimizers", "FusedAdam", {}),
+}
+# Has no optimizer, and no linear layer with an activation that can be differentiated: nothing to put beside ours.
+NOTHING_TO_COMPARE = {"liger-kernel": "it has neither an optimizer nor a linear layer with its activation"}
+
+
+def why_not(name: str, device: str) -> str:
+    """The reason why a peer is left out here; empty where it is not."""
+    peer = PEERS[name]
+    package = peer.module.partition(".")[0]
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    if peer.needs_cuda and device != "cuda":
+        return f"{package} needs CUDA"
+    return ""
+
+
+def maker(name: str) -> MakeOptimizer:
+    return partial(_make, PEERS[name])
+
+
+def _make(peer: Peer, params: Iterable[Parameter]) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = getattr(importlib.import_module(peer.module), peer.optimizer)(
+        params, **peer.options
+    )
+    return optimizer

@@ -1,0 +1,74 @@
+"""What every op is measured at: a place, a dtype and a list of shapes."""
+
+import os
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Place(NamedTuple):
+    device: str
+    threads: int
+
+    def __str__(self) -> str:
+        return "cuda" if self.device == "cuda" else f"cpu-{self.threads}"
+
+
+class Case(NamedTuple):
+    name: str
+    shapes: tuple[tuple[int, ...], ...] = ()
+    clock: str = "device"  # see pairs.STOPWATCHES
+
+
+class Setting(NamedTuple):
+    place: Place
+    dtype: str
+    case: Case
+
+    def __str__(self) -> str:
+        return f"{self.place} {self.dtype} {self.case.name}"
+
+    def tensors(self, dtype: torch.dtype | None = None) -> list[Tensor]:
+        """Random, since on a GPU zeros draw less power and run faster."""
+        device, dtype = self.place.device, dtype or DTYPES[self.dtype]
+        generator = torch.Generator(device).manual_seed(0)
+        return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in self.case.shapes]
+
+
+def gpt2_shapes(
+    width: int, vocabulary: int = 50257, positions: int = 1024, layers: int = 12
+) -> tuple[tuple[int, ...], ...]:
+    """The 148 parameters of GPT-2 small at width 768."""
+    norm = [(width,), (width,)]
+    attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
+    mlp = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
+    return ((vocabulary, width), (positions, width), *(norm + attention + norm + mlp) * layers, *norm)
+
+
+LISTS = {
+    "cpu": [Case("1x2^25", ((2**25,),)), Case("gpt2-half-width", gpt2_shapes(width=384))],
+    "cuda": [Case("1x50M", ((50_000_000,),)), Case("1x1e9", ((10**9,),)), Case("gpt2", gpt2_shapes(width=768))],
+}
+LISTS_ANYWHERE = [
+    Case("100x500k", ((500_000,),) * 100),
+    Case("1000x5k", ((5_000,),) * 1000),
+    Case("1x2^20-in-cache", ((2**20,),)),
+    Case("1000x10-host-cost", ((10,),) * 1000, clock="host"),  # the work itself is next to nothing
+]
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def places() -> list[Place]:
+    on_cpu = [Place("cpu", threads) for threads in sorted({1, cores()})]
+    return on_cpu + [Place("cuda", 1)] * torch.cuda.is_available()
+
+
+def lists(place: Place) -> list[Setting]:
+    """Lists of tensors as optimizers get them."""
+    return [Setting(place, dtype, case) for case in [*LISTS[place.device], *LISTS_ANYWHERE] for dtype in DTYPES]

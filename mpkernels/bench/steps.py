@@ -1,0 +1,102 @@
+"""What follows backward in a training loop, from scaler to step: mpkernels.amp and mpkernels.optim beside torch.amp.
+
+Whole sequences on both sides: torch's is unscale_, clip_grad_norm_, step, update; ours is step and update, for the
+clipping happens in the step.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from mpkernels import amp
+from mpkernels.bench.pairs import Pair, Run
+from mpkernels.bench.settings import DTYPES, Setting
+from mpkernels.optim import AdamW
+
+MAX_NORM = 1.0
+
+MakeOptimizer = Callable[[Iterable[Parameter]], torch.optim.Optimizer]
+
+
+class AfterForward(NamedTuple):
+    scale: Callable[[Tensor], Tensor]  # the loss
+    finish: Run  # once grads are there
+
+
+def scaler_of(kind: type[torch.amp.GradScaler], device: str) -> torch.amp.GradScaler:
+    """At a scale of 1, and it stays there: grads are used again and again, though torch's unscale_ rewrites them."""
+    scaler = kind(device, init_scale=1.0, growth_interval=10**9)
+    scaler.scale(torch.ones((), device=device))  # makes the scale
+    return scaler
+
+
+def our_step(params: list[Parameter], device: str, **options: Any) -> AfterForward:
+    optimizer = AdamW(params, max_norm=MAX_NORM, **options)
+    scaler = scaler_of(amp.GradScaler, device)
+
+    def finish() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return AfterForward(scaler.scale, finish)
+
+
+def torchs_step(params: list[Parameter], device: str, make: MakeOptimizer) -> AfterForward:
+    optimizer, scaler = make(params), scaler_of(torch.amp.GradScaler, device)
+
+    def finish() -> None:
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+
+    return AfterForward(scaler.scale, finish)
+
+
+def fused(params: Iterable[Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, fused=True, capturable=torch.cuda.is_available())  # the latter for CUDA graphs
+
+
+def default(params: Iterable[Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params)
+
+
+def parameters(setting: Setting, dtype: torch.dtype) -> list[Parameter]:
+    params = [Parameter(value) for value in setting.tensors(dtype)]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    return params
+
+
+def bytes_of_our_step(grads_dtype: torch.dtype, state_dtype: torch.dtype = torch.float32) -> float:
+    """For each parameter. The grads are read twice, for their norm and for the step; the weight (with its remainder, 4
+    bytes either way) and both moments are read and written once, and so is an fp32 scale of 256 moments in 8 bits."""
+    moments = 2 * (state_dtype.itemsize + (4 / 256 if state_dtype == torch.int8 else 0))
+    return 2 * grads_dtype.itemsize + 2 * (4 + moments)
+
+
+def bytes_of_torchs_step() -> int:
+    """For each parameter, all fp32: unscale_ and clipping read and write the grads, the norm reads them; the fused step
+    reads them and reads and writes weight and moments."""
+    return 8 + 4 + 8 + 4 + 2 * 12
+
+
+def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, **options: Any) -> Pair:
+    """Our parameters have the grads' dtype, and a split master if that is 16 bits wide; torch's are fp32."""
+    dtype, device = DTYPES[setting.dtype], setting.place.device
+    elements = sum(_elements(shape) for shape in setting.case.shapes)
+    moved = bytes_of_our_step(dtype, options.get("state_dtype", torch.float32)) * elements
+    return Pair(
+        lambda: our_step(parameters(setting, dtype), device, **options).finish,
+        lambda: torchs_step(parameters(setting, torch.float32), device, theirs).finish,
+        moved=int(moved),
+        clock=clock,
+        is_whole_step=True,
+    )
+
+
+def _elements(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())

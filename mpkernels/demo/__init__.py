@@ -1,0 +1,1 @@
+"""``python -m mpkernels demo``: the same small training by torch.amp and by mpkernels, beside each other."""

@@ -1,0 +1,108 @@
+"""What is there, what is not, and what would have to be installed."""
+
+import importlib.util
+import json
+import platform
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import mpkernels
+from mpkernels import _choices, _extension
+from mpkernels.bench.machine import describe as describe_for_bench
+from mpkernels.ops import _registry
+
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve")
+
+
+def describe() -> dict[str, str]:
+    of_bench = {name: str(value) for name, value in describe_for_bench().items() if value is not None}
+    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
+    more = {
+        "system": system,
+        "cpu features": ", ".join(_cpu_flags()) or "unknown",
+        "threads": str(torch.get_num_threads()),
+        "gpu": _gpu(),
+        "cuda of torch": torch.version.cuda or "none",
+        "nvcc": "on PATH" if shutil.which("nvcc") else "not on PATH",
+    }
+    return of_bench | more
+
+
+def _cpu_flags() -> list[str]:
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().partition("\n\n")[0].split())
+    except OSError:
+        return []
+    return [flag for flag in FLAGS if flag in words]
+
+
+def _gpu() -> str:
+    if not torch.cuda.is_available():
+        return "none that torch sees"
+    properties = torch.cuda.get_device_properties(0)
+    name = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+    return f"{torch.cuda.device_count()} of {name}" if torch.cuda.device_count() > 1 else name
+
+
+def builds() -> dict[str, Any]:
+    """What was compiled, for what, and what was left out and why."""
+    try:
+        info: dict[str, Any] = json.loads((_extension.LIBRARY.parent / "_build_info.json").read_text())
+    except (OSError, ValueError):
+        info = {}
+    return info if _extension.LIBRARY.exists() else {}
+
+
+def kernels() -> dict[str, dict[str, list[str]]]:
+    """Of each op on each device. The first is the one that is used."""
+    return {op: {device: mpkernels.backends(op, device) for device in DEVICES} for op in sorted(_registry._ops)}
+
+
+DEVICES = tuple(_registry.DEVICES)
+
+
+def why_not() -> dict[str, str]:
+    """Why a kind of kernel is not used on a device, for those that are not."""
+    built, reasons = builds(), {}
+    for device in DEVICES:
+        left_out = built.get(device, {}).get("left_out", "")
+        if not built:
+            reasons[f"native on {device}"] = "the compiled library is missing"
+        elif left_out:
+            reasons[f"native on {device}"] = f"left out of the build: {left_out}"
+    if importlib.util.find_spec("triton") is None:
+        reasons["triton"] = "it is not installed"
+    elif not _registry._triton_runs_on("cpu"):
+        reasons["triton on cpu"] = "it compiles for GPUs"
+    if not torch.cuda.is_available():
+        built_for = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
+        reasons["anything on cuda"] = built_for
+    return reasons
+
+
+def chosen() -> dict[str, str]:
+    """What the selector has measured on this machine with these versions, in any process."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    suffix = _choices._key("", device)
+    kept = {case: it["choice"] for case, it in _choices._read().items() if isinstance(it, dict) and "choice" in it}
+    return {case.removesuffix(suffix): name for case, name in kept.items() if case.endswith(suffix)}
+
+
+def to_install() -> list[str]:
+    advice = []
+    if not _extension.LIBRARY.exists():
+        advice.append("a C++ compiler, then mpkernels again: without compiled kernels the slow reference runs")
+    if torch.cuda.is_available():
+        if builds().get("cuda", {}).get("left_out"):
+            advice.append("nvcc from CUDA 12.1 or newer, then mpkernels again: for the kernels in CUDA C++")
+        if importlib.util.find_spec("triton") is None:
+            advice.append("triton: for its kernels")
+    elif torch.version.cuda is None and shutil.which("nvidia-smi") is not None:
+        advice.append("a torch that is built for CUDA: there is a driver, and torch can't use it")
+    for module, what in {"matplotlib": "demo.png", "rich": "the demo's live table"}.items():
+        if importlib.util.find_spec(module) is None:
+            advice.append(f"{module}: for {what}")
+    return advice

@@ -1,0 +1,77 @@
+"""Every kernel that can run here against its reference, on the samples of its op."""
+
+from contextlib import nullcontext
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+import mpkernels
+from mpkernels.ops import _registry
+from mpkernels.ops._samples import SAMPLES, Sample
+
+
+class Result(NamedTuple):
+    op: str
+    device: str
+    kernel: str
+    problem: str  #: empty where all is well
+    seconds: float
+
+
+def run() -> list[Result]:
+    """Triton's interpreter, which can run its kernels on a CPU, is left out: it doesn't round as chips do."""
+    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    return [
+        _test(op, torch.device(device), kernel)
+        for op in SAMPLES
+        for device in devices
+        for kernel in mpkernels.backends(op, device)
+        if kernel != "reference" and (device, kernel) != ("cpu", "triton")
+    ]
+
+
+def _test(op: str, device: torch.device, kernel: str) -> Result:
+    start = perf_counter()
+    problem = ""
+    for number, sample in enumerate(SAMPLES[op]):
+        if wrong := _compare(op, device, kernel, sample):
+            problem = f"sample {number}: {wrong}"
+            break
+    return Result(op, device.type, kernel, problem, perf_counter() - start)
+
+
+def _compare(op: str, device: torch.device, kernel: str, sample: Sample) -> str:
+    is_used = kernel == mpkernels.backends(op, device)[0]  # then whatever the dispatcher would run is what is tested
+    want_arguments, got_arguments = sample.arguments(torch.device("cpu")), sample.arguments(device)
+    want = _registry._ops[op].reference(*want_arguments)
+    try:
+        with nullcontext() if is_used else mpkernels.backend(kernel):
+            got = _registry._ops[op](*got_arguments)
+        return _difference((want_arguments, want), (got_arguments, got), sample.tolerance)
+    except Exception as error:  # whatever goes wrong in a kernel is its result
+        return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+
+
+def _difference(want: Any, got: Any, tolerance: float) -> str:
+    """In what a kernel returned, and in what it made of its arguments."""
+    leaves = zip(tree_leaves(want), tree_leaves(tree_map(_on_cpu, got)), strict=True)
+    for a, b in leaves:
+        if not isinstance(a, Tensor):
+            continue
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            return f"{tuple(b.shape)} of {b.dtype} in place of {tuple(a.shape)} of {a.dtype}"
+        a, b = a.double(), b.double()
+        finite = a.isfinite() & b.isfinite()
+        if not torch.equal(a[~finite].nan_to_num(7.0), b[~finite].nan_to_num(7.0)):
+            return "an inf or NaN that the reference has not, or none where it has one"
+        distance, norm = (a[finite] - b[finite]).norm().item(), a[finite].norm().item()
+        if distance > tolerance * norm:
+            return f"off by {distance:.3g} where the norm is {norm:.3g} and {tolerance:.3g} of it is allowed"
+    return ""
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value

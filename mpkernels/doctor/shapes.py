@@ -1,0 +1,65 @@
+"""Sizes that tensor cores can take as they are."""
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+ALIGNED = 16  # bytes: what a row must be a multiple of for the widest loads, csrc/common/elements.h's too
+TILE = 64  # columns: half of what a block of a matrix kernel has
+
+
+class Advice(NamedTuple):
+    where: str
+    problem: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}; {self.remedy}"
+
+
+def advise(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[Advice]:
+    """What keeps the layers of ``model`` off the fast path of tensor cores in ``dtype``; empty where nothing does.
+
+    >>> mpkernels.doctor.advise(torch.nn.Linear(768, 50257))
+    [Advice(where='Linear', problem='out_features=50257 is no multiple of 8', remedy='50304 is')]
+    """
+    found: list[Advice] = []
+    for name, module in model.named_modules():
+        where = f"{name} ({type(module).__name__})" if name else type(module).__name__
+        found += (each for size in _sizes(module) if (each := of_size(where, *size, dtype)))
+        if any(it.dtype == torch.float64 for it in module.parameters(recurse=False)):
+            found.append(Advice(where, "parameters in fp64", "autocast leaves them there; use fp32 or 16 bits"))
+    return found
+
+
+def of_size(where: str, name: str, size: int, dtype: torch.dtype = torch.bfloat16) -> Advice | None:
+    multiple = ALIGNED // dtype.itemsize
+    if size % multiple == 0:
+        return None
+    step = TILE if size > 8 * TILE else multiple
+    return Advice(where, f"{name}={size} is no multiple of {multiple}", f"{-(-size // step) * step} is")
+
+
+def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Those by which rows in memory are long."""
+    if isinstance(module, nn.Linear):
+        yield "in_features", module.in_features
+        yield "out_features", module.out_features
+    elif isinstance(module, nn.modules.conv._ConvNd):
+        yield "in_channels / groups", module.in_channels // module.groups
+        yield "out_channels / groups", module.out_channels // module.groups
+    elif isinstance(module, nn.Embedding):
+        yield "embedding_dim", module.embedding_dim
+    elif isinstance(module, nn.MultiheadAttention):
+        yield "embed_dim / num_heads", module.embed_dim // module.num_heads
+
+
+def of_sizes(text: str) -> list[Advice] | None:
+    """Of a layer that is given by its features, as in 768x50257. None where the text says something else."""
+    if re.fullmatch(r"\d+(x\d+)+", text) is None:
+        return None
+    each = (of_size(text, "size", int(size)) for size in text.split("x"))
+    return [it for it in each if it]

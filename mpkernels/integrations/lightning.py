@@ -1,0 +1,61 @@
+"""Lightning: a precision plugin.
+
+>>> Trainer(plugins=[MixedPrecision("16-mixed")], gradient_clip_val=1.0)
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision as _MixedPrecision
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
+from torch.optim import Optimizer
+
+from mpkernels._autocast import machines_device
+from mpkernels.amp import GradScaler, clip_grad_norm_
+
+
+class MixedPrecision(_MixedPrecision):
+    """Lightning's, with our GradScaler, and with ``gradient_clip_val`` for optimizers that unscale within their step.
+
+    For those Lightning refuses to clip (Lightning#15555): AdamW of ours, and torch's with fused=True. Here grads are
+    unscaled before hooks see them and clipping begins, whatever the optimizer; in bf16 there is nothing to unscale.
+
+    Args:
+        precision: ``"16-mixed"`` or ``"bf16-mixed"``.
+        device: its type, for autocast; None is the machine's.
+        scaler: of ``"16-mixed"``; None is ``mpkernels.amp.GradScaler()``.
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"],
+        device: str | None = None,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        device = machines_device() if device is None else device
+        if scaler is None and precision == "16-mixed":
+            scaler = GradScaler(device)
+        super().__init__(precision, device, scaler)
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
+        def closure_and_unscale() -> Any:
+            loss = closure()
+            if loss is not None or not model.automatic_optimization:  # else there was no backward
+                self.scaler.unscale_(optimizer)
+            return loss
+
+        is_left_to_us = self.scaler is not None and getattr(optimizer, "_step_supports_amp_scaling", False)
+        return super().optimizer_step(optimizer, model, closure_and_unscale if is_left_to_us else closure, **kwargs)
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        clip_grad_norm_(self.main_params(optimizer), clip_val)

@@ -1,0 +1,35 @@
+"""torch.nn's modules, fused."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels import functional
+from mpkernels.ops._activations import check_activation
+
+
+class LinearAct(torch.nn.Linear):
+    """``torch.nn.Linear`` and its activation in one: parameters, initialisation and checkpoints are Linear's.
+
+    ``activation``: none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh; see mpkernels.functional.linear_act.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        activation: str = "gelu",
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        check_activation("LinearAct", activation)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.activation = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear_act(input, self.weight, self.bias, self.activation)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, activation={self.activation!r}"

@@ -1,0 +1,68 @@
+"""The activations that linear_act knows: formulas that lose nothing to cancellation, and let NaN pass."""
+
+from collections.abc import Callable
+from math import pi, sqrt
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Activation(NamedTuple):
+    forward: Callable[[Tensor], Tensor]  #: z -> y
+    backward: Callable[[Tensor, Tensor], Tensor]  #: dy, saved -> dz
+    saves: Literal["z", "y", ""]  #: what backward is handed as saved; y where it tells as much as z
+
+
+def _relu(z: Tensor) -> Tensor:
+    return torch.where(z <= 0, 0, z)  # NaN passes
+
+
+def _gelu(z: Tensor) -> Tensor:
+    return 0.5 * z * torch.erfc(z * -sqrt(0.5))
+
+
+def _gelu_backward(dy: Tensor, z: Tensor) -> Tensor:
+    density = torch.exp(-0.5 * z * z) / sqrt(2 * pi)
+    return dy * (0.5 * torch.erfc(z * -sqrt(0.5)) + z * density)
+
+
+LINEAR = 2 * sqrt(2 / pi)  # tanh-GELU is z sigmoid(LINEAR z + CUBIC z^3)
+CUBIC = LINEAR * 0.044715
+
+
+def _bounded_square(z: Tensor) -> Tensor:
+    """Where the sigmoid is saturated anyway, lest inf times 0 make a NaN of a finite z."""
+    return (z * z).clamp(max=1e30)
+
+
+def _gelu_tanh(z: Tensor) -> Tensor:
+    return z * torch.sigmoid(z * (LINEAR + CUBIC * _bounded_square(z)))
+
+
+def _gelu_tanh_backward(dy: Tensor, z: Tensor) -> Tensor:
+    square = _bounded_square(z)
+    s = torch.sigmoid(z * (LINEAR + CUBIC * square))
+    return dy * (s + z * s * (1 - s) * (LINEAR + 3 * CUBIC * square))
+
+
+def _silu_backward(dy: Tensor, z: Tensor) -> Tensor:
+    s = torch.sigmoid(z)
+    return dy * s * (1 + z * (1 - s))
+
+
+ACTIVATIONS = {
+    "none": Activation(lambda z: z, lambda dy, saved: dy, ""),
+    "relu": Activation(_relu, lambda dy, y: torch.where(y <= 0, 0, dy), "y"),
+    "relu2": Activation(lambda z: _relu(z).square(), lambda dy, z: torch.where(z <= 0, 0, 2 * z * dy), "z"),
+    "gelu": Activation(_gelu, _gelu_backward, "z"),
+    "gelu_tanh": Activation(_gelu_tanh, _gelu_tanh_backward, "z"),
+    "silu": Activation(lambda z: z * torch.sigmoid(z), _silu_backward, "z"),
+    "sigmoid": Activation(torch.sigmoid, lambda dy, y: dy * y * (1 - y), "y"),
+    "tanh": Activation(torch.tanh, lambda dy, y: dy * (1 - y * y), "y"),
+}
+
+
+def check_activation(op: str, activation: object) -> None:
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")

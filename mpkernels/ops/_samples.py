@@ -1,0 +1,135 @@
+"""Arguments for every op, ordinary and odd: what tests and ``mpkernels doctor`` call kernels with."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
+
+
+class Sample(NamedTuple):
+    arguments: Callable[[torch.device], tuple[Any, ...]]  #: made anew by each call
+    tolerance: float = 0.0  #: of a kernel's distance from the reference, beside its norm; 0: equal bits
+
+
+def grads(device: torch.device, *specials: float) -> list[Tensor]:
+    """In every dtype, of a size that fills vectors and of one that doesn't; ``specials`` come first in each."""
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(size, generator=generator, dtype=F64).to(dtype) for size in (5, 1025) for dtype in DTYPES]
+    for grad in made:
+        grad[: len(specials)] = torch.tensor(specials)
+    return [grad.to(device) for grad in made]
+
+
+DTYPES = (F32, F16, B16, F64)
+SPECIALS = torch.inf, -torch.inf, torch.nan, -0.0
+
+
+def unscale(device: torch.device, *specials: float) -> tuple[Any, ...]:
+    return grads(device, *specials), torch.zeros((), device=device), torch.full((), 0.5, device=device)
+
+
+def optimizer_step(device: torch.device, state_dtype: torch.dtype = F32, found_inf: float = 0.0) -> tuple[Any, ...]:
+    """Every way to keep a weight, in two groups. One has its lr and betas on the device, one has amsgrad."""
+    make: dict[str, Any] = {"device": device}
+    params = [
+        torch.linspace(-1, 1, size, **make).to(dtype) for size, dtype in ((5, B16), (1025, F16), (33, F32), (7, B16))
+    ]
+    masters = [torch.zeros(5, dtype=torch.int16, **make), torch.zeros(1025, dtype=torch.int16, **make)]
+    masters += [torch.empty(0, **make), params[3].float()]
+    states = [[torch.ones_like(it, dtype=state_dtype) for it in params] for _ in range(2)]
+    largest = [torch.empty(0, **make), torch.empty(0, **make), *(it.clone() for it in states[0][2:])]
+    scales = (
+        [
+            torch.ones((2 + bool(it.numel())) * -(-param.numel() // 256), **make)
+            for it, param in zip(largest, params, strict=True)
+        ]
+        if state_dtype == torch.int8
+        else []
+    )
+    steps = [torch.ones((), **make) for _ in params]
+    of_each = [it.clone() for it in params]
+    if found_inf:
+        of_each[1][:4] = torch.tensor(SPECIALS)
+    lists = params, of_each, *states, largest, masters, scales, steps
+    hyper = [[value, value] for value in (1e-3, 0.9, 0.999, 0.01, 1e-8, False)]
+    nothing = torch.empty(0, **make)
+    on_device = [nothing] * 3 + [torch.full((), 1e-2, **make), nothing, torch.full((), 0.99, **make).double()]
+    shared = torch.full((), 8.0, **make), torch.full((), found_inf, **make), torch.ones((), dtype=F64, **make)
+    report = torch.zeros(5, 6, dtype=F64, **make)
+    return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make), report)
+
+
+def overflown(device: torch.device) -> tuple[Any, ...]:
+    """After a step that was skipped."""
+    looked_at, report = grads(device), torch.zeros(9, 6, dtype=F64, device=device)
+    looked_at[0][1], looked_at[1][2] = torch.inf, torch.nan
+    return looked_at, torch.ones((), device=device), torch.full((), 0.5, device=device), False, report
+
+
+def scale_state(device: torch.device, found_inf: float = 1.0) -> tuple[Any, ...]:
+    """After an overflow, of which it takes two."""
+    make: dict[str, Any] = {"device": device}
+    scale, found = torch.full((), 3.0, **make), torch.full((), found_inf, **make)
+    tracker, overflows = torch.full((), 5, dtype=torch.int32, **make), torch.ones(2, dtype=torch.int32, **make)
+    return scale, tracker, found, 2.0, 0.5, 2000, overflows, 1.0, 2.0**24, 2
+
+
+def matrices(dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=F64).to(dtype).to(device) for shape in shapes]
+
+
+def linear(device: torch.device, dtype: torch.dtype, activation: str, bias: bool = True) -> tuple[Any, ...]:
+    x, weight, b = matrices(dtype, device, (5, 7), (9, 7), (9,))
+    return x, weight, b if bias else None, activation, True
+
+
+def linear_with_specials(device: torch.device) -> tuple[Any, ...]:
+    x, *others = linear(device, B16, "relu")
+    x[:4, 0] = torch.tensor(SPECIALS)
+    return x, *others
+
+
+def linear_backward(device: torch.device, dtype: torch.dtype, activation: str) -> tuple[Any, ...]:
+    dy, x, weight, saved = matrices(dtype, device, (5, 9), (5, 7), (9, 7), (1, 9))
+    return dy, x, weight, saved.expand(5, 9), activation, F32, dtype
+
+
+def linear_backward_of_nothing(device: torch.device) -> tuple[Any, ...]:
+    (dy,) = matrices(B16, device, (5, 9))
+    return dy, None, None, torch.empty(0, dtype=B16, device=device), "none", None, None
+
+
+# Two sums of n terms in two orders differ by n roundings of the sum of magnitudes at most, two roundings to a dtype by
+# one of its eps; where terms cancel, the sum of magnitudes is some times the sum.
+SUMS = 1100 * torch.finfo(F64).eps
+ROUNDED = {dtype: 8 * torch.finfo(dtype).eps if dtype == F32 else torch.finfo(dtype).eps for dtype in (F32, F16, B16)}
+
+SAMPLES: dict[str, list[Sample]] = {
+    "unscale_": [Sample(unscale), Sample(lambda device: unscale(device, *SPECIALS))],
+    "grad_stats": [
+        Sample(lambda device: (grads(device),), SUMS),
+        Sample(lambda device: (grads(device, *SPECIALS),), SUMS),
+    ],
+    "update_scale_": [Sample(scale_state), Sample(lambda device: scale_state(device, 0.0))],
+    "adamw_": [
+        Sample(optimizer_step),
+        Sample(lambda device: optimizer_step(device, torch.int8)),
+        Sample(lambda device: optimizer_step(device, B16, found_inf=1.0)),
+    ],
+    "overflow_": [Sample(overflown)],
+    "linear_act": [
+        Sample(lambda device: linear(device, B16, "gelu"), ROUNDED[B16]),
+        Sample(lambda device: linear(device, F16, "silu"), ROUNDED[F16]),
+        Sample(lambda device: linear(device, F32, "relu", bias=False), ROUNDED[F32]),
+        Sample(linear_with_specials, ROUNDED[B16]),
+    ],
+    "linear_act_backward": [
+        Sample(lambda device: linear_backward(device, B16, "gelu"), ROUNDED[B16]),
+        Sample(lambda device: linear_backward(device, F32, "silu"), ROUNDED[F32]),
+        Sample(linear_backward_of_nothing),
+    ],
+}

@@ -1,0 +1,207 @@
+"""linear_act: y = f(x W^T + b) and its backward, each one op.
+
+Both compute in fp32 and round each result once; fp64 is the reference's alone, kernels refuse it. For kernels:
+
+``linear_act(x, weight, bias, activation, save) -> (y, saved)``
+    x [M, K], weight [N, K], bias [N] or None: one dtype of fp16, bf16, fp32, any strides, any size down to 0.
+    y is [M, N], contiguous. saved is z, [M, N] in x's dtype, if ``save`` and ACTIVATIONS[activation].saves == "z";
+    else a tensor of shape [0]. Neither may share memory with an argument or with the other.
+``linear_act_backward(dy, x, weight, saved, activation, weight_dtype, bias_dtype) -> (dx, dweight, dbias)``
+    dy [M, N], any strides (expanded ones are common); saved as ACTIVATIONS[activation].saves says: z or y, [M, N], or
+    [0]. A result is wanted where this is given: dx [M, K] in dy's dtype where ``weight`` is, dweight [N, K] in
+    ``weight_dtype`` where that is (then x is given too), dbias [N] in ``bias_dtype`` where that is. Both are dy's dtype
+    or fp32. A result that is not wanted has shape [0]. dz = f'(saved) dy is kept in fp32 as long as a kernel can; sums
+    run in a fixed order.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mpkernels.ops import _checks
+from mpkernels.ops._activations import ACTIVATIONS, check_activation
+from mpkernels.ops._registry import define
+
+
+def _without_autocast(like: Tensor) -> AbstractContextManager[Any]:
+    device = like.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+
+
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> None:
+    _checks.matrix("linear_act", "x", x, None, None)
+    _checks.matrix("linear_act", "weight", weight, (None, x.shape[1]), x)
+    if bias is not None:
+        _checks.matrix("linear_act", "bias", bias, (weight.shape[0],), x)
+    check_activation("linear_act", activation)
+
+
+def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> tuple[Tensor, Tensor]:
+    compute = torch.promote_types(x.dtype, torch.float32)
+    with _without_autocast(x):
+        z = functional.linear(x.to(compute), weight.to(compute), None if bias is None else bias.to(compute))
+    y = ACTIVATIONS[activation].forward(z).to(x.dtype)
+    return y, z.to(x.dtype) if save and ACTIVATIONS[activation].saves == "z" else x.new_empty(0)
+
+
+_linear_act = define(
+    "linear_act(Tensor x, Tensor weight, Tensor? bias, str activation, bool save) -> (Tensor, Tensor)", check=_check
+)(_reference)
+
+
+def _check_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    saved: Tensor,
+    activation: str,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+) -> None:
+    op = "linear_act_backward"
+    check_activation(op, activation)
+    _checks.matrix(op, "dy", dy, None, None)
+    rows, columns = dy.shape
+    if x is not None:
+        _checks.matrix(op, "x", x, (rows, None), dy)
+    if weight is not None:
+        _checks.matrix(op, "weight", weight, (columns, None), dy)
+    _checks.matrix(op, "saved", saved, (rows, columns) if ACTIVATIONS[activation].saves else (0,), dy)
+    if weight_dtype is not None and x is None:
+        raise TypeError(f"{op}: x must be a tensor where weight_dtype is given, got None")
+    for name, dtype in (("weight_dtype", weight_dtype), ("bias_dtype", bias_dtype)):
+        if dtype not in (None, dy.dtype, torch.float32):
+            raise TypeError(f"{op}: {name} must be {dy.dtype} or torch.float32, got {dtype}")
+
+
+def _reference_backward(
+    dy: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    saved: Tensor,
+    activation: str,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+    dz_beside: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Differentiable itself. ``dz_beside`` is a gradient that reaches z another way."""
+    compute = torch.promote_types(dy.dtype, torch.float32)
+    dx, dweight, dbias = (dy.new_empty(0) for _ in range(3))
+    with _without_autocast(dy):
+        dz = ACTIVATIONS[activation].backward(dy.to(compute), saved.to(compute))
+        if dz_beside is not None:
+            dz = dz + dz_beside.to(compute)
+        if weight is not None:
+            dx = (dz @ weight.to(compute)).to(dy.dtype)
+        if weight_dtype is not None and x is not None:
+            dweight = (dz.t() @ x.to(compute)).to(weight_dtype)
+        if bias_dtype is not None:
+            dbias = dz.sum(0).to(bias_dtype)
+    return dx, dweight, dbias
+
+
+_linear_act_backward = define(
+    "linear_act_backward(Tensor dy, Tensor? x, Tensor? weight, Tensor saved, str activation, "
+    "ScalarType? weight_dtype, ScalarType? bias_dtype) -> (Tensor, Tensor, Tensor)",
+    check=_check_backward,
+)(_reference_backward)
+
+
+def _grad_dtype(parameter: Tensor) -> torch.dtype:
+    """``parameter.grad_dtype = torch.float32`` asks for an fp32 gradient of a 16-bit parameter."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not parameter.is_leaf:
+        return parameter.dtype
+    return parameter.grad_dtype or parameter.dtype
+
+
+class _LinearAct(torch.autograd.Function):
+    """``cast_*``: weight and bias in x's dtype, where theirs is fp32. Their gradients never pass through 16 bits.
+
+    z, where it is saved, is a second result: a second backward finds its way to x, weight and bias through it.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        cast_weight: Tensor | None,
+        cast_bias: Tensor | None,
+        activation: str,
+        save: bool,
+    ) -> tuple[Tensor, Tensor]:
+        if cast_weight is not None:
+            weight, bias = cast_weight, cast_bias
+        if x.dtype != torch.float64:
+            return _linear_act(x, weight, bias, activation, save)  # type: ignore[no-any-return]
+        if not torch.compiler.is_compiling():
+            _check(x, weight, bias, activation, save)
+        return _reference(x, weight, bias, activation, save)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        x, weight, bias, cast_weight, _, ctx.activation, _ = inputs
+        y, saved = output
+        x_needed, weight_needed, bias_needed = ctx.needs_input_grad[:3]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            x if weight_needed else None,
+            (weight if cast_weight is None else cast_weight) if x_needed else None,
+            y if ACTIVATIONS[ctx.activation].saves == "y" else saved,
+        )
+        ctx.weight_dtype = _grad_dtype(weight) if weight_needed else None
+        ctx.bias_dtype = _grad_dtype(bias) if bias_needed else None
+        ctx.fp32_weight = None if cast_weight is None else (weight, weight._version)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, dsaved: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, saved = ctx.saved_tensors
+        if torch.compiler.is_compiling() or ACTIVATIONS[ctx.activation].saves != "z":
+            dsaved = None  # zeros of torch.compile's, which knows no second backward
+        if dy is None:
+            if dsaved is None:
+                return (None,) * 7
+            dy = torch.zeros_like(dsaved)
+        once = torch.compiler.is_compiling() or not torch.is_grad_enabled()
+        if once and dsaved is None and dy.dtype != torch.float64:
+            results = _linear_act_backward(dy, x, weight, saved, ctx.activation, ctx.weight_dtype, ctx.bias_dtype)
+        else:
+            if weight is not None and ctx.fp32_weight is not None:
+                weight = _unchanged(*ctx.fp32_weight).to(weight.dtype)
+            dtypes = ctx.weight_dtype, ctx.bias_dtype
+            results = _reference_backward(dy, x, weight, saved, ctx.activation, *dtypes, dsaved)
+        wanted = weight is not None, ctx.weight_dtype is not None, ctx.bias_dtype is not None
+        return *(each if it else None for each, it in zip(results, wanted, strict=True)), None, None, None, None
+
+
+def _unchanged(weight: Tensor, version: int) -> Tensor:
+    if weight._version != version:
+        raise RuntimeError("linear_act: weight was modified in place before a second backward that needs its old value")
+    return weight
+
+
+def linear_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    cast: tuple[Tensor, Tensor | None] | None = None,
+) -> Tensor:
+    """``f(x W^T + b)`` of matrices in one dtype, differentiable as often as you like; see mpkernels.functional.
+
+    ``cast`` is weight and bias in x's dtype, where their own is fp32.
+    """
+    leaves = (x, weight) if bias is None else (x, weight, bias)
+    save = torch._C._are_functorch_transforms_active() or (
+        torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
+    )
+    cast_weight, cast_bias = cast or (None, None)
+    y, _ = _LinearAct.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, cast_weight, cast_bias, activation, save
+    )
+    return y  # type: ignore[no-any-return]

@@ -1,0 +1,75 @@
+"""A linear layer and its activation as torch has them: the oracle, in fp64, and the rival, in the dtype at hand."""
+
+from functools import partial
+
+import torch
+from torch.nn import functional
+
+TORCH = {
+    "none": lambda z: z,
+    "relu": functional.relu,
+    "relu2": lambda z: functional.relu(z).square(),
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+NAMES = ("y", "dx", "dweight", "dbias")
+
+
+def torchs(x, weight, bias, activation):
+    return TORCH[activation](functional.linear(x, weight, bias))
+
+
+def layer(rows, features, outputs, dtype, device="cpu", seed=0, bias=True):
+    """x, weight, bias or None, dy: of a size that leaves z around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (rows, features), (outputs, features), (outputs,), (rows, outputs)
+    x, weight, b, dy = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    weight = weight / max(features, 1) ** 0.5
+    return [each.to(dtype).to(device) for each in (x, weight)] + [
+        b.to(dtype).to(device) if bias else None,
+        dy.to(dtype).to(device),
+    ]
+
+
+def results(function, x, weight, bias, dy, activation):
+    """y and the gradients of x, weight and bias, where there is one."""
+    leaves = [each.detach().requires_grad_() for each in (x, weight, bias) if each is not None]
+    y = function(*leaves, *([None] if bias is None else []), activation)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def relative_error(got, want):
+    want = want.double().cpu()
+    error, norm = torch.linalg.vector_norm(got.double().cpu() - want).item(), torch.linalg.vector_norm(want).item()
+    return error / norm if norm else error
+
+
+def assert_contract(function, x, weight, bias, dy, activation):
+    """SEMANTICS' error contract: as near to fp64 as torch is in the same dtype, but for 2 % and luck in rounding."""
+    eps = torch.finfo(x.dtype).eps
+    floor = 2 * eps if x.dtype == torch.float32 else eps / 8
+    arguments = x, weight, bias, dy
+    wide = [None if it is None else it.double().cpu() for it in arguments]
+    exact = results(torchs, *wide, activation)
+    theirs = results(torchs, *(None if it is None else it.cpu() for it in arguments), activation)
+    ours = results(function, *arguments, activation)
+    largest = largest_terms(*wide, activation)
+    for name, want, rival, got, terms in zip(NAMES, exact, theirs, ours, largest, strict=False):
+        assert got.shape == want.shape, name
+        assert got.dtype == rival.dtype, name
+        luck = floor
+        if min(got.numel(), ours[0].numel()) < 64:  # each has a say: torch may be lucky with it, or a sum may cancel
+            luck = (8 if x.dtype == torch.float32 else 1) * eps * relative_error(terms + want, want)
+        bound = 1.02 * relative_error(rival, want) + luck
+        assert relative_error(got, want) <= bound, f"{name}: {relative_error(got, want):.3g} > {bound:.3g}"
+
+
+def largest_terms(x, weight, bias, dy, activation):
+    """What y, dx, dweight and dbias would be if nothing cancelled."""
+    z = functional.linear(x, weight, bias).requires_grad_()
+    (dz,) = torch.autograd.grad(TORCH[activation](z), z, dy)
+    y = functional.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
+    return y, dz.abs() @ weight.abs(), dz.abs().t() @ x.abs(), dz.abs().sum(0)

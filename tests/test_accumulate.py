@@ -1,0 +1,149 @@
+"""accumulate: the same steps as one batch as large as a group."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mpkernels.amp import GradScaler, accumulate
+from mpkernels.optim import AdamW
+from tests.networks import B16, batch, network, one_thread
+from tests.test_amp import INIT
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+MAX_NORM = 0.1
+
+
+def loss_of(model, batch):
+    inputs, targets = batch
+    return (model(inputs) - targets).square().mean()
+
+
+def whole(every, of_rows, kind, **options):
+    """By hand: the concatenation of each group in one backward."""
+    model = network()
+    optimizer = kind(model.parameters(), lr=1e-2, **options)
+    for first in range(0, len(of_rows), every):
+        optimizer.zero_grad()
+        loss_of(model, [torch.cat(it) for it in zip(*of_rows[first : first + every], strict=True)]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, AdamW])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_groups_are_steps_of_their_whole(kind, scaled):
+    """Seven batches in groups of three: the last group is one batch, which counts for a whole step."""
+    batches = [batch(seed) for seed in range(7)]
+    model, scaler = network(), GradScaler("cpu", enabled=scaled, **INIT)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    steps = 0
+    optimizer.register_step_post_hook(lambda *_: seen.append([p.grad.norm() for p in model.parameters()]))
+    seen = []
+    for micro in accumulate(iter(batches), 3, optimizer, scaler=scaler, max_norm=MAX_NORM):
+        micro.backward(loss_of(model, micro.batch))
+        steps += micro.is_last
+        assert all((param.grad is None) == micro.is_last for param in model.parameters())
+    assert steps == len(seen) == 3
+    assert all(torch.stack(norms).norm() <= MAX_NORM * 1.001 for norms in seen)
+    assert_close(model.state_dict(), whole(3, batches, kind).state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_batches_that_differ_are_weighed():
+    """By their rows: the whole's mean is no mean of means."""
+    batches = [[it[:rows] for it in batch(seed)] for seed, rows in enumerate((64, 8, 1, 30))]
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    for micro in accumulate(batches, 4, optimizer, max_norm=MAX_NORM, weigh=lambda batch: len(batch[0])):
+        micro.backward(loss_of(model, micro.batch))
+    assert_close(model.state_dict(), whole(4, batches, torch.optim.SGD).state_dict(), rtol=1e-4, atol=1e-5)
+
+
+def test_an_overflow_costs_the_group():
+    model, scaler = network(), GradScaler("cpu", **INIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    weights = []
+    for micro in accumulate([1.0, float("inf"), 1.0, 1.0], 2, optimizer, scaler=scaler, max_norm=MAX_NORM):
+        micro.backward(loss_of(model, batch(0)) * micro.batch)
+        weights.append(model[0].weight.detach().clone())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[2], weights[3])
+    assert scaler.get_scale() == INIT["init_scale"] / 2
+    assert scaler.skipped_steps == 1
+
+
+def test_grads_that_are_released_add_up():
+    results = []
+    for releases in (True, False):
+        model = network(B16)
+        optimizer = AdamW(model.parameters())
+        if releases:
+            optimizer.release_grads()
+        for micro in accumulate([batch(seed) for seed in range(5)], 2, optimizer):
+            micro.backward((model(micro.batch[0].to(B16)).float() - micro.batch[1]).square().mean())
+        results.append(model.state_dict())
+    assert_close(*results, rtol=0, atol=0)
+
+
+def test_it_draws_no_more_than_a_group_ahead():
+    drawn = []
+
+    def stream():
+        for i in range(100):
+            drawn.append(i)
+            yield i
+
+    weight = torch.ones((), requires_grad=True)
+    for micro in accumulate(stream(), 4, torch.optim.SGD([weight])):
+        micro.backward(weight * micro.batch)
+        if micro.batch == 5:
+            break
+    assert len(drawn) == 8
+    assert weight.grad is not None  # of the group that was left
+
+
+def test_exchange_is_off_but_for_the_last_also_after_an_error():
+    class Model(torch.nn.Linear):
+        exchanges = True
+
+        @contextmanager
+        def no_sync(self):
+            self.exchanges = False
+            try:
+                yield
+            finally:
+                self.exchanges = True
+
+    model, seen = Model(1, 1), []
+    optimizer = torch.optim.SGD(model.parameters())
+    for micro in accumulate(range(5), 3, optimizer, model=model):
+        seen.append(model.exchanges)
+        micro.backward(model(torch.ones(1, 1)).sum())
+    assert seen == [False, False, True, False, True]
+
+    def fail():
+        for _ in accumulate(range(5), 3, optimizer, model=model):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert model.exchanges
+
+
+def test_misuse():
+    weight = torch.ones((), requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    with pytest.raises(ValueError, match="every must be above 0, got 0"):
+        accumulate([], 0, optimizer)
+    with pytest.raises(ValueError, match="max_norm must be above 0, got 0"):
+        accumulate([], 1, optimizer, max_norm=0.0)
+    with pytest.raises(RuntimeError, match="must call backward"):
+        list(accumulate([1], 1, optimizer))
+    micro = next(accumulate([1, 1], 2, optimizer))
+    micro.backward(weight * 1)
+    with pytest.raises(RuntimeError, match="called for this batch already"):
+        micro.backward(weight * 1)
+    assert list(accumulate([], 1, optimizer)) == []

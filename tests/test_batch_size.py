@@ -1,0 +1,210 @@
+"""find_max_batch_size: against memory that runs out at a known size, and against this machine's."""
+
+import copy
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+import mpkernels
+from mpkernels import _batch_size, _memory
+from mpkernels.amp import GradScaler, set_global_policy
+from mpkernels.optim import AdamW
+from tests.networks import B16, network, one_thread, train
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+MB = 2**20
+
+
+class Step:
+    """Runs out of memory above a size; remembers what it was called with."""
+
+    def __init__(self, capacity, error=None):
+        self.capacity, self.error, self.tried = capacity, error or torch.OutOfMemoryError("no"), []
+
+    def __call__(self, inputs):
+        self.tried.append(len(inputs))
+        if len(inputs) > self.capacity:
+            raise self.error
+
+
+@pytest.mark.parametrize("capacity", [1, 2, 3, 7, 100, 127, 128, 129, 1000, 10**9])
+@pytest.mark.parametrize("start", [1, 5, 2000])
+@pytest.mark.parametrize("as_on", ["cpu", "cuda"])
+def test_the_largest_that_fits(monkeypatch, capacity, start, as_on):
+    monkeypatch.setattr(_memory, "clean_up", lambda: None)  # which takes its time
+    step, max_batch = Step(capacity), 1000
+    if as_on == "cpu":
+        found = mpkernels.find_max_batch_size(step, (2,), start, "cpu", max_batch)
+    else:  # where what fits is only known by trying
+        found = _batch_size._search(
+            lambda batch: _batch_size._fits(step, (2,), torch.device("cpu"), batch), start, max_batch
+        )
+        assert step.tried[0] == min(start, max_batch)
+    assert found == min(capacity, max_batch)
+    assert found in step.tried
+    assert max(step.tried) <= max_batch
+    assert len(step.tried) == len(set(step.tried)) <= 2 + 2 * max_batch.bit_length()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+        MemoryError(),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:124] . DefaultCPUAllocator: can't allocate memory: you tried"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_counts_as_out_of_memory(error):
+    assert mpkernels.find_max_batch_size(Step(5, error), (2,), device="cpu") == 5
+
+
+def test_a_real_allocation_that_fails():
+    def step(inputs):
+        if len(inputs) > 3:
+            torch.empty(2**62, dtype=torch.uint8)
+
+    assert mpkernels.find_max_batch_size(step, (2,), device="cpu") == 3
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("mine"), RuntimeError("shapes cannot be multiplied"), KeyboardInterrupt()]
+)
+def test_other_errors_pass_through(error):
+    model = network()
+    before = copy.deepcopy(model.state_dict())
+
+    def step(inputs):
+        model[0].weight.data.zero_()
+        Step(4, error)(inputs)
+
+    with pytest.raises(type(error)) as raised:
+        mpkernels.find_max_batch_size(step, (2,), device="cpu", restore=[model])
+    assert raised.value is error
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+
+
+def test_not_even_one():
+    with pytest.raises(RuntimeError, match="not even a batch of 1 fits into the memory of cpu"):
+        mpkernels.find_max_batch_size(Step(0), (2,), device="cpu")
+    with pytest.raises(ValueError, match="must be above 0, got 0 and 65536"):
+        mpkernels.find_max_batch_size(Step(1), (2,), start=0)
+
+
+def test_a_failed_step_holds_no_memory():
+    """Its frame, to which the error holds on, would keep the tensors in it from being freed."""
+    alive = []
+
+    def step(inputs):
+        assert [it() for it in alive] == [None] * len(alive)
+        local = inputs.clone()
+        alive.append(weakref.ref(local))
+        Step(2)(local)
+
+    assert mpkernels.find_max_batch_size(step, (2,), max_batch=16, device="cpu") == 2
+    assert len(alive) > 3
+
+
+class WithBuffers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30), nn.Dropout(), nn.Linear(30, 5))
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x):
+        self.calls = self.calls + 1  # another tensor
+        return {"logits": self.body(torch.cat([x, x]) if len(x) == 1 else x), "calls": self.calls}
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_a_model_is_left_as_it_was(policy):
+    model = WithBuffers().eval()
+    model.body[3].train()
+    model(torch.ones(2, 20))["logits"].sum().backward()
+    params = list(model.parameters())
+    grads, calls = [param.grad for param in params], model.calls
+    before = copy.deepcopy((model.state_dict(), grads, calls))
+    random = torch.get_rng_state()
+    set_global_policy(policy)
+    try:
+        assert mpkernels.find_max_batch_size(model, (20,), max_batch=13) == 13
+    finally:
+        set_global_policy("float32")
+    assert_close(
+        (model.state_dict(), [param.grad for param in model.parameters()], model.calls), before, rtol=0, atol=0
+    )
+    assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+    assert model.calls is calls
+    assert [model.training, model.body[0].training, model.body[3].training] == [False, False, True]
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW])
+def test_a_step_of_ones_own_is_undone(kind):
+    """Two networks are trained alike; in between, one of them looks for its largest batch."""
+    model, twin = network(B16), network(B16)
+    optimizer, others, scaler = kind(model.parameters()), kind(twin.parameters()), GradScaler("cpu", growth_interval=1)
+    scaler.scale(torch.ones(()))
+    train(model, optimizer, 2)
+    train(twin, others, 2)
+    sizes = []
+
+    def step(inputs):
+        sizes.append(len(inputs))
+        optimizer.zero_grad()
+        scaler.scale(model(inputs.to(B16)).float().square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    before = {key: it for key, it in vars(optimizer).items() if isinstance(it, torch.Tensor)}, scaler.get_scale()
+    found = mpkernels.find_max_batch_size(step, (20,), max_batch=4, device="cpu", restore=[model, optimizer, scaler])
+    assert (found, sizes) == (4, [1, 2, 4])
+    after = {key: it for key, it in vars(optimizer).items() if isinstance(it, torch.Tensor)}, scaler.get_scale()
+    assert_close(after, before, rtol=0, atol=0)
+    train(model, optimizer, 2, first=2)
+    train(twin, others, 2, first=2)
+    assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+    assert_close(optimizer.state_dict()["state"], others.state_dict()["state"], rtol=0, atol=0)
+
+
+def test_a_cpu_stays_below_70_percent(monkeypatch):
+    """100 MB are said to be available when it begins, and 1 MB goes for each example, 20 for each step."""
+    began, most = _memory.used(torch.device("cpu")), []
+    monkeypatch.setattr(_memory, "available", lambda: 100 * MB + began - _memory.used(torch.device("cpu")))
+
+    def step(inputs):
+        most.append(20 + len(inputs))
+        torch.ones(most[-1] * MB, dtype=torch.uint8)
+
+    found = mpkernels.find_max_batch_size(step, (2,), device="cpu")
+    assert max(most) <= 70
+    assert 40 <= found <= 50
+
+
+def test_a_model_that_is_too_large_for_a_cpu_is_not_tried(monkeypatch):
+    model = network()
+    monkeypatch.setattr(_memory, "available", lambda: 5 * _memory.size(model.parameters()))
+    with pytest.raises(RuntimeError, match="not even a batch of 1"):
+        mpkernels.find_max_batch_size(model, (20,))
+    assert model[0].weight.grad is None
+
+
+def test_what_is_available_is_less_than_what_is_there():
+    assert 0 < _memory.available() <= _memory._physical()
+
+
+def test_peaks_are_seen():
+    cpu = torch.device("cpu")
+    _memory.clean_up()
+    before = _memory.used(cpu)
+    _memory.start_peak(cpu)
+    torch.ones(64 * MB, dtype=torch.uint8)
+    assert _memory.peak(cpu) - before >= 60 * MB
+    _memory.start_peak(cpu)
+    if _memory._status("VmHWM"):
+        assert _memory.peak(cpu) - before < 32 * MB

@@ -1,0 +1,165 @@
+"""One cast of each parameter between two steps."""
+
+import gc
+import threading
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mpkernels import _cast_cache, nn, optim
+
+B16 = torch.bfloat16
+
+
+class Casts(TorchDispatchMode):
+    """Counts the casts of tensors of a parameter's shape."""
+
+    def __init__(self, *shapes):
+        super().__init__()
+        self.shapes, self.count = shapes, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default and args[0].shape in self.shapes
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def layer():
+    torch.manual_seed(0)
+    yield nn.LinearAct(7, 5)
+    _cast_cache.clear()
+
+
+def forward(layer, backward=True, dtype=B16, **keywords):
+    with torch.autocast("cpu", dtype=dtype, **keywords):
+        y = layer(torch.ones(3, 7))
+    if backward:
+        y.float().square().sum().backward()
+    return y.detach()
+
+
+def casts_of(layer, **keywords):
+    with Casts(*(it.shape for it in layer.parameters())) as casts:
+        forward(layer, **keywords)
+    return casts.count
+
+
+OPTIMIZERS = {
+    "ours": optim.AdamW,
+    "torch": torch.optim.AdamW,
+    "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
+    "foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
+}
+
+
+class ThroughData(torch.optim.SGD):
+    """As many optimizers do it that are older than versions."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data -= 0.1 * parameter.grad.data
+
+
+@pytest.mark.parametrize("make", [*OPTIMIZERS.values(), ThroughData], ids=[*OPTIMIZERS, "through data"])
+def test_once_a_step(layer, make):
+    optimizer = make(layer.parameters())
+    outputs = []
+    for _ in range(3):
+        assert [casts_of(layer) for _ in range(3)] == [2, 0, 0]
+        outputs.append(forward(layer))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[1], outputs[2])
+
+
+CHANGES = {
+    "in place": lambda weight: weight.mul_(2),
+    "a part": lambda weight: weight[0].zero_(),
+    "copied": lambda weight: weight.copy_(weight * 2),
+    "data replaced": lambda weight: setattr(weight, "data", weight.data * 2),
+    "through a view": lambda weight: weight.view(-1)[3:5].add_(1),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=[*CHANGES])
+def test_a_change_is_seen(layer, change):
+    before = forward(layer)
+    with torch.no_grad():
+        change(layer.weight)
+    after = forward(layer)
+    assert not torch.equal(after, before)
+    _cast_cache.clear()
+    assert torch.equal(after, forward(layer))
+
+
+def test_a_checkpoint_is_seen(layer):
+    before = forward(layer)
+    layer.load_state_dict({name: it * 2 for name, it in layer.state_dict().items()})
+    assert not torch.equal(forward(layer), before)
+
+
+def test_weights_swapped_for_an_evaluation_are_seen(layer):
+    """As averages are, often through .data, which raises no version."""
+    before = forward(layer)
+    kept = layer.weight.data.clone()
+    layer.weight.data.mul_(2)
+    with torch.no_grad():
+        assert not torch.equal(forward(layer, backward=False), before)
+    layer.weight.data.copy_(kept)
+    assert torch.equal(forward(layer), before)
+
+
+def test_the_cast_is_torchs(layer):
+    for dtype in (B16, torch.float16):
+        with torch.autocast("cpu", dtype=dtype):
+            kept = _cast_cache.cast(layer.weight, dtype)
+            assert kept is _cast_cache.cast(layer.weight, dtype)
+        assert kept.dtype == dtype
+        assert not kept.requires_grad
+        assert torch.equal(kept, layer.weight.detach().to(dtype))
+
+
+def test_what_autocast_is_told_not_to_keep_is_not_kept(layer):
+    assert [casts_of(layer, cache_enabled=False) for _ in range(2)] == [2, 2]
+
+
+def test_parameters_are_held_weakly(layer):
+    forward(layer)
+    assert len(_cast_cache._kept) == 2
+    for parameter in ("weight", "bias"):
+        delattr(layer, parameter)
+    gc.collect()
+    assert len(_cast_cache._kept) == 0
+
+
+def test_threads_share_a_cast(layer):
+    casts = []
+
+    def run():
+        with torch.autocast("cpu", dtype=B16):
+            casts.append(_cast_cache.cast(layer.weight, B16))
+
+    threads = [threading.Thread(target=run) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(it is casts[0] for it in casts)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
+def test_nothing_is_kept_while_torch_traces(layer):
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        forward(layer, backward=False)
+        assert len(_cast_cache._kept) == 0
+        assert fake is not None
+    with torch.autocast("cpu", dtype=B16):
+        parameters = {name: it.detach() for name, it in layer.named_parameters()}
+        torch.func.grad(lambda it: torch.func.functional_call(layer, it, torch.ones(3, 7)).float().sum())(parameters)
+    torch.compile(forward, fullgraph=True, backend="aot_eager")(layer, backward=False)
+    torch.compiler.reset()
+    assert len(_cast_cache._kept) == 0

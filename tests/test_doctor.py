@@ -1,0 +1,131 @@
+"""``mpkernels doctor``, through the real command."""
+
+import json
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+
+from mpkernels import doctor
+from mpkernels.doctor import selftest
+from mpkernels.ops import _registry
+from mpkernels.ops._samples import SAMPLES
+
+
+def mpkernels(*words, cwd=None, code=""):
+    start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "mpkernels"]
+    return subprocess.run([*start, *words], capture_output=True, text=True, cwd=cwd, check=False)
+
+
+def test_every_op_has_samples():
+    assert SAMPLES.keys() == _registry._ops.keys()
+
+
+def test_it_finds_this_machine_well():
+    run = mpkernels("doctor", "--json")
+    assert (run.returncode, run.stderr) == (0, "")
+    found = json.loads(run.stdout)
+    assert found["machine"]["torch"] == torch.__version__
+    assert {(it["op"], it["device"]) for it in found["self-test"]} >= {(op, "cpu") for op in SAMPLES}
+    assert [it["problem"] for it in found["self-test"] if it["problem"]] == []
+    assert found["kernels"]["unscale_"]["cpu"][0] == "native"
+
+
+def test_prose_names_what_serves_each_op():
+    run = mpkernels("doctor")
+    assert run.returncode == 0
+    assert all(op in run.stdout for op in SAMPLES)
+    assert "agree with the reference" in run.stdout
+
+
+BROKEN = """
+    import sys
+    from mpkernels.__main__ import main
+    from mpkernels.ops import _registry
+
+    def broken(grads, found_inf, inv_scale):
+        {body}
+
+    with _registry.force({{("unscale_", "cpu"): broken}}):
+        sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("pass", "sample 0: off by"),
+        ("_registry._ops['unscale_'].reference(grads, found_inf * 1, inv_scale)", "sample 1: off by 1 "),
+        ("raise RuntimeError('no such luck')", "sample 0: RuntimeError: no such luck"),
+        ("[grad.fill_(float('nan')) for grad in grads]", "sample 0: an inf or NaN that the reference has not"),
+    ],
+    ids=["idle", "blind", "raises", "nan"],
+)
+def test_a_broken_kernel_is_found(body, says):
+    run = mpkernels("doctor", code=textwrap.dedent(BROKEN.format(body=body)))
+    assert run.returncode == 1
+    assert f"FAILED: unscale_ on cpu, native: {says}" in run.stdout
+
+
+@pytest.mark.parametrize("op", SAMPLES)
+def test_samples_pass_on_every_target(target, op):
+    """The tolerances hold for all kernels, also for those that this machine's doctor can't run."""
+    for sample in SAMPLES[op]:
+        want_arguments, got_arguments = sample.arguments(torch.device("cpu")), sample.arguments(target.device)
+        want = _registry._ops[op].reference(*want_arguments)
+        got = _registry._ops[op](*got_arguments)
+        assert selftest._difference((want_arguments, want), (got_arguments, got), sample.tolerance) == ""
+
+
+def test_advice_names_layer_size_and_remedy():
+    model = torch.nn.ModuleDict(
+        {
+            "embed": torch.nn.Embedding(50257, 100),
+            "good": torch.nn.Linear(64, 8),
+            "head": torch.nn.Linear(768, 50257),
+            "image": torch.nn.Conv2d(3, 64, 3),
+            "wide": torch.nn.Linear(8, 8, dtype=torch.float64),
+            "heads": torch.nn.MultiheadAttention(120, 10),
+        }
+    )
+    assert [str(each) for each in doctor.advise(model)] == [
+        "embed (Embedding): embedding_dim=100 is no multiple of 8; 104 is",
+        "head (Linear): out_features=50257 is no multiple of 8; 50304 is",
+        "image (Conv2d): in_channels / groups=3 is no multiple of 8; 8 is",
+        "wide (Linear): parameters in fp64; autocast leaves them there; use fp32 or 16 bits",
+        "heads (MultiheadAttention): embed_dim / num_heads=12 is no multiple of 8; 16 is",
+    ]
+    assert doctor.advise(torch.nn.Linear(12, 12), torch.float32) == []
+
+
+def test_advice_by_the_command(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\nmodel = torch.nn.Linear(8, 9)\ndef make():\n    return model\nno = 3\n"
+    )
+    run = mpkernels("doctor", "--json", "mine:model", "mine:make", "768x50257", "64x64", cwd=tmp_path)
+    assert run.returncode == 0
+    shapes = json.loads(run.stdout)["shapes"]
+    assert {name: [it["remedy"] for it in of_one] for name, of_one in shapes.items()} == {
+        "mine:model": ["16 is"], "mine:make": ["16 is"], "768x50257": ["50304 is"], "64x64": [],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("word", "says"),
+    [
+        ("nonsense", "MODEL must be module:attribute or sizes like 768x50257, got 'nonsense'"),
+        (
+            "no_such_module:model",
+            "no_such_module:model can't be had: ModuleNotFoundError: No module named 'no_such_module'",
+        ),
+        ("math:pi", "math:pi must be a torch.nn.Module or make one, got float"),
+        ("--jason", "unrecognized arguments: --jason"),
+    ],
+)
+def test_bad_input_is_one_line(word, says):
+    run = mpkernels("doctor", word)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert run.stderr.endswith(f"{says}\n")
+    assert run.stderr.count("\n") == 1

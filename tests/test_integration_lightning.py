@@ -1,0 +1,137 @@
+"""Lightning's Trainer with the precision plugin, against the real library."""
+
+import logging
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mpkernels.amp import GradScaler
+from mpkernels.optim import AdamW
+from tests.networks import B16, F16, batch, network, one_thread
+
+pytest.importorskip("lightning", reason="needs the extra integrations")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from lightning.pytorch import LightningModule, Trainer
+
+    from mpkernels.integrations.lightning import MixedPrecision
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own: no workers, no logger, ...
+MAX_NORM, LR, BATCHES = 0.1, 1e-2, 6
+
+
+class Module(LightningModule):
+    def __init__(self, kind, by_hand=False, **options):
+        super().__init__()
+        self.model, self.kind, self.options, self.norms = network(), kind, options, []
+        self.automatic_optimization = not by_hand
+
+    def training_step(self, seed, number):
+        inputs, targets = batch(int(seed))
+        outputs = self.model(inputs)
+        self.dtype_of_outputs = outputs.dtype
+        loss = (outputs.float() - targets).square().mean()
+        if not self.automatic_optimization:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.norms.append(torch.nn.utils.get_total_norm([it.grad for it in self.model.parameters()]))
+
+    def configure_optimizers(self):
+        return self.kind(self.model.parameters(), lr=LR, **self.options)
+
+
+def fit(module, precision, tmp_path, clip=MAX_NORM, algorithm="norm", scaler=None, **options):
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=tmp_path,
+        plugins=[MixedPrecision(precision, "cpu", scaler)],
+        gradient_clip_val=clip,
+        gradient_clip_algorithm=algorithm if clip else None,
+        **options,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(range(BATCHES), batch_size=1))
+    return trainer
+
+
+def by_hand(dtype, clip):
+    """What the trainer should have done."""
+    model, norms = network(), []
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=LR), GradScaler("cpu", enabled=dtype == F16)
+    for seed in range(BATCHES):
+        inputs, targets = batch(seed)
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=dtype):
+            loss = (model(inputs).float() - targets).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norms.append(torch.nn.utils.get_total_norm([it.grad for it in model.parameters()]))
+        clip(model.parameters())
+        scaler.step(optimizer)
+        scaler.update()
+    return model, norms
+
+
+CLIPS = {
+    "norm": lambda params: torch.nn.utils.clip_grad_norm_(params, MAX_NORM),
+    "value": lambda params: torch.nn.utils.clip_grad_value_(params, MAX_NORM),
+    None: lambda params: None,
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [AdamW, torch.optim.AdamW, lambda *args, **kw: torch.optim.AdamW(*args, **kw, fused=True)]
+)
+@pytest.mark.parametrize(("precision", "dtype"), [("16-mixed", F16), ("bf16-mixed", B16)])
+@pytest.mark.parametrize("algorithm", CLIPS)
+def test_clipping_works(tmp_path, kind, precision, dtype, algorithm):
+    module = Module(kind)
+    scaler = GradScaler("cpu") if dtype == F16 else None
+    fit(module, precision, tmp_path, MAX_NORM if algorithm else None, algorithm, scaler)
+    model, norms = by_hand(dtype, CLIPS[algorithm])
+    assert module.dtype_of_outputs == dtype
+    assert_close(torch.stack(module.norms), torch.stack(norms), rtol=0.02, atol=0)  # of unscaled grads
+    assert_close(module.model.state_dict(), model.state_dict(), rtol=0, atol=LR / 20)
+
+
+def test_an_overflow_skips_the_step(tmp_path):
+    module = Module(AdamW)
+    trainer = fit(module, "16-mixed", tmp_path, scaler=GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-50))
+    optimizer, scaler = trainer.optimizers[0], trainer.precision_plugin.scaler
+    assert scaler.skipped_steps == 1
+    assert optimizer.state[module.model[0].weight]["step"] == BATCHES - 1
+
+
+def test_optimization_by_hand(tmp_path):
+    module = Module(AdamW, by_hand=True)
+    fit(module, "16-mixed", tmp_path, clip=None)
+    model, _ = by_hand(F16, CLIPS[None])
+    assert_close(module.model.state_dict(), model.state_dict(), rtol=0, atol=LR / 20)
+
+
+def test_the_scaler_is_ours_and_saved_with_the_checkpoint(tmp_path):
+    trainer = fit(Module(AdamW), "16-mixed", tmp_path)
+    plugin = trainer.precision_plugin
+    assert isinstance(plugin.scaler, GradScaler)
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    saved = torch.load(tmp_path / "it.ckpt", weights_only=True)
+    assert saved[type(plugin).__qualname__]["scale"] == plugin.scaler.get_scale()
+
+
+def test_lightnings_own_refusals_stay():
+    with pytest.raises(ValueError, match="Precision must be '16-mixed' or 'bf16-mixed'"):
+        MixedPrecision("16")

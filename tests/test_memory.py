@@ -1,0 +1,147 @@
+"""memory_report and compare_memory count what a calculation by hand says."""
+
+import copy
+import re
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import mpkernels
+from mpkernels.amp import to_mixed
+from mpkernels.optim import AdamW
+from tests.networks import B16, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+IN, OUT, ROWS = 24, 40, 6
+WEIGHTS, STEPS = IN * OUT + OUT, 2  # weight and bias; a step count for each
+INPUTS = torch.ones(ROWS, IN)
+
+
+def model(kind=nn.Linear):
+    """With a norm of its own size, to tell it apart."""
+    torch.manual_seed(0)
+    return nn.Sequential(kind(IN, OUT), nn.BatchNorm1d(OUT))
+
+
+def loss_of(model):
+    return model(INPUTS).float().sum()
+
+
+def half_loss_of(model):
+    with torch.autocast("cpu", dtype=B16):
+        return loss_of(model)
+
+
+NORM, STATS = 2 * OUT, 4 * 2 * OUT + 8
+
+
+@pytest.mark.parametrize(
+    ("make", "weight", "masters", "moments"),
+    [
+        (lambda m: torch.optim.AdamW(m.parameters()), 4, 0, 8 * (WEIGHTS + NORM) + 4 * 4),
+        (lambda m: torch.optim.SGD(m.parameters(), momentum=0.9), 4, 0, 4 * (WEIGHTS + NORM)),
+        (lambda m: torch.optim.SGD(m.parameters()), 4, 0, 0),
+        (lambda m: AdamW(m.parameters()), 4, 0, 8 * (WEIGHTS + NORM) + 4 * 4),
+        (lambda m: AdamW(to_mixed(m).parameters()), 2, 2 * WEIGHTS, 8 * (WEIGHTS + NORM) + 4 * 4),
+        (lambda m: AdamW(to_mixed(m).parameters(), master="fp32"), 2, 4 * WEIGHTS, 8 * (WEIGHTS + NORM) + 4 * 4),
+        (lambda m: AdamW(to_mixed(m).parameters(), state_dtype=B16), 2, 2 * WEIGHTS, 4 * (WEIGHTS + NORM) + 4 * 4),
+    ],
+)
+def test_what_it_predicts_before_a_step_is_there_after_it(make, weight, masters, moments):
+    net = model()
+    optimizer = make(net)
+    report = mpkernels.memory_report(net, optimizer)
+    held = weight * WEIGHTS + 4 * NORM
+    expected = {"parameters": held, "buffers": STATS, "gradients": held, "masters": masters, "moments": moments}
+    assert report.predicted == expected | {"cast cache": None, "activations": None}
+    before = {"gradients": 0, "masters": 0, "moments": 0}
+    assert report.measured == expected | before | {"cast cache": None, "activations": None}
+    assert report.total == sum(expected.values())
+    loss_of(net).backward()
+    optimizer.step()
+    after = mpkernels.memory_report(net, optimizer)
+    assert after.measured == after.predicted == report.predicted
+
+
+def test_activations_and_casts():
+    """A linear layer saves its input, the norm its own and two statistics; autocast casts weight and bias, and the
+    input, which is an activation then."""
+    wide = mpkernels.memory_report(model(), loss=loss_of).predicted
+    assert (wide["cast cache"], wide["activations"]) == (0, 4 * ROWS * (IN + OUT) + 2 * 4 * OUT)
+    half = mpkernels.memory_report(model(), loss=half_loss_of).predicted
+    assert (half["cast cache"], half["activations"]) == (2 * WEIGHTS, 2 * ROWS * (IN + OUT) + 2 * 4 * OUT)
+    mixed = mpkernels.memory_report(to_mixed(model()), loss=loss_of).predicted
+    assert (mixed["cast cache"], mixed["activations"]) == (0, half["activations"])
+
+
+def test_a_checkpointed_layer_saves_less():
+    net = nn.Sequential(*(nn.Linear(IN, IN) for _ in range(4)))
+    every = mpkernels.memory_report(net, loss=lambda net: net(INPUTS).sum()).predicted["activations"]
+    few = mpkernels.memory_report(net, loss=lambda net: checkpoint(net, INPUTS, use_reentrant=False).sum())
+    assert every == 4 * 4 * ROWS * IN
+    assert few.predicted["activations"] < every
+
+
+def test_it_leaves_everything_as_it_was():
+    net = model()
+    optimizer = AdamW(net.parameters())
+    loss_of(net).backward()
+    before, random = copy.deepcopy((net.state_dict(), [it.grad for it in net.parameters()])), torch.get_rng_state()
+    mpkernels.memory_report(net, optimizer, lambda net: loss_of(net) + torch.rand(()))
+    mpkernels.compare_memory(net, lambda net: loss_of(net) + torch.rand(()), "mixed_float16")
+    assert_close((net.state_dict(), [it.grad for it in net.parameters()]), before, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, lambda params: torch.optim.LBFGS(params)])
+def test_an_optimizer_that_cannot_be_asked(kind):
+    net = model()
+    report = mpkernels.memory_report(net, kind(net.parameters()))
+    assert report.predicted["moments"] is None
+    assert report.as_dict()["measured"]["moments"] == 0
+    assert re.search(r"^moments +- +0.00 MiB$", str(report), re.MULTILINE)
+
+
+def test_tied_weights_count_once():
+    net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
+    net[1].weight = net[0].weight
+    assert mpkernels.memory_report(net).predicted["parameters"] == 4 * 64
+
+
+def test_the_table():
+    lines = str(mpkernels.memory_report(model(), loss=loss_of)).splitlines()
+    assert lines[0].split() == ["predicted", "measured"]
+    assert [line.split("  ")[0] for line in lines[1:8]] == [
+        *("parameters", "buffers", "gradients", "masters", "moments", "cast cache", "activations")
+    ]
+    assert lines[8].startswith("total")
+    assert lines[9].startswith("allocated" if torch.cuda.is_available() else "resident")
+
+
+def test_three_ways_beside_each_other():
+    comparison = mpkernels.compare_memory(model(), loss_of)
+    rows = {way: report["predicted"] for way, report in comparison.as_dict().items()}
+    assert list(rows) == ["fp32", "torch.amp", "mpkernels"]
+    assert [row["parameters"] - 4 * NORM for row in rows.values()] == [4 * WEIGHTS, 4 * WEIGHTS, 2 * WEIGHTS]
+    assert [row["masters"] for row in rows.values()] == [0, 0, 2 * WEIGHTS]
+    assert [row["cast cache"] for row in rows.values()] == [0, 2 * WEIGHTS, 0]
+    assert all(row["activations"] > 0 for row in rows.values())
+    assert str(comparison).splitlines()[0].split() == ["fp32", "torch.amp", "mpkernels"]
+    assert str(comparison).splitlines()[-1].startswith("measured peak")
+    with pytest.raises(ValueError, match="policy must be a mixed one, got 'float32'"):
+        mpkernels.compare_memory(model(), loss_of, "float32")
+
+
+def test_what_is_measured_is_what_was_predicted():
+    """32 MB of weights, 64 MB of activations: a process's resident memory tells them apart."""
+    net = nn.Linear(1024, 8192, bias=False)
+    inputs = torch.ones(2048, 1024)
+    for _ in range(2):  # the first time, libraries load what stays
+        report = mpkernels.memory_report(net, loss=lambda net: net(inputs).exp().sum())
+    assert report.predicted["activations"] == 4 * 2048 * (1024 + 8192)
+    assert abs(report.measured["activations"] - 4 * 2048 * 8192) <= 8 * 2**20

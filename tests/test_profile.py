@@ -1,0 +1,104 @@
+"""mpkernels.profile: phases in the trace, throughput, and the wait for data."""
+
+import contextlib
+import json
+import time
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels import amp, optim
+from tests.networks import batch, network, one_thread  # noqa: F401
+
+PHASES = {"mpkernels.forward", "mpkernels.backward", "mpkernels.step"}
+
+
+def train(profile, steps=5, model=None, slow=0.0):
+    model = model or network()
+    optimizer, scaler = optim.AdamW(model.parameters()), amp.GradScaler()
+
+    def loader():
+        for seed in range(steps):
+            time.sleep(slow)
+            yield batch(seed)
+
+    for inputs, targets in profile.batches(loader()):
+        loss = (model(inputs) - targets).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+
+def named(trace):
+    return [event["name"] for event in json.loads(trace.read_text())["traceEvents"] if "name" in event]
+
+
+def test_a_trace_names_phases_and_ops(tmp_path):
+    with mpkernels.profile(tmp_path / "new" / "trace.json", warmup=0) as profile:
+        train(profile)
+    names = named(tmp_path / "new" / "trace.json")
+    assert {phase: names.count(phase) for phase in PHASES} == dict.fromkeys(PHASES, 5)
+    assert "mpkernels::unscale_" in names
+    assert "mpkernels::update_scale_" in names
+    phases = profile.phases()
+    assert all(ms > 0 for ms in phases.values())
+    assert phases.keys() == {"forward", "backward", "step", "stats"}
+    assert "samples/s" in profile.table()
+
+
+def test_a_directory_is_for_tensorboard(tmp_path):
+    with mpkernels.profile(tmp_path / "runs") as profile:
+        train(profile)
+    (trace,) = (tmp_path / "runs").glob("*.pt.trace.json")
+    assert set(named(trace)) >= PHASES
+
+
+def test_throughput_leaves_the_warmup_out_and_sees_the_wait():
+    with mpkernels.profile(warmup=2) as profile:
+        train(profile, steps=8, slow=0.05)
+    assert (profile.steps, profile.samples) == (6, 6 * 64)
+    assert profile.waited >= 6 * 0.05
+    assert profile.seconds >= profile.waited
+    assert profile.data_wait == profile.waited / profile.seconds
+    assert profile.samples_per_second == profile.samples / profile.seconds
+    assert profile.phases() == {}
+
+
+def test_nothing_stays_behind():
+    from torch.nn.modules import module
+    from torch.optim import optimizer
+
+    def hooks():
+        return (
+            torch.autograd.backward,
+            *map(len, (module._global_forward_hooks, module._global_forward_pre_hooks)),
+            *map(len, (optimizer._global_optimizer_pre_hooks, optimizer._global_optimizer_post_hooks)),
+        )
+
+    before = hooks()
+    with contextlib.suppress(KeyError), mpkernels.profile("never-written.json"):
+        assert hooks() != before
+        raise KeyError
+    assert hooks() == before
+    with mpkernels.profile():
+        assert hooks() == before
+
+
+def test_a_loop_that_ends_early_or_never_begins():
+    with mpkernels.profile() as profile:
+        for _ in profile.batches([]):
+            raise AssertionError
+    assert (profile.samples_per_second, profile.data_wait) == (0.0, 0.0)
+    with mpkernels.profile(warmup=0) as profile:
+        for _ in profile.batches([torch.ones(3)] * 5):
+            break
+    assert profile.steps == 1
+    assert profile.samples_per_second > 0
+
+
+def test_warmup_below_zero():
+    with pytest.raises(ValueError, match=r"^profile: warmup must be 0 or more, got -1$"), mpkernels.profile(warmup=-1):
+        pass
