@@ -1,18 +1,18 @@
 """torch.nn.functional's shapes and rules around the ops."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from math import prod
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mpkernels import _cast_cache
+from mpkernels import _cast_cache, selector
 from mpkernels.ops import _checks
 from mpkernels.ops import linear_act as _linear_act
 from mpkernels.ops._activations import check_activation
-from mpkernels.ops._registry import DEVICES
+from mpkernels.ops._registry import DEVICES, backends, is_forced
 
 _TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
@@ -32,19 +32,23 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     ``activation``: none, relu, relu2 (its square), gelu, gelu_tanh, silu, sigmoid, tanh. Shapes, autocast and gradients
     are those of ``F.linear`` and the activation, to any order, also under torch.compile and torch.func. Weights in fp32
     under autocast get fp32 gradients that were never rounded to 16 bits; so do 16-bit ones with
-    ``weight.grad_dtype = torch.float32``.
+    ``weight.grad_dtype = torch.float32``. Where plain torch is faster it computes instead, and rounds as it does:
+    ``mpkernels.selector`` tells, and can be told otherwise.
     """
     check_activation("linear_act", activation)
     _check_shapes(x, weight, bias)
-    if _kernel(x, weight) == "torch":
+    return _compute(_kernel(x, weight, bias, activation), x, weight, bias, activation)
+
+
+def _compute(kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    if kernel == "torch":
         return _TORCH[activation](functional.linear(x, weight, bias))
     if weight.dim() == 1:
-        return linear_act(x, weight.unsqueeze(0), bias, activation).squeeze(-1)
+        return _compute(kernel, x, weight.unsqueeze(0), bias, activation).squeeze(-1)
     if bias is not None and bias.shape != weight.shape[:1]:
         bias = bias.expand(weight.shape[0])
     cast = None
-    if torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
+    if (dtype := _autocast_dtype(x)) is not None:
         x = _as_autocast_casts(x, dtype)
         if weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32) and _cast_cache.is_usable():
             cast = _cast_cache.cast(weight, dtype), None if bias is None else _cast_cache.cast(bias, dtype)
@@ -52,12 +56,84 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
             weight = _as_autocast_casts(weight, dtype)
             bias = None if bias is None else _as_autocast_casts(bias, dtype)
     rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-    return _linear_act(rows, weight, bias, activation, cast).reshape(*x.shape[:-1], weight.shape[0])
+    return _linear_act(rows, weight, bias, activation, cast, kernel).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _kernel(x: Tensor, weight: Tensor) -> str:
-    """Who computes: "ours" or "torch"."""
-    return "ours" if x.device.type in DEVICES else "torch"
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> str:
+    """Who computes: a kernel of ours or plain torch, whichever is faster; the dispatcher's choice under ``backend``."""
+    device = x.device
+    if is_forced():
+        return "dispatched"
+    dtype, bias_or_not = _autocast_dtype(x) or x.dtype, "" if bias is None else " + bias"
+    leaves = [x, weight] if bias is None else [x, weight, bias]
+    trains = torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
+    variant = f"{activation}{bias_or_not}{', with grad' if trains else ''}"
+    if torch.compiler.is_compiling():
+        return str(_known_kernel(weight, (dtype, x.dtype, weight.dtype), variant))
+    names = _names(device.type)
+    is_odd = dtype == torch.float64 or weight.dim() != 2 or weight.numel() * x.numel() == 0
+    if is_odd or torch._C._are_functorch_transforms_active():
+        return "torch"
+    rows = 1 << (x.numel() // x.shape[-1] - 1).bit_length()
+    sizes = weight.shape[1], weight.shape[0]
+    case = selector.Case("linear_act", device, sizes, (dtype, x.dtype, weight.dtype), variant, rows)
+    return selector.choose(case, names, partial(_trial, rows, leaves, activation, trains))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _known_kernel(weight: Tensor, dtypes: tuple[torch.dtype, ...], variant: str) -> str:
+    """For however many rows: a graph serves several sizes."""
+    sizes = weight.shape[-1], weight.shape[0]
+    case = selector.Case("linear_act", weight.device, sizes, dtypes, variant, rows=None)
+    return selector.known(case, _names(weight.device.type))
+
+
+@cache
+def _names(device_type: str) -> tuple[str, ...]:
+    """Fit for use there; plain torch comes last."""
+    if device_type not in DEVICES:
+        return ("torch",)
+    unfit = ("reference", "triton") if device_type == "cpu" else ("reference",)  # Triton is interpreted there
+    return *(name for name in backends("linear_act", device_type) if name not in unfit), "torch"
+
+
+_FLOPS_OF_A_TRIAL = 2**30  # on a CPU, where more rows take proportionally longer
+
+
+def _trial(rows: int, leaves: list[Tensor], activation: str, trains: bool, kernel: str) -> Callable[[], object]:
+    """For the selector: a call like the one at hand, and its backward, on other data."""
+    device, (out_features, in_features) = leaves[0].device, leaves[1].shape
+    if device.type == "cpu":
+        rows = min(rows, max(64, _FLOPS_OF_A_TRIAL // (2 * out_features * in_features)))
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (rows, in_features), (out_features, in_features), (out_features,)
+    copies = [
+        torch.randn(shape, generator=generator, device=device).to(leaf.dtype).requires_grad_(trains)
+        for shape, leaf in zip(shapes, leaves, strict=False)
+    ]
+    x, weight, *bias = copies
+    dtype = _autocast_dtype(x)
+
+    def run() -> None:
+        # A cast for each call, as there is one for each step; and no saved tensor for a checkpoint to count.
+        autocast = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+        with autocast, torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            y = _compute(kernel, x, weight, bias[0] if bias else None, activation)
+        if trains:
+            torch.autograd.grad(y, copies, y.detach())
+
+    return run
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device_type = x.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None
 
 
 def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -27,10 +27,10 @@ class Case(NamedTuple):
 
     op: str
     device: torch.device
-    rows: int
     sizes: tuple[int, ...]
-    dtypes: tuple[torch.dtype | None, ...]
+    dtypes: tuple[torch.dtype, ...]
     variant: str
+    rows: int | None
 
     def __str__(self) -> str:
         dtypes = ",".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
@@ -74,15 +74,30 @@ def forget() -> None:
 
 def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str:
     """One of ``names``: the fastest, or the first, where that can't be known. ``prepare`` gives the code to time."""
-    if _pinned is not None:
-        return _pinned if _pinned in names else names[0]
-    if len(names) == 1 or _is_deterministic or torch.are_deterministic_algorithms_enabled():
-        return names[0]
+    if (name := _settled(names)) is not None:
+        return name
     name = _known.get(case) or _find_out(case, names, prepare)
     if name is None:
         return names[0]
     _known[case] = name
     return name
+
+
+def known(case: Case, names: Sequence[str]) -> str:
+    """What was last chosen for such a case with any number of rows."""
+    if (name := _settled(names)) is not None:
+        return name
+    like = [name for other, name in _known.items() if other._replace(rows=None) == case]
+    return like[-1] if like else names[0]
+
+
+def _settled(names: Sequence[str]) -> str | None:
+    """Without a look at the case."""
+    if _pinned is not None:
+        return _pinned if _pinned in names else names[0]
+    if len(names) == 1 or _is_deterministic or torch.are_deterministic_algorithms_enabled():
+        return names[0]
+    return None
 
 
 def _find_out(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str | None:

@@ -9,7 +9,7 @@ import torch
 import mpkernels
 from mpkernels import _choices, selector
 
-CASE = selector.Case("op", torch.device("cpu"), 8, (3, 5), (torch.float32,), "gelu")
+CASE = selector.Case("op", torch.device("cpu"), (3, 5), (torch.float32,), "gelu", 8)
 NAMES = ("native", "torch")
 
 

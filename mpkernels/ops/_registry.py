@@ -69,6 +69,10 @@ class Op:
             importlib.import_module(f"mpkernels.ops.{self.stem}_triton")
         return _triton_kernels[self.name](*arguments)
 
+    def by(self, kernel: str) -> Callable[..., Any]:
+        """The op; where ``kernel`` is "triton" and there are others, that one, past the dispatcher."""
+        return self.triton if kernel == "triton" and not torch.compiler.is_compiling() else self
+
     def _bump_versions(self, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         with self._telling_autograd(arguments):
             return self.overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
@@ -206,6 +210,11 @@ def force(kernels: Kernels) -> Iterator[None]:
     finally:
         _forced[:] = [each for each in _forced if each is not kernels]  # another thread's may have come on top
         _push_innermost()
+
+
+def is_forced() -> bool:
+    """Whether kernels other than the attached ones are asked for."""
+    return bool(_forced)
 
 
 @contextmanager

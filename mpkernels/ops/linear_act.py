@@ -134,18 +134,19 @@ class _LinearAct(torch.autograd.Function):
         cast_bias: Tensor | None,
         activation: str,
         save: bool,
+        kernel: str,
     ) -> tuple[Tensor, Tensor]:
         if cast_weight is not None:
             weight, bias = cast_weight, cast_bias
         if x.dtype != torch.float64:
-            return _linear_act(x, weight, bias, activation, save)  # type: ignore[no-any-return]
+            return _linear_act.by(kernel)(x, weight, bias, activation, save)  # type: ignore[no-any-return]
         if not torch.compiler.is_compiling():
             _check(x, weight, bias, activation, save)
         return _reference(x, weight, bias, activation, save)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, bias, cast_weight, _, ctx.activation, _ = inputs
+        x, weight, bias, cast_weight, _, ctx.activation, _, ctx.kernel = inputs
         y, saved = output
         x_needed, weight_needed, bias_needed = ctx.needs_input_grad[:3]
         ctx.set_materialize_grads(False)
@@ -165,18 +166,19 @@ class _LinearAct(torch.autograd.Function):
             dsaved = None  # zeros of torch.compile's, which knows no second backward
         if dy is None:
             if dsaved is None:
-                return (None,) * 7
+                return (None,) * 8
             dy = torch.zeros_like(dsaved)
         once = torch.compiler.is_compiling() or not torch.is_grad_enabled()
         if once and dsaved is None and dy.dtype != torch.float64:
-            results = _linear_act_backward(dy, x, weight, saved, ctx.activation, ctx.weight_dtype, ctx.bias_dtype)
+            backward = _linear_act_backward.by(ctx.kernel)
+            results = backward(dy, x, weight, saved, ctx.activation, ctx.weight_dtype, ctx.bias_dtype)
         else:
             if weight is not None and ctx.fp32_weight is not None:
                 weight = _unchanged(*ctx.fp32_weight).to(weight.dtype)
             dtypes = ctx.weight_dtype, ctx.bias_dtype
             results = _reference_backward(dy, x, weight, saved, ctx.activation, *dtypes, dsaved)
         wanted = weight is not None, ctx.weight_dtype is not None, ctx.bias_dtype is not None
-        return *(each if it else None for each, it in zip(results, wanted, strict=True)), None, None, None, None
+        return *(each if it else None for each, it in zip(results, wanted, strict=True)), *(None,) * 5
 
 
 def _unchanged(weight: Tensor, version: int) -> Tensor:
@@ -191,10 +193,11 @@ def linear_act(
     bias: Tensor | None,
     activation: str,
     cast: tuple[Tensor, Tensor | None] | None = None,
+    kernel: str = "dispatched",
 ) -> Tensor:
     """``f(x W^T + b)`` of matrices in one dtype, differentiable as often as you like; see mpkernels.functional.
 
-    ``cast`` is weight and bias in x's dtype, where their own is fp32.
+    ``cast`` is weight and bias in x's dtype, where their own is fp32; ``kernel`` as ``Op.by`` takes it.
     """
     leaves = (x, weight) if bias is None else (x, weight, bias)
     save = torch._C._are_functorch_transforms_active() or (
@@ -202,6 +205,6 @@ def linear_act(
     )
     cast_weight, cast_bias = cast or (None, None)
     y, _ = _LinearAct.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, cast_weight, cast_bias, activation, save
+        x, weight, bias, cast_weight, cast_bias, activation, save, kernel
     )
     return y  # type: ignore[no-any-return]
