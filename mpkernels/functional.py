@@ -9,10 +9,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from mpkernels import _cast_cache, selector
+from mpkernels._cast_cache import clear as clear_cast_cache
 from mpkernels.ops import _checks
 from mpkernels.ops import linear_act as _linear_act
 from mpkernels.ops._activations import check_activation
 from mpkernels.ops._registry import DEVICES, backends, is_forced
+
+__all__ = ["clear_cast_cache", "linear_act"]
 
 _TORCH: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
