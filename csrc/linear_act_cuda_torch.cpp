@@ -7,91 +7,85 @@
 
 namespace mpk {
 
-// z in fp32, of 16-bit inputs, lives in scratch no larger than this, a block of rows at a time: the L2 cache of the
-// chips that matter holds it until the pass has read it.
-static constexpr int64_t kMostScratch = int64_t{32} << 20;
-
 static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// As many rows of z as fit, in blocks of equal length, whole tiles of a product.
+// How many rows of z in fp32 to have at a time: no more than the L2 caches of large chips hold until the pass has read
+// them, in blocks of equal length, of whole tiles of a product.
 static int64_t rows_at_once(int64_t rows, int64_t columns) {
-  constexpr int64_t kTile = 256;
-  const int64_t most = std::max(kTile, kMostScratch / (4 * columns) / kTile * kTile);
-  return std::min(rows, divide_up(divide_up(rows, divide_up(rows, most)), kTile) * kTile);
+  constexpr int64_t kMost = int64_t{32} << 20, kTile = 256;
+  const int64_t tiles = divide_up(rows, kTile), most = std::max<int64_t>(1, kMost / (4 * columns * kTile));
+  return std::min(rows, divide_up(tiles, divide_up(tiles, most)) * kTile);
 }
 
-static Strided strided(const Tensor& matrix, Dtype dtype) {
-  return Strided(matrix.const_data(), matrix.strides()[0], matrix.strides()[1], dtype);
+static Strided strided(const Matrix& it) { return Strided(it.data, it.row_stride, it.column_stride, it.dtype); }
+
+static void multiply_and_pass(const Cublas& cublas, const LinearActArguments& it, const Matrix& x, const Matrix& weight,
+                              const Matrix& y, const Tensor* saved) {
+  const bool in_place = it.dtype == Dtype::f32;
+  const int64_t block = in_place ? it.rows() : rows_at_once(it.rows(), it.outputs());
+  const OwnMatrix scratch(it.x, in_place ? 0 : block, it.outputs(), aoti_torch_dtype_float32());
+  const Strided bias = it.bias ? Strided(it.bias->const_data(), 0, it.bias->strides()[0], it.dtype) : Strided();
+  for (int64_t first = 0; first < it.rows(); first += block) {
+    const int64_t rows = std::min(block, it.rows() - first);
+    const Matrix z = in_place ? y : scratch.view.rows_from(0, rows);
+    cublas.multiply(z, x.rows_from(first, rows), weight.transposed());
+    require_success(
+        bias_act_cuda(it.dtype, static_cast<float*>(z.data), bias, y.at(first),
+                      saved ? Matrix(*saved).at(first) : nullptr, rows, it.outputs(), it.activation, cublas.stream()),
+        it.kOp);
+  }
 }
 
 static void linear_act_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const LinearActArguments it(stack);
-  const char* const op = it.kOp;
   const OnDeviceOf device(it.x);
-  const cudaStream_t stream = device.stream();
   const int64_t nothing = 0;
   Tensor y = it.new_output(), saved = it.saves_z() ? it.new_output() : it.x.new_empty(1, &nothing, it.x.dtype());
   if (y.size() > 0) {
     const Operand x(it.x), weight(it.weight);
-    const Matrix transposed_weight = weight.matrix().transposed();
-    const Cublas cublas(op, it.x, stream);
-    if (it.activation == Activation::none && !it.bias) {
-      cublas.multiply(x.matrix(), transposed_weight, y.data(), it.dtype);
-    } else {
-      Matrix to(y), kept(y);
-      void* const kept_data = it.saves_z() ? saved.data() : nullptr;
-      const Strided bias = it.bias ? Strided(it.bias->const_data(), 0, it.bias->strides()[0], it.dtype) : Strided();
-      const bool in_place = it.dtype == Dtype::f32;
-      const int64_t block = in_place ? it.rows() : rows_at_once(it.rows(), it.outputs());
-      const Tensor scratch = it.x.scratch(in_place ? 0 : 4 * block * it.outputs());
-      for (int64_t first = 0; first < it.rows(); first += block) {
-        const int64_t rows = std::min(block, it.rows() - first), offset = first * it.outputs() * width_of(it.dtype);
-        void* const y_rows = static_cast<char*>(to.data) + offset;
-        void* const saved_rows = kept_data ? static_cast<char*>(kept_data) + offset : nullptr;
-        float* const z = static_cast<float*>(in_place ? y_rows : scratch.data());
-        cublas.multiply(x.matrix().rows_from(first, rows), transposed_weight, z, Dtype::f32);
-        require_success(bias_act_cuda(it.dtype, z, bias, y_rows, saved_rows, rows, it.outputs(), it.activation, stream),
-                        op);
-      }
-    }
+    const Cublas cublas(it.kOp, it.x, device.stream());
+    if (it.activation == Activation::none && !it.bias)
+      cublas.multiply(Matrix(y), x.matrix(), weight.matrix().transposed());
+    else
+      multiply_and_pass(cublas, it, x.matrix(), weight.matrix(), Matrix(y), it.saves_z() ? &saved : nullptr);
   }
   stack[0] = y.release();
   stack[1] = saved.release();
 }
 MPK_CUDA_KERNEL(LinearActArguments::kOp, linear_act_on_cuda)
 
+// dz in dy's dtype, unless it is null, and dbias.
+static void pass_backward(const LinearActBackwardArguments& it, const Matrix& dy, const OwnMatrix* dz,
+                          const Tensor& dbias, cudaStream_t stream) {
+  Result sums{nullptr, it.dtype};
+  if (it.wants_dbias()) {
+    sums.data = dbias.data();
+    find_dtype(dbias.dtype(), &sums.dtype);
+  }
+  const int64_t partial_sums = it.wants_dbias() ? count_partial_sums(it.rows(), it.outputs()) : 0;
+  const Tensor scratch = it.dy.scratch(sizeof(float) * partial_sums);
+  require_success(act_backward_cuda(it.dtype, strided(dy),
+                                    saves(it.activation) == Saves::nothing ? Strided() : strided(Matrix(it.saved)),
+                                    dz ? dz->view.data : nullptr, sums, scratch.data<float>(), it.rows(), it.outputs(),
+                                    it.activation, stream),
+                  it.kOp);
+}
+
 static void linear_act_backward_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const LinearActBackwardArguments it(stack);
-  const char* const op = it.kOp;
   const OnDeviceOf device(it.dy);
-  const cudaStream_t stream = device.stream();
   Tensor dx = it.new_dx(), dweight = it.new_dweight(), dbias = it.new_dbias();
-
-  const bool wants_product = it.wants_dx() || it.wants_dweight();
   const Matrix dy(it.dy);
-  std::unique_ptr<OwnMatrix> rounded;
-  if (wants_product && (it.activation != Activation::none || !cublas::is_readable(dy)))
-    rounded = std::make_unique<OwnMatrix>(it.dy, it.rows(), it.outputs(), it.dy.dtype());
-  if (rounded || it.wants_dbias()) {
-    const bool has_saved = saves(it.activation) != Saves::nothing;
-    Result sums{nullptr, it.dtype};
-    if (it.wants_dbias()) find_dtype(it.bias_dtype, &sums.dtype), sums.data = dbias.data();
-    const Tensor partial = it.dy.scratch(sums.data ? 4 * count_partial_sums(it.rows(), it.outputs()) : 0);
-    require_success(
-        act_backward_cuda(it.dtype, strided(it.dy, it.dtype), has_saved ? strided(it.saved, it.dtype) : Strided(),
-                          rounded ? rounded->view.data : nullptr, sums, partial.data<float>(), it.rows(), it.outputs(),
-                          it.activation, stream),
-        op);
-  }
+  const bool wants_product = it.wants_dx() || it.wants_dweight();
+  std::unique_ptr<OwnMatrix> own_dz;
+  if (wants_product && !(it.activation == Activation::none && cublas::is_readable(dy)))
+    own_dz = std::make_unique<OwnMatrix>(it.dy, it.rows(), it.outputs(), it.dy.dtype());
+  if (own_dz || it.wants_dbias()) pass_backward(it, dy, own_dz.get(), dbias, device.stream());
   if (wants_product) {
-    const Matrix& dz = rounded ? rounded->view : dy;
-    const Cublas cublas(op, it.dy, stream);
-    if (it.wants_dx()) cublas.multiply(dz, Operand(*it.weight).matrix(), dx.data(), it.dtype);
-    if (it.wants_dweight()) {
-      Dtype dtype;
-      find_dtype(it.weight_dtype, &dtype);
-      cublas.multiply(dz.transposed(), Operand(*it.x).matrix(), dweight.data(), dtype);
-    }
+    const Matrix& dz = own_dz ? own_dz->view : dy;
+    const Cublas cublas(it.kOp, it.dy, device.stream());
+    if (it.wants_dx()) cublas.multiply(Matrix(dx), dz, Operand(*it.weight).matrix());
+    if (it.wants_dweight()) cublas.multiply(Matrix(dweight), dz.transposed(), Operand(*it.x).matrix());
   }
   stack[0] = dx.release();
   stack[1] = dweight.release();

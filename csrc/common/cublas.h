@@ -159,22 +159,23 @@ class Cublas {
     check(functions_.set_workspace(handle_, workspace_.data(), kWorkspace), "cublasSetWorkspace_v2");
   }
 
-  // product = a b, summed in fp32 and rounded once; its rows are contiguous.
-  void multiply(const Matrix& a, const Matrix& b, void* product, Dtype dtype) const {
-    const int64_t rows = a.rows, columns = b.columns, terms = a.columns;
-    if (rows == 0 || columns == 0) return;
-    if (terms == 0) {
-      mpk::require_success(cudaMemsetAsync(product, 0, rows * columns * width_of(dtype), stream_), op_);
+  // out = a b, summed in fp32 and rounded once; out is contiguous.
+  void multiply(const Matrix& out, const Matrix& a, const Matrix& b) const {
+    if (out.rows == 0 || out.columns == 0) return;
+    if (a.columns == 0) {
+      const size_t bytes = out.rows * out.columns * width_of(out.dtype);
+      mpk::require_success(cudaMemsetAsync(out.data, 0, bytes, stream_), op_);
       return;
     }
-    const float one = 1, zero = 0;
-    // product^T = b^T a^T
     using namespace cublas;
-    check(functions_.gemm(handle_, operation(b), operation(a), columns, rows, terms, &one, b.data, type_of(b.dtype),
-                          leading_dimension(b), a.data, type_of(a.dtype), leading_dimension(a), &zero, product,
-                          type_of(dtype), columns, kComputeInFp32, kDefaultAlgorithm),
+    const float one = 1, zero = 0;
+    // out^T = b^T a^T
+    check(functions_.gemm(handle_, operation(b), operation(a), out.columns, out.rows, a.columns, &one, b.data,
+                          type_of(b.dtype), leading_dimension(b), a.data, type_of(a.dtype), leading_dimension(a), &zero,
+                          out.data, type_of(out.dtype), leading_dimension(out), kComputeInFp32, kDefaultAlgorithm),
           "cublasGemmEx_64");
   }
+  cudaStream_t stream() const { return stream_; }
 
  private:
   // What NVIDIA recommends for Hopper. It is torch's memory, which CUDA graphs may hold: cuBLAS would allocate some of
