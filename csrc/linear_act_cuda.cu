@@ -5,17 +5,18 @@ namespace mpk {
 
 static constexpr int kElements = 8;  // of a thread in one row: 16 bytes in 16-bit formats, 32 in fp32
 
-// A block's threads stand in lines, `across` of them side by side, each before some adjacent columns; the lines take
+// A block's threads stand in lines, `across` of them side by side, each before `count` adjacent columns; the lines take
 // turns at the block's rows. It depends on the matrix's shape alone, and so does the order of sums.
 struct Tiling {
-  Tiling(int64_t rows, int64_t columns, int count) : rows(rows), columns(columns) {
+  Tiling(int64_t rows, int64_t columns)
+      : rows(rows), columns(columns), count(columns % kElements == 0 ? kElements : 1) {
     while (across < kMostAcross && across * count < columns) across *= 2;
     column_blocks = (columns + across * count - 1) / (across * count);
     rows_of_block = kThreads / across * kLeastRowsOfLine;
     while (blocks() > kEnoughBlocks && row_blocks() > kFewPartialSums) rows_of_block *= 2;
   }
-  static Tiling of_one_row_of_blocks(int64_t rows, int64_t columns, int count) {
-    Tiling tiling(0, columns, count);
+  static Tiling of_one_row_of_blocks(int64_t rows, int64_t columns) {
+    Tiling tiling(0, columns);
     tiling.rows = tiling.rows_of_block = rows;
     return tiling;
   }
@@ -24,8 +25,9 @@ struct Tiling {
 
   static constexpr int kMostAcross = 32, kLeastRowsOfLine = 4;
   static constexpr int kEnoughBlocks = 2048, kFewPartialSums = 128;
-  int64_t rows, columns, rows_of_block, column_blocks;
-  int across = 1;
+  int64_t rows, columns, rows_of_block;
+  int count, across = 1;
+  uint32_t column_blocks;
 };
 
 template <int count>
@@ -35,7 +37,7 @@ struct Place {
         row_block(blockIdx.x / tiling.column_blocks),
         row(row_block * tiling.rows_of_block + threadIdx.x / tiling.across),
         end(min((row_block + 1) * tiling.rows_of_block, tiling.rows)),
-        first_column(blockIdx.x % tiling.column_blocks * tiling.across * count),
+        first_column(int64_t{blockIdx.x % tiling.column_blocks} * tiling.across * count),
         column(first_column + threadIdx.x % tiling.across * count) {}
   int lines;
   int64_t row_block, row, end, first_column, column;
@@ -52,7 +54,7 @@ __device__ Elements<T, count> read(const Strided& from, int64_t row, int64_t col
   return elements;
 }
 
-// z may be y or saved.
+// z may be y.
 template <class T, int count>
 __global__ void __launch_bounds__(kThreads)
     bias_act_kernel(const float* z, Strided bias, T* y, T* saved, Tiling tiling, Activation activation) {
@@ -60,8 +62,8 @@ __global__ void __launch_bounds__(kThreads)
   if (place.column >= tiling.columns) return;
   Elements<float, count> shift{};
   if (bias.data) {
-    const auto narrow = read<T, count>(bias, 0, place.column);
-    for (int i = 0; i < count; ++i) shift.at[i] = widen(narrow.at[i]);
+    const auto of_columns = read<T, count>(bias, 0, place.column);
+    for (int i = 0; i < count; ++i) shift.at[i] = widen(of_columns.at[i]);
   }
   with_activation(activation, [&](auto f) {
     for (int64_t row = place.row; row < place.end; row += place.lines) {
@@ -120,51 +122,50 @@ __global__ void __launch_bounds__(kThreads)
 
 // Calls body with a value of the elements' type, and how many of them a thread takes at once.
 template <class Body>
-static cudaError_t with_elements(Dtype dtype, int64_t columns, const Body& body) {
+static cudaError_t with_elements(Dtype dtype, const Tiling& tiling, const Body& body) {
   return with_dtype(dtype, [&](auto zero) {
     if constexpr (std::is_same_v<decltype(zero), double>) {
       return cudaErrorInvalidValue;
     } else {
-      return columns % kElements == 0 ? body(zero, std::integral_constant<int, kElements>{})
-                                      : body(zero, std::integral_constant<int, 1>{});
+      return tiling.count == 1 ? body(zero, std::integral_constant<int, 1>{})
+                               : body(zero, std::integral_constant<int, kElements>{});
     }
   });
 }
 
 cudaError_t bias_act_cuda(Dtype dtype, const float* z, const Strided& bias, void* y, void* saved, int64_t rows,
                           int64_t columns, Activation activation, cudaStream_t stream) {
-  if (rows == 0 || columns == 0) return cudaSuccess;
-  return with_elements(dtype, columns, [&](auto zero, auto count) {
+  const Tiling tiling(rows, columns);
+  return with_elements(dtype, tiling, [&](auto zero, auto count) {
     using T = decltype(zero);
-    const Tiling tiling(rows, columns, count);
     return launch(bias_act_kernel<T, count>, tiling.blocks(), stream, z, bias, static_cast<T*>(y),
                   static_cast<T*>(saved), tiling, activation);
   });
 }
 
-static int64_t count_of(int64_t columns) { return columns % kElements == 0 ? kElements : 1; }
-
 int64_t count_partial_sums(int64_t rows, int64_t columns) {
-  const int64_t row_blocks = Tiling(rows, columns, count_of(columns)).row_blocks();
+  const int64_t row_blocks = Tiling(rows, columns).row_blocks();
   return row_blocks > 1 ? row_blocks * columns : 0;
 }
 
 cudaError_t act_backward_cuda(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, const Result& dbias,
                               float* partial_sums, int64_t rows, int64_t columns, Activation activation,
                               cudaStream_t stream) {
-  if (columns == 0) return cudaSuccess;
-  return with_elements(dtype, columns, [&](auto zero, auto count) {
+  const Tiling tiling(rows, columns);
+  const bool in_two_stages = dbias.data && tiling.row_blocks() > 1;
+  const Result sums = in_two_stages ? Result{partial_sums, Dtype::f32} : dbias;
+  const cudaError_t error = with_elements(dtype, tiling, [&](auto zero, auto count) {
     using T = decltype(zero);
-    const Tiling tiling(rows, columns, count);
-    const bool in_two_stages = dbias.data && tiling.row_blocks() > 1;
-    const Result sums = in_two_stages ? Result{partial_sums, Dtype::f32} : dbias;
-    const cudaError_t error = launch(act_backward_kernel<T, count>, tiling.blocks(), stream, dy, saved,
-                                     static_cast<T*>(dz), sums, tiling, activation);
-    if (error != cudaSuccess || !in_two_stages) return error;
-    const Tiling last = Tiling::of_one_row_of_blocks(tiling.row_blocks(), columns, count);
-    return launch(act_backward_kernel<float, count>, last.blocks(), stream,
-                  Strided(partial_sums, columns, 1, Dtype::f32), Strided(), static_cast<float*>(nullptr), dbias, last,
-                  Activation::none);
+    return launch(act_backward_kernel<T, count>, tiling.blocks(), stream, dy, saved, static_cast<T*>(dz), sums, tiling,
+                  activation);
+  });
+  if (error != cudaSuccess || !in_two_stages) return error;
+  const Strided partial(partial_sums, columns, 1, Dtype::f32);
+  const Tiling last = Tiling::of_one_row_of_blocks(tiling.row_blocks(), columns);
+  return with_elements(Dtype::f32, last, [&](auto zero, auto count) {
+    using T = decltype(zero);
+    return launch(act_backward_kernel<T, count>, last.blocks(), stream, partial, Strided(), static_cast<T*>(nullptr),
+                  dbias, last, Activation::none);
   });
 }
 

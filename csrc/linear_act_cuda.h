@@ -28,10 +28,12 @@ struct Result {
   Dtype dtype;
 };
 
-// z + bias -> y, and z as it is saved; each rounded once. z may be y or saved. bias is one row, or null.
+// z + bias -> y, and saved unless null, each rounded once. z may be y. bias is one row, or null. There is a row and a
+// column at least.
 cudaError_t bias_act_cuda(Dtype dtype, const float* z, const Strided& bias, void* y, void* saved, int64_t rows,
                           int64_t columns, Activation activation, cudaStream_t stream);
-// dy, saved -> dz, unless null, and the sums of its columns before rounding. partial_sums: scratch, of that many fp32.
+// dy, saved -> dz unless null, and the sums of its columns before rounding. partial_sums: scratch, so many fp32 as
+// count_partial_sums says. There is a column at least.
 cudaError_t act_backward_cuda(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, const Result& dbias,
                               float* partial_sums, int64_t rows, int64_t columns, Activation activation,
                               cudaStream_t stream);

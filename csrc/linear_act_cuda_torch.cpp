@@ -80,7 +80,7 @@ static void linear_act_backward_on_cuda(StableIValue* stack, uint64_t, uint64_t)
   std::unique_ptr<OwnMatrix> own_dz;
   if (wants_product && !(it.activation == Activation::none && cublas::is_readable(dy)))
     own_dz = std::make_unique<OwnMatrix>(it.dy, it.rows(), it.outputs(), it.dy.dtype());
-  if (own_dz || it.wants_dbias()) pass_backward(it, dy, own_dz.get(), dbias, device.stream());
+  if (it.outputs() > 0 && (own_dz || it.wants_dbias())) pass_backward(it, dy, own_dz.get(), dbias, device.stream());
   if (wants_product) {
     const Matrix& dz = own_dz ? own_dz->view : dy;
     const Cublas cublas(it.kOp, it.dy, device.stream());

@@ -19,7 +19,7 @@ using Handle = struct Context*;
 using Status = int;
 enum Operation : int { kPlain = 0, kTransposed = 1 };
 enum Type : int { kFp32 = 0, kFp16 = 2, kBf16 = 14 };
-inline constexpr int kComputeInFp32 = 68;
+inline constexpr int kComputeInFp32 = 68;  // fp32 operands too, whatever torch's allow_tf32 says
 inline constexpr int kDefaultAlgorithm = -1;
 inline constexpr int kReduceInFp32 = 16;  // else partial sums of a product may meet in 16 bits
 
@@ -34,12 +34,11 @@ struct Functions {
   const char* (*status_name)(Status);
 };
 
-// The one that is loaded already, of whichever version; else one that the system has.
-inline void* open_library() {
-  for (const int how : {RTLD_NOLOAD, 0}) {
-    for (int major = 12; major < 20; ++major) {
-      if (void* library = dlopen(("libcublas.so." + std::to_string(major)).c_str(), RTLD_LAZY | how)) return library;
-    }
+// The one that torch is linked with, or another that the process has loaded.
+inline void* find_library() {
+  for (const char* name : {"libtorch_cuda.so", "libcublas.so.13", "libcublas.so.12"}) {
+    void* const library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
+    if (library && dlsym(library, "cublasGemmEx_64")) return library;  // looks into what library depends on, too
   }
   return nullptr;
 }
@@ -47,9 +46,9 @@ inline void* open_library() {
 // Throws where there is none, each time that it is called.
 inline const Functions& functions(const char* op) {
   static const Functions found = [op] {
-    void* const library = open_library();
+    void* const library = find_library();
     require(library, op,
-            "found no libcublas.so.12 or later, which a torch with CUDA brings. Without it, "
+            "this process has no cuBLAS of CUDA 12 or later, which a torch with CUDA brings. Without it, "
             "mpkernels.backend(\"triton\") and mpkernels.backend(\"reference\") work");
     Functions it{};
     const auto find = [&](auto& function, const char* name) {

@@ -9,7 +9,7 @@
 #include "common/cuda.h"
 #include "runtime.h"
 
-// Tests set it to 0: then no library is found.
+// Tests set it to 0: then no library brings it.
 extern "C" __attribute__((visibility("default"))) int emulation_has_cublas = 1;
 
 namespace {
@@ -165,7 +165,7 @@ int library;
 
 // Hidden like all else here: only this library's own calls arrive.
 void* dlopen(const char* name, int) noexcept {
-  return emulation_has_cublas && std::string(name) == "libcublas.so.12" ? &library : nullptr;
+  return emulation_has_cublas && std::string(name) == "libtorch_cuda.so" ? &library : nullptr;
 }
 void* dlsym(void*, const char* name) noexcept {
   for (const auto& it : functions) {
