@@ -77,8 +77,9 @@ MPK_FN Normal<F> normal(F z) {
   const F a = magnitude > 16.0f ? F{} + 16.0f : magnitude;  // beyond 14.5 all is 0
   const F half = 0.5f * a, square = half * a;
   const F e = exponential(F{} - square, F{} - fused(half, a, F{} - square));
-  const F s = (a - 4.0f) / (a + 4.0f);
-  const F beyond = e * (polynomial(s, tail) / (1.0f + a));
+  const F one_and = 1.0f + a, four_and = 4.0f + a, inverse = 1.0f / (one_and * four_and);  // one division, not two
+  const F s = (a - 4.0f) * one_and * inverse;
+  const F beyond = e * (polynomial(s, tail) * four_and * inverse);
   return {e * 0.398942280f, z < 0.0f ? beyond : 1.0f - beyond};
 }
 
