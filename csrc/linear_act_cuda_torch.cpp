@@ -39,8 +39,7 @@ static void multiply_and_pass(const Cublas& cublas, const LinearActArguments& it
 static void linear_act_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const LinearActArguments it(stack);
   const OnDeviceOf device(it.x);
-  const int64_t nothing = 0;
-  Tensor y = it.new_output(), saved = it.saves_z() ? it.new_output() : it.x.new_empty(1, &nothing, it.x.dtype());
+  Tensor y = it.new_output(), saved = it.saves_z() ? it.new_output() : it.new_nothing();
   if (y.size() > 0) {
     const Operand x(it.x), weight(it.weight);
     const Cublas cublas(it.kOp, it.x, device.stream());

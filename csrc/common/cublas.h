@@ -1,75 +1,17 @@
-// Matrix products by the cuBLAS that torch brings into the process. It is found at run time, and its few functions are
-// declared by hand: so the build needs no cuBLAS, and one library serves every CUDA that torch comes with.
+// Matrix products by cuBLAS.
 #pragma once
 
-#include <dlfcn.h>
-
 #include <algorithm>
+#include <array>
 #include <map>
 #include <mutex>
 
-#include "torch_matrix.h"
+#include "cublas_abi.h"
+#include "matrix.h"
 
 namespace mpk {
 
-// Of the 64-bit interface, there since CUDA 12; the values are those of cublas_api.h and library_types.h.
 namespace cublas {
-
-using Handle = struct Context*;
-using Status = int;
-enum Operation : int { kPlain = 0, kTransposed = 1 };
-enum Type : int { kFp32 = 0, kFp16 = 2, kBf16 = 14 };
-inline constexpr int kComputeInFp32 = 68;  // fp32 operands too, whatever torch's allow_tf32 says
-inline constexpr int kDefaultAlgorithm = -1;
-inline constexpr int kReduceInFp32 = 16;  // else partial sums of a product may meet in 16 bits
-
-struct Functions {
-  Status (*create)(Handle*);
-  Status (*set_math_mode)(Handle, int mode);
-  Status (*set_stream)(Handle, cudaStream_t);
-  Status (*set_workspace)(Handle, void* memory, size_t bytes);
-  Status (*gemm)(Handle, Operation, Operation, int64_t m, int64_t n, int64_t k, const void* alpha, const void* a, Type,
-                 int64_t lda, const void* b, Type, int64_t ldb, const void* beta, void* c, Type, int64_t ldc,
-                 int compute, int algorithm);
-  const char* (*status_name)(Status);
-};
-
-// The one that torch is linked with, or another that the process has loaded.
-inline void* find_library() {
-  for (const char* name : {"libtorch_cuda.so", "libcublas.so.13", "libcublas.so.12"}) {
-    void* const library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD);
-    if (library && dlsym(library, "cublasGemmEx_64")) return library;  // looks into what library depends on, too
-  }
-  return nullptr;
-}
-
-// Throws where there is none, each time that it is called.
-inline const Functions& functions(const char* op) {
-  static const Functions found = [op] {
-    void* const library = find_library();
-    require(library, op,
-            "this process has no cuBLAS of CUDA 12 or later, which a torch with CUDA brings. Without it, "
-            "mpkernels.backend(\"triton\") and mpkernels.backend(\"reference\") work");
-    Functions it{};
-    const auto find = [&](auto& function, const char* name) {
-      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
-      require(function, op, std::string("the process's cuBLAS has no ") + name);
-    };
-    find(it.create, "cublasCreate_v2");
-    find(it.set_math_mode, "cublasSetMathMode");
-    find(it.set_stream, "cublasSetStream_v2");
-    find(it.set_workspace, "cublasSetWorkspace_v2");
-    find(it.gemm, "cublasGemmEx_64");
-    find(it.status_name, "cublasGetStatusName");
-    return it;
-  }();
-  return found;
-}
-
-inline void require_success(Status status, const char* op, const char* function) {
-  if (status == 0) return;
-  require(false, op, std::string("cuBLAS says ") + functions(op).status_name(status) + " in " + function);
-}
 
 // cuBLAS reads a matrix whose rows, or whose columns, lie one after another, gaps between them allowed.
 inline bool has_rows_in_line(const Matrix& it) {
@@ -87,20 +29,31 @@ inline Type type_of(Dtype dtype) { return dtype == Dtype::f16 ? kFp16 : dtype ==
 
 }  // namespace cublas
 
+// A contiguous matrix that owns its memory, on the device of another tensor.
+struct OwnMatrix {
+  OwnMatrix(const Tensor& like, int64_t rows, int64_t columns, int32_t torch_dtype)
+      : memory(new_empty(like, {rows, columns}, torch_dtype)), view(memory) {}
+  static Tensor new_empty(const Tensor& like, const std::array<int64_t, 2>& sizes, int32_t torch_dtype) {
+    return like.new_empty(2, sizes.data(), torch_dtype);
+  }
+  Tensor memory;
+  const Matrix view;
+};
+
 // A tensor as a matrix that cuBLAS can read: the tensor's own memory, or a copy's.
 class Operand {
  public:
   explicit Operand(const Tensor& tensor) : matrix_(tensor) {
     if (cublas::is_readable(matrix_)) return;
-    copy_ = std::make_unique<Tensor>(tensor.new_empty(2, tensor.sizes(), tensor.dtype()));
-    copy_->copy_from(tensor);
-    matrix_ = Matrix(*copy_);
+    copy_ = std::make_unique<OwnMatrix>(tensor, matrix_.rows, matrix_.columns, tensor.dtype());
+    copy_->memory.copy_from(tensor);
+    matrix_ = copy_->view;
   }
   const Matrix& matrix() const { return matrix_; }
 
  private:
   Matrix matrix_;
-  std::unique_ptr<Tensor> copy_;
+  std::unique_ptr<OwnMatrix> copy_;
 };
 
 // A handle for the time of a call, since only one thread may use it. Handles are kept for the next call and never
@@ -108,15 +61,7 @@ class Operand {
 class CublasHandle {
  public:
   CublasHandle(const char* op, int32_t device) : device_(device) {
-    {
-      const std::lock_guard<std::mutex> lock(mutex());
-      auto& free = free_handles()[device];
-      if (!free.empty()) {
-        handle_ = free.back();
-        free.pop_back();
-        return;
-      }
-    }
+    if (take_free_one()) return;
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // what a handle allocates is no part of a graph
     require_success(cudaThreadExchangeStreamCaptureMode(&mode), op);
     const cublas::Status status = cublas::functions(op).create(&handle_);
@@ -125,19 +70,27 @@ class CublasHandle {
   }
   CublasHandle(const CublasHandle&) = delete;
   ~CublasHandle() {
-    const std::lock_guard<std::mutex> lock(mutex());
-    free_handles()[device_].push_back(handle_);
+    const std::lock_guard<std::mutex> lock(stock().mutex);
+    stock().of_device[device_].push_back(handle_);
   }
   operator cublas::Handle() const { return handle_; }
 
  private:
-  static std::mutex& mutex() {
-    static auto& it = *new std::mutex;
+  struct Stock {
+    std::mutex mutex;
+    std::map<int32_t, std::vector<cublas::Handle>> of_device;
+  };
+  static Stock& stock() {
+    static Stock& it = *new Stock;
     return it;
   }
-  static std::map<int32_t, std::vector<cublas::Handle>>& free_handles() {
-    static auto& it = *new std::map<int32_t, std::vector<cublas::Handle>>;
-    return it;
+  bool take_free_one() {
+    const std::lock_guard<std::mutex> lock(stock().mutex);
+    auto& free = stock().of_device[device_];
+    if (free.empty()) return false;
+    handle_ = free.back();
+    free.pop_back();
+    return true;
   }
 
   int32_t device_;

@@ -1,5 +1,5 @@
-// cuBLAS on the CPU: what csrc/common/cublas.h finds when it looks for the library. It takes its arguments as seriously
-// as the real one does, and computes in fp32.
+// cuBLAS on the CPU: what csrc/common/cublas_abi.h finds when it looks for the library. It takes its arguments as
+// seriously as the real one does, and computes in fp32.
 #include <dlfcn.h>
 
 #include <cstring>
