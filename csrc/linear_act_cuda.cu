@@ -3,7 +3,8 @@
 
 namespace mpk {
 
-static constexpr int kElements = 8;  // of a thread in one row: 16 bytes in 16-bit formats, 32 in fp32
+static constexpr int kElements = 8;      // of a thread in one row: 16 bytes in 16-bit formats, 32 in fp32
+static constexpr int kBlocksAtOnce = 4;  // on a multiprocessor; room for more is bought with spilled registers
 
 // A block's threads stand in lines, `across` of them side by side, each before `count` adjacent columns; the lines take
 // turns at the block's rows. It depends on the matrix's shape alone, and so does the order of sums.
@@ -56,7 +57,7 @@ __device__ Elements<T, count> read(const Strided& from, int64_t row, int64_t col
 
 // z may be y.
 template <class T, int count>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     bias_act_kernel(const float* z, Strided bias, T* y, T* saved, Tiling tiling, Activation activation) {
   const Place<count> place(tiling);
   if (place.column >= tiling.columns) return;
@@ -98,7 +99,7 @@ __device__ void store_column_sums(const Elements<float, count>& share, const Pla
 
 // dz and its sums over the rows of each block, where they are wanted.
 template <class T, int count>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     act_backward_kernel(Strided dy, Strided saved, T* dz, Result sums, Tiling tiling, Activation activation) {
   const Place<count> place(tiling);
   Elements<float, count> sum{};
