@@ -1,7 +1,7 @@
 // linear_act on CUDA: products by cuBLAS, and one pass over z, or over dz, between them.
 #ifdef MPK_CUDA
 
-#include "common/cublas.h"
+#include "common/torch_cublas.h"
 #include "linear_act_cuda.h"
 #include "linear_act_torch.h"
 

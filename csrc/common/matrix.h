@@ -1,7 +1,7 @@
 // A matrix as kernels take it apart: any strides, any place.
 #pragma once
 
-#include "torch.h"
+#include "tensor.h"
 
 namespace mpk {
 

@@ -4,6 +4,7 @@
 #include <cstdlib>
 
 #include "matrix.h"
+#include "torch.h"
 
 #ifdef __linux__
 #include <sys/mman.h>

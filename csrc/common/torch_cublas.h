@@ -8,6 +8,7 @@
 
 #include "cublas_abi.h"
 #include "matrix.h"
+#include "torch.h"
 
 namespace mpk {
 
