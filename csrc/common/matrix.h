@@ -1,6 +1,7 @@
 // A matrix as kernels take it apart: any strides, any place.
 #pragma once
 
+#include "table.h"
 #include "tensor.h"
 
 namespace mpk {
