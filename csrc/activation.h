@@ -142,7 +142,7 @@ MPK_FN auto with_activation(Activation activation, const Body& body) {
   }
 }
 
-inline Saves saves(Activation activation) {
+MPK_FN Saves saves(Activation activation) {
   return with_activation(activation, [](auto it) { return decltype(it)::kSaves; });
 }
 

@@ -12,24 +12,24 @@ struct Fma {
   static MPK_FN F of(F a, F b, F c) { return fmaf(a, b, c); }
 };
 
-template <class F>
-MPK_FN F fused(F a, F b, F c) {
-  return Fma<F>::of(a, b, c);
+// A number for every lane.
+template <class F, class B>
+MPK_FN F every_lane(B b) {
+  if constexpr (std::is_same_v<F, B>)
+    return b;
+  else
+    return F{} + b;
 }
-template <class F>
-MPK_FN F fused(F a, F b, float c) {
-  return Fma<F>::of(a, b, F{} + c);
-}
-template <class F>
-MPK_FN F fused(F a, float b, float c) {
-  return Fma<F>::of(a, F{} + b, F{} + c);
+
+template <class F, class B, class C>
+MPK_FN F fused(F a, B b, C c) {
+  return Fma<F>::of(a, every_lane<F>(b), every_lane<F>(c));
 }
 
 // coefficients[0] + x (coefficients[1] + x (...
 template <class F, int count>
 MPK_FN F polynomial(F x, const float (&coefficients)[count]) {
   F sum = F{} + coefficients[count - 1];
-#pragma GCC unroll 16
   for (int i = count - 2; i >= 0; --i) sum = fused(sum, x, coefficients[i]);
   return sum;
 }

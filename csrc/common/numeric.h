@@ -144,6 +144,9 @@ struct Fp16 {
 };
 
 // Calls body with a value of the C++ type that dtype names. The only switch over dtypes.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable  // a launcher's body is for the host alone
+#endif
 template <class Body>
 MPK_FN auto with_dtype(Dtype dtype, const Body& body) {
   switch (dtype) {

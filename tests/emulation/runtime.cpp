@@ -1,3 +1,5 @@
+#include "runtime.h"
+
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -40,16 +42,15 @@ cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
 // Tests set it: at 1 the next call that gives a stream work will fail, at 2 the one after it.
 extern "C" __attribute__((visibility("default"))) int emulation_calls_to_failure = 0;
 
-// How many kernels have been launched.
 extern "C" __attribute__((visibility("default"))) int emulation_launches = 0;
 
-static bool fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
+bool emulation::fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
 
 cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel,
                               const std::function<void()>& thread) {
   if (!config || !kernel) return remember(cudaErrorInvalidValue);
   const std::lock_guard<std::mutex> lock(one_launch);
-  if (fails_on_demand()) return remember(cudaErrorMemoryAllocation);
+  if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   const cudaError_t error = check(*config, kernel);
   if (error != cudaSuccess) return remember(error);
   ++emulation_launches;
@@ -137,6 +138,11 @@ cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
+  std::swap(*mode, current);
+  return cudaSuccess;
+}
 
 // The tensors are torch's CPU tensors: of device -1, and no stream belongs to them.
 cudaError_t cudaSetDevice(int device) {
@@ -147,12 +153,12 @@ extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) { 
 // ---- memory
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  if (fails_on_demand()) return remember(cudaErrorMemoryAllocation);
+  if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   memcpy(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
-  if (fails_on_demand()) return remember(cudaErrorMemoryAllocation);
+  if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   memset(to, byte, bytes);
   return cudaSuccess;
 }

@@ -44,6 +44,13 @@ cudaError_t cudaDeviceSynchronize();
 typedef struct CUstream_st* cudaStream_t;
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 
+enum cudaStreamCaptureMode {
+  cudaStreamCaptureModeGlobal,
+  cudaStreamCaptureModeThreadLocal,
+  cudaStreamCaptureModeRelaxed,
+};
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
+
 enum cudaMemcpyKind {
   cudaMemcpyHostToHost,
   cudaMemcpyHostToDevice,

@@ -1,0 +1,97 @@
+// linear_act on CUDA: products by cuBLAS, and one pass over z, or over dz, between them.
+#ifdef MPK_CUDA
+
+#include "common/torch_cublas.h"
+#include "linear_act_cuda.h"
+#include "linear_act_torch.h"
+
+namespace mpk {
+
+static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// How many rows of z in fp32 to have at a time: no more than the L2 caches of large chips hold until the pass has read
+// them, in blocks of equal length, of whole tiles of a product.
+static int64_t rows_at_once(int64_t rows, int64_t columns) {
+  constexpr int64_t kMost = int64_t{32} << 20, kTile = 256;
+  const int64_t tiles = divide_up(rows, kTile), most = std::max<int64_t>(1, kMost / (4 * columns * kTile));
+  return std::min(rows, divide_up(tiles, divide_up(tiles, most)) * kTile);
+}
+
+static Strided strided(const Matrix& it) { return Strided(it.data, it.row_stride, it.column_stride, it.dtype); }
+
+static void multiply_and_pass(const Cublas& cublas, const LinearActArguments& it, const Matrix& x, const Matrix& weight,
+                              const Matrix& y, const Tensor* saved) {
+  const bool in_place = it.dtype == Dtype::f32;
+  const int64_t block = in_place ? it.rows() : rows_at_once(it.rows(), it.outputs());
+  const OwnMatrix scratch(it.x, in_place ? 0 : block, it.outputs(), aoti_torch_dtype_float32());
+  const Strided bias = it.bias ? Strided(it.bias->const_data(), 0, it.bias->strides()[0], it.dtype) : Strided();
+  for (int64_t first = 0; first < it.rows(); first += block) {
+    const int64_t rows = std::min(block, it.rows() - first);
+    const Matrix z = in_place ? y : scratch.view.rows_from(0, rows);
+    cublas.multiply(z, x.rows_from(first, rows), weight.transposed());
+    require_success(
+        bias_act_cuda(it.dtype, static_cast<float*>(z.data), bias, y.at(first),
+                      saved ? Matrix(*saved).at(first) : nullptr, rows, it.outputs(), it.activation, cublas.stream()),
+        it.kOp);
+  }
+}
+
+static void linear_act_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
+  const LinearActArguments it(stack);
+  const OnDeviceOf device(it.x);
+  Tensor y = it.new_output(), saved = it.saves_z() ? it.new_output() : it.new_nothing();
+  if (y.size() > 0) {
+    const Operand x(it.x), weight(it.weight);
+    const Cublas cublas(it.kOp, it.x, device.stream());
+    if (it.activation == Activation::none && !it.bias)
+      cublas.multiply(Matrix(y), x.matrix(), weight.matrix().transposed());
+    else
+      multiply_and_pass(cublas, it, x.matrix(), weight.matrix(), Matrix(y), it.saves_z() ? &saved : nullptr);
+  }
+  stack[0] = y.release();
+  stack[1] = saved.release();
+}
+MPK_CUDA_KERNEL(LinearActArguments::kOp, linear_act_on_cuda)
+
+// dz in dy's dtype, unless it is null, and dbias.
+static void pass_backward(const LinearActBackwardArguments& it, const Matrix& dy, const OwnMatrix* dz,
+                          const Tensor& dbias, cudaStream_t stream) {
+  Result sums{nullptr, it.dtype};
+  if (it.wants_dbias()) {
+    sums.data = dbias.data();
+    find_dtype(dbias.dtype(), &sums.dtype);
+  }
+  const int64_t partial_sums = it.wants_dbias() ? count_partial_sums(it.rows(), it.outputs()) : 0;
+  const Tensor scratch = it.dy.scratch(sizeof(float) * partial_sums);
+  require_success(act_backward_cuda(it.dtype, strided(dy),
+                                    saves(it.activation) == Saves::nothing ? Strided() : strided(Matrix(it.saved)),
+                                    dz ? dz->view.data : nullptr, sums, scratch.data<float>(), it.rows(), it.outputs(),
+                                    it.activation, stream),
+                  it.kOp);
+}
+
+static void linear_act_backward_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
+  const LinearActBackwardArguments it(stack);
+  const OnDeviceOf device(it.dy);
+  Tensor dx = it.new_dx(), dweight = it.new_dweight(), dbias = it.new_dbias();
+  const Matrix dy(it.dy);
+  const bool wants_product = it.wants_dx() || it.wants_dweight();
+  std::unique_ptr<OwnMatrix> own_dz;
+  if (wants_product && !(it.activation == Activation::none && cublas::is_readable(dy)))
+    own_dz = std::make_unique<OwnMatrix>(it.dy, it.rows(), it.outputs(), it.dy.dtype());
+  if (it.outputs() > 0 && (own_dz || it.wants_dbias())) pass_backward(it, dy, own_dz.get(), dbias, device.stream());
+  if (wants_product) {
+    const Matrix& dz = own_dz ? own_dz->view : dy;
+    const Cublas cublas(it.kOp, it.dy, device.stream());
+    if (it.wants_dx()) cublas.multiply(Matrix(dx), dz, Operand(*it.weight).matrix());
+    if (it.wants_dweight()) cublas.multiply(Matrix(dweight), dz.transposed(), Operand(*it.x).matrix());
+  }
+  stack[0] = dx.release();
+  stack[1] = dweight.release();
+  stack[2] = dbias.release();
+}
+MPK_CUDA_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cuda)
+
+}  // namespace mpk
+
+#endif
