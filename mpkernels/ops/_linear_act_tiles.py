@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import triton
+from torch import Tensor
 
 
 class Tile(NamedTuple):
@@ -41,7 +42,8 @@ TILES = {
         "fp32": Tile(64, 64, 32, 2, 4),
     },
 }
-# Of programs that stay. Triton specialises their warps only if there are 4 and BLOCK_M is 128.
+UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one: the registers that their addresses take are many
+# Of programs that stay. Triton specialises their warps only if there are 4 and BLOCK_M is 128 or more.
 WIDE = Tile(128, 256, 64, 3, 4)
 NARROW = Tile(128, 128, 64, 4, 4)
 
@@ -56,10 +58,21 @@ def chip() -> str:
     return {9: "sm_90", 10: "sm_100"}.get(target.arch // 10, "sm_80")
 
 
-def tile(chip: str, dtype: torch.dtype, precision: str, rows: int) -> Tile:
-    if dtype == torch.float32:
-        return TILES[chip]["tf32" if precision == "tf32" else "fp32"]
-    return TILES[chip]["16 bits, few rows" if rows <= FEW_ROWS else "16 bits"]
+def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
+    if x.dtype == torch.float32 and precision == "ieee":
+        return TILES[chip]["fp32"]
+    if not (_is_even(x) and _is_even(weight)):
+        return UNEVEN
+    if x.dtype == torch.float32:
+        return TILES[chip]["tf32"]
+    return TILES[chip]["16 bits, few rows" if len(x) <= FEW_ROWS else "16 bits"]
+
+
+def _is_even(matrix: Tensor) -> bool:
+    """Whether Triton can tell that it may load 16 bytes at a time."""
+    inner = 0 if matrix.stride(0) == 1 else 1
+    sixteens = matrix.shape[inner], matrix.stride(1 - inner), matrix.data_ptr()
+    return matrix.stride(inner) == 1 and all(each % 16 == 0 for each in sixteens)
 
 
 def persistent_tile(activation: str, rows: int, columns: int, processors: int) -> Tile:

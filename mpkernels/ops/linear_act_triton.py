@@ -89,7 +89,7 @@ def linear_act_triton(
         _linear_act_hopper.launch(x, weight, bias, y, z, activation)
         return y, saved
     precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-    tile = _linear_act_tiles.tile(chip, x.dtype, precision, rows)
+    tile = _linear_act_tiles.tile(chip, x, weight, precision)
     linear_act_kernel[(triton.cdiv(rows, tile.BLOCK_M) * triton.cdiv(columns, tile.BLOCK_N),)](
         x, weight, bias, y, z, rows, columns, depth, *x.stride(), *weight.stride(),
         ACTIVATION=activation, PRECISION=precision, **tile._asdict(), enable_fp_fusion=False,
