@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-import triton
 
 from mpkernels.functional import linear_act
 from mpkernels.ops import _linear_act_tiles, linear_act_triton
@@ -50,7 +49,7 @@ def test_edges_of_tiles(dtype):
 
 def test_every_tile_is_computed_once():
     """More rows of tiles than work at once, and a last group that is not full."""
-    assert_exact(*matrices(64 * 19 + 1, 1, 64 * 2 + 1))
+    assert_exact(*matrices(64 * 9 + 1, 1, 64 * 2 + 1))
 
 
 @pytest.mark.parametrize("rows", [64, 65, 8193])
@@ -90,14 +89,15 @@ def persistent(_on_hopper, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_persistent_programs(persistent, dtype):
-    """Three tiles and more for two programs, ragged in every dimension."""
-    for shape, save, bias in (((130, 72, 264), True, True), ((65, 8, 8), False, False), ((257, 64, 136), True, False)):
-        x, weight, b, dy = matrices(*shape, dtype)
-        for activation in ("relu2", "none") if save else ("relu",):
-            assert_exact(x, weight, b if bias else None, dy, activation) if save else None
-            y, _ = _linear_act(x, weight, b if bias else None, activation, save)
-            assert torch.equal(y, _linear_act.reference(x, weight, b if bias else None, activation, save)[0])
-    assert len(persistent) >= 7
+    """Three tiles for two programs, ragged in every dimension; and less than a tile."""
+    for shape in ((130, 72, 136), (65, 8, 264)):
+        x, weight, bias, dy = matrices(*shape, dtype)
+        assert_exact(x, weight, bias, dy)
+        arguments = x, weight, None, "relu", True
+        y, nothing = _linear_act(*arguments)
+        assert torch.equal(y, _linear_act.reference(*arguments)[0])
+        assert nothing.shape == (0,)
+    assert len(persistent) == 4
     if DEVICE == CPU:
         assert set(persistent) == {_linear_act_tiles.WIDE, _linear_act_tiles.NARROW}
 
@@ -155,17 +155,18 @@ def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):
     precisions, choose = [], _linear_act_tiles.tile
     monkeypatch.setattr(_linear_act_tiles, "tile", lambda *it: precisions.append(it[-1]) or choose(*it))
     x, weight, bias, _ = matrices(3, 5, 7, torch.float32)
-    before = torch.backends.cuda.matmul.fp32_precision
-    for setting in ("ieee", "tf32", "none"):
-        monkeypatch.setattr(torch.backends.cuda.matmul, "fp32_precision", setting)
-        _linear_act(x, weight, bias, "none", False)
-    torch.backends.cuda.matmul.fp32_precision = before
+    try:
+        for setting in ("ieee", "tf32", "none"):
+            torch.backends.cuda.matmul.fp32_precision = setting
+            _linear_act(x, weight, bias, "none", False)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
     assert precisions == ["ieee", "tf32", "ieee"]
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid", "tanh"])
 def test_formulas_lose_nothing_in_the_tails(activation):
-    """z^2 is rounded before exp makes a factor of it, which costs z^2 eps; all else a few roundings and 2 ulp of exp."""
+    """What exp is taken of, up to a cube, is rounded and becomes a factor; the rest is a few roundings and exp's 2 ulp."""
     x = torch.cat([torch.linspace(-12, 12, 4097), torch.logspace(-20, 0, 201), -torch.logspace(-20, 0, 201)])
     x, one = x.to(DEVICE).unsqueeze(1), torch.ones(1, 1, device=DEVICE)
     y, saved = _linear_act(x, one, None, activation, True)
@@ -174,7 +175,9 @@ def test_formulas_lose_nothing_in_the_tails(activation):
     want = wide / 2 * torch.special.erfc(-wide * 0.5**0.5) if activation == "gelu" else TORCH[activation](wide)
     if activation == "gelu_tanh":
         want = wide * torch.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide**3))
-    assert ((y - want).abs() <= (8 + 2 * x.double() ** 2 + x.double().abs() ** 3 / 8) * eps * want.abs()).all()
+    size = x.double().abs()
+    bound = (8 + 2 * size**2 + size**3 / 8) * eps * want.abs() + torch.finfo(torch.float32).tiny
+    assert ((y - want).abs() <= bound).all()
     (slope,) = torch.autograd.grad(want.sum(), wide)
     saved = y if ACTIVATIONS[activation].saves == "y" else saved
     dx, _, _ = _linear_act_backward(torch.ones_like(y), None, one, saved, activation, None, None)
@@ -208,9 +211,7 @@ def test_fp64_is_refused():
         TypeError, match=r"^linear_act: the Triton kernel takes fp16, bf16 and fp32, got torch.float64$"
     ):
         _linear_act(x, weight, None, "none", True)
-    with pytest.raises(TypeError, match=r"^linear_act_backward: the Triton kernel takes fp16, bf16 and fp32"):
+    with pytest.raises(TypeError, match=r"^linear_act: the Triton kernel takes .*, got torch.float64$"):
+        _linear_act(x, weight, None, "none", True)
+    with pytest.raises(TypeError, match=r"^linear_act_backward: the Triton kernel takes "):
         _linear_act_backward(dy, x, weight, dy, "relu", None, None)
-
-
-def test_the_interpreter_is_asked_for_here():
-    assert (DEVICE == CPU) == bool(triton.knobs.runtime.interpret)
