@@ -89,8 +89,8 @@ def persistent(_on_hopper, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_persistent_programs(persistent, dtype):
-    """Three tiles for two programs, ragged in every dimension; and less than a tile."""
-    for shape in ((130, 72, 136), (65, 8, 264)):
+    """Four tiles for two programs and two narrow ones, ragged in every dimension."""
+    for shape in ((130, 72, 264), (65, 8, 136)):
         x, weight, bias, dy = matrices(*shape, dtype)
         assert_exact(x, weight, bias, dy)
         arguments = x, weight, None, "relu", True
@@ -166,7 +166,7 @@ def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid", "tanh"])
 def test_formulas_lose_nothing_in_the_tails(activation):
-    """What exp is taken of, up to a cube, is rounded and becomes a factor; the rest is a few roundings and exp's 2 ulp."""
+    """What exp is taken of, up to a cube, is rounded and becomes a factor; the rest is roundings and 2 ulp of exp."""
     x = torch.cat([torch.linspace(-12, 12, 4097), torch.logspace(-20, 0, 201), -torch.logspace(-20, 0, 201)])
     x, one = x.to(DEVICE).unsqueeze(1), torch.ones(1, 1, device=DEVICE)
     y, saved = _linear_act(x, one, None, activation, True)
@@ -176,7 +176,7 @@ def test_formulas_lose_nothing_in_the_tails(activation):
     if activation == "gelu_tanh":
         want = wide * torch.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide**3))
     size = x.double().abs()
-    bound = (8 + 2 * size**2 + size**3 / 8) * eps * want.abs() + torch.finfo(torch.float32).tiny
+    bound = (8 + 2 * size**2 + size**3 / 8) * eps * want.abs() + 16 * torch.finfo(torch.float32).tiny
     assert ((y - want).abs() <= bound).all()
     (slope,) = torch.autograd.grad(want.sum(), wide)
     saved = y if ACTIVATIONS[activation].saves == "y" else saved
