@@ -31,11 +31,11 @@ def round_bf16_as_hardware_does():
 def poison_lanes_masked_off():
     theirs = interpreter.InterpreterBuilder.create_masked_load
 
-    def create_masked_load(self, ptrs, mask, other, *hints):
+    def create_masked_load(self, ptrs, mask, other, *hints, **named_hints):
         if other is None:
             dtype = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty()))
             ones = np.full(ptrs.data.shape, -1, f"i{dtype.itemsize}")  # in every bit: NaN in every format
             other = interpreter.TensorHandle(ones.view(dtype), ptrs.get_element_ty())
-        return theirs(self, ptrs, mask, other, *hints)
+        return theirs(self, ptrs, mask, other, *hints, **named_hints)
 
     interpreter.InterpreterBuilder.create_masked_load = create_masked_load

@@ -16,6 +16,7 @@ from triton.runtime import KernelInterface, driver
 from mpkernels import ops
 from mpkernels.ops import _registry
 from tests.cases import DTYPES
+from tests.gate import linear
 from tests.test_ops import ARGUMENTS, CALLS
 
 TARGETS = {
@@ -82,7 +83,7 @@ def record() -> tuple[list[Launch], list[str]]:
             if f"{op.stem}_triton" in _triton_modules():
                 before = len(launches)
                 try:
-                    for arguments in _calls(op):
+                    for arguments in _calls(op, chip):
                         op.triton(*arguments)
                 except Exception as error:  # whatever a launcher throws
                     escaped.append(f"{op.name} on {chip}: {error!r}")
@@ -94,8 +95,11 @@ def record() -> tuple[list[Launch], list[str]]:
     return list(launches), escaped
 
 
-def _calls(op: _registry.Op) -> Iterator[tuple[Any, ...]]:
+def _calls(op: _registry.Op, chip: str) -> Iterator[tuple[Any, ...]]:
     """The arguments that all ops are tested with, as they are and in every dtype that the op takes throughout."""
+    if op.name in linear.CALLS:
+        yield from linear.CALLS[op.name](chip)
+        return
     for name, make in CALLS:
         if name == op.name:
             yield make("cpu")

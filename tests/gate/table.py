@@ -16,6 +16,7 @@ INSTRUCTIONS = {
     "HGMMA": "HGMMA",
     "UTCMMA": "UTC[A-Z]*MMA",
     "MFMA": "v_mfma",
+    "USETMAXREG": "USETMAXREG",  # warps that copy give their registers to warps that compute
 }
 SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}  # bytes for one block
 

@@ -1,0 +1,80 @@
+"""How much of a matrix product one Triton program takes: by chip and kind of operands, to be tuned on each."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+
+class Tile(NamedTuple):
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    num_stages: int
+    num_warps: int
+
+
+FEW_ROWS = 64
+TILES = {
+    "sm_80": {
+        "16 bits": Tile(128, 128, 32, 4, 8),
+        "16 bits, few rows": Tile(64, 64, 64, 4, 4),
+        "tf32": Tile(128, 64, 32, 3, 4),
+        "fp32": Tile(64, 64, 16, 3, 4),
+    },
+    "sm_90": {
+        "16 bits": Tile(128, 128, 64, 4, 8),
+        "16 bits, few rows": Tile(64, 32, 128, 4, 4),
+        "tf32": Tile(128, 128, 32, 4, 8),
+        "fp32": Tile(64, 64, 16, 3, 4),
+    },
+    "sm_100": {
+        "16 bits": Tile(128, 128, 64, 4, 8),
+        "16 bits, few rows": Tile(64, 64, 128, 4, 4),
+        "tf32": Tile(128, 128, 32, 4, 8),
+        "fp32": Tile(64, 64, 16, 3, 4),
+    },
+    "gfx942": {
+        "16 bits": Tile(128, 128, 64, 2, 8),
+        "16 bits, few rows": Tile(64, 64, 64, 2, 4),
+        "tf32": Tile(64, 64, 32, 2, 4),
+        "fp32": Tile(64, 64, 32, 2, 4),
+    },
+}
+UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one: the registers that their addresses take are many
+# Of programs that stay. Triton specialises their warps only if there are 4 and BLOCK_M is 128 or more.
+WIDE = Tile(128, 256, 64, 3, 4)
+NARROW = Tile(128, 128, 64, 4, 4)
+
+
+def chip() -> str:
+    """The key in TILES of the chip at hand, or of one that has no more shared memory."""
+    if triton.knobs.runtime.interpret:
+        return "sm_80"
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend == "hip":
+        return "gfx942"
+    return {9: "sm_90", 10: "sm_100"}.get(target.arch // 10, "sm_80")
+
+
+def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
+    if x.dtype == torch.float32 and precision == "ieee":
+        return TILES[chip]["fp32"]
+    if not (_is_even(x) and _is_even(weight)):
+        return UNEVEN
+    if x.dtype == torch.float32:
+        return TILES[chip]["tf32"]
+    return TILES[chip]["16 bits, few rows" if len(x) <= FEW_ROWS else "16 bits"]
+
+
+def _is_even(matrix: Tensor) -> bool:
+    """Whether Triton can tell that it may load 16 bytes at a time."""
+    inner = 0 if matrix.stride(0) == 1 else 1
+    sixteens = matrix.shape[inner], matrix.stride(1 - inner), matrix.data_ptr()
+    return matrix.stride(inner) == 1 and all(each % 16 == 0 for each in sixteens)
+
+
+def persistent_tile(activation: str, rows: int, columns: int, processors: int) -> Tile:
+    fills = triton.cdiv(rows, WIDE.BLOCK_M) * triton.cdiv(columns, WIDE.BLOCK_N) >= processors
+    return WIDE if fills and activation != "gelu" else NARROW  # erf's registers spill in the wide one
