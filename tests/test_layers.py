@@ -27,10 +27,12 @@ def test_ops_import_nothing_from_above():
             assert name.startswith("ops."), f"{path.name} imports {name}"
 
 
-def test_functional_is_below_the_modules_and_the_cast_cache_below_both():
-    assert own_imports(ROOT / "_cast_cache.py") == []
+def test_functional_is_below_the_modules_and_what_it_asks_below_both():
+    assert own_imports(ROOT / "_cast_cache.py") == own_imports(ROOT / "_choices.py") == []
+    assert own_imports(ROOT / "selector.py") == ["_choices"]
     assert own_imports(ROOT / "nn.py") == ["functional", "ops._activations.check_activation"]
-    assert all(name == "_cast_cache" or name.startswith("ops.") for name in own_imports(ROOT / "functional.py"))
+    below = ("_cast_cache", "selector", "ops.")
+    assert all(name.startswith(below) for name in own_imports(ROOT / "functional.py"))
 
 
 def test_the_registry_and_the_checks_import_no_op():
