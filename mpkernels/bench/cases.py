@@ -41,10 +41,11 @@ class Benchmark(NamedTuple):
     @property
     def is_main(self) -> bool:
         """Beside torch's best eager way, with all cores or the GPU."""
-        return self.baseline in ("torch", BEST) and self.setting.place == places()[-1]
+        return self.baseline in ("torch", BEST, EAGER) and self.setting.place == places()[-1]
 
 
 BEST = "torch.amp fused"
+EAGER = "torch.amp eager"
 QUICK = {
     ("unscale_", "bf16", "100x500k"),
     ("grad_stats", "bf16", "100x500k"),
@@ -108,7 +109,7 @@ def _linear(place: Place) -> Iterator[Benchmark]:
     for shape in linear.SHAPES[place.device]:
         for dtype in ("bf16",) if place.device == "cuda" else ("bf16", "fp32"):
             setting = Setting(place, dtype, linear.case(shape))
-            yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", "torch")
+            yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", EAGER)
             if place.device == "cuda" and shape.rows in linear.MOST_TUNING:
                 tuned = partial(linear.compare, setting, compiled=True)
                 yield Benchmark("linear_act", setting, tuned, "linear_act", "torch.compile max-autotune")
