@@ -101,8 +101,8 @@ def book(runs: dict[str, Run]) -> str:
         "# Results",
         "",
         "Written by `python -m benchmarks.book` from the raw samples in [results](results); nothing is typed by hand.",
-        "x torch: torch's time over ours, the median of pairs measured in turns, and its 95 % interval. Above 1 ours is "
-        "faster; even: the interval holds 1. wide: it spans more than 10 %. busy: others used the machine meanwhile.",
+        "x torch: torch's time over ours, the median of pairs measured in turns, and its 95 % interval. Above 1 ours "
+        "is faster; even: the interval holds 1. wide: it spans more than 10 %. busy: others used the machine.",
         "",
     ]
     for name, run in sorted(runs.items(), key=lambda item: (item[1].date, item[0]), reverse=True):

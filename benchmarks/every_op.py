@@ -1,4 +1,4 @@
-"""Every op once, small, and a few whole steps, for compute-sanitizer to watch: ``python -m benchmarks.every_op cuda``."""
+"""Every op once, small, and whole steps, for compute-sanitizer to watch: ``python -m benchmarks.every_op cuda``."""
 
 import sys
 

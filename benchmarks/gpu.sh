@@ -48,12 +48,12 @@ if [[ -n $rehearse ]]; then
   describe=(true)
   install=(echo "Successfully rehearsed")
   targets=cpu-reference
-  tests=(-k cpu-reference tests/test_update_scale.py tests/test_int8.py)
+  tests=(-k "cpu-reference and huge" tests/test_huge.py tests/test_grad_stats.py)
   without_waiting=(tests/test_cuda_graphs.py)
   sanitizer=(env -u) # runs what comes behind the tool's name
   step=("unscale_ cpu-1 fp32 1x2^20")
-  linear=("linear_act*64x768x3072*eager")
-  train=("train*mlp-6x512*amp fused")
+  linear=("linear_act*bf16 64x768x3072*eager")
+  train=("train cpu*mlp-6x512*default")
 fi
 
 started=$SECONDS
