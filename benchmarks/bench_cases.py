@@ -1,6 +1,7 @@
 """Every case of ``python -m mpkernels bench``, for pytest-benchmark: its options, its JSON, its histories."""
 
 from benchmarks.replay import replay
+from mpkernels.bench import show
 from mpkernels.bench.measuring import run_one
 
 
@@ -20,6 +21,7 @@ def test_beside_torch(benchmark, case, run, seconds):
             "GB/s": result.bytes_a_second / 1e9,
             "TFLOP/s": result.flops_a_second / 1e12,
             "copy GB/s": run.copy_speeds[result.place] / 1e9,
+            "of best": show.share(result, run),
             "x torch": result.ratio.median,
             "x torch interval": [result.ratio.low, result.ratio.high],
             "doubts": result.doubts,
