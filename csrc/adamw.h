@@ -5,6 +5,7 @@
 #include "common/cpu.h"
 #include "common/table.h"
 #include "int8.h"
+#include "overflow.h"
 #include "split.h"
 
 #ifdef MPK_CUDA
@@ -42,14 +43,19 @@ struct AdamwRow {
   Master master_kind;
 };
 
+MPK_FN Row grad_of(const AdamwRow& row) {
+  return {const_cast<void*>(row.grad), row.size, row.first_chunk, row.grad_dtype};
+}
+
 // What all parameters of a step share. The pointers are to the device, and null where there is no such thing.
 struct AdamwShared {
   const float* grad_scale;    // grads are divided by it
   const float* found_inf[2];  // the scaler's and the guard's: nothing moves unless both are 0
   const double* total_sumsq;  // of the grads as they are
   double max_norm;            // inf: no clipping
-  float* told;           // the norm of the unscaled grads, if total_sumsq is there; 1 if the step is skipped, else 0
-  float* skipped_steps;  // counted up
+  float* told;            // the norm of the unscaled grads, if total_sumsq is there; 1 if the step is skipped, else 0
+  float* skipped_steps;   // counted up
+  OverflowReport report;  // filled if the step is skipped
 };
 
 MPK_FN double unscale_factor(const AdamwShared& shared) {
@@ -134,9 +140,10 @@ MPK_FN AdamwElement<F> adamw(const AdamwElement<F>& before, F scaled_grad, bool 
 MPK_FOR_EACH_ISA(void adamw_span(const AdamwRow& row, const Span& span, const AdamwShared& shared))
 
 #ifdef MPK_CUDA
-// memory: for the rows, where they need it (RowMemory); tickets: scratch, one for each row.
+// memory: for the rows, where they need it (RowMemory); tickets: scratch, one for each row; of_chunk: likewise, one for
+// each chunk if there is a report.
 cudaError_t adamw_cuda(const TableOf<AdamwRow>& table, AdamwRow* memory, const AdamwShared& shared, uint32_t* tickets,
-                       cudaStream_t stream);
+                       Overflow* of_chunk, cudaStream_t stream);
 #endif
 
 }  // namespace mpk

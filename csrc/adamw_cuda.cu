@@ -1,5 +1,6 @@
 #include "adamw.h"
 #include "common/elements.h"
+#include "overflow_block.h"
 
 namespace mpk {
 
@@ -177,11 +178,14 @@ __device__ void step_span(const AdamwRow& row, const Span& span, const AdamwScal
 // One block a chunk; the last block of a parameter counts the step, which all of them have read by then.
 template <class Rows>
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(const __grid_constant__ Rows table, const __grid_constant__ AdamwShared shared, uint32_t* tickets) {
+    adamw_kernel(const __grid_constant__ Rows table, const __grid_constant__ AdamwShared shared, uint32_t* tickets,
+                 Overflow* of_chunk) {
   if (blockIdx.x == 0 && threadIdx.x == 0) tell(shared);
-  if (is_skipped(shared)) return;
+  const bool skipped = is_skipped(shared);
+  if (skipped && !shared.report.lines) return;
   const Span span = span_of_block(table);
   const AdamwRow& row = row_at(table, span.row);
+  if (skipped) return overflow_block(table, grad_of(row), span, shared.report, of_chunk, tickets);
   const float steps = *row.step + 1;
   if (row.param_dtype == Dtype::f64) {
     step_span(row, span, adamw_scalars<double>(row, shared));
@@ -195,11 +199,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 cudaError_t adamw_cuda(const TableOf<AdamwRow>& table, AdamwRow* memory, const AdamwShared& shared, uint32_t* tickets,
-                       cudaStream_t stream) {
+                       Overflow* of_chunk, cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(tickets, 0, sizeof(uint32_t) * table.count, stream);
   if (error != cudaSuccess) return error;
   return with_rows(table, memory, stream, [&](const auto& rows) {
-    return launch(adamw_kernel<std::decay_t<decltype(rows)>>, table.chunks, stream, rows, shared, tickets);
+    return launch(adamw_kernel<std::decay_t<decltype(rows)>>, table.chunks, stream, rows, shared, tickets, of_chunk);
   });
 }
 

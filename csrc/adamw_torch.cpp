@@ -1,6 +1,7 @@
 #include "adamw_torch.h"
 
 #include "grad_stats_torch.h"
+#include "overflow_torch.h"
 
 namespace mpk {
 
@@ -9,7 +10,7 @@ static constexpr const char* kOp = AdamwPlan::kOp;
 // Everything that may differ from step to step.
 class AdamwCall {
  public:
-  // stack: the arguments from lr to skipped_steps.
+  // stack: the arguments from lr to report.
   AdamwCall(AdamwPlan& plan, StableIValue params, StableIValue grads, const StableIValue* stack)
       : plan_(plan),
         params_(params),
@@ -20,7 +21,8 @@ class AdamwCall {
         total_sumsq_(take_optional(stack[9])),
         max_norm_(bit_cast<double>(stack[10])),
         told_(take_optional(stack[11])),
-        skipped_steps_(take_optional(stack[12])) {
+        skipped_steps_(take_optional(stack[12])),
+        report_(take_optional(stack[13])) {
     const auto lr = take_numbers<double>(stack[0]), beta1 = take_numbers<double>(stack[1]);
     const auto beta2 = take_numbers<double>(stack[2]), weight_decay = take_numbers<double>(stack[3]);
     const auto eps = take_numbers<double>(stack[4]);
@@ -45,7 +47,10 @@ class AdamwCall {
     if (stats) stats->on_cpu();
     const AdamwShared shared = this->shared(stats);
     tell(shared);
-    if (is_skipped(shared)) return;
+    if (is_skipped(shared)) {
+      if (shared.report.lines) overflow_on_cpu(grads_of(rows), shared.report);
+      return;
+    }
     const auto table = lay_out(rows, kCpuChunk / 4);  // each element is some 28 bytes
     const auto adamw_span = MPK_BEST(adamw_span);
     parallel_for_chunks(table, elements(rows), [&](const AdamwRow& row, const Span& span) {
@@ -64,9 +69,13 @@ class AdamwCall {
     GradStatsCall* const stats = look_at_grads(guarded, rows);
     if (stats) stats->on_cuda(device.stream());
     const auto table = lay_out(rows, cuda_chunk(elements(rows)));
-    const Tensor tickets = param.scratch(sizeof(uint32_t) * table.count);
+    // In memory that nobody touches unless the step is skipped, before the tickets.
+    const int64_t shares = report_ ? sizeof(Overflow) * table.chunks : 0;
+    const Tensor scratch = param.scratch(shares + sizeof(uint32_t) * table.count);
     const RowMemory<AdamwRow> memory(table, param);
-    require_success(adamw_cuda(table, memory.get(), shared(stats), tickets.data<uint32_t>(), device.stream()), kOp);
+    auto* const tickets = reinterpret_cast<uint32_t*>(scratch.data<char>() + shares);
+    require_success(adamw_cuda(table, memory.get(), shared(stats), tickets, scratch.data<Overflow>(), device.stream()),
+                    kOp);
     lender_.return_copies();
   }
 #endif
@@ -90,12 +99,16 @@ class AdamwCall {
     return sum;
   }
 
+  static std::vector<Row> grads_of(const std::vector<AdamwRow>& rows) {
+    std::vector<Row> grads;
+    grads.reserve(rows.size());
+    for (const AdamwRow& row : rows) grads.push_back(grad_of(row));
+    return grads;
+  }
+
   GradStatsCall* look_at_grads(bool guarded, const std::vector<AdamwRow>& rows) {
     if (guarded) {
-      std::vector<Row> grads;
-      grads.reserve(rows.size());
-      for (const AdamwRow& row : rows) grads.push_back({const_cast<void*>(row.grad), row.size, 0, row.grad_dtype});
-      stats_ = std::make_unique<GradStatsCall>(grads_.front(), std::move(grads));
+      stats_ = std::make_unique<GradStatsCall>(grads_.front(), grads_of(rows));
     }
     return stats_.get();
   }
@@ -109,20 +122,23 @@ class AdamwCall {
               std::string(name) + " is not of the right size and dtype on the parameters' device");
       return tensor->data();
     };
-    return {static_cast<const float*>(pointer(grad_scale_.get(), "grad_scale", fp32, 1)),
+    const auto* const grad_scale = static_cast<const float*>(pointer(grad_scale_.get(), "grad_scale", fp32, 1));
+    Overflow* const lines = report_ ? overflow_lines(*report_, params_.count(), params_.front(), kOp) : nullptr;
+    return {grad_scale,
             {static_cast<const float*>(pointer(found_inf_.get(), "found_inf", fp32, 1)),
              static_cast<const float*>(pointer(stats ? &stats->found_inf : nullptr, "found_inf", fp32, 1))},
             static_cast<const double*>(pointer(total_sumsq, "total_sumsq", fp64, 1)),
             max_norm_,
             static_cast<float*>(pointer(told_.get(), "told", fp32, 2)),
-            static_cast<float*>(pointer(skipped_steps_.get(), "skipped_steps", fp32, 1))};
+            static_cast<float*>(pointer(skipped_steps_.get(), "skipped_steps", fp32, 1)),
+            {lines, grad_scale, /*is_unscaled=*/false}};
   }
 
   AdamwPlan& plan_;
   TensorList params_, grads_, on_device_;
   std::unique_ptr<Tensor> grad_scale_, found_inf_, total_sumsq_;
   double max_norm_;
-  std::unique_ptr<Tensor> told_, skipped_steps_;
+  std::unique_ptr<Tensor> told_, skipped_steps_, report_;
   std::vector<AdamwGroup> groups_;
   std::unique_ptr<GradStatsCall> stats_;
   Lender lender_;
@@ -153,7 +169,7 @@ static void adamw_planned(StableIValue* stack, const Run& run) {
   const Tensor handle(stack[0]);
   require(plan_in(handle) != nullptr, kOp, "the plan has been forgotten");
   AdamwCall call(*plan_in(handle), stack[1], stack[2], stack + 3);
-  run(call, /*guarded=*/stack[16] != 0);
+  run(call, /*guarded=*/stack[17] != 0);
 }
 
 static void adamw_on_cpu(StableIValue* stack, uint64_t, uint64_t) {

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mpkernels._adamw_state import needs_master
+from mpkernels._overflow_ledger import Ledger
 from mpkernels.ops import adamw as op
 from mpkernels.ops.grad_stats import GradStats, grad_stats
 
@@ -22,14 +23,20 @@ class Table:
     """Holds on to the tensors, so that a step need only bring the grads."""
 
     def __init__(
-        self, all_rows: Sequence[tuple[Group, Tensor, State]], places: list[int], is_for_once: bool = False
+        self,
+        all_rows: Sequence[tuple[Group, Tensor, State]],
+        places: list[int],
+        ledger: Ledger | None = None,
+        is_for_once: bool = False,
     ) -> None:
-        """places: which of the rows are this table's. Those of a group follow each other."""
+        """places: which of the rows are this table's. Those of a group follow each other. ledger: knows where a step
+        that is skipped leaves its report."""
         self._is_for_once = is_for_once
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*rows, strict=True)
-        self._params, self.device = list(params), params[0].device
+        self.params, self.device = list(params), params[0].device
+        self.report = None if ledger is None else ledger.report_for(self.params, self.device)
         self._is_complex = any(map(torch.is_complex, params))
         self.has_16_bit_parameters = any(map(needs_master, params))
         self.groups: list[Group] = []
@@ -67,7 +74,7 @@ class Table:
 
     @property
     def has_moved(self) -> bool:
-        return bool(self._params[0].device != self.device)
+        return bool(self.params[0].device != self.device)
 
     def can_look_at_grads(self) -> bool:
         """Within the step, which then need not be handed them twice."""
@@ -85,8 +92,9 @@ class Table:
         guarded: bool,
     ) -> None:
         grads = self._own(grads)
-        params = list(map(_real, self._params)) if self._is_complex else self._params
-        shared = *self._hyperparameters(), grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps
+        params = list(map(_real, self.params)) if self._is_complex else self.params
+        flags = grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps, self.report
+        shared = *self._hyperparameters(), *flags
         planned = op.planned.on(self.device.type)
         if planned is None or self._is_for_once or torch.compiler.is_compiling():
             op._adamw(params, grads, *self._lists, *shared)

@@ -13,21 +13,24 @@ from mpkernels.ops import unscale_ as unscale_list_
 FoundInf = dict[torch.device, Tensor]  # fp32, 0-dim, 0 or 1; one at most, as torch's optimizers take any other for 0
 
 
-def unscale_(optimizer: Optimizer, inv_scale: Tensor) -> FoundInf:
+Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their grads
+
+
+def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
     """Whether they do once they are unscaled, which they are then."""
     found_infs = []
-    for device, grads in _grads_by_device(optimizer).items():
+    for device, (_, of_device) in grads.items():
         found_infs.append(torch.zeros((), dtype=torch.float32, device=device))
-        unscale_list_(grads, found_infs[-1], inv_scale.to(device, non_blocking=True))
+        unscale_list_(of_device, found_infs[-1], inv_scale.to(device, non_blocking=True))
     return _together(found_infs, inv_scale.device)
 
 
-def look(optimizer: Optimizer, scale: Tensor) -> FoundInf:
+def look(grads: Grads, scale: Tensor) -> FoundInf:
     """Whether they will once they are unscaled: finite ones overflow, too, where a scale below 1 is taken off them.
     Their norm is then beyond fp32."""
     found_infs = []
-    for device, grads in _grads_by_device(optimizer).items():
-        stats = grad_stats(grads)
+    for device, (_, of_device) in grads.items():
+        stats = grad_stats(of_device)
         norm = stats.total_sumsq.sqrt() / scale.to(device, non_blocking=True)
         found_infs.append(torch.maximum(stats.found_inf, (norm > torch.finfo(torch.float32).max).float()))
     return _together(found_infs, scale.device)
@@ -47,14 +50,16 @@ def _params(optimizer: Optimizer) -> Iterator[Tensor]:
     return chain.from_iterable(group["params"] for group in optimizer.param_groups)
 
 
-def _grads_by_device(optimizer: Optimizer) -> dict[torch.device, list[Tensor]]:
+def grads_of(optimizer: Optimizer) -> Grads:
     """Of a sparse one, the values."""
-    grads: dict[torch.device, list[Tensor]] = {}
+    grads: Grads = {}
     for param in _params(optimizer):
         if param.grad is None:
             continue
         if param.grad.is_sparse and param.grad.dtype is torch.float16:
             param.grad = param.grad.coalesce()  # or the sum of an index's values might overflow later, unseen
         grad = param.grad._values() if param.grad.is_sparse else param.grad
-        grads.setdefault(grad.device, []).append(grad)
+        params, of_params = grads.setdefault(grad.device, ([], []))
+        params.append(param)
+        of_params.append(grad)
     return grads

@@ -11,10 +11,13 @@ from torch.optim import Optimizer
 from mpkernels import _found_inf, _scaling
 from mpkernels._autocast import autocast, machines_device
 from mpkernels._clip import clip_grad_norm_
+from mpkernels._find_nonfinite import find_nonfinite
 from mpkernels._late import Late
+from mpkernels._overflow_ledger import Ledgers
+from mpkernels._overflow_report import OverflowReport
 from mpkernels.ops import update_scale_
 
-__all__ = ["GradScaler", "autocast", "clip_grad_norm_"]
+__all__ = ["GradScaler", "OverflowReport", "autocast", "clip_grad_norm_", "find_nonfinite"]
 
 
 _HANDED_OVER = ("grad_scale", "found_inf", "told")  # what an optimizer holds of a scaler's during a step
@@ -60,6 +63,7 @@ class GradScaler(torch.amp.GradScaler):
         self._init_overflows = [0, 0]  # in a row, in all
         self._overflows: Tensor | None = None
         self._was_skipped = Late()
+        self._ledgers = Ledgers()
         if self._scaling != "dynamic":
             self._growth_factor = self._backoff_factor = 1.0
         if schedule is not None:
@@ -89,17 +93,29 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        return _found_inf.unscale_(optimizer, inv_scale)  # allow_fp16 or not
+        grads = _found_inf.grads_of(optimizer)
+        found_infs = _found_inf.unscale_(grads, inv_scale)  # allow_fp16 or not
+        self._note(optimizer, grads, found_infs, unscaled=True)
+        return found_infs
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         """Comes before the step of an optimizer that takes the scale off itself: the grads are only read."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        found_infs: dict[Any, Tensor] = _found_inf.look(optimizer, scale)
+        grads = _found_inf.grads_of(optimizer)
+        found_infs: dict[Any, Tensor] = _found_inf.look(grads, scale)
+        self._note(optimizer, grads, found_infs, unscaled=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs
 
+    def _note(self, optimizer: Optimizer, grads: _found_inf.Grads, found_infs: Any, unscaled: bool) -> None:
+        """What the grads are like, if the step will be skipped."""
+        assert self._scale is not None
+        self._ledgers.take_up(optimizer, self._overflows)
+        self._ledgers.fill(optimizer, grads, found_infs, self._scale, unscaled)
+
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's; and if anything is raised, the optimizer is left with the attributes that it came with."""
+        self._ledgers.take_up(optimizer, self._overflows)
         before = {name: vars(optimizer)[name] for name in _HANDED_OVER if name in vars(optimizer)}
         try:
             if self._leaves_check_to(optimizer, kwargs):
@@ -168,7 +184,23 @@ class GradScaler(torch.amp.GradScaler):
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         beyond = self._min_scale, self._max_scale, self._hysteresis
         update_scale_(scale, tracker, found_inf, *factors, overflows, *beyond)
+        self._ledgers.count(self._per_optimizer_states, overflows)
         self._was_skipped.send(overflows)
+
+    def overflow_report(
+        self, model: torch.nn.Module | None = None, found: find_nonfinite | None = None
+    ) -> OverflowReport:
+        """What the grads of the last skipped step were like, parameter by parameter, of all optimizers that it was
+        skipped for. It was written down on the device as the step was skipped: the grads may be gone. To ask waits for
+        the device.
+
+        Args:
+            model: whose names the parameters then have; else those that the optimizer was given, as
+                ``named_parameters()`` (torch >= 2.6), or group and number.
+            found: what ``with find_nonfinite(model) as found:`` has found, for the suggestion.
+        """
+        in_a_row = None if self._overflows is None else int(self._overflows[0])
+        return OverflowReport(self._ledgers.records(), model, found, in_a_row)
 
     def state_dict(self) -> dict[str, Any]:
         """torch's, and of modes beyond torch what they add."""
@@ -187,6 +219,7 @@ class GradScaler(torch.amp.GradScaler):
         scaler takes the scale, and another takes nothing."""
         if not self._enabled:
             return
+        self._ledgers = Ledgers()
         if state_dict and state_dict.get("scaling", "dynamic") != self._scaling:
             if self._scaling != "dynamic":
                 return

@@ -7,11 +7,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from mpkernels import _adamw_state
 from mpkernels._adamw_table import Fingerprint, Table
+from mpkernels._find_nonfinite import find_nonfinite
 from mpkernels._gradient_release import GradientRelease
 from mpkernels._late import Late
+from mpkernels._overflow_ledger import Ledger
+from mpkernels._overflow_report import OverflowReport
 
 __all__ = ["AdamW"]
 
@@ -100,6 +104,7 @@ class AdamW(torch.optim.AdamW):
         self._tables: list[Table] = []
         self._fingerprint: Fingerprint | None = None
         self._was_skipped = Late()
+        self._ledger = Ledger()
 
     @property
     def step_was_skipped(self) -> Tensor | None:
@@ -176,7 +181,7 @@ class AdamW(torch.optim.AdamW):
             self._state_of(param, grad, group_of[i])
             places.setdefault(param.device, []).append(i)
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
-        return [Table(rows, of_device) for of_device in places.values()]
+        return [Table(rows, of_device, self._ledger) for of_device in places.values()]
 
     def _state_of(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         _refuse_sparse(grad)
@@ -197,6 +202,10 @@ class AdamW(torch.optim.AdamW):
         if self.max_norm is not None or self.guard or getattr(self, "told", None) is not None:
             return True
         return self.guard is None and found_inf is None and any(table.has_16_bit_parameters for table in tables)
+
+    def overflow_report(self, model: Module | None = None, found: find_nonfinite | None = None) -> OverflowReport:
+        """As ``GradScaler.overflow_report``, also without a scaler: the guard's skips."""
+        return OverflowReport([(self, self._ledger.records())], model, found)
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and torch's AdamW can load it: 8-bit moments come in fp32, which they are decoded to exactly."""

@@ -48,7 +48,7 @@ class Model:
             for size, _, dtype, *_ in self.cases
         ]
 
-    def step(self, grads, grad_scale=None, found_inf=None, max_norm=math.inf, on_device=(), **changed):
+    def step(self, grads, grad_scale=None, found_inf=None, max_norm=math.inf, on_device=(), report=None, **changed):
         def device_scalar(value, dtype=F32):
             return None if value is None else torch.full((), value, dtype=dtype, device=self.device)
 
@@ -60,7 +60,7 @@ class Model:
             self.steps,
             [first, len(self.params) - first], *hyper.values(), list(on_device), device_scalar(grad_scale),
             device_scalar(found_inf), grad_stats(grads).total_sumsq if max_norm < math.inf else None,
-            max_norm, None, None,
+            max_norm, None, None, report,
         )  # fmt: skip
 
     def differences(self, other):
@@ -219,7 +219,7 @@ def test_layouts_that_differ(target):
         step = torch.zeros((), device=target.device)
         hyper = [0.1], [0.9], [0.99], [0.1], [1e-8], [False]
         rows = [param], [grad], [exp_avg], [exp_avg_sq], [], [], [], [step], [1]
-        _adamw(*rows, *hyper, [], None, None, None, math.inf, None, None)
+        _adamw(*rows, *hyper, [], None, None, None, math.inf, None, None, None)
         results.append([x.cpu().contiguous() for x in (param, exp_avg, exp_avg_sq)])
     assert all(same_bits(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
 

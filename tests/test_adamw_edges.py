@@ -106,7 +106,7 @@ def test_what_a_step_tells(target, scale, found_inf, sumsq, max_norm):
     step, hyper = torch.zeros((), device=target.device), ([0.1], [0.9], [0.99], [0.1], [1e-8], [False])
     lists = [param], [torch.ones_like(param)], *([state] for state in states), [], [], [], [step], [1]
     _adamw(*lists, *hyper, [], number(scale), number(found_inf), number(sumsq, torch.float64), max_norm, told,
-           skipped_steps)  # fmt: skip
+           skipped_steps, None)  # fmt: skip
     unscale = 1.0 if scale is None else torch.tensor(1 / scale).item()
     norm = -1.0 if sumsq is None else torch.tensor(math.sqrt(sumsq) * unscale).item()
     is_skipped = float(bool(found_inf))
@@ -121,7 +121,7 @@ def test_a_nan_norm_is_not_taken_for_a_small_one(target):
     nan = torch.full((), math.nan, dtype=torch.float64, device=target.device)
     groups, hyper = [len(model.params)], ([0.1], [0.9], [0.99], [0.1], [1e-8], [False])
     lists = (getattr(model, name) for name in LISTS[2:])
-    _adamw(model.params, model.grads(0), *lists, groups, *hyper, [], None, None, nan, 1.0, None, None)
+    _adamw(model.params, model.grads(0), *lists, groups, *hyper, [], None, None, nan, 1.0, None, None, None)
     assert all(param.isnan().all() for param in model.params)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpkernels.ops import _registry, grad_stats, unscale_, update_scale_
+from mpkernels.ops import _registry, grad_stats, overflow_, unscale_, update_scale_
 from mpkernels.ops._activations import ACTIVATIONS
 from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
 from tests.cases import DTYPES, random_grads
@@ -90,6 +90,13 @@ def linear_act_fenced(fence, sizes, dtype, activation):
         assert all(it.isfinite().all() for it in (y, *gradients))
 
 
+def overflow_fenced(fence, sizes, dtype):
+    grads = [fence(grad) for grad in random_grads([dtype], sizes)]
+    report = fence(torch.zeros(1 + len(grads), 6, dtype=torch.float64))
+    overflow_(grads, fence(torch.ones(())), fence(torch.full((), 2.0)), False, report)
+    assert report[:, :3].tolist() == [[1.0, 2.0, 2.0], *([grad.numel(), 0.0, 0.0] for grad in grads)]
+
+
 COUNT = torch.zeros((), dtype=torch.int32)
 F32, F16, B16, F64 = DTYPES
 ADAMW_DTYPES = zip(
@@ -99,6 +106,7 @@ LINEAR_CASES = [*itertools.product((F16, B16, F32), ("gelu", "relu", "none"))]
 CASES = {
     "unscale_": (unscale_fenced, [(dtype,) for dtype in DTYPES]),
     "grad_stats": (grad_stats_fenced, [(dtype,) for dtype in DTYPES]),
+    "overflow_": (overflow_fenced, [(dtype,) for dtype in DTYPES]),
     "adamw_": (adamw_fenced, list(ADAMW_DTYPES)),
     "update_scale_": (update_scale_fenced, [(0.0,), (1.0,)]),
     "linear_act": (linear_act_fenced, LINEAR_CASES[::2]),

@@ -46,7 +46,16 @@ def optimizer_step(device, state_dtype=torch.float32):
     nothing = torch.empty(0, **make)
     on_device = [nothing] * 3 + [torch.full((), 1e-2, **make), nothing, torch.full((), 0.99, **make).double()]
     shared = torch.full((), 8.0, **make), torch.zeros((), **make), torch.ones((), dtype=torch.float64, **make)
-    return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make))
+    report = torch.zeros(5, 6, dtype=torch.float64, **make)
+    return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make), report)
+
+
+def overflown(device):
+    """After a step that was skipped."""
+    grads, _, scale = tensors(device)
+    grads[0][1], grads[1][2] = float("inf"), float("nan")
+    report = torch.zeros(1 + len(grads), 6, dtype=torch.float64, device=device)
+    return grads, torch.ones((), device=device), scale, False, report
 
 
 def scale_state(device):
@@ -71,6 +80,7 @@ ARGUMENTS = {
     "adamw_": optimizer_step,
     "linear_act": linear_layer,
     "linear_act_backward": linear_layers_backward,
+    "overflow_": overflown,
     "unscale_": tensors,
     "grad_stats": lambda device: tensors(device)[:1],
     "update_scale_": scale_state,
@@ -196,8 +206,16 @@ ERRORS = [
      "update_scale_: overflows must be two adjacent int32, got shape (2,), strides (2,)"),
     (ops.update_scale_, (scalar, count, scalar.to("meta"), 2.0, 0.5, 1, pair), ValueError,
      "update_scale_: found_inf must be on cpu, got meta"),
+    (ops.overflow_, ([grad], scalar, None, False, torch.zeros(2, 6)), TypeError,
+     "overflow_: report must be torch.float64, got torch.float32"),
+    (ops.overflow_, ([grad], scalar, None, False, torch.zeros(1, 6).double()), ValueError,
+     "overflow_: report must be contiguous, of shape (2, 6), got shape (1, 6), strides (6, 1)"),
+    (ops.overflow_, ([grad], scalar, grad, False, torch.zeros(2, 6).double()), ValueError,
+     "overflow_: scale must be a tensor of one element, got shape (3,)"),
+    (ops.overflow_, ([grad.to("meta")], scalar, None, False, torch.zeros(2, 6).double()), ValueError,
+     "overflow_: grads[0] must be on cpu, got meta"),
     (mpkernels.backends, ("unscale",), ValueError,
-     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, unscale_, update_scale_, "
+     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, overflow_, unscale_, update_scale_, "
      "got 'unscale'"),
     (mpkernels.backend("fastest").__enter__, (), ValueError,
      "backend: name must be one of native, triton, reference, got 'fastest'"),

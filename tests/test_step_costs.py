@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import mpkernels
+from mpkernels.amp import GradScaler
 from mpkernels.ops import grad_stats, unscale_
 from mpkernels.optim import AdamW
 from tests.networks import B16, F16
@@ -119,6 +120,19 @@ def test_launches_of_a_step(launches_of, options, count, launches):
     optimizer = AdamW(params_of(F32, (10,) * count), **options)
     for _ in range(2):
         assert launches_of(optimizer.step) == launches
+
+
+@pytest.mark.parametrize("bad", [1.0, float("inf")], ids=["stepped", "skipped"])
+def test_launches_under_our_scaler(launches_of, bad):
+    """The report on a skipped step takes none of its own."""
+    params = params_of(F32, (10, 20_000))
+    optimizer, scaler = AdamW(params), GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    for value in (1.0, bad):
+        params[0].grad[3] = value
+        assert launches_of(lambda: scaler.step(optimizer)) == 2
+        assert launches_of(scaler.update) == 1
+    assert bool(scaler.overflow_report()) == (bad != 1.0)
 
 
 @pytest.mark.parametrize(("count", "uploads"), [(1, 0), (161, 0), (1354, 0), (1355, 2), (2709, 3)])

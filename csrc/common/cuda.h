@@ -82,16 +82,22 @@ __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Bo
   }
 }
 
-// The sum over a block's threads, in a fixed order; every thread gets it.
-static __device__ double block_sum(double value) {
+// The values of a block's threads joined by a function that is associative and commutative, but for rounding: the order
+// is fixed. Every thread gets the result.
+template <class Join>
+__device__ double block_join(double value, const Join& join) {
   __shared__ double of_warp[kThreads / 32];
-  for (int lanes = 16; lanes > 0; lanes /= 2) value += __shfl_xor_sync(0xffffffff, value, lanes);
+  for (int lanes = 16; lanes > 0; lanes /= 2) value = join(value, __shfl_xor_sync(0xffffffff, value, lanes));
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
   __syncthreads();
-  double sum = 0;
-  for (double share : of_warp) sum += share;
+  double joined = of_warp[0];
+  for (int warp = 1; warp < kThreads / 32; ++warp) joined = join(joined, of_warp[warp]);
   __syncthreads();  // before the next call writes of_warp
-  return sum;
+  return joined;
+}
+
+static __device__ double block_sum(double value) {
+  return block_join(value, [](double a, double b) { return a + b; });
 }
 
 // True in every thread of the last of `expected` blocks to call this with the same ticket (which starts at 0). What

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mpkernels.ops import _checks
 from mpkernels.ops.int8 import QUANTIZED
+from mpkernels.ops.overflow import check_report
 
 
 class Arguments(NamedTuple):
@@ -35,6 +36,7 @@ class Arguments(NamedTuple):
     max_norm: float
     told: Tensor | None
     skipped_steps: Tensor | None
+    report: Tensor | None
 
     def group_of_each(self) -> list[int]:
         return [group for group, size in enumerate(self.group_sizes) for _ in range(size)]
@@ -85,6 +87,8 @@ def check(*arguments: Any) -> None:
         scalar = getattr(it, name)
         if scalar is not None:
             _checks.scalar("adamw_", name, scalar, like=params[0] if params else None, dtype=dtype)
+    if it.report is not None and device is not None:
+        check_report("adamw_", it.report, len(params), device)
 
 
 def _check_row(

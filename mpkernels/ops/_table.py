@@ -59,12 +59,14 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def lend(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` with its elements in the dense order of ``like``: itself, or a copy if it has another layout."""
+    """``tensor`` with its elements in the dense order of ``like``: itself, or a copy if it has another layout; in
+    the order of indices if that is not dense."""
     if tensor.is_contiguous() and like.is_contiguous():
         return tensor
     if tensor.stride() == like.stride() and is_dense(like):
         return tensor
-    return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
+    order = torch.preserve_format if is_dense(like) else torch.contiguous_format
+    return torch.empty_like(like, dtype=tensor.dtype, memory_format=order).copy_(tensor)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from torch import Tensor
 from mpkernels.ops import int8
 from mpkernels.ops._adamw_arguments import Arguments, check
 from mpkernels.ops._registry import NativeCall, define
+from mpkernels.ops.overflow import lines
 from mpkernels.ops.split import join, split
 
 SCHEMA = (
@@ -16,7 +17,7 @@ SCHEMA = (
     "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)[] scales, Tensor(g!)[] steps, int[] group_sizes, "
     "float[] lr, float[] beta1, float[] beta2, float[] weight_decay, float[] eps, bool[] maximize, Tensor[] on_device, "
     "Tensor? grad_scale, Tensor? found_inf, Tensor? total_sumsq, float max_norm, Tensor(h!)? told, "
-    "Tensor(i!)? skipped_steps) -> ()"
+    "Tensor(i!)? skipped_steps, Tensor(j!)? report) -> ()"
 )
 
 
@@ -27,6 +28,13 @@ def _adamw(*arguments: Any) -> None:
         return
     is_skipped = _is_skipped(it)
     _tell(it, is_skipped)
+    if it.report is not None and is_skipped is not None:
+        # Codes stay in the order that they have: a kernel takes all else in it, too.
+        order = [
+            codes if codes.dtype == torch.int8 else param for codes, param in zip(it.exp_avgs, it.params, strict=True)
+        ]
+        seen = lines(it.grads, order, it.grad_scale, unscaled=False)
+        it.report.copy_(torch.where(is_skipped, seen, it.report))
     for i, group in enumerate(it.group_of_each()):
         if it.params[i].numel() > 0:
             moments = [it.exp_avgs[i], it.exp_avg_sqs[i]]
@@ -171,7 +179,8 @@ planned = NativeCall(
     _adamw,
     "adamw_planned_(Tensor handle, Tensor(a!)[] params, Tensor[] grads, float[] lr, float[] beta1, float[] beta2, "
     "float[] weight_decay, float[] eps, bool[] maximize, Tensor[] on_device, Tensor? grad_scale, Tensor? found_inf, "
-    "Tensor? total_sumsq, float max_norm, Tensor(b!)? told, Tensor(c!)? skipped_steps, bool guarded) -> ()",
+    "Tensor? total_sumsq, float max_norm, Tensor(b!)? told, Tensor(c!)? skipped_steps, Tensor(d!)? report, "
+    "bool guarded) -> ()",
 )
 forget = NativeCall(_adamw, "adamw_forget(Tensor(a!) handle) -> ()")
 
@@ -184,6 +193,7 @@ def adamw_(
     max_norm: float = math.inf,
     told: Tensor | None = None,
     skipped_steps: Tensor | None = None,
+    report: Tensor | None = None,
 ) -> None:
     """One AdamW step over lists of parameters, in torch's order of operations; ``mpkernels.optim.AdamW`` fills them in.
 
@@ -201,5 +211,6 @@ def adamw_(
         told: two fp32; the first becomes the norm of the unscaled grads if total_sumsq is given, the second 1 if the
             step is skipped, else 0.
         skipped_steps: one fp32, counted up if the step is skipped.
+        report: as ``overflow_`` has it, filled if the step is skipped; the order of memory is that of the parameter.
     """
-    _adamw(*rows_and_groups, grad_scale, found_inf, total_sumsq, max_norm, told, skipped_steps)
+    _adamw(*rows_and_groups, grad_scale, found_inf, total_sumsq, max_norm, told, skipped_steps, report)

@@ -15,6 +15,7 @@ from mpkernels.ops import _int8_kernel as int8
 from mpkernels.ops import _table
 from mpkernels.ops._adamw_arguments import Arguments
 from mpkernels.ops._int8_kernel import QUANTIZED
+from mpkernels.ops._overflow_kernel import FIELDS, overflow_program
 from mpkernels.ops._registry import implement
 from mpkernels.ops._split_kernel import join, split
 from mpkernels.ops._table import BLOCK, FP32, FP64, block_at, load_as, store_as
@@ -213,16 +214,21 @@ def tell(skipped, grad_scale, total_sumsq, told, skipped_steps):
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
 def adamw_kernel(
-    words, tensors, chunks, grad_scale, found_inf, total_sumsq, told, skipped_steps,
+    words, tensors, chunks, grad_scale, found_inf, total_sumsq, told, skipped_steps, report, of_chunk,
     CHUNK: tl.constexpr, IS_CLIPPED: tl.constexpr, HAS_INT8: tl.constexpr,
 ):  # fmt: skip
     skipped = is_skipped(grad_scale, found_inf, total_sumsq)
     if tl.program_id(0) == 0:
         tell(skipped, grad_scale, total_sumsq, told, skipped_steps)
-    if skipped:
-        return
     tensor, row, begin, size = _table.find_span(words, tensors, tl.program_id(0), CHUNK, ROW)
     tickets = words + tensors * ROW + chunks
+    if skipped:
+        if report is not None:
+            overflow_program(
+                tl.program_id(0), row, tensor, begin, size, tl.load(row + 4), tl.load(row + 11), tickets + tensor,
+                report, of_chunk, grad_scale, CHUNK=CHUNK, UNSCALED=False,
+            )  # fmt: skip
+        return
     step = tl.load(row + 10).to(tl.pointer_type(tl.float32))
     steps_before = tl.load(step)
     clipped_by = total_sumsq if IS_CLIPPED else None
@@ -278,10 +284,11 @@ def adamw_triton(*arguments: Any) -> None:
         grads.append(_table.lend(call.grads[i], like))
         own.append(own_words(grads[i], arrays, call.scales[i] if call.scales else nothing, call.steps[i], group))
     table = _table.build(flat, [0] * len(flat) + group_words(call), own)
+    of_chunk = None if call.report is None else call.report.new_empty(table.chunks * FIELDS.value)
     adamw_kernel[(table.chunks,)](
-        *table, call.grad_scale, call.found_inf, call.total_sumsq, call.told, call.skipped_steps,
-        CHUNK=_table.CHUNK, IS_CLIPPED=call.max_norm < math.inf, HAS_INT8=any(it.numel() for it in call.scales),
-        enable_fp_fusion=False,
+        *table, call.grad_scale, call.found_inf, call.total_sumsq, call.told, call.skipped_steps, call.report,
+        of_chunk, CHUNK=_table.CHUNK, IS_CLIPPED=call.max_norm < math.inf,
+        HAS_INT8=any(it.numel() for it in call.scales), enable_fp_fusion=False,
     )  # fmt: skip
     for original, copy in loans:
         if copy is not original:

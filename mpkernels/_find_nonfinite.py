@@ -1,0 +1,123 @@
+"""Which module was the first to give an inf or NaN."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FirstNonFinite:
+    module: str  #: its name in the model; "" is the model itself
+    kind: str
+    had_finite_inputs: bool
+    has_finite_weights: bool  #: when asked
+
+    def __str__(self) -> str:
+        return f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})"
+
+
+class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
+    """Watches a model's modules, and finds the first whose output holds an inf or NaN.
+
+    ::
+
+        with find_nonfinite(model) as found:
+            loss(model(inputs), targets).backward()
+        print(found)
+        print(scaler.overflow_report(model, found))
+
+    First is the one that ends first: not a container, but the module in it. Outputs may be nested in tuples, lists,
+    dicts and dataclasses. To watch takes a pass over each input and output, but waits for no device: only ``first`` and
+    ``print`` do. A module that gives -inf on purpose, such as a mask, is found, too.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._calls: list[tuple[str, torch.nn.Module, Tensor | None, Tensor]] = []  # in the order in which they ended
+        self._inputs: dict[int, list[Tensor | None]] = {}  # of calls that have begun
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> "find_nonfinite":
+        self._calls, self._inputs = [], {}
+        for name, module in self._model.named_modules():
+            self._hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
+            self._hooks.append(module.register_forward_hook(self._after(name)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self._inputs.setdefault(id(module), []).append(_is_finite((args, kwargs)))
+
+    def _after(self, name: str) -> Any:
+        def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+            were_finite, is_finite = self._inputs[id(module)].pop(), _is_finite(output)
+            if is_finite is not None:
+                self._calls.append((name, module, were_finite, is_finite))
+
+        return after
+
+    @property
+    def first(self) -> FirstNonFinite | None:
+        """None as long as all outputs are finite. Waits for the device."""
+        flags = _on_host([is_finite for *_, is_finite in self._calls])
+        if all(flags):
+            return None
+        name, module, were_finite, _ = self._calls[flags.index(False)]
+        return FirstNonFinite(
+            module=name,
+            kind=type(module).__name__,
+            had_finite_inputs=were_finite is None or bool(were_finite),
+            has_finite_weights=all(bool(param.isfinite().all()) for param in module.parameters(recurse=False)),
+        )
+
+    def __str__(self) -> str:
+        first = self.first
+        if first is None:
+            return f"All outputs of {len(self._calls)} calls of modules were finite."
+        inputs = "finite" if first.had_finite_inputs else "not finite"
+        weights = "" if first.has_finite_weights else "; its weights are not finite"
+        return f"{first} was the first to give an inf or NaN; its inputs were {inputs}{weights}."
+
+
+@torch.no_grad()
+def _is_finite(value: Any) -> Tensor | None:
+    """On the device; None of nothing."""
+    flags = [it.isfinite().all() for it in map(_strided, _tensors(value)) if it.is_floating_point() or it.is_complex()]
+    if not flags:
+        return None
+    device = flags[-1].device
+    return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).all()
+
+
+def _strided(tensor: Tensor) -> Tensor:
+    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for it in value.values():
+            yield from _tensors(it)
+    elif isinstance(value, tuple | list):
+        for it in value:
+            yield from _tensors(it)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name))
+
+
+def _on_host(flags: list[Tensor]) -> list[bool]:
+    """Read at once from each device."""
+    values: dict[int, bool] = {}
+    for device in {flag.device for flag in flags}:
+        of_device = [i for i, flag in enumerate(flags) if flag.device == device]
+        values |= zip(of_device, torch.stack([flags[i] for i in of_device]).tolist(), strict=True)
+    return [values[i] for i in range(len(flags))]

@@ -1,0 +1,126 @@
+"""What is kept of the last skipped step, on the device, until somebody asks for it."""
+
+from collections.abc import Mapping, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mpkernels.ops import overflow_
+from mpkernels.ops.overflow import FIELDS
+
+
+class Record(NamedTuple):
+    params: list[Tensor]
+    report: Tensor  # as overflow_ fills it: a heading, and a line for each parameter
+    follows_grads: bool  # whether indices are those in a grad's memory; else in a parameter's
+
+
+class Ledger:
+    """Of one optimizer: for each device a record, which steps fill again and again."""
+
+    def __init__(self, follows_grads: bool = False) -> None:
+        self._follows_grads = follows_grads
+        self._newest: dict[torch.device, Record] = {}
+        self._older: dict[torch.device, Record] = {}  # of other parameters
+
+    def report_for(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
+        """To be filled if these parameters' step is skipped. What it held before stays until then."""
+        newest = self._newest.get(device)
+        if newest is not None and len(newest.params) == len(params) and all(map(is_, newest.params, params)):
+            return newest.report
+        if newest is not None:
+            self._older[device] = self._merged(device)
+        report = torch.zeros(1 + len(params), len(FIELDS), dtype=torch.float64, device=device)
+        self._newest[device] = Record(list(params), report, self._follows_grads)
+        return report
+
+    def records(self) -> list[Record]:
+        return [self._merged(device) for device in self._newest]
+
+    def _merged(self, device: torch.device) -> Record:
+        """The newest, unless no step has been skipped since it was begun."""
+        newest, older = self._newest[device], self._older.get(device)
+        if older is None:
+            return newest
+        params = list({id(param): param for param in (*older.params, *newest.params)}.values())
+        report = torch.where(newest.report[0, 0] > 0, _among(params, newest), _among(params, older))
+        return Record(params, report, self._follows_grads)
+
+
+def _among(params: list[Tensor], record: Record) -> Tensor:
+    """The record's lines at the places that its parameters have among all these."""
+    place = {id(param): i for i, param in enumerate(params)}
+    places = [0, *(1 + place[id(param)] for param in record.params)]
+    at = torch.tensor(places).to(record.report.device, non_blocking=True)
+    return record.report.new_zeros(1 + len(params), len(FIELDS)).index_copy_(0, at, record.report)
+
+
+class Ledgers:
+    """Of a scaler's optimizers. Copied or pickled, it is empty."""
+
+    def __init__(self) -> None:
+        self._entries: WeakKeyDictionary[Optimizer, _Entry] = WeakKeyDictionary()
+
+    def __reduce__(self) -> tuple[type["Ledgers"], tuple[()]]:
+        return Ledgers, ()
+
+    def take_up(self, optimizer: Optimizer, overflows: Tensor | None) -> None:
+        """overflows: the scaler's, in a row and in all."""
+        if optimizer in self._entries:
+            return
+        last_skip = None
+        if overflows is not None and self._entries:
+            last_skip = torch.zeros_like(overflows[1])
+            for entry in self._entries.values():
+                if entry.last_skip is None:  # alone so far, so that all of them were its own
+                    entry.last_skip = overflows[1].clone()
+        self._entries[optimizer] = _Entry(Ledger(follows_grads=True), last_skip)
+
+    def fill(
+        self,
+        optimizer: Optimizer,
+        grads: Mapping[torch.device, tuple[list[Tensor], list[Tensor]]],
+        found_infs: Mapping[Any, Tensor],
+        scale: Tensor,
+        unscaled: bool,
+    ) -> None:
+        """If an inf or NaN was found. grads: of each device, parameters and their grads."""
+        for device, (params, of_params) in grads.items():
+            report = self._entries[optimizer].ledger.report_for(params, device)
+            (found_inf,) = (it.to(device, non_blocking=True) for it in found_infs.values())
+            overflow_(of_params, found_inf, scale.to(device, non_blocking=True), unscaled, report)
+
+    def count(self, states: Mapping[int, Mapping[str, Any]], overflows: Tensor) -> None:
+        """After each update: which optimizer's skip was the last. One alone needs no count."""
+        for optimizer, entry in self._entries.items() if len(self._entries) > 1 else ():
+            for found_inf in states.get(id(optimizer), {}).get("found_inf_per_device", {}).values():
+                has_overflowed = found_inf.to(overflows.device, non_blocking=True) != 0
+                if entry.last_skip is not None:
+                    entry.last_skip.copy_(torch.where(has_overflowed, overflows[1], entry.last_skip))
+
+    def records(self) -> list[tuple[Optimizer, list[Record]]]:
+        """Of the optimizers that the last skip concerned. Waits for the device."""
+        counts = {optimizer: entry.last_skip for optimizer, entry in self._entries.items()}
+        last = max((int(count) for count in counts.values() if count is not None), default=0)
+        return [
+            (optimizer, _of(optimizer, self._entries[optimizer].ledger))
+            for optimizer, count in counts.items()
+            if count is None or (int(count) == last and last > 0)
+        ]
+
+
+class _Entry:
+    def __init__(self, ledger: Ledger, last_skip: Tensor | None) -> None:
+        self.ledger, self.last_skip = ledger, last_skip
+
+
+def _of(optimizer: Any, ledger: Ledger) -> list[Record]:
+    """An optimizer that keeps a ledger of its own knows more, unless the grads came to it unscaled."""
+    by_scaler: list[Record] = ledger.records()
+    own: list[Record] = optimizer._ledger.records() if isinstance(getattr(optimizer, "_ledger", None), Ledger) else []
+    was_unscaled = any(record.report[0, 0] > 0 and record.report[0, 1] == 0 for record in own)
+    return by_scaler if by_scaler and (was_unscaled or not own) else own

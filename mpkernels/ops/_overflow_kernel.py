@@ -1,0 +1,100 @@
+"""What a Triton program does of a report about the grads of a skipped step; csrc/overflow_block.h is its twin."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from mpkernels.ops._table import BLOCK, FP64, is_last_one_out, load_as
+
+FIELDS = tl.constexpr(6)
+INFINITY = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def count_span(of_chunk, dtype, address, begin, size, compute: tl.constexpr):
+    """The five fields of a chunk after its size."""
+    lanes = tl.arange(0, BLOCK // 2)
+    infs = tl.zeros([BLOCK // 2], tl.int32)
+    nans = tl.zeros([BLOCK // 2], tl.int32)
+    zeros = tl.zeros([BLOCK // 2], tl.int32)
+    first = tl.full([BLOCK // 2], INFINITY, tl.float64)
+    largest = tl.zeros([BLOCK // 2], compute)
+    for i in range(0, size, BLOCK // 2):
+        mask = i + lanes < size
+        x = load_as(compute, dtype, address, begin + i + lanes, mask)
+        magnitude = tl.abs(x)
+        inf, nan = mask & (magnitude == INFINITY), mask & (x != x)
+        infs += inf.to(tl.int32)
+        nans += nan.to(tl.int32)
+        zeros += (mask & (magnitude == 0)).to(tl.int32)
+        first = tl.where(inf | nan, tl.minimum(first, (begin + i + lanes).to(tl.float64)), first)
+        is_larger = mask & (magnitude < INFINITY) & (magnitude > largest)
+        largest = tl.where(is_larger, magnitude, largest)
+    tl.store(of_chunk + 1, tl.sum(infs).to(tl.float64))
+    tl.store(of_chunk + 2, tl.sum(nans).to(tl.float64))
+    tl.store(of_chunk + 3, tl.min(first))
+    tl.store(of_chunk + 4, tl.max(largest).to(tl.float64))
+    tl.store(of_chunk + 5, tl.sum(zeros).to(tl.float64))
+
+
+@triton.jit
+def load_field(of_chunk, field: tl.constexpr, i, count, other):
+    """Of so many chunks, what other programs wrote, past the L1 cache."""
+    return tl.load(of_chunk + i * FIELDS + field, mask=i < count, other=other, cache_modifier=".cg")
+
+
+@triton.jit
+def write_line(line, of_chunk, count, size):
+    lanes = tl.arange(0, 128)
+    infs = tl.zeros([128], tl.float64)
+    nans = tl.zeros([128], tl.float64)
+    zeros = tl.zeros([128], tl.float64)
+    first = tl.full([128], INFINITY, tl.float64)
+    largest = tl.zeros([128], tl.float64)
+    for begin in range(0, count, 128):
+        i = begin + lanes
+        infs += load_field(of_chunk, 1, i, count, 0.0)
+        nans += load_field(of_chunk, 2, i, count, 0.0)
+        first = tl.minimum(first, load_field(of_chunk, 3, i, count, INFINITY))
+        largest = tl.maximum(largest, load_field(of_chunk, 4, i, count, 0.0))
+        zeros += load_field(of_chunk, 5, i, count, 0.0)
+    tl.store(line, size.to(tl.float64))
+    tl.store(line + 1, tl.sum(infs))
+    tl.store(line + 2, tl.sum(nans))
+    tl.store(line + 3, tl.min(first))
+    tl.store(line + 4, tl.max(largest))
+    tl.store(line + 5, tl.sum(zeros))
+
+
+@triton.jit
+def write_heading(report, scale, unscaled: tl.constexpr):
+    of_step, on_grads = 0.0, 1.0
+    if scale is not None:
+        of_step = tl.load(scale).to(tl.float64)
+        if not unscaled:
+            on_grads = of_step
+    tl.store(report, 1.0)
+    tl.store(report + 1, of_step)
+    tl.store(report + 2, on_grads)
+    for field in tl.static_range(3, 6):
+        tl.store(report + field, 0.0)
+
+
+@triton.jit
+def overflow_program(
+    chunk, row, number, begin, size, address, dtype, ticket, report, of_chunk, scale,
+    CHUNK: tl.constexpr, UNSCALED: tl.constexpr,
+):  # fmt: skip
+    """One program a chunk; the last of a grad merges its chunks. Called by all of a table's programs, or by none."""
+    if chunk == 0:
+        write_heading(report, scale, UNSCALED)
+    if dtype == FP64:
+        count_span(of_chunk + chunk.to(tl.int64) * FIELDS, dtype, address, begin, size, tl.float64)
+    else:
+        count_span(of_chunk + chunk.to(tl.int64) * FIELDS, dtype, address, begin, size, tl.float32)
+    elements = tl.load(row + 1)
+    chunks = tl.maximum(tl.cdiv(elements, CHUNK), 1)
+    if is_last_one_out(ticket, chunks):
+        line = report + (1 + number) * FIELDS
+        write_line(line, of_chunk + tl.load(row + 2) * FIELDS, chunks, elements)

@@ -1,0 +1,94 @@
+"""overflow_: what the grads of a skipped step are like, told on the device."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mpkernels.ops import _checks
+from mpkernels.ops._registry import define
+
+FIELDS = ("size", "infs", "nans", "first", "largest", "zeros")  # of a line
+
+
+def check_report(op: str, report: Tensor, grads: int, device: torch.device) -> None:
+    _checks.tensor(op, "report", report)
+    if report.dtype != torch.float64:
+        raise TypeError(f"{op}: report must be torch.float64, got {report.dtype}")
+    if report.device != device:
+        raise ValueError(f"{op}: report must be on {device}, got {report.device}")
+    if report.shape != (1 + grads, len(FIELDS)) or not report.is_contiguous():
+        wanted, got = (1 + grads, len(FIELDS)), f"shape {tuple(report.shape)}, strides {report.stride()}"
+        raise ValueError(f"{op}: report must be contiguous, of shape {wanted}, got {got}")
+
+
+def _check(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, unscaled: bool, report: Tensor) -> None:
+    _checks.scalar("overflow_", "found_inf", found_inf)
+    if scale is not None:
+        _checks.scalar("overflow_", "scale", scale, like=found_inf)
+    _checks.tensors("overflow_", "grads", grads, device=found_inf.device)
+    check_report("overflow_", report, len(grads), found_inf.device)
+
+
+@define(
+    "overflow_(Tensor[] grads, Tensor found_inf, Tensor? scale, bool unscaled, Tensor(a!) report) -> ()", check=_check
+)
+def _overflow(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, unscaled: bool, report: Tensor) -> None:
+    if grads:
+        report.copy_(torch.where(found_inf.reshape(()) != 0, lines(grads, grads, scale, unscaled), report))
+
+
+def lines(grads: Sequence[Tensor], order: Sequence[Tensor], scale: Tensor | None, unscaled: bool) -> Tensor:
+    """The report about these grads, each in the order of the memory of the other tensor."""
+    zero = grads[0].new_zeros((), dtype=torch.float64)
+    by = zero if scale is None else scale.reshape(()).double()
+    of_grads = [_line(_flat(*pair), zero) for pair in zip(grads, order, strict=True)]
+    heading = [zero + 1, by, zero + 1 if scale is None or unscaled else by, zero, zero, zero]
+    return torch.stack([torch.stack(line) for line in (heading, *of_grads)])
+
+
+def _line(x: Tensor, zero: Tensor) -> list[Tensor]:
+    nothing = zero + torch.inf
+    if x.numel() == 0:
+        return [zero, zero, zero, nothing, zero, zero]
+    bad = x.isfinite().logical_not()
+    first = torch.where(bad.any(), bad.to(torch.uint8).argmax(), nothing)
+    largest = torch.where(bad, 0, x.abs()).amax()
+    return [
+        zero + x.numel(),
+        x.isinf().double().sum(),
+        x.isnan().double().sum(),
+        first,
+        largest,
+        (x == 0).double().sum(),
+    ]
+
+
+def _flat(tensor: Tensor, like: Tensor) -> Tensor:
+    """In the order in which the elements of ``like`` fill its memory, or in that of indices if there are gaps."""
+    dims = order_of_memory(like)
+    return (tensor.permute(dims) if like.permute(dims).is_contiguous() else tensor).reshape(-1).double()
+
+
+def order_of_memory(tensor: Tensor) -> list[int]:
+    """Its dimensions, from the one whose elements are farthest apart."""
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+
+
+def overflow_(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, unscaled: bool, report: Tensor) -> None:
+    """Fills ``report`` if ``found_inf`` is not 0; else no grad is read and nothing is written.
+
+    One launch for any number of tensors; nothing is copied to the host. All kernels give the same bits.
+
+    Args:
+        grads: dense tensors on the device of found_inf, in fp16, bf16, fp32 or fp64; empty ones are welcome.
+        found_inf: one fp32.
+        scale: one fp32, the loss scale of the step, if there is one.
+        unscaled: whether it has been taken off the grads.
+        report: fp64, contiguous, of shape (1 + len(grads), 6). A heading: 1; the scale or 0; by what the grads are
+            still multiplied; zeros. Then a line for each grad: how many elements; how many are inf, how many NaN; the
+            index of the first of those in the order of memory, or inf; the largest finite magnitude; how many are 0.
+            A grad that has gaps or overlaps in memory is taken in the order of its indices.
+    """
+    _overflow(grads, found_inf, scale, unscaled, report)

@@ -1,0 +1,260 @@
+"""find_nonfinite, and what a report suggests."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mpkernels.amp import GradScaler, find_nonfinite
+from tests.networks import F16, one_thread
+from tests.test_amp_steps import Watch
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+INF, NAN = float("inf"), float("nan")
+
+
+class Root(torch.nn.Module):
+    """NaN of negative inputs."""
+
+    def forward(self, x):
+        return x.sqrt()
+
+
+def network(*modules):
+    return torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Tanh(), *modules), torch.nn.ReLU())
+
+
+def first_of(model, *inputs):
+    with find_nonfinite(model) as found:
+        model(*inputs)
+    return found.first
+
+
+def test_the_first_module():
+    first = first_of(network(Root(), torch.nn.Tanh()), torch.ones(2, 3) * torch.tensor([[1.0], [-1.0]]))
+    assert (first.module, first.kind) == ("1.1", "Root")
+    assert first.had_finite_inputs
+    assert first.has_finite_weights
+
+
+def test_all_finite():
+    with find_nonfinite(network()) as found:
+        assert found.first is None
+    assert str(found) == "All outputs of 0 calls of modules were finite."
+
+
+def test_an_input_that_is_not_finite():
+    first = first_of(network(), torch.tensor([[1.0, INF, 1.0]]))
+    assert (first.module, first.had_finite_inputs, first.has_finite_weights) == ("0", False, True)
+
+
+def test_weights_that_are_not_finite():
+    model = network()
+    model[0].bias.data[1] = NAN
+    first = first_of(model, torch.ones(3))
+    assert (first.module, first.had_finite_inputs, first.has_finite_weights) == ("0", True, False)
+
+
+class InPlace(torch.nn.Module):
+    def forward(self, x):
+        return x.div_(0)
+
+
+def test_an_input_that_is_overwritten():
+    assert first_of(torch.nn.Sequential(InPlace()), torch.ones(2)).had_finite_inputs
+
+
+def test_a_model_that_spoils_it_itself():
+    first = first_of(Root(), -torch.ones(2))
+    assert first.module == ""
+    assert str(first) == "the model itself (Root)"
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    beside: tuple[int, None] = (1, None)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: (torch.ones(2), x),
+        lambda x: {"a": [torch.zeros(2, dtype=torch.int64), (x,)]},
+        Output,
+        lambda x: x.to(torch.complex64),
+        lambda x: x.to_sparse(),
+        lambda x: x.new_ones(2, dtype=torch.float64) * x,
+    ],
+    ids=["tuple", "dict of lists", "dataclass", "complex", "sparse", "fp64"],
+)
+def test_nested_outputs(wrap):
+    class Wrapping(torch.nn.Module):
+        def forward(self, x):
+            return wrap(x)
+
+    assert first_of(Wrapping(), torch.tensor([1.0, NAN])).module == ""
+    assert first_of(Wrapping(), torch.ones(2)) is None
+
+
+def test_keyword_inputs():
+    class Pair(torch.nn.Module):
+        def forward(self, *, a, b):
+            return a + b
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, x):
+            return self.pair(a=x, b=x / 0)
+
+    assert not first_of(Model(), torch.ones(2)).had_finite_inputs
+
+
+def test_a_module_that_is_used_twice():
+    """By the call that spoils it."""
+    root, shift = Root(), torch.nn.Linear(1, 1, bias=False)
+    shift.weight.data.fill_(-1.0)
+    assert first_of(torch.nn.Sequential(root, shift, root), torch.ones(1, 1)).module == "0"
+    assert first_of(torch.nn.Sequential(shift, root), -torch.ones(1, 1)) is None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_modules(use_reentrant):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = network(Root())
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=use_reentrant).sum()
+
+    model, x = Model(), torch.ones(2, 3, requires_grad=True)
+    model.block[0].bias.data.fill_(-10.0)
+    with find_nonfinite(model) as found:
+        model(x).backward()
+    assert found.first.module == "block.1.1"
+    assert x.grad is not None
+
+
+def test_hooks_are_gone_afterwards():
+    model = network()
+    with pytest.raises(RuntimeError), find_nonfinite(model):
+        model(torch.ones(2, 7))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_call_that_failed_is_no_call():
+    model = network(Root())
+    with find_nonfinite(model) as found:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 7))
+        assert found.first is None
+        model(torch.full((3,), NAN))
+    assert found.first.module == "0"
+    with found:  # once more, from the start
+        model(torch.full((3,), INF))
+    assert not found.first.had_finite_inputs
+
+
+def test_nobody_waits_while_it_watches():
+    model = network(Root())
+    with find_nonfinite(model) as found, Watch():
+        model(-torch.ones(2, 3))
+    assert found.first is not None
+
+
+def report_after(grads, scale=2.0**16, skips=1, model=None, found=None, dtype=torch.float32):
+    """Of parameters that have these grads."""
+    params = [(f"p{i}", torch.nn.Parameter(torch.ones(len(grad), dtype=dtype))) for i, grad in enumerate(grads)]
+    optimizer, scaler = torch.optim.SGD(params, lr=0.1), GradScaler("cpu", init_scale=scale, scaling="static")
+    for _ in range(skips):
+        scaler.scale(torch.ones(()))
+        for (_, param), grad in zip(params, grads, strict=True):
+            param.grad = torch.tensor(grad, dtype=dtype)
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler.overflow_report(model, found)
+
+
+SUGGESTIONS = {
+    "Only infs: the scale of 65536 was too high.": {"grads": [[1.0, INF], [1.0]]},
+    "It was skip 5 in a row: a lower init_scale would save them.": {"grads": [[1.0, INF], [1.0]], "skips": 5},
+    "NaN appears from p0 on, as where an inf meets a 0: the scale may be too high.": {
+        "grads": [[1.0, NAN], [INF], [1.0]]
+    },
+    "Every gradient holds NaN, so the loss itself, or an input, is inf or NaN, and no scale will help": {
+        "grads": [[1.0, NAN], [NAN, INF]]
+    },
+    "At a scale of 1 it is not the scale: look at p1 and what follows it": {
+        "grads": [[1.0, NAN], [INF], [1.0]],
+        "scale": 1.0,
+    },
+    "75% of the elements are 0: if they underflow while others overflow, no scale fits all, but bf16 would.": {
+        "grads": [[INF], [0.0] * 3]
+    },
+    "75% of the elements are 0: unless they belong there, as in embeddings, they underflow, and": {
+        "grads": [[NAN], [0.0] * 3]
+    },
+}
+
+
+@pytest.mark.parametrize(("text", "seen"), SUGGESTIONS.items(), ids=SUGGESTIONS)
+def test_suggestions(text, seen):
+    suggestion = report_after(**seen).suggestion
+    assert text in suggestion
+    assert text in str(report_after(**seen))
+    others = [other for other in SUGGESTIONS if other != text and other in suggestion]
+    beside = {"It was skip 5": "Only infs", "75% of the elements are 0: if": "Only infs", "75%": "NaN appears"}
+    allowed = next((other for start, other in beside.items() if text.startswith(start)), "nothing else")
+    assert all(other.startswith(allowed) for other in others), others
+
+
+class Norm(torch.nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.weight, self.eps = torch.nn.Parameter(torch.ones(3)), eps
+
+    def forward(self, x):
+        return x * (x.square().mean() + self.eps).rsqrt() * self.weight
+
+
+@pytest.mark.parametrize(
+    ("layer", "text"),
+    [
+        (Norm(1e-8), "eps of 0 is 0 in fp16, whose smallest number is 6e-08: raise it."),
+        (Norm(1e-6), "eps of 0 is below fp16's normal range, 6.1e-05: raise it, or compute in fp32."),
+        (torch.nn.LayerNorm(3, eps=1e-12), "eps of 0 is 0 in fp16, whose smallest number is 6e-08: raise it."),
+        (torch.nn.LayerNorm(3), None),  # computes in fp32
+        (Norm(1e-3), None),
+        (torch.nn.Linear(3, 3), None),
+    ],
+    ids=str,
+)
+def test_layers_whose_eps_fp16_cannot_hold(layer, text):
+    model = torch.nn.Sequential(layer)
+    assert "eps" not in report_after([[INF]], model=model.float()).suggestion
+    suggestion = report_after([[INF]], model=model.half(), dtype=F16).suggestion
+    assert text in suggestion if text else "eps" not in suggestion
+
+
+@pytest.mark.parametrize(
+    ("inputs", "bias", "text"),
+    [
+        (1.0, -10.0, "1.1 (Root) was the first to give an inf or NaN, of finite inputs: compute it in fp32 or bf16."),
+        (1.0, NAN, "The weights of 0 (Linear) are not finite: an earlier step has spoiled them."),
+        (NAN, 0.0, "0 (Linear) was the first module to give an inf or NaN, and got it as an input: look at the data."),
+        (0.0, 1.0, "Every module's output was finite: the loss or the backward pass made the first inf or NaN."),
+    ],
+)
+def test_what_was_found_in_the_forward_pass(inputs, bias, text):
+    model = network(Root())
+    model[0].bias.data.fill_(bias)
+    with find_nonfinite(model) as found:
+        model(torch.full((2, 3), inputs))
+    assert text in report_after([[NAN], [NAN]], model=model, found=found).suggestion
+    assert "Every gradient" not in report_after([[NAN], [NAN]], found=found).suggestion

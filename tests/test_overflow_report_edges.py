@@ -1,0 +1,122 @@
+"""overflow_report of unusual grads, of unusual steps, and what becomes of it in copies."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from mpkernels.amp import GradScaler
+from mpkernels.optim import AdamW
+from tests.networks import B16, network, one_thread
+from tests.test_amp import OPTIMIZERS
+from tests.test_overflow_report import INF, NAN, culprits, every_optimizer, iterate, params_of
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def test_sparse_grads():
+    embedding = torch.nn.Embedding(10, 3, sparse=True)
+    optimizer, scaler = torch.optim.SGD(embedding.parameters(), lr=0.1), GradScaler("cpu")
+    scaler.scale(embedding(torch.tensor([7, 2])).sum()).backward()
+    embedding.weight.grad._values()[1, 2] = INF
+    scaler.step(optimizer)
+    scaler.update()
+    (gradient,) = scaler.overflow_report().gradients
+    assert (gradient.elements, gradient.infs, gradient.first) == (6, 1, (5,))
+
+
+def test_complex_and_transposed_and_empty_grads():
+    params = [
+        torch.nn.Parameter(torch.ones(2, 3, dtype=torch.complex64)),
+        torch.nn.Parameter(torch.ones(3, 5).t()),
+        torch.nn.Parameter(torch.ones(0, 4)),
+    ]
+    optimizer = AdamW(params, guard=True)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    params[0].grad[1, 1] = complex(0, INF)
+    params[1].grad[4, 1] = NAN
+    optimizer.step()
+    assert [it[1:] for it in culprits(optimizer.overflow_report())] == [(0, 1, (4, 1)), (1, 0, (1, 1))]
+
+
+@pytest.mark.parametrize("name", ["SGD", "our AdamW"])
+def test_grads_of_another_layout(name):
+    (param,) = params_of((3, 5))
+    optimizer, scaler = OPTIMIZERS[name]([param]), GradScaler("cpu")
+    scaler.scale(param.sum()).backward()
+    param.grad = param.grad.t().contiguous().t()
+    param.grad[2, 1] = INF
+    scaler.step(optimizer)
+    assert culprits(scaler.overflow_report())[0][3] == (2, 1)
+
+
+def test_grads_that_are_released():
+    model, scaler = network(B16), GradScaler("cpu", init_scale=8.0)
+    optimizer = AdamW(model.named_parameters())
+    optimizer.release_grads(scaler)
+    output = model(torch.ones(2, 20, dtype=B16))
+    output.register_hook(lambda grad: grad * INF)
+    scaler.scale(output.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(param.grad is None for param in model.parameters())
+    assert [it.name for it in scaler.overflow_report().culprits][:2] == ["3.bias", "3.weight"]
+
+
+def test_a_compiled_step():
+    model = network(B16)
+    optimizer = AdamW(model.named_parameters())
+    step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
+    for bad in (1.0, INF, 1.0):
+        optimizer.zero_grad()
+        (model(torch.ones(2, 20, dtype=B16)) * bad).sum().backward()
+        step()
+    assert {it.name for it in optimizer.overflow_report().culprits} == {name for name, _ in model.named_parameters()}
+    torch.compiler.reset()
+
+
+@every_optimizer
+def test_copies_start_without_a_report(make):
+    (param,) = params_of((3,))
+    optimizer, scaler = make([param]), GradScaler("cpu")
+    iterate(scaler, optimizer, bad=[(param, 0, INF)])
+    for twin in (copy.deepcopy(scaler), pickle.loads(pickle.dumps(scaler))):
+        assert not twin.overflow_report()
+        iterate(twin, optimizer, bad=[(param, 1, INF)])
+        assert culprits(twin.overflow_report())[0][3] == (1,)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert not hasattr(twin, "overflow_report") or not twin.overflow_report()
+    assert scaler.state_dict().keys() == torch.amp.GradScaler("cpu").state_dict().keys()
+    assert optimizer.state_dict()["state"].keys() <= {0}
+    scaler.load_state_dict(scaler.state_dict())
+    assert not scaler.overflow_report()
+
+
+@every_optimizer
+def test_memory_is_taken_once(make):
+    params = params_of((3,), (4,))
+    optimizer, scaler = make(params), GradScaler("cpu")
+    iterate(scaler, optimizer)
+    ledger = getattr(optimizer, "_ledger", None) or scaler._ledgers._entries[optimizer].ledger
+    (before,) = ledger.records()
+    for bad in ([], [(params[0], 0, INF)], []):
+        iterate(scaler, optimizer, bad=bad)
+    (after,) = ledger.records()
+    assert after.report.data_ptr() == before.report.data_ptr()
+
+
+def test_several_devices():
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+    params = [*params_of((3,)), *params_of((4,), device="cuda")]
+    for make in OPTIMIZERS.values():
+        optimizer, scaler = make(params), GradScaler("cuda", init_scale=8.0)
+        scaler.scale(sum(param.sum().cuda() for param in params)).backward()
+        params[0].grad[1] = INF
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        report = scaler.overflow_report()
+        assert [(it.infs, it.largest) for it in report.gradients] == [(1, 1.0), (0, 1.0)]
