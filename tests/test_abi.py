@@ -13,10 +13,11 @@ import torch
 CSRC = Path(__file__).parents[1] / "csrc"
 OURS = CSRC / "common" / "torch_abi.h"
 TORCH = Path(torch.__file__).parent
+CPU = "#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>\n"
 
 
 def complaints_beside_torch(ours):
-    source = f"#define USE_CUDA\n#include <torch/csrc/stable/c/shim.h>\n{ours}\n"
+    source = f"#define USE_CUDA\n#include <torch/csrc/stable/c/shim.h>\n{CPU}{ours}\n"
     compiler = shutil.which("c++") or shutil.which("g++")
     command = [compiler, "-std=c++20", "-fsyntax-only", f"-I{TORCH / 'include'}", "-x", "c++", "-"]
     return subprocess.run(command, input=source, capture_output=True, text=True, check=False).stderr
@@ -35,7 +36,8 @@ def test_a_wrong_declaration_would_be_refused():
 
 def test_torch_declares_every_function_that_we_do():
     """A misspelt one would be taken for a new function, and be missing when the library is loaded."""
-    headers = [TORCH / "include/torch/csrc/stable/c/shim.h", TORCH / "include/torch/csrc/inductor/aoti_torch/c/shim.h"]
+    inductor = TORCH / "include/torch/csrc/inductor/aoti_torch"
+    headers = [TORCH / "include/torch/csrc/stable/c/shim.h", inductor / "c/shim.h", inductor / "generated/c_shim_cpu.h"]
     known = " ".join(header.read_text() for header in headers)
     declared = re.findall(r"\b((?:aoti_)?torch_\w+)\(", OURS.read_text())
     assert len(declared) > 20

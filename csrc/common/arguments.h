@@ -124,6 +124,28 @@ inline std::unique_ptr<Tensor> take_optional(StableIValue value) {
   return inner ? std::make_unique<Tensor>(*inner) : nullptr;
 }
 
+inline std::string take_string(StableIValue value) {
+  const auto handle = reinterpret_cast<StringHandle>(value);
+  const char* text = nullptr;
+  require(torch_string_c_str(handle, &text) == 0, "mpkernels", "torch could not read a string");
+  std::string copy(text);
+  torch_delete_string(handle);
+  return copy;
+}
+
+template <class T>
+T take_number(StableIValue value) {
+  T number;
+  memcpy(&number, &value, sizeof(T));
+  return number;
+}
+
+// A dtype of torch's; -1: None.
+inline int32_t take_optional_dtype(StableIValue value) {
+  const std::unique_ptr<StableIValue> inner(reinterpret_cast<StableIValue*>(value));
+  return inner ? take_number<int32_t>(*inner) : -1;
+}
+
 template <class T>
 std::vector<T> take_numbers(StableIValue value) {
   const auto list = reinterpret_cast<StableListHandle>(value);

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "numeric.h"
+#include "math.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own _mm512_undefined (GCC bug 105593)
@@ -53,6 +53,18 @@ struct SquareRoot<MPK_ISA::Floats> {
 #else
     for (int lane = 0; lane < MPK_ISA::kLanes; ++lane) x[lane] = std::sqrt(x[lane]);
     return x;
+#endif
+  }
+};
+template <>
+struct Fma<MPK_ISA::Floats> {
+  static MPK_FN MPK_ISA::Floats of(MPK_ISA::Floats a, MPK_ISA::Floats b, MPK_ISA::Floats c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__AVX2__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
 #endif
   }
 };

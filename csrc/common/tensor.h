@@ -40,11 +40,21 @@ class Tensor {
     require(error == 0, "mpkernels", "torch could not allocate a tensor");
     return Tensor(reinterpret_cast<StableIValue>(empty));
   }
+  // Memory of somebody else's, who must outlive it.
+  static Tensor over(void* data, int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
+                     std::pair<int32_t, int32_t> device) {
+    AtenTensorHandle view = nullptr;
+    const AOTITorchError error =
+        aoti_torch_create_tensor_from_blob(data, ndim, sizes, strides, 0, dtype, device.first, device.second, &view);
+    require(error == 0, "mpkernels", "torch could not make a view");
+    return Tensor(reinterpret_cast<StableIValue>(view));
+  }
   // Bytes on the device of this one, 16-byte aligned.
   Tensor scratch(int64_t bytes) const { return new_empty(1, &bytes, aoti_torch_dtype_uint8()); }
   void copy_from(const Tensor& source) {
     require(aoti_torch_copy_(handle_, source.handle_, 0) == 0, "mpkernels", "torch could not copy a tensor");
   }
+  AtenTensorHandle handle() const { return handle_; }
   StableIValue release() { return reinterpret_cast<StableIValue>(std::exchange(handle_, nullptr)); }
 
   int64_t size() const { return get<int64_t>(aoti_torch_get_numel); }

@@ -11,6 +11,8 @@ struct AtenTensorOpaque;
 using AtenTensorHandle = AtenTensorOpaque*;
 struct StableListOpaque;
 using StableListHandle = StableListOpaque*;
+struct StringOpaque;
+using StringHandle = StringOpaque*;
 struct TorchLibraryOpaque;
 using TorchLibraryHandle = TorchLibraryOpaque*;
 using StableIValue = uint64_t;
@@ -25,6 +27,8 @@ AOTITorchError torch_library_impl(TorchLibraryHandle self, const char* name,
 AOTITorchError torch_list_size(StableListHandle list_handle, size_t* size);
 AOTITorchError torch_list_get_item(StableListHandle list_handle, size_t index, StableIValue* element);
 AOTITorchError torch_delete_list(StableListHandle list_handle);
+AOTITorchError torch_string_c_str(StringHandle handle, const char** data);
+AOTITorchError torch_delete_string(StringHandle handle);
 AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
 AOTITorchError aoti_torch_get_numel(AtenTensorHandle tensor, int64_t* ret_numel);
 AOTITorchError aoti_torch_get_dim(AtenTensorHandle tensor, int64_t* ret_dim);
@@ -40,6 +44,12 @@ AOTITorchError torch_get_const_data_ptr(AtenTensorHandle tensor, const void** re
 AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr, const int64_t* strides_ptr,
                                         int32_t dtype, int32_t device_type, int32_t device_index,
                                         AtenTensorHandle* ret_new_tensor);
+AOTITorchError aoti_torch_create_tensor_from_blob(void* data, int64_t ndim, const int64_t* sizes_ptr,
+                                                  const int64_t* strides_ptr, int64_t storage_offset, int32_t dtype,
+                                                  int32_t device_type, int32_t device_index, AtenTensorHandle* ret);
+AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2);
+AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1,
+                                        AtenTensorHandle mat2, double beta, double alpha);
 AOTITorchError aoti_torch_copy_(AtenTensorHandle self, AtenTensorHandle src, int32_t non_blocking);
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func, void* ctx);
 int32_t aoti_torch_dtype_float16();

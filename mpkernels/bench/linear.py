@@ -37,7 +37,7 @@ def forward_and_backward(setting: Setting, layer: Layer, compiled: bool = False)
     def make() -> Run:
         torch.manual_seed(0)
         with torch.device(device):
-            module = layer(inputs, outputs, "gelu_tanh")
+            module = layer(inputs, outputs, "gelu")
             x, dy = torch.randn(rows, inputs), torch.randn(rows, outputs, dtype=dtype)
         x = x.to(dtype).requires_grad_()
         forward = torch.compile(module, mode="max-autotune-no-cudagraphs") if compiled else module

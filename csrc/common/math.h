@@ -1,0 +1,95 @@
+// exp and what activations make of it, to fp32's full accuracy: branch-free, for float and for vectors of it. NaN
+// passes.
+#pragma once
+
+#include "numeric.h"
+
+namespace mpk {
+
+// A product and a sum, rounded once. simd.h adds the vectors; a machine without the instruction rounds twice.
+template <class F>
+struct Fma {
+  static MPK_FN F of(F a, F b, F c) { return fmaf(a, b, c); }
+};
+
+template <class F>
+MPK_FN F fused(F a, F b, F c) {
+  return Fma<F>::of(a, b, c);
+}
+template <class F>
+MPK_FN F fused(F a, F b, float c) {
+  return Fma<F>::of(a, b, F{} + c);
+}
+template <class F>
+MPK_FN F fused(F a, float b, float c) {
+  return Fma<F>::of(a, F{} + b, F{} + c);
+}
+
+// coefficients[0] + x (coefficients[1] + x (...
+template <class F, int count>
+MPK_FN F polynomial(F x, const float (&coefficients)[count]) {
+  F sum = F{} + coefficients[count - 1];
+#pragma GCC unroll 16
+  for (int i = count - 2; i >= 0; --i) sum = fused(sum, x, coefficients[i]);
+  return sum;
+}
+
+// exp(x + low) of an x that is not above 0, where low is what rounding took off x: 2^n e^r with |r| <= log(2) / 2.
+// 0 where it would be subnormal, for those take CPUs a hundred cycles each.
+template <class F, class U = Bits<F>>
+MPK_FN F exponential(F x, F low = F{}) {
+  const float q[] = {0.49999994f, 0.16666515f, 0.041668456f, 0.00836942f, 0.0013813142f};  // (e^r - 1 - r) / r^2
+  const F bounded = x < -87.0f ? F{} - 87.0f : x;
+  const F shifted = fused(bounded, 1.44269504f, 0x1.8p23f);  // its low bits are n
+  const F n = shifted - 0x1.8p23f;
+  const F r = fused(n, F{} - 1.42860677e-6f, fused(n, F{} - 0.693145752f, bounded)) + low;
+  const F result = fused(r * r, polynomial(r, q), r) + 1.0f;
+  const U power = bit_cast<U>(shifted) - (0x4b400000u - 127u);
+  return x < -87.0f ? F{} : result * bit_cast<F>(power << 23);
+}
+
+// sigmoid(z) and sigmoid(-z), each as accurate as the other.
+template <class F>
+struct Logistic {
+  F of_z, of_minus_z;
+};
+template <class F>
+MPK_FN Logistic<F> logistic(F z) {
+  const F e = exponential(F{} - absolute(z));
+  const F large = 1.0f / (1.0f + e), small = e * large;
+  return {z < 0.0f ? small : large, z < 0.0f ? large : small};
+}
+
+// The normal distribution's density at z, and its integral up to z: 1/2 erfc(-z / sqrt(2)), accurate in the tail too.
+// The integral beyond |z| is exp(-z^2 / 2) times a smooth function, which times (1 + |z|) is a polynomial in s.
+template <class F>
+struct Normal {
+  F density, integral;
+};
+template <class F>
+MPK_FN Normal<F> normal(F z) {
+  const float tail[] = {0.472053200f,    -0.0967034623f,  0.0139996074f,   0.0285999533f,
+                        -0.0321974754f,  0.0179402381f,   -0.00500327535f, -0.000302875327f,
+                        0.000691303808f, -6.30362993e-5f, -7.25551799e-5f};
+  const F magnitude = absolute(z);
+  const F a = magnitude > 12.8f ? F{} + 12.8f : magnitude;
+  const F half = 0.5f * a, square = half * a;
+  const F bell = exponential(F{} - square, F{} - fused(half, a, F{} - square));
+  const F e = magnitude > 12.8f ? F{} : bell;  // or beyond would be subnormal
+  const F one_and = 1.0f + a, four_and = 4.0f + a, inverse = 1.0f / (one_and * four_and);  // one division, not two
+  const F s = (a - 4.0f) * one_and * inverse;
+  const F beyond = e * (polynomial(s, tail) * four_and * inverse);
+  return {e * 0.398942280f, z < 0.0f ? beyond : 1.0f - beyond};
+}
+
+template <class F>
+MPK_FN F hyperbolic_tangent(F z) {
+  const float near_zero[] = {-0.33333319f, 0.13332602f, -0.05385386f, 0.02107776f, -0.00628247f};  // (tanh z - z) / z^3
+  const F a = absolute(z), square = a * a;
+  const F e = exponential(-2.0f * a);
+  const F far = (1.0f - e) / (1.0f + e);
+  const F magnitude = a < 0.55f ? fused(square * a, polynomial(square, near_zero), a) : far;
+  return z < 0.0f ? F{} - magnitude : magnitude;
+}
+
+}  // namespace mpk

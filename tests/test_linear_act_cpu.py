@@ -1,0 +1,74 @@
+"""What the CPU's C++ kernel does one way or another: on machines that multiply 16-bit matrices fast, and in blocks."""
+
+import ctypes
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels import _extension
+from mpkernels.functional import linear_act
+from mpkernels.ops._activations import ACTIVATIONS
+from tests.linear import assert_contract, layer, relative_error, results
+
+HALVES = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=[0, 1], ids=["in fp32", "in halves"], autouse=True)
+def forced(request):
+    library = ctypes.CDLL(str(_extension.LIBRARY))
+    library.mpkernels_force_half_products(request.param)
+    with mpkernels.backend("native"):
+        yield request.param
+    library.mpkernels_force_half_products(-1)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_error_contract(activation, dtype, bias):
+    assert_contract(linear_act, *layer(130, 97, 75, dtype, bias=bias), activation)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_the_ways_differ(forced, dtype):
+    """In fp32 y is rounded once, so it is nearer to fp64's than where z is rounded too."""
+    x, weight, bias, dy = layer(130, 97, 75, dtype)
+    exact = results(linear_act, *(it.double() for it in (x, weight, bias, dy)), "gelu")[0]
+    y = results(linear_act, x, weight, bias, dy, "gelu")[0]
+    one_rounding = 0.3 * torch.finfo(dtype).eps  # eps / sqrt(12), as evenly spread errors have it
+    assert (relative_error(y, exact) < one_rounding) == (forced == 0)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0)])
+def test_empty(shape, weight_dtype):
+    x, weight, bias, dy = layer(*shape, torch.bfloat16)
+    weight = torch.nn.Parameter(weight)
+    weight.grad_dtype = weight_dtype
+    linear_act(x, weight, bias).backward(dy)
+    assert weight.grad.dtype == weight_dtype
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+@pytest.mark.parametrize("activation", ["none", "gelu"])
+def test_several_blocks(activation, dtype):
+    """Outputs so many that a block is 32 rows."""
+    arguments = layer(70, 3, 140_001, dtype)
+    got = results(linear_act, *arguments, activation)
+    with mpkernels.backend("reference"):
+        want = results(linear_act, *arguments, activation)
+    for mine, references in zip(got, want, strict=True):
+        assert relative_error(mine, references) <= 8 * torch.finfo(dtype).eps  # of sums over 140,001
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_transposed_weights_and_inputs(dtype):
+    x, weight, bias, dy = layer(33, 40, 24, dtype)
+    want = results(linear_act, x, weight, bias, dy, "silu")
+    got = results(
+        linear_act, x.t().contiguous().t(), weight.t().contiguous().t(), bias, dy.t().contiguous().t(), "silu"
+    )
+    for mine, plain in zip(got, want, strict=True):
+        assert relative_error(mine, plain) <= torch.finfo(dtype).eps / 2
