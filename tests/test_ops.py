@@ -215,8 +215,8 @@ ERRORS = [
     (ops.overflow_, ([grad.to("meta")], scalar, None, False, torch.zeros(2, 6).double()), ValueError,
      "overflow_: grads[0] must be on cpu, got meta"),
     (mpkernels.backends, ("unscale",), ValueError,
-     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, overflow_, unscale_, update_scale_, "
-     "got 'unscale'"),
+     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, overflow_, unscale_, "
+     "update_scale_, got 'unscale'"),
     (mpkernels.backend("fastest").__enter__, (), ValueError,
      "backend: name must be one of native, triton, reference, got 'fastest'"),
 ]  # fmt: skip

@@ -119,13 +119,8 @@ def _linear(place: Place) -> Iterator[Benchmark]:
     for shape in linear.SHAPES[place.device]:
         for dtype in ("bf16",) if place.device == "cuda" else ("bf16", "fp16", "fp32"):
             setting = Setting(place, dtype, linear.case(shape))
-            yield Benchmark(
-                "linear_act",
-                setting,
-                partial(linear.compare, setting),
-                "linear_act",
-                EAGER if dtype != "fp32" else "torch eager",
-            )
+            baseline = "torch eager" if dtype == "fp32" else EAGER
+            yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", baseline)
             if place.device == "cuda" and shape.rows in linear.MOST_TUNING:
                 tuned = partial(linear.compare, setting, compiled=True)
                 yield Benchmark("linear_act", setting, tuned, "linear_act", "torch.compile max-autotune")

@@ -44,9 +44,9 @@ def compare_grad_stats(setting: Setting) -> Pair:
 
 def compare_update_scale(setting: Setting) -> Pair:
     """Where the scale stays as it is: one that grows would end in inf."""
-    make, never = {"device": setting.place.device}, 10**9
-    scale, found_inf = torch.ones((), **make), torch.zeros((), **make)
-    tracker, overflows = torch.zeros((), dtype=torch.int32, **make), torch.zeros(2, dtype=torch.int32, **make)
+    device, never = setting.place.device, 10**9
+    scale, found_inf = torch.ones((), device=device), torch.zeros((), device=device)
+    tracker, overflows = (torch.zeros(size, dtype=torch.int32, device=device) for size in ((), (2,)))
 
     def ours() -> None:
         update_scale_(scale, tracker, found_inf, 2.0, 0.5, never, overflows)

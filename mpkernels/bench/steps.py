@@ -100,7 +100,7 @@ def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, **options
 
 
 def compare_reporting(setting: Setting) -> Pair:
-    """A step that could report an overflow beside the same without: no more bytes, no more launches, so 1 is expected."""
+    """A step that could report an overflow beside the same without: no more bytes or launches, so 1 is expected."""
     dtype = DTYPES[setting.dtype]
     moved = int(bytes_of_our_step(dtype) * sum(map(_elements, setting.case.shapes)))
 
