@@ -6,7 +6,7 @@ import torch
 
 from benchmarks import machine, report
 from benchmarks.pairs import measure
-from benchmarks.settings import SETTINGS
+from benchmarks.settings import LAYER_SETTINGS, SETTINGS
 
 ROWS = pytest.StashKey[list[report.Row]]()
 
@@ -38,6 +38,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("python_files", "bench_*.py")
     config.addinivalue_line("markers", "settings(part, ...): only where one of these is part of the setting's name")
+    config.addinivalue_line("markers", "layers: at the settings of layers, not of lists of tensors")
     config.stash[ROWS] = []
     path = config.getoption("--results", None)
     if path and not path.parent.is_dir():
@@ -48,7 +49,8 @@ def pytest_generate_tests(metafunc):
     if "setting" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("settings")
         parts = marker.args if marker else ("",)
-        names = [name for name in SETTINGS if any(part in name for part in parts)]
+        settings = LAYER_SETTINGS if metafunc.definition.get_closest_marker("layers") else SETTINGS
+        names = [name for name in settings if any(part in name for part in parts)]
         metafunc.parametrize("setting", names, indirect=True)
 
 
@@ -60,7 +62,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def setting(request):
-    return SETTINGS[request.param]
+    return (SETTINGS | LAYER_SETTINGS)[request.param]
 
 
 @pytest.fixture

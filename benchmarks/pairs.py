@@ -26,6 +26,7 @@ class Pair(NamedTuple):
     theirs: Run
     calls: int  # of the op, in each of the two
     moved: int  # bytes that a call has to read and write
+    flops: int = 0  # that a call has to do, where it is these that count
     variant: str = ""  # of the op, or of what it is compared with
 
     def without_data(self) -> "Pair":

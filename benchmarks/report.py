@@ -32,6 +32,10 @@ class Row(NamedTuple):
         return self.pair.moved / median(self.samples.ours)
 
     @property
+    def gflops(self) -> float:
+        return self.pair.flops / median(self.samples.ours) / 1e9
+
+    @property
     def kernel(self) -> str:
         return mpkernels.backends(self.pair.op, self.setting.place.device)[0]
 
@@ -46,8 +50,8 @@ class Row(NamedTuple):
             f"{self.pair.op} {self.pair.variant} {self.setting}".replace("  ", " "),
             f"{median(self.samples.ours) * 1e6:.1f}",
             f"{median(self.samples.theirs) * 1e6:.1f}",
-            f"{self.speed / 1e9:.1f}",
-            f"{self.speed / copy_speed:.0%}",
+            f"{self.gflops:.0f} GF" if self.pair.flops else f"{self.speed / 1e9:.1f}",
+            "" if self.pair.flops else f"{self.speed / copy_speed:.0%}",
             "  ".join([f"{middle:.3f} [{low:.3f}, {high:.3f}]", *self.doubts]),
         )
 
@@ -60,6 +64,7 @@ class Row(NamedTuple):
             "kernel": self.kernel,
             "bytes moved": self.pair.moved,
             "GB/s": self.speed / 1e9,
+            "GFLOP/s": self.gflops,
             "torch us": median(self.samples.theirs) * 1e6,
             "x torch": middle,
             "x torch interval": [low, high],
@@ -75,6 +80,7 @@ class Row(NamedTuple):
             "case": self.setting.case.name,
             "kernel": self.kernel,
             "bytes moved": self.pair.moved,
+            "flops": self.pair.flops,
             "waited": round(self.samples.waited, 3),
             "ours us": _microseconds(self.samples.ours),
             "torch us": _microseconds(self.samples.theirs),

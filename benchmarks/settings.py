@@ -66,3 +66,16 @@ SETTINGS = {
     for case in cases(place.device)
     for setting in (Setting(place, dtype, case) for dtype in DTYPES)
 }
+
+LAYERS = {  # rows, features -> outputs
+    "cpu": [(512, 768, 3072), (256, 1024, 4096)],
+    "cuda": [(8192, 768, 3072), (8192, 1024, 4096), (8192, 4096, 11008), (256, 4096, 11008)],
+}
+LAYER_SETTINGS = {
+    str(setting): setting
+    for place in PLACES
+    for rows, features, outputs in LAYERS[place.device]
+    for dtype in DTYPES
+    for case in [Case(f"{rows}x{features}-to-{outputs}", [(rows, features), (outputs, features), (outputs,)])]
+    for setting in [Setting(place, dtype, case)]
+}

@@ -142,15 +142,14 @@ class BackwardOnCpu {
         dx_(dx_result_),
         dweight_(dweight_result_),
         in_halves_(multiplies_halves(it_.dtype)),
-        rounds_dz_(in_halves_ && (it_.wants_dx() || has_narrow_dweight())),
+        rounds_dz_(in_halves_ && (it_.wants_dx() || it_.wants_dweight())),
         dy_(contiguous(Matrix(it_.dy))),
         saved_(saves(it_.activation) == Saves::nothing ? dy_.borrowed() : contiguous(Matrix(it_.saved))),
         rounded_dz_(rounds_dz_ ? it_.rows() : 0, it_.outputs(), it_.dy.dtype()),
         sums_(std::max<int64_t>(1, chunks_in(it_.rows())), it_.wants_dbias() ? it_.outputs() : 0, fp32()) {
-    in_fp32(/*multiply_dx=*/it_.wants_dx() && !in_halves_,
-            /*multiply_dweight=*/it_.wants_dweight() && !(in_halves_ && has_narrow_dweight()));
+    in_fp32(/*multiply_dx=*/it_.wants_dx() && !in_halves_, /*multiply_dweight=*/it_.wants_dweight() && !in_halves_);
     if (in_halves_ && it_.wants_dx()) multiply(dx_, rounded_dz_.view, Matrix(*it_.weight));
-    if (in_halves_ && has_narrow_dweight()) multiply(dweight_, rounded_dz_.view.transposed(), Matrix(*it_.x));
+    if (in_halves_ && it_.wants_dweight()) multiply_dweight_in_halves();
     if (it_.wants_dbias()) add_up_sums();
   }
 
@@ -193,6 +192,20 @@ class BackwardOnCpu {
       first += block;
     } while (first < it_.rows());
     if (narrow_dweight) narrow(wide_dweight.view, dweight_);
+  }
+
+  void multiply_dweight_in_halves() const {
+    const Matrix dz = rounded_dz_.view.transposed(), x(*it_.x);
+    if (has_narrow_dweight()) return multiply(dweight_, dz, x);
+    const ScratchMatrix high(dweight_.rows, dweight_.columns, x.torch_dtype),
+        low(dweight_.rows, dweight_.columns, x.torch_dtype);
+    multiply(high.view, dz, x);
+    multiply_add(low.view, dz, x, high.view, -1);
+    const auto add_span = MPK_BEST(add_span);
+    parallel_for(dweight_.rows, dweight_.columns, [&](int64_t first, int64_t last) {
+      add_span(x.dtype, high.view.at(first), low.view.at(first), static_cast<float*>(dweight_.at(first)),
+               (last - first) * dweight_.columns);
+    });
   }
 
   // dz of the rows from first on, in each format that is wanted, and the sums of its columns.

@@ -133,10 +133,10 @@ inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
           "torch could not multiply two matrices");
 }
 
-// out = a b + c, where c may be out.
-inline void multiply_add(const Matrix& out, const Matrix& a, const Matrix& b, const Matrix& c) {
+// out = a b + times c, where c may be out.
+inline void multiply_add(const Matrix& out, const Matrix& a, const Matrix& b, const Matrix& c, double times = 1) {
   const Tensor result = out.tensor(), left = a.tensor(), right = b.tensor(), sum = c.tensor();
-  require(aoti_torch_cpu_addmm_out(result.handle(), sum.handle(), left.handle(), right.handle(), 1, 1) == 0,
+  require(aoti_torch_cpu_addmm_out(result.handle(), sum.handle(), left.handle(), right.handle(), times, 1) == 0,
           "mpkernels", "torch could not multiply two matrices");
 }
 
