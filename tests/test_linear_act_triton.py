@@ -74,9 +74,9 @@ def test_any_strides(dtype):
 @pytest.fixture
 def _on_hopper(monkeypatch):
     """Persistent programs, wherever they can run: under the interpreter too."""
-    if DEVICE == CUDA and _linear_act_tiles.chip() != "sm_90":
+    if DEVICE == CUDA and linear_act_triton.chip() != "sm_90":
         pytest.skip("needs a Hopper GPU or the interpreter")
-    monkeypatch.setattr(_linear_act_tiles, "chip", lambda: "sm_90")
+    monkeypatch.setattr(linear_act_triton, "chip", lambda: "sm_90")
 
 
 @pytest.fixture
