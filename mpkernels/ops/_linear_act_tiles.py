@@ -3,7 +3,6 @@
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 
@@ -13,6 +12,10 @@ class Tile(NamedTuple):
     BLOCK_K: int
     num_stages: int
     num_warps: int
+
+    def cover(self, rows: int, columns: int) -> int:
+        """How many of them do."""
+        return -(-rows // self.BLOCK_M) * -(-columns // self.BLOCK_N)
 
 
 FEW_ROWS = 64
@@ -48,16 +51,6 @@ WIDE = Tile(128, 256, 64, 3, 4)
 NARROW = Tile(128, 128, 64, 4, 4)
 
 
-def chip() -> str:
-    """The key in TILES of the chip at hand, or of one that has no more shared memory."""
-    if triton.knobs.runtime.interpret:
-        return "sm_80"
-    target = triton.runtime.driver.active.get_current_target()
-    if target.backend == "hip":
-        return "gfx942"
-    return {9: "sm_90", 10: "sm_100"}.get(target.arch // 10, "sm_80")
-
-
 def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
     if x.dtype == torch.float32 and precision == "ieee":
         return TILES[chip]["fp32"]
@@ -76,5 +69,5 @@ def _is_even(matrix: Tensor) -> bool:
 
 
 def persistent_tile(activation: str, rows: int, columns: int, processors: int) -> Tile:
-    fills = triton.cdiv(rows, WIDE.BLOCK_M) * triton.cdiv(columns, WIDE.BLOCK_N) >= processors
+    fills = WIDE.cover(rows, columns) >= processors
     return WIDE if fills and activation != "gelu" else NARROW  # erf's registers spill in the wide one

@@ -8,10 +8,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpkernels.ops import _linear_act_hopper, _linear_act_tiles
+from mpkernels.ops import _linear_act_hopper_kernel, _linear_act_tiles
 from mpkernels.ops._activations import ACTIVATIONS
 from mpkernels.ops._activations_kernel import activate, activate_backward
-from mpkernels.ops._linear_act_product import add_bias, multiply_add, tile_of
+from mpkernels.ops._linear_act_product_kernel import add_bias, chip, multiply_add, tile_of
 from mpkernels.ops._registry import implement
 from mpkernels.ops.linear_act import _linear_act, _linear_act_backward, _without_autocast
 
@@ -84,13 +84,13 @@ def linear_act_triton(
         return y, saved
     bias = None if bias is None else bias.contiguous()
     z = saved if saved.numel() else None
-    chip = _linear_act_tiles.chip()
-    if chip == "sm_90" and rows > _linear_act_tiles.FEW_ROWS and _linear_act_hopper.takes(x, weight):
-        _linear_act_hopper.launch(x, weight, bias, y, z, activation)
+    on = chip()
+    if on == "sm_90" and rows > _linear_act_tiles.FEW_ROWS and _linear_act_hopper_kernel.takes(x, weight):
+        _linear_act_hopper_kernel.launch(x, weight, bias, y, z, activation)
         return y, saved
     precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-    tile = _linear_act_tiles.tile(chip, x, weight, precision)
-    linear_act_kernel[(triton.cdiv(rows, tile.BLOCK_M) * triton.cdiv(columns, tile.BLOCK_N),)](
+    tile = _linear_act_tiles.tile(on, x, weight, precision)
+    linear_act_kernel[(tile.cover(rows, columns),)](
         x, weight, bias, y, z, rows, columns, depth, *x.stride(), *weight.stride(),
         ACTIVATION=activation, PRECISION=precision, **tile._asdict(), enable_fp_fusion=False,
     )  # fmt: skip

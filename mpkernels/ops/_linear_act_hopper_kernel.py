@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpkernels.ops import _linear_act_tiles
 from mpkernels.ops._activations_kernel import activate
-from mpkernels.ops._linear_act_product import add_bias, multiply_add, tile_of
+from mpkernels.ops._linear_act_product_kernel import add_bias, multiply_add, tile_of
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, z: Tensor 
     (rows, columns), depth = y.shape, x.shape[1]
     processors = torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 2
     tile = _linear_act_tiles.persistent_tile(activation, rows, columns, processors)
-    programs = min(processors, triton.cdiv(rows, tile.BLOCK_M) * triton.cdiv(columns, tile.BLOCK_N))
+    programs = min(processors, tile.cover(rows, columns))
 
     def run() -> None:
         triton.set_allocator(lambda size, alignment, stream: x.new_empty(size, dtype=torch.int8))

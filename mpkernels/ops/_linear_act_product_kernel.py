@@ -30,3 +30,13 @@ def add_bias(total, bias, columns, N):
     if bias is not None:
         total += tl.load(bias + columns, mask=columns < N, other=0).to(tl.float32)[None, :]
     return total
+
+
+def chip() -> str:
+    """The key in TILES of the chip at hand, or of one that has no more shared memory."""
+    if triton.knobs.runtime.interpret:
+        return "sm_80"
+    target = triton.runtime.driver.active.get_current_target()
+    if target.backend == "hip":
+        return "gfx942"
+    return {9: "sm_90", 10: "sm_100"}.get(target.arch // 10, "sm_80")
