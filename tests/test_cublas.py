@@ -103,7 +103,7 @@ def test_sums_of_many_blocks(emulated, rows, columns, dtype):
 
 
 def test_bias_gradients_are_sums_of_dz_before_it_is_rounded(emulated):
-    """The slope takes less than 16 roundings to fp32, the sum of 64 rows no more; one to bf16 is 2^15 times as large."""
+    """The slope takes less than 16 roundings to fp32, the sum of 64 rows no more; one to bf16 is 2^15 as large."""
     x, weight, z, dy = layer(64, 8, 16, B16)
     z = z + dy.flip(0)
     wide = z.double().requires_grad_()
