@@ -19,7 +19,7 @@ from mpkernels.amp import to_full, to_mixed
 from mpkernels.integrations.accelerate import tell_skips
 from mpkernels.optim import AdamW
 
-CONTEXT, ROWS = 64, 512
+CONTEXT, ROWS = 64, 320
 
 
 class TellSkips(TrainerCallback):
@@ -45,7 +45,7 @@ def main() -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
-            max_steps=40,
+            max_steps=20,
             per_device_train_batch_size=16,
             logging_steps=5,
             max_grad_norm=1.0,

@@ -1,6 +1,7 @@
 """The examples run as they stand, and show what they say."""
 
 import importlib.util
+import os
 import runpy
 import subprocess
 import sys
@@ -18,7 +19,9 @@ def test_an_example_runs(path):
     if path.stem in NEEDS and importlib.util.find_spec(NEEDS[path.stem]) is None:
         pytest.skip(f"needs {NEEDS[path.stem]}")
     launcher = TORCHRUN if "torchrun" in path.read_text() else []
-    done = subprocess.run([sys.executable, *launcher, str(path)], capture_output=True, text=True)
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the models are small, and the cores shared
+    command = [sys.executable, *launcher, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=one_thread)
     assert done.returncode == 0, done.stderr
     if path.stem == "ddp":
         assert "2 processes have the same weights: True" in done.stdout
