@@ -1,6 +1,6 @@
 """Hugging Face's Trainer with 16-bit weights, and a model in fp32 at the end.
 
-    pip install 'mpkernels[integrations]'
+    pip install '.[integrations]'
     python examples/huggingface_trainer.py
 
 ``to_mixed`` halves the memory of weights and grads, AdamW keeps what the rounding takes away, ``to_full`` puts it back.
