@@ -41,8 +41,8 @@ _HANDED_OVER = ("grad_scale", "found_inf", "told")  # what an optimizer holds of
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler``, with grads of any dtype, other ways to scale, and skips that are seen.
 
-    Nothing is copied to the host by ``scale``, ``unscale_``, ``step`` and ``update``, with every optimizer that takes found_inf on the
-    device. ``mpkernels.optim.AdamW`` looks for inf and NaN within its own step.
+    Nothing is copied to the host by ``scale``, ``unscale_``, ``step`` and ``update``, with every optimizer that takes
+    found_inf on the device. ``mpkernels.optim.AdamW`` looks for inf and NaN within its own step.
 
     Args:
         device: its type; None is the machine's.

@@ -123,7 +123,7 @@ class Run:
             yield self.done, min(end, self.steps)
 
     def finish(self, is_whole: bool) -> int:
-        held_out = [self.corpus.batch(i, self.size.batch, self.size.context, held_out=True) for i in range(8)]
+        held_out = [self.corpus.batch(i, self.size.batch, self.size.context, held_out=True) for i in range(4)]
         print(report.table(self.sides, [side.evaluate(held_out) for side in self.sides]))
         report.plot(self.sides, self.out / "demo.png")
         if not is_whole:
