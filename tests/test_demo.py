@@ -1,5 +1,6 @@
 """``python -m mpkernels demo``, through the real command."""
 
+import os
 import pickle
 import re
 import signal
@@ -17,10 +18,13 @@ from mpkernels.demo.training import NAMES, SIDES, Training
 
 COMMAND = [sys.executable, "-m", "mpkernels", "demo"]
 STEPS = ["--steps", "2"]
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for each other take the cores from other tests
 
 
 def demo(*words, out, start=COMMAND, status=0):
-    run = subprocess.run([*start, *words, "--out", str(out)], capture_output=True, text=True, check=False)
+    run = subprocess.run(
+        [*start, *words, "--out", str(out)], capture_output=True, text=True, check=False, env=ONE_THREAD
+    )
     assert run.returncode == status, run.stderr
     assert "Traceback" not in run.stderr
     return run
@@ -105,7 +109,7 @@ def test_resumed_is_uninterrupted_with_a_loss_scale_too(side):
 
 def test_ctrl_c_leaves_a_checkpoint_and_a_summary(tmp_path):
     words = [*COMMAND, "--steps", "100000", "--precision", "fp32", "--out", str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as run:
         while not run.stdout.readline().startswith("mpkernels"):
             assert run.poll() is None
         run.send_signal(signal.SIGINT)
