@@ -2,6 +2,7 @@
 
 import itertools
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
@@ -91,6 +92,8 @@ class Profile:
     def _running(self) -> Iterator["Profile"]:
         with ExitStack() as stack:
             if self._path is not None:
+                stack.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", "Using `torch.compile")  # under our hooks: they count what is nested
                 self._profiler = stack.enter_context(_torchs(self._path))
                 stack.enter_context(self._named_phases())
             yield self

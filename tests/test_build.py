@@ -188,10 +188,11 @@ def test_without_the_library_it_warns_once_and_works(checkout):
     assert f"{sys.executable} -m pip install -v -e ." in said
 
 
-def test_readme_starts_from_an_empty_environment_and_ci_runs_its_test_command():
+def test_readme_starts_from_an_empty_environment_and_ci_runs_its_commands():
     readme = (ROOT / "README.md").read_text()
     start = "python3 -m venv .venv && .venv/bin/pip install torch==2.13.0 && .venv/bin/pip install "
     commands = [line for line in readme.splitlines() if line.startswith("python3 ")]
     assert [line.startswith(start) for line in commands] == [True, True]
+    assert commands[0].endswith(" -m mpkernels demo")
     pattern = re.search('grep -E "(.*)" README.md', (ROOT / ".ci" / "run").read_text())
-    assert [line for line in readme.splitlines() if re.search(pattern[1], line)] == commands[1:]
+    assert [line for line in readme.splitlines() if re.search(pattern[1], line)] == commands

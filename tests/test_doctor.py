@@ -94,10 +94,14 @@ def test_advice_names_layer_size_and_remedy():
         "embed (Embedding): embedding_dim=100 is no multiple of 8; 104 is",
         "head (Linear): out_features=50257 is no multiple of 8; 50304 is",
         "image (Conv2d): in_channels / groups=3 is no multiple of 8; 8 is",
-        "wide (Linear): parameters in fp64; autocast leaves them there; use fp32 or 16 bits",
+        "wide (Linear): weight is fp64, which autocast leaves alone; fp32 or 16 bits are not",
+        "wide (Linear): bias is fp64, which autocast leaves alone; fp32 or 16 bits are not",
         "heads (MultiheadAttention): embed_dim / num_heads=12 is no multiple of 8; 16 is",
     ]
     assert doctor.advise(torch.nn.Linear(12, 12), torch.float32) == []
+    odd = torch.nn.Linear(8, 8, bias=False)
+    odd.weight = torch.nn.Parameter(torch.zeros(65)[1:].view(8, 8))
+    assert [each.problem for each in doctor.advise(odd)] == ["weight begins between multiples of 16 bytes"]
 
 
 def test_advice_by_the_command(tmp_path):

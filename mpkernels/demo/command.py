@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from mpkernels.amp import Policy
 from mpkernels.demo import checkpoint, report
 from mpkernels.demo.corpus import Corpus
 from mpkernels.demo.model import SIZES
@@ -28,7 +29,9 @@ def steps(text: str) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--precision", choices=DTYPES, help="of the training; the default is bf16")
+    parser.add_argument(
+        "--precision", choices=DTYPES, help="of the training; the default is what suits the machine best"
+    )
     parser.add_argument("--steps", type=steps, help="of each training; the default depends on the machine")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument(
@@ -57,6 +60,11 @@ def in_a_line(error: Exception) -> str:
     return str(error).splitlines()[0]
 
 
+def best_precision(device: torch.device) -> str:
+    best = Policy.best(device).compute_dtype
+    return next(name for name, dtype in DTYPES.items() if dtype == best)
+
+
 class Run:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -69,7 +77,7 @@ class Run:
             precision, planned = saved["precision"], saved["steps"]
         else:
             self.out.mkdir(parents=True, exist_ok=True)
-            saved, precision, planned = None, asked.precision or "bf16", size.steps
+            saved, precision, planned = None, asked.precision or best_precision(self.device), size.steps
         self.precision, self.size, self.steps = precision, size, asked.steps or planned
         self.sides = [Training(side, size, precision, self.device, SEED) for side in SIDES]
         if saved is not None:
@@ -123,7 +131,7 @@ class Run:
             yield self.done, min(end, self.steps)
 
     def finish(self, is_whole: bool) -> int:
-        held_out = [self.corpus.batch(i, self.size.batch, self.size.context, held_out=True) for i in range(8)]
+        held_out = [self.corpus.batch(i, self.size.batch, self.size.context, held_out=True) for i in range(4)]
         print(report.table(self.sides, [side.evaluate(held_out) for side in self.sides]))
         report.plot(self.sides, self.out / "demo.png")
         if not is_whole:

@@ -61,7 +61,7 @@ def plain(rows: Sequence[Sequence[str]]) -> str:
 @contextmanager
 def live(steps: int) -> Iterator[Callable[[Sides], None]]:
     """A table that is redrawn in a terminal that rich can draw in; else a line now and then."""
-    if not sys.stdout.isatty() or missing("rich", "live table"):
+    if missing("rich", "live table") or not sys.stdout.isatty():
         yield _lines(max(steps // 10, 1))
         return
     from rich.live import Live

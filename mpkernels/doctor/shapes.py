@@ -30,8 +30,13 @@ def advise(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[Advice
     for name, module in model.named_modules():
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
         found += (each for size in _sizes(module) if (each := of_size(where, *size, dtype)))
-        if any(it.dtype == torch.float64 for it in module.parameters(recurse=False)):
-            found.append(Advice(where, "parameters in fp64", "autocast leaves them there; use fp32 or 16 bits"))
+        for of_it, param in module.named_parameters(recurse=False):
+            if param.dtype == torch.float64:
+                found.append(Advice(where, f"{of_it} is fp64, which autocast leaves alone", "fp32 or 16 bits are not"))
+            if not param.is_meta and param.data_ptr() % ALIGNED:
+                found.append(
+                    Advice(where, f"{of_it} begins between multiples of {ALIGNED} bytes", "a clone of it doesn't")
+                )
     return found
 
 
