@@ -44,7 +44,8 @@ def takes(x: Tensor, weight: Tensor) -> bool:
 
 def _is_copied_by_block(matrix: Tensor) -> bool:
     row, column = matrix.stride()
-    return column == 1 and row % 8 == 0 and row >= matrix.shape[1] > 0 and matrix.data_ptr() % 16 == 0
+    aligned = column == 1 and row % 8 == 0 and matrix.data_ptr() % 16 == 0
+    return aligned and row >= matrix.shape[1] > 1  # Triton makes a constant of a 1, and no loop to specialise warps in
 
 
 def launch(x: Tensor, weight: Tensor, bias: Tensor | None, y: Tensor, z: Tensor | None, activation: str) -> None:
