@@ -62,7 +62,7 @@ started=$SECONDS
 limited() {
   local left=$((seconds - SECONDS + started))
   ((left > 5)) || return 124
-  ((left < ${most:-left})) || left=$most
+  ((left <= ${most:-$left})) || left=$most
   timeout --signal=INT --kill-after=15 "$left" "$@"
 }
 
