@@ -1,5 +1,7 @@
 """The examples run as they stand, and show what they say."""
 
+import importlib.util
+import os
 import runpy
 import subprocess
 import sys
@@ -8,12 +10,28 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+NEEDS = {"huggingface_trainer": "transformers"}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_runs(path):
-    done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True)
+    if path.stem in NEEDS and importlib.util.find_spec(NEEDS[path.stem]) is None:
+        pytest.skip(f"needs {NEEDS[path.stem]}")
+    launcher = TORCHRUN if "torchrun" in path.read_text() else []
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the models are small, and the cores shared
+    command = [sys.executable, *launcher, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, env=one_thread)
     assert done.returncode == 0, done.stderr
+    if path.stem == "ddp":
+        assert "2 processes have the same weights: True" in done.stdout
+
+
+def test_58_batches_in_fours_are_15_steps():
+    example = runpy.run_path(str(EXAMPLES / "gradient_accumulation.py"))
+    steps, loss = example["main"]()
+    assert steps == 15
+    assert loss < 4.5  # it begins near log(256)
 
 
 def test_the_schedule_moves_on_steps_alone():

@@ -146,7 +146,11 @@ def test_the_optimizer_goes_on_in_fp32(master):
     model = to_mixed(network())
     ours = AdamW(model.parameters(), lr=1e-3, master=master)
     train(model, ours, 3)
+    state = ours.state[model[0].weight]
+    weight = state["master"].clone() if master == "fp32" else join(model[0].weight.detach(), state["remainder"])
     to_full(model, ours)
+    assert torch.equal(model[0].weight, weight)
+    assert not torch.equal(weight, weight.bfloat16().float())
     twin = copy.deepcopy(model)
     theirs = torch.optim.AdamW(twin.parameters(), lr=1e-3)
     theirs.load_state_dict(copy.deepcopy(ours.state_dict()))

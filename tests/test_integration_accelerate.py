@@ -1,0 +1,105 @@
+"""Accelerate's loop, against the real library."""
+
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mpkernels.amp import to_mixed
+from mpkernels.optim import AdamW
+from tests.networks import B16, batch, network, one_thread
+
+pytest.importorskip("accelerate", reason="needs the extra integrations")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+    from accelerate.scheduler import AcceleratedScheduler
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    from mpkernels.integrations.accelerate import tell_skips
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # Accelerate's own
+LR, MAX_NORM = 1e-2, 0.1
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    """Accelerate keeps what the first Accelerator of a process was told."""
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+
+
+def loop(kind, **options):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, **options)
+    model = network()
+    loader = torch.utils.data.DataLoader(range(7), batch_size=1)
+    model, optimizer, loader = accelerator.prepare(model, kind(model.parameters(), lr=LR), loader)
+    norms = []
+    for seed in loader:
+        with accelerator.accumulate(model):
+            inputs, targets = batch(int(seed))
+            loss = (model(inputs).float() - targets).square().mean()
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), MAX_NORM))
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.unwrap_model(model).state_dict(), torch.stack(norms), optimizer
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+def test_prepare_accumulate_and_clip(precision):
+    ours, our_norms, optimizer = loop(AdamW, mixed_precision=precision)
+    theirs, their_norms, _ = loop(torch.optim.AdamW, mixed_precision=precision)
+    assert len(our_norms) == 4  # two batches each, and one that was left
+    assert_close(our_norms, their_norms, rtol=1e-3, atol=0)
+    assert_close(ours, theirs, rtol=0, atol=LR / 100)
+    assert isinstance(optimizer.optimizer, AdamW)
+
+
+def test_a_mixed_model_and_a_checkpoint(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = to_mixed(network())
+    model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=LR))
+
+    def step(seed):
+        inputs, targets = batch(seed)
+        accelerator.backward((model(inputs).float() - targets).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    accelerator.save_state(tmp_path)
+    step(1)
+    expected = [optimizer.state[it]["remainder"].clone() for it in (model[0].weight, model[3].weight)]
+    accelerator.load_state(tmp_path)
+    step(1)
+    assert model[0].weight.dtype == B16
+    assert_close([optimizer.state[it]["remainder"] for it in (model[0].weight, model[3].weight)], expected)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_schedules_wait_where_a_step_was_skipped(tells):
+    """Without ``tell_skips`` Accelerate sees none."""
+    Accelerator(cpu=True)
+    model = network()
+    inner = AdamW(model.parameters(), lr=LR)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**100, backoff_factor=2.0**-90)
+    optimizer = AcceleratedOptimizer(inner, device_placement=False, scaler=scaler)
+    optimizer = tell_skips(optimizer) if tells else optimizer
+    schedule = AcceleratedScheduler(torch.optim.lr_scheduler.LinearLR(inner), optimizer, split_batches=True)
+    told = []
+    for seed in range(3):
+        inputs, targets = batch(seed)
+        scaler.scale((model(inputs) - targets).square().mean() * 2.0**40).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        told.append(optimizer.step_was_skipped)
+    assert told == [tells, False, False]
+    assert inner.skipped_steps == 1
+    assert schedule.scheduler.last_epoch == (2 if tells else 3)

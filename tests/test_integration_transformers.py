@@ -1,0 +1,109 @@
+"""Hugging Face's Trainer, against the real library: a tiny model from a config learns Python's own sources as bytes."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mpkernels.amp import to_full, to_mixed
+from mpkernels.optim import AdamW
+from tests.networks import B16, one_thread
+
+pytest.importorskip("transformers", reason="needs the extra integrations")
+pytest.importorskip("accelerate", reason="needs the extra integrations")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
+LR, STEPS = 3e-3, 12
+
+
+def model():
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=64, tie_word_embeddings=True, **shape))
+
+
+def text():
+    rows = torch.tensor(list(Path(json.decoder.__file__).read_bytes()[: 96 * 33])).view(96, 33)
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def arguments(path, **options):
+    defaults = {
+        "per_device_train_batch_size": 8,
+        "max_steps": STEPS,
+        "logging_steps": 1,
+        "learning_rate": LR,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+        "seed": 1,
+    }
+    return TrainingArguments(str(path), **defaults | options)
+
+
+def losses(trainer):
+    return torch.tensor([entry["loss"] for entry in trainer.state.log_history if "loss" in entry])
+
+
+def trained(path, net, options, **how):
+    trainer = Trainer(net, arguments(path, **options), train_dataset=text(), **how)
+    trainer.train()
+    return trainer
+
+
+WAYS = {
+    "optimizers": lambda net: {"optimizers": (AdamW(net.parameters(), lr=LR), None)},
+    "optimizer class": lambda net: {"optimizer_cls_and_kwargs": (AdamW, {"lr": LR})},
+    "torch's": lambda net: {"optimizers": (torch.optim.AdamW(net.parameters(), lr=LR, weight_decay=0.01), None)},
+}
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True}], ids=str)
+@pytest.mark.parametrize("way", ["optimizers", "optimizer class"])
+def test_it_learns_what_torchs_learns(tmp_path, way, precision):
+    """fp16 is fp32 on a CPU: Accelerate says nothing, and makes no scaler there."""
+    options = precision | {"gradient_accumulation_steps": 2, "weight_decay": 0.01}
+    trainers = {}
+    for each in (way, "torch's"):
+        net = model()
+        trainers[each] = trained(tmp_path, net, options, **WAYS[each](net))
+    ours, theirs = map(losses, trainers.values())
+    optimizer = trainers[way].optimizer
+    assert isinstance(getattr(optimizer, "optimizer", optimizer), AdamW)
+    assert ours[-1] < ours[0] - 0.5
+    # The class decays no biases and norms, as Trainer groups them; an update of lr * 0.01 apart for those weights.
+    assert_close(ours, theirs, rtol=0, atol=0.02)
+
+
+def test_a_mixed_model_is_trained_saved_and_resumed(tmp_path):
+    """Twelve steps, and twelve with a checkpoint after six, are the same down to the masters."""
+    masters = []
+    for resume in (False, True):
+        net = to_mixed(model())
+        assert net.lm_head.weight is net.model.embed_tokens.weight
+        options = {"bf16": True, "save_strategy": "steps", "save_steps": STEPS // 2, "data_seed": 3}
+        trainer = Trainer(
+            net,
+            arguments(tmp_path, **options),
+            train_dataset=text(),
+            optimizer_cls_and_kwargs=(AdamW, {"lr": LR}),
+        )
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{STEPS // 2}") if resume else None)
+        assert net.model.layers[0].mlp.up_proj.weight.dtype == B16
+        assert net.model.norm.weight.dtype == torch.float32
+        optimizer = trainer.optimizer
+        to_full(net, getattr(optimizer, "optimizer", optimizer))
+        masters.append(net.state_dict())
+    assert_close(*masters, rtol=0, atol=0)
+    assert type(net) is LlamaForCausalLM
+    net.generate(torch.tensor([[100]]), max_new_tokens=2, do_sample=False)
