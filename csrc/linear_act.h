@@ -34,5 +34,7 @@ MPK_FOR_EACH_ISA(void linear_act_rows(const Forward& pass, int64_t rows, int64_t
 MPK_FOR_EACH_ISA(void linear_act_backward_rows(const Backward& pass, int64_t rows, int64_t columns))
 MPK_FOR_EACH_ISA(void widen_span(Dtype dtype, const void* from, float* to, int64_t size))
 MPK_FOR_EACH_ISA(void narrow_span(Dtype dtype, const float* from, void* to, int64_t size))
+// A sum in two parts, high + low; where high has overflowed, low is nothing.
+MPK_FOR_EACH_ISA(void add_span(Dtype dtype, const void* high, const void* low, float* to, int64_t size))
 
 }  // namespace mpk

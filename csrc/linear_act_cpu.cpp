@@ -101,4 +101,15 @@ void narrow_span(Dtype dtype, const float* from, void* to, int64_t size) {
   });
 }
 
+void add_span(Dtype dtype, const void* high, const void* low, float* to, int64_t size) {
+  with_float_or_half(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    for_each_vector(size, [&](int64_t i, auto count) {
+      const Floats large = load_some(static_cast<const T*>(high) + i, count);
+      const Floats sum = large + load_some(static_cast<const T*>(low) + i, count);
+      store_some(to + i, is_non_finite<float>(large) ? large : sum, count);
+    });
+  });
+}
+
 }  // namespace mpk::MPK_ISA

@@ -30,30 +30,35 @@ struct Widened {
   Widened borrowed() const { return {view, nullptr}; }
 
   Matrix view;
-  std::unique_ptr<Tensor> memory;
+  std::unique_ptr<ScratchMatrix> memory;
 };
 
-static Widened contiguous(const Matrix& matrix, const Tensor& like) {
-  if (matrix.is_contiguous()) return {matrix, nullptr};
-  OwnMatrix copy(like, matrix.rows, matrix.columns, matrix.torch_dtype);
-  copy.memory.copy_from(matrix.tensor());
-  return {copy.view, std::make_unique<Tensor>(std::move(copy.memory))};
+static Widened in_scratch(const Matrix& like, int32_t torch_dtype) {
+  auto memory = std::make_unique<ScratchMatrix>(like.rows, like.columns, torch_dtype);
+  return {memory->view, std::move(memory)};
 }
 
-static Widened widen(const Matrix& matrix, const Tensor& like) {
+static Widened contiguous(const Matrix& matrix) {
+  if (matrix.is_contiguous()) return {matrix, nullptr};
+  Widened copy = in_scratch(matrix, matrix.torch_dtype);
+  copy.view.tensor().copy_from(matrix.tensor());
+  return copy;
+}
+
+static Widened widen(const Matrix& matrix) {
   if (matrix.dtype == Dtype::f32) return {matrix, nullptr};
   if (matrix.column_stride != 1 && matrix.row_stride == 1) {
-    Widened other = widen(matrix.transposed(), like);
+    Widened other = widen(matrix.transposed());
     return {other.view.transposed(), std::move(other.memory)};
   }
-  if (matrix.column_stride != 1) return widen(contiguous(matrix, like).view, like);
-  OwnMatrix wide(like, matrix.rows, matrix.columns, aoti_torch_dtype_float32());
+  if (matrix.column_stride != 1) return widen(contiguous(matrix).view);
+  Widened wide = in_scratch(matrix, aoti_torch_dtype_float32());
   const auto widen_span = MPK_BEST(widen_span);
   parallel_for(matrix.rows, matrix.columns, [&](int64_t row, int64_t last) {
     for (; row < last; ++row)
       widen_span(matrix.dtype, matrix.at(row), static_cast<float*>(wide.view.at(row)), matrix.columns);
   });
-  return {wide.view, std::make_unique<Tensor>(std::move(wide.memory))};
+  return wide;
 }
 
 static void narrow(const Matrix& wide, const Matrix& to) {
@@ -67,66 +72,61 @@ class ForwardOnCpu {
  public:
   explicit ForwardOnCpu(const StableIValue* stack)
       : it_(stack),
+        y_result_(it_.new_output()),
+        saved_result_(it_.saves_z() ? it_.new_output() : it_.new_nothing()),
         x_(it_.x),
         weight_(it_.weight),
-        y_(it_.x, it_.rows(), it_.outputs(), it_.x.dtype()),
-        bias_(it_.bias ? contiguous(Matrix(*it_.bias), it_.x) : Widened{y_.view, nullptr}) {
-    if (it_.saves_z()) saved_ = std::make_unique<OwnMatrix>(it_.x, it_.rows(), it_.outputs(), it_.x.dtype());
+        y_(y_result_),
+        saved_(saved_result_),
+        bias_(contiguous(it_.bias ? Matrix(*it_.bias) : y_)) {
     multiplies_halves(it_.dtype) ? in_halves() : in_fp32();
   }
 
   void return_to(StableIValue* stack) {
-    stack[0] = y_.memory.release();
-    stack[1] = (saved_ ? std::move(saved_->memory) : nothing()).release();
+    stack[0] = y_result_.release();
+    stack[1] = saved_result_.release();
   }
 
  private:
+  const Matrix& rounded_z() const { return it_.saves_z() ? saved_ : y_; }
+
   // z has its bias already: it is rounded once.
   void in_halves() {
-    const Matrix z = saved_ ? saved_->view : y_.view;
     if (it_.bias)
-      multiply_add(z, x_, weight_.transposed(), bias_.view.repeated(z.rows));
+      multiply_add(rounded_z(), x_, weight_.transposed(), bias_.view.repeated(x_.rows));
     else
-      multiply(z, x_, weight_.transposed());
-    activate(z, 0, nullptr);
+      multiply(rounded_z(), x_, weight_.transposed());
+    activate(rounded_z(), 0, nullptr);
   }
 
   void in_fp32() {
-    const Widened weight = widen(weight_, it_.x);
-    const int64_t block = rows_in_block(y_.view.columns);
-    std::unique_ptr<OwnMatrix> scratch;
-    if (it_.dtype != Dtype::f32)
-      scratch =
-          std::make_unique<OwnMatrix>(it_.x, std::min(block, x_.rows), y_.view.columns, aoti_torch_dtype_float32());
+    const Widened weight = widen(weight_);
+    const int64_t block = std::min(rows_in_block(y_.columns), x_.rows);
+    const bool is_wide = it_.dtype == Dtype::f32;
+    const ScratchMatrix scratch(is_wide ? 0 : block, y_.columns, aoti_torch_dtype_float32());
     for (int64_t first = 0; first < x_.rows; first += block) {
       const int64_t rows = std::min(block, x_.rows - first);
-      const Matrix z =
-          scratch ? scratch->view.rows_from(0, rows) : (saved_ ? saved_->view : y_.view).rows_from(first, rows);
-      multiply(z, widen(x_.rows_from(first, rows), it_.x).view, weight.view.transposed());
+      const Matrix z = is_wide ? rounded_z().rows_from(first, rows) : scratch.view.rows_from(0, rows);
+      multiply(z, widen(x_.rows_from(first, rows)).view, weight.view.transposed());
       activate(z, first, it_.bias ? bias_.view.data : nullptr);
     }
   }
 
-  // Of rows from first on.
+  // The rows from first on.
   void activate(const Matrix& z, int64_t first, const void* bias) const {
     const auto linear_act_rows = MPK_BEST(linear_act_rows);
     parallel_for(z.rows, z.columns, [&](int64_t begin, int64_t end) {
-      void* const saved = saved_ ? saved_->view.at(first + begin) : nullptr;
-      linear_act_rows({it_.activation, z.dtype, it_.dtype, z.at(begin), bias, y_.view.at(first + begin), saved},
-                      end - begin, z.columns);
+      const int64_t row = first + begin;
+      linear_act_rows(
+          {it_.activation, z.dtype, it_.dtype, z.at(begin), bias, y_.at(row), it_.saves_z() ? saved_.at(row) : nullptr},
+          end - begin, z.columns);
     });
   }
 
-  Tensor nothing() const {
-    const int64_t size = 0;
-    return it_.x.new_empty(1, &size, it_.x.dtype());
-  }
-
-  LinearActArguments it_;
-  Matrix x_, weight_;
-  OwnMatrix y_;
-  Widened bias_;
-  std::unique_ptr<OwnMatrix> saved_;
+  const LinearActArguments it_;
+  Tensor y_result_, saved_result_;
+  const Matrix x_, weight_, y_, saved_;
+  const Widened bias_;
 };
 
 static void linear_act_on_cpu(StableIValue* stack, uint64_t, uint64_t) { ForwardOnCpu(stack).return_to(stack); }
@@ -136,103 +136,115 @@ class BackwardOnCpu {
  public:
   explicit BackwardOnCpu(const StableIValue* stack)
       : it_(stack),
-        fp32_(aoti_torch_dtype_float32()),
-        halves_(multiplies_halves(it_.dtype)),
-        dy_(contiguous(Matrix(it_.dy), it_.dy)),
-        dx_(it_.new_dx()),
-        dweight_(it_.new_dweight()),
-        dbias_(it_.new_dbias()) {
-    if (saves(it_.activation) != Saves::nothing) saved_ = contiguous(Matrix(it_.saved), it_.dy);
-    const bool narrow_dweight = halves_ && it_.wants_dweight() && it_.weight_dtype == it_.dy.dtype();
-    if (halves_ && (it_.wants_dx() || narrow_dweight))
-      narrow_dz_ = new_matrix(it_.rows(), it_.outputs(), it_.dy.dtype());
-    if (it_.wants_dbias()) sums_ = new_matrix(std::max<int64_t>(1, chunks_in(it_.rows())), it_.outputs(), fp32_);
-    in_blocks(/*multiply_dx=*/it_.wants_dx() && !halves_, /*multiply_dweight=*/it_.wants_dweight() && !narrow_dweight);
-    if (halves_ && it_.wants_dx()) multiply(Matrix(dx_), narrow_dz_->view, Matrix(*it_.weight));
-    if (narrow_dweight) multiply(Matrix(dweight_), narrow_dz_->view.transposed(), Matrix(*it_.x));
+        dx_result_(it_.new_dx()),
+        dweight_result_(it_.new_dweight()),
+        dbias_result_(it_.new_dbias()),
+        dx_(dx_result_),
+        dweight_(dweight_result_),
+        in_halves_(multiplies_halves(it_.dtype)),
+        rounds_dz_(in_halves_ && (it_.wants_dx() || it_.wants_dweight())),
+        dy_(contiguous(Matrix(it_.dy))),
+        saved_(saves(it_.activation) == Saves::nothing ? dy_.borrowed() : contiguous(Matrix(it_.saved))),
+        rounded_dz_(rounds_dz_ ? it_.rows() : 0, it_.outputs(), it_.dy.dtype()),
+        sums_(std::max<int64_t>(1, chunks_in(it_.rows())), it_.wants_dbias() ? it_.outputs() : 0, fp32()) {
+    in_fp32(/*multiply_dx=*/it_.wants_dx() && !in_halves_, /*multiply_dweight=*/it_.wants_dweight() && !in_halves_);
+    if (in_halves_ && it_.wants_dx()) multiply(dx_, rounded_dz_.view, Matrix(*it_.weight));
+    if (in_halves_ && it_.wants_dweight()) multiply_dweight_in_halves();
     if (it_.wants_dbias()) add_up_sums();
   }
 
   void return_to(StableIValue* stack) {
-    stack[0] = dx_.release();
-    stack[1] = dweight_.release();
-    stack[2] = dbias_.release();
+    stack[0] = dx_result_.release();
+    stack[1] = dweight_result_.release();
+    stack[2] = dbias_result_.release();
   }
 
  private:
+  static int32_t fp32() { return aoti_torch_dtype_float32(); }
+  static int64_t chunks_in(int64_t rows) { return (rows + kRowsOfSum - 1) / kRowsOfSum; }
+  bool has_narrow_dweight() const { return it_.wants_dweight() && it_.weight_dtype != fp32(); }
+
   // At least one block: without a row, dweight and dbias are 0.
-  void in_blocks(bool multiply_dx, bool multiply_dweight) {
+  void in_fp32(bool multiply_dx, bool multiply_dweight) const {
     const int64_t block = std::max<int64_t>(1, std::min(rows_in_block(it_.outputs()), it_.rows()));
-    const Widened weight = multiply_dx ? widen(Matrix(*it_.weight), it_.dy) : dy_.borrowed();
-    const auto wide_dz = multiply_dx || multiply_dweight ? new_matrix(block, it_.outputs(), fp32_) : nullptr;
-    const auto wide_dx =
-        multiply_dx && it_.dtype != Dtype::f32 ? new_matrix(block, weight.view.columns, fp32_) : nullptr;
-    const auto wide_dweight =
-        multiply_dweight && it_.weight_dtype != fp32_ ? new_matrix(it_.outputs(), it_.x->sizes()[1], fp32_) : nullptr;
+    const Widened weight = multiply_dx ? widen(Matrix(*it_.weight)) : dy_.borrowed();
+    const bool wants_dz = multiply_dx || multiply_dweight, narrow_dx = multiply_dx && it_.dtype != Dtype::f32;
+    const bool narrow_dweight = multiply_dweight && has_narrow_dweight();
+    const ScratchMatrix wide_dz(wants_dz ? block : 0, it_.outputs(), fp32());
+    const ScratchMatrix wide_dx(narrow_dx ? block : 0, dx_.columns, fp32());
+    const ScratchMatrix wide_dweight(narrow_dweight ? dweight_.rows : 0, dweight_.columns, fp32());
+    const Matrix& dweight = narrow_dweight ? wide_dweight.view : dweight_;
     int64_t first = 0;
     do {
       const int64_t rows = std::min(block, it_.rows() - first);
-      differentiate(wide_dz.get(), first, rows);
+      const Matrix dz = wide_dz.view.rows_from(0, rows);
+      differentiate(wants_dz ? &dz : nullptr, first, rows);
       if (multiply_dx) {
-        const Matrix dx = Matrix(dx_).rows_from(first, rows);
-        const Matrix wide = wide_dx ? wide_dx->view.rows_from(0, rows) : dx;
-        multiply(wide, wide_dz->view.rows_from(0, rows), weight.view);
-        if (wide_dx) narrow(wide, dx);
+        const Matrix to = dx_.rows_from(first, rows), dx = narrow_dx ? wide_dx.view.rows_from(0, rows) : to;
+        multiply(dx, dz, weight.view);
+        if (narrow_dx) narrow(dx, to);
       }
       if (multiply_dweight) {
-        const Widened x = widen(Matrix(*it_.x).rows_from(first, rows), it_.dy);
-        const Matrix dweight = wide_dweight ? wide_dweight->view : Matrix(dweight_);
-        const Matrix dz = wide_dz->view.rows_from(0, rows).transposed();
-        first == 0 ? multiply(dweight, dz, x.view) : multiply_add(dweight, dz, x.view, dweight);
+        const Widened x = widen(Matrix(*it_.x).rows_from(first, rows));
+        first == 0 ? multiply(dweight, dz.transposed(), x.view)
+                   : multiply_add(dweight, dz.transposed(), x.view, dweight);
       }
       first += block;
     } while (first < it_.rows());
-    if (wide_dweight) narrow(wide_dweight->view, Matrix(dweight_));
+    if (narrow_dweight) narrow(wide_dweight.view, dweight_);
   }
 
-  // dz of rows from first on, and its sums, as they are wanted.
-  void differentiate(OwnMatrix* wide_dz, int64_t first, int64_t rows) const {
-    if (!wide_dz && !narrow_dz_ && !sums_) return;
+  void multiply_dweight_in_halves() const {
+    const Matrix dz = rounded_dz_.view.transposed(), x(*it_.x);
+    if (has_narrow_dweight()) return multiply(dweight_, dz, x);
+    const ScratchMatrix high(dweight_.rows, dweight_.columns, x.torch_dtype),
+        low(dweight_.rows, dweight_.columns, x.torch_dtype);
+    multiply(high.view, dz, x);
+    multiply_add(low.view, dz, x, high.view, -1);
+    const auto add_span = MPK_BEST(add_span);
+    parallel_for(dweight_.rows, dweight_.columns, [&](int64_t first, int64_t last) {
+      add_span(x.dtype, high.view.at(first), low.view.at(first), static_cast<float*>(dweight_.at(first)),
+               (last - first) * dweight_.columns);
+    });
+  }
+
+  // dz of the rows from first on, in each format that is wanted, and the sums of its columns.
+  void differentiate(const Matrix* wide_dz, int64_t first, int64_t rows) const {
+    if (!wide_dz && !rounds_dz_ && !it_.wants_dbias()) return;
     const auto linear_act_backward_rows = MPK_BEST(linear_act_backward_rows);
-    const int64_t columns = it_.outputs();
-    parallel_for(std::max<int64_t>(1, chunks_in(rows)), kRowsOfSum * columns, [&](int64_t chunk, int64_t end) {
+    parallel_for(std::max<int64_t>(1, chunks_in(rows)), kRowsOfSum * it_.outputs(), [&](int64_t chunk, int64_t end) {
       for (; chunk < end; ++chunk) {
         const int64_t begin = chunk * kRowsOfSum, row = first + begin;
-        linear_act_backward_rows({it_.activation, it_.dtype, dy_.view.at(row), saved_.view.at(row),
-                                  wide_dz ? static_cast<float*>(wide_dz->view.at(begin)) : nullptr,
-                                  narrow_dz_ ? narrow_dz_->view.at(row) : nullptr,
-                                  sums_ ? static_cast<float*>(sums_->view.at(row / kRowsOfSum)) : nullptr},
-                                 std::min(kRowsOfSum, rows - begin), columns);
+        linear_act_backward_rows(
+            {it_.activation, it_.dtype, dy_.view.at(row), saved_.view.at(row),
+             wide_dz ? static_cast<float*>(wide_dz->at(begin)) : nullptr,
+             rounds_dz_ ? rounded_dz_.view.at(row) : nullptr, it_.wants_dbias() ? sums_of(row / kRowsOfSum) : nullptr},
+            std::min(kRowsOfSum, rows - begin), it_.outputs());
       }
     });
   }
+
+  float* sums_of(int64_t chunk) const { return static_cast<float*>(sums_.view.at(chunk)); }
 
   void add_up_sums() const {
+    const Matrix dbias(dbias_result_);
     const auto narrow_span = MPK_BEST(narrow_span);
-    Dtype dtype;
-    find_dtype(it_.bias_dtype, &dtype);
-    parallel_for(it_.outputs(), sums_->view.rows, [&](int64_t first, int64_t last) {
-      for (int64_t column = first; column < last; ++column) {
+    parallel_for(dbias.columns, sums_.view.rows, [&](int64_t column, int64_t last) {
+      for (; column < last; ++column) {
         double sum = 0;
-        for (int64_t chunk = 0; chunk < sums_->view.rows; ++chunk)
-          sum += static_cast<float*>(sums_->view.at(chunk))[column];
+        for (int64_t chunk = 0; chunk < sums_.view.rows; ++chunk) sum += sums_of(chunk)[column];
         const float rounded = static_cast<float>(sum);
-        narrow_span(dtype, &rounded, static_cast<char*>(dbias_.data()) + column * width_of(dtype), 1);
+        narrow_span(dbias.dtype, &rounded, dbias.transposed().at(column), 1);
       }
     });
   }
 
-  static int64_t chunks_in(int64_t rows) { return (rows + kRowsOfSum - 1) / kRowsOfSum; }
-  std::unique_ptr<OwnMatrix> new_matrix(int64_t rows, int64_t columns, int32_t torch_dtype) const {
-    return std::make_unique<OwnMatrix>(it_.dy, rows, columns, torch_dtype);
-  }
-
-  LinearActBackwardArguments it_;
-  int32_t fp32_;
-  bool halves_;
-  Widened dy_, saved_ = dy_.borrowed();
-  Tensor dx_, dweight_, dbias_;
-  std::unique_ptr<OwnMatrix> narrow_dz_, sums_;
+  const LinearActBackwardArguments it_;
+  Tensor dx_result_, dweight_result_, dbias_result_;
+  const Matrix dx_, dweight_;
+  const bool in_halves_, rounds_dz_;
+  const Widened dy_, saved_;
+  const ScratchMatrix rounded_dz_, sums_;
 };
 
 static void linear_act_backward_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
@@ -242,8 +254,8 @@ MPK_CPU_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cpu)
 
 }  // namespace mpk
 
-// For tests, of the path that this machine would not take: 1 and 0 as if it multiplied 16-bit matrices fast or slowly,
-// -1 as it is.
+// For tests, of the way that this machine does not go: 1 and 0 as if it multiplied 16-bit matrices fast or slowly, -1
+// as it is.
 extern "C" __attribute__((visibility("default"))) void mpkernels_force_half_products(int32_t choice) {
   mpk::halves_forced = choice;
 }

@@ -39,6 +39,10 @@ struct LinearActArguments {
   int64_t features() const { return x.sizes()[1]; }
   int64_t outputs() const { return weight.sizes()[0]; }
   bool saves_z() const { return save && saves(activation) == Saves::z; }
+  Tensor new_nothing() const {
+    const int64_t size = 0;
+    return x.new_empty(1, &size, x.dtype());
+  }
   Tensor new_output() const {
     const int64_t sizes[] = {rows(), outputs()};
     return x.new_empty(2, sizes, x.dtype());

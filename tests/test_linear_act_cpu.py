@@ -60,7 +60,7 @@ def test_several_blocks(activation, dtype):
     with mpkernels.backend("reference"):
         want = results(linear_act, *arguments, activation)
     for mine, references in zip(got, want, strict=True):
-        assert relative_error(mine, references) <= 2 * torch.finfo(dtype).eps
+        assert relative_error(mine, references) <= 8 * torch.finfo(dtype).eps  # of sums over 140,001
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

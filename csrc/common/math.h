@@ -34,20 +34,18 @@ MPK_FN F polynomial(F x, const float (&coefficients)[count]) {
   return sum;
 }
 
-// exp(x + low), where low is what rounding took off x. 2^n e^r with |r| <= log(2) / 2; 2^n in two halves, so that it
-// may be subnormal or inf.
+// exp(x + low) of an x that is not above 0, where low is what rounding took off x: 2^n e^r with |r| <= log(2) / 2.
+// 0 where it would be subnormal, for those take CPUs a hundred cycles each.
 template <class F, class U = Bits<F>>
 MPK_FN F exponential(F x, F low = F{}) {
   const float q[] = {0.49999994f, 0.16666515f, 0.041668456f, 0.00836942f, 0.0013813142f};  // (e^r - 1 - r) / r^2
-  x = x < -104.0f ? F{} - 104.0f : x;
-  x = x > 89.0f ? F{} + 89.0f : x;
-  const F shifted = fused(x, 1.44269504f, 0x1.8p23f);  // its low bits are n
+  const F bounded = x < -87.0f ? F{} - 87.0f : x;
+  const F shifted = fused(bounded, 1.44269504f, 0x1.8p23f);  // its low bits are n
   const F n = shifted - 0x1.8p23f;
-  const F r = fused(n, F{} - 1.42860677e-6f, fused(n, F{} - 0.693145752f, x)) + low;
+  const F r = fused(n, F{} - 1.42860677e-6f, fused(n, F{} - 0.693145752f, bounded)) + low;
   const F result = fused(r * r, polynomial(r, q), r) + 1.0f;
-  const U biased = bit_cast<U>(shifted) - 0x4b400000u + 254u;
-  const U half = biased >> 1;
-  return result * bit_cast<F>(half << 23) * bit_cast<F>((biased - half) << 23);
+  const U power = bit_cast<U>(shifted) - (0x4b400000u - 127u);
+  return x < -87.0f ? F{} : result * bit_cast<F>(power << 23);
 }
 
 // sigmoid(z) and sigmoid(-z), each as accurate as the other.
@@ -74,11 +72,13 @@ MPK_FN Normal<F> normal(F z) {
                         -0.0321974754f,  0.0179402381f,   -0.00500327535f, -0.000302875327f,
                         0.000691303808f, -6.30362993e-5f, -7.25551799e-5f};
   const F magnitude = absolute(z);
-  const F a = magnitude > 16.0f ? F{} + 16.0f : magnitude;  // beyond 14.5 all is 0
+  const F a = magnitude > 12.8f ? F{} + 12.8f : magnitude;
   const F half = 0.5f * a, square = half * a;
-  const F e = exponential(F{} - square, F{} - fused(half, a, F{} - square));
-  const F s = (a - 4.0f) / (a + 4.0f);
-  const F beyond = e * (polynomial(s, tail) / (1.0f + a));
+  const F bell = exponential(F{} - square, F{} - fused(half, a, F{} - square));
+  const F e = magnitude > 12.8f ? F{} : bell;  // or beyond would be subnormal
+  const F one_and = 1.0f + a, four_and = 4.0f + a, inverse = 1.0f / (one_and * four_and);  // one division, not two
+  const F s = (a - 4.0f) * one_and * inverse;
+  const F beyond = e * (polynomial(s, tail) * four_and * inverse);
   return {e * 0.398942280f, z < 0.0f ? beyond : 1.0f - beyond};
 }
 

@@ -1,7 +1,13 @@
 // Matrices on the CPU, multiplied by torch's own kernels.
 #pragma once
 
+#include <cstdlib>
+
 #include "torch.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace mpk {
 
@@ -20,6 +26,10 @@ struct Matrix {
         row_stride(tensor.ndim() == 2 ? tensor.strides()[0] : 0),
         column_stride(tensor.strides()[tensor.ndim() - 1]),
         torch_dtype(tensor.dtype()) {
+    find_dtype(torch_dtype, &dtype);
+  }
+  Matrix(void* data, int64_t rows, int64_t columns, int32_t torch_dtype)
+      : data(data), rows(rows), columns(columns), row_stride(columns), column_stride(1), torch_dtype(torch_dtype) {
     find_dtype(torch_dtype, &dtype);
   }
   Matrix transposed() const {
@@ -50,16 +60,71 @@ struct Matrix {
   }
 };
 
-// A matrix that owns its memory.
-struct OwnMatrix {
-  OwnMatrix(const Tensor& like, int64_t rows, int64_t columns, int32_t torch_dtype)
-      : memory(make(like, rows, columns, torch_dtype)), view(memory) {}
-  static Tensor make(const Tensor& like, int64_t rows, int64_t columns, int32_t torch_dtype) {
-    const int64_t sizes[] = {rows, columns};
-    return like.new_empty(2, sizes, torch_dtype);
+// Memory for one call, of a thread's own stock: what comes fresh from the system is paid for page by page, which on a
+// virtual machine takes longer than the work that is done in it.
+class Scratch {
+ public:
+  explicit Scratch(int64_t bytes) {
+    constexpr int64_t huge_page = 2 << 20;
+    if (bytes == 0) return;
+    bytes = (bytes + huge_page - 1) / huge_page * huge_page;
+    auto& stock = Stock::of_this_thread();
+    const auto fits = [&](const Piece& piece) { return piece.bytes >= bytes && piece.bytes <= 2 * bytes; };
+    const auto found = std::find_if(stock.pieces.begin(), stock.pieces.end(), fits);
+    if (found != stock.pieces.end()) {
+      piece_ = *found;
+      stock.pieces.erase(found);
+      return;
+    }
+    piece_ = {std::aligned_alloc(huge_page, bytes), bytes};
+    require(piece_.memory, "mpkernels", "out of memory");
+#ifdef MADV_HUGEPAGE
+    madvise(piece_.memory, bytes, MADV_HUGEPAGE);
+#endif
   }
-  Tensor memory;
-  Matrix view;
+  Scratch(const Scratch&) = delete;
+  ~Scratch() {
+    if (piece_.memory) Stock::of_this_thread().put_back(piece_);
+  }
+  void* get() const { return piece_.memory; }
+
+ private:
+  struct Piece {
+    void* memory;
+    int64_t bytes;
+  };
+  struct Stock {
+    static constexpr int64_t kKept = 64 << 20;
+
+    static Stock& of_this_thread() {
+      static thread_local Stock stock;
+      return stock;
+    }
+    void put_back(const Piece& piece) {  // the one that came first goes first
+      pieces.push_back(piece);
+      int64_t kept = 0;
+      for (const Piece& each : pieces) kept += each.bytes;
+      for (; kept > kKept; pieces.erase(pieces.begin())) {
+        kept -= pieces.front().bytes;
+        std::free(pieces.front().memory);
+      }
+    }
+    ~Stock() {
+      for (const Piece& piece : pieces) std::free(piece.memory);
+    }
+    std::vector<Piece> pieces;
+  };
+
+  Piece piece_{nullptr, 0};
+};
+
+// A matrix in memory of a thread's stock.
+class ScratchMatrix : Scratch {
+ public:
+  ScratchMatrix(int64_t rows, int64_t columns, int32_t torch_dtype)
+      : Scratch(rows * columns * 4), view(get(), rows, columns, torch_dtype) {}
+
+  const Matrix view;
 };
 
 inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
@@ -68,10 +133,10 @@ inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
           "torch could not multiply two matrices");
 }
 
-// out = a b + c, where c may be out.
-inline void multiply_add(const Matrix& out, const Matrix& a, const Matrix& b, const Matrix& c) {
+// out = a b + times c, where c may be out.
+inline void multiply_add(const Matrix& out, const Matrix& a, const Matrix& b, const Matrix& c, double times = 1) {
   const Tensor result = out.tensor(), left = a.tensor(), right = b.tensor(), sum = c.tensor();
-  require(aoti_torch_cpu_addmm_out(result.handle(), sum.handle(), left.handle(), right.handle(), 1, 1) == 0,
+  require(aoti_torch_cpu_addmm_out(result.handle(), sum.handle(), left.handle(), right.handle(), times, 1) == 0,
           "mpkernels", "torch could not multiply two matrices");
 }
 

@@ -41,10 +41,11 @@ class Benchmark(NamedTuple):
     @property
     def is_main(self) -> bool:
         """Beside torch's best eager way, with all cores or the GPU."""
-        return self.baseline in ("torch", BEST) and self.setting.place == places()[-1]
+        return self.baseline in ("torch", BEST, EAGER) and self.setting.place == places()[-1]
 
 
 BEST = "torch.amp fused"
+EAGER = "torch.amp eager"
 QUICK = {
     ("unscale_", "bf16", "100x500k"),
     ("grad_stats", "bf16", "100x500k"),
@@ -72,6 +73,13 @@ def _single_ops(place: Place) -> Iterator[Benchmark]:
     for op, compare in (("unscale_", ops.compare_unscale), ("grad_stats", ops.compare_grad_stats)):
         for setting in lists(place):
             yield Benchmark(op, setting, partial(compare, setting), op)
+    scale = Setting(place, "fp32", Case("a-scale"))
+    yield Benchmark("update_scale_", scale, partial(ops.compare_update_scale, scale), "update_scale_")
+    for setting in lists(place):
+        if setting.case.name in ("100x500k", "1000x5k"):
+            for variant, found in (("skipped", 1.0), ("not-skipped", 0.0)):
+                prepare = partial(ops.compare_overflow, setting, found)
+                yield Benchmark("overflow_", setting, prepare, "overflow_", "grad_stats", variant)
 
 
 def _steps(place: Place) -> Iterator[Benchmark]:
@@ -84,6 +92,9 @@ def _steps(place: Place) -> Iterator[Benchmark]:
             yield _step(setting, variant="master-fp32", master="fp32")
             yield _step(setting, variant="moments-bf16", state_dtype=torch.bfloat16)
             yield _step(setting, variant="moments-8bit", state_dtype=torch.int8)
+            yield _step(setting, variant="no-clipping", clips=False)
+            prepare = partial(steps.compare_reporting, setting)
+            yield Benchmark("step", setting, prepare, "adamw_", "ours without a report", "guarded")
         if dtype == "fp32" and name == "100x500k":
             for peer in peers.PEERS:
                 missing = peers.why_not(peer, place.device)
@@ -106,9 +117,10 @@ def _step(
 
 def _linear(place: Place) -> Iterator[Benchmark]:
     for shape in linear.SHAPES[place.device]:
-        for dtype in ("bf16",) if place.device == "cuda" else ("bf16", "fp32"):
+        for dtype in ("bf16",) if place.device == "cuda" else ("bf16", "fp16", "fp32"):
             setting = Setting(place, dtype, linear.case(shape))
-            yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", "torch")
+            baseline = "torch eager" if dtype == "fp32" else EAGER
+            yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", baseline)
             if place.device == "cuda" and shape.rows in linear.MOST_TUNING:
                 tuned = partial(linear.compare, setting, compiled=True)
                 yield Benchmark("linear_act", setting, tuned, "linear_act", "torch.compile max-autotune")

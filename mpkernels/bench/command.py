@@ -4,11 +4,11 @@ import argparse
 import importlib.util
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from time import perf_counter
 
-from mpkernels.bench import results, show
+from mpkernels.bench import machine, results, show
 from mpkernels.bench.cases import Benchmark, all_cases, select
 from mpkernels.bench.measuring import run_one
 
@@ -38,9 +38,9 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
         return 0
     try:
         _check_outputs(arguments)
-        old = _same_hardware("--compare", arguments.compare, run) if arguments.compare else None
+        old = _of_same("--compare", arguments.compare, run, machine.HARDWARE) if arguments.compare else None
         if arguments.resume and arguments.json.exists():
-            run = _same_hardware("--resume", arguments.json, run)
+            run = _of_same("--resume", arguments.json, run, run.machine)
     except (OSError, ValueError) as error:
         refuse(str(error))
     code = _measure_all(benchmarks, run, arguments)
@@ -71,15 +71,15 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
             raise ValueError(f"{option}: {path} can't be written")
 
 
-def _same_hardware(option: str, path: Path, here: results.Run) -> results.Run:
+def _of_same(option: str, path: Path, here: results.Run, keys: Iterable[str]) -> results.Run:
     try:
         there = results.read(path)
     except OSError as error:
         raise ValueError(f"{option}: {path}: {error.strerror}") from error
     except ValueError as error:
         raise ValueError(f"{option}: {error}") from error
-    if differing := there.other_hardware(here):
-        raise ValueError(f"{option}: {path} was measured on other hardware: {differing}")
+    if differing := there.other_machine(here, keys):
+        raise ValueError(f"{option}: {path} was measured on another machine: {differing}")
     return there
 
 

@@ -32,19 +32,19 @@ def case(shape: Shape) -> Case:
 
 
 def forward_and_backward(setting: Setting, layer: Layer, compiled: bool = False) -> Make:
-    (rows, inputs, outputs), device = setting.case.shapes[0], setting.place.device
+    (rows, inputs, outputs), device, dtype = setting.case.shapes[0], setting.place.device, DTYPES[setting.dtype]
 
     def make() -> Run:
         torch.manual_seed(0)
         with torch.device(device):
-            module = layer(inputs, outputs, "gelu_tanh")
-            x, dy = torch.randn(rows, inputs), torch.randn(rows, outputs, dtype=DTYPES[setting.dtype])
-        x = x.to(DTYPES[setting.dtype]).requires_grad_()
+            module = layer(inputs, outputs, "gelu")
+            x, dy = torch.randn(rows, inputs), torch.randn(rows, outputs, dtype=dtype)
+        x = x.to(dtype).requires_grad_()
         forward = torch.compile(module, mode="max-autotune-no-cudagraphs") if compiled else module
         wanted = [x, *module.parameters()]
 
         def run() -> object:
-            with torch.amp.autocast(device, DTYPES[setting.dtype]):
+            with torch.amp.autocast(device, dtype, enabled=dtype != torch.float32):
                 y = forward(x)
             return torch.autograd.grad(y, wanted, dy)
 

@@ -55,7 +55,11 @@ def _driver() -> str | None:
 def _commit() -> str | None:
     """Of the checkout that the package lies in; None where it is installed, or there is no git."""
     root = Path(mpkernels.__file__).parents[1]
-    return _first_word("git", "-C", str(root), "rev-parse", "--short=10", "HEAD") if (root / ".git").exists() else None
+    return (
+        _first_word("git", "-C", str(root), "describe", "--always", "--dirty", "--exclude=*")
+        if (root / ".git").exists()
+        else None
+    )
 
 
 def _first_word(*command: str) -> str | None:

@@ -1,6 +1,7 @@
 """From a case to its result."""
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -45,6 +46,8 @@ def run_one(benchmark: Benchmark, run: Run, seconds: float) -> Result:
     run.results.append(result)
     del pair
     gc.collect()  # networks hold on to themselves
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()  # or, after eight networks of one kind, torch would silently compile no more
     return result
 
 

@@ -3,6 +3,7 @@ whoever reads them."""
 
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from datetime import date
 from pathlib import Path
@@ -72,9 +73,9 @@ class Run:
     def device(self) -> str:
         return str(self.machine["gpu"] or self.machine["cpu"])
 
-    def other_hardware(self, other: "Run") -> str:
-        """What differs, in words; empty if nothing does."""
-        differing = [key for key in machine.HARDWARE if self.machine.get(key) != other.machine.get(key)]
+    def other_machine(self, other: "Run", keys: Iterable[str]) -> str:
+        """What differs of these, in words; empty if nothing does."""
+        differing = [key for key in keys if self.machine.get(key) != other.machine.get(key)]
         return "; ".join(f"{key} {self.machine.get(key)}, here {other.machine.get(key)}" for key in differing)
 
 

@@ -33,8 +33,8 @@ def scaler_of(kind: type[torch.amp.GradScaler], device: str) -> torch.amp.GradSc
     return scaler
 
 
-def our_step(params: list[Parameter], device: str, **options: Any) -> AfterForward:
-    optimizer = AdamW(params, max_norm=MAX_NORM, **options)
+def our_step(params: list[Parameter], device: str, clips: bool = True, **options: Any) -> AfterForward:
+    optimizer = AdamW(params, max_norm=MAX_NORM if clips else None, **options)
     scaler = scaler_of(amp.GradScaler, device)
 
     def finish() -> None:
@@ -44,12 +44,13 @@ def our_step(params: list[Parameter], device: str, **options: Any) -> AfterForwa
     return AfterForward(scaler.scale, finish)
 
 
-def torchs_step(params: list[Parameter], device: str, make: MakeOptimizer) -> AfterForward:
+def torchs_step(params: list[Parameter], device: str, make: MakeOptimizer, clips: bool = True) -> AfterForward:
     optimizer, scaler = make(params), scaler_of(torch.amp.GradScaler, device)
 
     def finish() -> None:
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
+        if clips:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(params, MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
 
@@ -87,15 +88,31 @@ def bytes_of_torchs_step() -> int:
 def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, **options: Any) -> Pair:
     """Our parameters have the grads' dtype, and a split master if that is 16 bits wide; torch's are fp32."""
     dtype, device = DTYPES[setting.dtype], setting.place.device
-    elements = sum(_elements(shape) for shape in setting.case.shapes)
+    elements = sum(map(_elements, setting.case.shapes))
     moved = bytes_of_our_step(dtype, options.get("state_dtype", torch.float32)) * elements
     return Pair(
         lambda: our_step(parameters(setting, dtype), device, **options).finish,
-        lambda: torchs_step(parameters(setting, torch.float32), device, theirs).finish,
+        lambda: torchs_step(parameters(setting, torch.float32), device, theirs, options.get("clips", True)).finish,
         moved=int(moved),
         clock=clock,
         is_whole_step=True,
     )
+
+
+def compare_reporting(setting: Setting) -> Pair:
+    """A step that could report an overflow beside the same without: no more bytes or launches, so 1 is expected."""
+    dtype = DTYPES[setting.dtype]
+    moved = int(bytes_of_our_step(dtype) * sum(map(_elements, setting.case.shapes)))
+
+    def silent() -> Run:
+        optimizer = AdamW(parameters(setting, dtype), guard=True)
+        optimizer.step()
+        for table in optimizer._tables:
+            table.report = None
+        return optimizer.step
+
+    reporting = AdamW(parameters(setting, dtype), guard=True)
+    return Pair(lambda: reporting.step, silent, moved=moved, clock=setting.case.clock)
 
 
 def _elements(shape: tuple[int, ...]) -> int:

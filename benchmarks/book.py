@@ -1,0 +1,182 @@
+"""Writes the results' book from the raw files: RESULTS.md, its charts and the table in README.
+
+``python -m benchmarks.book`` writes, ``python -m benchmarks.book --check`` fails where something has drifted.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from statistics import median
+
+from benchmarks import chart, counted
+from mpkernels.bench import results, roofline, show
+from mpkernels.bench.results import Result, Run
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- written by python -m benchmarks.book -->\n", "<!-- to here -->\n"
+
+Groups = dict[str, list[Result]]
+Cell = Callable[[Result, Run], str]
+
+
+def group(found: Iterable[Result]) -> Groups:
+    """By what is compared with what, in alphabetical order, as are the cases in each."""
+    groups: Groups = {}
+    for result in sorted(found, key=lambda it: it.name):
+        groups.setdefault(f"{f'{result.op} {result.variant}'.strip()} vs {result.baseline}", []).append(result)
+    return dict(sorted(groups.items()))
+
+
+def tally(found: list[Result]) -> str:
+    words = [show.verdict(result) for result in found]
+    return ", ".join(f"{words.count(word)} {word}" for word in ("faster", "even", "slower"))
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(header)} |"
+    yield "|---" * len([*header]) + "|"
+    for cells in rows:
+        yield f"| {' | '.join(cells)} |"
+    yield ""
+
+
+def _ratio(result: Result, run: Run) -> str:
+    low, middle, high = result.ratio
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _verdict(result: Result, run: Run) -> str:
+    return ", ".join([show.verdict(result).replace("slower", "**slower**"), *result.doubts])
+
+
+def _counted(result: Result, run: Run) -> str:
+    gpu = roofline.find(run.device)
+    ratio = counted.of_result(result, gpu) if gpu and result.place == "cuda" else None
+    return "" if ratio is None else f"{ratio:.2f}"
+
+
+def _both(key: str, write: Callable[[float], str]) -> Cell:
+    def cell(result: Result, run: Run) -> str:
+        values = [result.counts.get(side, {}).get(key) for side in ("ours", "theirs")]
+        return "" if None in values else " / ".join(map(write, values))
+
+    return cell
+
+
+COLUMNS: dict[str, Cell] = {
+    "case": lambda result, run: f"{result.place} {result.dtype} {result.case}",
+    "kernel": lambda result, run: result.kernel,
+    "ours": lambda result, run: show.time(median(result.ours_us)),
+    "theirs": lambda result, run: show.time(median(result.torch_us)),
+    "speed": lambda result, run: show.speed(result),
+    "of best": show.share,
+    "x torch [95 %]": _ratio,
+    "": _verdict,
+    "counted": _counted,
+    "peak memory, ours / theirs": _both("peak memory", show.size),
+    "launches": _both("launches", str),
+    "host waits": _both("host waits", str),
+}
+
+
+def of_run(name: str, run: Run) -> Iterator[str]:
+    yield from (f"## {run.device}, {run.date}", "")
+    yield ", ".join(f"{key} {value}" for key, value in run.machine.items() if value is not None) + "."
+    best = [f"a copy moves {speed / 1e9:.4g} GB/s on {place}" for place, speed in run.copy_speeds.items()]
+    best += [f"a matrix product runs at {speed / 1e12:.3g} TFLOP/s on {it}" for it, speed in run.gemm_speeds.items()]
+    yield f"Of best: {'; '.join(best)}. Raw samples: [{name}.json](results/{name}.json)."
+    yield from ("", f"![times torch, each case a dot](results/{name}.svg)", "")
+    for title, members in group(run.results).items():
+        cells = {header: [cell(it, run) for it in members] for header, cell in COLUMNS.items()}
+        used = {header: column for header, column in cells.items() if any(column)}
+        yield from (f"### {title}", "", f"{tally(members)}.", "")
+        yield from table(used, zip(*used.values(), strict=True))
+    if run.skipped:
+        yield from ("Left out:", "", *(f"* {case}: {reason}" for case, reason in run.skipped.items()), "")
+
+
+def book(runs: dict[str, Run]) -> str:
+    lines = [
+        "# Results",
+        "",
+        "Written by `python -m benchmarks.book` from the raw samples in [results](results); nothing is typed by hand.",
+        "x torch: torch's time over ours, the median of pairs measured in turns, and its 95 % interval. Above 1 ours "
+        "is faster; even: the interval holds 1. wide: it spans more than 10 %. busy: others used the machine.",
+        "",
+    ]
+    for name, run in sorted(runs.items(), key=lambda item: (item[1].date, item[0]), reverse=True):
+        lines += of_run(name, run)
+    lines += ["## Counted, not measured", ""]
+    lines += [
+        "x torch as [roofline.py](../mpkernels/bench/roofline.py) has it from bytes, flops, launches and data sheets.",
+        "",
+    ]
+    predictions = ([name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in counted.rows())
+    return "\n".join([*lines, *table(["", *roofline.GPUS], predictions)])
+
+
+def readme(runs: dict[str, Run]) -> str:
+    """The newest run of each machine, on its GPU or all of its cores."""
+    lines: list[str] = []
+    newest = {run.device: run for _, run in sorted(runs.items(), key=lambda item: (item[1].date, item[0]))}
+    for run in newest.values():
+        place = max({result.place for result in run.results}, key=lambda it: (it == "cuda", len(it), it))
+        found = [result for result in run.results if result.place == place]
+        ratios = [result.ratio.median for result in found]
+        lines += [
+            f"{run.device}, {place}, torch {run.machine['torch']}, {run.date}: {len(found)} pairs, {tally(found)}; "
+            f"{min(ratios):.2f} to {max(ratios):.1f} times torch's speed.",
+            "",
+        ]
+        rows = ([title, str(len(it)), *map(_named, _extremes(it))] for title, it in group(found).items())
+        lines += table(["times torch's speed", "cases", "least", "median", "most"], rows)
+    if not any(result.place == "cuda" for run in runs.values() for result in run.results):
+        lines += ["No GPU yet; counted from bytes, flops and launches, not measured:", ""]
+        few = [(name, ratios) for name, ratios in counted.rows() if "1x1e9" in name or "8192" in name]
+        lines += table(["", *roofline.GPUS], ([name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in few))
+    return "\n".join(lines)
+
+
+def _extremes(found: list[Result]) -> list[Result]:
+    ordered = sorted(found, key=lambda result: result.ratio.median)
+    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
+
+
+def _named(result: Result) -> str:
+    return f"{result.ratio.median:.2f} ({result.dtype} {result.case})"
+
+
+def pages(root: Path) -> dict[Path, str]:
+    """Every file that is written, with what belongs into it."""
+    here = root / "benchmarks"
+    runs = {path.stem: results.read(path) for path in sorted((here / "results").glob("*.json"))}
+    charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}
+    front = (root / "README.md").read_text()
+    before, begin, rest = front.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise SystemExit(f"README.md: the lines {BEGIN.strip()} and {END.strip()} are missing")
+    return {here / "RESULTS.md": book(runs), root / "README.md": before + begin + readme(runs) + end + after, **charts}
+
+
+def main(words: list[str], root: Path = ROOT) -> int:
+    parser = argparse.ArgumentParser("python -m benchmarks.book", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing, fail where something has drifted")
+    arguments = parser.parse_args(words)
+    wanted = pages(root)
+    stale = [path for path in (root / "benchmarks" / "results").glob("*.svg") if path not in wanted]
+    drifted = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    if arguments.check:
+        for path in drifted + stale:
+            print(f"{path.relative_to(root)} has drifted from the raw files: run python -m benchmarks.book")
+        return int(bool(drifted + stale))
+    for path in drifted:
+        path.write_text(wanted[path])
+    for path in stale:
+        path.unlink()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,141 @@
+"""What is under the benchmark's numbers: the interval, what is counted, the prediction, the book."""
+
+import shutil
+from math import comb
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import book, counted
+from mpkernels.bench import roofline, steps
+from mpkernels.bench.cases import all_cases
+from mpkernels.bench.counting import count
+from mpkernels.bench.pairs import Pair, measure, median_interval
+from mpkernels.bench.roofline import GPUS, Work
+from tests.test_step_costs import COSTS
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_interval_holds_the_median_in_95_of_100():
+    for size in range(6, 102):
+        low, _, high = median_interval([float(value) for value in range(size)])
+        outside = int(low)  # so many samples lie below, and above
+        assert high == size - 1 - outside
+        missed = 2 * sum(comb(size, heads) for heads in range(outside + 1)) / 2**size
+        assert missed <= 0.05
+        narrower = missed + 2 * comb(size, outside + 1) / 2**size
+        assert narrower > 0.05
+
+
+def test_a_pair_is_timed_in_turns():
+    calls = []
+    pair = Pair(lambda: lambda: calls.append("ours"), lambda: lambda: calls.append("theirs"))
+    samples = measure(pair, "cpu", seconds=0)
+    assert len(samples.ours) == len(samples.theirs) == 6
+    turns = calls[-12:]
+    assert all({*turns[i : i + 2]} == {"ours", "theirs"} for i in range(0, 12, 2))
+
+
+def test_peak_memory_is_that_of_the_tensors():
+    def make():
+        kept = torch.zeros(1000)
+
+        def run():
+            for _ in range(2):  # the second comes when the first is gone
+                doubled = kept * kept
+                del doubled
+
+        return run
+
+    assert count(make, "cpu") == {"peak memory": 2 * 4000}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "kept", "moved"), [case for case in COSTS if "master" not in case[1]], ids=str
+)
+def test_bytes_that_are_predicted_are_those_that_are_counted(dtype, options, kept, moved):
+    state_dtype = options.get("state_dtype", torch.float32)
+    scales = 4 * 4 / 256 if state_dtype == torch.int8 else 0  # of two moments, read and written
+    assert steps.bytes_of_our_step(dtype, state_dtype) == moved + scales
+    assert steps.bytes_of_torchs_step() == 48
+
+
+@pytest.mark.parametrize(
+    ("dtype", "variant", "ratio"),
+    [("fp32", "", "1.50"), ("bf16", "", "1.71"), ("bf16", "moments-bf16", "2.40"), ("bf16", "moments-8bit", "2.99")],
+)
+def test_the_prediction_of_a_large_step_is_that_of_its_bytes(dtype, variant, ratio):
+    for gpu in GPUS.values():
+        assert f"{roofline.ratio(gpu, *counted.step(dtype, variant, '1x1e9')):.2f}" == ratio
+
+
+def test_a_prediction():
+    gpu = roofline.find("NVIDIA H200")
+    assert gpu is GPUS["H200"]
+    assert roofline.find("Abacus") is None
+    assert Work(4.3e12).seconds(gpu) == pytest.approx(1)  # as measured, DESIGN's figures
+    assert Work(0, 790e12).seconds(gpu) == pytest.approx(1)
+    assert Work(4.3e12, 790e12, 10).seconds(gpu) == pytest.approx(2)
+    assert Work(0, 0, 10).seconds(gpu) == 10 * roofline.LAUNCH
+
+
+def test_fusing_pays_where_activations_weigh_most():
+    """At small K; at K >= 4096 it is a few percent."""
+    narrow, wide = (
+        roofline.ratio(GPUS["H200"], *counted.linear_act(it)) for it in ((8192, 768, 3072), (8192, 4096, 16384))
+    )
+    assert 1.1 < narrow < 1.3
+    assert 1.0 < wide < 1.06
+
+
+def test_names_of_cases_are_unique():
+    names = [case.name for case in all_cases()]
+    assert len(names) == len(set(names))
+
+
+@pytest.fixture
+def copy(tmp_path):
+    for path in ("README.md", "benchmarks/RESULTS.md"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
+    return tmp_path
+
+
+def test_the_book_is_what_the_raw_files_say(capsys):
+    assert book.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["README.md", "benchmarks/RESULTS.md"])
+def test_a_number_typed_by_hand_is_noticed(copy, capsys, name):
+    path = copy / name
+    text = path.read_text()
+    at = text.index("| ", text.index(book.BEGIN) if name == "README.md" else text.index("|---"))
+    path.write_text(text[:at] + "| 9.99 " + text[at:])
+    assert book.main(["--check"], copy) == 1
+    assert f"{name} has drifted" in capsys.readouterr().out
+    assert book.main([], copy) == 0
+    assert path.read_text() == text
+
+
+def test_a_changed_sample_is_noticed(copy):
+    path = next((copy / "benchmarks" / "results").glob("*.json"))
+    path.write_text(
+        path.read_text().replace('"ours us":[', '"ours us":[1.0,', 1).replace('"torch us":[', '"torch us":[99.0,', 1)
+    )
+    assert book.main(["--check"], copy) == 1
+
+
+def test_a_chart_of_no_results_is_noticed(copy):
+    orphan = copy / "benchmarks" / "results" / "orphan.svg"
+    orphan.write_text("<svg/>")
+    assert book.main(["--check"], copy) == 1
+    assert book.main([], copy) == 0
+    assert not orphan.exists()
+
+
+def test_losses_are_shown_beside_wins():
+    found = book.book({path.stem: book.results.read(path) for path in (ROOT / "benchmarks" / "results").glob("*.json")})
+    assert found.count("slower") >= 1
