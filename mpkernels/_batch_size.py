@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 from mpkernels import _memory
 from mpkernels._autocast import machines_device
+from mpkernels._memory_report import memory_report
 from mpkernels._policy import global_policy
 from mpkernels.optim import AdamW
 
@@ -48,8 +49,7 @@ def find_max_batch_size(
     device = torch.device(_device_of(model_or_step) if device is None else device)
     if isinstance(model_or_step, nn.Module):
         restore = [model_or_step, *restore]
-        # A copy, to put back; the grads and both moments: known before anything is tried.
-        if device.type == "cpu" and 4 * _memory.size(model_or_step.parameters()) > _SHARE * _memory.available():
+        if device.type == "cpu" and _least(model_or_step) > _SHARE * _memory.available():
             raise _nothing_fits(device)
     try:
         with _memory.restored(restore, device):
@@ -64,6 +64,11 @@ def find_max_batch_size(
     return largest
 
 
+def _least(model: nn.Module) -> int:
+    """What is known before anything is tried: grads, states, and a copy of the weights, to put back."""
+    return memory_report(model, _optimizer(model)).total
+
+
 def _nothing_fits(device: torch.device) -> RuntimeError:
     return RuntimeError(f"find_max_batch_size: not even a batch of 1 fits into the memory of {device}")
 
@@ -75,9 +80,13 @@ def _device_of(model_or_step: Any) -> torch.device | str:
     return machines_device()
 
 
+def _optimizer(model: nn.Module) -> AdamW:
+    return AdamW([param for param in model.parameters() if param.requires_grad])
+
+
 def _step_of(model: nn.Module, device: torch.device) -> Callable[[Tensor], None]:
     policy = global_policy()
-    optimizer = AdamW([param for param in model.parameters() if param.requires_grad])
+    optimizer = _optimizer(model)
     scaler = policy.scaler(device.type)
     model.train()
 

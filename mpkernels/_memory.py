@@ -21,6 +21,8 @@ _OUT_OF_MEMORY = (
     "CUBLAS_STATUS_ALLOC_FAILED",
     "MPS backend out of memory",
 )
+_OF_PROCESS = Path("/proc/self/cgroup")
+_FILES_V1, _FILES_V2 = ("memory.limit_in_bytes", "memory.usage_in_bytes"), ("memory.max", "memory.current")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -79,17 +81,22 @@ def available() -> int:
     return min([left, *_left_in_control_groups()])
 
 
-def _left_in_control_groups() -> Iterator[int]:
-    root = Path("/sys/fs/cgroup")
-    places = [
-        (root, "memory.max", "memory.current"),
-        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ]
-    for folder, limit, usage in places:
-        with suppress(OSError, ValueError, KeyError):  # not there, or "max": no limit
-            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-            yield int((folder / limit).read_text()) - int((folder / usage).read_text()) + reclaimable
+def _left_in_control_groups(root: Path = Path("/sys/fs/cgroup"), of_process: Path = _OF_PROCESS) -> Iterator[int]:
+    """In each group of this process that has a limit."""
+    for line in of_process.read_text().splitlines() if of_process.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top = root / "memory" if controllers else root
+        limit, usage = _FILES_V1 if controllers else _FILES_V2
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if not folder.is_relative_to(top):
+                break
+            with suppress(OSError, ValueError):  # not there, or "max": no limit
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                reclaimable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                yield int((folder / limit).read_text()) - int((folder / usage).read_text()) + reclaimable
 
 
 def _status(field: str) -> int | None:

@@ -1,6 +1,5 @@
 """A model's weights in 16 bits, and back."""
 
-import functools
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
@@ -10,9 +9,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 
-from mpkernels._adamw_state import MASTERS, needs_master
-from mpkernels._autocast import machines_device
-from mpkernels.ops.split import join
+from mpkernels import _adamw_state
+from mpkernels._mixed_class import Mixed, mixed_class
+from mpkernels.ops.split import join, split
 from mpkernels.optim import AdamW
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
@@ -22,34 +21,29 @@ _DTYPES = (torch.bfloat16, torch.float16)
 Model = TypeVar("Model", bound=nn.Module)
 
 
-class Mixed:
-    """What ``to_mixed`` makes of a model's class: a subclass that has its name, and runs its forward under autocast."""
-
-    _mixed_class: type[nn.Module]
-    _mixed_dtype: torch.dtype
-
-    def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here has no name to be found by
-        reduced: Any = super().__reduce_ex__(protocol)
-        _, (_, *arguments), *rest = reduced
-        return _rebuild, (self._mixed_class, self._mixed_dtype, *arguments), *rest
-
-
-def to_mixed(model: Model, dtype: torch.dtype = torch.bfloat16, keep_fp32: Iterable[str] = ()) -> Model:
+def to_mixed(
+    model: Model,
+    dtype: torch.dtype = torch.bfloat16,
+    keep_fp32: Iterable[str] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Model:
     """Rounds the model's parameters to 16 bits, in place, and lets its forward run under autocast. Returns the model.
 
-    An ``mpkernels.optim.AdamW`` over its parameters then holds their fp32 masters; before its first step the master is
-    the rounded weight. Norms stay fp32: torch's own, and every module with "norm" in its class's name whose parameters
-    are vectors. Buffers stay as they are, as under autocast, and so does every weight that is shared with one that
-    stays. What is kept is kept in memory: autocast computes with it as with any fp32 weight.
+    An ``mpkernels.optim.AdamW`` over its parameters then holds their fp32 masters. Norms stay fp32: torch's own, and
+    every module with "norm" in its class's name whose parameters are vectors. Buffers stay as they are, as under
+    autocast, and so does every weight that is shared with one that stays. What is kept is kept in memory: autocast
+    computes with it as with any fp32 weight.
 
-    Convert before the model is compiled or wrapped (DDP, FSDP). Methods other than forward, and a loss, need an
-    autocast around them as ever.
+    Convert before the model is compiled or wrapped in DDP; FSDP takes no group of two dtypes. Methods other than
+    forward, and a loss, need an autocast around them as ever.
 
     Args:
         model: whose parameters are fp32, or ``dtype`` already.
         dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a GradScaler.
         keep_fp32: modules and parameters that stay fp32 as well, by their names as ``named_modules`` and
             ``named_parameters`` have them; ``*`` stands for anything.
+        optimizer: an ``mpkernels.optim.AdamW`` that is there already: its masters are the weights as they were, bit for
+            bit. One that has stepped must be named. One that is made afterwards begins from the rounded weights.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
@@ -62,11 +56,14 @@ def to_mixed(model: Model, dtype: torch.dtype = torch.bfloat16, keep_fp32: Itera
     goals = [(name, param, torch.float32 if param in kept else dtype) for name, param in model.named_parameters()]
     for name, param, goal in goals:
         _check(name, param, goal, dtype)
+    adamw = None if optimizer is None else _checked("to_mixed", optimizer)
     with torch.no_grad():
         for _, param, goal in goals:
-            _set(param, param.to(goal))
+            _set(param, param.to(goal) if adamw is None else _with_master(param, goal, adamw))
+    if adamw is not None:
+        adamw._start_afresh()
     kind: Any = type(model)
-    model.__class__ = _mixed_class(kind, dtype)  # type: ignore[assignment]
+    model.__class__ = mixed_class(kind, dtype)  # type: ignore[assignment]
     return model
 
 
@@ -78,12 +75,8 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
     _refuse_wrapped("to_full", model)
     if not isinstance(model, Mixed):
         raise ValueError(f"to_full: model must come from to_mixed, got {type(model).__name__}")
-    if not isinstance(optimizer, AdamW):
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise TypeError(f"to_full: optimizer must be mpkernels.optim.AdamW, which holds the masters, got {kind}")
-    if optimizer._release is not None and optimizer._release._hooks:
-        raise ValueError("to_full: optimizer must not release grads; call remove() on what release_grads() returned")
-    narrow = {name: param for name, param in model.named_parameters() if needs_master(param)}
+    optimizer = _checked("to_full", optimizer)
+    narrow = {name: param for name, param in model.named_parameters() if _adamw_state.needs_master(param)}
     known = {param for group in optimizer.param_groups for param in group["params"]}
     for name, param in narrow.items():
         if param.requires_grad and param not in known:
@@ -91,11 +84,20 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
     with torch.no_grad():
         for param in narrow.values():
             _set(param, _master(param, optimizer.state.get(param, {})))
-            for key, _ in MASTERS.values():
+            for key, _ in _adamw_state.MASTERS.values():
                 optimizer.state.get(param, {}).pop(key, None)
     optimizer._start_afresh()
     model.__class__ = model._mixed_class
     return model
+
+
+def _checked(op: str, optimizer: torch.optim.Optimizer) -> AdamW:
+    if not isinstance(optimizer, AdamW):
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise TypeError(f"{op}: optimizer must be mpkernels.optim.AdamW, which holds the masters, got {kind}")
+    if optimizer._release is not None and optimizer._release._hooks:
+        raise ValueError(f"{op}: optimizer must not release grads; call remove() on what release_grads() returned")
+    return optimizer
 
 
 def _refuse_wrapped(op: str, model: nn.Module) -> None:
@@ -145,32 +147,21 @@ def _set(param: Tensor, value: Tensor) -> None:
         param.grad = grad.to(value.dtype)
 
 
+def _with_master(param: Tensor, goal: torch.dtype, optimizer: AdamW) -> Tensor:
+    """The weight to be; what its rounding takes away goes to the optimizer."""
+    group = next((group for group in optimizer.param_groups if any(it is param for it in group["params"])), None)
+    if group is None or goal == torch.float32 or param.dtype != torch.float32:
+        return param.to(goal)
+    rounded, remainder = split(param.detach(), goal)
+    own = _adamw_state.create(rounded, optimizer.master, optimizer.state_dtype, group["amsgrad"])
+    own.update(optimizer.state[param])
+    key, _ = _adamw_state.MASTERS[optimizer.master]
+    own[key] = remainder if optimizer.master == "split" else param.detach()
+    optimizer.state[param] = own
+    return rounded if optimizer.master == "split" else param.to(goal)
+
+
 def _master(param: Tensor, state: dict[str, Tensor]) -> Tensor:
     if "master" in state:
         return state["master"]
     return join(param.detach(), state["remainder"]) if "remainder" in state else param.detach().float()
-
-
-@functools.cache
-def _mixed_class(kind: Any, dtype: torch.dtype) -> type[nn.Module]:
-    @functools.wraps(kind.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with torch.amp.autocast(_device_type(self), dtype=dtype):
-            return kind.forward(self, *args, **kwargs)
-
-    body = {"forward": forward, "_mixed_class": kind, "_mixed_dtype": dtype, "__doc__": kind.__doc__}
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (Mixed, kind), body | names)
-
-
-def _rebuild(kind: Any, dtype: torch.dtype, *arguments: Any) -> nn.Module:
-    made: nn.Module = object.__new__(_mixed_class(kind, dtype))
-    return made
-
-
-def _device_type(model: nn.Module) -> str:
-    """Of its weights; a replica of DataParallel has none of its own."""
-    for param in model.parameters():
-        if torch.amp.is_autocast_available(param.device.type):
-            return param.device.type
-    return machines_device()

@@ -188,7 +188,8 @@ def test_a_cpu_stays_below_70_percent(monkeypatch):
 
 def test_a_model_that_is_too_large_for_a_cpu_is_not_tried(monkeypatch):
     model = network()
-    monkeypatch.setattr(_memory, "available", lambda: 5 * _memory.size(model.parameters()))
+    needed = 4 * _memory.size(model.parameters())  # a copy, grads, two moments
+    monkeypatch.setattr(_memory, "available", lambda: int(needed / 0.71))
     with pytest.raises(RuntimeError, match="not even a batch of 1"):
         mpkernels.find_max_batch_size(model, (20,))
     assert model[0].weight.grad is None
@@ -196,6 +197,27 @@ def test_a_model_that_is_too_large_for_a_cpu_is_not_tried(monkeypatch):
 
 def test_what_is_available_is_less_than_what_is_there():
     assert 0 < _memory.available() <= _memory._physical()
+
+
+@pytest.mark.parametrize(
+    ("line", "group", "limit", "usage"),
+    [
+        ("0::/a/b", "a", "memory.max", "memory.current"),
+        ("0::/", "", "memory.max", "memory.current"),
+        ("4:cpu,memory:/a/b", "memory/a/b", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        ("4:memory:/not/mounted/here", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ],
+)
+def test_limits_of_control_groups(tmp_path, line, group, limit, usage):
+    for other in ("", "a/b"):
+        (tmp_path / "sys" / other).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "sys" / other / "memory.max").write_text("max\n")
+    folder = tmp_path / "sys" / group
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, value in ((limit, "1000\n"), (usage, "700\n"), ("memory.stat", "anon 600\ninactive_file 50\n")):
+        (folder / name).write_text(value)
+    (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
+    assert list(_memory._left_in_control_groups(tmp_path / "sys", tmp_path / "cgroup")) == [350]
 
 
 def test_peaks_are_seen():

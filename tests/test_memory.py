@@ -113,6 +113,13 @@ def test_tied_weights_count_once():
     assert mpkernels.memory_report(net).predicted["parameters"] == 4 * 64
 
 
+def test_what_two_functions_save_counts_once():
+    """exp's result is the next layer's input."""
+    net = nn.ModuleList([nn.Linear(IN, OUT), nn.Linear(OUT, 1)])
+    report = mpkernels.memory_report(net, loss=lambda net: net[1](net[0](INPUTS).exp()).sum())
+    assert report.predicted["activations"] == 4 * ROWS * (IN + OUT)
+
+
 def test_the_table():
     lines = str(mpkernels.memory_report(model(), loss=loss_of)).splitlines()
     assert lines[0].split() == ["predicted", "measured"]
