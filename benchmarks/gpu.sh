@@ -42,7 +42,7 @@ without_waiting=(tests/test_cuda_graphs.py tests/test_amp_steps.py tests/test_st
 sanitizer=(compute-sanitizer --error-exitcode 9 --print-limit 20 --tool)
 step=("step*cuda" "grad_stats*cuda" "unscale_*cuda")
 linear=("linear_act*cuda*eager" "linear_act*cuda*autotune")
-train=("train*cuda*fused" "train*cuda*compiled" "train*cuda")
+train=("train*cuda*gpt2*fused" "train*cuda*mlp-20*fused" "train*cuda")
 if [[ -n $rehearse ]]; then
   device=cpu seconds=400 workers=1
   describe=(true)
@@ -57,10 +57,12 @@ if [[ -n $rehearse ]]; then
 fi
 
 started=$SECONDS
-# Runs a command for as long as the part has left, then interrupts it: what it has measured by then is kept.
+# Runs a command for as long as the part has left, or for $most seconds, then interrupts it: what it has measured by
+# then is kept.
 limited() {
   local left=$((seconds - SECONDS + started))
   ((left > 5)) || return 124
+  ((left <= ${most:-$left})) || left=$most
   timeout --signal=INT --kill-after=15 "$left" "$@"
 }
 
@@ -70,11 +72,11 @@ build() {
   if compgen -G "benchmarks/wheels/*.whl" >/dev/null; then
     python3 -m pip install -q --no-index --no-deps benchmarks/wheels/*.whl
   fi
-  local module
+  local module carry="put its wheel into benchmarks/wheels"
   for module in setuptools pytest hypothesis expecttest numpy triton; do
-    python3 -c "import $module" 2>/dev/null || echo "MISSING: $module is not installed: put its wheel into benchmarks/wheels"
+    python3 -c "import $module" 2>/dev/null || echo "MISSING: $module is not installed; $carry"
   done
-  command -v ninja || echo "MISSING: ninja is not installed: put its wheel into benchmarks/wheels"
+  command -v ninja || echo "MISSING: ninja is not installed; $carry"
   limited "${install[@]}" | grep -E "mpkernels:|rror|Successfully"
   python3 -c "import mpkernels; print('kernels:', *mpkernels.backends('adamw_', '$device'))"
 }
@@ -83,21 +85,23 @@ build() {
 run_tests() {
   touch "$out/test.txt"
   sed -i '/^PASSED/!d' "$out/test.txt"
-  local file files
-  files=$(limited python3 -m pytest -q --collect-only "${tests[@]}" | grep -oE '^tests/[a-z_0-9]+\.py' | sort -u)
-  for file in $files; do
+  local file found
+  found=$(limited python3 -m pytest -q --collect-only --continue-on-collection-errors "${tests[@]}" 2>&1) ||
+    printf 'FAILED to collect all\n%s\n' "$(tail -30 <<<"$found")" >>"$out/test.txt"
+  found=$(grep -- "${targets%%-*}-" <<<"$found" || true)$'\n'$found # first those that name a kernel on this device
+  for file in $(grep -oE '^tests/[a-z_0-9]+\.py' <<<"$found" | awk '!seen[$0]++'); do
     ! grep -q "^PASSED $file" "$out/test.txt" || continue
     while (($(jobs -rp | wc -l) >= workers)); do sleep 0.2; done
     run_file "$file" &
   done
   wait
   cat "$out/test.txt"
-  [[ -n $files ]] && ! grep -qvE "^PASSED" "$out/test.txt"
+  [[ -s $out/test.txt ]] && ! grep -qv "^PASSED" "$out/test.txt"
 }
 
 run_file() {
   local code=0 log
-  log=$(limited timeout --kill-after=5 200 python3 -m pytest -q --no-header --maxfail=5 -p no:cacheprovider \
+  log=$(most=200 limited python3 -m pytest -q --no-header --maxfail=5 -p no:cacheprovider \
     "--require=$targets" "${tests[@]:0:2}" "$1" 2>&1 | tail -60) || code=$?
   case $code in
     0) echo "PASSED $1: ${log##*$'\n'}" ;;
@@ -124,12 +128,19 @@ bench() {
   return $code
 }
 
+measure_step() {
+  local code=0
+  limited python3 -m pytest -q -p no:cacheprovider "${without_waiting[@]}" || code=$?
+  bench step "${step[@]}" || code=$?
+  return $code
+}
+
 run_part() {
   case $1 in
     build) build 2>&1 | tee "$out/build.txt" ;;
     test) run_tests ;;
     sanitize) sanitize 2>&1 | tee "$out/sanitize.txt" ;;
-    step) limited python3 -m pytest -q -p no:cacheprovider "${without_waiting[@]}" && bench step "${step[@]}" ;;
+    step) measure_step ;;
     linear) bench linear "${linear[@]}" ;;
     train) bench train "${train[@]}" ;;
     tune) limited python3 -m benchmarks.tune "$out/tune.json" "$device" ;;

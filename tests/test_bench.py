@@ -12,6 +12,7 @@ from mpkernels.bench import roofline, steps
 from mpkernels.bench.cases import all_cases
 from mpkernels.bench.counting import count
 from mpkernels.bench.pairs import Pair, measure, median_interval
+from mpkernels.bench.results import Result, Run
 from mpkernels.bench.roofline import GPUS, Work
 from tests.test_step_costs import COSTS
 
@@ -136,6 +137,26 @@ def test_a_chart_of_no_results_is_noticed(copy):
     assert not orphan.exists()
 
 
-def test_losses_are_shown_beside_wins():
-    found = book.book({path.stem: book.results.read(path) for path in (ROOT / "benchmarks" / "results").glob("*.json")})
-    assert found.count("slower") >= 1
+def result(ours, theirs, **more):
+    return Result("op", "", "cuda", "bf16", "case", "native", 10**6, 0.0, [ours] * 6, [theirs] * 6, **more)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "verdict"), [(300.0, "3.00 [3.00, 3.00] | faster"), (50.0, "**slower**"), (100.0, "even")]
+)
+def test_losses_are_shown_beside_wins(theirs, verdict):
+    run = Run("2026-11-21", {"gpu": "NVIDIA H200"}, {"cuda": 2e10}, results=[result(100.0, theirs)])
+    page = book.book({"h200": run})
+    assert "| cuda bf16 case | native | 100 us |" in page
+    assert verdict in page
+    assert "| 10.0 GB/s | 50% |" in page  # 1 MB in 100 us
+
+
+def test_what_was_counted_stands_beside_what_was_measured():
+    counts = {"ours": {"peak memory": 14 * 10**9}, "theirs": {"peak memory": 16 * 10**9}}
+    step = Result(
+        "step", "", "cuda", "bf16", "1x1e9", "native", 28 * 10**9, 0.0, [6500.0] * 6, [11000.0] * 6, "torch.amp fused",
+        counts=counts,
+    )  # fmt: skip
+    page = book.book({"h200": Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[step])})
+    assert "| 1.69 [1.69, 1.69] | faster | 1.71 | 14 GB / 16 GB |" in page

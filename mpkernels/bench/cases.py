@@ -124,6 +124,8 @@ def _linear(place: Place) -> Iterator[Benchmark]:
             if place.device == "cuda" and shape.rows in linear.MOST_TUNING:
                 tuned = partial(linear.compare, setting, compiled=True)
                 yield Benchmark("linear_act", setting, tuned, "linear_act", "torch.compile max-autotune")
+    for peer, reason in peers.NOTHING_TO_COMPARE.items():
+        yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", peer, missing=reason)
 
 
 def _training(place: Place) -> Iterator[Benchmark]:

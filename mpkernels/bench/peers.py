@@ -23,12 +23,11 @@ class Peer(NamedTuple):
 PEERS = {
     "torchao-8bit": Peer("torchao.optim", "AdamW8bit", {}),
     "bitsandbytes-8bit": Peer("bitsandbytes.optim", "AdamW8bit", {}),
-    "torch-optimi": Peer("optimi", "AdamW", {"lr": 1e-3, "triton": None}, needs_cuda=False),
+    "torch-optimi": Peer("optimi", "AdamW", {"lr": 1e-3}, needs_cuda=False),
     "flashoptim-8bit": Peer("flashoptim", "FlashAdamW", {"lr": 1e-3}),
     "apex": Peer("apex.optimizers", "FusedAdam", {}),
     "transformer-engine": Peer("transformer_engine.pytorch.optimizers", "FusedAdam", {}),
 }
-# Has no optimizer, and no linear layer with an activation that can be differentiated: nothing to put beside ours.
 NOTHING_TO_COMPARE = {"liger-kernel": "it has neither an optimizer nor a linear layer with its activation"}
 
 
