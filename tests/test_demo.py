@@ -170,10 +170,10 @@ def damage(path):
 @pytest.mark.parametrize(
     ("spoil", "says"),
     [
-        (lambda path: path.write_text("a letter"), "can't be read as a checkpoint (UnpicklingError)"),
-        (cut, "can't be read as a checkpoint (RuntimeError)"),
+        (lambda path: path.write_text("a letter"), "can't be read as a checkpoint"),
+        (cut, "can't be read as a checkpoint"),
         (foreign, "is not a checkpoint of this demo"),
-        (damage, "is damaged (RuntimeError)"),
+        (damage, "is damaged"),
     ],
     ids=["text", "cut", "foreign", "damaged"],
 )

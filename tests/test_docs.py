@@ -1,4 +1,7 @@
-"""Every block of Python in README and docs/ runs as it stands, after what a reader has by then."""
+"""Every block of Python in README and docs/ runs as it stands, after the imports of those above it.
+
+What begins with ```py is for the eye: it needs other libraries.
+"""
 
 import re
 from pathlib import Path
@@ -13,9 +16,9 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = {
-    f"{page.name}-{number}": (page, block)
+    f"{page.name}-{number}": (page, number)
     for page in PAGES
-    for number, block in enumerate(BLOCK.findall(page.read_text()))
+    for number, _ in enumerate(BLOCK.findall(page.read_text()))
 }
 
 
@@ -41,18 +44,21 @@ def of_a_reader():
         "targets": batches[0][1],
         "optimizer": optimizer,
         "scaler": amp.GradScaler(),
+        "x": torch.randn(2, 768),
         "inv_scale": torch.full((), 0.5),
     }
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block(name, tmp_path, monkeypatch):
-    page, block = BLOCKS[name]
+    page, number = BLOCKS[name]
+    *above, block = BLOCK.findall(page.read_text())[: number + 1]
+    imports = "\n".join(line for each in above for line in each.splitlines() if line.startswith(("import ", "from ")))
     monkeypatch.chdir(tmp_path)
     # A 16-bit model takes inputs of its dtype; a reader's come from a loader that knows.
     torch.nn.Linear.forward, forward = _casting(torch.nn.Linear.forward), torch.nn.Linear.forward
     try:
-        exec(compile(block, page.name, "exec"), of_a_reader())
+        exec(compile(f"{imports}\n{block}", page.name, "exec"), of_a_reader())
     finally:
         torch.nn.Linear.forward = forward
         selector.make_deterministic()

@@ -42,8 +42,8 @@ def load(path: Path) -> dict[str, Any]:
         raise UnusableError(f"--resume: there is no checkpoint at {path}")
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever torch and pickle make of a file that isn't theirs
-        raise UnusableError(f"--resume: {path} can't be read as a checkpoint ({type(error).__name__})") from None
+    except Exception:  # whatever torch and pickle make of a file that isn't theirs
+        raise UnusableError(f"--resume: {path} can't be read as a checkpoint") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise UnusableError(f"--resume: {path} is not a checkpoint of this demo")
     return state

@@ -69,26 +69,26 @@ class Run:
     def __init__(self, asked: argparse.Namespace) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.out, self.path = asked.out, asked.out / "demo.pt"
-        self.corpus = Corpus(self.device, SEED)
-        size = SIZES[self.device.type]
+        self.corpus, self.size = Corpus(self.device, SEED), SIZES[self.device.type]
+        saved = None
         if asked.resume:
             saved = checkpoint.load(self.path)
             self.check(saved, asked.precision)
-            precision, planned = saved["precision"], saved["steps"]
         else:
             self.out.mkdir(parents=True, exist_ok=True)
-            saved, precision, planned = None, asked.precision or best_precision(self.device), size.steps
-        self.precision, self.size, self.steps = precision, size, asked.steps or planned
-        self.sides = [Training(side, size, precision, self.device, SEED) for side in SIDES]
+        planned = saved or {"precision": asked.precision or best_precision(self.device), "steps": self.size.steps}
+        self.precision, self.steps = planned["precision"], asked.steps or planned["steps"]
+        self.sides = [Training(side, self.size, self.precision, self.device, SEED) for side in SIDES]
         if saved is not None:
             self.restore(saved)
         self.save(is_first=saved is None)  # now, so that a place that can't be written to costs no training
 
+    def facts(self) -> dict[str, Any]:
+        """What must be the same for a run to go on."""
+        return {"size": list(self.size), "corpus": self.corpus.digest, "device": self.device.type}
+
     def check(self, saved: dict[str, Any], precision: str | None) -> None:
-        wanted = {"size": list(self.size), "corpus": self.corpus.digest, "device": self.device.type}
-        if precision is not None:
-            wanted["precision"] = precision
-        for name, value in wanted.items():
+        for name, value in (self.facts() | {"precision": precision or saved.get("precision")}).items():
             if saved.get(name) != value:
                 raise checkpoint.UnusableError(f"--resume: {self.path} is of a run with another {name}")
 
@@ -96,12 +96,11 @@ class Run:
         try:
             for side in self.sides:
                 side.load_state_dict(saved[side.side])
-        except (KeyError, ValueError, RuntimeError, TypeError) as error:
-            raise checkpoint.UnusableError(f"--resume: {self.path} is damaged ({type(error).__name__})") from None
+        except (KeyError, ValueError, RuntimeError, TypeError):
+            raise checkpoint.UnusableError(f"--resume: {self.path} is damaged") from None
 
     def save(self, is_first: bool = False) -> None:
-        state = {"size": list(self.size), "corpus": self.corpus.digest, "device": self.device.type}
-        state |= {"precision": self.precision, "steps": self.steps}
+        state = self.facts() | {"precision": self.precision, "steps": self.steps}
         checkpoint.save(self.path, state | {side.side: side.state_dict() for side in self.sides}, is_first)
 
     def go(self) -> int:

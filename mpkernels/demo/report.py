@@ -54,7 +54,8 @@ def row(side: Training) -> tuple[str, ...]:
 
 
 def plain(rows: Sequence[Sequence[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    """In columns that keep their place from one call to the next."""
+    widths = [max(9, *map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.rjust, cells, widths)) for cells in rows)
 
 
@@ -80,14 +81,15 @@ def live(steps: int) -> Iterator[Callable[[Sides], None]]:
 
 
 def _lines(every: int) -> Callable[[Sides], None]:
-    last = -every
+    last = None
 
     def show(sides: Sides) -> None:
         nonlocal last
         done = len(sides[0].losses)
-        if done - last >= every:
+        if last is None or done - last >= every:
+            rows = [*map(row, sides)]
+            print(plain([HEAD, *rows] if last is None else rows), flush=True)
             last = done
-            print(plain([HEAD, *map(row, sides)] if done == every else [*map(row, sides)]), flush=True)
 
     return show
 
