@@ -178,7 +178,7 @@ def start_without_cublas():
         has_cublas.value = 0
         for name in ("linear_act", "linear_act_backward"):
             with pytest.raises(RuntimeError, match=rf"{name}: this process has no cuBLAS.*backend\(\"triton\"\)"):
-                _registry._ops[name](*arguments("cpu"))
+                _registry._ops[name](*ARGUMENTS[name]("cpu"))
         dy = torch.ones(3, 4)
         sums = backward(dy, None, None, dy.new_empty(0), "none", None, F32)[2]  # takes no product
         assert sums.tolist() == [3.0] * 4
