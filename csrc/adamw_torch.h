@@ -40,6 +40,9 @@ class AdamwPlan {
         if (is_as_before(i, params[i], grads[i])) {
           row.grad = grads[i].const_data();
         } else {
+          // Its master would not be its own.
+          require(!before_[i].is_known || params[i].dtype() == before_[i].param_dtype, kOp,
+                  "params[" + std::to_string(i) + "] has changed its dtype since its state was made");
           before_[i] = {};
           row = {};
           fill(row, i, params[i], grads[i], lender);
@@ -54,7 +57,7 @@ class AdamwPlan {
   // What else a row was made of, if all of it was contiguous: then a glance tells whether it still holds. To fill a row
   // takes several times as long.
   struct Before {
-    bool was_plain;
+    bool is_known, was_plain;
     int32_t param_dtype, grad_dtype;
   };
 
@@ -141,7 +144,7 @@ class AdamwPlan {
     }
     bool is_plain = param.is_contiguous() && grad.is_contiguous();
     for (const Tensor* each : {exp_avg, exp_avg_sq, largest, master}) is_plain &= !each || each->is_contiguous();
-    before_[i] = {is_plain, param.dtype(), grad.dtype()};
+    before_[i] = {true, is_plain, param.dtype(), grad.dtype()};
   }
 
   const TensorList exp_avgs_, exp_avg_sqs_, max_exp_avg_sqs_, masters_, scales_, steps_;

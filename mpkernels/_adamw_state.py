@@ -27,12 +27,18 @@ def create(param: Tensor, master: str, state_dtype: torch.dtype, amsgrad: bool) 
         for key in keys:
             state[key].fill_(0 if key == "exp_avg" else -128)  # the codes of 0
         state["scales"] = torch.zeros(len(keys) * -(-param.numel() // int8.QUANTIZED), device=param.device)
-    if needs_master(param):
-        key, dtype = MASTERS[master]
-        state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-        if master == "fp32":
-            state[key].copy_(param)
+    add_master(state, param, master)
     return state
+
+
+def add_master(state: State, param: Tensor, master: str) -> None:
+    """Where there is none, and should be: the parameter as it is, exactly."""
+    if not needs_master(param) or any(key in state for key, _ in MASTERS.values()):
+        return
+    key, dtype = MASTERS[master]
+    state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    if master == "fp32":
+        state[key].copy_(param)
 
 
 def needs_master(param: Tensor) -> bool:

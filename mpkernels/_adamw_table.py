@@ -35,7 +35,7 @@ class Table:
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*rows, strict=True)
-        self.params, self.device = list(params), params[0].device
+        self.params, self.device, self._dtype = list(params), params[0].device, params[0].dtype
         self.report = None if ledger is None else ledger.report_for(self.params, self.device)
         self._is_complex = any(map(torch.is_complex, params))
         self.has_16_bit_parameters = any(map(needs_master, params))
@@ -74,7 +74,9 @@ class Table:
 
     @property
     def has_moved(self) -> bool:
-        return bool(self.params[0].device != self.device)
+        """To another device or dtype, as a model does as a whole."""
+        first = self.params[0]
+        return bool(first.device != self.device or first.dtype != self._dtype)
 
     def can_look_at_grads(self) -> bool:
         """Within the step, which then need not be handed them twice."""

@@ -188,6 +188,7 @@ class AdamW(torch.optim.AdamW):
         if not self.state[param]:
             self.state[param] = _adamw_state.create(param, self.master, self.state_dtype, group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
+        _adamw_state.add_master(state, param, self.master)  # the model may have turned 16-bit meanwhile
         return state
 
     def _start_telling(self, device: torch.device) -> Tensor:

@@ -57,8 +57,10 @@ class Op:
             if not self._mutated or torch.compiler.is_compiling():
                 return self.overload(*arguments)
             # What the ADInplaceOrView kernel does, without a second trip of the list through Python.
-            with self._telling_autograd(arguments), torch._C._AutoDispatchBelowADInplaceOrView():
-                return self.overload(*arguments)
+            with torch._C._AutoDispatchBelowADInplaceOrView():
+                result = self.overload(*arguments)
+            self._tell_autograd(arguments)
+            return result
         except (RuntimeError, TypeError):
             self._check(*arguments)
             raise
@@ -74,13 +76,12 @@ class Op:
         return self.triton if kernel == "triton" and not torch.compiler.is_compiling() else self
 
     def _bump_versions(self, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        with self._telling_autograd(arguments):
-            return self.overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+        result = self.overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+        self._tell_autograd(arguments)
+        return result
 
-    @contextmanager
-    def _telling_autograd(self, arguments: Sequence[Any]) -> Iterator[None]:
+    def _tell_autograd(self, arguments: Sequence[Any]) -> None:
         """Kernels get bare pointers, so torch can't see what they change: raise its version for autograd."""
-        yield
         for i in self._mutated:
             if arguments[i] is not None:
                 torch.autograd.graph.increment_version(arguments[i])
