@@ -137,15 +137,18 @@ def _search_on_cpu(fits: Callable[[int], bool], max_batch: int) -> int:
     """As ``_search``, but that a size which may take too much counts as one that failed."""
     cpu = torch.device("cpu")
     _memory.clean_up()
-    before = _memory.used(cpu)
+    began = before = _memory.used(cpu)
     low, high, batch = 0, max_batch + 1, 1
     while low < batch < high:
         _memory.start_peak(cpu)
         if fits(batch):
             low, took = batch, _memory.peak(cpu) - before
-            may_take = _SHARE * (_memory.available() + _memory.used(cpu) - before)
+            may_take = _SHARE * (_memory.available() + _memory.used(cpu) - began) - (before - began)
             predicted = low * may_take / max(took, 1)  # what doesn't grow with the batch makes it less than that
             batch = int(min(_next(low, high, max_batch), predicted))
+            if low == 1:  # what libraries load and optimizers keep is there now, and will not grow
+                _memory.clean_up()
+                before = _memory.used(cpu)
         else:
             high = batch
             batch = _next(low, high, max_batch)
