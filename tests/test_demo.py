@@ -82,7 +82,7 @@ def test_resumed_is_uninterrupted_to_the_last_bit(whole, tmp_path):
     assert same(without_times(state(tmp_path)), without_times(state(whole[0])))
 
 
-TINY = Size(width=16, layers=1, heads=2, context=8, batch=2, lr=1e-3, steps=4)
+TINY = Size(width=16, layers=1, heads=2, context=8, batch=2, lr=1e-3)
 
 
 @pytest.mark.parametrize("side", SIDES)

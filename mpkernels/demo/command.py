@@ -17,6 +17,7 @@ from mpkernels.demo.model import SIZES
 from mpkernels.demo.training import DTYPES, SIDES, Training
 
 SEED = 0
+STEPS = 400  # a minute on two cores
 SLICE = 5  # steps of one side before the other's turn
 SAVE_EVERY = 10  # slices
 STOPPED = 130  # as shells have it for Ctrl-C
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=DTYPES, help="of the training; the default is what suits the machine best"
     )
-    parser.add_argument("--steps", type=steps, help="of each training; the default depends on the machine")
+    parser.add_argument("--steps", type=steps, help=f"of each training; the default is {STEPS}")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument(
         "--out", type=Path, default=Path("mpkernels-demo"), metavar="DIR", help="where demo.png and demo.pt go"
@@ -76,7 +77,7 @@ class Run:
             self.check(saved, asked.precision)
         else:
             self.out.mkdir(parents=True, exist_ok=True)
-        planned = saved or {"precision": asked.precision or best_precision(self.device), "steps": self.size.steps}
+        planned = saved or {"precision": asked.precision or best_precision(self.device), "steps": STEPS}
         self.precision, self.steps = planned["precision"], asked.steps or planned["steps"]
         self.sides = [Training(side, self.size, self.precision, self.device, SEED) for side in SIDES]
         if saved is not None:
