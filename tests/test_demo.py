@@ -132,6 +132,14 @@ def test_without_the_extras_it_runs_and_names_them(tmp_path):
     assert not (tmp_path / "demo.png").exists()
 
 
+def test_a_slow_machine_takes_no_longer(tmp_path):
+    code = "import sys; from mpkernels.demo import command; command.ENOUGH = 0.0; sys.argv[0] = 'mpkernels'\n"
+    code += "from mpkernels.__main__ import main; sys.exit(main())"
+    run = demo("--precision", "fp32", out=tmp_path, start=[sys.executable, "-c", code, "demo"])
+    assert "writes after 'def '" in run.stdout
+    assert len(state(tmp_path)["mpkernels"]["losses"]) == 1
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
