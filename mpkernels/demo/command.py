@@ -1,11 +1,13 @@
 """The command: what it was asked for, the run, and what is left of it when it is stopped."""
 
 import argparse
+import math
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from mpkernels.demo.model import SIZES
 from mpkernels.demo.training import DTYPES, SIDES, Training
 
 SEED = 0
+STEPS = 400  # a minute on two cores
+ENOUGH = 90.0  # seconds; where nobody has asked for a number of steps, no slice is begun after them
 SLICE = 5  # steps of one side before the other's turn
 SAVE_EVERY = 10  # slices
 STOPPED = 130  # as shells have it for Ctrl-C
@@ -32,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=DTYPES, help="of the training; the default is what suits the machine best"
     )
-    parser.add_argument("--steps", type=steps, help="of each training; the default depends on the machine")
+    parser.add_argument("--steps", type=steps, help=f"of each; the default is {STEPS}, or what {ENOUGH:.0f} s hold")
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoint in --out")
     parser.add_argument(
         "--out", type=Path, default=Path("mpkernels-demo"), metavar="DIR", help="where demo.png and demo.pt go"
@@ -76,7 +80,8 @@ class Run:
             self.check(saved, asked.precision)
         else:
             self.out.mkdir(parents=True, exist_ok=True)
-        planned = saved or {"precision": asked.precision or best_precision(self.device), "steps": self.size.steps}
+        planned = saved or {"precision": asked.precision or best_precision(self.device), "steps": STEPS}
+        self.seconds = ENOUGH if asked.steps is None else math.inf
         self.precision, self.steps = planned["precision"], asked.steps or planned["steps"]
         self.sides = [Training(side, self.size, self.precision, self.device, SEED) for side in SIDES]
         if saved is not None:
@@ -106,6 +111,7 @@ class Run:
     def go(self) -> int:
         parameters = sum(it.numel() for it in self.sides[0].model.parameters())
         print(report.introduction(self.device, self.corpus.size, parameters, self.precision, self.steps), flush=True)
+        end_of_time = perf_counter() + self.seconds
         with until_interrupted() as interrupted, report.live(self.steps) as show:
             for number, (first, end) in enumerate(self.slices()):
                 batches = [self.corpus.batch(step, self.size.batch, self.size.context) for step in range(first, end)]
@@ -116,6 +122,8 @@ class Run:
                     self.save()
                 if interrupted():
                     break
+                if perf_counter() > end_of_time:
+                    self.steps = self.done
         self.save()
         return self.finish(is_whole=self.done >= self.steps)
 

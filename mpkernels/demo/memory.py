@@ -36,9 +36,9 @@ class Meter:
 
             with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
                 yield
-            for tensor in _kept(model, optimizer):
-                note(tensor)
-            self.peak = sum(saved.values())
+            for param in model.parameters():  # is saved, too, and counted as what it is
+                saved.pop(param.untyped_storage().data_ptr(), None)
+            self.peak = sum(saved.values()) + _bytes(_kept(model, optimizer))
 
 
 def _kept(model: Module, optimizer: Optimizer) -> list[Tensor]:

@@ -15,12 +15,11 @@ class Size(NamedTuple):
     context: int
     batch: int
     lr: float
-    steps: int
 
 
 SIZES = {
-    "cpu": Size(width=128, layers=3, heads=4, context=96, batch=16, lr=2e-3, steps=300),
-    "cuda": Size(width=768, layers=12, heads=12, context=512, batch=32, lr=6e-4, steps=400),
+    "cpu": Size(width=128, layers=3, heads=4, context=96, batch=16, lr=2e-3),
+    "cuda": Size(width=768, layers=12, heads=12, context=512, batch=32, lr=6e-4),
 }
 
 

@@ -95,10 +95,7 @@ def _lines(every: int) -> Callable[[Sides], None]:
 
 
 def table(sides: Sides, held_out: Sequence[float]) -> str:
-    rows = [
-        (*HEAD, "held-out loss"),
-        *((*row(side), f"{loss:.4f}") for side, loss in zip(sides, held_out, strict=True)),
-    ]
+    rows = [(*row(side), f"{loss:.4f}") for side, loss in zip(sides, held_out, strict=True)]
     theirs, ours = (median(step_seconds(side)) for side in sides)
     memory = sides[1].meter.peak / sides[0].meter.peak
     shares = f"A step of mpkernels takes {ours / theirs:.2f} of torch.amp's time and {memory:.2f} of its memory."
