@@ -31,7 +31,8 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
 
     First is the one that ends first: not a container, but the module in it. Outputs may be nested in tuples, lists,
     dicts and dataclasses. To watch takes a pass over each input and output, but waits for no device: only ``first`` and
-    ``print`` do. A module that gives -inf on purpose, such as a mask, is found, too.
+    ``print`` do. A module that gives -inf on purpose, such as a mask, is found, too; one that is compiled
+    hides those in it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -57,7 +58,8 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
 
     def _after(self, name: str) -> Any:
         def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-            were_finite, is_finite = self._inputs[id(module)].pop(), _is_finite(output)
+            begun, is_finite = self._inputs.get(id(module)), _is_finite(output)
+            were_finite = begun.pop() if begun else None  # None if it had begun before the watch did
             if is_finite is not None:
                 self._calls.append((name, module, were_finite, is_finite))
 

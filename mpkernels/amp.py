@@ -27,7 +27,8 @@ class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler``, with grads of any dtype, other ways to scale, and skips that are seen.
 
     Nothing is copied to the host by scale, unscale_, step and update, with every optimizer that takes found_inf on the
-    device. ``mpkernels.optim.AdamW`` looks for inf and NaN within its own step.
+    device. ``mpkernels.optim.AdamW`` looks for inf and NaN within its own step. Which grads have cost a step,
+    ``overflow_report`` tells.
 
     Args:
         device: its type; None is the machine's.

@@ -58,3 +58,6 @@ def test_replayed_steps_are_eager_steps(dtype, options, kernel):
             optimizers[1].step()
         assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
         assert optimizers[0].skipped_steps.item() == optimizers[1].skipped_steps.item() == 14
+        replayed, eager = (optimizer.overflow_report().as_dict() for optimizer in optimizers)
+        assert replayed == eager
+        assert [it["first"] for it in replayed["culprits"]] == [[0, 0]]

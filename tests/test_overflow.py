@@ -134,6 +134,14 @@ def test_adamw_reports_what_it_skips(target, weight, state, grad):
     assert (report == -7.0).all()
 
 
+def test_adamw_reports_on_more_parameters_than_a_launch_takes(target):
+    if target.is_interpreted:
+        pytest.skip("has no such limit")
+    options = {"weights": WEIGHTS[:1], "grads": (F32,), "states": (F32,)}
+    report, grads = adamw_report(target.device, 1.0, F32, (5,) * 120, **options)
+    assert report[1:].tolist() == [line_by_hand(grad) for grad in grads]
+
+
 @pytest.mark.parametrize("state", [F32, I8], ids=str)
 def test_adamw_reports_in_the_order_of_its_parameters(target, state):
     """Whose layout a grad need not have."""
