@@ -20,7 +20,7 @@ from mpkernels.demo.training import DTYPES, SIDES, Training
 
 SEED = 0
 STEPS = 400  # a minute on two cores
-ENOUGH = 90.0  # seconds; where nobody has asked for a number of steps, no slice is begun after them
+ENOUGH = 80.0  # seconds; where nobody has asked for a number of steps, no slice is begun after them
 SLICE = 5  # steps of one side before the other's turn
 SAVE_EVERY = 10  # slices
 STOPPED = 130  # as shells have it for Ctrl-C
