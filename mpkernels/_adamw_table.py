@@ -119,7 +119,7 @@ class Table:
         if plan is None or forget is None:
             raise RuntimeError("AdamW: the compiled kernels lack adamw_plan or adamw_forget; build them anew")
         plan(self._handle, *self._lists)
-        self._planned, self._forget = planned, weakref.finalize(self, forget, self._handle)
+        self._planned, self._forget = planned, weakref.finalize(self, _call_for_real, forget, self._handle)
 
     def _hyperparameters(self) -> tuple[Any, ...]:
         groups = self.groups
@@ -145,6 +145,12 @@ class Table:
         """Read where it lies, if it lies on the device in a dtype that kernels read."""
         is_read = tensor.dtype in (torch.float32, torch.float64)
         return tensor.to(self.device, tensor.dtype if is_read else torch.float64)
+
+
+def _call_for_real(function: Callable[..., None], *arguments: Any) -> None:
+    """Garbage is collected at any time, also while torch traces."""
+    with torch._C._DisableTorchDispatch():
+        function(*arguments)
 
 
 class Fingerprint:

@@ -297,3 +297,13 @@ def test_a_parameter_that_turns_16_bit_alone_is_refused():
     last.grad = torch.ones_like(last)
     with pytest.raises(RuntimeError, match="has changed its dtype since its state was made"):
         optimizer.step()
+
+
+def test_tables_may_die_while_torch_traces():
+    model = network()
+    optimizer = AdamW(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    with torch._subclasses.FakeTensorMode():
+        del optimizer
+        gc.collect()
