@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkernels import _adamw_state, _memory
+from mpkernels import _adamw_state, _cast_cache, _memory
 from mpkernels.optim import AdamW
 
 Loss = Callable[[nn.Module], Tensor]
@@ -71,6 +71,7 @@ def memory_report(
         predicted[of_forward] = measured[of_forward] = None
     if loss is not None:
         with _memory.restored([model], device):
+            _cast_cache.clear()  # what an earlier forward has left there is this one's, too
             before = _memory.used(device)
             with _Saved(model) as saved:
                 held = loss(model)

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkernels
 from mpkernels.amp import to_mixed
+from mpkernels.nn import LinearAct
 from mpkernels.optim import AdamW
 from tests.networks import B16, one_thread
 
@@ -152,3 +153,13 @@ def test_what_is_measured_is_what_was_predicted():
         report = mpkernels.memory_report(net, loss=lambda net: net(inputs).exp().sum())
     assert report.predicted["activations"] == 4 * 2048 * (1024 + 8192)
     assert abs(report.measured["activations"] - 4 * 2048 * 8192) <= 8 * 2**20
+
+
+def test_a_cast_that_an_earlier_forward_has_left_is_a_cast():
+    net = model(LinearAct)
+    reports = []
+    for _ in range(2):
+        reports.append(mpkernels.memory_report(net, loss=half_loss_of).predicted)
+        half_loss_of(net)
+    assert reports[0] == reports[1]
+    assert reports[0]["cast cache"] == 2 * WEIGHTS
