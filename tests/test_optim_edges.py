@@ -173,3 +173,28 @@ def test_what_the_device_has_not_said_yet_is_not_waited_for():
     assert [late.read(), late.read()] == ["b", "b"]
     events[2].has_passed = True
     assert late.read() == "c"
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_a_model_that_turns_16_bit_gets_masters(master):
+    model = network()
+    optimizer = AdamW(model.parameters(), master=master)
+    backward(model, 0)
+    optimizer.step()
+    model.bfloat16()
+    backward(model, 1)
+    optimizer.step()
+    key = {"split": "remainder", "fp32": "master"}[master]
+    assert all(key in optimizer.state[param] for param in model.parameters())
+
+
+def test_a_parameter_that_turns_16_bit_alone_is_refused():
+    model = network()
+    optimizer = AdamW(model.parameters())
+    backward(model, 0)
+    optimizer.step()
+    last = list(model.parameters())[-1]
+    last.data = last.data.bfloat16()
+    last.grad = torch.ones_like(last)
+    with pytest.raises(RuntimeError, match="has changed its dtype since its state was made"):
+        optimizer.step()

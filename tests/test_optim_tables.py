@@ -274,31 +274,6 @@ def test_something_else_in_the_state():
     assert optimizer.state["note"] == 3
 
 
-@pytest.mark.parametrize("master", ["split", "fp32"])
-def test_a_model_that_turns_16_bit_gets_masters(master):
-    model = network()
-    optimizer = AdamW(model.parameters(), master=master)
-    backward(model, 0)
-    optimizer.step()
-    model.bfloat16()
-    backward(model, 1)
-    optimizer.step()
-    key = {"split": "remainder", "fp32": "master"}[master]
-    assert all(key in optimizer.state[param] for param in model.parameters())
-
-
-def test_a_parameter_that_turns_16_bit_alone_is_refused():
-    model = network()
-    optimizer = AdamW(model.parameters())
-    backward(model, 0)
-    optimizer.step()
-    last = list(model.parameters())[-1]
-    last.data = last.data.bfloat16()
-    last.grad = torch.ones_like(last)
-    with pytest.raises(RuntimeError, match="has changed its dtype since its state was made"):
-        optimizer.step()
-
-
 def test_tables_may_die_while_torch_traces():
     model = network()
     optimizer = AdamW(model.parameters())
