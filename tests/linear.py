@@ -68,8 +68,12 @@ def assert_contract(function, x, weight, bias, dy, activation):
 
 
 def largest_terms(x, weight, bias, dy, activation):
-    """What y, dx, dweight and dbias would be if nothing cancelled."""
+    """What y, dx, dweight and dbias would be if nothing cancelled: no terms of a sum, nor what a slope is made of."""
     z = functional.linear(x, weight, bias).requires_grad_()
-    (dz,) = torch.autograd.grad(TORCH[activation](z), z, dy)
-    y = functional.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())
-    return y, dz.abs() @ weight.abs(), dz.abs().t() @ x.abs(), dz.abs().sum(0)
+    reach = functional.linear(x.abs(), weight.abs(), None if bias is None else bias.abs())  # z is off by some eps of it
+    y = TORCH[activation](z)
+    (slope,) = torch.autograd.grad(y.sum(), z, create_graph=True)
+    bend = torch.autograd.grad(slope.sum(), z)[0] if slope.requires_grad else torch.zeros_like(z)
+    of_y = 2 * y.square() if activation in ("sigmoid", "tanh") else 0  # whose slopes are made of a rounded y
+    dz = (dy.abs() * (slope.abs() + bend.abs() * reach + of_y)).detach()
+    return reach, dz @ weight.abs(), dz.t() @ x.abs(), dz.sum(0)
