@@ -134,6 +134,12 @@ class GradScaler(torch.amp.GradScaler):
         self._ledgers.take_up(optimizer, self._overflows)
         before = {name: vars(optimizer)[name] for name in _HANDED_OVER if name in vars(optimizer)}
         try:
+            if _is_a_wrapper(optimizer):
+                optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+                try:
+                    return super().step(optimizer, *args, **kwargs)
+                finally:
+                    del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
             if self._leaves_check_to(optimizer, kwargs):
                 return self._step_unchecked(optimizer, *args, **kwargs)
             return super().step(optimizer, *args, **kwargs)
@@ -250,6 +256,13 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         own = {"_init_overflows": self._count_overflows(), "_overflows": None, "_was_skipped": Late()}
         return super().__getstate__() | own
+
+
+def _is_a_wrapper(optimizer: Optimizer) -> bool:
+    """Whether another optimizer answers through it, that would never see what a scaler sets on this one."""
+    flag, kind = "_step_supports_amp_scaling", type(optimizer)
+    is_own = hasattr(kind, flag) or flag in vars(optimizer)
+    return not is_own and getattr(optimizer, flag, False) and kind.__setattr__ is object.__setattr__
 
 
 def _take_back(optimizer: Optimizer) -> None:

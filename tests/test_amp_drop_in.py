@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import math
 import pickle
 
 import pytest
@@ -126,3 +127,38 @@ def test_disabled_it_passes_everything_through():
     assert optimizer.skipped_steps.item() == 1  # by AdamW's own guard
     assert (scaler.state_dict(), scaler.get_scale(), scaler.skipped_steps) == ({}, 1.0, None)
     assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
+
+
+class Wrapper:
+    """As Lookahead and schedulers of old are written: what it lacks, the optimizer inside answers."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def step(self):
+        return self.inner.step()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW])
+def test_an_optimizer_in_a_wrapper_is_checked_and_unscaled(kind, fused):
+    param = torch.nn.Parameter(torch.ones(2))
+    alone = torch.nn.Parameter(torch.ones(2))
+    inner, reference = (kind([it], lr=0.1, eps=1.0, fused=fused) for it in (param, alone))
+    wrapped, scaler = Wrapper(inner), GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.zeros(()))
+
+    param.grad = torch.tensor([1.0, math.inf])
+    scaler.step(wrapped)
+    scaler.update()
+    assert torch.equal(param, alone)
+    assert scaler.get_scale() == 2.0
+
+    param.grad, alone.grad = torch.tensor([1.0, 2.0]), torch.tensor([0.5, 1.0])
+    scaler.step(wrapped)
+    reference.step()
+    assert torch.equal(param, alone)
+    assert "_step_supports_amp_scaling" not in vars(wrapped)
