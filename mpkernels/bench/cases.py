@@ -85,21 +85,30 @@ def _single_ops(place: Place) -> Iterator[Benchmark]:
 
 def _steps(place: Place) -> Iterator[Benchmark]:
     for setting in lists(place):
-        name, dtype = setting.case.name, setting.dtype
+        case, dtype = setting.case.name, setting.dtype
         yield _step(setting)
-        if dtype == "fp32" and name in ("100x500k", "1000x5k"):
+        if dtype == "fp32" and case in ("100x500k", "1000x5k"):
             yield _step(setting, "torch.amp default", steps.default, clock="loop")  # it waits, which no graph can hold
-        if dtype == "bf16" and name in ("100x500k", "1x1e9"):
+        if dtype == "bf16" and case in ("100x500k", "1x1e9"):
             yield _step(setting, variant="master-fp32", master="fp32")
             yield _step(setting, variant="moments-bf16", state_dtype=torch.bfloat16)
             yield _step(setting, variant="moments-8bit", state_dtype=torch.int8)
             yield _step(setting, variant="no-clipping", clips=False)
             prepare = partial(steps.compare_reporting, setting)
             yield Benchmark("step", setting, prepare, "adamw_", "ours without a report", "guarded")
-        if dtype == "fp32" and name == "100x500k":
-            for peer in peers.PEERS:
-                missing = peers.why_not(peer, place.device)
-                yield _step(setting, peer, peers.maker(peer), missing=missing, clock="loop")
+        if dtype == "fp32" and case == "100x500k":
+            for name, peer in peers.PEERS.items():
+                variant = "moments-8bit" if peer.moments == torch.int8 else ""
+                missing = peers.why_not(name, place.device)
+                yield _step(
+                    setting,
+                    name,
+                    peers.maker(name),
+                    variant=variant,
+                    missing=missing,
+                    clock="loop",
+                    state_dtype=peer.moments,
+                )
 
 
 def _step(

@@ -16,17 +16,18 @@ class Peer(NamedTuple):
     module: str
     optimizer: str
     options: dict[str, Any]
-    needs_cuda: bool = True
+    moments: torch.dtype = torch.float32  # ours have the same
+    needs_cuda: bool = False
 
 
-# All with fp32 parameters and whatever moments are theirs; the name says when these are narrow.
+# All with fp32 parameters.
 PEERS = {
-    "torchao-8bit": Peer("torchao.optim", "AdamW8bit", {}),
-    "bitsandbytes-8bit": Peer("bitsandbytes.optim", "AdamW8bit", {}),
-    "torch-optimi": Peer("optimi", "AdamW", {"lr": 1e-3}, needs_cuda=False),
-    "flashoptim-8bit": Peer("flashoptim", "FlashAdamW", {"lr": 1e-3}),
-    "apex": Peer("apex.optimizers", "FusedAdam", {}),
-    "transformer-engine": Peer("transformer_engine.pytorch.optimizers", "FusedAdam", {}),
+    "torchao-8bit": Peer("torchao.optim", "AdamW8bit", {}, torch.int8),
+    "bitsandbytes-8bit": Peer("bitsandbytes.optim", "AdamW8bit", {}, torch.int8),
+    "torch-optimi": Peer("optimi", "AdamW", {"lr": 1e-3}),
+    "flashoptim-8bit": Peer("flashoptim", "FlashAdamW", {"lr": 1e-3}, torch.int8, needs_cuda=True),
+    "apex": Peer("apex.optimizers", "FusedAdam", {}, needs_cuda=True),
+    "transformer-engine": Peer("transformer_engine.pytorch.optimizers", "FusedAdam", {}, needs_cuda=True),
 }
 NOTHING_TO_COMPARE = {"liger-kernel": "it has neither an optimizer nor a linear layer with its activation"}
 
