@@ -152,7 +152,10 @@ static void adamw(StableIValue* stack, const Run& run) {
 }
 
 // A plan lives from adamw_plan to adamw_forget; its address is all that Python holds, in a tensor.
-static AdamwPlan*& plan_in(const Tensor& handle) { return *handle.data<AdamwPlan*>(); }
+static AdamwPlan*& plan_in(const Tensor& handle) {
+  require(handle.device().first == aoti_torch_device_type_cpu() && handle.size() == 1, kOp, "handle is not on the CPU");
+  return *handle.data<AdamwPlan*>();
+}
 
 static void adamw_plan(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor handle(stack[0]);

@@ -62,7 +62,7 @@ class Table:
         )
         self._planned: Callable[..., None] | None = None
         self._forget: weakref.finalize[..., Table] | None = None
-        self._handle = torch.zeros(1, dtype=torch.int64)  # the address of a plan, if there is one
+        self._handle = torch.zeros(1, dtype=torch.int64, device="cpu")  # the address of a plan, if there is one
 
     def _own(self, grads: list[Any]) -> list[Tensor]:
         """Of one for each row of all."""
@@ -126,7 +126,7 @@ class Table:
         betas = [group["betas"] for group in groups]
         of_each = [group["lr"] for group in groups], [beta1 for beta1, _ in betas], [beta2 for _, beta2 in betas]
         return (
-            *([0.0 if isinstance(x, Tensor) else float(x) for x in row] for row in of_each),
+            *([0.0 if self._is_read_in_place(x) else float(x) for x in row] for row in of_each),
             [float(group["weight_decay"]) for group in groups],
             [float(group["eps"]) for group in groups],
             [bool(group["maximize"]) for group in groups],
@@ -136,10 +136,15 @@ class Table:
     def _on_device(self, of_each: tuple[list[Any], ...]) -> list[Tensor]:
         """lr and both betas of each group, in turn: those that are tensors, and nothing for those that aren't."""
         hypers = list(chain.from_iterable(zip(*of_each, strict=True)))
-        if not any(isinstance(x, Tensor) for x in hypers):
+        if not any(map(self._is_read_in_place, hypers)):
             return []
         nothing = torch.empty(0, device=self.device)
-        return [self._number(x) if isinstance(x, Tensor) else nothing for x in hypers]
+        return [self._number(x) if self._is_read_in_place(x) else nothing for x in hypers]
+
+    def _is_read_in_place(self, x: Any) -> bool:
+        """A number on the host goes by value, as everywhere in torch: to copy it to the device would wait."""
+        is_by_value = self.device.type != "cpu" and not torch.compiler.is_compiling()
+        return isinstance(x, Tensor) and not (is_by_value and x.device.type == "cpu")
 
     def _number(self, tensor: Tensor) -> Tensor:
         """Read where it lies, if it lies on the device in a dtype that kernels read."""

@@ -55,7 +55,7 @@ def _among(params: list[Tensor], record: Record) -> Tensor:
     """The record's lines at the places that its parameters have among all these."""
     place = {id(param): i for i, param in enumerate(params)}
     places = [0, *(1 + place[id(param)] for param in record.params)]
-    at = torch.tensor(places).to(record.report.device, non_blocking=True)
+    at = torch.tensor(places, device="cpu").to(record.report.device, non_blocking=True)
     return record.report.new_zeros(1 + len(params), len(FIELDS)).index_copy_(0, at, record.report)
 
 

@@ -1,6 +1,7 @@
 """Narrow ledges of AdamW that a careless edit falls off. Each test was written for a planted bug that the others let
 pass."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -198,3 +199,29 @@ def test_a_parameter_that_turns_16_bit_alone_is_refused():
     last.grad = torch.ones_like(last)
     with pytest.raises(RuntimeError, match="has changed its dtype since its state was made"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": I8}, {"lr": torch.tensor(1e-2), "max_norm": 1.0}])
+def test_the_default_device_is_none_of_its_business(target, options):
+    ours, plain = network(B16), network(B16)
+    for model in (ours, plain):
+        optimizer = AdamW(model.parameters(), **options)
+        for seed in range(2):
+            backward(model, seed)
+            with torch.device("meta") if model is ours else contextlib.nullcontext():
+                optimizer.step()
+    assert all(map(same_bits, ours.parameters(), plain.parameters()))
+
+
+def test_a_number_on_the_host_goes_by_value_to_another_device():
+    """To copy it there, the host would wait."""
+    model = network()
+    backward(model, 0)
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(0.5), betas=(0.75, 0.875))
+    optimizer.step()
+    [table] = optimizer._tables
+    *_, by_place = table._hyperparameters()
+    assert [it.numel() for it in by_place] == [1, 0, 0]
+    table.device = torch.device("cuda")
+    lr, beta1, beta2, *_, by_place = table._hyperparameters()
+    assert (lr, beta1, beta2, by_place) == ([0.5], [0.75], [0.875], [])

@@ -61,6 +61,7 @@ int32_t aoti_torch_dtype_int8();
 int32_t aoti_torch_dtype_int16();
 int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_layout_strided();
+int32_t aoti_torch_device_type_cpu();
 // Only a torch with CUDA has this one: a strong reference would keep the library from loading beside a CPU torch.
 __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
 }

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = tl.constexpr(1024)  # elements a program holds at a time: 16 bytes for each of 128 threads, twice
+BLOCK = tl.constexpr(1024)  # elements a program holds at a time: of 128 threads each loads 16 bytes or more
 CHUNK = 16384  # elements a program takes in all, a multiple of BLOCK
 ROW = tl.constexpr(4)  # words a row has at least: address, size, first chunk, dtype; an op may add its own
 FP32 = tl.constexpr(0)
@@ -37,7 +37,7 @@ def build(tensors: Sequence[Tensor], beside: Sequence[int] = (), own: Sequence[S
         if own is not None:
             rows += own[i]
         row_of_chunk += [i] * max(1, triton.cdiv(tensor.numel(), CHUNK))
-    words = torch.tensor([*rows, *row_of_chunk, *beside], dtype=torch.int64)
+    words = torch.tensor([*rows, *row_of_chunk, *beside], dtype=torch.int64, device="cpu")
     device = tensors[0].device
     if device.type == "cuda":
         words = words.pin_memory()  # or the copy would wait for the device

@@ -256,9 +256,9 @@ def group_words(call: Arguments) -> list[int]:
     groups = len(call.lr)
     sign = [-1.0 if it else 1.0 for it in call.maximize]
     numbers = (call.lr, call.beta1, call.beta2, call.weight_decay, call.eps, sign, [call.max_norm] * groups)
-    by_value = torch.tensor(numbers, dtype=torch.float64).view(torch.int64).t()
+    by_value = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64).t()
     tensors = [(it.data_ptr(), _table.CODES[it.dtype]) for it in call.on_device] or [(0, 0)] * (3 * groups)
-    by_tensor = torch.tensor(tensors).view(-1, 3, 2).transpose(1, 2).reshape(-1, 6)
+    by_tensor = torch.tensor(tensors, device="cpu").view(-1, 3, 2).transpose(1, 2).reshape(-1, 6)
     words: list[int] = torch.cat((by_tensor, by_value), 1).flatten().tolist()
     return words
 

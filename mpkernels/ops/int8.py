@@ -10,7 +10,7 @@ SMALLEST_SCALE = 2.0**-126
 def decode(codes: Tensor, scales: Tensor, squared: bool) -> Tensor:
     """The fp32 values of int8 codes in any shape: of exp_avg, or of exp_avg_sq if they are squared."""
     q = _blocks(codes.float() + (128 if squared else 0))
-    root = q * torch.tensor(1 / (255 if squared else 127), dtype=torch.float32)
+    root = q * torch.tensor(1 / (255 if squared else 127), dtype=torch.float32, device=q.device)
     values = scales[:, None] * (root * root.abs())
     return _as(codes, values * values if squared else values)
 
