@@ -5,7 +5,9 @@ CUDA graph is captured (what is known by then is used), under ``mpkernels.backen
 deterministic (``torch.use_deterministic_algorithms``): a choice between kernels is one between roundings.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -109,8 +111,12 @@ def _find_out(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -
 
 def _may_measure(device: torch.device) -> bool:
     is_tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return not (is_tracing or is_capturing or torch._C._are_functorch_transforms_active())
+    if is_tracing or torch._C._are_functorch_transforms_active():
+        return False
+    if device.type != "cuda":
+        return True
+    with torch.cuda.device(device):
+        return not torch.cuda.is_current_stream_capturing()
 
 
 def _measure(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str | None:
@@ -126,8 +132,7 @@ def _measure(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) ->
 
 def _race(runs: dict[str, Run], device: torch.device) -> dict[str, float]:
     """Seconds that each takes, measured in turns, so that whatever else the machine does slows down all."""
-    for run in runs.values():  # compiles, allocates
-        run()
+    runs = {name: run for name, run in runs.items() if _can_run(name, run)}
     first = {name: _seconds(run, device) for name, run in runs.items()}
     runs = {name: run for name, run in runs.items() if first[name] < HOPELESS * min(first.values())}
     times: dict[str, list[float]] = {name: [] for name in runs}
@@ -140,8 +145,23 @@ def _race(runs: dict[str, Run], device: torch.device) -> dict[str, float]:
     return {name: median(of_one) for name, of_one in times.items()}
 
 
+def _can_run(name: str, run: Run) -> bool:
+    """It compiles and allocates, too. What fails here need not fail the call, which another can compute."""
+    try:
+        run()
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        if name == "torch":
+            raise  # then it is the call that is wrong
+        text = f"mpkernels: the {name} kernel is left out, it can't run here: {error}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+        return False
+    return True
+
+
 def _seconds(run: Run, device: torch.device) -> float:
-    settle = torch.cuda.synchronize if device.type == "cuda" else int
+    settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
     settle()
     start = perf_counter()
     run()

@@ -219,3 +219,28 @@ def test_the_first_run_does_not_count():
 
 def test_it_is_found_under_the_package():
     assert mpkernels.selector is selector
+
+
+def test_a_kernel_that_cannot_run_here_is_left_out_with_a_warning():
+    ways = Ways(triton=1, native=2, torch=3)
+
+    def prepare(name):
+        def fail():
+            raise RuntimeError("Failed to find C compiler")
+
+        return fail if name == "triton" else ways(name)
+
+    with pytest.warns(RuntimeWarning, match="the triton kernel is left out.*Failed to find C compiler"):
+        assert selector.choose(CASE, ("triton", "native", "torch"), prepare) == "native"
+
+
+def test_a_call_that_torch_refuses_raises():
+    def prepare(name):
+        def run():
+            if name == "torch":
+                raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+        return run
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        selector.choose(CASE, NAMES, prepare)
