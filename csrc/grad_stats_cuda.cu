@@ -21,7 +21,11 @@ __global__ void __launch_bounds__(kThreads)
     bool bad = false;
     for_each_element(static_cast<const T*>(row.at(span.begin)), span.size, [&](const T& grad) {
       const Compute<T> x = widen(grad);
-      sumsq += square(static_cast<double>(x));
+      const double wide = x;
+      if constexpr (sizeof(T) < sizeof(double))
+        sumsq = fma(wide, wide, sumsq);  // the square is exact, so the bits are those of a product and a sum
+      else
+        sumsq += square(wide);
       bad |= is_non_finite<T>(x);
     });
     return Stats{sumsq, bad ? 1.0 : 0.0};

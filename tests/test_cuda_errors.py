@@ -38,3 +38,14 @@ def test_a_failed_call_is_an_error(calls_to_failure, name, make):
             break
     assert calls_to_failure.value > 0, f"CUDA's call {call} failed, and nobody was told"
     assert call > 1, "no call was made to fail"
+
+
+@pytest.mark.parametrize(("name", "make"), ARGUMENTS.items())
+def test_the_current_device_is_back_after_an_op_on_another(calls_to_failure, name, make):
+    device = ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), "emulation_device")
+    _registry._ops[name](*make(torch.device("cpu")))
+    assert device.value == 0
+    calls_to_failure.value = 1
+    with pytest.raises(RuntimeError):
+        _registry._ops[name](*make(torch.device("cpu")))
+    assert device.value == 0

@@ -53,6 +53,29 @@ def test_compiles_without_a_graph_break(target, name, make):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize(("name", "make"), ARGUMENTS.items())
+def test_the_default_device_is_none_of_its_business(target, name, make):
+    """After torch.set_default_device("cuda"), say, what a launcher makes on the host must still lie there."""
+    arguments, same = make(target.device), make(target.device)
+    want = _registry._ops[name](*same)
+    with torch.device("meta"):
+        got = _registry._ops[name](*arguments)
+    got, want = ([x for x in tree_leaves(it) if torch.is_tensor(x)] for it in ((arguments, got), (same, want)))
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_triton_launches_on_the_tensors_device(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(current.append(device)))
+    launch = _registry._on_their_device(lambda *arguments: len(arguments))
+    with torch._subclasses.FakeTensorMode():
+        there = torch.empty(2, device="cuda:1")
+        assert launch([there, there], torch.empty(())) == 2
+        assert launch(None, there) == 2
+    assert launch([torch.empty(2)]) == launch([]) == 1
+    assert current == [torch.device("cuda:1")] * 2
+
+
 @pytest.mark.parametrize("name", ["unscale_", "grad_stats"])
 def test_fake_tensors_of_any_size(name):
     """torch.compile's view: shapes and dtypes without memory, beyond 2^31 elements too."""

@@ -37,26 +37,35 @@ inline int64_t cuda_chunk(int64_t elements) {
 }
 
 inline void require_success(cudaError_t error, const char* op) {
-  if (error != cudaSuccess)
-    require(false, op, std::string("CUDA says ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  const bool is_not_for_this = error == cudaErrorInsufficientDriver || error == cudaErrorNoKernelImageForDevice;
+  require(false, op,
+          std::string("CUDA says ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error) +
+              (is_not_for_this ? ". Build mpkernels with an nvcc that knows this GPU and is no newer than its driver; "
+                                 "meanwhile mpkernels.backend(\"triton\") works"
+                               : ""));
 }
 
 // Makes a tensor's device the current one as long as it lives, and knows torch's current stream there.
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor& tensor) {
+    const int device = tensor.device().second;
     require_success(cudaGetDevice(&previous_), "mpkernels");
-    require_success(cudaSetDevice(tensor.device().second), "mpkernels");
-    require(
-        aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(tensor.device().second, &stream_) == 0,
-        "mpkernels", "torch has no current CUDA stream");
+    is_elsewhere_ = previous_ != device;
+    if (is_elsewhere_) require_success(cudaSetDevice(device), "mpkernels");
+    require(aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(device, &stream_) == 0,
+            "mpkernels", "torch has no current CUDA stream");
   }
   OnDeviceOf(const OnDeviceOf&) = delete;
-  ~OnDeviceOf() { cudaSetDevice(previous_); }
+  ~OnDeviceOf() {
+    if (is_elsewhere_) cudaSetDevice(previous_);
+  }
   cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_); }
 
  private:
   int previous_ = 0;
+  bool is_elsewhere_ = false;
   void* stream_ = nullptr;
 };
 

@@ -11,6 +11,7 @@ import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -123,10 +124,24 @@ def implement(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated launcher as the op's Triton kernel."""
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
-        _triton_kernels[op.name] = _python_kernel(launcher, op._check)
+        _triton_kernels[op.name] = _python_kernel(_on_their_device(launcher), op._check)
         return launcher
 
     return register
+
+
+def _on_their_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
+    """Triton launches on the current device, whichever the tensors' is."""
+
+    def launch(*arguments: Any) -> Any:
+        of_each = (argument if isinstance(argument, list) else (argument,) for argument in arguments)
+        first = next(filter(torch.is_tensor, chain.from_iterable(of_each)), None)
+        if first is None or not first.is_cuda:
+            return launcher(*arguments)
+        with torch.cuda.device(first.device):
+            return launcher(*arguments)
+
+    return launch
 
 
 def _python_kernel(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:

@@ -44,6 +44,10 @@ extern "C" __attribute__((visibility("default"))) int emulation_calls_to_failure
 
 extern "C" __attribute__((visibility("default"))) int emulation_launches = 0;
 
+// The current one. The tensors are torch's CPU tensors: on another, as on the second of two GPUs.
+extern "C" __attribute__((visibility("default"))) int emulation_device = 0;
+static constexpr int kTensorsDevice = -1;
+
 bool emulation::fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
 
 cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel,
@@ -51,6 +55,7 @@ cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kern
   if (!config || !kernel) return remember(cudaErrorInvalidValue);
   const std::lock_guard<std::mutex> lock(one_launch);
   if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
+  if (emulation_device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
   const cudaError_t error = check(*config, kernel);
   if (error != cudaSuccess) return remember(error);
   ++emulation_launches;
@@ -135,7 +140,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 
 cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
-cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+cudaError_t cudaGetDevice(int* device) { return *device = emulation_device, cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
@@ -144,21 +149,27 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   return cudaSuccess;
 }
 
-// The tensors are torch's CPU tensors: of device -1, and no stream belongs to them.
 cudaError_t cudaSetDevice(int device) {
-  return device == 0 || device == -1 ? cudaSuccess : remember(cudaErrorInvalidDevice);
+  if (device != 0 && device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
+  emulation_device = device;
+  return cudaSuccess;
 }
-extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t, void** stream) { return *stream = nullptr, 0; }
+extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
+  *stream = nullptr;
+  return device == kTensorsDevice ? 0 : 1;
+}
 
 // ---- memory
 
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
+  if (emulation_device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
   memcpy(to, from, bytes);
   return cudaSuccess;
 }
 cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
   if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
+  if (emulation_device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
   memset(to, byte, bytes);
   return cudaSuccess;
 }
