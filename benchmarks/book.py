@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks import chart, counted
-from mpkernels.bench import results, roofline, show
+from mpkernels.bench import peers, results, roofline, show
 from mpkernels.bench.results import Result, Run
 
 ROOT = Path(__file__).parents[1]
@@ -117,12 +117,12 @@ def book(runs: dict[str, Run]) -> str:
 
 
 def readme(runs: dict[str, Run]) -> str:
-    """The newest run of each machine, on its GPU or all of its cores."""
+    """The newest run of each machine, on its GPU or all of its cores, beside what others have written."""
     lines: list[str] = []
     newest = {run.device: run for _, run in sorted(runs.items(), key=lambda item: (item[1].date, item[0]))}
     for run in newest.values():
         place = max({result.place for result in run.results}, key=lambda it: (it == "cuda", len(it), it))
-        found = [result for result in run.results if result.place == place]
+        found = [result for result in run.results if result.place == place and _is_anothers(result.baseline)]
         ratios = [result.ratio.median for result in found]
         lines += [
             f"{run.device}, {place}, torch {run.machine['torch']}, {run.date}: {len(found)} pairs, {tally(found)}; "
@@ -136,6 +136,10 @@ def readme(runs: dict[str, Run]) -> str:
         few = [(name, ratios) for name, ratios in counted.rows() if "1x1e9" in name or "8192" in name]
         lines += table(["", *roofline.GPUS], ([name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in few))
     return "\n".join(lines)
+
+
+def _is_anothers(baseline: str) -> bool:
+    return baseline.startswith("torch") or baseline in peers.PEERS
 
 
 def _extremes(found: list[Result]) -> list[Result]:
