@@ -6,7 +6,6 @@ It only saves time: a file that can't be read, written or understood is as good 
 import functools
 import json
 import os
-import platform
 import tempfile
 from contextlib import suppress
 from importlib import metadata
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from mpkernels import _cpu
 
 
 def path() -> Path:
@@ -76,16 +77,5 @@ def _key(case: str, device: torch.device) -> str:
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     else:
-        machine = f"{_processor()}, {torch.get_num_threads()} threads"
+        machine = f"{_cpu.name()} {_cpu.simd()}, {torch.get_num_threads()} threads"
     return ", ".join((case, machine, *map(_version, ("torch", "triton", "mpkernels"))))
-
-
-@functools.cache
-def _processor() -> str:
-    """Virtual machines cut the model's name short, so what it can do goes with it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
-    except OSError:
-        lines = []
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return " ".join((facts.get("model name", platform.machine()), torch.backends.cpu.get_cpu_capability()))

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 import mpkernels
+from mpkernels import _cpu
 from mpkernels.bench.pairs import STOPWATCHES, Stopwatch, wall_stopwatch
 
 COPIED = 2**27  # bytes, so that source and target are several times the last cache
@@ -24,8 +25,8 @@ Description = dict[str, str | int | None]
 def describe() -> Description:
     gpu = torch.cuda.is_available()
     return {
-        "cpu": _cpu(),
-        "simd": torch.backends.cpu.get_cpu_capability(),
+        "cpu": _cpu.name(),
+        "simd": _cpu.simd(),
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if gpu else None,
         "driver": _driver() if gpu else None,
@@ -35,17 +36,6 @@ def describe() -> Description:
         "mpkernels": mpkernels.__version__,
         "commit": _commit(),
     }
-
-
-def _cpu() -> str:
-    """Virtual machines cut the name short, "AMD EPYC" say, so family and model go with it."""
-    about = Path("/proc/cpuinfo")
-    if not about.exists():
-        return platform.processor() or platform.machine()
-    lines = about.read_text().partition("\n\n")[0].splitlines()
-    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    name = facts.get("model name", platform.machine())
-    return f"{name}, family {facts['cpu family']} model {facts['model']}" if "cpu family" in facts else name
 
 
 def _driver() -> str | None:

@@ -4,17 +4,14 @@ import importlib.util
 import json
 import platform
 import shutil
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import mpkernels
-from mpkernels import _choices, _extension
+from mpkernels import _choices, _cpu, _extension
 from mpkernels.bench.machine import describe as describe_for_bench
 from mpkernels.ops import _registry
-
-FLAGS = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve")
 
 
 def describe() -> dict[str, str]:
@@ -22,21 +19,13 @@ def describe() -> dict[str, str]:
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     more = {
         "system": system,
-        "cpu features": ", ".join(_cpu_flags()) or "unknown",
+        "cpu features": ", ".join(_cpu.features()) or "unknown",
         "threads": str(torch.get_num_threads()),
         "gpu": _gpu(),
         "cuda of torch": torch.version.cuda or "none",
         "nvcc": "on PATH" if shutil.which("nvcc") else "not on PATH",
     }
     return of_bench | more
-
-
-def _cpu_flags() -> list[str]:
-    try:
-        words = set(Path("/proc/cpuinfo").read_text().partition("\n\n")[0].split())
-    except OSError:
-        return []
-    return [flag for flag in FLAGS if flag in words]
 
 
 def _gpu() -> str:

@@ -1,0 +1,37 @@
+"""Which CPU this is, and what it can do that makes one kernel or another the faster."""
+
+import functools
+import platform
+from pathlib import Path
+
+import torch
+
+_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "asimd", "bf16", "sve")
+
+
+@functools.cache
+def _facts() -> dict[str, str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+
+
+def name() -> str:
+    """Virtual machines cut it short, "AMD EPYC" say, so family and model go with it."""
+    facts = _facts()
+    short = facts.get("model name") or platform.processor() or platform.machine()
+    return f"{short}, family {facts['cpu family']} model {facts['model']}" if "cpu family" in facts else short
+
+
+def features() -> list[str]:
+    """Those that kernels care about; empty where that is not known."""
+    known = " ".join(_facts().get(key, "") for key in ("flags", "Features")).split()
+    return [each for each in _FEATURES if each in known]
+
+
+def simd() -> str:
+    """AVX512 AMX, say."""
+    multiplies = any(each.startswith("amx") for each in features())
+    return torch.backends.cpu.get_cpu_capability() + (" AMX" if multiplies else "")
