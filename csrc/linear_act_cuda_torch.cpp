@@ -1,7 +1,10 @@
-// linear_act on CUDA: products by cuBLAS, and one pass over z, or over dz, between them.
+// linear_act on CUDA: products by cuBLAS, and one pass over z, or over dz, between them; in the forward a product that
+// ends in what the pass would do, where cublasLt has it.
 #ifdef MPK_CUDA
 
-#include "common/torch_cublas.h"
+#include <optional>
+
+#include "common/torch_cublaslt.h"
 #include "linear_act_cuda.h"
 #include "linear_act_torch.h"
 
@@ -36,17 +39,27 @@ static void multiply_and_pass(const Cublas& cublas, const LinearActArguments& it
   }
 }
 
+// y and saved in one product. cublasLt's relu is left alone: it makes a 0 of NaN.
+static bool multiply_with_ending(const LinearActArguments& it, const Matrix& x, const Matrix& weight, const Matrix& y,
+                                 const Tensor* saved, cudaStream_t stream) {
+  const bool takes_gelu = it.activation == Activation::gelu_tanh;
+  if (it.dtype == Dtype::f32 || it.features() == 0 || !(takes_gelu || it.activation == Activation::none)) return false;
+  const std::optional<Matrix> bias = it.bias ? std::make_optional<Matrix>(*it.bias) : std::nullopt;
+  const cublaslt::Ending ending{bias ? &*bias : nullptr, takes_gelu, saved ? saved->data() : nullptr};
+  return multiply_by_cublaslt(it.kOp, it.x, stream, y, x, weight.transposed(), ending);
+}
+
 static void linear_act_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const LinearActArguments it(stack);
   const OnDeviceOf device(it.x);
   Tensor y = it.new_output(), saved = it.saves_z() ? it.new_output() : it.new_nothing();
   if (y.size() > 0) {
     const Operand x(it.x), weight(it.weight);
-    const Cublas cublas(it.kOp, it.x, device.stream());
+    const Tensor* const saves = it.saves_z() ? &saved : nullptr;
     if (it.activation == Activation::none && !it.bias)
-      cublas.multiply(Matrix(y), x.matrix(), weight.matrix().transposed());
-    else
-      multiply_and_pass(cublas, it, x.matrix(), weight.matrix(), Matrix(y), it.saves_z() ? &saved : nullptr);
+      Cublas(it.kOp, it.x, device.stream()).multiply(Matrix(y), x.matrix(), weight.matrix().transposed());
+    else if (!multiply_with_ending(it, x.matrix(), weight.matrix(), Matrix(y), saves, device.stream()))
+      multiply_and_pass(Cublas(it.kOp, it.x, device.stream()), it, x.matrix(), weight.matrix(), Matrix(y), saves);
   }
   stack[0] = y.release();
   stack[1] = saved.release();
@@ -93,5 +106,16 @@ static void linear_act_backward_on_cuda(StableIValue* stack, uint64_t, uint64_t)
 MPK_CUDA_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cuda)
 
 }  // namespace mpk
+
+// For `mpkernels doctor`: how many products this process ended with cublasLt, then a line for each reason why it ended
+// one otherwise: how often, a space, the reason. Good until the thread calls it again.
+extern "C" __attribute__((visibility("default"))) const char* mpkernels_cublaslt_notes() {
+  static thread_local std::string text;
+  auto& notes = mpk::cublaslt::Notes::of_process();
+  const std::lock_guard<std::mutex> lock(notes.mutex);
+  text = std::to_string(notes.products) + "\n";
+  for (const auto& [refusal, count] : notes.refusals) text += std::to_string(count) + " " + refusal + "\n";
+  return text.c_str();
+}
 
 #endif

@@ -1,5 +1,6 @@
 """Loads the compiled kernels."""
 
+import ctypes
 import sys
 import warnings
 from pathlib import Path
@@ -20,3 +21,13 @@ def load() -> None:
         )
         return
     torch.ops.load_library(str(LIBRARY))
+
+
+def cublaslt_notes() -> tuple[int, dict[str, int]] | None:
+    """How many products cublasLt ended, and why it ended others not, how often. None: no kernels in CUDA C++."""
+    notes = getattr(ctypes.CDLL(str(LIBRARY)), "mpkernels_cublaslt_notes", None) if LIBRARY.exists() else None
+    if notes is None:
+        return None
+    notes.restype = ctypes.c_char_p
+    products, *lines = notes().decode().splitlines()
+    return int(products), {why: int(count) for count, _, why in (line.partition(" ") for line in lines)}

@@ -8,7 +8,7 @@ if not torch.cuda.is_available():
 
 from mpkernels import selector
 from tests import interpreter
-from tests.targets import TARGETS
+from tests.targets import TARGETS, emulated_variable
 
 interpreter.round_bf16_as_hardware_does()
 interpreter.poison_lanes_masked_off()
@@ -47,3 +47,13 @@ def target(request):
         pytest.skip(why)
     with request.param.active():
         yield request.param
+
+
+@pytest.fixture
+def emulated():
+    """As ``target``, for what is asked of the emulation alone."""
+    if why := TARGETS["cpu-cuda"].why_missing():
+        pytest.skip(why)
+    with TARGETS["cpu-cuda"].active():
+        yield
+    assert emulated_variable("emulation_cublaslt_descriptors").value == 0

@@ -1,5 +1,6 @@
 """The targets: every kernel, each on a device it can run on. A test that takes `target` runs once for each."""
 
+import ctypes
 import functools
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -64,6 +65,11 @@ TARGETS = {
 @functools.cache
 def emulation_library() -> Path:
     return emulation.build(Path(__file__).parents[1] / "build" / "emulation")
+
+
+def emulated_variable(name: str) -> ctypes.c_int:
+    """Of the emulation, for tests to read and set."""
+    return ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), name)
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """linear_act's CUDA C++ around cuBLAS, under emulation: layouts, sums over many blocks, launches, errors."""
 
-import ctypes
 import itertools
 import subprocess
 import sys
@@ -11,7 +10,7 @@ import torch
 
 from mpkernels.ops import _registry
 from tests.linear import layer
-from tests.targets import TARGETS, emulation_library
+from tests.targets import TARGETS, emulated_variable
 from tests.test_ops import ARGUMENTS
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -23,18 +22,6 @@ def forward(*arguments):
 
 def backward(*arguments):
     return _registry._ops["linear_act_backward"](*arguments)
-
-
-@pytest.fixture
-def emulated():
-    if why := TARGETS["cpu-cuda"].why_missing():
-        pytest.skip(why)
-    with TARGETS["cpu-cuda"].active():
-        yield
-
-
-def emulated_variable(name):
-    return ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), name)
 
 
 def transposed(matrix):

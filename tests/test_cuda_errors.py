@@ -1,13 +1,12 @@
 """Whichever call to CUDA fails inside an op, its user hears of it."""
 
-import ctypes
 import itertools
 
 import pytest
 import torch
 
 from mpkernels.ops import _registry
-from tests.targets import TARGETS, emulation_library
+from tests.targets import TARGETS, emulated_variable
 from tests.test_ops import ARGUMENTS
 
 
@@ -19,7 +18,7 @@ def long_list(device):
 def calls_to_failure():
     if why := TARGETS["cpu-cuda"].why_missing():
         pytest.skip(why)
-    calls = ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), "emulation_calls_to_failure")
+    calls = emulated_variable("emulation_calls_to_failure")
     with TARGETS["cpu-cuda"].active():
         yield calls
     calls.value = 0
@@ -42,7 +41,7 @@ def test_a_failed_call_is_an_error(calls_to_failure, name, make):
 
 @pytest.mark.parametrize(("name", "make"), ARGUMENTS.items())
 def test_the_current_device_is_back_after_an_op_on_another(calls_to_failure, name, make):
-    device = ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), "emulation_device")
+    device = emulated_variable("emulation_device")
     _registry._ops[name](*make(torch.device("cpu")))
     assert device.value == 0
     calls_to_failure.value = 1

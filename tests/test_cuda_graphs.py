@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+import mpkernels
+from mpkernels.functional import linear_act
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
+from tests.linear import layer
 from tests.networks import B16, F16, network
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="torch sees no CUDA device")
@@ -34,8 +37,6 @@ def set_grads(model, seed):
 @pytest.mark.parametrize("kernel", ["native", "triton"])
 @pytest.mark.parametrize(("dtype", "options"), MODES, ids=str)
 def test_replayed_steps_are_eager_steps(dtype, options, kernel):
-    import mpkernels
-
     if kernel not in mpkernels.backends("adamw_", "cuda"):
         pytest.skip(f"no {kernel} kernel")
     with mpkernels.backend(kernel):
@@ -61,3 +62,20 @@ def test_replayed_steps_are_eager_steps(dtype, options, kernel):
         replayed, eager = (optimizer.overflow_report().as_dict() for optimizer in optimizers)
         assert replayed == eager
         assert [it["first"] for it in replayed["culprits"]] == [[0, 0]]
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("features", [24, 20])  # 20: rows that cublasLt doesn't get
+def test_a_captured_product_is_an_eager_one(activation, features):
+    """The very first of its shape: handles are made and algorithms chosen while the graph is captured."""
+    if "native" not in mpkernels.backends("linear_act", "cuda"):
+        pytest.skip("no native kernel")
+    x, weight, bias, _ = layer(48, features, 40, B16, "cuda")
+    graph = torch.cuda.CUDAGraph()
+    with mpkernels.backend("native"), torch.no_grad():
+        with torch.cuda.graph(graph):
+            y = linear_act(x, weight, bias, activation)
+        for seed in range(3):
+            x.copy_(layer(48, features, 40, B16, "cuda", seed)[0])
+            graph.replay()
+            assert torch.equal(y, linear_act(x, weight, bias, activation))

@@ -80,8 +80,9 @@ def update_scale_fenced(fence, sizes, found_inf):
 
 
 def linear_act_fenced(fence, sizes, dtype, activation):
-    """Rows, features and outputs odd, and one of each as long as a whole block."""
-    for rows, features, outputs in ((5, 33, 31), (1, 8, sizes[-1]), (sizes[-1], 8, 1), (0, 3, 5), (5, 0, 3)):
+    """Rows, features and outputs odd, one of each as long as a whole block, and all as cublasLt wants them."""
+    shapes = (5, 33, 31), (1, 8, sizes[-1]), (sizes[-1], 8, 1), (0, 3, 5), (5, 0, 3), (8, 16, 24)
+    for rows, features, outputs in shapes:
         x, weight, bias, dy = layer(rows, features, outputs, dtype)
         arguments = fence(x), fence(weight), fence(bias)
         y, z = _linear_act(*arguments, activation, True)

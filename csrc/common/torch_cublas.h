@@ -28,6 +28,22 @@ inline int64_t leading_dimension(const Matrix& it) {
 }
 inline Type type_of(Dtype dtype) { return dtype == Dtype::f16 ? kFp16 : dtype == Dtype::b16 ? kBf16 : kFp32; }
 
+// What NVIDIA recommends for Hopper. It is torch's memory, which CUDA graphs may hold: cuBLAS would allocate some of
+// its own, once for each capture.
+inline constexpr int64_t kWorkspace = int64_t{32} << 20;
+
+// What a handle allocates is no part of a graph that is being captured.
+template <class Handle>
+Handle create_handle(const char* op, Status (*create)(Handle*), const char* function) {
+  Handle handle = nullptr;
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  mpk::require_success(cudaThreadExchangeStreamCaptureMode(&mode), op);
+  const Status status = create(&handle);
+  mpk::require_success(cudaThreadExchangeStreamCaptureMode(&mode), op);
+  require_success(status, op, function);
+  return handle;
+}
+
 }  // namespace cublas
 
 // A contiguous matrix that owns its memory, on the device of another tensor.
@@ -62,12 +78,7 @@ class Operand {
 class CublasHandle {
  public:
   CublasHandle(const char* op, int32_t device) : device_(device) {
-    if (take_free_one()) return;
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // what a handle allocates is no part of a graph
-    require_success(cudaThreadExchangeStreamCaptureMode(&mode), op);
-    const cublas::Status status = cublas::functions(op).create(&handle_);
-    require_success(cudaThreadExchangeStreamCaptureMode(&mode), op);
-    cublas::require_success(status, op, "cublasCreate_v2");
+    if (!take_free_one()) handle_ = cublas::create_handle(op, cublas::functions(op).create, "cublasCreate_v2");
   }
   CublasHandle(const CublasHandle&) = delete;
   ~CublasHandle() {
@@ -105,11 +116,11 @@ class Cublas {
       : op_(op),
         functions_(cublas::functions(op)),
         stream_(stream),
-        workspace_(on_device_of.scratch(kWorkspace)),
+        workspace_(on_device_of.scratch(cublas::kWorkspace)),
         handle_(op, on_device_of.device().second) {
     check(functions_.set_math_mode(handle_, cublas::kReduceInFp32), "cublasSetMathMode");
     check(functions_.set_stream(handle_, stream), "cublasSetStream_v2");  // which takes the workspace away
-    check(functions_.set_workspace(handle_, workspace_.data(), kWorkspace), "cublasSetWorkspace_v2");
+    check(functions_.set_workspace(handle_, workspace_.data(), cublas::kWorkspace), "cublasSetWorkspace_v2");
   }
 
   // out = a b, summed in fp32 and rounded once; out is contiguous.
@@ -131,10 +142,6 @@ class Cublas {
   cudaStream_t stream() const { return stream_; }
 
  private:
-  // What NVIDIA recommends for Hopper. It is torch's memory, which CUDA graphs may hold: cuBLAS would allocate some of
-  // its own, once for each capture.
-  static constexpr int64_t kWorkspace = int64_t{32} << 20;
-
   void check(cublas::Status status, const char* function) const { cublas::require_success(status, op_, function); }
 
   const char* op_;

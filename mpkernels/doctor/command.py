@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mpkernels.doctor import machine, selftest, shapes
+from mpkernels.doctor import cublaslt, machine, selftest, shapes
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,12 +27,14 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         advice = {each: _advise(each) for each in asked.layers}
     except ValueError as error:
         refuse(str(error))
+    tests = selftest.run()
     found: dict[str, Any] = {
         "machine": machine.describe(),
         "builds": machine.builds(),
         "kernels": machine.kernels(),
         "why not": machine.why_not(),
-        "self-test": [result._asdict() for result in selftest.run()],
+        "self-test": [result._asdict() for result in tests],
+        "cublasLt": cublaslt.describe(tests),
         "selector": machine.chosen(),
         "to install": machine.to_install(),
         "shapes": {name: [each._asdict() for each in of_one] for name, of_one in advice.items()},
@@ -84,6 +86,10 @@ def _prose(found: Mapping[str, Any]) -> str:
         "kernels of each op: the first is used, where there is such a device": _table(used),
         "why not others": _table(found["why not"]),
         "self-test": verdict,
+        "cublasLt, which ends products of linear_act in CUDA C++": [
+            found["cublasLt"]["proof"],
+            *(f"fell back {count} times: {why}" for why, count in found["cublasLt"]["fell back"].items()),
+        ],
         "chosen by the selector, on this machine": _table(found["selector"]) or ["nothing yet"],
         "to get more, install": found["to install"] or ["nothing: all is there"],
     }

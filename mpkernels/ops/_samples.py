@@ -87,6 +87,15 @@ def linear(device: torch.device, dtype: torch.dtype, activation: str, bias: bool
     return x, weight, b if bias else None, activation, True
 
 
+def linear_in_tiles(
+    device: torch.device, dtype: torch.dtype, activation: str, bias: bool = True, *specials: float
+) -> tuple[Any, ...]:
+    """Of sizes that tensor cores like."""
+    x, weight, b = matrices(dtype, device, (16, 24), (32, 24), (32,))
+    x[: len(specials), 0] = torch.tensor(specials)
+    return x, weight, b if bias else None, activation, True
+
+
 def linear_with_specials(device: torch.device) -> tuple[Any, ...]:
     x, *others = linear(device, B16, "relu")
     x[:4, 0] = torch.tensor(SPECIALS)
@@ -126,6 +135,9 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample(lambda device: linear(device, F16, "silu"), ROUNDED[F16]),
         Sample(lambda device: linear(device, F32, "relu", bias=False), ROUNDED[F32]),
         Sample(linear_with_specials, ROUNDED[B16]),
+        Sample(lambda device: linear_in_tiles(device, F16, "none"), ROUNDED[F16]),
+        Sample(lambda device: linear_in_tiles(device, F16, "gelu_tanh", False), ROUNDED[F16]),
+        Sample(lambda device: linear_in_tiles(device, B16, "gelu_tanh", True, torch.nan), ROUNDED[B16]),
     ],
     "linear_act_backward": [
         Sample(lambda device: linear_backward(device, B16, "gelu"), ROUNDED[B16]),

@@ -4,26 +4,18 @@
 
 #include <cstring>
 #include <string>
-#include <vector>
 
-#include "common/cuda.h"
+#include "blas.h"
 #include "runtime.h"
 
 // Tests set it to 0: then no library brings it.
 extern "C" __attribute__((visibility("default"))) int emulation_has_cublas = 1;
 
+using namespace emulation;
+
 namespace {
 
-enum Status {
-  success = 0,
-  not_initialized = 1,
-  alloc_failed = 3,
-  invalid_value = 7,
-  execution_failed = 13,
-  internal_error = 14,
-  not_supported = 15,
-};
-enum { fp32_reduction = 16, compute_in_fp32 = 68 };
+enum { fp32_reduction = 16 };
 
 struct Context {
   int math_mode = 0;
@@ -42,6 +34,8 @@ const char* status_name(int status) {
       return "CUBLAS_STATUS_ALLOC_FAILED";
     case invalid_value:
       return "CUBLAS_STATUS_INVALID_VALUE";
+    case arch_mismatch:
+      return "CUBLAS_STATUS_ARCH_MISMATCH";
     case execution_failed:
       return "CUBLAS_STATUS_EXECUTION_FAILED";
     case internal_error:
@@ -53,7 +47,7 @@ const char* status_name(int status) {
 }
 
 int create(Context** handle) {
-  if (emulation::fails_on_demand()) return alloc_failed;
+  if (emulation::fails_on_demand() || !may_allocate()) return alloc_failed;
   *handle = new Context;
   return success;
 }
@@ -76,37 +70,6 @@ int set_workspace(Context* handle, void* memory, size_t bytes) {
   handle->workspace = static_cast<char*>(memory);
   handle->workspace_bytes = bytes;
   return success;
-}
-
-bool find_dtype(int type, mpk::Dtype* dtype) {
-  *dtype = type == 2 ? mpk::Dtype::f16 : type == 14 ? mpk::Dtype::b16 : mpk::Dtype::f32;
-  return type == 0 || type == 2 || type == 14;
-}
-
-// The operand as it takes part, its rows (`lines` of them) contiguous.
-std::vector<float> widened(const void* data, mpk::Dtype dtype, int64_t lines, int64_t terms, int64_t line_stride,
-                           int64_t term_stride) {
-  std::vector<float> wide(lines * terms);
-  mpk::with_dtype(dtype, [&](auto zero) {
-    const auto* const from = static_cast<const decltype(zero)*>(data);
-    for (int64_t i = 0; i < lines; ++i) {
-      for (int64_t j = 0; j < terms; ++j) {
-        wide[i * terms + j] = static_cast<float>(mpk::widen(from[i * line_stride + j * term_stride]));
-      }
-    }
-  });
-  return wide;
-}
-
-// Sixteen partial sums, as a GPU's threads hold parts of a long one.
-float dot(const float* a, const float* b, int64_t size) {
-  constexpr int parts = 16;
-  float part[parts] = {};
-  for (int64_t i = 0; i < size; ++i) part[i % parts] += a[i] * b[i];
-  for (int half = parts / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) part[i] += part[i + half];
-  }
-  return part[0];
 }
 
 // Column by column: c[m, n] = alpha op(a)[m, k] op(b)[k, n] + beta c.
@@ -171,5 +134,5 @@ void* dlsym(void*, const char* name) noexcept {
   for (const auto& it : functions) {
     if (!strcmp(it.name, name)) return it.function;
   }
-  return nullptr;
+  return find_in_cublaslt(name);
 }

@@ -1,0 +1,147 @@
+"""What keeps cublasLt from ending linear_act's products, under emulation: that it is survived, or told, and noted."""
+
+import itertools
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpkernels import _extension
+from mpkernels.doctor import cublaslt
+from tests.linear import layer
+from tests.targets import TARGETS, emulated_variable, emulation_library
+from tests.test_cublas import forward
+from tests.test_cublaslt import UNALIGNED, launches, notes
+
+B16, F16 = torch.bfloat16, torch.float16
+
+
+def fail_at_each_call(status, monkeypatch):
+    """Of a call for a shape that is new: what it said, or whether it made what it should have made."""
+    failure = emulated_variable("emulation_calls_to_failure")
+    monkeypatch.setattr(emulated_variable("emulation_cublaslt_failure"), "value", status)
+    for call in itertools.count(1):
+        x, weight, bias, _ = layer(16 * status, 24, 8 * call, B16)
+        failure.value = call
+        try:
+            _, z = forward(x, weight, bias, "gelu_tanh", True)
+        except RuntimeError as error:
+            yield str(error).splitlines()[0], None
+        else:
+            if failure.value > 0:
+                failure.value = 0
+                return
+            yield None, torch.equal(z, forward(x, weight, bias, "none", True)[0])
+
+
+STEPS = {
+    f"cublasLtMatmul{step}"
+    for step in ("DescCreate", "DescSetAttribute", "PreferenceCreate", "PreferenceSetAttribute", "AlgoGetHeuristic", "")
+} | {"cublasLtMatrixLayoutCreate"}  # fmt: skip
+
+
+def test_each_status_is_an_error(emulated, monkeypatch):
+    forward(*layer(8, 8, 8, B16)[:3], "none", True)  # there is a handle
+    said = [error for error, _ in fail_at_each_call(14, monkeypatch) if error]
+    assert set(said) == {f"linear_act: cuBLAS says CUBLAS_STATUS_INTERNAL_ERROR in {step}" for step in STEPS}
+    assert "cublasLt could not destroy a descriptor" in notes(monkeypatch)[1]
+
+
+@pytest.mark.parametrize(("status", "name"), [(7, "INVALID_VALUE"), (8, "ARCH_MISMATCH"), (15, "NOT_SUPPORTED")])
+def test_each_refusal_is_a_reason(emulated, monkeypatch, status, name):
+    forward(*layer(8, 8, 8, B16)[:3], "none", True)
+    assert set(fail_at_each_call(status, monkeypatch)) == {(None, True)}
+    reasons = notes(monkeypatch)[1]
+    assert {f"cublasLt says CUBLAS_STATUS_{name} in {step}" for step in STEPS} <= reasons.keys()
+
+
+def test_a_refusal_is_remembered(emulated, monkeypatch):
+    algorithms, why = emulated_variable("emulation_cublaslt_algorithms"), "cublasLt finds no algorithm"
+    x, weight, bias, _ = layer(24, 8, 80, F16)
+    before = notes(monkeypatch)[1].get(why, 0)
+    for algorithms.value in (0, 1):
+        (_, z), count = launches(forward, x, weight, bias, "gelu_tanh", True)
+        assert count == 2
+    assert notes(monkeypatch)[1][why] == before + 2
+    (_, same), count = launches(forward, x[:16], weight, bias, "gelu_tanh", True)
+    assert count == 1
+    assert torch.equal(same, z[:16])
+    monkeypatch.setattr(emulated_variable("emulation_cublaslt_failure"), "value", 15)
+    emulated_variable("emulation_calls_to_failure").value = 11  # the product itself, of a shape that has an algorithm
+    for _ in range(2):
+        (_, refused), count = launches(forward, x[:16], weight, bias, "gelu_tanh", True)
+        assert count == 2
+        assert torch.equal(refused, same)
+
+
+def test_choices_do_not_pile_up(emulated, monkeypatch):
+    """4096 are kept: a refusal is forgotten with them, and the shape asked for again."""
+    x, weight, bias, _ = layer(4097, 8, 8, F16)
+    monkeypatch.setattr(emulated_variable("emulation_cublaslt_algorithms"), "value", 0)
+    assert launches(forward, x[:5], weight, bias, "none", True)[1] == 2
+    monkeypatch.undo()
+    for gap in range(1, 4097):
+        forward(x[::gap][:2], weight, bias, "none", True)
+    assert launches(forward, x[:5], weight, bias, "none", True)[1] == 1
+
+
+def test_threads_share_choices(emulated):
+    cases = [layer(8 * n, 16, 8 * n, dtype)[:3] for n in range(1, 9) for dtype in (B16, F16)] * 4
+    wanted = [forward(*case, "gelu_tanh", True) for case in cases]
+
+    forced = torch.ops.mpkernels_emulated.linear_act.default
+    with ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda case: forced(*case, "gelu_tanh", True), cases))
+    for one, other in zip(got, wanted, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def test_doctor_says_what_is_proven(emulated, monkeypatch):
+    assert cublaslt.describe([])["proof"] == "not proven here: torch sees no GPU" or torch.cuda.is_available()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    made, _ = notes(monkeypatch)
+    forward(*layer(16, 24, 32, B16)[:3], "none", True)
+    forward(*layer(16, 20, 32, B16)[:3], "none", True)
+    found = cublaslt.describe([])
+    assert found["proof"] == f"proven by the self-test: {made + 1} products"
+    assert found["fell back"][UNALIGNED] == notes(monkeypatch)[1][UNALIGNED]
+
+
+def test_a_process_without_cublaslt(emulated):
+    """In one of its own, since what is found is kept: one function after another is there, then no handle, then one."""
+    done = subprocess.run(
+        [sys.executable, "-m", __name__], cwd=Path(__file__).parents[1], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+FUNCTIONS = """
+    Create MatmulDescCreate MatmulDescSetAttribute MatmulDescDestroy MatrixLayoutCreate MatrixLayoutDestroy
+    MatmulPreferenceCreate MatmulPreferenceSetAttribute MatmulPreferenceDestroy MatmulAlgoGetHeuristic Matmul
+"""
+
+
+def start_without_cublaslt():
+    assert TARGETS["cpu-cuda"].why_missing() is None
+    _extension.LIBRARY = emulation_library()
+    there = emulated_variable("emulation_cublaslt_functions")
+    case = *layer(16, 24, 32, B16)[:3], "none", True
+    with TARGETS["cpu-cuda"].active():
+        for there.value, name in enumerate(FUNCTIONS.split()):
+            _, count = launches(forward, *case)
+            assert count == 2
+            assert _extension.cublaslt_notes()[1].pop(f"the process's cuBLAS has no cublasLt{name}") == 1
+        there.value = len(FUNCTIONS.split())
+        emulated_variable("emulation_calls_to_failure").value = 8
+        with pytest.raises(RuntimeError, match="linear_act: cuBLAS says CUBLAS_STATUS_ALLOC_FAILED in cublasLtCreate"):
+            forward(*case)
+        _, count = launches(forward, *case)
+        assert count == 1
+    assert _extension.cublaslt_notes()[0] == 1
+
+
+if __name__ == "__main__":
+    start_without_cublaslt()
