@@ -1,0 +1,37 @@
+"""The tensors that optimizers are given."""
+
+import sys
+from collections.abc import Iterable
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Item = TypeVar("Item")
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Of all groups, in their order."""
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.device, list[Item]]:
+    """Those items together whose tensors lie together."""
+    found: dict[torch.device, list[Item]] = {}
+    for tensor, item in zip(tensors, items, strict=True):
+        found.setdefault(tensor.device, []).append(item)
+    return found
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The same memory: two numbers for each complex one."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def refuse_sharded(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
+    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
+    for i, tensor in enumerate(tensors if loaded is not None else ()):
+        if isinstance(tensor, loaded.DTensor):  # type: ignore[union-attr]
+            raise TypeError(f"{op}: {argument}[{i}] must be a plain tensor, got a DTensor; FSDP2 is not supported")
