@@ -1,7 +1,7 @@
-"""The tensors that optimizers are given."""
+"""The tensors that optimizers are given, and the devices where they lie."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import TypeVar
 
@@ -25,9 +25,27 @@ def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.de
     return found
 
 
+def put_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, non_blocking=device.type != "cpu")  # the host reads at once
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Of one from each device, on the first."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor.to(total.device)
+    return total
+
+
 def real(tensor: Tensor) -> Tensor:
     """The same memory: two numbers for each complex one."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def refuse_sparse(grad: Tensor | None) -> None:
+    """As torch's AdamW does."""
+    if grad is not None and grad.is_sparse:
+        raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
 
 
 def refuse_sharded(op: str, argument: str, tensors: Iterable[Tensor]) -> None:

@@ -1,6 +1,6 @@
 """AdamW with fp32 master weights, in torch's own clothes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ from mpkernels._gradient_release import GradientRelease
 from mpkernels._late import Late
 from mpkernels._overflow_ledger import Ledger
 from mpkernels._overflow_report import OverflowReport
-from mpkernels._params import by_device, params_of, refuse_sharded
+from mpkernels._params import by_device, params_of, put_on, refuse_sharded, refuse_sparse, sum_of
 
 __all__ = ["AdamW"]
 
@@ -137,7 +137,7 @@ class AdamW(torch.optim.AdamW):
                 self._step()
             except (RuntimeError, TypeError):
                 for param in params_of(self):
-                    _refuse_sparse(param.grad)
+                    refuse_sparse(param.grad)
                 if not any(table.has_moved for table in self._tables):
                     raise
                 self._fingerprint = None
@@ -156,16 +156,16 @@ class AdamW(torch.optim.AdamW):
         looks_inside = guarded and len(tables) == 1 and tables[0].can_look_at_grads()
         if guarded and not looks_inside:
             stats = [table.stats(grads) for table in tables]
-            total_sumsq = _sum([each.total_sumsq for each in stats])
-            found_inf = _sum([each.found_inf for each in stats] + ([] if found_inf is None else [found_inf]))
+            total_sumsq = sum_of([each.total_sumsq for each in stats])
+            found_inf = sum_of([each.found_inf for each in stats] + ([] if found_inf is None else [found_inf]))
         told = self._start_telling(tables[0].device) if guarded or found_inf is not None else None
         self.grad_norm = told[0] if told is not None and guarded else None
         for i, table in enumerate(tables):
             table.step(
                 grads,
-                grad_scale=_on(table.device, grad_scale),
-                found_inf=_on(table.device, found_inf),
-                total_sumsq=_on(table.device, total_sumsq),
+                grad_scale=put_on(table.device, grad_scale),
+                found_inf=put_on(table.device, found_inf),
+                total_sumsq=put_on(table.device, total_sumsq),
                 max_norm=self.max_norm,
                 told=told if i == 0 else None,
                 skipped_steps=self.skipped_steps if i == 0 and told is not None else None,
@@ -200,7 +200,7 @@ class AdamW(torch.optim.AdamW):
         return [Table(rows, it, self._ledger) for it in by_device((params[i] for i in places), places).values()]
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
-        _refuse_sparse(grad)
+        refuse_sparse(grad)
         if not self.state[param]:
             self.state[param] = _adamw_state.create(param, self.master, self.state_dtype, group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
@@ -279,20 +279,3 @@ class AdamW(torch.optim.AdamW):
 
 
 _OWN = ("master", "state_dtype", "max_norm", "guard", "grad_norm", "skipped_steps")
-
-
-def _refuse_sparse(grad: Tensor | None) -> None:
-    if grad is not None and grad.is_sparse:
-        raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
-
-
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Of one from each device, on the first."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor.to(total.device)
-    return total
-
-
-def _on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=device.type != "cpu")  # the host reads at once
