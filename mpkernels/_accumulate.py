@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkernels._clip import clip_grad_norm_
+from mpkernels._params import params_of
 
 
 class MicroBatch:
@@ -79,13 +80,15 @@ def _micro_batches(
     def step() -> None:
         if max_norm is not None:
             scaler.unscale_(optimizer)
-            clip_grad_norm_((param for group in optimizer.param_groups for param in group["params"]), max_norm)
+            clip_grad_norm_(params_of(optimizer), max_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
 
     while group := list(islice(batches, every)):
         weights = [1.0 if weigh is None else float(weigh(batch)) for batch in group]
+        if not sum(weights) > 0:
+            raise ValueError(f"accumulate: weigh must give a group more than 0 in all, got {weights}")
         for i, (batch, weight) in enumerate(zip(group, weights, strict=True)):
             micro = MicroBatch(batch, weight / sum(weights), i == len(group) - 1, step, scaler.scale)
             with ExitStack() as around:

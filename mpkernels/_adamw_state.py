@@ -26,7 +26,8 @@ def create(param: Tensor, master: str, state_dtype: torch.dtype, amsgrad: bool) 
     if dtype == torch.int8:
         for key in keys:
             state[key].fill_(0 if key == "exp_avg" else -128)  # the codes of 0
-        state["scales"] = torch.zeros(len(keys) * -(-param.numel() // int8.QUANTIZED), device=param.device)
+        blocks = len(keys) * -(-param.numel() // int8.QUANTIZED)
+        state["scales"] = torch.zeros(blocks, dtype=torch.float32, device=param.device)
     add_master(state, param, master)
     return state
 

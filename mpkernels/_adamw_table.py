@@ -12,6 +12,7 @@ from torch import Tensor
 
 from mpkernels._adamw_state import needs_master
 from mpkernels._overflow_ledger import Ledger
+from mpkernels._params import real
 from mpkernels.ops import adamw as op
 from mpkernels.ops.grad_stats import GradStats, grad_stats
 
@@ -35,7 +36,8 @@ class Table:
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*rows, strict=True)
-        self.params, self.device, self._dtype = list(params), params[0].device, params[0].dtype
+        self.params, self.device = list(params), params[0].device
+        self._kinds = list(map(_kind, params))
         self.report = None if ledger is None else ledger.report_for(self.params, self.device)
         self._is_complex = any(map(torch.is_complex, params))
         self.has_16_bit_parameters = any(map(needs_master, params))
@@ -51,10 +53,10 @@ class Table:
         masters = [state.get("remainder", state.get("master", nothing)) for state in states]
         scales = [state.get("scales", nothing) for state in states]
         self._lists = (
-            [_real(state["exp_avg"]) for state in states],
-            [_real(state["exp_avg_sq"]) for state in states],
+            [real(state["exp_avg"]) for state in states],
+            [real(state["exp_avg_sq"]) for state in states],
             *(
-                list(map(_real, it)) if any(each is not nothing for each in it) else []
+                list(map(real, it)) if any(each is not nothing for each in it) else []
                 for it in (largest, masters, scales)
             ),
             [state["step"] for state in states],
@@ -67,16 +69,20 @@ class Table:
     def _own(self, grads: list[Any]) -> list[Tensor]:
         """Of one for each row of all."""
         own = grads if self._takes_all else [grads[i] for i in self._places]
-        return list(map(_real, own)) if self._is_complex else own
+        return list(map(real, own)) if self._is_complex else own
 
     def stats(self, grads: list[Any]) -> GradStats:
         return grad_stats(self._own(grads))
 
     @property
     def has_moved(self) -> bool:
-        """To another device or dtype, as a model does as a whole."""
-        first = self.params[0]
-        return bool(first.device != self.device or first.dtype != self._dtype)
+        """To another device or dtype, be it one parameter alone."""
+        return list(map(_kind, self.params)) != self._kinds
+
+    @property
+    def first_has_moved(self) -> bool:
+        """As a model does as a whole."""
+        return _kind(self.params[0]) != self._kinds[0]
 
     def can_look_at_grads(self) -> bool:
         """Within the step, which then need not be handed them twice."""
@@ -94,11 +100,13 @@ class Table:
         guarded: bool,
     ) -> None:
         grads = self._own(grads)
-        params = list(map(_real, self.params)) if self._is_complex else self.params
+        params = list(map(real, self.params)) if self._is_complex else self.params
         flags = grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps, self.report
         shared = *self._hyperparameters(), *flags
         planned = op.planned.on(self.device.type)
         if planned is None or self._is_for_once or torch.compiler.is_compiling():
+            if self.has_moved:
+                raise RuntimeError("adamw_: a parameter has changed its device or dtype since its state was made")
             op._adamw(params, grads, *self._lists, *shared)
             return
         self._plan_for(planned)
@@ -158,6 +166,10 @@ def _call_for_real(function: Callable[..., None], *arguments: Any) -> None:
         function(*arguments)
 
 
+def _kind(param: Tensor) -> tuple[torch.device, torch.dtype]:
+    return param.device, param.dtype
+
+
 class Fingerprint:
     """Tells whether any tensor that tables were made of has been replaced. Those that it compares are kept alive, so
     that no other can take their place in memory. What a tensor's own memory has become, C++ looks at in each step."""
@@ -192,7 +204,3 @@ _END = object()
 def _tensors(states: dict[Tensor, State]) -> Iterator[object]:
     of_params = [state for state in states.values() if type(state) is dict]  # a user may keep something else there
     return chain(chain.from_iterable(map(dict.values, of_params)), (_END,))
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -8,6 +8,7 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from mpkernels._params import by_device, real, refuse_sharded
 from mpkernels.ops import grad_stats, unscale_
 
 
@@ -45,7 +46,9 @@ def clip_grad_norm_(
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not grads:
         return torch.tensor(0.0)
-    norm = _norm(grads, norm_type)
+    refuse_sharded("clip_grad_norm_", "grads", grads)
+    numbers = _real(grads)
+    norm = _norm(numbers if norm_type == 2 else grads, norm_type)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from "
@@ -54,35 +57,42 @@ def clip_grad_norm_(
             "set `error_if_nonfinite=False`"
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    _scale(grads, coefficient.masked_fill_(norm.isfinite().logical_not(), 1.0))
+    _scale(numbers, coefficient.masked_fill_(norm.isfinite().logical_not(), 1.0))
     return norm
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
     """On the device of the first."""
-    device, dtype = grads[0].device, reduce(torch.promote_types, (grad.dtype for grad in grads), torch.float32)
+    device, dtype = grads[0].device, reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
     if norm_type == 2:
-        sums = [grad_stats(of_device).total_sumsq.to(device, non_blocking=True) for of_device in _by_device(grads)]
+        of_devices = by_device(grads, grads).values()
+        sums = [grad_stats(of_device).total_sumsq.to(device, non_blocking=True) for of_device in of_devices]
         return torch.stack(sums).sum().sqrt().to(dtype)
-    norms = [torch.linalg.vector_norm(grad, norm_type, dtype=torch.float64) for grad in grads if grad.numel() > 0]
-    of_all = torch.stack([norm.to(device, non_blocking=True) for norm in norms] or [torch.zeros((), device=device)])
+    norms = [_wide_norm(grad, norm_type).to(device, non_blocking=True) for grad in grads if grad.numel() > 0]
+    of_all = torch.stack(norms or [torch.zeros((), dtype=torch.float64, device=device)])
     total: Tensor = torch.linalg.vector_norm(of_all, norm_type)
-    return total.to(dtype)
+    return total.to(dtype.to_real())
+
+
+def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
+    wide = torch.complex128 if grad.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=wide)
+    return norm
 
 
 def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
-    for of_device in _by_device(grads):
+    for of_device in by_device(grads, grads).values():
         by = coefficient.to(of_device[0].device, non_blocking=True)
         wide = [grad for grad in of_device if grad.dtype == torch.float64]
         narrow = [grad for grad in of_device if grad.dtype != torch.float64]
         if wide:
             torch._foreach_mul_(wide, by.double())
         if narrow:  # multiplied in fp32 and rounded once; torch would round the coefficient to 16 bits first
-            unscale_(narrow, torch.zeros((), device=by.device), by.float())
+            unscale_(narrow, torch.zeros((), dtype=torch.float32, device=by.device), by.float())
 
 
-def _by_device(grads: Sequence[Tensor]) -> Iterable[list[Tensor]]:
-    of: dict[torch.device, list[Tensor]] = {}
-    for grad in grads:
-        of.setdefault(grad.device, []).append(grad)
-    return of.values()
+def _real(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same memory, in which a conjugate's signs don't matter here."""
+    if not any(map(torch.is_complex, grads)):
+        return grads
+    return [real(grad.conj() if grad.is_conj() else grad) for grad in grads]

@@ -1,12 +1,10 @@
 """Whether an optimizer's grads hold an inf or NaN, told on the device of the scale."""
 
-from collections.abc import Iterator
-from itertools import chain
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkernels._params import by_device, params_of, refuse_sharded
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
 
@@ -43,23 +41,25 @@ def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
 
 def first_device(optimizer: Optimizer) -> torch.device | None:
     """Of the first grad, if there is one."""
-    return next((param.grad.device for param in _params(optimizer) if param.grad is not None), None)
-
-
-def _params(optimizer: Optimizer) -> Iterator[Tensor]:
-    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    return next((param.grad.device for param in params_of(optimizer) if param.grad is not None), None)
 
 
 def grads_of(optimizer: Optimizer) -> Grads:
     """Of a sparse one, the values."""
-    grads: Grads = {}
-    for param in _params(optimizer):
-        if param.grad is None:
-            continue
-        if param.grad.is_sparse and param.grad.dtype is torch.float16:
-            param.grad = param.grad.coalesce()  # or the sum of an index's values might overflow later, unseen
-        grad = param.grad._values() if param.grad.is_sparse else param.grad
-        params, of_params = grads.setdefault(grad.device, ([], []))
-        params.append(param)
-        of_params.append(grad)
-    return grads
+    params = [param for param in params_of(optimizer) if param.grad is not None]
+    refuse_sharded("GradScaler", "params", params)
+    grads = [_values(param) for param in params]
+    return {
+        device: ([params[i] for i in places], [grads[i] for i in places])
+        for device, places in by_device(grads, range(len(grads))).items()
+    }
+
+
+def _values(param: Tensor) -> Tensor:
+    grad = param.grad
+    assert grad is not None
+    if not grad.is_sparse:
+        return grad
+    if grad.dtype is torch.float16:
+        param.grad = grad = grad.coalesce()  # or the sum of an index's values might overflow later, unseen
+    return grad._values()

@@ -1,6 +1,6 @@
 """Grads that are gone before the backward is over."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -12,13 +12,14 @@ Release = Callable[[Tensor], None]
 class GradientRelease:
     """What ``AdamW.release_grads`` began."""
 
-    def __init__(self, params: Sequence[tuple[Tensor, Release | None]]) -> None:
+    def __init__(self, releases: Iterable[tuple[Tensor, Release | None]]) -> None:
         """Without a release of its own, a grad is kept in 16 bits."""
-        self._params = [param for param, _ in params]
+        releases = list(releases)
+        self._params = [param for param, _ in releases]
         self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
         self._is_accumulating = False
         self._hooks = [
-            param.register_post_accumulate_grad_hook(self._hook(release or _narrow)) for param, release in params
+            param.register_post_accumulate_grad_hook(self._hook(release or _narrow)) for param, release in releases
         ]
 
     def _hook(self, release: Release) -> Release:
@@ -43,7 +44,8 @@ class GradientRelease:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._restore_widths()
+        for param in self._params:
+            _set_width(param, self._widths[id(param)])
 
     def after_step(self) -> None:
         if self._hooks:
@@ -54,13 +56,20 @@ class GradientRelease:
     def _restore_widths(self) -> None:
         """Where no grad is there, whose width it is."""
         for param in self._params:
-            if param.grad is None and param.grad_dtype != self._widths[id(param)]:
-                param.grad_dtype = self._widths[id(param)]
+            if param.grad is None:
+                _set_width(param, self._widths[id(param)])
 
 
 def _narrow(param: Tensor) -> None:
-    grad = param.grad
-    if grad is not None and grad.dtype == torch.float32:
-        param.grad = None
-        param.grad_dtype = torch.bfloat16
-        param.grad = grad.to(torch.bfloat16)
+    if param.grad is not None and param.grad.dtype == torch.float32:
+        _set_width(param, torch.bfloat16)
+
+
+def _set_width(param: Tensor, dtype: torch.dtype | None) -> None:
+    """Of the grad that is there, and of those to come."""
+    if param.grad_dtype == dtype:
+        return
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype or param.dtype)

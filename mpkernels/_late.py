@@ -23,6 +23,11 @@ class Late:
         self._on_its_way.append((copy, event))
         self.read()
 
+    def forget(self) -> None:
+        """Also what is on its way."""
+        self._arrived = None
+        self._on_its_way.clear()
+
     def read(self) -> Tensor | None:
         while self._on_its_way and self._on_its_way[0][1].query():
             self._arrived, _ = self._on_its_way.popleft()

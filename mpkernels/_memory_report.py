@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels import _adamw_state, _cast_cache, _memory
+from mpkernels._params import params_of
 from mpkernels.optim import AdamW
 
 Loss = Callable[[nn.Module], Tensor]
@@ -100,7 +101,7 @@ def _sizes(states: Iterable[dict[str, Any]]) -> dict[str, int | None]:
 
 def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
     """After a step; None where an optimizer can't be asked without one."""
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    params = [param for param in params_of(optimizer) if param.requires_grad]
     if all(optimizer.state.get(param) for param in params):
         return _sizes(optimizer.state.values())
     if isinstance(optimizer, AdamW):

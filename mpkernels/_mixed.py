@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from mpkernels import _adamw_state
 from mpkernels._mixed_class import Mixed, mixed_class
+from mpkernels._params import params_of
 from mpkernels.ops.split import join, split
 from mpkernels.optim import AdamW
 
@@ -77,7 +78,7 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
         raise ValueError(f"to_full: model must come from to_mixed, got {type(model).__name__}")
     optimizer = _checked("to_full", optimizer)
     narrow = {name: param for name, param in model.named_parameters() if _adamw_state.needs_master(param)}
-    known = {param for group in optimizer.param_groups for param in group["params"]}
+    known = set(params_of(optimizer))
     for name, param in narrow.items():
         if param.requires_grad and param not in known:
             raise ValueError(f"to_full: optimizer must hold the master of {name}, which is not among its parameters")

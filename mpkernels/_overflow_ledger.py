@@ -1,9 +1,10 @@
 """What is kept of the last skipped step, on the device, until somebody asks for it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import is_
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -63,22 +64,30 @@ class Ledgers:
     """Of a scaler's optimizers. Copied or pickled, it is empty."""
 
     def __init__(self) -> None:
-        self._entries: WeakKeyDictionary[Optimizer, _Entry] = WeakKeyDictionary()
+        self._entries: dict[int, _Entry] = {}  # by id: an optimizer need not be hashable
 
     def __reduce__(self) -> tuple[type["Ledgers"], tuple[()]]:
         return Ledgers, ()
 
     def take_up(self, optimizer: Optimizer, overflows: Tensor | None) -> None:
         """overflows: the scaler's, in a row and in all."""
-        if optimizer in self._entries:
+        if id(optimizer) in self._entries:
             return
         last_skip = None
         if overflows is not None and self._entries:
             last_skip = torch.zeros_like(overflows[1])
-            for entry in self._entries.values():
+            for entry in list(self._entries.values()):
                 if entry.last_skip is None:  # alone so far, so that all of them were its own
                     entry.last_skip = overflows[1].clone()
-        self._entries[optimizer] = _Entry(Ledger(follows_grads=True), last_skip)
+        self._entries[id(optimizer)] = _Entry(self._hold(optimizer), Ledger(follows_grads=True), last_skip)
+
+    def _hold(self, optimizer: Optimizer) -> Callable[[], Optimizer | None]:
+        """Weakly, if its class allows it: with the optimizer goes its entry."""
+        entries, key = self._entries, id(optimizer)
+        try:
+            return ref(optimizer, lambda _: entries.pop(key, None))
+        except TypeError:
+            return lambda: optimizer
 
     def fill(
         self,
@@ -90,32 +99,34 @@ class Ledgers:
     ) -> None:
         """If an inf or NaN was found. grads: of each device, parameters and their grads."""
         for device, (params, of_params) in grads.items():
-            report = self._entries[optimizer].ledger.report_for(params, device)
+            report = self._entries[id(optimizer)].ledger.report_for(params, device)
             (found_inf,) = (it.to(device, non_blocking=True) for it in found_infs.values())
             overflow_(of_params, found_inf, scale.to(device, non_blocking=True), unscaled, report)
 
     def count(self, states: Mapping[int, Mapping[str, Any]], overflows: Tensor) -> None:
         """After each update: which optimizer's skip was the last. One alone needs no count."""
-        for optimizer, entry in self._entries.items() if len(self._entries) > 1 else ():
-            for found_inf in states.get(id(optimizer), {}).get("found_inf_per_device", {}).values():
+        for entry in list(self._entries.values()) if len(self._entries) > 1 else ():
+            for found_inf in states.get(id(entry.optimizer()), {}).get("found_inf_per_device", {}).values():
                 has_overflowed = found_inf.to(overflows.device, non_blocking=True) != 0
                 if entry.last_skip is not None:
                     entry.last_skip.copy_(torch.where(has_overflowed, overflows[1], entry.last_skip))
 
     def records(self) -> list[tuple[Optimizer, list[Record]]]:
         """Of the optimizers that the last skip concerned. Waits for the device."""
-        counts = {optimizer: entry.last_skip for optimizer, entry in self._entries.items()}
-        last = max((int(count) for count in counts.values() if count is not None), default=0)
+        entries = [(entry.optimizer(), entry) for entry in list(self._entries.values())]
+        last = max((int(entry.last_skip) for _, entry in entries if entry.last_skip is not None), default=0)
         return [
-            (optimizer, _of(optimizer, self._entries[optimizer].ledger))
-            for optimizer, count in counts.items()
-            if count is None or (int(count) == last and last > 0)
+            (optimizer, _of(optimizer, entry.ledger))
+            for optimizer, entry in entries
+            if optimizer is not None and (entry.last_skip is None or (int(entry.last_skip) == last and last > 0))
         ]
 
 
+@dataclass
 class _Entry:
-    def __init__(self, ledger: Ledger, last_skip: Tensor | None) -> None:
-        self.ledger, self.last_skip = ledger, last_skip
+    optimizer: Callable[[], Optimizer | None]
+    ledger: Ledger
+    last_skip: Tensor | None
 
 
 def _of(optimizer: Any, ledger: Ledger) -> list[Record]:

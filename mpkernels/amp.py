@@ -132,7 +132,8 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's; and if anything is raised, the optimizer is left with the attributes that it came with."""
         self._ledgers.take_up(optimizer, self._overflows)
-        before = {name: vars(optimizer)[name] for name in _HANDED_OVER if name in vars(optimizer)}
+        attributes = _attributes(optimizer)
+        before = {name: attributes[name] for name in _HANDED_OVER if name in attributes}
         try:
             if _is_a_wrapper(optimizer):
                 optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
@@ -145,7 +146,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().step(optimizer, *args, **kwargs)
         except BaseException:
             _take_back(optimizer)
-            vars(optimizer).update(before)
+            attributes.update(before)
             raise
 
     def _leaves_check_to(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
@@ -190,10 +191,10 @@ class GradScaler(torch.amp.GradScaler):
     def _set(self, scale: Tensor, new_scale: float | Tensor) -> None:
         if self._schedule is not None:
             raise ValueError(f"GradScaler.update: new_scale must be None with a schedule, got {new_scale!r}")
-        if isinstance(new_scale, int | float):
+        if isinstance(new_scale, int | float) and not isinstance(new_scale, bool):
             scale.fill_(new_scale)
             return
-        if new_scale.numel() != 1 or new_scale.requires_grad:
+        if not isinstance(new_scale, Tensor) or new_scale.numel() != 1 or new_scale.requires_grad:
             raise AssertionError(
                 "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                 "torch.FloatTensor with requires_grad=False."
@@ -267,4 +268,9 @@ def _is_a_wrapper(optimizer: Optimizer) -> bool:
 
 def _take_back(optimizer: Optimizer) -> None:
     for name in _HANDED_OVER:
-        vars(optimizer).pop(name, None)
+        _attributes(optimizer).pop(name, None)
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Of a class with __slots__, none."""
+    return getattr(optimizer, "__dict__", {})

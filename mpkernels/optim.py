@@ -1,21 +1,21 @@
 """AdamW with fp32 master weights, in torch's own clothes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mpkernels import _adamw_state
+from mpkernels import _adamw_checkpoint, _adamw_state
 from mpkernels._adamw_table import Fingerprint, Table
 from mpkernels._find_nonfinite import find_nonfinite
 from mpkernels._gradient_release import GradientRelease
 from mpkernels._late import Late
 from mpkernels._overflow_ledger import Ledger
 from mpkernels._overflow_report import OverflowReport
+from mpkernels._params import by_device, params_of, put_on, refuse_sharded, refuse_sparse, sum_of
 
 __all__ = ["AdamW"]
 
@@ -93,11 +93,21 @@ class AdamW(torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        if differentiable and any(map(_adamw_state.needs_master, params)):
-            raise ValueError("AdamW: differentiable=True takes fp32 parameters alone, got 16-bit ones")
         if differentiable and (max_norm is not None or guard or state_dtype != torch.float32):
             raise ValueError("AdamW: differentiable=True is torch's own step, without max_norm, guard and state_dtype")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        try:
+            self._check_params(self.param_groups[-1]["params"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def _check_params(self, params: list[Tensor]) -> None:
+        refuse_sharded("AdamW", "params", params)
+        if self.defaults["differentiable"] and any(map(_adamw_state.needs_master, params)):
+            raise ValueError("AdamW: differentiable=True takes fp32 parameters alone, got 16-bit ones")
 
     def _start_afresh(self) -> None:
         """Forgets what follows from the parameters and their states."""
@@ -109,8 +119,9 @@ class AdamW(torch.optim.AdamW):
     @property
     def step_was_skipped(self) -> Tensor | None:
         """fp32, 0-dim, on the host: 1 if an inf or NaN has cost the last step that the device has come to the end of,
-        else 0. To ask waits for nothing. None as long as nothing is known. A step under torch.compile doesn't tell,
-        nor does it set grad_norm and skipped_steps: torch keeps no attribute that such a step sets."""
+        else 0. To ask waits for nothing. None as long as nothing is known, and where the last step has not looked. A
+        step under torch.compile doesn't tell, nor does it set grad_norm and skipped_steps: torch keeps no attribute
+        that such a step sets."""
         return self._was_skipped.read()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -125,66 +136,71 @@ class AdamW(torch.optim.AdamW):
             try:
                 self._step()
             except (RuntimeError, TypeError):
-                for param in chain.from_iterable(group["params"] for group in self.param_groups):
-                    _refuse_sparse(param.grad)
-                raise
+                for param in params_of(self):
+                    refuse_sparse(param.grad)
+                if not any(table.has_moved for table in self._tables):
+                    raise
+                self._fingerprint = None
+                self._step()
             if self._release is not None:
                 self._release.after_step()
         return loss
 
     def _step(self) -> None:
-        params: list[Tensor] = list(chain.from_iterable(group["params"] for group in self.param_groups))
+        params = params_of(self)
         grads = [param.grad for param in params]
         tables = self._up_to_date_tables(params, grads)
-        if not tables:
-            return
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None)
+        found_inf: Tensor | None = getattr(self, "found_inf", None) if tables else None
         guarded, total_sumsq = self._is_guarded(found_inf, tables), None
         looks_inside = guarded and len(tables) == 1 and tables[0].can_look_at_grads()
         if guarded and not looks_inside:
             stats = [table.stats(grads) for table in tables]
-            total_sumsq = _sum([each.total_sumsq for each in stats])
-            found_inf = _sum([each.found_inf for each in stats] + ([] if found_inf is None else [found_inf]))
+            total_sumsq = sum_of([each.total_sumsq for each in stats])
+            found_inf = sum_of([each.found_inf for each in stats] + ([] if found_inf is None else [found_inf]))
         told = self._start_telling(tables[0].device) if guarded or found_inf is not None else None
         self.grad_norm = told[0] if told is not None and guarded else None
         for i, table in enumerate(tables):
             table.step(
                 grads,
-                grad_scale=_on(table.device, grad_scale),
-                found_inf=_on(table.device, found_inf),
-                total_sumsq=_on(table.device, total_sumsq),
+                grad_scale=put_on(table.device, grad_scale),
+                found_inf=put_on(table.device, found_inf),
+                total_sumsq=put_on(table.device, total_sumsq),
                 max_norm=self.max_norm,
                 told=told if i == 0 else None,
                 skipped_steps=self.skipped_steps if i == 0 and told is not None else None,
                 guarded=looks_inside,
             )
-        if told is not None and not torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
+            return
+        if told is None:
+            self._was_skipped.forget()
+        else:
             self._was_skipped.send(told[1])
 
     def _up_to_date_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
         if torch.compiler.is_compiling():
             return self._new_tables(params, grads)
         fits = self._fingerprint is not None and self._fingerprint.fits(self.param_groups, params, grads, self.state)
-        if not fits or any(table.has_moved for table in self._tables):
+        # One table's kernels look at all its parameters before any moves; several can't wait for each other.
+        moved = [it.has_moved if len(self._tables) > 1 else it.first_has_moved for it in self._tables]
+        if not fits or any(moved):
             self._tables = self._new_tables(params, grads)
             self._fingerprint = Fingerprint(self.param_groups, params, grads, self.state)
         return self._tables
 
     def _new_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
         """One for each device, of the parameters that have a grad; each of those then has a state."""
+        refuse_sharded("AdamW", "params", params)
         group_of = [group for group in self.param_groups for _ in group["params"]]
-        places: dict[torch.device, list[int]] = {}
-        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            if grad is None:
-                continue
-            self._state_of(param, grad, group_of[i])
-            places.setdefault(param.device, []).append(i)
+        places = [i for i, grad in enumerate(grads) if grad is not None]
+        for i in places:
+            self._state_of(params[i], grads[i], group_of[i])
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
-        return [Table(rows, of_device, self._ledger) for of_device in places.values()]
+        return [Table(rows, it, self._ledger) for it in by_device((params[i] for i in places), places).values()]
 
-    def _state_of(self, param: Tensor, grad: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-        _refuse_sparse(grad)
+    def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
+        refuse_sparse(grad)
         if not self.state[param]:
             self.state[param] = _adamw_state.create(param, self.master, self.state_dtype, group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
@@ -200,6 +216,8 @@ class AdamW(torch.optim.AdamW):
 
     def _is_guarded(self, found_inf: Tensor | None, tables: list[Table]) -> bool:
         """Whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
+        if not tables:
+            return False
         if self.max_norm is not None or self.guard or getattr(self, "told", None) is not None:
             return True
         return self.guard is None and found_inf is None and any(table.has_16_bit_parameters for table in tables)
@@ -210,9 +228,13 @@ class AdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and torch's AdamW can load it: 8-bit moments come in fp32, which they are decoded to exactly."""
-        state_dict = super().state_dict()
-        state_dict["state"] = {number: _adamw_state.plain(state) for number, state in state_dict["state"].items()}
-        return state_dict
+        with _adamw_checkpoint.saving(self):
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but no state is rounded to its parameter's dtype on the way."""
+        with _adamw_checkpoint.loading(self):
+            super().load_state_dict(state_dict)
 
     def release_grads(self, scaler: torch.amp.GradScaler | None = None) -> GradientRelease:
         """From now on grads are freed inside the backward, so that they never are in memory all at once.
@@ -225,15 +247,16 @@ class AdamW(torch.optim.AdamW):
         """
         if self.defaults["differentiable"]:
             raise ValueError("AdamW: release_grads needs differentiable=False")
-        params = [(i, param) for i, group in enumerate(self.param_groups) for param in group["params"]]
-        has_16_bit_parameters = any(_adamw_state.needs_master(param) for _, param in params)
+        has_16_bit_parameters = any(map(_adamw_state.needs_master, params_of(self)))
         is_guarded = bool(self.max_norm or self.guard) or (self.guard is None and has_16_bit_parameters)
         waits = is_guarded or (scaler is not None and scaler.is_enabled())
         if self._release is not None:
             self._release.remove()
-        params = [(i, param) for i, param in params if param.requires_grad]
         self._release = GradientRelease(
-            [(param, None if waits else partial(self._step_alone, i)) for i, param in params]
+            (param, None if waits else partial(self._step_alone, i))
+            for i, group in enumerate(self.param_groups)
+            for param in group["params"]
+            if param.requires_grad
         )
         return self._release
 
@@ -246,31 +269,6 @@ class AdamW(torch.optim.AdamW):
         table.step([grad], None, None, None, None, None, None, guarded=False)
         param.grad = None
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but no state is rounded to its parameter's dtype on the way."""
-        seen: dict[str, Any] = {}
-
-        def remember(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            seen.update(loaded)
-            # torch insists on a step in each state, where Apex and TransformerEngine count once for the group.
-            return loaded | {"state": {number: {"step": 0.0} | state for number, state in loaded["state"].items()}}
-
-        def adopt(_: torch.optim.Optimizer) -> None:
-            for group, saved in zip(self.param_groups, seen["param_groups"], strict=True):
-                for param, number in zip(group["params"], saved["params"], strict=True):
-                    if number in seen["state"]:
-                        self.state[param] = _adamw_state.adopt(
-                            param, seen["state"][number], saved, self.master, self.state_dtype
-                        )
-
-        last = self.register_load_state_dict_pre_hook(remember)
-        first = self.register_load_state_dict_post_hook(adopt, prepend=True)  # of all that come after torch's casts
-        try:
-            super().load_state_dict(state_dict)
-        finally:
-            last.remove()
-            first.remove()
-
     def __getstate__(self) -> dict[str, Any]:
         return super().__getstate__() | {key: self.__dict__[key] for key in _OWN if key in self.__dict__}
 
@@ -281,20 +279,3 @@ class AdamW(torch.optim.AdamW):
 
 
 _OWN = ("master", "state_dtype", "max_norm", "guard", "grad_norm", "skipped_steps")
-
-
-def _refuse_sparse(grad: Tensor | None) -> None:
-    if grad is not None and grad.is_sparse:
-        raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
-
-
-def _sum(tensors: Sequence[Tensor]) -> Tensor:
-    """Of one from each device, on the first."""
-    total = tensors[0]
-    for tensor in tensors[1:]:
-        total = total + tensor.to(total.device)
-    return total
-
-
-def _on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=device.type != "cpu")  # the host reads at once

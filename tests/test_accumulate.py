@@ -143,6 +143,8 @@ def test_misuse():
         accumulate([], 0, optimizer)
     with pytest.raises(ValueError, match="max_norm must be above 0, got 0"):
         accumulate([], 1, optimizer, max_norm=0.0)
+    with pytest.raises(ValueError, match=r"weigh must give a group more than 0 in all, got \[0.0, 0.0\]"):
+        next(accumulate([1, 1], 2, optimizer, weigh=lambda _: 0))
     with pytest.raises(RuntimeError, match="must call backward"):
         list(accumulate([1], 1, optimizer))
     micro = next(accumulate([1, 1], 2, optimizer))

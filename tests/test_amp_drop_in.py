@@ -10,7 +10,7 @@ import torch
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from tests.networks import network, one_thread, train
+from tests.networks import backward, network, one_thread, train
 from tests.test_amp import INIT
 
 __all__ = ["one_thread"]  # a fixture that each test uses
@@ -162,3 +162,57 @@ def test_an_optimizer_in_a_wrapper_is_checked_and_unscaled(kind, fused):
     reference.step()
     assert torch.equal(param, alone)
     assert "_step_supports_amp_scaling" not in vars(wrapped)
+
+
+@pytest.mark.parametrize("bad", [True, None, "8", torch.ones(2), torch.ones((), requires_grad=True)], ids=str)
+def test_a_new_scale_that_is_no_number(bad):
+    scaler = GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(AssertionError, match=r"new_scale should be a float or a 1-element|No inf checks were recorded"):
+        scaler.update(bad)
+    assert scaler.get_scale() == 2.0**16
+
+
+class Unhashable:
+    """As a dataclass is that compares by its fields."""
+
+    __hash__ = None
+
+    def __init__(self, optimizer):
+        self.param_groups, self._optimizer = optimizer.param_groups, optimizer
+
+    def step(self):
+        if any(param.grad is None for param in self.param_groups[0]["params"]):
+            raise KeyError
+        self._optimizer.step()
+
+
+class Slotted:
+    """Has no attributes but these, and takes no weak reference."""
+
+    __slots__ = ("_optimizer", "param_groups")
+    __init__, step = Unhashable.__init__, Unhashable.step
+
+
+@pytest.mark.parametrize("kind", [Unhashable, Slotted])
+def test_optimizers_that_are_nothing_but_a_step(kind):
+    results = []
+    for scaler_kind in (GradScaler, torch.amp.GradScaler):
+        scaler, models = scaler_kind("cpu", **INIT), [network(), network(seed=2)]
+        optimizers = [kind(torch.optim.SGD(model.parameters(), lr=0.1)) for model in models]
+        for seed in range(4):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                backward(model, seed, scaler.scale(torch.ones(())).item())
+                model[0].bias.grad[0] *= float("inf") if seed == 1 and model is models[1] else 1
+                scaler.step(optimizer)
+            scaler.update()
+        results.append((list(models[0].parameters()), list(models[1].parameters()), scaler.get_scale()))
+        if scaler_kind is GradScaler:
+            assert [it.name for it in scaler.overflow_report(models[1]).culprits] == ["0.bias"]
+            copy.deepcopy(scaler)
+            models[0][0].bias.grad = None
+            with pytest.raises(KeyError):
+                scaler.step(optimizers[0])
+            del optimizer, optimizers
+            assert len(scaler._ledgers._entries) == (0 if kind is Unhashable else 2)
+    torch.testing.assert_close(*results, rtol=0, atol=0)

@@ -117,3 +117,31 @@ def test_grads_that_are_part_of_a_graph():
     (param.grad,) = torch.autograd.grad(param.square().sum(), [param], create_graph=True)
     clip_grad_norm_([param], 1.0)
     assert param.grad.norm().item() == pytest.approx(1.0, rel=1e-5)
+
+
+@pytest.mark.parametrize("norm_type", NORM_TYPES)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+def test_complex_grads_as_torch_clips_them(target, dtype, norm_type):
+    """Also where autograd has left the conjugation to whoever reads the grad, which torch refuses."""
+    results = []
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        params = params_of([torch.tensor([3 + 4j, 1j, 0], dtype=dtype), torch.tensor([-2.0, 5.0])], target.device)
+        grad = params[0].grad.conj()
+        params[0].grad = grad if clip is clip_grad_norm_ else grad.resolve_conj()
+        norm = clip(params, 1.0, norm_type)
+        results.append((norm, [param.grad.resolve_conj() for param in params]))
+    torch.testing.assert_close(*results, rtol=4e-6, atol=0)
+
+
+@pytest.mark.parametrize("default", [B16, torch.float64], ids=str)
+def test_another_default_dtype(target, default):
+    results = []
+    for norm_type in (2, 1):
+        for dtype in (torch.float32, default):
+            params = params_of([*random_grads((torch.float32, B16)), torch.empty(0)], target.device)
+            try:
+                torch.set_default_dtype(dtype)
+                results.append((clip_grad_norm_(params, 1.0, norm_type), [param.grad for param in params]))
+            finally:
+                torch.set_default_dtype(torch.float32)
+        torch.testing.assert_close(*results[-2:], rtol=0, atol=0)

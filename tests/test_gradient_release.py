@@ -218,3 +218,22 @@ def test_after_its_end_grads_stay(options, kept):
     optimizer.step()
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
     assert optimizer.state[model[0].weight]["step"].item() == 2
+
+
+@pytest.mark.parametrize("width", [torch.float32, None])
+def test_an_end_between_backward_and_step(width):
+    """Grads that were kept in 16 bits are as wide again as those that come after them."""
+    model = deep_network(2)
+    for param in model.parameters():
+        param.grad_dtype = width
+    optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
+    release = optimizer.release_grads()
+    loss_of(model, 0).backward()
+    narrow = [param.grad for param in model.parameters()]
+    release.remove()
+    assert all(same_bits(param.grad, grad.float()) for param, grad in zip(model.parameters(), narrow, strict=True))
+    optimizer.step()
+    optimizer.zero_grad()
+    loss_of(model, 1).backward()
+    assert all(param.grad.dtype == torch.float32 and param.grad_dtype == width for param in model.parameters())
+    assert not same_bits(model[0].weight.grad, model[0].weight.grad.bfloat16().float())

@@ -231,6 +231,10 @@ def test_differentiable_steps_are_torchs():
     assert torch.equal(*values)
     with pytest.raises(ValueError, match="differentiable=True takes fp32 parameters alone"):
         AdamW([torch.ones(3, dtype=B16, requires_grad=True)], differentiable=True)
+    optimizer = AdamW([torch.ones(3, requires_grad=True)], differentiable=True)
+    with pytest.raises(ValueError, match="differentiable=True takes fp32 parameters alone"):
+        optimizer.add_param_group({"params": [torch.ones(3, dtype=B16, requires_grad=True)]})
+    assert len(optimizer.param_groups) == 1
     for options in ({"max_norm": 1.0}, {"guard": True}, {"state_dtype": B16}):
         with pytest.raises(ValueError, match="differentiable=True is torch's own step, without max_norm, guard and"):
             AdamW([torch.ones(3, requires_grad=True)], differentiable=True, **options)

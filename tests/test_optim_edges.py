@@ -176,29 +176,51 @@ def test_what_the_device_has_not_said_yet_is_not_waited_for():
     assert late.read() == "c"
 
 
+@pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(-1, None)], ids=["all", "first", "last"])
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_a_model_that_turns_16_bit_gets_masters(master):
-    model = network()
-    optimizer = AdamW(model.parameters(), master=master)
-    backward(model, 0)
-    optimizer.step()
-    model.bfloat16()
-    backward(model, 1)
-    optimizer.step()
-    key = {"split": "remainder", "fp32": "master"}[master]
-    assert all(key in optimizer.state[param] for param in model.parameters())
-
-
-def test_a_parameter_that_turns_16_bit_alone_is_refused():
-    model = network()
-    optimizer = AdamW(model.parameters())
-    backward(model, 0)
-    optimizer.step()
-    last = list(model.parameters())[-1]
-    last.data = last.data.bfloat16()
-    last.grad = torch.ones_like(last)
-    with pytest.raises(RuntimeError, match="has changed its dtype since its state was made"):
+def test_what_turns_16_bit_gets_masters(target, master, which):
+    """As if it had turned 16-bit before all tables were made; with the guard that 16-bit parameters have."""
+    stepped, anew = network(device=target.device), network(device=target.device)
+    optimizers = [AdamW(model.parameters(), lr=1e-2, master=master) for model in (stepped, anew)]
+    for model, optimizer in zip((stepped, anew), optimizers, strict=True):
+        backward(model, 0)
         optimizer.step()
+        for param in list(model.parameters())[which]:
+            param.grad = None
+            param.data = param.data.bfloat16()
+        for seed, bad in ((1, 1.0), (2, float("nan"))):
+            if model is anew:
+                optimizer._start_afresh()
+            generator = torch.Generator().manual_seed(seed)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator).to(param) * bad
+            optimizer.step()
+    key = {"split": "remainder", "fp32": "master"}[master]
+    assert all(key in optimizers[0].state[param] for param in list(stepped.parameters())[which])
+    assert optimizers[0].skipped_steps.item() == 1
+    assert all(map(same_bits, stepped.parameters(), anew.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [B16, torch.float64], ids=str)
+def test_another_default_dtype(target, dtype):
+    """Nothing of ours is as wide as the default."""
+    results = []
+    for default in (torch.float32, dtype):
+        models = [network(it, target.device) for it in (torch.float32, B16)]
+        try:
+            torch.set_default_dtype(default)
+            for state_dtype in (torch.float32, I8):
+                params = [param for model in models for param in model.parameters()]
+                optimizer = AdamW(params, lr=1e-2, max_norm=1.0, state_dtype=state_dtype)
+                generator = torch.Generator().manual_seed(0)
+                for _ in range(2):
+                    for param in params:
+                        param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float32).to(param)
+                    optimizer.step()
+            results.append((params, optimizer.grad_norm, optimizer.step_was_skipped, optimizer.skipped_steps))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("options", [{}, {"state_dtype": I8}, {"lr": torch.tensor(1e-2), "max_norm": 1.0}])

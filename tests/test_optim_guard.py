@@ -105,3 +105,21 @@ def test_the_guard_has_its_own_say_under_a_scaler(options, backend):
             scaler.update()
         assert all(map(torch.equal, model.parameters(), before))
         assert optimizer.skipped_steps.item() == 1
+
+
+@pytest.mark.parametrize("without", ["grads", "guard"])
+def test_a_step_that_looks_at_nothing_says_nothing(without):
+    """Not what the one before it found."""
+    model = network()
+    optimizer = AdamW(model.parameters(), max_norm=1.0)
+    backward(model, 0)
+    model[0].bias.grad[0] = float("nan")
+    optimizer.step()
+    assert (optimizer.step_was_skipped.item(), optimizer.grad_norm.isnan().item()) == (1.0, True)
+    if without == "grads":
+        optimizer.zero_grad()
+    else:
+        backward(model, 1)
+        optimizer.max_norm = None
+    optimizer.step()
+    assert (optimizer.step_was_skipped, optimizer.grad_norm, optimizer.skipped_steps.item()) == (None, None, 1.0)

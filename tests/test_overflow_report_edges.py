@@ -99,7 +99,7 @@ def test_memory_is_taken_once(make):
     params = params_of((3,), (4,))
     optimizer, scaler = make(params), GradScaler("cpu")
     iterate(scaler, optimizer)
-    ledger = getattr(optimizer, "_ledger", None) or scaler._ledgers._entries[optimizer].ledger
+    ledger = getattr(optimizer, "_ledger", None) or scaler._ledgers._entries[id(optimizer)].ledger
     (before,) = ledger.records()
     for bad in ([], [(params[0], 0, INF)], []):
         iterate(scaler, optimizer, bad=bad)

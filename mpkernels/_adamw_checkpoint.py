@@ -1,0 +1,66 @@
+"""What AdamW's checkpoints are more than torch's: no state is rounded to its parameter's dtype on the way."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mpkernels import _adamw_state
+
+_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "master_param")
+
+
+@contextmanager
+def saving(optimizer: Optimizer) -> Iterator[None]:
+    """Around torch's state_dict. The user's hooks see what is saved, and have the last word."""
+
+    def make_plain(_: Optimizer, saved: dict[str, Any]) -> None:
+        states = saved["state"]  # where a user may keep something else, too
+        numbers = [number for group in saved["param_groups"] for number in group["params"] if number in states]
+        states.update({number: _adamw_state.plain(states[number]) for number in numbers})
+
+    hook = optimizer.register_state_dict_post_hook(make_plain, prepend=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def loading(optimizer: Any) -> Iterator[None]:
+    """Around torch's load_state_dict. States are taken as they were before its casts."""
+    seen: list[tuple[Tensor, dict[str, Any], dict[str, Any]]] = []
+
+    def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        states = dict(loaded["state"])
+        for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):  # torch compares lengths
+            for param, number in zip(group["params"], saved["params"], strict=False):
+                if number in states:
+                    _check_shapes(number, states[number], param)
+                    seen.append((param, states[number], saved))
+                    # torch insists on a step, where Apex and TransformerEngine count once for the group.
+                    states[number] = {"step": 0.0} | states[number]
+        return loaded | {"state": states}
+
+    def adopt(_: Optimizer) -> None:
+        for param, state, saved in seen:
+            optimizer.state[param] = _adamw_state.adopt(param, state, saved, optimizer.master, optimizer.state_dtype)
+
+    last = optimizer.register_load_state_dict_pre_hook(remember)
+    first = optimizer.register_load_state_dict_post_hook(adopt, prepend=True)  # of all that come after torch's casts
+    try:
+        yield
+    finally:
+        last.remove()
+        first.remove()
+
+
+def _check_shapes(number: object, state: dict[str, Any], param: Tensor) -> None:
+    for key in _SHAPED:
+        if key in state and state[key].shape != param.shape:
+            raise ValueError(
+                f"AdamW.load_state_dict: state[{number!r}][{key!r}] must have its parameter's shape "
+                f"{tuple(param.shape)}, got {tuple(state[key].shape)}"
+            )

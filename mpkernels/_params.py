@@ -1,0 +1,55 @@
+"""The tensors that optimizers are given, and the devices where they lie."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+Item = TypeVar("Item")
+
+
+def params_of(optimizer: Optimizer) -> list[Tensor]:
+    """Of all groups, in their order."""
+    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.device, list[Item]]:
+    """Those items together whose tensors lie together."""
+    found: dict[torch.device, list[Item]] = {}
+    for tensor, item in zip(tensors, items, strict=True):
+        found.setdefault(tensor.device, []).append(item)
+    return found
+
+
+def put_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.to(device, non_blocking=device.type != "cpu")  # the host reads at once
+
+
+def sum_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Of one from each device, on the first."""
+    total = tensors[0]
+    for tensor in tensors[1:]:
+        total = total + tensor.to(total.device)
+    return total
+
+
+def real(tensor: Tensor) -> Tensor:
+    """The same memory: two numbers for each complex one."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def refuse_sparse(grad: Tensor | None) -> None:
+    """As torch's AdamW does."""
+    if grad is not None and grad.is_sparse:
+        raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
+
+
+def refuse_sharded(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
+    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
+    for i, tensor in enumerate(tensors if loaded is not None else ()):
+        if isinstance(tensor, loaded.DTensor):  # type: ignore[union-attr]
+            raise TypeError(f"{op}: {argument}[{i}] must be a plain tensor, got a DTensor; FSDP2 is not supported")
