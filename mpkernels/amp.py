@@ -262,7 +262,7 @@ class GradScaler(torch.amp.GradScaler):
 def _is_a_wrapper(optimizer: Optimizer) -> bool:
     """Whether another optimizer answers through it, that would never see what a scaler sets on this one."""
     flag, kind = "_step_supports_amp_scaling", type(optimizer)
-    is_own = hasattr(kind, flag) or flag in vars(optimizer)
+    is_own = hasattr(kind, flag) or flag in _attributes(optimizer)
     return not is_own and getattr(optimizer, flag, False) and kind.__setattr__ is object.__setattr__
 
 
