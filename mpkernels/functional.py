@@ -6,7 +6,10 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.overrides import is_tensor_like
 
 from mpkernels import _cast_cache, selector
 from mpkernels._cast_cache import clear as clear_cast_cache
@@ -39,8 +42,27 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     ``mpkernels.selector`` tells, and can be told otherwise.
     """
     check_activation("linear_act", activation)
+    if not _is_ours(x, weight, bias) and all(map(is_tensor_like, (x, weight, *(() if bias is None else (bias,))))):
+        return _compute("torch", x, weight, bias, activation)
     _check_shapes(x, weight, bias)
     return _compute(_kernel(x, weight, bias, activation), x, weight, bias, activation)
+
+
+_SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
+
+
+def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a kernel of ours could serve: dense matrices of torch's own kinds, no derivatives forward, and nobody who
+    writes down what torch calls, to call it where we are not."""
+    return (
+        type(x) in _SERVED
+        and type(weight) in _SERVED
+        and (bias is None or type(bias) in _SERVED)
+        and x.layout is weight.layout is torch.strided
+        and not (x.is_nested or x.is_complex() or torch.jit.is_tracing())
+        and forward_ad._current_level < 0
+        and not torch.compiler.is_exporting()
+    )
 
 
 def _compute(kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
