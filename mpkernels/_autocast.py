@@ -10,16 +10,23 @@ def machines_device() -> str:
     return "cpu" if accelerator is None else accelerator.type
 
 
-def autocast(*arguments: Any, **keywords: Any) -> torch.amp.autocast:
+class autocast(torch.amp.autocast):  # noqa: N801, its name is torch's
     """``torch.amp.autocast``, on the machine's device unless ``device_type`` says otherwise.
 
     >>> with autocast(dtype=torch.bfloat16): ...
 
     A leading bool means ``enabled``, then dtype and cache_enabled, as in the old ``torch.cuda.amp.autocast``.
     """
-    if arguments and isinstance(arguments[0], bool):
-        keywords_of_old = dict(zip(("enabled", "dtype", "cache_enabled"), arguments, strict=False))
-        return torch.amp.autocast(machines_device(), **keywords_of_old, **keywords)
-    if not arguments and "device_type" not in keywords:
-        return torch.amp.autocast(machines_device(), **keywords)
-    return torch.amp.autocast(*arguments, **keywords)
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        if arguments and isinstance(arguments[0], bool):
+            arguments, keywords = (), _as_of_old(*arguments, **keywords)
+        if not arguments and "device_type" not in keywords:
+            keywords["device_type"] = machines_device()
+        super().__init__(*arguments, **keywords)
+
+
+def _as_of_old(
+    enabled: bool, dtype: torch.dtype | None = None, cache_enabled: bool | None = None, **keywords: Any
+) -> dict[str, Any]:
+    return {"enabled": enabled, "dtype": dtype, "cache_enabled": cache_enabled, **keywords}

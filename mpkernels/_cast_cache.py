@@ -1,7 +1,7 @@
-"""What autocast makes of an fp32 parameter, kept as long as torch keeps its own casts: to the end of the autocast block.
+"""What autocast makes of an fp32 parameter, kept as long as torch keeps its own casts: until the autocast block ends.
 
-Here, too, a change in place within the block is seen, by the parameter's version. What torch doesn't see either: a write
-that raises none, as through ``parameter.data``, between two forwards within one block.
+A change in place within the block is seen, by the parameter's version. What goes unseen, as in torch, is a write that
+raises no version, through ``parameter.data``, between two forwards within one block.
 
 The casts hang on a node of autograd that torch's own cache keeps alive, so that they go when that is cleared.
 """

@@ -112,13 +112,13 @@ _linear_act_backward = define(
 )(_reference_backward)
 
 
-@register_flop_formula(_linear_act.overload.overloadpacket)  # type: ignore[untyped-decorator]
+@register_flop_formula(_linear_act.overload.overloadpacket)
 def _flops(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
     """Of the product, as torch counts its own."""
     return 2 * x.numel() * weight[0]
 
 
-@register_flop_formula(_linear_act_backward.overload.overloadpacket)  # type: ignore[untyped-decorator]
+@register_flop_formula(_linear_act_backward.overload.overloadpacket)
 def _flops_backward(
     dy: torch.Size,
     x: torch.Size | None,
@@ -136,7 +136,7 @@ def _flops_backward(
 
 
 def _grad_dtype(parameter: Tensor) -> torch.dtype:
-    """``parameter.grad_dtype = torch.float32`` asks for an fp32 gradient of a 16-bit parameter; autograd casts to others."""
+    """``parameter.grad_dtype = torch.float32`` asks for an fp32 gradient of a 16-bit parameter; autograd makes others."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not parameter.is_leaf:
         return parameter.dtype
     return torch.float32 if parameter.grad_dtype == torch.float32 else parameter.dtype
