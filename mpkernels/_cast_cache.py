@@ -13,7 +13,6 @@ from weakref import ref
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _saved_tensors_hooks_is_enabled
 from torch.autograd.graph import saved_tensors_hooks
 
 _TRACING = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
@@ -54,9 +53,7 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """``parameter.detach().to(dtype)``, which nobody may write to."""
     if not _may_keep(parameter):
         return parameter.detach().to(dtype)
-    block = _block()
-    if block is None:
-        block = _enter_block(parameter.device.type)
+    block: _Block = _block() or _enter_block(parameter.device.type)
     stream = torch.cuda.current_stream(parameter.device).cuda_stream if parameter.is_cuda else 0
     state = parameter._version, parameter.data_ptr(), stream
     kept = block.get(id(parameter))
@@ -86,7 +83,8 @@ def _enter_block(device_type: str) -> _Block:
     """Has torch cast a tensor without elements, and hangs a place for casts on what it keeps of that."""
     global _block
     # Nobody is to notice: neither modes nor a checkpoint, which counts what is saved.
-    unseen = saved_tensors_hooks(_same, _same) if _saved_tensors_hooks_is_enabled() else nullcontext()
+    autograd: Any = torch._C._autograd
+    unseen = saved_tensors_hooks(_same, _same) if autograd._saved_tensors_hooks_is_enabled() else nullcontext()
     with torch._C._DisableTorchDispatch(), unseen:
         empty = _empty(device_type)
         product: Any = torch.mm(empty, empty)

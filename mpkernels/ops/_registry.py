@@ -72,7 +72,7 @@ class Op:
         return _triton_kernels[self.name](*arguments)
 
     def by(self, kernel: str) -> Callable[..., Any]:
-        """The op; where ``kernel`` is "triton" and there are others, that one, past the dispatcher if no mode listens."""
+        """The op; where ``kernel`` is "triton" and no mode listens, that one, past the dispatcher."""
         is_heard = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         return self.triton if kernel == "triton" and not is_heard else self
 

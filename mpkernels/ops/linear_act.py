@@ -136,7 +136,7 @@ def _flops_backward(
 
 
 def _grad_dtype(parameter: Tensor) -> torch.dtype:
-    """``parameter.grad_dtype = torch.float32`` asks for an fp32 gradient of a 16-bit parameter; autograd makes others."""
+    """``parameter.grad_dtype = torch.float32`` asks for fp32 of a 16-bit parameter; autograd makes other widths."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not parameter.is_leaf:
         return parameter.dtype
     return torch.float32 if parameter.grad_dtype == torch.float32 else parameter.dtype
