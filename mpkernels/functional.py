@@ -94,7 +94,7 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, aut
         return "dispatched"
     dtypes = autocast or x.dtype, x.dtype, weight.dtype
     leaves = [x, weight] if bias is None else [x, weight, bias]
-    trains = torch.is_grad_enabled() and any([each.requires_grad for each in leaves])
+    trains = torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
     variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}"
     if torch.compiler.is_compiling():
         return str(_known_kernel(weight, dtypes, variant))

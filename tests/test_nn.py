@@ -62,6 +62,7 @@ def test_who_records_calls_gets_torchs(record):
     torch.testing.assert_close(recorded(x), layer(x))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which torch's own formulas are compiled with
 def test_forward_mode():
     layer, x, dx = nn.LinearAct(7, 5).double(), *torch.randn(2, 3, 7, dtype=torch.float64)
     _, want = torch.func.jvp(lambda x: TORCH["gelu"](torch.nn.functional.linear(x, *layer.parameters())), (x,), (dx,))
