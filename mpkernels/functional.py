@@ -94,7 +94,9 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, aut
         return "dispatched"
     dtypes = autocast or x.dtype, x.dtype, weight.dtype
     leaves = [x, weight] if bias is None else [x, weight, bias]
-    trains = torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
+    trains = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
     variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}"
     if torch.compiler.is_compiling():
         return str(_known_kernel(weight, dtypes, variant))
@@ -102,13 +104,10 @@ def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, aut
     if is_odd or torch._C._are_functorch_transforms_active():
         return "torch"
     device = x.device
-    names = _names(device.type)
-    if (name := selector.settled(names)) is not None:
-        return name
     outputs, features = weight.shape
     rows = 1 << (x.numel() // features - 1).bit_length()
     case = selector.Case("linear_act", device, (features, outputs), dtypes, variant, rows)
-    return selector.choose(case, names, partial(_trial, rows, leaves, activation, trains))
+    return selector.choose(case, _names(device.type), partial(_trial, rows, leaves, activation, trains))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -74,7 +74,7 @@ def forget() -> None:
 
 def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str:
     """One of ``names``: the fastest, or the first, where that can't be known. ``prepare`` gives the code to time."""
-    if (name := settled(names)) is not None:
+    if (name := _settled(names)) is not None:
         return name
     name = _known.get(case) or _find_out(case, names, prepare)
     if name is None:
@@ -85,14 +85,14 @@ def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> s
 
 def known(case: Case, names: Sequence[str]) -> str:
     """What was last chosen for such a case with any number of rows."""
-    if (name := settled(names)) is not None:
+    if (name := _settled(names)) is not None:
         return name
     like = [name for other, name in _known.items() if other._replace(rows=None) == case]
     return like[-1] if like else names[0]
 
 
-def settled(names: Sequence[str]) -> str | None:
-    """One of ``names``, where it takes no look at the case."""
+def _settled(names: Sequence[str]) -> str | None:
+    """Without a look at the case."""
     if _pinned is not None:
         return _pinned if _pinned in names else names[0]
     if len(names) == 1 or _is_deterministic or torch.are_deterministic_algorithms_enabled():
