@@ -1,32 +1,40 @@
-"""What autocast makes of an fp32 parameter is kept until the parameter changes: one cast a step, not one a forward.
+"""What autocast makes of an fp32 parameter, kept as long as torch keeps its own casts: until the autocast block ends.
 
-A change is noticed by the parameter's version, by its memory, and by the end of any ``torch.optim.Optimizer``'s step,
-also of one that writes to ``parameter.data``, which raises no version. What is cast without grad is never kept: weights
-that are swapped through ``.data`` for an evaluation, as averages are, are seen. One change goes unseen: a write through
-``.data`` or into shared memory, outside of an optimizer, between two forwards with grad. ``clear()`` tells of it, and
-``torch.autocast(..., cache_enabled=False)`` keeps nothing.
+A change in place within the block is seen, by the parameter's version. What goes unseen, as in torch, is a write that
+raises no version, through ``parameter.data``, between two forwards within one block.
+
+The casts hang on a node of autograd that torch's own cache keeps alive, so that they go when that is cleared.
 """
 
-from threading import Lock
+from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.autograd.graph import saved_tensors_hooks
 
 _TRACING = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
 
 
 class _Kept(NamedTuple):
+    parameter: Tensor  # lest another one get its id
     version: int
     data_ptr: int
+    stream: int
     cast: Tensor
 
 
-_kept = WeakTensorKeyDictionary()
-_lock = Lock()
-_watches_optimizers = False
+class _Block(dict[int, _Kept]):
+    """The casts of an autocast block, by the parameter's id."""
+
+
+def _no_block() -> _Block | None:
+    return None
+
+
+_block: Any = _no_block  # a weak reference
 
 
 def is_usable() -> bool:
@@ -34,7 +42,10 @@ def is_usable() -> bool:
     return not (
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
-        or any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
+        or (
+            torch._C._len_torch_dispatch_stack() > 0
+            and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
+        )
     )
 
 
@@ -42,20 +53,19 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """``parameter.detach().to(dtype)``, which nobody may write to."""
     if not _may_keep(parameter):
         return parameter.detach().to(dtype)
-    with _lock:
-        kept = _kept.get(parameter)
-        version, data_ptr = parameter._version, parameter.data_ptr()
-        if kept is None or (kept.version, kept.data_ptr, kept.cast.dtype) != (version, data_ptr, dtype):
-            kept = _Kept(version, data_ptr, parameter.detach().to(dtype))
-            _watch_optimizers()
-            _kept[parameter] = kept
-        return kept.cast  # type: ignore[no-any-return]
+    block: _Block = _block() or _enter_block(parameter.device.type)
+    stream = torch.cuda.current_stream(parameter.device).cuda_stream if parameter.is_cuda else 0
+    state = parameter._version, parameter.data_ptr(), stream
+    kept = block.get(id(parameter))
+    if kept is None or kept[1:4] != state or kept.cast.dtype != dtype:
+        kept = block[id(parameter)] = _Kept(parameter, *state, parameter.detach().to(dtype))
+    return kept.cast
 
 
 def clear() -> None:
     """Forgets every cast."""
-    with _lock:
-        _kept.clear()
+    if (block := _block()) is not None:
+        block.clear()
 
 
 def _may_keep(parameter: Tensor) -> bool:
@@ -69,13 +79,25 @@ def _may_keep(parameter: Tensor) -> bool:
     )
 
 
-def _watch_optimizers() -> None:
-    global _watches_optimizers
-    if not _watches_optimizers:
-        register_optimizer_step_post_hook(_forget_after_step)
-        _watches_optimizers = True
+def _enter_block(device_type: str) -> _Block:
+    """Has torch cast a tensor without elements, and hangs a place for casts on what it keeps of that."""
+    global _block
+    # Nobody is to notice: neither modes nor a checkpoint, which counts what is saved.
+    autograd: Any = torch._C._autograd
+    unseen = saved_tensors_hooks(_same, _same) if autograd._saved_tensors_hooks_is_enabled() else nullcontext()
+    with torch._C._DisableTorchDispatch(), unseen:
+        empty = _empty(device_type)
+        product: Any = torch.mm(empty, empty)
+    (to_copy, _), _ = product.grad_fn.next_functions
+    block: _Block = to_copy.metadata.setdefault(__name__, _Block())
+    _block = ref(block)
+    return block
 
 
-def _forget_after_step(*_: Any) -> None:
-    if not torch.compiler.is_compiling():  # a compiled step raises versions
-        clear()
+@cache
+def _empty(device_type: str) -> Tensor:
+    return torch.empty(0, 0, dtype=torch.float32, device=device_type, requires_grad=True)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

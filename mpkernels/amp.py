@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.amp import custom_bwd, custom_fwd, is_autocast_available
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -27,8 +28,11 @@ __all__ = [
     "accumulate",
     "autocast",
     "clip_grad_norm_",
+    "custom_bwd",
+    "custom_fwd",
     "find_nonfinite",
     "global_policy",
+    "is_autocast_available",
     "set_global_policy",
     "to_full",
     "to_mixed",

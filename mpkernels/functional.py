@@ -6,7 +6,10 @@ from math import prod
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.overrides import is_tensor_like
 
 from mpkernels import _cast_cache, selector
 from mpkernels._cast_cache import clear as clear_cast_cache
@@ -39,19 +42,42 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     ``mpkernels.selector`` tells, and can be told otherwise.
     """
     check_activation("linear_act", activation)
+    if not _is_ours(x, weight, bias) and all(map(is_tensor_like, (x, weight, *(() if bias is None else (bias,))))):
+        return _compute("torch", x, weight, bias, activation)
     _check_shapes(x, weight, bias)
-    return _compute(_kernel(x, weight, bias, activation), x, weight, bias, activation)
+    dtype = _autocast_dtype(x)
+    return _compute(_kernel(x, weight, bias, activation, dtype), x, weight, bias, activation, dtype)
 
 
-def _compute(kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+_SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
+
+
+def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Whether a kernel of ours could serve: dense matrices of torch's own kinds, no derivatives forward, and nobody who
+    writes down what torch calls, to call it where we are not."""
+    return (
+        type(x) in _SERVED
+        and type(weight) in _SERVED
+        and (bias is None or type(bias) in _SERVED)
+        and x.layout is weight.layout is torch.strided
+        and not (x.is_nested or x.is_complex() or torch._C._get_tracing_state() is not None)
+        and forward_ad._current_level < 0
+        and not torch.compiler.is_exporting()
+    )
+
+
+def _compute(
+    kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None = None
+) -> Tensor:
+    """``dtype`` is autocast's, which torch takes from where it is."""
     if kernel == "torch":
         return _TORCH[activation](functional.linear(x, weight, bias))
     if weight.dim() == 1:
-        return _compute(kernel, x, weight.unsqueeze(0), bias, activation).squeeze(-1)
+        return _compute(kernel, x, weight.unsqueeze(0), bias, activation, dtype).squeeze(-1)
     if bias is not None and bias.shape != weight.shape[:1]:
         bias = bias.expand(weight.shape[0])
     cast = None
-    if (dtype := _autocast_dtype(x)) is not None:
+    if dtype is not None:
         x = _as_autocast_casts(x, dtype)
         if weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32) and _cast_cache.is_usable():
             cast = _cast_cache.cast(weight, dtype), None if bias is None else _cast_cache.cast(bias, dtype)
@@ -62,25 +88,26 @@ def _compute(kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activa
     return _linear_act(rows, weight, bias, activation, cast, kernel).reshape(*x.shape[:-1], weight.shape[0])
 
 
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> str:
+def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, autocast: torch.dtype | None) -> str:
     """Who computes: a kernel of ours or plain torch, whichever is faster; the dispatcher's choice under ``backend``."""
-    device = x.device
     if is_forced():
         return "dispatched"
-    dtype, bias_or_not = _autocast_dtype(x) or x.dtype, "" if bias is None else " + bias"
+    dtypes = autocast or x.dtype, x.dtype, weight.dtype
     leaves = [x, weight] if bias is None else [x, weight, bias]
-    trains = torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
-    variant = f"{activation}{bias_or_not}{', with grad' if trains else ''}"
+    trains = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}"
     if torch.compiler.is_compiling():
-        return str(_known_kernel(weight, (dtype, x.dtype, weight.dtype), variant))
-    names = _names(device.type)
-    is_odd = dtype == torch.float64 or weight.dim() != 2 or weight.numel() * x.numel() == 0
+        return str(_known_kernel(weight, dtypes, variant))
+    is_odd = dtypes[0] == torch.float64 or weight.dim() != 2 or weight.numel() * x.numel() == 0
     if is_odd or torch._C._are_functorch_transforms_active():
         return "torch"
-    rows = 1 << (x.numel() // x.shape[-1] - 1).bit_length()
-    sizes = weight.shape[1], weight.shape[0]
-    case = selector.Case("linear_act", device, sizes, (dtype, x.dtype, weight.dtype), variant, rows)
-    return selector.choose(case, names, partial(_trial, rows, leaves, activation, trains))
+    device = x.device
+    outputs, features = weight.shape
+    rows = 1 << (x.numel() // features - 1).bit_length()
+    case = selector.Case("linear_act", device, (features, outputs), dtypes, variant, rows)
+    return selector.choose(case, _names(device.type), partial(_trial, rows, leaves, activation, trains))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -121,7 +148,7 @@ def _trial(rows: int, leaves: list[Tensor], activation: str, trains: bool, kerne
         # A cast for each call, as there is one for each step; and no saved tensor for a checkpoint to count.
         autocast = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
         with autocast, torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            y = _compute(kernel, x, weight, bias[0] if bias else None, activation)
+            y = _compute(kernel, x, weight, bias[0] if bias else None, activation, dtype)
         if trains:
             torch.autograd.grad(y, copies, y.detach())
 

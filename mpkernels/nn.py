@@ -13,6 +13,8 @@ class LinearAct(torch.nn.Linear):
     """``torch.nn.Linear`` and its activation in one: parameters, initialisation and checkpoints are Linear's.
 
     ``activation``: none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh; see mpkernels.functional.linear_act.
+    A tool that replaces every ``torch.nn.Linear``, as quantisers and adapters do, takes this for one and drops the
+    activation: keep these layers from it.
     """
 
     def __init__(
@@ -20,9 +22,10 @@ class LinearAct(torch.nn.Linear):
         in_features: int,
         out_features: int,
         bias: bool = True,
-        activation: str = "gelu",
         device: Any = None,
         dtype: torch.dtype | None = None,
+        *,
+        activation: str = "gelu",
     ) -> None:
         check_activation("LinearAct", activation)
         super().__init__(in_features, out_features, bias, device, dtype)

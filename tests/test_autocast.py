@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from mpkernels import amp
 from mpkernels.amp import autocast
 from tests.networks import B16
 
@@ -13,6 +14,7 @@ def test_autocast_is_torchs():
     assert not autocast("cpu", enabled=False)._enabled
     with pytest.raises(TypeError, match="enabled"):
         autocast(True, enabled=False)
+    assert type(autocast()) is torch.amp.autocast
 
     @autocast("cpu", dtype=B16)
     def double(x):
@@ -28,3 +30,8 @@ def test_autocast_compiles_without_a_graph_break():
 
     assert torch.compile(double, fullgraph=True, backend="aot_eager")(torch.ones(2, 2)).dtype == B16
     torch.compiler.reset()
+
+
+def test_torch_amps_names_are_all_there():
+    assert set(torch.amp.__all__) <= set(amp.__all__)
+    assert amp.custom_fwd is torch.amp.custom_fwd

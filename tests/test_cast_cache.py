@@ -1,6 +1,5 @@
-"""One cast of each parameter between two steps."""
+"""One cast of each parameter in an autocast block, and never a stale one."""
 
-import gc
 import threading
 
 import pytest
@@ -8,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels import _cast_cache, nn, optim
+from tests.linear import torchs
 
 B16 = torch.bfloat16
 
@@ -39,6 +39,10 @@ def forward(layer, backward=True, dtype=B16, **keywords):
     return y.detach()
 
 
+def autocast(**keywords):
+    return torch.autocast("cpu", dtype=B16, **keywords)
+
+
 def casts_of(layer, **keywords):
     with Casts(*(it.shape for it in layer.parameters())) as casts:
         forward(layer, **keywords)
@@ -63,17 +67,65 @@ class ThroughData(torch.optim.SGD):
                 parameter.data -= 0.1 * parameter.grad.data
 
 
-@pytest.mark.parametrize("make", [*OPTIMIZERS.values(), ThroughData], ids=[*OPTIMIZERS, "through data"])
-def test_once_a_step(layer, make):
+class NoneOfTorchs:
+    """By hand, or of a library that has its own base class."""
+
+    def __init__(self, parameters):
+        self.parameters = list(parameters)
+
+    def step(self):
+        for parameter in self.parameters:
+            parameter.data.add_(parameter.grad, alpha=-0.1)
+
+    def zero_grad(self):
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+@pytest.mark.parametrize(
+    "make",
+    [*OPTIMIZERS.values(), ThroughData, NoneOfTorchs],
+    ids=[*OPTIMIZERS, "through data", "none of torch's"],
+)
+def test_every_step_is_seen(layer, make):
     optimizer = make(layer.parameters())
-    outputs = []
     for _ in range(3):
-        assert [casts_of(layer) for _ in range(3)] == [2, 0, 0]
-        outputs.append(forward(layer))
+        before = forward(layer)
         optimizer.step()
         optimizer.zero_grad()
-    assert not torch.equal(outputs[0], outputs[1])
-    assert not torch.equal(outputs[1], outputs[2])
+        after = forward(layer)
+        assert not torch.equal(after, before)
+        torch.testing.assert_close(after, _by_torch(layer), rtol=0.02, atol=0.02)
+
+
+def _by_torch(layer):
+    with autocast(), torch.no_grad():
+        return torchs(torch.ones(3, 7), layer.weight, layer.bias, "gelu")
+
+
+def test_once_in_a_block(layer):
+    for _ in range(2):
+        with autocast():
+            assert [casts_of(layer) for _ in range(3)] == [2, 0, 0]
+
+
+@pytest.mark.parametrize("backward", [True, False])
+def test_a_write_through_data_between_two_blocks_is_seen(layer, backward):
+    before = forward(layer, backward)
+    layer.weight.data.mul_(2)
+    assert not torch.equal(forward(layer, backward), before)
+
+
+def test_nobody_notices_how_the_end_of_a_block_is_learnt(layer):
+    saved = []
+    with autocast():
+        with torch.autograd.graph.saved_tensors_hooks(lambda it: saved.append(it) or it, lambda it: it):
+            _cast_cache.cast(layer.weight, B16)
+        assert not saved
+        torch.clear_autocast_cache()
+        assert _cast_cache._block() is None
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            assert _cast_cache.cast(layer.weight, B16) is _cast_cache.cast(layer.weight, B16)
 
 
 CHANGES = {
@@ -86,14 +138,15 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=[*CHANGES])
-def test_a_change_is_seen(layer, change):
-    before = forward(layer)
-    with torch.no_grad():
-        change(layer.weight)
-    after = forward(layer)
-    assert not torch.equal(after, before)
-    _cast_cache.clear()
-    assert torch.equal(after, forward(layer))
+def test_a_change_within_a_block_is_seen(layer, change):
+    with autocast():
+        before = forward(layer)
+        with torch.no_grad():
+            change(layer.weight)
+        after = forward(layer)
+        assert not torch.equal(after, before)
+        _cast_cache.clear()
+        assert torch.equal(after, forward(layer))
 
 
 def test_a_checkpoint_is_seen(layer):
@@ -124,42 +177,44 @@ def test_the_cast_is_torchs(layer):
 
 
 def test_what_autocast_is_told_not_to_keep_is_not_kept(layer):
-    assert [casts_of(layer, cache_enabled=False) for _ in range(2)] == [2, 2]
+    with autocast(cache_enabled=False):
+        assert [casts_of(layer, cache_enabled=False) for _ in range(2)] == [2, 2]
 
 
-def test_parameters_are_held_weakly(layer):
+def test_nothing_outlives_its_block(layer):
+    with autocast():
+        forward(layer)
+        assert len(_cast_cache._block()) == 2
+    assert _cast_cache._block() is None
+
+
+def test_parameters_can_be_swapped(layer, monkeypatch):
+    """torch.utils.swap_tensors refuses one that somebody refers to weakly."""
     forward(layer)
-    assert len(_cast_cache._kept) == 2
-    for parameter in ("weight", "bias"):
-        delattr(layer, parameter)
-    gc.collect()
-    assert len(_cast_cache._kept) == 0
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    assert layer.half().weight.dtype == torch.float16
 
 
-def test_threads_share_a_cast(layer):
-    casts = []
-
-    def run():
-        with torch.autocast("cpu", dtype=B16):
-            casts.append(_cast_cache.cast(layer.weight, B16))
-
-    threads = [threading.Thread(target=run) for _ in range(8)]
+def test_threads_that_end_each_others_blocks(layer):
+    want, got = forward(layer, backward=False), []
+    threads = [threading.Thread(target=lambda: got.append(forward(layer, backward=False))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert all(it is casts[0] for it in casts)
+    assert len(got) == 8
+    assert all(torch.equal(it, want) for it in got)
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 def test_nothing_is_kept_while_torch_traces(layer):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
         forward(layer, backward=False)
-        assert len(_cast_cache._kept) == 0
+        assert _cast_cache._block() is None
         assert fake is not None
     with torch.autocast("cpu", dtype=B16):
         parameters = {name: it.detach() for name, it in layer.named_parameters()}
         torch.func.grad(lambda it: torch.func.functional_call(layer, it, torch.ones(3, 7)).float().sum())(parameters)
     torch.compile(forward, fullgraph=True, backend="aot_eager")(layer, backward=False)
     torch.compiler.reset()
-    assert len(_cast_cache._kept) == 0
+    assert _cast_cache._block() is None

@@ -45,7 +45,6 @@ def of_a_reader():
         "optimizer": optimizer,
         "scaler": amp.GradScaler(),
         "x": torch.randn(2, 768),
-        "inv_scale": torch.full((), 0.5),
     }
 
 

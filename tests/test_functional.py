@@ -147,3 +147,33 @@ def test_other_devices_are_torchs():
     y = linear_act(x.to("meta"), weight.to("meta"), bias.to("meta"))
     assert y.shape == functional.linear(x, weight).shape
     assert y.is_meta
+
+
+class OfAUser(torch.Tensor):
+    pass
+
+
+FOREIGN = {
+    "complex": lambda: torch.randn(3, 4, dtype=torch.complex64),
+    "sparse": lambda: torch.randn(3, 4).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged),
+    "a subclass": lambda: torch.randn(3, 4).as_subclass(OfAUser),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_no_kernel_takes_is_torchs(kind):
+    x = FOREIGN[kind]()
+    weight, bias = (torch.randn(shape, dtype=x.dtype) for shape in ((5, 4), (5,)))
+    if kind == "sparse":
+        bias = None
+    activation = "tanh" if kind == "complex" else "none" if kind == "sparse" else "gelu"
+    with mpkernels.backend("native"):
+        got, want = (f(x, weight, bias, activation) for f in (linear_act, torchs))
+    assert type(got) is type(want)
+    assert got.layout == want.layout
+    if x.is_nested:
+        got, want = got.to_padded_tensor(0), want.to_padded_tensor(0)
+    torch.testing.assert_close(got, want)

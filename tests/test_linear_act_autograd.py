@@ -157,3 +157,12 @@ def test_torch_func(activation):
         for f in (linear_act, torchs)
     ]
     torch.testing.assert_close(*twice)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad_dtype", [None, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_a_gradient_has_the_width_that_its_parameter_asks_for(target, dtype, grad_dtype):
+    (x, weight, bias), dy = leaves(3, 4, 5, dtype=dtype, device=target.device)
+    weight.grad_dtype = grad_dtype
+    linear_act(x, weight, bias).backward(dy)
+    assert weight.grad.dtype == (grad_dtype or dtype)

@@ -3,8 +3,10 @@ import pickle
 
 import pytest
 import torch
+from torch.autograd import forward_ad
+from torch.utils.flop_counter import FlopCounterMode
 
-from mpkernels import nn
+from mpkernels import backend, nn
 from tests.linear import TORCH
 
 
@@ -36,6 +38,49 @@ def test_forward_is_linear_and_activation(target, activation):
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 3, 7, device=target.device)
     torch.testing.assert_close(ours.to(target.device)(x), TORCH[activation](theirs.to(target.device)(x)))
+
+
+def test_positions_are_linears():
+    ours = nn.LinearAct(7, 5, False, "meta", torch.bfloat16)
+    assert (ours.bias, ours.weight.is_meta, ours.weight.dtype) == (None, True, torch.bfloat16)
+
+
+RECORDERS = {
+    "jit.trace": torch.jit.trace,
+    "fx": lambda layer, x: torch.fx.symbolic_trace(torch.nn.Sequential(layer)),
+    "export": lambda layer, x: torch.export.export(torch.nn.Sequential(layer), (x,)).module(),
+    "strict export": lambda layer, x: torch.export.export(torch.nn.Sequential(layer), (x,), strict=True).module(),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
+@pytest.mark.parametrize("record", RECORDERS.values(), ids=[*RECORDERS])
+def test_who_records_calls_gets_torchs(record):
+    layer, x = nn.LinearAct(7, 5), torch.randn(3, 7)
+    recorded = record(layer, x)
+    assert not any(of_ours in str(recorded.graph) for of_ours in ("mpkernels::", "mpkernels.linear_act"))
+    torch.testing.assert_close(recorded(x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which torch's own formulas are compiled with
+def test_forward_mode():
+    layer, x, dx = nn.LinearAct(7, 5).double(), *torch.randn(2, 3, 7, dtype=torch.float64)
+    _, want = torch.func.jvp(lambda x: TORCH["gelu"](torch.nn.functional.linear(x, *layer.parameters())), (x,), (dx,))
+    with backend("native"):
+        torch.testing.assert_close(torch.func.jvp(layer, (x,), (dx,))[1], want)
+        with forward_ad.dual_level():
+            y = layer(forward_ad.make_dual(x, dx))
+            torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, want)
+
+
+@pytest.mark.parametrize("x_needed", [True, False])
+def test_flops_are_counted_as_torchs(x_needed):
+    counts = []
+    for layer in both():
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.randn(3, 7, requires_grad=x_needed)).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
 
 
 def test_device():

@@ -14,7 +14,7 @@ from mpkernels.ops._activations_kernel import activate
 from mpkernels.ops._linear_act_product_kernel import add_bias, multiply_add, tile_of
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def linear_act_persistent_kernel(
     x, weight, bias, y, z, M, N, K, x_row, weight_row, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

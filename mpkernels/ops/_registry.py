@@ -73,8 +73,9 @@ class Op:
         return _triton_kernels[self.name](*arguments)
 
     def by(self, kernel: str) -> Callable[..., Any]:
-        """The op; where ``kernel`` is "triton" and there are others, that one, past the dispatcher."""
-        return self.triton if kernel == "triton" and not torch.compiler.is_compiling() else self
+        """The op; where ``kernel`` is "triton" and no mode listens, that one, past the dispatcher."""
+        is_heard = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+        return self.triton if kernel == "triton" and not is_heard else self
 
     def _bump_versions(self, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         result = self.overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils.flop_counter import register_flop_formula
 
 from mpkernels.ops import _checks
 from mpkernels.ops._activations import ACTIVATIONS, check_activation
@@ -73,8 +74,9 @@ def _check_backward(
     if weight_dtype is not None and x is None:
         raise TypeError(f"{op}: x must be a tensor where weight_dtype is given, got None")
     for name, dtype in (("weight_dtype", weight_dtype), ("bias_dtype", bias_dtype)):
-        if dtype not in (None, dy.dtype, torch.float32):
-            raise TypeError(f"{op}: {name} must be {dy.dtype} or torch.float32, got {dtype}")
+        wanted = dict.fromkeys((dy.dtype, torch.float32))
+        if dtype is not None and dtype not in wanted:
+            raise TypeError(f"{op}: {name} must be {' or '.join(map(str, wanted))}, got {dtype}")
 
 
 def _reference_backward(
@@ -110,11 +112,34 @@ _linear_act_backward = define(
 )(_reference_backward)
 
 
+@register_flop_formula(_linear_act.overload.overloadpacket)
+def _flops(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+    """Of the product, as torch counts its own."""
+    return 2 * x.numel() * weight[0]
+
+
+@register_flop_formula(_linear_act_backward.overload.overloadpacket)
+def _flops_backward(
+    dy: torch.Size,
+    x: torch.Size | None,
+    weight: torch.Size | None,
+    saved: torch.Size,
+    activation: str,
+    weight_dtype: torch.dtype | None,
+    *_: Any,
+    **__: Any,
+) -> int:
+    products = [weight] if weight is not None else []
+    if weight_dtype is not None and x is not None:
+        products.append(x)
+    return sum(2 * dy.numel() * shape[1] for shape in products)
+
+
 def _grad_dtype(parameter: Tensor) -> torch.dtype:
-    """``parameter.grad_dtype = torch.float32`` asks for an fp32 gradient of a 16-bit parameter."""
+    """``parameter.grad_dtype = torch.float32`` asks for fp32 of a 16-bit parameter; autograd makes other widths."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not parameter.is_leaf:
         return parameter.dtype
-    return parameter.grad_dtype or parameter.dtype
+    return torch.float32 if parameter.grad_dtype == torch.float32 else parameter.dtype
 
 
 class _LinearAct(torch.autograd.Function):

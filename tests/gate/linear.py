@@ -11,6 +11,7 @@ from tests.linear import layer
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 MANY, FEW = (256, 64, 512), (16, 64, 512)  # rows, features, outputs, all multiples of 16
 ODD = (255, 63, 511)
+ONE_ROW, ONE_OUTPUT = (1, 64, 512), (256, 64, 1)  # Triton makes a constant of a 1
 Calls = Iterator[tuple[Any, ...]]
 
 
@@ -21,6 +22,8 @@ def _forward(chip: str) -> Calls:
 
     yield call(FEW, FP16, "silu")
     yield call(ODD, BF16, "gelu")
+    yield call(ONE_ROW, BF16, "gelu")
+    yield call(ONE_OUTPUT, BF16, "gelu")
     yield call(MANY, FP32, "gelu")
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     yield call(MANY, FP32, "gelu")
@@ -38,8 +41,8 @@ def _forward(chip: str) -> Calls:
 
 
 def _backward(chip: str) -> Calls:
-    def call(dtype: torch.dtype, activation: str) -> tuple[Any, ...]:
-        x, weight, _, dy = layer(*MANY, dtype)
+    def call(dtype: torch.dtype, activation: str, shape: tuple[int, int, int] = MANY) -> tuple[Any, ...]:
+        x, weight, _, dy = layer(*shape, dtype)
         saved = torch.empty_like(dy) if ACTIVATIONS[activation].saves else dy.new_empty(0)
         return dy, x, weight, saved, activation, FP32, FP32
 
@@ -47,6 +50,8 @@ def _backward(chip: str) -> Calls:
         yield call(BF16, activation)
     yield call(FP16, "silu")
     yield call(FP32, "gelu")
+    yield call(BF16, "gelu", ONE_ROW)
+    yield call(BF16, "gelu", ONE_OUTPUT)
     dy, x, weight, saved, activation, weight_dtype, _ = call(BF16, "gelu")
     yield dy, x, weight, saved, activation, weight_dtype, None  # dz alone
     yield dy, None, None, saved, activation, None, FP32  # sums alone
