@@ -150,7 +150,7 @@ def test_empty_parameters_count_their_steps(target):
 
 
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-@pytest.mark.parametrize("which", [{"lr"}, {"beta1", "beta2"}, {"lr", "beta1", "beta2"}], ids="+".join)
+@pytest.mark.parametrize("which", [("lr",), ("beta1", "beta2"), ("lr", "beta1", "beta2")], ids="+".join)
 def test_hyper_parameters_on_the_device(target, dtype, which):
     """lr and betas as tensors give what the same floats give."""
     options = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2], "device": target.device}
