@@ -14,8 +14,8 @@ from tests.test_adamw import B16, F32, I8, WEIGHTS, Model, assert_same_steps
 
 
 def test_many_chunks_of_each_kind_of_moments(target):
-    """Exactly one, and beyond the first of every kernel: where a block's scales lie, and who counts the step."""
-    options = {"sizes": (8192, 16384 + 600), "weights": [(B16, "split")], "grads": (F32,), "states": (F32, I8)}
+    """Exactly one, and one element beyond some: where a block's scales lie, and who counts the step."""
+    options = {"sizes": (8192, 16384 + 513), "weights": [(B16, "split")], "grads": (F32,), "states": (F32, I8)}
     model = assert_same_steps(target, steps=2, model=options)
     assert {step.item() for step in model.steps} == {2.0}
 
@@ -28,18 +28,31 @@ def test_more_parameters_than_a_launch_takes(target):
 
 
 def test_blocks_of_shrinking_moments(target):
-    """What fills up the last block of 8-bit moments must not become its largest."""
+    """What fills up the last block of 8-bit moments must not become its largest: a code of 0 is half of all steps."""
     options = {"sizes": (37, 300), "weights": WEIGHTS[:1], "grads": (F32,), "states": (I8,)}
     ours, reference = Model(device=target.device, **options), Model(**options)
     for seed, factor in enumerate((1.0, 1e-3, 1e-6)):
-        changed = {"beta1": [0.1] * 2, "beta2": [0.1] * 2}
+        changed = {"beta1": [0.1] * 2, "beta2": [0.01] * 2}
         ours.step([grad * factor for grad in ours.grads(seed)], **changed)
         with mpkernels.backend("reference"):
             reference.step([grad * factor for grad in reference.grads(seed)], **changed)
     assert ours.differences(reference) == []
 
 
-ENDS = (2.0**-126, 2.0**-124, math.inf, -math.inf, math.nan, 1e30, 1e-30, 0.0)
+def test_a_largest_that_is_nan_stays(target):
+    """As torch.maximum has it."""
+    options = {"sizes": (3,), "weights": WEIGHTS[:1], "grads": (F32,), "states": (F32,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    for model in (ours, reference):
+        model.max_exp_avg_sqs[1][1] = math.nan
+    ours.step(ours.grads(0))
+    with mpkernels.backend("reference"):
+        reference.step(reference.grads(0))
+    assert ours.differences(reference) == []
+    assert ours.params[1].isnan().tolist() == [False, True, False]
+
+
+ENDS = (2.0**-127, 2.0**-126, 2.0**-124, math.inf, -math.inf, math.nan, 1e30, 1e-30, 0.0)
 
 
 @pytest.mark.parametrize("states", [F32, B16, I8], ids=str)
