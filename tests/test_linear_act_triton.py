@@ -123,7 +123,8 @@ def test_what_persistent_programs_leave_to_others(persistent):
     for mine, theirs in (
         (x[:64], weight),  # few rows
         (x, weight[:36]),  # rows of y that are no multiple of 16 bytes
-        (wide[:, 1:33], weight),  # misaligned
+        (wide[:, 1:33], weight),  # misaligned, from the first row on
+        (integers(80, 36)[:, :32], weight),  # or from the second
         (x.t().contiguous().t(), weight),
         (x[:1].expand(80, 32), weight),
         (x[:, :0], weight[:, :0]),
