@@ -80,3 +80,10 @@ def test_a_weight_gradient_beyond_fp16(forced):
     dy, x = torch.full((2, 1), 200.0, dtype=torch.float16), torch.full((2, 1), -200.0, dtype=torch.float16)
     _, dweight, _ = _linear_act_backward(dy, x, None, dy.new_empty(0), "none", torch.float32, None)
     assert dweight.item() == (-float("inf") if forced else -80000.0)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_weight_gradient_in_fp32_has_more_than_16_bits(dtype):
+    ones = torch.ones(2049, 1, dtype=dtype)
+    _, dweight, _ = _linear_act_backward(ones, ones, None, ones.new_empty(0), "none", torch.float32, None)
+    assert dweight.item() == 2049.0
