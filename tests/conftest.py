@@ -12,6 +12,7 @@ from tests.targets import TARGETS, emulated_variable
 
 interpreter.round_bf16_as_hardware_does()
 interpreter.poison_lanes_masked_off()
+interpreter.check_what_is_said_of_alignment()
 selector.make_deterministic()  # a test knows which kernel it tests
 
 

@@ -1,5 +1,5 @@
-"""Triton's interpreter, mended. It cuts fp32 off to bf16, where every chip rounds to nearest even; and it gives a 0 to
-lanes that are masked off, where a chip gives them anything."""
+"""Triton's interpreter, mended. It cuts fp32 off to bf16, where every chip rounds to nearest even; it gives a 0 to
+lanes that are masked off, where a chip gives them anything; it believes what kernels say of alignment."""
 
 import numpy as np
 import triton.language as tl
@@ -38,4 +38,31 @@ def poison_lanes_masked_off():
             other = interpreter.TensorHandle(ones.view(dtype), ptrs.get_element_ty())
         return theirs(self, ptrs, mask, other, *hints, **named_hints)
 
+    interpreter.InterpreterBuilder.create_masked_load = create_masked_load
+
+
+def check_what_is_said_of_alignment():
+    """Of an address that is read: a kernel may say it of one that it then leaves alone."""
+    patch_theirs, load_theirs = interpreter._patch_lang_core, interpreter.InterpreterBuilder.create_masked_load
+    elsewhere = np.uint64(1 << 62)
+
+    def patch_lang_core(lang, scope):
+        patch_theirs(lang, scope)
+        believe = lang.multiple_of
+
+        def multiple_of(input, values):
+            said = believe(input, values)
+            if input.dtype.is_ptr() and (input.handle.data % np.uint64(tl.constexpr(values).value)).any():
+                handle = interpreter.TensorHandle(input.handle.data + elsewhere, input.dtype)
+                return tl.tensor(handle, input.type)
+            return said
+
+        scope.set_attr(lang, "multiple_of", multiple_of)
+
+    def create_masked_load(self, ptrs, *rest, **named):
+        if (ptrs.data >= elsewhere).any():
+            raise RuntimeError("tl.multiple_of was told of an address that is none")
+        return load_theirs(self, ptrs, *rest, **named)
+
+    interpreter._patch_lang_core = patch_lang_core
     interpreter.InterpreterBuilder.create_masked_load = create_masked_load

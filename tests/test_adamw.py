@@ -128,6 +128,12 @@ def test_nothing_moves_where_unscaling_overflows(target, grad, grad_scale, moves
     assert all(map(same_bits, model.params, before)) != moves
 
 
+def test_a_norm_beyond_fp32_is_no_overflow_without_a_scale(target):
+    model = Model(sizes=(2,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
+    model.step([torch.full_like(grad, 3e38) for grad in model.grads(0)], max_norm=1.0)
+    assert {step.item() for step in model.steps} == {1.0}
+
+
 def test_grads_are_only_read(target):
     model = Model(sizes=(37,), device=target.device)
     grads = model.grads(0)

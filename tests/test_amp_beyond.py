@@ -87,6 +87,18 @@ def test_the_machines_device_is_the_default():
     assert autocast().device == autocast(dtype=B16).device == autocast(False).device == device
 
 
+@every_optimizer
+def test_a_parameter_without_a_grad_hides_no_other(make):
+    without, param = (torch.nn.Parameter(torch.ones(3)) for _ in range(2))
+    optimizer, scaler = make([without, param]), GradScaler("cpu", init_scale=8.0)
+    scaler.scale(param.sum()).backward()
+    param.grad[1] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert param.tolist() == [1.0] * 3
+    assert scaler.get_scale() == 4.0
+
+
 def test_one_of_two_optimizers_overflows():
     scaler = GradScaler("cpu", init_scale=8.0)
     (bad, first), (good, second) = one_param(OPTIMIZERS["our AdamW"]), one_param(OPTIMIZERS["torch's AdamW"])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import mpkernels
 from mpkernels import _cast_cache, nn, optim
 from tests.linear import torchs
 
@@ -181,6 +182,15 @@ def test_what_autocast_is_told_not_to_keep_is_not_kept(layer):
         assert [casts_of(layer, cache_enabled=False) for _ in range(2)] == [2, 2]
 
 
+def test_only_parameters_that_are_trained_are_kept(layer):
+    """As torch has it. What is computed anew in each forward would not be found again."""
+    computed = layer.weight * 2
+    layer.bias.requires_grad_(False)
+    with autocast():
+        for tensor, is_kept in ((layer.weight, True), (layer.bias, False), (computed, False)):
+            assert (_cast_cache.cast(tensor, B16) is _cast_cache.cast(tensor, B16)) == is_kept
+
+
 def test_nothing_outlives_its_block(layer):
     with autocast():
         forward(layer)
@@ -213,6 +223,8 @@ def test_nothing_is_kept_while_torch_traces(layer):
         assert _cast_cache._block() is None
         assert fake is not None
     with torch.autocast("cpu", dtype=B16):
+        with mpkernels.backend("native"):
+            torch.func.grad(lambda x: layer(x).float().sum())(torch.ones(3, 7))
         parameters = {name: it.detach() for name, it in layer.named_parameters()}
         torch.func.grad(lambda it: torch.func.functional_call(layer, it, torch.ones(3, 7)).float().sum())(parameters)
     torch.compile(forward, fullgraph=True, backend="aot_eager")(layer, backward=False)

@@ -48,6 +48,16 @@ def test_any_number_of_tensors(target, count):
     assert_stats([torch.full((i % 5,), float(i)) for i in range(count)], target.device)
 
 
+def test_more_chunks_than_a_block_has_threads(target):
+    """test_triton_pieces has Triton's share."""
+    if target.is_interpreted:
+        pytest.skip("would take minutes")
+    grad = torch.ones(257 * 8192, dtype=torch.float16, device=target.device)
+    assert grad_stats([grad]).sumsq.tolist() == [grad.numel()]
+    grad[-1] = math.nan
+    assert grad_stats([grad]).nonfinite.tolist() == [1.0]
+
+
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_bad_tensor_is_named(target, dtype, bad):

@@ -5,7 +5,8 @@ from hypothesis import strategies as st
 
 from mpkernels.functional import linear_act
 from mpkernels.ops._activations import ACTIVATIONS
-from tests.linear import TORCH, assert_contract, layer, results, torchs
+from mpkernels.ops.linear_act import _linear_act_backward
+from tests.linear import TORCH, assert_contract, layer, relative_error, results, torchs
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
@@ -115,3 +116,26 @@ def test_bias_gradients_are_summed_in_fp32(target, dtype):
     dy = torch.ones(rows, 1, dtype=dtype)
     arguments = (it.to(target.device) for it in (x, weight, weight[0], dy))
     assert results(linear_act, *arguments, "none")[3].item() == torch.tensor(2500.0).to(dtype).item()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_y_is_rounded_once(target, dtype):
+    """Not of a z that is rounded, too. Evenly spread errors are eps / sqrt(12)."""
+    if str(target) == "cpu-native":
+        pytest.skip("may leave z to torch: test_linear_act_cpu knows both ways")
+    x, weight, bias, dy = layer(130, 97, 75, dtype, target.device)
+    exact = results(linear_act, *(it.double() for it in (x, weight, bias, dy)), "gelu")[0]
+    y = results(linear_act, x, weight, bias, dy, "gelu")[0]
+    assert relative_error(y, exact) < 0.3 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_bias_gradients_are_sums_of_dz_before_it_is_rounded(target, dtype):
+    """The slope takes less than 16 roundings to fp32, the sum of 64 rows no more; one to 16 bits is 2^12 as large."""
+    x, weight, z, dy = layer(64, 8, 16, dtype)
+    z = z + dy.flip(0)
+    wide = z.double().requires_grad_()
+    (dz,) = torch.autograd.grad(torch.nn.functional.silu(wide), wide, dy.double())
+    arguments = (it.to(target.device) for it in (dy, x, weight, z))
+    dbias = _linear_act_backward(*arguments, "silu", dtype, torch.float32)[2].cpu()
+    assert ((dbias - dz.sum(0)).abs() <= 32 * torch.finfo(torch.float32).eps / 2 * dz.abs().sum(0)).all()

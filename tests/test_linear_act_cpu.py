@@ -9,6 +9,7 @@ import mpkernels
 from mpkernels import _extension
 from mpkernels.functional import linear_act
 from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear_act import _linear_act_backward
 from tests.linear import assert_contract, layer, relative_error, results
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -72,3 +73,17 @@ def test_transposed_weights_and_inputs(dtype):
     )
     for mine, plain in zip(got, want, strict=True):
         assert relative_error(mine, plain) <= torch.finfo(dtype).eps / 2
+
+
+def test_a_weight_gradient_beyond_fp16(forced):
+    """In halves it is a sum of two fp16, the first of which is inf: not NaN, for what that inf leaves over is -inf."""
+    dy, x = torch.full((2, 1), 200.0, dtype=torch.float16), torch.full((2, 1), -200.0, dtype=torch.float16)
+    _, dweight, _ = _linear_act_backward(dy, x, None, dy.new_empty(0), "none", torch.float32, None)
+    assert dweight.item() == (-float("inf") if forced else -80000.0)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_weight_gradient_in_fp32_has_more_than_16_bits(dtype):
+    ones = torch.ones(2049, 1, dtype=dtype)
+    _, dweight, _ = _linear_act_backward(ones, ones, None, ones.new_empty(0), "none", torch.float32, None)
+    assert dweight.item() == 2049.0

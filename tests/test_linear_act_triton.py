@@ -123,8 +123,10 @@ def test_what_persistent_programs_leave_to_others(persistent):
     for mine, theirs in (
         (x[:64], weight),  # few rows
         (x, weight[:36]),  # rows of y that are no multiple of 16 bytes
-        (wide[:, 1:33], weight),  # misaligned
+        (wide[:, 1:33], weight),  # misaligned, from the first row on
+        (integers(80, 36)[:, :32], weight),  # or from the second
         (x.t().contiguous().t(), weight),
+        (integers(80, 64)[:, ::2], weight),
         (x[:1].expand(80, 32), weight),
         (x[:, :0], weight[:, :0]),
         (wide[:, :1], integers(40, 8)[:, :1]),
@@ -159,6 +161,17 @@ def test_choice_of_tiles(chip):
     assert tile(80, torch.float32, "tf32") == kinds["tf32"]
     for features in (31, 24):  # rows of 24 start at multiples of 8, which Triton doesn't know of
         assert tile(80, torch.bfloat16, features=features) == _linear_act_tiles.UNEVEN
+    x, weight, _, _ = matrices(80, 32, 16)
+    wide_x, wide_weight, _, _ = matrices(80, 40, 16)
+    for operands in ((wide_x[:, :32], weight), (x, wide_weight[:, :32])):
+        assert _linear_act_tiles.tile(chip, *operands, "ieee") == _linear_act_tiles.UNEVEN
+
+
+def test_choice_of_persistent_tiles():
+    """The wide one where it fills the chip, and does not spill."""
+    choose = _linear_act_tiles.persistent_tile
+    assert choose("silu", 256, 512, 4) == _linear_act_tiles.WIDE
+    assert choose("silu", 256, 512, 5) == choose("gelu", 256, 512, 4) == _linear_act_tiles.NARROW
 
 
 def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):

@@ -63,7 +63,7 @@ def test_the_order_of_memory():
 
 @pytest.mark.parametrize(("scale", "unscaled", "on_grads"), [(None, False, 1.0), (3.0, False, 3.0), (3.0, True, 1.0)])
 def test_the_heading(target, scale, unscaled, on_grads):
-    heading, line = report_of([torch.tensor([-5.0, INF, 2.0])], target.device, scale=scale, unscaled=unscaled).tolist()
+    heading, line = report_of([torch.tensor([-5.0, INF, 2.0])], target.device, -1.0, scale, unscaled).tolist()
     assert heading == [1.0, scale or 0.0, on_grads, 0.0, 0.0, 0.0]
     assert line == [3.0, 1.0, 0.0, 1.0, 5.0, 0.0]
 
@@ -94,6 +94,16 @@ def test_the_ends_of_the_range(target, dtype):
     info = torch.finfo(dtype)
     values = torch.tensor([info.max, info.tiny, info.smallest_normal * info.eps, -0.0], dtype=torch.float64)
     assert report_of([values.to(dtype)], target.device)[1].tolist() == [4.0, 0.0, 0.0, INF, info.max, 1.0]
+
+
+def test_more_chunks_than_a_block_has_threads(target):
+    """test_triton_pieces has Triton's share."""
+    if target.is_interpreted:
+        pytest.skip("would take minutes")
+    grad = torch.ones(257 * 8192, dtype=torch.float16)
+    grad[-3:] = torch.tensor([INF, 0.0, 2.0])
+    line = [grad.numel(), 1.0, 0.0, grad.numel() - 3, 2.0, 1.0]
+    assert report_of([grad[:5], grad], target.device)[1:].tolist() == [[5.0, 0.0, 0.0, INF, 1.0, 0.0], line]
 
 
 @pytest.mark.parametrize("count", [1, 161, 1355])

@@ -140,6 +140,33 @@ def test_a_failed_write_leaves_the_old_file(monkeypatch):
     assert [path.name for path in _choices.path().parent.iterdir()] == ["choices.json"]
 
 
+def test_trials_may_differentiate_wherever_the_call_is():
+    modes = set()
+
+    def prepare(name):
+        def run():
+            modes.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+        run()
+        return run
+
+    with torch.inference_mode():
+        selector.choose(CASE, NAMES, prepare)
+    with torch.no_grad():
+        selector.choose(CASE._replace(rows=16), NAMES, prepare)
+    assert modes == {(True, False)}
+
+
+def test_what_is_known_of_any_number_of_rows():
+    """The last choice for such a case, whatever was chosen for others."""
+    asked = CASE._replace(rows=None)
+    assert selector.known(asked, NAMES) == "native"
+    selector.choose(CASE, NAMES, Ways(native=1, torch=2))
+    selector.choose(CASE._replace(rows=16), NAMES, Ways(native=2, torch=1))
+    selector.choose(CASE._replace(variant="silu"), NAMES, Ways(native=1, torch=2))
+    assert selector.known(asked, NAMES) == "torch"
+
+
 def test_pin():
     ways = Ways(native=2, torch=1)
     selector.pin("native")

@@ -1,0 +1,74 @@
+"""What a glance at a row must not miss: a parameter or a grad that differs from last time where its memory begins as
+it did."""
+
+import pytest
+import torch
+
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+
+SHAPE = (4, 4)
+
+
+def stepped(device, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    value, *grads = (torch.randn(SHAPE, generator=generator).to(device, dtype) for _ in range(3))
+    param = torch.nn.Parameter(value.clone())
+    optimizer = AdamW([param], lr=0.1)
+    param.grad = grads[0]
+    optimizer.step()
+    return param, optimizer, grads[1]
+
+
+def weights_after(change, target, afresh):
+    """``change`` gets the parameter and its next grad; ``afresh``: by an optimizer that remembers no table."""
+    param, optimizer, grad = stepped(target.device)
+    change(param, grad)
+    if afresh:
+        optimizer._start_afresh()
+    optimizer.step()
+    return param.detach().clone()
+
+
+def transpose_parameter(param, grad):
+    param.data, param.grad = param.data.t(), grad
+
+
+def transpose_grad(param, grad):
+    param.grad.copy_(grad)
+    param.grad = param.grad.t()
+
+
+@pytest.mark.parametrize("change", [transpose_parameter, transpose_grad])
+def test_other_strides_at_the_same_place(target, change):
+    def clone_of_it(param, grad):
+        change(param, grad)
+        param.data, param.grad = (it.clone(memory_format=torch.contiguous_format) for it in (param.data, param.grad))
+
+    got, want = weights_after(change, target, False), weights_after(clone_of_it, target, True)
+    assert same_bits(got, want)
+
+
+def test_another_dtype_at_the_same_place(target):
+    results = []
+    for afresh in (False, True):
+        param, optimizer, grad = stepped(target.device, torch.float16)
+        param.grad = None
+        param.data = param.data.view(torch.bfloat16)
+        param.grad = grad.bfloat16()
+        if afresh:
+            optimizer._start_afresh()
+        optimizer.step()
+        results.append(param.detach().clone())
+    assert same_bits(*results)
+
+
+def test_fewer_elements_at_the_same_place_are_refused(target):
+    """The states have more, and beyond these may lie another's memory."""
+    param, optimizer, _ = stepped(target.device)
+    before = param.detach().flatten().tolist()
+    param.grad, param.data = None, param.data[:2]
+    param.grad = torch.ones_like(param)
+    with pytest.raises((RuntimeError, ValueError)):
+        optimizer.step()
+    assert param.flatten().tolist() == before[:8]
