@@ -26,10 +26,7 @@ def batches(rank: int, device: str):
         yield inputs.to(device), inputs.sum(1, keepdim=True).to(device)
 
 
-def main() -> None:
-    has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu"
-    dist.init_process_group("nccl" if has_gpus else "gloo")
+def train(device: str) -> None:
     rank, kind = dist.get_rank(), device.partition(":")[0]
 
     torch.manual_seed(0)
@@ -54,7 +51,13 @@ def main() -> None:
     dist.all_gather(everybodys, total)
     if rank == 0:
         print(f"{len(everybodys)} processes have the same weights: {all(it == total for it in everybodys)}")
-    dist.destroy_process_group()
+
+
+def main() -> None:
+    has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    dist.init_process_group("nccl" if has_gpus else "gloo")
+    train(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu")
+    dist.destroy_process_group()  # its threads end here, once nobody trains: they must not outlive Python
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from tests.cases import same_bits
 SHAPE = (4, 4)
 
 
-def stepped(device, dtype=torch.float32):
+def stepped(device):
     generator = torch.Generator().manual_seed(0)
-    value, *grads = (torch.randn(SHAPE, generator=generator).to(device, dtype) for _ in range(3))
+    value, *grads = (torch.randn(SHAPE, generator=generator).to(device) for _ in range(3))
     param = torch.nn.Parameter(value.clone())
     optimizer = AdamW([param], lr=0.1)
     param.grad = grads[0]
@@ -50,15 +50,20 @@ def test_other_strides_at_the_same_place(target, change):
 
 
 def test_another_dtype_at_the_same_place(target):
+    """Of the second parameter; its grads have fp32 before and after."""
     results = []
     for afresh in (False, True):
-        param, optimizer, grad = stepped(target.device, torch.float16)
-        param.grad = None
-        param.data = param.data.view(torch.bfloat16)
-        param.grad = grad.bfloat16()
-        if afresh:
-            optimizer._start_afresh()
-        optimizer.step()
+        first, param = (torch.nn.Parameter(torch.ones(SHAPE, dtype=torch.float16, device=target.device)) for _ in "12")
+        param.grad_dtype = torch.float32
+        first.grad = torch.ones_like(first)
+        optimizer = AdamW([first, param], lr=0.1)
+        for dtype in (torch.float16, torch.bfloat16):
+            param.grad = None
+            param.data = param.data.view(dtype)
+            param.grad = torch.full(SHAPE, 0.5, device=target.device)
+            if afresh:
+                optimizer._start_afresh()
+            optimizer.step()
         results.append(param.detach().clone())
     assert same_bits(*results)
 
