@@ -46,18 +46,16 @@ def train(device: str) -> None:
         if micro.is_last and rank == 0 and steps % 5 == 0:
             print(f"step {steps:2}  loss {loss.item():7.3f}")
 
-    total = sum(param.detach().double().sum() for param in model.parameters())
-    everybodys = [torch.zeros_like(total) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybodys, total)
-    if rank == 0:
-        print(f"{len(everybodys)} processes have the same weights: {all(it == total for it in everybodys)}")
+    # Nothing is gathered: a tensor that Python hands to gloo in the end may outlive Python in its thread, which aborts.
+    total = sum(param.detach().double().sum().item() for param in model.parameters())
+    print(f"rank {rank}: the weights add up to {total!r}")
 
 
 def main() -> None:
     has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     dist.init_process_group("nccl" if has_gpus else "gloo")
     train(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu")
-    dist.destroy_process_group()  # its threads end here, once nobody trains: they must not outlive Python
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
