@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 FEWEST_SAMPLES = 6  # that have a 95 % interval of the median, from the least to the greatest
+BUILDS = 3  # unless one takes long: where the data happens to lie makes a tenth of some times
 MOST_SAMPLES = 101  # more would only fill the results' file: a sample of a short run is the mean of several turns
 RUNS_IN_GRAPH = 20  # the shortest kernels take 3 us, and the way from an event to a kernel about as long
 STEPS_IN_LOOP = 3
@@ -67,20 +68,29 @@ def median_interval(values: list[float]) -> Interval:
 def measure(pair: Pair, device: str, seconds: float) -> Samples:
     """Who is first in a turn is drawn: in a fixed order the scheduler's tick can hit the same one every time."""
     make = STOPWATCHES[pair.clock] if device == "cuda" else wall_stopwatch
-    stopwatches = make(pair.ours()), make(pair.theirs())
     samples: tuple[list[float], list[float]] = ([], [])
-    order = random.Random(0)
-    waited, start = -seconds_waited(), perf_counter()
-    for stopwatch in stopwatches:
-        stopwatch()
-    turns = 1 + int(seconds / MOST_SAMPLES / (perf_counter() - start))
-    while (taken := len(samples[0])) < FEWEST_SAMPLES or (taken < MOST_SAMPLES and perf_counter() - start < seconds):
-        spent = [0.0, 0.0]
-        for _ in range(turns):
-            for side in order.sample((0, 1), 2):
-                spent[side] += stopwatches[side]()
-        for side in (0, 1):
-            samples[side].append(spent[side] / turns / pair.calls)
+    order, waited, start = random.Random(0), -seconds_waited(), perf_counter()
+    for builds_left in range(BUILDS, 0, -1):
+        began = perf_counter()
+        stopwatches = make(pair.ours()), make(pair.theirs())
+        built = perf_counter()
+        for stopwatch in stopwatches:
+            stopwatch()
+        turns = 1 + int(seconds / MOST_SAMPLES / (perf_counter() - built))
+        is_last = builds_left == 1 or built - began > seconds
+        until = built + seconds / (1 if is_last else builds_left)
+        fewest = FEWEST_SAMPLES if is_last else len(samples[0]) + 1
+        while len(samples[0]) < fewest or (len(samples[0]) < MOST_SAMPLES and perf_counter() < until):
+            spent = [0.0, 0.0]
+            for _ in range(turns):
+                for side in order.sample((0, 1), 2):
+                    spent[side] += stopwatches[side]()
+            for side in (0, 1):
+                samples[side].append(spent[side] / turns / pair.calls)
+        seconds -= perf_counter() - built
+        del stopwatches, stopwatch  # and the memory
+        if is_last:
+            break
     waited += seconds_waited()
     return Samples(*samples, waited / (perf_counter() - start))
 
