@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -111,7 +112,9 @@ def test_without_what_is_optional():
 def test_stopped_it_shows_and_keeps_what_it_has(tmp_path):
     path = tmp_path / "new.json"
     command = [sys.executable, "-m", "mpkernels", "bench", "--only", "unscale_ cpu-1", "--json", str(path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell has put in the background ignores it
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, preexec_fn=listens, **pipes) as process:
         for line in process.stdout:
             if "vs torch" in line:
                 break
