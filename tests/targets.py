@@ -2,7 +2,7 @@
 
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +70,11 @@ def emulation_library() -> Path:
 def emulated_variable(name: str) -> ctypes.c_int:
     """Of the emulation, for tests to read and set."""
     return ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), name)
+
+
+def emulated_function(name: str) -> Callable[..., int]:
+    function: Callable[..., int] = getattr(ctypes.CDLL(str(emulation_library())), name)
+    return function
 
 
 @functools.cache

@@ -1,6 +1,5 @@
 """What a step costs, counted: bytes that are kept, bytes that are moved, launches, waits for the device."""
 
-import ctypes
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from mpkernels.amp import GradScaler
 from mpkernels.ops import grad_stats, unscale_
 from mpkernels.optim import AdamW
 from tests.networks import B16, F16
-from tests.targets import TARGETS, emulation_library
+from tests.targets import TARGETS, emulated_variable
 
 F32, I8 = torch.float32, torch.int8
 SIZE = 256 * 40  # whole blocks of 8-bit moments
@@ -90,7 +89,7 @@ def launches_of():
     target = TARGETS["cpu-cuda"]
     if why := target.why_missing():
         pytest.skip(why)
-    launched = ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), "emulation_launches")
+    launched = emulated_variable("emulation_launches")
 
     def count(call):
         before = launched.value

@@ -80,7 +80,6 @@ int gemm(Context* handle, int op_a, int op_b, int64_t m, int64_t n, int64_t k, c
   if (!handle) return not_initialized;
   // The real one would get its workspace elsewhere, and might add in 16 bits: neither is wanted here.
   if (!handle->has_stream || !handle->workspace || handle->math_mode != fp32_reduction) return internal_error;
-  handle->workspace[0] = handle->workspace[handle->workspace_bytes - 1] = 0;
   mpk::Dtype a_dtype, b_dtype, c_dtype;
   if (!find_dtype(a_type, &a_dtype) || !find_dtype(b_type, &b_dtype) || !find_dtype(c_type, &c_dtype) ||
       a_type != b_type || (c_type != a_type && c_dtype != mpk::Dtype::f32) || compute != compute_in_fp32 ||
@@ -94,20 +93,24 @@ int gemm(Context* handle, int op_a, int op_b, int64_t m, int64_t n, int64_t k, c
       ldc < std::max<int64_t>(1, m)) {
     return invalid_value;
   }
-  const auto wide_a = widened(a, a_dtype, m, k, op_a == 0 ? 1 : lda, op_a == 0 ? lda : 1);
-  const auto wide_b = widened(b, b_dtype, n, k, op_b == 0 ? ldb : 1, op_b == 0 ? 1 : ldb);
-  mpk::with_dtype(c_dtype, [&](auto zero) {
-    auto* const to = static_cast<decltype(zero)*>(c);
-    for (int64_t column = 0; column < n; ++column) {
-      for (int64_t row = 0; row < m; ++row) {
-        auto& element = to[column * ldc + row];
-        mpk::Compute<decltype(zero)> sum = *alpha * dot(&wide_a[row * k], &wide_b[column * k], k);
-        if (*beta != 0) sum += *beta * mpk::widen(element);
-        mpk::narrow(sum, element);
-      }
-    }
-  });
   ++emulation_launches;
+  emulation::enqueue([=, by = *alpha, keep = *beta, context = *handle] {
+    context.workspace[0] = context.workspace[context.workspace_bytes - 1] = 0;
+    const auto wide_a = widened(a, a_dtype, m, k, op_a == 0 ? 1 : lda, op_a == 0 ? lda : 1);
+    const auto wide_b = widened(b, b_dtype, n, k, op_b == 0 ? ldb : 1, op_b == 0 ? 1 : ldb);
+    mpk::with_dtype(c_dtype, [&](auto zero) {
+      auto* const to = static_cast<decltype(zero)*>(c);
+      for (int64_t column = 0; column < n; ++column) {
+        for (int64_t row = 0; row < m; ++row) {
+          auto& element = to[column * ldc + row];
+          mpk::Compute<decltype(zero)> sum = by * dot(&wide_a[row * k], &wide_b[column * k], k);
+          if (keep != 0) sum += keep * mpk::widen(element);
+          mpk::narrow(sum, element);
+        }
+      }
+    });
+    return cudaSuccess;
+  });
   return success;
 }
 

@@ -104,30 +104,33 @@ int multiply(Context* handle, Product* it, const float* alpha, const void* a, La
                            it->pointer<const void>(aux_pointer)}) {
     if (each && alignment_of(each) < algorithm->alignment) return invalid_value;
   }
-  if (bytes > 0) workspace[0] = workspace[bytes - 1] = 0;
   const bool ta = (*it)[trans_a], tb = (*it)[trans_b];
   const int64_t m = d_layout->rows, n = d_layout->columns, k = ta ? a_layout->rows : a_layout->columns;
   const int64_t lda = a_layout->ld, ldb = b_layout->ld, aux_line = (*it)[aux_ld];
   const uint64_t last = (*it)[epilogue];
   mpk::Dtype in, out;
   find_dtype(a_layout->type, &in), find_dtype(d_layout->type, &out);
-  const auto wide_a = widened(a, in, m, k, ta ? lda : 1, ta ? 1 : lda);
-  const auto wide_b = widened(b, in, n, k, tb ? 1 : ldb, tb ? ldb : 1);
-  mpk::with_dtype(out, [&](auto zero) {
-    using T = decltype(zero);
-    if constexpr (!std::is_same_v<T, double>) {
-      const T* const bias = it->pointer<const T>(bias_pointer);
-      T *const to = static_cast<T*>(d), *const aux = it->pointer<T>(aux_pointer);
-      for (int64_t i = 0; i < m * n; ++i) {
-        const int64_t row = i % m, column = i / m;
-        float z = *alpha * dot(&wide_a[row * k], &wide_b[column * k], k);
-        if (last & adds_bias) z += mpk::widen(bias[row]);
-        if (last & stores_aux) mpk::narrow(z, aux[column * aux_line + row]);
-        mpk::narrow(finish(last, z), to[column * d_layout->ld + row]);
-      }
-    }
-  });
   ++emulation_launches;
+  enqueue([=, by = *alpha, product = *it, ldd = d_layout->ld] {
+    if (bytes > 0) workspace[0] = workspace[bytes - 1] = 0;
+    const auto wide_a = widened(a, in, m, k, ta ? lda : 1, ta ? 1 : lda);
+    const auto wide_b = widened(b, in, n, k, tb ? 1 : ldb, tb ? ldb : 1);
+    mpk::with_dtype(out, [&](auto zero) {
+      using T = decltype(zero);
+      if constexpr (!std::is_same_v<T, double>) {
+        const T* const bias = product.pointer<const T>(bias_pointer);
+        T *const to = static_cast<T*>(d), *const aux = product.pointer<T>(aux_pointer);
+        for (int64_t i = 0; i < m * n; ++i) {
+          const int64_t row = i % m, column = i / m;
+          float z = by * dot(&wide_a[row * k], &wide_b[column * k], k);
+          if (last & adds_bias) z += mpk::widen(bias[row]);
+          if (last & stores_aux) mpk::narrow(z, aux[column * aux_line + row]);
+          mpk::narrow(finish(last, z), to[column * ldd + row]);
+        }
+      }
+    });
+    return cudaSuccess;
+  });
   return success;
 }
 

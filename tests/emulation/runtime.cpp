@@ -6,8 +6,9 @@
 #include <map>
 #include <mutex>
 #include <utility>
+#include <vector>
 
-#include "cuda_runtime.h"
+#include "common/torch_abi.h"
 
 namespace {
 
@@ -23,6 +24,9 @@ cudaError_t remember(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
 }
+
+std::vector<std::function<cudaError_t()>> captured;
+std::vector<AtenTensorHandle> in_use_by_captured;
 
 cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
   const dim3 grid = config.gridDim, block = config.blockDim;
@@ -48,6 +52,37 @@ extern "C" __attribute__((visibility("default"))) int emulation_launches = 0;
 extern "C" __attribute__((visibility("default"))) int emulation_device = 0;
 static constexpr int kTensorsDevice = -1;
 
+// Tests set it while they capture the stream: what it is given is then kept, and not done.
+extern "C" __attribute__((visibility("default"))) int emulation_is_capturing = 0;
+
+// Tests read how much is kept, have some of it done, and let go of it all.
+extern "C" __attribute__((visibility("default"))) int emulation_captured() { return captured.size(); }
+extern "C" __attribute__((visibility("default"))) int emulation_replay(int begin, int end) {
+  for (int i = begin; i < end; ++i) {
+    const cudaError_t error = captured[i]();
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+extern "C" __attribute__((visibility("default"))) void emulation_forget_captured() {
+  captured.clear();
+  for (AtenTensorHandle tensor : std::exchange(in_use_by_captured, {})) aoti_torch_delete_tensor_object(tensor);
+}
+
+// Memory that is allocated during a capture stays the graph's.
+extern "C" AOTITorchError __real_aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
+extern "C" AOTITorchError __wrap_aoti_torch_delete_tensor_object(AtenTensorHandle tensor) {
+  if (!emulation_is_capturing) return __real_aoti_torch_delete_tensor_object(tensor);
+  in_use_by_captured.push_back(tensor);
+  return 0;
+}
+
+cudaError_t emulation::enqueue(const std::function<cudaError_t()>& work) {
+  if (!emulation_is_capturing) return work();
+  captured.push_back(work);
+  return cudaSuccess;
+}
+
 bool emulation::fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
 
 cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel,
@@ -59,11 +94,13 @@ cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kern
   const cudaError_t error = check(*config, kernel);
   if (error != cudaSuccess) return remember(error);
   ++emulation_launches;
-  const std::string failure = run_grid(config->gridDim, config->blockDim, config->dynamicSmemBytes, thread);
-  if (failure.empty()) return cudaSuccess;
-  last_failure = strdup(("unspecified launch failure: " + failure).c_str());
-  fprintf(stderr, "emulated CUDA: %s\n", last_failure);
-  return remember(cudaErrorLaunchFailure);
+  return emulation::enqueue([config = *config, thread] {
+    const std::string failure = run_grid(config.gridDim, config.blockDim, config.dynamicSmemBytes, thread);
+    if (failure.empty()) return cudaSuccess;
+    last_failure = strdup(("unspecified launch failure: " + failure).c_str());
+    fprintf(stderr, "emulated CUDA: %s\n", last_failure);
+    return remember(cudaErrorLaunchFailure);
+  });
 }
 
 cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
@@ -92,6 +129,8 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorLaunchFailure";
     case cudaErrorNotSupported:
       return "cudaErrorNotSupported";
+    case cudaErrorStreamCaptureUnsupported:
+      return "cudaErrorStreamCaptureUnsupported";
   }
   return "unrecognized error code";
 }
@@ -112,6 +151,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return last_failure;
     case cudaErrorNotSupported:
       return "operation not supported";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
   }
   return "unrecognized error code";
 }
@@ -141,8 +182,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 
 cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = emulation_device, cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
+cudaError_t cudaDeviceSynchronize() {
+  return emulation_is_capturing ? remember(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
+}
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
   std::swap(*mode, current);
@@ -164,14 +207,12 @@ extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** str
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   if (emulation_device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
-  memcpy(to, from, bytes);
-  return cudaSuccess;
+  return emulation::enqueue([=] { return memcpy(to, from, bytes), cudaSuccess; });
 }
 cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
   if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   if (emulation_device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
-  memset(to, byte, bytes);
-  return cudaSuccess;
+  return emulation::enqueue([=] { return memset(to, byte, bytes), cudaSuccess; });
 }
 cudaError_t cudaMalloc(void** address, size_t bytes) {
   constexpr size_t kAlignment = 256;

@@ -1,4 +1,5 @@
-// The part of the runtime's host interface that launchers use. Streams are ignored: every call has finished on return.
+// The part of the runtime's host interface that launchers use. Streams are one: a call has finished on return, or is
+// kept for a replay (runtime.h).
 #pragma once
 
 #include <tuple>
@@ -16,6 +17,7 @@ enum cudaError_t {
   cudaErrorNoKernelImageForDevice = 209,
   cudaErrorLaunchFailure = 719,
   cudaErrorNotSupported = 801,
+  cudaErrorStreamCaptureUnsupported = 900,
 };
 // The text of cudaErrorLaunchFailure goes on to say what the kernel did wrong.
 const char* cudaGetErrorString(cudaError_t error);
@@ -109,5 +111,5 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Arguments&&... arguments) {
   static_assert(emulation::parameter_bytes<Parameters...>() <= 32764, "a kernel takes at most 32764 bytes");
   const std::tuple<Parameters...> parameters(std::forward<Arguments>(arguments)...);
-  return emulation::launch(config, reinterpret_cast<const void*>(kernel), [&] { std::apply(kernel, parameters); });
+  return emulation::launch(config, reinterpret_cast<const void*>(kernel), [=] { std::apply(kernel, parameters); });
 }

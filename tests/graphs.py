@@ -1,0 +1,136 @@
+"""CUDA graphs, and what stands for them without a GPU: of a captured step nothing is done, all is kept, and a replay
+does it with the same arguments. So what a replay gets wrong was decided by the host, and what the host reads of a
+captured result is NaN."""
+
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mpkernels.ops import _registry
+from tests.targets import CUDA, EMULATED, emulated_function, emulated_variable
+
+
+@contextmanager
+def captured(target):
+    """Yields the graph, to be replayed once it is complete."""
+    if target.device == CUDA:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            yield graph
+        return
+    graph = _Graph()
+    emulated_function("emulation_forget_captured")()  # an earlier graph's
+    with graph, _interpreted_kernels_kept(graph):
+        yield graph
+
+
+class _Graph(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.steps = []
+        self.kept = []  # its memory is the graph's own
+        self.on_host = set()
+
+    @torch.no_grad()
+    def replay(self):
+        for step in self.steps:
+            step()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        self.kept.append((args, kwargs))
+        if op.namespace == _registry.NAMESPACE:
+            kernel = _registry._forced[-1][op.name().partition("::")[2], "cpu"]
+            with self:
+                return kernel(*args, **kwargs)
+        if op.namespace == EMULATED:
+            return self._keep_launches(op, args, kwargs)
+        if op.namespace != "aten" or self._is_for_host(op, args, kwargs):
+            return self._compute_on_host(op, args, kwargs)
+        if op is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing: the host asks for a value")
+        if op._schema.is_mutable:
+            self.steps.append(lambda: op(*args, **kwargs))
+            return args[0] if op._schema.returns else None
+        return self._keep_op(op, args, kwargs)
+
+    def _is_for_host(self, op, args, kwargs):
+        """torch.tensor makes what is, since no graph may copy it to a device; and so is what is computed of that."""
+        tensors = _tensors((args, kwargs))
+        is_host = op is torch.ops.aten.lift_fresh.default or all(_memory(each) in self.on_host for each in tensors)
+        return bool(tensors) and is_host
+
+    def _compute_on_host(self, op, args, kwargs):
+        results = op(*args, **kwargs)
+        self.on_host.update(map(_memory, _tensors(results)))
+        self.kept.append(results)
+        return results
+
+    def _keep_launches(self, op, args, kwargs):
+        capturing, count = emulated_variable("emulation_is_capturing"), emulated_function("emulation_captured")
+        capturing.value, first = 1, count()
+        try:
+            results = op(*args, **kwargs)
+        finally:
+            capturing.value = 0
+        launches = range(first, count())
+        self.kept.append(results)
+
+        def launch():
+            assert emulated_function("emulation_replay")(launches.start, launches.stop) == 0
+
+        self.steps.append(launch)
+        return results
+
+    @torch.no_grad()
+    def _keep_op(self, op, args, kwargs):
+        results = op(*args, **kwargs)
+        of_arguments = set(map(_memory, _tensors((args, kwargs))))
+        own = [i for i, each in enumerate(_tensors(results)) if _memory(each) not in of_arguments]
+        self.kept.append(results)
+
+        def compute():
+            again = _tensors(op(*args, **kwargs))
+            for i in own:
+                _tensors(results)[i].copy_(again[i])
+
+        self.steps.append(compute)
+        for i in own:
+            _tensors(results)[i].fill_(float("nan") if _tensors(results)[i].is_floating_point() else 85)
+        return results
+
+
+def _tensors(tree):
+    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+
+
+def _memory(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+@contextmanager
+def _interpreted_kernels_kept(graph):
+    try:
+        from triton.runtime.interpreter import GridExecutor
+    except ImportError:
+        yield
+        return
+    run = GridExecutor.__call__
+
+    def keep(self, *args, **kwargs):
+        uploads = [(each, each.clone()) for each in _tensors(args) if _memory(each) in graph.on_host]
+
+        def launch():
+            for on_device, on_host in uploads:
+                on_device.copy_(on_host)
+            run(self, *args, **kwargs)
+
+        graph.steps.append(launch)
+
+    GridExecutor.__call__ = keep
+    try:
+        yield
+    finally:
+        GridExecutor.__call__ = run
