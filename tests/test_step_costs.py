@@ -1,6 +1,5 @@
 """What a step costs, counted: bytes that are kept, bytes that are moved, launches, waits for the device."""
 
-
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
