@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels import amp, optim
+from mpkernels import _profile, amp, optim
 from tests.networks import batch, network, one_thread  # noqa: F401
 
 PHASES = {"mpkernels.forward", "mpkernels.backward", "mpkernels.step"}
@@ -47,6 +47,27 @@ def test_a_trace_names_phases_and_ops(tmp_path):
     assert all(ms > 0 for ms in phases.values())
     assert phases.keys() == {"forward", "backward", "step", "stats"}
     assert "samples/s" in profile.table()
+
+
+def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
+    """Where there is a GPU, which here is but said to be."""
+    seen = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("end"))
+    monkeypatch.setattr(_profile, "_torchs", lambda path: contextlib.nullcontext())
+    model = network()
+    optimizer = optim.AdamW(model.parameters())
+    inputs, targets = batch(0)
+    with mpkernels.profile(tmp_path / "trace.json"):
+        for _ in range(2):
+            (model(inputs) - targets).square().mean().backward()
+            optimizer.step()
+        with pytest.raises(RuntimeError):
+            model(targets)
+    step = ["mpkernels.forward", "end", "mpkernels.backward", "end", "mpkernels.step", "end"]
+    assert seen == [*step, *step, "mpkernels.forward", "end"]
 
 
 def test_a_directory_is_for_tensorboard(tmp_path):
