@@ -151,12 +151,12 @@ def test_the_users_allocator_is_left_alone(persistent):
 def test_choice_of_tiles(chip):
     kinds = _linear_act_tiles.TILES[chip]
 
-    def tile(rows, dtype, precision="ieee", features=32):
-        x, weight, _, _ = matrices(rows, features, 16, dtype)
+    def tile(rows, dtype, precision="ieee", features=32, outputs=16):
+        x, weight, _, _ = matrices(rows, features, outputs, dtype)
         return _linear_act_tiles.tile(chip, x, weight, precision)
 
     assert tile(80, torch.bfloat16) == kinds["16 bits"]
-    assert tile(64, torch.float16) == kinds["16 bits, few rows"]
+    assert tile(64, torch.float16) == tile(80, torch.float16, outputs=1) == kinds["16 bits, few rows"]
     assert tile(80, torch.float32) == tile(80, torch.float32, features=33) == kinds["fp32"]
     assert tile(80, torch.float32, "tf32") == kinds["tf32"]
     for features in (31, 24):  # rows of 24 start at multiples of 8, which Triton doesn't know of

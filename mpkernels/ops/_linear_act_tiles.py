@@ -58,7 +58,9 @@ def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
         return UNEVEN
     if x.dtype == torch.float32:
         return TILES[chip]["tf32"]
-    return TILES[chip]["16 bits, few rows" if len(x) <= FEW_ROWS else "16 bits"]
+    # Triton makes a constant of a 1, and 3.6 then spills in the larger tile.
+    is_few = len(x) <= FEW_ROWS or len(weight) == 1
+    return TILES[chip]["16 bits, few rows" if is_few else "16 bits"]
 
 
 def _is_even(matrix: Tensor) -> bool:

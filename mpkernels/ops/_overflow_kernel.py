@@ -9,6 +9,7 @@ from mpkernels.ops._table import BLOCK, FP64, is_last_one_out, load_as
 
 FIELDS = tl.constexpr(6)
 INFINITY = tl.constexpr(float("inf"))
+NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -18,7 +19,7 @@ def count_span(of_chunk, dtype, address, begin, size, compute: tl.constexpr):
     infs = tl.zeros([BLOCK // 2], tl.int32)
     nans = tl.zeros([BLOCK // 2], tl.int32)
     zeros = tl.zeros([BLOCK // 2], tl.int32)
-    first = tl.full([BLOCK // 2], INFINITY, tl.float64)
+    first = tl.full([BLOCK // 2], NOWHERE, tl.int32)
     largest = tl.zeros([BLOCK // 2], compute)
     for i in range(0, size, BLOCK // 2):
         mask = i + lanes < size
@@ -28,12 +29,13 @@ def count_span(of_chunk, dtype, address, begin, size, compute: tl.constexpr):
         infs += inf.to(tl.int32)
         nans += nan.to(tl.int32)
         zeros += (mask & (magnitude == 0)).to(tl.int32)
-        first = tl.where(inf | nan, tl.minimum(first, (begin + i + lanes).to(tl.float64)), first)
+        first = tl.where(inf | nan, tl.minimum(first, i + lanes), first)
         is_larger = mask & (magnitude < INFINITY) & (magnitude > largest)
         largest = tl.where(is_larger, magnitude, largest)
     tl.store(of_chunk + 1, tl.sum(infs).to(tl.float64))
     tl.store(of_chunk + 2, tl.sum(nans).to(tl.float64))
-    tl.store(of_chunk + 3, tl.min(first))
+    at = tl.min(first)
+    tl.store(of_chunk + 3, tl.where(at == NOWHERE, INFINITY, (begin + at).to(tl.float64)))
     tl.store(of_chunk + 4, tl.max(largest).to(tl.float64))
     tl.store(of_chunk + 5, tl.sum(zeros).to(tl.float64))
 

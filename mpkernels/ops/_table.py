@@ -75,7 +75,7 @@ def find_span(words, tensors, chunk, CHUNK: tl.constexpr, ROW: tl.constexpr):
     number = tl.load(words + tensors * ROW + chunk)
     row = words + number * ROW
     begin = (chunk - tl.load(row + 2)) * CHUNK
-    return number, row, begin, tl.minimum(tl.load(row + 1) - begin, CHUNK)
+    return number, row, begin, tl.minimum(tl.load(row + 1) - begin, CHUNK).to(tl.int32)
 
 
 @triton.jit

@@ -22,8 +22,9 @@ from mpkernels.ops._table import BLOCK, FP32, FP64, block_at, load_as, store_as
 from mpkernels.ops.adamw import _adamw
 
 # Words of a row after the common ones: addresses of grad, exp_avg, exp_avg_sq, max_exp_avg_sq or 0, the weight (param
-# or its fp32 master), the remainder or 0, step; dtypes of grad, states and weight; the group; address of scales or 0.
-ROW = tl.constexpr(_table.ROW.value + 12)
+# or its fp32 master), the remainder or 0, step; dtypes of grad, states and weight; the group; address of scales or 0;
+# how many of its programs are done.
+ROW = tl.constexpr(_table.ROW.value + 13)
 # Words of a group: addresses of lr, beta1 and beta2 where they are tensors, else 0; the dtypes of those; as fp64 lr,
 # beta1, beta2, weight_decay, eps, the grads' sign, max_norm.
 GROUP = tl.constexpr(13)
@@ -45,6 +46,11 @@ def hyperparameter(group, which: tl.constexpr):
         else:
             value = tl.load(address.to(tl.pointer_type(tl.float32))).to(tl.float64)
     return value
+
+
+@triton.jit
+def step_of(row):
+    return tl.load(row + 10).to(tl.pointer_type(tl.float32))
 
 
 @triton.jit
@@ -221,26 +227,24 @@ def adamw_kernel(
     if tl.program_id(0) == 0:
         tell(skipped, grad_scale, total_sumsq, told, skipped_steps)
     tensor, row, begin, size = _table.find_span(words, tensors, tl.program_id(0), CHUNK, ROW)
-    tickets = words + tensors * ROW + chunks
     if skipped:
         if report is not None:
             overflow_program(
-                tl.program_id(0), row, tensor, begin, size, tl.load(row + 4), tl.load(row + 11), tickets + tensor,
+                tl.program_id(0), row, tensor, begin, size, tl.load(row + 4), tl.load(row + 11), row + 16,
                 report, of_chunk, grad_scale, CHUNK=CHUNK, UNSCALED=False,
             )  # fmt: skip
         return
-    step = tl.load(row + 10).to(tl.pointer_type(tl.float32))
-    steps_before = tl.load(step)
     clipped_by = total_sumsq if IS_CLIPPED else None
-    by = scalars_of(tickets + tensors + tl.load(row + 14) * GROUP, steps_before, grad_scale, clipped_by)
+    group = words + tensors * ROW + chunks + tl.load(row + 14) * GROUP
+    by = scalars_of(group, tl.load(step_of(row)), grad_scale, clipped_by)
     if tl.load(row + 3) == FP64:
         step_span(row, begin, size, by, tl.float64)
     elif HAS_INT8 and tl.load(row + 15) != 0:
         step_int8(row, begin, size, by)
     else:
         step_span(row, begin, size, by, tl.float32)
-    if _table.is_last_one_out(tickets + tensor, tl.maximum(tl.cdiv(tl.load(row + 1), CHUNK), 1)):
-        tl.store(step, steps_before + 1)
+    if _table.is_last_one_out(row + 16, tl.maximum(tl.cdiv(tl.load(row + 1), CHUNK), 1)):
+        tl.store(step_of(row), tl.load(step_of(row)) + 1)
 
 
 def own_words(grad: Tensor, arrays: Sequence[Tensor], scales: Tensor, step: Tensor, group: int) -> list[int]:
@@ -249,7 +253,8 @@ def own_words(grad: Tensor, arrays: Sequence[Tensor], scales: Tensor, step: Tens
     weight = param if is_split or not master.numel() else master
     addresses = [it.data_ptr() for it in (grad, *arrays[1:4], weight)]
     dtypes = [_table.CODES.get(it.dtype, FP32.value) for it in (grad, exp_avg, weight)]  # int8 moments become fp32
-    return [*addresses, master.data_ptr() if is_split else 0, step.data_ptr(), *dtypes, group, scales.data_ptr()]
+    remainder = master.data_ptr() if is_split else 0
+    return [*addresses, remainder, step.data_ptr(), *dtypes, group, scales.data_ptr(), 0]
 
 
 def group_words(call: Arguments) -> list[int]:
@@ -283,7 +288,7 @@ def adamw_triton(*arguments: Any) -> None:
         flat.append(arrays[0])
         grads.append(_table.lend(call.grads[i], like))
         own.append(own_words(grads[i], arrays, call.scales[i] if call.scales else nothing, call.steps[i], group))
-    table = _table.build(flat, [0] * len(flat) + group_words(call), own)
+    table = _table.build(flat, group_words(call), own)
     of_chunk = None if call.report is None else call.report.new_empty(table.chunks * FIELDS.value)
     adamw_kernel[(table.chunks,)](
         *table, call.grad_scale, call.found_inf, call.total_sumsq, call.told, call.skipped_steps, call.report,

@@ -25,13 +25,17 @@ def stats_of_span(address, size, T: tl.constexpr):
     for begin in range(0, whole, BLOCK):
         grad = tl.load(aligned + begin + lanes).to(tl.float64)
         sumsq += grad * grad
-        bad |= is_non_finite(grad)
+        if T.is_fp64():  # of any other the squares stay finite
+            bad |= is_non_finite(grad)
     grads = address.to(tl.pointer_type(T))
     for begin in range(whole, size, BLOCK):
         grad = tl.load(grads + begin + lanes, mask=begin + lanes < size, other=0).to(tl.float64)
         sumsq += grad * grad
-        bad |= is_non_finite(grad)
-    return tl.sum(sumsq), tl.max(bad.to(tl.float64))
+        if T.is_fp64():
+            bad |= is_non_finite(grad)
+    total = tl.sum(sumsq)
+    is_bad = tl.max(bad.to(tl.float64)) if T.is_fp64() else is_non_finite(total).to(tl.float64)
+    return total, is_bad
 
 
 @triton.jit
