@@ -40,7 +40,7 @@ def _reference(
     with _without_autocast(dy):
         dz = ACTIVATIONS[activation].backward(dy.to(compute) @ weight.to(compute), saved.to(compute))
         dbias = dy.new_empty(0) if bias_dtype is None else dz.sum(0).to(bias_dtype)
-    return dz.to(dy.dtype), dbias
+    return dz.to(dy.dtype).contiguous(), dbias
 
 
 _linear_dact = define(
