@@ -17,7 +17,8 @@ inline int64_t rows_in_block(int64_t columns) {
 
 // 16-bit matrices are widened, multiplied in fp32 and narrowed, for most CPUs take several times as long to multiply
 // them as they are. Where there are instructions for it, it is torch that multiplies them, and what is rounded is
-// rounded as torch rounds it: z, and dz on its way to dx and to a 16-bit dweight.
+// rounded as torch rounds it: z, dz on its way to dx and to a 16-bit dweight, and the product that linear_dact begins
+// with.
 inline std::atomic<int32_t> halves_forced{-1};  // by tests: 0 or 1
 
 inline bool multiplies_halves(Dtype dtype) {
