@@ -19,10 +19,11 @@ struct Forward {
   void* saved;  // or null
 };
 
-// dy, saved -> dz in fp32, in dtype or both, and the sums of its columns.
+// dy, saved -> dz in fp32, in dtype or both, and the sums of its columns. dy may be fp32 or of dtype; saved is of
+// dtype. A dz may be where dy is.
 struct Backward {
   Activation activation;
-  Dtype dtype;
+  Dtype dy_dtype, dtype;
   const void* dy;
   const void* saved;  // not looked at if the activation saves nothing
   float* dz;          // or null

@@ -42,12 +42,12 @@ static void forward_rows(const Forward& pass, int64_t rows, int64_t columns) {
   }
 }
 
-template <class A, class T>
+template <class A, class D, class T>
 static void backward_rows(const Backward& pass, int64_t rows, int64_t columns) {
   if (pass.sums) memset(pass.sums, 0, columns * sizeof(float));
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t first = row * columns;
-    const T* const dy = static_cast<const T*>(pass.dy) + first;
+    const D* const dy = static_cast<const D*>(pass.dy) + first;
     for_each_vector(columns, [&](int64_t i, auto count) {
       Floats dz = load_some(dy + i, count);
       if constexpr (A::kSaves != Saves::nothing)
@@ -82,8 +82,14 @@ void linear_act_rows(const Forward& pass, int64_t rows, int64_t columns) {
 
 void linear_act_backward_rows(const Backward& pass, int64_t rows, int64_t columns) {
   with_activation(pass.activation, [&](auto activation) {
-    with_float_or_half(pass.dtype,
-                       [&](auto zero) { backward_rows<decltype(activation), decltype(zero)>(pass, rows, columns); });
+    with_float_or_half(pass.dtype, [&](auto zero) {
+      using A = decltype(activation);
+      using T = decltype(zero);
+      if (pass.dy_dtype == Dtype::f32)
+        backward_rows<A, float, T>(pass, rows, columns);
+      else
+        backward_rows<A, T, T>(pass, rows, columns);
+    });
   });
 }
 

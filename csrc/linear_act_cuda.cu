@@ -98,7 +98,7 @@ __device__ void store_column_sums(const Elements<float, count>& share, const Pla
 }
 
 // dz and its sums over the rows of each block, where they are wanted.
-template <class T, int count>
+template <class D, class T, int count>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     act_backward_kernel(Strided dy, Strided saved, T* dz, Result sums, Tiling tiling, Activation activation) {
   const Place<count> place(tiling);
@@ -106,8 +106,9 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   if (place.column < tiling.columns) {
     with_activation(activation, [&](auto f) {
       for (int64_t row = place.row; row < place.end; row += place.lines) {
-        const auto grad = read<T, count>(dy, row, place.column);
-        const auto known = saved.data ? read<T, count>(saved, row, place.column) : grad;
+        const auto grad = read<D, count>(dy, row, place.column);
+        Elements<T, count> known{};
+        if (saved.data) known = read<T, count>(saved, row, place.column);
         Elements<T, count> rounded;
         for (int i = 0; i < count; ++i) {
           const float wide = f.backward(widen(grad.at[i]), widen(known.at[i]));
@@ -144,30 +145,27 @@ cudaError_t bias_act_cuda(Dtype dtype, const float* z, const Strided& bias, void
   });
 }
 
-int64_t count_partial_sums(int64_t rows, int64_t columns) {
-  const int64_t row_blocks = Tiling(rows, columns).row_blocks();
-  return row_blocks > 1 ? row_blocks * columns : 0;
+int64_t count_row_blocks(int64_t rows, int64_t columns) { return Tiling(rows, columns).row_blocks(); }
+
+static cudaError_t act_backward(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, const Result& sums,
+                                const Tiling& tiling, Activation activation, cudaStream_t stream) {
+  return with_elements(dtype, tiling, [&](auto zero, auto count) {
+    using T = decltype(zero);
+    const auto kernel =
+        dy.dtype == Dtype::f32 ? act_backward_kernel<float, T, count> : act_backward_kernel<T, T, count>;
+    return launch(kernel, tiling.blocks(), stream, dy, saved, static_cast<T*>(dz), sums, tiling, activation);
+  });
 }
 
-cudaError_t act_backward_cuda(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, const Result& dbias,
-                              float* partial_sums, int64_t rows, int64_t columns, Activation activation,
-                              cudaStream_t stream) {
-  const Tiling tiling(rows, columns);
-  const bool in_two_stages = dbias.data && tiling.row_blocks() > 1;
-  const Result sums = in_two_stages ? Result{partial_sums, Dtype::f32} : dbias;
-  const cudaError_t error = with_elements(dtype, tiling, [&](auto zero, auto count) {
-    using T = decltype(zero);
-    return launch(act_backward_kernel<T, count>, tiling.blocks(), stream, dy, saved, static_cast<T*>(dz), sums, tiling,
-                  activation);
-  });
-  if (error != cudaSuccess || !in_two_stages) return error;
-  const Strided partial(partial_sums, columns, 1, Dtype::f32);
-  const Tiling last = Tiling::of_one_row_of_blocks(tiling.row_blocks(), columns);
-  return with_elements(Dtype::f32, last, [&](auto zero, auto count) {
-    using T = decltype(zero);
-    return launch(act_backward_kernel<T, count>, last.blocks(), stream, partial, Strided(), static_cast<T*>(nullptr),
-                  dbias, last, Activation::none);
-  });
+cudaError_t act_backward_cuda(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, const Result& sums,
+                              int64_t rows, int64_t columns, Activation activation, cudaStream_t stream) {
+  return act_backward(dtype, dy, saved, dz, sums, Tiling(rows, columns), activation, stream);
+}
+
+cudaError_t add_up_cuda(const float* rows_of_sums, const Result& sum, int64_t rows, int64_t columns,
+                        cudaStream_t stream) {
+  return act_backward(Dtype::f32, Strided(rows_of_sums, columns, 1, Dtype::f32), Strided(), nullptr, sum,
+                      Tiling::of_one_row_of_blocks(rows, columns), Activation::none, stream);
 }
 
 }  // namespace mpk

@@ -2,25 +2,13 @@
 // ends in what the pass would do, where cublasLt has it.
 #ifdef MPK_CUDA
 
+#include "linear_act_cuda_torch.h"
+
 #include <optional>
 
 #include "common/torch_cublaslt.h"
-#include "linear_act_cuda.h"
-#include "linear_act_torch.h"
 
 namespace mpk {
-
-static int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// How many rows of z in fp32 to have at a time: no more than the L2 caches of large chips hold until the pass has read
-// them, in blocks of equal length, of whole tiles of a product.
-static int64_t rows_at_once(int64_t rows, int64_t columns) {
-  constexpr int64_t kMost = int64_t{32} << 20, kTile = 256;
-  const int64_t tiles = divide_up(rows, kTile), most = std::max<int64_t>(1, kMost / (4 * columns * kTile));
-  return std::min(rows, divide_up(tiles, divide_up(tiles, most)) * kTile);
-}
-
-static Strided strided(const Matrix& it) { return Strided(it.data, it.row_stride, it.column_stride, it.dtype); }
 
 static void multiply_and_pass(const Cublas& cublas, const LinearActArguments& it, const Matrix& x, const Matrix& weight,
                               const Matrix& y, const Tensor* saved) {
@@ -69,18 +57,13 @@ MPK_CUDA_KERNEL(LinearActArguments::kOp, linear_act_on_cuda)
 // dz in dy's dtype, unless it is null, and dbias.
 static void pass_backward(const LinearActBackwardArguments& it, const Matrix& dy, const OwnMatrix* dz,
                           const Tensor& dbias, cudaStream_t stream) {
-  Result sums{nullptr, it.dtype};
-  if (it.wants_dbias()) {
-    sums.data = dbias.data();
-    find_dtype(dbias.dtype(), &sums.dtype);
-  }
-  const int64_t partial_sums = it.wants_dbias() ? count_partial_sums(it.rows(), it.outputs()) : 0;
-  const Tensor scratch = it.dy.scratch(sizeof(float) * partial_sums);
-  require_success(act_backward_cuda(it.dtype, strided(dy),
-                                    saves(it.activation) == Saves::nothing ? Strided() : strided(Matrix(it.saved)),
-                                    dz ? dz->view.data : nullptr, sums, scratch.data<float>(), it.rows(), it.outputs(),
-                                    it.activation, stream),
-                  it.kOp);
+  const ColumnSums sums(dbias, count_row_blocks(it.rows(), it.outputs()));
+  require_success(
+      act_backward_cuda(it.dtype, strided(dy),
+                        saves(it.activation) == Saves::nothing ? Strided() : strided(Matrix(it.saved)),
+                        dz ? dz->view.data : nullptr, sums.of_block(0), it.rows(), it.outputs(), it.activation, stream),
+      it.kOp);
+  sums.add_up(it.kOp, stream);
 }
 
 static void linear_act_backward_on_cuda(StableIValue* stack, uint64_t, uint64_t) {

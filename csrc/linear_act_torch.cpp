@@ -1,72 +1,6 @@
-#include "linear_act_torch.h"
-
-#include <atomic>
-
-#include "common/torch_matrix.h"
+#include "linear_act_cpu_torch.h"
 
 namespace mpk {
-
-static constexpr int64_t kRowsOfSum = 32;         // partial sums of so many rows, whatever the number of threads
-static constexpr int64_t kBlockBytes = 16 << 20;  // of z or dz in fp32
-
-static int64_t rows_in_block(int64_t columns) {
-  return std::max<int64_t>(kBlockBytes / (4 * columns + 1) / kRowsOfSum * kRowsOfSum, kRowsOfSum);
-}
-
-// 16-bit matrices are widened, multiplied in fp32 and narrowed, for most CPUs take several times as long to multiply
-// them as they are. Where there are instructions for it, it is torch that multiplies them, and what is rounded is
-// rounded as torch rounds it: z, and dz on its way to dx and to a 16-bit dweight.
-static std::atomic<int32_t> halves_forced{-1};  // by tests: 0 or 1
-
-static bool multiplies_halves(Dtype dtype) {
-  static const HalfProducts cpu = half_products();
-  const int32_t forced = halves_forced;
-  if (dtype == Dtype::f32) return false;
-  return forced >= 0 ? forced : dtype == Dtype::f16 ? cpu.fp16 : cpu.bf16;
-}
-
-// A matrix, or a copy of it in another format or layout.
-struct Widened {
-  Widened borrowed() const { return {view, nullptr}; }
-
-  Matrix view;
-  std::unique_ptr<ScratchMatrix> memory;
-};
-
-static Widened in_scratch(const Matrix& like, int32_t torch_dtype) {
-  auto memory = std::make_unique<ScratchMatrix>(like.rows, like.columns, torch_dtype);
-  return {memory->view, std::move(memory)};
-}
-
-static Widened contiguous(const Matrix& matrix) {
-  if (matrix.is_contiguous()) return {matrix, nullptr};
-  Widened copy = in_scratch(matrix, matrix.torch_dtype);
-  copy.view.tensor().copy_from(matrix.tensor());
-  return copy;
-}
-
-static Widened widen(const Matrix& matrix) {
-  if (matrix.dtype == Dtype::f32) return {matrix, nullptr};
-  if (matrix.column_stride != 1 && matrix.row_stride == 1) {
-    Widened other = widen(matrix.transposed());
-    return {other.view.transposed(), std::move(other.memory)};
-  }
-  if (matrix.column_stride != 1) return widen(contiguous(matrix).view);
-  Widened wide = in_scratch(matrix, aoti_torch_dtype_float32());
-  const auto widen_span = MPK_BEST(widen_span);
-  parallel_for(matrix.rows, matrix.columns, [&](int64_t row, int64_t last) {
-    for (; row < last; ++row)
-      widen_span(matrix.dtype, matrix.at(row), static_cast<float*>(wide.view.at(row)), matrix.columns);
-  });
-  return wide;
-}
-
-static void narrow(const Matrix& wide, const Matrix& to) {
-  const auto narrow_span = MPK_BEST(narrow_span);
-  parallel_for(wide.rows, wide.columns, [&](int64_t first, int64_t last) {
-    narrow_span(to.dtype, static_cast<const float*>(wide.at(first)), to.at(first), (last - first) * wide.columns);
-  });
-}
 
 class ForwardOnCpu {
  public:
@@ -146,11 +80,11 @@ class BackwardOnCpu {
         dy_(contiguous(Matrix(it_.dy))),
         saved_(saves(it_.activation) == Saves::nothing ? dy_.borrowed() : contiguous(Matrix(it_.saved))),
         rounded_dz_(rounds_dz_ ? it_.rows() : 0, it_.outputs(), it_.dy.dtype()),
-        sums_(std::max<int64_t>(1, chunks_in(it_.rows())), it_.wants_dbias() ? it_.outputs() : 0, fp32()) {
+        pass_(it_.activation, it_.dtype, it_.rows(), it_.outputs(), it_.wants_dbias()) {
     in_fp32(/*multiply_dx=*/it_.wants_dx() && !in_halves_, /*multiply_dweight=*/it_.wants_dweight() && !in_halves_);
     if (in_halves_ && it_.wants_dx()) multiply(dx_, rounded_dz_.view, Matrix(*it_.weight));
     if (in_halves_ && it_.wants_dweight()) multiply_dweight_in_halves();
-    if (it_.wants_dbias()) add_up_sums();
+    if (it_.wants_dbias()) pass_.add_up(Matrix(dbias_result_));
   }
 
   void return_to(StableIValue* stack) {
@@ -161,7 +95,6 @@ class BackwardOnCpu {
 
  private:
   static int32_t fp32() { return aoti_torch_dtype_float32(); }
-  static int64_t chunks_in(int64_t rows) { return (rows + kRowsOfSum - 1) / kRowsOfSum; }
   bool has_narrow_dweight() const { return it_.wants_dweight() && it_.weight_dtype != fp32(); }
 
   // At least one block: without a row, dweight and dbias are 0.
@@ -178,7 +111,7 @@ class BackwardOnCpu {
     do {
       const int64_t rows = std::min(block, it_.rows() - first);
       const Matrix dz = wide_dz.view.rows_from(0, rows);
-      differentiate(wants_dz ? &dz : nullptr, first, rows);
+      differentiate(first, rows, wants_dz ? &dz : nullptr);
       if (multiply_dx) {
         const Matrix to = dx_.rows_from(first, rows), dx = narrow_dx ? wide_dx.view.rows_from(0, rows) : to;
         multiply(dx, dz, weight.view);
@@ -209,34 +142,11 @@ class BackwardOnCpu {
   }
 
   // dz of the rows from first on, in each format that is wanted, and the sums of its columns.
-  void differentiate(const Matrix* wide_dz, int64_t first, int64_t rows) const {
+  void differentiate(int64_t first, int64_t rows, const Matrix* wide_dz) const {
     if (!wide_dz && !rounds_dz_ && !it_.wants_dbias()) return;
-    const auto linear_act_backward_rows = MPK_BEST(linear_act_backward_rows);
-    parallel_for(std::max<int64_t>(1, chunks_in(rows)), kRowsOfSum * it_.outputs(), [&](int64_t chunk, int64_t end) {
-      for (; chunk < end; ++chunk) {
-        const int64_t begin = chunk * kRowsOfSum, row = first + begin;
-        linear_act_backward_rows(
-            {it_.activation, it_.dtype, dy_.view.at(row), saved_.view.at(row),
-             wide_dz ? static_cast<float*>(wide_dz->at(begin)) : nullptr,
-             rounds_dz_ ? rounded_dz_.view.at(row) : nullptr, it_.wants_dbias() ? sums_of(row / kRowsOfSum) : nullptr},
-            std::min(kRowsOfSum, rows - begin), it_.outputs());
-      }
-    });
-  }
-
-  float* sums_of(int64_t chunk) const { return static_cast<float*>(sums_.view.at(chunk)); }
-
-  void add_up_sums() const {
-    const Matrix dbias(dbias_result_);
-    const auto narrow_span = MPK_BEST(narrow_span);
-    parallel_for(dbias.columns, sums_.view.rows, [&](int64_t column, int64_t last) {
-      for (; column < last; ++column) {
-        double sum = 0;
-        for (int64_t chunk = 0; chunk < sums_.view.rows; ++chunk) sum += sums_of(chunk)[column];
-        const float rounded = static_cast<float>(sum);
-        narrow_span(dbias.dtype, &rounded, dbias.transposed().at(column), 1);
-      }
-    });
+    const Matrix dy = dy_.view.rows_from(first, rows);
+    const Matrix rounded_dz = rounds_dz_ ? rounded_dz_.view.rows_from(first, rows) : dy;
+    pass_.run(first, dy, saved_.view.rows_from(first, rows), wide_dz, rounds_dz_ ? &rounded_dz : nullptr);
   }
 
   const LinearActBackwardArguments it_;
@@ -244,7 +154,8 @@ class BackwardOnCpu {
   const Matrix dx_, dweight_;
   const bool in_halves_, rounds_dz_;
   const Widened dy_, saved_;
-  const ScratchMatrix rounded_dz_, sums_;
+  const ScratchMatrix rounded_dz_;
+  const BackwardPass pass_;
 };
 
 static void linear_act_backward_on_cpu(StableIValue* stack, uint64_t, uint64_t) {

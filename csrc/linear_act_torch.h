@@ -19,6 +19,17 @@ inline bool is_matrix(const Tensor& tensor, int64_t rows, int64_t columns, const
          tensor.device() == like.device();
 }
 
+// A gradient's dtype is that of like, fp32, or -1: it is not wanted.
+inline void require_gradient_dtype(int32_t torch_dtype, const Tensor& like, const char* op) {
+  require(torch_dtype == -1 || torch_dtype == like.dtype() || torch_dtype == aoti_torch_dtype_float32(), op,
+          "a gradient's dtype");
+}
+
+inline Tensor new_dbias(const Tensor& dy, int64_t columns, int32_t bias_dtype) {
+  const int64_t size = bias_dtype == -1 ? 0 : columns;
+  return dy.new_empty(1, &size, bias_dtype == -1 ? dy.dtype() : bias_dtype);
+}
+
 struct LinearActArguments {
   static constexpr const char* kOp = "linear_act";
 
@@ -73,8 +84,8 @@ struct LinearActBackwardArguments {
     require(saves(activation) == Saves::nothing || is_matrix(saved, rows(), outputs(), dy), kOp,
             "saved does not fit dy");
     require(weight_dtype == -1 || x, kOp, "x is missing");
-    for (const int32_t each : {weight_dtype, bias_dtype})
-      require(each == -1 || each == dy.dtype() || each == aoti_torch_dtype_float32(), kOp, "a gradient's dtype");
+    require_gradient_dtype(weight_dtype, dy, kOp);
+    require_gradient_dtype(bias_dtype, dy, kOp);
   }
   int64_t rows() const { return dy.sizes()[0]; }
   int64_t outputs() const { return dy.sizes()[1]; }
@@ -85,10 +96,7 @@ struct LinearActBackwardArguments {
   Tensor new_dweight() const {
     return new_gradient(wants_dweight(), outputs(), wants_dweight() ? x->sizes()[1] : 0, weight_dtype);
   }
-  Tensor new_dbias() const {
-    const int64_t size = wants_dbias() ? outputs() : 0;
-    return dy.new_empty(1, &size, wants_dbias() ? bias_dtype : dy.dtype());
-  }
+  Tensor new_dbias() const { return mpk::new_dbias(dy, outputs(), bias_dtype); }
 
   Tensor dy;
   std::unique_ptr<Tensor> x, weight;

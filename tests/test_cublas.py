@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mpkernels.ops import _registry
-from tests.linear import layer
+from tests.linear import before_a_layer, layer
 from tests.targets import TARGETS, emulated_variable
 from tests.test_ops import ARGUMENTS
 
@@ -22,6 +22,10 @@ def forward(*arguments):
 
 def backward(*arguments):
     return _registry._ops["linear_act_backward"](*arguments)
+
+
+def dact(*arguments):
+    return _registry._ops["linear_dact"](*arguments)
 
 
 def transposed(matrix):
@@ -58,6 +62,17 @@ def test_layouts_change_no_bit(emulated, shape, dtype):
             for strange_dy, strange_z in ((layout(dy), z), (dy, layout(z))):
                 got = backward(strange_dy, *operands, strange_z, "silu", F32, dtype)
                 assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("dtype", [B16, F32], ids=str)
+@pytest.mark.parametrize("shape", [(6, 5, 7), (6, 8, 16), (1, 8, 16), (6, 1, 16), (6, 8, 1)], ids=str)
+def test_layouts_change_no_bit_of_dact(emulated, shape, dtype):
+    operands = before_a_layer(*shape, dtype)
+    wanted = dact(*operands, "silu", F32)
+    for layout in LAYOUTS:
+        for which in itertools.product([False, True], repeat=3):
+            strange = [layout(it) if changes else it for it, changes in zip(operands, which, strict=True)]
+            assert all(map(torch.equal, dact(*strange, "silu", F32), wanted))
 
 
 @pytest.mark.parametrize("dtype", [B16, F32], ids=str)
@@ -99,6 +114,18 @@ def test_z_that_does_not_fit_into_scratch(emulated):
         assert torch.equal(z[rows], part_z)
 
 
+@pytest.mark.parametrize("bias_dtype", [B16, F32], ids=str)
+def test_a_product_that_does_not_fit_into_scratch(emulated, bias_dtype):
+    """In 16 bits three blocks of rows, in fp32 none: product and slope are the same, and sums go another way."""
+    dy, weight, z = before_a_layer(66_000, 1, 264, B16)
+    dz, dbias = dact(dy, weight, z, "silu", bias_dtype)
+    wide_dz, wide_dbias = dact(dy.float(), weight.float(), z.float(), "silu", F32)
+    assert torch.equal(dz, wide_dz.to(B16))
+    error = (dbias - wide_dbias).abs()
+    rounding = torch.finfo(bias_dtype).eps / 2 * wide_dbias.abs() if bias_dtype == B16 else 0
+    assert (error <= 66_000**0.5 * torch.finfo(F32).eps * wide_dz.abs().sum(0) + rounding).all()
+
+
 def test_launches(emulated):
     """A product and a pass; backward a pass and two products, and one more pass where there are partial sums."""
     launches = emulated_variable("emulation_launches")
@@ -116,6 +143,9 @@ def test_launches(emulated):
         assert count(backward, dy, x, weight, dy, "gelu", dtype, None) == 3
         assert count(backward, dy, x, weight, dy.new_empty(0), "none", dtype, None) == 2
         assert count(backward, dy, None, None, dy, "gelu", None, dtype) == 1
+        assert count(dact, x, weight.t(), dy, "gelu", dtype) == 2
+        assert count(dact, x.repeat(100, 1), weight.t(), dy.repeat(100, 1), "gelu", dtype) == 3
+        assert count(dact, x.repeat(100, 1), weight.t(), dy.repeat(100, 1), "gelu", None) == 2
         many = dy.repeat(100, 1)
         assert count(backward, many, None, None, many, "gelu", None, dtype) == 2
 
@@ -153,7 +183,7 @@ def start_without_cublas():
     has_cublas = emulated_variable("emulation_has_cublas")
     with TARGETS["cpu-cuda"].active():
         has_cublas.value = 0
-        for name in ("linear_act", "linear_act_backward"):
+        for name in ("linear_act", "linear_act_backward", "linear_dact"):
             with pytest.raises(RuntimeError, match=rf"{name}: this process has no cuBLAS.*backend\(\"triton\"\)"):
                 _registry._ops[name](*ARGUMENTS[name]("cpu"))
         dy = torch.ones(3, 4)

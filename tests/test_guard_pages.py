@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpkernels.ops import _registry, grad_stats, overflow_, unscale_, update_scale_
+from mpkernels.ops import _registry, grad_stats, linear_dact, overflow_, unscale_, update_scale_
 from mpkernels.ops._activations import ACTIVATIONS
 from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
 from tests.cases import DTYPES, random_grads
-from tests.linear import layer
+from tests.linear import before_a_layer, layer, saved_of
 from tests.targets import TARGETS
 from tests.test_adamw import STATES, WEIGHTS, Model
 
@@ -91,6 +91,13 @@ def linear_act_fenced(fence, sizes, dtype, activation):
         assert all(it.isfinite().all() for it in (y, *gradients))
 
 
+def linear_dact_fenced(fence, sizes, dtype, activation):
+    for shape in ((5, 33, 31), (1, 8, sizes[-1]), (sizes[-1], 8, 1), (5, 0, 3), (0, 5, 3), (8, 16, 24)):
+        dy, weight, z = before_a_layer(*shape, dtype)
+        results = linear_dact(fence(dy), fence(weight), fence(saved_of(z, activation)), activation, torch.float32)
+        assert all(it.isfinite().all() for it in results)
+
+
 def overflow_fenced(fence, sizes, dtype):
     grads = [fence(grad) for grad in random_grads([dtype], sizes)]
     report = fence(torch.zeros(1 + len(grads), 6, dtype=torch.float64))
@@ -112,6 +119,7 @@ CASES = {
     "update_scale_": (update_scale_fenced, [(0.0,), (1.0,)]),
     "linear_act": (linear_act_fenced, LINEAR_CASES[::2]),
     "linear_act_backward": (linear_act_fenced, LINEAR_CASES[1::2]),
+    "linear_dact": (linear_dact_fenced, LINEAR_CASES),
 }
 
 

@@ -10,7 +10,16 @@ from mpkernels import _extension
 from mpkernels.functional import linear_act
 from mpkernels.ops._activations import ACTIVATIONS
 from mpkernels.ops.linear_act import _linear_act_backward
-from tests.linear import assert_contract, layer, relative_error, results
+from mpkernels.ops.linear_dact import _linear_dact
+from tests.linear import (
+    assert_contract,
+    assert_contract_of_dact,
+    before_a_layer,
+    layer,
+    relative_error,
+    results,
+    torchs_dact,
+)
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -29,6 +38,12 @@ def forced(request):
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_error_contract(activation, dtype, bias):
     assert_contract(linear_act, *layer(130, 97, 75, dtype, bias=bias), activation)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_error_contract_of_dact(activation, dtype):
+    assert_contract_of_dact(*before_a_layer(130, 75, 97, dtype), activation)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
@@ -62,6 +77,22 @@ def test_several_blocks(activation, dtype):
         want = results(linear_act, *arguments, activation)
     for mine, references in zip(got, want, strict=True):
         assert relative_error(mine, references) <= 8 * torch.finfo(dtype).eps  # of sums over 140,001
+
+
+@pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
+def test_several_blocks_of_dact(dtype):
+    dy, weight, z = before_a_layer(70, 3, 140_001, dtype)
+    arguments = dy, weight, z, "silu", torch.float32
+    for mine, references in zip(_linear_dact(*arguments), _linear_dact.reference(*arguments), strict=True):
+        assert relative_error(mine, references) <= 8 * torch.finfo(dtype).eps
+
+
+def test_dact_takes_a_product_of_16_bits_where_those_are_fast(forced):
+    """torch rounds it, and dz is rounded once more."""
+    dy, weight, z = before_a_layer(130, 75, 97, torch.bfloat16)
+    dz, _ = _linear_dact(dy, weight, z, "gelu", None)
+    want, _ = torchs_dact(dy.double(), weight.double(), z.double(), "gelu")
+    assert (relative_error(dz, want) < 0.3 * torch.finfo(torch.bfloat16).eps) == (forced == 0)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -1,5 +1,7 @@
 """What Triton's kernels can get wrong and no other: edges of tiles, strides, the choice of a kernel, its formulas."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from mpkernels.functional import linear_act
 from mpkernels.ops import _linear_act_tiles, linear_act_triton
 from mpkernels.ops._activations import ACTIVATIONS
 from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
+from tests import linear
 from tests.linear import TORCH, assert_contract, layer
 from tests.targets import CPU, CUDA, TARGETS
 
@@ -20,10 +23,7 @@ def _triton():
         yield
 
 
-def integers(*shape, dtype=torch.bfloat16, seed=0):
-    """Small enough that every sum is exact, in whichever order, and every result of these tests in 16 bits."""
-    generator = torch.Generator().manual_seed(seed + sum(shape))
-    return torch.randint(-2, 3, shape, generator=generator).to(DEVICE, dtype)
+integers = partial(linear.integers, device=DEVICE)
 
 
 def assert_exact(x, weight, bias, dy, activation="relu2"):

@@ -28,7 +28,7 @@ CALLS = [
     for it in samples
     if it is samples[0] or is_finite(it.arguments)
 ]
-PLAIN = ("unscale_", "grad_stats", "update_scale_")  # what users call takes the op's own arguments
+PLAIN = ("unscale_", "grad_stats", "update_scale_", "linear_dact")  # what users call takes the op's own arguments
 
 
 def test_every_op_is_tested_here():
@@ -122,7 +122,7 @@ def test_bad_input_changes_nothing(target, call):
         assert found_inf.item() == 0.0
 
 
-scalar, grad = torch.ones(()), torch.ones(3)
+scalar, grad, many = torch.ones(()), torch.ones(3), torch.ones(3, 3)
 count, pair = torch.ones((), dtype=torch.int32), torch.ones(2, dtype=torch.int32)
 ERRORS = [
     (ops.unscale_, (grad, scalar, scalar), TypeError, "unscale_: grads must be a list of tensors, got Tensor"),
@@ -164,9 +164,26 @@ ERRORS = [
      "overflow_: scale must be a tensor of one element, got shape (3,)"),
     (ops.overflow_, ([grad.to("meta")], scalar, None, False, torch.zeros(2, 6).double()), ValueError,
      "overflow_: grads[0] must be on cpu, got meta"),
+    (ops.linear_dact, (grad, many, many, "gelu", None), ValueError,
+     "linear_dact: dy must have shape (any, any), got (3,)"),
+    (ops.linear_dact, ([1.0], many, many, "gelu", None), TypeError, "linear_dact: dy must be a tensor, got list"),
+    (ops.linear_dact, (many.int(), many, many, "gelu", None), TypeError,
+     "linear_dact: dy must be one of fp16, bf16, fp32, fp64, got torch.int32"),
+    (ops.linear_dact, (many, many[:2], many, "gelu", None), ValueError,
+     "linear_dact: weight must have shape (3, any), got (2, 3)"),
+    (ops.linear_dact, (many, many.half(), many, "gelu", None), TypeError,
+     "linear_dact: weight must be torch.float32, got torch.float16"),
+    (ops.linear_dact, (many, many, many.to("meta"), "gelu", None), ValueError,
+     "linear_dact: saved must be on cpu, got meta"),
+    (ops.linear_dact, (many, many, many[:, :2], "gelu", None), ValueError,
+     "linear_dact: saved must have shape (3, 3), got (3, 2)"),
+    (ops.linear_dact, (many, many, many, "swish", None), ValueError,
+     "linear_dact: activation must be one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got 'swish'"),
+    (ops.linear_dact, (many, many, many, "gelu", torch.float16), TypeError,
+     "linear_dact: bias_dtype must be torch.float32, got torch.float16"),
     (mpkernels.backends, ("unscale",), ValueError,
-     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, overflow_, unscale_, "
-     "update_scale_, got 'unscale'"),
+     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, linear_dact, overflow_, "
+     "unscale_, update_scale_, got 'unscale'"),
     (mpkernels.backend("fastest").__enter__, (), ValueError,
      "backend: name must be one of native, triton, reference, got 'fastest'"),
 ]  # fmt: skip

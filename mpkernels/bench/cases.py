@@ -131,6 +131,7 @@ def _linear(place: Place) -> Iterator[Benchmark]:
             setting = Setting(place, dtype, linear.case(shape))
             baseline = "torch eager" if dtype == "fp32" else EAGER
             yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", baseline)
+            yield Benchmark("linear_dact", setting, partial(linear.compare_dact, setting), "linear_dact")
             if place.device == "cuda" and shape.rows in linear.MOST_TUNING:
                 tuned = partial(linear.compare, setting, compiled=True)
                 yield Benchmark("linear_act", setting, tuned, "linear_act", "torch.compile max-autotune")

@@ -1,4 +1,5 @@
-"""A linear layer and its activation, forward and backward, beside nn.Linear and nn.GELU; fp32 weights, autocast."""
+"""A linear layer and its activation, forward and backward, beside nn.Linear and nn.GELU; fp32 weights, autocast. And
+the product in which a layer's backward meets the activation before it."""
 
 from typing import NamedTuple
 
@@ -7,6 +8,7 @@ import torch
 from mpkernels.bench.networks import Layer, our_layer, torchs_layer
 from mpkernels.bench.pairs import Make, Pair, Run
 from mpkernels.bench.settings import DTYPES, Case, Setting
+from mpkernels.ops import linear_dact
 
 
 class Shape(NamedTuple):
@@ -62,3 +64,22 @@ def compare(setting: Setting, compiled: bool = False) -> Pair:
         clock="device",
         is_whole_step=False,
     )
+
+
+def compare_dact(setting: Setting) -> Pair:
+    """Of a layer that takes ``outputs`` back to ``inputs``, as an MLP's second does. torch takes three ops."""
+    (rows, inputs, outputs), device = setting.case.shapes[0], setting.place.device
+    generator = torch.Generator(device).manual_seed(0)
+    dy, weight, z = (
+        torch.randn(shape, device=device, dtype=DTYPES[setting.dtype], generator=generator)
+        for shape in ((rows, inputs), (inputs, outputs), (rows, outputs))
+    )
+
+    def ours() -> object:
+        return linear_dact(dy, weight, z, "gelu", dy.dtype)
+
+    def theirs() -> object:
+        dz = torch.ops.aten.gelu_backward(dy @ weight, z)
+        return dz, dz.sum(0)
+
+    return Pair(lambda: ours, lambda: theirs, flops=2 * rows * inputs * outputs)

@@ -86,7 +86,7 @@ def activate_backward(dy, saved, ACTIVATION: tl.constexpr):
         dz = dy * (s + saved * s * (1 - s) * (LINEAR + 3 * CUBIC * square))
     elif ACTIVATION == "silu":
         s = sigmoid(saved)
-        dz = dy * s * (1 + saved * (1 - s))
+        dz = dy * (s * (1 + saved * (1 - s)))
     elif ACTIVATION == "sigmoid":
         dz = dy * saved * (1 - saved)
     else:

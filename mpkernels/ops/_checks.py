@@ -66,3 +66,10 @@ def matrix(op: str, name: str, value: Tensor, shape: Sequence[int | None] | None
         raise TypeError(f"{op}: {name} must be {like.dtype}, got {value.dtype}")
     if like is not None and value.device != like.device:
         raise ValueError(f"{op}: {name} must be on {like.device}, got {value.device}")
+
+
+def gradient_dtype(op: str, name: str, value: torch.dtype | None, like: Tensor) -> None:
+    """That of ``like`` or fp32, or None."""
+    wanted = dict.fromkeys((like.dtype, torch.float32))
+    if value is not None and value not in wanted:
+        raise TypeError(f"{op}: {name} must be {' or '.join(map(str, wanted))}, got {value}")

@@ -2,8 +2,10 @@
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 GROUP = tl.constexpr(8)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
@@ -26,6 +28,26 @@ def multiply_add(a, b, total, PRECISION: tl.constexpr):
 
 
 @triton.jit
+def multiply(
+    a, b, rows, columns, M, N, K, a_row, a_column, b_row, b_column, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """Some rows of a [M, K] times some columns of b [K, N], in any strides."""
+    depth = tl.arange(0, BLOCK_K)
+    a_block = a + rows[:, None] * a_row + depth.to(tl.int64)[None, :] * a_column
+    b_block = b + columns[None, :] * b_column + depth.to(tl.int64)[:, None] * b_row
+    step = tl.full([], BLOCK_K, tl.int64)
+    total = tl.zeros([rows.shape[0], columns.shape[0]], tl.float32)
+    for begin in range(0, K, BLOCK_K):
+        left = depth < K - begin
+        a_part = tl.load(a_block, mask=(rows < M)[:, None] & left[None, :], other=0)
+        b_part = tl.load(b_block, mask=(columns < N)[None, :] & left[:, None], other=0)
+        total = multiply_add(a_part, b_part, total, PRECISION)
+        a_block += step * a_column
+        b_block += step * b_row
+    return total
+
+
+@triton.jit
 def add_bias(total, bias, columns, N):
     if bias is not None:
         total += tl.load(bias + columns, mask=columns < N, other=0).to(tl.float32)[None, :]
@@ -40,3 +62,13 @@ def chip() -> str:
     if target.backend == "hip":
         return "gfx942"
     return {9: "sm_90", 10: "sm_100"}.get(target.arch // 10, "sm_80")
+
+
+def precision() -> str:
+    """Of fp32's products: TF32 only where torch may."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+
+
+def refuse_fp64(op: str, tensor: Tensor) -> None:
+    if tensor.dtype == torch.float64:
+        raise TypeError(f"{op}: the Triton kernel takes fp16, bf16 and fp32, got {tensor.dtype}")

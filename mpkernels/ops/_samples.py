@@ -112,6 +112,19 @@ def linear_backward_of_nothing(device: torch.device) -> tuple[Any, ...]:
     return dy, None, None, torch.empty(0, dtype=B16, device=device), "none", None, None
 
 
+def linear_dact(
+    device: torch.device, dtype: torch.dtype, activation: str, sizes: tuple[int, int, int] = (5, 9, 7)
+) -> tuple[Any, ...]:
+    rows, outputs, columns = sizes
+    dy, weight, saved = matrices(dtype, device, (rows, outputs), (outputs, columns), (1, columns))
+    return dy, weight, saved.expand(rows, columns), activation, F32
+
+
+def linear_dact_of_nothing_saved(device: torch.device) -> tuple[Any, ...]:
+    dy, weight = matrices(F32, device, (5, 9), (9, 7))
+    return dy, weight, torch.empty(0, device=device), "none", None
+
+
 # Two sums of n terms in two orders differ by n roundings of the sum of magnitudes at most, two roundings to a dtype by
 # one of its eps; where terms cancel, the sum of magnitudes is some times the sum.
 SUMS = 1100 * torch.finfo(F64).eps
@@ -143,5 +156,11 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample(lambda device: linear_backward(device, B16, "gelu"), ROUNDED[B16]),
         Sample(lambda device: linear_backward(device, F32, "silu"), ROUNDED[F32]),
         Sample(linear_backward_of_nothing),
+    ],
+    "linear_dact": [
+        Sample(lambda device: linear_dact(device, B16, "gelu"), ROUNDED[B16]),
+        Sample(lambda device: linear_dact(device, F32, "tanh"), ROUNDED[F32]),
+        Sample(lambda device: linear_dact(device, F16, "silu", (128, 32, 64)), ROUNDED[F16]),
+        Sample(linear_dact_of_nothing_saved, ROUNDED[F32]),
     ],
 }

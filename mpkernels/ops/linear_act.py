@@ -73,10 +73,8 @@ def _check_backward(
     _checks.matrix(op, "saved", saved, (rows, columns) if ACTIVATIONS[activation].saves else (0,), dy)
     if weight_dtype is not None and x is None:
         raise TypeError(f"{op}: x must be a tensor where weight_dtype is given, got None")
-    for name, dtype in (("weight_dtype", weight_dtype), ("bias_dtype", bias_dtype)):
-        wanted = dict.fromkeys((dy.dtype, torch.float32))
-        if dtype is not None and dtype not in wanted:
-            raise TypeError(f"{op}: {name} must be {' or '.join(map(str, wanted))}, got {dtype}")
+    _checks.gradient_dtype(op, "weight_dtype", weight_dtype, dy)
+    _checks.gradient_dtype(op, "bias_dtype", bias_dtype, dy)
 
 
 def _reference_backward(

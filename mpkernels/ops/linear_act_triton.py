@@ -11,7 +11,7 @@ from torch import Tensor
 from mpkernels.ops import _linear_act_hopper_kernel, _linear_act_tiles
 from mpkernels.ops._activations import ACTIVATIONS
 from mpkernels.ops._activations_kernel import activate, activate_backward
-from mpkernels.ops._linear_act_product_kernel import add_bias, chip, multiply_add, tile_of
+from mpkernels.ops._linear_act_product_kernel import add_bias, chip, multiply, precision, refuse_fp64, tile_of
 from mpkernels.ops._registry import implement
 from mpkernels.ops.linear_act import _linear_act, _linear_act_backward, _without_autocast
 
@@ -29,18 +29,9 @@ def linear_act_kernel(
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)
-    depth = tl.arange(0, BLOCK_K)
-    x_block = x + rows[:, None] * x_row + depth.to(tl.int64)[None, :] * x_column
-    weight_block = weight + columns[None, :] * weight_row + depth.to(tl.int64)[:, None] * weight_column
-    step = tl.full([], BLOCK_K, tl.int64)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for begin in range(0, K, BLOCK_K):
-        left = depth < K - begin
-        x_part = tl.load(x_block, mask=(rows < M)[:, None] & left[None, :], other=0)
-        weight_part = tl.load(weight_block, mask=(columns < N)[None, :] & left[:, None], other=0)
-        total = multiply_add(x_part, weight_part, total, PRECISION)
-        x_block += step * x_column
-        weight_block += step * weight_column
+    total = multiply(
+        x, weight, rows, columns, M, N, K, x_row, x_column, weight_column, weight_row, PRECISION, BLOCK_K
+    )  # fmt: skip
     total = add_bias(total, bias, columns, N)
     at = rows[:, None] * N + columns[None, :]
     inside = (rows < M)[:, None] & (columns < N)[None, :]
@@ -76,7 +67,7 @@ def dact_kernel(
 def linear_act_triton(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool
 ) -> tuple[Tensor, Tensor]:
-    _refuse_fp64("linear_act", x)
+    refuse_fp64("linear_act", x)
     (rows, depth), columns = x.shape, len(weight)
     y = x.new_empty(rows, columns)
     saved = torch.empty_like(y) if save and ACTIVATIONS[activation].saves == "z" else x.new_empty(0)
@@ -88,11 +79,10 @@ def linear_act_triton(
     if on == "sm_90" and rows > _linear_act_tiles.FEW_ROWS and _linear_act_hopper_kernel.takes(x, weight):
         _linear_act_hopper_kernel.launch(x, weight, bias, y, z, activation)
         return y, saved
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
-    tile = _linear_act_tiles.tile(on, x, weight, precision)
+    tile = _linear_act_tiles.tile(on, x, weight, precision())
     linear_act_kernel[(tile.cover(rows, columns),)](
         x, weight, bias, y, z, rows, columns, depth, *x.stride(), *weight.stride(),
-        ACTIVATION=activation, PRECISION=precision, **tile._asdict(), enable_fp_fusion=False,
+        ACTIVATION=activation, PRECISION=precision(), **tile._asdict(), enable_fp_fusion=False,
     )  # fmt: skip
     return y, saved
 
@@ -107,7 +97,7 @@ def linear_act_backward_triton(
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    _refuse_fp64("linear_act_backward", dy)
+    refuse_fp64("linear_act_backward", dy)
     dx, dweight, dbias = (dy.new_empty(0) for _ in range(3))
     multiplies = weight is not None or weight_dtype is not None
     dz, sums = _dact(dy, saved, activation, multiplies, bias_dtype is not None)
@@ -144,8 +134,3 @@ def _mm(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
     if a.is_cuda:
         return torch.mm(a, b, out_dtype=dtype)
     return torch.mm(a.to(dtype), b.to(dtype))
-
-
-def _refuse_fp64(op: str, tensor: Tensor) -> None:
-    if tensor.dtype == torch.float64:
-        raise TypeError(f"{op}: the Triton kernel takes fp16, bf16 and fp32, got {tensor.dtype}")

@@ -57,4 +57,29 @@ def _backward(chip: str) -> Calls:
     yield dy, None, None, saved, activation, None, FP32  # sums alone
 
 
-CALLS: dict[str, Callable[[str], Calls]] = {"linear_act": _forward, "linear_act_backward": _backward}
+def _dact(chip: str) -> Calls:
+    def call(shape: tuple[int, int, int], dtype: torch.dtype, activation: str) -> tuple[Any, ...]:
+        _, weight, _, dy = layer(*shape, dtype)
+        saved = dy.new_empty(len(dy) if ACTIVATIONS[activation].saves else 0, weight.shape[1])
+        return dy, weight, saved if len(saved) else dy.new_empty(0), activation, FP32
+
+    yield call(FEW, FP16, "silu")
+    yield call(ODD, BF16, "gelu")
+    yield call(ONE_ROW, BF16, "gelu")
+    yield call(ONE_OUTPUT, BF16, "gelu")
+    yield call(MANY, FP32, "gelu")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield call(MANY, FP32, "gelu")
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    for activation in ACTIVATIONS if chip in ("sm_80", "sm_90") else ["gelu"]:
+        yield call(MANY, BF16, activation)
+    dy, weight, saved, activation, _ = call(MANY, BF16, "gelu_tanh")
+    yield dy, weight, saved, activation, None
+    yield dy, weight, saved.t().contiguous().t(), activation, FP32
+
+
+CALLS: dict[str, Callable[[str], Calls]] = {
+    "linear_act": _forward,
+    "linear_act_backward": _backward,
+    "linear_dact": _dact,
+}
