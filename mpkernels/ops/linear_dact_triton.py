@@ -45,10 +45,12 @@ def linear_dact_triton(
     refuse_fp64("linear_dact", dy)
     (rows, depth), columns = dy.shape, weight.shape[1]
     dz = dy.new_empty(rows, columns)
+    has_slope = ACTIVATIONS[activation].saves != ""
     tile = _linear_act_tiles.tile(chip(), dy, weight, precision())
+    if has_slope and saved.stride(1) != 1:
+        tile = _linear_act_tiles.UNEVEN
     parts = triton.cdiv(rows, tile.BLOCK_M)
     sums = None if bias_dtype is None else dy.new_empty(parts, columns, dtype=torch.float32)
-    has_slope = ACTIVATIONS[activation].saves != ""
     if dz.numel():
         linear_dact_kernel[(tile.cover(rows, columns),)](
             dy, weight, saved if has_slope else None, dz, sums, rows, columns, depth, *dy.stride(), *weight.stride(),
