@@ -78,10 +78,10 @@ def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> s
     """One of ``names``: the fastest, or the first, where that can't be known. ``prepare`` gives the code to time."""
     if (name := _settled(names)) is not None:
         return name
-    name = _known.get(case) or _find_out(case, names, prepare)
-    if name is None:
-        return names[0]
-    _known[case] = name
+    if (name := _known.get(case)) is None:
+        if (name := _find_out(case, names, prepare)) is None:
+            return names[0]
+        _known[case] = name
     return name
 
 

@@ -44,6 +44,7 @@ class Op:
         _library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
         self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         arguments = self.overload._schema.arguments
+        self._takes_lists = any(isinstance(argument.type, torch.ListType) for argument in arguments)
         self._mutated = [
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
@@ -52,8 +53,8 @@ class Op:
 
     def __call__(self, *arguments: Any) -> Any:
         """Kernels check what memory safety needs; what the user did wrong is worked out only once one has refused."""
-        # An iterator would be used up by the op, and nothing be left to tell autograd of.
-        arguments = tuple(list(each) if isinstance(each, Iterator) else each for each in arguments)
+        if self._takes_lists:  # an iterator would be used up by the op, and nothing be left to tell autograd of
+            arguments = tuple(list(each) if isinstance(each, Iterator) else each for each in arguments)
         try:
             if not self._mutated or torch.compiler.is_compiling():
                 return self.overload(*arguments)
