@@ -21,7 +21,8 @@ def captured(target):
             yield graph
         return
     graph = _Graph()
-    emulated_function("emulation_forget_captured")()  # an earlier graph's
+    if target.kernel == "cuda":
+        emulated_function("emulation_forget_captured")()  # an earlier graph's
     with graph, _interpreted_kernels_kept(graph):
         yield graph
 
