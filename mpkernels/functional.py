@@ -1,7 +1,7 @@
 """torch.nn.functional's shapes and rules around the ops."""
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from math import prod
 
 import torch
@@ -13,10 +13,10 @@ from torch.overrides import is_tensor_like
 
 from mpkernels import _cast_cache, selector
 from mpkernels._cast_cache import clear as clear_cast_cache
+from mpkernels._linear_act_choice import autocast_dtype, describe, kernel_for
 from mpkernels.ops import _checks
 from mpkernels.ops import linear_act as _linear_act
 from mpkernels.ops._activations import check_activation
-from mpkernels.ops._registry import DEVICES, backends, is_forced
 
 __all__ = ["clear_cast_cache", "linear_act"]
 
@@ -41,12 +41,20 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     ``weight.grad_dtype = torch.float32``. Where plain torch is faster it computes instead, and rounds as it does:
     ``mpkernels.selector`` tells, and can be told otherwise.
     """
+    call = describe(x, weight, bias, activation)
+    if call is not None and call in selector.best_by_torch:
+        try:
+            return _TORCH[activation](functional.linear(x, weight, bias))
+        except (RuntimeError, TypeError):
+            _check_shapes(x, weight, bias)
+            raise
     check_activation("linear_act", activation)
     if not _is_ours(x, weight, bias) and all(map(is_tensor_like, (x, weight, *(() if bias is None else (bias,))))):
         return _compute("torch", x, weight, bias, activation)
     _check_shapes(x, weight, bias)
-    dtype = _autocast_dtype(x)
-    return _compute(_kernel(x, weight, bias, activation, dtype), x, weight, bias, activation, dtype)
+    dtype = autocast_dtype(x)
+    kernel = kernel_for(_compute, call, x, weight, bias, activation, dtype)
+    return _compute(kernel, x, weight, bias, activation, dtype)
 
 
 _SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
@@ -86,84 +94,6 @@ def _compute(
             bias = None if bias is None else _as_autocast_casts(bias, dtype)
     rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
     return _linear_act(rows, weight, bias, activation, cast, kernel).reshape(*x.shape[:-1], weight.shape[0])
-
-
-def _kernel(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, autocast: torch.dtype | None) -> str:
-    """Who computes: a kernel of ours or plain torch, whichever is faster; the dispatcher's choice under ``backend``."""
-    if is_forced():
-        return "dispatched"
-    dtypes = autocast or x.dtype, x.dtype, weight.dtype
-    leaves = [x, weight] if bias is None else [x, weight, bias]
-    trains = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
-    variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}"
-    if torch.compiler.is_compiling():
-        return str(_known_kernel(weight, dtypes, variant))
-    is_odd = dtypes[0] == torch.float64 or weight.dim() != 2 or weight.numel() * x.numel() == 0
-    if is_odd or torch._C._are_functorch_transforms_active():
-        return "torch"
-    device = x.device
-    outputs, features = weight.shape
-    rows = 1 << (x.numel() // features - 1).bit_length()
-    case = selector.Case("linear_act", device, (features, outputs), dtypes, variant, rows)
-    return selector.choose(case, _names(device.type), partial(_trial, rows, leaves, activation, trains))
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _known_kernel(weight: Tensor, dtypes: tuple[torch.dtype, ...], variant: str) -> str:
-    """For however many rows: a graph serves several sizes."""
-    sizes = weight.shape[-1], weight.shape[0]
-    case = selector.Case("linear_act", weight.device, sizes, dtypes, variant, rows=None)
-    return selector.known(case, _names(weight.device.type))
-
-
-@cache
-def _names(device_type: str) -> tuple[str, ...]:
-    """Fit for use there; plain torch comes last."""
-    if device_type not in DEVICES:
-        return ("torch",)
-    unfit = ("reference", "triton") if device_type == "cpu" else ("reference",)  # Triton is interpreted there
-    return *(name for name in backends("linear_act", device_type) if name not in unfit), "torch"
-
-
-_FLOPS_OF_A_TRIAL = 2**30  # on a CPU, where more rows take proportionally longer
-
-
-def _trial(rows: int, leaves: list[Tensor], activation: str, trains: bool, kernel: str) -> Callable[[], object]:
-    """For the selector: a call like the one at hand, and its backward, on other data."""
-    device, (out_features, in_features) = leaves[0].device, leaves[1].shape
-    if device.type == "cpu":
-        rows = min(rows, max(64, _FLOPS_OF_A_TRIAL // (2 * out_features * in_features)))
-    generator = torch.Generator(device).manual_seed(0)
-    shapes = (rows, in_features), (out_features, in_features), (out_features,)
-    copies = [
-        torch.randn(shape, generator=generator, device=device).to(leaf.dtype).requires_grad_(trains)
-        for shape, leaf in zip(shapes, leaves, strict=False)
-    ]
-    x, weight, *bias = copies
-    dtype = _autocast_dtype(x)
-
-    def run() -> None:
-        # A cast for each call, as there is one for each step; and no saved tensor for a checkpoint to count.
-        autocast = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
-        with autocast, torch.autograd.graph.saved_tensors_hooks(_same, _same):
-            y = _compute(kernel, x, weight, bias[0] if bias else None, activation, dtype)
-        if trains:
-            torch.autograd.grad(y, copies, y.detach())
-
-    return run
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    device_type = x.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return None
 
 
 def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:

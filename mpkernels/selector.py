@@ -6,7 +6,7 @@ deterministic (``torch.use_deterministic_algorithms``): a choice between kernels
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -40,6 +40,8 @@ class Case(NamedTuple):
 
 
 _known: dict[Case, str] = {}
+best_by_torch: set[Hashable] = set()  # the calls that ``choose`` was told of: they need not ask again
+_MOST_CALLS = 4096
 _pinned: str | None = None
 _is_deterministic = False
 
@@ -48,6 +50,7 @@ def pin(name: str | None) -> None:
     """From now on takes what is named, wherever it can be had: ``"native"``, ``"triton"`` or ``"torch"``; None: again
     what is fastest."""
     global _pinned
+    best_by_torch.clear()
     if name not in ("native", "triton", "torch", None):
         raise ValueError(f"pin: name must be 'native', 'triton', 'torch' or None, got {name!r}")
     _pinned = name
@@ -56,6 +59,7 @@ def pin(name: str | None) -> None:
 def make_deterministic() -> None:
     """From now on nothing is timed, and nothing that was timed is used: equal calls give equal bits."""
     global _is_deterministic
+    best_by_torch.clear()
     _is_deterministic = True
 
 
@@ -71,17 +75,22 @@ def choices() -> dict[str, str]:
 def forget() -> None:
     """All choices, also those on disk: everything is timed anew."""
     _known.clear()
+    best_by_torch.clear()
     _choices.clear()
 
 
-def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str:
-    """One of ``names``: the fastest, or the first, where that can't be known. ``prepare`` gives the code to time."""
-    if (name := _settled(names)) is not None:
-        return name
-    if (name := _known.get(case)) is None:
+def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run], call: Hashable = None) -> str:
+    """One of ``names``: the fastest, or the first, where that can't be known. ``prepare`` gives the code to time;
+    ``call`` stands for calls that are as good as equal."""
+    name = _settled(names) or _known.get(case)
+    if name is None:
         if (name := _find_out(case, names, prepare)) is None:
             return names[0]
         _known[case] = name
+    if name == "torch" and call is not None:
+        if len(best_by_torch) >= _MOST_CALLS:
+            best_by_torch.clear()
+        best_by_torch.add(call)
     return name
 
 

@@ -33,7 +33,8 @@ def test_functional_is_below_the_modules_and_what_it_asks_below_both():
     assert own_imports(ROOT / "selector.py") == ["_choices"]
     assert own_imports(ROOT / "nn.py") == ["functional", "ops._activations.check_activation"]
     below = ("_cast_cache", "selector", "ops.")
-    assert all(name.startswith(below) for name in own_imports(ROOT / "functional.py"))
+    assert all(name.startswith(below) for name in own_imports(ROOT / "_linear_act_choice.py"))
+    assert all(name.startswith((*below, "_linear_act_choice")) for name in own_imports(ROOT / "functional.py"))
 
 
 def test_the_registry_and_the_checks_import_no_op():

@@ -1,0 +1,116 @@
+"""Who computes a linear_act: a kernel of ours or plain torch, whichever is faster."""
+
+from collections.abc import Callable, Hashable
+from functools import cache, partial
+
+import torch
+from torch import Tensor, are_deterministic_algorithms_enabled, get_autocast_dtype, is_grad_enabled
+from torch._C import _is_any_autocast_enabled
+from torch.compiler import is_compiling
+from torch.nn import Parameter
+
+from mpkernels import selector
+from mpkernels.ops._registry import DEVICES, backends, is_forced
+
+Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None], Tensor]
+
+
+def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Hashable:
+    """What the choice for a call depends on, with as little work as can be: a small layer takes 20 us, and there all
+    that is not torch's own counts. None where more has to be looked at."""
+    if is_compiling() or is_forced() or type(x) is not Tensor or type(weight) is not Parameter:
+        return None
+    if not weight.requires_grad:
+        return None
+    autocast = get_autocast_dtype("cpu" if x.is_cpu else "cuda") if _is_any_autocast_enabled() else None
+    state = is_grad_enabled(), autocast, are_deterministic_algorithms_enabled()
+    return activation, bias is None, x.numel(), x.dtype, x.device, weight.shape, weight.dtype, *state
+
+
+def kernel_for(
+    compute: Compute,
+    call: Hashable,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    autocast: torch.dtype | None,
+) -> str:
+    """The dispatcher's choice under ``backend``."""
+    if is_forced():
+        return "dispatched"
+    dtypes = autocast or x.dtype, x.dtype, weight.dtype
+    leaves = [x, weight] if bias is None else [x, weight, bias]
+    trains = torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    )
+    variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}"
+    if torch.compiler.is_compiling():
+        return str(_known_kernel(weight, dtypes, variant))
+    is_odd = dtypes[0] == torch.float64 or weight.dim() != 2 or weight.numel() * x.numel() == 0
+    if is_odd or torch._C._are_functorch_transforms_active():
+        return "torch"
+    device = x.device
+    outputs, features = weight.shape
+    rows = 1 << (x.numel() // features - 1).bit_length()
+    case = selector.Case("linear_act", device, (features, outputs), dtypes, variant, rows)
+    prepare = partial(_trial, compute, rows, leaves, activation, trains)
+    return selector.choose(case, _names(device.type), prepare, call)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _known_kernel(weight: Tensor, dtypes: tuple[torch.dtype, ...], variant: str) -> str:
+    """For however many rows: a graph serves several sizes."""
+    sizes = weight.shape[-1], weight.shape[0]
+    case = selector.Case("linear_act", weight.device, sizes, dtypes, variant, rows=None)
+    return selector.known(case, _names(weight.device.type))
+
+
+@cache
+def _names(device_type: str) -> tuple[str, ...]:
+    """Fit for use there; plain torch comes last."""
+    if device_type not in DEVICES:
+        return ("torch",)
+    unfit = ("reference", "triton") if device_type == "cpu" else ("reference",)  # Triton is interpreted there
+    return *(name for name in backends("linear_act", device_type) if name not in unfit), "torch"
+
+
+_FLOPS_OF_A_TRIAL = 2**30  # on a CPU, where more rows take proportionally longer
+
+
+def _trial(
+    compute: Compute, rows: int, leaves: list[Tensor], activation: str, trains: bool, kernel: str
+) -> Callable[[], object]:
+    """For the selector: a call like the one at hand, and its backward, on other data."""
+    device, (out_features, in_features) = leaves[0].device, leaves[1].shape
+    if device.type == "cpu":
+        rows = min(rows, max(64, _FLOPS_OF_A_TRIAL // (2 * out_features * in_features)))
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (rows, in_features), (out_features, in_features), (out_features,)
+    copies = [
+        torch.randn(shape, generator=generator, device=device).to(leaf.dtype).requires_grad_(trains)
+        for shape, leaf in zip(shapes, leaves, strict=False)
+    ]
+    x, weight, *bias = copies
+    dtype = autocast_dtype(x)
+
+    def run() -> None:
+        # A cast for each call, as there is one for each step; and no saved tensor for a checkpoint to count.
+        autocast = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+        with autocast, torch.autograd.graph.saved_tensors_hooks(_same, _same):
+            y = compute(kernel, x, weight, bias[0] if bias else None, activation, dtype)
+        if trains:
+            torch.autograd.grad(y, copies, y.detach())
+
+    return run
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device_type = x.device.type
+    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None

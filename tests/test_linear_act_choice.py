@@ -1,0 +1,181 @@
+"""Who computes a layer, how often that is asked, and what the asking costs where plain torch computes."""
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn import functional
+
+import mpkernels
+from mpkernels import _choices, selector
+from mpkernels.functional import linear_act
+from mpkernels.nn import LinearAct
+
+B16, F16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch, tmp_path):
+    """The calls for which the way was asked, and where plain torch always is the fastest."""
+    asked, ask = [], selector.choose
+
+    def choose(case, names, prepare, call):
+        asked.append(case)
+        return ask(case, names, prepare, call)
+
+    for name, value in (("_is_deterministic", False), ("_known", {}), ("best_by_torch", set())):
+        monkeypatch.setattr(selector, name, value)
+    monkeypatch.setattr(selector, "choose", choose)
+    monkeypatch.setattr(selector, "_race", lambda runs, device: dict.fromkeys(runs, 2.0) | {"torch": 1.0})
+    monkeypatch.setattr(_choices, "path", lambda: tmp_path / "choices.json")
+    _choices._read.cache_clear()
+    yield asked
+    _choices._read.cache_clear()
+
+
+def has_asked(asked):
+    count = len(asked)
+    asked.clear()
+    return count > 0
+
+
+def test_plain_torch_is_not_asked_for_twice(asked):
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    want = functional.gelu(functional.linear(x, layer.weight, layer.bias))
+    for first in (True, False):
+        assert torch.equal(layer(x), want)
+        assert has_asked(asked) == first
+    assert torch.equal(layer(x.reshape(5, 1, 8)), want.reshape(5, 1, 6))
+    assert not has_asked(asked)
+
+
+def test_ours_is_asked_for_each_time(asked, monkeypatch):
+    monkeypatch.setattr(selector, "_race", lambda runs, device: dict.fromkeys(runs, 1.0) | {"torch": 2.0})
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    for _ in range(2):
+        layer(x)
+        assert has_asked(asked)
+
+
+def test_what_a_choice_depends_on_is_seen(asked):
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+
+    def frozen():
+        layer.weight.requires_grad_(False)
+
+    others = {
+        "rows": lambda: layer(x[:4]),
+        "features": lambda: LinearAct(10, 6)(x.reshape(4, 10)),
+        "outputs": lambda: LinearAct(8, 7)(x),
+        "bias": lambda: linear_act(x, layer.weight, None),
+        "activation": lambda: linear_act(x, layer.weight, layer.bias, "silu"),
+        "dtype": lambda: LinearAct(8, 6, dtype=B16)(x.to(B16)),
+        "autocast": lambda: within(torch.autocast("cpu", B16), lambda: layer(x)),
+        "weight's dtype": lambda: within(torch.autocast("cpu", B16), lambda: LinearAct(8, 6, dtype=B16)(x)),
+        "x's dtype": lambda: within(torch.autocast("cpu", B16), lambda: layer(x.to(B16))),
+        "autocast's dtype": lambda: within(torch.autocast("cpu", F16), lambda: layer(x)),
+        "gradients": lambda: within(torch.no_grad(), lambda: layer(x)),
+        "deterministic": lambda: within(Deterministic(), lambda: layer(x)),
+        "frozen": lambda: (frozen(), layer(x)),
+    }
+    layer(x)
+    for name, call in others.items():
+        has_asked(asked)
+        call()
+        assert has_asked(asked), name
+
+
+def within(context, call):
+    with context:
+        return call()
+
+
+class Deterministic(nullcontext):
+    def __enter__(self):
+        torch.use_deterministic_algorithms(True)
+
+    def __exit__(self, *_):
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("change", [selector.forget, lambda: selector.pin("torch"), selector.make_deterministic])
+def test_who_has_a_say_is_heard(asked, monkeypatch, change):
+    monkeypatch.setattr(selector, "_pinned", None)
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    layer(x)
+    has_asked(asked)
+    change()
+    layer(x)
+    assert has_asked(asked)
+
+
+def test_backend_is_heard():
+    layer, x = LinearAct(8, 6, dtype=B16), torch.randn(5, 8).to(B16)
+    torchs = layer(x)
+    with mpkernels.backend("reference"):
+        ours = layer(x)
+    assert type(torchs.grad_fn).__name__ == "GeluBackward0"
+    assert type(ours.grad_fn).__name__ == "ViewBackward0"
+
+
+def test_errors_are_the_same_the_second_time():
+    layer, x = LinearAct(8, 6), torch.randn(6, 8)
+    layer(x)
+    with pytest.raises(ValueError, match="linear_act: x must have weight's 8 features in its last dimension"):
+        layer(x.reshape(8, 6))
+    with pytest.raises(ValueError, match=r"linear_act: bias must have shape \(6,\), got \(5,\)"):
+        linear_act(x, layer.weight, torch.randn(5))
+    with pytest.raises(TypeError, match="linear_act: bias must be a tensor, got int"):
+        linear_act(x, layer.weight, 5)
+    with pytest.raises(RuntimeError, match="dtype"):
+        linear_act(x, layer.weight, layer.bias.double())
+
+
+def test_ever_new_sizes_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(selector, "_MOST_CALLS", 3)
+    layer = LinearAct(2, 3)
+    for rows in range(1, 9):
+        layer(torch.randn(rows, 2))
+        assert 1 <= len(selector.best_by_torch) <= 3
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
+def test_torch_compile_is_not_bound_to_what_was_chosen():
+    """A set that a graph had looked at would have it compiled anew with every new size."""
+    layer, graphs = LinearAct(8, 6), []
+    compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
+    x = torch.randn(5, 8)
+    compiled(x)
+    layer(torch.randn(9, 8))
+    compiled(x)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
+def test_it_takes_no_more_calls_than_two_modules_of_torch(activation, autocast):
+    """Which are what it stands for. Where torch computes, a layer must not be slower, however small it is."""
+    ours = LinearAct(8, 6, activation=activation)
+    modules = {"gelu": torch.nn.GELU, "relu": torch.nn.ReLU, "silu": torch.nn.SiLU}
+    torchs = torch.nn.Sequential(torch.nn.Linear(8, 6), modules[activation]())
+    x = torch.randn(5, 8)
+    with torch.autocast("cpu", B16, enabled=autocast):
+        ours(x)
+        assert calls(ours, x) <= calls(torchs, x)
+
+
+def calls(module, x):
+    """Of functions, Python's and C's."""
+    count = 0
+
+    def see(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        module(x)
+    finally:
+        sys.setprofile(None)
+    return count
