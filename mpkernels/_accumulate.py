@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkernels import _cast_cache
 from mpkernels._clip import clip_grad_norm_
 from mpkernels._params import params_of
 
@@ -51,7 +52,8 @@ def accumulate(
     ...     micro.backward(loss)
 
     The grads are those of one batch as large as the group. They are unscaled and clipped once, when they are complete.
-    A group's batches are drawn before its first is handed out. To leave the loop within a group leaves its grads.
+    A group's batches are drawn before its first is handed out, and ``LinearAct`` casts an fp32 weight once for all of
+    them. To leave the loop within a group leaves its grads.
 
     Args:
         model: if it is a DistributedDataParallel, grads are exchanged once for each group.
@@ -78,6 +80,7 @@ def _micro_batches(
     weigh: Callable[[Any], float] | None,
 ) -> Iterator[MicroBatch]:
     def step() -> None:
+        _cast_cache.clear()
         if max_norm is not None:
             scaler.unscale_(optimizer)
             clip_grad_norm_(params_of(optimizer), max_norm)
@@ -89,14 +92,15 @@ def _micro_batches(
         weights = [1.0 if weigh is None else float(weigh(batch)) for batch in group]
         if not sum(weights) > 0:
             raise ValueError(f"accumulate: weigh must give a group more than 0 in all, got {weights}")
-        for i, (batch, weight) in enumerate(zip(group, weights, strict=True)):
-            micro = MicroBatch(batch, weight / sum(weights), i == len(group) - 1, step, scaler.scale)
-            with ExitStack() as around:
-                if not micro.is_last:
-                    _keep_to_itself(around, model, optimizer)
-                yield micro
-            if not micro._is_done:
-                raise RuntimeError("accumulate: the loop's body must call backward(loss) of each batch once")
+        with _cast_cache.one_step():
+            for i, (batch, weight) in enumerate(zip(group, weights, strict=True)):
+                micro = MicroBatch(batch, weight / sum(weights), i == len(group) - 1, step, scaler.scale)
+                with ExitStack() as around:
+                    if not micro.is_last:
+                        _keep_to_itself(around, model, optimizer)
+                    yield micro
+                if not micro._is_done:
+                    raise RuntimeError("accumulate: the loop's body must call backward(loss) of each batch once")
 
 
 def _keep_to_itself(around: ExitStack, model: Any, optimizer: Any) -> None:

@@ -1,12 +1,14 @@
 """What autocast makes of an fp32 parameter, kept as long as torch keeps its own casts: until the autocast block ends.
+Where it is known which blocks belong to one step, as ``amp.accumulate`` does, until that step.
 
-A change in place within the block is seen, by the parameter's version. What goes unseen, as in torch, is a write that
-raises no version, through ``parameter.data``, between two forwards within one block.
+A change in place meanwhile is seen, by the parameter's version. What goes unseen is a write that raises no version,
+through ``parameter.data``, between two forwards within one block, as in torch, or for one step.
 
-The casts hang on a node of autograd that torch's own cache keeps alive, so that they go when that is cleared.
+The casts of a block hang on a node of autograd that torch's own cache keeps alive, and go when that is cleared.
 """
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import ref
@@ -27,7 +29,7 @@ class _Kept(NamedTuple):
 
 
 class _Block(dict[int, _Kept]):
-    """The casts of an autocast block, by the parameter's id."""
+    """The casts of an autocast block, or of a step, by the parameter's id."""
 
 
 def _no_block() -> _Block | None:
@@ -35,6 +37,18 @@ def _no_block() -> _Block | None:
 
 
 _block: Any = _no_block  # a weak reference
+_of_step: _Block | None = None
+
+
+@contextmanager
+def one_step() -> Iterator[None]:
+    """What is cast within is kept from block to block. Whoever takes the step calls ``clear`` before."""
+    global _of_step
+    before, _of_step = _of_step, _Block()
+    try:
+        yield
+    finally:
+        _of_step = before
 
 
 def is_usable() -> bool:
@@ -53,7 +67,7 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """``parameter.detach().to(dtype)``, which nobody may write to."""
     if not _may_keep(parameter):
         return parameter.detach().to(dtype)
-    block: _Block = _block() or _enter_block(parameter.device.type)
+    block: _Block = _block() or _enter_block(parameter.device.type) if _of_step is None else _of_step
     stream = torch.cuda.current_stream(parameter.device).cuda_stream if parameter.is_cuda else 0
     state = parameter._version, parameter.data_ptr(), stream
     kept = block.get(id(parameter))
@@ -64,8 +78,9 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def clear() -> None:
     """Forgets every cast."""
-    if (block := _block()) is not None:
-        block.clear()
+    for block in (_block(), _of_step):
+        if block is not None:
+            block.clear()
 
 
 def _may_keep(parameter: Tensor) -> bool:

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpkernels
-from mpkernels import _cast_cache, nn, optim
+from mpkernels import _cast_cache, amp, nn, optim
 from tests.linear import torchs
 
 B16 = torch.bfloat16
@@ -127,6 +127,53 @@ def test_nobody_notices_how_the_end_of_a_block_is_learnt(layer):
         assert _cast_cache._block() is None
         with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
             assert _cast_cache.cast(layer.weight, B16) is _cast_cache.cast(layer.weight, B16)
+
+
+def accumulated(layer, every=3):
+    """The micro-batches of two groups, with the casts each forward took, and what it gave."""
+    optimizer = optim.AdamW(layer.parameters())
+    for micro in amp.accumulate(range(2 * every), every, optimizer):
+        with Casts(*(it.shape for it in layer.parameters())) as casts, autocast():
+            y = layer(torch.ones(3, 7))
+        yield micro, casts.count, y.detach()
+        micro.backward(y.float().square().sum())
+
+
+def test_once_in_a_step_of_several_blocks(layer):
+    assert [count for _, count, _ in accumulated(layer)] == [2, 0, 0] * 2
+    with autocast():
+        assert _cast_cache._block() is None  # the last step's were not of this block
+    forward(layer)
+    layer.weight.data.mul_(2)
+    torch.testing.assert_close(forward(layer, backward=False), _by_torch(layer), rtol=0.02, atol=0.02)
+
+
+def test_each_step_of_a_group_is_seen(layer):
+    for _, _, y in accumulated(layer):
+        torch.testing.assert_close(y, _by_torch(layer), rtol=0.02, atol=0.02)
+
+
+def test_a_change_within_a_group_is_seen(layer):
+    for i, (_, _, y) in enumerate(accumulated(layer)):
+        torch.testing.assert_close(y, _by_torch(layer), rtol=0.02, atol=0.02)
+        if i % 3 == 1:
+            with torch.no_grad():
+                layer.weight.mul_(2)
+
+
+def test_a_step_has_the_casts_memory(layer, monkeypatch):
+    kept = []
+    step = optim.AdamW.step
+    monkeypatch.setattr(optim.AdamW, "step", lambda *it: kept.append(len(_cast_cache._of_step)) or step(*it))
+    for _ in accumulated(layer):
+        assert len(_cast_cache._of_step) == 2
+    assert kept == [0, 0]
+
+
+def test_a_group_that_is_left_keeps_nothing(layer):
+    for _ in accumulated(layer):
+        break
+    assert _cast_cache._of_step is None
 
 
 CHANGES = {
