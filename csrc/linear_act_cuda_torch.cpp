@@ -4,8 +4,6 @@
 
 #include "linear_act_cuda_torch.h"
 
-#include <optional>
-
 #include "common/torch_cublaslt.h"
 
 namespace mpk {
@@ -32,8 +30,9 @@ static bool multiply_with_ending(const LinearActArguments& it, const Matrix& x, 
                                  const Tensor* saved, cudaStream_t stream) {
   const bool takes_gelu = it.activation == Activation::gelu_tanh;
   if (it.dtype == Dtype::f32 || it.features() == 0 || !(takes_gelu || it.activation == Activation::none)) return false;
-  const std::optional<Matrix> bias = it.bias ? std::make_optional<Matrix>(*it.bias) : std::nullopt;
-  const cublaslt::Ending ending{bias ? &*bias : nullptr, takes_gelu, saved ? saved->data() : nullptr};
+  cublaslt::Ending ending{{}, takes_gelu ? cublaslt::kGelu : 0, {}};
+  if (it.bias) ending.bias.emplace(*it.bias);
+  if (saved) ending.z.emplace(*saved);
   return multiply_by_cublaslt(it.kOp, it.x, stream, y, x, weight.transposed(), ending);
 }
 
@@ -90,13 +89,16 @@ MPK_CUDA_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cuda)
 
 }  // namespace mpk
 
-// For `mpkernels doctor`: how many products this process ended with cublasLt, then a line for each reason why it ended
-// one otherwise: how often, a space, the reason. Good until the thread calls it again.
+// For `mpkernels doctor`: a line for each op whose products this process ended with cublasLt, an empty line, then one
+// for each reason why it ended one otherwise: how often, a space, the op or the reason. Good until the thread calls it
+// again.
 extern "C" __attribute__((visibility("default"))) const char* mpkernels_cublaslt_notes() {
   static thread_local std::string text;
   auto& notes = mpk::cublaslt::Notes::of_process();
   const std::lock_guard<std::mutex> lock(notes.mutex);
-  text = std::to_string(notes.products) + "\n";
+  text.clear();
+  for (const auto& [op, count] : notes.products) text += std::to_string(count) + " " + op + "\n";
+  text += "\n";
   for (const auto& [refusal, count] : notes.refusals) text += std::to_string(count) + " " + refusal + "\n";
   return text.c_str();
 }

@@ -23,11 +23,17 @@ def load() -> None:
     torch.ops.load_library(str(LIBRARY))
 
 
-def cublaslt_notes() -> tuple[int, dict[str, int]] | None:
-    """How many products cublasLt ended, and why it ended others not, how often. None: no kernels in CUDA C++."""
+def cublaslt_notes() -> tuple[dict[str, int], dict[str, int]] | None:
+    """How many products of each op cublasLt ended, and why it ended others not, how often. None: no kernels in CUDA
+    C++."""
     notes = getattr(ctypes.CDLL(str(LIBRARY)), "mpkernels_cublaslt_notes", None) if LIBRARY.exists() else None
     if notes is None:
         return None
     notes.restype = ctypes.c_char_p
-    products, *lines = notes().decode().splitlines()
-    return int(products), {why: int(count) for count, _, why in (line.partition(" ") for line in lines)}
+    lines = notes().decode().splitlines()
+    end = lines.index("")
+    products, refusals = (
+        {what: int(count) for count, _, what in (line.partition(" ") for line in part)}
+        for part in (lines[:end], lines[end + 1 :])
+    )
+    return products, refusals

@@ -88,7 +88,7 @@ def test_z_is_that_of_product_and_pass(emulated, dtype, bias, shape, monkeypatch
     assert torch.equal(forward(x, weight, b, "none", True)[0], wanted)
 
 
-UNALIGNED = "a row of x, weight, bias or y does not begin at a multiple of 16 bytes"
+UNALIGNED = "a row of an argument or of a result does not begin at a multiple of 16 bytes"
 
 
 @pytest.mark.parametrize("activation", ENDED)

@@ -1,4 +1,4 @@
-"""What keeps cublasLt from ending linear_act's products, under emulation: that it is survived, or told, and noted."""
+"""What keeps cublasLt from ending products, under emulation: that it is survived, or told, and noted."""
 
 import itertools
 import subprocess
@@ -11,30 +11,46 @@ import torch
 
 from mpkernels import _extension
 from mpkernels.doctor import cublaslt
-from tests.linear import layer
+from mpkernels.doctor.selftest import Result
+from tests.linear import before_a_layer, layer
 from tests.targets import TARGETS, emulated_variable, emulation_library
-from tests.test_cublas import forward
+from tests.test_cublas import dact, forward
 from tests.test_cublaslt import UNALIGNED, launches, notes
 
-B16, F16 = torch.bfloat16, torch.float16
+B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def fail_at_each_call(status, monkeypatch):
+def make_z(rows, columns):
+    """And a function that tells whether it is right."""
+    x, weight, bias, _ = layer(rows, 24, columns, B16)
+    _, z = forward(x, weight, bias, "gelu_tanh", True)
+    return lambda: torch.equal(z, forward(x, weight, bias, "none", True)[0])
+
+
+def make_dz(rows, columns):
+    arguments = *before_a_layer(rows, 24, columns, B16), "gelu_tanh"
+    dz, _ = dact(*arguments, None)
+    return lambda: torch.allclose(dz, dact(*arguments, F32)[0], rtol=2 * torch.finfo(B16).eps, atol=1e-5)
+
+
+OPS = pytest.mark.parametrize(("op", "make"), [("linear_act", make_z), ("linear_dact", make_dz)])
+
+
+def fail_at_each_call(make, status, monkeypatch):
     """Of a call for a shape that is new: what it said, or whether it made what it should have made."""
     failure = emulated_variable("emulation_calls_to_failure")
     monkeypatch.setattr(emulated_variable("emulation_cublaslt_failure"), "value", status)
     for call in itertools.count(1):
-        x, weight, bias, _ = layer(16 * status, 24, 8 * call, B16)
         failure.value = call
         try:
-            _, z = forward(x, weight, bias, "gelu_tanh", True)
+            is_right = make(16 * status, 8 * call)
         except RuntimeError as error:
             yield str(error).splitlines()[0], None
         else:
             if failure.value > 0:
                 failure.value = 0
                 return
-            yield None, torch.equal(z, forward(x, weight, bias, "none", True)[0])
+            yield None, is_right()
 
 
 STEPS = {
@@ -43,19 +59,23 @@ STEPS = {
 } | {"cublasLtMatrixLayoutCreate"}  # fmt: skip
 
 
-def test_each_status_is_an_error(emulated, monkeypatch):
-    forward(*layer(8, 8, 8, B16)[:3], "none", True)  # there is a handle
-    said = [error for error, _ in fail_at_each_call(14, monkeypatch) if error]
-    assert set(said) == {f"linear_act: cuBLAS says CUBLAS_STATUS_INTERNAL_ERROR in {step}" for step in STEPS}
+@OPS
+def test_each_status_is_an_error(emulated, monkeypatch, op, make):
+    make(8, 8)  # there is a handle
+    said = [error for error, _ in fail_at_each_call(make, 14, monkeypatch) if error]
+    assert set(said) == {f"{op}: cuBLAS says CUBLAS_STATUS_INTERNAL_ERROR in {step}" for step in STEPS}
     assert "cublasLt could not destroy a descriptor" in notes(monkeypatch)[1]
 
 
+@OPS
 @pytest.mark.parametrize(("status", "name"), [(7, "INVALID_VALUE"), (8, "ARCH_MISMATCH"), (15, "NOT_SUPPORTED")])
-def test_each_refusal_is_a_reason(emulated, monkeypatch, status, name):
-    forward(*layer(8, 8, 8, B16)[:3], "none", True)
-    assert set(fail_at_each_call(status, monkeypatch)) == {(None, True)}
-    reasons = notes(monkeypatch)[1]
-    assert {f"cublasLt says CUBLAS_STATUS_{name} in {step}" for step in STEPS} <= reasons.keys()
+def test_each_refusal_is_a_reason(emulated, monkeypatch, status, name, op, make):
+    make(8, 8)
+    reasons = {f"cublasLt says CUBLAS_STATUS_{name} in {step}" for step in STEPS}
+    before = notes(monkeypatch)[1]
+    assert set(fail_at_each_call(make, status, monkeypatch)) == {(None, True)}
+    after = notes(monkeypatch)[1]
+    assert all(after[it] > before.get(it, 0) for it in reasons)
 
 
 def test_a_refusal_is_remembered(emulated, monkeypatch):
@@ -100,14 +120,21 @@ def test_threads_share_choices(emulated):
 
 
 def test_doctor_says_what_is_proven(emulated, monkeypatch):
-    assert cublaslt.describe([])["proof"] == "not proven here: torch sees no GPU" or torch.cuda.is_available()
+    ops = {"linear_act", "linear_dact"}
+    unproven = dict.fromkeys(ops, "not proven here: torch sees no GPU")
+    assert cublaslt.describe([])["proof"] == unproven or torch.cuda.is_available()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     made, _ = notes(monkeypatch)
-    forward(*layer(16, 24, 32, B16)[:3], "none", True)
-    forward(*layer(16, 20, 32, B16)[:3], "none", True)
+    for features in (24, 20):
+        forward(*layer(16, features, 32, B16)[:3], "none", True)
+        dact(*before_a_layer(16, features, 32, B16), "gelu_tanh", None)
     found = cublaslt.describe([])
-    assert found["proof"] == f"proven by the self-test: {made + 1} products"
+    assert found["proof"] == {op: f"proven by the self-test: {made.get(op, 0) + 1} products" for op in ops}
     assert found["fell back"][UNALIGNED] == notes(monkeypatch)[1][UNALIGNED]
+    failed = [Result("linear_dact", "cuda", "native", "off", 0), Result("linear_act", "cuda", "triton", "off", 0)]
+    proof = cublaslt.describe(failed)["proof"]
+    assert proof["linear_dact"] == "not proven here: the self-test of linear_dact failed"
+    assert proof["linear_act"] == found["proof"]["linear_act"]
 
 
 def test_a_process_without_cublaslt(emulated):
@@ -140,7 +167,7 @@ def start_without_cublaslt():
             forward(*case)
         _, count = launches(forward, *case)
         assert count == 1
-    assert _extension.cublaslt_notes()[0] == 1
+    assert _extension.cublaslt_notes()[0] == {"linear_act": 1}
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ enum ProductAttribute : int {  // and the type of its value
   kEpilogue = 7,               // uint32_t
   kBias = 8,                   // const void*, of the result's type
   kAux = 11,                   // void*, of the result's type
-  kAuxLeadingDimension = 12,   // int64_t
+  kAuxLeadingDimension = 12,   // int64_t, a multiple of 8
 };
 enum PreferenceAttribute : int {
   kMaxWorkspace = 1,      // uint64_t, bytes
@@ -30,8 +30,8 @@ enum PreferenceAttribute : int {
   kAlignmentOfD = 8,
 };
 // An epilogue is a sum of these: bias, one element for each row, comes first, then gelu, the one with tanh, and aux is
-// what gelu was taken of.
-inline constexpr uint32_t kAddsBias = 4, kGelu = 32, kStoresAux = 128;
+// where to store what gelu is taken of. Or the product is multiplied by gelu's slope, at what is read from aux.
+inline constexpr uint32_t kAddsBias = 4, kGelu = 32, kSlopeOfGelu = 64, kHasAux = 128;
 inline constexpr uint32_t kReduceInComputeType = 2;  // else partial sums of a product may meet in 16 bits
 
 // What a problem is solved with. It may be kept and used by any thread.

@@ -1,7 +1,7 @@
 // A product with an ending, as cublasLt wants to be told, and notes of what came of it.
 #pragma once
 
-#include <atomic>
+#include <optional>
 
 #include "cublaslt_abi.h"
 #include "torch_cublas.h"
@@ -10,19 +10,23 @@ namespace mpk {
 
 namespace cublaslt {
 
-// How many products were made, and what kept others from it, how often: for `mpkernels doctor`.
+// How many products of each op were made, and what kept others from it, how often: for `mpkernels doctor`.
 struct Notes {
   static Notes& of_process() {
     static Notes& it = *new Notes;
     return it;
   }
-  void add(const std::string& refusal) {
-    const std::lock_guard<std::mutex> lock(mutex);
-    ++refusals[refusal];
-  }
-  std::atomic<int64_t> products{0};
+  void add(const std::string& refusal) { count(refusals, refusal); }
+  void add_product(const char* op) { count(products, op); }
+
   std::mutex mutex;
-  std::map<std::string, int64_t> refusals;
+  std::map<std::string, int64_t> products, refusals;
+
+ private:
+  void count(std::map<std::string, int64_t>& each, const std::string& what) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    ++each[what];
+  }
 };
 
 inline void check(Status status, const char* op, const char* function) {
@@ -56,18 +60,21 @@ inline bool is_aligned(const Matrix& it) {
 }
 
 // What is done to the sums of a product: bias is added to each row, gelu, the one with tanh, is taken of that, which is
-// stored in z.
+// stored in z; or they are multiplied by gelu's slope at z.
 struct Ending {
-  const Matrix* bias;  // one row, or null
-  bool takes_gelu;
-  void* z;  // contiguous, or null
-  uint32_t epilogue() const { return (bias ? kAddsBias : 0) | (takes_gelu ? kGelu : 0) | (z ? kStoresAux : 0); }
+  std::optional<Matrix> bias;  // one row
+  uint32_t gelu;               // 0, kGelu or kSlopeOfGelu
+  std::optional<Matrix> z;
+  uint32_t epilogue() const { return (bias ? kAddsBias : 0) | gelu | (z ? kHasAux : 0); }
+  int64_t z_leading_dimension() const { return z ? cublas::leading_dimension(*z) : 0; }
 };
 
 inline const char* find_misfit(const Matrix& out, const Matrix& a, const Matrix& b, const Ending& ending) {
   if (ending.bias && !cublas::has_rows_in_line(*ending.bias)) return "bias is not contiguous";
-  if (!is_aligned(out) || !is_aligned(a) || !is_aligned(b) || (ending.bias && !is_aligned(*ending.bias)))
-    return "a row of x, weight, bias or y does not begin at a multiple of 16 bytes";
+  if (ending.z && !cublas::has_rows_in_line(*ending.z)) return "a row of saved is not contiguous, or overlaps another";
+  if (!is_aligned(out) || !is_aligned(a) || !is_aligned(b) || (ending.bias && !is_aligned(*ending.bias)) ||
+      (ending.z && !is_aligned(*ending.z)))
+    return "a row of an argument or of a result does not begin at a multiple of 16 bytes";
   return nullptr;
 }
 
@@ -82,14 +89,16 @@ class Problem {
     set<int32_t>(kTransposesA, cublas::operation(b));
     set<int32_t>(kTransposesB, cublas::operation(a));
     set<uint32_t>(kEpilogue, ending.epilogue());
-    if (ending.z) set<int64_t>(kAuxLeadingDimension, out.columns);
+    if (ending.z) set<int64_t>(kAuxLeadingDimension, ending.z_leading_dimension());
     describe(b, layout_of_b);
     describe(a, layout_of_a);
     describe(out, layout_of_out);
   }
   // All that an algorithm depends on.
-  std::array<int64_t, 9> key() const {
+  using Key = std::array<int64_t, 10>;
+  Key key() const {
     return {ending.epilogue(),
+            ending.z_leading_dimension(),
             static_cast<int64_t>(out.dtype),
             out.rows,
             out.columns,

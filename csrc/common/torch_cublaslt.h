@@ -1,4 +1,4 @@
-// Matrix products by cublasLt that end in a bias, a gelu, or both, before they are rounded.
+// Matrix products by cublasLt that end in a bias, a gelu, or both, or in gelu's slope, before they are rounded.
 #pragma once
 
 #include "cublaslt_problem.h"
@@ -39,7 +39,7 @@ inline Choice choose(const Problem& it, Handle handle) {
 inline void multiply(const Problem& it, Handle handle, const Algorithm& algorithm, void* workspace, size_t bytes,
                      cudaStream_t stream) {
   const float one = 1, zero = 0;
-  it.point_to(it.ending.bias ? it.ending.bias->data : nullptr, it.ending.z);
+  it.point_to(it.ending.bias ? it.ending.bias->data : nullptr, it.ending.z ? it.ending.z->data : nullptr);
   check(
       it.lt.multiply(handle, it.product, &one, it.b.data, it.layout_of_b, it.a.data, it.layout_of_a, &zero, it.out.data,
                      it.layout_of_out, it.out.data, it.layout_of_out, &algorithm, workspace, bytes, stream),
@@ -81,7 +81,7 @@ class Devices {
 
   struct Device {
     Handle handle = nullptr;
-    std::map<std::array<int64_t, 9>, Choice> choices;
+    std::map<Problem::Key, Choice> choices;
   };
   std::mutex mutex_;
   std::map<int32_t, Device> of_device_;
@@ -114,7 +114,7 @@ inline bool multiply_by_cublaslt(const char* op, const Tensor& on_device_of, cud
   } catch (const Refusal& refusal) {
     return refuse(refusal.why);
   }
-  ++Notes::of_process().products;
+  Notes::of_process().add_product(op);
   return true;
 }
 

@@ -86,8 +86,8 @@ def _prose(found: Mapping[str, Any]) -> str:
         "kernels of each op: the first is used, where there is such a device": _table(used),
         "why not others": _table(found["why not"]),
         "self-test": verdict,
-        "cublasLt, which ends products of linear_act in CUDA C++": [
-            found["cublasLt"]["proof"],
+        "cublasLt, which ends products in CUDA C++": [
+            *_table(found["cublasLt"]["proof"]),
             *(f"fell back {count} times: {why}" for why, count in found["cublasLt"]["fell back"].items()),
         ],
         "chosen by the selector, on this machine": _table(found["selector"]) or ["nothing yet"],

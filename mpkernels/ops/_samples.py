@@ -120,6 +120,13 @@ def linear_dact(
     return dy, weight, saved.expand(rows, columns), activation, F32
 
 
+def linear_dact_in_tiles(device: torch.device, dtype: torch.dtype, *specials: float) -> tuple[Any, ...]:
+    dy, weight, saved = matrices(dtype, device, (16, 24), (24, 32), (16, 32))
+    for i, each in enumerate((dy, saved)):
+        each[i, : len(specials)] = torch.tensor(specials)
+    return dy, weight, saved, "gelu_tanh", None
+
+
 def linear_dact_of_nothing_saved(device: torch.device) -> tuple[Any, ...]:
     dy, weight = matrices(F32, device, (5, 9), (9, 7))
     return dy, weight, torch.empty(0, device=device), "none", None
@@ -162,5 +169,7 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample(lambda device: linear_dact(device, F32, "tanh"), ROUNDED[F32]),
         Sample(lambda device: linear_dact(device, F16, "silu", (128, 32, 64)), ROUNDED[F16]),
         Sample(linear_dact_of_nothing_saved, ROUNDED[F32]),
+        Sample(lambda device: linear_dact_in_tiles(device, F16), ROUNDED[F16]),
+        Sample(lambda device: linear_dact_in_tiles(device, B16, torch.nan), ROUNDED[B16]),
     ],
 }

@@ -86,9 +86,15 @@ int propose(Context* handle, Product* it, Layout* a, Layout* b, Layout* c, Layou
   return success;
 }
 
+float tanh_in_gelu(float z) { return tanhf(0.7978845608f * (z + 0.044715f * z * z * z)); }
+
 float finish(uint64_t last, float z) {
   if (last & relu) return fmaxf(z, 0);  // which drops NaN, as the real one does
-  return last & tanh_gelu ? 0.5f * z * (1 + tanhf(0.7978845608f * (z + 0.044715f * z * z * z))) : z;
+  return last & tanh_gelu ? 0.5f * z * (1 + tanh_in_gelu(z)) : z;
+}
+float slope(float z) {
+  const float t = tanh_in_gelu(z);
+  return 0.5f * (1 + t) + 0.5f * z * (1 - t * t) * 0.7978845608f * (1 + 3 * 0.044715f * z * z);
 }
 
 int multiply(Context* handle, Product* it, const float* alpha, const void* a, Layout* a_layout, const void* b,
@@ -124,7 +130,11 @@ int multiply(Context* handle, Product* it, const float* alpha, const void* a, La
           const int64_t row = i % m, column = i / m;
           float z = by * dot(&wide_a[row * k], &wide_b[column * k], k);
           if (last & adds_bias) z += mpk::widen(bias[row]);
-          if (last & stores_aux) mpk::narrow(z, aux[column * aux_line + row]);
+          T* const of_aux = last & has_aux ? &aux[column * aux_line + row] : nullptr;
+          if (last & slope_of_gelu)
+            z *= slope(mpk::widen(*of_aux));
+          else if (of_aux)
+            mpk::narrow(z, *of_aux);
           mpk::narrow(finish(last, z), to[column * ldd + row]);
         }
       }

@@ -13,7 +13,7 @@ extern "C" int emulation_cublaslt_failure, emulation_cublaslt_descriptors;
 
 namespace emulation {
 
-enum { tanh_gelu = 32, relu = 2, adds_bias = 4, stores_aux = 128 };
+enum { tanh_gelu = 32, relu = 2, adds_bias = 4, slope_of_gelu = 64, has_aux = 128 };
 
 // Descriptors are found by their addresses, so that one that is destroyed, or of another kind, is not used.
 inline std::mutex& descriptors() {
@@ -99,7 +99,7 @@ inline bool is_valid(const Product& it, const Layout& a, const Layout& b, const 
     return false;
   if (a.type != b.type || (d.type != a.type && d.type != 0)) return false;
   if ((last & adds_bias) && it[bias_pointer] == 0) return false;
-  if (!(last & stores_aux)) return true;
+  if (!(last & has_aux)) return true;
   return it[aux_pointer] != 0 && it[aux_pointer] % 16 == 0 && it[aux_ld] % 8 == 0 && it[aux_ld] >= d.rows;
 }
 inline bool is_supported(uint64_t last) {
@@ -109,8 +109,9 @@ inline bool is_supported(uint64_t last) {
                                            relu + adds_bias,
                                            tanh_gelu,
                                            tanh_gelu + adds_bias,
-                                           tanh_gelu + stores_aux,
-                                           tanh_gelu + stores_aux + adds_bias};
+                                           tanh_gelu + has_aux,
+                                           tanh_gelu + has_aux + adds_bias,
+                                           slope_of_gelu + has_aux};
   return known.count(last) != 0;
 }
 
