@@ -53,8 +53,8 @@ QUICK = [  # what says the most first, for a slow machine does not come to the e
     ("step", "bf16", "1000x5k"),
     ("train", "bf16", "mlp-6x512-batch-128"),
     ("step", "fp32", "100x500k"),
-    ("grad_stats", "bf16", "100x500k"),
-    ("unscale_", "bf16", "100x500k"),
+    ("grad_stats", "fp32", "100x500k"),
+    ("unscale_", "fp32", "100x500k"),
 ]
 
 

@@ -1,6 +1,5 @@
 """Two ways to do the same, timed in turns, so that whatever else the machine does slows down both."""
 
-import random
 from collections.abc import Callable
 from math import comb
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 FEWEST_SAMPLES = 6  # that have a 95 % interval of the median, from the least to the greatest
-BUILDS = 3  # unless one takes long: where the data happens to lie makes a tenth of some times
+BUILDS = 3  # unless one takes long: where the data happens to lie matters, too
 MOST_SAMPLES = 101  # more would only fill the results' file: a sample of a short run is the mean of several turns
 RUNS_IN_GRAPH = 20  # the shortest kernels take 3 us, and the way from an event to a kernel about as long
 STEPS_IN_LOOP = 3
@@ -65,28 +64,27 @@ def median_interval(values: list[float]) -> Interval:
     return Interval(ordered[first], median(ordered), ordered[-1 - first])
 
 
-def measure(pair: Pair, device: str, seconds: float) -> Samples:
-    """Who is first in a turn is drawn: in a fixed order the scheduler's tick can hit the same one every time."""
+def measure(pair: Pair, device: str, seconds: float, builds: int = BUILDS) -> Samples:
+    """A sample is of both orders, for who comes after the other finds another cache than who comes after itself."""
     make = STOPWATCHES[pair.clock] if device == "cuda" else wall_stopwatch
     samples: tuple[list[float], list[float]] = ([], [])
-    order, waited, start = random.Random(0), -seconds_waited(), perf_counter()
-    for builds_left in range(BUILDS, 0, -1):
+    waited, start = -seconds_waited(), perf_counter()
+    for builds_left in range(builds, 0, -1):
         began = perf_counter()
         stopwatches = make(pair.ours()), make(pair.theirs())
         built = perf_counter()
         for stopwatch in stopwatches:
             stopwatch()
-        turns = 1 + int(seconds / MOST_SAMPLES / (perf_counter() - built))
+        turns = 1 + int(seconds / MOST_SAMPLES / (perf_counter() - built) / 2)
         is_last = builds_left == 1 or built - began > seconds
         until = built + seconds / (1 if is_last else builds_left)
         fewest = FEWEST_SAMPLES if is_last else len(samples[0]) + 1
         while len(samples[0]) < fewest or (len(samples[0]) < MOST_SAMPLES and perf_counter() < until):
             spent = [0.0, 0.0]
-            for _ in range(turns):
-                for side in order.sample((0, 1), 2):
-                    spent[side] += stopwatches[side]()
+            for side in (0, 1, 1, 0) * turns:
+                spent[side] += stopwatches[side]()
             for side in (0, 1):
-                samples[side].append(spent[side] / turns / pair.calls)
+                samples[side].append(spent[side] / (2 * turns * pair.calls))
         seconds -= perf_counter() - built
         del stopwatches, stopwatch  # and the memory
         if is_last:

@@ -68,7 +68,7 @@ def default(params: Iterable[Parameter]) -> torch.optim.Optimizer:
 def parameters(setting: Setting, dtype: torch.dtype) -> list[Parameter]:
     params = [Parameter(value) for value in setting.tensors(dtype)]
     for param in params:
-        param.grad = torch.randn_like(param)
+        param.grad = param.detach().flip(0)  # random, too, and made in no time
     return params
 
 
