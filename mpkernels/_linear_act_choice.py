@@ -39,6 +39,9 @@ def kernel_for(
     """The dispatcher's choice under ``backend``."""
     if is_forced():
         return "dispatched"
+    within_functorch = torch._C._are_functorch_transforms_active()
+    if call is not None and not within_functorch and (chosen := selector.chosen.get(call)) is not None:
+        return chosen
     dtypes = autocast or x.dtype, x.dtype, weight.dtype
     leaves = [x, weight] if bias is None else [x, weight, bias]
     trains = torch.is_grad_enabled() and (
@@ -48,7 +51,7 @@ def kernel_for(
     if torch.compiler.is_compiling():
         return str(_known_kernel(weight, dtypes, variant))
     is_odd = dtypes[0] == torch.float64 or weight.dim() != 2 or weight.numel() * x.numel() == 0
-    if is_odd or torch._C._are_functorch_transforms_active():
+    if is_odd or within_functorch:
         return "torch"
     device = x.device
     outputs, features = weight.shape

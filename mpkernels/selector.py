@@ -40,7 +40,7 @@ class Case(NamedTuple):
 
 
 _known: dict[Case, str] = {}
-best_by_torch: set[Hashable] = set()  # the calls that ``choose`` was told of: they need not ask again
+chosen: dict[Hashable, str] = {}  # for the calls that ``choose`` was told of: they need not ask again
 _MOST_CALLS = 4096
 _pinned: str | None = None
 _is_deterministic = False
@@ -50,7 +50,7 @@ def pin(name: str | None) -> None:
     """From now on takes what is named, wherever it can be had: ``"native"``, ``"triton"`` or ``"torch"``; None: again
     what is fastest."""
     global _pinned
-    best_by_torch.clear()
+    _ask_again()
     if name not in ("native", "triton", "torch", None):
         raise ValueError(f"pin: name must be 'native', 'triton', 'torch' or None, got {name!r}")
     _pinned = name
@@ -59,7 +59,7 @@ def pin(name: str | None) -> None:
 def make_deterministic() -> None:
     """From now on nothing is timed, and nothing that was timed is used: equal calls give equal bits."""
     global _is_deterministic
-    best_by_torch.clear()
+    _ask_again()
     _is_deterministic = True
 
 
@@ -75,7 +75,7 @@ def choices() -> dict[str, str]:
 def forget() -> None:
     """All choices, also those on disk: everything is timed anew."""
     _known.clear()
-    best_by_torch.clear()
+    _ask_again()
     _choices.clear()
 
 
@@ -87,11 +87,16 @@ def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run], call
         if (name := _find_out(case, names, prepare)) is None:
             return names[0]
         _known[case] = name
-    if name == "torch" and call is not None:
-        if len(best_by_torch) >= _MOST_CALLS:
-            best_by_torch.clear()
-        best_by_torch.add(call)
+    if call is not None:
+        if len(chosen) >= _MOST_CALLS:
+            _ask_again()
+        chosen[call] = name
     return name
+
+
+def _ask_again() -> None:
+    global chosen
+    chosen = {}  # the old one may be in another thread's hands
 
 
 def known(case: Case, names: Sequence[str]) -> str:
@@ -143,7 +148,7 @@ def _race(runs: dict[str, Run], device: torch.device) -> dict[str, float]:
     """Seconds that each takes, measured in turns, so that whatever else the machine does slows down all."""
     runs = {name: run for name, run in runs.items() if _can_run(name, run)}
     first = {name: _seconds(run, device) for name, run in runs.items()}
-    runs = {name: run for name, run in runs.items() if first[name] < HOPELESS * min(first.values())}
+    runs = {name: run for name, run in runs.items() if first[name] <= HOPELESS * min(first.values())}
     times: dict[str, list[float]] = {name: [] for name in runs}
     start = perf_counter()
     for rounds in range(MOST_ROUNDS):

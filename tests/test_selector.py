@@ -1,7 +1,6 @@
 """What is timed, what is remembered, and that nothing on disk can do harm."""
 
 import json
-import time
 
 import pytest
 import torch
@@ -13,12 +12,25 @@ CASE = selector.Case("op", torch.device("cpu"), (3, 5), (torch.float32,), "gelu"
 NAMES = ("native", "torch")
 
 
+class Clock:
+    """The selector's, which nothing but a test moves: a busy machine makes a millisecond's sleep last three."""
+
+    seconds = 0.0
+
+    def wait(self, milliseconds):
+        self.seconds += milliseconds / 1e3
+
+
+CLOCK = Clock()
+
+
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch, tmp_path):
     monkeypatch.setattr(selector, "_is_deterministic", False)
     monkeypatch.setattr(selector, "_known", {})
     monkeypatch.setattr(selector, "_pinned", None)
     monkeypatch.setattr(selector, "MOST_ROUNDS", selector.FEWEST_ROUNDS)
+    monkeypatch.setattr(selector, "perf_counter", lambda: CLOCK.seconds)
     monkeypatch.setattr(_choices, "path", lambda: tmp_path / "home" / "choices.json")
     _choices._read.cache_clear()
     yield
@@ -34,7 +46,7 @@ class Ways:
     def __call__(self, name):
         def run():
             self.calls[name] += 1
-            time.sleep(self.milliseconds[name] / 1e3)
+            CLOCK.wait(self.milliseconds[name])
 
         return run
 
@@ -237,7 +249,7 @@ def test_the_first_run_does_not_count():
         def run():
             slow = first[name] and name == "native"
             first[name] = False
-            time.sleep(0.1 if slow else {"native": 0.001, "torch": 0.003}[name])
+            CLOCK.wait(100 if slow else {"native": 1, "torch": 3}[name])
 
         return run
 
