@@ -52,8 +52,9 @@ def accumulate(
     ...     micro.backward(loss)
 
     The grads are those of one batch as large as the group. They are unscaled and clipped once, when they are complete.
-    A group's batches are drawn before its first is handed out, and ``LinearAct`` casts an fp32 weight once for all of
-    them. To leave the loop within a group leaves its grads.
+    A group's batches are drawn before its first is handed out, and where a kernel of ours computes, ``LinearAct`` casts
+    an fp32 weight once for all of them. To leave the loop within a group leaves its grads, and these casts as long as
+    somebody holds the iterator.
 
     Args:
         model: if it is a DistributedDataParallel, grads are exchanged once for each group.

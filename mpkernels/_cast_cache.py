@@ -7,6 +7,7 @@ through ``parameter.data``, between two forwards within one block, as in torch, 
 The casts of a block hang on a node of autograd that torch's own cache keeps alive, and go when that is cleared.
 """
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -31,24 +32,32 @@ class _Kept(NamedTuple):
 class _Block(dict[int, _Kept]):
     """The casts of an autocast block, or of a step, by the parameter's id."""
 
+    is_over = False
+
 
 def _no_block() -> _Block | None:
     return None
 
 
 _block: Any = _no_block  # a weak reference
-_of_step: _Block | None = None
+_thread = threading.local()
 
 
 @contextmanager
 def one_step() -> Iterator[None]:
-    """What is cast within is kept from block to block. Whoever takes the step calls ``clear`` before."""
-    global _of_step
-    before, _of_step = _of_step, _Block()
+    """What this thread casts within is kept from block to block, until another step begins. Whoever takes the step
+    calls ``clear`` before."""
+    mine = _thread.step = _Block()
     try:
         yield
     finally:
-        _of_step = before
+        mine.clear()
+        mine.is_over = True  # two that are interleaved do not end in turn
+
+
+def _step() -> _Block | None:
+    step: _Block | None = getattr(_thread, "step", None)
+    return None if step is None or step.is_over else step
 
 
 def is_usable() -> bool:
@@ -67,7 +76,8 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """``parameter.detach().to(dtype)``, which nobody may write to."""
     if not _may_keep(parameter):
         return parameter.detach().to(dtype)
-    block: _Block = _block() or _enter_block(parameter.device.type) if _of_step is None else _of_step
+    step = _step()
+    block: _Block = (_block() or _enter_block(parameter.device.type)) if step is None else step
     stream = torch.cuda.current_stream(parameter.device).cuda_stream if parameter.is_cuda else 0
     state = parameter._version, parameter.data_ptr(), stream
     kept = block.get(id(parameter))
@@ -78,7 +88,7 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 def clear() -> None:
     """Forgets every cast."""
-    for block in (_block(), _of_step):
+    for block in (_block(), _step()):
         if block is not None:
             block.clear()
 

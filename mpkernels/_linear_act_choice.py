@@ -4,27 +4,38 @@ from collections.abc import Callable, Hashable
 from functools import cache, partial
 
 import torch
-from torch import Tensor, are_deterministic_algorithms_enabled, get_autocast_dtype, is_grad_enabled
-from torch._C import _is_any_autocast_enabled
+from torch import (
+    Tensor,
+    are_deterministic_algorithms_enabled,
+    get_autocast_dtype,
+    is_autocast_enabled,
+    is_grad_enabled,
+)
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
 from mpkernels import selector
-from mpkernels.ops._registry import DEVICES, backends, is_forced
+from mpkernels.ops._registry import DEVICES, backends, forced
 
 Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None], Tensor]
 
 
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Hashable:
-    """What the choice for a call depends on, with as little work as can be: a small layer takes 20 us, and there all
-    that is not torch's own counts. None where more has to be looked at."""
-    if is_compiling() or is_forced() or type(x) is not Tensor or type(weight) is not Parameter:
+    """What the choice for a call depends on, and what its errors do, with as little work as can be: a small layer takes
+    20 us, and there all that is not torch's own counts. None for what is no ordinary layer's call."""
+    if is_compiling() or forced or type(x) is not Tensor or type(weight) is not Parameter:
         return None
-    if not weight.requires_grad:
+    if bias is not None and type(bias) is not Parameter:
         return None
-    autocast = get_autocast_dtype("cpu" if x.is_cpu else "cuda") if _is_any_autocast_enabled() else None
-    state = is_grad_enabled(), autocast, are_deterministic_algorithms_enabled()
-    return activation, bias is None, x.numel(), x.dtype, x.device, weight.shape, weight.dtype, *state
+    of_bias = None if bias is None else bias.shape
+    kind = "cpu" if x.is_cpu else "cuda"
+    autocast = get_autocast_dtype(kind) if is_autocast_enabled(kind) else None
+    state = _trains(x, weight, bias), autocast, are_deterministic_algorithms_enabled()
+    return activation, x.numel(), x.dtype, x.device, weight.shape, weight.dtype, of_bias, *state
+
+
+def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return is_grad_enabled() and (weight.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad))
 
 
 def kernel_for(
@@ -36,19 +47,17 @@ def kernel_for(
     activation: str,
     autocast: torch.dtype | None,
 ) -> str:
-    """The dispatcher's choice under ``backend``."""
-    if is_forced():
+    """A kernel of ours or plain torch, whichever is faster; under ``backend`` the dispatcher's choice."""
+    if forced:
         return "dispatched"
     within_functorch = torch._C._are_functorch_transforms_active()
     if call is not None and not within_functorch and (chosen := selector.chosen.get(call)) is not None:
         return chosen
     dtypes = autocast or x.dtype, x.dtype, weight.dtype
     leaves = [x, weight] if bias is None else [x, weight, bias]
-    trains = torch.is_grad_enabled() and (
-        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
-    )
+    trains = _trains(x, weight, bias)
     variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}"
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return str(_known_kernel(weight, dtypes, variant))
     is_odd = dtypes[0] == torch.float64 or weight.dim() != 2 or weight.numel() * x.numel() == 0
     if is_odd or within_functorch:

@@ -45,7 +45,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     if call is not None and call in (chosen := selector.chosen) and chosen[call] == "torch":
         try:
             return _TORCH[activation](functional.linear(x, weight, bias))
-        except (RuntimeError, TypeError):
+        except RuntimeError:
             _check_shapes(x, weight, bias)
             raise
     check_activation("linear_act", activation)

@@ -50,17 +50,17 @@ def pin(name: str | None) -> None:
     """From now on takes what is named, wherever it can be had: ``"native"``, ``"triton"`` or ``"torch"``; None: again
     what is fastest."""
     global _pinned
-    _ask_again()
     if name not in ("native", "triton", "torch", None):
         raise ValueError(f"pin: name must be 'native', 'triton', 'torch' or None, got {name!r}")
     _pinned = name
+    _ask_again()
 
 
 def make_deterministic() -> None:
     """From now on nothing is timed, and nothing that was timed is used: equal calls give equal bits."""
     global _is_deterministic
-    _ask_again()
     _is_deterministic = True
+    _ask_again()
 
 
 def choices() -> dict[str, str]:
@@ -75,28 +75,29 @@ def choices() -> dict[str, str]:
 def forget() -> None:
     """All choices, also those on disk: everything is timed anew."""
     _known.clear()
-    _ask_again()
     _choices.clear()
+    _ask_again()
 
 
 def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run], call: Hashable = None) -> str:
     """One of ``names``: the fastest, or the first, where that can't be known. ``prepare`` gives the code to time;
     ``call`` stands for calls that are as good as equal."""
+    calls = chosen  # as they are now: who has a say while this is timed is heard
     name = _settled(names) or _known.get(case)
     if name is None:
         if (name := _find_out(case, names, prepare)) is None:
             return names[0]
         _known[case] = name
     if call is not None:
-        if len(chosen) >= _MOST_CALLS:
-            _ask_again()
-        chosen[call] = name
+        if len(calls) >= _MOST_CALLS:
+            calls.clear()
+        calls[call] = name
     return name
 
 
 def _ask_again() -> None:
     global chosen
-    chosen = {}  # the old one may be in another thread's hands
+    chosen = {}
 
 
 def known(case: Case, names: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ class _Graph(TorchDispatchMode):
         kwargs = kwargs or {}
         self.kept.append((args, kwargs))
         if op.namespace == _registry.NAMESPACE:
-            kernel = _registry._forced[-1][op.name().partition("::")[2], "cpu"]
+            kernel = _registry.forced[-1][op.name().partition("::")[2], "cpu"]
             with self:
                 return kernel(*args, **kwargs)
         if op.namespace == EMULATED:

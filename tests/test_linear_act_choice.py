@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch.nn import functional
+from torch.nn import Parameter, functional
 
 import mpkernels
 from mpkernels import _choices, selector
@@ -65,14 +65,11 @@ def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):
 def test_what_a_choice_depends_on_is_seen(asked):
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
 
-    def frozen():
-        layer.weight.requires_grad_(False)
-
     others = {
         "rows": lambda: layer(x[:4]),
         "features": lambda: LinearAct(10, 6)(x.reshape(4, 10)),
         "outputs": lambda: LinearAct(8, 7)(x),
-        "bias": lambda: linear_act(x, layer.weight, None),
+        "no bias": lambda: linear_act(x, layer.weight, None),
         "activation": lambda: linear_act(x, layer.weight, layer.bias, "silu"),
         "dtype": lambda: LinearAct(8, 6, dtype=B16)(x.to(B16)),
         "autocast": lambda: within(torch.autocast("cpu", B16), lambda: layer(x)),
@@ -81,7 +78,8 @@ def test_what_a_choice_depends_on_is_seen(asked):
         "autocast's dtype": lambda: within(torch.autocast("cpu", F16), lambda: layer(x)),
         "gradients": lambda: within(torch.no_grad(), lambda: layer(x)),
         "deterministic": lambda: within(Deterministic(), lambda: layer(x)),
-        "frozen": lambda: (frozen(), layer(x)),
+        "the other device's autocast": lambda: within(AutocastOnCuda(), lambda: layer(x[:3])),
+        "both devices' autocast": lambda: within(torch.autocast("cpu", B16), lambda: layer(x[:3])),
     }
     layer(x)
     for name, call in others.items():
@@ -90,9 +88,29 @@ def test_what_a_choice_depends_on_is_seen(asked):
         assert has_asked(asked), name
 
 
+@pytest.mark.parametrize("trained", ["x", "weight", "bias"])
+def test_whether_a_gradient_is_wanted_is_seen(asked, trained):
+    layer, x = LinearAct(8, 6).requires_grad_(False), torch.randn(5, 8)
+    layer(x)
+    has_asked(asked)
+    {"x": x, "weight": layer.weight, "bias": layer.bias}[trained].requires_grad_()
+    layer(x)
+    assert has_asked(asked)
+
+
 def within(context, call):
     with context:
         return call()
+
+
+class AutocastOnCuda(nullcontext):
+    """Which ``torch.autocast`` does not turn on where there is no GPU."""
+
+    def __enter__(self):
+        torch.set_autocast_enabled("cuda", True)
+
+    def __exit__(self, *_):
+        torch.set_autocast_enabled("cuda", False)
 
 
 class Deterministic(nullcontext):
@@ -103,13 +121,37 @@ class Deterministic(nullcontext):
         torch.use_deterministic_algorithms(False)
 
 
-@pytest.mark.parametrize("change", [selector.forget, lambda: selector.pin("torch"), selector.make_deterministic])
+CHANGES = {
+    "forget": selector.forget,
+    "pin": lambda: selector.pin("torch"),
+    "make_deterministic": selector.make_deterministic,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_who_has_a_say_is_heard(asked, monkeypatch, change):
     monkeypatch.setattr(selector, "_pinned", None)
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
     has_asked(asked)
     change()
+    layer(x)
+    assert has_asked(asked)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_who_has_a_say_is_heard_also_while_something_is_timed(asked, monkeypatch, change):
+    """By another thread."""
+
+    def race(runs, device):
+        change()
+        return dict.fromkeys(runs, 1.0)
+
+    monkeypatch.setattr(selector, "_pinned", None)
+    monkeypatch.setattr(selector, "_race", race)
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    layer(x)
+    has_asked(asked)
     layer(x)
     assert has_asked(asked)
 
@@ -128,8 +170,9 @@ def test_errors_are_the_same_the_second_time():
     layer(x)
     with pytest.raises(ValueError, match="linear_act: x must have weight's 8 features in its last dimension"):
         layer(x.reshape(8, 6))
-    with pytest.raises(ValueError, match=r"linear_act: bias must have shape \(6,\), got \(5,\)"):
-        linear_act(x, layer.weight, torch.randn(5))
+    for shape in ((5,), (6, 6), (6, 1)):  # the latter two are no error to F.linear
+        with pytest.raises(ValueError, match=r"linear_act: bias must have shape \(6,\), got \(" + str(shape[0])):
+            linear_act(x, layer.weight, Parameter(torch.randn(shape)))
     with pytest.raises(TypeError, match="linear_act: bias must be a tensor, got int"):
         linear_act(x, layer.weight, 5)
     with pytest.raises(RuntimeError, match="dtype"):
@@ -146,12 +189,12 @@ def test_ever_new_sizes_do_not_pile_up(monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 def test_torch_compile_is_not_bound_to_what_was_chosen():
-    """A set that a graph had looked at would have it compiled anew with every new size."""
+    """A graph that had looked at it would be compiled anew once there is a choice."""
     layer, graphs = LinearAct(8, 6), []
     compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
     x = torch.randn(5, 8)
     compiled(x)
-    layer(torch.randn(9, 8))
+    layer(x)
     compiled(x)
     assert len(graphs) == 1
 

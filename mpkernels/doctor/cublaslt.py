@@ -11,16 +11,20 @@ from mpkernels.doctor.selftest import Result
 
 def describe(tests: Sequence[Result]) -> dict[str, Any]:
     """In this process, whose self-test is behind it."""
-    products, refusals = _extension.cublaslt_notes() or ({}, {})
+    notes = _extension.cublaslt_notes()
+    products, refusals = notes or ({}, {})
     failed = {it.op for it in tests if it.problem and (it.device, it.kernel) == ("cuda", "native")}
     return {
-        "proof": {op: _proof(op, products.get(op, 0), op in failed) for op in ("linear_act", "linear_dact")},
+        "proof": {
+            op: _proof(op, None if notes is None else products.get(op, 0), op in failed)
+            for op in ("linear_act", "linear_dact")
+        },
         "fell back": refusals,
     }
 
 
-def _proof(op: str, products: int, failed: bool) -> str:
-    if _extension.cublaslt_notes() is None:
+def _proof(op: str, products: int | None, failed: bool) -> str:
+    if products is None:
         return "not proven here: there are no kernels in CUDA C++"
     if not torch.cuda.is_available():
         return "not proven here: torch sees no GPU"

@@ -113,9 +113,9 @@ class NativeCall:
 
     def on(self, device_type: str) -> Callable[..., Any] | None:
         """None where another kernel than C++'s runs the op now."""
-        forced = _forced[-1] if _forced else {}
-        if (self.op.name, device_type) in forced:
-            return forced.get((self.name, device_type))
+        innermost = forced[-1] if forced else {}
+        if (self.op.name, device_type) in innermost:
+            return innermost.get((self.name, device_type))
         return self.overload if (self.name, device_type) in _native else None
 
 
@@ -201,7 +201,7 @@ def attach_defaults() -> None:
 
 
 Kernels = dict[tuple[str, str], Callable[..., Any]]  # (op, device type) -> kernel
-_forced: list[Kernels] = []  # innermost last; only the innermost is on the dispatcher's stack
+forced: list[Kernels] = []  # innermost last; only the innermost is on the dispatcher's stack
 _pushed: Library | None = None
 
 
@@ -212,7 +212,7 @@ def _push_innermost() -> None:
     _pushed = Library(NAMESPACE, "IMPL")
     with warnings.catch_warnings():  # torch warns that a kernel is overridden, which is what is wanted
         warnings.simplefilter("ignore", UserWarning)
-        for (op, device_type), kernel in _forced[-1].items() if _forced else ():
+        for (op, device_type), kernel in forced[-1].items() if forced else ():
             if op in _native_calls:  # called by NativeCall.on alone
                 continue
             _pushed.impl(op, kernel, DEVICES[device_type], allow_override=True)
@@ -221,18 +221,13 @@ def _push_innermost() -> None:
 @contextmanager
 def force(kernels: Kernels) -> Iterator[None]:
     """Puts kernels on the dispatcher's stack, above the ones that are attached."""
-    _forced.append(kernels)
+    forced.append(kernels)
     _push_innermost()
     try:
         yield
     finally:
-        _forced[:] = [each for each in _forced if each is not kernels]  # another thread's may have come on top
+        forced[:] = [each for each in forced if each is not kernels]  # another thread's may have come on top
         _push_innermost()
-
-
-def is_forced() -> bool:
-    """Whether kernels other than the attached ones are asked for."""
-    return bool(_forced)
 
 
 @contextmanager
