@@ -12,7 +12,7 @@ from mpkernels.bench import machine, results, show
 from mpkernels.bench.cases import Benchmark, all_cases, select
 from mpkernels.bench.measuring import run_one
 
-QUICK_SECONDS = 40.0  # after which no case is begun
+QUICK_SECONDS = 46.0  # after which no case is begun
 PLOTS = (".png", ".svg", ".pdf")
 STOPPED = 128 + signal.SIGINT
 

@@ -75,7 +75,7 @@ def measure(pair: Pair, device: str, seconds: float) -> Samples:
         built = perf_counter()
         for stopwatch in stopwatches:
             stopwatch()
-        turns = 1 + int(seconds / MOST_SAMPLES / (perf_counter() - built) / 2)
+        turns = 1 + max(0, int(seconds / MOST_SAMPLES / (perf_counter() - built) / 2))
         is_last = builds_left == 1 or built - began > seconds
         until = built + seconds / (1 if is_last else builds_left)
         fewest = FEWEST_SAMPLES if is_last else len(samples[0]) + 1
