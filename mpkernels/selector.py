@@ -89,15 +89,15 @@ def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run], call
             return names[0]
         _known[case] = name
     if call is not None:
-        if len(calls) >= _MOST_CALLS:
-            calls.clear()
         calls[call] = name
+        if len(calls) > _MOST_CALLS:
+            _ask_again()
     return name
 
 
 def _ask_again() -> None:
     global chosen
-    chosen = {}
+    chosen = {}  # not cleared: other threads may be reading it
 
 
 def known(case: Case, names: Sequence[str]) -> str:
