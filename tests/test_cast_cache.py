@@ -4,25 +4,10 @@ import threading
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpkernels
-from mpkernels import _cast_cache, amp, nn, optim
-from tests.linear import torchs
-
-B16 = torch.bfloat16
-
-
-class Casts(TorchDispatchMode):
-    """Counts the casts of tensors of a parameter's shape."""
-
-    def __init__(self, *shapes):
-        super().__init__()
-        self.shapes, self.count = shapes, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += func is torch.ops.aten._to_copy.default and args[0].shape in self.shapes
-        return func(*args, **(kwargs or {}))
+from mpkernels import _cast_cache, nn, optim
+from tests.casts import B16, Casts, ThroughData, autocast, by_torch, forward
 
 
 @pytest.fixture
@@ -30,18 +15,6 @@ def layer():
     torch.manual_seed(0)
     yield nn.LinearAct(7, 5)
     _cast_cache.clear()
-
-
-def forward(layer, backward=True, dtype=B16, **keywords):
-    with torch.autocast("cpu", dtype=dtype, **keywords):
-        y = layer(torch.ones(3, 7))
-    if backward:
-        y.float().square().sum().backward()
-    return y.detach()
-
-
-def autocast(**keywords):
-    return torch.autocast("cpu", dtype=B16, **keywords)
 
 
 def casts_of(layer, **keywords):
@@ -56,16 +29,6 @@ OPTIMIZERS = {
     "fused": lambda parameters: torch.optim.AdamW(parameters, fused=True),
     "foreach": lambda parameters: torch.optim.AdamW(parameters, foreach=True),
 }
-
-
-class ThroughData(torch.optim.SGD):
-    """As many optimizers do it that are older than versions."""
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data -= 0.1 * parameter.grad.data
 
 
 class NoneOfTorchs:
@@ -96,12 +59,7 @@ def test_every_step_is_seen(layer, make):
         optimizer.zero_grad()
         after = forward(layer)
         assert not torch.equal(after, before)
-        torch.testing.assert_close(after, _by_torch(layer), rtol=0.02, atol=0.02)
-
-
-def _by_torch(layer):
-    with autocast(), torch.no_grad():
-        return torchs(torch.ones(3, 7), layer.weight, layer.bias, "gelu")
+        torch.testing.assert_close(after, by_torch(layer), rtol=0.02, atol=0.02)
 
 
 def test_once_in_a_block(layer):
@@ -127,113 +85,6 @@ def test_nobody_notices_how_the_end_of_a_block_is_learnt(layer):
         assert _cast_cache._block() is None
         with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
             assert _cast_cache.cast(layer.weight, B16) is _cast_cache.cast(layer.weight, B16)
-
-
-def accumulated(layer, every=3, make=optim.AdamW):
-    """The micro-batches of two groups, with the casts each forward took, and what it gave."""
-    optimizer = make(layer.parameters())
-    for micro in amp.accumulate(range(2 * every), every, optimizer):
-        with Casts(*(it.shape for it in layer.parameters())) as casts, autocast():
-            y = layer(torch.ones(3, 7))
-        yield micro, casts.count, y.detach()
-        micro.backward(y.float().square().sum())
-
-
-def test_once_in_a_step_of_several_blocks(layer):
-    assert [count for _, count, _ in accumulated(layer)] == [2, 0, 0] * 2
-    with autocast():
-        assert _cast_cache._block() is None  # the last step's were not of this block
-    forward(layer)
-    layer.weight.data.mul_(2)
-    assert_fresh(layer, forward(layer, backward=False))
-
-
-@pytest.mark.parametrize("make", [optim.AdamW, ThroughData], ids=["ours", "through data"])
-def test_each_step_of_a_group_is_seen(layer, make):
-    for _, _, y in accumulated(layer, make=make):
-        assert_fresh(layer, y)
-
-
-def assert_fresh(layer, y):
-    torch.testing.assert_close(y, _by_torch(layer), rtol=0.02, atol=0.02)
-
-
-def is_fresh_from_block_to_block(layer):
-    """Also after a write that raises no version: no step is under way."""
-    forward(layer, backward=False)
-    layer.weight.data.mul_(-2)
-    assert_fresh(layer, forward(layer, backward=False))
-
-
-def test_groups_that_are_interleaved(layer):
-    """As those of two networks that are trained against each other."""
-    other = nn.LinearAct(7, 5)
-    for (_, _, y), (_, _, its) in zip(
-        accumulated(layer, make=ThroughData), accumulated(other, every=2, make=ThroughData), strict=False
-    ):
-        assert_fresh(layer, y)
-        assert_fresh(other, its)
-    is_fresh_from_block_to_block(layer)
-
-
-def test_a_group_within_a_group(layer):
-    for i, (_, _, y) in enumerate(accumulated(layer)):
-        assert_fresh(layer, y)
-        if i == 1:
-            for _, _, its in accumulated(layer, make=ThroughData):
-                assert_fresh(layer, its)
-
-
-def test_a_group_that_is_dropped_while_another_is_under_way(layer):
-    old, new = accumulated(layer), accumulated(layer)
-    next(old)
-    next(new)
-    del old
-    assert [count for _, count, _ in new] == [0, 0, 2, 0, 0]
-    is_fresh_from_block_to_block(layer)
-
-
-def test_a_group_that_fails(layer):
-    def fail():
-        for _ in accumulated(layer):
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    is_fresh_from_block_to_block(layer)
-
-
-def test_another_thread_is_in_no_step(layer):
-    found = []
-    for _ in accumulated(layer):
-        thread = threading.Thread(target=lambda: found.append(_cast_cache._step()))
-        thread.start()
-        thread.join()
-        assert _cast_cache._step() is not None
-    assert found == [None] * 6
-
-
-def test_a_change_within_a_group_is_seen(layer):
-    for i, (_, _, y) in enumerate(accumulated(layer)):
-        assert_fresh(layer, y)
-        if i % 3 == 1:
-            with torch.no_grad():
-                layer.weight.mul_(2)
-
-
-def test_a_step_has_the_casts_memory(layer, monkeypatch):
-    kept = []
-    step = optim.AdamW.step
-    monkeypatch.setattr(optim.AdamW, "step", lambda *it: kept.append(len(_cast_cache._step())) or step(*it))
-    for _ in accumulated(layer):
-        assert len(_cast_cache._step()) == 2
-    assert kept == [0, 0]
-
-
-def test_a_group_that_is_left_keeps_nothing(layer):
-    for _ in accumulated(layer):
-        break
-    assert _cast_cache._step() is None
 
 
 CHANGES = {
