@@ -28,10 +28,10 @@ def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
     if bias is not None and type(bias) is not Parameter:
         return None
     of_bias = None if bias is None else bias.shape
-    kind = "cpu" if x.is_cpu else "cuda"
+    kind, device = ("cpu", None) if x.is_cpu else ("cuda", x.device)
     autocast = get_autocast_dtype(kind) if is_autocast_enabled(kind) else None
     state = _trains(x, weight, bias), autocast, are_deterministic_algorithms_enabled()
-    return activation, x.numel(), x.dtype, x.device, weight.shape, weight.dtype, of_bias, *state
+    return activation, x.numel(), x.dtype, device, weight.shape, weight.dtype, of_bias, *state
 
 
 def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
