@@ -21,8 +21,8 @@ Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None]
 
 
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Hashable:
-    """What the choice for a call depends on, and what its errors do, with as little work as can be: a small layer takes
-    20 us, and there all that is not torch's own counts. None for what is no ordinary layer's call."""
+    """What the choice for a call depends on, and what its errors do, with as little work as can be: in a small layer
+    all that is not torch's own counts. None for what is no ordinary layer's call."""
     if is_compiling() or forced or type(x) is not Tensor or type(weight) is not Parameter:
         return None
     if bias is not None and type(bias) is not Parameter:
