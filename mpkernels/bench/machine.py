@@ -83,10 +83,14 @@ def _copy_stopwatch(device: str) -> Stopwatch:
     return _stopwatch(device, lambda: target.copy_(source))
 
 
-def gemm_speed(device: str) -> float:
-    """Flops in a second by the best of a few products of random matrices, in the dtype that this device multiplies
-    fastest in: bf16 on CUDA, fp32 on a CPU (which may have instructions for bf16, or take four times as long)."""
-    size, dtype = (8192, torch.bfloat16) if device == "cuda" else (1024, torch.float32)
+def gemm_speed(device: str, dtype: torch.dtype) -> float:
+    """Flops in a second by the best of a few products of random matrices of this dtype, or of fp32 where that is
+    faster, as it is on a CPU without instructions for the 16-bit ones."""
+    return max(_gemm_speed(device, dtype) for dtype in {dtype, torch.float32})
+
+
+def _gemm_speed(device: str, dtype: torch.dtype) -> float:
+    size = 8192 if device == "cuda" else 1024
     a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
     out = torch.empty_like(a)
     timed = _stopwatch(device, lambda: torch.mm(a, b, out=out))

@@ -12,7 +12,7 @@ from mpkernels.bench.cases import Benchmark
 from mpkernels.bench.counting import count
 from mpkernels.bench.pairs import measure
 from mpkernels.bench.results import Result, Run, microseconds
-from mpkernels.bench.settings import Place
+from mpkernels.bench.settings import DTYPES, Place
 
 
 def run_one(benchmark: Benchmark, run: Run, seconds: float) -> Result:
@@ -24,10 +24,10 @@ def run_one(benchmark: Benchmark, run: Run, seconds: float) -> Result:
         if pair.is_whole_step:
             counts = {"ours": count(pair.ours, device), "theirs": count(pair.theirs, device)}
         samples = measure(pair, device, seconds)
-        # The best of each place, for other programs may have been at work beside any of them.
-        run.copy_speeds[str(place)] = max(machine.copy_speed(device), run.copy_speeds.get(str(place), 0.0))
-        if pair.flops and str(place) not in run.gemm_speeds:
-            run.gemm_speeds[str(place)] = machine.gemm_speed(device)
+        _keep_best(run.copy_speeds, str(place), machine.copy_speed(device))
+        if pair.flops:
+            dtype = benchmark.setting.dtype
+            _keep_best(run.gemm_speeds, f"{place} {dtype}", machine.gemm_speed(device, DTYPES[dtype]))
     result = Result(
         benchmark.op,
         benchmark.variant,
@@ -49,6 +49,11 @@ def run_one(benchmark: Benchmark, run: Run, seconds: float) -> Result:
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # or, after eight networks of one kind, torch would silently compile no more
     return result
+
+
+def _keep_best(speeds: dict[str, float], of: str, speed: float) -> None:
+    """Other programs may have been at work beside any one measurement."""
+    speeds[of] = max(speed, speeds.get(of, 0.0))
 
 
 @contextmanager

@@ -65,7 +65,7 @@ class Run:
     date: str
     machine: machine.Description
     copy_speeds: dict[str, float] = field(default_factory=dict)  # bytes a second, by place
-    gemm_speeds: dict[str, float] = field(default_factory=dict)  # flops a second
+    gemm_speeds: dict[str, float] = field(default_factory=dict)  # flops a second, by place and dtype
     skipped: dict[str, str] = field(default_factory=dict)  # name: reason
     results: list[Result] = field(default_factory=list)
 

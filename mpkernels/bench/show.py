@@ -45,7 +45,7 @@ def share(result: Result, run: Run) -> str:
     """Of the machine's own copy or matrix product."""
     if result.moved and (copy := run.copy_speeds.get(result.place)):
         return f"{result.bytes_a_second / copy:.0%}"
-    if result.flops and (gemm := run.gemm_speeds.get(result.place)):
+    if result.flops and (gemm := run.gemm_speeds.get(f"{result.place} {result.dtype}")):
         return f"{result.flops_a_second / gemm:.0%}"
     return ""
 
