@@ -42,7 +42,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     ``mpkernels.selector`` tells, and can be told otherwise.
     """
     call = describe(x, weight, bias, activation)
-    if call is not None and call in (chosen := selector.chosen) and chosen[call] == "torch":
+    if call is not None and selector.chosen.get(call) == "torch":
         try:
             return _TORCH[activation](functional.linear(x, weight, bias))
         except RuntimeError:

@@ -32,7 +32,12 @@ class LinearAct(torch.nn.Linear):
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.linear_act(input, self.weight, self.bias, self.activation)
+        own: dict[str, Any] = self._parameters
+        try:  # Module.__getattr__ takes as long as all that we add to torch
+            weight, bias = own["weight"], own["bias"]
+        except KeyError:  # pruned, parametrised or sharded: then they are other attributes
+            weight, bias = self.weight, self.bias
+        return functional.linear_act(input, weight, bias, self.activation)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, activation={self.activation!r}"

@@ -4,6 +4,7 @@ import pickle
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.nn.utils import parametrize, prune
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpkernels import backend, nn
@@ -51,6 +52,46 @@ RECORDERS = {
     "export": lambda layer, x: torch.export.export(torch.nn.Sequential(layer), (x,)).module(),
     "strict export": lambda layer, x: torch.export.export(torch.nn.Sequential(layer), (x,), strict=True).module(),
 }
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def hold_as_plain_attribute(layer):
+    """As FullyShardedDataParallel does with its views."""
+    weight = layer.weight.detach() + 1
+    del layer.weight
+    layer.weight = weight
+
+
+REPLACERS = {
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "prune bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
+    "parametrize": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+    "parametrize bias": lambda layer: parametrize.register_parametrization(layer, "bias", Doubled()),
+    "weight_norm": lambda layer: torch.nn.utils.weight_norm(layer).weight_g.data.mul_(2),
+    "plain attribute": hold_as_plain_attribute,
+    "another parameter": lambda layer: setattr(layer, "weight", torch.nn.Parameter(layer.weight.detach() + 1)),
+    "another's data": lambda layer: setattr(layer.weight, "data", layer.weight.detach() + 1),
+    "no bias": lambda layer: setattr(layer, "bias", None),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of weight_norm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch.compile does it itself
+@pytest.mark.parametrize("replace", REPLACERS.values(), ids=[*REPLACERS])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_takes_the_place_of_a_parameter_is_computed_with(replace, compiled):
+    theirs, ours = both()
+    x = torch.randn(3, 7)
+    before = ours(x)
+    for layer in (theirs, ours):
+        replace(layer)
+    y = (torch.compile(ours, backend="eager") if compiled else ours)(x)
+    torch.testing.assert_close(y, TORCH["gelu"](theirs(x)))
+    assert not torch.equal(y, before)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
