@@ -11,6 +11,7 @@ from torch import (
     is_autocast_enabled,
     is_grad_enabled,
 )
+from torch._C import _is_any_autocast_enabled
 from torch.compiler import is_compiling
 from torch.nn import Parameter
 
@@ -29,7 +30,8 @@ def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
         return None
     of_bias = None if bias is None else bias.shape
     kind, device = ("cpu", None) if x.is_cpu else ("cuda", x.device)
-    autocast = get_autocast_dtype(kind) if is_autocast_enabled(kind) else None
+    # The first asks nothing about a device, whose name the second would have to read.
+    autocast = get_autocast_dtype(kind) if _is_any_autocast_enabled() and is_autocast_enabled(kind) else None
     state = _trains(x, weight, bias), autocast, are_deterministic_algorithms_enabled()
     return activation, x.numel(), x.dtype, device, weight.shape, weight.dtype, of_bias, *state
 
