@@ -54,9 +54,10 @@ static MPK_FN F load_weight(const AdamwRow& row, const Arrays& arrays, int lane)
   if constexpr (std::is_same_v<F, Floats>) {
     if (row.master_kind == Master::fp32) return load_as<F>(Dtype::f32, arrays.master, lane);
     if (row.master_kind == Master::split) {
-      const Split<Words> split{widen(load_bytes<Halves>(arrays.param + 2 * lane)),
-                               widen(load_bytes<Halves>(arrays.master + 2 * lane))};
-      return bit_cast<F>(row.param_dtype == Dtype::b16 ? join_bf16(split) : join_fp16<F>(split));
+      const auto weight = load_bytes<Halves>(arrays.param + 2 * lane);
+      const Words remainder = widen(load_bytes<Halves>(arrays.master + 2 * lane));
+      return bit_cast<F>(row.param_dtype == Dtype::b16 ? join_bf16(Split<Words>{widen(weight), remainder})
+                                                       : join_fp16<F>({weight, remainder}));
     }
   }
   return load_as<F>(row.param_dtype, arrays.param, lane);
@@ -67,10 +68,18 @@ static MPK_FN void store_weight(const AdamwRow& row, const Arrays& arrays, int l
   if constexpr (std::is_same_v<F, Floats>) {
     if (row.master_kind == Master::split) {
       const Words master = bit_cast<Words>(weight);
-      const Split<Words> split = row.param_dtype == Dtype::b16 ? split_bf16(master) : split_fp16<F>(master);
-      const Halves param = narrow(split.weight), remainder = narrow(split.remainder);
-      memcpy(arrays.param + 2 * lane, &param, sizeof param);
-      memcpy(arrays.master + 2 * lane, &remainder, sizeof remainder);
+      const auto put = [&](Halves param, Words remainder) {
+        const Halves low = narrow(remainder);
+        memcpy(arrays.param + 2 * lane, &param, sizeof param);
+        memcpy(arrays.master + 2 * lane, &low, sizeof low);
+      };
+      if (row.param_dtype == Dtype::b16) {
+        const Split<Words> split = split_bf16(master);
+        put(narrow(split.weight), split.remainder);
+      } else {
+        const SplitFp16<F> split = split_fp16<F>(master);
+        put(split.weight, split.remainder);
+      }
       return;
     }
     if (row.master_kind == Master::fp32) store_as<F>(Dtype::f32, arrays.master, lane, weight);
@@ -120,10 +129,28 @@ static void adamw_tail(const AdamwRow& row, const Arrays& arrays, int64_t count,
   }
 }
 
+// With what the compiler knows of the row, the loop keeps its constants in registers, and has no branch.
+template <class F, Dtype param_and_grad, Master master, class C>
+static void adamw_known_blocks(AdamwRow row, const Arrays& arrays, int64_t size, const AdamwScalars<C>& by) {
+  row.param_dtype = row.grad_dtype = param_and_grad;
+  row.state_dtype = Dtype::f32;
+  row.master_kind = master;
+  for (int64_t i = 0; i < size; i += kBlock) adamw_block<F>(row, advanced(row, arrays, i), by);
+}
+
 template <class F, class C>
 static void adamw_arrays(const AdamwRow& row, const Arrays& arrays, int64_t size, const AdamwScalars<C>& by) {
   const int64_t whole = size / kBlock * kBlock;
-  for (int64_t i = 0; i < whole; i += kBlock) adamw_block<F>(row, advanced(row, arrays, i), by);
+  const bool usual = row.state_dtype == Dtype::f32 && row.grad_dtype == row.param_dtype;
+  if (usual && row.param_dtype == Dtype::f32) {
+    adamw_known_blocks<F, Dtype::f32, Master::none>(row, arrays, whole, by);
+  } else if (usual && row.param_dtype == Dtype::b16 && row.master_kind == Master::split) {
+    adamw_known_blocks<F, Dtype::b16, Master::split>(row, arrays, whole, by);
+  } else if (usual && row.param_dtype == Dtype::f16 && row.master_kind == Master::split) {
+    adamw_known_blocks<F, Dtype::f16, Master::split>(row, arrays, whole, by);
+  } else {
+    for (int64_t i = 0; i < whole; i += kBlock) adamw_block<F>(row, advanced(row, arrays, i), by);
+  }
   if (whole < size) adamw_tail<F>(row, advanced(row, arrays, whole), size - whole, by);
 }
 

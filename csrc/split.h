@@ -16,9 +16,9 @@
 
 namespace mpk {
 
-template <class U>
+template <class U, class Half = U>
 struct Split {
-  U weight;     // 16 bits, in the low half of each word
+  Half weight;  // 16 bits, in the low half of each word, where it is one
   U remainder;  // 16 bits, likewise
 };
 
@@ -37,40 +37,39 @@ MPK_FN U join_bf16(const Split<U>& split) {
   return (split.weight << 16) + extended;
 }
 
-// A 2^-16th of the last place of an fp16, as fp32 bits.
+// What the remainder counts, as fp32 bits with the weight's sign; weight: fp32 bits of an fp16.
 template <class U>
 MPK_FN U unit_of_fp16(U weight) {
-  const U exponent = weight >> 10 & 0x1fu;
-  return ((exponent == 0u ? exponent + 1u : exponent) + 86u) << 23;
+  const U exponent = weight & 0x7f800000u;
+  const U of_normals = exponent < 113u << 23 ? (exponent & 0u) + (113u << 23) : exponent;
+  return (of_normals - (26u << 23)) | (weight & 0x80000000u);
 }
 
 inline constexpr float kIntegers = 12582912.0f;  // 1.5 * 2^23: a float beside it is an integer, in its low bits
 inline constexpr uint32_t kIntegersBits = 0x4b400000u;
 
+template <class F>
+using SplitFp16 = Split<Bits<F>, typename Fp16<F>::Half>;
+
 template <class F, class U = Bits<F>>
-MPK_FN U join_fp16(const Split<Bits<F>>& split) {
+MPK_FN U join_fp16(const SplitFp16<F>& split) {
   const U weight = Fp16<F>::widen(split.weight);
   const F remainder = bit_cast<F>((split.remainder ^ 0x8000u) - 0x8000u + kIntegersBits) - kIntegers;
-  const F magnitude = bit_cast<F>(weight & 0x7fffffffu) + remainder * bit_cast<F>(unit_of_fp16<U>(split.weight));
-  const U joined = bit_cast<U>(magnitude) | (weight & 0x80000000u);
-  return (weight & 0x7f800000u) == 0x7f800000u ? weight : joined;
+  const F joined = bit_cast<F>(weight) + remainder * bit_cast<F>(unit_of_fp16(weight));
+  return (weight & 0x7f800000u) == 0x7f800000u ? weight : bit_cast<U>(joined);
 }
 
 template <class F, class U = Bits<F>>
-MPK_FN F units_beyond_fp16(Bits<F> weight, F magnitude) {
-  const F units_in_one = bit_cast<F>((254u << 23) - unit_of_fp16<U>(weight));
-  return (magnitude - bit_cast<F>(Fp16<F>::widen(weight & 0x7fffu))) * units_in_one;
-}
-
-template <class F, class U = Bits<F>>
-MPK_FN Split<U> split_fp16(Bits<F> master) {
-  const F magnitude = bit_cast<F>(master & 0x7fffffffu);
-  const U nearest = Fp16<F>::narrow(master);
-  // A tie that went to the even weight below it would leave a remainder of 32768, one more than fits.
-  const U weight = units_beyond_fp16<F>(nearest, magnitude) >= 32768.0f ? nearest + 1u : nearest;
-  const U rounded = bit_cast<U>(units_beyond_fp16<F>(weight, magnitude) + kIntegers) - kIntegersBits;
-  const U remainder = rounded == 32768u ? rounded - 1u : rounded & 0xffffu;
-  return {weight, (weight & 0x7c00u) == 0x7c00u ? weight & 0u : remainder};
+MPK_FN SplitFp16<F> split_fp16(Bits<F> master) {
+  const auto is_infinite = (master & 0x7fffffffu) == 0x7f800000u;
+  const auto weight =
+      Fp16<F>::narrow(is_infinite ? master : master | 1u);  // a tie is one no more: it goes away from zero
+  const U nearest = Fp16<F>::widen(weight);
+  const F units_in_one = bit_cast<F>((254u << 23) - unit_of_fp16(nearest));
+  const F units = (bit_cast<F>(master) - bit_cast<F>(nearest)) * units_in_one;
+  const F most = units * 0.0f + 32767.0f;  // 32767.5 is a weight's, too
+  const U remainder = bit_cast<U>((units > most ? most : units) + kIntegers) - kIntegersBits;
+  return {weight, (nearest & 0x7f800000u) == 0x7f800000u ? nearest & 0u : remainder & 0xffffu};
 }
 
 }  // namespace mpk

@@ -136,11 +136,12 @@ MPK_FN U fp16_bits_of_fp32(Bits<F> word) {
   return (magnitude > 0x7f800000u ? quiet_nan : number) | (word >> 16 & 0x8000u);
 }
 
-// The two conversions of fp16 as a kernel of F does them. simd.h puts the instruction in where there is one.
+// The two conversions of fp16 as a kernel of F does them; simd.h has those of vectors.
 template <class F>
 struct Fp16 {
-  static MPK_FN Bits<F> widen(Bits<F> half) { return fp32_bits_of_fp16<F>(half); }
-  static MPK_FN Bits<F> narrow(Bits<F> word) { return fp16_bits_of_fp32<F>(word); }
+  using Half = Bits<F>;
+  static MPK_FN Bits<F> widen(Half half) { return fp32_bits_of_fp16<F>(half); }
+  static MPK_FN Half narrow(Bits<F> word) { return fp16_bits_of_fp32<F>(word); }
 };
 
 // Calls body with a value of the C++ type that dtype names. The only switch over dtypes.

@@ -161,22 +161,20 @@ MPK_FN void store(bf16* to, Floats x) {
 
 }  // namespace mpk::MPK_ISA
 
-#if defined(__AVX2__)
 namespace mpk {
 template <>
 struct Fp16<MPK_ISA::Floats> {
-  static MPK_FN MPK_ISA::Words widen(MPK_ISA::Words half) {
-    const MPK_ISA::Halves halves = MPK_ISA::narrow(half);
+  using Half = MPK_ISA::Halves;
+  static MPK_FN MPK_ISA::Words widen(Half halves) {
     return bit_cast<MPK_ISA::Words>(MPK_ISA::load(reinterpret_cast<const fp16*>(&halves)));
   }
-  static MPK_FN MPK_ISA::Words narrow(MPK_ISA::Words word) {
-    MPK_ISA::Halves halves;
+  static MPK_FN Half narrow(MPK_ISA::Words word) {
+    Half halves;
     MPK_ISA::store(reinterpret_cast<fp16*>(&halves), bit_cast<MPK_ISA::Floats>(word));
-    return MPK_ISA::widen(halves);
+    return halves;
   }
 };
 }  // namespace mpk
-#endif
 
 namespace mpk::MPK_ISA {
 
@@ -187,10 +185,11 @@ inline constexpr int kLanesOf = sizeof(Floats) / sizeof(Compute<T>);
 inline constexpr int kBlock = 32;
 
 // Asks for the memory that a later block will need. Memory is what these kernels wait for, and the hardware's own
-// prefetcher stops at the end of each page.
-inline constexpr int kAhead = 4096;  // bytes
+// prefetcher stops at the end of each page. Into the second cache: the first can wait for fewer lines at a time.
+inline constexpr int kAhead = 8192;  // bytes
 MPK_FN void prefetch_block_after(const void* block, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(static_cast<const char*>(block) + kAhead + line);
+  for (int64_t line = 0; line < bytes; line += 64)
+    __builtin_prefetch(static_cast<const char*>(block) + kAhead + line, 0, 2);
 }
 
 // Calls body(pointer to kBlock elements) along data. The last, incomplete block is a copy that is filled up with pad,
