@@ -96,7 +96,7 @@ def _measure_all(benchmarks: list[Benchmark], run: results.Run, arguments: argpa
                     run.skipped[benchmark.name] = reason
                     continue
                 try:
-                    result = run_one(benchmark, run, seconds=2.5)
+                    result = run_one(benchmark, run, seconds=4.0 if arguments.quick else 2.5)
                 except Exception as error:  # the others can still be measured
                     failed = True
                     run.skipped[benchmark.name] = f"failed, {type(error).__name__}: {str(error).partition(chr(10))[0]}"
