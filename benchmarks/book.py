@@ -84,7 +84,7 @@ def of_run(name: str, run: Run) -> Iterator[str]:
     yield from (f"## {run.device}, {run.date}", "")
     yield ", ".join(f"{key} {value}" for key, value in run.machine.items() if value is not None) + "."
     best = [f"a copy moves {speed / 1e9:.4g} GB/s on {place}" for place, speed in run.copy_speeds.items()]
-    best += [f"a matrix product runs at {speed / 1e12:.3g} TFLOP/s on {it}" for it, speed in run.gemm_speeds.items()]
+    best += [f"a matrix product reaches {speed / 1e12:.3g} TFLOP/s for {it}" for it, speed in run.gemm_speeds.items()]
     yield f"Of best: {'; '.join(best)}. Raw samples: [{name}.json](results/{name}.json)."
     yield from ("", f"![times torch, each case a dot](results/{name}.svg)", "")
     for title, members in group(run.results).items():

@@ -129,7 +129,7 @@ static void adamw_tail(const AdamwRow& row, const Arrays& arrays, int64_t count,
   }
 }
 
-// With what the compiler knows of the row, the loop keeps its constants in registers, and has no branch.
+// With what the compiler knows of the row, the loop keeps its constants in registers, and asks for no dtype.
 template <class F, Dtype param_and_grad, Master master, class C>
 static void adamw_known_blocks(AdamwRow row, const Arrays& arrays, int64_t size, const AdamwScalars<C>& by) {
   row.param_dtype = row.grad_dtype = param_and_grad;

@@ -1,5 +1,5 @@
 // A master weight in two halves: the 16-bit weight that the model uses, and a 16-bit remainder. No second copy of the
-// weight is stored. Written over float and over vectors of it, in integers, without a branch.
+// weight is stored. Written over float and over vectors of it, without a branch.
 //
 // bf16: the weight is the master's upper half, rounded to nearest, ties away from zero; the remainder is the lower
 // half, as a signed number. Every master but NaN comes back bit for bit. (Ties to even would need a 17th bit: an even
@@ -10,6 +10,9 @@
 // does.
 //
 // NaN stays NaN, with its sign, in both; its payload may change.
+//
+// Who writes to a weight leaves the remainder of another: then the master is within half of the weight's last place. A
+// 0 beside a negative remainder, which no master has, is a master of 0.
 #pragma once
 
 #include "common/numeric.h"
@@ -18,8 +21,8 @@ namespace mpk {
 
 template <class U, class Half = U>
 struct Split {
-  Half weight;  // 16 bits, in the low half of each word, where it is one
-  U remainder;  // 16 bits, likewise
+  Half weight;  // 16 bits: a vector of halves, or in the low half of a word
+  U remainder;  // 16 bits, in the low half of each word
 };
 
 template <class U>
@@ -32,17 +35,22 @@ MPK_FN Split<U> split_bf16(U master) {
 }
 
 template <class U>
-MPK_FN U join_bf16(const Split<U>& split) {
-  const U extended = (split.remainder ^ 0x8000u) - 0x8000u;  // the remainder's sign, carried through
-  return (split.weight << 16) + extended;
+MPK_FN U unless_beyond_zero(U joined, U weight) {
+  return (joined ^ weight) < 0x80000000u ? joined : weight;
 }
 
-// What the remainder counts, as fp32 bits with the weight's sign; weight: fp32 bits of an fp16.
+template <class U>
+MPK_FN U join_bf16(const Split<U>& split) {
+  const U weight = split.weight << 16;
+  const U extended = (split.remainder ^ 0x8000u) - 0x8000u;  // the remainder's sign, carried through
+  return unless_beyond_zero(weight + extended, weight);
+}
+
+// A 2^-16th of the last place of an fp16 that is widened to fp32, with its sign; all as bits.
 template <class U>
 MPK_FN U unit_of_fp16(U weight) {
-  const U exponent = weight & 0x7f800000u;
-  const U of_normals = exponent < 113u << 23 ? (exponent & 0u) + (113u << 23) : exponent;
-  return (of_normals - (26u << 23)) | (weight & 0x80000000u);
+  const U exponent = larger(weight & 0x7f800000u, U{} + (113u << 23));
+  return (exponent - (26u << 23)) | (weight & 0x80000000u);
 }
 
 inline constexpr float kIntegers = 12582912.0f;  // 1.5 * 2^23: a float beside it is an integer, in its low bits
@@ -56,20 +64,20 @@ MPK_FN U join_fp16(const SplitFp16<F>& split) {
   const U weight = Fp16<F>::widen(split.weight);
   const F remainder = bit_cast<F>((split.remainder ^ 0x8000u) - 0x8000u + kIntegersBits) - kIntegers;
   const F joined = bit_cast<F>(weight) + remainder * bit_cast<F>(unit_of_fp16(weight));
-  return (weight & 0x7f800000u) == 0x7f800000u ? weight : bit_cast<U>(joined);
+  return (weight & 0x7f800000u) == 0x7f800000u ? weight : unless_beyond_zero(bit_cast<U>(joined), weight);
 }
 
 template <class F, class U = Bits<F>>
 MPK_FN SplitFp16<F> split_fp16(Bits<F> master) {
   const auto is_infinite = (master & 0x7fffffffu) == 0x7f800000u;
-  const auto weight =
-      Fp16<F>::narrow(is_infinite ? master : master | 1u);  // a tie is one no more: it goes away from zero
+  // A tie is lifted above itself, and so goes away from zero.
+  const auto weight = Fp16<F>::narrow(is_infinite ? master : master | 1u);
   const U nearest = Fp16<F>::widen(weight);
   const F units_in_one = bit_cast<F>((254u << 23) - unit_of_fp16(nearest));
   const F units = (bit_cast<F>(master) - bit_cast<F>(nearest)) * units_in_one;
-  const F most = units * 0.0f + 32767.0f;  // 32767.5 is a weight's, too
+  const F most = F{} + 32767.0f;  // a subnormal may come closer to the tie than that, and would be rounded up to it
   const U remainder = bit_cast<U>((units > most ? most : units) + kIntegers) - kIntegersBits;
-  return {weight, (nearest & 0x7f800000u) == 0x7f800000u ? nearest & 0u : remainder & 0xffffu};
+  return {weight, (nearest & 0x7f800000u) == 0x7f800000u ? U{} : remainder & 0xffffu};
 }
 
 }  // namespace mpk

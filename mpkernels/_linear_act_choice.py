@@ -30,7 +30,7 @@ def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
         return None
     of_bias = None if bias is None else bias.shape
     kind, device = ("cpu", None) if x.is_cpu else ("cuda", x.device)
-    # The first asks nothing about a device, whose name the second would have to read.
+    # is_autocast_enabled reads a name, which takes longer than all else here where caches are cold.
     autocast = get_autocast_dtype(kind) if _is_any_autocast_enabled() and is_autocast_enabled(kind) else None
     state = _trains(x, weight, bias), autocast, are_deterministic_algorithms_enabled()
     return activation, x.numel(), x.dtype, device, weight.shape, weight.dtype, of_bias, *state

@@ -4,9 +4,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from mpkernels import functional
 from mpkernels.ops._activations import check_activation
+
+_GETATTR = Module.__getattr__
 
 
 class LinearAct(torch.nn.Linear):
@@ -32,10 +35,12 @@ class LinearAct(torch.nn.Linear):
         self.activation = activation
 
     def forward(self, input: Tensor) -> Tensor:
+        # Module.__getattr__ takes as long as all that we add to torch. It is asked where a parameter has been replaced,
+        # where a subclass may make its own weight, and where torch.fx has put another there, to write down who asks.
         own: dict[str, Any] = self._parameters
-        try:  # Module.__getattr__ takes as long as all that we add to torch
+        if type(self) is LinearAct and Module.__getattr__ is _GETATTR and "weight" in own and "bias" in own:
             weight, bias = own["weight"], own["bias"]
-        except KeyError:  # pruned, parametrised or sharded: then they are other attributes
+        else:
             weight, bias = self.weight, self.bias
         return functional.linear_act(input, weight, bias, self.activation)
 

@@ -10,7 +10,7 @@ import mpkernels
 from mpkernels.ops._adamw_arguments import LISTS
 from mpkernels.ops.adamw import _adamw
 from tests.cases import same_bits
-from tests.test_adamw import B16, F32, I8, WEIGHTS, Model, assert_same_steps
+from tests.test_adamw import B16, F16, F32, I8, WEIGHTS, Model, assert_same_steps
 
 
 def test_many_chunks_of_each_kind_of_moments(target):
@@ -197,3 +197,17 @@ def test_scales_that_do_not_go_with_their_moments(target, name, change):
     with pytest.raises(ValueError, match=r"adamw_: (scales|(max_)?exp_avg_sqs)\[\d\] must (be|have)"):
         model.step([grad.view(4, 6, 5, 3) for grad in model.grads(0)])
     assert all(same_bits(a.flatten(), b) for a, b in zip(model.params, untouched.params, strict=True))
+
+
+def test_a_weight_that_is_set_to_0_is_0(target):
+    """Also beside the negative remainder of the weight that it was."""
+    options = {"sizes": (300,), "weights": [(B16, "split"), (F16, "split")], "grads": (F32,), "states": (F32,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    for model in (ours, reference):
+        for param in model.params:
+            param.mul_(0)
+    ours.step([grad * 0 for grad in ours.grads(0)])
+    with mpkernels.backend("reference"):
+        reference.step([grad * 0 for grad in reference.grads(0)])
+    assert ours.differences(reference) == []
+    assert all(torch.equal(param, torch.zeros_like(param)) for param in ours.params)

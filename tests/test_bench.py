@@ -1,6 +1,7 @@
 """What is under the benchmark's numbers: the interval, what is counted, the prediction, the book."""
 
 import shutil
+from dataclasses import replace
 from math import comb
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from mpkernels.bench.counting import count
 from mpkernels.bench.pairs import Pair, measure, median_interval
 from mpkernels.bench.results import Result, Run
 from mpkernels.bench.roofline import GPUS, Work
+from mpkernels.bench.settings import Case, Place, Setting
 from tests.test_step_costs import COSTS
 
 ROOT = Path(__file__).parents[1]
@@ -157,6 +159,21 @@ def test_losses_are_shown_beside_wins(theirs, verdict):
     assert "| cuda bf16 case | native | 100 us |" in page
     assert verdict in page
     assert "| 10.0 GB/s | 50% |" in page  # 1 MB in 100 us
+
+
+def test_a_product_is_compared_with_one_of_its_dtype():
+    product = replace(result(100.0, 100.0), moved=0, flops=10**9)
+    speeds = {"cuda fp32": 1e13, "cuda bf16": 2e13}
+    run = Run("2026-11-21", {"gpu": "NVIDIA H200"}, gemm_speeds=speeds, results=[product])
+    assert "| 10 TFLOP/s | 50% |" in book.book({"h200": run})
+
+
+def test_random_inputs():
+    sizes = [(3,), (2**20 + 5,), (2, 4)]
+    tensors = Setting(Place("cpu", 1), "bf16", Case("case", tuple(sizes))).tensors()
+    assert [tuple(tensor.shape) for tensor in tensors] == sizes
+    assert all(tensor.dtype == torch.bfloat16 and tensor.unique().numel() > 2 for tensor in tensors)
+    assert tensors[1][-5:].tolist() == tensors[1][:5].tolist()
 
 
 def test_what_was_counted_stands_beside_what_was_measured():

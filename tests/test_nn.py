@@ -94,6 +94,38 @@ def test_what_takes_the_place_of_a_parameter_is_computed_with(replace, compiled)
     assert not torch.equal(y, before)
 
 
+class Standardised(nn.LinearAct):
+    """Computes with another weight than it holds."""
+
+    @property
+    def weight(self):
+        return self._parameters["weight"] - self._parameters["weight"].mean()
+
+
+def test_a_subclass_has_the_last_word_on_its_weight():
+    layer, x = nn.LinearAct(7, 5), torch.randn(3, 7)
+    layer.__class__ = Standardised
+    torch.testing.assert_close(layer(x), TORCH["gelu"](torch.nn.functional.linear(x, layer.weight, layer.bias)))
+
+
+class WithTable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LinearAct(7, 5)
+        self.register_buffer("table", torch.randn(3, 7))
+
+    def forward(self, x):
+        return x + self.layer(self.table)
+
+
+def test_fx_sees_a_weight_whose_input_it_does_not_see():
+    model, x = WithTable(), torch.zeros(())
+    traced = torch.fx.symbolic_trace(model)
+    with torch.no_grad():
+        model.layer.weight.mul_(2)
+    torch.testing.assert_close(traced(x), model(x))
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
 @pytest.mark.parametrize("record", RECORDERS.values(), ids=[*RECORDERS])
 def test_who_records_calls_gets_torchs(record):

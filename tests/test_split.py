@@ -53,6 +53,17 @@ def test_torch_twin_keeps_the_guarantee(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_remainder_of_another_weight(dtype):
+    """What has been written to a weight stays, but where the places below it are smaller: at powers of two."""
+    weights = torch.tensor([0.0, -0.0, 2.0**-24, 2.0**-14, 1.25, -1.5]).to(dtype)
+    remainders = torch.tensor([-32768, -32760, -8, 0, 8, 32760], dtype=torch.int16)
+    weight, remainder = weights[:, None].expand(6, 6), remainders.expand(6, 6)
+    master = join(weight, remainder)
+    assert same_bits(split(master, dtype)[0], weight)
+    assert torch.equal(master[:2, :4], torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_weight_is_the_nearest(dtype):
     """It differs from torch's rounding on ties alone."""
     master = masters()

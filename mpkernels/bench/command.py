@@ -13,6 +13,7 @@ from mpkernels.bench.cases import Benchmark, all_cases, select
 from mpkernels.bench.measuring import run_one
 
 QUICK_SECONDS = 46.0  # after which no case is begun
+OF_A_CASE, OF_A_QUICK_CASE = 2.5, 4.0  # --quick has few, and is what people look at twice
 PLOTS = (".png", ".svg", ".pdf")
 STOPPED = 128 + signal.SIGINT
 
@@ -96,7 +97,7 @@ def _measure_all(benchmarks: list[Benchmark], run: results.Run, arguments: argpa
                     run.skipped[benchmark.name] = reason
                     continue
                 try:
-                    result = run_one(benchmark, run, seconds=4.0 if arguments.quick else 2.5)
+                    result = run_one(benchmark, run, seconds=OF_A_QUICK_CASE if arguments.quick else OF_A_CASE)
                 except Exception as error:  # the others can still be measured
                     failed = True
                     run.skipped[benchmark.name] = f"failed, {type(error).__name__}: {str(error).partition(chr(10))[0]}"

@@ -84,9 +84,10 @@ def _copy_stopwatch(device: str) -> Stopwatch:
 
 
 def gemm_speed(device: str, dtype: torch.dtype) -> float:
-    """Flops in a second by the best of a few products of random matrices of this dtype, or of fp32 where that is
-    faster, as it is on a CPU without instructions for the 16-bit ones."""
-    return max(_gemm_speed(device, dtype) for dtype in {dtype, torch.float32})
+    """Flops in a second by the best of a few products of random matrices of this dtype; on a CPU of this or of fp32,
+    for it may lack the instructions of the 16-bit ones."""
+    dtypes = {dtype} if device == "cuda" else {dtype, torch.float32}
+    return max(_gemm_speed(device, each) for each in dtypes)
 
 
 def _gemm_speed(device: str, dtype: torch.dtype) -> float:

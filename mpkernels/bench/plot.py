@@ -60,8 +60,8 @@ def _roofline(
     for result, amount in work.values():
         speed = amount / median(result.ours_us) * 1e6
         axes.loglog(amount, speed, "o", color=COLOURS[verdict(result)], markersize=5)
-    for place, speed in roofs.items():
+    for i, (name, speed) in enumerate(roofs.items()):
         axes.axhline(speed, linestyle="--", linewidth=1, **INK)
-        axes.annotate(place, (0.01, speed), xycoords=("axes fraction", "data"), fontsize=8, va="bottom", **INK)
+        axes.annotate(name, (0.01 + 0.2 * i, speed), xycoords=("axes fraction", "data"), fontsize=8, va="bottom", **INK)
     axes.set_xlabel(words[0], **INK)
     axes.set_ylabel(words[1], **INK)

@@ -38,10 +38,11 @@ class Setting(NamedTuple):
         them takes a CPU longer than many a measurement."""
         device, dtype = self.place.device, dtype or DTYPES[self.dtype]
         generator = torch.Generator(device).manual_seed(0)
-        noise = torch.randn(NOISE, device=device, dtype=dtype, generator=generator)
         tensors = [torch.empty(shape, device=device, dtype=dtype) for shape in self.case.shapes]
-        for part in chain.from_iterable(tensor.view(-1).split(NOISE) for tensor in tensors):
-            part.copy_(noise[: part.numel()])
+        parts = [*chain.from_iterable(tensor.view(-1).split(NOISE) for tensor in tensors)]
+        noise = torch.randn(max(map(len, parts), default=0), device=device, dtype=dtype, generator=generator)
+        for part in parts:
+            part.copy_(noise[: len(part)])
         return tensors
 
 

@@ -21,11 +21,15 @@ def unit_of_fp16(bits):
 def join(weight, remainder, dtype):
     weight, remainder = weight.to(tl.int32), remainder.to(tl.int32)
     if dtype == BF16:
-        master = ((weight << 16) + remainder).to(tl.float32, bitcast=True)
+        alone = weight << 16
+        joined = alone + remainder
+        master = tl.where((joined ^ alone) < 0, alone, joined).to(tl.float32, bitcast=True)
     else:
         magnitude = (weight & 0x7FFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         beyond = remainder.to(tl.float32) * unit_of_fp16(weight).to(tl.float32, bitcast=True)
-        master = ((magnitude + beyond).to(tl.int32, bitcast=True) | weight & -0x80000000).to(tl.float32, bitcast=True)
+        joined = magnitude + beyond
+        joined = tl.where(joined < 0, 0.0, joined).to(tl.int32, bitcast=True)
+        master = (joined | weight & -0x80000000).to(tl.float32, bitcast=True)
     return master
 
 

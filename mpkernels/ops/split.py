@@ -23,7 +23,9 @@ def _split_bf16(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _join_bf16(weight: Tensor, remainder: Tensor) -> Tensor:
-    return ((weight.view(torch.int16).int() << 16) + remainder.int()).view(torch.float32)
+    alone = weight.view(torch.int16).int() << 16
+    joined = alone + remainder.int()
+    return torch.where((joined ^ alone) < 0, alone, joined).view(torch.float32)
 
 
 def _unit_of_fp16(weight: Tensor) -> Tensor:
@@ -44,7 +46,7 @@ def _split_fp16(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _join_fp16(weight: Tensor, remainder: Tensor) -> Tensor:
-    magnitude = weight.abs().float() + remainder.float() * _unit_of_fp16(weight)
+    magnitude = (weight.abs().float() + remainder.float() * _unit_of_fp16(weight)).clamp(min=0)
     bits = torch.where(weight.isfinite(), magnitude, weight.abs().float()).view(torch.int32) & 0x7FFFFFFF
     sign = (weight.view(torch.int16).int() & 0x8000) << 16
     return (bits | sign).view(torch.float32)
