@@ -14,6 +14,7 @@ from mpkernels.bench import peers, results, roofline, show
 from mpkernels.bench.results import Result, Run
 
 ROOT = Path(__file__).parents[1]
+AIM = 1.5
 BEGIN, END = "<!-- written by python -m benchmarks.book -->\n", "<!-- to here -->\n"
 
 Groups = dict[str, list[Result]]
@@ -31,6 +32,12 @@ def group(found: Iterable[Result]) -> Groups:
 def tally(found: list[Result]) -> str:
     words = [show.verdict(result) for result in found]
     return ", ".join(f"{words.count(word)} {word}" for word in ("faster", "even", "slower"))
+
+
+def short_of_aim(found: list[Result]) -> str:
+    """A whole training step is to be so many times as fast as torch.amp's best; where it is not, this says so."""
+    short = [result.case for result in found if result.op == "train" and result.ratio.median < AIM]
+    return f" Short of {AIM} times: {', '.join(short)}." if short else ""
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -90,7 +97,7 @@ def of_run(name: str, run: Run) -> Iterator[str]:
     for title, members in group(run.results).items():
         cells = {header: [cell(it, run) for it in members] for header, cell in COLUMNS.items()}
         used = {header: column for header, column in cells.items() if any(column)}
-        yield from (f"### {title}", "", f"{tally(members)}.", "")
+        yield from (f"### {title}", "", f"{tally(members)}.{short_of_aim(members)}", "")
         yield from table(used, zip(*used.values(), strict=True))
     if run.skipped:
         yield from ("Left out:", "", *(f"* {case}: {reason}" for case, reason in run.skipped.items()), "")

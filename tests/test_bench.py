@@ -168,6 +168,12 @@ def test_a_product_is_compared_with_one_of_its_dtype():
     assert "| 10 TFLOP/s | 50% |" in book.book({"h200": run})
 
 
+def test_a_training_step_short_of_its_aim_is_named():
+    slow, fast = replace(result(100.0, 149.0), op="train"), replace(result(100.0, 150.0), op="train", case="fast")
+    page = book.book({"h200": Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[slow, fast])})
+    assert "2 faster, 0 even, 0 slower. Short of 1.5 times: case.\n" in page
+
+
 def test_random_inputs():
     sizes = [(3,), (2**20 + 5,), (2, 4)]
     tensors = Setting(Place("cpu", 1), "bf16", Case("case", tuple(sizes))).tensors()
