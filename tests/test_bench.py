@@ -48,6 +48,14 @@ def test_time_that_is_overdrawn_still_gives_samples():
     assert min(samples.ours + samples.theirs) > 0
 
 
+def test_turns_are_taken_together():
+    first = Result("op", "", "cpu-1", "fp32", "case", "native", 8, 0.5, [1.0] * 6, [2.0] * 6, counts={"ours": {}})
+    both = first.and_more(replace(first, waited=0.0, ours_us=[3.0] * 18, torch_us=[3.0] * 18, counts={}))
+    assert (both.name, both.counts) == (first.name, first.counts)
+    assert (both.ours_us, both.torch_us) == ([1.0] * 6 + [3.0] * 18, [2.0] * 6 + [3.0] * 18)
+    assert both.waited == 0.125  # of all samples
+
+
 def test_peak_memory_is_that_of_the_tensors():
     def make():
         kept = torch.zeros(1000)

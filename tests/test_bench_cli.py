@@ -109,6 +109,17 @@ def test_without_what_is_optional():
     assert "1 pairs on" in done.stdout
 
 
+def test_quick_measures_a_case_in_turns(tmp_path):
+    path = tmp_path / "quick.json"
+    done = bench("--quick", "--only", "unscale_", "--json", path, python=("-c", WITHOUT.format(modules=["rich"])))
+    assert done.returncode == 0, done.stderr
+    (pair,) = json.loads(path.read_text())["pairs"]
+    turns = re.findall(r"(\d)/4 unscale_", done.stderr)
+    assert turns == ["1", "2", "3", "4"]
+    assert len(pair["ours us"]) == len(pair["torch us"]) >= 4 * 6
+    assert done.stdout.count("unscale_ cpu") == 1  # all turns together
+
+
 def test_stopped_it_shows_and_keeps_what_it_has(tmp_path):
     path = tmp_path / "new.json"
     command = [sys.executable, "-m", "mpkernels", "bench", "--only", "unscale_ cpu-1", "--json", str(path)]

@@ -10,20 +10,21 @@ import torch
 from mpkernels.bench import machine
 from mpkernels.bench.cases import Benchmark
 from mpkernels.bench.counting import count
-from mpkernels.bench.pairs import measure
+from mpkernels.bench.pairs import BUILDS, measure
 from mpkernels.bench.results import Result, Run, microseconds
 from mpkernels.bench.settings import DTYPES, Place
 
 
-def run_one(benchmark: Benchmark, run: Run, seconds: float) -> Result:
-    """Measures a case and adds it to ``run``, with the machine's own speeds right after."""
+def run_one(benchmark: Benchmark, run: Run, seconds: float, builds: int = BUILDS) -> Result:
+    """Measures a case and adds it to ``run`` and to what that has of it, with the machine's own speeds right after."""
+    earlier = next((result for result in run.results if result.name == benchmark.name), None)
     place, device = benchmark.setting.place, benchmark.setting.place.device
     with _threads(place):
         pair = benchmark.prepare()
         counts = {}
-        if pair.is_whole_step:
+        if pair.is_whole_step and not earlier:
             counts = {"ours": count(pair.ours, device), "theirs": count(pair.theirs, device)}
-        samples = measure(pair, device, seconds)
+        samples = measure(pair, device, seconds, builds)
         _keep_best(run.copy_speeds, str(place), machine.copy_speed(device))
         if pair.flops:
             dtype = benchmark.setting.dtype
@@ -43,7 +44,11 @@ def run_one(benchmark: Benchmark, run: Run, seconds: float) -> Result:
         pair.flops,
         counts,
     )
-    run.results.append(result)
+    if earlier:
+        result = earlier.and_more(result)
+        run.results[run.results.index(earlier)] = result
+    else:
+        run.results.append(result)
     del pair
     gc.collect()  # networks hold on to themselves
     if "torch._dynamo" in sys.modules:

@@ -64,12 +64,12 @@ def median_interval(values: list[float]) -> Interval:
     return Interval(ordered[first], median(ordered), ordered[-1 - first])
 
 
-def measure(pair: Pair, device: str, seconds: float) -> Samples:
+def measure(pair: Pair, device: str, seconds: float, builds: int = BUILDS) -> Samples:
     """A sample is of both orders, for who comes after the other finds another cache than who comes after itself."""
     make = STOPWATCHES[pair.clock] if device == "cuda" else wall_stopwatch
     samples: tuple[list[float], list[float]] = ([], [])
     waited, start = -seconds_waited(), perf_counter()
-    for builds_left in range(BUILDS, 0, -1):
+    for builds_left in range(builds, 0, -1):
         began = perf_counter()
         stopwatches = make(pair.ours()), make(pair.theirs())
         built = perf_counter()

@@ -4,7 +4,7 @@ whoever reads them."""
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -56,6 +56,16 @@ class Result:
     def doubts(self) -> list[str]:
         low, middle, high = self.ratio
         return ["wide"] * (high - low > WIDE * middle) + ["busy"] * (self.waited > BUSY)
+
+    def and_more(self, later: "Result") -> "Result":
+        """With the samples of another turn."""
+        here, there = len(self.ours_us), len(later.ours_us)
+        return replace(
+            self,
+            ours_us=self.ours_us + later.ours_us,
+            torch_us=self.torch_us + later.torch_us,
+            waited=round((self.waited * here + later.waited * there) / (here + there), 3),
+        )
 
 
 @dataclass
