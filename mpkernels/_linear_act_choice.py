@@ -12,7 +12,7 @@ from torch import (
     is_grad_enabled,
 )
 from torch._C import _is_any_autocast_enabled
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from mpkernels import selector
@@ -24,7 +24,8 @@ Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None]
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Hashable:
     """What the choice for a call depends on, and what its errors do, with as little work as can be: in a small layer
     all that is not torch's own counts. None for what is no ordinary layer's call."""
-    if is_compiling() or forced or type(x) is not Tensor or type(weight) is not Parameter:
+    # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
+    if is_dynamo_compiling() or forced or type(x) is not Tensor or type(weight) is not Parameter:
         return None
     if bias is not None and type(bias) is not Parameter:
         return None
@@ -33,7 +34,7 @@ def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
     # is_autocast_enabled reads a name, which takes longer than all else here where caches are cold.
     autocast = get_autocast_dtype(kind) if _is_any_autocast_enabled() and is_autocast_enabled(kind) else None
     state = _trains(x, weight, bias), autocast, are_deterministic_algorithms_enabled()
-    return activation, x.numel(), x.dtype, device, weight.shape, weight.dtype, of_bias, *state
+    return activation, x.shape, x.dtype, device, weight.shape, weight.dtype, of_bias, *state
 
 
 def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

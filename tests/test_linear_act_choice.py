@@ -45,13 +45,12 @@ def test_nobody_asks_twice(asked, monkeypatch, best):
     monkeypatch.setattr(selector, "_race", lambda runs, device: dict.fromkeys(runs, 2.0) | {best: 1.0})
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     want = functional.gelu(functional.linear(x, layer.weight, layer.bias))
-    for first in (True, False):
-        y = layer(x)
-        assert (type(y.grad_fn).__name__ == "GeluBackward0") == (best == "torch")
-        torch.testing.assert_close(y, want)
-        assert has_asked(asked) == first
-    torch.testing.assert_close(layer(x.reshape(5, 1, 8)), want.reshape(5, 1, 6))
-    assert not has_asked(asked)
+    for shape in ((5, 8), (5, 1, 8)):
+        for first in (True, False):
+            y = layer(x.view(shape))
+            assert (type(y.grad_fn).__name__ == "GeluBackward0") == (best == "torch")
+            torch.testing.assert_close(y.view(5, 6), want)
+            assert has_asked(asked) == first
 
 
 def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):
