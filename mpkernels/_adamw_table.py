@@ -3,8 +3,9 @@
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
-from operator import is_
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
@@ -32,13 +33,13 @@ class Table:
     ) -> None:
         """places: which of the rows are this table's. Those of a group follow each other. ledger: knows where a step
         that is skipped leaves its report."""
-        self._is_for_once = is_for_once
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*rows, strict=True)
         self.params, self.device = list(params), params[0].device
         self._kinds = list(map(_kind, params))
-        self.report = None if ledger is None else ledger.report_for(self.params, self.device)
+        of_all = partial(map, itemgetter(1), all_rows)
+        self.report = None if ledger is None else ledger.report_for(self.params, self.device, of_all)
         self._is_complex = any(map(torch.is_complex, params))
         self.has_16_bit_parameters = any(map(needs_master, params))
         self.groups: list[Group] = []
@@ -65,6 +66,7 @@ class Table:
         self._planned: Callable[..., None] | None = None
         self._forget: weakref.finalize[..., Table] | None = None
         self._handle = torch.zeros(1, dtype=torch.int64, device="cpu")  # the address of a plan, if there is one
+        self._has_plan = not is_for_once and type(self._handle) is Tensor  # a stand-in has no memory for it
 
     def _own(self, grads: list[Any]) -> list[Tensor]:
         """Of one for each row of all."""
@@ -104,7 +106,7 @@ class Table:
         flags = grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps, self.report
         shared = *self._hyperparameters(), *flags
         planned = op.planned.on(self.device.type)
-        if planned is None or self._is_for_once or torch.compiler.is_compiling():
+        if planned is None or not self._has_plan or torch.compiler.is_compiling():
             if self.has_moved:
                 raise RuntimeError("adamw_: a parameter has changed its device or dtype since its state was made")
             op._adamw(params, grads, *self._lists, *shared)

@@ -9,16 +9,15 @@ The casts of a block hang on a node of autograd that torch's own cache keeps ali
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 
-_TRACING = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+from mpkernels._modes import unseen
 
 
 class _Kept(NamedTuple):
@@ -60,18 +59,6 @@ def _step() -> _Block | None:
     return None if step is None or step.is_over else step
 
 
-def is_usable() -> bool:
-    """Not where torch traces: a cast would be a stand-in, or a constant of the graph."""
-    return not (
-        torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or (
-            torch._C._len_torch_dispatch_stack() > 0
-            and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
-        )
-    )
-
-
 def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """``parameter.detach().to(dtype)``, which nobody may write to."""
     if not _may_keep(parameter):
@@ -98,6 +85,7 @@ def _may_keep(parameter: Tensor) -> bool:
     return (
         parameter.requires_grad
         and parameter.is_leaf
+        and not parameter.is_inference()
         and torch.is_grad_enabled()
         and torch.is_autocast_cache_enabled()
         and not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -107,10 +95,7 @@ def _may_keep(parameter: Tensor) -> bool:
 def _enter_block(device_type: str) -> _Block:
     """Has torch cast a tensor without elements, and hangs a place for casts on what it keeps of that."""
     global _block
-    # Nobody is to notice: neither modes nor a checkpoint, which counts what is saved.
-    autograd: Any = torch._C._autograd
-    unseen = saved_tensors_hooks(_same, _same) if autograd._saved_tensors_hooks_is_enabled() else nullcontext()
-    with torch._C._DisableTorchDispatch(), unseen:
+    with unseen():
         empty = _empty(device_type)
         product: Any = torch.mm(empty, empty)
     (to_copy, _), _ = product.grad_fn.next_functions
@@ -122,7 +107,3 @@ def _enter_block(device_type: str) -> _Block:
 @cache
 def _empty(device_type: str) -> Tensor:
     return torch.empty(0, 0, dtype=torch.float32, device=device_type, requires_grad=True)
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -27,14 +27,17 @@ def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
     # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
     if is_dynamo_compiling() or forced or type(x) is not Tensor or type(weight) is not Parameter:
         return None
-    if bias is not None and type(bias) is not Parameter:
+    if type(activation) is not str or (bias is not None and type(bias) is not Parameter):
         return None
     of_bias = None if bias is None else bias.shape
     kind, device = ("cpu", None) if x.is_cpu else ("cuda", x.device)
     # is_autocast_enabled reads a name, which takes longer than all else here where caches are cold.
     autocast = get_autocast_dtype(kind) if _is_any_autocast_enabled() and is_autocast_enabled(kind) else None
     state = _trains(x, weight, bias), autocast, are_deterministic_algorithms_enabled()
-    return activation, x.shape, x.dtype, device, weight.shape, weight.dtype, of_bias, *state
+    try:
+        return activation, x.shape, x.dtype, device, weight.shape, weight.dtype, of_bias, *state
+    except RuntimeError:  # a nested tensor has no shape
+        return None
 
 
 def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -110,18 +113,13 @@ def _trial(
     dtype = autocast_dtype(x)
 
     def run() -> None:
-        # A cast for each call, as there is one for each step; and no saved tensor for a checkpoint to count.
-        autocast = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
-        with autocast, torch.autograd.graph.saved_tensors_hooks(_same, _same):
+        # A cast for each call, as there is one for each step.
+        with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
             y = compute(kernel, x, weight, bias[0] if bias else None, activation, dtype)
         if trains:
             torch.autograd.grad(y, copies, y.detach())
 
     return run
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -1,7 +1,8 @@
 """What is kept of the last skipped step, on the device, until somebody asks for it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import is_
 from typing import Any, NamedTuple
 from weakref import ref
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkernels._params import params_of
 from mpkernels.ops import overflow_
 from mpkernels.ops.overflow import FIELDS
 
@@ -28,13 +30,16 @@ class Ledger:
         self._newest: dict[torch.device, Record] = {}
         self._older: dict[torch.device, Record] = {}  # of other parameters
 
-    def report_for(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
-        """To be filled if these parameters' step is skipped. What it held before stays until then."""
+    def report_for(
+        self, params: Sequence[Tensor], device: torch.device, of_optimizer: Callable[[], Iterable[Tensor]]
+    ) -> Tensor:
+        """To be filled if these parameters' step is skipped. What it held before stays until then, but for parameters
+        that are no longer the optimizer's."""
         newest = self._newest.get(device)
         if newest is not None and len(newest.params) == len(params) and all(map(is_, newest.params, params)):
             return newest.report
         if newest is not None:
-            self._older[device] = self._merged(device)
+            self._older[device] = _only(of_optimizer(), self._merged(device))
         report = torch.zeros(1 + len(params), len(FIELDS), dtype=torch.float64, device=device)
         self._newest[device] = Record(list(params), report, self._follows_grads)
         return report
@@ -50,6 +55,14 @@ class Ledger:
         params = list({id(param): param for param in (*older.params, *newest.params)}.values())
         report = torch.where(newest.report[0, 0] > 0, _among(params, newest), _among(params, older))
         return Record(params, report, self._follows_grads)
+
+
+def _only(params: Iterable[Tensor], record: Record) -> Record:
+    """The record's lines of these."""
+    wanted = set(map(id, params))
+    places = [i for i, param in enumerate(record.params) if id(param) in wanted]
+    at = torch.tensor([0, *(1 + i for i in places)], device="cpu").to(record.report.device, non_blocking=True)
+    return record._replace(params=[record.params[i] for i in places], report=record.report.index_select(0, at))
 
 
 def _among(params: list[Tensor], record: Record) -> Tensor:
@@ -99,7 +112,7 @@ class Ledgers:
     ) -> None:
         """If an inf or NaN was found. grads: of each device, parameters and their grads."""
         for device, (params, of_params) in grads.items():
-            report = self._entries[id(optimizer)].ledger.report_for(params, device)
+            report = self._entries[id(optimizer)].ledger.report_for(params, device, partial(params_of, optimizer))
             (found_inf,) = (it.to(device, non_blocking=True) for it in found_infs.values())
             overflow_(of_params, found_inf, scale.to(device, non_blocking=True), unscaled, report)
 

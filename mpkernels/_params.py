@@ -2,8 +2,9 @@
 
 import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain
-from typing import TypeVar
+from itertools import chain, repeat
+from operator import is_
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,13 @@ Item = TypeVar("Item")
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Of all groups, in their order."""
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
+
+def group_of(optimizer: Optimizer, param: Tensor, group_number: int) -> dict[str, Any] | None:
+    """The group that holds it now, which most likely is still this one."""
+    groups = optimizer.param_groups
+    likely = groups[group_number : group_number + 1]
+    return next((group for group in (*likely, *groups) if any(map(is_, group["params"], repeat(param)))), None)
 
 
 def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.device, list[Item]]:

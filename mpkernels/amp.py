@@ -120,6 +120,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         """Comes before the step of an optimizer that takes the scale off itself: the grads are only read."""
+        if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's, which has to be asked
+            return super()._check_inf_per_device(optimizer)
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         grads = _found_inf.grads_of(optimizer)
         found_infs: dict[Any, Tensor] = _found_inf.look(grads, scale)
@@ -154,7 +156,9 @@ class GradScaler(torch.amp.GradScaler):
             raise
 
     def _leaves_check_to(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
-        if not self._enabled or self._scale is None or "closure" in kwargs:
+        kind = type(self)
+        is_replaced = (kind._unscale_grads_, kind._check_inf_per_device) != _CHECKS
+        if not self._enabled or self._scale is None or "closure" in kwargs or is_replaced:
             return False
         state = self._per_optimizer_states.get(id(optimizer))
         return getattr(optimizer, "_finds_inf", False) and (state is None or state["stage"] is OptState.READY)
@@ -163,6 +167,7 @@ class GradScaler(torch.amp.GradScaler):
         preset, device = getattr(optimizer, "grad_scale", None), _found_inf.first_device(optimizer)
         optimizer.grad_scale = self._scale if preset is None else self._scale * preset
         # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
+        _attributes(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
         told = optimizer.told = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
         result: float | None = optimizer.step(*args, **kwargs)
         _take_back(optimizer)
@@ -261,6 +266,9 @@ class GradScaler(torch.amp.GradScaler):
     def __getstate__(self) -> dict[str, Any]:
         own = {"_init_overflows": self._count_overflows(), "_overflows": None, "_was_skipped": Late()}
         return super().__getstate__() | own
+
+
+_CHECKS = GradScaler._unscale_grads_, GradScaler._check_inf_per_device
 
 
 def _is_a_wrapper(optimizer: Optimizer) -> bool:

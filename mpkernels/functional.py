@@ -14,6 +14,7 @@ from torch.overrides import is_tensor_like
 from mpkernels import _cast_cache, selector
 from mpkernels._cast_cache import clear as clear_cast_cache
 from mpkernels._linear_act_choice import autocast_dtype, describe, kernel_for
+from mpkernels._modes import is_tracing
 from mpkernels.ops import _checks
 from mpkernels.ops import linear_act as _linear_act
 from mpkernels.ops._activations import check_activation
@@ -80,20 +81,21 @@ def _compute(
     """``dtype`` is autocast's, which torch takes from where it is."""
     if kernel == "torch":
         return _TORCH[activation](functional.linear(x, weight, bias))
+    shape = *x.shape[:-1], *weight.shape[:-1]
     if weight.dim() == 1:
-        return _compute(kernel, x, weight.unsqueeze(0), bias, activation, dtype).squeeze(-1)
+        weight = weight.unsqueeze(0)
     if bias is not None and bias.shape != weight.shape[:1]:
         bias = bias.expand(weight.shape[0])
     cast = None
     if dtype is not None:
         x = _as_autocast_casts(x, dtype)
-        if weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32) and _cast_cache.is_usable():
+        if weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32) and not is_tracing():
             cast = _cast_cache.cast(weight, dtype), None if bias is None else _cast_cache.cast(bias, dtype)
         else:
             weight = _as_autocast_casts(weight, dtype)
             bias = None if bias is None else _as_autocast_casts(bias, dtype)
     rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-    return _linear_act(rows, weight, bias, activation, cast, kernel).reshape(*x.shape[:-1], weight.shape[0])
+    return _linear_act(rows, weight, bias, activation, shape, cast, kernel)
 
 
 def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -15,7 +15,7 @@ from mpkernels._gradient_release import GradientRelease
 from mpkernels._late import Late
 from mpkernels._overflow_ledger import Ledger
 from mpkernels._overflow_report import OverflowReport
-from mpkernels._params import by_device, params_of, put_on, refuse_sharded, refuse_sparse, sum_of
+from mpkernels._params import by_device, group_of, params_of, put_on, refuse_sharded, refuse_sparse, sum_of
 
 __all__ = ["AdamW"]
 
@@ -100,6 +100,8 @@ class AdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
         try:
             self._check_params(self.param_groups[-1]["params"])
+            if not self.param_groups[-1].get("decoupled_weight_decay", True):
+                raise ValueError("AdamW: a group must have decoupled_weight_decay=True, got False, which is Adam's")
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
@@ -205,6 +207,7 @@ class AdamW(torch.optim.AdamW):
             self.state[param] = _adamw_state.create(param, self.master, self.state_dtype, group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
         _adamw_state.add_master(state, param, self.master)  # the model may have turned 16-bit meanwhile
+        state["step"] = state["step"].to(torch.float32)  # which a user may have set
         return state
 
     def _start_telling(self, device: torch.device) -> Tensor:
@@ -262,8 +265,8 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _step_alone(self, group_number: int, param: Tensor) -> None:
-        group, grad = self.param_groups[group_number], param.grad
-        if grad is None:
+        group, grad = group_of(self, param, group_number), param.grad
+        if group is None or grad is None:
             return
         table = Table([(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)
         table.step([grad], None, None, None, None, None, None, guarded=False)

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 
 from mpkernels import _choices
+from mpkernels._modes import is_tracing, unseen
 
 __all__ = ["choices", "forget", "make_deterministic", "pin"]
 
@@ -87,7 +88,7 @@ def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run], call
     if name is None:
         if (name := _find_out(case, names, prepare)) is None:
             return names[0]
-        _known[case] = name
+        name = _known.setdefault(case, name)
     if call is not None:
         calls[call] = name
         if len(calls) > _MOST_CALLS:
@@ -125,8 +126,7 @@ def _find_out(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -
 
 
 def _may_measure(device: torch.device) -> bool:
-    is_tracing = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-    if is_tracing or torch._C._are_functorch_transforms_active():
+    if is_tracing():
         return False
     if device.type != "cuda":
         return True
@@ -134,12 +134,12 @@ def _may_measure(device: torch.device) -> bool:
         return not torch.cuda.is_current_stream_capturing()
 
 
-def _measure(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str | None:
+def _measure(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str:
     try:
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), unseen():
             times = _race({name: prepare(name) for name in names}, case.device)
     except torch.OutOfMemoryError:
-        return None  # the call itself may still find room
+        return names[0]  # the call itself may still find room
     fastest = min(times, key=lambda name: times[name] * (1 if name == "torch" else 1 / OURS_ANYWAY))
     _choices.save(str(case), case.device, fastest, times)
     return fastest

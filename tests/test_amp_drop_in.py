@@ -4,6 +4,7 @@ import copy
 import inspect
 import math
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -216,3 +217,45 @@ def test_optimizers_that_are_nothing_but_a_step(kind):
             del optimizer, optimizers
             assert len(scaler._ledgers._entries) == (0 if kind is Unhashable else 2)
     torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+FUSED = partial(torch.optim.AdamW, fused=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        *((make, "_unscale_grads_") for make in (AdamW, FUSED, torch.optim.AdamW)),
+        *((make, "_check_inf_per_device") for make in (AdamW, FUSED)),  # only who takes the scale off itself
+    ],
+)
+def test_a_subclass_that_looks_for_infs_itself_is_asked(make, name):
+    """To hear of other ranks' infs, say."""
+    asked = []
+
+    def look(self, *arguments):
+        found_infs = getattr(GradScaler, name)(self, *arguments)
+        asked.append(name)
+        for found_inf in found_infs.values():
+            found_inf.fill_(1)
+        return found_infs
+
+    scaler = type("Asking", (GradScaler,), {name: look})("cpu", init_scale=4.0)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = make([weight])
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert (asked, weight.tolist(), scaler.get_scale()) == ([name], [1.0, 1.0], 2.0)
+
+
+def test_a_found_inf_that_lies_about_is_not_obeyed():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer, scaler = AdamW([weight]), GradScaler("cpu", init_scale=4.0)
+    optimizer.found_inf = torch.ones(())
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert weight[0] < 1
+    assert scaler.get_scale() == 4.0
+    assert not hasattr(optimizer, "found_inf")

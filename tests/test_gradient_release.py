@@ -237,3 +237,17 @@ def test_an_end_between_backward_and_step(width):
     loss_of(model, 1).backward()
     assert all(param.grad.dtype == torch.float32 and param.grad_dtype == width for param in model.parameters())
     assert not same_bits(model[0].weight.grad, model[0].weight.grad.bfloat16().float())
+
+
+def test_a_group_that_is_popped_takes_its_options_along():
+    params = [torch.nn.Parameter(torch.ones(1)) for _ in range(3)]
+    first, second, _ = params
+    groups = [{"params": [param], "lr": 0.1 * (i + 1)} for i, param in enumerate(params)]
+    optimizer = AdamW(groups, weight_decay=0)
+    optimizer.release_grads()
+    for _ in range(2):
+        sum(params).backward()
+        optimizer.step()
+        optimizer.param_groups = optimizer.param_groups[1:]
+    assert first.item() == pytest.approx(0.9)  # left with its group
+    assert second.item() == pytest.approx(1 - 2 * 0.2)

@@ -28,11 +28,12 @@ def test_ops_import_nothing_from_above():
 
 
 def test_functional_is_below_the_modules_and_what_it_asks_below_both():
-    assert own_imports(ROOT / "_cast_cache.py") == own_imports(ROOT / "_cpu.py") == []
+    assert own_imports(ROOT / "_modes.py") == own_imports(ROOT / "_cpu.py") == []
+    assert own_imports(ROOT / "_cast_cache.py") == ["_modes.unseen"]
     assert own_imports(ROOT / "_choices.py") == ["_cpu"]
-    assert own_imports(ROOT / "selector.py") == ["_choices"]
+    assert own_imports(ROOT / "selector.py") == ["_choices", "_modes.is_tracing", "_modes.unseen"]
     assert own_imports(ROOT / "nn.py") == ["functional", "ops._activations.check_activation"]
-    below = ("_cast_cache", "selector", "ops.")
+    below = ("_cast_cache", "_modes", "selector", "ops.")
     assert all(name.startswith(below) for name in own_imports(ROOT / "_linear_act_choice.py"))
     assert all(name.startswith((*below, "_linear_act_choice")) for name in own_imports(ROOT / "functional.py"))
 

@@ -5,6 +5,8 @@ import contextlib
 import copy
 import io
 import pickle
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -247,3 +249,41 @@ def test_a_number_on_the_host_goes_by_value_to_another_device():
     table.device = torch.device("cuda")
     lr, beta1, beta2, *_, by_place = table._hyperparameters()
     assert (lr, beta1, beta2, by_place) == ([0.5], [0.75], [0.875], [])
+
+
+FAKE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from mpkernels.optim import AdamW
+with FakeTensorMode():
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.Linear(3, 4, dtype=dtype)
+        optimizer = AdamW(model.parameters(), max_norm=1.0)
+        for _ in range(2):
+            model(torch.ones(2, 3, dtype=dtype)).sum().backward()
+            optimizer.step()
+    del optimizer
+    print(model.weight.shape)
+"""
+
+
+def test_steps_of_tensors_without_memory():
+    """Whoever estimates what a training takes steps fakes. In a process of its own, which a bad free would end."""
+    done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "torch.Size([4, 3])\n"), done.stderr
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
+def test_a_step_count_that_is_set_by_hand(target, dtype):
+    weight = torch.nn.Parameter(torch.ones(2, device=target.device))
+    optimizer = AdamW([weight])
+    for expected in (1, 6):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert optimizer.state[weight]["step"].item() == expected
+        optimizer.state[weight]["step"] = torch.tensor(5, dtype=dtype, device=target.device)
+
+
+def test_adams_decay_is_refused():
+    with pytest.raises(ValueError, match="AdamW: a group must have decoupled_weight_decay=True, got False"):
+        AdamW([{"params": [torch.nn.Parameter(torch.ones(2))], "decoupled_weight_decay": False}])

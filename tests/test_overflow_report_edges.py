@@ -1,7 +1,9 @@
 """overflow_report of unusual grads, of unusual steps, and what becomes of it in copies."""
 
 import copy
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -120,3 +122,32 @@ def test_several_devices():
         optimizer.zero_grad()
         report = scaler.overflow_report()
         assert [(it.infs, it.largest) for it in report.gradients] == [(1, 1.0), (0, 1.0)]
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_parameters_that_were_replaced_are_let_go(make):
+    """As splatting does, which prunes and adds points between steps."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler, replaced = make([weight]), GradScaler("cpu"), []
+    for _ in range(4):
+        scaler.scale(weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        replaced.append(weakref.ref(weight))
+        state = optimizer.state.pop(weight)
+        weight = optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(weight.detach().clone())
+        optimizer.state[weight] = state
+    gc.collect()
+    assert [it() is None for it in replaced] == [True, True, True, False]  # of the last one the last step was
+
+
+def test_who_has_rested_is_still_reported():
+    """The step that was skipped knew other parameters than the last one, which all are the optimizer's."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    optimizer, scaler = AdamW(weights), GradScaler("cpu")
+    for resting, factor in ((0, 1.0), (1, INF), (2, 1.0)):
+        optimizer.zero_grad()
+        scaler.scale(sum(weight.sum() * factor for i, weight in enumerate(weights) if i != resting)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert len(scaler.overflow_report().culprits) == 2

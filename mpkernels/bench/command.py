@@ -108,7 +108,8 @@ def _measure_all(benchmarks: list[Benchmark], run: results.Run, arguments: argpa
                     failed = True
                     run.skipped[benchmark.name] = f"failed, {type(error).__name__}: {str(error).partition(chr(10))[0]}"
                     continue
-                run.skipped.pop(benchmark.name, None)
+                if turn == 0:
+                    run.skipped.pop(benchmark.name, None)  # an earlier run's
                 if turns == 1:
                     say(show.line(result, run), show.colour(result))
                 if arguments.json:

@@ -64,5 +64,5 @@ ACTIVATIONS = {
 
 
 def check_activation(op: str, activation: object) -> None:
-    if activation not in ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")

@@ -6,6 +6,7 @@ and CUDA when the library is loaded (csrc/<op>_torch.cpp), Triton by ``implement
 imports a kernel.
 """
 
+import functools
 import importlib
 import importlib.util
 import warnings
@@ -15,6 +16,7 @@ from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.library import Library
 
 NAMESPACE = "mpkernels"
@@ -74,9 +76,12 @@ class Op:
         return _triton_kernels[self.name](*arguments)
 
     def by(self, kernel: str) -> Callable[..., Any]:
-        """The op; where ``kernel`` is "triton" and no mode listens, that one, past the dispatcher."""
+        """The op; where ``kernel`` is "triton" and the dispatcher has nothing else to do, that one, past it."""
         is_heard = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-        return self.triton if kernel == "triton" and not is_heard else self
+        return self._past_dispatcher if kernel == "triton" and not is_heard else self
+
+    def _past_dispatcher(self, *arguments: Any) -> Any:
+        return (self.triton if all(map(_is_plain, filter(torch.is_tensor, arguments))) else self)(*arguments)
 
     def _bump_versions(self, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
         result = self.overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
@@ -130,6 +135,17 @@ def implement(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return launcher
 
     return register
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """What its memory holds, and no negative, batch or subclass around it: the dispatcher knows no more of it than of
+    any parameter."""
+    return not torch._C._dispatch_keys(tensor).raw_repr() & ~_keys_of_parameters(tensor.device.type)
+
+
+@functools.cache
+def _keys_of_parameters(device_type: str) -> int:
+    return torch._C._dispatch_keys(torch.nn.Parameter(torch.empty(0, device=device_type))).raw_repr()
 
 
 def _on_their_device(launcher: Callable[..., Any]) -> Callable[..., Any]:

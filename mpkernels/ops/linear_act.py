@@ -158,21 +158,26 @@ class _LinearAct(torch.autograd.Function):
         activation: str,
         save: bool,
         kernel: str,
+        shape: tuple[int, ...],
     ) -> tuple[Tensor, Tensor]:
         if cast_weight is not None:
             weight, bias = cast_weight, cast_bias
         if x.dtype != torch.float64:
-            return _linear_act.by(kernel)(x, weight, bias, activation, save)  # type: ignore[no-any-return]
-        if not torch.compiler.is_compiling():
-            _check(x, weight, bias, activation, save)
-        return _reference(x, weight, bias, activation, save)
+            y, saved = _linear_act.by(kernel)(x, weight, bias, activation, save)
+        else:
+            if not torch.compiler.is_compiling():
+                _check(x, weight, bias, activation, save)
+            y, saved = _reference(x, weight, bias, activation, save)
+        # No view, which autograd would not let be changed in place; and before y is saved, to see it changed.
+        return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape), saved
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, bias, cast_weight, _, ctx.activation, _, ctx.kernel = inputs
+        x, weight, bias, cast_weight, _, ctx.activation, _, ctx.kernel, _ = inputs
         y, saved = output
         x_needed, weight_needed, bias_needed = ctx.needs_input_grad[:3]
         ctx.set_materialize_grads(False)
+        ctx.matrix = x.shape[0], weight.shape[0]
         ctx.save_for_backward(
             x if weight_needed else None,
             (weight if cast_weight is None else cast_weight) if x_needed else None,
@@ -180,7 +185,7 @@ class _LinearAct(torch.autograd.Function):
         )
         ctx.weight_dtype = _grad_dtype(weight) if weight_needed else None
         ctx.bias_dtype = _grad_dtype(bias) if bias_needed else None
-        ctx.fp32_weight = None if cast_weight is None else (weight, weight._version)
+        ctx.fp32_weight = None if cast_weight is None or weight.is_inference() else (weight, weight._version)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsaved: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -189,8 +194,11 @@ class _LinearAct(torch.autograd.Function):
             dsaved = None  # zeros of torch.compile's, which knows no second backward
         if dy is None:
             if dsaved is None:
-                return (None,) * 8
+                return (None,) * 9
             dy = torch.zeros_like(dsaved)
+        dy = dy.reshape(ctx.matrix)
+        if ACTIVATIONS[ctx.activation].saves == "y":
+            saved = saved.reshape(ctx.matrix)
         once = torch.compiler.is_compiling() or not torch.is_grad_enabled()
         if once and dsaved is None and dy.dtype != torch.float64:
             backward = _linear_act_backward.by(ctx.kernel)
@@ -201,7 +209,7 @@ class _LinearAct(torch.autograd.Function):
             dtypes = ctx.weight_dtype, ctx.bias_dtype
             results = _reference_backward(dy, x, weight, saved, ctx.activation, *dtypes, dsaved)
         wanted = weight is not None, ctx.weight_dtype is not None, ctx.bias_dtype is not None
-        return *(each if it else None for each, it in zip(results, wanted, strict=True)), *(None,) * 5
+        return *(each if it else None for each, it in zip(results, wanted, strict=True)), *(None,) * 6
 
 
 def _unchanged(weight: Tensor, version: int) -> Tensor:
@@ -215,10 +223,12 @@ def linear_act(
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
+    shape: tuple[int, ...],
     cast: tuple[Tensor, Tensor | None] | None = None,
     kernel: str = "dispatched",
 ) -> Tensor:
-    """``f(x W^T + b)`` of matrices in one dtype, differentiable as often as you like; see mpkernels.functional.
+    """``f(x W^T + b)`` of matrices in one dtype, in the ``shape`` that is wanted, differentiable as often as you like;
+    see mpkernels.functional.
 
     ``cast`` is weight and bias in x's dtype, where their own is fp32; ``kernel`` as ``Op.by`` takes it.
     """
@@ -228,6 +238,6 @@ def linear_act(
     )
     cast_weight, cast_bias = cast or (None, None)
     y, _ = _LinearAct.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, cast_weight, cast_bias, activation, save, kernel
+        x, weight, bias, cast_weight, cast_bias, activation, save, kernel, shape
     )
     return y  # type: ignore[no-any-return]
