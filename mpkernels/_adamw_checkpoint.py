@@ -38,7 +38,7 @@ def loading(optimizer: Any) -> Iterator[None]:
         for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):  # torch compares lengths
             for param, number in zip(group["params"], saved["params"], strict=False):
                 if number in states:
-                    _check_shapes(number, states[number], param)
+                    _check(number, states[number], param)
                     seen.append((param, states[number], saved))
                     # torch insists on a step, where Apex and TransformerEngine count once for the group.
                     states[number] = {"step": 0.0} | states[number]
@@ -57,7 +57,10 @@ def loading(optimizer: Any) -> Iterator[None]:
         first.remove()
 
 
-def _check_shapes(number: object, state: dict[str, Any], param: Tensor) -> None:
+def _check(number: object, state: dict[str, Any], param: Tensor) -> None:
+    if state and not {"exp_avg", "exp_avg_sq"} <= state.keys():
+        got = ", ".join(map(str, state))
+        raise ValueError(f"AdamW.load_state_dict: state[{number!r}] must have exp_avg and exp_avg_sq, got {got}")
     for key in _SHAPED:
         if key in state and state[key].shape != param.shape:
             raise ValueError(

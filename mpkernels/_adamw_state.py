@@ -69,8 +69,6 @@ def adopt(
     state = create(param, master, state_dtype, amsgrad="max_exp_avg_sq" in saved)
     state["step"].fill_(float(saved.get("step", group.get("step", 0))))  # Apex counts once for the whole group
     for k, key in enumerate(key for key in MOMENTS if key in state):
-        if key not in saved:
-            continue
         if "scales" in state:
             values = torch.empty_like(state[key], dtype=torch.float32).copy_(saved[key])
             codes, scales = int8.encode(values, squared=k > 0)

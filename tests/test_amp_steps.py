@@ -163,3 +163,14 @@ def test_our_adamw_releases_its_grads_under_our_scaler():
     scaler.update()
     assert not torch.equal(model[0].weight, before)
     assert all(param.grad is None for param in model.parameters())
+
+
+def test_a_scale_that_the_step_takes_off_stays_in_the_grads():
+    """They are read, not written to. torch's fused step writes them back."""
+    for name, kept in (("our AdamW", 2048.0), ("torch's AdamW, fused", 2.0)):
+        weight = torch.nn.Parameter(torch.ones(2))
+        optimizer, scaler = OPTIMIZERS[name]([weight]), GradScaler("cpu", init_scale=1024.0)
+        scaler.scale(2 * weight.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert weight.grad.tolist() == [kept, kept]

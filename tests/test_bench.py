@@ -1,5 +1,6 @@
 """What is under the benchmark's numbers: the interval, what is counted, the prediction, the book."""
 
+import argparse
 import shutil
 from dataclasses import replace
 from math import comb
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import book, counted
-from mpkernels.bench import roofline, steps
+from mpkernels.bench import command, measuring, roofline, steps
 from mpkernels.bench.cases import all_cases
 from mpkernels.bench.counting import count
 from mpkernels.bench.pairs import Pair, measure, median_interval
@@ -198,3 +199,25 @@ def test_what_was_counted_stands_beside_what_was_measured():
     )  # fmt: skip
     page = book.book({"h200": Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[step])})
     assert "| 1.69 [1.69, 1.69] | faster | 1.71 | 14 GB / 16 GB |" in page
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, failing):
+    """Nor what the others found."""
+    turns = []
+
+    def run_one(benchmark, run, seconds, builds):
+        turns.append(benchmark.name)
+        if len(turns) - 1 == failing:
+            raise RuntimeError("no luck")
+        return measuring.run_one(benchmark, run, seconds=0, builds=1)
+
+    monkeypatch.setattr(command, "run_one", run_one)
+    arguments = argparse.ArgumentParser()
+    command.add_arguments(arguments)
+    code = command.run(arguments.parse_args(["--quick", "--only", "unscale_"]), pytest.fail)
+    (name,) = set(turns)
+    said = capsys.readouterr().out
+    assert (code, len(turns)) == (1, 4)
+    assert f"left out: {name}: failed, RuntimeError: no luck" in said
+    assert said.count(name) == 2  # in the table, too

@@ -3,6 +3,7 @@ import itertools
 import pytest
 import torch
 
+import mpkernels
 from mpkernels.functional import linear_act
 from mpkernels.ops._activations import ACTIVATIONS
 from tests.linear import layer, relative_error, results, torchs
@@ -166,3 +167,14 @@ def test_a_gradient_has_the_width_that_its_parameter_asks_for(target, dtype, gra
     weight.grad_dtype = grad_dtype
     linear_act(x, weight, bias).backward(dy)
     assert weight.grad.dtype == (grad_dtype or dtype)
+
+
+def test_a_weight_that_a_second_backward_needs_as_it_was():
+    weight = torch.nn.Parameter(torch.randn(6, 8))
+    x = torch.randn(5, 8, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), mpkernels.backend("reference"):
+        y = linear_act(x, weight)
+        with torch.no_grad():
+            weight.add_(1)
+        with pytest.raises(RuntimeError, match="weight was modified in place before a second backward"):
+            torch.autograd.grad(y.sum(), x, create_graph=True)

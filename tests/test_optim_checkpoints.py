@@ -250,3 +250,18 @@ def test_a_state_of_another_shape_is_refused_before_anything_changes(key):
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == 1e-3
     assert not optimizer._optimizer_load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize("missing", ["exp_avg", "exp_avg_sq"])
+def test_a_state_without_a_moment_is_refused(missing):
+    """Another optimizer's, say, whose moments would silently be 0."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = AdamW([weight])
+    weight.grad = torch.ones(2)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    del saved["state"][0][missing]
+    before = dict(optimizer.state[weight])
+    with pytest.raises(ValueError, match=r"AdamW.load_state_dict: state\[0\] must have exp_avg and exp_avg_sq, got "):
+        optimizer.load_state_dict(saved)
+    assert all(optimizer.state[weight][key] is value for key, value in before.items())

@@ -287,3 +287,18 @@ def test_a_step_count_that_is_set_by_hand(target, dtype):
 def test_adams_decay_is_refused():
     with pytest.raises(ValueError, match="AdamW: a group must have decoupled_weight_decay=True, got False"):
         AdamW([{"params": [torch.nn.Parameter(torch.ones(2))], "decoupled_weight_decay": False}])
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_what_is_written_to_a_weight_reaches_its_master(target, master):
+    weight = torch.nn.Parameter(torch.ones(3, dtype=B16, device=target.device))
+    optimizer = AdamW([weight], lr=0.1, weight_decay=0, master=master)
+    for lr in (0.1, 0.0):
+        weight.grad, optimizer.param_groups[0]["lr"] = torch.ones_like(weight), lr
+        optimizer.step()
+        with torch.no_grad():
+            weight.fill_(0.0)
+        optimizer.state[weight].pop("master", None)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert weight.abs().max() < 2**-9  # a remainder of 1's last place
