@@ -16,6 +16,7 @@ from mpkernels._late import Late
 from mpkernels._overflow_ledger import Ledger
 from mpkernels._overflow_report import OverflowReport
 from mpkernels._params import by_device, group_of, params_of, put_on, refuse_sharded, refuse_sparse, sum_of
+from mpkernels._written import Written
 
 __all__ = ["AdamW"]
 
@@ -117,6 +118,7 @@ class AdamW(torch.optim.AdamW):
         self._fingerprint: Fingerprint | None = None
         self._was_skipped = Late()
         self._ledger = Ledger()
+        self._written = Written((), {})
 
     @property
     def step_was_skipped(self) -> Tensor | None:
@@ -152,6 +154,9 @@ class AdamW(torch.optim.AdamW):
         params = params_of(self)
         grads = [param.grad for param in params]
         tables = self._up_to_date_tables(params, grads)
+        has_copies = self.master == "fp32" and not torch.compiler.is_compiling()
+        if has_copies:
+            self._written.hand_on(params, self.state)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None) if tables else None
         guarded, total_sumsq = self._is_guarded(found_inf, tables), None
@@ -173,6 +178,8 @@ class AdamW(torch.optim.AdamW):
                 skipped_steps=self.skipped_steps if i == 0 and told is not None else None,
                 guarded=looks_inside,
             )
+        if has_copies:
+            self._written = Written(params, self.state)
         if torch.compiler.is_compiling():
             return
         if told is None:
@@ -269,7 +276,9 @@ class AdamW(torch.optim.AdamW):
         if group is None or grad is None:
             return
         table = Table([(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)
+        self._written.hand_on([param], self.state)
         table.step([grad], None, None, None, None, None, None, guarded=False)
+        self._written.note(param, self.state)
         param.grad = None
 
     def __getstate__(self) -> dict[str, Any]:

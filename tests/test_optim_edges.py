@@ -289,16 +289,27 @@ def test_adams_decay_is_refused():
         AdamW([{"params": [torch.nn.Parameter(torch.ones(2))], "decoupled_weight_decay": False}])
 
 
+@pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_what_is_written_to_a_weight_reaches_its_master(target, master):
-    weight = torch.nn.Parameter(torch.ones(3, dtype=B16, device=target.device))
-    optimizer = AdamW([weight], lr=0.1, weight_decay=0, master=master)
-    for lr in (0.1, 0.0):
-        weight.grad, optimizer.param_groups[0]["lr"] = torch.ones_like(weight), lr
+def test_what_is_written_to_a_weight_reaches_its_master(target, master, released):
+    """And nothing else changes in the master, nor do weights that rest while they are written to lose it."""
+    weights = [torch.nn.Parameter(torch.ones(3, dtype=B16, device=target.device)) for _ in range(2)]
+    optimizer = AdamW(weights, lr=0.1, weight_decay=0, master=master, guard=False)
+    if released:
+        optimizer.release_grads()
+    for lr, stepped in ((1e-3, weights), (0.0, weights[:1]), (0.0, weights)):
+        optimizer.param_groups[0]["lr"] = lr
+        sum(weight.sum() for weight in stepped).backward()
         optimizer.step()
-        with torch.no_grad():
-            weight.fill_(0.0)
-        optimizer.state[weight].pop("master", None)
-    weight.grad = torch.ones_like(weight)
-    optimizer.step()
-    assert weight.abs().max() < 2**-9  # a remainder of 1's last place
+        optimizer.zero_grad()
+        if lr:
+            before = weights[0].tolist()
+            with torch.no_grad():
+                for weight in weights:
+                    weight[1] = 5.0
+    for weight in weights:
+        state = optimizer.state[weight]
+        kept = (state["master"] if master == "fp32" else join(weight.detach(), state["remainder"])).tolist()
+        assert weight.tolist() == [before[0], 5.0, before[2]]
+        assert kept[0] == kept[2] == pytest.approx(1 - 1e-3, abs=1e-6)  # which bf16 rounds to 1
+        assert kept[1] == pytest.approx(5, rel=2**-9)
