@@ -2,6 +2,8 @@
 
 import argparse
 import importlib
+import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -29,7 +31,16 @@ def main(words: Sequence[str] | None = None) -> int:
             importlib.import_module(module).add_arguments(command)
     arguments = parser.parse_args(words)
     command = commands.choices[arguments.command]
-    code: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments, command.error)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a bar's blocks
+    try:
+        code: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments, command.error)
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # whose reader has seen enough
+            print(f"{command.prog}: {error.strerror or error}", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        return 1
     return code
 
 

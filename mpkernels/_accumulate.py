@@ -28,7 +28,8 @@ class MicroBatch:
         and clears the grads."""
         if self._is_done:
             raise RuntimeError("accumulate: backward has been called for this batch already")
-        self._scale(loss * self._share).backward()
+        if self._share > 0:  # else the loss may be a mean of nothing, whose gradient is NaN however small its share
+            self._scale(loss * self._share).backward()
         self._is_done = True
         if self.is_last:
             self._step()
@@ -67,6 +68,9 @@ def accumulate(
         raise ValueError(f"accumulate: every must be above 0, got {every}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"accumulate: max_norm must be above 0, got {max_norm}")
+    release = getattr(optimizer, "_release", None)
+    if max_norm is not None and release is not None and release.steps_alone:
+        raise ValueError("accumulate: max_norm must be given to AdamW, before release_grads: no grad is left to clip")
     scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
     return _micro_batches(iter(batches), every, optimizer, model, scaler, max_norm, weigh)
 
@@ -93,8 +97,9 @@ def _micro_batches(
         weights = [1.0 if weigh is None else float(weigh(batch)) for batch in group]
         if not sum(weights) > 0:
             raise ValueError(f"accumulate: weigh must give a group more than 0 in all, got {weights}")
+        pairs = sorted(zip(group, weights, strict=True), key=lambda pair: pair[1] > 0)  # the last one's backward counts
         with _cast_cache.one_step():
-            for i, (batch, weight) in enumerate(zip(group, weights, strict=True)):
+            for i, (batch, weight) in enumerate(pairs):
                 micro = MicroBatch(batch, weight / sum(weights), i == len(group) - 1, step, scaler.scale)
                 with ExitStack() as around:
                     if not micro.is_last:

@@ -37,7 +37,7 @@ def loading(optimizer: Any) -> Iterator[None]:
         states = dict(loaded["state"])
         for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):  # torch compares lengths
             for param, number in zip(group["params"], saved["params"], strict=False):
-                if number in states:
+                if states.get(number):
                     _check(number, states[number], param)
                     seen.append((param, states[number], saved))
                     # torch insists on a step, where Apex and TransformerEngine count once for the group.
@@ -58,7 +58,7 @@ def loading(optimizer: Any) -> Iterator[None]:
 
 
 def _check(number: object, state: dict[str, Any], param: Tensor) -> None:
-    if state and not {"exp_avg", "exp_avg_sq"} <= state.keys():
+    if not {"exp_avg", "exp_avg_sq"} <= state.keys():
         got = ", ".join(map(str, state))
         raise ValueError(f"AdamW.load_state_dict: state[{number!r}] must have exp_avg and exp_avg_sq, got {got}")
     for key in _SHAPED:

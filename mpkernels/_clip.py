@@ -41,7 +41,7 @@ def clip_grad_norm_(
     is_generator = isinstance(parameters, types.GeneratorType)
     params = list(parameters)
     if is_generator and not params:
-        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=2)
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
     grads = [param.grad for param in params if param.grad is not None]
     max_norm, norm_type = float(max_norm), float(norm_type)
     if not grads:

@@ -32,7 +32,7 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
     First is the one that ends first: not a container, but the module in it. Outputs may be nested in tuples, lists,
     dicts and dataclasses. To watch takes a pass over each input and output, but waits for no device: only ``first`` and
     ``print`` do. A module that gives -inf on purpose, such as a mask, is found, too; one that is compiled
-    hides those in it.
+    hides those in it, and one that is scripted, or called within torch.func, is not watched.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -44,6 +44,8 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
     def __enter__(self) -> "find_nonfinite":
         self._calls, self._inputs = [], {}
         for name, module in self._model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                continue
             self._hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self._hooks.append(module.register_forward_hook(self._after(name)))
         return self
@@ -91,29 +93,37 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
 @torch.no_grad()
 def _is_finite(value: Any) -> Tensor | None:
     """On the device; None of nothing."""
-    flags = [it.isfinite().all() for it in map(_strided, _tensors(value)) if it.is_floating_point() or it.is_complex()]
+    if torch._C._are_functorch_transforms_active():
+        return None
+    tensors = [it for it in tensors_in(value) if it.is_floating_point() or it.is_complex()]
+    flags = [it.isfinite().all() for it in map(_asked, tensors)]
     if not flags:
         return None
     device = flags[-1].device
     return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).all()
 
 
-def _strided(tensor: Tensor) -> Tensor:
-    return tensor.coalesce().values() if tensor.layout == torch.sparse_coo else tensor
+def _asked(tensor: Tensor) -> Tensor:
+    """Its numbers, in a layout and dtype that know isfinite."""
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+    if tensor.is_nested or tensor.layout != torch.strided:
+        tensor = tensor.values()
+    return tensor.float() if tensor.itemsize == 1 else tensor
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for it in value.values():
-            yield from _tensors(it)
+            yield from tensors_in(it)
     elif isinstance(value, tuple | list):
         for it in value:
-            yield from _tensors(it)
+            yield from tensors_in(it)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
-            yield from _tensors(getattr(value, field.name))
+            yield from tensors_in(getattr(value, field.name))
 
 
 def _on_host(flags: list[Tensor]) -> list[bool]:

@@ -15,6 +15,7 @@ class GradientRelease:
     def __init__(self, releases: Iterable[tuple[Tensor, Release | None]]) -> None:
         """Without a release of its own, a grad is kept in 16 bits."""
         releases = list(releases)
+        self.steps_alone = any(release is not None for _, release in releases)  # in the backward
         self._params = [param for param, _ in releases]
         self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
         self._is_accumulating = False
@@ -43,7 +44,7 @@ class GradientRelease:
         """Ends it: grads stay again until the user frees them."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks, self.steps_alone = [], False
         for param in self._params:
             _set_width(param, self._widths[id(param)])
 

@@ -154,7 +154,9 @@ def _restored_module(module: nn.Module) -> Iterator[None]:
                 param.copy_(value)
                 param.grad = grad
             for owner, name, buffer, value in buffers:
-                owner[name] = buffer.copy_(value)
+                if not torch.equal(buffer.cpu(), value):  # an expanded one, which nobody can write to, stays as it is
+                    buffer.copy_(value)
+                owner[name] = buffer
         for each, training in modes:
             each.training = training
 

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from mpkernels import _adamw_state
 from mpkernels._mixed_class import Mixed, mixed_class
@@ -32,8 +35,8 @@ def to_mixed(
 
     An ``mpkernels.optim.AdamW`` over its parameters then holds their fp32 masters. Norms stay fp32: torch's own, and
     every module with "norm" in its class's name whose parameters are vectors. Buffers stay as they are, as under
-    autocast, and so does every weight that is shared with one that stays. What is kept is kept in memory: autocast
-    computes with it as with any fp32 weight.
+    autocast, and so does every weight that is shared with one that stays, nn.Bilinear's, and what spectral_norm
+    divides. What is kept is kept in memory: autocast computes with it as with any fp32 weight.
 
     Convert before the model is compiled or wrapped in DDP; FSDP takes no group of two dtypes. Methods other than
     forward, and a loss, need an autocast around them as ever.
@@ -51,8 +54,8 @@ def to_mixed(
     _refuse_wrapped("to_mixed", model)
     if any(isinstance(module, Mixed) for module in model.modules()):
         raise ValueError("to_mixed: model must not be converted yet, got one that holds 16-bit weights from to_mixed")
-    if "forward" in vars(model) or isinstance(model, torch.jit.ScriptModule):
-        raise ValueError("to_mixed: model must have its class's forward, got one that was replaced or scripted")
+    if "forward" in vars(model) or isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
+        raise ValueError("to_mixed: model must have its class's forward, got one that was replaced, scripted or traced")
     kept = _kept(model, [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32))
     goals = [(name, param, torch.float32 if param in kept else dtype) for name, param in model.named_parameters()]
     for name, param, goal in goals:
@@ -110,8 +113,9 @@ def _refuse_wrapped(op: str, model: nn.Module) -> None:
 
 def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
     named = [*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
-    norms = filter(_is_norm, model.modules())
-    kept: set[Tensor] = {param for norm in norms for param in norm.parameters(recurse=False)}
+    kept: set[Tensor] = set()
+    for module in model.modules():
+        kept.update(module.parameters(recurse=False) if _is_fp32s(module) else _spectral_of(module))
     for pattern in patterns:
         found = [it for name, it in named if fnmatchcase(name, pattern)]
         if not found:
@@ -121,9 +125,18 @@ def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
     return kept
 
 
-def _is_norm(module: nn.Module) -> bool:
-    """A linear layer that normalises its weight has "norm" in its name, too, but a matrix."""
-    if isinstance(module, _NORMS):
+def _spectral_of(module: nn.Module) -> list[Tensor]:
+    """Weights that spectral_norm divides, beside vectors of its own in fp32 and out of autocast's sight."""
+    if isinstance(module, parametrize.ParametrizationList) and any(isinstance(it, _SpectralNorm) for it in module):
+        return list(module.parameters(recurse=False))
+    hooks = module._forward_pre_hooks.values()
+    return [getattr(module, hook.name + "_orig") for hook in hooks if isinstance(hook, SpectralNorm)]
+
+
+def _is_fp32s(module: nn.Module) -> bool:
+    """A norm, or what autocast has no rule for. A linear layer that normalises its weight has "norm" in its name, too,
+    but a matrix."""
+    if isinstance(module, (*_NORMS, nn.Bilinear)):
         return True
     return "norm" in type(module).__name__.lower() and all(it.dim() <= 1 for it in module.parameters(recurse=False))
 

@@ -1,4 +1,4 @@
-"""Who else sees what is called here: torch's modes, transforms and hooks."""
+"""Who else sees what is called here: torch's dispatch modes, transforms and hooks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,7 +25,7 @@ def is_tracing() -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Neither modes nor a checkpoint, which counts what is saved, notice what is done within."""
+    """Neither dispatch modes nor a checkpoint, which counts what is saved, notice what is done within."""
     autograd: Any = torch._C._autograd
     hooks = saved_tensors_hooks(_same, _same) if autograd._saved_tensors_hooks_is_enabled() else nullcontext()
     with torch._C._DisableTorchDispatch(), hooks:

@@ -38,8 +38,8 @@ def _of_gradients(report: "OverflowReport") -> Iterator[str]:
     culprits, scale = report.culprits, report.scale
     if not culprits:
         yield (
-            "No gradient here is inf or NaN: one of another process is, or their norm is beyond fp32 once a scale "
-            "below 1 is taken off."
+            "No gradient here is inf or NaN: one of another process is, or one was whose parameter has left the "
+            "optimizer, or their norm is beyond fp32 once a scale below 1 is taken off."
         )
     elif all(it.nans > 0 for it in report.gradients) and len(culprits) > 1:
         yield (

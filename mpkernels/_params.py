@@ -18,11 +18,13 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
-def group_of(optimizer: Optimizer, param: Tensor, group_number: int) -> dict[str, Any] | None:
-    """The group that holds it now, which most likely is still this one."""
+def group_of(optimizer: Optimizer, param: Tensor, group_number: int, place: int) -> dict[str, Any] | None:
+    """The group that holds it now, most likely this one and there: to look through all takes a while."""
     groups = optimizer.param_groups
-    likely = groups[group_number : group_number + 1]
-    return next((group for group in (*likely, *groups) if any(map(is_, group["params"], repeat(param)))), None)
+    for group in groups[group_number : group_number + 1]:
+        if any(each is param for each in group["params"][place : place + 1]):
+            return group
+    return next((group for group in groups if any(map(is_, group["params"], repeat(param)))), None)
 
 
 def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.device, list[Item]]:

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from mpkernels._find_nonfinite import tensors_in
 
 Batch = TypeVar("Batch")
 PHASES = ("forward", "backward", "step")
@@ -184,8 +184,7 @@ def _wait_for_device() -> None:
 
 
 def _length(batch: object) -> int:
-    tensors = [it for it in tree_leaves(batch) if isinstance(it, Tensor) and it.dim() > 0]
-    return len(tensors[0]) if tensors else 1
+    return next((len(it) for it in tensors_in(batch) if it.dim() > 0), 1)
 
 
 @contextmanager

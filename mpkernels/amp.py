@@ -120,11 +120,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         """Comes before the step of an optimizer that takes the scale off itself: the grads are only read."""
-        if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's, which has to be asked
-            return super()._check_inf_per_device(optimizer)
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         grads = _found_inf.grads_of(optimizer)
         found_infs: dict[Any, Tensor] = _found_inf.look(grads, scale)
+        if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's, that may know of other ranks
+            for device, found_inf in super()._check_inf_per_device(optimizer).items():
+                found_infs[device] = torch.maximum(found_inf, found_infs.get(device, found_inf))
         self._note(optimizer, grads, found_infs, unscaled=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs
@@ -164,10 +165,10 @@ class GradScaler(torch.amp.GradScaler):
         return getattr(optimizer, "_finds_inf", False) and (state is None or state["stage"] is OptState.READY)
 
     def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        _attributes(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
         preset, device = getattr(optimizer, "grad_scale", None), _found_inf.first_device(optimizer)
         optimizer.grad_scale = self._scale if preset is None else self._scale * preset
         # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
-        _attributes(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
         told = optimizer.told = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
         result: float | None = optimizer.step(*args, **kwargs)
         _take_back(optimizer)

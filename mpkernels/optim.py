@@ -263,16 +263,16 @@ class AdamW(torch.optim.AdamW):
         if self._release is not None:
             self._release.remove()
         self._release = GradientRelease(
-            (param, None if waits else partial(self._step_alone, i))
+            (param, None if waits else partial(self._step_alone, i, j))
             for i, group in enumerate(self.param_groups)
-            for param in group["params"]
+            for j, param in enumerate(group["params"])
             if param.requires_grad
         )
         return self._release
 
     @torch.no_grad()
-    def _step_alone(self, group_number: int, param: Tensor) -> None:
-        group, grad = group_of(self, param, group_number), param.grad
+    def _step_alone(self, group_number: int, place: int, param: Tensor) -> None:
+        group, grad = group_of(self, param, group_number, place), param.grad
         if group is None or grad is None:
             return
         table = Table([(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)

@@ -152,3 +152,36 @@ def test_misuse():
     with pytest.raises(RuntimeError, match="called for this batch already"):
         micro.backward(weight * 1)
     assert list(accumulate([], 1, optimizer)) == []
+
+
+def test_a_batch_that_counts_nothing_does_no_harm():
+    """The mean of no tokens is NaN, and so is 0 times its gradient."""
+    groups = [
+        [[1.0, 1.0], [1.0, 0.0]],
+        [[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]],
+        [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]],
+    ]
+    weights = []
+    for group in groups:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for micro in accumulate(map(torch.tensor, group), 3, optimizer, weigh=lambda counts: counts.sum().item()):
+            of_each = model(torch.ones(2, 3)).square().squeeze(-1)
+            micro.backward((of_each * micro.batch).sum() / micro.batch.sum())
+        weights.append(model.weight)
+    assert weights[0].isfinite().all()
+    assert_close(weights[1:], weights[:1] * 2)
+
+
+def test_clipping_needs_the_grads():
+    model = network()
+    optimizer = AdamW(model.parameters())
+    release = optimizer.release_grads()
+    with pytest.raises(ValueError, match="accumulate: max_norm must be given to AdamW, before release_grads"):
+        accumulate([], 2, optimizer, max_norm=1.0)
+    release.remove()
+    accumulate([], 2, optimizer, max_norm=1.0)
+    optimizer = AdamW(model.parameters(), guard=True)
+    optimizer.release_grads()
+    accumulate([], 2, optimizer, max_norm=1.0)

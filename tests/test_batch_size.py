@@ -230,3 +230,18 @@ def test_peaks_are_seen():
     _memory.start_peak(cpu)
     if _memory._status("VmHWM"):
         assert _memory.peak(cpu) - before < 32 * MB
+
+
+def test_a_buffer_that_nobody_can_write_to():
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Flatten())
+    model.register_buffer("ones", torch.ones(1).expand(3))
+    model[1].eval()
+
+    def step(x):
+        model.train()
+        model(x).sum().backward()
+
+    mpkernels.find_max_batch_size(step, (2, 3), 2, "cpu", 4, restore=[model])
+    assert model[0].num_batches_tracked == 0
+    assert not model[1].training
+    assert model.ones.tolist() == [1, 1, 1]

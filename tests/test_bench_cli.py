@@ -1,6 +1,7 @@
 """The command, as it is typed."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -154,3 +155,26 @@ def test_results_are_read_as_they_were_written(path, tmp_path):
     run = results.read(path)
     results.write(tmp_path / "again.json", run)
     assert results.read(tmp_path / "again.json") == run
+
+
+def test_a_reader_that_leaves_early():
+    """As ``| head -1`` does."""
+    command = [sys.executable, "-m", "mpkernels", "bench", "--list"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        process.stdout.close()
+        errors = process.stderr.read()
+    assert (process.returncode, errors) == (1, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux's")
+def test_a_full_disk_is_told_in_a_line():
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "mpkernels", "bench", "--list"]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stderr) == (1, "mpkernels bench: No space left on device\n")
+
+
+def test_a_terminal_without_blocks():
+    done = bench("--only", TINY, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0, done.stderr
+    assert "??" in done.stdout  # the bar

@@ -261,3 +261,42 @@ def test_what_was_found_in_the_forward_pass(inputs, bias, text):
         model(torch.full((2, 3), inputs))
     assert text in report_after([[NAN], [NAN]], model=model, found=found).suggestion
     assert "Every gradient" not in report_after([[NAN], [NAN]], found=found).suggestion
+
+
+class Gives(torch.nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return self.make(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype", "ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.nested.nested_tensor([x, x[:1]]),
+        lambda x: x.to_sparse_csr(),
+        lambda x: x.to(torch.float8_e5m2),
+    ],
+    ids=["nested", "csr", "float8"],
+)
+def test_outputs_that_do_not_know_isfinite(make):
+    model = Gives(make)
+    for bad in (False, True):
+        x = torch.ones(2, 3)
+        if bad:
+            x[0, 1] = torch.inf
+        with find_nonfinite(model) as found:
+            model(x)
+        assert (found.first is not None) == bad
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is:DeprecationWarning")
+def test_scripted_modules_and_transforms_go_unwatched():
+    model = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(3, 3)), torch.nn.ReLU())
+    with find_nonfinite(model) as found:
+        torch.vmap(model)(torch.ones(2, 3))
+        model(torch.full((2, 3), torch.inf))
+    assert found.first.kind == "ReLU"

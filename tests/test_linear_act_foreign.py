@@ -11,6 +11,8 @@ import mpkernels
 from mpkernels import _choices, _linear_act_choice, selector
 from mpkernels.functional import linear_act
 from mpkernels.nn import LinearAct
+from mpkernels.ops import _registry
+from mpkernels.ops._registry import Op
 
 B16 = torch.bfloat16
 
@@ -63,10 +65,24 @@ def test_a_saved_result_that_was_changed_is_noticed(target, shape):
         y.sum().backward()
 
 
+def test_grads_of_any_strides(target):
+    selector.pin("native")
+    layer, x = LinearAct(8, 6, device=target.device), torch.randn(2, 3, 8, device=target.device)
+    dy, parameters = torch.randn(6, 3, 2, device=target.device).permute(2, 1, 0), list(layer.parameters())
+    got, want = (torch.autograd.grad(each(x), parameters, dy) for each in (layer, sequential(layer).to(x.device)))
+    torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("slow", ["native", "torch"])
 def test_a_checkpoint_computes_the_same_twice(monkeypatch, slow):
     """Though a mode listens to the first time alone: another kernel saves other tensors."""
-    monkeypatch.setattr(selector, "_race", lambda runs, device: dict.fromkeys(runs, 1.0) | {slow: 2.0})
+
+    def race(runs, device):
+        for run in runs.values():
+            run()
+        return dict.fromkeys(runs, 1.0) | {slow: 2.0}
+
+    monkeypatch.setattr(selector, "_race", race)
     layer, x = LinearAct(8, 8, activation="relu"), torch.randn(4, 8, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         y = checkpoint(layer, x, use_reentrant=False)
@@ -140,6 +156,16 @@ def test_triton_gets_what_lies_in_memory(by_triton):
     dy, parameters = negative(5, 6), list(by_triton.parameters())
     got, want = (torch.autograd.grad(layer(x), parameters, dy) for layer in (by_triton, theirs))
     torch.testing.assert_close(got, want)
+
+
+def test_triton_is_found_again_after_other_modes(by_triton, monkeypatch):
+    called, triton = [], Op.triton
+    monkeypatch.setattr(Op, "triton", lambda self, *arguments: called.append(self) or triton(self, *arguments))
+    _registry._keys_of_parameters.cache_clear()
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        with mode():
+            by_triton(torch.randn(5, 8))
+    assert len(called) == 3
 
 
 def test_triton_under_batched_grads(by_triton):

@@ -244,3 +244,36 @@ def test_ours_wins_over_an_autocast_around_it():
     with torch.autocast("cpu", dtype=F16):
         assert model(torch.ones(4, 20)).dtype == B16
         assert network()(torch.ones(4, 20)).dtype == F16
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.both = nn.Bilinear(8, 8, 4)
+
+    def forward(self, x):
+        return self.both(x, x)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)),
+        lambda: nn.utils.spectral_norm(nn.Linear(8, 4)),
+        Pair,
+    ],
+    ids=["spectral_norm", "spectral_norm's hook", "Bilinear"],
+)
+def test_what_autocast_has_no_rule_for_stays_fp32(make, training):
+    x = torch.randn(5, 8)
+    plain = nn.Sequential(make(), nn.Linear(4, 2)).train(training)
+    with torch.no_grad():  # as the second weight is rounded to
+        plain[1].weight.copy_(plain[1].weight.to(B16))
+        plain[1].bias.copy_(plain[1].bias.to(B16))
+    mixed = to_mixed(copy.deepcopy(plain))
+    with torch.autocast("cpu", B16):
+        want = plain(x)
+    assert_close(mixed(x), want, rtol=0, atol=0)
+    assert mixed[1].weight.dtype == B16
+    mixed(x).sum().backward()

@@ -265,3 +265,17 @@ def test_a_state_without_a_moment_is_refused(missing):
     with pytest.raises(ValueError, match=r"AdamW.load_state_dict: state\[0\] must have exp_avg and exp_avg_sq, got "):
         optimizer.load_state_dict(saved)
     assert all(optimizer.state[weight][key] is value for key, value in before.items())
+
+
+def test_an_empty_state_is_none():
+    """To ask a state for one makes one, for it is a defaultdict."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    optimizer = AdamW(weights)
+    weights[0].grad = torch.ones(2)
+    optimizer.step()
+    assert optimizer.state[weights[1]] == {}
+    again = AdamW(weights)
+    again.load_state_dict(optimizer.state_dict())
+    weights[1].grad = torch.ones(2)
+    again.step()
+    assert [again.state[weight]["step"].item() for weight in weights] == [2, 1]

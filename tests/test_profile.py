@@ -3,6 +3,7 @@
 import contextlib
 import json
 import time
+from collections import UserDict
 
 import pytest
 import torch
@@ -123,3 +124,12 @@ def test_a_loop_that_ends_early_or_never_begins():
 def test_warmup_below_zero():
     with pytest.raises(ValueError, match=r"^profile: warmup must be 0 or more, got -1$"), mpkernels.profile(warmup=-1):
         pass
+
+
+def test_batches_of_any_mapping():
+    """As tokenizers give them."""
+    rows = UserDict(ids=torch.zeros(8, 2), mask=torch.zeros(8, 2))
+    with mpkernels.profile(warmup=0) as profile:
+        for _ in profile.batches([rows] * 5):
+            pass
+    assert profile.samples == 40

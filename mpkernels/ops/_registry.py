@@ -145,7 +145,8 @@ def _is_plain(tensor: Tensor) -> bool:
 
 @functools.cache
 def _keys_of_parameters(device_type: str) -> int:
-    return torch._C._dispatch_keys(torch.nn.Parameter(torch.empty(0, device=device_type))).raw_repr()
+    with torch.inference_mode(False), torch._C._DisableFuncTorch():
+        return torch._C._dispatch_keys(torch.nn.Parameter(torch.empty(0, device=device_type))).raw_repr()
 
 
 def _on_their_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
