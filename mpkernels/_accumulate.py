@@ -62,7 +62,7 @@ def accumulate(
         scaler: scales the losses, steps the optimizer, and is updated.
         max_norm: for ``mpkernels.amp.clip_grad_norm_``. ``mpkernels.optim.AdamW(max_norm=...)`` clips by itself.
         weigh: what a batch's mean loss is a mean over (examples, tokens that count), where batches differ; None counts
-            all the same.
+            all the same. Batches of weight 0 come first in their group, and leave no grad.
     """
     if every < 1:
         raise ValueError(f"accumulate: every must be above 0, got {every}")
