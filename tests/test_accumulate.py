@@ -185,3 +185,13 @@ def test_clipping_needs_the_grads():
     optimizer = AdamW(model.parameters(), guard=True)
     optimizer.release_grads()
     accumulate([], 2, optimizer, max_norm=1.0)
+
+
+def test_the_last_batch_of_a_group_counts():
+    """With its backward DDP exchanges all grads of the group."""
+    order = []
+    optimizer = torch.optim.SGD([weight := torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    for micro in accumulate([3, 0, 2, 0, 0, 1], 3, optimizer, weigh=float):
+        order.append(micro.batch)
+        micro.backward(weight.sum())
+    assert order == [0, 3, 2, 0, 0, 1]

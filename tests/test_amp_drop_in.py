@@ -259,3 +259,21 @@ def test_a_found_inf_that_lies_about_is_not_obeyed():
     assert weight[0] < 1
     assert scaler.get_scale() == 4.0
     assert not hasattr(optimizer, "found_inf")
+
+
+@pytest.mark.parametrize("make", [AdamW, FUSED])
+def test_a_subclass_misses_no_overflow(make):
+    """1e38 is finite, but not once a scale of 2^-20 is taken off."""
+
+    class Asking(GradScaler):
+        def _unscale_grads_(self, *arguments):
+            return super()._unscale_grads_(*arguments)
+
+    scaler = Asking("cpu", init_scale=2.0**-20)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = make([weight])
+    weight.grad = torch.full((2,), 1e38)
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert (weight.tolist(), scaler.get_scale()) == ([1.0, 1.0], 2.0**-21)
