@@ -1,0 +1,89 @@
+"""What users do to weights, states and groups with their own hands, between steps."""
+
+import copy
+
+import pytest
+import torch
+
+from mpkernels.ops.split import join
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+from tests.networks import B16, backward, network, one_thread, train
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def test_a_group_that_is_replaced_is_noticed():
+    model = network()
+    train(model, optimizer := AdamW(model.parameters()), 2)
+    before = copy.deepcopy(model)
+    optimizer.param_groups[0] = optimizer.param_groups[0] | {"lr": 0.0}
+    train(model, optimizer, 1, first=2)
+    assert all(map(same_bits, model.parameters(), before.parameters()))
+
+
+@pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(-1, None)], ids=["all", "first", "last"])
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_what_turns_16_bit_gets_masters(target, master, which):
+    """As if it had turned 16-bit before all tables were made; with the guard that 16-bit parameters have."""
+    stepped, anew = network(device=target.device), network(device=target.device)
+    optimizers = [AdamW(model.parameters(), lr=1e-2, master=master) for model in (stepped, anew)]
+    for model, optimizer in zip((stepped, anew), optimizers, strict=True):
+        backward(model, 0)
+        optimizer.step()
+        for param in list(model.parameters())[which]:
+            param.grad = None
+            param.data = param.data.bfloat16()
+        for seed, bad in ((1, 1.0), (2, float("nan"))):
+            if model is anew:
+                optimizer._start_afresh()
+            generator = torch.Generator().manual_seed(seed)
+            for param in model.parameters():
+                param.grad = torch.randn(param.shape, generator=generator).to(param) * bad
+            optimizer.step()
+    key = {"split": "remainder", "fp32": "master"}[master]
+    assert all(key in optimizers[0].state[param] for param in list(stepped.parameters())[which])
+    assert optimizers[0].skipped_steps.item() == 1
+    assert all(map(same_bits, stepped.parameters(), anew.parameters()))
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
+def test_a_step_count_that_is_set_by_hand(target, dtype):
+    weight = torch.nn.Parameter(torch.ones(2, device=target.device))
+    optimizer = AdamW([weight])
+    for expected in (1, 6):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        assert optimizer.state[weight]["step"].item() == expected
+        optimizer.state[weight]["step"] = torch.tensor(5, dtype=dtype, device=target.device)
+
+
+def test_adams_decay_is_refused():
+    with pytest.raises(ValueError, match="AdamW: a group must have decoupled_weight_decay=True, got False"):
+        AdamW([{"params": [torch.nn.Parameter(torch.ones(2))], "decoupled_weight_decay": False}])
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_what_is_written_to_a_weight_reaches_its_master(target, master, released):
+    """And nothing else changes in the master, nor do weights that rest while they are written to lose it."""
+    weights = [torch.nn.Parameter(torch.ones(3, dtype=B16, device=target.device)) for _ in range(2)]
+    optimizer = AdamW(weights, lr=0.1, weight_decay=0, master=master, guard=False)
+    if released:
+        optimizer.release_grads()
+    for lr, stepped in ((1e-3, weights), (0.0, weights[:1]), (0.0, weights)):
+        optimizer.param_groups[0]["lr"] = lr
+        sum(weight.sum() for weight in stepped).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if lr:
+            before = weights[0].tolist()
+            with torch.no_grad():
+                for weight in weights:
+                    weight[1] = 5.0
+    for weight in weights:
+        state = optimizer.state[weight]
+        kept = (state["master"] if master == "fp32" else join(weight.detach(), state["remainder"])).tolist()
+        assert weight.tolist() == [before[0], 5.0, before[2]]
+        assert kept[0] == kept[2] == pytest.approx(1 - 1e-3, abs=1e-6)  # which bf16 rounds to 1
+        assert kept[1] == pytest.approx(5, rel=2**-9)
