@@ -92,6 +92,12 @@ MPK_FN double hyperparameter(const AdamwGroup& group, int which, double by_value
 template <class C>
 struct AdamwScalars {
   C grad_factor, decay, weight1, beta2, weight2, step_size, eps;
+
+  template <class To>
+  MPK_FN AdamwScalars<To> rounded() const {
+    return {static_cast<To>(grad_factor), static_cast<To>(decay),     static_cast<To>(weight1), static_cast<To>(beta2),
+            static_cast<To>(weight2),     static_cast<To>(step_size), static_cast<To>(eps)};
+  }
 };
 
 template <class C>
@@ -137,7 +143,7 @@ MPK_FN AdamwElement<F> adamw(const AdamwElement<F>& before, F scaled_grad, bool 
   return after;
 }
 
-MPK_FOR_EACH_ISA(void adamw_span(const AdamwRow& row, const Span& span, const AdamwShared& shared))
+MPK_FOR_EACH_ISA(void adamw_span(const AdamwRow& row, const Span& span, const AdamwScalars<double>& by))
 
 #ifdef MPK_CUDA
 // memory: for the rows, where they need it (RowMemory); tickets: scratch, one for each row; of_chunk: likewise, one for

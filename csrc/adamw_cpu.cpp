@@ -228,15 +228,13 @@ static void adamw_int8(const AdamwRow& row, const Span& span, const AdamwScalars
   }
 }
 
-void adamw_span(const AdamwRow& row, const Span& span, const AdamwShared& shared) {
+void adamw_span(const AdamwRow& row, const Span& span, const AdamwScalars<double>& by) {
   if (row.param_dtype == Dtype::f64) {
-    const auto by = adamw_scalars<double>(row, shared);
     adamw_arrays<Doubles>(row, advanced(row, arrays_of(row), span.begin), span.size, by);
   } else if (row.scales) {
-    adamw_int8(row, span, adamw_scalars<float>(row, shared));
+    adamw_int8(row, span, by.rounded<float>());
   } else {
-    const auto by = adamw_scalars<float>(row, shared);
-    adamw_arrays<Floats>(row, advanced(row, arrays_of(row), span.begin), span.size, by);
+    adamw_arrays<Floats>(row, advanced(row, arrays_of(row), span.begin), span.size, by.rounded<float>());
   }
 }
 

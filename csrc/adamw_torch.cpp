@@ -10,9 +10,10 @@ static constexpr const char* kOp = AdamwPlan::kOp;
 // Everything that may differ from step to step.
 class AdamwCall {
  public:
-  // stack: the arguments from lr to report.
-  AdamwCall(AdamwPlan& plan, StableIValue params, StableIValue grads, const StableIValue* stack)
+  // stack: the arguments from lr to report. seen: null, or params and grads are empty lists.
+  AdamwCall(AdamwPlan& plan, const Seen* seen, StableIValue params, StableIValue grads, const StableIValue* stack)
       : plan_(plan),
+        seen_(seen),
         params_(params),
         grads_(grads),
         on_device_(stack[6]),
@@ -40,47 +41,58 @@ class AdamwCall {
     }
   }
 
-  void on_cpu(bool guarded) {
-    std::vector<AdamwRow>& rows = plan_.rows(params_, grads_, groups_, lender_);
-    if (rows.empty()) return;
+  // False, and nothing is done, if what was seen must be looked at more closely.
+  bool on_cpu(bool guarded) {
+    if (plan_.count() == 0) return true;
+    std::vector<AdamwRow>* const found = find_rows();
+    if (!found) return false;
+    std::vector<AdamwRow>& rows = *found;
     GradStatsCall* const stats = look_at_grads(guarded, rows);
     if (stats) stats->on_cpu();
     const AdamwShared shared = this->shared(stats);
     tell(shared);
     if (is_skipped(shared)) {
       if (shared.report.lines) overflow_on_cpu(grads_of(rows), shared.report);
-      return;
+      return true;
     }
     const auto table = lay_out(rows, kCpuChunk / 4);  // each element is some 28 bytes
+    const std::vector<AdamwScalars<double>> scalars = plan_.scalars(shared);
     const auto adamw_span = MPK_BEST(adamw_span);
     parallel_for_chunks(table, elements(rows), [&](const AdamwRow& row, const Span& span) {
-      if (span.size > 0) adamw_span(row, span, shared);
+      if (span.size > 0) adamw_span(row, span, scalars[span.row]);
     });
     for (const AdamwRow& row : rows) *row.step += 1;
     lender_.return_copies();
+    return true;
   }
 
 #ifdef MPK_CUDA
-  void on_cuda(bool guarded) {
-    std::vector<AdamwRow>& rows = plan_.rows(params_, grads_, groups_, lender_);
-    if (rows.empty()) return;
-    const Tensor& param = params_.front();
-    const OnDeviceOf device(param);
+  bool on_cuda(bool guarded) {
+    if (plan_.count() == 0) return true;
+    const OnDeviceOf device(plan_.like());
+    std::vector<AdamwRow>* const found = find_rows();
+    if (!found) return false;
+    std::vector<AdamwRow>& rows = *found;
     GradStatsCall* const stats = look_at_grads(guarded, rows);
     if (stats) stats->on_cuda(device.stream());
     const auto table = lay_out(rows, cuda_chunk(elements(rows)));
     // In memory that nobody touches unless the step is skipped, before the tickets.
     const int64_t shares = report_ ? sizeof(Overflow) * table.chunks : 0;
-    const Tensor scratch = param.scratch(shares + sizeof(uint32_t) * table.count);
-    const RowMemory<AdamwRow> memory(table, param);
+    const Tensor scratch = plan_.like().scratch(shares + sizeof(uint32_t) * table.count);
+    const RowMemory<AdamwRow> memory(table, plan_.like());
     auto* const tickets = reinterpret_cast<uint32_t*>(scratch.data<char>() + shares);
     require_success(adamw_cuda(table, memory.get(), shared(stats), tickets, scratch.data<Overflow>(), device.stream()),
                     kOp);
     lender_.return_copies();
+    return true;
   }
 #endif
 
  private:
+  std::vector<AdamwRow>* find_rows() {
+    return seen_ ? plan_.rows(seen_, groups_) : &plan_.rows(params_, grads_, groups_, lender_);
+  }
+
   void take_tensor(AdamwGroup& group, int which, size_t i) {
     require(i < static_cast<size_t>(on_device_.count()), kOp, "on_device is shorter than three times the groups");
     const Tensor& tensor = on_device_[static_cast<int32_t>(i)];
@@ -88,7 +100,7 @@ class AdamwCall {
     const bool is_known = tensor.is_strided() && tensor.size() == 1 &&
                           find_dtype(tensor.dtype(), &group.dtypes[which]) &&
                           (group.dtypes[which] == Dtype::f32 || group.dtypes[which] == Dtype::f64);
-    require(is_known && tensor.device() == params_.front().device(), kOp,
+    require(is_known && tensor.device() == plan_.like().device(), kOp,
             "on_device[" + std::to_string(i) + "] is not one fp32 or fp64 on the parameters' device");
     group.on_device[which] = tensor.const_data();
   }
@@ -108,7 +120,7 @@ class AdamwCall {
 
   GradStatsCall* look_at_grads(bool guarded, const std::vector<AdamwRow>& rows) {
     if (guarded) {
-      stats_ = std::make_unique<GradStatsCall>(grads_.front(), grads_of(rows));
+      stats_ = std::make_unique<GradStatsCall>(plan_.like(), grads_of(rows));
     }
     return stats_.get();
   }
@@ -118,12 +130,12 @@ class AdamwCall {
     const Tensor* const total_sumsq = stats ? &stats->total_sumsq : total_sumsq_.get();
     const auto pointer = [&](const Tensor* tensor, const char* name, int32_t dtype, int64_t size) {
       if (!tensor) return static_cast<void*>(nullptr);
-      require(tensor->size() == size && tensor->dtype() == dtype && tensor->device() == params_.front().device(), kOp,
+      require(tensor->size() == size && tensor->dtype() == dtype && tensor->device() == plan_.like().device(), kOp,
               std::string(name) + " is not of the right size and dtype on the parameters' device");
       return tensor->data();
     };
     const auto* const grad_scale = static_cast<const float*>(pointer(grad_scale_.get(), "grad_scale", fp32, 1));
-    Overflow* const lines = report_ ? overflow_lines(*report_, params_.count(), params_.front(), kOp) : nullptr;
+    Overflow* const lines = report_ ? overflow_lines(*report_, plan_.count(), plan_.like(), kOp) : nullptr;
     return {grad_scale,
             {static_cast<const float*>(pointer(found_inf_.get(), "found_inf", fp32, 1)),
              static_cast<const float*>(pointer(stats ? &stats->found_inf : nullptr, "found_inf", fp32, 1))},
@@ -135,6 +147,7 @@ class AdamwCall {
   }
 
   AdamwPlan& plan_;
+  const Seen* seen_;
   TensorList params_, grads_, on_device_;
   std::unique_ptr<Tensor> grad_scale_, found_inf_, total_sumsq_;
   double max_norm_;
@@ -147,7 +160,7 @@ class AdamwCall {
 template <class Run>
 static void adamw(StableIValue* stack, const Run& run) {
   AdamwPlan plan(stack[2], stack[3], stack[4], stack[5], stack[6], stack[7], stack[8]);
-  AdamwCall call(plan, stack[0], stack[1], stack + 9);
+  AdamwCall call(plan, nullptr, stack[0], stack[1], stack + 9);
   run(call, /*guarded=*/false);
 }
 
@@ -168,33 +181,38 @@ static void adamw_forget(StableIValue* stack, uint64_t, uint64_t) {
 }
 
 template <class Run>
-static void adamw_planned(StableIValue* stack, const Run& run) {
+static void adamw_by_plan(StableIValue* stack, const Run& run) {
   const Tensor handle(stack[0]);
-  require(plan_in(handle) != nullptr, kOp, "the plan has been forgotten");
-  AdamwCall call(*plan_in(handle), stack[1], stack[2], stack + 3);
-  run(call, /*guarded=*/stack[17] != 0);
+  AdamwPlan* const plan = plan_in(handle);
+  require(plan != nullptr, kOp, "the plan has been forgotten");
+  const std::unique_ptr<Tensor> seen = take_optional(stack[1]);
+  const int64_t bytes = plan->count() * sizeof(Seen);
+  require(!seen || seen->size() * static_cast<int64_t>(sizeof(int64_t)) == bytes, kOp,
+          "seen does not go with the plan");
+  AdamwCall call(*plan, seen ? seen->data<Seen>() : nullptr, stack[2], stack[3], stack + 4);
+  stack[0] = run(call, /*guarded=*/stack[18] != 0);
 }
 
 static void adamw_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  adamw(stack, [](AdamwCall& call, bool guarded) { call.on_cpu(guarded); });
+  adamw(stack, [](AdamwCall& call, bool guarded) { return call.on_cpu(guarded); });
 }
-static void adamw_planned_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  adamw_planned(stack, [](AdamwCall& call, bool guarded) { call.on_cpu(guarded); });
+static void adamw_by_plan_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  adamw_by_plan(stack, [](AdamwCall& call, bool guarded) { return call.on_cpu(guarded); });
 }
 MPK_CPU_KERNEL(kOp, adamw_on_cpu)
-MPK_CPU_KERNEL("adamw_planned_", adamw_planned_on_cpu)
+MPK_CPU_KERNEL("adamw_by_plan_", adamw_by_plan_on_cpu)
 MPK_CPU_KERNEL("adamw_plan", adamw_plan)
 MPK_CPU_KERNEL("adamw_forget", adamw_forget)
 
 #ifdef MPK_CUDA
 static void adamw_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
-  adamw(stack, [](AdamwCall& call, bool guarded) { call.on_cuda(guarded); });
+  adamw(stack, [](AdamwCall& call, bool guarded) { return call.on_cuda(guarded); });
 }
-static void adamw_planned_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
-  adamw_planned(stack, [](AdamwCall& call, bool guarded) { call.on_cuda(guarded); });
+static void adamw_by_plan_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
+  adamw_by_plan(stack, [](AdamwCall& call, bool guarded) { return call.on_cuda(guarded); });
 }
 MPK_CUDA_KERNEL(kOp, adamw_on_cuda)
-MPK_CUDA_KERNEL("adamw_planned_", adamw_planned_on_cuda)
+MPK_CUDA_KERNEL("adamw_by_plan_", adamw_by_plan_on_cuda)
 MPK_CUDA_KERNEL("adamw_plan", adamw_plan)
 #ifdef MPK_EMULATION
 MPK_CUDA_KERNEL("adamw_forget", adamw_forget)

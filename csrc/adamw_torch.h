@@ -4,6 +4,7 @@
 
 #include "adamw.h"
 #include "common/torch.h"
+#include "glance.h"
 
 namespace mpk {
 
@@ -27,53 +28,88 @@ class AdamwPlan {
     require(rows == steps_.count(), kOp, "group_sizes do not go with steps");
   }
 
+  const Tensor& like() const { return steps_.front(); }  // on the device
+  int32_t count() const { return steps_.count(); }
+
   // Checks everything before anything is written. What a row can't have in place it borrows.
   std::vector<AdamwRow>& rows(const TensorList& params, const TensorList& grads, const std::vector<AdamwGroup>& groups,
                               Lender& lender) {
-    require(params.count() == steps_.count() && grads.count() == steps_.count(), kOp,
-            "params, grads and steps are not equally long");
-    require(groups.size() == group_sizes_.size(), kOp, "group_sizes do not go with the hyperparameters");
-    int32_t i = 0;
-    for (size_t group = 0; group < groups.size(); ++group) {
-      for (int64_t end = i + group_sizes_[group]; i < end; ++i) {
-        AdamwRow& row = rows_[i];
-        if (is_as_before(i, params[i], grads[i])) {
-          row.grad = grads[i].const_data();
-        } else {
-          // Its master would not be its own.
-          require(!before_[i].is_known || params[i].dtype() == before_[i].param_dtype, kOp,
-                  "params[" + std::to_string(i) + "] has changed its dtype since its state was made");
-          before_[i] = {};
-          row = {};
-          fill(row, i, params[i], grads[i], lender);
-        }
-        row.group = groups[group];
+    require(params.count() == count() && grads.count() == count(), kOp, "params, grads and steps are not equally long");
+    for (int32_t i = 0; i < count(); ++i) {
+      Seen seen;
+      if (before_[i].was_plain && see(params[i], grads[i], &seen) && is_as_before(i, seen)) {
+        rows_[i].grad = seen.grad;
+        continue;
       }
+      // Its master would not be its own.
+      require(!before_[i].is_known || params[i].dtype() == before_[i].param_dtype, kOp,
+              "params[" + std::to_string(i) + "] has changed its dtype since its state was made");
+      before_[i] = {};
+      rows_[i] = {};
+      fill(rows_[i], i, params[i], grads[i], lender);
     }
+    put_groups(groups);
     return rows_;
   }
 
+  // The same of parameters and grads that Python has seen; null where one must be looked at more closely.
+  std::vector<AdamwRow>* rows(const Seen* seen, const std::vector<AdamwGroup>& groups) {
+    for (int32_t i = 0; i < count(); ++i) {
+      if (!is_as_before(i, seen[i])) return nullptr;
+      rows_[i].grad = seen[i].grad;
+    }
+    put_groups(groups);
+    return &rows_;
+  }
+
+  // Of each row. In a group most rows have come to the same step, and powers take a while.
+  std::vector<AdamwScalars<double>> scalars(const AdamwShared& shared) const {
+    std::vector<AdamwScalars<double>> all;
+    all.reserve(rows_.size());
+    for (int64_t left : group_sizes_) {
+      for (bool is_first = true; left > 0; --left, is_first = false) {
+        const AdamwRow* const row = &rows_[all.size()];
+        const bool is_like_last = !is_first && *row->step == *row[-1].step;
+        all.push_back(is_like_last ? all.back() : adamw_scalars<double>(*row, shared));
+      }
+    }
+    return all;
+  }
+
  private:
-  // What else a row was made of, if all of it was contiguous: then a glance tells whether it still holds. To fill a row
-  // takes several times as long.
+  // If all that a row was made of was contiguous, a glance tells whether it still holds. To fill a row takes several
+  // times as long.
   struct Before {
     bool is_known, was_plain;
-    int32_t param_dtype, grad_dtype;
+    int32_t param_dtype;
   };
 
-  bool is_as_before(int32_t i, const Tensor& param, const Tensor& grad) const {
-    const Before& before = before_[i];
-    const AdamwRow& row = rows_[i];
+  void put_groups(const std::vector<AdamwGroup>& groups) {
+    require(groups.size() == group_sizes_.size(), kOp, "group_sizes do not go with the hyperparameters");
+    int32_t i = 0;
+    for (size_t group = 0; group < groups.size(); ++group) {
+      for (int64_t end = i + group_sizes_[group]; i < end; ++i) rows_[i].group = groups[group];
+    }
+  }
+
+  static bool see(const Tensor& param, const Tensor& grad, Seen* seen) {
+    if (!param.is_contiguous() || !grad.is_contiguous() || grad.device() != param.device()) return false;
     // data(): a lazy clone that shares the memory gets its own now.
+    *seen = {param.data(), grad.const_data(), param.size(), {}, {}};
+    return find_dtype(param.dtype(), &seen->param_dtype) && find_dtype(grad.dtype(), &seen->grad_dtype) &&
+           have_same_shape(grad, param);
+  }
+
+  bool is_as_before(int32_t i, const Seen& seen) const {
+    const AdamwRow& row = rows_[i];
     const auto is_at = [&](const TensorList& list, const void* address) {
       return !address || (list[i].data() == address && list[i].size() == row.size);
     };
-    return before.was_plain && param.data() == row.param && is_at(exp_avgs_, row.exp_avg) &&
+    return before_[i].was_plain && seen.param == row.param && seen.size == row.size &&
+           seen.param_dtype == row.param_dtype && seen.grad_dtype == row.grad_dtype && is_at(exp_avgs_, row.exp_avg) &&
            is_at(exp_avg_sqs_, row.exp_avg_sq) && is_at(max_exp_avg_sqs_, row.max_exp_avg_sq) &&
            is_at(masters_, row.master) && (!row.scales || scales_[i].data() == row.scales) &&
-           steps_[i].data() == row.step && param.size() == row.size && param.is_contiguous() &&
-           param.dtype() == before.param_dtype && grad.is_contiguous() && grad.dtype() == before.grad_dtype &&
-           grad.device() == param.device() && have_same_shape(grad, param);
+           steps_[i].data() == row.step;
   }
 
   // Entry i of a list that goes along with the parameters; null where the list or the entry is empty.
@@ -144,7 +180,7 @@ class AdamwPlan {
     }
     bool is_plain = param.is_contiguous() && grad.is_contiguous();
     for (const Tensor* each : {exp_avg, exp_avg_sq, largest, master}) is_plain &= !each || each->is_contiguous();
-    before_[i] = {true, is_plain, param.dtype(), grad.dtype()};
+    before_[i] = {true, is_plain, param.dtype()};
   }
 
   const TensorList exp_avgs_, exp_avg_sqs_, max_exp_avg_sqs_, masters_, scales_, steps_;

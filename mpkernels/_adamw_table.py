@@ -2,7 +2,7 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels import _glance
 from mpkernels._adamw_state import needs_master
 from mpkernels._overflow_ledger import Ledger
 from mpkernels._params import real
@@ -63,10 +64,11 @@ class Table:
             [state["step"] for state in states],
             sizes,
         )
-        self._planned: Callable[..., None] | None = None
+        self._by_plan: Callable[..., bool] | None = None
         self._forget: weakref.finalize[..., Table] | None = None
         self._handle = torch.zeros(1, dtype=torch.int64, device="cpu")  # the address of a plan, if there is one
         self._has_plan = not is_for_once and type(self._handle) is Tensor  # a stand-in has no memory for it
+        self._seen = torch.empty(_glance.WORDS * len(rows), dtype=torch.int64, device="cpu")
 
     def _own(self, grads: list[Any]) -> list[Tensor]:
         """Of one for each row of all."""
@@ -88,7 +90,12 @@ class Table:
 
     def can_look_at_grads(self) -> bool:
         """Within the step, which then need not be handed them twice."""
-        return not torch.compiler.is_compiling() and op.planned.on(self.device.type) is not None
+        return not torch.compiler.is_compiling() and op.by_plan.on(self.device.type) is not None
+
+    def sees(self, params: list[Tensor], known: list[Tensor], grads: list[Any]) -> bool:
+        """Whether these are the known ones of all rows, and a glance is enough for a step; it fetches the grads."""
+        is_ready = self._by_plan is not None and not self.first_has_moved and _glance.can_see()
+        return is_ready and _glance.at(params, known, self.params, grads, self._seen)
 
     def step(
         self,
@@ -100,28 +107,32 @@ class Table:
         told: Tensor | None,
         skipped_steps: Tensor | None,
         guarded: bool,
+        is_seen: bool = False,
     ) -> None:
+        """is_seen: by the glance before."""
         grads = self._own(grads)
         params = list(map(real, self.params)) if self._is_complex else self.params
         flags = grad_scale, found_inf, total_sumsq, max_norm or math.inf, told, skipped_steps, self.report
         shared = *self._hyperparameters(), *flags
-        planned = op.planned.on(self.device.type)
-        if planned is None or not self._has_plan or torch.compiler.is_compiling():
+        by_plan = op.by_plan.on(self.device.type)
+        if by_plan is None or not self._has_plan or torch.compiler.is_compiling():
             if self.has_moved:
                 raise RuntimeError("adamw_: a parameter has changed its device or dtype since its state was made")
             op._adamw(params, grads, *self._lists, *shared)
             return
-        self._plan_for(planned)
+        self._plan_for(by_plan)
         try:
-            planned(self._handle, params, grads, *shared, guarded)
+            # One of them all the same, for the dispatcher to know the device.
+            if not is_seen or not by_plan(self._handle, self._seen, params[:1], [], *shared, guarded):
+                by_plan(self._handle, None, params, grads, *shared, guarded)
         except RuntimeError:
             op._adamw._check(params, grads, *self._lists, *shared)
             raise
         torch.autograd.graph.increment_version(params)
 
-    def _plan_for(self, planned: Callable[..., None]) -> None:
+    def _plan_for(self, by_plan: Callable[..., bool]) -> None:
         """Unless it is done; the kernels that run now may be others than last time."""
-        if self._planned is planned:
+        if self._by_plan is by_plan:
             return
         if self._forget is not None:
             self._forget()
@@ -129,7 +140,7 @@ class Table:
         if plan is None or forget is None:
             raise RuntimeError("AdamW: the compiled kernels lack adamw_plan or adamw_forget; build them anew")
         plan(self._handle, *self._lists)
-        self._planned, self._forget = planned, weakref.finalize(self, _call_for_real, forget, self._handle)
+        self._by_plan, self._forget = by_plan, weakref.finalize(self, _call_for_real, forget, self._handle)
 
     def _hyperparameters(self) -> tuple[Any, ...]:
         groups = self.groups
@@ -179,30 +190,36 @@ class Fingerprint:
     def __init__(
         self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None], states: dict[Tensor, State]
     ) -> None:
-        self.groups, self.params, self.states = list(groups), params, list(_tensors(states))
+        self.groups, self.params, self.states = list(groups), params, _glance.held(states)
         self.shape_of_groups = _shape(groups)
         self.present = [grad is not None for grad in grads]
+
+    def fits_states(self, groups: list[Group], states: dict[Tensor, State]) -> bool:
+        """All but parameters and grads."""
+        has_same_groups = len(groups) == len(self.groups) and all(map(is_, groups, self.groups))
+        return has_same_groups and _shape(groups) == self.shape_of_groups and _glance.holds(states, self.states)
 
     def fits(
         self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None], states: dict[Tensor, State]
     ) -> bool:
         return (
-            (len(groups), len(params)) == (len(self.groups), len(self.params))
-            and all(map(is_, groups, self.groups))
-            and _shape(groups) == self.shape_of_groups
+            len(params) == len(self.params)
             and all(map(is_, params, self.params))
             and [grad is not None for grad in grads] == self.present
-            and all(map(is_, _tensors(states), self.states))
+            and self.fits_states(groups, states)
         )
+
+    def sees(
+        self,
+        tables: list[Table],
+        groups: list[Group],
+        params: list[Tensor],
+        grads: list[Tensor | None],
+        states: dict[Tensor, State],
+    ) -> bool:
+        """Whether a glance tells that all is as it was, but for what the grads hold. It fetches them."""
+        return len(tables) == 1 and self.fits_states(groups, states) and tables[0].sees(params, self.params, grads)
 
 
 def _shape(groups: list[Group]) -> list[tuple[int, bool]]:
     return [(len(group["params"]), group["amsgrad"]) for group in groups]
-
-
-_END = object()
-
-
-def _tensors(states: dict[Tensor, State]) -> Iterator[object]:
-    of_params = [state for state in states.values() if type(state) is dict]  # a user may keep something else there
-    return chain(chain.from_iterable(map(dict.values, of_params)), (_END,))

@@ -152,8 +152,12 @@ class AdamW(torch.optim.AdamW):
 
     def _step(self) -> None:
         params = params_of(self)
-        grads = [param.grad for param in params]
-        tables = self._up_to_date_tables(params, grads)
+        grads: list[Tensor | None] = [None] * len(params)
+        known = None if torch.compiler.is_compiling() else self._fingerprint
+        is_seen = known is not None and known.sees(self._tables, self.param_groups, params, grads, self.state)
+        if not is_seen:
+            grads = [param.grad for param in params]
+        tables = self._tables if is_seen else self._up_to_date_tables(params, grads)
         has_copies = self.master == "fp32" and not torch.compiler.is_compiling()
         if has_copies:
             self._written.hand_on(params, self.state)
@@ -177,6 +181,7 @@ class AdamW(torch.optim.AdamW):
                 told=told if i == 0 else None,
                 skipped_steps=self.skipped_steps if i == 0 and told is not None else None,
                 guarded=looks_inside,
+                is_seen=is_seen,
             )
         if has_copies:
             self._written = Written(params, self.state)

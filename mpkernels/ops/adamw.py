@@ -169,18 +169,19 @@ def _put(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
 
 
 # The same over states that C++ holds on to: handing over all lists takes longer than stepping what is in them, where
-# they are small. The grads are looked at first if the step is guarded.
+# they are small. The grads are looked at first if the step is guarded. seen: what a glance at parameters and grads has
+# told (mpkernels/_glance.py), which then come in empty lists; False: it won't do, and nothing has happened.
 plan = NativeCall(
     _adamw,
     "adamw_plan(Tensor(a!) handle, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, "
     "Tensor[] masters, Tensor[] scales, Tensor[] steps, int[] group_sizes) -> ()",
 )
-planned = NativeCall(
+by_plan = NativeCall(
     _adamw,
-    "adamw_planned_(Tensor handle, Tensor(a!)[] params, Tensor[] grads, float[] lr, float[] beta1, float[] beta2, "
-    "float[] weight_decay, float[] eps, bool[] maximize, Tensor[] on_device, Tensor? grad_scale, Tensor? found_inf, "
-    "Tensor? total_sumsq, float max_norm, Tensor(b!)? told, Tensor(c!)? skipped_steps, Tensor(d!)? report, "
-    "bool guarded) -> ()",
+    "adamw_by_plan_(Tensor handle, Tensor? seen, Tensor(a!)[] params, Tensor[] grads, float[] lr, float[] beta1, "
+    "float[] beta2, float[] weight_decay, float[] eps, bool[] maximize, Tensor[] on_device, Tensor? grad_scale, "
+    "Tensor? found_inf, Tensor? total_sumsq, float max_norm, Tensor(b!)? told, Tensor(c!)? skipped_steps, "
+    "Tensor(d!)? report, bool guarded) -> bool",
 )
 forget = NativeCall(_adamw, "adamw_forget(Tensor(a!) handle) -> ()")
 
