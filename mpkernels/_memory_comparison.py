@@ -44,7 +44,10 @@ def compare_memory(
         policy: of both mixed ways; None is the machine's best, or ``"mixed_bfloat16"`` where that is float32.
         device: to compare on; None is where the model is.
     """
-    on = torch.device(device if device is not None else next(model.parameters()).device)
+    of_model = [param.device for param in model.parameters()]
+    if not of_model:
+        raise ValueError(f"compare_memory: model must have parameters to train, got {type(model).__name__}")
+    on = of_model[0] if device is None else torch.device(device)
     if policy is None:
         policy = Policy.best(on)
         policy = Policy("mixed_bfloat16") if policy.name == "float32" else policy

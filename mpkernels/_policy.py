@@ -49,22 +49,25 @@ class Policy:
     def compute_dtype(self) -> torch.dtype:
         return _COMPUTE_DTYPES[self.name]
 
-    def autocast(self, device: str | None = None) -> torch.amp.autocast:
+    def autocast(self, device: str | torch.device | None = None) -> torch.amp.autocast:
         """Disabled for float32."""
-        device = machines_device() if device is None else device
         if self.name == "float32":
-            return autocast(device, enabled=False)
-        return autocast(device, dtype=self.compute_dtype)
+            return autocast(_type_of(device), enabled=False)
+        return autocast(_type_of(device), dtype=self.compute_dtype)
 
-    def scaler(self, device: str | None = None, **options: Any) -> torch.amp.GradScaler:
+    def scaler(self, device: str | torch.device | None = None, **options: Any) -> torch.amp.GradScaler:
         """mpkernels' ``GradScaler``, with its options. Only fp16 needs one: under the others it passes all through."""
         from mpkernels.amp import GradScaler  # which is where Policy is exported from
 
-        return GradScaler(device, enabled=self.name == "mixed_float16", **options)
+        return GradScaler(_type_of(device), enabled=self.name == "mixed_float16", **options)
 
     def convert(self, model: Model, keep_fp32: str | list[str] | tuple[str, ...] = ()) -> Model:
         """``to_mixed``, or the model as it is for float32."""
         return model if self.name == "float32" else to_mixed(model, self.compute_dtype, keep_fp32)
+
+
+def _type_of(device: str | torch.device | None) -> str:
+    return torch.device(machines_device() if device is None else device).type
 
 
 def _best_on_cuda(device: torch.device) -> str:
@@ -94,4 +97,6 @@ def global_policy() -> Policy:
 def set_global_policy(policy: Policy | str) -> None:
     """The policy of code that is handed none: your own, by ``global_policy()``, and ``find_max_batch_size``."""
     global _global_policy
+    if not isinstance(policy, Policy | str):
+        raise TypeError(f"set_global_policy: policy must be a Policy or the name of one, got {policy!r}")
     _global_policy = Policy(policy) if isinstance(policy, str) else policy

@@ -80,6 +80,7 @@ def test_it_refuses_other_hardware(measured, tmp_path):
         (["--json", "."], "--json: . is a directory"),
         (["--plot", "out.bmp"], "--plot: out.bmp must end in .png, .svg, .pdf"),
         (["--resume"], "--resume needs --json FILE"),
+        (["--quick", "--resume", "--json", "a.json"], "--resume does not go with --quick"),
     ],
     ids=lambda it: " ".join(it) if isinstance(it, list) else "",
 )

@@ -143,6 +143,8 @@ def test_three_ways_beside_each_other():
     assert str(comparison).splitlines()[-1].startswith("measured peak")
     with pytest.raises(ValueError, match="policy must be a mixed one, got 'float32'"):
         mpkernels.compare_memory(model(), loss_of, "float32")
+    with pytest.raises(ValueError, match="model must have parameters to train, got ReLU"):
+        mpkernels.compare_memory(nn.ReLU(), loss_of)
 
 
 def test_what_is_measured_is_what_was_predicted():

@@ -46,6 +46,19 @@ def test_the_global_policy():
         set_global_policy("float32")
     with pytest.raises(ValueError, match=r"name must be one of 'mixed_float16', .*, got 'mixed_fp16'"):
         set_global_policy("mixed_fp16")
+    with pytest.raises(TypeError, match="policy must be a Policy or the name of one, got None"):
+        set_global_policy(None)
+    assert global_policy() == Policy("float32")
+
+
+@pytest.mark.parametrize("name", ["mixed_float16", "float32"])
+@pytest.mark.parametrize("device", [torch.device("cpu"), "cpu:0", "cpu"])
+def test_a_device_in_each_of_torchs_ways(name, device):
+    with Policy(name).autocast(device):
+        assert torch.is_autocast_enabled("cpu") == (name == "mixed_float16")
+    scaler = Policy(name).scaler(device)
+    assert scaler.is_enabled() == (name == "mixed_float16")
+    scaler.scale(torch.ones(()))
 
 
 @pytest.mark.parametrize(

@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
 def _check_outputs(arguments: argparse.Namespace) -> None:
     if arguments.resume and not arguments.json:
         raise ValueError("--resume needs --json FILE")
+    if arguments.resume and arguments.quick:  # which measures a case in turns, and may have been stopped between them
+        raise ValueError("--resume does not go with --quick")
     if arguments.plot and arguments.plot.suffix not in PLOTS:
         raise ValueError(f"--plot: {arguments.plot} must end in {', '.join(PLOTS)}")
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:
