@@ -10,7 +10,7 @@ static constexpr const char* kOp = AdamwPlan::kOp;
 // Everything that may differ from step to step.
 class AdamwCall {
  public:
-  // stack: the arguments from lr to report. seen: null, or params and grads are empty lists.
+  // stack: the arguments from lr to report. seen: null, or what tells of params and grads in their place.
   AdamwCall(AdamwPlan& plan, const Seen* seen, StableIValue params, StableIValue grads, const StableIValue* stack)
       : plan_(plan),
         seen_(seen),
@@ -44,9 +44,8 @@ class AdamwCall {
   // False, and nothing is done, if what was seen must be looked at more closely.
   bool on_cpu(bool guarded) {
     if (plan_.count() == 0) return true;
-    std::vector<AdamwRow>* const found = find_rows();
-    if (!found) return false;
-    std::vector<AdamwRow>& rows = *found;
+    if (!fill_rows()) return false;
+    std::vector<AdamwRow>& rows = plan_.rows();
     GradStatsCall* const stats = look_at_grads(guarded, rows);
     if (stats) stats->on_cpu();
     const AdamwShared shared = this->shared(stats);
@@ -70,9 +69,8 @@ class AdamwCall {
   bool on_cuda(bool guarded) {
     if (plan_.count() == 0) return true;
     const OnDeviceOf device(plan_.like());
-    std::vector<AdamwRow>* const found = find_rows();
-    if (!found) return false;
-    std::vector<AdamwRow>& rows = *found;
+    if (!fill_rows()) return false;
+    std::vector<AdamwRow>& rows = plan_.rows();
     GradStatsCall* const stats = look_at_grads(guarded, rows);
     if (stats) stats->on_cuda(device.stream());
     const auto table = lay_out(rows, cuda_chunk(elements(rows)));
@@ -89,8 +87,10 @@ class AdamwCall {
 #endif
 
  private:
-  std::vector<AdamwRow>* find_rows() {
-    return seen_ ? plan_.rows(seen_, groups_) : &plan_.rows(params_, grads_, groups_, lender_);
+  bool fill_rows() {
+    if (seen_) return plan_.fill_rows(seen_, groups_);
+    plan_.fill_rows(params_, grads_, groups_, lender_);
+    return true;
   }
 
   void take_tensor(AdamwGroup& group, int which, size_t i) {

@@ -28,12 +28,14 @@ class AdamwPlan {
     require(rows == steps_.count(), kOp, "group_sizes do not go with steps");
   }
 
-  const Tensor& like() const { return steps_.front(); }  // on the device
+  const Tensor& like() const { return steps_.front(); }
   int32_t count() const { return steps_.count(); }
 
+  std::vector<AdamwRow>& rows() { return rows_; }  // once they are filled
+
   // Checks everything before anything is written. What a row can't have in place it borrows.
-  std::vector<AdamwRow>& rows(const TensorList& params, const TensorList& grads, const std::vector<AdamwGroup>& groups,
-                              Lender& lender) {
+  void fill_rows(const TensorList& params, const TensorList& grads, const std::vector<AdamwGroup>& groups,
+                 Lender& lender) {
     require(params.count() == count() && grads.count() == count(), kOp, "params, grads and steps are not equally long");
     for (int32_t i = 0; i < count(); ++i) {
       Seen seen;
@@ -49,17 +51,16 @@ class AdamwPlan {
       fill(rows_[i], i, params[i], grads[i], lender);
     }
     put_groups(groups);
-    return rows_;
   }
 
-  // The same of parameters and grads that Python has seen; null where one must be looked at more closely.
-  std::vector<AdamwRow>* rows(const Seen* seen, const std::vector<AdamwGroup>& groups) {
+  // The same of parameters and grads that Python has seen; false where one must be looked at more closely.
+  bool fill_rows(const Seen* seen, const std::vector<AdamwGroup>& groups) {
     for (int32_t i = 0; i < count(); ++i) {
-      if (!is_as_before(i, seen[i])) return nullptr;
+      if (!is_as_before(i, seen[i])) return false;
       rows_[i].grad = seen[i].grad;
     }
     put_groups(groups);
-    return &rows_;
+    return true;
   }
 
   // Of each row. In a group most rows have come to the same step, and powers take a while.
@@ -81,7 +82,7 @@ class AdamwPlan {
   // times as long.
   struct Before {
     bool is_known, was_plain;
-    int32_t param_dtype;
+    int32_t param_dtype, state_dtype, master_dtype;
   };
 
   void put_groups(const std::vector<AdamwGroup>& groups) {
@@ -102,13 +103,16 @@ class AdamwPlan {
 
   bool is_as_before(int32_t i, const Seen& seen) const {
     const AdamwRow& row = rows_[i];
-    const auto is_at = [&](const TensorList& list, const void* address) {
-      return !address || (list[i].data() == address && list[i].size() == row.size);
+    const auto is_at = [&](const TensorList& list, const void* address, int32_t dtype) {
+      return !address || (list[i].data() == address && list[i].size() == row.size && list[i].is_contiguous() &&
+                          list[i].dtype() == dtype);
     };
+    const int32_t state_dtype = before_[i].state_dtype;
     return before_[i].was_plain && seen.param == row.param && seen.size == row.size &&
-           seen.param_dtype == row.param_dtype && seen.grad_dtype == row.grad_dtype && is_at(exp_avgs_, row.exp_avg) &&
-           is_at(exp_avg_sqs_, row.exp_avg_sq) && is_at(max_exp_avg_sqs_, row.max_exp_avg_sq) &&
-           is_at(masters_, row.master) && (!row.scales || scales_[i].data() == row.scales) &&
+           seen.param_dtype == row.param_dtype && seen.grad_dtype == row.grad_dtype &&
+           is_at(exp_avgs_, row.exp_avg, state_dtype) && is_at(exp_avg_sqs_, row.exp_avg_sq, state_dtype) &&
+           is_at(max_exp_avg_sqs_, row.max_exp_avg_sq, state_dtype) &&
+           is_at(masters_, row.master, before_[i].master_dtype) && (!row.scales || scales_[i].data() == row.scales) &&
            steps_[i].data() == row.step;
   }
 
@@ -180,7 +184,7 @@ class AdamwPlan {
     }
     bool is_plain = param.is_contiguous() && grad.is_contiguous();
     for (const Tensor* each : {exp_avg, exp_avg_sq, largest, master}) is_plain &= !each || each->is_contiguous();
-    before_[i] = {true, is_plain, param.dtype()};
+    before_[i] = {true, is_plain, param.dtype(), exp_avg->dtype(), master ? master->dtype() : 0};
   }
 
   const TensorList exp_avgs_, exp_avg_sqs_, max_exp_avg_sqs_, masters_, scales_, steps_;

@@ -13,11 +13,6 @@ static struct {
   PyObject *grad, *is_neg;       // the names
 } torch;
 
-static bool refused() {
-  PyErr_Clear();
-  return false;
-}
-
 static bool is_a(PyObject* object, const void* type) {
   PyObject* const its = PyObject_Type(object);
   Py_DecRef(its);
@@ -25,18 +20,13 @@ static bool is_a(PyObject* object, const void* type) {
 }
 
 static bool find_dtype(DLDataType type, Dtype* dtype) {
-  constexpr uint8_t ieee = 2, bfloat = 4;
-  if (type.code == ieee && type.bits == 32)
-    *dtype = Dtype::f32;
-  else if (type.code == ieee && type.bits == 16)
-    *dtype = Dtype::f16;
-  else if (type.code == bfloat && type.bits == 16)
-    *dtype = Dtype::b16;
-  else if (type.code == ieee && type.bits == 64)
-    *dtype = Dtype::f64;
-  else
-    return false;
-  return true;
+  constexpr DLDataType known[] = {{kDLFloat, 32, 1}, {kDLFloat, 16, 1}, {kDLBfloat, 16, 1}, {kDLFloat, 64, 1}};
+  for (int i = 0; i < 4; ++i) {  // in the order of Dtype
+    if (type.code != known[i].code || type.bits != known[i].bits) continue;
+    *dtype = static_cast<Dtype>(i);
+    return true;
+  }
+  return false;
 }
 
 static bool is_contiguous(const DLTensor& tensor) {
@@ -60,32 +50,44 @@ static int64_t size_of(const DLTensor& tensor) {
   return size;
 }
 
-// Whether its memory holds the negatives of its elements: that, the view below doesn't tell.
-static bool is_negative(PyObject* tensor) {
+static bool look(PyObject* tensor, DLTensor* found) {
+  if (torch.look(tensor, found) == 0) return true;
+  PyErr_Clear();  // it has no memory, say
+  return false;
+}
+
+// Whether its memory holds its elements and not their negatives: that, a look doesn't tell.
+static bool is_positive(PyObject* tensor) {
   PyObject* const answer = PyObject_CallMethodObjArgs(tensor, torch.is_neg, nullptr);
-  if (!answer) return !refused();
-  const bool is_true = PyObject_IsTrue(answer) != 0;
+  if (!answer) return false;
+  const bool is_false = PyObject_IsTrue(answer) == 0;
   Py_DecRef(answer);
-  return is_true;
+  return is_false;
 }
 
 // Of torch's own classes, and with nothing about them that a kernel would not see.
 static bool see(PyObject* param, PyObject* grad, Seen* seen) {
   if (!(is_a(param, torch.parameter) || is_a(param, torch.tensor)) || !is_a(grad, torch.tensor)) return false;
   DLTensor its{}, of_grad{};
-  if (torch.look(param, &its) != 0 || torch.look(grad, &of_grad) != 0) return refused();
+  if (!look(param, &its) || !look(grad, &of_grad)) return false;
   *seen = {its.data, of_grad.data, size_of(its), {}, {}};
   return find_dtype(its.dtype, &seen->param_dtype) && find_dtype(of_grad.dtype, &seen->grad_dtype) &&
-         are_alike(its, of_grad) && is_contiguous(its) && is_contiguous(of_grad) && seen->grad && !is_negative(grad);
+         are_alike(its, of_grad) && is_contiguous(its) && is_contiguous(of_grad) && seen->grad && is_positive(param) &&
+         is_positive(grad);
 }
 
 }  // namespace mpk
 
-// Once, before the others: the capsule with torch's exchange interface, and its two classes. 0: it is of no use.
+// What Python raises meanwhile, it finds when these return.
+
+// Once, before mpkernels_glance: the capsule with torch's exchange interface, and its two classes. 0: it is of no use.
 MPK_FOR_PYTHON mpkernels_glance_with(PyObject* capsule, PyObject* tensor, PyObject* parameter) {
   using mpk::torch;
   const auto* const api = static_cast<DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
-  if (!api) return mpk::refused();
+  if (!api) {
+    PyErr_Clear();
+    return 0;
+  }
   if (api->version.major != 1 || !api->dltensor_from_py_object_no_sync) return 0;
   torch = {api->dltensor_from_py_object_no_sync, tensor, parameter, PyUnicode_InternFromString("grad"),
            PyUnicode_InternFromString("is_neg")};
@@ -105,7 +107,7 @@ MPK_FOR_PYTHON mpkernels_glance(PyObject* params, PyObject* known, PyObject* ste
     PyObject* const param = PyList_GetItem(params, i);
     if (param != PyList_GetItem(known, i)) return 0;
     PyObject* const grad = PyObject_GetAttr(param, mpk::torch.grad);
-    if (!grad) return mpk::refused();
+    if (!grad) return 0;
     PyList_SetItem(grads, i, grad);
     if (row < rows && PyList_GetItem(stepped, row) == param) {
       if (!mpk::see(param, grad, seen + row++)) return 0;
@@ -116,15 +118,17 @@ MPK_FOR_PYTHON mpkernels_glance(PyObject* params, PyObject* known, PyObject* ste
   return row == rows;
 }
 
-// Whether the dicts that dict holds hold the known objects, in their order, and no others.
+// Whether the keys of dict whose values are dicts, each followed by what that holds, are the known objects.
 MPK_FOR_PYTHON mpkernels_holds(PyObject* dict, PyObject* known) {
   const Py_ssize_t count = PyList_Size(known);
   Py_ssize_t position = 0, i = 0;
+  const auto is_next = [&](PyObject* object) { return i < count && object == PyList_GetItem(known, i++); };
   for (PyObject *key, *inner; PyDict_Next(dict, &position, &key, &inner);) {
     if (!mpk::is_a(inner, &PyDict_Type)) continue;
+    if (!is_next(key)) return 0;
     Py_ssize_t inner_position = 0;
-    for (PyObject* value; PyDict_Next(inner, &inner_position, &key, &value); ++i) {
-      if (i == count || value != PyList_GetItem(known, i)) return 0;
+    for (PyObject *name, *value; PyDict_Next(inner, &inner_position, &name, &value);) {
+      if (!is_next(value)) return 0;
     }
   }
   return i == count;

@@ -3,6 +3,7 @@
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from operator import is_, itemgetter
@@ -66,9 +67,11 @@ class Table:
         )
         self._by_plan: Callable[..., bool] | None = None
         self._forget: weakref.finalize[..., Table] | None = None
-        self._handle = torch.zeros(1, dtype=torch.int64, device="cpu")  # the address of a plan, if there is one
-        self._has_plan = not is_for_once and type(self._handle) is Tensor  # a stand-in has no memory for it
-        self._seen = torch.empty(_glance.WORDS * len(rows), dtype=torch.int64, device="cpu")
+        # functorch's wrappers have no memory
+        with nullcontext() if torch.compiler.is_compiling() else torch._C._DisableFuncTorch():
+            self._handle = torch.zeros(1, dtype=torch.int64, device="cpu")  # the address of a plan, if there is one
+            self._seen = torch.empty(_glance.WORDS * len(rows), dtype=torch.int64, device="cpu")
+        self._has_plan = not is_for_once and type(self._handle) is Tensor  # nor has a stand-in
 
     def _own(self, grads: list[Any]) -> list[Tensor]:
         """Of one for each row of all."""
@@ -175,7 +178,7 @@ class Table:
 
 def _call_for_real(function: Callable[..., None], *arguments: Any) -> None:
     """Garbage is collected at any time, also while torch traces."""
-    with torch._C._DisableTorchDispatch():
+    with torch._C._DisableTorchDispatch(), torch._C._DisableFuncTorch():
         function(*arguments)
 
 

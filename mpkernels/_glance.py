@@ -30,7 +30,7 @@ def _functions() -> tuple[Callable[..., int] | None, Callable[..., int] | None]:
 
 
 def can_see() -> bool:
-    """Not what a mode wants to hear of."""
+    """Not what a dispatch mode wants to hear of."""
     return torch._C._len_torch_dispatch_stack() == 0 and _functions()[1] is not None
 
 
@@ -40,18 +40,19 @@ def at(
     """Whether ``params`` are still the ``known`` ones, those in ``stepped`` and no others have grads, and all of these
     are plain. Fills ``seen``, and ``grads`` as far as it gets."""
     _, glance = _functions()
-    return glance is not None and bool(glance(params, known, stepped, grads, seen.data_ptr()))
+    assert glance is not None  # can_see was asked
+    return bool(glance(params, known, stepped, grads, seen.data_ptr()))
 
 
 def held(states: dict[Tensor, dict[str, Any]]) -> list[object]:
-    """By the dicts among its values: a user may keep something else there."""
-    return [each for state in states.values() if type(state) is dict for each in state.values()]
+    """Each parameter, followed by what its state holds. A user may keep something else there."""
+    return [each for param, state in states.items() if type(state) is dict for each in (param, *state.values())]
 
 
 def holds(states: dict[Tensor, dict[str, Any]], known: list[object]) -> bool:
     """Whether that is what is known, in its order."""
-    look, _ = _functions()
-    if look is not None and isinstance(states, dict):
-        return bool(look(states, known))
+    holds_in_c, _ = _functions()
+    if holds_in_c is not None and isinstance(states, dict):
+        return bool(holds_in_c(states, known))
     found = held(states)
     return len(found) == len(known) and all(map(is_, found, known))

@@ -170,7 +170,6 @@ class AdamW(torch.optim.AdamW):
             total_sumsq = sum_of([each.total_sumsq for each in stats])
             found_inf = sum_of([each.found_inf for each in stats] + ([] if found_inf is None else [found_inf]))
         told = self._start_telling(tables[0].device) if guarded or found_inf is not None else None
-        self.grad_norm = told[0] if told is not None and guarded else None
         for i, table in enumerate(tables):
             table.step(
                 grads,
@@ -183,6 +182,7 @@ class AdamW(torch.optim.AdamW):
                 guarded=looks_inside,
                 is_seen=is_seen,
             )
+        self.grad_norm = told[0] if told is not None and guarded else None
         if has_copies:
             self._written = Written(params, self.state)
         if torch.compiler.is_compiling():

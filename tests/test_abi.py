@@ -63,7 +63,8 @@ def complaints_beside_python(ours):
         source += f'static_assert(offsetof(ours::DLTensor, {field}) == offsetof(DLTensor, {field}), "{field}");\n'
     look = "dltensor_from_py_object_no_sync"
     source += f"static_assert(offsetof(ours::DLPackExchangeAPI, {look}) == offsetof(DLPackExchangeAPI, {look}));\n"
-    source += "static_assert(kDLFloat == 2 && kDLBfloat == 4 && DLPACK_MAJOR_VERSION == 1);\n"
+    source += "static_assert(kDLFloat == int{ours::kDLFloat} && kDLBfloat == int{ours::kDLBfloat});\n"
+    source += "static_assert(DLPACK_MAJOR_VERSION == 1);\n"
     compiler = shutil.which("c++") or shutil.which("g++")
     command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{PYTHON_H.parent}", f"-I{TORCH / 'include'}", "-x", "c++"]
     return subprocess.run([*command, "-"], input=source, capture_output=True, text=True, check=False).stderr
@@ -77,6 +78,7 @@ def complaints_beside_python(ours):
         ("PyObject* PyList_GetItem(PyObject* list", "PyObject* PyList_GetItem(int list"),
         ("int64_t* strides;\n", ""),
         ("uint16_t lanes", "uint32_t lanes"),
+        ("kDLBfloat = 4", "kDLBfloat = 5"),
         ("  void* managed_tensor_allocator;\n", ""),
     ],
 )

@@ -77,3 +77,58 @@ def test_fewer_elements_at_the_same_place_are_refused(target):
     with pytest.raises((RuntimeError, ValueError)):
         optimizer.step()
     assert param.flatten().tolist() == before[:8]
+
+
+def other_strides(moment):
+    moment.set_(moment.untyped_storage(), 0, SHAPE, (1, SHAPE[0]))
+
+
+def another_dtype(moment):
+    moment.data = moment.flatten().view(torch.bfloat16)[: moment.numel()].view(SHAPE)
+
+
+@pytest.mark.parametrize("change", [other_strides, another_dtype])
+def test_moments_that_are_read_otherwise_at_the_same_place(change, target):
+    weights = []
+    for afresh in (False, True):
+        param, optimizer, grad = stepped(target.device)
+        for name in ("exp_avg", "exp_avg_sq"):
+            change(optimizer.state[param][name])
+        param.grad = grad
+        if afresh:
+            optimizer._start_afresh()
+        optimizer.step()
+        weights.append(param.detach().clone())
+    assert same_bits(*weights)
+
+
+def test_states_that_two_parameters_have_exchanged(target):
+    """In the order that the optimizer had them in."""
+    weights = []
+    for afresh in (False, True):
+        params = [torch.nn.Parameter(torch.full(SHAPE, 2.0, device=target.device)) for _ in range(2)]
+        optimizer = AdamW(params, lr=0.1)
+        for i in range(3):
+            for param, size in zip(params, (1.0, -3.0), strict=True):
+                param.grad = torch.full_like(param, size)
+            if i == 2:
+                states = [optimizer.state[param] for param in params]
+                optimizer.state.clear()
+                optimizer.state.update(zip(reversed(params), states, strict=True))
+                if afresh:
+                    optimizer._start_afresh()
+            optimizer.step()
+        weights.append(torch.stack([param.detach() for param in params]))
+    assert same_bits(*weights)
+
+
+def test_a_step_that_was_refused_tells_no_norm(target):
+    param, optimizer, grad = stepped(target.device)
+    optimizer.max_norm = 1.0
+    param.grad = grad
+    optimizer.step()
+    before = optimizer.grad_norm.item()
+    optimizer.state[param]["exp_avg"].data = torch.ones(3, device=target.device)
+    with pytest.raises((RuntimeError, ValueError)):
+        optimizer.step()
+    assert optimizer.grad_norm.item() == before

@@ -34,8 +34,10 @@ struct DLDevice {
   int32_t device_id;
 };
 
+enum DLDataTypeCode : uint8_t { kDLFloat = 2, kDLBfloat = 4 };
+
 struct DLDataType {
-  uint8_t code;  // 2: IEEE's floating point, 4: bfloat
+  uint8_t code;
   uint8_t bits;
   uint16_t lanes;
 };

@@ -170,7 +170,7 @@ def _put(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
 
 # The same over states that C++ holds on to: handing over all lists takes longer than stepping what is in them, where
 # they are small. The grads are looked at first if the step is guarded. seen: what a glance at parameters and grads has
-# told (mpkernels/_glance.py), which then come in empty lists; False: it won't do, and nothing has happened.
+# told (mpkernels/_glance.py), in place of the lists; False: it won't do, and nothing has happened.
 plan = NativeCall(
     _adamw,
     "adamw_plan(Tensor(a!) handle, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, "
