@@ -168,9 +168,12 @@ def _torchs(path: Path) -> Iterator[Any]:
     activities = [profiler.ProfilerActivity.CPU]
     activities += [profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     write = profiler.tensorboard_trace_handler(str(path)) if path.suffix != ".json" else partial(_export, path)
-    with profiler.profile(activities=activities) as running:
-        yield running
-    write(running)
+    running = profiler.profile(activities=activities)
+    try:
+        with running:
+            yield running
+    finally:  # what a loop that broke off has done is worth a look, too
+        write(running)
 
 
 def _export(path: Path, running: Any) -> None:
@@ -205,7 +208,7 @@ def profile(path: str | Path | None = None, *, warmup: int = 3) -> Iterator[Prof
             None: no trace.
         warmup: the first batches, which are not measured.
     """
-    if warmup < 0:
-        raise ValueError(f"profile: warmup must be 0 or more, got {warmup}")
+    if not isinstance(warmup, int) or warmup < 0:
+        raise ValueError(f"profile: warmup must be a whole number from 0 on, got {warmup!r}")
     with Profile(None if path is None else Path(path), warmup)._running() as it:
         yield it

@@ -47,12 +47,12 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
         try:
             return _TORCH[activation](functional.linear(x, weight, bias))
         except RuntimeError:
-            _check_shapes(x, weight, bias)
+            _check_shapes_and_dtypes(x, weight, bias)
             raise
     check_activation("linear_act", activation)
     if not _is_ours(x, weight, bias) and all(map(is_tensor_like, (x, weight, *(() if bias is None else (bias,))))):
         return _compute("torch", x, weight, bias, activation)
-    _check_shapes(x, weight, bias)
+    _check_shapes_and_dtypes(x, weight, bias)
     dtype = autocast_dtype(x)
     kernel = kernel_for(_compute, call, x, weight, bias, activation, dtype)
     return _compute(kernel, x, weight, bias, activation, dtype)
@@ -102,7 +102,7 @@ def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
 
 
-def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _check_shapes_and_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     op = "linear_act"
     _checks.tensor(op, "x", x)
     _checks.tensor(op, "weight", weight)
@@ -119,3 +119,6 @@ def _check_shapes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         features = weight.shape[0] if weight.dim() == 2 else 1
         if bias.dim() > 1 or bias.numel() not in (1, features):
             raise ValueError(f"{op}: bias must have shape ({features},), got {tuple(bias.shape)}")
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None and tensor.dtype != x.dtype and x.is_floating_point() and autocast_dtype(x) is None:
+            raise TypeError(f"{op}: {name} must be {x.dtype}, got {tensor.dtype}")

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from mpkernels.bench import results
+
 TINY = "unscale_ cpu-1 fp32 1x2^20"
 WITHOUT = (
     "import sys; sys.modules.update(dict.fromkeys({modules!r})); from mpkernels.__main__ import main; sys.exit(main())"
@@ -77,7 +79,8 @@ def test_it_refuses_other_hardware(measured, tmp_path):
         (["--compare", "corrupt.json"], "corrupt.json holds no results of this benchmark"),
         (["--compare", "empty.json"], "empty.json holds no results of this benchmark"),
         (["--json", "no/such/new.json"], "--json: no directory no/such"),
-        (["--json", "."], "--json: . is a directory"),
+        (["--json", "."], "--json: . is no file"),
+        (["--json", "/dev/null"], "--json: /dev/null is no file"),
         (["--plot", "out.bmp"], "--plot: out.bmp must end in .png, .svg, .pdf"),
         (["--resume"], "--resume needs --json FILE"),
         (["--quick", "--resume", "--json", "a.json"], "--resume does not go with --quick"),
@@ -91,6 +94,13 @@ def test_bad_arguments_are_told_in_a_line_before_anything_is_measured(words, com
     assert (done.returncode, done.stdout) == (2, "")
     assert complaint in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_link_to_the_results_stays_a_link(tmp_path):
+    (tmp_path / "link.json").symlink_to("real.json")
+    results.write(tmp_path / "link.json", results.start())
+    assert (tmp_path / "link.json").is_symlink()
+    assert results.read(tmp_path / "real.json").results == []
 
 
 def test_an_unknown_command():

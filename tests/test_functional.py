@@ -143,6 +143,22 @@ def test_errors_name_op_argument_wanted_and_got(arguments, kind, text, kernel):
         linear_act(*arguments)
 
 
+WRONG = [error for error in ERRORS if "int32" not in error[2] and "meta" not in error[2]]
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize(("arguments", "kind", "text"), WRONG, ids=[text for *_, text in WRONG])
+def test_errors_do_not_hang_on_the_choice(arguments, kind, text, kernel):
+    """The second time, a choice is known."""
+    mpkernels.selector.pin(kernel)
+    try:
+        for _ in range(2):
+            with pytest.raises(kind, match=f"^{re.escape(text)}$"):
+                linear_act(*arguments)
+    finally:
+        mpkernels.selector.pin(None)
+
+
 def test_other_devices_are_torchs():
     y = linear_act(x.to("meta"), weight.to("meta"), bias.to("meta"))
     assert y.shape == functional.linear(x, weight).shape

@@ -282,13 +282,6 @@ def test_a_parameter_of_a_class_of_its_own_goes_by_lists(calls):
     assert calls == [BY_LISTS, SEEN, SEEN, BY_LISTS]
 
 
-def test_a_grad_without_memory_is_not_seen():
-    param = Parameter(torch.ones(6))
-    param.grad = torch._efficientzerotensor((6,))
-    seen = torch.empty(_glance.WORDS, dtype=torch.int64)
-    assert not (_glance.can_see() and _glance.at([param], [param], [param], [None], seen))
-
-
 @needs_a_glance
 def test_what_python_raises_meanwhile_arrives():
     class Mode(TorchFunctionMode):

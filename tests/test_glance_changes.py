@@ -184,3 +184,10 @@ def test_a_table_made_within_a_transform_outlives_it():
     optimizer.step()
     optimizer.step()
     assert optimizer.state[params[0]]["step"] == 3
+
+
+def test_a_grad_without_memory_is_not_seen():
+    param = Parameter(torch.ones(6))
+    param.grad = torch._efficientzerotensor((6,))
+    seen = torch.empty(_glance.WORDS, dtype=torch.int64)
+    assert not (_glance.can_see() and _glance.at([param], [param], [param], [None], seen))

@@ -103,3 +103,12 @@ def test_schedules_wait_where_a_step_was_skipped(tells):
     assert told == [tells, False, False]
     assert inner.skipped_steps == 1
     assert schedule.scheduler.last_epoch == (2 if tells else 3)
+
+
+def test_tell_skips_takes_our_prepared_optimizer_alone():
+    accelerator, model = Accelerator(cpu=True), network()
+    theirs = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    for wrong in (AdamW(model.parameters()), theirs, (model, theirs)):
+        with pytest.raises(TypeError, match=r"^tell_skips: optimizer must be a prepared mpkernels.optim.AdamW, got"):
+            tell_skips(wrong)
+    assert type(theirs) is AcceleratedOptimizer

@@ -121,9 +121,22 @@ def test_a_loop_that_ends_early_or_never_begins():
     assert profile.samples_per_second > 0
 
 
-def test_warmup_below_zero():
-    with pytest.raises(ValueError, match=r"^profile: warmup must be 0 or more, got -1$"), mpkernels.profile(warmup=-1):
+@pytest.mark.parametrize("warmup", [-1, 1.5])
+def test_warmup_is_a_count(warmup):
+    text = rf"^profile: warmup must be a whole number from 0 on, got {warmup}$"
+    with pytest.raises(ValueError, match=text), mpkernels.profile(warmup=warmup):
         pass
+
+
+def test_a_loop_that_breaks_off_leaves_its_trace(tmp_path):
+    def loop():
+        with mpkernels.profile(tmp_path / "trace.json"):
+            torch.ones(3).cumsum(0)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        loop()
+    assert "cumsum" in (tmp_path / "trace.json").read_text()
 
 
 def test_batches_of_any_mapping():

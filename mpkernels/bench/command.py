@@ -70,11 +70,11 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         if path is None:
             continue
-        if path.is_dir():
-            raise ValueError(f"{option}: {path} is a directory")
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{option}: {path} is no file")
         if not path.parent.is_dir():
             raise ValueError(f"{option}: no directory {path.parent}")
-        if not os.access(path if path.exists() else path.parent, os.W_OK):
+        if not all(os.access(it, os.W_OK) for it in (path, path.parent) if it.exists()):
             raise ValueError(f"{option}: {path} can't be written")
 
 

@@ -111,6 +111,7 @@ def write(path: Path, run: Run) -> None:
     of_file = {attribute: name for name, attribute in PAIR.items()}
     pairs = [{of_file.get(key, key): value for key, value in asdict(it).items() if value} for it in run.results]
     lines = ",\n".join(json.dumps(pair, separators=(",", ":")) for pair in pairs)
+    path = path.resolve()  # a link stays one
     unfinished = path.with_name(path.name + ".part")
     unfinished.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "pairs": [\n{lines}\n]}}\n')
     os.replace(unfinished, path)

@@ -50,6 +50,8 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         except (checkpoint.UnusableError, OSError) as error:
             refuse(in_a_line(error))
         return it.go()
+    except BrokenPipeError:
+        raise
     except (OSError, torch.OutOfMemoryError) as error:
         print(f"mpkernels demo: {in_a_line(error)}", file=sys.stderr)
         return 1
