@@ -11,22 +11,24 @@ struct _typeobject;
 using PyTypeObject = _typeobject;
 using Py_ssize_t = ptrdiff_t;
 
+// Weak: where there is no Python, the kernels are still of use.
+#define MPK_WEAK __attribute__((weak))
 extern "C" {
-PyObject* PyObject_Type(PyObject* object);
-PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
-PyObject* PyObject_CallMethodObjArgs(PyObject* object, PyObject* name, ...);
-int PyObject_IsTrue(PyObject* object);
-Py_ssize_t PyList_Size(PyObject* list);
-PyObject* PyList_GetItem(PyObject* list, Py_ssize_t index);
-int PyList_SetItem(PyObject* list, Py_ssize_t index, PyObject* item);
-int PyDict_Next(PyObject* dict, Py_ssize_t* position, PyObject** key, PyObject** value);
-PyObject* PyUnicode_InternFromString(const char* text);
-void* PyCapsule_GetPointer(PyObject* capsule, const char* name);
-void PyErr_Clear();
-void Py_IncRef(PyObject* object);
-void Py_DecRef(PyObject* object);
-extern PyTypeObject PyDict_Type;
-extern PyObject _Py_NoneStruct;
+MPK_WEAK PyObject* PyObject_Type(PyObject* object);
+MPK_WEAK PyObject* PyObject_GetAttr(PyObject* object, PyObject* name);
+MPK_WEAK PyObject* PyObject_CallMethodObjArgs(PyObject* object, PyObject* name, ...);
+MPK_WEAK int PyObject_IsTrue(PyObject* object);
+MPK_WEAK Py_ssize_t PyList_Size(PyObject* list);
+MPK_WEAK PyObject* PyList_GetItem(PyObject* list, Py_ssize_t index);
+MPK_WEAK int PyList_SetItem(PyObject* list, Py_ssize_t index, PyObject* item);
+MPK_WEAK int PyDict_Next(PyObject* dict, Py_ssize_t* position, PyObject** key, PyObject** value);
+MPK_WEAK PyObject* PyUnicode_InternFromString(const char* text);
+MPK_WEAK void* PyCapsule_GetPointer(PyObject* capsule, const char* name);
+MPK_WEAK void PyErr_Clear();
+MPK_WEAK void Py_IncRef(PyObject* object);
+MPK_WEAK void Py_DecRef(PyObject* object);
+extern MPK_WEAK PyTypeObject PyDict_Type;
+extern MPK_WEAK PyObject _Py_NoneStruct;
 }
 
 struct DLDevice {
