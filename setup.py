@@ -169,7 +169,7 @@ def run_ninja(text: str) -> None:
 
 class BuildNative(build_ext.build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".so"  # its functions are called, weakly, but none of its structures is known
+        return fullname.replace(".", "/") + ".so"  # of CPython only its stable ABI, so no tag of CPython's
 
     def run(self) -> None:
         cxx = find_cxx()
