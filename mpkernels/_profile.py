@@ -168,12 +168,8 @@ def _torchs(path: Path) -> Iterator[Any]:
     activities = [profiler.ProfilerActivity.CPU]
     activities += [profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     write = profiler.tensorboard_trace_handler(str(path)) if path.suffix != ".json" else partial(_export, path)
-    running = profiler.profile(activities=activities)
-    try:
-        with running:
-            yield running
-    finally:  # what a loop that broke off has done is worth a look, too
-        write(running)
+    with profiler.profile(activities=activities, on_trace_ready=write) as running:  # also of a loop that broke off
+        yield running
 
 
 def _export(path: Path, running: Any) -> None:

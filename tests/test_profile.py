@@ -89,7 +89,7 @@ def test_throughput_leaves_the_warmup_out_and_sees_the_wait():
     assert profile.phases() == {}
 
 
-def test_nothing_stays_behind():
+def test_nothing_stays_behind(tmp_path):
     from torch.nn.modules import module
     from torch.optim import optimizer
 
@@ -101,7 +101,7 @@ def test_nothing_stays_behind():
         )
 
     before = hooks()
-    with contextlib.suppress(KeyError), mpkernels.profile("never-written.json"):
+    with contextlib.suppress(KeyError), mpkernels.profile(tmp_path / "broken-off.json"):
         assert hooks() != before
         raise KeyError
     assert hooks() == before

@@ -70,11 +70,12 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     for option, path in (("--json", arguments.json), ("--plot", arguments.plot)):
         if path is None:
             continue
-        if path.exists() and not path.is_file():
+        written = path.resolve()  # where a link leads
+        if written.exists() and not written.is_file():
             raise ValueError(f"{option}: {path} is no file")
-        if not path.parent.is_dir():
+        if not written.parent.is_dir():
             raise ValueError(f"{option}: no directory {path.parent}")
-        if not all(os.access(it, os.W_OK) for it in (path, path.parent) if it.exists()):
+        if not all(os.access(it, os.W_OK) for it in (written, written.parent) if it.exists()):
             raise ValueError(f"{option}: {path} can't be written")
 
 
