@@ -191,3 +191,21 @@ def test_a_grad_without_memory_is_not_seen():
     param.grad = torch._efficientzerotensor((6,))
     seen = torch.empty(_glance.WORDS, dtype=torch.int64)
     assert not (_glance.can_see() and _glance.at([param], [param], [param], [None], seen))
+
+
+def test_a_plan_is_forgotten_within_a_transform():
+    """Garbage is collected at any time; what a finalizer raises, pytest tells."""
+    params, optimizer = made(sizes=(4, 6))
+    put_grads(params, 0)
+    optimizer.step()
+    (table,) = optimizer._tables
+    handle = table._handle
+    del table
+
+    def collecting(x):
+        optimizer._start_afresh()
+        return x + 1
+
+    assert handle.item() != 0
+    torch.func.functionalize(collecting)(torch.ones(2))
+    assert handle.item() == 0
