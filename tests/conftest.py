@@ -25,7 +25,15 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """Of ``-n auto``. Each takes a gigabyte or two."""
+    return min(os.cpu_count(), 8)
+
+
 def pytest_configure(config):
+    if hasattr(config, "workerinput"):  # one of several share the cores; a single thread would test no sharing of work
+        torch.set_num_threads(max(2, torch.get_num_threads() // config.workerinput["workercount"]))
     required = set(filter(None, config.getoption("--require").split(",")))
     if unknown := required - TARGETS.keys():
         raise pytest.UsageError(f"--require: unknown target {', '.join(sorted(unknown))}; known: {', '.join(TARGETS)}")
