@@ -16,6 +16,7 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from mpkernels import selector
+from mpkernels._modes import is_tracing
 from mpkernels.ops._registry import DEVICES, backends, forced
 
 Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None], Tensor]
@@ -63,11 +64,11 @@ def kernel_for(
     leaves = [x, weight] if bias is None else [x, weight, bias]
     trains = _trains(x, weight, bias)
     variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}"
-    if is_compiling():
-        return str(_known_kernel(weight, dtypes, variant))
-    is_odd = dtypes[0] == torch.float64 or weight.dim() != 2 or weight.numel() * x.numel() == 0
-    if is_odd or within_functorch:
+    is_odd = torch.float64 in dtypes or weight.dim() != 2 or weight.numel() * x.numel() == 0
+    if (is_odd or within_functorch) and not is_compiling():
         return "torch"
+    if is_tracing():
+        return str(_known_kernel(weight, dtypes, variant))
     device = x.device
     outputs, features = weight.shape
     rows = 1 << (x.numel() // features - 1).bit_length()
@@ -79,9 +80,10 @@ def kernel_for(
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _known_kernel(weight: Tensor, dtypes: tuple[torch.dtype, ...], variant: str) -> str:
     """For however many rows: a graph serves several sizes."""
-    sizes = weight.shape[-1], weight.shape[0]
-    case = selector.Case("linear_act", weight.device, sizes, dtypes, variant, rows=None)
-    return selector.known(case, _names(weight.device.type))
+    names, sizes = _names(weight.device.type), (weight.shape[-1], weight.shape[0])
+    if any(isinstance(size, torch.SymInt) for size in sizes):  # to compare it would make a constant of it
+        return names[0]
+    return selector.known(selector.Case("linear_act", weight.device, sizes, dtypes, variant, rows=None), names)
 
 
 @cache

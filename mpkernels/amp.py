@@ -132,7 +132,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _note(self, optimizer: Optimizer, grads: _found_inf.Grads, found_infs: Any, unscaled: bool) -> None:
         """What the grads are like, if the step will be skipped."""
-        assert self._scale is not None
+        if self._scale is None:  # a subclass's way to take a scale of its own off
+            return
         self._ledgers.take_up(optimizer, self._overflows)
         self._ledgers.fill(optimizer, grads, found_infs, self._scale, unscaled)
 

@@ -44,18 +44,23 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     """
     call = describe(x, weight, bias, activation)
     if call is not None and selector.chosen.get(call) == "torch":
-        try:
-            return _TORCH[activation](functional.linear(x, weight, bias))
-        except RuntimeError:
-            _check_shapes_and_dtypes(x, weight, bias)
-            raise
+        return _torchs(x, weight, bias, activation)
     check_activation("linear_act", activation)
     if not _is_ours(x, weight, bias) and all(map(is_tensor_like, (x, weight, *(() if bias is None else (bias,))))):
-        return _compute("torch", x, weight, bias, activation)
+        return _torchs(x, weight, bias, activation)
     _check_shapes_and_dtypes(x, weight, bias)
     dtype = autocast_dtype(x)
     kernel = kernel_for(_compute, call, x, weight, bias, activation, dtype)
     return _compute(kernel, x, weight, bias, activation, dtype)
+
+
+def _torchs(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    try:
+        return _TORCH[activation](functional.linear(x, weight, bias))
+    except RuntimeError:
+        if type(x) is Tensor and not x.is_nested:
+            _check_shapes_and_dtypes(x, weight, bias)
+        raise
 
 
 _SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
@@ -67,9 +72,10 @@ def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return (
         type(x) in _SERVED
         and type(weight) in _SERVED
-        and (bias is None or type(bias) in _SERVED)
+        and (bias is None or (type(bias) in _SERVED and bias.dim() < 2))
         and x.layout is weight.layout is torch.strided
-        and not (x.is_nested or x.is_complex() or torch._C._get_tracing_state() is not None)
+        and x.is_floating_point()
+        and not (x.is_nested or torch._C._get_tracing_state() is not None)
         and forward_ad._current_level < 0
         and not torch.compiler.is_exporting()
     )
@@ -120,5 +126,5 @@ def _check_shapes_and_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> 
         if bias.dim() > 1 or bias.numel() not in (1, features):
             raise ValueError(f"{op}: bias must have shape ({features},), got {tuple(bias.shape)}")
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype and x.is_floating_point() and autocast_dtype(x) is None:
+        if tensor is not None and tensor.dtype != x.dtype and autocast_dtype(x) is None:
             raise TypeError(f"{op}: {name} must be {x.dtype}, got {tensor.dtype}")

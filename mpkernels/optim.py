@@ -131,7 +131,7 @@ class AdamW(torch.optim.AdamW):
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.defaults["differentiable"]:
-            theirs: Any = torch.optim.AdamW.step
+            theirs = super().step.__func__  # type: ignore[attr-defined]
             return (theirs.__wrapped__ if hasattr(theirs, "hooked") else theirs)(self, closure)  # our hooks have run
         loss = None
         if closure is not None:

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 
+from mpkernels import amp
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.networks import backward, network, one_thread, train
@@ -247,6 +248,15 @@ def test_a_subclass_that_looks_for_infs_itself_is_asked(make, name):
     scaler.step(optimizer)
     scaler.update()
     assert (asked, weight.tolist(), scaler.get_scale()) == ([name], [1.0, 1.0], 2.0)
+
+
+@pytest.mark.parametrize("of", [torch.amp, amp], ids=["torch", "mpkernels"])
+def test_a_scale_can_be_taken_off_that_is_no_scalers(of):
+    """torch's own tests hand one to a scaler that has none yet."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.tensor([4.0, math.inf])
+    found = of.GradScaler("cpu")._unscale_grads_(AdamW([weight]), torch.full((1,), 0.25), torch.zeros(1), False)
+    assert (weight.grad.tolist(), found[weight.device].item()) == ([1.0, math.inf], 1.0)
 
 
 def test_a_found_inf_that_lies_about_is_not_obeyed():

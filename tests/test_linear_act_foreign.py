@@ -1,9 +1,12 @@
 """What a layer of ours must leave as it is in code that was written for torch's."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -174,3 +177,15 @@ def test_triton_under_batched_grads(by_triton):
         torch.autograd.functional.jacobian(layer, x, vectorize=True) for layer in (by_triton, sequential(by_triton))
     )
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("activation", ["gelu", "relu"])
+def test_sizes_stay_symbols(activation):
+    """Of the rows, and of a weight that is an input of the graph."""
+    layer, x = LinearAct(3, 4, activation=activation), torch.randn(9, 3)
+    traced = partial(make_fx, tracing_mode="symbolic", _allow_non_fake_inputs=True)
+    counted = traced(lambda x: layer(x) + x.shape[0])(torch.randn(6, 3))
+    torch.testing.assert_close(counted(x), layer(x) + 9)
+    params, others = (dict(it.named_parameters()) for it in (layer, LinearAct(5, 7, activation=activation)))
+    called = traced(lambda params, x: functional_call(layer, params, (x,)))(others, torch.randn(6, 5))
+    torch.testing.assert_close(called(params, x), layer(x))

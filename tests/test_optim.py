@@ -220,6 +220,16 @@ def test_step_compiles_without_a_graph_break(dtype, options):
     torch.compiler.reset()
 
 
+@pytest.mark.parametrize("differentiable", [False, True])
+def test_it_can_stand_where_torchs_is_looked_for(monkeypatch, differentiable):
+    monkeypatch.setattr(torch.optim, "AdamW", AdamW)
+    leaf = torch.ones(3, requires_grad=True)
+    weight = leaf.clone() if differentiable else leaf
+    weight.grad = torch.ones(3)
+    torch.optim.AdamW([weight], differentiable=differentiable).step()
+    assert (weight < 1).all()
+
+
 def test_differentiable_steps_are_torchs():
     params = [torch.ones(3, requires_grad=True) for _ in range(2)]
     values = []

@@ -58,6 +58,18 @@ def test_a_step_count_that_is_set_by_hand(target, dtype):
         optimizer.state[weight]["step"] = torch.tensor(5, dtype=dtype, device=target.device)
 
 
+def test_a_step_count_is_fp32_whatever_the_default():
+    weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float64))
+    weight.grad = torch.ones_like(weight)
+    optimizer = AdamW([weight])
+    torch.set_default_dtype(torch.float64)
+    try:
+        optimizer.step()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert optimizer.state[weight]["step"].dtype == torch.float32
+
+
 def test_adams_decay_is_refused():
     with pytest.raises(ValueError, match="AdamW: a group must have decoupled_weight_decay=True, got False"):
         AdamW([{"params": [torch.nn.Parameter(torch.ones(2))], "decoupled_weight_decay": False}])
