@@ -129,28 +129,45 @@ static void adamw_tail(const AdamwRow& row, const Arrays& arrays, int64_t count,
   }
 }
 
-// With what the compiler knows of the row, the loop keeps its constants in registers, and asks for no dtype.
-template <class F, Dtype param_and_grad, Master master, class C>
-static void adamw_known_blocks(AdamwRow row, const Arrays& arrays, int64_t size, const AdamwScalars<C>& by) {
-  row.param_dtype = row.grad_dtype = param_and_grad;
-  row.state_dtype = Dtype::f32;
-  row.master_kind = master;
+template <class F, class C>
+static MPK_FN void adamw_blocks(const AdamwRow& row, const Arrays& arrays, int64_t size, const AdamwScalars<C>& by) {
   for (int64_t i = 0; i < size; i += kBlock) adamw_block<F>(row, advanced(row, arrays, i), by);
+}
+
+// A kind of row that the compiler knows: the loop keeps its constants in registers, and asks for no dtype. Not inlined,
+// or GCC 12 forgets what it knows where there are many.
+template <Dtype param_and_grad, Dtype state, Master master>
+struct Known {
+  static bool is(const AdamwRow& row) {
+    return row.param_dtype == param_and_grad && row.grad_dtype == param_and_grad && row.state_dtype == state &&
+           row.master_kind == master;
+  }
+  static __attribute__((noinline)) void run(AdamwRow row, const Arrays& arrays, int64_t size,
+                                            const AdamwScalars<float>& by) {
+    row.param_dtype = row.grad_dtype = param_and_grad;
+    row.state_dtype = state;
+    row.master_kind = master;
+    adamw_blocks<Floats>(row, arrays, size, by);
+  }
+};
+
+template <class... Kinds>
+static bool run_as_known(const AdamwRow& row, const Arrays& arrays, int64_t size, const AdamwScalars<float>& by) {
+  return ((Kinds::is(row) && (Kinds::run(row, arrays, size, by), true)) || ...);
 }
 
 template <class F, class C>
 static void adamw_arrays(const AdamwRow& row, const Arrays& arrays, int64_t size, const AdamwScalars<C>& by) {
   const int64_t whole = size / kBlock * kBlock;
-  const bool usual = row.state_dtype == Dtype::f32 && row.grad_dtype == row.param_dtype;
-  if (usual && row.param_dtype == Dtype::f32) {
-    adamw_known_blocks<F, Dtype::f32, Master::none>(row, arrays, whole, by);
-  } else if (usual && row.param_dtype == Dtype::b16 && row.master_kind == Master::split) {
-    adamw_known_blocks<F, Dtype::b16, Master::split>(row, arrays, whole, by);
-  } else if (usual && row.param_dtype == Dtype::f16 && row.master_kind == Master::split) {
-    adamw_known_blocks<F, Dtype::f16, Master::split>(row, arrays, whole, by);
-  } else {
-    for (int64_t i = 0; i < whole; i += kBlock) adamw_block<F>(row, advanced(row, arrays, i), by);
+  bool done = false;
+  if constexpr (std::is_same_v<F, Floats>) {
+    done = run_as_known<Known<Dtype::f32, Dtype::f32, Master::none>, Known<Dtype::f32, Dtype::b16, Master::none>,
+                        Known<Dtype::b16, Dtype::f32, Master::split>, Known<Dtype::b16, Dtype::b16, Master::split>,
+                        Known<Dtype::f16, Dtype::f32, Master::split>, Known<Dtype::f16, Dtype::b16, Master::split>,
+                        Known<Dtype::b16, Dtype::f32, Master::fp32>, Known<Dtype::f16, Dtype::f32, Master::fp32>>(
+        row, arrays, whole, by);
   }
+  if (!done) adamw_blocks<F>(row, arrays, whole, by);
   if (whole < size) adamw_tail<F>(row, advanced(row, arrays, whole), size - whole, by);
 }
 
@@ -178,14 +195,22 @@ struct Moments {
     std::fill(values + size, values + kQuantized, 0.0f);  // even the code of 0 is NaN where the scale is inf
   }
 
+  // Bits in place of floats: whole numbers are compared by one instruction, and NaN is the largest.
+  float largest_magnitude() const {
+    Words largest{};
+    for (int i = 0; i < kQuantized; i += kLanes) {
+      const Words magnitude = load_bytes<Words>(values + i) & 0x7fffffffu;
+      largest = magnitude > largest ? magnitude : largest;
+    }
+    uint32_t of_all = 0;
+    for (int lane = 0; lane < kLanes; ++lane) of_all = std::max<uint32_t>(of_all, largest[lane]);
+    return bit_cast<float>(of_all);
+  }
+
   template <class Encode>
   void pack(const Encode& encode) {
     if (!codes) return;
-    Floats largest{};
-    for (int i = 0; i < kQuantized; i += kLanes) largest = maximum(largest, absolute(load(values + i)));
-    float of_all = 0;
-    for (int lane = 0; lane < kLanes; ++lane) of_all = maximum(of_all, static_cast<float>(largest[lane]));
-    *scale = scale_of(of_all);
+    *scale = scale_of(largest_magnitude());
     const float inverse = inverse_of(*scale);
     int8_t copy[kQuantized];
     int8_t* const whole = size < kQuantized ? copy : codes;
