@@ -178,6 +178,7 @@ def channels_last(tensor):
 
 BAD = {
     "too few": ("scales", lambda scales: scales[:-1]),
+    "as many as without a largest": ("scales", lambda scales: scales[:4]),
     "fp64": ("scales", lambda scales: scales.double()),
     "with gaps": ("scales", lambda scales: torch.stack([scales, scales], -1)[:, 0]),
     "squares elsewhere": ("exp_avg_sqs", channels_last),
@@ -211,3 +212,32 @@ def test_a_weight_that_is_set_to_0_is_0(target):
         reference.step([grad * 0 for grad in reference.grads(0)])
     assert ours.differences(reference) == []
     assert all(torch.equal(param, torch.zeros_like(param)) for param in ours.params)
+
+
+FLAGS = {
+    "grad_scale": (1, F32),
+    "found_inf": (1, F32),
+    "total_sumsq": (1, torch.float64),
+    "told": (2, F32),
+    "skipped_steps": (1, F32),
+}
+
+
+@pytest.mark.parametrize("which", FLAGS)
+def test_flags_of_the_wrong_size(target, which):
+    model = Model(sizes=(3,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
+    flags = {
+        name: torch.zeros(3 if name == which else size, dtype=dtype, device=target.device)
+        for name, (size, dtype) in FLAGS.items()
+    }
+    lists = (getattr(model, name) for name in LISTS if name not in ("params", "grads"))
+    hypers = [2], [0.1], [0.9], [0.99], [0.0], [1e-8], [False], []
+    before = flags["grad_scale"], flags["found_inf"], flags["total_sumsq"], math.inf
+    with pytest.raises(ValueError, match=f"adamw_: {which} must"):
+        _adamw(model.params, model.grads(0), *lists, *hypers, *before, flags["told"], flags["skipped_steps"], None)
+
+
+def test_on_device_that_is_too_short(target):
+    model = Model(sizes=(3,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
+    with pytest.raises(ValueError, match="adamw_: on_device must"):
+        model.step(model.grads(0), on_device=[torch.ones((), device=target.device)] * 5)

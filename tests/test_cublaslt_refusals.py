@@ -172,3 +172,11 @@ def start_without_cublaslt():
 
 if __name__ == "__main__":
     start_without_cublaslt()
+
+
+def test_a_proposal_has_a_status_of_its_own(emulated, monkeypatch):
+    x, weight, bias, _ = layer(24, 8, 136, F16)
+    monkeypatch.setattr(emulated_variable("emulation_cublaslt_proposed"), "value", 15)
+    assert launches(forward, x, weight, bias, "gelu_tanh", True)[1] == 2
+    why = "cublasLt says CUBLAS_STATUS_NOT_SUPPORTED in what cublasLtMatmulAlgoGetHeuristic found"
+    assert notes(monkeypatch)[1][why] == 1

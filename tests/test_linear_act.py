@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from mpkernels.functional import linear_act
 from mpkernels.ops._activations import ACTIVATIONS
-from mpkernels.ops.linear_act import _linear_act_backward
+from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
 from tests.linear import TORCH, assert_contract, layer, relative_error, results, torchs
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -139,3 +139,17 @@ def test_bias_gradients_are_sums_of_dz_before_it_is_rounded(target, dtype):
     arguments = (it.to(target.device) for it in (dy, x, weight, z))
     dbias = _linear_act_backward(*arguments, "silu", dtype, torch.float32)[2].cpu()
     assert ((dbias - dz.sum(0)).abs() <= 32 * torch.finfo(torch.float32).eps / 2 * dz.abs().sum(0)).all()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_bias_of_another_size(target, size):
+    """The op by itself: linear_act has looked at it before."""
+    x, weight = torch.ones(2, 3, device=target.device), torch.ones(3, 3, device=target.device)
+    with pytest.raises((ValueError, RuntimeError), match="bias"):
+        _linear_act(x, weight, torch.ones(size, device=target.device), "relu", False)
+
+
+def test_what_was_saved_of_other_rows(target):
+    many = torch.ones(3, 3, device=target.device)
+    with pytest.raises((ValueError, RuntimeError), match="saved"):
+        _linear_act_backward(many, many, many, many[:2], "gelu", torch.float32, None)

@@ -2,11 +2,13 @@
 // wrong here; it computes in fp32.
 #include "cublaslt.h"
 
-// Tests set these: which status a call fails with on demand, how many algorithms there are for a problem, how many of
-// the functions below the library has. And they read how many descriptors there are.
+// Tests set these: which status a call fails with on demand, how many algorithms there are for a problem and with which
+// status they are proposed, how many of the functions below the library has. And they read how many descriptors there
+// are.
 extern "C" {
 __attribute__((visibility("default"))) int emulation_cublaslt_failure = 14, emulation_cublaslt_algorithms = 1,
-                                           emulation_cublaslt_functions = 11, emulation_cublaslt_descriptors = 0;
+                                           emulation_cublaslt_functions = 11, emulation_cublaslt_descriptors = 0,
+                                           emulation_cublaslt_proposed = 0;
 }
 
 using namespace emulation;
@@ -82,7 +84,8 @@ int propose(Context* handle, Product* it, Layout* a, Layout* b, Layout* c, Layou
   }
   const uint64_t workspace = std::min<uint64_t>((*preference)[workspace_bytes], 4096);
   if (*found)
-    proposals[0] = {{magic, problem_of(*it, *a, *b, *d), alignment, workspace, {}}, workspace, success, 1, {}};
+    proposals[0] = {
+        {magic, problem_of(*it, *a, *b, *d), alignment, workspace, {}}, workspace, emulation_cublaslt_proposed, 1, {}};
   return success;
 }
 
