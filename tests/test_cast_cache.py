@@ -188,3 +188,23 @@ def test_nothing_is_kept_while_torch_traces(layer):
     torch.compile(forward, fullgraph=True, backend="aot_eager")(layer, backward=False)
     torch.compiler.reset()
     assert _cast_cache._block() is None
+
+
+def test_a_dtype_within_another(layer):
+    with torch.autocast("cpu", dtype=B16):
+        _cast_cache.cast(layer.weight, B16)
+        with torch.autocast("cpu", dtype=torch.float16):
+            assert _cast_cache.cast(layer.weight, torch.float16).dtype == torch.float16
+        assert _cast_cache.cast(layer.weight, B16).dtype == B16
+
+
+def test_a_step_keeps_nothing_that_autocast_is_told_not_to_keep(layer):
+    with _cast_cache.one_step(), torch.autocast("cpu", dtype=B16, cache_enabled=False):
+        assert _cast_cache.cast(layer.weight, B16) is not _cast_cache.cast(layer.weight, B16)
+
+
+def test_weights_made_in_inference_mode():
+    with torch.inference_mode():
+        layer = nn.LinearAct(7, 5)
+    with torch.autocast("cpu", dtype=B16):
+        assert layer(torch.ones(2, 7)).shape == (2, 5)

@@ -204,3 +204,8 @@ def test_what_no_kernel_takes_is_torchs(kind):
     if x.is_nested:
         got, want = got.to_padded_tensor(0), want.to_padded_tensor(0)
     torch.testing.assert_close(got, want)
+
+
+def test_autocast_refuses_an_fp64_bias():
+    with torch.autocast("cpu", dtype=B16), pytest.raises((TypeError, RuntimeError)):
+        linear_act(x, weight, bias.double())

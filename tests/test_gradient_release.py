@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mpkernels.amp import accumulate
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.networks import B16, backward, network, one_thread
@@ -251,3 +252,34 @@ def test_a_group_that_is_popped_takes_its_options_along():
         optimizer.param_groups = optimizer.param_groups[1:]
     assert first.item() == pytest.approx(0.9)  # left with its group
     assert second.item() == pytest.approx(1 - 2 * 0.2)
+
+
+def test_torchs_scaler_leaves_no_grad():
+    layer = torch.nn.Linear(3, 2)
+    optimizer, scaler = AdamW(layer.parameters()), torch.amp.GradScaler("cpu")
+    optimizer.release_grads(scaler)
+    scaler.scale(layer(torch.ones(1, 3)).sum()).backward()
+    scaler.step(optimizer)
+    assert all(param.grad is None for param in layer.parameters())
+
+
+def test_what_is_written_between_released_steps_stays():
+    weight = torch.nn.Parameter(torch.ones(3, dtype=B16))
+    optimizer = AdamW([weight], lr=1e-3, master="fp32", guard=False)
+    optimizer.release_grads()
+    for _ in range(3):
+        weight.sum().backward()
+        optimizer.step()
+        with torch.no_grad():
+            weight.fill_(2.0)
+    weight.sum().backward()
+    assert optimizer.state[weight]["master"][0].item() == pytest.approx(2, abs=0.01)
+
+
+def test_after_its_end_grads_can_be_clipped():
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], guard=False)
+    optimizer.release_grads().remove()
+    for micro in accumulate([1.0], 1, optimizer, max_norm=1.0):
+        micro.backward(weight.sum())
+    assert (weight < 1).all()

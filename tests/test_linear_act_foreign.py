@@ -189,3 +189,12 @@ def test_sizes_stay_symbols(activation):
     params, others = (dict(it.named_parameters()) for it in (layer, LinearAct(5, 7, activation=activation)))
     called = traced(lambda params, x: functional_call(layer, params, (x,)))(others, torch.randn(6, 5))
     torch.testing.assert_close(called(params, x), layer(x))
+
+
+def test_symbols_are_not_compared_with_sizes_that_are_known():
+    layer, other, x = LinearAct(3, 4), LinearAct(5, 7), torch.randn(9, 3)
+    case = selector.Case("linear_act", x.device, (5, 7), (torch.float32,) * 3, "gelu + bias, with grad", 8)
+    selector._known[case] = "native"
+    traced = make_fx(lambda params, x: functional_call(layer, params, (x,)), tracing_mode="symbolic")
+    called = traced(dict(other.named_parameters()), torch.randn(6, 5))
+    torch.testing.assert_close(called(dict(layer.named_parameters()), x), layer(x))

@@ -237,3 +237,44 @@ def test_steps_of_tensors_without_memory():
     """Whoever estimates what a training takes steps fakes. In a process of its own, which a bad free would end."""
     done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "torch.Size([4, 3])\n"), done.stderr
+
+
+def stepped(**options):
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = AdamW([weight], **options)
+    optimizer.step()
+    return weight, optimizer
+
+
+def test_a_learning_rate_in_16_bits():
+    weight, _ = stepped(lr=torch.tensor(0.5, dtype=B16), weight_decay=0.0)
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.5))
+
+
+def test_a_parameter_without_a_state_is_not_saved():
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = AdamW(weights)
+    assert optimizer.state_dict()["state"] == {}
+    weights[1].grad = torch.ones(3)
+    optimizer.step()
+    assert set(optimizer.state_dict()["state"]) == {1}
+
+
+def test_a_load_hook_of_the_user_has_the_last_word():
+    weight, optimizer = stepped()
+
+    def replace(optimizer):
+        optimizer.state[weight]["exp_avg"] = torch.full((3,), 0.5)
+
+    optimizer.register_load_state_dict_post_hook(replace)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[weight]["exp_avg"].tolist() == [0.5] * 3
+
+
+def test_a_largest_that_is_not_used_now_is_kept_as_it_is():
+    weight, optimizer = stepped(state_dtype=I8, amsgrad=True)
+    optimizer.param_groups[0]["amsgrad"] = False
+    before = copy.deepcopy(optimizer.state[weight])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    torch.testing.assert_close(optimizer.state[weight], before, rtol=0, atol=0)

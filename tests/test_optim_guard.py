@@ -123,3 +123,12 @@ def test_a_step_that_looks_at_nothing_says_nothing(without):
         optimizer.max_norm = None
     optimizer.step()
     assert (optimizer.step_was_skipped, optimizer.grad_norm, optimizer.skipped_steps.item()) == (None, None, 1.0)
+
+
+def test_a_norm_that_nobody_asked_for():
+    """torch's scaler looks for infs, not for a norm."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = AdamW([weight]), torch.amp.GradScaler("cpu")
+    scaler.scale(weight.sum()).backward()
+    scaler.step(optimizer)
+    assert optimizer.grad_norm is None

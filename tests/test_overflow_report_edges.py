@@ -151,3 +151,14 @@ def test_who_has_rested_is_still_reported():
         scaler.step(optimizer)
         scaler.update()
     assert len(scaler.overflow_report().culprits) == 2
+
+
+def test_a_grad_with_gaps_is_taken_in_the_order_of_its_indices():
+    param = torch.nn.Parameter(torch.zeros(3, 4))
+    param.grad = torch.zeros(4, 6).t()[::2]
+    param.grad[1, 2] = INF
+    optimizer, scaler = torch.optim.SGD([param]), GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    scaler.step(optimizer)
+    (culprit,) = scaler.overflow_report().culprits
+    assert culprit.first == (1, 2)
