@@ -1,11 +1,15 @@
 """Pieces of the Triton kernels that whole ops reach only at sizes too slow to interpret."""
 
+import numpy as np
+import pytest
 import torch
 import triton
 import triton.language as tl
 
+from mpkernels.ops import split as reference
 from mpkernels.ops._overflow_kernel import write_line
-from mpkernels.ops._table import BLOCK, whole_blocks
+from mpkernels.ops._split_kernel import join, split
+from mpkernels.ops._table import BF16, BLOCK, FP16, whole_blocks
 from mpkernels.ops.grad_stats_triton import sum_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled there, interpreted here
@@ -24,6 +28,15 @@ def store_line(line, of_chunk, count):
 @triton.jit
 def store_whole_blocks(out, address, size):
     tl.store(out, whole_blocks(address, size))
+
+
+@triton.jit
+def store_split_and_joined(masters, weights, remainders, joined, dtype: tl.constexpr, size: tl.constexpr):
+    at = tl.program_id(0) * size + tl.arange(0, size)
+    weight, remainder = split(tl.load(masters + at), dtype)
+    tl.store(weights + at, weight)
+    tl.store(remainders + at, remainder)
+    tl.store(joined + at, join(weight, remainder, dtype))
 
 
 def test_sums_go_beyond_one_block():
@@ -49,3 +62,21 @@ def test_only_aligned_memory_is_read_16_bytes_at_a_time():
         out = torch.zeros((), dtype=torch.int64, device=DEVICE)
         store_whole_blocks[(1,)](out, 1 << 40 | misaligned_by, size)
         assert out.item() == want
+
+
+@pytest.mark.parametrize(("dtype", "code"), [(torch.bfloat16, BF16), (torch.float16, FP16)], ids=["bf16", "fp16"])
+def test_masters_are_split_and_joined_to_the_bit(dtype, code):
+    """Every upper half of an fp32 with some lower ones, ties and their neighbours among them."""
+    upper = torch.arange(1 << 16, device=DEVICE)
+    lower = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFE, 0xFFFF)
+    masters = torch.cat([upper << 16 | low for low in lower]).to(torch.int32).view(torch.float32)
+    masters = masters[~masters.isnan()]
+    masters = masters[: masters.numel() // 4096 * 4096]
+    want = reference.split(masters, dtype)
+    weights, remainders = (torch.empty(masters.numel(), dtype=torch.int16, device=DEVICE) for _ in range(2))
+    joined = torch.empty_like(masters)
+    with np.errstate(all="ignore"):  # the interpreter's numpy warns of every inf
+        store_split_and_joined[(masters.numel() // 4096,)](masters, weights, remainders, joined, code.value, 4096)
+    assert torch.equal(weights, want[0].view(torch.int16))
+    assert torch.equal(remainders, want[1])
+    assert torch.equal(joined.view(torch.int32), reference.join(*want).view(torch.int32))
