@@ -201,10 +201,3 @@ def test_a_dtype_within_another(layer):
 def test_a_step_keeps_nothing_that_autocast_is_told_not_to_keep(layer):
     with _cast_cache.one_step(), torch.autocast("cpu", dtype=B16, cache_enabled=False):
         assert _cast_cache.cast(layer.weight, B16) is not _cast_cache.cast(layer.weight, B16)
-
-
-def test_weights_made_in_inference_mode():
-    with torch.inference_mode():
-        layer = nn.LinearAct(7, 5)
-    with torch.autocast("cpu", dtype=B16):
-        assert layer(torch.ones(2, 7)).shape == (2, 5)

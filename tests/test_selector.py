@@ -27,9 +27,8 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch, tmp_path):
-    monkeypatch.setattr(selector, "_is_deterministic", False)
-    monkeypatch.setattr(selector, "_known", {})
-    monkeypatch.setattr(selector, "_pinned", None)
+    for name, value in (("_is_deterministic", False), ("_known", {}), ("_pinned", None)):
+        monkeypatch.setattr(selector, name, value)
     monkeypatch.setattr(selector, "MOST_ROUNDS", selector.FEWEST_ROUNDS)
     monkeypatch.setattr(selector, "perf_counter", lambda: CLOCK.seconds)
     monkeypatch.setattr(_choices, "path", lambda: tmp_path / "home" / "choices.json")
@@ -233,9 +232,10 @@ def test_out_of_memory_is_no_later_surprise():
     def no_room(name):
         raise torch.OutOfMemoryError("no room")
 
-    for prepare in (no_room, lambda name: partial(no_room, name) if name == "native" else int, Ways(native=2, torch=1)):
-        assert selector.choose(CASE, NAMES, prepare) == "native"
-    selector._known.clear()
+    for prepare in (no_room, lambda name: partial(no_room, name) if name == "native" else int):
+        for ways in (prepare, Ways(native=2, torch=1)):
+            assert selector.choose(CASE, NAMES, ways) == "native"
+        selector._known.clear()
     assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
 
 
