@@ -43,24 +43,22 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     ``mpkernels.selector`` tells, and can be told otherwise.
     """
     call = describe(x, weight, bias, activation)
-    if call is not None and selector.chosen.get(call) == "torch":
-        return _torchs(x, weight, bias, activation)
-    check_activation("linear_act", activation)
-    if not _is_ours(x, weight, bias) and all(map(is_tensor_like, (x, weight, *(() if bias is None else (bias,))))):
-        return _torchs(x, weight, bias, activation)
+    is_torchs = call is not None and selector.chosen.get(call) == "torch"
+    if not is_torchs:
+        check_activation("linear_act", activation)
+        tensors = (x, weight) if bias is None else (x, weight, bias)
+        is_torchs = not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors))
+    if is_torchs:
+        try:
+            return _TORCH[activation](functional.linear(x, weight, bias))
+        except RuntimeError:
+            if type(x) is Tensor and not x.is_nested:
+                _check_shapes_and_dtypes(x, weight, bias)
+            raise
     _check_shapes_and_dtypes(x, weight, bias)
     dtype = autocast_dtype(x)
     kernel = kernel_for(_compute, call, x, weight, bias, activation, dtype)
     return _compute(kernel, x, weight, bias, activation, dtype)
-
-
-def _torchs(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    try:
-        return _TORCH[activation](functional.linear(x, weight, bias))
-    except RuntimeError:
-        if type(x) is Tensor and not x.is_nested:
-            _check_shapes_and_dtypes(x, weight, bias)
-        raise
 
 
 _SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))

@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo import config as dynamo_config
 from torch.func import functional_call
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
@@ -198,3 +199,13 @@ def test_symbols_are_not_compared_with_sizes_that_are_known():
     traced = make_fx(lambda params, x: functional_call(layer, params, (x,)), tracing_mode="symbolic")
     called = traced(dict(other.named_parameters()), torch.randn(6, 5))
     torch.testing.assert_close(called(dict(layer.named_parameters()), x), layer(x))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
+def test_a_compiled_graph_asks_nothing_of_rows_that_depend_on_data():
+    layer, x = LinearAct(3, 4), torch.randn(6, 3)
+    compiled = torch.compile(lambda x, rows: layer(x[rows.nonzero().squeeze(1)]), fullgraph=True, backend="aot_eager")
+    with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
+        for rows in (torch.tensor([1, 0, 1, 1, 0, 1]), torch.tensor([0, 0, 1, 0, 0, 1])):
+            torch.testing.assert_close(compiled(x, rows), layer(x[rows.bool()]))
+    torch.compiler.reset()
