@@ -2,6 +2,8 @@
 // of it may have been moved, resized or given other strides meanwhile.
 #pragma once
 
+#include <atomic>
+
 #include "adamw.h"
 #include "common/torch.h"
 #include "glance.h"
@@ -53,12 +55,18 @@ class AdamwPlan {
     put_groups(groups);
   }
 
-  // The same of parameters and grads that Python has seen; false where one must be looked at more closely.
+  // The same of parameters and grads that Python has seen; false where one must be looked at more closely. By several
+  // threads, for what torch knows of the states has left every cache since the last step.
   bool fill_rows(const Seen* seen, const std::vector<AdamwGroup>& groups) {
-    for (int32_t i = 0; i < count(); ++i) {
-      if (!is_as_before(i, seen[i])) return false;
-      rows_[i].grad = seen[i].grad;
-    }
+    std::atomic<int64_t> as_before = 0;
+    on_threads(count(), /*grain=*/128, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (!is_as_before(i, seen[i])) return;
+        rows_[i].grad = seen[i].grad;
+      }
+      as_before += end - begin;
+    });
+    if (as_before < count()) return false;
     put_groups(groups);
     return true;
   }

@@ -102,6 +102,27 @@ def test_a_change_is_seen(change, monkeypatch):
 
 
 @needs_a_glance
+@pytest.mark.parametrize("place", [0, 299])
+def test_a_change_is_seen_among_many(place):
+    """Which several threads look at."""
+    weights = []
+    for moves in (True, False):
+        params, optimizer = made(sizes=(2,) * 300)
+        for seed in range(3):
+            put_grads(params, seed)
+            optimizer.step()
+        moment = optimizer.state[params[place]]["exp_avg"]
+        if moves:
+            moment.data = torch.full_like(moment, 2)
+        else:
+            moment.fill_(2)
+        put_grads(params, 3)
+        optimizer.step()
+        weights.append(torch.cat([param.detach() for param in params]))
+    assert same_bits(*weights)
+
+
+@needs_a_glance
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_negated_parameter_is_refused_as_by_lists(place):
     params, optimizer = made(sizes=(4, 6))

@@ -12,20 +12,21 @@ namespace mpk {
 // CPU: a chunk is 128 KB of fp32, within reach of every L2. A list of small tensors stays on one thread.
 inline constexpr int64_t kCpuChunk = 32768;
 
-// Calls body(row, span) for each chunk of the table on torch's own threads.
+// Calls body(first, last) for ranges of [0, count) on torch's own threads, with at least grain to each.
+template <class Body>
+void on_threads(int64_t count, int64_t grain, const Body& body) {
+  const auto run = [](int64_t first, int64_t last, void* body) { (*static_cast<const Body*>(body))(first, last); };
+  torch_parallel_for(0, count, grain, run, const_cast<Body*>(&body));
+}
+
+// Calls body(row, span) for each chunk of the table.
 template <class Row, class Body>
 void parallel_for_chunks(const TableOf<Row>& table, int64_t elements, const Body& body) {
-  struct Context {
-    const TableOf<Row>& table;
-    const Body& body;
-  } context{table, body};
-  const auto run = [](int64_t begin, int64_t end, void* opaque) {
-    const auto& [table, body] = *static_cast<const Context*>(opaque);
-    Span span = find_span(table.rows, table.count, static_cast<int32_t>(begin), table.chunk_size);
-    for (; span.chunk < end; span = next_span(table, span)) body(table.rows[span.row], span);
-  };
   const int64_t grain = 1 + table.chunks * kCpuChunk / (elements + 1);
-  torch_parallel_for(0, table.chunks, grain, run, &context);
+  on_threads(table.chunks, grain, [&](int64_t first, int64_t last) {
+    Span span = find_span(table.rows, table.count, static_cast<int32_t>(first), table.chunk_size);
+    for (; span.chunk < last; span = next_span(table, span)) body(table.rows[span.row], span);
+  });
 }
 
 #ifdef MPK_CUDA

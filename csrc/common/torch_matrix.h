@@ -95,8 +95,7 @@ inline void multiply_add(const Matrix& out, const Matrix& a, const Matrix& b, co
 // Calls body(first, last) for ranges of [0, count) on torch's own threads; each takes so many elements.
 template <class Body>
 void parallel_for(int64_t count, int64_t elements, const Body& body) {
-  const auto run = [](int64_t first, int64_t last, void* body) { (*static_cast<const Body*>(body))(first, last); };
-  torch_parallel_for(0, count, 1 + kCpuChunk / (elements + 1), run, const_cast<Body*>(&body));
+  on_threads(count, 1 + kCpuChunk / (elements + 1), body);
 }
 
 }  // namespace mpk

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpkernels.ops import _checks
 from mpkernels.ops.int8 import QUANTIZED
-from mpkernels.ops.overflow import check_report
+from mpkernels.ops.overflow import check_report, order_of_memory
 
 
 class Arguments(NamedTuple):
@@ -129,6 +129,8 @@ def _check_row(
         fewest = kinds * -(-param.numel() // QUANTIZED)
         if scales.dtype != torch.float32 or scales.numel() < fewest or not scales.is_contiguous():
             raise ValueError(f"adamw_: scales[{i}] must be {fewest} adjacent fp32, got {tuple(scales.shape)}")
+        if not exp_avgs.permute(order_of_memory(exp_avgs)).is_contiguous():
+            raise ValueError(f"adamw_: exp_avgs[{i}] must fill its memory, got strides {exp_avgs.stride()}")
         for name in ("exp_avg_sqs", "max_exp_avg_sqs"):
             codes = states[name]
             if codes is not None and codes.numel() > 0 and codes.stride() != exp_avgs.stride():
