@@ -30,13 +30,12 @@ def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
         return None
     if type(activation) is not str or (bias is not None and type(bias) is not Parameter):
         return None
-    of_bias = None if bias is None else bias.shape
     kind, device = ("cpu", None) if x.is_cpu else ("cuda", x.device)
     # is_autocast_enabled reads a name, which takes longer than all else here where caches are cold.
     autocast = get_autocast_dtype(kind) if _is_any_autocast_enabled() and is_autocast_enabled(kind) else None
-    state = _trains(x, weight, bias), autocast, are_deterministic_algorithms_enabled()
-    try:
-        return activation, x.shape, x.dtype, device, weight.shape, weight.dtype, of_bias, *state
+    state = bias is None, _trains(x, weight, bias), autocast, are_deterministic_algorithms_enabled()
+    try:  # not the bias's shape: who goes by the choice looks at it, as all else that may be wrong
+        return activation, x.shape, x.dtype, device, weight.shape, weight.dtype, *state
     except RuntimeError:  # a nested tensor has no shape
         return None
 
