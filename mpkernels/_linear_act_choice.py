@@ -17,6 +17,7 @@ from torch.nn import Parameter
 
 from mpkernels import selector
 from mpkernels._modes import is_tracing
+from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import DEVICES, backends, forced
 
 Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None], Tensor]
@@ -126,6 +127,6 @@ def _trial(
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     device_type = x.device.type
-    if torch.amp.is_autocast_available(device_type) and torch.is_autocast_enabled(device_type):
+    if has_autocast(device_type) and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mpkernels._autocast import machines_device
+from mpkernels.ops._autocast import has_autocast
 
 
 class Mixed:
@@ -41,6 +42,6 @@ def _rebuild(kind: Any, dtype: torch.dtype, *arguments: Any) -> nn.Module:
 def _device_type(model: nn.Module) -> str:
     """Of its weights; a replica of DataParallel has none of its own."""
     for param in model.parameters():
-        if torch.amp.is_autocast_available(param.device.type):
+        if has_autocast(param.device.type):
             return param.device.type
     return machines_device()

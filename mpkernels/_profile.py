@@ -168,8 +168,9 @@ def _torchs(path: Path) -> Iterator[Any]:
     activities = [profiler.ProfilerActivity.CPU]
     activities += [profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     write = profiler.tensorboard_trace_handler(str(path)) if path.suffix != ".json" else partial(_export, path)
-    with profiler.profile(activities=activities, on_trace_ready=write) as running:  # also of a loop that broke off
-        yield running
+    # acc_events: or an older torch warns that events of other cycles are gone, of which there are none.
+    with profiler.profile(activities=activities, on_trace_ready=write, acc_events=True) as running:
+        yield running  # also of a loop that broke off
 
 
 def _export(path: Path, running: Any) -> None:

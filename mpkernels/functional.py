@@ -75,7 +75,7 @@ def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
         and x.is_floating_point()
         and not (x.is_nested or torch._C._get_tracing_state() is not None)
         and forward_ad._current_level < 0
-        and not torch.compiler.is_exporting()
+        and not torch.compiler._is_exporting_flag  # is_exporting() is true of all that an older torch compiles
     )
 
 

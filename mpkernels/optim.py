@@ -183,11 +183,11 @@ class AdamW(torch.optim.AdamW):
                 guarded=looks_inside,
                 is_seen=is_seen,
             )
-        self.grad_norm = told[0] if told is not None and guarded else None
         if has_copies:
             self._written = Written(params, self.state)
         if torch.compiler.is_compiling():
             return
+        self.grad_norm = told[0] if told is not None and guarded else None
         if told is None:
             self._was_skipped.forget()
         else:
@@ -224,9 +224,10 @@ class AdamW(torch.optim.AdamW):
         return state
 
     def _start_telling(self, device: torch.device) -> Tensor:
-        if self.skipped_steps is None:
-            self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
-        self.skipped_steps = self.skipped_steps.to(device)
+        if not torch.compiler.is_compiling():
+            if self.skipped_steps is None:
+                self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
+            self.skipped_steps = self.skipped_steps.to(device)
         told: Tensor | None = getattr(self, "told", None)
         return torch.empty(2, dtype=torch.float32, device=device) if told is None else told
 

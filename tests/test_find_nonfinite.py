@@ -201,7 +201,6 @@ def test_outputs_that_do_not_know_isfinite(make):
         assert (found.first is not None) == bad
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.* is:DeprecationWarning")
 def test_scripted_modules_and_transforms_go_unwatched():
     model = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(3, 3)), torch.nn.ReLU())
     with find_nonfinite(model) as found:

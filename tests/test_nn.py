@@ -126,7 +126,6 @@ def test_fx_sees_a_weight_whose_input_it_does_not_see():
     torch.testing.assert_close(traced(x), model(x))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit
 @pytest.mark.parametrize("record", RECORDERS.values(), ids=[*RECORDERS])
 def test_who_records_calls_gets_torchs(record):
     layer, x = nn.LinearAct(7, 5), torch.randn(3, 7)
@@ -135,7 +134,6 @@ def test_who_records_calls_gets_torchs(record):
     torch.testing.assert_close(recorded(x), layer(x))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which torch's own formulas are compiled with
 def test_forward_mode():
     layer, x, dx = nn.LinearAct(7, 5).double(), *torch.randn(2, 3, 7, dtype=torch.float64)
     _, want = torch.func.jvp(lambda x: TORCH["gelu"](torch.nn.functional.linear(x, *layer.parameters())), (x,), (dx,))

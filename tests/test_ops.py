@@ -207,7 +207,7 @@ def test_every_kernel_gives_the_same_error(kernel):
 
 def kernel_that_runs():
     """By what the profiler sees: the reference is made of torch's ops, a kernel isn't."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         ops.grad_stats([grad])
     return "reference" if any(event.key == "aten::square" for event in profile.key_averages()) else "native"
 

@@ -14,7 +14,6 @@ Both compute in fp32 and round each result once; fp64 is the reference's alone, 
     run in a fixed order.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,12 +23,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mpkernels.ops import _checks
 from mpkernels.ops._activations import ACTIVATIONS, check_activation
+from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._registry import define
-
-
-def _without_autocast(like: Tensor) -> AbstractContextManager[Any]:
-    device = like.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> None:
@@ -40,12 +35,18 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save
     check_activation("linear_act", activation)
 
 
+def _to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    """As ``tensor.to``, but to the same dtype no call at all: a compiled autograd Function of torch 2.11 would lose the
+    gradient."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def _reference(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool) -> tuple[Tensor, Tensor]:
     compute = torch.promote_types(x.dtype, torch.float32)
-    with _without_autocast(x):
-        z = functional.linear(x.to(compute), weight.to(compute), None if bias is None else bias.to(compute))
-    y = ACTIVATIONS[activation].forward(z).to(x.dtype)
-    return y, z.to(x.dtype) if save and ACTIVATIONS[activation].saves == "z" else x.new_empty(0)
+    with without_autocast(x):
+        z = functional.linear(_to(compute, x), _to(compute, weight), None if bias is None else _to(compute, bias))
+    y = _to(x.dtype, ACTIVATIONS[activation].forward(z))
+    return y, _to(x.dtype, z) if save and ACTIVATIONS[activation].saves == "z" else x.new_empty(0)
 
 
 _linear_act = define(
@@ -90,7 +91,7 @@ def _reference_backward(
     """Differentiable itself. ``dz_beside`` is a gradient that reaches z another way."""
     compute = torch.promote_types(dy.dtype, torch.float32)
     dx, dweight, dbias = (dy.new_empty(0) for _ in range(3))
-    with _without_autocast(dy):
+    with without_autocast(dy):
         dz = ACTIVATIONS[activation].backward(dy.to(compute), saved.to(compute))
         if dz_beside is not None:
             dz = dz + dz_beside.to(compute)

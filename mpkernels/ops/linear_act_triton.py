@@ -11,9 +11,10 @@ from torch import Tensor
 from mpkernels.ops import _linear_act_hopper_kernel, _linear_act_tiles
 from mpkernels.ops._activations import ACTIVATIONS
 from mpkernels.ops._activations_kernel import activate, activate_backward
+from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._linear_act_product_kernel import add_bias, chip, multiply, precision, refuse_fp64, tile_of
 from mpkernels.ops._registry import implement
-from mpkernels.ops.linear_act import _linear_act, _linear_act_backward, _without_autocast
+from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
 
 PARTS = 128  # partial sums for the bias: enough programs for any chip, and little to add up in the end
 PART_ROWS = 64
@@ -101,7 +102,7 @@ def linear_act_backward_triton(
     dx, dweight, dbias = (dy.new_empty(0) for _ in range(3))
     multiplies = weight is not None or weight_dtype is not None
     dz, sums = _dact(dy, saved, activation, multiplies, bias_dtype is not None)
-    with _without_autocast(dy):
+    with without_autocast(dy):
         if weight is not None:
             dx = torch.mm(dz, weight)
         if weight_dtype is not None and x is not None:

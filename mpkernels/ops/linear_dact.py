@@ -19,8 +19,8 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mpkernels.ops import _checks
 from mpkernels.ops._activations import ACTIVATIONS, check_activation
+from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._registry import define
-from mpkernels.ops.linear_act import _without_autocast
 
 
 def _check(dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None) -> None:
@@ -37,7 +37,7 @@ def _reference(
     dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
     compute = torch.promote_types(dy.dtype, torch.float32)
-    with _without_autocast(dy):
+    with without_autocast(dy):
         dz = ACTIVATIONS[activation].backward(dy.to(compute) @ weight.to(compute), saved.to(compute))
         dbias = dy.new_empty(0) if bias_dtype is None else dz.sum(0).to(bias_dtype)
     return dz.to(dy.dtype).contiguous(), dbias
