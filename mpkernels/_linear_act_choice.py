@@ -64,10 +64,11 @@ def kernel_for(
     leaves = [x, weight] if bias is None else [x, weight, bias]
     trains = _trains(x, weight, bias)
     variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}"
+    is_odd = torch.float64 in dtypes or weight.dim() != 2
     if not is_compiling():  # where a look at sizes would make conditions of the graph
-        is_odd = torch.float64 in dtypes or weight.dim() != 2 or weight.numel() * x.numel() == 0
-        if is_odd or within_functorch:
-            return "torch"
+        is_odd = is_odd or within_functorch or weight.numel() * x.numel() == 0
+    if is_odd:
+        return "torch"
     if is_tracing():
         return str(_known_kernel(weight, dtypes, variant))
     device = x.device

@@ -209,3 +209,11 @@ def test_a_compiled_graph_asks_nothing_of_rows_that_depend_on_data():
         for rows in (torch.tensor([1, 0, 1, 1, 0, 1]), torch.tensor([0, 0, 1, 0, 0, 1])):
             torch.testing.assert_close(compiled(x, rows), layer(x[rows.bool()]))
     torch.compiler.reset()
+
+
+@pytest.mark.parametrize("weight", [torch.randn(5, 3, dtype=torch.float64), torch.randn(3)], ids=["fp64", "one row"])
+def test_what_is_plain_torchs_is_so_compiled(weight):
+    x = torch.randn(4, 3, dtype=weight.dtype)
+    compiled = torch.compile(linear_act, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, weight), torch.nn.functional.gelu(torch.nn.functional.linear(x, weight)))
+    torch.compiler.reset()
