@@ -70,7 +70,7 @@ def kernel_for(
     if is_odd:
         return "torch"
     if is_tracing():
-        return str(_known_kernel(weight, dtypes, variant))
+        return _known_kernel(weight, dtypes, variant)
     device = x.device
     outputs, features = weight.shape
     rows = 1 << (x.numel() // features - 1).bit_length()
@@ -79,13 +79,16 @@ def kernel_for(
     return selector.choose(case, _names(device.type), prepare, call)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _known_kernel(weight: Tensor, dtypes: tuple[torch.dtype, ...], variant: str) -> str:
     """For however many rows: a graph serves several sizes."""
     names, sizes = _names(weight.device.type), (weight.shape[-1], weight.shape[0])
     if any(isinstance(size, torch.SymInt) for size in sizes):  # to compare it would make a constant of it
         return names[0]
     return selector.known(selector.Case("linear_act", weight.device, sizes, dtypes, variant, rows=None), names)
+
+
+# As torch.compiler.assume_constant_result does, which first imports what compiles: a second, also where nothing does.
+_known_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @cache

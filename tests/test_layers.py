@@ -1,6 +1,8 @@
 """Imports point down only: nn / optim / amp -> ops/<op> -> ops/_registry. Nobody imports a kernel."""
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import mpkernels
@@ -60,6 +62,12 @@ def test_only_the_registry_touches_torch_library():
     for path in ROOT.rglob("*.py"):
         if path.stem != "_registry":
             assert not [name for name in imports_of(path) if name.startswith("torch.library")], path
+
+
+def test_what_compiles_is_not_imported():
+    """It takes as long as torch itself."""
+    code = "import sys, mpkernels.amp, mpkernels.nn, mpkernels.optim; sys.exit('torch._dynamo' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_no_environment_variable_is_read():
