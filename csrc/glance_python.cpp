@@ -1,16 +1,20 @@
 // Looks at tensors as Python has them. To hand two lists of them to torch's dispatcher takes longer than a step of
 // small ones. Python calls these functions by ctypes, and holds its lock meanwhile.
+#include <cstring>
+#include <type_traits>
+
 #include "common/python_abi.h"
+#include "common/torch_abi.h"
 #include "glance.h"
 
-#define MPK_FOR_PYTHON extern "C" __attribute__((visibility("default"))) int
+#define MPK_FOR_PYTHON extern "C" __attribute__((visibility("default")))
 
 namespace mpk {
 
 static struct {
   decltype(DLPackExchangeAPI::dltensor_from_py_object_no_sync) look;
-  PyObject *tensor, *parameter;  // the classes
-  PyObject *grad, *is_neg;       // the names
+  PyObject *tensor, *parameter;             // the classes
+  PyObject *grad, *is_neg, *requires_grad;  // the names
 } torch;
 
 static bool is_a(PyObject* object, const void* type) {
@@ -76,12 +80,62 @@ static bool see(PyObject* param, PyObject* grad, Seen* seen) {
          is_positive(grad);
 }
 
+struct Call {
+  char activation[16];
+  DLDevice device;
+  DLDataType dtypes[2];
+  int64_t length, ndim_of_x, has_bias, trains;
+  int64_t sizes[16];
+};
+static_assert(std::has_unique_object_representations_v<Call>);  // no padding, which would hold anything
+
+static bool requires_grad(PyObject* tensor) {
+  PyObject* const answer = PyObject_GetAttr(tensor, torch.requires_grad);
+  if (!answer) PyErr_Clear();
+  const bool is_true = answer && PyObject_IsTrue(answer) == 1;
+  Py_DecRef(answer);
+  return is_true;
+}
+
+static PyObject* none() {
+  Py_IncRef(&_Py_NoneStruct);
+  return &_Py_NoneStruct;
+}
+
+// What the choice between kernels depends on in a call of linear_act(x, weight, bias, activation), as bytes, to be
+// found in a dict; None: it is no ordinary layer's call. Raises what torch does of a tensor that it can't show.
+static PyObject* describe(PyObject*, PyObject* const* arguments, Py_ssize_t) {
+  PyObject *const x = arguments[0], *const weight = arguments[1], *const bias = arguments[2];
+  const bool has_bias = bias != &_Py_NoneStruct;
+  if (!is_a(x, torch.tensor) || !is_a(weight, torch.parameter)) return none();
+  if ((has_bias && !is_a(bias, torch.parameter)) || !is_a(arguments[3], &PyUnicode_Type)) return none();
+  Py_ssize_t length = 0;
+  const char* const activation = PyUnicode_AsUTF8AndSize(arguments[3], &length);
+  DLTensor seen[2]{};
+  if (!activation || torch.look(x, &seen[0]) != 0 || torch.look(weight, &seen[1]) != 0) return nullptr;
+  if (length > Py_ssize_t{sizeof Call::activation} || seen[0].ndim + seen[1].ndim > 16) return none();
+  const bool trains = aoti_torch_grad_mode_is_enabled() &&
+                      (requires_grad(weight) || requires_grad(x) || (has_bias && requires_grad(bias)));
+  const auto& [of_x, of_weight] = seen;
+  Call call{{}, of_x.device, {of_x.dtype, of_weight.dtype}, length, of_x.ndim, has_bias, trains, {}};
+  memcpy(call.activation, activation, length);
+  int64_t* end = call.sizes;
+  for (const DLTensor& each : seen) {
+    for (int32_t i = 0; i < each.ndim; ++i) *end++ = each.shape[i];
+  }
+  return PyBytes_FromStringAndSize(reinterpret_cast<char*>(&call),
+                                   reinterpret_cast<char*>(end) - reinterpret_cast<char*>(&call));
+}
+
+static PyMethodDef describe_method{"describe", describe, MPK_FASTCALL, nullptr};
+
 }  // namespace mpk
 
 // What Python raises meanwhile, it finds when these return.
 
-// Once, before mpkernels_glance: the capsule with torch's exchange interface, and its two classes. 0: it is of no use.
-MPK_FOR_PYTHON mpkernels_glance_with(PyObject* capsule, PyObject* tensor, PyObject* parameter) {
+// Once, before those that look at tensors: the capsule with torch's exchange interface, and its two classes. 0: it is
+// of no use.
+MPK_FOR_PYTHON int mpkernels_glance_with(PyObject* capsule, PyObject* tensor, PyObject* parameter) {
   using mpk::torch;
   const auto* const api = static_cast<DLPackExchangeAPI*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   if (!api) {
@@ -89,8 +143,12 @@ MPK_FOR_PYTHON mpkernels_glance_with(PyObject* capsule, PyObject* tensor, PyObje
     return 0;
   }
   if (api->version.major != 1 || !api->dltensor_from_py_object_no_sync) return 0;
-  torch = {api->dltensor_from_py_object_no_sync, tensor, parameter, PyUnicode_InternFromString("grad"),
-           PyUnicode_InternFromString("is_neg")};
+  torch = {api->dltensor_from_py_object_no_sync,
+           tensor,
+           parameter,
+           PyUnicode_InternFromString("grad"),
+           PyUnicode_InternFromString("is_neg"),
+           PyUnicode_InternFromString("requires_grad")};
   Py_IncRef(tensor);
   Py_IncRef(parameter);
   return 1;
@@ -98,8 +156,8 @@ MPK_FOR_PYTHON mpkernels_glance_with(PyObject* capsule, PyObject* tensor, PyObje
 
 // Whether params, a list, are still the known ones, those in stepped, and no others, have grads, and each such pair can
 // be seen. grads is a list as long as params, and gets as many grads as there was need to look at.
-MPK_FOR_PYTHON mpkernels_glance(PyObject* params, PyObject* known, PyObject* stepped, PyObject* grads,
-                                mpk::Seen* seen) {
+MPK_FOR_PYTHON int mpkernels_glance(PyObject* params, PyObject* known, PyObject* stepped, PyObject* grads,
+                                    mpk::Seen* seen) {
   const Py_ssize_t count = PyList_Size(params), rows = PyList_Size(stepped);
   if (count != PyList_Size(known)) return 0;
   Py_ssize_t row = 0;
@@ -119,7 +177,7 @@ MPK_FOR_PYTHON mpkernels_glance(PyObject* params, PyObject* known, PyObject* ste
 }
 
 // Whether the keys of dict whose values are dicts, each followed by what that holds, are the known objects.
-MPK_FOR_PYTHON mpkernels_holds(PyObject* dict, PyObject* known) {
+MPK_FOR_PYTHON int mpkernels_holds(PyObject* dict, PyObject* known) {
   const Py_ssize_t count = PyList_Size(known);
   Py_ssize_t position = 0, i = 0;
   const auto is_next = [&](PyObject* object) { return i < count && object == PyList_GetItem(known, i++); };
@@ -132,4 +190,9 @@ MPK_FOR_PYTHON mpkernels_holds(PyObject* dict, PyObject* known) {
     }
   }
   return i == count;
+}
+
+// The function, as Python calls its own: ctypes takes longer than all that it does.
+MPK_FOR_PYTHON PyObject* mpkernels_describe() {
+  return PyCMethod_New(&mpk::describe_method, nullptr, nullptr, nullptr);
 }

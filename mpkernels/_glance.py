@@ -4,7 +4,7 @@ import ctypes
 import functools
 from collections.abc import Callable
 from operator import is_
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,24 +14,32 @@ from mpkernels._extension import LIBRARY
 WORDS = 4  # int64s that tell of a parameter and its grad; csrc/glance.h names them
 
 
-@functools.cache
-def _functions() -> tuple[Callable[..., int] | None, Callable[..., int] | None]:
+class _Functions(NamedTuple):
     """None: the library is missing, or torch shows C++ nothing of its tensors, as older ones."""
-    library = ctypes.PyDLL(str(LIBRARY)) if LIBRARY.exists() else None
-    holds, glance = getattr(library, "mpkernels_holds", None), getattr(library, "mpkernels_glance", None)
-    if holds is None or glance is None:
-        return None, None
-    holds.argtypes = [ctypes.py_object] * 2
-    glance.argtypes = [*[ctypes.py_object] * 4, ctypes.c_void_p]
-    begin: Any = library.mpkernels_glance_with  # type: ignore[union-attr]
-    begin.argtypes = [ctypes.py_object] * 3
+
+    holds: Callable[..., int] | None = None
+    glance: Callable[..., int] | None = None
+    describe: Callable[[Tensor, Tensor, Tensor | None, str], bytes | None] | None = None
+
+
+@functools.cache
+def _functions() -> _Functions:
+    library: Any = ctypes.PyDLL(str(LIBRARY)) if LIBRARY.exists() else None
+    if not hasattr(library, "mpkernels_describe"):
+        return _Functions()
+    library.mpkernels_holds.argtypes = [ctypes.py_object] * 2
+    library.mpkernels_glance.argtypes = [*[ctypes.py_object] * 4, ctypes.c_void_p]
+    library.mpkernels_glance_with.argtypes = [ctypes.py_object] * 3
+    library.mpkernels_describe.restype = ctypes.py_object
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
-    return holds, glance if capsule is not None and begin(capsule, Tensor, torch.nn.Parameter) else None
+    if capsule is None or not library.mpkernels_glance_with(capsule, Tensor, torch.nn.Parameter):
+        return _Functions(library.mpkernels_holds)
+    return _Functions(library.mpkernels_holds, library.mpkernels_glance, library.mpkernels_describe())
 
 
 def can_see() -> bool:
     """Not what a dispatch mode wants to hear of."""
-    return torch._C._len_torch_dispatch_stack() == 0 and _functions()[1] is not None
+    return torch._C._len_torch_dispatch_stack() == 0 and _functions().glance is not None
 
 
 def at(
@@ -39,9 +47,14 @@ def at(
 ) -> bool:
     """Whether ``params`` are still the ``known`` ones, those in ``stepped`` and no others have grads, and all of these
     are plain. Fills ``seen``, and ``grads`` as far as it gets."""
-    _, glance = _functions()
+    glance = _functions().glance
     assert glance is not None  # can_see was asked
     return bool(glance(params, known, stepped, grads, seen.data_ptr()))
+
+
+def describer() -> Callable[[Tensor, Tensor, Tensor | None, str], bytes | None] | None:
+    """Tells the calls of linear_act apart: gives bytes for ordinary ones, else None."""
+    return _functions().describe
 
 
 def held(states: dict[Tensor, dict[str, Any]]) -> list[object]:
@@ -51,7 +64,7 @@ def held(states: dict[Tensor, dict[str, Any]]) -> list[object]:
 
 def holds(states: dict[Tensor, dict[str, Any]], known: list[object]) -> bool:
     """Whether that is what is known, in its order."""
-    holds_in_c, _ = _functions()
+    holds_in_c = _functions().holds
     if holds_in_c is not None and isinstance(states, dict):
         return bool(holds_in_c(states, known))
     found = held(states)

@@ -6,16 +6,15 @@ from functools import cache, partial
 import torch
 from torch import (
     Tensor,
-    are_deterministic_algorithms_enabled,
     get_autocast_dtype,
     is_autocast_enabled,
     is_grad_enabled,
 )
-from torch._C import _is_any_autocast_enabled
+from torch._C import _get_deterministic_algorithms, _is_any_autocast_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
-from mpkernels import selector
+from mpkernels import _glance, selector
 from mpkernels._modes import is_tracing
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import DEVICES, backends, forced
@@ -26,19 +25,38 @@ Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None]
 def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Hashable:
     """What the choice for a call depends on, and what its errors do, with as little work as can be: in a small layer
     all that is not torch's own counts. None for what is no ordinary layer's call."""
+    global _look
     # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
-    if is_dynamo_compiling() or forced or type(x) is not Tensor or type(weight) is not Parameter:
+    if is_dynamo_compiling() or forced:
         return None
-    if type(activation) is not str or (bias is not None and type(bias) is not Parameter):
-        return None
-    kind, device = ("cpu", None) if x.is_cpu else ("cuda", x.device)
+    try:
+        call = _look(x, weight, bias, activation)
+    except Exception:  # of a tensor without memory, a batched one say; it takes torch a millisecond to raise it
+        _look = _look_in_python
+        call = _look(x, weight, bias, activation)
+    if call is None or not (_is_any_autocast_enabled() or _get_deterministic_algorithms()):
+        return call
+    kind = "cpu" if x.is_cpu else "cuda"
     # is_autocast_enabled reads a name, which takes longer than all else here where caches are cold.
     autocast = get_autocast_dtype(kind) if _is_any_autocast_enabled() and is_autocast_enabled(kind) else None
-    state = bias is None, _trains(x, weight, bias), autocast, are_deterministic_algorithms_enabled()
-    try:  # not the bias's shape: who goes by the choice looks at it, as all else that may be wrong
-        return activation, x.shape, x.dtype, device, weight.shape, weight.dtype, *state
+    return call, autocast, _get_deterministic_algorithms()
+
+
+def _look_in_python(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Hashable:
+    """As C++ (csrc/glance_python.cpp), slower, and of any tensor. Not the bias's shape: who goes by the choice looks at
+    it, as at all else that may be wrong."""
+    if type(x) is not Tensor or type(weight) is not Parameter or type(activation) is not str:
+        return None
+    if bias is not None and type(bias) is not Parameter:
+        return None
+    state = bias is None, _trains(x, weight, bias)
+    try:
+        return activation, x.shape, x.dtype, x.device, weight.shape, weight.dtype, *state
     except RuntimeError:  # a nested tensor has no shape
         return None
+
+
+_look = _glance.describer() or _look_in_python
 
 
 def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -121,7 +139,8 @@ def _trial(
 
     def run() -> None:
         # A cast for each call, as there is one for each step.
-        with torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False):
+        casting = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+        with casting, torch.set_grad_enabled(trains):
             y = compute(kernel, x, weight, bias[0] if bias else None, activation, dtype)
         if trains:
             torch.autograd.grad(y, copies, y.detach())

@@ -5,7 +5,8 @@ from functools import partial
 from math import prod
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch._C._nn import gelu_, silu, silu_  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn import functional
@@ -21,16 +22,27 @@ from mpkernels.ops._activations import check_activation
 
 __all__ = ["clear_cast_cache", "linear_act"]
 
-_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+_AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
-    "relu": functional.relu,
-    "relu2": lambda z: functional.relu(z).square(),
+    "relu": torch.relu,
+    "relu2": lambda z: torch.relu(z).square(),
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "silu": functional.silu,
+    "silu": silu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
+_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda z: z,
+    "relu": torch.relu_,
+    "relu2": lambda z: z.relu_().square_(),
+    "gelu": gelu_,
+    "gelu_tanh": partial(gelu_, approximate="tanh"),
+    "silu": silu_,
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
+}
+_TORCH = {True: _AFRESH, False: _IN_PLACE}  # by whether autograd is on, which may need z
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu") -> Tensor:
@@ -43,14 +55,17 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     ``mpkernels.selector`` tells, and can be told otherwise.
     """
     call = describe(x, weight, bias, activation)
-    is_torchs = call is not None and selector.chosen.get(call) == "torch"
-    if not is_torchs:
+    by_torch = None
+    if selector.chosen.get(call) == "torch":
+        by_torch = _TORCH[is_grad_enabled()]
+    else:
         check_activation("linear_act", activation)
         tensors = (x, weight) if bias is None else (x, weight, bias)
-        is_torchs = not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors))
-    if is_torchs:
+        if not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors)):
+            by_torch = _AFRESH
+    if by_torch is not None:
         try:
-            return _TORCH[activation](functional.linear(x, weight, bias))
+            return by_torch[activation](functional.linear(x, weight, bias))
         except RuntimeError:
             if type(x) is Tensor and not x.is_nested:
                 _check_shapes_and_dtypes(x, weight, bias)
@@ -84,7 +99,7 @@ def _compute(
 ) -> Tensor:
     """``dtype`` is autocast's, which torch takes from where it is."""
     if kernel == "torch":
-        return _TORCH[activation](functional.linear(x, weight, bias))
+        return _TORCH[is_grad_enabled()][activation](functional.linear(x, weight, bias))
     shape = *x.shape[:-1], *weight.shape[:-1]
     if weight.dim() == 1:
         weight = weight.unsqueeze(0)

@@ -64,6 +64,11 @@ def complaints_beside_python(ours):
     look = "dltensor_from_py_object_no_sync"
     source += f"static_assert(offsetof(ours::DLPackExchangeAPI, {look}) == offsetof(DLPackExchangeAPI, {look}));\n"
     source += "static_assert(kDLFloat == int{ours::kDLFloat} && kDLBfloat == int{ours::kDLBfloat});\n"
+    source += (
+        "static_assert(sizeof(ours::PyMethodDef) == sizeof(PyMethodDef) && METH_FASTCALL == ours::MPK_FASTCALL);\n"
+    )
+    for field in ("ml_name", "ml_meth", "ml_flags", "ml_doc"):
+        source += f"static_assert(offsetof(ours::PyMethodDef, {field}) == offsetof(PyMethodDef, {field}));\n"
     source += "static_assert(DLPACK_MAJOR_VERSION == 1);\n"
     compiler = shutil.which("c++") or shutil.which("g++")
     command = [compiler, "-std=c++17", "-fsyntax-only", f"-I{PYTHON_H.parent}", f"-I{TORCH / 'include'}", "-x", "c++"]
@@ -80,6 +85,8 @@ def complaints_beside_python(ours):
         ("uint16_t lanes", "uint32_t lanes"),
         ("kDLBfloat = 4", "kDLBfloat = 5"),
         ("  void* managed_tensor_allocator;\n", ""),
+        ("  int ml_flags;\n", ""),
+        ("MPK_FASTCALL = 0x80", "MPK_FASTCALL = 0x81"),
     ],
 )
 def test_our_declarations_are_pythons_and_dlpacks(right, wrong):

@@ -6,11 +6,14 @@ from contextlib import nullcontext
 import pytest
 import torch
 from torch.nn import Parameter, functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpkernels
 from mpkernels import _choices, selector
 from mpkernels.functional import linear_act
 from mpkernels.nn import LinearAct
+from tests.cases import same_bits
+from tests.linear import TORCH, torchs
 
 B16, F16 = torch.bfloat16, torch.float16
 
@@ -51,6 +54,58 @@ def test_nobody_asks_twice(asked, monkeypatch, best):
             assert (type(y.grad_fn).__name__ == "GeluBackward0") == (best == "torch")
             torch.testing.assert_close(y.view(5, 6), want)
             assert has_asked(asked) == first
+
+
+class Heard(TorchDispatchMode):
+    """The activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function.overloadpacket.__name__
+        if name.removesuffix("_") in ("relu", "gelu", "silu", "sigmoid", "tanh", "pow", "square"):
+            self.names.append(name)
+        return function(*arguments, **options or {})
+
+
+@pytest.mark.parametrize("activation", TORCH)
+def test_torch_writes_over_z_where_no_backward_needs_it(activation):
+    """One allocation less, same bits."""
+    layer, x = LinearAct(8, 6, activation=activation), torch.randn(5, 8)
+    want, before = torchs(x, layer.weight, layer.bias, activation), x.clone()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for _ in range(2):
+            with mode(), Heard() as heard:
+                y = layer(x)
+            assert same_bits(y.detach(), want.detach())
+            assert same_bits(x, before)
+            assert len(heard.names) == {"none": 0, "relu2": 2}.get(activation, 1)
+            if mode is torch.enable_grad:
+                assert not any(name.endswith("_") for name in heard.names)
+            else:
+                assert all(name.endswith("_") for name in heard.names)
+    frozen = layer.requires_grad_(False)  # a checkpoint that keeps results of some ops may hold z
+    with Heard() as heard:
+        frozen(x)
+    assert not any(name.endswith("_") for name in heard.names)
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_timed_keeps_for_a_backward_what_the_call_does(monkeypatch, trains):
+    timed, compute = [], mpkernels.functional._compute
+
+    def compute_and_tell(*arguments):
+        timed.append(torch.is_grad_enabled())
+        return compute(*arguments)
+
+    monkeypatch.setattr(selector, "_race", lambda runs, device: [run() for run in runs.values()] and {"torch": 1.0})
+    monkeypatch.setattr(mpkernels.functional, "_compute", compute_and_tell)
+    with torch.set_grad_enabled(trains):
+        LinearAct(8, 6)(torch.randn(5, 8))
+    assert timed == [trains] * len(timed)
+    assert len(timed) > 2
 
 
 def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):

@@ -10,6 +10,7 @@ using PyObject = _object;
 struct _typeobject;
 using PyTypeObject = _typeobject;
 using Py_ssize_t = ptrdiff_t;
+struct PyMethodDef;
 
 // Weak: where there is no Python, the kernels are still of use.
 #define MPK_WEAK __attribute__((weak))
@@ -23,11 +24,15 @@ MPK_WEAK PyObject* PyList_GetItem(PyObject* list, Py_ssize_t index);
 MPK_WEAK int PyList_SetItem(PyObject* list, Py_ssize_t index, PyObject* item);
 MPK_WEAK int PyDict_Next(PyObject* dict, Py_ssize_t* position, PyObject** key, PyObject** value);
 MPK_WEAK PyObject* PyUnicode_InternFromString(const char* text);
+MPK_WEAK const char* PyUnicode_AsUTF8AndSize(PyObject* text, Py_ssize_t* size);
+MPK_WEAK PyObject* PyBytes_FromStringAndSize(const char* bytes, Py_ssize_t size);
+MPK_WEAK PyObject* PyCMethod_New(PyMethodDef* method, PyObject* self, PyObject* module, PyTypeObject* its_class);
 MPK_WEAK void* PyCapsule_GetPointer(PyObject* capsule, const char* name);
 MPK_WEAK void PyErr_Clear();
 MPK_WEAK void Py_IncRef(PyObject* object);
 MPK_WEAK void Py_DecRef(PyObject* object);
 extern MPK_WEAK PyTypeObject PyDict_Type;
+extern MPK_WEAK PyTypeObject PyUnicode_Type;
 extern MPK_WEAK PyObject _Py_NoneStruct;
 }
 
@@ -65,4 +70,13 @@ struct DLPackExchangeAPI {
   void* managed_tensor_from_py_object_no_sync;
   void* managed_tensor_to_py_object_no_sync;
   int (*dltensor_from_py_object_no_sync)(void* py_object, DLTensor* out);
+};
+
+constexpr int MPK_FASTCALL = 0x80;
+
+struct PyMethodDef {
+  const char* ml_name;
+  PyObject* (*ml_meth)(PyObject* self, PyObject* const* arguments, Py_ssize_t count);  // as METH_FASTCALL has it
+  int ml_flags;
+  const char* ml_doc;
 };

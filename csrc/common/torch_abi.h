@@ -52,6 +52,7 @@ AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle s
                                         AtenTensorHandle mat2, double beta, double alpha);
 AOTITorchError aoti_torch_copy_(AtenTensorHandle self, AtenTensorHandle src, int32_t non_blocking);
 AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func, void* ctx);
+bool aoti_torch_grad_mode_is_enabled();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float32();

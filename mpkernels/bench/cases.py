@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from functools import partial
-from itertools import chain
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import torch
@@ -135,6 +135,10 @@ def _linear(place: Place) -> Iterator[Benchmark]:
             if place.device == "cuda" and shape.rows in linear.MOST_TUNING:
                 tuned = partial(linear.compare, setting, compiled=True)
                 yield Benchmark("linear_act", setting, tuned, "linear_act", "torch.compile max-autotune")
+    for shape, variant in product(linear.SMALL, ("function", "function-inference")):
+        setting = Setting(place, "fp32", linear.case(shape))
+        prepare = partial(linear.compare_function, setting, trains=variant == "function")
+        yield Benchmark("linear_act", setting, prepare, "linear_act", "torch eager", variant)
     for peer, reason in peers.NOTHING_TO_COMPARE.items():
         yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", peer, missing=reason)
 

@@ -4,10 +4,12 @@ the product in which a layer's backward meets the activation before it."""
 from typing import NamedTuple
 
 import torch
+from torch.nn import Parameter, functional
 
 from mpkernels.bench.networks import Layer, our_layer, torchs_layer
 from mpkernels.bench.pairs import Make, Pair, Run
 from mpkernels.bench.settings import DTYPES, Case, Setting
+from mpkernels.functional import linear_act
 from mpkernels.ops import linear_dact
 
 
@@ -26,6 +28,8 @@ SHAPES = {
     "cpu": [Shape(64, 768, 3072), Shape(512, 768, 3072), Shape(512, 1024, 1024)],
     "cuda": [Shape(rows, *layer) for layer in LAYERS for rows in ROWS],
 }
+SMALL = [Shape(1, 64, 64), Shape(8, 256, 1024)]  # where the way to the kernel counts
+CALLS = 50  # of a small one, in each run
 MOST_TUNING = (64, 1024, 8192, 65536)  # rows that max-autotune is given: it takes up to a minute for each
 
 
@@ -64,6 +68,28 @@ def compare(setting: Setting, compiled: bool = False) -> Pair:
         clock="device",
         is_whole_step=False,
     )
+
+
+def compare_function(setting: Setting, trains: bool) -> Pair:
+    """The bare function beside torch's two."""
+    (rows, inputs, outputs), device = setting.case.shapes[0], setting.place.device
+    shapes = (rows, inputs), (outputs, inputs), (outputs,)
+    x, weight, bias = (torch.randn(shape, device=device, dtype=DTYPES[setting.dtype]) for shape in shapes)
+    weight, bias = wanted = Parameter(weight), Parameter(bias)
+    dy = torch.ones(rows, outputs, device=device, dtype=x.dtype)
+
+    def calls(is_ours: bool) -> Run:
+        def run() -> None:
+            with torch.set_grad_enabled(trains):
+                for _ in range(CALLS):
+                    y = linear_act(x, weight, bias) if is_ours else functional.gelu(functional.linear(x, weight, bias))
+                    if trains:
+                        torch.autograd.grad(y, wanted, dy)
+
+        return run
+
+    flops = (2 if trains else 1) * 2 * rows * inputs * outputs  # the products for y and dw
+    return Pair(lambda: calls(is_ours=True), lambda: calls(is_ours=False), CALLS, flops=flops, clock="loop")
 
 
 def compare_dact(setting: Setting) -> Pair:
