@@ -1,63 +1,14 @@
 // Looks at tensors as Python has them. To hand two lists of them to torch's dispatcher takes longer than a step of
 // small ones. Python calls these functions by ctypes, and holds its lock meanwhile.
-#include <cstring>
-#include <type_traits>
-
-#include "common/python_abi.h"
-#include "common/torch_abi.h"
+#include "common/python_tensor.h"
 #include "glance.h"
-
-#define MPK_FOR_PYTHON extern "C" __attribute__((visibility("default")))
 
 namespace mpk {
 
-static struct {
-  decltype(DLPackExchangeAPI::dltensor_from_py_object_no_sync) look;
-  PyObject *tensor, *parameter;             // the classes
-  PyObject *grad, *is_neg, *requires_grad;  // the names
-} torch;
-
-static bool is_a(PyObject* object, const void* type) {
-  PyObject* const its = PyObject_Type(object);
-  Py_DecRef(its);
-  return its == type;
-}
-
-static bool find_dtype(DLDataType type, Dtype* dtype) {
-  constexpr DLDataType known[] = {{kDLFloat, 32, 1}, {kDLFloat, 16, 1}, {kDLBfloat, 16, 1}, {kDLFloat, 64, 1}};
-  for (int i = 0; i < 4; ++i) {  // in the order of Dtype
-    if (type.code != known[i].code || type.bits != known[i].bits) continue;
-    *dtype = static_cast<Dtype>(i);
-    return true;
-  }
-  return false;
-}
-
-static bool is_contiguous(const DLTensor& tensor) {
-  int64_t stride = 1;
-  for (int32_t i = tensor.ndim; i-- > 0; stride *= tensor.shape[i]) {
-    if (tensor.shape[i] != 1 && tensor.strides[i] != stride) return false;
-  }
-  return true;
-}
-
 static bool are_alike(const DLTensor& a, const DLTensor& b) {
-  bool alike =
-      a.ndim == b.ndim && a.device.device_type == b.device.device_type && a.device.device_id == b.device.device_id;
+  bool alike = a.ndim == b.ndim && are_on_one_device(a, b);
   for (int32_t i = 0; alike && i < a.ndim; ++i) alike = a.shape[i] == b.shape[i];
   return alike;
-}
-
-static int64_t size_of(const DLTensor& tensor) {
-  int64_t size = 1;
-  for (int32_t i = 0; i < tensor.ndim; ++i) size *= tensor.shape[i];
-  return size;
-}
-
-static bool look(PyObject* tensor, DLTensor* found) {
-  if (torch.look(tensor, found) == 0) return true;
-  PyErr_Clear();  // it has no memory, say
-  return false;
 }
 
 // Whether its memory holds its elements and not their negatives: that, a look doesn't tell.
@@ -69,9 +20,9 @@ static bool is_positive(PyObject* tensor) {
   return is_false;
 }
 
-// Of torch's own classes, and with nothing about them that a kernel would not see.
+// With nothing about them that a kernel would not see.
 static bool see(PyObject* param, PyObject* grad, Seen* seen) {
-  if (!(is_a(param, torch.parameter) || is_a(param, torch.tensor)) || !is_a(grad, torch.tensor)) return false;
+  if (!is_plain(param) || !is_a(grad, torch.tensor)) return false;
   DLTensor its{}, of_grad{};
   if (!look(param, &its) || !look(grad, &of_grad)) return false;
   *seen = {its.data, of_grad.data, size_of(its), {}, {}};
@@ -79,55 +30,6 @@ static bool see(PyObject* param, PyObject* grad, Seen* seen) {
          are_alike(its, of_grad) && is_contiguous(its) && is_contiguous(of_grad) && seen->grad && is_positive(param) &&
          is_positive(grad);
 }
-
-struct Call {
-  char activation[16];
-  DLDevice device;
-  DLDataType dtypes[2];
-  int64_t length, ndim_of_x, has_bias, trains;
-  int64_t sizes[16];
-};
-static_assert(std::has_unique_object_representations_v<Call>);  // no padding, which would hold anything
-
-static bool requires_grad(PyObject* tensor) {
-  PyObject* const answer = PyObject_GetAttr(tensor, torch.requires_grad);
-  if (!answer) PyErr_Clear();
-  const bool is_true = answer && PyObject_IsTrue(answer) == 1;
-  Py_DecRef(answer);
-  return is_true;
-}
-
-static PyObject* none() {
-  Py_IncRef(&_Py_NoneStruct);
-  return &_Py_NoneStruct;
-}
-
-// What the choice between kernels depends on in a call of linear_act(x, weight, bias, activation), as bytes, to be
-// found in a dict; None: it is no ordinary layer's call. Raises what torch does of a tensor that it can't show.
-static PyObject* describe(PyObject*, PyObject* const* arguments, Py_ssize_t) {
-  PyObject *const x = arguments[0], *const weight = arguments[1], *const bias = arguments[2];
-  const bool has_bias = bias != &_Py_NoneStruct;
-  if (!is_a(x, torch.tensor) || !is_a(weight, torch.parameter)) return none();
-  if ((has_bias && !is_a(bias, torch.parameter)) || !is_a(arguments[3], &PyUnicode_Type)) return none();
-  Py_ssize_t length = 0;
-  const char* const activation = PyUnicode_AsUTF8AndSize(arguments[3], &length);
-  DLTensor seen[2]{};
-  if (!activation || torch.look(x, &seen[0]) != 0 || torch.look(weight, &seen[1]) != 0) return nullptr;
-  if (length > Py_ssize_t{sizeof Call::activation} || seen[0].ndim + seen[1].ndim > 16) return none();
-  const bool trains = aoti_torch_grad_mode_is_enabled() &&
-                      (requires_grad(weight) || requires_grad(x) || (has_bias && requires_grad(bias)));
-  const auto& [of_x, of_weight] = seen;
-  Call call{{}, of_x.device, {of_x.dtype, of_weight.dtype}, length, of_x.ndim, has_bias, trains, {}};
-  memcpy(call.activation, activation, length);
-  int64_t* end = call.sizes;
-  for (const DLTensor& each : seen) {
-    for (int32_t i = 0; i < each.ndim; ++i) *end++ = each.shape[i];
-  }
-  return PyBytes_FromStringAndSize(reinterpret_cast<char*>(&call),
-                                   reinterpret_cast<char*>(end) - reinterpret_cast<char*>(&call));
-}
-
-static PyMethodDef describe_method{"describe", describe, MPK_FASTCALL, nullptr};
 
 }  // namespace mpk
 
@@ -190,9 +92,4 @@ MPK_FOR_PYTHON int mpkernels_holds(PyObject* dict, PyObject* known) {
     }
   }
   return i == count;
-}
-
-// The function, as Python calls its own: ctypes takes longer than all that it does.
-MPK_FOR_PYTHON PyObject* mpkernels_describe() {
-  return PyCMethod_New(&mpk::describe_method, nullptr, nullptr, nullptr);
 }

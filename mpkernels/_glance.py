@@ -20,6 +20,7 @@ class _Functions(NamedTuple):
     holds: Callable[..., int] | None = None
     glance: Callable[..., int] | None = None
     describe: Callable[[Tensor, Tensor, Tensor | None, str], bytes | None] | None = None
+    activate: Callable[[Tensor, str], bool] | None = None
 
 
 @functools.cache
@@ -30,11 +31,12 @@ def _functions() -> _Functions:
     library.mpkernels_holds.argtypes = [ctypes.py_object] * 2
     library.mpkernels_glance.argtypes = [*[ctypes.py_object] * 4, ctypes.c_void_p]
     library.mpkernels_glance_with.argtypes = [ctypes.py_object] * 3
-    library.mpkernels_describe.restype = ctypes.py_object
+    library.mpkernels_describe.restype = library.mpkernels_activate.restype = ctypes.py_object
     capsule = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if capsule is None or not library.mpkernels_glance_with(capsule, Tensor, torch.nn.Parameter):
         return _Functions(library.mpkernels_holds)
-    return _Functions(library.mpkernels_holds, library.mpkernels_glance, library.mpkernels_describe())
+    c = library.mpkernels_describe(), library.mpkernels_activate()
+    return _Functions(library.mpkernels_holds, library.mpkernels_glance, *c)
 
 
 def can_see() -> bool:
@@ -55,6 +57,11 @@ def at(
 def describer() -> Callable[[Tensor, Tensor, Tensor | None, str], bytes | None] | None:
     """Tells the calls of linear_act apart: gives bytes for ordinary ones, else None."""
     return _functions().describe
+
+
+def activator() -> Callable[[Tensor, str], bool] | None:
+    """Puts f(z) where z is, if that takes no second thread, and tells whether it did. Nobody hears of it."""
+    return _functions().activate
 
 
 def held(states: dict[Tensor, dict[str, Any]]) -> list[object]:

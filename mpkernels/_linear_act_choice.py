@@ -10,7 +10,7 @@ from torch import (
     is_autocast_enabled,
     is_grad_enabled,
 )
-from torch._C import _get_deterministic_algorithms, _is_any_autocast_enabled
+from torch._C import _get_deterministic_algorithms, _is_any_autocast_enabled, _is_tracing
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -42,18 +42,23 @@ def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
     return call, autocast, _get_deterministic_algorithms()
 
 
+_PLAIN = frozenset((Tensor, Parameter))
+
+
 def _look_in_python(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Hashable:
-    """As C++ (csrc/glance_python.cpp), slower, and of any tensor. Not the bias's shape: who goes by the choice looks at
-    it, as at all else that may be wrong."""
-    if type(x) is not Tensor or type(weight) is not Parameter or type(activation) is not str:
+    """As C++ (csrc/linear_act_python.cpp), slower, and of any tensor; not where torch.jit writes down what is asked."""
+    if type(x) is not Tensor or type(weight) not in _PLAIN or type(activation) is not str:
         return None
-    if bias is not None and type(bias) is not Parameter:
+    if bias is not None and type(bias) not in _PLAIN:
         return None
-    state = bias is None, _trains(x, weight, bias)
-    try:
-        return activation, x.shape, x.dtype, x.device, weight.shape, weight.dtype, *state
-    except RuntimeError:  # a nested tensor has no shape
+    if _is_tracing() or x.is_nested or weight.is_nested or not x.layout is weight.layout is torch.strided:
         return None
+    shape, dtype, device = weight.shape, weight.dtype, x.device
+    if weight.ndim != 2 or weight.device != device:
+        return None
+    if bias is not None and (bias.shape != shape[:1] or bias.dtype != dtype or bias.device != device):
+        return None
+    return activation, x.shape, x.dtype, device, shape, dtype, bias is None, _trains(x, weight, bias)
 
 
 _look = _glance.describer() or _look_in_python

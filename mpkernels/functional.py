@@ -1,18 +1,26 @@
 """torch.nn.functional's shapes and rules around the ops."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from math import prod
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch._C import (
+    _are_functorch_transforms_active,
+    _is_any_autocast_enabled,
+    _is_tracing,
+    _len_torch_dispatch_stack,
+    _len_torch_function_stack,
+)
 from torch._C._nn import gelu_, silu, silu_  # type: ignore[attr-defined]
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.overrides import is_tensor_like
 
-from mpkernels import _cast_cache, selector
+from mpkernels import _cast_cache, _glance, selector
 from mpkernels._cast_cache import clear as clear_cast_cache
 from mpkernels._linear_act_choice import autocast_dtype, describe, kernel_for
 from mpkernels._modes import is_tracing
@@ -42,7 +50,7 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "sigmoid": torch.sigmoid_,
     "tanh": torch.tanh_,
 }
-_TORCH = {True: _AFRESH, False: _IN_PLACE}  # by whether autograd is on, which may need z
+_activate = _glance.activator()
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu") -> Tensor:
@@ -55,17 +63,21 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     ``mpkernels.selector`` tells, and can be told otherwise.
     """
     call = describe(x, weight, bias, activation)
-    by_torch = None
-    if selector.chosen.get(call) == "torch":
-        by_torch = _TORCH[is_grad_enabled()]
-    else:
-        check_activation("linear_act", activation)
-        tensors = (x, weight) if bias is None else (x, weight, bias)
-        if not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors)):
-            by_torch = _AFRESH
-    if by_torch is not None:
+    kernel = selector.chosen.get(call)
+    if kernel == "torch":
+        return _by_torch(x, weight, bias, activation)
+    if kernel is None or _is_watched():
+        return _of_any_kind(call, x, weight, bias, activation)
+    dtype = autocast_dtype(x) if _is_any_autocast_enabled() else None
+    return _by_ours(kernel, x, weight, bias, activation, dtype)
+
+
+def _of_any_kind(call: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    check_activation("linear_act", activation)
+    tensors = (x, weight) if bias is None else (x, weight, bias)
+    if not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors)):
         try:
-            return by_torch[activation](functional.linear(x, weight, bias))
+            return _by_torch_afresh(x, weight, bias, activation)
         except RuntimeError:
             if type(x) is Tensor and not x.is_nested:
                 _check_shapes_and_dtypes(x, weight, bias)
@@ -94,14 +106,48 @@ def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     )
 
 
+def _is_watched() -> bool:
+    """Whether somebody goes by what torch calls."""
+    return (
+        forward_ad._current_level >= 0
+        or _is_tracing()  # of torch.jit.trace
+        or _are_functorch_transforms_active()
+        or _len_torch_dispatch_stack() > 0
+        or _len_torch_function_stack() > 0
+    )
+
+
 def _compute(
-    kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None = None
+    kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None
 ) -> Tensor:
-    """``dtype`` is autocast's, which torch takes from where it is."""
     if kernel == "torch":
-        return _TORCH[is_grad_enabled()][activation](functional.linear(x, weight, bias))
-    shape = *x.shape[:-1], *weight.shape[:-1]
-    if weight.dim() == 1:
+        return (_by_torch_afresh if is_compiling() else _by_torch)(x, weight, bias, activation)
+    return _by_ours(kernel, x, weight, bias, activation, dtype)
+
+
+def _by_torch_afresh(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    return _AFRESH[activation](functional.linear(x, weight, bias))
+
+
+def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """Without autograd, which may need z, the activation goes where z is."""
+    z = functional.linear(x, weight, bias)
+    if is_grad_enabled() or _are_functorch_transforms_active():  # where in place has no batching rules
+        return _AFRESH[activation](z)
+    if activation == "none":
+        return z
+    if _activate is not None and z.is_cpu and not _is_watched() and _activate(z, activation):
+        return z
+    return _IN_PLACE[activation](z)
+
+
+def _by_ours(
+    kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None
+) -> Tensor:
+    """``dtype`` is autocast's."""
+    sizes = x.shape
+    shape = *sizes[:-1], *weight.shape[:-1]
+    if len(shape) != len(sizes):
         weight = weight.unsqueeze(0)
     if bias is not None and bias.shape != weight.shape[:1]:
         bias = bias.expand(weight.shape[0])
@@ -113,7 +159,7 @@ def _compute(
         else:
             weight = _as_autocast_casts(weight, dtype)
             bias = None if bias is None else _as_autocast_casts(bias, dtype)
-    rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    rows = x if len(sizes) == 2 else x.reshape(prod(sizes[:-1]), sizes[-1])
     return _linear_act(rows, weight, bias, activation, shape, cast, kernel)
 
 

@@ -202,7 +202,7 @@ def test_a_torch_that_shows_nothing(monkeypatch):
     of_another_name = make(ctypes.addressof(unknown), b"another", None)
     for capsule in (None, of_version_2, of_another_name):
         monkeypatch.setattr(torch.Tensor, "__dlpack_c_exchange_api__", capsule)
-        assert _glance._functions.__wrapped__()[1:] == (None, None)
+        assert _glance._functions.__wrapped__()[1:] == (None, None, None)
 
 
 @needs_a_glance

@@ -27,6 +27,7 @@ MPK_WEAK PyObject* PyUnicode_InternFromString(const char* text);
 MPK_WEAK const char* PyUnicode_AsUTF8AndSize(PyObject* text, Py_ssize_t* size);
 MPK_WEAK PyObject* PyBytes_FromStringAndSize(const char* bytes, Py_ssize_t size);
 MPK_WEAK PyObject* PyCMethod_New(PyMethodDef* method, PyObject* self, PyObject* module, PyTypeObject* its_class);
+MPK_WEAK PyObject* PyBool_FromLong(long value);
 MPK_WEAK void* PyCapsule_GetPointer(PyObject* capsule, const char* name);
 MPK_WEAK void PyErr_Clear();
 MPK_WEAK void Py_IncRef(PyObject* object);

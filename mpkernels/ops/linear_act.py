@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
@@ -134,8 +135,23 @@ def _flops_backward(
     return sum(2 * dy.numel() * shape[1] for shape in products)
 
 
+def _compute(
+    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save: bool, kernel: str, shape: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    if x.dtype != torch.float64:
+        y, saved = _linear_act.by(kernel)(x, weight, bias, activation, save)
+    else:
+        if not torch.compiler.is_compiling():
+            _check(x, weight, bias, activation, save)
+        y, saved = _reference(x, weight, bias, activation, save)
+    # No view, which autograd would not let be changed in place; and before y is saved, to see it changed.
+    return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape), saved
+
+
 def _grad_dtype(parameter: Tensor) -> torch.dtype:
     """``parameter.grad_dtype = torch.float32`` asks for fp32 of a 16-bit parameter; autograd makes other widths."""
+    if parameter.dtype == torch.float32:
+        return torch.float32
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not parameter.is_leaf:
         return parameter.dtype
     return torch.float32 if parameter.grad_dtype == torch.float32 else parameter.dtype
@@ -163,22 +179,15 @@ class _LinearAct(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         if cast_weight is not None:
             weight, bias = cast_weight, cast_bias
-        if x.dtype != torch.float64:
-            y, saved = _linear_act.by(kernel)(x, weight, bias, activation, save)
-        else:
-            if not torch.compiler.is_compiling():
-                _check(x, weight, bias, activation, save)
-            y, saved = _reference(x, weight, bias, activation, save)
-        # No view, which autograd would not let be changed in place; and before y is saved, to see it changed.
-        return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape), saved
+        return _compute(x, weight, bias, activation, save, kernel, shape)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, weight, bias, cast_weight, _, ctx.activation, _, ctx.kernel, _ = inputs
+        x, weight, bias, cast_weight, _, ctx.activation, _, ctx.kernel, shape = inputs
         y, saved = output
-        x_needed, weight_needed, bias_needed = ctx.needs_input_grad[:3]
+        x_needed, weight_needed, bias_needed, *_ = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
-        ctx.matrix = x.shape[0], weight.shape[0]
+        ctx.matrix = None if len(shape) == 2 else (x.shape[0], weight.shape[0])
         ctx.save_for_backward(
             x if weight_needed else None,
             (weight if cast_weight is None else cast_weight) if x_needed else None,
@@ -191,26 +200,37 @@ class _LinearAct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, dsaved: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, saved = ctx.saved_tensors
-        if torch.compiler.is_compiling() or ACTIVATIONS[ctx.activation].saves != "z":
+        activation, weight_dtype, bias_dtype = ctx.activation, ctx.weight_dtype, ctx.bias_dtype
+        saves, is_compiling = ACTIVATIONS[activation].saves, torch.compiler.is_compiling()
+        if is_compiling or saves != "z":
             dsaved = None  # zeros of torch.compile's, which knows no second backward
         if dy is None:
             if dsaved is None:
                 return (None,) * 9
             dy = torch.zeros_like(dsaved)
-        dy = dy.reshape(ctx.matrix)
-        if ACTIVATIONS[ctx.activation].saves == "y":
+        elif ctx.matrix is not None:
+            dy = dy.reshape(ctx.matrix)
+        if ctx.matrix is not None and saves == "y":
             saved = saved.reshape(ctx.matrix)
-        once = torch.compiler.is_compiling() or not torch.is_grad_enabled()
-        if once and dsaved is None and dy.dtype != torch.float64:
+        if dsaved is None and dy.dtype != torch.float64 and (is_compiling or not torch.is_grad_enabled()):
             backward = _linear_act_backward.by(ctx.kernel)
-            results = backward(dy, x, weight, saved, ctx.activation, ctx.weight_dtype, ctx.bias_dtype)
+            results = backward(dy, x, weight, saved, activation, weight_dtype, bias_dtype)
         else:
             if weight is not None and ctx.fp32_weight is not None:
                 weight = _unchanged(*ctx.fp32_weight).to(weight.dtype)
-            dtypes = ctx.weight_dtype, ctx.bias_dtype
-            results = _reference_backward(dy, x, weight, saved, ctx.activation, *dtypes, dsaved)
-        wanted = weight is not None, ctx.weight_dtype is not None, ctx.bias_dtype is not None
-        return *(each if it else None for each, it in zip(results, wanted, strict=True)), *(None,) * 6
+            results = _reference_backward(dy, x, weight, saved, activation, weight_dtype, bias_dtype, dsaved)
+        dx, dweight, dbias = results
+        return (
+            None if weight is None else dx,
+            None if weight_dtype is None else dweight,
+            None if bias_dtype is None else dbias,
+            *(None,) * 6,
+        )
+
+
+# What _LinearAct.apply comes to where no transform is active, but for forward's signature, which it looks up each time:
+# that takes longer than both kernels of a small layer.
+_apply = super(torch.autograd.Function, _LinearAct).apply
 
 
 def _unchanged(weight: Tensor, version: int) -> Tensor:
@@ -233,12 +253,16 @@ def linear_act(
 
     ``cast`` is weight and bias in x's dtype, where their own is fp32; ``kernel`` as ``Op.by`` takes it.
     """
-    leaves = (x, weight) if bias is None else (x, weight, bias)
-    save = torch._C._are_functorch_transforms_active() or (
-        torch.is_grad_enabled() and any(each.requires_grad for each in leaves)
+    transforms = torch._C._are_functorch_transforms_active()
+    save = transforms or (
+        torch.is_grad_enabled()
+        and (weight.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad))
     )
     cast_weight, cast_bias = cast or (None, None)
-    y, _ = _LinearAct.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, cast_weight, cast_bias, activation, save, kernel, shape
-    )
+    if not save and forward_ad._current_level < 0:
+        if cast_weight is not None:
+            weight, bias = cast_weight, cast_bias
+        return _compute(x, weight, bias, activation, save, kernel, shape)[0]
+    apply = _LinearAct.apply if transforms or torch.compiler.is_compiling() else _apply
+    y, _ = apply(x, weight, bias, cast_weight, cast_bias, activation, save, kernel, shape)  # type: ignore[no-untyped-call]
     return y  # type: ignore[no-any-return]
