@@ -50,11 +50,12 @@ inline Widened contiguous(const Matrix& matrix) {
 
 inline Widened widen(const Matrix& matrix) {
   if (matrix.dtype == Dtype::f32) return {matrix, nullptr};
-  if (matrix.column_stride != 1 && matrix.row_stride == 1) {
+  const bool has_rows = matrix.column_stride == 1 || matrix.columns == 1 || matrix.rows * matrix.columns == 0;
+  if (!has_rows && matrix.row_stride == 1) {
     Widened other = widen(matrix.transposed());
     return {other.view.transposed(), std::move(other.memory)};
   }
-  if (matrix.column_stride != 1) return widen(contiguous(matrix).view);
+  if (!has_rows) return widen(contiguous(matrix).view);
   Widened wide = in_scratch(matrix, aoti_torch_dtype_float32());
   const auto widen_span = MPK_BEST(widen_span);
   parallel_for(matrix.rows, matrix.columns, [&](int64_t row, int64_t last) {

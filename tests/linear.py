@@ -51,6 +51,11 @@ def results(function, x, weight, bias, dy, activation):
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
+def with_gaps(tensor):
+    """The same, but each second element of its memory is NaN."""
+    return torch.stack((tensor, torch.full_like(tensor, torch.nan)), -1).flatten(-2)[..., ::2]
+
+
 def relative_error(got, want):
     want = want.double().cpu()
     error, norm = torch.linalg.vector_norm(got.double().cpu() - want).item(), torch.linalg.vector_norm(want).item()

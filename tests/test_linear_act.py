@@ -4,9 +4,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpkernels.functional import linear_act
+from mpkernels.ops import linear_dact
 from mpkernels.ops._activations import ACTIVATIONS
 from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
-from tests.linear import TORCH, assert_contract, layer, relative_error, results, torchs
+from tests.linear import TORCH, assert_contract, layer, relative_error, results, torchs, with_gaps
 
 HALVES = (torch.float16, torch.bfloat16)
 DTYPES = (*HALVES, torch.float32)
@@ -100,6 +101,21 @@ def test_overflow_becomes_inf(target):
     y = linear_act(x, x[:1], None, "none")
     assert y.isinf().all()
     assert linear_act(x, x[:1] / 2, None, "relu2").isinf().all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 3), (3, 0, 3), (3, 3, 0), (1, 1, 1), (1, 3, 1), (3, 1, 1), (2, 3, 4)], ids=str
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gaps_however_small(target, shape, dtype):
+    """Strides say nothing of a dimension with one element, or none."""
+    x, weight, bias, dy = layer(*shape, dtype, target.device)
+    saved = torch.ones_like(x)
+    want = *results(linear_act, x, weight, bias, dy, "gelu"), *linear_dact(dy, weight, saved, "gelu", dtype)
+    for gaps in (with_gaps, lambda it: with_gaps(it.t()).t()):
+        y = results(linear_act, gaps(x), gaps(weight), with_gaps(bias), gaps(dy), "gelu")
+        dz = linear_dact(gaps(dy), gaps(weight), gaps(saved), "gelu", dtype)
+        torch.testing.assert_close((*y, *dz), want)
 
 
 def test_sums_repeat_to_the_last_bit(target):

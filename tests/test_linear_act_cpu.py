@@ -1,6 +1,7 @@
 """What the CPU's C++ kernel does one way or another: on machines that multiply 16-bit matrices fast, and in blocks."""
 
 import ctypes
+import itertools
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from tests.linear import (
     relative_error,
     results,
     torchs_dact,
+    with_gaps,
 )
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -65,6 +67,17 @@ def test_empty(shape, weight_dtype):
     linear_act(x, weight, bias).backward(dy)
     assert weight.grad.dtype == weight_dtype
     assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("shape", list(itertools.product((0, 1, 3), repeat=3)), ids=str)
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_gaps_however_small(shape, dtype):
+    """Strides say nothing of a dimension of one element, or none."""
+    x, weight, bias, dy = layer(*shape, dtype)
+    want = results(linear_act, x, weight, bias, dy, "gelu")
+    for change in (with_gaps, lambda it: with_gaps(it.t()).t()):
+        got = results(linear_act, change(x), change(weight), with_gaps(bias), change(dy), "gelu")
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)

@@ -135,9 +135,10 @@ def _linear(place: Place) -> Iterator[Benchmark]:
             if place.device == "cuda" and shape.rows in linear.MOST_TUNING:
                 tuned = partial(linear.compare, setting, compiled=True)
                 yield Benchmark("linear_act", setting, tuned, "linear_act", "torch.compile max-autotune")
-    for shape, variant in product(linear.SMALL, ("function", "function-inference")):
+    for shape, activation, trains in product(linear.SMALL, ("gelu", "silu"), (True, False)):
         setting = Setting(place, "fp32", linear.case(shape))
-        prepare = partial(linear.compare_function, setting, trains=variant == "function")
+        prepare = partial(linear.compare_function, setting, activation, trains)
+        variant = f"function-{activation}{'' if trains else '-inference'}"
         yield Benchmark("linear_act", setting, prepare, "linear_act", "torch eager", variant)
     for peer, reason in peers.NOTHING_TO_COMPARE.items():
         yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", peer, missing=reason)
