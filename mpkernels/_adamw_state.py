@@ -60,6 +60,7 @@ def plain(state: State) -> State:
     return {key: value for key, value in (state | moments).items() if key != "scales"}
 
 
+@torch.no_grad()
 def adopt(
     param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], master: str, state_dtype: torch.dtype
 ) -> State:
