@@ -23,6 +23,7 @@ Run = Callable[[], object]
 OURS_ANYWAY = 1.01  # times torch's time: its results are no better then, and it saves more for backward
 FEWEST_ROUNDS, MOST_ROUNDS, ENOUGH_SECONDS = 5, 25, 0.2
 HOPELESS = 3.0  # times the fastest's time, after a first run: not timed any further
+BRIEF_SECONDS = 1e-3  # too short to tell the hopeless from one whom the machine held up
 
 
 class Case(NamedTuple):
@@ -149,7 +150,8 @@ def _race(runs: dict[str, Run], device: torch.device) -> dict[str, float]:
     """Seconds that each takes, measured in turns, so that whatever else the machine does slows down all."""
     runs = {name: run for name, run in runs.items() if _can_run(name, run)}
     first = {name: _seconds(run, device) for name, run in runs.items()}
-    runs = {name: run for name, run in runs.items() if first[name] <= HOPELESS * min(first.values())}
+    most = max(HOPELESS * min(first.values()), BRIEF_SECONDS)
+    runs = {name: run for name, run in runs.items() if first[name] <= most}
     times: dict[str, list[float]] = {name: [] for name in runs}
     start = perf_counter()
     for rounds in range(MOST_ROUNDS):
