@@ -4,10 +4,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels import _adamw_state
+from mpkernels import _adamw_options, _adamw_state
+from mpkernels._params import is_shard_of_fsdp1
 
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "master_param")
 
@@ -18,8 +20,10 @@ def saving(optimizer: Optimizer) -> Iterator[None]:
 
     def make_plain(_: Optimizer, saved: dict[str, Any]) -> None:
         states = saved["state"]  # where a user may keep something else, too
-        numbers = [number for group in saved["param_groups"] for number in group["params"] if number in states]
-        states.update({number: _adamw_state.plain(states[number]) for number in numbers})
+        for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            for param, number in zip(group["params"], packed["params"], strict=True):
+                if number in states:
+                    states[number] = _adamw_state.portable(param, states[number], is_shard_of_fsdp1(param))
 
     hook = optimizer.register_state_dict_post_hook(make_plain, prepend=True)
     try:
@@ -30,8 +34,10 @@ def saving(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def loading(optimizer: Any) -> Iterator[None]:
-    """Around torch's load_state_dict. States are taken as they were before its casts."""
+    """Around torch's load_state_dict. States are taken as they were before its casts; how they are kept is the
+    optimizer's to say, not the checkpoint's."""
     seen: list[tuple[Tensor, dict[str, Any], dict[str, Any]]] = []
+    options = [{key: group[key] for key in _adamw_options.OF_GROUPS} for group in optimizer.param_groups]
 
     def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         states = dict(loaded["state"])
@@ -45,8 +51,13 @@ def loading(optimizer: Any) -> Iterator[None]:
         return loaded | {"state": states}
 
     def adopt(_: Optimizer) -> None:
+        dtypes: dict[Tensor, torch.dtype] = {}
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own)
+            dtypes |= dict.fromkeys(group["params"], own["state_dtype"])
         for param, state, saved in seen:
-            optimizer.state[param] = _adamw_state.adopt(param, state, saved, optimizer.master, optimizer.state_dtype)
+            optimizer.state[param] = _adamw_state.adopt(param, state, saved, dtypes[param])
+        optimizer._start_afresh(after_load=True)
 
     last = optimizer.register_load_state_dict_pre_hook(remember)
     first = optimizer.register_load_state_dict_post_hook(adopt, prepend=True)  # of all that come after torch's casts

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mpkernels import _glance
-from mpkernels._adamw_state import needs_master
+from mpkernels._adamw_masters import needs_master
 from mpkernels._overflow_ledger import Ledger
 from mpkernels._params import real
 from mpkernels.ops import adamw as op
@@ -93,7 +93,7 @@ class Table:
 
     def can_look_at_grads(self) -> bool:
         """Within the step, which then need not be handed them twice."""
-        return not torch.compiler.is_compiling() and op.by_plan.on(self.device.type) is not None
+        return self._has_plan and not torch.compiler.is_compiling() and op.by_plan.on(self.device.type) is not None
 
     def sees(self, params: list[Tensor], known: list[Tensor], grads: list[Any]) -> bool:
         """Whether these are the known ones of all rows, and a glance is enough for a step; it fetches the grads."""

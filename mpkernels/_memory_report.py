@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkernels import _adamw_state, _cast_cache, _memory
+from mpkernels import _adamw_masters, _adamw_state, _cast_cache, _memory
 from mpkernels._params import params_of
 from mpkernels.optim import AdamW
 
 Loss = Callable[[nn.Module], Tensor]
 
-_MASTERS = {key for key, _ in _adamw_state.MASTERS.values()}
+_MASTERS = set(_adamw_masters.KEYS.values())
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
         return _sizes(optimizer.state.values())
     if isinstance(optimizer, AdamW):
         return _sizes(
-            _adamw_state.create(param.to("meta"), optimizer.master, optimizer.state_dtype, group["amsgrad"])
+            _adamw_state.create(param.to("meta"), group["master"], group["state_dtype"], group["amsgrad"])
             for group in optimizer.param_groups
             for param in group["params"]
             if param.requires_grad

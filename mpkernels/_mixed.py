@@ -12,7 +12,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from mpkernels import _adamw_state
+from mpkernels import _adamw_masters, _adamw_state
 from mpkernels._mixed_class import Mixed, mixed_class
 from mpkernels._params import params_of
 from mpkernels.ops.split import join, split
@@ -80,7 +80,7 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
     if not isinstance(model, Mixed):
         raise ValueError(f"to_full: model must come from to_mixed, got {type(model).__name__}")
     optimizer = _checked("to_full", optimizer)
-    narrow = {name: param for name, param in model.named_parameters() if _adamw_state.needs_master(param)}
+    narrow = {name: param for name, param in model.named_parameters() if _adamw_masters.needs_master(param)}
     known = set(params_of(optimizer))
     for name, param in narrow.items():
         if param.requires_grad and param not in known:
@@ -88,7 +88,7 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
     with torch.no_grad():
         for param in narrow.values():
             _set(param, _master(param, optimizer.state.get(param, {})))
-            for key, _ in _adamw_state.MASTERS.values():
+            for key in _adamw_masters.KEYS.values():
                 optimizer.state.get(param, {}).pop(key, None)
     optimizer._start_afresh()
     model.__class__ = model._mixed_class
@@ -167,12 +167,12 @@ def _with_master(param: Tensor, goal: torch.dtype, optimizer: AdamW) -> Tensor:
     if group is None or goal == torch.float32 or param.dtype != torch.float32:
         return param.to(goal)
     rounded, remainder = split(param.detach(), goal)
-    own = _adamw_state.create(rounded, optimizer.master, optimizer.state_dtype, group["amsgrad"])
+    scheme = group["master"]
+    own = _adamw_state.create(rounded, scheme, group["state_dtype"], group["amsgrad"])
     own.update(optimizer.state[param])
-    key, _ = _adamw_state.MASTERS[optimizer.master]
-    own[key] = remainder if optimizer.master == "split" else param.detach()
+    own[_adamw_masters.KEYS[scheme]] = remainder if scheme == "split" else param.detach()
     optimizer.state[param] = own
-    return rounded if optimizer.master == "split" else param.to(goal)
+    return rounded if scheme == "split" else param.to(goal)
 
 
 def _master(param: Tensor, state: dict[str, Tensor]) -> Tensor:

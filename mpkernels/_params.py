@@ -58,6 +58,11 @@ def refuse_sparse(grad: Tensor | None) -> None:
         raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
 
 
+def is_shard_of_fsdp1(param: Tensor) -> bool:
+    """Return whether FSDP1 keeps the parameter in a flat one, of which this process has a part."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
 def refuse_sharded(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
     loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
     for i, tensor in enumerate(tensors if loaded is not None else ()):

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mpkernels import _adamw_checkpoint, _adamw_state
+from mpkernels import _adamw_checkpoint, _adamw_options, _adamw_state
+from mpkernels._adamw_masters import Followed, give, needs_master
 from mpkernels._adamw_table import Fingerprint, Table
 from mpkernels._find_nonfinite import find_nonfinite
 from mpkernels._gradient_release import GradientRelease
@@ -16,7 +17,6 @@ from mpkernels._late import Late
 from mpkernels._overflow_ledger import Ledger
 from mpkernels._overflow_report import OverflowReport
 from mpkernels._params import by_device, group_of, params_of, put_on, refuse_sharded, refuse_sparse, sum_of
-from mpkernels._written import Written
 
 __all__ = ["AdamW"]
 
@@ -32,9 +32,11 @@ class AdamW(torch.optim.AdamW):
             has them. foreach, capturable and fused change nothing here: every step is fused and capturable.
             differentiable=True takes torch's own step, for fp32 parameters alone.
         master: how the fp32 weight of a 16-bit parameter is kept: ``"split"``, a 16-bit remainder beside the
-            parameter, or ``"fp32"``, a copy. Parameters in fp32 and fp64 need neither.
+            parameter, or ``"fp32"``, a copy. Parameters in fp32 and fp64 need neither. A parameter group may have its
+            own, as with torch's options.
         state_dtype: of both moments: ``torch.float32``, ``torch.bfloat16`` or ``torch.int8``, a byte each with
             an fp32 scale for 256 of them (csrc/int8.h states the error). fp64 and complex parameters keep full moments.
+            A group may have its own.
         max_norm: clips the global norm of the grads, as this process has them, inside the step, as ``clip_grad_norm_``
             would.
         guard: skips a step whose grads hold an inf or NaN, also without a scaler. None: on where ``max_norm`` is given
@@ -65,16 +67,7 @@ class AdamW(torch.optim.AdamW):
         max_norm: float | None = None,
         guard: bool | None = None,
     ) -> None:
-        if master not in ("split", "fp32"):
-            raise ValueError(f"AdamW: master must be 'split' or 'fp32', got {master!r}")
-        if state_dtype not in (torch.float32, torch.bfloat16, torch.int8):
-            raise ValueError(
-                f"AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {state_dtype}"
-            )
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"AdamW: max_norm must be above 0, got {max_norm}")
-        if max_norm is not None and guard is False:
-            raise ValueError("AdamW: max_norm needs the guard: a non-finite norm would clip every grad to NaN")
+        _adamw_options.check_global(max_norm, guard)
         self.master, self.state_dtype, self.max_norm, self.guard = master, state_dtype, max_norm, guard
         #: fp32, 0-dim, on the device: the norm of the last step's unscaled grads; None where nothing asked for it
         self.grad_norm: Tensor | None = None
@@ -95,31 +88,35 @@ class AdamW(torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        if differentiable and (max_norm is not None or guard or state_dtype != torch.float32):
-            raise ValueError("AdamW: differentiable=True is torch's own step, without max_norm, guard and state_dtype")
+        self._leave_scaling_to_torch_if_differentiable()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        _adamw_options.complete(self, group)
         try:
-            self._check_params(self.param_groups[-1]["params"])
-            if not self.param_groups[-1].get("decoupled_weight_decay", True):
-                raise ValueError("AdamW: a group must have decoupled_weight_decay=True, got False, which is Adam's")
+            refuse_sharded("AdamW", "params", group["params"])
+            _adamw_options.check_group(self, group)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
 
-    def _check_params(self, params: list[Tensor]) -> None:
-        refuse_sharded("AdamW", "params", params)
-        if self.defaults["differentiable"] and any(map(_adamw_state.needs_master, params)):
-            raise ValueError("AdamW: differentiable=True takes fp32 parameters alone, got 16-bit ones")
+    def __repr__(self) -> str:
+        name, rest = super().__repr__().split("\n", 1)
+        return f"{name}\nmax_norm: {self.max_norm}, guard: {self.guard}\n{rest}"
 
-    def _start_afresh(self) -> None:
+    def _start_afresh(self, after_load: bool = False) -> None:
         """Forgets what follows from the parameters and their states."""
         self._tables: list[Table] = []
         self._fingerprint: Fingerprint | None = None
         self._was_skipped = Late()
         self._ledger = Ledger()
-        self._written = Written((), {})
+        self._followed = Followed(after_load)
+
+    def _leave_scaling_to_torch_if_differentiable(self) -> None:
+        """torch's own step takes no scale: a scaler takes it off the grads before."""
+        if self.defaults["differentiable"]:
+            self._step_supports_amp_scaling = self._finds_inf = False
 
     @property
     def step_was_skipped(self) -> Tensor | None:
@@ -154,14 +151,14 @@ class AdamW(torch.optim.AdamW):
     def _step(self) -> None:
         params = params_of(self)
         grads: list[Tensor | None] = [None] * len(params)
+        has_copies = not self._followed.is_settled or any(group["master"] == "fp32" for group in self.param_groups)
+        if has_copies:
+            self._followed.settle(params, self.state)
         known = None if torch.compiler.is_compiling() else self._fingerprint
         is_seen = known is not None and known.sees(self._tables, self.param_groups, params, grads, self.state)
         if not is_seen:
             grads = [param.grad for param in params]
         tables = self._tables if is_seen else self._up_to_date_tables(params, grads)
-        has_copies = self.master == "fp32" and not torch.compiler.is_compiling()
-        if has_copies:
-            self._written.hand_on(params, self.state)
         grad_scale: Tensor | None = getattr(self, "grad_scale", None)
         found_inf: Tensor | None = getattr(self, "found_inf", None) if tables else None
         guarded, total_sumsq = self._is_guarded(found_inf, tables), None
@@ -183,10 +180,10 @@ class AdamW(torch.optim.AdamW):
                 guarded=looks_inside,
                 is_seen=is_seen,
             )
-        if has_copies:
-            self._written = Written(params, self.state)
         if torch.compiler.is_compiling():
             return
+        if has_copies:
+            self._followed = Followed.after_step(params, self.state)
         self.grad_norm = told[0] if told is not None and guarded else None
         if told is None:
             self._was_skipped.forget()
@@ -217,9 +214,9 @@ class AdamW(torch.optim.AdamW):
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
         if not self.state[param]:
-            self.state[param] = _adamw_state.create(param, self.master, self.state_dtype, group["amsgrad"])
+            self.state[param] = _adamw_state.create(param, group["master"], group["state_dtype"], group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
-        _adamw_state.add_master(state, param, self.master)  # the model may have turned 16-bit meanwhile
+        give(state, param, group["master"])  # of a loaded master; or the model may have turned 16-bit meanwhile
         state["step"] = state["step"].to(torch.float32)  # which a user may have set
         return state
 
@@ -245,6 +242,7 @@ class AdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and torch's AdamW can load it: 8-bit moments come in fp32, which they are decoded to exactly."""
+        self._hand_on_writes()
         with _adamw_checkpoint.saving(self):
             return super().state_dict()
 
@@ -264,7 +262,7 @@ class AdamW(torch.optim.AdamW):
         """
         if self.defaults["differentiable"]:
             raise ValueError("AdamW: release_grads needs differentiable=False")
-        has_16_bit_parameters = any(map(_adamw_state.needs_master, params_of(self)))
+        has_16_bit_parameters = any(map(needs_master, params_of(self)))
         is_guarded = bool(self.max_norm or self.guard) or (self.guard is None and has_16_bit_parameters)
         waits = is_guarded or (scaler is not None and scaler.is_enabled())
         if self._release is not None:
@@ -282,18 +280,26 @@ class AdamW(torch.optim.AdamW):
         group, grad = group_of(self, param, group_number, place), param.grad
         if group is None or grad is None:
             return
+        self._followed.settle([param], self.state)
         table = Table([(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)
-        self._written.hand_on([param], self.state)
         table.step([grad], None, None, None, None, None, None, guarded=False)
-        self._written.note(param, self.state)
+        self._followed.note([param], self.state)
         param.grad = None
 
+    @torch.no_grad()
+    def _hand_on_writes(self) -> None:
+        self._followed.hand_on(params_of(self), self.state)
+
     def __getstate__(self) -> dict[str, Any]:
+        self._hand_on_writes()
         return super().__getstate__() | {key: self.__dict__[key] for key in _OWN if key in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
+        for group in self.param_groups:
+            _adamw_options.complete(self, group)
         self._release = self.__dict__.get("_release")  # torch's load_state_dict comes by here, too
+        self._leave_scaling_to_torch_if_differentiable()
         self._start_afresh()
 
 

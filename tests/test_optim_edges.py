@@ -127,16 +127,19 @@ def test_what_a_checkpoint_has_beside_is_kept():
     assert optimizer.state[model[0].weight]["note"].tolist() == [1.0, 1.0]
 
 
-def test_the_master_of_a_checkpoint_decides():
-    """Over a parameter that has been rounded another way, or changed."""
-    param = torch.nn.Parameter(torch.ones(4, dtype=B16))
+def test_a_tie_that_fp32_masters_have_rounded_to_even_keeps_its_master():
+    """Split masters round it away from zero: the weight follows."""
+    param = torch.nn.Parameter(torch.full((4,), 1.0, dtype=B16))
     param.grad = torch.zeros_like(param)
     (source := AdamW([param], master="fp32")).step()
     saved = copy.deepcopy(source.state_dict())
-    saved["state"][0]["master"].fill_(1.25 + 2**-12)
+    saved["state"][0]["master"].fill_(1.0 + 2**-8)
     optimizer = AdamW([param])
     optimizer.load_state_dict(saved)
-    assert join(param.detach(), optimizer.state[param]["remainder"]).tolist() == [1.25 + 2**-12] * 4
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    optimizer.step()
+    assert param.tolist() == [1.0 + 2**-7] * 4
+    assert join(param.detach(), optimizer.state[param]["remainder"]).tolist() == [1.0 + 2**-8] * 4
 
 
 def test_skipped_steps_add_up():

@@ -1,0 +1,163 @@
+"""AdamW's own options: in a group, in what it shows of itself, and beside torch's."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from mpkernels._adamw_state import create
+from mpkernels._adamw_table import Table
+from mpkernels.amp import GradScaler
+from mpkernels.optim import AdamW
+from tests.networks import B16, assert_close, backward, network, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def two_groups(**options):
+    weights = [torch.nn.Parameter(torch.ones(300, dtype=B16)) for _ in range(2)]
+    groups = [{"params": weights[:1]}, {"params": weights[1:], "master": "fp32", "state_dtype": torch.int8}]
+    return weights, AdamW(groups, **options)
+
+
+def keys_and_dtypes(optimizer, weights):
+    return [{key: value.dtype for key, value in optimizer.state[weight].items()} for weight in weights]
+
+
+OF_EACH = [
+    {"step": torch.float32, "exp_avg": B16, "exp_avg_sq": B16, "remainder": torch.int16},
+    {
+        "step": torch.float32,
+        "exp_avg": torch.int8,
+        "exp_avg_sq": torch.int8,
+        "scales": torch.float32,
+        "master": torch.float32,
+    },
+]
+
+
+def loaded_again(weights, optimizer):
+    """The optimizer's options decide, not the checkpoint's."""
+    other = AdamW([{"params": weights[:1], "master": "fp32"}, {"params": weights[1:]}])
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    other.step()
+    optimizer.load_state_dict(other.state_dict())
+    return optimizer
+
+
+def as_it_is(weights, optimizer):
+    return optimizer
+
+
+@pytest.mark.parametrize("use", [as_it_is, loaded_again], ids=lambda it: it.__name__)
+def test_a_group_has_masters_and_moments_of_its_own(target, use):
+    weights, optimizer = two_groups(state_dtype=B16)
+    optimizer = use(weights, optimizer)
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert keys_and_dtypes(optimizer, weights) == OF_EACH
+    assert [group["master"] for group in optimizer.param_groups] == ["split", "fp32"]
+    assert [group["state_dtype"] for group in optimizer.state_dict()["param_groups"]] == [B16, torch.int8]
+
+
+def test_a_group_steps_as_an_optimizer_of_its_own(target):
+    weights, optimizer = two_groups(lr=0.1)
+    alone = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
+    others = [AdamW(alone[:1], lr=0.1), AdamW(alone[1:], lr=0.1, master="fp32", state_dtype=torch.int8)]
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        for weight, twin in zip(weights, alone, strict=True):
+            weight.grad = twin.grad = torch.randn(300, generator=generator).to(B16)
+        for each in (optimizer, *others):
+            each.step()
+    assert all(map(torch.equal, weights, alone))
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_a_copy_keeps_them(duplicate):
+    _, optimizer = two_groups(max_norm=1.0)
+    other = duplicate(optimizer)
+    assert [group["state_dtype"] for group in other.param_groups] == [torch.float32, torch.int8]
+    assert repr(other) == repr(optimizer)
+
+
+def test_they_are_shown():
+    _, optimizer = two_groups(max_norm=1.0)
+    shown = repr(optimizer)
+    for line in ("max_norm: 1.0, guard: None", "    master: fp32\n", "    state_dtype: torch.int8\n"):
+        assert line in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"max_norm": 1.0}, "AdamW: max_norm must be given to the optimizer, for all parameters, got it in a group"),
+        ({"guard": False}, "AdamW: guard must be given to the optimizer, for all parameters, got it in a group"),
+        ({"process_group": None}, "AdamW: process_group must be given to the optimizer, for all parameters"),
+        ({"masters": "fp32"}, "AdamW: a group has no option 'masters'; did you mean 'master'?"),
+        ({"statedtype": B16}, "AdamW: a group has no option 'statedtype'; did you mean 'state_dtype'?"),
+        ({"master": "copy"}, "AdamW: master must be 'split' or 'fp32', got 'copy'"),
+        ({"state_dtype": torch.float16}, "AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got"),
+    ],
+)
+def test_a_group_with_others_is_refused(options, text):
+    weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    with pytest.raises(ValueError, match=text.replace("?", r"\?")):
+        AdamW([{"params": weights[:1], **options}])
+    optimizer = AdamW(weights[:1])
+    with pytest.raises(ValueError, match=text.replace("?", r"\?")):
+        optimizer.add_param_group({"params": weights[1:], **options})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_keys_of_the_users_own_are_kept():
+    optimizer = AdamW([{"params": [torch.ones(2, requires_grad=True)], "name": "head", "initial_lr": 1.0, "scale": 2}])
+    assert optimizer.param_groups[0]["scale"] == 2
+
+
+@pytest.mark.parametrize("scaler", [GradScaler, torch.amp.GradScaler])
+def test_differentiable_steps_under_a_scaler(scaler):
+    """torch's step asserts that it gets no scale."""
+    models = network(), network()
+    kinds = AdamW, torch.optim.AdamW
+    optimizers = [
+        kind(model.parameters(), lr=1e-2, differentiable=True) for kind, model in zip(kinds, models, strict=True)
+    ]
+    optimizers[0] = pickle.loads(pickle.dumps((models[0], optimizers[0])))
+    models, optimizers = (optimizers[0][0], models[1]), (optimizers[0][1], optimizers[1])
+    scalers = scaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for seed in range(4):
+        for model, optimizer, its in zip(models, optimizers, scalers, strict=True):
+            backward(model, seed, scale=its.scale(torch.ones(())).item())
+            if seed == 2:
+                model[0].bias.grad[0] = float("inf")
+            for param in model.parameters():
+                param.requires_grad_(False)
+            its.step(optimizer)
+            its.update()
+            for param in model.parameters():
+                param.requires_grad_(True)
+    assert scalers[0].get_scale() == scalers[1].get_scale() == 512.0
+    assert_close(*models, 10)
+
+
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_a_scalers_verdict_stands_beside_a_guard_that_finds_nothing(target, max_norm):
+    param = torch.nn.Parameter(torch.ones(3, device=target.device, dtype=B16))
+    optimizer = AdamW([param], guard=True, max_norm=max_norm)
+    param.grad = torch.ones_like(param)
+    optimizer.grad_scale, optimizer.found_inf = (torch.ones((), device=target.device) for _ in range(2))
+    optimizer.step()
+    assert param.tolist() == [1.0] * 3
+    assert optimizer.skipped_steps.item() == 1
+
+
+def test_a_table_without_a_plan_looks_at_no_grads(target):
+    """It must say so: else a guarded step would go on unguarded."""
+    param = torch.nn.Parameter(torch.ones(3, device=target.device))
+    optimizer = AdamW([param])
+    group, state = optimizer.param_groups[0], create(param, "split", torch.float32, amsgrad=False)
+    assert not Table([(group, param, state)], [0], is_for_once=True).can_look_at_grads()
