@@ -1,4 +1,4 @@
-"""The fp32 weights of 16-bit parameters: how AdamW keeps them, makes them, and follows what others write to a weight."""
+"""The fp32 weights of 16-bit parameters: how AdamW makes and keeps them, and follows what others write to a weight."""
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -44,6 +44,14 @@ def saved_as(param: Tensor, remainder: Tensor) -> Tensor:
     return remainder.view(param.dtype)
 
 
+def saved_in_fp32(param: Tensor, state: State) -> State:
+    """Return the state with the master in place of its remainder, if it has one."""
+    if "remainder" not in state:
+        return state
+    master = join(param.detach(), state["remainder"])
+    return {key: value for key, value in state.items() if key != "remainder"} | {"master": master}
+
+
 def loaded(param: Tensor, saved: Mapping[str, Any]) -> State:
     """Return the master in a saved state. ``give`` turns it into what the optimizer keeps once the weight it belongs to
     is known to be there, at the first step: the model may be loaded after the optimizer."""
@@ -54,14 +62,14 @@ def loaded(param: Tensor, saved: Mapping[str, Any]) -> State:
     if key == "remainder" and found.dtype == param.dtype:
         found = found.view(torch.int16)
     dtype = torch.float32 if key == "master" else torch.int16
-    if found.dtype != dtype:  # as torch's own load_state_dict leaves a master, which casts states to the parameter's dtype
+    if found.dtype != dtype:  # as torch's own load_state_dict leaves it, which casts states to the parameter's dtype
         warnings.warn(f"AdamW: {key} came back as {found.dtype}; rebuilt from the weight", stacklevel=4)
         return {}
     return {key: torch.empty_like(param, dtype=dtype).copy_(found)}
 
 
 def aligned(param: Tensor, master: Tensor) -> Tensor:
-    """Return the master where it rounds to the parameter, by the rounding of either scheme, and the parameter elsewhere."""
+    """Return the master where it rounds to the parameter, as either scheme rounds, and the parameter elsewhere."""
     rounds_to_param = (param == master.to(param.dtype)) | (param == split(master, param.dtype)[0])
     return torch.where(rounds_to_param, master, param)
 
@@ -87,6 +95,7 @@ class Followed:
         """Take the masters of these parameters for up to date: a step has written both."""
         self._versions |= {param: param._version for param, _ in _copied(params, states)}
 
+    @torch.no_grad()
     def hand_on(self, params: Iterable[Tensor], states: States) -> None:
         """Write to the masters what was written to the weights since the last step."""
         self._align(item for item in _copied(params, states) if item[0] in self._versions)

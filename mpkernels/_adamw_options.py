@@ -25,6 +25,12 @@ def complete(optimizer: Any, group: dict[str, Any]) -> None:
         group.setdefault(key, getattr(optimizer, key))
 
 
+def leave_scaling_to_torch(optimizer: Any) -> None:
+    """Have scalers take the scale off the grads themselves where the step is torch's own, which refuses one."""
+    if optimizer.defaults["differentiable"]:
+        optimizer._step_supports_amp_scaling = optimizer._finds_inf = False
+
+
 def check_group(optimizer: Any, group: dict[str, Any]) -> None:
     for key in _OF_THE_OPTIMIZER:
         if key in group:

@@ -53,11 +53,8 @@ def portable(param: Tensor, state: State, in_one_dtype: bool) -> State:
     """The state as a checkpoint has it. in_one_dtype: everything of the parameter's shape in fp32, without rounding."""
     state = decoded(state)
     if in_one_dtype:
-        if "remainder" in state:
-            master = _adamw_masters.join(param.detach(), state["remainder"])
-            state = {key: value for key, value in state.items() if key != "remainder"} | {"master": master}
         narrow = {key: state[key].float() for key in MOMENTS if key in state and state[key].itemsize == 2}
-        return state | narrow
+        return _adamw_masters.saved_in_fp32(param, state) | narrow
     if "remainder" in state:
         return state | {"remainder": _adamw_masters.saved_as(param, state["remainder"])}
     return state

@@ -88,7 +88,7 @@ class AdamW(torch.optim.AdamW):
             differentiable=differentiable,
             fused=fused,
         )
-        self._leave_scaling_to_torch_if_differentiable()
+        _adamw_options.leave_scaling_to_torch(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
@@ -112,11 +112,6 @@ class AdamW(torch.optim.AdamW):
         self._was_skipped = Late()
         self._ledger = Ledger()
         self._followed = Followed(after_load)
-
-    def _leave_scaling_to_torch_if_differentiable(self) -> None:
-        """torch's own step takes no scale: a scaler takes it off the grads before."""
-        if self.defaults["differentiable"]:
-            self._step_supports_amp_scaling = self._finds_inf = False
 
     @property
     def step_was_skipped(self) -> Tensor | None:
@@ -242,7 +237,7 @@ class AdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and torch's AdamW can load it: 8-bit moments come in fp32, which they are decoded to exactly."""
-        self._hand_on_writes()
+        self._followed.hand_on(params_of(self), self.state)
         with _adamw_checkpoint.saving(self):
             return super().state_dict()
 
@@ -286,12 +281,8 @@ class AdamW(torch.optim.AdamW):
         self._followed.note([param], self.state)
         param.grad = None
 
-    @torch.no_grad()
-    def _hand_on_writes(self) -> None:
-        self._followed.hand_on(params_of(self), self.state)
-
     def __getstate__(self) -> dict[str, Any]:
-        self._hand_on_writes()
+        self._followed.hand_on(params_of(self), self.state)
         return super().__getstate__() | {key: self.__dict__[key] for key in _OWN if key in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -299,7 +290,7 @@ class AdamW(torch.optim.AdamW):
         for group in self.param_groups:
             _adamw_options.complete(self, group)
         self._release = self.__dict__.get("_release")  # torch's load_state_dict comes by here, too
-        self._leave_scaling_to_torch_if_differentiable()
+        _adamw_options.leave_scaling_to_torch(self)
         self._start_afresh()
 
 

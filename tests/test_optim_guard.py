@@ -48,12 +48,12 @@ def test_the_guard_skips(dtype, bad):
     model = network(dtype)
     optimizer = AdamW(model.parameters(), guard=True if dtype == torch.float32 else None)
     train(model, optimizer, 2)
-    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()["state"]))
+    states = [optimizer.state[param] for param in model.parameters()]
+    before = copy.deepcopy((model.state_dict(), states))
     backward(model, 5)
     model[3].bias.grad[2] = bad
     optimizer.step()
-    after = model.state_dict(), optimizer.state_dict()["state"]
-    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    torch.testing.assert_close((model.state_dict(), states), before, rtol=0, atol=0)
     assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item()) == (1.0, 1.0)
     train(model, optimizer, 1)
     assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item()) == (0.0, 1.0)
@@ -132,3 +132,15 @@ def test_a_norm_that_nobody_asked_for():
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
     assert optimizer.grad_norm is None
+
+
+def test_an_inf_that_nobody_guards_against():
+    """docs/differences.md: torch's exp_avg is NaN for a beta1 of 0.5 or less; the weight is NaN under both."""
+    for beta1, expected in ((0.9, "inf"), (0.5, "nan")):
+        for kind, of_torch in ((AdamW, False), (torch.optim.AdamW, True)):
+            weight = torch.nn.Parameter(torch.ones(1))
+            weight.grad = torch.full_like(weight, float("inf"))
+            optimizer = kind([weight], betas=(beta1, 0.99))
+            optimizer.step()
+            assert str(optimizer.state[weight]["exp_avg"].item()) == (expected if of_torch else "inf")
+            assert weight.isnan().all()
