@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels import _adamw_state, _cast_cache, _memory
-from mpkernels._params import params_of
+from mpkernels._params import params_of, unwrapped
 from mpkernels.optim import AdamW
 
 Loss = Callable[[nn.Module], Tensor]
@@ -55,6 +55,7 @@ def memory_report(
             run once, for what it saves for the backward and what autocast casts; without it neither is known.
     """
     params = list(model.parameters())
+    optimizer = unwrapped(optimizer)
     device = params[0].device if params else torch.device("cpu")
     grads = [param.grad for param in params if param.grad is not None]
     states = [] if optimizer is None else list(optimizer.state.values())

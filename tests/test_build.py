@@ -197,7 +197,7 @@ TEST = ("-m", "pytest", "-q", "tests/test_update_scale.py", "-k", "cpu-native", 
 
 @pytest.fixture(params=INSTALLS)
 def installed(request, built, tools, tmp_path):
-    """A fresh clone, and a Python into which it was installed: of the clone's sources, but nothing is compiled twice."""
+    """A fresh clone, and a Python into which it was installed; what was compiled before is not compiled again."""
     clone, venv = copy_checkout(tmp_path / "clone"), tmp_path / "venv"
     shutil.copytree(built.tree / "build" / "native", clone / "build" / "native")
     python("-m", "venv", "--without-pip", str(venv), cwd=tmp_path)
