@@ -8,6 +8,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -174,6 +175,9 @@ class BuildNative(build_ext.build_ext):
     def run(self) -> None:
         cxx = find_cxx()
         cuda = find_cuda(cxx)
+        sources = runpy.run_path("mpkernels/_sources.py")["fingerprint"](
+            Path()
+        )  # before, for one may be edited meanwhile
         run_ninja(ninja_file(shlex.join(cxx), cuda))
         info = {
             "cpu": {"built_for": [*ISAS], "compiler": ask(*cxx, "--version")[1].splitlines()[0], "left_out": ""},
@@ -183,7 +187,7 @@ class BuildNative(build_ext.build_ext):
         os.makedirs(installed.parent, exist_ok=True)
         installed.unlink(missing_ok=True)  # a running process may have the old one mapped
         shutil.copy(LIBRARY, installed)
-        installed.with_name("_build_info.json").write_text(json.dumps(info, indent=2) + "\n")
+        installed.with_name("_build_info.json").write_text(json.dumps({"sources": sources} | info, indent=2) + "\n")
         for part, it in info.items():
             built = f"built for {', '.join(it['built_for'])} with {it['compiler']}"
             outcome = f"left out: {it['left_out']}" if it["left_out"] else built

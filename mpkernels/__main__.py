@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+from mpkernels import __version__
+
 # name: (the module with its add_arguments(parser) and run(arguments, refuse), what it does). Imported when called.
 COMMANDS = {
     "demo": ("mpkernels.demo.command", "trains a small transformer by torch.amp and by mpkernels, beside each other"),
@@ -24,6 +26,7 @@ class Parser(argparse.ArgumentParser):
 def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     parser = Parser("mpkernels", description="Mixed-precision training for PyTorch.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
     for name, (module, does) in COMMANDS.items():
         command = commands.add_parser(name, help=does, description=f"{name}: {does}")

@@ -10,16 +10,26 @@ from torch import Tensor, nn
 
 from mpkernels import _cast_cache
 from mpkernels._clip import clip_grad_norm_
-from mpkernels._params import params_of
+from mpkernels._params import params_of, unwrapped
 
 
 class MicroBatch:
     """One of a group of batches that make a step."""
 
-    def __init__(self, batch: Any, share: float, is_last: bool, step: Callable[[], None], scale: Callable[[Any], Any]):
+    def __init__(
+        self,
+        batch: Any,
+        share: float,
+        is_last: bool,
+        step: Callable[[], Tensor | None],
+        scale: Callable[[Any], Any],
+    ) -> None:
         self.batch = batch
         #: of the group: its backward steps
         self.is_last = is_last
+        #: the norm of the group's unscaled grads before clipping, which the last batch's backward sets; None where
+        #: nothing asked for it
+        self.grad_norm: Tensor | None = None
         self._share, self._step, self._scale = share, step, scale
         self._is_done = False
 
@@ -32,7 +42,7 @@ class MicroBatch:
             self._scale(loss * self._share).backward()
         self._is_done = True
         if self.is_last:
-            self._step()
+            self.grad_norm = self._step()
 
 
 def accumulate(
@@ -61,6 +71,7 @@ def accumulate(
         model: if it is a DistributedDataParallel, grads are exchanged once for each group.
         scaler: scales the losses, steps the optimizer, and is updated.
         max_norm: for ``mpkernels.amp.clip_grad_norm_``. ``mpkernels.optim.AdamW(max_norm=...)`` clips by itself.
+            ``micro.grad_norm`` of a group's last batch is then the norm.
         weigh: what a batch's mean loss is a mean over (examples, tokens that count), where batches differ; None counts
             all the same. Batches of weight 0 come first in their group, and leave no grad.
     """
@@ -68,7 +79,7 @@ def accumulate(
         raise ValueError(f"accumulate: every must be above 0, got {every}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"accumulate: max_norm must be above 0, got {max_norm}")
-    release = getattr(optimizer, "_release", None)
+    release = getattr(unwrapped(optimizer), "_release", None)
     if max_norm is not None and release is not None and release.steps_alone:
         raise ValueError("accumulate: max_norm must be given to AdamW, before release_grads: no grad is left to clip")
     scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
@@ -84,14 +95,16 @@ def _micro_batches(
     max_norm: float | None,
     weigh: Callable[[Any], float] | None,
 ) -> Iterator[MicroBatch]:
-    def step() -> None:
+    def step() -> Tensor | None:
         _cast_cache.clear()
+        norm: Tensor | None = None
         if max_norm is not None:
             scaler.unscale_(optimizer)
-            clip_grad_norm_(params_of(optimizer), max_norm)
+            norm = clip_grad_norm_(params_of(optimizer), max_norm)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        return getattr(unwrapped(optimizer), "grad_norm", None) if norm is None else norm
 
     while group := list(islice(batches, every)):
         weights = [1.0 if weigh is None else float(weigh(batch)) for batch in group]
@@ -113,6 +126,6 @@ def _keep_to_itself(around: ExitStack, model: Any, optimizer: Any) -> None:
     """Forward and backward: DDP makes up its mind in the forward."""
     if hasattr(model, "no_sync"):
         around.enter_context(model.no_sync())
-    release = getattr(optimizer, "_release", None)
+    release = getattr(unwrapped(optimizer), "_release", None)
     if release is not None:
         around.enter_context(release.accumulate())

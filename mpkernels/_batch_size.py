@@ -1,6 +1,6 @@
 """The largest batch that fits."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,9 @@ from torch.utils import _pytree
 
 from mpkernels import _memory
 from mpkernels._autocast import machines_device
+from mpkernels._find_nonfinite import tensors_in
 from mpkernels._memory_report import memory_report
+from mpkernels._mixed_class import Mixed
 from mpkernels._policy import global_policy
 from mpkernels.optim import AdamW
 
@@ -18,12 +20,13 @@ _SHARE = 0.7  # of a host's available memory
 
 
 def find_max_batch_size(
-    model_or_step: nn.Module | Callable[[Tensor], Any],
-    input_shape: Sequence[int],
+    model_or_step: nn.Module | Callable[[Any], Any],
+    input_shape: Sequence[int] | None = None,
     start: int = 1,
     device: str | torch.device | None = None,
     max_batch: int = 65536,
     *,
+    make_batch: Callable[[int], Any] | None = None,
     restore: Iterable[Any] = (),
 ) -> int:
     """The largest batch that a training step gets through: doubling, then bisection, each size by a real step.
@@ -34,19 +37,28 @@ def find_max_batch_size(
     to need at most twice as much for twice the batch. RuntimeError where not even 1 fits.
 
     Args:
-        model_or_step: a model, which is trained with ``mpkernels.optim.AdamW`` under the global policy, on random
-            numbers and a loss of its own, and left as it was: grads, buffers and torch's random numbers too. Or a step
-            of your own, which is called with random numbers, a batch of them, and does all that a step does.
-        input_shape: of one example.
+        model_or_step: a model, which is trained with ``mpkernels.optim.AdamW`` under the global policy, on a loss of
+            its own, and left as it was: grads, buffers and torch's random numbers too. Or a step of your own, which is
+            called with a batch, and does all that a step does.
+        input_shape: of one example. Batches are then random numbers, in the dtype of the model's first weight.
         start: where to begin.
         device: of the inputs; None is the model's, or for a step the machine's.
         max_batch: where to end.
+        make_batch: makes a batch of a given size, in place of ``input_shape``: token numbers, say. A model is called
+            with what it returns, with the elements of a tuple or a list as arguments, or of a mapping as keywords.
         restore: what a step changes and should be left as it was: models, optimizers, and what else has a
             ``state_dict``.
     """
     if start < 1 or max_batch < 1:
         raise ValueError(f"find_max_batch_size: start and max_batch must be above 0, got {start} and {max_batch}")
+    if (input_shape is None) == (make_batch is None):
+        got = "neither" if make_batch is None else "both"
+        raise TypeError(f"find_max_batch_size: input_shape or make_batch must be given, got {got}")
+    if make_batch is not None and not callable(make_batch):
+        raise TypeError(f"find_max_batch_size: make_batch must be a function of a batch size, got {make_batch!r}")
     device = torch.device(_device_of(model_or_step) if device is None else device)
+    if make_batch is None:
+        make_batch = partial(_random, tuple(input_shape or ()), device, _dtype_of(model_or_step))
     if isinstance(model_or_step, nn.Module):
         restore = [model_or_step, *restore]
         if device.type == "cpu" and _least(model_or_step) > _SHARE * _memory.available():
@@ -54,7 +66,7 @@ def find_max_batch_size(
     try:
         with _memory.restored(restore, device):
             step = _step_of(model_or_step, device) if isinstance(model_or_step, nn.Module) else model_or_step
-            trial = partial(_fits, step, tuple(input_shape), device)
+            trial = partial(_fits, step, make_batch, device)
             largest = _search_on_cpu(trial, max_batch) if device.type == "cpu" else _search(trial, start, max_batch)
             del step, trial  # an optimizer, with its state
     finally:
@@ -80,20 +92,35 @@ def _device_of(model_or_step: Any) -> torch.device | str:
     return machines_device()
 
 
+def _dtype_of(model_or_step: Any) -> torch.dtype:
+    """Of the inputs that a model takes. One from ``to_mixed`` casts them itself."""
+    if isinstance(model_or_step, nn.Module) and not isinstance(model_or_step, Mixed):
+        for param in model_or_step.parameters():
+            if param.is_floating_point():
+                return param.dtype
+    return torch.float32
+
+
+def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, batch: int) -> Tensor:
+    return torch.randn(batch, *shape, device=device, dtype=dtype)
+
+
 def _optimizer(model: nn.Module) -> AdamW:
     return AdamW([param for param in model.parameters() if param.requires_grad])
 
 
-def _step_of(model: nn.Module, device: torch.device) -> Callable[[Tensor], None]:
+def _step_of(model: nn.Module, device: torch.device) -> Callable[[Any], None]:
     policy = global_policy()
     optimizer = _optimizer(model)
     scaler = policy.scaler(device.type)
     model.train()
 
-    def step(inputs: Tensor) -> None:
+    def step(batch: Any) -> None:
         optimizer.zero_grad()
         with policy.autocast(device.type):
-            outputs = [it for it in _pytree.tree_leaves(model(inputs)) if isinstance(it, Tensor) and it.requires_grad]
+            outputs = [it for it in tensors_in(_call(model, batch)) if it.requires_grad]
+            if not outputs:
+                raise ValueError("find_max_batch_size: model must return tensors that depend on its weights")
             loss = torch.stack([it.float().square().mean() for it in outputs]).sum()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -102,9 +129,15 @@ def _step_of(model: nn.Module, device: torch.device) -> Callable[[Tensor], None]
     return step
 
 
-def _fits(step: Callable[[Tensor], Any], shape: tuple[int, ...], device: torch.device, batch: int) -> bool:
+def _call(model: nn.Module, batch: Any) -> Any:
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def _fits(step: Callable[[Any], Any], make_batch: Callable[[int], Any], device: torch.device, batch: int) -> bool:
     try:
-        step(torch.randn(batch, *shape, device=device))
+        step(_on(device, make_batch(batch)))
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
     except (RuntimeError, MemoryError) as error:
@@ -116,6 +149,12 @@ def _fits(step: Callable[[Tensor], Any], shape: tuple[int, ...], device: torch.d
     if not fits:
         _memory.clean_up()  # not before: the error holds on to the frames, and they to their tensors
     return fits
+
+
+def _on(device: torch.device, batch: Any) -> Any:
+    if hasattr(batch, "to"):  # a tensor, or what a tokenizer returns
+        return batch.to(device)
+    return _pytree.tree_map(lambda it: it.to(device) if isinstance(it, Tensor) else it, batch)
 
 
 def _search(fits: Callable[[int], bool], start: int, max_batch: int) -> int:

@@ -1,21 +1,60 @@
-"""Loads the compiled kernels."""
+"""Finds and loads the compiled kernels."""
 
 import ctypes
+import json
 import sys
 import warnings
+from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
-LIBRARY = Path(__file__).parent / "_native.so"
+from mpkernels._sources import fingerprint
+
+_PACKAGE = Path(__file__).parent
+
+
+def _candidates() -> Iterator[Path]:
+    """The library beside this file, then those of installed mpkernels, which a checkout shadows."""
+    yield _PACKAGE / "_native.so"
+    for installed in metadata.distributions(name="mpkernels"):
+        yield Path(str(installed.locate_file("mpkernels/_native.so")))
+
+
+def build_info(library: Path | None) -> dict[str, Any]:
+    """What the build wrote down beside ``library``; empty where nothing can be read."""
+    try:
+        info: dict[str, Any] = {} if library is None else json.loads((library.parent / "_build_info.json").read_text())
+    except (OSError, ValueError):
+        return {}
+    return info
+
+
+def _find() -> tuple[Path | None, str]:
+    """Returns the library to load, or None and the reason. A checkout takes none that was built from other sources."""
+    sources = fingerprint(_PACKAGE.parent)
+    if sources is None:
+        library = _PACKAGE / "_native.so"
+        return (library, "") if library.exists() else (None, f"are missing from {_PACKAGE}")
+    reason = f"are missing from {_PACKAGE}, and no installed mpkernels has them"
+    for library in filter(Path.exists, _candidates()):
+        if build_info(library).get("sources") == sources:
+            return library, ""
+        reason = f"in {library.parent} were built from other sources than those in {_PACKAGE.parent / 'csrc'}"
+    return None, reason
+
+
+LIBRARY, _WHY_NONE = _find()
 
 
 def load() -> None:
     """Without the library everything still works on the reference, and says so once."""
-    if not LIBRARY.exists():
+    if LIBRARY is None:
         warnings.warn(
-            f"mpkernels: the compiled kernels are missing from {LIBRARY.parent}, so the slow reference runs in their "
-            f"place; in a checkout, `{sys.executable} -m pip install -v -e .` builds them and says what it left out",
+            f"mpkernels: the compiled kernels {_WHY_NONE}, so the slow reference runs in their place; "
+            f"in a checkout, `{sys.executable} -m pip install -v -e .` builds them and says what it left out",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -26,7 +65,7 @@ def load() -> None:
 def cublaslt_notes() -> tuple[dict[str, int], dict[str, int]] | None:
     """How many products of each op cublasLt ended, and why it ended others not, how often. None: no kernels in CUDA
     C++."""
-    notes = getattr(ctypes.CDLL(str(LIBRARY)), "mpkernels_cublaslt_notes", None) if LIBRARY.exists() else None
+    notes = None if LIBRARY is None else getattr(ctypes.CDLL(str(LIBRARY)), "mpkernels_cublaslt_notes", None)
     if notes is None:
         return None
     notes.restype = ctypes.c_char_p

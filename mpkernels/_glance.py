@@ -25,7 +25,7 @@ class _Functions(NamedTuple):
 
 @functools.cache
 def _functions() -> _Functions:
-    library: Any = ctypes.PyDLL(str(LIBRARY)) if LIBRARY.exists() else None
+    library: Any = None if LIBRARY is None else ctypes.PyDLL(str(LIBRARY))
     if not hasattr(library, "mpkernels_describe"):
         return _Functions()
     library.mpkernels_holds.argtypes = [ctypes.py_object] * 2

@@ -29,7 +29,8 @@ class MemoryComparison:
         reports = self.reports.values()
         rows = [[name, *(text(report.predicted[name]) for report in reports)] for name in next(iter(reports)).predicted]
         rows.append(["total", *(text(report.total) for report in reports)])
-        rows.append(["measured peak", *map(text, self.peaks.values())])
+        of_process = any("resident" in report.device for report in reports)
+        rows.append(["measured peak" + " of the process" * of_process, *map(text, self.peaks.values())])
         return table(["", *self.reports], rows)
 
 

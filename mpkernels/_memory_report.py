@@ -7,23 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels import _adamw_masters, _adamw_state, _cast_cache, _memory
-from mpkernels._params import params_of
+from mpkernels._memory_forward import Forward
+from mpkernels._params import params_of, unwrapped
 from mpkernels.optim import AdamW
 
 Loss = Callable[[nn.Module], Tensor]
 
+_OF_DEVICE = {"resident": "resident: the whole process"}
 _MASTERS = set(_adamw_masters.KEYS.values())
 
 
 @dataclass(frozen=True)
 class MemoryReport:
     """Bytes. ``predicted``: of the tensors of a training step, counted by their shapes and dtypes, all of them at once.
-    ``measured``: of those that are there now; activations and cast cache as a forward has added them.
-    ``device``: what the allocator says (CUDA: allocated, reserved and the largest allocated so far; CPU: what of the
-    process is resident)."""
+    ``measured``: of those that are there now; cast cache and activations are what a forward has added: on CUDA to what
+    torch has allocated, elsewhere the tensors that it has made and that are left at its end.
+    ``device``: what the allocator says (CUDA: allocated, reserved and the largest allocated so far), elsewhere what is
+    resident of the whole process, libraries and all."""
 
     predicted: dict[str, int | None]
     measured: dict[str, int | None]
@@ -40,7 +42,7 @@ class MemoryReport:
     def __str__(self) -> str:
         rows = [[name, text(self.predicted[name]), text(self.measured[name])] for name in self.predicted]
         rows.append(["total", text(self.total), text(sum(filter(None, self.measured.values())))])
-        rows += [[name, "", text(value)] for name, value in self.device.items()]
+        rows += [[_OF_DEVICE.get(name, name), "", text(value)] for name, value in self.device.items()]
         return table(["", "predicted", "measured"], rows)
 
 
@@ -55,6 +57,7 @@ def memory_report(
             run once, for what it saves for the backward and what autocast casts; without it neither is known.
     """
     params = list(model.parameters())
+    optimizer = unwrapped(optimizer)
     device = params[0].device if params else torch.device("cpu")
     grads = [param.grad for param in params if param.grad is not None]
     states = [] if optimizer is None else list(optimizer.state.values())
@@ -74,10 +77,11 @@ def memory_report(
         with _memory.restored([model], device):
             _cast_cache.clear()  # what an earlier forward has left there is this one's, too
             before = _memory.used(device)
-            with _Saved(model) as saved:
+            with Forward(model) as forward:
                 held = loss(model)
-                added = _memory.used(device) - before
-                casts, activations = _memory.size(saved.casts), saved.size_of_activations()
+                allocated = _memory.used(device) - before
+                casts, activations = _memory.size(forward.casts), forward.size_of_activations()
+                added = allocated if device.type == "cuda" else forward.size_of_what_is_left()
             del held
         predicted["cast cache"], predicted["activations"] = casts, activations
         measured["cast cache"], measured["activations"] = casts, max(0, added - casts)
@@ -127,45 +131,6 @@ def _states_of_a_twin(optimizer: torch.optim.Optimizer, params: list[Tensor]) ->
     twin_optimizer = kind(twins, **{key: it for key, it in optimizer.defaults.items() if key in known})
     twin_optimizer.step()
     return list(twin_optimizer.state.values())
-
-
-class _Saved(TorchDispatchMode):
-    """What a forward saves for the backward, and which 16-bit copies of parameters it makes."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.casts: list[Tensor] = []
-        self._known = {_key(it) for it in (*model.parameters(), *model.buffers())}
-        self._saved: list[Tensor] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default and _key(args[0]) in self._known:
-            self.casts.append(out)
-        return out
-
-    def __enter__(self) -> "_Saved":
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda it: it)
-        self._hooks.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._hooks.__exit__(*error)
-
-    def _keep(self, tensor: Tensor) -> Tensor:
-        self._saved.append(tensor)
-        return tensor
-
-    def size_of_activations(self) -> int:
-        known = self._known | {_key(it) for it in self.casts}
-        return _memory.size(it for it in self._saved if _key(it) not in known)
-
-
-def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
 
 
 def _on_device(device: torch.device) -> dict[str, int]:

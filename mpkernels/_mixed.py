@@ -14,7 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from mpkernels import _adamw_masters, _adamw_state
 from mpkernels._mixed_class import Mixed, mixed_class
-from mpkernels._params import params_of
+from mpkernels._params import params_of, unwrapped
 from mpkernels.ops.split import join, split
 from mpkernels.optim import AdamW
 
@@ -96,6 +96,7 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
 
 
 def _checked(op: str, optimizer: torch.optim.Optimizer) -> AdamW:
+    optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, AdamW):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
         raise TypeError(f"{op}: optimizer must be mpkernels.optim.AdamW, which holds the masters, got {kind}")

@@ -18,6 +18,12 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """The optimizer that Accelerate's, Lightning's and Fabric's wrappers hold."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if isinstance(optimizer, Optimizer) and isinstance(inner, Optimizer) else optimizer
+
+
 def group_of(optimizer: Optimizer, param: Tensor, group_number: int, place: int) -> dict[str, Any] | None:
     """The group that holds it now, most likely this one and there: to look through all takes a while."""
     groups = optimizer.param_groups
@@ -63,8 +69,20 @@ def is_shard_of_fsdp1(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
+_TAKES_DTENSORS = {
+    "AdamW": "torch.optim.AdamW",
+    "GradScaler": "torch.amp.GradScaler",
+    "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
+}
+
+
 def refuse_sharded(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
     loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
     for i, tensor in enumerate(tensors if loaded is not None else ()):
         if isinstance(tensor, loaded.DTensor):  # type: ignore[union-attr]
-            raise TypeError(f"{op}: {argument}[{i}] must be a plain tensor, got a DTensor; FSDP2 is not supported")
+            raise TypeError(
+                f"{op}: {argument}[{i}] must be a plain tensor, got a DTensor on {tensor.placements}, as FSDP2's "
+                "fully_shard and tensor parallelism's parallelize_module make them; "
+                f"{_TAKES_DTENSORS[op]} takes these, "
+                "and under DDP, FSDP1 (FullyShardedDataParallel) and ZeroRedundancyOptimizer parameters are plain"
+            )

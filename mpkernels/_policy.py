@@ -13,11 +13,14 @@ _COMPUTE_DTYPES = {
     "mixed_bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
+_SHORT = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16", "fp32": "float32"}
 
 
 @dataclass(frozen=True)
 class Policy:
     """``"mixed_float16"``, ``"mixed_bfloat16"`` or ``"float32"``, and the autocast, scaler and weights that go with it.
+
+    ``"fp16"``, ``"bf16"`` and ``"fp32"`` are short for these.
 
     >>> policy = Policy("mixed_bfloat16")
     >>> with policy.autocast("cpu"): ...
@@ -26,8 +29,9 @@ class Policy:
     name: str
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _SHORT.get(self.name, self.name))
         if self.name not in _COMPUTE_DTYPES:
-            known = ", ".join(map(repr, _COMPUTE_DTYPES))
+            known = ", ".join(map(repr, (*_COMPUTE_DTYPES, *_SHORT)))
             raise ValueError(f"Policy: name must be one of {known}, got {self.name!r}")
 
     @classmethod

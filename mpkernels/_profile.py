@@ -31,19 +31,22 @@ class Profile:
         self._path, self._warmup = path, warmup
         self._profiler: Any = None
         self._depth = 0
+        self._batches = 0
         self.steps = 0  #: that were measured: batches after the warm-up
         self.samples = 0  #: in them: the first dimension of each batch's first tensor
         self.seconds = 0.0  #: that they took, to the device's end
         self.waited = 0.0  #: of these, seconds in which the loop waited for its next batch
 
     @property
-    def samples_per_second(self) -> float:
-        return self.samples / self.seconds if self.seconds else 0.0
+    def samples_per_second(self) -> float | None:
+        """None where nothing was measured: no batch came after the warm-up."""
+        return self.samples / self.seconds if self.seconds else None
 
     @property
-    def data_wait(self) -> float:
-        """The share of the time in which the loop waited for its next batch, from 0 to 1."""
-        return self.waited / self.seconds if self.seconds else 0.0
+    def data_wait(self) -> float | None:
+        """The share of the time in which the loop waited for its next batch, from 0 to 1. None where nothing was
+        measured."""
+        return self.waited / self.seconds if self.seconds else None
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The loader's batches, for the loop to run over, with a watch on how long each takes to come."""
@@ -58,6 +61,7 @@ class Profile:
                     batch = next(iterator)
                 except StopIteration:
                     return
+                self._batches += 1
                 if count >= self._warmup:
                     self.waited += time.perf_counter() - before
                     self.steps += 1
@@ -79,8 +83,10 @@ class Profile:
     def table(self, rows: int = 15) -> str:
         """Phases, throughput, and the ops that took most."""
         lines = [f"{phase:10}{ms:10.1f} ms" for phase, ms in self.phases().items()]
-        if self.steps:
+        if self.samples_per_second is not None:
             lines.append(f"{self.samples_per_second:,.1f} samples/s, {self.data_wait:.0%} of the time waiting for data")
+        elif self._batches:
+            lines.append(f"throughput was not measured: {self._batches} batches came, and warmup={self._warmup}")
         if self._profiler is not None:
             by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
             lines.append(self._profiler.key_averages().table(sort_by=by, row_limit=rows, max_name_column_width=40))

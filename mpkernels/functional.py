@@ -54,7 +54,7 @@ _activate = _glance.activator()
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu") -> Tensor:
-    """``activation(F.linear(x, weight, bias))``, computed in fp32, rounded once; one tensor is saved for backward.
+    """``activation(F.linear(x, weight, bias))``, computed in fp32, rounded once; saves for backward what torch would.
 
     ``activation``: none, relu, relu2 (its square), gelu, gelu_tanh, silu, sigmoid, tanh. Shapes, autocast and gradients
     are those of ``F.linear`` and the activation, to any order, also under torch.compile and torch.func. Weights in fp32

@@ -115,11 +115,11 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def step_was_skipped(self) -> Tensor | None:
-        """fp32, 0-dim, on the host: 1 if an inf or NaN has cost the last step that the device has come to the end of,
-        else 0. To ask waits for nothing. None as long as nothing is known, and where the last step has not looked. A
+        """A bool, 0-dim, on the host: whether an inf or NaN has cost the last step that the device has come to the end
+        of. To ask waits for nothing. None as long as nothing is known, and where the last step has not looked. A
         step under torch.compile doesn't tell, nor does it set grad_norm and skipped_steps: torch keeps no attribute
         that such a step sets."""
-        return self._was_skipped.read()
+        return None if (told := self._was_skipped.read()) is None else told > 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.defaults["differentiable"]:

@@ -65,6 +65,31 @@ def test_batches_that_differ_are_weighed(rows):
     assert_close(model.state_dict(), whole(2, batches, torch.optim.SGD, None).state_dict(), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.SGD, AdamW, lambda params, lr: AdamW(params, lr, max_norm=MAX_NORM)],
+    ids=["sgd", "ours", "clips"],
+)
+def test_it_hands_on_the_norm(kind, max_norm, scaled):
+    """That of the unscaled grads before clipping, of the group's last batch."""
+    model, twin, scaler = network(), network(), GradScaler("cpu", enabled=scaled, **INIT)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    for micro in accumulate([batch(seed) for seed in range(3)], 2, optimizer, scaler=scaler, max_norm=max_norm):
+        twin.load_state_dict(model.state_dict())
+        (loss_of(twin, micro.batch) * micro._share).backward()
+        micro.backward(loss_of(model, micro.batch))
+        norms_itself = isinstance(optimizer, AdamW) and (scaled or optimizer.max_norm is not None)
+        if micro.is_last and (max_norm is not None or norms_itself):
+            expected = torch.nn.utils.get_total_norm([it.grad for it in twin.parameters()])
+            assert_close(micro.grad_norm, expected, rtol=1e-4, atol=0)
+        else:
+            assert micro.grad_norm is None
+        if micro.is_last:
+            twin.zero_grad()
+
+
 def test_an_overflow_costs_the_group():
     model, scaler = network(), GradScaler("cpu", **INIT)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)

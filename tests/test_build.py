@@ -141,8 +141,9 @@ def test_the_build_installs_no_torch(built):
 
 def test_the_build_says_of_each_part_what_it_did(built):
     info = json.loads(ZipFile(built.wheel).read("mpkernels/_build_info.json"))
-    assert info.keys() == {"cpu", "cuda"}
-    for part, it in info.items():
+    assert info.keys() == {"sources", "cpu", "cuda"}
+    for part in ("cpu", "cuda"):
+        it = info[part]
         [outcome] = re.findall(f"mpkernels: {part.upper()} kernels: (.*)", built.said)
         what = f"left out: {it['left_out']}" if it["left_out"] else f"built for {', '.join(it['built_for'])} with"
         assert outcome.startswith(what)
@@ -183,9 +184,53 @@ def test_a_compile_error_is_shown_and_fails(checkout, tools):
 
 
 def test_without_the_library_it_warns_once_and_works(checkout):
+    shutil.rmtree(checkout / "csrc")  # or it would take the library of an installed mpkernels
     said = unscale_with(["reference"], checkout)
     assert said.count("RuntimeWarning: mpkernels") == 1
     assert f"{sys.executable} -m pip install -v -e ." in said
+
+
+INSTALLS = {"plain": ["."], "editable": ["-e", "."], "wheel": ["{wheel}"]}
+BENCHMARK = ("-m", "pytest", "-q", "benchmarks", "--benchmark-disable", "-k", "update_scale_")
+TEST = ("-m", "pytest", "-q", "tests/test_update_scale.py", "-k", "cpu-native", "--require=cpu-native")
+
+
+@pytest.fixture(params=INSTALLS)
+def installed(request, built, tools, tmp_path):
+    """A fresh clone, and a Python into which it was installed; what was compiled before is not compiled again."""
+    clone, venv = copy_checkout(tmp_path / "clone"), tmp_path / "venv"
+    shutil.copytree(built.tree / "build" / "native", clone / "build" / "native")
+    python("-m", "venv", "--without-pip", str(venv), cwd=tmp_path)
+    [packages] = venv.glob("lib/python*/site-packages")
+    (packages / "outside.pth").write_text("\n".join(path for path in sys.path if path.endswith("-packages")))
+    words = [word.format(wheel=built.wheel) for word in INSTALLS[request.param]]
+    pip = ("-m", "pip", f"--python={venv}/bin/python", "install", "--no-deps", "--no-build-isolation")
+    python(*pip, "--ignore-installed", *words, cwd=clone, **tools)
+    place = (clone if request.param == "editable" else packages) / "mpkernels"
+
+    def run(*words):
+        return attempt(f"{venv}/bin/python", *words, cwd=clone)
+
+    return clone, place / "_native.so", run
+
+
+def test_a_clone_runs_on_the_kernels_that_were_installed_from_it(installed):
+    """Its folder hides an installed package from all that is run in it."""
+    clone, library, run = installed
+    status, said = run("-W", "error", "-m", "mpkernels", "doctor", "--json")
+    assert status == 0, said
+    found = json.loads(said)
+    assert found["machine"]["library"] == str(library)
+    assert found["kernels"]["unscale_"]["cpu"] == ["native", "reference"]
+    for words in (BENCHMARK, TEST, ("-W", "error", "examples/quickstart.py")):
+        status, said = run(*words)
+        assert status == 0, said
+    with (clone / "csrc" / "unscale.h").open("a") as source:
+        source.write("\n// newer than what was built\n")
+    status, said = run("-W", "always", "-c", "import mpkernels; print(mpkernels.backends('unscale_', 'cpu'))")
+    assert status == 0, said
+    assert f"the compiled kernels in {library.parent} were built from other sources than those in {clone}/csrc" in said
+    assert said.endswith("['reference']\n")
 
 
 def test_readme_starts_from_an_empty_environment_and_ci_runs_its_commands():

@@ -48,6 +48,12 @@ def of_a_reader():
     }
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_files_that_prove_a_page_are_there(page):
+    named = re.findall(r"(?:tests|examples|csrc|docs|benchmarks)/[\w/]+\.\w+", page.read_text())
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
 @pytest.mark.parametrize("name", BLOCKS)
 def test_block(name, tmp_path, monkeypatch):
     page, number = BLOCKS[name]
@@ -65,3 +71,18 @@ def test_block(name, tmp_path, monkeypatch):
 
 def _casting(forward):
     return lambda self, x: forward(self, x if torch.is_autocast_enabled("cpu") else x.to(self.weight.dtype))
+
+
+def test_the_overflow_report_in_the_readme_is_what_its_call_prints():
+    readme = (ROOT / "README.md").read_text()
+    [call] = re.findall(r"`print\((scaler\.overflow_report\(.*?\))\)`", readme)
+    [sample] = re.findall(r"^```\n(The last step skipped.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+    optimizer, scaler = optim.AdamW(model.parameters()), amp.GradScaler("cpu", init_scale=16384.0)
+    scaler.scale(torch.ones(()))
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 3.7 * 16384)
+    model[2].weight.grad[0, 39] = float("inf")
+    scaler.step(optimizer)
+    scaler.update()
+    assert str(eval(call)) + "\n" == sample

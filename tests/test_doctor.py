@@ -1,6 +1,7 @@
 """``mpkernels doctor``, through the real command."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -8,7 +9,7 @@ import textwrap
 import pytest
 import torch
 
-from mpkernels import doctor
+from mpkernels import __version__, doctor
 from mpkernels.doctor import selftest
 from mpkernels.ops import _registry
 from mpkernels.ops._samples import SAMPLES
@@ -42,6 +43,30 @@ def test_prose_names_what_serves_each_op():
     assert all(op in run.stdout for op in SAMPLES)
     assert "agree with the reference" in run.stdout
     assert "cublasLt, which ends products in CUDA C++\n  " in run.stdout
+
+
+WITHOUT_TRITON = """
+import importlib.util, sys
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
+from mpkernels.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_what_is_missing_is_said_where_nothing_would_help():
+    run = mpkernels("doctor", code=WITHOUT_TRITON)
+    assert run.returncode == 0
+    assert "all is there" not in run.stdout
+    if not torch.cuda.is_available():
+        assert re.search(r"^  nothing that this machine can use; with a GPU: triton\b", run.stdout, re.MULTILINE)
+    else:
+        assert "  triton: for its kernels\n" in run.stdout + "\n"
+
+
+def test_the_version():
+    run = mpkernels("--version")
+    assert (run.returncode, run.stdout, run.stderr) == (0, f"mpkernels {__version__}\n", "")
 
 
 BROKEN = """
@@ -129,6 +154,8 @@ def test_advice_by_the_command(tmp_path):
             "no_such_module:model can't be had: ModuleNotFoundError: No module named 'no_such_module'",
         ),
         ("math:pi", "math:pi must be a torch.nn.Module or make one, got float"),
+        ("0x0", "MODEL's sizes must be above 0, got '0x0'"),
+        ("768x00", "MODEL's sizes must be above 0, got '768x00'"),
         ("--jason", "unrecognized arguments: --jason"),
     ],
 )

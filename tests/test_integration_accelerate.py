@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mpkernels.amp import to_mixed
+from mpkernels import memory_report
+from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
 from tests.networks import B16, batch, network, one_thread
 
@@ -80,6 +81,28 @@ def test_a_mixed_model_and_a_checkpoint(tmp_path):
     step(1)
     assert model[0].weight.dtype == B16
     assert_close([optimizer.state[it]["remainder"] for it in (model[0].weight, model[3].weight)], expected)
+
+
+def test_a_model_is_converted_and_converted_back_with_the_optimizer_that_accelerate_made():
+    accelerator, model = Accelerator(cpu=True), network()
+    inner = AdamW(model.parameters(), lr=LR)
+    optimizer = accelerator.prepare(inner)
+    accelerator.backward((model(batch(0)[0]) - batch(0)[1]).square().mean())
+    optimizer.step()
+    before = {name: it.clone() for name, it in model.state_dict().items()}
+    to_mixed(model, optimizer=optimizer)
+    assert model[0].weight.dtype == B16
+    report = memory_report(model, optimizer)
+    assert (
+        report.predicted["masters"]
+        == report.measured["masters"]
+        == 2 * sum(it.numel() for it in model.parameters() if it.dtype == B16)
+    )
+    to_full(model, optimizer)
+    assert_close(model.state_dict(), before, rtol=0, atol=0)
+    theirs = accelerator.prepare(torch.optim.AdamW(model.parameters()))
+    with pytest.raises(TypeError, match=r"^to_mixed: optimizer must be mpkernels.*, got torch\.optim\.adamw\.AdamW$"):
+        to_mixed(model, optimizer=theirs)
 
 
 @pytest.mark.parametrize("tells", [True, False])

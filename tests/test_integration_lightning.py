@@ -15,6 +15,7 @@ pytest.importorskip("lightning", reason="needs the extra integrations")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.plugins.precision import MixedPrecision as LightningsOwn
 
     from mpkernels.integrations.lightning import MixedPrecision
 
@@ -50,6 +51,7 @@ class Module(LightningModule):
 
 
 def fit(module, precision, tmp_path, clip=MAX_NORM, algorithm="norm", scaler=None, **options):
+    options.setdefault("plugins", [MixedPrecision(precision, "cpu", scaler)])
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     trainer = Trainer(
         accelerator="cpu",
@@ -59,7 +61,6 @@ def fit(module, precision, tmp_path, clip=MAX_NORM, algorithm="norm", scaler=Non
         enable_progress_bar=False,
         enable_model_summary=False,
         default_root_dir=tmp_path,
-        plugins=[MixedPrecision(precision, "cpu", scaler)],
         gradient_clip_val=clip,
         gradient_clip_algorithm=algorithm if clip else None,
         **options,
@@ -130,6 +131,17 @@ def test_the_scaler_is_ours_and_saved_with_the_checkpoint(tmp_path):
     trainer.save_checkpoint(tmp_path / "it.ckpt")
     saved = torch.load(tmp_path / "it.ckpt", weights_only=True)
     assert saved[type(plugin).__qualname__]["scale"] == plugin.scaler.get_scale()
+
+
+def test_without_the_plugin_adamw_clips_itself_and_lightning_refuses_to(tmp_path):
+    """It takes every optimizer that can unscale for one that will, also in bf16."""
+    own = {"plugins": [LightningsOwn("bf16-mixed", "cpu")]}
+    with pytest.raises(RuntimeError, match="AdamW, does not allow for gradient clipping"):
+        fit(Module(AdamW), "bf16-mixed", tmp_path, **own)
+    module = Module(AdamW, max_norm=MAX_NORM)
+    fit(module, "bf16-mixed", tmp_path, clip=None, **own)
+    model, _ = by_hand(B16, CLIPS["norm"])
+    assert_close(module.model.state_dict(), model.state_dict(), rtol=0, atol=LR / 20)
 
 
 def test_lightnings_own_refusals_stay():

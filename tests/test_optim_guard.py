@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import mpkernels
+from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
 
@@ -54,9 +55,34 @@ def test_the_guard_skips(dtype, bad):
     model[3].bias.grad[2] = bad
     optimizer.step()
     torch.testing.assert_close((model.state_dict(), states), before, rtol=0, atol=0)
-    assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item()) == (1.0, 1.0)
+    assert_bool(optimizer.step_was_skipped, True)
+    assert optimizer.skipped_steps.item() == 1.0
     train(model, optimizer, 1)
-    assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item()) == (0.0, 1.0)
+    assert_bool(optimizer.step_was_skipped, False)
+    assert optimizer.skipped_steps.item() == 1.0
+
+
+@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
+@pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
+def test_a_skip_is_a_bool_under_a_scaler_too(kind, dtype):
+    model, scaler = network(dtype), kind("cpu", init_scale=4.0)
+    optimizer = AdamW(model.parameters())
+    seen = []
+    for bad in (0.0, float("inf"), 0.0):
+        backward(model, 0, scaler.scale(torch.ones(())))
+        model[3].bias.grad[2] += bad
+        scaler.step(optimizer)
+        scaler.update()
+        for it in (optimizer, scaler) if kind is GradScaler else (optimizer,):
+            assert_bool(it.step_was_skipped, bad > 0)
+        seen.append(bool(optimizer.step_was_skipped))
+    assert seen == [False, True, False]
+
+
+def assert_bool(told, expected):
+    """0-dim, on the host."""
+    assert (told.dtype, told.shape, told.device.type) == (torch.bool, (), "cpu")
+    assert told.item() is expected
 
 
 def test_a_plain_fp32_step_looks_at_no_grad_first():

@@ -35,6 +35,19 @@ def test_a_policy_goes_with_autocast_scaler_and_weights(name, dtype, scales):
     assert not model[3].weight.equal(before)
 
 
+@pytest.mark.parametrize(
+    ("short", "name"), [("bf16", "mixed_bfloat16"), ("fp16", "mixed_float16"), ("fp32", "float32")]
+)
+def test_short_names(short, name):
+    assert Policy(short) == Policy(name)
+    assert (Policy(short).name, repr(Policy(short))) == (name, f"Policy(name='{name}')")
+    try:
+        set_global_policy(short)
+        assert global_policy().name == name
+    finally:
+        set_global_policy("float32")
+
+
 def test_the_global_policy():
     assert global_policy() == Policy("float32")
     try:

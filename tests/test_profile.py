@@ -113,12 +113,20 @@ def test_a_loop_that_ends_early_or_never_begins():
     with mpkernels.profile() as profile:
         for _ in profile.batches([]):
             raise AssertionError
-    assert (profile.samples_per_second, profile.data_wait) == (0.0, 0.0)
+    assert (profile.samples_per_second, profile.data_wait) == (None, None)
+    assert profile.table() == ""
     with mpkernels.profile(warmup=0) as profile:
         for _ in profile.batches([torch.ones(3)] * 5):
             break
     assert profile.steps == 1
     assert profile.samples_per_second > 0
+
+
+def test_a_loop_that_ends_within_the_warmup_has_measured_nothing():
+    with mpkernels.profile(warmup=20) as profile:
+        train(profile, steps=8)
+    assert (profile.steps, profile.samples_per_second, profile.data_wait) == (0, None, None)
+    assert profile.table() == "throughput was not measured: 8 batches came, and warmup=20"
 
 
 @pytest.mark.parametrize("warmup", [-1, 1.5])

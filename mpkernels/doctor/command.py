@@ -91,7 +91,7 @@ def _prose(found: Mapping[str, Any]) -> str:
             *(f"fell back {count} times: {why}" for why, count in found["cublasLt"]["fell back"].items()),
         ],
         "chosen by the selector, on this machine": _table(found["selector"]) or ["nothing yet"],
-        "to get more, install": found["to install"] or ["nothing: all is there"],
+        "to get more, install": found["to install"] or [machine.nothing_to_install()],
     }
     for name, advice in found["shapes"].items():
         of_one = [f"{it['where']}: {it['problem']}; {it['remedy']}" for it in advice]

@@ -1,7 +1,6 @@
 """What is there, what is not, and what would have to be installed."""
 
 import importlib.util
-import json
 import platform
 import shutil
 from typing import Any
@@ -23,6 +22,7 @@ def describe() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "gpu": _gpu(),
         "cuda of torch": torch.version.cuda or "none",
+        "library": str(_extension.LIBRARY or "none"),
         "nvcc": "on PATH" if shutil.which("nvcc") else "not on PATH",
     }
     return of_bench | more
@@ -38,11 +38,8 @@ def _gpu() -> str:
 
 def builds() -> dict[str, Any]:
     """What was compiled, for what, and what was left out and why."""
-    try:
-        info: dict[str, Any] = json.loads((_extension.LIBRARY.parent / "_build_info.json").read_text())
-    except (OSError, ValueError):
-        info = {}
-    return info if _extension.LIBRARY.exists() else {}
+    info = _extension.build_info(_extension.LIBRARY)
+    return {device: info[device] for device in DEVICES if device in info}
 
 
 def kernels() -> dict[str, dict[str, list[str]]]:
@@ -80,9 +77,18 @@ def chosen() -> dict[str, str]:
     return {case.removesuffix(suffix): name for case, name in kept.items() if case.endswith(suffix)}
 
 
+def nothing_to_install() -> str:
+    """Names what is missing and would serve a GPU, should this machine get one."""
+    missing = {"triton": importlib.util.find_spec("triton"), "nvcc": shutil.which("nvcc")}
+    missing |= {"a torch that is built for CUDA": torch.version.cuda or torch.version.hip}
+    if torch.cuda.is_available() or all(missing.values()):
+        return "nothing"
+    return f"nothing that this machine can use; with a GPU: {', '.join(name for name in missing if not missing[name])}"
+
+
 def to_install() -> list[str]:
     advice = []
-    if not _extension.LIBRARY.exists():
+    if _extension.LIBRARY is None:
         advice.append("a C++ compiler, then mpkernels again: without compiled kernels the slow reference runs")
     if torch.cuda.is_available():
         if builds().get("cuda", {}).get("left_out"):

@@ -66,5 +66,8 @@ def of_sizes(text: str) -> list[Advice] | None:
     """Of a layer that is given by its features, as in 768x50257. None where the text says something else."""
     if re.fullmatch(r"\d+(x\d+)+", text) is None:
         return None
-    each = (of_size(text, "size", int(size)) for size in text.split("x"))
+    sizes = [int(size) for size in text.split("x")]
+    if 0 in sizes:
+        raise ValueError(f"MODEL's sizes must be above 0, got {text!r}")
+    each = (of_size(text, "size", size) for size in sizes)
     return [it for it in each if it]

@@ -4,19 +4,18 @@
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
-import torch
 from lightning.pytorch.plugins.precision import MixedPrecision as _MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
-from mpkernels._autocast import machines_device
-from mpkernels.amp import GradScaler, clip_grad_norm_
+from mpkernels.amp import clip_grad_norm_
+from mpkernels.integrations.fabric import OurScaler
 
 
-class MixedPrecision(_MixedPrecision):
+class MixedPrecision(OurScaler, _MixedPrecision):
     """Lightning's, with our GradScaler, and with ``gradient_clip_val`` for optimizers that unscale within their step.
 
     For those Lightning refuses to clip (Lightning#15555): AdamW of ours, and torch's with fused=True. Here grads are
@@ -27,17 +26,6 @@ class MixedPrecision(_MixedPrecision):
         device: its type, for autocast; None is the machine's.
         scaler: of ``"16-mixed"``; None is ``mpkernels.amp.GradScaler()``.
     """
-
-    def __init__(
-        self,
-        precision: Literal["16-mixed", "bf16-mixed"],
-        device: str | None = None,
-        scaler: torch.amp.GradScaler | None = None,
-    ) -> None:
-        device = machines_device() if device is None else device
-        if scaler is None and precision == "16-mixed":
-            scaler = GradScaler(device)
-        super().__init__(precision, device, scaler)
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         def closure_and_unscale() -> Any:
