@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from mpkernels import _cast_cache
 from mpkernels._clip import clip_grad_norm_
 from mpkernels._params import params_of
+from mpkernels._processes import of_scaling
 
 
 class MicroBatch:
@@ -60,7 +61,8 @@ def accumulate(
     Args:
         model: if it is a DistributedDataParallel, grads are exchanged once for each group.
         scaler: scales the losses, steps the optimizer, and is updated.
-        max_norm: for ``mpkernels.amp.clip_grad_norm_``. ``mpkernels.optim.AdamW(max_norm=...)`` clips by itself.
+        max_norm: for ``mpkernels.amp.clip_grad_norm_``, with the process_group of AdamW or the scaler.
+            ``mpkernels.optim.AdamW(max_norm=...)`` clips by itself.
         weigh: what a batch's mean loss is a mean over (examples, tokens that count), where batches differ; None counts
             all the same. Batches of weight 0 come first in their group, and leave no grad.
     """
@@ -88,7 +90,9 @@ def _micro_batches(
         _cast_cache.clear()
         if max_norm is not None:
             scaler.unscale_(optimizer)
-            clip_grad_norm_(params_of(optimizer), max_norm)
+            processes = of_scaling(getattr(scaler, "_peers", None), optimizer)
+            group = None if processes is None else processes.group
+            clip_grad_norm_(params_of(optimizer), max_norm, process_group=group)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkernels._params import by_device, params_of, refuse_sharded
+from mpkernels._processes import Processes, has_fsdp_parts, of_scaling, refuse_fsdp_parts
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
 
@@ -37,6 +38,17 @@ def look(grads: Grads, scale: Tensor) -> FoundInf:
 def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
     there = [found_inf.to(device, non_blocking=True) for found_inf in found_infs]
     return {device: there[0] if len(there) == 1 else torch.stack(there).amax()} if there else {}
+
+
+def of_all(scalers: Processes | None, optimizer: Optimizer, found_infs: FoundInf, scale: Tensor) -> FoundInf:
+    """Whether they do in any process, of the scaler's or the optimizer's."""
+    processes = of_scaling(scalers, optimizer)
+    if processes is None:
+        if has_fsdp_parts(params_of(optimizer)):
+            refuse_fsdp_parts("GradScaler")
+        return found_infs
+    _, found_inf = processes.agree([scale], None, sum(found_infs.values()))
+    return {found_inf.device: found_inf}
 
 
 def first_device(optimizer: Optimizer) -> torch.device | None:
