@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from mpkernels import _cast_cache
 from mpkernels._clip import clip_grad_norm_
+from mpkernels._found_inf import given_peers
 from mpkernels._params import params_of
-from mpkernels._processes import of_scaling
 
 
 class MicroBatch:
@@ -90,7 +90,7 @@ def _micro_batches(
         _cast_cache.clear()
         if max_norm is not None:
             scaler.unscale_(optimizer)
-            processes = of_scaling(getattr(scaler, "_peers", None), optimizer)
+            processes = given_peers(scaler, optimizer)
             group = None if processes is None else processes.group
             clip_grad_norm_(params_of(optimizer), max_norm, process_group=group)
         scaler.step(optimizer)

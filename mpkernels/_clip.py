@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels import _fsdp
 from mpkernels._params import by_device, real, refuse_sharded
-from mpkernels._processes import Processes, given, has_fsdp_parts, refuse_fsdp_parts
+from mpkernels._processes import Processes, given
 from mpkernels.ops import grad_stats, unscale_
 
 
@@ -50,9 +51,7 @@ def clip_grad_norm_(
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
     grads = [param.grad for param in params if param.grad is not None]
     max_norm, norm_type = float(max_norm), float(norm_type)
-    processes = given("clip_grad_norm_", process_group)
-    if processes is None and has_fsdp_parts(params):
-        refuse_fsdp_parts("clip_grad_norm_")
+    processes = given("clip_grad_norm_", process_group) or _fsdp.peers_of("clip_grad_norm_", params, for_norm=True)
     if not grads and processes is None:
         return torch.tensor(0.0)
     refuse_sharded("clip_grad_norm_", "grads", grads)

@@ -1,7 +1,7 @@
 """Processes that hold a part of the grads each: they clip by one norm, and skip the same steps."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ class Processes:
         """Of all processes: the sum of squares, and 1 if one has found an inf or NaN. Each must come here, also one
         without grads; params only tell where to sum. The host waits for no device."""
         there = self.device_of(params)
-        sums = torch.stack([_number(0.0 if it is None else it, there) for it in (total_sumsq, found_inf)])
+        nothing = torch.zeros((), dtype=torch.float64, device=there)
+        sums = torch.stack([nothing if it is None else _number(it, there) for it in (total_sumsq, found_inf)])
         distributed.all_reduce(sums, group=self.group)
         return sums[0], sums[1].clamp(max=1).float()  # torch's optimizers take any other number than 1 for 0
 
@@ -77,9 +78,9 @@ class TakesScale:
         return True
 
 
-def of_step(optimizer: Any) -> Processes | None:
-    """Those of the optimizer, of our scaler, or of torch's ShardedGradScaler, whose grads may be DDP's: no parts."""
-    given: Processes | None = optimizer._peers or getattr(optimizer, "peers", None)
+def of_scaler(optimizer: Any) -> Processes | None:
+    """Those of our scaler, or of torch's ShardedGradScaler, whose grads may be DDP's: no parts."""
+    given: Processes | None = getattr(optimizer, "peers", None)
     if given is not None or not hasattr(optimizer, "found_inf"):
         return given
     scaler, sharded = optimizer._scaler, sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
@@ -93,27 +94,6 @@ def hand_back(optimizer: Any, found_inf: Tensor) -> None:
     scaler, optimizer._scaler = optimizer._scaler, None
     if scaler is not None and hasattr(optimizer, "found_inf"):
         scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
-
-
-def of_scaling(scalers: Processes | None, optimizer: Any) -> Processes | None:
-    """Those that are to share the verdict on an optimizer's grads: a scaler's, or the optimizer's own."""
-    own = getattr(optimizer, "_peers", None)
-    own = own if isinstance(own, Processes) else None
-    if scalers is not None and own is not None and scalers.group is not own.group:
-        raise ValueError("GradScaler: process_group must be that of the optimizer, got another one")
-    return scalers or own
-
-
-def has_fsdp_parts(params: Iterable[Tensor]) -> bool:
-    """FSDP1 leaves a part of the parameters to each process, and parts look like any tensor."""
-    return are_several() and any(getattr(param, "_fsdp_flattened", False) for param in params)
-
-
-def refuse_fsdp_parts(op: str) -> None:
-    raise ValueError(
-        f"{op}: process_group must be given for parameters of which FSDP leaves a part to each process, got None; "
-        "it is the process_group of the FullyShardedDataParallel"
-    )
 
 
 def are_several() -> bool:

@@ -7,9 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels import _processes
+from mpkernels import _fsdp
+from mpkernels._adamw_state import needs_master
 from mpkernels._adamw_table import Table
 from mpkernels._params import sum_of
+from mpkernels._processes import Processes, hand_back, of_scaler
 from mpkernels.ops import adamw
 
 
@@ -33,23 +35,21 @@ def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = Non
 
 
 def on(optimizer: Any, tables: Sequence[Table], params: Sequence[Tensor], grads: list[Any]) -> Verdict:
-    processes, grad_scale = _processes.of_step(optimizer), getattr(optimizer, "grad_scale", None)
-    if not tables and processes is None:
-        return Verdict()
+    grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     found_inf: Any = getattr(optimizer, "found_inf", None)
-    guarded = is_guarded(optimizer, any(table.has_16_bit_parameters for table in tables), found_inf)
-    if not guarded and found_inf is None:
+    has_16_bit = any(map(needs_master, params) if optimizer._has_parts else (it.has_16_bit_parameters for it in tables))
+    guarded = is_guarded(optimizer, has_16_bit, found_inf)
+    processes = _processes_of(optimizer, params) if guarded or found_inf is not None else None
+    if (not tables and processes is None) or (not guarded and found_inf is None):
         return Verdict(grad_scale)
-    if optimizer._has_fsdp_parts and (processes is None or not (processes.holds_parts or optimizer.max_norm is None)):
-        _processes.refuse_fsdp_parts("AdamW")
     comes_inside = guarded and processes is None and len(tables) == 1 and tables[0].can_look_at_grads()
     total_sumsq = None
     if guarded and not comes_inside:
-        total_sumsq, found_inf = _look(tables, grads, found_inf)
+        total_sumsq, found_inf = _look(tables, params, grads, found_inf)
     if processes is not None:
         sumsq_of_all, found_inf = processes.agree(params, total_sumsq, found_inf)
         total_sumsq = sumsq_of_all if guarded and processes.holds_parts else total_sumsq
-        _processes.hand_back(optimizer, found_inf)
+        hand_back(optimizer, found_inf)
     told = _start_telling(optimizer, tables[0].device if tables else found_inf.device)
     verdict = Verdict(grad_scale, found_inf, total_sumsq, told, guarded, comes_inside)
     if not tables:
@@ -57,12 +57,22 @@ def on(optimizer: Any, tables: Sequence[Table], params: Sequence[Tensor], grads:
     return verdict
 
 
-def _look(tables: Sequence[Table], grads: list[Any], found_inf: Tensor | None) -> tuple[Tensor, Tensor]:
-    """found_inf: a scaler's."""
-    nothing = torch.zeros((), dtype=torch.float64)
+def _processes_of(optimizer: Any, params: Sequence[Tensor]) -> Processes | None:
+    found: Processes | None = optimizer._peers
+    if found is None and optimizer._has_parts:
+        found = _fsdp.peers_of("AdamW", params, optimizer.max_norm is not None)
+    return found or of_scaler(optimizer)
+
+
+def _look(
+    tables: Sequence[Table], params: Sequence[Tensor], grads: list[Any], found_inf: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of squares and found_inf of all devices; the latter with a scaler's."""
+    if not tables:
+        return torch.zeros((), dtype=torch.float64, device=params[0].device if params else "cpu"), found_inf
     stats = [table.stats(grads) for table in tables]
     found_infs = [each.found_inf for each in stats] + ([] if found_inf is None else [found_inf])
-    return sum_of([each.total_sumsq for each in stats] or [nothing]), sum_of(found_infs or [nothing])
+    return sum_of([each.total_sumsq for each in stats]), sum_of(found_infs)
 
 
 def _start_telling(optimizer: Any, device: torch.device) -> Tensor:

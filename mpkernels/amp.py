@@ -118,7 +118,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         grads = _found_inf.grads_of(optimizer)
         found_infs = _found_inf.unscale_(grads, inv_scale)  # allow_fp16 or not
-        found_infs = _found_inf.of_all(self._peers, optimizer, found_infs, inv_scale)
+        found_infs = _found_inf.of_all(_found_inf.peers_of(self, optimizer), found_infs, inv_scale)
         self._note(optimizer, grads, found_infs, unscaled=True)
         return found_infs
 
@@ -130,7 +130,7 @@ class GradScaler(torch.amp.GradScaler):
         if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's, that may know of other ranks
             for device, found_inf in super()._check_inf_per_device(optimizer).items():
                 found_infs[device] = torch.maximum(found_inf, found_infs.get(device, found_inf))
-        found_infs = _found_inf.of_all(self._peers, optimizer, found_infs, scale)
+        found_infs = _found_inf.of_all(_found_inf.peers_of(self, optimizer), found_infs, scale)
         self._note(optimizer, grads, found_infs, unscaled=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs
@@ -173,7 +173,7 @@ class GradScaler(torch.amp.GradScaler):
     def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         _attributes(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
         preset, device = getattr(optimizer, "grad_scale", None), _found_inf.first_device(optimizer)
-        if (peers := _processes.of_scaling(self._peers, optimizer)) is not None:
+        if (peers := _found_inf.peers_of(self, optimizer)) is not None:
             optimizer.peers, device = peers, device or self._check_scale_growth_tracker("step")[0].device
         optimizer.grad_scale = self._scale if preset is None else self._scale * preset
         # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.

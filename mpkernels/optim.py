@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mpkernels import _adamw_checkpoint, _adamw_state, _processes, _verdict, _zero
+from mpkernels import _adamw_checkpoint, _adamw_state, _fsdp, _processes, _verdict, _zero
 from mpkernels._adamw_table import Fingerprint, Table
 from mpkernels._find_nonfinite import find_nonfinite
 from mpkernels._gradient_release import GradientRelease
@@ -206,7 +206,7 @@ class AdamW(torch.optim.AdamW):
     def _new_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
         """One for each device, of the parameters that have a grad; each of those then has a state."""
         refuse_sharded("AdamW", "params", params)
-        self._has_fsdp_parts = _processes.has_fsdp_parts(params)
+        self._has_parts = _fsdp.has_parts(params)
         group_of = [group for group in self.param_groups for _ in group["params"]]
         places = [i for i, grad in enumerate(grads) if grad is not None]
         for i in places:
@@ -244,7 +244,7 @@ class AdamW(torch.optim.AdamW):
         know all the grads (``max_norm``, the guard, a ``scaler``, which has to be named here), they are kept until then
         in 16 bits: those of fp32 parameters as bf16, which on CUDA takes our GradScaler. With several backwards before
         a step, all but the last go under ``with release.accumulate():``. Not with DistributedDataParallel, which sums
-        up grads later.
+        up grads later: the first backward then raises, as this does with FSDP.
         """
         if self.defaults["differentiable"]:
             raise ValueError("AdamW: release_grads needs differentiable=False")
