@@ -80,12 +80,11 @@ class TakesScale:
 
 def of_scaler(optimizer: Any) -> Processes | None:
     """Those of our scaler, or of torch's ShardedGradScaler, whose grads may be DDP's: no parts."""
-    given: Processes | None = getattr(optimizer, "peers", None)
-    if given is not None or not hasattr(optimizer, "found_inf"):
+    scaler = optimizer._scaler if hasattr(optimizer, "found_inf") else None
+    given: Processes | None = getattr(optimizer, "peers", None) or getattr(scaler, "_peers", None)
+    sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
+    if given is not None or sharded is None or not isinstance(scaler, sharded.ShardedGradScaler):
         return given
-    scaler, sharded = optimizer._scaler, sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
-    if sharded is None or not isinstance(scaler, sharded.ShardedGradScaler):
-        return None
     return Processes(scaler.process_group or distributed.group.WORLD, holds_parts=False)
 
 
