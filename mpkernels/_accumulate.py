@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mpkernels import _cast_cache
 from mpkernels._clip import clip_grad_norm_
+from mpkernels._found_inf import given_peers
 from mpkernels._params import params_of, unwrapped
 
 
@@ -70,8 +71,9 @@ def accumulate(
     Args:
         model: if it is a DistributedDataParallel, grads are exchanged once for each group.
         scaler: scales the losses, steps the optimizer, and is updated.
-        max_norm: for ``mpkernels.amp.clip_grad_norm_``. ``mpkernels.optim.AdamW(max_norm=...)`` clips by itself.
-            ``micro.grad_norm`` of a group's last batch is then the norm.
+        max_norm: for ``mpkernels.amp.clip_grad_norm_``, with the process_group of AdamW or the scaler.
+            ``mpkernels.optim.AdamW(max_norm=...)`` clips by itself. ``micro.grad_norm`` of a
+            group's last batch is then the norm.
         weigh: what a batch's mean loss is a mean over (examples, tokens that count), where batches differ; None counts
             all the same. Batches of weight 0 come first in their group, and leave no grad.
     """
@@ -100,7 +102,9 @@ def _micro_batches(
         norm: Tensor | None = None
         if max_norm is not None:
             scaler.unscale_(optimizer)
-            norm = clip_grad_norm_(params_of(optimizer), max_norm)
+            processes = given_peers(scaler, optimizer)
+            group = None if processes is None else processes.group
+            norm = clip_grad_norm_(params_of(optimizer), max_norm, process_group=group)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

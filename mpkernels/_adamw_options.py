@@ -55,3 +55,5 @@ def _check_differentiable(optimizer: Any, group: dict[str, Any]) -> None:
         raise ValueError("AdamW: differentiable=True takes fp32 parameters alone, got 16-bit ones")
     if optimizer.max_norm is not None or optimizer.guard or group["state_dtype"] != torch.float32:
         raise ValueError("AdamW: differentiable=True is torch's own step, without max_norm, guard and state_dtype")
+    if optimizer._peers is not None:
+        raise ValueError("AdamW: differentiable=True is torch's own step, without process_group")

@@ -4,11 +4,14 @@ import types
 import warnings
 from collections.abc import Iterable, Sequence
 from functools import reduce
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from mpkernels import _fsdp
 from mpkernels._params import by_device, real, refuse_sharded
+from mpkernels._processes import Processes, given
 from mpkernels.ops import grad_stats, unscale_
 
 
@@ -19,6 +22,8 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
+    *,
+    process_group: Any = None,
 ) -> Tensor:
     """``torch.nn.utils.clip_grad_norm_``, without its two traps.
 
@@ -32,6 +37,8 @@ def clip_grad_norm_(
     Args:
         parameters, max_norm, norm_type, error_if_nonfinite: as torch has them.
         foreach: changes nothing: any list is scaled at once.
+        process_group: of processes that hold a part of the grads each, as under FSDP1: clips by the norm of all. Every
+            process has to call it, also one without grads.
 
     Returns:
         The norm before clipping: fp32, or fp64 where a grad is.
@@ -44,11 +51,12 @@ def clip_grad_norm_(
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
     grads = [param.grad for param in params if param.grad is not None]
     max_norm, norm_type = float(max_norm), float(norm_type)
-    if not grads:
+    processes = given("clip_grad_norm_", process_group) or _fsdp.peers_of("clip_grad_norm_", params, for_norm=True)
+    if not grads and processes is None:
         return torch.tensor(0.0)
     refuse_sharded("clip_grad_norm_", "grads", grads)
     numbers = _real(grads)
-    norm = _norm(numbers if norm_type == 2 else grads, norm_type)
+    norm = _norm(numbers if norm_type == 2 else grads, norm_type, params, processes)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from "
@@ -61,17 +69,21 @@ def clip_grad_norm_(
     return norm
 
 
-def _norm(grads: Sequence[Tensor], norm_type: float) -> Tensor:
-    """On the device of the first."""
-    device, dtype = grads[0].device, reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
+def _norm(grads: Sequence[Tensor], norm_type: float, params: Sequence[Tensor], processes: Processes | None) -> Tensor:
+    """On the device of the first, or where processes agree; params: tell where."""
+    device = grads[0].device if grads else torch.device("cpu")
+    dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32).to_real()
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2:
         of_devices = by_device(grads, grads).values()
         sums = [grad_stats(of_device).total_sumsq.to(device, non_blocking=True) for of_device in of_devices]
-        return torch.stack(sums).sum().sqrt().to(dtype)
+        sumsq = torch.stack(sums or [nothing]).sum()
+        if processes is not None:
+            sumsq, _ = processes.agree(params, sumsq, None)
+        return sumsq.sqrt().to(dtype)
     norms = [_wide_norm(grad, norm_type).to(device, non_blocking=True) for grad in grads if grad.numel() > 0]
-    of_all = torch.stack(norms or [torch.zeros((), dtype=torch.float64, device=device)])
-    total: Tensor = torch.linalg.vector_norm(of_all, norm_type)
-    return total.to(dtype.to_real())
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [nothing]), norm_type)
+    return (total if processes is None else processes.norm(params, total, norm_type)).to(dtype)
 
 
 def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:

@@ -1,10 +1,14 @@
 """Whether an optimizer's grads hold an inf or NaN, told on the device of the scale."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkernels import _fsdp
 from mpkernels._params import by_device, params_of, refuse_sharded
+from mpkernels._processes import Processes
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
 
@@ -37,6 +41,27 @@ def look(grads: Grads, scale: Tensor) -> FoundInf:
 def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
     there = [found_inf.to(device, non_blocking=True) for found_inf in found_infs]
     return {device: there[0] if len(there) == 1 else torch.stack(there).amax()} if there else {}
+
+
+def given_peers(scaler: Any, optimizer: Any) -> Processes | None:
+    """The processes that skip its steps together, as the user says of either."""
+    both = [getattr(it, "_peers", None) for it in (scaler, optimizer)]
+    ours, own = (it if isinstance(it, Processes) else None for it in both)  # others may answer anything
+    if ours is not None and own is not None and ours.group is not own.group:
+        raise ValueError("GradScaler: process_group must be that of the optimizer, got another one")
+    return ours or own
+
+
+def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
+    return given_peers(scaler, optimizer) or _fsdp.peers_of("GradScaler", params_of(optimizer))
+
+
+def of_all(processes: Processes | None, found_infs: FoundInf, scale: Tensor) -> FoundInf:
+    """Whether they do in any process."""
+    if processes is None:
+        return found_infs
+    _, found_inf = processes.agree([scale], None, sum(found_infs.values()))
+    return {found_inf.device: found_inf}
 
 
 def first_device(optimizer: Optimizer) -> torch.device | None:

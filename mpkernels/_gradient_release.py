@@ -6,6 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mpkernels import _ddp
+
 Release = Callable[[Tensor], None]
 
 
@@ -19,12 +21,19 @@ class GradientRelease:
         self._params = [param for param, _ in releases]
         self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
         self._is_accumulating = False
+        if any(getattr(param, "_fsdp_flattened", False) for param in self._params):
+            raise ValueError("AdamW.release_grads: params must not be FSDP's, which frees grads itself; leave it out")
+        _ddp.watch()
+        self._wrappers = 0  # that were made when it was last known that none of them has these parameters
         self._hooks = [
             param.register_post_accumulate_grad_hook(self._hook(release or _narrow)) for param, release in releases
         ]
 
     def _hook(self, release: Release) -> Release:
         def after_accumulation(param: Tensor) -> None:
+            if self._wrappers != _ddp.made():
+                _ddp.refuse("AdamW.release_grads", self._params)
+                self._wrappers = _ddp.made()
             if not self._is_accumulating:
                 release(param)
 

@@ -113,7 +113,8 @@ class Ledgers:
         """If an inf or NaN was found. grads: of each device, parameters and their grads."""
         for device, (params, of_params) in grads.items():
             report = self._entries[id(optimizer)].ledger.report_for(params, device, partial(params_of, optimizer))
-            (found_inf,) = (it.to(device, non_blocking=True) for it in found_infs.values())
+            there = [it.reshape(()).to(device, non_blocking=True) for it in found_infs.values()]
+            found_inf = there[0] if len(there) == 1 else torch.stack(there).amax()
             overflow_(of_params, found_inf, scale.to(device, non_blocking=True), unscaled, report)
 
     def count(self, states: Mapping[int, Mapping[str, Any]], overflows: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch.amp import custom_bwd, custom_fwd, is_autocast_available
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from mpkernels import _found_inf, _scaling
+from mpkernels import _found_inf, _processes, _scaling
 from mpkernels._accumulate import accumulate
 from mpkernels._autocast import autocast, machines_device
 from mpkernels._clip import clip_grad_norm_
@@ -39,7 +39,7 @@ __all__ = [
 ]
 
 
-_HANDED_OVER = ("grad_scale", "found_inf", "told")  # what an optimizer holds of a scaler's during a step
+_HANDED_OVER = ("grad_scale", "found_inf", "told", "peers")  # what an optimizer holds of a scaler's during a step
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -57,6 +57,8 @@ class GradScaler(torch.amp.GradScaler):
         min_scale, max_scale: how far a dynamic scale may back off and grow.
         hysteresis: how many overflows in a row it takes for a dynamic scale to back off; from then on, each further one
             in that row makes it back off again.
+        process_group: of processes that hold a part of the grads each, as under FSDP1: an inf or NaN in one costs the
+            step in all, so that their scales stay the same. One of AdamW is enough for both.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: float = 0.0,
         max_scale: float = math.inf,
         hysteresis: int = 1,
+        process_group: Any = None,
     ) -> None:
         of_torch = init_scale, growth_factor, backoff_factor, growth_interval
         beyond = min_scale, max_scale, hysteresis
@@ -83,7 +86,7 @@ class GradScaler(torch.amp.GradScaler):
         self._init_overflows = [0, 0]  # in a row, in all
         self._overflows: Tensor | None = None
         self._was_skipped = Late()
-        self._ledgers = Ledgers()
+        self._ledgers, self._peers = Ledgers(), _processes.given("GradScaler", process_group)
         if self._scaling != "dynamic":
             self._growth_factor = self._backoff_factor = 1.0
         if schedule is not None:
@@ -115,6 +118,7 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         grads = _found_inf.grads_of(optimizer)
         found_infs = _found_inf.unscale_(grads, inv_scale)  # allow_fp16 or not
+        found_infs = _found_inf.of_all(_found_inf.peers_of(self, optimizer), found_infs, inv_scale)
         self._note(optimizer, grads, found_infs, unscaled=True)
         return found_infs
 
@@ -126,6 +130,7 @@ class GradScaler(torch.amp.GradScaler):
         if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's, that may know of other ranks
             for device, found_inf in super()._check_inf_per_device(optimizer).items():
                 found_infs[device] = torch.maximum(found_inf, found_infs.get(device, found_inf))
+        found_infs = _found_inf.of_all(_found_inf.peers_of(self, optimizer), found_infs, scale)
         self._note(optimizer, grads, found_infs, unscaled=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs
@@ -168,6 +173,8 @@ class GradScaler(torch.amp.GradScaler):
     def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         _attributes(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
         preset, device = getattr(optimizer, "grad_scale", None), _found_inf.first_device(optimizer)
+        if (peers := _found_inf.peers_of(self, optimizer)) is not None:
+            optimizer.peers, device = peers, device or self._check_scale_growth_tracker("step")[0].device
         optimizer.grad_scale = self._scale if preset is None else self._scale * preset
         # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
         told = optimizer.told = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mpkernels import _adamw_checkpoint, _adamw_options, _adamw_state
+from mpkernels import _adamw_checkpoint, _adamw_options, _adamw_state, _fsdp, _processes, _verdict, _zero
 from mpkernels._adamw_masters import Followed, give, needs_master
 from mpkernels._adamw_table import Fingerprint, Table
 from mpkernels._find_nonfinite import find_nonfinite
@@ -16,7 +16,8 @@ from mpkernels._gradient_release import GradientRelease
 from mpkernels._late import Late
 from mpkernels._overflow_ledger import Ledger
 from mpkernels._overflow_report import OverflowReport
-from mpkernels._params import by_device, group_of, params_of, put_on, refuse_sharded, refuse_sparse, sum_of
+from mpkernels._params import by_device, group_of, params_of, put_on, refuse_sharded, refuse_sparse
+from mpkernels._processes import Processes
 
 __all__ = ["AdamW"]
 
@@ -37,16 +38,17 @@ class AdamW(torch.optim.AdamW):
         state_dtype: of both moments: ``torch.float32``, ``torch.bfloat16`` or ``torch.int8``, a byte each with
             an fp32 scale for 256 of them (csrc/int8.h states the error). fp64 and complex parameters keep full moments.
             A group may have its own.
-        max_norm: clips the global norm of the grads, as this process has them, inside the step, as ``clip_grad_norm_``
-            would.
-        guard: skips a step whose grads hold an inf or NaN, also without a scaler. None: on where ``max_norm`` is given
-            or a parameter has 16 bits. Under a scaler such steps are skipped, whatever it is.
+        max_norm: clips the global norm of the grads inside the step, as ``clip_grad_norm_`` would.
+        guard: skips a step whose grads hold an inf or NaN, also without a scaler. None: on where ``max_norm`` or
+            ``process_group`` is given or a parameter has 16 bits. Under a scaler they are skipped, whatever it is.
+        process_group: of processes that hold a part of the grads each, as under FSDP1: they clip by the norm of all,
+            and skip together. Not for DistributedDataParallel, where each process has all of them.
     """
 
-    _step_supports_amp_scaling = (
-        True  # torch's GradScaler hands over its scale and found_inf and leaves the grads alone
-    )
+    _step_supports_amp_scaling = _processes.TakesScale()  # torch's GradScaler hands over its scale and found_inf
     _finds_inf = True  # ours hands over its scale and `told`, where it then reads whether a step was skipped
+    _peers: Processes | None = None  # that hold other parts of the grads
+    _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
 
     def __init__(
         self,
@@ -66,9 +68,12 @@ class AdamW(torch.optim.AdamW):
         state_dtype: torch.dtype = torch.float32,
         max_norm: float | None = None,
         guard: bool | None = None,
+        process_group: Any = None,
     ) -> None:
         _adamw_options.check_global(max_norm, guard)
         self.master, self.state_dtype, self.max_norm, self.guard = master, state_dtype, max_norm, guard
+        self._peers = _processes.given("AdamW", process_group)
+        _zero.follow()
         #: fp32, 0-dim, on the device: the norm of the last step's unscaled grads; None where nothing asked for it
         self.grad_norm: Tensor | None = None
         #: fp32, 0-dim, on the device: steps that an inf or NaN has cost so far
@@ -154,36 +159,28 @@ class AdamW(torch.optim.AdamW):
         if not is_seen:
             grads = [param.grad for param in params]
         tables = self._tables if is_seen else self._up_to_date_tables(params, grads)
-        grad_scale: Tensor | None = getattr(self, "grad_scale", None)
-        found_inf: Tensor | None = getattr(self, "found_inf", None) if tables else None
-        guarded, total_sumsq = self._is_guarded(found_inf, tables), None
-        looks_inside = guarded and len(tables) == 1 and tables[0].can_look_at_grads()
-        if guarded and not looks_inside:
-            stats = [table.stats(grads) for table in tables]
-            total_sumsq = sum_of([each.total_sumsq for each in stats])
-            found_inf = sum_of([each.found_inf for each in stats] + ([] if found_inf is None else [found_inf]))
-        told = self._start_telling(tables[0].device) if guarded or found_inf is not None else None
+        verdict = _verdict.on(self, tables, params, grads)
         for i, table in enumerate(tables):
             table.step(
                 grads,
-                grad_scale=put_on(table.device, grad_scale),
-                found_inf=put_on(table.device, found_inf),
-                total_sumsq=put_on(table.device, total_sumsq),
+                grad_scale=put_on(table.device, verdict.grad_scale),
+                found_inf=put_on(table.device, verdict.found_inf),
+                total_sumsq=put_on(table.device, verdict.total_sumsq),
                 max_norm=self.max_norm,
-                told=told if i == 0 else None,
-                skipped_steps=self.skipped_steps if i == 0 and told is not None else None,
-                guarded=looks_inside,
+                told=verdict.told if i == 0 else None,
+                skipped_steps=self.skipped_steps if i == 0 and verdict.told is not None else None,
+                guarded=verdict.comes_inside,
                 is_seen=is_seen,
             )
         if torch.compiler.is_compiling():
             return
         if has_copies:
             self._followed = Followed.after_step(params, self.state)
-        self.grad_norm = told[0] if told is not None and guarded else None
-        if told is None:
+        self.grad_norm = verdict.told[0] if verdict.told is not None and verdict.has_norm else None
+        if verdict.told is None:
             self._was_skipped.forget()
         else:
-            self._was_skipped.send(told[1])
+            self._was_skipped.send(verdict.told[1])
 
     def _up_to_date_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
         if torch.compiler.is_compiling():
@@ -199,6 +196,7 @@ class AdamW(torch.optim.AdamW):
     def _new_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
         """One for each device, of the parameters that have a grad; each of those then has a state."""
         refuse_sharded("AdamW", "params", params)
+        self._has_parts = _fsdp.has_parts(params)
         group_of = [group for group in self.param_groups for _ in group["params"]]
         places = [i for i, grad in enumerate(grads) if grad is not None]
         for i in places:
@@ -214,22 +212,6 @@ class AdamW(torch.optim.AdamW):
         give(state, param, group["master"])  # of a loaded master; or the model may have turned 16-bit meanwhile
         state["step"] = state["step"].to(torch.float32)  # which a user may have set
         return state
-
-    def _start_telling(self, device: torch.device) -> Tensor:
-        if not torch.compiler.is_compiling():
-            if self.skipped_steps is None:
-                self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
-            self.skipped_steps = self.skipped_steps.to(device)
-        told: Tensor | None = getattr(self, "told", None)
-        return torch.empty(2, dtype=torch.float32, device=device) if told is None else told
-
-    def _is_guarded(self, found_inf: Tensor | None, tables: list[Table]) -> bool:
-        """Whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
-        if not tables:
-            return False
-        if self.max_norm is not None or self.guard or getattr(self, "told", None) is not None:
-            return True
-        return self.guard is None and found_inf is None and any(table.has_16_bit_parameters for table in tables)
 
     def overflow_report(self, model: Module | None = None, found: find_nonfinite | None = None) -> OverflowReport:
         """As ``GradScaler.overflow_report``, also without a scaler: the guard's skips."""
@@ -253,12 +235,11 @@ class AdamW(torch.optim.AdamW):
         know all the grads (``max_norm``, the guard, a ``scaler``, which has to be named here), they are kept until then
         in 16 bits: those of fp32 parameters as bf16, which on CUDA takes our GradScaler. With several backwards before
         a step, all but the last go under ``with release.accumulate():``. Not with DistributedDataParallel, which sums
-        up grads later.
+        up grads later: the first backward then raises, as this does with FSDP.
         """
         if self.defaults["differentiable"]:
             raise ValueError("AdamW: release_grads needs differentiable=False")
-        has_16_bit_parameters = any(map(needs_master, params_of(self)))
-        is_guarded = bool(self.max_norm or self.guard) or (self.guard is None and has_16_bit_parameters)
+        is_guarded = _verdict.is_guarded(self, any(map(needs_master, params_of(self))))
         waits = is_guarded or (scaler is not None and scaler.is_enabled())
         if self._release is not None:
             self._release.remove()
@@ -294,4 +275,4 @@ class AdamW(torch.optim.AdamW):
         self._start_afresh()
 
 
-_OWN = ("master", "state_dtype", "max_norm", "guard", "grad_norm", "skipped_steps")
+_OWN = ("master", "state_dtype", "max_norm", "guard", "_peers", "grad_norm", "skipped_steps")

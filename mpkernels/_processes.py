@@ -1,0 +1,100 @@
+"""Processes that hold a part of the grads each: they clip by one norm, and skip the same steps."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+
+class Processes:
+    """A process group, which agrees on what all its grads are like. Copies share it."""
+
+    def __init__(self, group: Any, holds_parts: bool = True, device: torch.device | None = None) -> None:
+        """holds_parts: whether each process has a part of the grads, so that squares add up; else they only skip
+        together. device: of a process that may have no parameters."""
+        self.group, self.holds_parts, self._device = group, holds_parts, device
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Processes":
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("process_group can't be pickled: save state_dict() and load it into one that has the group")
+
+    def agree(
+        self, params: Sequence[Tensor], total_sumsq: Tensor | None, found_inf: Tensor | float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Of all processes: the sum of squares, and 1 if one has found an inf or NaN. Each must come here, also one
+        without grads; params only tell where to sum. The host waits for no device."""
+        there = self.device_of(params)
+        nothing = torch.zeros((), dtype=torch.float64, device=there)
+        sums = torch.stack([nothing if it is None else _number(it, there) for it in (total_sumsq, found_inf)])
+        distributed.all_reduce(sums, group=self.group)
+        return sums[0], sums[1].clamp(max=1).float()  # torch's optimizers take any other number than 1 for 0
+
+    def norm(self, params: Sequence[Tensor], norm: Tensor, norm_type: float) -> Tensor:
+        """Of what has this norm here, and others elsewhere."""
+        there, count = self.device_of(params), distributed.get_world_size(self.group)
+        norms = torch.empty(count, dtype=torch.float64, device=there)
+        distributed.all_gather_into_tensor(norms, _number(norm, there).reshape(1), group=self.group)
+        total: Tensor = torch.linalg.vector_norm(norms, norm_type)
+        return total
+
+    def device_of(self, params: Sequence[Tensor]) -> torch.device:
+        """Where they lie, if the group's backend goes there."""
+        device = params[0].device if len(params) > 0 else self._device
+        served = {it.partition(":")[0] for it in distributed.get_backend_config(self.group).split(",")}
+        if device is not None and device.type in served:
+            return device
+        accelerator = torch.accelerator.current_accelerator()
+        return torch.device("cpu") if accelerator is None or accelerator.type not in served else accelerator
+
+
+def _number(number: Tensor | float, device: torch.device) -> Tensor:
+    """On the host, a copy that is still on its way would be read too early."""
+    wide = torch.as_tensor(number, dtype=torch.float64).reshape(())
+    return wide.to(device, non_blocking=device.type != "cpu")
+
+
+def given(op: str, process_group: Any) -> Processes | None:
+    """By the user."""
+    if process_group is None:
+        return None
+    if not distributed.is_available() or not isinstance(process_group, distributed.ProcessGroup):
+        raise TypeError(f"{op}: process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r}")
+    return Processes(process_group)
+
+
+class TakesScale:
+    """``_step_supports_amp_scaling`` of an optimizer. Scalers ask for it before they hand over found_inf. torch's then
+    go by their own copy, and ShardedGradScaler's is of this process alone unless ``unscale_`` was called: so the step
+    has to know who asked, and nothing else tells."""
+
+    def __get__(self, optimizer: Any, kind: type | None = None) -> bool:
+        if optimizer is not None and not torch.compiler.is_compiling() and are_several():
+            asker = sys._getframe(1).f_locals.get("self")
+            optimizer._scaler = asker if isinstance(asker, torch.amp.GradScaler) else None
+        return True
+
+
+def of_scaler(optimizer: Any) -> Processes | None:
+    """Those of our scaler, or of torch's ShardedGradScaler, whose grads may be DDP's: no parts."""
+    scaler = optimizer._scaler if hasattr(optimizer, "found_inf") else None
+    given: Processes | None = getattr(optimizer, "peers", None) or getattr(scaler, "_peers", None)
+    sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
+    if given is not None or sharded is None or not isinstance(scaler, sharded.ShardedGradScaler):
+        return given
+    return Processes(scaler.process_group or distributed.group.WORLD, holds_parts=False)
+
+
+def hand_back(optimizer: Any, found_inf: Tensor) -> None:
+    """To the scaler that has handed it over, for its update."""
+    scaler, optimizer._scaler = optimizer._scaler, None
+    if scaler is not None and hasattr(optimizer, "found_inf"):
+        scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
+
+
+def are_several() -> bool:
+    is_there = distributed.is_available() and distributed.is_initialized()
+    return is_there and distributed.get_world_size() > 1
