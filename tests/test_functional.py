@@ -62,6 +62,18 @@ def test_a_weight_of_one_dimension(target):
         torch.testing.assert_close(linear_act(x, weight[0], bias), functional.gelu(z))
 
 
+@pytest.mark.parametrize("activation", ["none", "gelu", "tanh"])
+@pytest.mark.parametrize("shape", [(8,), (7, 8), (2, 3, 8), (2, 1, 3, 8), (0, 3, 8)], ids=str)
+def test_the_gradients_of_a_weight_of_one_dimension(target, shape, activation):
+    """y has as many dimensions less than x, and is no matrix where it has two."""
+    x, (_, weight, bias, _) = torch.randn(shape, device=target.device), layer(1, 8, 1, F32, target.device)
+    dy = torch.randn(shape[:-1], device=target.device)
+    for one in (None, bias, bias[0]):
+        got = results(linear_act, x, weight[0], one, dy, activation)
+        want = results(lambda x, row, b, f: torchs(x, row[None], b, f).squeeze(-1), x, weight[0], one, dy, activation)
+        torch.testing.assert_close(got, want)
+
+
 def test_a_bias_of_one_element(target):
     x, weight, bias, _ = layer(7, 8, 6, F32, target.device)
     for one in (bias[:1], bias[0]):
