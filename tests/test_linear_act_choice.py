@@ -66,7 +66,7 @@ class Heard(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         name = function.overloadpacket.__name__
-        if name.removesuffix("_") in ("relu", "gelu", "silu", "sigmoid", "tanh", "pow", "square"):
+        if name.removesuffix("_") in ("relu", "gelu", "silu", "sigmoid", "tanh", "pow", "square", "mul"):
             self.names.append(name)
         return function(*arguments, **options or {})
 
