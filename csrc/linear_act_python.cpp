@@ -18,7 +18,7 @@ struct Call {
   char activation[16];
   DLDevice device;
   DLDataType dtypes[2];
-  int64_t length, has_bias, trains;
+  int64_t length, has_bias, trains, is_transposed[2];
   int64_t shape_of_weight[2], shape_of_x[kMostDims];
 };
 static_assert(std::has_unique_object_representations_v<Call>);  // no padding, which would hold anything
@@ -41,6 +41,11 @@ static bool fits(const DLTensor& bias, const DLTensor& weight) {
          memcmp(&bias.dtype, &weight.dtype, sizeof bias.dtype) == 0 && are_on_one_device(bias, weight);
 }
 
+// As weight.t() is of a contiguous weight. Strides say nothing of a dimension with one element, or none.
+static bool is_transposed(const DLTensor& tensor) {
+  return tensor.ndim > 0 && tensor.shape[tensor.ndim - 1] > 1 && tensor.strides[tensor.ndim - 1] != 1;
+}
+
 // What the choice between kernels depends on in a call of linear_act(x, weight, bias, activation), as bytes, to be
 // found in a dict; None: it is no ordinary layer's call. Raises what torch does of a tensor that it can't show.
 static PyObject* describe(PyObject*, PyObject* const* arguments, Py_ssize_t) {
@@ -58,7 +63,8 @@ static PyObject* describe(PyObject*, PyObject* const* arguments, Py_ssize_t) {
     return none();
   const bool trains = aoti_torch_grad_mode_is_enabled() &&
                       (requires_grad(weight) || requires_grad(x) || (has_bias && requires_grad(bias)));
-  Call call{{}, of_x.device, {of_x.dtype, of_weight.dtype}, length, has_bias, trains, {}, {}};
+  Call call{{}, of_x.device, {of_x.dtype, of_weight.dtype}, length, has_bias, trains,
+            {is_transposed(of_x), is_transposed(of_weight)}, {}, {}};
   memcpy(call.activation, activation, length);
   memcpy(call.shape_of_weight, of_weight.shape, sizeof call.shape_of_weight);
   memcpy(call.shape_of_x, of_x.shape, of_x.ndim * sizeof(int64_t));

@@ -61,6 +61,8 @@ def _step() -> _Block | None:
 
 def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """``parameter.detach().to(dtype)``, which nobody may write to."""
+    if not parameter.is_leaf and _is_transpose_of_a_leaf(parameter):
+        return cast(parameter._base, dtype).t()  # type: ignore[arg-type]
     if not _may_keep(parameter):
         return parameter.detach().to(dtype)
     step = _step()
@@ -78,6 +80,19 @@ def clear() -> None:
     for block in (_block(), _step()):
         if block is not None:
             block.clear()
+
+
+def _is_transpose_of_a_leaf(tensor: Tensor) -> bool:
+    """As GPT-2 keeps its weights. They share a version, so that a change of either is seen."""
+    base = tensor._base
+    return (
+        base is not None
+        and base.is_leaf
+        and tensor.requires_grad
+        and base.dim() == tensor.dim() == 2
+        and (tensor.dtype, tensor.data_ptr(), tensor.is_neg()) == (base.dtype, base.data_ptr(), base.is_neg())
+        and (tensor.shape, tensor.stride()) == (base.shape[::-1], base.stride()[::-1])
+    )
 
 
 def _may_keep(parameter: Tensor) -> bool:

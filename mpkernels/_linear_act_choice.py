@@ -58,10 +58,16 @@ def _look_in_python(x: Tensor, weight: Tensor, bias: Tensor | None, activation: 
         return None
     if bias is not None and (bias.shape != shape[:1] or bias.dtype != dtype or bias.device != device):
         return None
-    return activation, x.shape, x.dtype, device, shape, dtype, bias is None, _trains(x, weight, bias)
+    layouts = _is_transposed(x), _is_transposed(weight)
+    return activation, x.shape, x.dtype, device, shape, dtype, bias is None, _trains(x, weight, bias), layouts
 
 
 _look = _glance.describer() or _look_in_python
+
+
+def _is_transposed(tensor: Tensor) -> bool:
+    """As ``weight.t()`` is of a contiguous weight: neighbours in its last dimension do not lie beside each other."""
+    return tensor.dim() > 0 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1
 
 
 def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
@@ -86,7 +92,8 @@ def kernel_for(
     dtypes = autocast or x.dtype, x.dtype, weight.dtype
     leaves = [x, weight] if bias is None else [x, weight, bias]
     trains = _trains(x, weight, bias)
-    variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}"
+    layouts = "".join(f", {name}.t()" for name, it in (("x", x), ("weight", weight)) if _is_transposed(it))
+    variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}{layouts}"
     is_odd = torch.float64 in dtypes or weight.dim() != 2
     if not is_compiling():  # where a look at sizes would make conditions of the graph
         is_odd = is_odd or within_functorch or weight.numel() * x.numel() == 0
@@ -129,16 +136,19 @@ _FLOPS_OF_A_TRIAL = 2**30  # on a CPU, where more rows take proportionally longe
 def _trial(
     compute: Compute, rows: int, leaves: list[Tensor], activation: str, trains: bool, kernel: str
 ) -> Callable[[], object]:
-    """For the selector: a call like the one at hand, and its backward, on other data."""
+    """For the selector: a call like the one at hand, and its backward, on other data in the same layouts."""
     device, (out_features, in_features) = leaves[0].device, leaves[1].shape
     if device.type == "cpu":
         rows = min(rows, max(64, _FLOPS_OF_A_TRIAL // (2 * out_features * in_features)))
     generator = torch.Generator(device).manual_seed(0)
     shapes = (rows, in_features), (out_features, in_features), (out_features,)
-    copies = [
-        torch.randn(shape, generator=generator, device=device).to(leaf.dtype).requires_grad_(trains)
-        for shape, leaf in zip(shapes, leaves, strict=False)
-    ]
+
+    def like(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
+        transposes = leaf.dim() > 1 and _is_transposed(leaf)
+        made = torch.randn(shape[::-1] if transposes else shape, generator=generator, device=device).to(leaf.dtype)
+        return (made.t() if transposes else made).requires_grad_(trains)
+
+    copies = [like(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=False)]
     x, weight, *bias = copies
     dtype = autocast_dtype(x)
 

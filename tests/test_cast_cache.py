@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels import _cast_cache, nn, optim
+from mpkernels import _cast_cache, functional, nn, optim
 from tests.casts import B16, Casts, ThroughData, autocast, by_torch, forward
 
 
@@ -147,6 +147,47 @@ def test_only_parameters_that_are_trained_are_kept(layer):
     with autocast():
         for tensor, is_kept in ((layer.weight, True), (layer.bias, False), (computed, False)):
             assert (_cast_cache.cast(tensor, B16) is _cast_cache.cast(tensor, B16)) == is_kept
+
+
+TRANSPOSES = {"t": lambda it: it.t(), "mT": lambda it: it.mT, "permute": lambda it: it.permute(1, 0)}
+
+
+@pytest.mark.parametrize("transpose", TRANSPOSES.values(), ids=TRANSPOSES)
+def test_a_transposed_parameter_is_kept_as_long_as_it_itself(transpose):
+    """One cast serves both. Strides are the view's, lest another product be chosen; a change of either is seen."""
+    weight = torch.nn.Parameter(torch.randn(5, 7))
+    with autocast():
+        with Casts((5, 7), (7, 5)) as casts:
+            for _ in range(3):
+                kept = _cast_cache.cast(transpose(weight), B16)
+            own = _cast_cache.cast(weight, B16)
+        assert casts.count == 1
+        assert (kept.data_ptr(), kept.stride(), kept.requires_grad) == (own.data_ptr(), (1, 7), False)
+        for written_to in (weight, transpose(weight)):
+            with torch.no_grad():
+                written_to.mul_(2)
+            assert torch.equal(_cast_cache.cast(transpose(weight), B16), weight.detach().t().to(B16))
+    assert _cast_cache._block() is None
+
+
+def test_no_other_view_of_a_parameter_is_taken_for_its_transpose():
+    weight, wide = torch.nn.Parameter(torch.randn(4, 4)), torch.nn.Parameter(torch.randn(4, 8))
+    views = weight[:2].t(), weight[1:].t(), weight[:, 1:].t(), weight.view(16)[:8].view(4, 2).t(), weight.flip(0).t()
+    with autocast():
+        for view in (*views, torch._neg_view(weight).t(), weight.detach().t(), wide.view(8, 4).t(), (2 * weight).t()):
+            for _ in range(2):
+                assert torch.equal(_cast_cache.cast(view, B16), view.detach().to(B16))
+        assert not _cast_cache._block()
+
+
+def test_a_transposed_weight_is_cast_once_in_a_block(target):
+    """GPT-2's Conv1D keeps it so."""
+    weight = torch.nn.Parameter(torch.randn(7, 5, device=target.device))
+    for _ in range(2):
+        with torch.autocast(target.device.type, dtype=B16), Casts(weight.shape, weight.t().shape) as casts:
+            for _ in range(3):
+                functional.linear_act(torch.ones(3, 7, device=target.device), weight.t()).sum().backward()
+        assert casts.count == 1
 
 
 def test_nothing_outlives_its_block(layer):

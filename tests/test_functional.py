@@ -5,10 +5,13 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import mpkernels
+from mpkernels import functional as ours
 from mpkernels.functional import linear_act
+from mpkernels.ops._activations import ACTIVATIONS
 from tests.linear import layer, relative_error, results, torchs
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -62,6 +65,18 @@ def test_a_weight_of_one_dimension(target):
         torch.testing.assert_close(linear_act(x, weight[0], bias), functional.gelu(z))
 
 
+@pytest.mark.parametrize("activation", ["none", "gelu", "tanh"])
+@pytest.mark.parametrize("shape", [(8,), (7, 8), (2, 3, 8), (2, 1, 3, 8), (0, 3, 8)], ids=str)
+def test_the_gradients_of_a_weight_of_one_dimension(target, shape, activation):
+    """y has as many dimensions less than x, and is no matrix where it has two."""
+    x, (_, weight, bias, _) = torch.randn(shape, device=target.device), layer(1, 8, 1, F32, target.device)
+    dy = torch.randn(shape[:-1], device=target.device)
+    for one in (None, bias, bias[0]):
+        got = results(linear_act, x, weight[0], one, dy, activation)
+        want = results(lambda x, row, b, f: torchs(x, row[None], b, f).squeeze(-1), x, weight[0], one, dy, activation)
+        torch.testing.assert_close(got, want)
+
+
 def test_a_bias_of_one_element(target):
     x, weight, bias, _ = layer(7, 8, 6, F32, target.device)
     for one in (bias[:1], bias[0]):
@@ -83,6 +98,29 @@ def test_autocast(target, dtype, parameters, inputs, bias):
     for mine, torchs_own in zip(got, want, strict=True):
         assert mine.dtype == torchs_own.dtype
         assert relative_error(mine, torchs_own) <= 4 * torch.finfo(B16).eps
+
+
+class CudasAutocast(nullcontext):
+    """Which ``torch.autocast`` does not turn on where there is no GPU."""
+
+    def __enter__(self):
+        self.before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", B16)
+
+    def __exit__(self, *_):
+        torch.set_autocast_enabled("cuda", self.before[0])
+        torch.set_autocast_dtype("cuda", self.before[1])
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_cudas_autocast_gives_its_dtype_whoever_computes(activation, mode, kernel):
+    """It makes fp32 of 16 bits in more ops than the CPU's. Tensors without memory need no GPU."""
+    with FakeTensorMode(), mode(), CudasAutocast():
+        arguments = (torch.empty(shape, device="cuda") for shape in ((3, 4), (5, 4), (5,)))
+        assert ours._compute(kernel, *arguments, activation, B16).dtype == B16
 
 
 def test_autocast_leaves_fp64_alone(target):

@@ -1,7 +1,9 @@
 """Who computes a layer, how often that is asked, and what the asking costs where plain torch computes."""
 
+import json
 import sys
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -66,7 +68,7 @@ class Heard(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         name = function.overloadpacket.__name__
-        if name.removesuffix("_") in ("relu", "gelu", "silu", "sigmoid", "tanh", "pow", "square"):
+        if name.removesuffix("_") in ("relu", "gelu", "silu", "sigmoid", "tanh", "pow", "square", "mul"):
             self.names.append(name)
         return function(*arguments, **options or {})
 
@@ -109,6 +111,36 @@ def test_what_is_timed_keeps_for_a_backward_what_the_call_does(monkeypatch, trai
     assert len(timed) > 2
 
 
+def transposed(tensor):
+    return tensor.t().contiguous().t()
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_timed_lies_in_memory_as_the_call_does(asked, monkeypatch, trains):
+    """GPT-2 keeps its weights transposed. A contiguous call's choice is another one, on disk too."""
+    timed, compute = [], mpkernels.functional._compute
+    x, weight = torch.randn(8, 16), torch.randn(24, 16)
+
+    def compute_and_tell(kernel, x, weight, *rest):
+        timed.append((x.stride(), weight.stride()))
+        return compute(kernel, x, weight, *rest)
+
+    monkeypatch.setattr(selector, "_race", lambda runs, device: [run() for run in runs.values()] and {"torch": 1.0})
+    monkeypatch.setattr(mpkernels.functional, "_compute", compute_and_tell)
+    strides = {False: ((16, 1), (16, 1)), True: ((1, 8), (1, 24))}
+    for x_is, weight_is in product((False, True), repeat=2):
+        timed.clear()
+        with torch.set_grad_enabled(trains):
+            call = transposed(x) if x_is else x, (transposed(weight) if weight_is else weight).requires_grad_()
+            linear_act(*call)
+        assert set(timed) == {(strides[x_is][0], strides[weight_is][1])}
+    with_grad = ", with grad" if trains else ""
+    assert [case.variant for case in asked] == [
+        f"gelu{with_grad}{layouts}" for layouts in ("", ", weight.t()", ", x.t()", ", x.t(), weight.t()")
+    ]
+    assert len(json.loads(_choices.path().read_text())) == 4
+
+
 def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):
     monkeypatch.setattr(selector, "_race", lambda runs, device: dict.fromkeys(runs, 1.0) | {"torch": 2.0})
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
@@ -124,6 +156,8 @@ def test_what_a_choice_depends_on_is_seen(asked):
         "rows": lambda: layer(x[:4]),
         "features": lambda: LinearAct(10, 6)(x.reshape(4, 10)),
         "outputs": lambda: LinearAct(8, 7)(x),
+        "x's layout": lambda: layer(transposed(x)),
+        "weight's layout": lambda: linear_act(x, transposed(layer.weight), layer.bias),
         "no bias": lambda: linear_act(x, layer.weight, None),
         "activation": lambda: linear_act(x, layer.weight, layer.bias, "silu"),
         "dtype": lambda: LinearAct(8, 6, dtype=B16)(x.to(B16)),

@@ -27,6 +27,8 @@ calls = st.fixed_dictionaries(
         "dtype of weight": dtypes,
         "activation": st.sampled_from([*ACTIVATIONS, "swish", "ж", ""]),
         "bias": st.sampled_from([None, "fits", "another size", "another dtype", "a matrix"]),
+        "x is transposed": st.booleans(),
+        "weight is transposed": st.booleans(),
         "x trains": st.booleans(),
         "weight trains": st.booleans(),
         "bias trains": st.booleans(),
@@ -35,14 +37,18 @@ calls = st.fixed_dictionaries(
 )
 
 
-def tensor(shape, dtype, trains):
-    return torch.zeros((), dtype=dtype).expand(shape).requires_grad_(trains and dtype.is_floating_point)
+def tensor(shape, dtype, trains, is_transposed=False):
+    """In as little memory as can be."""
+    zeros = torch.zeros((), dtype=dtype).expand(shape)
+    if not is_transposed and zeros.numel() < 2**33:
+        zeros = torch.zeros(shape, dtype=dtype)
+    return zeros.requires_grad_(trains and dtype.is_floating_point)
 
 
 def keys(call):
     """C++'s, Python's."""
-    x = tensor(call["x"], call["dtype of x"], call["x trains"])
-    weight = tensor(call["weight"], call["dtype of weight"], call["weight trains"])
+    x = tensor(call["x"], call["dtype of x"], call["x trains"], call["x is transposed"])
+    weight = tensor(call["weight"], call["dtype of weight"], call["weight trains"], call["weight is transposed"])
     weight = Parameter(weight.detach(), weight.requires_grad)
     rows = call["weight"][0] if call["weight"] else 1
     bias_shape = {"another size": (rows + 1,), "a matrix": (rows, 1)}.get(call["bias"], (rows,))
@@ -68,7 +74,8 @@ def test_calls_are_told_apart_alike(call, other):
     check_told_apart_alike(call, {**call})
 
 
-CALL = dict.fromkeys(("x trains", "weight trains", "bias trains", "grad"), False) | {"bias": None}
+CALL = dict.fromkeys(("x is transposed", "weight is transposed"), False) | {"bias": None}
+CALL |= dict.fromkeys(("x trains", "weight trains", "bias trains", "grad"), False)
 CALL |= {"x": (2, 3), "weight": (4, 3), "dtype of x": torch.float32, "dtype of weight": torch.float32}
 
 
@@ -85,6 +92,17 @@ CALL |= {"x": (2, 3), "weight": (4, 3), "dtype of x": torch.float32, "dtype of w
 def test_calls_that_look_alike(some, others):
     call = {"activation": "gelu"} | CALL
     assert keys(call | some)[0] != keys(call | others)[0]
+
+
+@pytest.mark.parametrize("name", ["x is transposed", "weight is transposed"])
+def test_layouts_are_told_apart(name):
+    """Where there is one: strides say nothing of a dimension with one element."""
+    call = {"activation": "gelu"} | CALL
+    for c, others_c in zip(keys(call), keys(call | {name: True}), strict=True):
+        assert c != others_c
+    call |= {"x": (2, 1), "weight": (4, 1)}
+    for c, others_c in zip(keys(call), keys(call | {name: True}), strict=True):
+        assert c == others_c
 
 
 def test_a_longer_name_is_no_activation():

@@ -189,22 +189,18 @@ def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid", "tanh"])
 def test_formulas_lose_nothing_in_the_tails(activation):
-    """What exp is taken of, up to a cube, is rounded and becomes a factor; the rest is roundings and 2 ulp of exp."""
+    """What exp is taken of, up to a cube, is rounded and becomes a factor; the rest is roundings and 2 ulp of exp.
+    test_activation.py has the slopes."""
     x = torch.cat([torch.linspace(-12, 12, 4097), torch.logspace(-20, 0, 201), -torch.logspace(-20, 0, 201)])
     x, one = x.to(DEVICE).unsqueeze(1), torch.ones(1, 1, device=DEVICE)
-    y, saved = _linear_act(x, one, None, activation, True)
-    eps = torch.finfo(torch.float32).eps
-    wide = x.double().requires_grad_()
+    y, _ = _linear_act(x, one, None, activation, False)
+    eps, wide = torch.finfo(torch.float32).eps, x.double()
     want = wide / 2 * torch.special.erfc(-wide * 0.5**0.5) if activation == "gelu" else TORCH[activation](wide)
     if activation == "gelu_tanh":
         want = wide * torch.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide**3))
     size = x.double().abs()
     bound = (8 + 2 * size**2 + size**3 / 8) * eps * want.abs() + 16 * torch.finfo(torch.float32).tiny
     assert ((y - want).abs() <= bound).all()
-    (slope,) = torch.autograd.grad(want.sum(), wide)
-    saved = y if ACTIVATIONS[activation].saves == "y" else saved
-    dx, _, _ = _linear_act_backward(torch.ones_like(y), None, one, saved, activation, None, None)
-    assert ((dx - slope).abs() <= 32 * eps).all()  # 1 - s is eps / 2 off, and gelu_tanh multiplies it by up to 40
 
 
 def test_backward_computes_nothing_that_is_not_wanted(monkeypatch):

@@ -42,13 +42,13 @@ def _gelu_tanh(z: Tensor) -> Tensor:
 
 def _gelu_tanh_backward(dy: Tensor, z: Tensor) -> Tensor:
     square = _bounded_square(z)
-    s = torch.sigmoid(z * (LINEAR + CUBIC * square))
-    return dy * (s + z * s * (1 - s) * (LINEAR + 3 * CUBIC * square))
+    exponent = z * (LINEAR + CUBIC * square)
+    s, one_minus_s = torch.sigmoid(exponent), torch.sigmoid(-exponent)  # the difference would cancel
+    return dy * (s + z * s * one_minus_s * (LINEAR + 3 * CUBIC * square))
 
 
 def _silu_backward(dy: Tensor, z: Tensor) -> Tensor:
-    s = torch.sigmoid(z)
-    return dy * s * (1 + z * (1 - s))
+    return dy * torch.sigmoid(z) * (1 + z * torch.sigmoid(-z))
 
 
 ACTIVATIONS = {

@@ -20,6 +20,15 @@ def sigmoid(z):
 
 
 @triton.jit
+def logistic(z):
+    """sigmoid(z) and sigmoid(-z), each as accurate as the other, where 1 - sigmoid(z) would cancel."""
+    power = tl.exp(-tl.abs(z))
+    large = 1 / (1 + power)
+    small = power * large
+    return tl.where(z < 0, small, large), tl.where(z < 0, large, small)
+
+
+@triton.jit
 def tanh(z):
     square = z * z
     curve = tl.fma(square, tl.fma(square, 0.018752313, -0.053564432), 0.13331237)
@@ -82,11 +91,11 @@ def activate_backward(dy, saved, ACTIVATION: tl.constexpr):
         dz = dy * (share + saved * (bell * DENSITY))
     elif ACTIVATION == "gelu_tanh":
         square = bounded_square(saved)
-        s = sigmoid(saved * (LINEAR + CUBIC * square))
-        dz = dy * (s + saved * s * (1 - s) * (LINEAR + 3 * CUBIC * square))
+        s, one_minus_s = logistic(saved * (LINEAR + CUBIC * square))
+        dz = dy * (s + saved * s * one_minus_s * (LINEAR + 3 * CUBIC * square))
     elif ACTIVATION == "silu":
-        s = sigmoid(saved)
-        dz = dy * (s * (1 + saved * (1 - s)))
+        s, one_minus_s = logistic(saved)
+        dz = dy * (s * (1 + saved * one_minus_s))
     elif ACTIVATION == "sigmoid":
         dz = dy * saved * (1 - saved)
     else:

@@ -187,7 +187,8 @@ class _LinearAct(torch.autograd.Function):
         y, saved = output
         x_needed, weight_needed, bias_needed, *_ = ctx.needs_input_grad
         ctx.set_materialize_grads(False)
-        ctx.matrix = None if len(shape) == 2 else (x.shape[0], weight.shape[0])
+        matrix = x.shape[0], weight.shape[0]
+        ctx.matrix = None if shape == matrix else matrix  # a 3-D x with a 1-D weight makes a y of two dimensions, too
         ctx.save_for_backward(
             x if weight_needed else None,
             (weight if cast_weight is None else cast_weight) if x_needed else None,
