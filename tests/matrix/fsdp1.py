@@ -1,0 +1,143 @@
+"""FullyShardedDataParallel as torch had it first. Each process steps its part of all weights."""
+
+import copy
+import warnings
+from itertools import pairwise
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from tests.matrix.runner import FIRST, PARTS, REST, Run, tool
+
+MAX_NORM = 4.0
+
+
+def by_hand(run, cuts_at_params, **options):
+    """In one process: weights flat and cut in two, and each part an own parameter."""
+    weights = list(run.model.parameters())
+    sizes = [it.numel() for it in weights]
+    half = -(-sum(sizes) // 2)
+    cuts = {0, half, sum(sizes)}
+    if cuts_at_params:
+        cuts |= {sum(sizes[:i]) for i in range(len(sizes))}
+    lengths = [b - a for a, b in pairwise(sorted(cuts))]
+    parts = [nn.Parameter(it.clone()) for it in torch.cat([it.detach().flatten() for it in weights]).split(lengths)]
+    inner = run.drop_in.optimizer(parts, **options)
+
+    def hand_over(*_):
+        grads = torch.cat([it.grad.flatten() for it in weights]).split(lengths)
+        for part, grad in zip(parts, grads, strict=True):
+            part.grad = grad.clone()
+
+    def hand_back(*_):
+        for weight, new in zip(weights, torch.cat([it.detach() for it in parts]).split(sizes), strict=True):
+            weight.detach().copy_(new.view_as(weight))
+
+    backward, zero_grad = run.backward, run.model.zero_grad
+    run.backward = lambda number: (zero_grad(), backward(number), hand_over())
+    inner.register_step_post_hook(hand_back)
+    run.optimizer = inner
+    run.steps()
+    return weights_of(run.model) | run.scaler_result()
+
+
+def weights_of(model):
+    return {name: it.detach().clone() for name, it in model.named_parameters()}
+
+
+def wrapped(run, uses_orig_params, **options):
+    cpu = torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of its end
+        run.model = FullyShardedDataParallel(run.model, use_orig_params=uses_orig_params, device_id=cpu)
+    run.optimizer = run.drop_in.optimizer(run.model.parameters(), **options)
+
+
+def whole(run):
+    with FullyShardedDataParallel.summon_full_params(run.model):
+        return weights_of(run.model.module) | run.scaler_result()
+
+
+def trained(run, uses_orig_params, **options):
+    wrapped(run, uses_orig_params, **options)
+    run.steps()
+    return whole(run)
+
+
+@tool(like=lambda run: by_hand(run, False))
+def fsdp1(run):
+    return trained(run, False)
+
+
+@tool(like=lambda run: by_hand(run, True))
+def fsdp1_orig_params(run):
+    return trained(run, True)
+
+
+@tool(like=lambda run: by_hand(run, False, max_norm=MAX_NORM))
+def fsdp1_max_norm(run):
+    return trained(run, False, max_norm=MAX_NORM)
+
+
+@tool(like=lambda run: by_hand(run, True, max_norm=MAX_NORM))
+def fsdp1_orig_params_max_norm(run):
+    return trained(run, True, max_norm=MAX_NORM)
+
+
+@tool(like=lambda run: by_hand(run, False))
+def fsdp1_sharded_grad_scaler(run):
+    scaler = run.scaler
+    run.scaler = ShardedGradScaler("cpu", init_scale=8.0, growth_interval=2, enabled=scaler.is_enabled())
+    return trained(run, False)
+
+
+def resumed(run, uses_orig_params, kind, order):
+    wrapped(run, uses_orig_params)
+    run.steps(FIRST)
+    fsdp = FullyShardedDataParallel
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", UserWarning)  # of a group with several backends
+        with fsdp.state_dict_type(run.model, kind):
+            saved = copy.deepcopy({"model": run.model.state_dict(), "scaler": run.scaler.state_dict()})
+            saved["optimizer"] = copy.deepcopy(fsdp.optim_state_dict(run.model, run.optimizer))
+        run.model, run.scaler = run.drop_in.network(seed=7), run.drop_in.scaler()
+        wrapped(run, uses_orig_params)
+        with fsdp.state_dict_type(run.model, kind):
+            saved["optimizer"] = fsdp.optim_state_dict_to_load(run.model, run.optimizer, saved["optimizer"])
+            for name in order:
+                getattr(run, name).load_state_dict(saved[name])
+    run.steps(REST)
+    return whole(run)
+
+
+MODEL_FIRST, OPTIMIZER_FIRST = ("model", "optimizer", "scaler"), ("scaler", "optimizer", "model")
+
+
+@tool(like=lambda run: by_hand(run, False))
+def fsdp1_full_checkpoint(run):
+    return resumed(run, False, StateDictType.FULL_STATE_DICT, OPTIMIZER_FIRST)
+
+
+@tool(like=lambda run: by_hand(run, False))
+def fsdp1_sharded_checkpoint(run):
+    return resumed(run, False, StateDictType.SHARDED_STATE_DICT, MODEL_FIRST)
+
+
+@tool(like=lambda run: by_hand(run, True))
+def fsdp1_orig_params_sharded_checkpoint(run):
+    return resumed(run, True, StateDictType.SHARDED_STATE_DICT, OPTIMIZER_FIRST)
+
+
+@tool(like=lambda run: by_hand(run, False))
+def fsdp1_own_state_dict(run):
+    """Each process its own part, by ``state_dict`` of the optimizer itself."""
+    wrapped(run, False)
+    run.steps(FIRST)
+    saved = copy.deepcopy(run.optimizer.state_dict())
+    run.optimizer = run.drop_in.optimizer(run.model.parameters())
+    run.optimizer.load_state_dict(saved)
+    run.steps(REST)
+    return whole(run)

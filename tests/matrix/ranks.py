@@ -1,0 +1,39 @@
+"""Cells in two processes, all of a table in one start of theirs."""
+
+import importlib
+import json
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from tests.matrix.runner import judge
+
+WORLD = 2
+
+
+def judge_all(modules: list[str], cells: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str], list[tuple[str, str]]]:
+    """The verdicts of each process on each (tool, drop-in)."""
+    torch.multiprocessing.spawn(_on_rank, args=(modules, cells, folder), nprocs=WORLD)
+    of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return {cell: [tuple(it[i]) for it in of_ranks] for i, cell in enumerate(cells)}
+
+
+def _on_rank(rank: int, modules: list[str], cells: list[tuple[str, str]], folder: Path) -> None:
+    from tests import conftest  # noqa: F401  selects kernels as in the tests' own process
+    from tests.matrix.drop_ins import DROP_INS
+
+    for module in modules:
+        importlib.import_module(module)
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    found = []
+    for i, (tool, drop_in) in enumerate(cells):
+        # Its own group for each: a process that has raised leaves the other one waiting.
+        store = distributed.FileStore(str(folder / f"store {i}"), WORLD)
+        distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
+        found.append(judge(tool, DROP_INS[drop_in], parts=(rank,)))
+        distributed.destroy_process_group()
+    (folder / f"{rank}.json").write_text(json.dumps(found))

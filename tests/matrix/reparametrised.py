@@ -1,0 +1,109 @@
+"""torch's own tools that put other weights or modules in a model."""
+
+import warnings
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize, prune
+
+from tests.matrix.changed_modules import changes_modules
+
+
+@changes_modules
+def prune_(run):
+    for layer in (run.model.first, run.model.last):
+        prune.l1_unstructured(layer, "weight", 0.5)
+        prune.random_unstructured(layer, "bias", 0.2)
+    yield
+
+
+@changes_modules
+def prune_made_permanent(run):
+    for layer in (run.model.first, run.model.last):
+        prune.l1_unstructured(layer, "weight", 0.5)
+    yield
+    for layer in (run.model.first, run.model.last):
+        prune.remove(layer, "weight")
+
+
+@changes_modules
+def weight_norm(run):
+    _make_rows_of_length_1(run)
+    for layer in (run.model.first, run.model.last):
+        parametrizations.weight_norm(layer)
+    yield
+
+
+@changes_modules
+def weight_norm_of_old(run):
+    _make_rows_of_length_1(run)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that it is old
+        nn.utils.weight_norm(run.model.first)
+        nn.utils.weight_norm(run.model.last)
+    yield
+
+
+@torch.no_grad()
+def _make_rows_of_length_1(run):
+    """No quotient of theirs rounds."""
+    for layer in (run.model.first, run.model.last):
+        layer.weight.copy_(torch.where(layer.weight > 0, 0.25, -0.25))
+        layer.weight[:, 16:] = 0
+
+
+class _Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@changes_modules
+def parametrization(run):
+    for layer in (run.model.first, run.model.last):
+        parametrize.register_parametrization(layer, "weight", _Doubled())
+    yield
+
+
+@changes_modules
+def parametrization_removed(run):
+    for layer in (run.model.first, run.model.last):
+        parametrize.register_parametrization(layer, "weight", _Doubled())
+    yield
+    for layer in (run.model.first, run.model.last):
+        parametrize.remove_parametrizations(layer, "weight")
+
+
+@changes_modules
+def tied_weights(run):
+    """One tensor in two layers."""
+    more = nn.Linear(5, 40, bias=False), nn.Linear(40, 5)
+    run.model.extend(it.to(run.dtype) for it in more)
+    run.model[-1].weight = run.model.last.weight
+    yield
+
+
+@changes_modules
+def frozen_and_thawed(run):
+    run.model.first.requires_grad_(False)
+    yield
+    run.model.first.requires_grad_(True)
+    run.model.last.bias.requires_grad_(False)
+
+
+@changes_modules
+def a_group_added(run):
+    yield
+    run.model.append(nn.Linear(5, 5, dtype=run.dtype))
+    run.optimizer.add_param_group({"params": list(run.model[-1].parameters())})
+
+
+@changes_modules
+def turned_to_fp32(run):
+    yield
+    run.model.float()
+
+
+@changes_modules
+def turned_to_bf16(run):
+    yield
+    run.model.bfloat16()

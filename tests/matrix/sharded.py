@@ -1,0 +1,81 @@
+"""Sharding by DTensors, which AdamW and GradScaler refuse, and torch.distributed.checkpoint."""
+
+import tempfile
+import warnings
+
+import torch
+from torch import distributed
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.matrix.fsdp1 import by_hand, whole, wrapped
+from tests.matrix.many_processes import plain_weights
+from tests.matrix.runner import FIRST, REST, tool
+
+
+@tool(like=plain_weights)
+def fsdp2(run):
+    fully_shard(run.model, mesh=init_device_mesh("cpu", (2,)))
+    run.optimizer = run.drop_in.optimizer(run.model.parameters())
+    run.steps()
+    return {name: it.full_tensor() for name, it in run.model.named_parameters()} | run.scaler_result()
+
+
+@tool()
+def tensor_parallel(run):
+    parallelize_module(
+        run.model,
+        init_device_mesh("cpu", (2,)),
+        {"first": ColwiseParallel(), "last": RowwiseParallel()},
+    )
+    run.parts = (0, 1)
+    run.optimizer = run.drop_in.optimizer(run.model.parameters())
+    run.steps()
+
+
+def resumed(run, wrap):
+    """Save, and load what is saved into others, the one as both states and the other through the steps that they ask
+    for."""
+    run.steps(FIRST)
+    folder = [tempfile.mkdtemp()]
+    distributed.broadcast_object_list(folder, 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer = get_state_dict(run.model, run.optimizer)
+        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
+        run.model = run.drop_in.network(seed=7)
+        wrap(run)
+        model, optimizer = get_state_dict(run.model, run.optimizer)
+        checkpoint.load(loaded := {"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
+        set_state_dict(
+            run.model, run.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
+        )
+    run.steps(REST)
+
+
+@tool()
+def dcp_of_ddp(run):
+    def wrap(run):
+        run.model = DistributedDataParallel(run.model)
+        run.optimizer = run.drop_in.optimizer(run.model.parameters())
+
+    wrap(run)
+    resumed(run, wrap)
+
+
+@tool(like=lambda run: by_hand(run, False))
+def dcp_of_fsdp1(run):
+    wrapped(run, False)
+    resumed(run, lambda run: wrapped(run, False))
+    return whole(run)
+
+
+@tool(like=lambda run: by_hand(run, True))
+def dcp_of_fsdp1_orig_params(run):
+    wrapped(run, True)
+    resumed(run, lambda run: wrapped(run, True))
+    return whole(run)

@@ -1,0 +1,104 @@
+"""The matrix itself: what comes of each tool (row) with each kind of drop-in (column of ``drop_ins.COLUMNS``)."""
+
+import re
+
+import pytest
+
+from tests.matrix.drop_ins import COLUMNS, AdamW, DropIn
+
+REFUSED = {
+    "dtensor": ("TypeError", r"^\w+: params\[0\] must be a plain tensor, got a DTensor.*"),
+    "release": ("RuntimeError", r"^AdamW.release_grads: params\[0\] .* leave it out, or end it by the remove\(\)"),
+    "no-linear": ("NotImplementedError", "only support nn.Linear"),  # torch's own words
+}
+
+ONE_PROCESS = """
+tool                              fp32   split   copy    scaler  layer
+hooks                             right  right   right   right   right
+deepcopy                          right  right   right   right   right
+pickle                            right  right   right   right   right
+deepcopy then a write             right  right   right   right   right
+a write then pickle               right  right   right   right   right
+a write then state dict           right  right   right   right   right
+a write through data set anew     right  right   right   right   right
+weights swapped and back          right  right   right   right   right
+checkpoint model first            right  right   right   right   right
+checkpoint optimizer first        right  right   right   right   right
+checkpoint then a write           right  right   right   right   right
+state dict as tensors that live   right  right   right   right   right
+compiled                          right  right   right   right   right
+functorch                         right  right   right   right   right
+zero grad to zeros                right  right   right   right   right
+lr scheduler                      right  right   right   right   right
+averaged model                    right  right   right   right   right
+prune                             right  right   right   right   right
+prune made permanent              right  right   right   right   right
+weight norm                       right  right   right   right   right
+weight norm of old                right  right   right   right   right
+parametrization                   right  right   right   right   right
+parametrization removed           right  right   right   right   right
+tied weights                      right  right   right   right   right
+frozen and thawed                 right  right   right   right   right
+a group added                     right  right   right   right   right
+turned to fp32                    right  right   right   right   right
+turned to bf16                    right  right   right   ours    right
+"""
+
+TWO_PROCESSES = """
+tool                                 fp32     split    copy     scaler   layer
+ddp                                  right    right    right    right    right
+ddp with views                       right    right    right    right    right
+ddp no sync                          right    right    right    right    right
+ddp midway                           right    right    right    right    right
+ddp checkpoint on one rank           right    right    right    right    right
+ddp with gradient release            release  release  release  .        .
+a write broadcast by hand            right    right    right    right    right
+post local sgd                       right    right    right    .        right
+zero                                 right    right    right    right    right
+zero max norm                        right    right    right    ours     .
+zero checkpoint                      right    right    right    right    right
+fsdp1                                right    right    right    right    right
+fsdp1 orig params                    right    right    right    right    right
+fsdp1 max norm                       right    right    right    ours     .
+fsdp1 orig params max norm           right    right    right    ours     .
+fsdp1 sharded grad scaler            .        .        .        right    .
+fsdp1 full checkpoint                right    right    right    right    right
+fsdp1 sharded checkpoint             right    right    right    right    right
+fsdp1 orig params sharded checkpoint right    right    right    right    right
+fsdp1 own state dict                 right    right    right    right    right
+fsdp2                                dtensor  dtensor  dtensor  dtensor  right
+tensor parallel                      dtensor  dtensor  dtensor  dtensor  no-linear
+dcp of ddp                           right    right    right    right    right
+dcp of fsdp1                         right    right    right    right    right
+dcp of fsdp1 orig params             right    right    right    right    right
+"""
+
+
+def cells(table: str) -> list[tuple[str, DropIn, str]]:
+    """(tool, drop-in, expectation). ``.``: the tool is for other drop-ins. ``ours``: right, for our AdamW alone."""
+    header, *rows = [line for line in table.splitlines() if line]
+    found = []
+    for row in rows:
+        name, *words = re.split(r"  +| (?=\.|right|dtensor)", row.strip())
+        assert len(words) == len(COLUMNS), row
+        for drop_ins, word in zip(COLUMNS.values(), words, strict=True):
+            kept = [it for it in drop_ins if word != "." and (word != "ours" or it.kind is AdamW)]
+            found += [(name, it, "right" if word == "ours" else word) for it in kept]
+    assert header.split()[1:] == list(COLUMNS)
+    return found
+
+
+def parametrize(table: str) -> pytest.MarkDecorator:
+    found = cells(table)
+    ids = [f"{name}: {drop_in}" for name, drop_in, _ in found]
+    return pytest.mark.parametrize(("tool", "drop_in", "wanted"), found, ids=ids)
+
+
+def check(verdict: tuple[str, str], wanted: str) -> None:
+    kind, text = verdict
+    if wanted == "right":
+        assert kind == "right", text
+    else:
+        error, sentence = REFUSED[wanted]
+        assert kind == error, text
+        assert re.search(sentence, text)
