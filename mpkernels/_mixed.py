@@ -75,8 +75,8 @@ def to_mixed(
 def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
     """Undoes ``to_mixed``: each parameter becomes its fp32 master, bit for bit, in place. Returns the model.
 
-    The optimizer, wrapped as in ``to_mixed`` or not, goes on in fp32 from where it is. A frozen parameter that it doesn't
-    know is widened as it is.
+    The optimizer, wrapped as in ``to_mixed`` or not, goes on in fp32 from where it is. A frozen parameter that it
+    doesn't know is widened as it is.
     """
     _refuse_wrapped("to_full", model)
     if not isinstance(model, Mixed):
