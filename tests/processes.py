@@ -18,7 +18,6 @@ def spawn(check, tmp_path, world=2):
 
 
 def _on_rank(rank, check, file, world):
-    importlib.import_module("tests.conftest")  # makes Triton's interpreter as it is in the tests' own process
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     try:
@@ -29,6 +28,7 @@ def _on_rank(rank, check, file, world):
 
 def every_target():
     """That can run here, each as long as the loop's body."""
+    importlib.import_module("tests.conftest")  # makes Triton's interpreter what it is in the tests' own process
     for target in TARGETS.values():
         if target.device.type == "cpu" and target.why_missing() is None:
             with target.active():
