@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
 from mpkernels._autocast import machines_device
+from mpkernels._found_inf import given_group
 from mpkernels.amp import GradScaler, clip_grad_norm_
 
 
@@ -58,4 +59,4 @@ class MixedPrecision(_MixedPrecision):
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip_grad_norm_(self.main_params(optimizer), clip_val)
+        clip_grad_norm_(self.main_params(optimizer), clip_val, process_group=given_group(self.scaler, optimizer))
