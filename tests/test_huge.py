@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpkernels.ops import grad_stats, linear_dact, unscale_
+from mpkernels.ops import grad_stats, unscale_
 from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
 from mpkernels.ops.linear_dact import _linear_dact
 from tests.linear import integers
