@@ -18,7 +18,7 @@ struct Call {
   char activation[16];
   DLDevice device;
   DLDataType dtypes[2];
-  int64_t length, has_bias, trains, is_transposed[2];
+  int64_t length, has_bias, trains, transposed;
   int64_t shape_of_weight[2], shape_of_x[kMostDims];
 };
 static_assert(std::has_unique_object_representations_v<Call>);  // no padding, which would hold anything
@@ -63,8 +63,8 @@ static PyObject* describe(PyObject*, PyObject* const* arguments, Py_ssize_t) {
     return none();
   const bool trains = aoti_torch_grad_mode_is_enabled() &&
                       (requires_grad(weight) || requires_grad(x) || (has_bias && requires_grad(bias)));
-  Call call{{}, of_x.device, {of_x.dtype, of_weight.dtype}, length, has_bias, trains,
-            {is_transposed(of_x), is_transposed(of_weight)}, {}, {}};
+  const int64_t transposed = (is_transposed(of_x) ? 1 : 0) + (is_transposed(of_weight) ? 2 : 0);
+  Call call{{}, of_x.device, {of_x.dtype, of_weight.dtype}, length, has_bias, trains, transposed, {}, {}};
   memcpy(call.activation, activation, length);
   memcpy(call.shape_of_weight, of_weight.shape, sizeof call.shape_of_weight);
   memcpy(call.shape_of_x, of_x.shape, of_x.ndim * sizeof(int64_t));

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mpkernels import _cast_cache
 from mpkernels._clip import clip_grad_norm_
-from mpkernels._found_inf import given_peers
+from mpkernels._found_inf import given_group
 from mpkernels._params import params_of, unwrapped
 
 
@@ -102,9 +102,7 @@ def _micro_batches(
         norm: Tensor | None = None
         if max_norm is not None:
             scaler.unscale_(optimizer)
-            processes = given_peers(scaler, optimizer)
-            group = None if processes is None else processes.group
-            norm = clip_grad_norm_(params_of(optimizer), max_norm, process_group=group)
+            norm = clip_grad_norm_(params_of(optimizer), max_norm, process_group=given_group(scaler, optimizer))
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()

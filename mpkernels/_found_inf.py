@@ -52,6 +52,11 @@ def given_peers(scaler: Any, optimizer: Any) -> Processes | None:
     return ours or own
 
 
+def given_group(scaler: Any, optimizer: Any) -> Any:
+    peers = given_peers(scaler, optimizer)
+    return None if peers is None else peers.group
+
+
 def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
     return given_peers(scaler, optimizer) or _fsdp.peers_of("GradScaler", params_of(optimizer))
 

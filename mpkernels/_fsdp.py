@@ -17,11 +17,12 @@ def has_parts(params: Iterable[Tensor]) -> bool:
 
 
 def peers_of(op: str, params: Sequence[Tensor], for_norm: bool = False) -> Processes | None:
-    """None where each process has all grads, or it can't be known."""
+    """The processes that have the other parts; None where each has the whole. for_norm: only parts may be there, as the
+    squares of whole ones are not to be added up."""
     parts = list(filter(_is_fsdps, params)) if are_several() else []
     if not parts:
         return None
-    group_of = _groups(parts)
+    group_of = _groups(op, parts)
     groups = {group_of.get(id(param)) for param in params}
     of_parts = groups - {None}
     if len(of_parts) > 1 or (of_parts and None in groups and for_norm):
@@ -37,7 +38,7 @@ def _is_fsdps(param: Tensor) -> bool:
     return getattr(param, "_fsdp_flattened", False)
 
 
-def _groups(parts: Sequence[Tensor]) -> dict[int, Any]:
+def _groups(op: str, parts: Sequence[Tensor]) -> dict[int, Any]:
     """By the parameter's id. None: NO_SHARD, where all have the whole."""
     found = _known_groups()
     if any(id(param) not in found for param in parts):
@@ -46,7 +47,7 @@ def _groups(parts: Sequence[Tensor]) -> dict[int, Any]:
         _handles.update(it for it in gc.get_referrers(FlatParamHandle) if type(it) is FlatParamHandle)
         found = _known_groups()
     if any(id(param) not in found for param in parts):
-        raise RuntimeError("FSDP's process group was not found: give process_group, FullyShardedDataParallel's")
+        raise ValueError(f"{op}: process_group must be given, FullyShardedDataParallel's own was not found")
     return found
 
 

@@ -19,7 +19,7 @@ class _Functions(NamedTuple):
 
     holds: Callable[..., int] | None = None
     glance: Callable[..., int] | None = None
-    describe: Callable[[Tensor, Tensor, Tensor | None, str], bytes | None] | None = None
+    describe: Callable[[Tensor, Tensor, Tensor | None, object], bytes | None] | None = None
     activate: Callable[[Tensor, str], bool] | None = None
 
 
@@ -54,7 +54,7 @@ def at(
     return bool(glance(params, known, stepped, grads, seen.data_ptr()))
 
 
-def describer() -> Callable[[Tensor, Tensor, Tensor | None, str], bytes | None] | None:
+def describer() -> Callable[[Tensor, Tensor, Tensor | None, object], bytes | None] | None:
     """Tells the calls of linear_act apart: gives bytes for ordinary ones, else None."""
     return _functions().describe
 

@@ -22,7 +22,7 @@ from mpkernels.ops._registry import DEVICES, backends, forced
 Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None], Tensor]
 
 
-def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Hashable:
+def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
     """What the choice for a call depends on, and what its errors do, with as little work as can be: in a small layer
     all that is not torch's own counts. None for what is no ordinary layer's call."""
     global _look
@@ -45,7 +45,7 @@ def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) ->
 _PLAIN = frozenset((Tensor, Parameter))
 
 
-def _look_in_python(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Hashable:
+def _look_in_python(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
     """As C++ (csrc/linear_act_python.cpp), slower, and of any tensor; not where torch.jit writes down what is asked."""
     if type(x) is not Tensor or type(weight) not in _PLAIN or type(activation) is not str:
         return None

@@ -46,8 +46,9 @@ def to_mixed(
         dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a GradScaler.
         keep_fp32: modules and parameters that stay fp32 as well, by their names as ``named_modules`` and
             ``named_parameters`` have them; ``*`` stands for anything.
-        optimizer: an ``mpkernels.optim.AdamW`` that is there already: its masters are the weights as they were, bit for
-            bit. One that has stepped must be named. One that is made afterwards begins from the rounded weights.
+        optimizer: an ``mpkernels.optim.AdamW`` that is there already, also wrapped by Accelerate, Lightning or Fabric:
+            its masters are the weights as they were, bit for bit. One that has stepped must be named. One that is made
+            afterwards begins from the rounded weights.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
@@ -74,7 +75,8 @@ def to_mixed(
 def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
     """Undoes ``to_mixed``: each parameter becomes its fp32 master, bit for bit, in place. Returns the model.
 
-    The optimizer goes on in fp32 from where it is. A frozen parameter that it doesn't know is widened as it is.
+    The optimizer, wrapped as in ``to_mixed`` or not, goes on in fp32 from where it is. A frozen parameter that it
+    doesn't know is widened as it is.
     """
     _refuse_wrapped("to_full", model)
     if not isinstance(model, Mixed):

@@ -34,10 +34,11 @@ class Processes:
         return sums[0], sums[1].clamp(max=1).float()  # torch's optimizers take any other number than 1 for 0
 
     def norm(self, params: Sequence[Tensor], norm: Tensor, norm_type: float) -> Tensor:
-        """Of what has this norm here, and others elsewhere."""
-        there, count = self.device_of(params), distributed.get_world_size(self.group)
-        norms = torch.empty(count, dtype=torch.float64, device=there)
-        distributed.all_gather_into_tensor(norms, _number(norm, there).reshape(1), group=self.group)
+        """Of all, each of which has a norm like this one."""
+        there, rank = self.device_of(params), distributed.get_rank(self.group)
+        norms = torch.zeros(distributed.get_world_size(self.group), dtype=torch.float64, device=there)
+        norms[rank] = _number(norm, there)
+        distributed.all_reduce(norms, group=self.group)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         return total
 
@@ -67,9 +68,9 @@ def given(op: str, process_group: Any) -> Processes | None:
 
 
 class TakesScale:
-    """``_step_supports_amp_scaling`` of an optimizer. Scalers ask for it before they hand over found_inf. torch's then
-    go by their own copy, and ShardedGradScaler's is of this process alone unless ``unscale_`` was called: so the step
-    has to know who asked, and nothing else tells."""
+    """An optimizer's ``_step_supports_amp_scaling``, which scalers ask for before they hand over found_inf, and which
+    notes who asked. torch's scalers update by their own copy of found_inf, which is of this process alone, so the step
+    has to reach them; and nothing else that they hand over leads back to them."""
 
     def __get__(self, optimizer: Any, kind: type | None = None) -> bool:
         if optimizer is not None and not torch.compiler.is_compiling() and are_several():

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Hashable
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -26,7 +27,7 @@ from mpkernels._linear_act_choice import autocast_dtype, describe, kernel_for
 from mpkernels._modes import is_tracing
 from mpkernels.ops import _checks
 from mpkernels.ops import linear_act as _linear_act
-from mpkernels.ops._activations import check_activation
+from mpkernels.ops._activations import ActivationLike, activation_name
 
 __all__ = ["clear_cast_cache", "linear_act"]
 
@@ -58,27 +59,29 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 _activate = _glance.activator()
 
 
-def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "gelu") -> Tensor:
+def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = "gelu") -> Tensor:
     """``activation(F.linear(x, weight, bias))``, computed in fp32, rounded once; saves for backward what torch would.
 
-    ``activation``: none, relu, relu2 (its square), gelu, gelu_tanh, silu, sigmoid, tanh. Shapes, autocast and gradients
-    are those of ``F.linear`` and the activation, to any order, also under torch.compile and torch.func. Weights in fp32
-    under autocast get fp32 gradients that were never rounded to 16 bits; so do 16-bit ones with
-    ``weight.grad_dtype = torch.float32``. Where plain torch is faster it computes instead, and rounds as it does:
-    ``mpkernels.selector`` tells, and can be told otherwise.
+    ``activation``: none, relu, relu2 (its square), gelu, gelu_tanh, silu, sigmoid, tanh, or a module of torch's or
+    transformers' that computes one of them, as ``torch.nn.GELU()``. Shapes, autocast and gradients are those of
+    ``F.linear`` and the activation, to any order, also under torch.compile and torch.func. Weights in fp32 under
+    autocast get fp32 gradients that were never rounded to 16 bits; so do 16-bit ones with ``weight.grad_dtype =
+    torch.float32``. Where plain torch is faster it computes instead, and rounds as it does: ``mpkernels.selector``
+    tells, and can be told otherwise.
     """
     call = describe(x, weight, bias, activation)
     kernel = selector.chosen.get(call)
+    name: Any = activation  # where a call is known; one with a module never is
     if kernel == "torch":
-        return _by_torch(x, weight, bias, activation)
+        return _by_torch(x, weight, bias, name)
     if kernel is None or _is_watched():
         return _of_any_kind(call, x, weight, bias, activation)
     dtype = autocast_dtype(x) if _is_any_autocast_enabled() else None
-    return _by_ours(kernel, x, weight, bias, activation, dtype)
+    return _by_ours(kernel, x, weight, bias, name, dtype)
 
 
-def _of_any_kind(call: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    check_activation("linear_act", activation)
+def _of_any_kind(call: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, given: ActivationLike) -> Tensor:
+    activation = activation_name("linear_act", given)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors)):
         try:

@@ -1,24 +1,33 @@
 """torch.nn's modules, fused."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Linear, Module, Parameter
 
 from mpkernels import functional
-from mpkernels.ops._activations import check_activation
+from mpkernels.ops._activations import ActivationLike, activation_name, hooks_of
 
 _GETATTR = Module.__getattr__
 
 
-class LinearAct(torch.nn.Linear):
-    """``torch.nn.Linear`` and its activation in one: parameters, initialisation and checkpoints are Linear's.
+class LinearAct(Module):
+    """A linear layer and its activation in one. Parameters, their names, initialisation and checkpoints are those of
+    ``torch.nn.Linear``, but it is none.
 
-    ``activation``: none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh; see mpkernels.functional.linear_act.
-    A tool that replaces every ``torch.nn.Linear``, as quantisers and adapters do, takes this for one and drops the
-    activation: keep these layers from it.
+    Tools that replace every Linear, or wrap what it computes, would drop the activation or add behind it what belongs
+    before it: adapters, quantisers and tensor parallelism leave this layer alone or refuse it. ``to_linear`` gives them
+    a Linear. An initialiser that asks ``isinstance(module, torch.nn.Linear)`` passes it by, too: name both there.
+
+    ``activation``: none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, or a module of torch's or transformers'
+    that computes one of them, as ``torch.nn.GELU()``; see mpkernels.functional.linear_act.
     """
+
+    in_features: int
+    out_features: int
+    weight: Tensor
+    bias: Tensor | None
 
     def __init__(
         self,
@@ -28,11 +37,36 @@ class LinearAct(torch.nn.Linear):
         device: Any = None,
         dtype: torch.dtype | None = None,
         *,
-        activation: str = "gelu",
+        activation: ActivationLike = "gelu",
     ) -> None:
-        check_activation("LinearAct", activation)
-        super().__init__(in_features, out_features, bias, device, dtype)
-        self.activation = activation
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.activation = activation_name("LinearAct", activation)
+        self.weight = Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.register_parameter(
+            "bias", Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias anew, as ``torch.nn.Linear`` does."""
+        Linear.reset_parameters(self)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_linear(cls, linear: Linear, activation: ActivationLike = "gelu") -> "LinearAct":
+        """Return a layer that shares the parameters of ``linear``, and applies ``activation`` to what that computes.
+
+        Hooks, parametrizations and all else that a plain Linear doesn't have would be lost, and are refused: convert
+        first.
+        """
+        _refuse_what_would_be_lost("LinearAct.from_linear", linear, Linear)
+        made = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", activation=activation)
+        return _share(linear, made)
+
+    def to_linear(self) -> Linear:
+        """Return a ``torch.nn.Linear`` that shares the parameters. The activation is then yours to apply."""
+        _refuse_what_would_be_lost("LinearAct.to_linear", self, LinearAct)
+        return _share(self, Linear(self.in_features, self.out_features, self.bias is not None, "meta"))
 
     def forward(self, input: Tensor) -> Tensor:
         # Module.__getattr__ takes as long as all that we add to torch. It is asked where a parameter has been replaced,
@@ -45,4 +79,33 @@ class LinearAct(torch.nn.Linear):
         return functional.linear_act(input, weight, bias, self.activation)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, activation={self.activation!r}"
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"activation={self.activation!r}"
+        )
+
+
+Layer = TypeVar("Layer", Linear, LinearAct)
+
+
+def _share(layer: Linear | LinearAct, made: Layer) -> Layer:
+    for name in ("weight", "bias"):
+        setattr(made, name, getattr(layer, name))
+    return made.train(layer.training)
+
+
+def _refuse_what_would_be_lost(op: str, layer: Module, kind: type[Module]) -> None:
+    """The other layer gets weight and bias alone."""
+    if type(layer) is not kind:
+        raise TypeError(
+            f"{op}: the layer must be a plain {kind.__name__}, got {type(layer).__name__}, whose parametrizations or "
+            "forward would be lost: convert before they are added"
+        )
+    own = vars(layer)
+    beside = hooks_of(layer) + [name for name in own["_parameters"] if name not in ("weight", "bias")]
+    beside += [*own["_buffers"], *own["_modules"], *({"forward", "weight", "bias"} & own.keys())]
+    if beside:
+        raise ValueError(
+            f"{op}: the layer must have a weight and a bias alone, got {', '.join(beside)}, which would be lost: "
+            "convert before they are added"
+        )

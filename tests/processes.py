@@ -1,13 +1,10 @@
 """Tests in several processes, by gloo."""
 
-import importlib
 from contextlib import contextmanager
 
 import pytest
 import torch
 from torch import distributed
-
-from tests.targets import TARGETS
 
 needs_gloo = pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs torch with gloo")
 
@@ -18,21 +15,12 @@ def spawn(check, tmp_path, world=2):
 
 
 def _on_rank(rank, check, file, world):
-    importlib.import_module("tests.conftest")  # makes Triton's interpreter as it is in the tests' own process
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
     try:
         check(rank)
     finally:
         distributed.destroy_process_group()
-
-
-def every_target():
-    """That can run here, each as long as the loop's body."""
-    for target in TARGETS.values():
-        if target.device.type == "cpu" and target.why_missing() is None:
-            with target.active():
-                yield target
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The activations' formulas: in C++ with every instruction set that this machine has, and their slopes in every kernel."""
+"""The activations' formulas, in C++ with every instruction set that this machine has; their slopes in every kernel."""
 
 import subprocess
 from pathlib import Path
@@ -41,8 +41,8 @@ def slopes(function, z):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_slopes_are_as_near_to_fp64_as_fp32_can_be_at_every_point(target, activation):
-    """A saturated sigmoid is off by eps / 2, which the second derivative of tanh-GELU multiplies by up to 7; the rest is
-    a few roundings of numbers around 1."""
+    """A saturated sigmoid is off by eps / 2, which the second derivative of tanh-GELU multiplies by up to 7; the rest
+    is a few roundings of numbers around 1."""
     z = torch.cat([torch.linspace(-12, 12, 8193), torch.logspace(-20, 0, 201), -torch.logspace(-20, 0, 201)])
     one = torch.ones(1, 1, device=target.device)
     rows, bound = z.to(target.device).unsqueeze(1), 6 * torch.finfo(torch.float32).eps

@@ -3,13 +3,16 @@
 What begins with ```py is for the eye: it needs other libraries.
 """
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 
 from mpkernels import amp, optim, selector
+from mpkernels.__main__ import main
 from tests.networks import one_thread  # noqa: F401
 
 ROOT = Path(__file__).parents[1]
@@ -71,6 +74,22 @@ def test_block(name, tmp_path, monkeypatch):
 
 def _casting(forward):
     return lambda self, x: forward(self, x if torch.is_autocast_enabled("cpu") else x.to(self.weight.dtype))
+
+
+def commands():
+    """As README and docs have them, in blocks and in lines."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    command = r"(?:python -m )?mpkernels ((?:bench|demo|doctor)\b.*?)"
+    return sorted({*re.findall(rf"`{command}`", text), *re.findall(rf"^{command}(?: +#.*)?$", text, re.MULTILINE)})
+
+
+@pytest.mark.parametrize("words", commands())
+def test_a_command_is_taken_as_it_stands(words, monkeypatch):
+    asked = []
+    command = importlib.import_module(f"mpkernels.{words.split()[0]}.command")
+    monkeypatch.setattr(command, "run", lambda arguments, refuse: asked.append(arguments) or 0)
+    assert main(shlex.split(words)) == 0
+    assert len(asked) == 1
 
 
 def test_the_overflow_report_in_the_readme_is_what_its_call_prints():

@@ -3,6 +3,7 @@
 
 import copy
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -10,17 +11,18 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
-from tests.ranks import on_ranks
+from tests.processes import needs_gloo, spawn
 
 KINDS = [{}, {"state_dtype": torch.bfloat16}, {"state_dtype": torch.int8}, {"master": "fp32"}]
 
 
+@needs_gloo
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_resumed_training_is_the_same_to_the_bit(dtype):
-    on_ranks(2, resume_in_every_way, dtype)
+def test_resumed_training_is_the_same_to_the_bit(tmp_path, dtype):
+    spawn(partial(resume_in_every_way, dtype), tmp_path)
 
 
-def resume_in_every_way(dtype):
+def resume_in_every_way(dtype, rank):
     warnings.simplefilter("ignore", FutureWarning)  # of FSDP1's end
     for options in KINDS:
         for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mpkernels.ops import grad_stats, linear_dact, unscale_
+from mpkernels.ops import grad_stats, unscale_
 from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
 from mpkernels.ops.linear_dact import _linear_dact
 from tests.linear import integers
@@ -100,7 +100,9 @@ def test_triton_writes_to_matrices_beyond_32_bits(target, memory):
     as_product = {"PRECISION": "ieee", **block, "BLOCK_K": 16}
     y, z = (far.as_strided((rows, 16), (width, 1)) for far in (memory, memory[64:]))
 
-    linear_act_kernel[(1,)](x, weight, None, memory, memory[64:], rows, width, 3, *strides, ACTIVATION="relu", **as_product)
+    linear_act_kernel[(1,)](
+        x, weight, None, memory, memory[64:], rows, width, 3, *strides, ACTIVATION="relu", **as_product
+    )
     assert torch.equal(y.float(), product.relu())
     assert torch.equal(z.float(), product)
 

@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from mpkernels.amp import to_full, to_mixed
+from mpkernels.nn import LinearAct
 from mpkernels.optim import AdamW
 from tests.networks import B16, one_thread
 
@@ -17,6 +18,7 @@ pytest.importorskip("accelerate", reason="needs the extra integrations")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+    from transformers.activations import ACT2CLS, ACT2FN
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
@@ -107,3 +109,28 @@ def test_a_mixed_model_is_trained_saved_and_resumed(tmp_path):
     assert_close(*masters, rtol=0, atol=0)
     assert type(net) is LlamaForCausalLM
     net.generate(torch.tensor([[100]]), max_new_tokens=2, do_sample=False)
+
+
+ACTIVATIONS = {
+    "linear": "none",
+    "relu": "relu",
+    "relu2": "relu2",
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh", "gelu_accurate"), "gelu_tanh"),
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    "sigmoid": "sigmoid",
+    "tanh": "tanh",
+}
+
+
+@pytest.mark.parametrize("name", ACT2CLS)
+def test_activations(name):
+    """Each is taken for what it computes, or refused."""
+    module = ACT2FN[name]
+    if name not in ACTIVATIONS:
+        with pytest.raises(ValueError, match=r"^LinearAct: activation must be one of none, "):
+            LinearAct(8, 16, activation=module)
+        return
+    layer, x = LinearAct(8, 16, activation=module), 4 * torch.randn(64, 8)
+    assert layer.activation == ACTIVATIONS[name]
+    assert_close(layer(x), module(torch.nn.functional.linear(x, layer.weight, layer.bias)))

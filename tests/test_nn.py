@@ -24,7 +24,7 @@ def both(**keywords):
 def test_parameters_are_linears(bias, dtype):
     """The same numbers from the same seed, and each loads the other's checkpoint."""
     theirs, ours = both(bias=bias, dtype=dtype)
-    assert isinstance(ours, torch.nn.Linear)
+    assert not isinstance(ours, torch.nn.Linear)  # or what replaces all of them would take it for one
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     for mine, torchs_own in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, torchs_own)

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 
+from mpkernels._overflow_ledger import Ledgers
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.networks import B16, network, one_thread
@@ -162,3 +163,18 @@ def test_a_grad_with_gaps_is_taken_in_the_order_of_its_indices():
     scaler.step(optimizer)
     (culprit,) = scaler.overflow_report().culprits
     assert culprit.first == (1, 2)
+
+
+@pytest.mark.parametrize("bad", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_several_devices_have_a_found_inf_each(target, bad):
+    """Whichever has found one, all devices' grads are written down."""
+    param, ledgers = torch.nn.Parameter(torch.ones(2, device=target.device)), Ledgers()
+    grad, scale = torch.tensor([1.0, INF], device=target.device), torch.full((), 4.0, device=target.device)
+    optimizer = torch.optim.SGD([param])
+    found_infs = {
+        place: torch.full((), found, device=target.device) for place, found in zip(("a", "b"), bad, strict=True)
+    }
+    ledgers.take_up(optimizer, None)
+    ledgers.fill(optimizer, {target.device: ([param], [grad])}, found_infs, scale, unscaled=False)
+    ((_, (record,)),) = ledgers.records()
+    assert (record.report[0, 0].item() > 0) == any(bad)

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from mpkernels.nn import LinearAct
+
 ALIGNED = 16  # bytes: what a row must be a multiple of for the widest loads, csrc/common/elements.h's too
 TILE = 64  # columns: half of what a block of a matrix kernel has
 
@@ -50,7 +52,7 @@ def of_size(where: str, name: str, size: int, dtype: torch.dtype = torch.bfloat1
 
 def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Those by which rows in memory are long."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | LinearAct):
         yield "in_features", module.in_features
         yield "out_features", module.out_features
     elif isinstance(module, nn.modules.conv._ConvNd):

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
+from mpkernels._found_inf import given_group
 from mpkernels.amp import clip_grad_norm_
 from mpkernels.integrations.fabric import OurScaler
 
@@ -46,4 +47,4 @@ class MixedPrecision(OurScaler, _MixedPrecision):
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        clip_grad_norm_(self.main_params(optimizer), clip_val)
+        clip_grad_norm_(self.main_params(optimizer), clip_val, process_group=given_group(self.scaler, optimizer))

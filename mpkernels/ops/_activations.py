@@ -5,7 +5,7 @@ from math import pi, sqrt
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Activation(NamedTuple):
@@ -63,6 +63,52 @@ ACTIVATIONS = {
 }
 
 
+ActivationLike = str | nn.Module | type[nn.Module]
+_NAMES: dict[object, str] = {
+    nn.Identity: "none",
+    nn.ReLU: "relu",
+    nn.GELU: "gelu",
+    nn.SiLU: "silu",
+    nn.Sigmoid: "sigmoid",
+    nn.Tanh: "tanh",
+}
+_NAMES_IN_TRANSFORMERS = {
+    "LinearActivation": "none",
+    "ReLUSquaredActivation": "relu2",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",  # of version 4
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "AccurateGELUActivation": "gelu_tanh",
+    "SiLUActivation": "silu",
+}
+
+
+def activation_name(op: str, activation: object) -> str:
+    """Return the name in ACTIVATIONS of what is given by that name, as a module or as a module's class."""
+    if isinstance(activation, str):
+        check_activation(op, activation)
+        return activation
+    kind = activation if isinstance(activation, type) else type(activation)
+    of_transformers = _NAMES_IN_TRANSFORMERS if kind.__module__ == "transformers.activations" else {}
+    name = _NAMES.get(kind) or of_transformers.get(kind.__name__)
+    if name is None:
+        raise _unknown(op, activation)
+    if isinstance(activation, nn.Module) and (hooks := hooks_of(activation)):
+        raise ValueError(f"{op}: activation must have no hooks, which nobody would call, got {', '.join(hooks)}")
+    is_approximate = isinstance(activation, nn.GELU) and activation.approximate == "tanh"
+    return "gelu_tanh" if is_approximate else name
+
+
+def hooks_of(module: nn.Module) -> list[str]:
+    return [name for name, value in vars(module).items() if name.endswith("_hooks") and value]
+
+
 def check_activation(op: str, activation: object) -> None:
     if not isinstance(activation, str) or activation not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")
+        raise _unknown(op, activation)
+
+
+def _unknown(op: str, activation: object) -> ValueError:
+    return ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {activation!r}")

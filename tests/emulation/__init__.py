@@ -28,6 +28,7 @@ FLAGS = [
     f"-fsanitize={CHECKS}",
     "-fno-sanitize-recover=all",
 ]
+KERNEL_FLAGS = ["-fsanitize=thread", "-g1"]  # memory.cpp sees every load and store; a report leads to its line
 
 
 def build(directory: Path, csrc: Path = CSRC) -> Path:
@@ -65,7 +66,8 @@ def _fingerprint(compiler: list[str], csrc: Path) -> str:
 def _compile(compiler: list[str], sources: list[Path], csrc: Path, scratch: Path) -> list[Path]:
     def compile_one(source: Path) -> Path:
         compiled = scratch / f"{source.name}.o"
-        _run([*compiler, *FLAGS, f"-I{csrc}", "-x", "c++", "-c", str(source), "-o", str(compiled)])
+        flags = [*FLAGS, *KERNEL_FLAGS] if source.suffix == ".cu" else FLAGS
+        _run([*compiler, *flags, f"-I{csrc}", "-x", "c++", "-c", str(source), "-o", str(compiled)])
         return compiled
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:

@@ -31,13 +31,19 @@ std::string doing(const Thread& t) {
 
 }  // namespace
 
-void Block::start(dim3 size, void (*body)()) {
+void Block::start(unsigned number, dim3 size, void (*body)()) {
+  number_ = number;
+  tick_ = barrier_ = 0;
+  known_.forget();
   size_ = size.x * size.y * size.z;
   while (threads_.size() < size_) threads_.push_back(std::make_unique<Thread>(body));
   for (unsigned i = 0; i < size_; ++i) {
-    threads_[i]->state = State::ready;
-    threads_[i]->number = i;
-    threads_[i]->index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+    Thread& t = *threads_[i];
+    t.state = State::ready;
+    t.number = i;
+    t.index = {i % size.x, i / size.x % size.y, i / size.x / size.y};
+    t.met_at = t.synced_at = 0;
+    for (Knowledge* it : {&t.known, &t.acquired, &t.released}) it->forget();
   }
 }
 
@@ -73,17 +79,24 @@ void Block::finish_meetings(unsigned first) {
 void Block::release_meeting(const Thread& t) {
   Thread* lanes[32] = {};
   unsigned nonzero = 0;
+  Knowledge known;
+  ++tick_;
   for (unsigned lane = 0; lane < 32; ++lane) {
     Thread* other = t.mask >> lane & 1 ? lane_of_warp(t, lane) : nullptr;
     if (!other || other->state == State::exited) continue;
     lanes[lane] = other;
     nonzero |= unsigned(other->value != 0) << lane;
+    if (t.memory == Memory::ordered) known.learn(other->known);
   }
   for (Thread* other : lanes) {
     if (!other) continue;
     const Thread* source = lanes[other->source];
     other->met = {source ? source->value : ~uint64_t(0), nonzero};
     other->state = State::ready;
+    other->met_at = tick_;
+    if (t.memory == Memory::unordered) continue;
+    other->synced_at = tick_;
+    other->known = known;
   }
 }
 
@@ -100,11 +113,32 @@ std::string Block::finish_barrier() {
     if (!same_wait(t, *threads_[0])) return doing(t) + ", but " + doing(*threads_[0]);
     count += t.value != 0;
   }
+  barrier_ = ++tick_;
   for (unsigned i = 0; i < size_; ++i) {
     threads_[i]->count = count;
     threads_[i]->state = State::ready;
+    if (threads_[i]->known.empty()) continue;
+    known_.learn(threads_[i]->known);
+    threads_[i]->known.forget();
   }
   return "";
+}
+
+void Block::fence(Thread& t) {
+  t.known.learn(t.acquired);
+  t.acquired.forget();
+  t.released = known_;
+  t.released.learn(t.known);
+  t.released.learn(Known{number_, barrier_, t.synced_at, ++tick_, static_cast<uint16_t>(t.number)});
+}
+
+// Since the last barrier, or in another block.
+bool Block::has_done_since(const Access& before, bool is_write, const Thread& t) const {
+  if (t.known.covers(before)) return true;
+  if (before.block != number_) return known_.covers(before);
+  if (before.by == Access::By::thread && before.thread == t.number) return true;
+  if (before.by == Access::By::warps || before.thread / 32 != t.number / 32) return false;
+  return before.tick < (is_write ? t.synced_at : t.met_at);
 }
 
 }  // namespace emulation

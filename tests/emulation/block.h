@@ -7,6 +7,7 @@
 
 #include "emulation/scheduler.h"
 #include "fiber.h"
+#include "knowledge.h"
 
 namespace emulation {
 
@@ -26,15 +27,21 @@ struct Thread {
   unsigned mask, source;
   uint64_t value;
   Exited exited;
+  Memory memory;
 
   // What it gets.
   Met met;
   int count;
+
+  // The ticks of its last meeting and of the last that ordered memory; what it knows of other blocks beyond what its
+  // block knows, what its next fence will let it know, and what its last fence lets others know through an atomic.
+  uint32_t met_at, synced_at;
+  Knowledge known, acquired, released;
 };
 
 class Block {
  public:
-  void start(dim3 size, void (*body)());
+  void start(unsigned number, dim3 size, void (*body)());
   void forget() { threads_.clear(); }  // after a failure: threads stopped half-way cannot start again
 
   unsigned size() const { return size_; }
@@ -43,14 +50,28 @@ class Block {
   bool exited() const;                   // every thread has
   void finish_meetings(unsigned first);  // those of the warp that begins with thread `first`
   std::string finish_barrier();          // answers why not, if not every thread stands in it
+  void fence(Thread& t);
+
+  // Whether what was done before is ordered before what `t` does now: a write needs more than a read does, for a lane
+  // that has met another knows what it has read, but need not see what it has written.
+  bool has_done(const Access& before, bool is_write, const Thread& t) const {
+    return before.by == Access::By::nobody || (before.tick < barrier_ && before.block == number_) ||
+           has_done_since(before, is_write, t);
+  }
+  unsigned number() const { return number_; }
+  uint32_t tick() const { return tick_; }
+  uint32_t barrier() const { return barrier_; }
 
  private:
   Thread* lane_of_warp(const Thread& t, unsigned lane) const;
   unsigned missing_lane(const Thread& t) const;
   void release_meeting(const Thread& t);
+  bool has_done_since(const Access& before, bool is_write, const Thread& t) const;
 
   std::vector<std::unique_ptr<Thread>> threads_;  // as many as the largest block so far had
-  unsigned size_ = 0;
+  unsigned size_ = 0, number_ = 0;
+  uint32_t tick_ = 0, barrier_ = 0;  // now, and at the last barrier
+  Knowledge known_;                  // to all threads
 };
 
 std::string text(const uint3& index);

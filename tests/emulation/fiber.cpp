@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <cstdint>
 #include <new>
 
 namespace emulation {
@@ -26,6 +27,10 @@ Fiber::Fiber(void (*body)()) : body_(body) {
 }
 
 Fiber::~Fiber() { munmap(stack_, kStack); }
+
+bool Fiber::owns(const void* address) const {
+  return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(stack_) < kStack;
+}
 
 void Fiber::main() {
   for (;;) {

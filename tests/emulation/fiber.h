@@ -15,6 +15,7 @@ class Fiber {
 
   void resume();   // returns when the fiber suspends or its body returns
   void suspend();  // to be called on the fiber itself
+  bool owns(const void* address) const;  // on its stack
 
  private:
   static void main();

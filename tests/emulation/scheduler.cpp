@@ -1,21 +1,23 @@
-// Runs a grid as CUDA may run it, not as one would like it to. Blocks, warps and lanes come in an order that changes
-// from launch to launch and from block to block; a warp runs ahead as far as it can before the next one starts, and a
-// lane until it meets its warp; shared memory starts as NaN. Whatever relies on luck shows.
-#include "emulation/scheduler.h"
+// Runs a grid as CUDA may run it, not as one would like it to. A few blocks at a time take turns, which end at barriers,
+// atomics and fences. Blocks, warps and lanes come in an order that changes from launch to launch and from block to
+// block; a warp runs ahead as far as it can before the next one starts, and a lane until it meets its warp; shared
+// memory starts as NaN. Whatever relies on luck shows; a race (races.h) without luck, too.
+#include "scheduler.h"
 
 #include <cstdio>
 #include <cstdlib>
 #include <numeric>
+#include <optional>
 #include <random>
 #include <utility>
 
-#include "block.h"
-#include "shared_memory.h"
+// Of the orders that come; each launch takes the next one. A test that sets it sees the same orders again.
+extern "C" __attribute__((visibility("default"))) unsigned emulation_seed = 20;
 
 namespace emulation {
 namespace {
 
-std::minstd_rand random_number(20);  // a process repeats its orders run after run
+std::minstd_rand random_number;
 
 // The numbers below `count`, each once: ascending, descending or scattered.
 class Order {
@@ -40,8 +42,12 @@ class Order {
   uint64_t count_, next_, stride_;
 };
 
-Block block;
+constexpr unsigned kResidents = 3;
+Resident residents[kResidents];
+Resident* resident;  // whose turn it is
 Thread* running;
+bool turn_is_over;
+std::optional<SharedMemory> shared_memory;
 const std::function<void()>* thread_body;
 std::string failure;
 
@@ -50,8 +56,18 @@ void run_thread() {
   running->state = State::exited;
 }
 
-// Until each lane has exited or waits for what this warp alone cannot give.
+void run(Thread& t) {
+  running = &t;
+  built.thread_index = t.index;
+  t.fiber.resume();
+  const std::string race = races().settle();
+  if (failure.empty() && !race.empty()) failure = "thread " + text(t.index) + " " + race;
+  running = nullptr;
+}
+
+// Until each lane has exited or waits for what this warp alone cannot give, or the block's turn is over.
 void run_warp(unsigned first) {
+  Block& block = resident->block;
   const unsigned lanes = std::min(32u, block.size() - first);
   Order order(lanes);
   for (bool progress = true; progress; block.finish_meetings(first)) {
@@ -60,31 +76,71 @@ void run_warp(unsigned first) {
       Thread& t = block[first + order.next()];
       if (t.state != State::ready) continue;
       progress = true;
-      running = &t;
-      thread_index = t.index;
-      t.fiber.resume();
-      running = nullptr;
-      if (!failure.empty()) return;
+      run(t);
+      if (turn_is_over || !failure.empty()) return;
     }
   }
 }
 
-void run_block() {
-  block.start(block_size, run_thread);
-  for (;;) {
-    const unsigned warps = (block.size() + 31) / 32;
-    Order order(warps);
-    for (unsigned i = 0; i < warps; ++i) {
-      run_warp(32 * order.next());
-      if (!failure.empty()) return;
-    }
-    if (block.exited()) return;
-    failure = block.finish_barrier();
-    if (!failure.empty()) return;
+// Until every thread has exited or stands in a barrier, or one of them has paused.
+void take_turn() {
+  Block& block = resident->block;
+  turn_is_over = false;
+  const unsigned warps = (block.size() + 31) / 32;
+  Order order(warps);
+  for (unsigned i = 0; i < warps; ++i) {
+    run_warp(32 * order.next());
+    if (turn_is_over || !failure.empty()) return;
+  }
+  resident->has_block = !block.exited();
+  if (resident->has_block) failure = block.finish_barrier();
+}
+
+void start_block(uint64_t number) {
+  const dim3 grid = built.grid_size;
+  resident->index = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)};
+  resident->has_block = true;
+  resident->block.start(number, built.block_size, run_thread);
+  shared_memory->poison();
+}
+
+void run_blocks(uint64_t waiting) {
+  Order order(waiting);
+  for (unsigned busy = 0; failure.empty() && waiting + busy > 0; busy -= !resident->has_block) {
+    do resident = &residents[random_number() % kResidents];
+    while (!resident->has_block && waiting == 0);
+    shared_memory->enter(resident - residents);
+    if (!resident->has_block) start_block((--waiting, ++busy, order.next()));
+    built.block_index = resident->index;
+    take_turn();
   }
 }
 
 }  // namespace
+
+// ---- asked by this library's other files
+
+Thread* this_thread() {
+  return running && running->fiber.owns(__builtin_frame_address(0)) ? running : nullptr;
+}
+
+Block& this_block() { return resident->block; }
+
+uintptr_t space_of(const void* memory) {
+  return shared_memory->contains(memory) ? uintptr_t(resident - residents + 1) << 56 : 0;
+}
+
+Races& races() {
+  static Races races;
+  return races;
+}
+
+void pause() {
+  turn_is_over = random_number() % 2 == 0;
+  if (turn_is_over) running->fiber.suspend();
+}
+
+// ---- asked by kernels
 
 int meet_block(const char* name, bool predicate, Place place) {
   Thread& self = *running;
@@ -94,11 +150,12 @@ int meet_block(const char* name, bool predicate, Place place) {
   return self.count;
 }
 
-Met meet_warp(const char* name, unsigned mask, uint64_t value, unsigned source, Exited exited, Place place) {
+Met meet_warp(const char* name, unsigned mask, uint64_t value, unsigned source, Exited exited, Memory memory,
+              Place place) {
   Thread& self = *running;
   self.state = State::in_warp_meeting;
   self.name = name, self.place = place, self.mask = mask, self.value = value, self.source = source;
-  self.exited = exited;
+  self.exited = exited, self.memory = memory;
   if (!(mask >> lane() & 1)) fail(std::string("is not in the mask it gives to ") + name + text(place));
   self.fiber.suspend();
   return self.met;
@@ -117,22 +174,18 @@ void fail(const std::string& what) {
 }
 
 std::string run_grid(dim3 grid, dim3 threads, size_t dynamic_shared_bytes, const std::function<void()>& kernel) {
-  grid_size = grid;
-  block_size = threads;
+  const unsigned seed = emulation_seed++;
+  random_number.seed(seed * 2654435761u);  // its first numbers after adjacent seeds are alike
+  built.grid_size = grid;
+  built.block_size = threads;
   thread_body = &kernel;
-  SharedMemory shared(dynamic_shared_bytes);
-  const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
-  Order order(blocks);
-  for (uint64_t i = 0; i < blocks; ++i) {
-    const uint64_t number = order.next();
-    block_index = {unsigned(number % grid.x), unsigned(number / grid.x % grid.y), unsigned(number / grid.x / grid.y)};
-    shared.poison();
-    run_block();
-    if (failure.empty()) continue;
-    block.forget();
-    return "block " + text(block_index) + ", " + std::exchange(failure, "");
-  }
-  return "";
+  shared_memory.emplace(dynamic_shared_bytes, kResidents);
+  races().forget();
+  run_blocks(uint64_t(grid.x) * grid.y * grid.z);
+  shared_memory.reset();
+  if (failure.empty()) return "";
+  for (Resident& it : residents) it.has_block = false, it.block.forget();
+  return "block " + text(resident->index) + ", " + std::exchange(failure, "") + " (seed " + std::to_string(seed) + ")";
 }
 
 }  // namespace emulation

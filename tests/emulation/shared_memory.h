@@ -6,18 +6,22 @@
 namespace emulation {
 
 // The kernels' __shared__ variables are this library's thread-local storage, and so are the host's thread-local
-// variables: those get their values back when the launch is over.
+// variables: those get their values back when the launch is over. Each block finds its own values there in its turn.
 class SharedMemory {
  public:
-  explicit SharedMemory(size_t dynamic_bytes);
+  SharedMemory(size_t dynamic_bytes, unsigned blocks);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
 
-  void poison();  // a block must not read what it has not written: all ones is NaN, and -1
+  void enter(unsigned block);  // keeps the values of the one before
+  void poison();               // a block must not read what it has not written: all ones is NaN, and -1
+  bool contains(const void* address) const;
 
  private:
   char* begin_;
   std::vector<char> host_values_;
+  std::vector<std::vector<char>> values_;  // by block; the dynamic memory's come last
+  unsigned block_ = 0;
 };
 
 }  // namespace emulation

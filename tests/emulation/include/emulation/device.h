@@ -19,22 +19,30 @@ inline int __syncthreads_and(int predicate, emulation::Place place = {}) {
   return emulation::meet_block("__syncthreads_and", predicate == 0, place) == 0;
 }
 inline void __syncwarp(unsigned mask = 0xffffffff, emulation::Place place = {}) {
-  emulation::meet_warp("__syncwarp", mask, 0, 0, emulation::Exited::forgiven, place);
+  emulation::meet_warp("__syncwarp", mask, 0, 0, emulation::Exited::forgiven, emulation::Memory::ordered, place);
 }
-inline void __threadfence() {}
+inline void __threadfence() { emulation::fence(); }
 inline void __threadfence_block() {}
-inline void __threadfence_system() {}
+inline void __threadfence_system() { emulation::fence(); }
 
 // ---- votes
 
+namespace emulation {
+
+inline unsigned vote(const char* name, unsigned mask, bool predicate, Place place) {
+  return meet_warp(name, mask, predicate, 0, Exited::forgiven, Memory::unordered, place).nonzero;
+}
+
+}  // namespace emulation
+
 inline unsigned __ballot_sync(unsigned mask, int predicate, emulation::Place place = {}) {
-  return emulation::meet_warp("__ballot_sync", mask, predicate != 0, 0, emulation::Exited::forgiven, place).nonzero;
+  return emulation::vote("__ballot_sync", mask, predicate != 0, place);
 }
 inline int __any_sync(unsigned mask, int predicate, emulation::Place place = {}) {
-  return emulation::meet_warp("__any_sync", mask, predicate != 0, 0, emulation::Exited::forgiven, place).nonzero != 0;
+  return emulation::vote("__any_sync", mask, predicate != 0, place) != 0;
 }
 inline int __all_sync(unsigned mask, int predicate, emulation::Place place = {}) {
-  return emulation::meet_warp("__all_sync", mask, predicate == 0, 0, emulation::Exited::forgiven, place).nonzero == 0;
+  return emulation::vote("__all_sync", mask, predicate == 0, place) == 0;
 }
 
 // ---- shuffles
@@ -46,7 +54,7 @@ T shuffle(const char* name, unsigned mask, T value, unsigned source, Place place
   static_assert(std::is_arithmetic_v<T> && (sizeof(T) == 4 || sizeof(T) == 8), "CUDA shuffles 4 or 8 byte numbers");
   uint64_t bits = 0;
   memcpy(&bits, &value, sizeof(T));
-  bits = meet_warp(name, mask, bits, source, Exited::failure, place).value;
+  bits = meet_warp(name, mask, bits, source, Exited::failure, Memory::unordered, place).value;
   memcpy(&value, &bits, sizeof(T));
   return value;
 }
@@ -80,13 +88,25 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, emulati
   return emulation::shuffle("__shfl_xor_sync", mask, value, source > last ? self : source, place);
 }
 
-// ---- atomics: threads switch only where they wait, so a plain update is atomic
+// ---- atomics: threads switch only where they wait, so an update in steps is atomic
+
+namespace emulation {
+
+template <class T, class Update>
+T atomic(T* address, const Update& updated) {
+  begin_atomic(address, sizeof(T));
+  T old;
+  copy(&old, address, sizeof(T));
+  const T next = updated(old);
+  copy(address, &next, sizeof(T));
+  return old;
+}
+
+}  // namespace emulation
 
 #define EMULATION_ATOMIC(name, T, updated) \
   inline T name(T* address, T value) {     \
-    const T old = *address;                \
-    *address = updated;                    \
-    return old;                            \
+    return emulation::atomic(address, [=](T old) -> T { return updated; }); \
   }
 #define EMULATION_INTEGER_ATOMICS(T)                   \
   EMULATION_ATOMIC(atomicExch, T, value)               \
@@ -96,9 +116,7 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, emulati
   EMULATION_ATOMIC(atomicOr, T, old | value)           \
   EMULATION_ATOMIC(atomicXor, T, old ^ value)          \
   inline T atomicCAS(T* address, T compare, T value) { \
-    const T old = *address;                            \
-    if (old == compare) *address = value;              \
-    return old;                                        \
+    return emulation::atomic(address, [=](T old) { return old == compare ? value : old; }); \
   }
 EMULATION_INTEGER_ATOMICS(int)
 EMULATION_INTEGER_ATOMICS(unsigned)
@@ -139,6 +157,14 @@ void check_aligned(const char* name, const T* address, Place place) {
     emulation::check_aligned(#name, address, place);      \
     return *address;                                      \
   }
+#define EMULATION_LOAD_PAST_L1(name)                      \
+  template <class T>                                      \
+  T name(const T* address, emulation::Place place = {}) { \
+    emulation::check_aligned(#name, address, place);      \
+    T value;                                              \
+    emulation::load_past_l1(&value, address, sizeof(T));  \
+    return value;                                         \
+  }
 #define EMULATION_STORE(name)                                                       \
   template <class T>                                                                \
   void name(T* address, std::common_type_t<T> value, emulation::Place place = {}) { \
@@ -147,15 +173,16 @@ void check_aligned(const char* name, const T* address, Place place) {
   }
 EMULATION_LOAD(__ldg)
 EMULATION_LOAD(__ldca)
-EMULATION_LOAD(__ldcg)
 EMULATION_LOAD(__ldcs)
-EMULATION_LOAD(__ldcv)
 EMULATION_LOAD(__ldlu)
+EMULATION_LOAD_PAST_L1(__ldcg)
+EMULATION_LOAD_PAST_L1(__ldcv)
 EMULATION_STORE(__stwb)
 EMULATION_STORE(__stcg)
 EMULATION_STORE(__stcs)
 EMULATION_STORE(__stwt)
 #undef EMULATION_LOAD
+#undef EMULATION_LOAD_PAST_L1
 #undef EMULATION_STORE
 
 #include "device_math.h"

@@ -54,12 +54,15 @@ struct dim3 {
 
 namespace emulation {
 // The scheduler sets these before it runs a thread.
-inline uint3 thread_index, block_index;
-inline dim3 block_size, grid_size;
+struct Built {
+  uint3 thread_index, block_index;
+  dim3 block_size, grid_size;
+};
+inline Built built;
 }  // namespace emulation
 
-static constexpr const uint3& threadIdx = emulation::thread_index;
-static constexpr const uint3& blockIdx = emulation::block_index;
-static constexpr const dim3& blockDim = emulation::block_size;
-static constexpr const dim3& gridDim = emulation::grid_size;
+static constexpr const uint3& threadIdx = emulation::built.thread_index;
+static constexpr const uint3& blockIdx = emulation::built.block_index;
+static constexpr const dim3& blockDim = emulation::built.block_size;
+static constexpr const dim3& gridDim = emulation::built.grid_size;
 static constexpr int warpSize = 32;

@@ -1,0 +1,59 @@
+#include "knowledge.h"
+
+#include <algorithm>
+
+namespace emulation {
+namespace {
+
+bool precedes(const Known& a, const Known& b) { return a.block < b.block; }
+
+// Of two threads that tell of the same stretch between barriers only one can be kept; then all of the stretch counts as
+// known, for no race may be reported that isn't one.
+Known merge(const Known& a, const Known& b) {
+  if (a.barrier != b.barrier) return a.barrier > b.barrier ? a : b;
+  const Known& later = a.tick > b.tick ? a : b;
+  if (a.thread == b.thread) return later;
+  return {a.block, later.tick, later.tick, later.tick, later.thread};
+}
+
+}  // namespace
+
+void Knowledge::learn(const Known& news) {
+  const auto at = std::lower_bound(known_.begin(), known_.end(), news, precedes);
+  if (at == known_.end() || at->block != news.block) {
+    known_.insert(at, news);
+  } else {
+    *at = merge(*at, news);
+  }
+}
+
+void Knowledge::learn(const Knowledge& news) {
+  if (news.empty()) return;
+  std::vector<Known> all;
+  all.reserve(known_.size() + news.known_.size());
+  auto mine = known_.begin();
+  for (const Known& it : news.known_) {
+    while (mine != known_.end() && precedes(*mine, it)) all.push_back(*mine++);
+    const bool is_mine_too = mine != known_.end() && mine->block == it.block;
+    all.push_back(is_mine_too ? merge(*mine++, it) : it);
+  }
+  all.insert(all.end(), mine, known_.end());
+  known_.swap(all);
+}
+
+bool Knowledge::covers(const Access& access) const {
+  const auto at = std::lower_bound(known_.begin(), known_.end(), Known{static_cast<uint32_t>(access.block), 0, 0, 0, 0}, precedes);
+  if (at == known_.end() || at->block != access.block) return false;
+  if (access.tick < at->barrier) return true;
+  switch (access.by) {
+    case Access::By::thread:
+      if (access.thread == at->thread && access.tick < at->tick) return true;
+      [[fallthrough]];
+    case Access::By::lanes_of_warp:
+      return access.thread / 32 == at->thread / 32 && access.tick < at->warp;
+    default:
+      return false;
+  }
+}
+
+}  // namespace emulation

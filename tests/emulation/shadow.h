@@ -1,0 +1,57 @@
+// What has been done last, and by whom, with each byte of memory during a launch.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "knowledge.h"
+
+namespace emulation {
+
+struct Cell {
+  Access write, read;
+  std::vector<Access>* more_reads;  // the last one of each other block that has read since, by block
+};
+
+// A cell stands for 8 bytes until fewer are accessed at once, then for as many.
+class Shadow {
+ public:
+  void forget();  // before a launch
+
+  // Calls visit(cell) for what lies from `address` on.
+  template <class Visit>
+  void visit(uintptr_t address, size_t bytes, const Visit& visit) {
+    for (const uintptr_t end = address + bytes; address < end;) {
+      Page& page = page_of(address / kPage);
+      while (address % page.granule != 0 || end - address < page.granule) split(page);
+      const uintptr_t end_here = std::min(end, (address / kPage + 1) * kPage);
+      for (; address + page.granule <= end_here; address += page.granule) {
+        visit(page.cells[address % kPage / page.granule]);
+      }
+    }
+  }
+  std::vector<Access>* new_list();
+
+ private:
+  static constexpr uintptr_t kPage = 512;
+  struct Page {
+    uint64_t launch = 0;
+    uintptr_t granule;
+    std::vector<Cell> cells;
+  };
+  Page& page_of(uintptr_t number);
+  void split(Page& page);
+
+  uint64_t launch_ = 0;
+  std::unordered_map<uintptr_t, Page> pages_;
+  struct {
+    uintptr_t number;
+    Page* page;
+  } recent_[256] = {};  // by the low bits of a page's number
+  std::vector<std::unique_ptr<std::vector<Access>>> lists_;
+};
+
+}  // namespace emulation

@@ -1,0 +1,84 @@
+"""find_max_batch_size: what the batches are that it tries."""
+
+from collections import UserDict
+
+import pytest
+import torch
+from torch import nn
+
+import mpkernels
+from mpkernels.amp import to_mixed
+from tests.networks import B16, F16, network, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+@pytest.mark.parametrize("dtype", [B16, F16, torch.float64], ids=str)
+def test_random_numbers_come_in_the_models_dtype(dtype):
+    seen = []
+    model = network(dtype)
+    model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].dtype))
+    assert mpkernels.find_max_batch_size(model, (20,), max_batch=2) == 2
+    assert seen == [dtype] * 2
+
+
+def test_a_converted_model_takes_fp32():
+    assert mpkernels.find_max_batch_size(to_mixed(network()), (20,), max_batch=2) == 2
+
+
+class OfTokens(nn.Module):
+    """As language models are called: with token numbers, by name, for a dataclass or a mapping of outputs."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(10, 4, dtype=dtype), nn.Linear(4, 10, dtype=dtype)
+        self.tried = []
+
+    def forward(self, input_ids, attention_mask=None):
+        self.tried.append((len(input_ids), input_ids.dtype, attention_mask is not None))
+        return {"logits": self.head(self.embed(input_ids)), "mask": attention_mask}
+
+
+@pytest.mark.parametrize(
+    ("wrap", "has_mask"),
+    [
+        (lambda ids: ids, False),
+        (lambda ids: (ids,), False),
+        (lambda ids: [ids, ids > 0], True),
+        (lambda ids: {"input_ids": ids, "attention_mask": ids > 0}, True),
+        (lambda ids: UserDict(input_ids=ids), False),  # as tokenizers give them
+    ],
+    ids=["tensor", "tuple", "list", "dict", "mapping"],
+)
+@pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
+def test_batches_that_are_made(wrap, has_mask, dtype):
+    model = OfTokens(dtype)
+    make = lambda size: wrap(torch.randint(10, (size, 7)))  # noqa: E731
+    assert mpkernels.find_max_batch_size(model, make_batch=make, max_batch=3) == 3
+    assert model.tried == [(size, torch.int64, has_mask) for size in (1, 2, 3)]
+
+
+def test_a_step_gets_the_batch_as_it_was_made():
+    seen = []
+    assert mpkernels.find_max_batch_size(seen.append, make_batch=lambda size: {"n": [size]}, max_batch=2) == 2
+    assert seen == [{"n": [1]}, {"n": [2]}]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({}, "input_shape or make_batch must be given, got neither"),
+        ({"input_shape": (2,), "make_batch": torch.ones}, "input_shape or make_batch must be given, got both"),
+        ({"make_batch": 3}, "make_batch must be a function of a batch size, got 3"),
+    ],
+)
+def test_what_batches_are_made_of_must_be_said(options, says):
+    with pytest.raises(TypeError, match=f"^find_max_batch_size: {says}$"):
+        mpkernels.find_max_batch_size(network(), **options)
+
+
+def test_a_model_that_learns_nothing_from_its_output():
+    frozen = network().requires_grad_(False)
+    frozen.register_parameter("other", nn.Parameter(torch.ones(())))
+    with pytest.raises(ValueError, match="model must return tensors that depend on its weights"):
+        mpkernels.find_max_batch_size(frozen, (20,))

@@ -1,0 +1,208 @@
+"""What torch's own tools do to a LinearAct, and how it is made of a Linear and becomes one."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.testing import assert_close
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mpkernels.functional import linear_act
+from mpkernels.nn import LinearAct
+
+MODULES = {
+    "none": torch.nn.Identity(),
+    "relu": torch.nn.ReLU(inplace=True),
+    "gelu": torch.nn.GELU(),
+    "gelu_tanh": torch.nn.GELU(approximate="tanh"),
+    "silu": torch.nn.SiLU(),
+    "sigmoid": torch.nn.Sigmoid(),
+    "tanh": torch.nn.Tanh(),
+}
+X = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize(("name", "module"), MODULES.items(), ids=MODULES)
+def test_activations_as_modules(target, name, module):
+    layer, x = LinearAct(7, 5, activation=module).to(target.device), X.to(target.device)
+    assert layer.activation == name
+    assert torch.equal(layer(x), linear_act(x, layer.weight, layer.bias, name))
+    assert torch.equal(layer(x), linear_act(x, layer.weight, layer.bias, module))
+    assert_close(layer(x), module(functional.linear(x, layer.weight, layer.bias)))
+    assert LinearAct(7, 5, activation=type(module)).activation == name.removesuffix("_tanh")
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
+def test_a_module_as_activation_compiles():
+    weight, module = torch.randn(5, 7), torch.nn.GELU(approximate="tanh")
+    compiled = torch.compile(lambda x: linear_act(x, weight, None, module), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(X), linear_act(X, weight, None, "gelu_tanh"))
+    torch.compiler.reset()
+
+
+class OfAUser(torch.nn.GELU):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def hooked():
+    module = torch.nn.GELU()
+    module.register_forward_hook(lambda module, arguments, output: 2 * output)
+    return module
+
+
+@pytest.mark.parametrize("make", [torch.nn.ReLU6, torch.nn.PReLU, OfAUser, lambda: functional.gelu, hooked])
+def test_another_activation_is_refused(make):
+    known = "one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got "
+    text = "no hooks, which nobody would call, got _forward_hooks" if make is hooked else known
+    with pytest.raises(ValueError, match=f"^LinearAct: activation must have {text}$|activation must be {text}"):
+        LinearAct(7, 5, activation=make())
+    with pytest.raises(ValueError, match=f"^linear_act: activation must (have|be) {text}"):
+        linear_act(X, torch.ones(5, 7), None, make())
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_from_linear_and_back(bias, device):
+    linear = torch.nn.Linear(7, 5, bias, device, torch.bfloat16).eval()
+    linear.weight.requires_grad_(False)
+    before = torch.get_rng_state()
+    layer = LinearAct.from_linear(linear, torch.nn.SiLU())
+    back = layer.to_linear()
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (layer.activation, layer.in_features, layer.out_features) == ("silu", 7, 5)
+    assert (type(layer), type(back)) == (LinearAct, torch.nn.Linear)
+    for made in (layer, back):
+        assert made.weight is linear.weight
+        assert made.bias is linear.bias
+        assert not made.training
+        assert not made.weight.requires_grad
+    assert repr(back) == repr(linear)
+    if device == "cpu":
+        assert_close(layer(X.bfloat16()), functional.silu(back(X.bfloat16())), rtol=0.02, atol=0.02)
+
+
+def pruned(layer):
+    prune.l1_unstructured(layer, "weight", 0.5)
+
+
+def with_forward(layer):
+    layer.forward = lambda x: x
+
+
+def with_module(layer):
+    layer.adapter = torch.nn.Linear(7, 5)
+
+
+CHANGES = {
+    "a hook": (lambda it: it.register_forward_hook(print), "got _forward_hooks"),
+    "a hook of state_dict": (lambda it: it.register_state_dict_post_hook(lambda *_: None), "got _state_dict_hooks"),
+    "pruned": (pruned, "got _forward_pre_hooks, weight_orig, weight_mask, weight"),
+    "parametrized": (parametrizations.weight_norm, "whose parametrizations or forward would be lost"),
+    "a forward": (with_forward, "got forward"),
+    "a module": (with_module, "got adapter"),
+    "a buffer": (lambda it: it.register_buffer("scale", torch.ones(1)), "got scale"),
+}
+
+
+@pytest.mark.parametrize(("change", "text"), CHANGES.values(), ids=CHANGES)
+def test_what_would_be_lost_is_refused(change, text):
+    linear, layer = torch.nn.Linear(7, 5), LinearAct(7, 5)
+    for each in (linear, layer):
+        change(each)
+    for op, convert in (("from_linear", lambda: LinearAct.from_linear(linear)), ("to_linear", layer.to_linear)):
+        error = f"^LinearAct.{op}: the layer must .*{text}.*: convert before they are added$"
+        with pytest.raises((TypeError, ValueError), match=error):
+            convert()
+
+
+def test_pickles_of_when_it_was_a_linear_load():
+    """They hold a class's name and attributes: Linear's, and the activation."""
+    layer, linear = LinearAct(7, 5, activation="silu"), torch.nn.Linear(7, 5)
+    assert vars(layer).keys() == vars(linear).keys() | {"activation"}
+    linear.activation, linear.__class__ = "silu", type("LinearAct", (torch.nn.Linear,), {"__module__": "mpkernels.nn"})
+    text = pickle.dumps(copy.deepcopy(linear).__reduce_ex__(2)[2])
+    old = LinearAct.__new__(LinearAct)
+    old.__setstate__(pickle.loads(text))
+    assert_close(old(X), functional.silu(functional.linear(X, linear.weight, linear.bias)))
+
+
+NORMS = (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal)
+
+
+@pytest.mark.parametrize("norm", [*NORMS, torch.nn.utils.spectral_norm], ids=lambda it: it.__module__ + it.__name__)
+def test_normed_weights(target, norm):
+    torch.manual_seed(0)
+    ours = LinearAct(7, 5, activation="tanh")
+    theirs = torch.nn.Linear(7, 5)
+    theirs.load_state_dict(ours.state_dict())
+    results = []
+    for layer in (ours, theirs):
+        torch.manual_seed(1)
+        norm(layer).to(target.device)
+        y = layer(X.to(target.device))
+        y = y if layer is ours else torch.tanh(y)
+        y.square().sum().backward()
+        results.append([y, *(it.grad for it in layer.parameters())])
+    assert_close(*results)
+    if parametrize.is_parametrized(ours):
+        parametrize.remove_parametrizations(ours, "weight")
+        assert type(ours) is LinearAct
+
+
+def test_hooks(target):
+    """Each is called once, sees y after the activation, and may replace what it sees."""
+    layer, x = LinearAct(7, 5, activation="relu").to(target.device), X.clone().to(target.device).requires_grad_()
+    want, seen = layer(x).detach(), []
+    layer.register_forward_pre_hook(lambda module, arguments: seen.append("pre") or (2 * arguments[0],))
+    layer.register_forward_hook(lambda module, arguments, y: seen.append(torch.equal(y, layer.forward(2 * x))) or y + 1)
+    layer.register_full_backward_hook(lambda module, dx, dy: seen.append(dy[0].shape) or (3 * dx[0],))
+    y = layer(x)
+    assert (y >= 1).all()
+    y.sum().backward()
+    assert seen == ["pre", True, y.shape]
+    dz = (layer.forward(2 * x.detach()) > 0).to(x.dtype)
+    assert_close(x.grad, 6 * dz @ layer.weight)
+    assert_close(want, functional.relu(functional.linear(x, layer.weight, layer.bias)))
+
+
+def test_hooks_of_checkpoints():
+    layer, other = LinearAct(7, 5), LinearAct(7, 5)
+    layer.register_state_dict_post_hook(
+        lambda module, state, prefix, metadata: state.update({prefix + "weight": state[prefix + "weight"] * 2})
+    )
+    other.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: state[prefix + "bias"].zero_())
+    torch.nn.Sequential(other).load_state_dict(torch.nn.Sequential(layer).state_dict())
+    assert torch.equal(other.weight, 2 * layer.weight)
+    assert not other.bias.any()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao, whose end is announced
+def test_quantize_dynamic_leaves_it_alone():
+    model = torch.nn.Sequential(LinearAct(7, 5, activation="relu"), torch.nn.Linear(5, 2))
+    quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
+    assert type(quantized[0]) is LinearAct
+    assert type(quantized[1]) is not torch.nn.Linear
+    assert torch.equal(quantized[0](X), model[0](X))
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
+def test_tensor_parallelism_refuses_it_and_takes_to_linear(mesh, style):
+    layer = LinearAct(7, 5, activation="silu")
+    with pytest.raises(NotImplementedError, match=r"only support nn.Linear and nn.Embedding"):
+        parallelize_module(torch.nn.Sequential(layer), mesh, {"0": style()})
+    want = layer(X)
+    model = torch.nn.Sequential(layer.to_linear(), torch.nn.SiLU())
+    assert_close(parallelize_module(model, mesh, {"0": style()})(X), want)

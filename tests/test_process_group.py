@@ -1,0 +1,66 @@
+"""process_group in a process alone: what is refused, copied and compiled."""
+
+import copy
+import math
+import pickle
+from functools import partial
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from mpkernels.amp import GradScaler, clip_grad_norm_
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+from tests.processes import alone, needs_gloo
+
+
+@pytest.mark.parametrize("bad", [0, "world", object()])
+@pytest.mark.parametrize(
+    "make", [lambda **its: AdamW([torch.ones(1)], **its), GradScaler, partial(clip_grad_norm_, [], 1)]
+)
+def test_what_is_no_process_group(make, bad):
+    with pytest.raises(TypeError, match=r"^\w+: process_group must be a torch.distributed.ProcessGroup or None, got "):
+        make(process_group=bad)
+
+
+@needs_gloo
+def test_copies_share_the_group_and_pickles_are_refused():
+    with alone() as group:
+        for it in (AdamW([torch.ones(2, requires_grad=True)], process_group=group), GradScaler(process_group=group)):
+            assert copy.deepcopy(it)._peers.group is group
+            with pytest.raises(TypeError, match=r"process_group can't be pickled: save state_dict\(\)"):
+                pickle.dumps(it)
+
+
+@needs_gloo
+def test_two_groups_are_refused():
+    with alone() as group:
+        param, other = torch.ones(2, requires_grad=True), distributed.new_group()
+        optimizer, scaler = AdamW([param], process_group=group), GradScaler("cpu", process_group=other)
+        scaler.scale(param.sum()).backward()
+        for refuse in (scaler.step, scaler.unscale_):
+            with pytest.raises(ValueError, match=r"^GradScaler: process_group must be that of the optimizer"):
+                refuse(optimizer)
+
+
+@needs_gloo
+def test_differentiable_steps_take_no_group():
+    with (
+        alone() as group,
+        pytest.raises(ValueError, match="differentiable=True is torch's own step, without process_group"),
+    ):
+        AdamW([torch.ones(2, requires_grad=True)], differentiable=True, process_group=group)
+
+
+@needs_gloo
+def test_compiled_steps_have_no_graph_break():
+    with alone() as group:
+        params = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizers = [AdamW([param], lr=0.1, max_norm=0.5, process_group=group) for param in params]
+        steps = torch.compile(optimizers[0].step, fullgraph=True, backend="aot_eager"), optimizers[1].step
+        for grad in (1.0, math.inf, 2.0):
+            for param, step in zip(params, steps, strict=True):
+                param.grad = torch.full((3,), grad)
+                step()
+        assert same_bits(*params)
