@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import warnings
 
 import torch
 from torch import nn
@@ -13,6 +14,7 @@ from tests.matrix.runner import ALL, FIRST, REST, Run, tool
 @tool()
 def hooks(run: Run) -> None:
     """Of every kind, that change nothing."""
+    run.model.register_forward_pre_hook(lambda _, args: (args[0].requires_grad_(),))  # else backward hooks warn
     for module in run.model.modules():
         module.register_forward_pre_hook(lambda _, args: args)
         module.register_forward_hook(lambda _, args, output: output)
@@ -92,7 +94,9 @@ def a_write_through_data_set_anew(run: Run) -> None:
 @tool()
 def compiled(run: Run) -> None:
     run.model = torch.compile(run.model, backend="aot_eager", fullgraph=True)
-    run.steps()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own
+        run.steps()
 
 
 def one_step(run: Run) -> None:
@@ -210,4 +214,6 @@ def checkpoint_then_a_write(run: Run) -> None:
     for name, state in saved.items():
         getattr(run, name).load_state_dict(state)
     written(run)
-    run.steps(REST)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "AdamW: 4 parameters are not the weights that the loaded masters were made for")
+        run.steps(REST)

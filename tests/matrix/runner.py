@@ -36,7 +36,7 @@ class Run:
 
     @property
     def dtype(self) -> torch.dtype:
-        return next(self.model.parameters()).dtype
+        return self.optimizer.param_groups[0]["params"][0].dtype
 
     def loss(self, number: int, part: int) -> Tensor:
         inputs, targets = batch(number, part, self.dtype)
