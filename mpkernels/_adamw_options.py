@@ -32,11 +32,12 @@ def leave_scaling_to_torch(optimizer: Any) -> None:
 
 
 def check_group(optimizer: Any, group: dict[str, Any]) -> None:
-    for key in _OF_THE_OPTIMIZER:
-        if key in group:
+    for key in _OF_THE_OPTIMIZER:  # which ZeroRedundancyOptimizer repeats in each group
+        if key in group and group[key] != getattr(optimizer, key, None):
             raise ValueError(f"AdamW: {key} must be given to the optimizer, for all parameters, got it in a group")
-    for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names", *OF_GROUPS}:
-        if like := get_close_matches(str(key), (*OF_GROUPS, *_OF_THE_OPTIMIZER), cutoff=0.8):
+    ours = *OF_GROUPS, *_OF_THE_OPTIMIZER
+    for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names", *ours}:
+        if like := get_close_matches(str(key), ours, cutoff=0.8):
             raise ValueError(f"AdamW: a group has no option {key!r}; did you mean {like[0]!r}?")
     if group["master"] not in KEYS:
         raise ValueError(f"AdamW: master must be 'split' or 'fp32', got {group['master']!r}")

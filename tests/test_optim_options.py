@@ -96,7 +96,7 @@ def test_they_are_shown():
     [
         ({"max_norm": 1.0}, "AdamW: max_norm must be given to the optimizer, for all parameters, got it in a group"),
         ({"guard": False}, "AdamW: guard must be given to the optimizer, for all parameters, got it in a group"),
-        ({"process_group": None}, "AdamW: process_group must be given to the optimizer, for all parameters"),
+        ({"process_group": "mine"}, "AdamW: process_group must be given to the optimizer, for all parameters"),
         ({"masters": "fp32"}, "AdamW: a group has no option 'masters'; did you mean 'master'?"),
         ({"statedtype": B16}, "AdamW: a group has no option 'statedtype'; did you mean 'state_dtype'?"),
         ({"master": "copy"}, "AdamW: master must be 'split' or 'fp32', got 'copy'"),
@@ -111,6 +111,13 @@ def test_a_group_with_others_is_refused(options, text):
     with pytest.raises(ValueError, match=text.replace("?", r"\?")):
         optimizer.add_param_group({"params": weights[1:], **options})
     assert len(optimizer.param_groups) == 1
+
+
+def test_the_optimizers_own_values_may_be_repeated_in_a_group():
+    """As ZeroRedundancyOptimizer does with every option."""
+    repeated = {"max_norm": 1.0, "guard": True}
+    optimizer = AdamW([{"params": [torch.ones(2, requires_grad=True)], **repeated}], **repeated)
+    assert optimizer.param_groups[0]["max_norm"] == 1.0
 
 
 def test_keys_of_the_users_own_are_kept():
