@@ -40,7 +40,9 @@ class Recorded:
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    """Quantised weights, which are not trained, know no comparison."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [param for param in params if type(param) is torch.nn.Parameter]
 
 
 def _weight_and_grad(param: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -6,20 +6,20 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from tests.matrix.runner import FIRST, PARTS, REST, Run, tool
+from tests.matrix.changed_modules import Recorded
+from tests.matrix.runner import FIRST, REST, tool
 
 MAX_NORM = 4.0
 
 
-def by_hand(run, cuts_at_params, **options):
-    """In one process: weights flat and cut in two, and each part an own parameter."""
+def by_hand(run, cuts_at_params, processes=2, **options):
+    """In one process: weights flat and cut in a part for each, which is an own parameter."""
     weights = list(run.model.parameters())
     sizes = [it.numel() for it in weights]
-    half = -(-sum(sizes) // 2)
-    cuts = {0, half, sum(sizes)}
+    cuts = {0, -(-sum(sizes) // processes), sum(sizes)}
     if cuts_at_params:
         cuts |= {sum(sizes[:i]) for i in range(len(sizes))}
     lengths = [b - a for a, b in pairwise(sorted(cuts))]
@@ -47,11 +47,11 @@ def weights_of(model):
     return {name: it.detach().clone() for name, it in model.named_parameters()}
 
 
-def wrapped(run, uses_orig_params, **options):
-    cpu = torch.device("cpu")
+def wrapped(run, uses_orig_params, strategy=ShardingStrategy.FULL_SHARD, mixed_precision=None, **options):
+    how = {"device_id": torch.device("cpu"), "sharding_strategy": strategy, "mixed_precision": mixed_precision}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of its end
-        run.model = FullyShardedDataParallel(run.model, use_orig_params=uses_orig_params, device_id=cpu)
+        run.model = FullyShardedDataParallel(run.model, use_orig_params=uses_orig_params, **how)
     run.optimizer = run.drop_in.optimizer(run.model.parameters(), **options)
 
 
@@ -74,6 +74,27 @@ def fsdp1(run):
 @tool(like=lambda run: by_hand(run, True))
 def fsdp1_orig_params(run):
     return trained(run, True)
+
+
+@tool(like=lambda run: by_hand(run, False))
+def fsdp1_shard_grad_op(run):
+    return trained(run, False, strategy=ShardingStrategy.SHARD_GRAD_OP)
+
+
+@tool(like=lambda run: by_hand(run, True, processes=1))
+def fsdp1_no_shard(run):
+    return trained(run, True, strategy=ShardingStrategy.NO_SHARD)
+
+
+@tool(oracle=lambda run: run.record.replayed(run))
+def fsdp1_mixed_precision(run):
+    """Weights in fp32 get grads in bf16."""
+    precision = MixedPrecision(torch.bfloat16, torch.bfloat16, keep_low_precision_grads=True)
+    wrapped(run, True, mixed_precision=precision)
+    run.record = Recorded(run.optimizer)
+    run.steps()
+    assert {it.grad.dtype for it in run.model.parameters() if it.grad is not None} == {torch.bfloat16}
+    return run.record.result()
 
 
 @tool(like=lambda run: by_hand(run, False, max_norm=MAX_NORM))

@@ -91,6 +91,36 @@ def a_write_through_data_set_anew(run: Run) -> None:
     run.steps(REST)
 
 
+@tool(like=write_midway)
+def a_write_through_data(run: Run) -> None:
+    """``param.data.mul_()``, as Lookahead, weight clipping and merged adapters do."""
+    run.steps(FIRST)
+    for param in run.model.parameters():
+        param.data.mul_(0.5).clamp_(-0.1, 0.1)
+    run.steps(REST)
+
+
+def optimizer_made_anew(run: Run) -> None:
+    run.steps(FIRST)
+    run.optimizer = run.drop_in.optimizer(run.model.parameters())
+    run.steps(REST)
+
+
+@tool(like=optimizer_made_anew)
+def state_cleared(run: Run) -> None:
+    run.steps(FIRST)
+    run.optimizer.state.clear()
+    run.steps(REST)
+
+
+@tool()
+def shared_memory(run: Run) -> None:
+    """The weights move, and stay the same tensors."""
+    run.steps(FIRST)
+    run.model.share_memory()
+    run.steps(REST)
+
+
 @tool()
 def compiled(run: Run) -> None:
     run.model = torch.compile(run.model, backend="aot_eager", fullgraph=True)

@@ -107,3 +107,23 @@ def turned_to_fp32(run):
 def turned_to_bf16(run):
     yield
     run.model.bfloat16()
+
+
+@changes_modules
+def sharpness_aware(run):
+    """Grads of weights that are moved away and put back, as SAM has them."""
+    backward, model = run.backward, run.model
+
+    def backward_there(number):
+        backward(number)
+        kept = [(param, param.data.clone()) for param in model.parameters()]
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(torch.sign(param.grad), alpha=0.125)
+        model.zero_grad()
+        backward(number)
+        for param, own in kept:
+            param.data = own
+
+    run.backward = backward_there
+    yield
