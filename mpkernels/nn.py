@@ -98,14 +98,14 @@ def _refuse_what_would_be_lost(which: str, layer: Module, kind: type[Module]) ->
     """The other layer gets weight and bias alone."""
     if type(layer) is not kind:
         raise TypeError(
-            f"{which} must be a plain {kind.__name__}, got {type(layer).__name__}, whose parametrizations or forward would "
-            "be lost: convert before they are added"
+            f"{which} must be a plain {kind.__name__}, got {type(layer).__name__}, whose parametrizations or forward "
+            "would be lost: convert before they are added"
         )
     own = vars(layer)
     beside = hooks_of(layer) + [name for name in own["_parameters"] if name not in ("weight", "bias")]
     beside += [*own["_buffers"], *own["_modules"], *({"forward", "weight", "bias"} & own.keys())]
     if beside:
         raise ValueError(
-            f"{which} must have a weight and a bias alone, got {', '.join(beside)}, which would be lost: convert before "
-            "they are added"
+            f"{which} must have a weight and a bias alone, got {', '.join(beside)}, which would be lost: convert "
+            "before they are added"
         )
