@@ -31,15 +31,10 @@ from mpkernels.ops._activations import ActivationLike, activation_name
 
 __all__ = ["clear_cast_cache", "linear_act"]
 
-
-def _times_itself(y: Tensor) -> Tensor:
-    return y * y  # CUDA's autocast makes fp32 of y.square(), which is pow
-
-
 _AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
     "relu": torch.relu,
-    "relu2": lambda z: _times_itself(torch.relu(z)),
+    "relu2": lambda z: (y := torch.relu(z)) * y,  # CUDA's autocast makes fp32 of square(), which is pow
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
     "silu": silu,

@@ -59,13 +59,13 @@ class LinearAct(Module):
         Hooks, parametrizations and all else that a plain Linear doesn't have would be lost, and are refused: convert
         first.
         """
-        _refuse_what_would_be_lost("LinearAct.from_linear", linear, Linear)
+        _refuse_what_would_be_lost("LinearAct.from_linear: linear", linear, Linear)
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", activation=activation)
         return _share(linear, made)
 
     def to_linear(self) -> Linear:
         """Return a ``torch.nn.Linear`` that shares the parameters. The activation is then yours to apply."""
-        _refuse_what_would_be_lost("LinearAct.to_linear", self, LinearAct)
+        _refuse_what_would_be_lost("LinearAct.to_linear: the layer", self, LinearAct)
         return _share(self, Linear(self.in_features, self.out_features, self.bias is not None, "meta"))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -85,27 +85,27 @@ class LinearAct(Module):
         )
 
 
-Layer = TypeVar("Layer", Linear, LinearAct)
+_Layer = TypeVar("_Layer", Linear, LinearAct)
 
 
-def _share(layer: Linear | LinearAct, made: Layer) -> Layer:
+def _share(layer: Linear | LinearAct, made: _Layer) -> _Layer:
     for name in ("weight", "bias"):
         setattr(made, name, getattr(layer, name))
     return made.train(layer.training)
 
 
-def _refuse_what_would_be_lost(op: str, layer: Module, kind: type[Module]) -> None:
+def _refuse_what_would_be_lost(which: str, layer: Module, kind: type[Module]) -> None:
     """The other layer gets weight and bias alone."""
     if type(layer) is not kind:
         raise TypeError(
-            f"{op}: the layer must be a plain {kind.__name__}, got {type(layer).__name__}, whose parametrizations or "
-            "forward would be lost: convert before they are added"
+            f"{which} must be a plain {kind.__name__}, got {type(layer).__name__}, whose parametrizations or forward "
+            "would be lost: convert before they are added"
         )
     own = vars(layer)
     beside = hooks_of(layer) + [name for name in own["_parameters"] if name not in ("weight", "bias")]
     beside += [*own["_buffers"], *own["_modules"], *({"forward", "weight", "bias"} & own.keys())]
     if beside:
         raise ValueError(
-            f"{op}: the layer must have a weight and a bias alone, got {', '.join(beside)}, which would be lost: "
-            "convert before they are added"
+            f"{which} must have a weight and a bias alone, got {', '.join(beside)}, which would be lost: convert "
+            "before they are added"
         )

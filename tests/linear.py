@@ -56,6 +56,11 @@ def with_gaps(tensor):
     return torch.stack((tensor, torch.full_like(tensor, torch.nan)), -1).flatten(-2)[..., ::2]
 
 
+def transposed(matrix):
+    """The same, but its columns lie one after the other."""
+    return matrix.t().contiguous().t()
+
+
 def relative_error(got, want):
     want = want.double().cpu()
     error, norm = torch.linalg.vector_norm(got.double().cpu() - want).item(), torch.linalg.vector_norm(want).item()

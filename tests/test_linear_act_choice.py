@@ -1,9 +1,7 @@
 """Who computes a layer, how often that is asked, and what the asking costs where plain torch computes."""
 
-import json
 import sys
 from contextlib import nullcontext
-from itertools import product
 
 import pytest
 import torch
@@ -15,7 +13,7 @@ from mpkernels import _choices, _glance, _linear_act_choice, selector
 from mpkernels.functional import linear_act
 from mpkernels.nn import LinearAct
 from tests.cases import same_bits
-from tests.linear import TORCH, torchs
+from tests.linear import TORCH, torchs, transposed
 
 B16, F16 = torch.bfloat16, torch.float16
 
@@ -109,36 +107,6 @@ def test_what_is_timed_keeps_for_a_backward_what_the_call_does(monkeypatch, trai
         LinearAct(8, 6)(torch.randn(5, 8))
     assert timed == [trains] * len(timed)
     assert len(timed) > 2
-
-
-def transposed(tensor):
-    return tensor.t().contiguous().t()
-
-
-@pytest.mark.parametrize("trains", [True, False])
-def test_what_is_timed_lies_in_memory_as_the_call_does(asked, monkeypatch, trains):
-    """GPT-2 keeps its weights transposed. A contiguous call's choice is another one, on disk too."""
-    timed, compute = [], mpkernels.functional._compute
-    x, weight = torch.randn(8, 16), torch.randn(24, 16)
-
-    def compute_and_tell(kernel, x, weight, *rest):
-        timed.append((x.stride(), weight.stride()))
-        return compute(kernel, x, weight, *rest)
-
-    monkeypatch.setattr(selector, "_race", lambda runs, device: [run() for run in runs.values()] and {"torch": 1.0})
-    monkeypatch.setattr(mpkernels.functional, "_compute", compute_and_tell)
-    strides = {False: ((16, 1), (16, 1)), True: ((1, 8), (1, 24))}
-    for x_is, weight_is in product((False, True), repeat=2):
-        timed.clear()
-        with torch.set_grad_enabled(trains):
-            call = transposed(x) if x_is else x, (transposed(weight) if weight_is else weight).requires_grad_()
-            linear_act(*call)
-        assert set(timed) == {(strides[x_is][0], strides[weight_is][1])}
-    with_grad = ", with grad" if trains else ""
-    assert [case.variant for case in asked] == [
-        f"gelu{with_grad}{layouts}" for layouts in ("", ", weight.t()", ", x.t()", ", x.t(), weight.t()")
-    ]
-    assert len(json.loads(_choices.path().read_text())) == 4
 
 
 def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):

@@ -115,8 +115,11 @@ def test_what_would_be_lost_is_refused(change, text):
     linear, layer = torch.nn.Linear(7, 5), LinearAct(7, 5)
     for each in (linear, layer):
         change(each)
-    for op, convert in (("from_linear", lambda: LinearAct.from_linear(linear)), ("to_linear", layer.to_linear)):
-        error = f"^LinearAct.{op}: the layer must .*{text}.*: convert before they are added$"
+    for op, convert in (
+        ("from_linear: linear", lambda: LinearAct.from_linear(linear)),
+        ("to_linear: the layer", layer.to_linear),
+    ):
+        error = f"^LinearAct.{op} must .*{text}.*: convert before they are added$"
         with pytest.raises((TypeError, ValueError), match=error):
             convert()
 
