@@ -1,4 +1,5 @@
 import os
+from functools import partial
 
 import pytest
 import torch
@@ -7,8 +8,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; there it makes kernels run on the CPU
 
 from mpkernels import selector
-from tests import interpreter
+from tests import interpreter, libraries
 from tests.targets import TARGETS, emulated_variable
+
+EXTRA = "integrations"  # of pyproject.toml
 
 interpreter.round_bf16_as_hardware_does()
 interpreter.poison_lanes_masked_off()
@@ -21,7 +24,7 @@ def pytest_addoption(parser):
         "--require",
         default="",
         metavar="TARGET,...",
-        help=f"fail, don't skip, where one of these can't run here: {', '.join(TARGETS)}",
+        help=f"fail, don't skip, where one of these can't run here: {', '.join(TARGETS)}, {EXTRA}",
     )
 
 
@@ -35,9 +38,13 @@ def pytest_configure(config):
     if hasattr(config, "workerinput"):  # one of several share the cores; a single thread would test no sharing of work
         torch.set_num_threads(max(2, torch.get_num_threads() // config.workerinput["workercount"]))
     required = set(filter(None, config.getoption("--require").split(",")))
-    if unknown := required - TARGETS.keys():
-        raise pytest.UsageError(f"--require: unknown target {', '.join(sorted(unknown))}; known: {', '.join(TARGETS)}")
-    missing = {name: why for name in sorted(required) if (why := TARGETS[name].why_missing())}
+    if unknown := required - TARGETS.keys() - {EXTRA}:
+        known = ", ".join([*TARGETS, EXTRA])
+        raise pytest.UsageError(f"--require: unknown target {', '.join(sorted(unknown))}; known: {known}")
+    asked = {name: TARGETS[name].why_missing for name in sorted(required - {EXTRA})}
+    if EXTRA in required:
+        asked |= {name: partial(libraries.why_missing, name) for name in libraries.NAMES}
+    missing = {name: why for name, why_missing in asked.items() if (why := why_missing())}
     if missing:
         raise pytest.UsageError(
             "--require: " + "; ".join(f"{name} can't run here: {why}" for name, why in missing.items())

@@ -1,2 +1,3 @@
-"""Tool x drop-in: what others' tools make of AdamW, GradScaler and LinearAct. Each cell is right, bit for bit, or refused
-with a way out. ``tests/test_matrix.py`` has the table; a module here has the tools of a kind."""
+"""Tool x drop-in: what tools of others make of AdamW, GradScaler and LinearAct. Each cell is right, bit for bit, or
+refused with a way out. ``table`` has the cells, ``drop_ins`` the columns; each other module has tools of a kind: to add
+one, write it as a function of a run there and give it a row."""

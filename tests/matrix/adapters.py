@@ -65,19 +65,19 @@ def peft_ia3(run):
 
 
 @changes_modules
-def peft_lora_of_the_first(run):
+def peft_lora_of_the_layer(run):
     adapted(run, LoraConfig(target_modules=["first"]))
     yield
 
 
 @changes_modules
-def peft_dora_of_the_first(run):
+def peft_dora_of_the_layer(run):
     adapted(run, LoraConfig(use_dora=True, target_modules=["first"]))
     yield
 
 
 @changes_modules
-def peft_ia3_of_the_first(run):
+def peft_ia3_of_the_layer(run):
     adapted(run, IA3Config(target_modules=["first"], feedforward_modules=["first"]))
     yield
 

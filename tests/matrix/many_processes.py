@@ -1,22 +1,14 @@
 """torch.distributed's tools. Each of two processes sees a half of each batch; together they have to make of it what one
 process makes of the whole."""
 
-import copy
-import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from itertools import pairwise
-from typing import Any
-
 import torch
-from torch import Tensor, distributed, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch import distributed
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.matrix.plain_torch import write_midway, written
-from tests.matrix.runner import ALL, FIRST, PARTS, REST, Result, Run, carried_out, tool
+from tests.matrix.copies import write_midway, written
+from tests.matrix.runner import FIRST, PARTS, REST, Run, tool
 
 
 @tool()
@@ -98,7 +90,9 @@ def ddp_checkpoint_on_one_rank(run):
     (part,) = run.parts
     run.model = DistributedDataParallel(run.model)
     run.steps(FIRST)
-    saved = [{name: getattr(run, name).state_dict() for name in ("optimizer", "scaler", "model")}] if part == 0 else [None]
+    saved = [
+        {name: getattr(run, name).state_dict() for name in ("optimizer", "scaler", "model")} if part == 0 else None
+    ]
     distributed.broadcast_object_list(saved, 0)
     resumed = Run(run.drop_in, run.parts)
     resumed.model = DistributedDataParallel(run.drop_in.network(seed=7))
@@ -125,8 +119,6 @@ def averaged_by_hand(run):
 
 @tool(like=averaged_by_hand)
 def post_local_sgd(run):
-    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
-
     run.optimizer = PostLocalSGDOptimizer(run.optimizer, PeriodicModelAverager(period=2))
     run.steps(range(5))
     return weights(run.model)

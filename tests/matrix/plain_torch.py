@@ -1,12 +1,8 @@
-"""Tools of torch itself, in one process."""
+"""Tools of torch itself that train in one process, in other ways."""
 
-import copy
-import io
-import pickle
 import warnings
 
 import torch
-from torch import nn
 
 from tests.matrix.runner import ALL, FIRST, REST, Run, tool
 
@@ -26,78 +22,6 @@ def hooks(run: Run) -> None:
     run.optimizer.register_step_pre_hook(lambda *_: None)
     run.optimizer.register_step_post_hook(lambda *_: None)
     run.steps()
-
-
-@tool()
-def deepcopy(run: Run) -> None:
-    run.steps(FIRST)
-    before = run.model, run.optimizer, run.scaler
-    run.model, run.optimizer, run.scaler = copies = copy.deepcopy(before)
-    run.model, run.optimizer, run.scaler = before
-    run.steps(REST)  # the copy doesn't go along
-    run.model, run.optimizer, run.scaler = copies
-    run.steps(REST)
-
-
-@tool()
-def pickle_(run: Run) -> None:
-    run.steps(FIRST)
-    run.model, run.optimizer, run.scaler = pickle.loads(pickle.dumps((run.model, run.optimizer, run.scaler)))
-    run.steps(REST)
-
-
-@torch.no_grad()
-def written(run: Run) -> None:
-    for param in run.model.parameters():
-        param.mul_(0.5).clamp_(-0.1, 0.1)
-
-
-def write_midway(run: Run) -> None:
-    run.steps(FIRST)
-    written(run)
-    run.steps(REST)
-
-
-@tool(like=write_midway)
-def deepcopy_then_a_write(run: Run) -> None:
-    run.steps(FIRST)
-    run.model, run.optimizer, run.scaler = copy.deepcopy((run.model, run.optimizer, run.scaler))
-    written(run)
-    run.steps(REST)
-
-
-@tool(like=write_midway)
-def a_write_then_pickle(run: Run) -> None:
-    run.steps(FIRST)
-    written(run)
-    run.model, run.optimizer, run.scaler = pickle.loads(pickle.dumps((run.model, run.optimizer, run.scaler)))
-    run.steps(REST)
-
-
-@tool(like=write_midway)
-def a_write_then_state_dict(run: Run) -> None:
-    run.steps(FIRST)
-    written(run)
-    run.optimizer.state_dict()
-    run.steps(REST)
-
-
-@tool(like=write_midway)
-def a_write_through_data_set_anew(run: Run) -> None:
-    """``param.data = other``, as prune.remove, functional swaps and many trainers do."""
-    run.steps(FIRST)
-    for param in run.model.parameters():
-        param.data = param.detach().mul(0.5).clamp_(-0.1, 0.1)
-    run.steps(REST)
-
-
-@tool(like=write_midway)
-def a_write_through_data(run: Run) -> None:
-    """``param.data.mul_()``, as Lookahead, weight clipping and merged adapters do."""
-    run.steps(FIRST)
-    for param in run.model.parameters():
-        param.data.mul_(0.5).clamp_(-0.1, 0.1)
-    run.steps(REST)
 
 
 def optimizer_made_anew(run: Run) -> None:
@@ -139,13 +63,14 @@ def functorch(run: Run) -> None:
     names = [name for name, _ in run.model.named_parameters()]
     model, params = run.model, list(run.model.parameters())
 
-    def backward(number):
-        def loss(weights):
-            run.model = lambda x: torch.func.functional_call(model, weights, x)
-            return run.scaler.scale(run.loss(number, part) / len(run.parts))
+    def loss(weights, number, part):
+        run.model = lambda x: torch.func.functional_call(model, weights, x)
+        return run.scaler.scale(run.loss(number, part) / len(run.parts))
 
+    def backward(number):
         for part in run.parts:
-            grads = torch.func.grad(loss)(dict(zip(names, (it.detach() for it in params), strict=True)))
+            weights = {name: param.detach() for name, param in zip(names, params, strict=True)}
+            grads = torch.func.grad(loss)(weights, number, part)
             for name, param in zip(names, params, strict=True):
                 param.grad = grads[name] if param.grad is None else param.grad + grads[name]
         run.model = model
@@ -182,68 +107,3 @@ def averaged_model(run: Run) -> None:
     for number in ALL:
         run.steps([number])
         averaged.update_parameters(run.model)
-
-
-@tool()
-def weights_swapped_and_back(run: Run) -> None:
-    """As averages are tried: other weights in, through ``data``, and the own back."""
-    run.steps(FIRST)
-    own = [param.detach().clone() for param in run.model.parameters()]
-    for param in run.model.parameters():
-        param.data.copy_(torch.zeros_like(param))
-    for param, it in zip(run.model.parameters(), own, strict=True):
-        param.data.copy_(it)
-    run.steps(REST)
-
-
-@tool()
-def state_dict_as_tensors_that_live(run: Run) -> None:
-    """A state_dict shares memory with its model, and loads into itself."""
-    run.steps(FIRST)
-    run.model.load_state_dict(run.model.state_dict())
-    run.optimizer.load_state_dict(run.optimizer.state_dict())
-    run.scaler.load_state_dict(run.scaler.state_dict())
-    run.steps(REST)
-
-
-def file_of(run: Run, **how: bool) -> dict:
-    """A checkpoint as it comes back from a file."""
-    file = io.BytesIO()
-    parts = {"model": run.model, "optimizer": run.optimizer, "scaler": run.scaler}
-    torch.save({name: it.state_dict() for name, it in parts.items()}, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True, **how)
-
-
-def resumed(run: Run, order: tuple[str, ...], change=None) -> None:
-    run.steps(FIRST)
-    saved = file_of(run)
-    run.model = run.drop_in.network(seed=7)
-    run.optimizer, run.scaler = run.drop_in.optimizer(run.model.parameters()), run.drop_in.scaler()
-    for name in order:
-        getattr(run, name).load_state_dict(saved[name])
-    run.steps(REST)
-
-
-@tool()
-def checkpoint_model_first(run: Run) -> None:
-    resumed(run, ("model", "scaler", "optimizer"))
-
-
-@tool()
-def checkpoint_optimizer_first(run: Run) -> None:
-    resumed(run, ("optimizer", "scaler", "model"))
-
-
-@tool(like=write_midway)
-def checkpoint_then_a_write(run: Run) -> None:
-    run.steps(FIRST)
-    saved = file_of(run)
-    run.model = run.drop_in.network(seed=7)
-    run.optimizer, run.scaler = run.drop_in.optimizer(run.model.parameters()), run.drop_in.scaler()
-    for name, state in saved.items():
-        getattr(run, name).load_state_dict(state)
-    written(run)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "AdamW: 4 parameters are not the weights that the loaded masters were made for")
-        run.steps(REST)

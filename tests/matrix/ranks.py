@@ -14,14 +14,17 @@ from tests.matrix.runner import judge
 WORLD = 2
 
 
-def judge_all(modules: list[str], cells: list[tuple[str, str]], folder: Path) -> dict[tuple[str, str], list[tuple[str, str]]]:
-    """The verdicts of each process on each (tool, drop-in)."""
+Cell = tuple[str, str]  # tool and drop-in, by their names
+
+
+def judge_all(modules: list[str], cells: list[Cell], folder: Path) -> dict[Cell, list[tuple[str, str]]]:
+    """The verdicts of each process. ``modules`` have the tools."""
     torch.multiprocessing.spawn(_on_rank, args=(modules, cells, folder), nprocs=WORLD)
     of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
     return {cell: [tuple(it[i]) for it in of_ranks] for i, cell in enumerate(cells)}
 
 
-def _on_rank(rank: int, modules: list[str], cells: list[tuple[str, str]], folder: Path) -> None:
+def _on_rank(rank: int, modules: list[str], cells: list[Cell], folder: Path) -> None:
     from tests import conftest  # noqa: F401  selects kernels as in the tests' own process
     from tests.matrix.drop_ins import DROP_INS
 

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 from tests.matrix.changed_modules import changes_modules
+from tests.matrix.runner import FIRST, REST, Run, batch, tool
 
 
 @changes_modules
@@ -127,3 +128,30 @@ def sharpness_aware(run):
 
     run.backward = backward_there
     yield
+
+
+def dynamically_quantised(model, which):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its end
+        from torch.ao.quantization import quantize_dynamic
+
+        return quantize_dynamic(model, which)
+
+
+@tool()
+def quantize_dynamic(run):
+    """A copy, midway, to try it."""
+    run.steps(FIRST)
+    dynamically_quantised(run.model, {nn.Linear})
+    run.steps(REST)
+
+
+def outputs_quantised(run, which):
+    model = dynamically_quantised(run.model.float(), which)
+    return {"outputs": model(batch(0, 0, torch.float32)[0])}
+
+
+@tool(oracle=lambda run: outputs_quantised(Run(run.drop_in.with_torchs_layer()), {"last"}))
+def quantize_dynamic_of_the_layer(run):
+    """Which is no Linear, and left alone."""
+    return outputs_quantised(run, {nn.Linear})

@@ -94,7 +94,7 @@ TOOLS: dict[str, Tool] = {}
 
 
 def tool(like: Callable[[Run], Any] = plain, oracle: Callable[[Run], Result] | None = None) -> Any:
-    """The decorated function is a row of the table, by its name. ``like``: the same without the tool, in one process."""
+    """A function becomes a row of the table, by its name. ``like``: the same without the tool, in one process."""
 
     def trained_alike(run: Run) -> Result:
         return carried_out(like, Run(run.drop_in))

@@ -3,7 +3,6 @@
 import tempfile
 import warnings
 
-import torch
 from torch import distributed
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -51,9 +50,7 @@ def resumed(run, wrap):
         wrap(run)
         model, optimizer = get_state_dict(run.model, run.optimizer)
         checkpoint.load(loaded := {"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
-        set_state_dict(
-            run.model, run.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"]
-        )
+        set_state_dict(run.model, run.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
     run.steps(REST)
 
 

@@ -9,7 +9,9 @@ from tests.matrix.drop_ins import COLUMNS, AdamW, DropIn
 REFUSED = {
     "dtensor": ("TypeError", r"^\w+: params\[0\] must be a plain tensor, got a DTensor.*"),
     "release": ("RuntimeError", r"^AdamW.release_grads: params\[0\] .* leave it out, or end it by the remove\(\)"),
-    "no-linear": ("NotImplementedError", "only support nn.Linear"),  # torch's own words
+    "subclass": ("TypeError", r"^AdamW: params\[\d\] must be a plain tensor, got a Int8QuantizedTraining"),
+    "no-linear": ("NotImplementedError", "only support nn.Linear"),  # torch's own words, and peft's
+    "peft": ("ValueError", r"^Target module LinearAct\(.* is not supported. Currently, only .*`torch.nn.Linear`"),
 }
 
 ONE_PROCESS = """
@@ -20,12 +22,15 @@ pickle                            right  right   right   right   right
 deepcopy then a write             right  right   right   right   right
 a write then pickle               right  right   right   right   right
 a write then state dict           right  right   right   right   right
+a write through data              right  right   right   right   right
 a write through data set anew     right  right   right   right   right
 weights swapped and back          right  right   right   right   right
 checkpoint model first            right  right   right   right   right
 checkpoint optimizer first        right  right   right   right   right
 checkpoint then a write           right  right   right   right   right
 state dict as tensors that live   right  right   right   right   right
+state cleared                     right  right   right   right   right
+shared memory                     right  right   right   right   right
 compiled                          right  right   right   right   right
 functorch                         right  right   right   right   right
 zero grad to zeros                right  right   right   right   right
@@ -40,8 +45,11 @@ parametrization removed           right  right   right   right   right
 tied weights                      right  right   right   right   right
 frozen and thawed                 right  right   right   right   right
 a group added                     right  right   right   right   right
+sharpness aware                   right  right   right   right   right
 turned to fp32                    right  right   right   right   right
 turned to bf16                    right  right   right   ours    right
+quantize dynamic                  right  right   right   right   right
+quantize dynamic of the layer     .      .       .       .       right
 """
 
 TWO_PROCESSES = """
@@ -59,6 +67,9 @@ zero max norm                        right    right    right    ours     .
 zero checkpoint                      right    right    right    right    right
 fsdp1                                right    right    right    right    right
 fsdp1 orig params                    right    right    right    right    right
+fsdp1 shard grad op                  right    right    right    right    right
+fsdp1 no shard                       right    right    right    right    right
+fsdp1 mixed precision                right    .        .        .        .
 fsdp1 max norm                       right    right    right    ours     .
 fsdp1 orig params max norm           right    right    right    ours     .
 fsdp1 sharded grad scaler            .        .        .        right    .
@@ -73,15 +84,40 @@ dcp of fsdp1                         right    right    right    right    right
 dcp of fsdp1 orig params             right    right    right    right    right
 """
 
+OTHER_LIBRARIES = """
+tool                            fp32      split     copy      scaler  layer
+peft lora                       right     right     right     right   right
+peft lora of all linear         right     right     right     right   right
+peft lora of a parameter        right     right     right     right   right
+peft lora merged                right     right     right     right   right
+peft dora                       right     right     right     right   right
+peft ia3                        right     right     right     right   right
+peft lora of the layer          .         .         .         .       peft
+peft dora of the layer          .         .         .         .       peft
+peft ia3 of the layer           .         .         .         .       peft
+torchao float8                  right     right     right     right   right
+torchao int8                    right     right     right     right   right
+torchao int8 of any weight      right     right     right     right   right
+torchao int8 training           subclass  subclass  subclass  .       right
+trainer                         right     right     right     .       right
+trainer resumed                 right     right     right     .       right
+accelerate                      right     right     right     right   right
+accelerate save and load state  right     right     right     right   right
+lightning                       right     right     right     right   right
+lightning resumed               right     right     right     right   right
+fabric                          right     right     right     right   right
+fabric save and load            right     right     right     right   right
+"""
+
 
 def cells(table: str) -> list[tuple[str, DropIn, str]]:
     """(tool, drop-in, expectation). ``.``: the tool is for other drop-ins. ``ours``: right, for our AdamW alone."""
     header, *rows = [line for line in table.splitlines() if line]
     found = []
     for row in rows:
-        name, *words = re.split(r"  +| (?=\.|right|dtensor)", row.strip())
-        assert len(words) == len(COLUMNS), row
-        for drop_ins, word in zip(COLUMNS.values(), words, strict=True):
+        words = row.split()
+        name = " ".join(words[: -len(COLUMNS)])
+        for drop_ins, word in zip(COLUMNS.values(), words[-len(COLUMNS) :], strict=True):
             kept = [it for it in drop_ins if word != "." and (word != "ours" or it.kind is AdamW)]
             found += [(name, it, "right" if word == "ours" else word) for it in kept]
     assert header.split()[1:] == list(COLUMNS)

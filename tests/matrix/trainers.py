@@ -58,9 +58,6 @@ def renew(run: Run) -> None:
     run.optimizer, run.scaler = run.drop_in.optimizer(run.model.parameters()), run.drop_in.scaler()
 
 
-# Hugging Face's Trainer
-
-
 def by_trainer(run: Run, folder: str, first: int, steps: int) -> None:
     options = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_strategy": "no", "max_grad_norm": 0.0}
     options |= {"per_device_train_batch_size": 1, "save_strategy": "steps", "save_steps": HALF, "max_steps": steps}
@@ -86,9 +83,6 @@ def trainer_resumed(run, folder):
     by_trainer(run, folder, 0, HALF)
     renew(run)
     by_trainer(run, folder, HALF, STEPS)
-
-
-# Accelerate
 
 
 def prepared(run: Run) -> Accelerator:
@@ -129,9 +123,6 @@ def accelerate_save_and_load_state(run, folder):
     by_accelerate(run, accelerator, REST)
 
 
-# Lightning
-
-
 class Module(LightningModule):
     def __init__(self, run: Run, first: int) -> None:
         super().__init__()
@@ -168,9 +159,6 @@ def lightning_resumed(run, folder):
     by_lightning(run, folder, 0, HALF)
     renew(run)
     by_lightning(run, folder, HALF, STEPS)
-
-
-# Fabric
 
 
 def by_fabric(run: Run, folder: str, numbers: range) -> None:

@@ -1,0 +1,30 @@
+"""The libraries of the extra ``integrations``, which tests of them need."""
+
+import ast
+import importlib
+import re
+import warnings
+from pathlib import Path
+
+import pytest
+
+_TEXT = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+NAMES = ast.literal_eval(re.search(r"^integrations = (\[.*\])$", _TEXT, re.MULTILINE)[1])
+
+
+def why_missing(name: str) -> str | None:
+    """None where it can be imported."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            importlib.import_module(name)
+    except ImportError as error:
+        return str(error)
+    return None
+
+
+def need() -> None:
+    """Skip the module that asks, where one is missing. ``--require=integrations`` has let no such run begin."""
+    for name in NAMES:
+        if why := why_missing(name):
+            pytest.skip(f"needs the extra integrations: {why}", allow_module_level=True)

@@ -1,0 +1,146 @@
+"""Copies, checkpoints and writes to weights, midway."""
+
+import copy
+import io
+import pickle
+import warnings
+
+import torch
+
+from tests.matrix.runner import FIRST, REST, Run, tool
+
+
+@tool()
+def deepcopy(run: Run) -> None:
+    run.steps(FIRST)
+    before = run.model, run.optimizer, run.scaler
+    run.model, run.optimizer, run.scaler = copies = copy.deepcopy(before)
+    run.model, run.optimizer, run.scaler = before
+    run.steps(REST)  # the copy doesn't go along
+    run.model, run.optimizer, run.scaler = copies
+    run.steps(REST)
+
+
+@tool()
+def pickle_(run: Run) -> None:
+    run.steps(FIRST)
+    run.model, run.optimizer, run.scaler = pickle.loads(pickle.dumps((run.model, run.optimizer, run.scaler)))
+    run.steps(REST)
+
+
+@torch.no_grad()
+def written(run: Run) -> None:
+    for param in run.model.parameters():
+        param.mul_(0.5).clamp_(-0.1, 0.1)
+
+
+def write_midway(run: Run) -> None:
+    run.steps(FIRST)
+    written(run)
+    run.steps(REST)
+
+
+@tool(like=write_midway)
+def deepcopy_then_a_write(run: Run) -> None:
+    run.steps(FIRST)
+    run.model, run.optimizer, run.scaler = copy.deepcopy((run.model, run.optimizer, run.scaler))
+    written(run)
+    run.steps(REST)
+
+
+@tool(like=write_midway)
+def a_write_then_pickle(run: Run) -> None:
+    run.steps(FIRST)
+    written(run)
+    run.model, run.optimizer, run.scaler = pickle.loads(pickle.dumps((run.model, run.optimizer, run.scaler)))
+    run.steps(REST)
+
+
+@tool(like=write_midway)
+def a_write_then_state_dict(run: Run) -> None:
+    run.steps(FIRST)
+    written(run)
+    run.optimizer.state_dict()
+    run.steps(REST)
+
+
+@tool(like=write_midway)
+def a_write_through_data_set_anew(run: Run) -> None:
+    """``param.data = other``, as prune.remove, functional swaps and many trainers do."""
+    run.steps(FIRST)
+    for param in run.model.parameters():
+        param.data = param.detach().mul(0.5).clamp_(-0.1, 0.1)
+    run.steps(REST)
+
+
+@tool(like=write_midway)
+def a_write_through_data(run: Run) -> None:
+    """``param.data.mul_()``, as Lookahead, weight clipping and merged adapters do."""
+    run.steps(FIRST)
+    for param in run.model.parameters():
+        param.data.mul_(0.5).clamp_(-0.1, 0.1)
+    run.steps(REST)
+
+
+@tool()
+def weights_swapped_and_back(run: Run) -> None:
+    """As averages are tried: other weights in, through ``data``, and the own back."""
+    run.steps(FIRST)
+    own = [param.detach().clone() for param in run.model.parameters()]
+    for param in run.model.parameters():
+        param.data.copy_(torch.zeros_like(param))
+    for param, it in zip(run.model.parameters(), own, strict=True):
+        param.data.copy_(it)
+    run.steps(REST)
+
+
+@tool()
+def state_dict_as_tensors_that_live(run: Run) -> None:
+    """A state_dict shares memory with its model, and loads into itself."""
+    run.steps(FIRST)
+    run.model.load_state_dict(run.model.state_dict())
+    run.optimizer.load_state_dict(run.optimizer.state_dict())
+    run.scaler.load_state_dict(run.scaler.state_dict())
+    run.steps(REST)
+
+
+def file_of(run: Run) -> dict[str, dict]:
+    """A checkpoint as it comes back from a file, read the safe way."""
+    file = io.BytesIO()
+    parts = {"model": run.model, "optimizer": run.optimizer, "scaler": run.scaler}
+    torch.save({name: it.state_dict() for name, it in parts.items()}, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def load_into_others(run: Run, order: tuple[str, ...]) -> None:
+    saved = file_of(run)
+    run.model = run.drop_in.network(seed=7)
+    run.optimizer, run.scaler = run.drop_in.optimizer(run.model.parameters()), run.drop_in.scaler()
+    for name in order:
+        getattr(run, name).load_state_dict(saved[name])
+
+
+@tool()
+def checkpoint_model_first(run: Run) -> None:
+    run.steps(FIRST)
+    load_into_others(run, ("model", "scaler", "optimizer"))
+    run.steps(REST)
+
+
+@tool()
+def checkpoint_optimizer_first(run: Run) -> None:
+    run.steps(FIRST)
+    load_into_others(run, ("optimizer", "scaler", "model"))
+    run.steps(REST)
+
+
+@tool(like=write_midway)
+def checkpoint_then_a_write(run: Run) -> None:
+    """Weights that are not the loaded masters' win, with a warning."""
+    run.steps(FIRST)
+    load_into_others(run, ("model", "optimizer", "scaler"))
+    written(run)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".* are not the weights that the loaded masters were made for")
+        run.steps(REST)
