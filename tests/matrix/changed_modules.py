@@ -34,6 +34,7 @@ class Recorded:
                     param.grad, param.data = None, weight
                 elif not same_bits(param, weight):
                     param.detach().copy_(weight)
+                param.grad_dtype = None  # any
                 param.grad = grad
             optimizer.step()
         return replay.result()

@@ -116,9 +116,9 @@ def judge(name: str, drop_in: DropIn, parts: tuple[int, ...] = PARTS) -> tuple[s
     run = Run(drop_in, parts)
     try:
         got = {key: it.detach().clone() for key, it in carried_out(TOOLS[name].function, run).items()}
+        want = TOOLS[name].oracle(run)
     except Exception as error:
         return type(error).__name__, str(error)
-    want = TOOLS[name].oracle(run)
     if strange := [key for key, it in got.items() if type(it) is not Tensor]:
         return "different", f"{strange} are no plain tensors"
     if got.keys() != want.keys():
