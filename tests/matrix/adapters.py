@@ -31,7 +31,7 @@ def peft_lora(run):
 @changes_modules
 def peft_lora_of_all_linear(run):
     """LinearAct is none, and left alone."""
-    swaps = "all-linear" if not isinstance(run.model.first, nn.Linear) else ["last"]
+    swaps = ["last"] if run.drop_in.first_layer is None else "all-linear"
     adapted(run, LoraConfig(r=2, lora_alpha=2, target_modules=swaps))
     yield
 
@@ -83,9 +83,8 @@ def peft_ia3_of_the_layer(run):
 
 
 def is_swapped(run: Run):
-    """As torchao asks of each module: all Linears there, but of the model that a LinearAct is compared with, not the
-    first."""
-    layers = [run.model.last] if isinstance(run.model.first, nn.Linear) else list(run.model)
+    """As torchao asks of each module: all Linears beside a LinearAct, which is none, and else the last alone."""
+    layers = [run.model.last] if run.drop_in.first_layer is None else list(run.model)
     return lambda module, name: isinstance(module, nn.Linear) and module in layers
 
 
