@@ -144,3 +144,16 @@ def checkpoint_then_a_write(run: Run) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".* are not the weights that the loaded masters were made for")
         run.steps(REST)
+
+
+@tool()
+def swapped_tensors(run: Run) -> None:
+    """Weights stay the same objects in Python, and become others below."""
+    run.steps(FIRST)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        run.model.load_state_dict({name: it.clone() for name, it in run.model.state_dict().items()})
+        run.model.to(torch.float64).to(run.drop_in.dtype)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    run.steps(REST)

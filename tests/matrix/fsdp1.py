@@ -6,11 +6,18 @@ from itertools import pairwise
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy, StateDictType
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    OptimStateKeyType,
+    ShardingStrategy,
+    StateDictType,
+)
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.matrix.changed_modules import Recorded
-from tests.matrix.runner import FIRST, REST, tool
+from tests.matrix.many_processes import plain_weights
+from tests.matrix.runner import FIRST, PARTS, REST, tool
 
 MAX_NORM = 4.0
 
@@ -160,5 +167,55 @@ def fsdp1_own_state_dict(run):
     saved = copy.deepcopy(run.optimizer.state_dict())
     run.optimizer = run.drop_in.optimizer(run.model.parameters())
     run.optimizer.load_state_dict(saved)
+    run.steps(REST)
+    return whole(run)
+
+
+@tool(like=lambda run: by_hand(run, True))
+def fsdp1_after_the_optimizer(run):
+    """Parameters stay, as Accelerate has it."""
+    optimizer = run.optimizer
+    wrapped(run, True)
+    run.optimizer = optimizer
+    run.steps()
+    return whole(run)
+
+
+def full_states(run):
+    """Weights, and states by the parameters' names."""
+    fsdp = FullyShardedDataParallel
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with fsdp.state_dict_type(run.model, StateDictType.FULL_STATE_DICT):
+            return run.model.state_dict(), fsdp.optim_state_dict(run.model, run.optimizer)
+
+
+@tool(like=plain_weights)
+def fsdp1_to_one_process(run):
+    """What FSDP1 saves is loaded into a plain model."""
+    wrapped(run, False)
+    run.steps(FIRST)
+    model, states = full_states(run)
+    run.model, run.parts = run.drop_in.network(seed=7), PARTS
+    run.optimizer = run.drop_in.optimizer(run.model.parameters())
+    run.model.load_state_dict(model)
+    states = FullyShardedDataParallel.rekey_optim_state_dict(states, OptimStateKeyType.PARAM_ID, run.model)
+    run.optimizer.load_state_dict(states)
+    run.steps(REST)
+    return weights_of(run.model) | run.scaler_result()
+
+
+@tool(like=plain_weights)
+def fsdp1_from_one_process(run):
+    parts, run.parts, plain = run.parts, PARTS, run.model
+    run.steps(FIRST)
+    fsdp, states = FullyShardedDataParallel, copy.deepcopy(run.optimizer.state_dict())
+    states = fsdp.rekey_optim_state_dict(states, OptimStateKeyType.PARAM_NAME, plain)
+    wrapped(run, False)
+    run.parts = parts
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with fsdp.state_dict_type(run.model, StateDictType.FULL_STATE_DICT):
+            run.optimizer.load_state_dict(fsdp.optim_state_dict_to_load(run.model, run.optimizer, states))
     run.steps(REST)
     return whole(run)

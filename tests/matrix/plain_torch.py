@@ -4,7 +4,7 @@ import warnings
 
 import torch
 
-from tests.matrix.runner import ALL, FIRST, REST, Run, tool
+from tests.matrix.runner import ALL, FIRST, PARTS, REST, Run, tool
 
 
 @tool()
@@ -107,3 +107,25 @@ def averaged_model(run: Run) -> None:
     for number in ALL:
         run.steps([number])
         averaged.update_parameters(run.model)
+
+
+def with_a_half(run: Run) -> None:
+    run.parts = PARTS[:1]
+    run.steps()
+
+
+@tool(like=with_a_half)
+def an_optimizer_of_each_in_backward(run: Run) -> None:
+    """As torch's tutorial saves memory."""
+    run.parts = PARTS[:1]
+    optimizers = {param: run.drop_in.optimizer([param]) for param in run.model.parameters()}
+
+    def step(param: torch.Tensor) -> None:
+        optimizers[param].step()
+        optimizers[param].zero_grad()
+
+    for param in optimizers:
+        param.register_post_accumulate_grad_hook(step)
+    for number in ALL:
+        run.backward(number)
+    run.optimizer.state = {param: it.state[param] for param, it in optimizers.items()}

@@ -1,0 +1,27 @@
+"""``--require=integrations`` lets no run begin that would skip a library."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from tests import conftest, libraries
+
+CONFIG = SimpleNamespace(getoption=lambda _: "integrations")
+
+
+def test_a_library_that_is_missing_ends_the_run(monkeypatch):
+    monkeypatch.setattr(libraries, "NAMES", ["pytest", "no_such_library"])
+    with pytest.raises(pytest.UsageError, match=r"^--require: no_such_library can't run here: No module named"):
+        conftest.pytest_configure(CONFIG)
+    monkeypatch.setattr(libraries, "NAMES", ["pytest"])
+    conftest.pytest_configure(CONFIG)
+
+
+def test_without_it_the_module_is_skipped(monkeypatch):
+    monkeypatch.setattr(libraries, "NAMES", ["no_such_library"])
+    with pytest.raises(pytest.skip.Exception, match="needs the extra integrations: No module named"):
+        libraries.need()
+
+
+def test_they_are_the_extras():
+    assert {"transformers", "accelerate", "lightning", "peft", "torchao"} <= set(libraries.NAMES)
