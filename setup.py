@@ -26,7 +26,7 @@ from setuptools.command import bdist_wheel, build_ext  # noqa: E402
 
 # Contraction is off for both compilers: only then can kernels agree bit for bit.
 NVCC_FLAGS = "-DMPK_CUDA --fmad=false -Xcompiler -fPIC,-fvisibility=hidden,-ffp-contract=off"
-CXX_FLAGS = "-fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-psabi"
+CXX_FLAGS = "-fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-psabi -Werror=unused-result"
 COMMON_FLAGS = "-std=c++17 -O3 -I csrc"
 ARCHS = ("80", "90", "100")
 ISAS = {"baseline": ""}

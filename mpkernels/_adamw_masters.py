@@ -25,9 +25,14 @@ def give(state: State, param: Tensor, scheme: str) -> None:
     if not needs_master(param):  # it may have been 16-bit
         for key in KEYS.values():
             state.pop(key, None)
-    elif KEYS[scheme] in state:
         return
-    elif scheme == "fp32":
+    if (
+        "remainder" in state
+    ):  # as a checkpoint has it, where a loader has put that into the state itself, as ZeRO's does
+        state["remainder"] = state["remainder"].view(torch.int16)
+    if KEYS[scheme] in state:
+        return
+    if scheme == "fp32":
         remainder = state.pop("remainder", None)
         weight = param.detach() if remainder is None else join(param.detach(), remainder)
         state["master"] = torch.empty_like(param, dtype=torch.float32).copy_(weight)
@@ -116,7 +121,7 @@ class Followed:
             )
 
     def _align(self, copied: Iterable[tuple[Tensor, Tensor]]) -> int:
-        """Return how many masters have changed, if that is to be told."""
+        """Write to each master that may be out of date. Return how many have changed; 0 where no warning is due."""
         changed = 0
         for param, master in copied:
             if self._versions.get(param) == param._version:

@@ -119,6 +119,8 @@ class Table:
         shared = *self._hyperparameters(), *flags
         by_plan = op.by_plan.on(self.device.type)
         if by_plan is None or not self._has_plan or torch.compiler.is_compiling():
+            if guarded:
+                raise RuntimeError("adamw_: only a plan looks at grads within a step")
             if self.has_moved:
                 raise RuntimeError("adamw_: a parameter has changed its device or dtype since its state was made")
             op._adamw(params, grads, *self._lists, *shared)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkernels import _fsdp
-from mpkernels._params import by_device, params_of, refuse_sharded
+from mpkernels._params import by_device, params_of, refuse_sharded, unwrapped
 from mpkernels._processes import Processes
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
@@ -45,7 +45,7 @@ def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
 
 def given_peers(scaler: Any, optimizer: Any) -> Processes | None:
     """The processes that skip its steps together, as the user says of either."""
-    both = [getattr(it, "_peers", None) for it in (scaler, optimizer)]
+    both = [getattr(it, "_peers", None) for it in (scaler, unwrapped(optimizer))]
     ours, own = (it if isinstance(it, Processes) else None for it in both)  # others may answer anything
     if ours is not None and own is not None and ours.group is not own.group:
         raise ValueError("GradScaler: process_group must be that of the optimizer, got another one")
@@ -62,7 +62,7 @@ def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
 
 
 def of_all(processes: Processes | None, found_infs: FoundInf, scale: Tensor) -> FoundInf:
-    """Whether they do in any process."""
+    """Return whether the grads of any process hold an inf or NaN."""
     if processes is None:
         return found_infs
     _, found_inf = processes.agree([scale], None, sum(found_infs.values()))

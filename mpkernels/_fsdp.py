@@ -39,7 +39,7 @@ def _is_fsdps(param: Tensor) -> bool:
 
 
 def _groups(op: str, parts: Sequence[Tensor]) -> dict[int, Any]:
-    """By the parameter's id. None: NO_SHARD, where all have the whole."""
+    """Return the process group of each parameter, by its id: None with NO_SHARD, where each process has it whole."""
     found = _known_groups()
     if any(id(param) not in found for param in parts):
         from torch.distributed.fsdp._flat_param import FlatParamHandle

@@ -106,15 +106,15 @@ def _sizes(states: Iterable[dict[str, Any]]) -> dict[str, int | None]:
 def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
     """After a step; None where an optimizer can't be asked without one."""
     params = [param for param in params_of(optimizer) if param.requires_grad]
-    if all(optimizer.state.get(param) for param in params):
-        return _sizes(optimizer.state.values())
-    if isinstance(optimizer, AdamW):
+    if isinstance(optimizer, AdamW):  # also after a load: masters are made at the first step
         return _sizes(
             _adamw_state.create(param.to("meta"), group["master"], group["state_dtype"], group["amsgrad"])
             for group in optimizer.param_groups
             for param in group["params"]
             if param.requires_grad
         )
+    if all(optimizer.state.get(param) for param in params):
+        return _sizes(optimizer.state.values())
     try:
         return _sizes(_states_of_a_twin(optimizer, params))
     except (RuntimeError, TypeError):  # it reads values, or is made in another way

@@ -88,6 +88,7 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
         if param.requires_grad and param not in known:
             raise ValueError(f"to_full: optimizer must hold the master of {name}, which is not among its parameters")
     with torch.no_grad():
+        optimizer._followed.settle(narrow.values(), optimizer.state)
         for param in narrow.values():
             _set(param, _master(param, optimizer.state.get(param, {})))
             for key in _adamw_masters.KEYS.values():

@@ -59,7 +59,7 @@ def _number(number: Tensor | float, device: torch.device) -> Tensor:
 
 
 def given(op: str, process_group: Any) -> Processes | None:
-    """By the user."""
+    """Return what the user's process_group stands for."""
     if process_group is None:
         return None
     if not distributed.is_available() or not isinstance(process_group, distributed.ProcessGroup):

@@ -50,7 +50,7 @@ class Profile:
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """The loader's batches, for the loop to run over, with a watch on how long each takes to come."""
-        iterator, start = iter(loader), 0.0
+        iterator, start = iter(loader), None
         try:
             for count in itertools.count():
                 if count == self._warmup:
@@ -68,7 +68,7 @@ class Profile:
                     self.samples += _length(batch)
                 yield batch
         finally:
-            if self.steps:
+            if start is not None:
                 _wait_for_device()
                 self.seconds += time.perf_counter() - start
 

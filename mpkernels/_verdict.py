@@ -16,7 +16,7 @@ from mpkernels.ops import adamw
 
 
 class Verdict(NamedTuple):
-    """Of all devices and processes, for adamw_."""
+    """What is known of the grads of all devices and processes, as adamw_ takes it."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None

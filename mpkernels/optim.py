@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from mpkernels import _adamw_checkpoint, _adamw_options, _adamw_state, _fsdp, _processes, _verdict, _zero
-from mpkernels._adamw_masters import Followed, give, needs_master
+from mpkernels._adamw_masters import KEYS, Followed, give, needs_master
 from mpkernels._adamw_table import Fingerprint, Table
 from mpkernels._find_nonfinite import find_nonfinite
 from mpkernels._gradient_release import GradientRelease
@@ -40,7 +40,7 @@ class AdamW(torch.optim.AdamW):
             A group may have its own.
         max_norm: clips the global norm of the grads inside the step, as ``clip_grad_norm_`` would.
         guard: skips a step whose grads hold an inf or NaN, also without a scaler. None: on where ``max_norm`` or
-            ``process_group`` is given or a parameter has 16 bits. Under a scaler they are skipped, whatever it is.
+            ``process_group`` is given or a parameter has 16 bits. A scaler skips such steps, whatever guard is.
         process_group: of processes that hold a part of the grads each, as under FSDP1: they clip by the norm of all,
             and skip together. Not for DistributedDataParallel, where each process has all of them.
     """
@@ -108,7 +108,8 @@ class AdamW(torch.optim.AdamW):
 
     def __repr__(self) -> str:
         name, rest = super().__repr__().split("\n", 1)
-        return f"{name}\nmax_norm: {self.max_norm}, guard: {self.guard}\n{rest}"
+        group = None if self._peers is None else self._peers.group
+        return f"{name}\nmax_norm: {self.max_norm}, guard: {self.guard}, process_group: {group}\n{rest}"
 
     def _start_afresh(self, after_load: bool = False) -> None:
         """Forgets what follows from the parameters and their states."""
@@ -209,6 +210,8 @@ class AdamW(torch.optim.AdamW):
         if not self.state[param]:
             self.state[param] = _adamw_state.create(param, group["master"], group["state_dtype"], group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
+        if KEYS[group["master"]] not in state:  # a loaded master that the scheme has not taken up, if any
+            self._followed.settle([param], self.state)
         give(state, param, group["master"])  # of a loaded master; or the model may have turned 16-bit meanwhile
         state["step"] = state["step"].to(torch.float32)  # which a user may have set
         return state

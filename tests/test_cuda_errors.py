@@ -11,7 +11,11 @@ from tests.test_ops import ARGUMENTS
 
 
 def long_list(device):
-    return [[torch.ones(1)] * 1355, torch.zeros(()), torch.ones(())]  # one more than a launch's parameters hold
+    return [
+        [torch.ones(1) for _ in range(1355)],
+        torch.zeros(()),
+        torch.ones(()),
+    ]  # one more than a launch's parameters hold
 
 
 @pytest.fixture

@@ -2,10 +2,12 @@
 
 import copy
 import pickle
+from contextlib import nullcontext
 
 import pytest
 import torch
 
+from mpkernels.amp import to_full, to_mixed
 from mpkernels.ops.split import join
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
@@ -206,3 +208,47 @@ def test_a_write_is_seen_by_a_compiled_step():
     backward(model, 1)
     step()
     assert (model[0].weight == 0).all()
+
+
+def test_a_master_that_waits_for_its_parameters_first_grad(target):
+    """Other parameters step meanwhile, and somebody writes to it."""
+    _, second = weights = [torch.nn.Parameter(torch.ones(3, dtype=B16, device=target.device)) for _ in range(2)]
+    source = AdamW(weights, lr=1e-3, master="fp32")
+    for weight in weights:
+        weight.grad = torch.ones_like(weight)
+    source.step()
+    optimizer = AdamW(weights)
+    optimizer.load_state_dict(source.state_dict())
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    second.grad = None
+    optimizer.step()
+    with torch.no_grad():
+        second.fill_(7.0)
+    second.grad = torch.ones_like(second)
+    optimizer.step()
+    assert second.tolist() == [7.0] * 3
+
+
+def test_states_that_a_loader_has_put_in_place():
+    """As ZeroRedundancyOptimizer does: load_state_dict is never asked."""
+    model = network(B16)
+    train(model, optimizer := AdamW(model.parameters(), lr=1e-2), 3)
+    before, saved = true_weights(model, optimizer), copy.deepcopy(optimizer.state_dict())
+    other = AdamW(model.parameters())
+    other.state.update({param: saved["state"][i] for i, param in enumerate(model.parameters())})
+    rest(model, other)
+    assert all(map(same_bits, before, true_weights(model, other)))
+
+
+@pytest.mark.parametrize("how", ["written", "loaded later"])
+def test_to_full_takes_what_was_written(how):
+    model = network()
+    train(model, optimizer := AdamW(model.parameters(), lr=1e-2, master="fp32"), 2)
+    to_mixed(model, B16, optimizer=optimizer)
+    if how == "loaded later":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    zero(model[0].weight)
+    with pytest.warns(UserWarning, match="1 parameters") if how == "loaded later" else nullcontext():
+        to_full(model, optimizer)
+    assert (model[0].weight == 0).all()
+    assert model[0].weight.dtype == torch.float32

@@ -87,7 +87,11 @@ def test_a_copy_keeps_them(duplicate):
 def test_they_are_shown():
     _, optimizer = two_groups(max_norm=1.0)
     shown = repr(optimizer)
-    for line in ("max_norm: 1.0, guard: None", "    master: fp32\n", "    state_dtype: torch.int8\n"):
+    for line in (
+        "max_norm: 1.0, guard: None, process_group: None",
+        "    master: fp32\n",
+        "    state_dtype: torch.int8\n",
+    ):
         assert line in shown
 
 
@@ -167,4 +171,7 @@ def test_a_table_without_a_plan_looks_at_no_grads(target):
     param = torch.nn.Parameter(torch.ones(3, device=target.device))
     optimizer = AdamW([param])
     group, state = optimizer.param_groups[0], create(param, "split", torch.float32, amsgrad=False)
-    assert not Table([(group, param, state)], [0], is_for_once=True).can_look_at_grads()
+    table = Table([(group, param, state)], [0], is_for_once=True)
+    assert not table.can_look_at_grads()
+    with pytest.raises(RuntimeError, match="adamw_: only a plan looks at grads within a step"):
+        table.step([torch.ones_like(param)], None, None, None, None, None, None, guarded=True)

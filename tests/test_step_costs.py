@@ -136,7 +136,7 @@ def test_launches_under_our_scaler(launches_of, bad):
 @pytest.mark.parametrize(("count", "uploads"), [(1, 0), (161, 0), (1354, 0), (1355, 2), (2709, 3)])
 def test_launches_of_an_op(launches_of, count, uploads):
     """The kernel's own is one, for any number of tensors."""
-    grads = [torch.ones(1)] * count
+    grads = [torch.ones(1) for _ in range(count)]
     assert launches_of(lambda: grad_stats(grads)) == 1 + uploads
     assert launches_of(lambda: unscale_(grads, torch.zeros(()), torch.ones(()))) == 1 + uploads
 

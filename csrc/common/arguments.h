@@ -33,7 +33,7 @@ class TensorList {
       require(torch_list_get_item(list, i, &item) == 0, "mpkernels", "torch could not read a list");
       tensors_.emplace_back(item);
     }
-    torch_delete_list(list);
+    require(torch_delete_list(list) == 0, "mpkernels", "torch could not free a list");
   }
 
   const Tensor& front() const {
@@ -129,7 +129,7 @@ inline std::string take_string(StableIValue value) {
   const char* text = nullptr;
   require(torch_string_c_str(handle, &text) == 0, "mpkernels", "torch could not read a string");
   std::string copy(text);
-  torch_delete_string(handle);
+  require(torch_delete_string(handle) == 0, "mpkernels", "torch could not free a string");
   return copy;
 }
 
@@ -157,7 +157,7 @@ std::vector<T> take_numbers(StableIValue value) {
     require(torch_list_get_item(list, i, &item) == 0, "mpkernels", "torch could not read a list");
     memcpy(&numbers[i], &item, sizeof(T));
   }
-  torch_delete_list(list);
+  require(torch_delete_list(list) == 0, "mpkernels", "torch could not free a list");
   return numbers;
 }
 

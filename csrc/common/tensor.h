@@ -24,7 +24,7 @@ class Tensor {
   Tensor(Tensor&& other) noexcept : handle_(std::exchange(other.handle_, nullptr)) {}
   Tensor(const Tensor&) = delete;
   ~Tensor() {
-    if (handle_) aoti_torch_delete_tensor_object(handle_);
+    if (handle_) (void)aoti_torch_delete_tensor_object(handle_);  // a destructor can't raise, and a delete can't fail
   }
 
   // Uninitialised and contiguous, on the device of this one.

@@ -16,7 +16,8 @@ inline constexpr int64_t kCpuChunk = 32768;
 template <class Body>
 void on_threads(int64_t count, int64_t grain, const Body& body) {
   const auto run = [](int64_t first, int64_t last, void* body) { (*static_cast<const Body*>(body))(first, last); };
-  torch_parallel_for(0, count, grain, run, const_cast<Body*>(&body));
+  const AOTITorchError status = torch_parallel_for(0, count, grain, run, const_cast<Body*>(&body));
+  require(status == 0, "mpkernels", "a thread of torch's failed; what it raised is on stderr");
 }
 
 // Calls body(row, span) for each chunk of the table.
@@ -60,7 +61,7 @@ class OnDeviceOf {
   }
   OnDeviceOf(const OnDeviceOf&) = delete;
   ~OnDeviceOf() {
-    if (is_elsewhere_) cudaSetDevice(previous_);
+    if (is_elsewhere_) (void)cudaSetDevice(previous_);  // a destructor can't raise; CUDA's next call will
   }
   cudaStream_t stream() const { return static_cast<cudaStream_t>(stream_); }
 
@@ -92,8 +93,9 @@ struct Registration {
   Registration(const char* library, const char* dispatch_key, const char* op, Kernel kernel) {
     constexpr uint64_t torch_2_10 = uint64_t{2} << 56 | uint64_t{10} << 48;
     TorchLibraryHandle handle = nullptr;
-    aoti_torch_library_init_impl(library, dispatch_key, __FILE__, __LINE__, &handle);
-    torch_library_impl(handle, op, kernel, torch_2_10);
+    const bool is_registered = aoti_torch_library_init_impl(library, dispatch_key, __FILE__, __LINE__, &handle) == 0 &&
+                               torch_library_impl(handle, op, kernel, torch_2_10) == 0;
+    require(is_registered, op, "torch has not taken the kernel");
   }
 };
 

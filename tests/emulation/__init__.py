@@ -34,15 +34,18 @@ KERNEL_FLAGS = ["-fsanitize=thread", "-g1"]  # memory.cpp sees every load and st
 def build(directory: Path, csrc: Path = CSRC) -> Path:
     """Compile csrc/*_cuda.cu and csrc/*_torch.cpp into directory/mpkernels_emulated-<hash>.so, unless it is there."""
     compiler = find_compiler()
-    sources = sorted([*csrc.glob("*_cuda.cu"), *csrc.glob("*_torch.cpp")])
-    if not any(source.suffix == ".cu" for source in sources):
+    kernels = sorted(csrc.glob("*_cuda.cu"))
+    if not kernels:
         raise FileNotFoundError(f"emulation: no *_cuda.cu in {csrc}")
+    # Of an inline function in several objects the linker keeps the first copy: here the emulation's own, whose accesses
+    # are nobody's business, then those of kernels.
+    sources = [*sorted(HERE.glob("*.cpp")), *kernels, *sorted(csrc.glob("*_torch.cpp"))]
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / f"mpkernels_emulated-{_fingerprint(compiler, csrc)}.so"
     if library.exists():
         return library
     with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        built = _link(compiler, _compile(compiler, [*sources, *sorted(HERE.glob("*.cpp"))], csrc, Path(scratch)))
+        built = _link(compiler, _compile(compiler, sources, csrc, Path(scratch)))
         built.replace(library)  # at once: other processes may be building the same
     return library
 

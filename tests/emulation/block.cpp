@@ -134,11 +134,11 @@ void Block::fence(Thread& t) {
 
 // Since the last barrier, or in another block.
 bool Block::has_done_since(const Access& before, bool is_write, const Thread& t) const {
-  if (t.known.covers(before)) return true;
-  if (before.block != number_) return known_.covers(before);
-  if (before.by == Access::By::thread && before.thread == t.number) return true;
-  if (before.by == Access::By::warps || before.thread / 32 != t.number / 32) return false;
-  return before.tick < (is_write ? t.synced_at : t.met_at);
+  if (before.block() != number_) return known_.covers(before) || t.known.covers(before);
+  if (before.by() == Access::thread && before.last_thread() == t.number) return true;
+  const bool in_warp = before.by() != Access::warps && before.last_thread() / 32 == t.number / 32;
+  if (in_warp && before.tick() < (is_write ? t.synced_at : t.met_at)) return true;
+  return !t.known.empty() && t.known.covers(before);
 }
 
 }  // namespace emulation

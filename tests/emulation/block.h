@@ -55,7 +55,7 @@ class Block {
   // Whether what was done before is ordered before what `t` does now: a write needs more than a read does, for a lane
   // that has met another knows what it has read, but need not see what it has written.
   bool has_done(const Access& before, bool is_write, const Thread& t) const {
-    return before.by == Access::By::nobody || (before.tick < barrier_ && before.block == number_) ||
+    return before.by() == Access::nobody || (before.tick() < barrier_ && before.block() == number_) ||
            has_done_since(before, is_write, t);
   }
   unsigned number() const { return number_; }

@@ -2,14 +2,10 @@
 
 #include <sys/mman.h>
 
-#include <cstdint>
 #include <new>
 
 namespace emulation {
 namespace {
-
-// A kernel may take 32 KB of parameters, which g++ copies to the stack. The guard turns an overflow into a crash.
-constexpr size_t kStack = 256 << 10, kGuard = 64 << 10;
 
 Fiber* active;
 jmp_buf resumer;
@@ -27,10 +23,6 @@ Fiber::Fiber(void (*body)()) : body_(body) {
 }
 
 Fiber::~Fiber() { munmap(stack_, kStack); }
-
-bool Fiber::owns(const void* address) const {
-  return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(stack_) < kStack;
-}
 
 void Fiber::main() {
   for (;;) {

@@ -5,6 +5,9 @@
 #include <setjmp.h>
 #include <ucontext.h>
 
+#include <cstddef>
+#include <cstdint>
+
 namespace emulation {
 
 class Fiber {
@@ -15,7 +18,12 @@ class Fiber {
 
   void resume();   // returns when the fiber suspends or its body returns
   void suspend();  // to be called on the fiber itself
-  bool owns(const void* address) const;  // on its stack
+  bool owns(const void* address) const {  // on its stack
+    return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(stack_) < kStack;
+  }
+
+  // A kernel may take 32 KB of parameters, which g++ copies to the stack. The guard turns an overflow into a crash.
+  static constexpr size_t kStack = 256 << 10, kGuard = 64 << 10;
 
  private:
   static void main();

@@ -10,10 +10,11 @@ bool precedes(const Known& a, const Known& b) { return a.block < b.block; }
 // Of two threads that tell of the same stretch between barriers only one can be kept; then all of the stretch counts as
 // known, for no race may be reported that isn't one.
 Known merge(const Known& a, const Known& b) {
-  if (a.barrier != b.barrier) return a.barrier > b.barrier ? a : b;
+  const Known &last = a.barrier > b.barrier ? a : b, &first = &last == &a ? b : a;
+  if (first.tick <= last.barrier) return last;
   const Known& later = a.tick > b.tick ? a : b;
-  if (a.thread == b.thread) return later;
-  return {a.block, later.tick, later.tick, later.tick, later.thread};
+  if (a.barrier == b.barrier && a.thread == b.thread) return later;
+  return {later.block, later.tick, later.tick, later.tick, later.thread};
 }
 
 }  // namespace
@@ -42,15 +43,15 @@ void Knowledge::learn(const Knowledge& news) {
 }
 
 bool Knowledge::covers(const Access& access) const {
-  const auto at = std::lower_bound(known_.begin(), known_.end(), Known{static_cast<uint32_t>(access.block), 0, 0, 0, 0}, precedes);
-  if (at == known_.end() || at->block != access.block) return false;
-  if (access.tick < at->barrier) return true;
-  switch (access.by) {
-    case Access::By::thread:
-      if (access.thread == at->thread && access.tick < at->tick) return true;
+  const auto at = std::lower_bound(known_.begin(), known_.end(), Known{access.block(), 0, 0, 0, 0}, precedes);
+  if (at == known_.end() || at->block != access.block()) return false;
+  if (access.tick() < at->barrier) return true;
+  switch (access.by()) {
+    case Access::thread:
+      if (access.last_thread() == at->thread && access.tick() < at->tick) return true;
       [[fallthrough]];
-    case Access::By::lanes_of_warp:
-      return access.thread / 32 == at->thread / 32 && access.tick < at->warp;
+    case Access::lanes_of_warp:
+      return access.last_thread() / 32 == at->thread / 32 && access.tick() < at->warp;
     default:
       return false;
   }

@@ -7,11 +7,21 @@
 namespace emulation {
 
 // A read or a write. Ticks count what orders the accesses of one block: its barriers, meetings of warps and fences.
-struct Access {
-  enum class By : uint8_t { nobody, thread, lanes_of_warp, warps };  // how many: reads are kept together
-  uint64_t block : 24, tick : 27, thread : 10;                        // the last one's
-  By by : 2;
-  bool is_atomic : 1;
+class Access {
+ public:
+  enum By : uint64_t { nobody, thread, lanes_of_warp, warps };  // how many: reads are kept together
+  Access() = default;
+  Access(uint64_t block, uint64_t tick, uint64_t last_thread, By by, bool is_atomic)
+      : bits_(block | tick << 24 | last_thread << 51 | by << 61 | uint64_t(is_atomic) << 63) {}
+  unsigned block() const { return bits_ & 0xffffff; }
+  uint32_t tick() const { return bits_ >> 24 & 0x7ffffff; }
+  unsigned last_thread() const { return bits_ >> 51 & 0x3ff; }
+  By by() const { return By(bits_ >> 61 & 3); }
+  bool is_atomic() const { return bits_ >> 63; }
+  Access by(By by) const { return {block(), tick(), last_thread(), by, is_atomic()}; }
+
+ private:
+  uint64_t bits_ = 0;  // compilers handle bit fields slowly
 };
 
 // Done in a block: what all of its threads did before tick `barrier`, the warp of `thread` before `warp` and `thread`

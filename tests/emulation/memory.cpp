@@ -18,8 +18,8 @@ void touch(Kind kind, const void* memory, size_t bytes, Path path, const void* c
   const Thread* const self = this_thread();
   if (!self || !is_everyones(*self, memory)) return;
   const Touch it{memory, bytes, space_of(memory), path, code};
-  const std::string wrong =
-      kind == Kind::read ? races().read(it, this_block(), *self) : races().write(it, this_block(), *self);
+  const Block& block = resident->block;
+  const std::string wrong = kind == Kind::read ? races.read(it, block, *self) : races.write(it, block, *self);
   if (!wrong.empty()) fail(wrong);
 }
 
@@ -27,13 +27,13 @@ void touch(Kind kind, const void* memory, size_t bytes, Path path, const void* c
 
 void fence() {
   pause();
-  this_block().fence(*this_thread());
+  resident->block.fence(*running);
 }
 
 void begin_atomic(void* address, size_t bytes) {
   pause();
   touch(Kind::write, address, bytes, Path::atomic, __builtin_return_address(0));
-  races().exchange(address, *this_thread());
+  races.exchange(address, *running);
 }
 
 void load_past_l1(void* to, const void* from, size_t bytes) {

@@ -22,23 +22,23 @@ std::string who(const Access& access) {
   const auto index = [](unsigned number, const dim3& size) {
     return text(uint3{number % size.x, number / size.x % size.y, number / size.x / size.y});
   };
-  const bool is_one = access.by == Access::By::thread;
-  return (is_one ? "thread " + index(access.thread, built.block_size) : std::string("several threads")) + " of block " +
-         index(access.block, built.grid_size);
+  const bool is_one = access.by() == Access::thread;
+  return (is_one ? "thread " + index(access.last_thread(), built.block_size) : std::string("several threads")) + " of block " +
+         index(access.block(), built.grid_size);
 }
 
-std::string race(const char* verb, const Touch& touch, const Access& other, const char* done) {
+__attribute__((cold)) std::string race(const char* verb, const Touch& touch, const Access& other, const char* done) {
   return std::string(verb) + " " + std::to_string(touch.bytes) + " bytes that " + who(other) + " " + done +
          ", and nothing orders the two" + place_of(touch.code);
 }
 
-bool both_atomic(const Touch& touch, const Access& other) { return touch.path == Path::atomic && other.is_atomic; }
+__attribute__((cold)) std::string stale(const Touch& touch, const Access& other) {
+  return "reads " + std::to_string(touch.bytes) + " bytes that " + who(other) +
+         " wrote, but may find older ones in the L1 cache: __ldcg reads past it" + place_of(touch.code);
+}
 
 Access access_of(const Touch& touch, const Block& block, const Thread& by) {
-  Access now{};
-  now.block = block.number(), now.tick = block.tick(), now.thread = by.number;
-  now.by = Access::By::thread, now.is_atomic = touch.path == Path::atomic;
-  return now;
+  return {block.number(), block.tick(), by.number, Access::thread, touch.path == Path::atomic};
 }
 
 }  // namespace
@@ -46,7 +46,7 @@ Access access_of(const Touch& touch, const Block& block, const Thread& by) {
 void Races::forget() {
   shadow_.forget();
   told_.clear();
-  suspected_.memory = nullptr;
+  suspected_.touch.memory = nullptr;
 }
 
 // Calls check(cell), which answers what is wrong, if anything is.
@@ -55,7 +55,7 @@ std::string Races::visit(const Touch& touch, const Block& block, const Check& ch
   std::string wrong = settle();
   const auto address = reinterpret_cast<uintptr_t>(touch.memory) + touch.block_space;
   shadow_.visit(address, touch.bytes, [&](Cell& cell) {
-    if (touch.block_space != 0 && std::max(cell.write.block, cell.read.block) != block.number()) cell = Cell();
+    if (touch.block_space != 0 && std::max(cell.write.block(), cell.read.block()) != block.number()) cell = Cell();
     check(cell, wrong);
   });
   return wrong;
@@ -65,66 +65,68 @@ std::string Races::read(const Touch& touch, const Block& block, const Thread& by
   const Access now = access_of(touch, block, by);
   return visit(touch, block, [&](Cell& cell, std::string& wrong) {
     const Access& written = cell.write;
-    const bool is_foreign = written.by != Access::By::nobody && written.block != now.block;
-    if (!block.has_done(written, true, by)) {
-      wrong = race("reads", touch, written, "has written");
-    } else if (is_foreign && touch.path == Path::through_l1) {
-      wrong = "reads " + std::to_string(touch.bytes) + " bytes that " + who(written) +
-              " has written, but may find older ones in its L1 cache: __ldcg reads past it" + place_of(touch.code);
-    }
+    if (!block.has_done(written, true, by)) wrong = race("reads", touch, written, "wrote");
+    const bool is_foreign = written.by() != Access::nobody && written.block() != now.block();
+    if (is_foreign && touch.path == Path::through_l1 && wrong.empty()) wrong = stale(touch, written);
     note_read(cell, now, block, by);
   });
 }
 
 // One record a block will do: the last one, if the others come before it, else one that stands for several threads.
 void Races::note_read(Cell& cell, const Access& now, const Block& block, const Thread& by) {
-  if (cell.read.block != now.block && !block.has_done(cell.read, false, by)) keep_for_later(cell, now.block);
-  const Access last = std::exchange(cell.read, now);
-  if (block.has_done(last, false, by)) return;
-  const bool in_one_warp = last.by != Access::By::warps && last.thread / 32 == now.thread / 32;
-  cell.read.by = in_one_warp ? Access::By::lanes_of_warp : Access::By::warps;
+  Access& last = cell.read;
+  if (last.by() == Access::warps && last.block() == now.block() && last.tick() >= block.barrier()) {  // the usual case
+    last = now.by(Access::warps);
+    return;
+  }
+  bool is_first = block.has_done(last, false, by);
+  if (!is_first && last.block() != now.block()) {
+    keep_for_later(cell, now.block());
+    is_first = block.has_done(last, false, by);
+  }
+  const bool in_one_warp = last.by() != Access::warps && last.last_thread() / 32 == now.last_thread() / 32;
+  last = is_first ? now : now.by(in_one_warp ? Access::lanes_of_warp : Access::warps);
 }
 
 // Makes room for a read by `block`: its last one, if it's there.
 void Races::keep_for_later(Cell& cell, unsigned block) {
   if (!cell.more_reads) cell.more_reads = shadow_.new_list();
   auto& reads = *cell.more_reads;
-  const auto find = [&](uint64_t block) {
-    return std::lower_bound(reads.begin(), reads.end(), block, [](const Access& a, uint64_t b) { return a.block < b; });
+  const auto find = [&](unsigned block) {
+    return std::lower_bound(reads.begin(), reads.end(), block, [](const Access& a, unsigned b) { return a.block() < b; });
   };
   const Access others = std::exchange(cell.read, Access());
-  if (const auto mine = find(block); mine != reads.end() && mine->block == block) {
+  if (const auto mine = find(block); mine != reads.end() && mine->block() == block) {
     cell.read = *mine;
     reads.erase(mine);
   }
-  reads.insert(find(others.block), others);
+  reads.insert(find(others.block()), others);
 }
 
 std::string Races::write(const Touch& touch, const Block& block, const Thread& by) {
   const Access now = access_of(touch, block, by);
-  std::string suspicion;
-  const std::string wrong = visit(touch, block, [&](Cell& cell, std::string& wrong) {
+  Access other;
+  std::string wrong = visit(touch, block, [&](Cell& cell, std::string& wrong) {
     const auto check_read = [&](const Access& read) {
-      if (!block.has_done(read, false, by)) wrong = race("writes", touch, read, "has read");
+      if (!block.has_done(read, false, by)) wrong = race("writes", touch, read, "read");
     };
     check_read(cell.read);
     if (cell.more_reads) std::for_each(cell.more_reads->begin(), cell.more_reads->end(), check_read);
-    if (!both_atomic(touch, cell.write) && !block.has_done(cell.write, true, by)) {
-      suspicion = race("writes", touch, cell.write, "has written otherwise");
-    }
+    const bool are_atomic = now.is_atomic() && cell.write.is_atomic();
+    if (!are_atomic && !block.has_done(cell.write, true, by)) other = cell.write;
     cell = {now, Access(), nullptr};
   });
-  if (!suspicion.empty()) {
+  if (other.by() != Access::nobody) {
     const char* const bytes = static_cast<const char*>(touch.memory);
-    suspected_ = {suspicion, touch.memory, {bytes, bytes + touch.bytes}};
+    suspected_ = {touch, other, {bytes, bytes + touch.bytes}};
   }
   return wrong;
 }
 
-std::string Races::settle() {
-  if (!suspected_.memory) return {};
-  const void* const memory = std::exchange(suspected_.memory, nullptr);
-  return memcmp(memory, suspected_.before.data(), suspected_.before.size()) == 0 ? std::string() : suspected_.sentence;
+std::string Races::judge() {
+  const Touch touch = std::exchange(suspected_.touch, Touch());
+  const bool is_as_before = memcmp(touch.memory, suspected_.before.data(), touch.bytes) == 0;
+  return is_as_before ? std::string() : race("writes", touch, suspected_.other, "set to another value");
 }
 
 void Races::exchange(const void* address, Thread& by) {

@@ -29,7 +29,7 @@ class Races {
   std::string write(const Touch& touch, const Block& block, const Thread& by);
 
   // Several threads may write the same value. So a write that races is judged when it is over.
-  std::string settle();
+  std::string settle() { return suspected_.touch.memory ? judge() : std::string(); }
 
   // What an atomic operation learns from those before it at the same address, and hands on.
   void exchange(const void* address, Thread& by);
@@ -37,16 +37,17 @@ class Races {
  private:
   template <class Check>
   std::string visit(const Touch& touch, const Block& block, const Check& check);
+  std::string judge();
   void note_read(Cell& cell, const Access& now, const Block& block, const Thread& by);
   void keep_for_later(Cell& cell, unsigned block);
 
   Shadow shadow_;
   std::unordered_map<const void*, Knowledge> told_;
   struct {
-    std::string sentence;
-    const void* memory = nullptr;  // if there is one
+    Touch touch;  // of no memory, if it isn't suspected
+    Access other;
     std::vector<char> before;
-  } suspected_;  // the last write
+  } suspected_ = {};  // the last write
 };
 
 }  // namespace emulation

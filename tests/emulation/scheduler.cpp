@@ -15,6 +15,11 @@
 extern "C" __attribute__((visibility("default"))) unsigned emulation_seed = 20;
 
 namespace emulation {
+
+Resident* resident;
+Thread* running;
+Races races;
+
 namespace {
 
 std::minstd_rand random_number;
@@ -44,8 +49,6 @@ class Order {
 
 constexpr unsigned kResidents = 3;
 Resident residents[kResidents];
-Resident* resident;  // whose turn it is
-Thread* running;
 bool turn_is_over;
 std::optional<SharedMemory> shared_memory;
 const std::function<void()>* thread_body;
@@ -60,7 +63,7 @@ void run(Thread& t) {
   running = &t;
   built.thread_index = t.index;
   t.fiber.resume();
-  const std::string race = races().settle();
+  const std::string race = races.settle();
   if (failure.empty() && !race.empty()) failure = "thread " + text(t.index) + " " + race;
   running = nullptr;
 }
@@ -120,19 +123,8 @@ void run_blocks(uint64_t waiting) {
 
 // ---- asked by this library's other files
 
-Thread* this_thread() {
-  return running && running->fiber.owns(__builtin_frame_address(0)) ? running : nullptr;
-}
-
-Block& this_block() { return resident->block; }
-
 uintptr_t space_of(const void* memory) {
   return shared_memory->contains(memory) ? uintptr_t(resident - residents + 1) << 56 : 0;
-}
-
-Races& races() {
-  static Races races;
-  return races;
 }
 
 void pause() {
@@ -180,7 +172,7 @@ std::string run_grid(dim3 grid, dim3 threads, size_t dynamic_shared_bytes, const
   built.block_size = threads;
   thread_body = &kernel;
   shared_memory.emplace(dynamic_shared_bytes, kResidents);
-  races().forget();
+  races.forget();
   run_blocks(uint64_t(grid.x) * grid.y * grid.z);
   shared_memory.reset();
   if (failure.empty()) return "";

@@ -14,13 +14,17 @@ struct Resident {
   bool has_block = false;
 };
 
-// The thread that runs on the stack we stand on, and its block; null on the host.
-Thread* this_thread();
-Block& this_block();
+extern Resident* resident;  // whose turn it is
+extern Thread* running;     // null on the host
+extern Races races;
 
-// The block's address space, if its threads share the memory; 0 if it is global.
+// The thread on whose stack we stand: while a kernel runs, another thread of the host may be in the same code.
+inline Thread* this_thread() {
+  return running && running->fiber.owns(__builtin_frame_address(0)) ? running : nullptr;
+}
+
+// The address space of the block whose turn it is, if memory is shared; 0 if it is global.
 uintptr_t space_of(const void* memory);
-Races& races();
 void pause();  // perhaps: other blocks then come first
 
 }  // namespace emulation

@@ -3,7 +3,7 @@
 namespace emulation {
 
 static constexpr size_t kPagesKept = 1 << 16;  // 100 MB or more
-static constexpr uintptr_t kGranule = 8;
+static constexpr unsigned kLog2Granule = 3;
 
 void Shadow::forget() {
   ++launch_;
@@ -24,8 +24,8 @@ Shadow::Page& Shadow::page_of(uintptr_t number) {
   Page& page = *recent.page;
   if (page.launch != launch_) {
     page.launch = launch_;
-    page.granule = kGranule;
-    page.cells.assign(kPage / kGranule, Cell());
+    page.log2_granule = kLog2Granule;
+    page.cells.assign(kPage >> kLog2Granule, Cell());
   }
   return page;
 }
@@ -39,7 +39,7 @@ void Shadow::split(Page& page) {
     page.cells[2 * i] = page.cells[2 * i + 1] = whole;
     if (whole.more_reads) *(page.cells[2 * i].more_reads = new_list()) = *whole.more_reads;
   }
-  page.granule /= 2;
+  --page.log2_granule;
 }
 
 }  // namespace emulation

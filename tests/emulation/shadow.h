@@ -26,10 +26,10 @@ class Shadow {
   void visit(uintptr_t address, size_t bytes, const Visit& visit) {
     for (const uintptr_t end = address + bytes; address < end;) {
       Page& page = page_of(address / kPage);
-      while (address % page.granule != 0 || end - address < page.granule) split(page);
       const uintptr_t end_here = std::min(end, (address / kPage + 1) * kPage);
-      for (; address + page.granule <= end_here; address += page.granule) {
-        visit(page.cells[address % kPage / page.granule]);
+      while ((address | end_here) & ((1u << page.log2_granule) - 1)) split(page);
+      for (; address < end_here; address += 1u << page.log2_granule) {
+        visit(page.cells[address % kPage >> page.log2_granule]);
       }
     }
   }
@@ -39,7 +39,7 @@ class Shadow {
   static constexpr uintptr_t kPage = 512;
   struct Page {
     uint64_t launch = 0;
-    uintptr_t granule;
+    unsigned log2_granule;
     std::vector<Cell> cells;
   };
   Page& page_of(uintptr_t number);

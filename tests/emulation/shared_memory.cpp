@@ -3,7 +3,6 @@
 #include <link.h>
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 
 #include "emulation/scheduler.h"
@@ -42,37 +41,32 @@ void* dynamic_shared() { return dynamic.data(); }
 
 SharedMemory::SharedMemory(size_t dynamic_bytes, unsigned blocks) : values_(blocks) {
   dynamic.resize((dynamic_bytes + sizeof(Chunk) - 1) / sizeof(Chunk));
+  dynamic_begin_ = static_cast<char*>(dynamic_shared());
+  dynamic_size_ = dynamic.size() * sizeof(Chunk);
   inside = 0;  // the segment is allocated at the first access
   Segment segment;
   if (!dl_iterate_phdr(find_segment, &segment)) throw std::runtime_error("emulated CUDA: found no __shared__ memory");
   begin_ = segment.begin;
   host_values_.assign(begin_, begin_ + segment.size);
-  for (auto& values : values_) values.resize(segment.size + dynamic.size() * sizeof(Chunk));
+  for (auto& values : values_) values.resize(segment.size + dynamic_size_);
 }
 
 SharedMemory::~SharedMemory() { std::copy(host_values_.begin(), host_values_.end(), begin_); }
 
 void SharedMemory::enter(unsigned block) {
   if (block == block_) return;
-  const size_t size = host_values_.size(), dynamic_size = dynamic.size() * sizeof(Chunk);
+  const size_t size = host_values_.size();
   char* const kept = values_[block_].data();
-  memcpy(kept, begin_, size);
-  memcpy(kept + size, dynamic.data(), dynamic_size);
+  std::copy_n(begin_, size, kept);
+  std::copy_n(dynamic_begin_, dynamic_size_, kept + size);
   const char* const values = values_[block_ = block].data();
-  memcpy(begin_, values, size);
-  memcpy(dynamic.data(), values + size, dynamic_size);
+  std::copy_n(values, size, begin_);
+  std::copy_n(values + size, dynamic_size_, dynamic_begin_);
 }
 
 void SharedMemory::poison() {
-  memset(begin_, 0xff, host_values_.size());
-  memset(dynamic.data(), 0xff, dynamic.size() * sizeof(Chunk));
-}
-
-bool SharedMemory::contains(const void* address) const {
-  const auto offset_from = [&](const void* begin) {
-    return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(begin);
-  };
-  return offset_from(begin_) < host_values_.size() || offset_from(dynamic.data()) < dynamic.size() * sizeof(Chunk);
+  std::fill_n(begin_, host_values_.size(), 0xff);
+  std::fill_n(dynamic_begin_, dynamic_size_, 0xff);
 }
 
 }  // namespace emulation

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <vector>
 
 namespace emulation {
@@ -15,10 +16,16 @@ class SharedMemory {
 
   void enter(unsigned block);  // keeps the values of the one before
   void poison();               // a block must not read what it has not written: all ones is NaN, and -1
-  bool contains(const void* address) const;
+  bool contains(const void* address) const {
+    const auto offset_from = [&](const char* begin) {
+      return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(begin);
+    };
+    return offset_from(begin_) < host_values_.size() || offset_from(dynamic_begin_) < dynamic_size_;
+  }
 
  private:
-  char* begin_;
+  char *begin_, *dynamic_begin_;
+  size_t dynamic_size_;
   std::vector<char> host_values_;
   std::vector<std::vector<char>> values_;  // by block; the dynamic memory's come last
   unsigned block_ = 0;
