@@ -20,10 +20,11 @@ using AOTITorchError = int32_t;
 using ParallelFunc = void (*)(int64_t begin, int64_t end, void* context);
 
 extern "C" {
-[[nodiscard]] AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* k, const char* file, uint32_t line,
-                                            TorchLibraryHandle* ret_new_torch_lib);
+[[nodiscard]] AOTITorchError aoti_torch_library_init_impl(const char* ns, const char* k, const char* file,
+                                                          uint32_t line, TorchLibraryHandle* ret_new_torch_lib);
 [[nodiscard]] AOTITorchError torch_library_impl(TorchLibraryHandle self, const char* name,
-                                  void (*fn)(StableIValue*, uint64_t, uint64_t), uint64_t extension_build_version);
+                                                void (*fn)(StableIValue*, uint64_t, uint64_t),
+                                                uint64_t extension_build_version);
 [[nodiscard]] AOTITorchError torch_list_size(StableListHandle list_handle, size_t* size);
 [[nodiscard]] AOTITorchError torch_list_get_item(StableListHandle list_handle, size_t index, StableIValue* element);
 [[nodiscard]] AOTITorchError torch_delete_list(StableListHandle list_handle);
@@ -41,17 +42,20 @@ extern "C" {
 [[nodiscard]] AOTITorchError aoti_torch_is_contiguous(AtenTensorHandle tensor, bool* ret_is_contiguous);
 [[nodiscard]] AOTITorchError torch_get_mutable_data_ptr(AtenTensorHandle tensor, void** ret_data_ptr);
 [[nodiscard]] AOTITorchError torch_get_const_data_ptr(AtenTensorHandle tensor, const void** ret_data_ptr);
-[[nodiscard]] AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr, const int64_t* strides_ptr,
-                                        int32_t dtype, int32_t device_type, int32_t device_index,
-                                        AtenTensorHandle* ret_new_tensor);
+[[nodiscard]] AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr,
+                                                      const int64_t* strides_ptr, int32_t dtype, int32_t device_type,
+                                                      int32_t device_index, AtenTensorHandle* ret_new_tensor);
 [[nodiscard]] AOTITorchError aoti_torch_create_tensor_from_blob(void* data, int64_t ndim, const int64_t* sizes_ptr,
-                                                  const int64_t* strides_ptr, int64_t storage_offset, int32_t dtype,
-                                                  int32_t device_type, int32_t device_index, AtenTensorHandle* ret);
+                                                                const int64_t* strides_ptr, int64_t storage_offset,
+                                                                int32_t dtype, int32_t device_type,
+                                                                int32_t device_index, AtenTensorHandle* ret);
 [[nodiscard]] AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2);
-[[nodiscard]] AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1,
-                                        AtenTensorHandle mat2, double beta, double alpha);
+[[nodiscard]] AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self,
+                                                      AtenTensorHandle mat1, AtenTensorHandle mat2, double beta,
+                                                      double alpha);
 [[nodiscard]] AOTITorchError aoti_torch_copy_(AtenTensorHandle self, AtenTensorHandle src, int32_t non_blocking);
-[[nodiscard]] AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func, void* ctx);
+[[nodiscard]] AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func,
+                                                void* ctx);
 bool aoti_torch_grad_mode_is_enabled();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_bfloat16();
@@ -64,5 +68,6 @@ int32_t aoti_torch_dtype_int32();
 int32_t aoti_torch_layout_strided();
 int32_t aoti_torch_device_type_cpu();
 // Only a torch with CUDA has this one: a strong reference would keep the library from loading beside a CPU torch.
-[[nodiscard]] __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** ret_stream);
+[[nodiscard]] __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index,
+                                                                                      void** ret_stream);
 }

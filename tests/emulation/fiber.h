@@ -16,8 +16,8 @@ class Fiber {
   ~Fiber();
   Fiber(const Fiber&) = delete;
 
-  void resume();   // returns when the fiber suspends or its body returns
-  void suspend();  // to be called on the fiber itself
+  void resume();                          // returns when the fiber suspends or its body returns
+  void suspend();                         // to be called on the fiber itself
   bool owns(const void* address) const {  // on its stack
     return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(stack_) < kStack;
   }

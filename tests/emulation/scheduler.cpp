@@ -1,7 +1,7 @@
-// Runs a grid as CUDA may run it, not as one would like it to. A few blocks at a time take turns, which end at barriers,
-// atomics and fences. Blocks, warps and lanes come in an order that changes from launch to launch and from block to
-// block; a warp runs ahead as far as it can before the next one starts, and a lane until it meets its warp; shared
-// memory starts as NaN. Whatever relies on luck shows; a race (races.h) without luck, too.
+// Runs a grid as CUDA may run it, not as one would like it to. A few blocks at a time take turns, which end at
+// barriers, atomics and fences. Blocks, warps and lanes come in an order that changes from launch to launch and from
+// block to block; a warp runs ahead as far as it can before the next one starts, and a lane until it meets its warp;
+// shared memory starts as NaN. Whatever relies on luck shows; a race (races.h) without luck, too.
 #include "scheduler.h"
 
 #include <cstdio>
