@@ -33,7 +33,13 @@ class ActivatingLinear(nn.Linear):
         return super().forward(x).relu()
 
 
-SWAPS = ("peft lora of all linear", "peft lora of the layer", "peft dora of the layer", "torchao float8", "torchao int8")
+SWAPS = (
+    "peft lora of all linear",
+    "peft lora of the layer",
+    "peft dora of the layer",
+    "torchao float8",
+    "torchao int8",
+)
 
 
 @pytest.mark.parametrize("tool", SWAPS)
