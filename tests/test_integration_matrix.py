@@ -33,16 +33,10 @@ class ActivatingLinear(nn.Linear):
         return super().forward(x).relu()
 
 
-SWAPS = (
-    "peft lora of all linear",
-    "peft lora of the layer",
-    "peft dora of the layer",
-    "torchao float8",
-    "torchao int8",
+@pytest.mark.parametrize(
+    "tool",
+    ["peft lora of all linear", "peft lora of the layer", "peft dora of the layer", "torchao float8", "torchao int8"],
 )
-
-
-@pytest.mark.parametrize("tool", SWAPS)
 def test_a_lost_activation_is_seen(tool):
     drop_in = replace(COLUMNS["layer"][0], first_layer=ActivatingLinear)
     assert judge(tool, drop_in)[0] == "different"

@@ -37,20 +37,19 @@ def tensor_parallel(run):
 
 
 def resumed(run, wrap):
-    """Save, and load what is saved into others, the one as both states and the other through the steps that they ask
-    for."""
+    """Midway by a checkpoint that all processes write, and read into others."""
     run.steps(FIRST)
-    folder = [tempfile.mkdtemp()]
-    distributed.broadcast_object_list(folder, 0)
-    with warnings.catch_warnings():
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        distributed.broadcast_object_list(folders := [folder], 0)
         model, optimizer = get_state_dict(run.model, run.optimizer)
-        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
+        checkpoint.save({"model": model, "optimizer": optimizer}, checkpoint_id=folders[0])
         run.model = run.drop_in.network(seed=7)
         wrap(run)
         model, optimizer = get_state_dict(run.model, run.optimizer)
-        checkpoint.load(loaded := {"model": model, "optimizer": optimizer}, checkpoint_id=folder[0])
+        checkpoint.load(loaded := {"model": model, "optimizer": optimizer}, checkpoint_id=folders[0])
         set_state_dict(run.model, run.optimizer, model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+        distributed.barrier()  # all have read
     run.steps(REST)
 
 
