@@ -39,6 +39,12 @@ def _moment_dtype(param: Tensor, state_dtype: torch.dtype) -> torch.dtype:
     return param.dtype if param.dtype == torch.float64 or param.is_complex() else state_dtype
 
 
+def lacks_codes(param: Tensor, state: State, state_dtype: torch.dtype) -> bool:
+    """Return whether moments that should have 8 bits have more, as a loader that puts a checkpoint's states in place
+    leaves them."""
+    return _moment_dtype(param, state_dtype) == torch.int8 and "scales" not in state
+
+
 def decoded(state: State) -> State:
     """The state with its moments as numbers that torch knows."""
     if "scales" not in state:

@@ -76,6 +76,16 @@ _TAKES_DTENSORS = {
 }
 
 
+def refuse_unserved(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
+    """Name the first tensor of a class that computes its own way and knows nothing of our ops."""
+    for i, tensor in enumerate(tensors):
+        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+            raise TypeError(
+                f"{op}: {argument}[{i}] must be a plain tensor, got a {type(tensor).__name__}, which does not take "
+                "our ops; give such parameters to the optimizer that its library names"
+            )
+
+
 def refuse_sharded(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
     loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
     for i, tensor in enumerate(tensors if loaded is not None else ()):

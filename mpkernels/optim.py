@@ -16,7 +16,7 @@ from mpkernels._gradient_release import GradientRelease
 from mpkernels._late import Late
 from mpkernels._overflow_ledger import Ledger
 from mpkernels._overflow_report import OverflowReport
-from mpkernels._params import by_device, group_of, params_of, put_on, refuse_sharded, refuse_sparse
+from mpkernels._params import by_device, group_of, params_of, put_on, refuse_sharded, refuse_sparse, refuse_unserved
 from mpkernels._processes import Processes
 
 __all__ = ["AdamW"]
@@ -138,9 +138,11 @@ class AdamW(torch.optim.AdamW):
         with torch.no_grad():
             try:
                 self._step()
-            except (RuntimeError, TypeError):
+            except (RuntimeError, TypeError) as error:
                 for param in params_of(self):
                     refuse_sparse(param.grad)
+                if isinstance(error, NotImplementedError):
+                    refuse_unserved("AdamW", "params", params_of(self))
                 if not any(table.has_moved for table in self._tables):
                     raise
                 self._fingerprint = None
@@ -210,6 +212,8 @@ class AdamW(torch.optim.AdamW):
         if not self.state[param]:
             self.state[param] = _adamw_state.create(param, group["master"], group["state_dtype"], group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
+        if _adamw_state.lacks_codes(param, state, group["state_dtype"]):
+            state = self.state[param] = _adamw_state.adopt(param, state, group, group["state_dtype"])
         if KEYS[group["master"]] not in state:  # a loaded master that the scheme has not taken up, if any
             self._followed.settle([param], self.state)
         give(state, param, group["master"])  # of a loaded master; or the model may have turned 16-bit meanwhile
