@@ -63,7 +63,7 @@ ddp no sync                          right    right    right    right    right
 ddp midway                           right    right    right    right    right
 ddp checkpoint on one rank           right    right    right    right    right
 ddp with gradient release            release  release  release  .        .
-a write broadcast by hand            right    right    undone   right    right
+a write broadcast by hand            right    right    undone   undone   right
 post local sgd                       right    right    undone   .        right
 zero                                 right    right    right    right    right
 zero max norm                        right    right    right    ours     .
