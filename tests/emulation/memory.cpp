@@ -52,12 +52,12 @@ extern "C" {
 
 #define EMULATION_ACCESS(kind, path, name, bytes) \
   void name(void* memory) { emulation::touch(kind, memory, bytes, path, __builtin_return_address(0)); }
-#define EMULATION_ACCESSES(bytes)                                                            \
-  EMULATION_ACCESS(Kind::read, Path::through_l1, __tsan_read##bytes, bytes)                  \
-  EMULATION_ACCESS(Kind::read, Path::through_l1, __tsan_unaligned_read##bytes, bytes)        \
-  EMULATION_ACCESS(Kind::read, Path::past_l1, __tsan_volatile_read##bytes, bytes)            \
-  EMULATION_ACCESS(Kind::write, Path::through_l1, __tsan_write##bytes, bytes)                \
-  EMULATION_ACCESS(Kind::write, Path::through_l1, __tsan_unaligned_write##bytes, bytes)      \
+#define EMULATION_ACCESSES(bytes)                                                       \
+  EMULATION_ACCESS(Kind::read, Path::through_l1, __tsan_read##bytes, bytes)             \
+  EMULATION_ACCESS(Kind::read, Path::through_l1, __tsan_unaligned_read##bytes, bytes)   \
+  EMULATION_ACCESS(Kind::read, Path::past_l1, __tsan_volatile_read##bytes, bytes)       \
+  EMULATION_ACCESS(Kind::write, Path::through_l1, __tsan_write##bytes, bytes)           \
+  EMULATION_ACCESS(Kind::write, Path::through_l1, __tsan_unaligned_write##bytes, bytes) \
   EMULATION_ACCESS(Kind::write, Path::through_l1, __tsan_volatile_write##bytes, bytes)
 EMULATION_ACCESSES(1)
 EMULATION_ACCESSES(2)

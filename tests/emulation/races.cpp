@@ -14,7 +14,8 @@ std::string place_of(const void* code) {
   Dl_info library;
   if (!code || !dladdr(code, &library)) return "";
   char address[32];
-  snprintf(address, sizeof(address), "%#tx", static_cast<const char*>(code) - static_cast<char*>(library.dli_fbase) - 1);
+  snprintf(address, sizeof(address), "%#tx",
+           static_cast<const char*>(code) - static_cast<char*>(library.dli_fbase) - 1);
   return std::string("; addr2line -Cfie ") + library.dli_fname + " " + address + " tells where";
 }
 
@@ -23,8 +24,8 @@ std::string who(const Access& access) {
     return text(uint3{number % size.x, number / size.x % size.y, number / size.x / size.y});
   };
   const bool is_one = access.by() == Access::thread;
-  return (is_one ? "thread " + index(access.last_thread(), built.block_size) : std::string("several threads")) + " of block " +
-         index(access.block(), built.grid_size);
+  return (is_one ? "thread " + index(access.last_thread(), built.block_size) : std::string("several threads")) +
+         " of block " + index(access.block(), built.grid_size);
 }
 
 __attribute__((cold)) std::string race(const char* verb, const Touch& touch, const Access& other, const char* done) {
@@ -55,7 +56,8 @@ std::string Races::visit(const Touch& touch, const Block& block, const Check& ch
   std::string wrong = settle();
   const auto address = reinterpret_cast<uintptr_t>(touch.memory) + touch.block_space;
   shadow_.visit(address, touch.bytes, [&](Cell& cell) {
-    if (touch.block_space != 0 && std::max(cell.write.block(), cell.read.block()) != block.number()) cell = Cell();
+    const Access& any = cell.write.by() == Access::nobody ? cell.read : cell.write;
+    if (touch.block_space != 0 && any.block() != block.number()) cell = Cell();  // an earlier block's in this place
     check(cell, wrong);
   });
   return wrong;
@@ -93,7 +95,8 @@ void Races::keep_for_later(Cell& cell, unsigned block) {
   if (!cell.more_reads) cell.more_reads = shadow_.new_list();
   auto& reads = *cell.more_reads;
   const auto find = [&](unsigned block) {
-    return std::lower_bound(reads.begin(), reads.end(), block, [](const Access& a, unsigned b) { return a.block() < b; });
+    return std::lower_bound(reads.begin(), reads.end(), block,
+                            [](const Access& a, unsigned b) { return a.block() < b; });
   };
   const Access others = std::exchange(cell.read, Access());
   if (const auto mine = find(block); mine != reads.end() && mine->block() == block) {

@@ -19,9 +19,7 @@ extern Thread* running;     // null on the host
 extern Races races;
 
 // The thread on whose stack we stand: while a kernel runs, another thread of the host may be in the same code.
-inline Thread* this_thread() {
-  return running && running->fiber.owns(__builtin_frame_address(0)) ? running : nullptr;
-}
+inline Thread* this_thread() { return running && running->fiber.owns(__builtin_frame_address(0)) ? running : nullptr; }
 
 // The address space of the block whose turn it is, if memory is shared; 0 if it is global.
 uintptr_t space_of(const void* memory);

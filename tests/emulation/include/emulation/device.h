@@ -104,18 +104,18 @@ T atomic(T* address, const Update& updated) {
 
 }  // namespace emulation
 
-#define EMULATION_ATOMIC(name, T, updated) \
-  inline T name(T* address, T value) {     \
+#define EMULATION_ATOMIC(name, T, updated)                                  \
+  inline T name(T* address, T value) {                                      \
     return emulation::atomic(address, [=](T old) -> T { return updated; }); \
   }
-#define EMULATION_INTEGER_ATOMICS(T)                   \
-  EMULATION_ATOMIC(atomicExch, T, value)               \
-  EMULATION_ATOMIC(atomicMin, T, std::min(old, value)) \
-  EMULATION_ATOMIC(atomicMax, T, std::max(old, value)) \
-  EMULATION_ATOMIC(atomicAnd, T, old& value)           \
-  EMULATION_ATOMIC(atomicOr, T, old | value)           \
-  EMULATION_ATOMIC(atomicXor, T, old ^ value)          \
-  inline T atomicCAS(T* address, T compare, T value) { \
+#define EMULATION_INTEGER_ATOMICS(T)                                                        \
+  EMULATION_ATOMIC(atomicExch, T, value)                                                    \
+  EMULATION_ATOMIC(atomicMin, T, std::min(old, value))                                      \
+  EMULATION_ATOMIC(atomicMax, T, std::max(old, value))                                      \
+  EMULATION_ATOMIC(atomicAnd, T, old& value)                                                \
+  EMULATION_ATOMIC(atomicOr, T, old | value)                                                \
+  EMULATION_ATOMIC(atomicXor, T, old ^ value)                                               \
+  inline T atomicCAS(T* address, T compare, T value) {                                      \
     return emulation::atomic(address, [=](T old) { return old == compare ? value : old; }); \
   }
 EMULATION_INTEGER_ATOMICS(int)

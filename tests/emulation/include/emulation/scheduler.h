@@ -25,7 +25,8 @@ struct Met {
   uint64_t value;    // what the lane `source` brought; all ones, hence NaN, if that lane did not take part
   unsigned nonzero;  // the lanes that brought something else than 0
 };
-// Waits for the lanes in `mask`. An exited lane is forgiven a vote and a __syncwarp, as in CUDA, but not a shuffle. Only
+// Waits for the lanes in `mask`. An exited lane is forgiven a vote and a __syncwarp, as in CUDA, but not a shuffle.
+// Only
 // __syncwarp orders what the lanes wrote before what they read.
 enum class Exited { forgiven, failure };
 enum class Memory { unordered, ordered };
@@ -34,8 +35,8 @@ Met meet_warp(const char* name, unsigned mask, uint64_t value, unsigned source, 
 
 unsigned lane();
 
-// What a thread may see of other blocks is what their threads did before a fence and an atomic, if an atomic at the same
-// address and a fence followed here; and only past the L1 cache. races.h checks that kernels go by it.
+// What a thread may see of other blocks is what their threads did before a fence and an atomic, if an atomic at the
+// same address and a fence followed here; and only past the L1 cache. races.h checks that kernels go by it.
 void fence();
 void begin_atomic(void* address, size_t bytes);
 void load_past_l1(void* to, const void* from, size_t bytes);
