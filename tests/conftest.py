@@ -1,4 +1,5 @@
 import os
+import zlib
 from functools import partial
 
 import pytest
@@ -61,15 +62,25 @@ def target(request):
     """Every op runs this target's kernel as long as the test lasts."""
     if why := request.param.why_missing():
         pytest.skip(why)
+    if request.param.kernel == "cuda":
+        _set_order_of_emulated_threads(request.node)
     with request.param.active():
         yield request.param
 
 
+def _set_order_of_emulated_threads(test):
+    """The same in every run of the test, whatever ran before."""
+    seed = zlib.crc32(test.nodeid.encode())
+    emulated_variable("emulation_seed").value = seed
+    test.add_report_section("setup", "emulated CUDA", f"seed {seed}")
+
+
 @pytest.fixture
-def emulated():
+def emulated(request):
     """As ``target``, for what is asked of the emulation alone."""
     if why := TARGETS["cpu-cuda"].why_missing():
         pytest.skip(why)
+    _set_order_of_emulated_threads(request.node)
     with TARGETS["cpu-cuda"].active():
         yield
     assert emulated_variable("emulation_cublaslt_descriptors").value == 0

@@ -8,7 +8,7 @@ namespace emulation {
 namespace {
 
 Fiber* active;
-jmp_buf resumer;
+void* resumer[5];
 
 }  // namespace
 
@@ -32,13 +32,13 @@ void Fiber::main() {
 }
 
 void Fiber::suspend() {
-  if (_setjmp(here_) == 0) _longjmp(resumer, 1);
+  if (__builtin_setjmp(here_) == 0) __builtin_longjmp(resumer, 1);
 }
 
 void Fiber::resume() {
   active = this;
-  if (_setjmp(resumer) != 0) return;
-  if (started_) _longjmp(here_, 1);
+  if (__builtin_setjmp(resumer) != 0) return;
+  if (started_) __builtin_longjmp(here_, 1);
   started_ = true;
   setcontext(&start_);
 }

@@ -1,8 +1,7 @@
-// A CUDA thread on the CPU: a stack of its own, entered and left by _longjmp. swapcontext would do, but costs two
-// system calls a switch, and kernels switch millions of times.
+// A CUDA thread on the CPU: a stack of its own, entered and left by the compiler's longjmp. swapcontext would do,
+// but costs two system calls a switch, and kernels switch millions of times.
 #pragma once
 
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstddef>
@@ -31,7 +30,7 @@ class Fiber {
   void (*body_)();
   void* stack_;
   ucontext_t start_;
-  jmp_buf here_;
+  void* here_[5];
   bool started_ = false;
 };
 

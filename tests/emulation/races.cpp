@@ -56,7 +56,8 @@ std::string Races::visit(const Touch& touch, const Block& block, const Check& ch
   std::string wrong = settle();
   const auto address = reinterpret_cast<uintptr_t>(touch.memory) + touch.block_space;
   shadow_.visit(address, touch.bytes, [&](Cell& cell) {
-    if (touch.block_space != 0 && std::max(cell.write.block(), cell.read.block()) != block.number()) cell = Cell();
+    const Access& any = cell.write.by() == Access::nobody ? cell.read : cell.write;
+    if (touch.block_space != 0 && any.block() != block.number()) cell = Cell();  // an earlier block's in this place
     check(cell, wrong);
   });
   return wrong;

@@ -1,9 +1,12 @@
 // The CUDA runtime on the CPU, for tests: it shadows the toolkit's header, and g++ compiles the .cu files as they are.
 //
-// Not here: waiting for another block or spinning on memory (blocks run one after the other, so that would hang), weak
-// memory order (a missing __threadfence goes unseen), extern __shared__ (emulation::dynamic_shared() instead), inline
-// PTX, launch attributes, and the limits that nvcc and ptxas check themselves (launch bounds, static shared memory).
-// g++ wants alignas before __shared__.
+// A store is seen at once, but who relies on that without a barrier, or a fence and an atomic, races, and fails.
+//
+// Not here: waiting for another block or spinning on memory (a few blocks run at a time, so that would hang), order
+// that shuffles or plain flags make, extern __shared__ (emulation::dynamic_shared() instead), inline PTX, launch
+// attributes, and the limits that nvcc and ptxas check themselves (launch bounds, static shared memory). g++ wants
+// alignas before
+// __shared__.
 #pragma once
 
 #include "emulation/device.h"
