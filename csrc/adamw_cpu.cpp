@@ -52,7 +52,10 @@ static MPK_FN void store_as(Dtype dtype, char* array, int lane, F x) {
 template <class F>
 static MPK_FN F load_weight(const AdamwRow& row, const Arrays& arrays, int lane) {
   if constexpr (std::is_same_v<F, Floats>) {
-    if (row.master_kind == Master::fp32) return load_as<F>(Dtype::f32, arrays.master, lane);
+    if (row.master_kind == Master::fp32) {
+      return copied_master(row.param_dtype, load_as<F>(Dtype::f32, arrays.master, lane),
+                           load_as<F>(row.param_dtype, arrays.param, lane));
+    }
     if (row.master_kind == Master::split) {
       const auto weight = load_bytes<Halves>(arrays.param + 2 * lane);
       const Words remainder = widen(load_bytes<Halves>(arrays.master + 2 * lane));

@@ -9,7 +9,12 @@ static constexpr int kElements = 8;  // a thread's share of a round: 16 bytes in
 template <class C, int count>
 __device__ Elements<C, count> load_weight(const AdamwRow& row, int64_t first) {
   if constexpr (std::is_same_v<C, float>) {
-    if (row.master_kind == Master::fp32) return load_as<C, count>(Dtype::f32, row.master, first);
+    if (row.master_kind == Master::fp32) {
+      auto master = load_as<C, count>(Dtype::f32, row.master, first);
+      const auto written = load_as<C, count>(row.param_dtype, row.param, first);
+      for (int i = 0; i < count; ++i) master.at[i] = copied_master(row.param_dtype, master.at[i], written.at[i]);
+      return master;
+    }
     if (row.master_kind == Master::split) {
       const auto weight = load<count>(static_cast<const uint16_t*>(row.param) + first);
       const auto remainder = load<count>(static_cast<const uint16_t*>(row.master) + first);

@@ -80,4 +80,15 @@ MPK_FN SplitFp16<F> split_fp16(Bits<F> master) {
   return {weight, (nearest & 0x7f800000u) == 0x7f800000u ? U{} : remainder & 0xffffu};
 }
 
+// The other way to keep a master: a whole copy beside the weight. Where it does not round to the weight, somebody has
+// written to that, and the weight wins. Bits are compared, so that neither NaN nor a subnormal that the CPU takes for 0
+// matters. `written` is the 16-bit weight, widened.
+template <class F, class U = Bits<F>>
+MPK_FN F copied_master(Dtype dtype, F copy, F written) {
+  const U bits = bit_cast<U>(copy);
+  const U rounded =
+      dtype == Dtype::b16 ? fp32_bits_of_bf16(bf16_bits_of_fp32(bits)) : U(Fp16<F>::widen(Fp16<F>::narrow(bits)));
+  return bit_cast<F>(rounded == bit_cast<U>(written) ? bits : bit_cast<U>(written));
+}
+
 }  // namespace mpk

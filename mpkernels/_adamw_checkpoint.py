@@ -57,7 +57,8 @@ def loading(optimizer: Any) -> Iterator[None]:
             dtypes |= dict.fromkeys(group["params"], own["state_dtype"])
         for param, state, saved in seen:
             optimizer.state[param] = _adamw_state.adopt(param, state, saved, dtypes[param])
-        optimizer._start_afresh(after_load=True)
+        optimizer._start_afresh()
+        optimizer._is_loaded = True
 
     last = optimizer.register_load_state_dict_pre_hook(remember)
     first = optimizer.register_load_state_dict_post_hook(adopt, prepend=True)  # of all that come after torch's casts

@@ -1,7 +1,8 @@
-"""The fp32 weights of 16-bit parameters: how AdamW makes and keeps them, and follows what others write to a weight."""
+"""The fp32 weights of 16-bit parameters: how AdamW makes, saves and loads them. The kernels see where a weight was
+written to, and take that up (csrc/split.h)."""
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -26,22 +27,22 @@ def give(state: State, param: Tensor, scheme: str) -> None:
         for key in KEYS.values():
             state.pop(key, None)
         return
-    if (
-        "remainder" in state
-    ):  # as a checkpoint has it, where a loader has put that into the state itself, as ZeRO's does
+    if "remainder" in state:
+        # As a checkpoint has it, where a loader has put that into the state itself, as ZeRO's does.
         state["remainder"] = state["remainder"].view(torch.int16)
     if KEYS[scheme] in state:
         return
+    kept = {key: state.pop(key) for key in KEYS.values() if key in state}
+    weight = true_weight(param, kept)
     if scheme == "fp32":
-        remainder = state.pop("remainder", None)
-        weight = param.detach() if remainder is None else join(param.detach(), remainder)
         state["master"] = torch.empty_like(param, dtype=torch.float32).copy_(weight)
     else:
         state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
-        if (master := state.pop("master", None)) is not None:
-            rounded, remainder = split(master, param.dtype)
-            param.detach().copy_(rounded)  # another weight on ties alone
+        if kept:
+            weight, remainder = split(weight, param.dtype)
             state["remainder"].copy_(remainder)
+    if kept:
+        param.detach().copy_(weight)  # the other neighbour on ties, which the schemes round differently
 
 
 def saved_as(param: Tensor, remainder: Tensor) -> Tensor:
@@ -73,73 +74,36 @@ def loaded(param: Tensor, saved: Mapping[str, Any]) -> State:
     return {key: torch.empty_like(param, dtype=dtype).copy_(found)}
 
 
-def aligned(param: Tensor, master: Tensor) -> Tensor:
-    """Return the master where it rounds to the parameter, as either scheme rounds, and the parameter elsewhere."""
-    rounds_to_param = (param == master.to(param.dtype)) | (param == split(master, param.dtype)[0])
-    return torch.where(rounds_to_param, master, param)
+def true_weight(param: Tensor, state: State) -> Tensor:
+    """Return a parameter's master, in fp32. Where it does not round to the parameter, as either scheme rounds, that was
+    written to since, and wins. A parameter without a master is returned as it is."""
+    weight = param.detach()
+    if "remainder" in state:
+        return join(weight, state["remainder"])
+    if "master" not in state:
+        return weight
+    rounds_to_it = (weight == state["master"].to(weight.dtype)) | (weight == split(state["master"], weight.dtype)[0])
+    return torch.where(rounds_to_it, state["master"], weight)
 
 
-class Followed:
-    """Knows the weights whose fp32 masters are up to date, by their version. Whoever writes to a weight writes to its
-    master; a write through ``.data`` raises no version and is seen at the first step after a load alone."""
-
-    def __init__(self, after_load: bool = False) -> None:
-        self.is_settled = False  # whether a step has taken up every master since it was made or loaded
-        self._versions: dict[Tensor, int] = {}
-        self._warns = after_load
-
-    @classmethod
-    def after_step(cls, params: Iterable[Tensor], states: States) -> "Followed":
-        """Take all masters for up to date."""
-        followed = cls()
-        followed.is_settled = True
-        followed.note(params, states)
-        return followed
-
-    def note(self, params: Iterable[Tensor], states: States) -> None:
-        """Take the masters of these parameters for up to date: a step has written both."""
-        self._versions |= {param: param._version for param, _ in _copied(params, states)}
-
-    @torch.no_grad()
-    def hand_on(self, params: Iterable[Tensor], states: States) -> None:
-        """Write to the masters what was written to the weights since the last step."""
-        self._align(item for item in _copied(params, states) if item[0] in self._versions)
-
-    def settle(self, params: Iterable[Tensor], states: States) -> None:
-        """Do the same before a step, and compare masters that no step has written yet with their weights, which win."""
-        if torch.compiler.is_compiling():  # a graph sees no versions
-            for param, master in _copied(params, states):
-                master.copy_(aligned(param.detach(), master))
-            return
-        changed = self._align(_copied(params, states))
-        if changed and self._warns:
-            self._warns = False
-            warnings.warn(
-                f"AdamW: {changed} parameters are not the weights that the loaded masters were made for; the weights "
-                "win. Load the model's checkpoint that belongs to the optimizer's.",
-                stacklevel=2,
-            )
-
-    def _align(self, copied: Iterable[tuple[Tensor, Tensor]]) -> int:
-        """Write to each master that may be out of date. Return how many have changed; 0 where no warning is due."""
-        changed = 0
-        for param, master in copied:
-            if self._versions.get(param) == param._version:
-                continue
-            new = aligned(param.detach(), master)
-            if self._warns and not _is_captured(param):
-                changed += not bool(((new == master) | (new.isnan() & master.isnan())).all())
-            master.copy_(new)
-            if param in self._versions:
-                self._versions[param] = param._version
-        return changed
-
-
-def _is_captured(param: Tensor) -> bool:
-    return param.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def _copied(params: Iterable[Tensor], states: States) -> Iterator[tuple[Tensor, Tensor]]:
+@torch.no_grad()
+def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
+    """Write to each copied master what was written to its weight since. Return whether it has changed, for each."""
+    changed = []
     for param in params:
         if needs_master(param) and "master" in (state := states.get(param, {})):
-            yield param, state["master"]
+            master, new = state["master"], true_weight(param, state)
+            changed.append(~((new == master) | (new.isnan() & master.isnan())).all())
+            master.copy_(new)
+            param.detach().copy_(new)  # the other neighbour on ties, where a split master was loaded
+    return changed
+
+
+def compare_loaded(params: Iterable[Tensor], states: States) -> None:
+    """Before the first step after a load: by now the model is there, too."""
+    if changed := sum(map(bool, align(params, states))):
+        warnings.warn(
+            f"AdamW: {changed} parameters are not the weights that the loaded masters were made for; the weights "
+            "win. Load the model's checkpoint that belongs to the optimizer's.",
+            stacklevel=2,
+        )

@@ -15,7 +15,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from mpkernels import _adamw_masters, _adamw_state
 from mpkernels._mixed_class import Mixed, mixed_class
 from mpkernels._params import params_of, unwrapped
-from mpkernels.ops.split import join, split
+from mpkernels.ops.split import split
 from mpkernels.optim import AdamW
 
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
@@ -76,10 +76,12 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
     """Undoes ``to_mixed``: each parameter becomes its fp32 master, bit for bit, in place. Returns the model.
 
     The optimizer, wrapped as in ``to_mixed`` or not, goes on in fp32 from where it is. A frozen parameter that it
-    doesn't know is widened as it is.
+    doesn't know is widened as it is. So is returned a model that was never narrowed, as under ``Policy("fp32")``.
     """
     _refuse_wrapped("to_full", model)
     if not isinstance(model, Mixed):
+        if not any(map(_adamw_masters.needs_master, model.parameters())):
+            return model
         raise ValueError(f"to_full: model must come from to_mixed, got {type(model).__name__}")
     optimizer = _checked("to_full", optimizer)
     narrow = {name: param for name, param in model.named_parameters() if _adamw_masters.needs_master(param)}
@@ -88,9 +90,9 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
         if param.requires_grad and param not in known:
             raise ValueError(f"to_full: optimizer must hold the master of {name}, which is not among its parameters")
     with torch.no_grad():
-        optimizer._followed.settle(narrow.values(), optimizer.state)
+        optimizer._compare_loaded()
         for param in narrow.values():
-            _set(param, _master(param, optimizer.state.get(param, {})))
+            _set(param, _adamw_masters.true_weight(param, optimizer.state.get(param, {})).float())
             for key in _adamw_masters.KEYS.values():
                 optimizer.state.get(param, {}).pop(key, None)
     optimizer._start_afresh()
@@ -177,9 +179,3 @@ def _with_master(param: Tensor, goal: torch.dtype, optimizer: AdamW) -> Tensor:
     own[_adamw_masters.KEYS[scheme]] = remainder if scheme == "split" else param.detach()
     optimizer.state[param] = own
     return rounded if scheme == "split" else param.to(goal)
-
-
-def _master(param: Tensor, state: dict[str, Tensor]) -> Tensor:
-    if "master" in state:
-        return state["master"]
-    return join(param.detach(), state["remainder"]) if "remainder" in state else param.detach().float()

@@ -6,10 +6,20 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.cuda import is_current_stream_capturing
 from torch.nn import Module
 
-from mpkernels import _adamw_checkpoint, _adamw_options, _adamw_state, _fsdp, _processes, _verdict, _zero
-from mpkernels._adamw_masters import KEYS, Followed, give, needs_master
+from mpkernels import (
+    _adamw_checkpoint,
+    _adamw_masters,
+    _adamw_options,
+    _adamw_state,
+    _fsdp,
+    _processes,
+    _verdict,
+    _zero,
+)
+from mpkernels._adamw_masters import needs_master
 from mpkernels._adamw_table import Fingerprint, Table
 from mpkernels._find_nonfinite import find_nonfinite
 from mpkernels._gradient_release import GradientRelease
@@ -49,6 +59,7 @@ class AdamW(torch.optim.AdamW):
     _finds_inf = True  # ours hands over its scale and `told`, where it then reads whether a step was skipped
     _peers: Processes | None = None  # that hold other parts of the grads
     _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
+    _is_loaded = False  # since the last step: the model may yet be loaded after it
 
     def __init__(
         self,
@@ -111,13 +122,12 @@ class AdamW(torch.optim.AdamW):
         group = None if self._peers is None else self._peers.group
         return f"{name}\nmax_norm: {self.max_norm}, guard: {self.guard}, process_group: {group}\n{rest}"
 
-    def _start_afresh(self, after_load: bool = False) -> None:
+    def _start_afresh(self) -> None:
         """Forgets what follows from the parameters and their states."""
         self._tables: list[Table] = []
         self._fingerprint: Fingerprint | None = None
         self._was_skipped = Late()
         self._ledger = Ledger()
-        self._followed = Followed(after_load)
 
     @property
     def step_was_skipped(self) -> Tensor | None:
@@ -154,9 +164,7 @@ class AdamW(torch.optim.AdamW):
     def _step(self) -> None:
         params = params_of(self)
         grads: list[Tensor | None] = [None] * len(params)
-        has_copies = not self._followed.is_settled or any(group["master"] == "fp32" for group in self.param_groups)
-        if has_copies:
-            self._followed.settle(params, self.state)
+        self._compare_loaded()
         known = None if torch.compiler.is_compiling() else self._fingerprint
         is_seen = known is not None and known.sees(self._tables, self.param_groups, params, grads, self.state)
         if not is_seen:
@@ -177,13 +185,25 @@ class AdamW(torch.optim.AdamW):
             )
         if torch.compiler.is_compiling():
             return
-        if has_copies:
-            self._followed = Followed.after_step(params, self.state)
         self.grad_norm = verdict.told[0] if verdict.told is not None and verdict.has_norm else None
         if verdict.told is None:
             self._was_skipped.forget()
         else:
             self._was_skipped.send(verdict.told[1])
+
+    def _compare_loaded(self) -> None:
+        if not self._is_loaded or torch.compiler.is_compiling():
+            return
+        params = params_of(self)
+        if any(it.is_cuda for it in params) and is_current_stream_capturing():
+            return  # to compare waits for the device; kernels take up what was written all the same, without a word
+        self._is_loaded = False
+        _adamw_masters.compare_loaded(params, self.state)
+
+    def _follow_writes(self) -> None:
+        """For readers of the state who know nothing of the weights."""
+        if not self._is_loaded:
+            _adamw_masters.align(params_of(self), self.state)
 
     def _up_to_date_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
         if torch.compiler.is_compiling():
@@ -214,9 +234,7 @@ class AdamW(torch.optim.AdamW):
         state: dict[str, Tensor] = self.state[param]
         if _adamw_state.lacks_codes(param, state, group["state_dtype"]):
             state = self.state[param] = _adamw_state.adopt(param, state, group, group["state_dtype"])
-        if KEYS[group["master"]] not in state:  # a loaded master that the scheme has not taken up, if any
-            self._followed.settle([param], self.state)
-        give(state, param, group["master"])  # of a loaded master; or the model may have turned 16-bit meanwhile
+        _adamw_masters.give(state, param, group["master"])  # the model may have turned 16-bit meanwhile
         state["step"] = state["step"].to(torch.float32)  # which a user may have set
         return state
 
@@ -226,7 +244,7 @@ class AdamW(torch.optim.AdamW):
 
     def state_dict(self) -> dict[str, Any]:
         """As torch's, and torch's AdamW can load it: 8-bit moments come in fp32, which they are decoded to exactly."""
-        self._followed.hand_on(params_of(self), self.state)
+        self._follow_writes()
         with _adamw_checkpoint.saving(self):
             return super().state_dict()
 
@@ -263,14 +281,13 @@ class AdamW(torch.optim.AdamW):
         group, grad = group_of(self, param, group_number, place), param.grad
         if group is None or grad is None:
             return
-        self._followed.settle([param], self.state)
+        self._compare_loaded()
         table = Table([(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)
         table.step([grad], None, None, None, None, None, None, guarded=False)
-        self._followed.note([param], self.state)
         param.grad = None
 
     def __getstate__(self) -> dict[str, Any]:
-        self._followed.hand_on(params_of(self), self.state)
+        self._follow_writes()
         return super().__getstate__() | {key: self.__dict__[key] for key in _OWN if key in self.__dict__}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -282,4 +299,4 @@ class AdamW(torch.optim.AdamW):
         self._start_afresh()
 
 
-_OWN = ("master", "state_dtype", "max_norm", "guard", "_peers", "grad_norm", "skipped_steps")
+_OWN = ("master", "state_dtype", "max_norm", "guard", "_peers", "grad_norm", "skipped_steps", "_is_loaded")

@@ -52,6 +52,35 @@ def test_a_largest_that_is_nan_stays(target):
     assert ours.params[1].isnan().tolist() == [False, True, False]
 
 
+@pytest.mark.parametrize("states", [F32, B16, I8], ids=str)
+def test_a_weight_that_was_written_to_wins_over_its_copied_master(target, states):
+    """Where it is no more than its master's rounding, that one stays, to the last bit."""
+    options = {"sizes": (300,), "weights": [(B16, "fp32"), (F16, "fp32")], "grads": (F32,), "states": (states,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    masters = torch.tensor([1.0 + 2.0**-9, 1.0 + 2.0**-11, 65519.0, 65520.0, 1e30, 1e-40, 2.0**-25, math.inf, math.nan])
+    for model in (ours, reference):
+        for param, master in zip(model.params, model.masters, strict=True):
+            master[:9] = master[20:29] = masters.to(master.device)
+            param.copy_(master)
+            param[10:13] = torch.tensor([0.0, -0.0, 7.0])
+            master[10:13] = torch.tensor([-0.0, 1e-30, 7.0001])
+            param[13:30].view(torch.int16).add_(1)  # the next number, or NaN
+            param[290:] = -3.0
+    expected = [
+        torch.where(master.to(param.dtype).view(torch.int16) == param.view(torch.int16), master, param.float()).cpu()
+        for param, master in zip(ours.params, ours.masters, strict=True)
+    ]
+    at_rest = {"lr": [0.0] * 2, "weight_decay": [0.0] * 2}
+    ours.step(ours.grads(0), found_inf=1.0, **at_rest)
+    ours.step(ours.grads(0), **at_rest)
+    assert all(same_bits(master.cpu(), it) for master, it in zip(ours.masters, expected, strict=True))
+    ours.step(ours.grads(1))
+    with mpkernels.backend("reference"):
+        reference.step(reference.grads(0), **at_rest)
+        reference.step(reference.grads(1))
+    assert ours.differences(reference) == []
+
+
 ENDS = (2.0**-127, 2.0**-126, 2.0**-124, math.inf, -math.inf, math.nan, 1e30, 1e-30, 0.0)
 
 

@@ -35,5 +35,5 @@ def scripted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("it", [LinearAct(4, 4), scripted], ids=["LinearAct", "linear_act"])
 def test_torch_jit_script_takes_none(it):
-    with pytest.raises((RuntimeError, NotSupportedError)):
+    with pytest.raises((RuntimeError, NotSupportedError, AssertionError)):  # by what torch meets first
         torch.jit.script(it)

@@ -74,4 +74,4 @@ def test_to_full_refuses():
     release.remove()
     to_full(model, optimizer)
     with pytest.raises(ValueError, match="must come from to_mixed, got Sequential"):
-        to_full(model, optimizer)
+        to_full(model.bfloat16(), optimizer)

@@ -75,9 +75,10 @@ def test_adams_decay_is_refused():
         AdamW([{"params": [torch.nn.Parameter(torch.ones(2))], "decoupled_weight_decay": False}])
 
 
+@pytest.mark.parametrize("through", ["itself", "data", "detach"])
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_what_is_written_to_a_weight_reaches_its_master(target, master, released):
+def test_what_is_written_to_a_weight_reaches_its_master(target, master, released, through):
     """And nothing else changes in the master, nor do weights that rest while they are written to lose it."""
     weights = [torch.nn.Parameter(torch.ones(3, dtype=B16, device=target.device)) for _ in range(2)]
     optimizer = AdamW(weights, lr=0.1, weight_decay=0, master=master, guard=False)
@@ -92,7 +93,7 @@ def test_what_is_written_to_a_weight_reaches_its_master(target, master, released
             before = weights[0].tolist()
             with torch.no_grad():
                 for weight in weights:
-                    weight[1] = 5.0
+                    {"itself": weight, "data": weight.data, "detach": weight.detach()}[through][1] = 5.0
     for weight in weights:
         state = optimizer.state[weight]
         kept = (state["master"] if master == "fp32" else join(weight.detach(), state["remainder"])).tolist()

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from mpkernels.amp import GradScaler, Policy, global_policy, set_global_policy
+from mpkernels.amp import GradScaler, Policy, global_policy, set_global_policy, to_full
 from mpkernels.optim import AdamW
 from tests.networks import B16, F16, network, one_thread, train
 
@@ -33,6 +33,8 @@ def test_a_policy_goes_with_autocast_scaler_and_weights(name, dtype, scales):
     scaler.step(optimizer)
     scaler.update()
     assert not model[3].weight.equal(before)
+    assert to_full(model, optimizer) is model  # whichever policy a machine has made the best
+    assert {param.dtype for param in model.parameters()} == {F32}
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ COSTS = [
     (F16, {}, 14, 28),
     (B16, {"state_dtype": B16}, 10, 20),
     (B16, {"state_dtype": I8}, 8, 16),
-    (B16, {"master": "fp32"}, 16, 32),  # 30: the weight is not read, but an op cannot say that
+    (B16, {"master": "fp32"}, 16, 32),
 ]
 SCALES = 2 * 4 / 256  # of 8-bit moments, a parameter
 

@@ -1,4 +1,4 @@
-"""csrc/split.h in Triton: a master weight as a 16-bit weight and a 16-bit remainder, and back."""
+"""csrc/split.h in Triton: a master weight as a 16-bit weight and a remainder, and back; and the copy of one."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -54,3 +54,14 @@ def split(master, dtype):
         remainder = tl.where((weight & 0x7C00) == 0x7C00, 0, tl.minimum(rounded, 32767))
         weight |= bits >> 16 & 0x8000
     return weight.to(tl.int16), remainder.to(tl.int16)
+
+
+@triton.jit
+def copied_master(copy, weight, dtype):
+    if dtype == BF16:
+        rounded = copy.to(tl.bfloat16).to(tl.int16, bitcast=True)
+        written = weight.to(tl.bfloat16, bitcast=True).to(tl.float32)
+    else:
+        rounded = copy.to(tl.float16).to(tl.int16, bitcast=True)
+        written = weight.to(tl.float16, bitcast=True).to(tl.float32)
+    return tl.where(rounded == weight, copy, written)

@@ -10,7 +10,7 @@ from mpkernels.ops import int8
 from mpkernels.ops._adamw_arguments import Arguments, check
 from mpkernels.ops._registry import NativeCall, define
 from mpkernels.ops.overflow import lines
-from mpkernels.ops.split import join, split
+from mpkernels.ops.split import copied_master, join, split
 
 SCHEMA = (
     "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
@@ -132,7 +132,7 @@ def _weight(it: Arguments, i: int) -> Tensor:
     param, master = it.params[i], it.entry("masters", i)
     if master is None:
         return param.to(torch.promote_types(param.dtype, torch.float32))
-    return master if master.dtype == torch.float32 else join(param, master)
+    return (copied_master if master.dtype == torch.float32 else join)(param, master)
 
 
 def _new_weight(it: Arguments, i: int, weight: Tensor) -> list[tuple[Tensor, Tensor]]:

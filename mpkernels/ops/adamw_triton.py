@@ -17,7 +17,7 @@ from mpkernels.ops._adamw_arguments import Arguments
 from mpkernels.ops._int8_kernel import QUANTIZED
 from mpkernels.ops._overflow_kernel import FIELDS, overflow_program
 from mpkernels.ops._registry import implement
-from mpkernels.ops._split_kernel import join, split
+from mpkernels.ops._split_kernel import copied_master, join, split
 from mpkernels.ops._table import BLOCK, FP32, FP64, block_at, load_as, store_as
 from mpkernels.ops.adamw import _adamw
 
@@ -101,12 +101,14 @@ def adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, by):
 
 @triton.jit
 def load_weight(row, at, mask, compute: tl.constexpr):
-    remainder_at = tl.load(row + 9)
+    param, dtype, weight_at, remainder_at = tl.load(row), tl.load(row + 3), tl.load(row + 8), tl.load(row + 9)
     if compute == tl.float32 and remainder_at != 0:
-        half = tl.load(block_at(tl.load(row), at, mask, tl.int16), mask=mask)
-        weight = join(half, tl.load(block_at(remainder_at, at, mask, tl.int16), mask=mask), tl.load(row + 3))
+        half = tl.load(block_at(param, at, mask, tl.int16), mask=mask)
+        weight = join(half, tl.load(block_at(remainder_at, at, mask, tl.int16), mask=mask), dtype)
     else:
-        weight = load_as(compute, tl.load(row + 13), tl.load(row + 8), at, mask)
+        weight = load_as(compute, tl.load(row + 13), weight_at, at, mask)
+        if compute == tl.float32 and weight_at != param:
+            weight = copied_master(weight, tl.load(block_at(param, at, mask, tl.int16), mask=mask), dtype)
     return weight
 
 

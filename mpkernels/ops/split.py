@@ -1,4 +1,4 @@
-"""A master weight in two halves, as csrc/split.h has it and explains it: here in torch, as the specification."""
+"""How a 16-bit weight's fp32 master is kept, as csrc/split.h explains it: here in torch, as the specification."""
 
 import torch
 from torch import Tensor
@@ -12,6 +12,12 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """The fp32 master of a 16-bit weight and its remainder."""
     return (_join_bf16 if weight.dtype == torch.bfloat16 else _join_fp16)(weight, remainder)
+
+
+def copied_master(weight: Tensor, copy: Tensor) -> Tensor:
+    """The fp32 master of a 16-bit weight and the copy of one, which holds where it rounds to the weight."""
+    is_its = copy.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+    return torch.where(is_its, copy, weight.float())
 
 
 def _split_bf16(master: Tensor) -> tuple[Tensor, Tensor]:

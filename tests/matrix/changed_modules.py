@@ -84,12 +84,13 @@ def changes_modules(change: Callable[[Run], Iterator[None]]) -> Callable[[Run], 
 
 
 def outputs_and_grads(run: Run) -> Result:
-    """Of one row, so that no sum of the backward depends on its order; those of the forward are exact."""
+    """Of one row, so that no sum of the backward depends on its order; those of the forward are exact. The sign of a
+    zero is the multiplier's affair, and differs between CPUs."""
     inputs, targets = (it[:1] for it in batch(0, 0, run.dtype))
     outputs = run.model(inputs)
     (outputs - targets).float().square().sum().backward()
     grads = {name: it.grad for name, it in run.model.named_parameters() if it.grad is not None}
-    return {"outputs": outputs.detach(), **grads}
+    return {name: it + 0.0 for name, it in {"outputs": outputs.detach(), **grads}.items()}
 
 
 def set_exact(run: Run, seed: int = 3) -> None:
