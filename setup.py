@@ -121,7 +121,7 @@ def ninja_file(cxx: str, cuda: Cuda) -> str:
     objects, edges = [], []
 
     def add(sources: str, command: str, variant: str = "") -> None:
-        for source in sorted(Path("csrc").glob(sources)):
+        for source in sorted(Path("csrc").rglob(sources)):
             objects.append(f"{BUILD}/{source.stem}{variant}.o")
             edges.append(f"build {objects[-1]}: compile {source}\n  compile = {command}\n")
 

@@ -1,5 +1,5 @@
 """The fp32 weights of 16-bit parameters: how AdamW makes, saves and loads them. The kernels see where a weight was
-written to, and take that up (csrc/split.h)."""
+written to, and take that up (csrc/adamw/split.h)."""
 
 import warnings
 from collections.abc import Iterable, Mapping

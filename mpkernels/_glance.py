@@ -1,4 +1,4 @@
-"""A look at many of Python's objects in one call to C++ (csrc/glance_python.cpp)."""
+"""A look at many of Python's objects in one call to C++ (csrc/adamw/glance_python.cpp)."""
 
 import ctypes
 import functools
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpkernels._extension import LIBRARY
 
-WORDS = 4  # int64s that tell of a parameter and its grad; csrc/glance.h names them
+WORDS = 4  # int64s that tell of a parameter and its grad; csrc/adamw/glance.h names them
 
 
 class _Functions(NamedTuple):

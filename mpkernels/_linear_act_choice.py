@@ -46,7 +46,7 @@ _PLAIN = frozenset((Tensor, Parameter))
 
 
 def _look_in_python(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
-    """As C++ (csrc/linear_act_python.cpp), slower, and of any tensor; not where torch.jit writes down what is asked."""
+    """As C++ (csrc/linear/linear_act_python.cpp), slower, and of any tensor; not where torch.jit writes down what is asked."""
     if type(x) is not Tensor or type(weight) not in _PLAIN or type(activation) is not str:
         return None
     if bias is not None and type(bias) not in _PLAIN:

@@ -46,7 +46,7 @@ class AdamW(torch.optim.AdamW):
             parameter, or ``"fp32"``, a copy. Parameters in fp32 and fp64 need neither. A parameter group may have its
             own, as with torch's options.
         state_dtype: of both moments: ``torch.float32``, ``torch.bfloat16`` or ``torch.int8``, a byte each with
-            an fp32 scale for 256 of them (csrc/int8.h states the error). fp64 and complex parameters keep full moments.
+            an fp32 scale for 256 of them (csrc/adamw/int8.h states the error). fp64 and complex parameters keep full moments.
             A group may have its own.
         max_norm: clips the global norm of the grads inside the step, as ``clip_grad_norm_`` would.
         guard: skips a step whose grads hold an inf or NaN, also without a scaler. None: on where ``max_norm`` or

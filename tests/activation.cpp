@@ -1,6 +1,6 @@
 // Every activation beside its formula in fp64, over fp32 values of every magnitude. Exit status 1, and a line that says
 // where, if one is further off than its bound.
-#include "activation.h"
+#include "linear/activation.h"
 
 #include <cstdio>
 

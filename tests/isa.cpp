@@ -5,11 +5,11 @@
 #include <random>
 #include <vector>
 
-#include "adamw.h"
-#include "grad_stats.h"
-#include "linear_act.h"
-#include "overflow.h"
-#include "unscale.h"
+#include "adamw/adamw.h"
+#include "grads/grad_stats.h"
+#include "linear/linear_act.h"
+#include "grads/overflow.h"
+#include "grads/unscale.h"
 
 using namespace mpk;
 

@@ -18,7 +18,7 @@ def test_every_instruction_set_gives_the_same_bits(tmp_path):
     commands = [
         [*common, *flags, f"-DMPK_ISA={isa}", "-c", str(source), "-o", str(tmp_path / f"{source.stem}.{isa}.o")]
         for isa, flags in ISAS.items()
-        for source in CSRC.glob("*_cpu.cpp")
+        for source in CSRC.rglob("*_cpu.cpp")
     ]
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda command: subprocess.run(command, check=True), commands))

@@ -3,8 +3,8 @@
 
 #include <memory>
 
-#include "table.h"
-#include "tensor.h"
+#include "common/table.h"
+#include "common/tensor.h"
 
 namespace mpk {
 

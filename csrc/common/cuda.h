@@ -4,7 +4,7 @@
 
 #include <cuda_runtime.h>
 
-#include "table.h"
+#include "common/table.h"
 
 namespace mpk {
 

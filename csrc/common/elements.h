@@ -1,7 +1,7 @@
 // Adjacent elements of an array, as a CUDA thread holds them: several are read and written 16 bytes at a time.
 #pragma once
 
-#include "cuda.h"
+#include "common/cuda.h"
 
 namespace mpk {
 

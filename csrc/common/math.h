@@ -2,7 +2,7 @@
 // passes.
 #pragma once
 
-#include "numeric.h"
+#include "common/numeric.h"
 
 namespace mpk {
 

@@ -1,8 +1,8 @@
 // What Python's tensors show of themselves, through torch's exchange interface, to C++ that Python calls.
 #pragma once
 
-#include "numeric.h"
-#include "python_abi.h"
+#include "common/numeric.h"
+#include "common/python_abi.h"
 
 #define MPK_FOR_PYTHON extern "C" __attribute__((visibility("default")))
 

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "math.h"
+#include "common/math.h"
 
 #if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own _mm512_undefined (GCC bug 105593)

@@ -1,7 +1,7 @@
 // A list of tensors as kernels see it: rows of flat memory, cut into chunks that threads or blocks take one at a time.
 #pragma once
 
-#include "numeric.h"
+#include "common/numeric.h"
 
 namespace mpk {
 

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "numeric.h"
-#include "torch_abi.h"
+#include "common/numeric.h"
+#include "common/torch_abi.h"
 
 namespace mpk {
 

@@ -1,7 +1,7 @@
 // torch as kernels see it: arguments, threads, streams, registration.
 #pragma once
 
-#include "arguments.h"
+#include "common/arguments.h"
 
 #ifdef MPK_CUDA
 #include <cuda_runtime.h>

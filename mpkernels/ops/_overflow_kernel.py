@@ -1,4 +1,4 @@
-"""What a Triton program does of a report about the grads of a skipped step; csrc/overflow_block.h is its twin."""
+"""What a Triton program does of a report about the grads of a skipped step; csrc/grads/overflow_block.h is its twin."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

@@ -1,4 +1,4 @@
-"""Builds the CUDA kernels for the CPU: g++ compiles csrc/*_cuda.cu against include/, a stand-in for CUDA's headers."""
+"""Builds the CUDA kernels for the CPU: g++ compiles csrc/**/*_cuda.cu against include/, a stand-in for CUDA's headers."""
 
 import hashlib
 import os
@@ -32,14 +32,14 @@ KERNEL_FLAGS = ["-fsanitize=thread", "-g1"]  # memory.cpp sees every load and st
 
 
 def build(directory: Path, csrc: Path = CSRC) -> Path:
-    """Compile csrc/*_cuda.cu and csrc/*_torch.cpp into directory/mpkernels_emulated-<hash>.so, unless it is there."""
+    """Compile csrc/**/*_cuda.cu and csrc/**/*_torch.cpp into directory/mpkernels_emulated-<hash>.so, unless it is there."""
     compiler = find_compiler()
-    kernels = sorted(csrc.glob("*_cuda.cu"))
+    kernels = sorted(csrc.rglob("*_cuda.cu"))
     if not kernels:
         raise FileNotFoundError(f"emulation: no *_cuda.cu in {csrc}")
     # Of an inline function in several objects the linker keeps the first copy: here the emulation's own, whose accesses
     # are nobody's business, then those of kernels.
-    sources = [*sorted(HERE.glob("*.cpp")), *kernels, *sorted(csrc.glob("*_torch.cpp"))]
+    sources = [*sorted(HERE.glob("*.cpp")), *kernels, *sorted(csrc.rglob("*_torch.cpp"))]
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / f"mpkernels_emulated-{_fingerprint(compiler, csrc)}.so"
     if library.exists():

@@ -1,4 +1,4 @@
-// cuBLAS on the CPU: what csrc/common/cublas_abi.h finds when it looks for the library. It takes its arguments as
+// cuBLAS on the CPU: what csrc/linear/cublas_abi.h finds when it looks for the library. It takes its arguments as
 // seriously as the real one does, and computes in fp32.
 #include <dlfcn.h>
 

@@ -1,4 +1,4 @@
-// cublasLt on the CPU: what csrc/common/cublaslt_abi.h finds. It refuses what the real one refuses, and what would be
+// cublasLt on the CPU: what csrc/linear/cublaslt_abi.h finds. It refuses what the real one refuses, and what would be
 // wrong here; it computes in fp32.
 #include "cublaslt.h"
 

@@ -59,7 +59,7 @@ def measure_all(cuda: setup.Cuda) -> tuple[dict[str, Section], list[str]]:
     sections = {"triton": Section(triton.__version__, {})}
     if cuda.compile:
         command = f"{cuda.compile} {setup.COMMON_FLAGS}"
-        sources = sorted(Path("csrc").glob("*_cuda.cu"))
+        sources = sorted(Path("csrc").rglob("*_cuda.cu"))
         jobs += [Job("nvcc", str(source), measure.cuda, (command, source)) for source in sources]
         version = setup.ask(shlex.split(cuda.compile)[0], "--version")[1]
         sections["nvcc"] = Section(re.findall(r"V([\d.]+)", version)[0], {})

@@ -1,0 +1,204 @@
+// What parameters are stepped with, but for their grads: owned from step to step, and looked at anew in each, for any
+// of it may have been moved, resized or given other strides meanwhile.
+#pragma once
+
+#include <atomic>
+
+#include "adamw/adamw.h"
+#include "common/torch.h"
+#include "adamw/glance.h"
+
+namespace mpk {
+
+class AdamwPlan {
+ public:
+  static constexpr const char* kOp = "adamw_";
+
+  AdamwPlan(StableIValue exp_avgs, StableIValue exp_avg_sqs, StableIValue max_exp_avg_sqs, StableIValue masters,
+            StableIValue scales, StableIValue steps, StableIValue group_sizes)
+      : exp_avgs_(exp_avgs),
+        exp_avg_sqs_(exp_avg_sqs),
+        max_exp_avg_sqs_(max_exp_avg_sqs),
+        masters_(masters),
+        scales_(scales),
+        steps_(steps),
+        group_sizes_(take_numbers<int64_t>(group_sizes)),
+        rows_(steps_.count()),
+        before_(steps_.count()) {
+    int64_t rows = 0;
+    for (int64_t size : group_sizes_) rows += size;
+    require(rows == steps_.count(), kOp, "group_sizes do not go with steps");
+  }
+
+  const Tensor& like() const { return steps_.front(); }
+  int32_t count() const { return steps_.count(); }
+
+  std::vector<AdamwRow>& rows() { return rows_; }  // once they are filled
+
+  // Checks everything before anything is written. What a row can't have in place it borrows.
+  void fill_rows(const TensorList& params, const TensorList& grads, const std::vector<AdamwGroup>& groups,
+                 Lender& lender) {
+    require(params.count() == count() && grads.count() == count(), kOp, "params, grads and steps are not equally long");
+    for (int32_t i = 0; i < count(); ++i) {
+      Seen seen;
+      if (before_[i].was_plain && see(params[i], grads[i], &seen) && is_as_before(i, seen)) {
+        rows_[i].grad = seen.grad;
+        continue;
+      }
+      // Its master would not be its own.
+      require(!before_[i].is_known || params[i].dtype() == before_[i].param_dtype, kOp,
+              "params[" + std::to_string(i) + "] has changed its dtype since its state was made");
+      before_[i] = {};
+      rows_[i] = {};
+      fill(rows_[i], i, params[i], grads[i], lender);
+    }
+    put_groups(groups);
+  }
+
+  // The same of parameters and grads that Python has seen; false where one must be looked at more closely. By several
+  // threads, for what torch knows of the states has left every cache since the last step.
+  bool fill_rows(const Seen* seen, const std::vector<AdamwGroup>& groups) {
+    std::atomic<int64_t> as_before = 0;
+    on_threads(count(), /*grain=*/128, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (!is_as_before(i, seen[i])) return;
+        rows_[i].grad = seen[i].grad;
+      }
+      as_before += end - begin;
+    });
+    if (as_before < count()) return false;
+    put_groups(groups);
+    return true;
+  }
+
+  // Of each row. In a group most rows have come to the same step, and powers take a while.
+  std::vector<AdamwScalars<double>> scalars(const AdamwShared& shared) const {
+    std::vector<AdamwScalars<double>> all;
+    all.reserve(rows_.size());
+    for (int64_t left : group_sizes_) {
+      for (bool is_first = true; left > 0; --left, is_first = false) {
+        const AdamwRow* const row = &rows_[all.size()];
+        const bool is_like_last = !is_first && *row->step == *row[-1].step;
+        all.push_back(is_like_last ? all.back() : adamw_scalars<double>(*row, shared));
+      }
+    }
+    return all;
+  }
+
+ private:
+  // If all that a row was made of was contiguous, a glance tells whether it still holds. To fill a row takes several
+  // times as long.
+  struct Before {
+    bool is_known, was_plain;
+    int32_t param_dtype, state_dtype, master_dtype;
+  };
+
+  void put_groups(const std::vector<AdamwGroup>& groups) {
+    require(groups.size() == group_sizes_.size(), kOp, "group_sizes do not go with the hyperparameters");
+    int32_t i = 0;
+    for (size_t group = 0; group < groups.size(); ++group) {
+      for (int64_t end = i + group_sizes_[group]; i < end; ++i) rows_[i].group = groups[group];
+    }
+  }
+
+  static bool see(const Tensor& param, const Tensor& grad, Seen* seen) {
+    if (!param.is_contiguous() || !grad.is_contiguous() || grad.device() != param.device()) return false;
+    // data(): a lazy clone that shares the memory gets its own now.
+    *seen = {param.data(), grad.const_data(), param.size(), {}, {}};
+    return find_dtype(param.dtype(), &seen->param_dtype) && find_dtype(grad.dtype(), &seen->grad_dtype) &&
+           have_same_shape(grad, param);
+  }
+
+  bool is_as_before(int32_t i, const Seen& seen) const {
+    const AdamwRow& row = rows_[i];
+    const auto is_at = [&](const TensorList& list, const void* address, int32_t dtype) {
+      return !address || (list[i].data() == address && list[i].size() == row.size && list[i].is_contiguous() &&
+                          list[i].dtype() == dtype);
+    };
+    const int32_t state_dtype = before_[i].state_dtype;
+    return before_[i].was_plain && seen.param == row.param && seen.size == row.size &&
+           seen.param_dtype == row.param_dtype && seen.grad_dtype == row.grad_dtype &&
+           is_at(exp_avgs_, row.exp_avg, state_dtype) && is_at(exp_avg_sqs_, row.exp_avg_sq, state_dtype) &&
+           is_at(max_exp_avg_sqs_, row.max_exp_avg_sq, state_dtype) &&
+           is_at(masters_, row.master, before_[i].master_dtype) && (!row.scales || scales_[i].data() == row.scales) &&
+           steps_[i].data() == row.step;
+  }
+
+  // Entry i of a list that goes along with the parameters; null where the list or the entry is empty.
+  const Tensor* entry(const TensorList& list, int32_t i, const Tensor& param, const char* name) const {
+    if (list.count() == 0) return nullptr;
+    require(i < list.count(), kOp, std::string(name) + " is shorter than params");
+    const Tensor& tensor = list[i];
+    if (tensor.size() == 0) return nullptr;
+    check_like(param, tensor, i, name);
+    return &tensor;
+  }
+
+  static void check_like(const Tensor& param, const Tensor& tensor, int32_t i, const char* name) {
+    if (!tensor.is_strided() || tensor.device() != param.device() || !have_same_shape(tensor, param)) {
+      require(false, kOp,
+              std::string(name) + "[" + std::to_string(i) + "] is not dense, elsewhere or of another shape");
+    }
+  }
+
+  const Tensor* scales(int32_t i) const {
+    if (scales_.count() == 0) return nullptr;
+    require(i < scales_.count(), kOp, "scales is shorter than params");
+    return scales_[i].size() == 0 ? nullptr : &scales_[i];
+  }
+
+  void fill(AdamwRow& row, int32_t i, const Tensor& param, const Tensor& grad, Lender& lender) {
+    row.size = param.size();
+    require(steps_[i].is_fp32_scalar() && steps_[i].device() == param.device(), kOp,
+            "steps[" + std::to_string(i) + "] is not a single fp32 on the parameters' device");
+    row.step = steps_[i].data<float>();
+    if (row.size == 0) return;
+    check_like(param, param, i, "params");
+    check_like(param, grad, i, "grads");
+    const Tensor* const exp_avg = entry(exp_avgs_, i, param, "exp_avgs");
+    const Tensor* const exp_avg_sq = entry(exp_avg_sqs_, i, param, "exp_avg_sqs");
+    const Tensor* const largest = entry(max_exp_avg_sqs_, i, param, "max_exp_avg_sqs");
+    const Tensor* const master = entry(masters_, i, param, "masters");
+    const Tensor* const scales = this->scales(i);
+    const bool same = exp_avg && exp_avg_sq && exp_avg_sq->dtype() == exp_avg->dtype() &&
+                      (!largest || largest->dtype() == exp_avg->dtype());
+    const bool known =
+        same && find_dtype(param.dtype(), &row.param_dtype) && find_dtype(grad.dtype(), &row.grad_dtype) &&
+        (scales ? exp_avg->dtype() == aoti_torch_dtype_int8() : find_dtype(exp_avg->dtype(), &row.state_dtype));
+    const bool wide = row.param_dtype == Dtype::f64;
+    require(known && wide == (row.grad_dtype == Dtype::f64) && wide == (row.state_dtype == Dtype::f64) &&
+                row.state_dtype != Dtype::f16,
+            kOp, "dtypes of params, grads and states at " + std::to_string(i) + " do not go together");
+    if (master) row.master_kind = master->dtype() == aoti_torch_dtype_int16() ? Master::split : Master::fp32;
+    const bool narrow = row.param_dtype == Dtype::f16 || row.param_dtype == Dtype::b16;
+    require(!master || (narrow && (row.master_kind == Master::split || master->dtype() == aoti_torch_dtype_float32())),
+            kOp, "masters[" + std::to_string(i) + "] goes with a 16-bit parameter only, in int16 or fp32");
+
+    // Codes stay in the order that they have: each block of it shares a scale.
+    const Tensor& like = scales ? *exp_avg : param;
+    row.param = lender.lend(param, like, true);
+    row.grad = lender.lend(grad, like, false);
+    row.exp_avg = lender.lend(*exp_avg, like, true);
+    row.exp_avg_sq = lender.lend(*exp_avg_sq, like, true);
+    row.max_exp_avg_sq = largest ? lender.lend(*largest, like, true) : nullptr;
+    row.master = master ? lender.lend(*master, like, true) : nullptr;
+    if (scales) {
+      const int64_t blocks = (row.size + kQuantized - 1) / kQuantized;
+      require(scales->dtype() == aoti_torch_dtype_float32() && scales->is_contiguous() && exp_avg->is_dense() &&
+                  have_same_layout(*exp_avg_sq, *exp_avg) && (!largest || have_same_layout(*largest, *exp_avg)) &&
+                  scales->device() == param.device() && scales->size() >= blocks * (largest ? 3 : 2),
+              kOp, "scales[" + std::to_string(i) + "] does not go with its moments");
+      row.scales = scales->data<float>();
+    }
+    bool is_plain = param.is_contiguous() && grad.is_contiguous();
+    for (const Tensor* each : {exp_avg, exp_avg_sq, largest, master}) is_plain &= !each || each->is_contiguous();
+    before_[i] = {true, is_plain, param.dtype(), exp_avg->dtype(), master ? master->dtype() : 0};
+  }
+
+  const TensorList exp_avgs_, exp_avg_sqs_, max_exp_avg_sqs_, masters_, scales_, steps_;
+  const std::vector<int64_t> group_sizes_;
+  std::vector<AdamwRow> rows_;
+  std::vector<Before> before_;
+};
+
+}  // namespace mpk

@@ -1,0 +1,70 @@
+#include "common/cuda.h"
+#include "grads/grad_stats.h"
+
+namespace mpk {
+
+static __device__ Stats block_sum(const Stats& share) { return {block_sum(share.sumsq), block_sum(share.bad)}; }
+
+static __device__ Stats load_past_l1(const Stats* stats) { return {__ldcg(&stats->sumsq), __ldcg(&stats->bad)}; }
+
+// One block a chunk; the last block of a tensor adds up its chunks, and the last of all the tensors.
+template <class Rows>
+__global__ void __launch_bounds__(kThreads)
+    grad_stats_kernel(const __grid_constant__ Rows grads, GradStats stats, Stats* of_chunk, uint32_t* tickets) {
+  const Span span = span_of_block(grads);
+  const Row& row = row_at(grads, span.row);
+  const int32_t tensor = span.row, tensors = grads.count;
+
+  const Stats share = with_dtype(row.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    double sumsq = 0;
+    bool bad = false;
+    for_each_element(static_cast<const T*>(row.at(span.begin)), span.size, [&](const T& grad) {
+      const Compute<T> x = widen(grad);
+      const double wide = x;
+      if constexpr (sizeof(T) < sizeof(double))
+        sumsq = fma(wide, wide, sumsq);  // the square is exact, so the bits are those of a product and a sum
+      else
+        sumsq += square(wide);
+      bad |= is_non_finite<T>(x);
+    });
+    return Stats{sumsq, bad ? 1.0 : 0.0};
+  });
+  const Stats sum = block_sum(share);
+  if (threadIdx.x == 0) of_chunk[span.chunk] = sum;
+  const int32_t chunks = chunks_of(row.size, grads.chunk_size);
+  if (!last_one_out(tickets + tensor, chunks)) return;
+
+  Stats of_tensor{};
+  for (int32_t i = threadIdx.x; i < chunks; i += kThreads) {
+    of_tensor = merge(of_tensor, load_past_l1(of_chunk + row.first_chunk + i));
+  }
+  of_tensor = block_sum(of_tensor);
+  if (threadIdx.x == 0) {
+    stats.sumsq[tensor] = of_tensor.sumsq;
+    stats.nonfinite[tensor] = of_tensor.bad > 0 ? 1.0f : 0.0f;
+  }
+  if (!last_one_out(tickets + tensors, tensors)) return;
+
+  Stats total{};
+  for (int32_t i = threadIdx.x; i < tensors; i += kThreads) {
+    total = merge(total, {__ldcg(stats.sumsq + i), __ldcg(stats.nonfinite + i)});
+  }
+  total = block_sum(total);
+  if (threadIdx.x == 0) {
+    *stats.total_sumsq = total.sumsq;
+    *stats.found_inf = total.bad > 0 ? 1.0f : 0.0f;
+  }
+}
+
+cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
+                            cudaStream_t stream) {
+  const cudaError_t error = cudaMemsetAsync(tickets, 0, sizeof(uint32_t) * (grads.count + 1), stream);
+  if (error != cudaSuccess) return error;
+  return with_rows(grads, memory, stream, [&](const auto& rows) {
+    return launch(grad_stats_kernel<std::decay_t<decltype(rows)>>, grads.chunks, stream, rows, stats, of_chunk,
+                  tickets);
+  });
+}
+
+}  // namespace mpk

@@ -1,0 +1,16 @@
+#include "common/cuda.h"
+#include "grads/update_scale.h"
+
+namespace mpk {
+
+__global__ void __launch_bounds__(kThreads)
+    update_scale_kernel(ScaleState state, const float* found_inf, ScalePolicy by) {
+  if (threadIdx.x == 0) update_scale(state, found_inf, by);
+}
+
+cudaError_t update_scale_cuda(const ScaleState& state, const float* found_inf, const ScalePolicy& by,
+                              cudaStream_t stream) {
+  return launch(update_scale_kernel, 1, stream, state, found_inf, by);
+}
+
+}  // namespace mpk

@@ -1,0 +1,41 @@
+// linear_act: what goes over z, and over dz, between the matrix products.
+#pragma once
+
+#include "linear/activation.h"
+#include "common/cpu.h"
+#include "common/table.h"
+
+namespace mpk {
+
+// A matrix of rows that lie one after another. 16-bit results are rounded once.
+//
+// z + bias -> y, and z as it is saved. z may be fp32 or of dtype; y and saved are of dtype, and may be where z is.
+struct Forward {
+  Activation activation;
+  Dtype z_dtype, dtype;
+  const void* z;
+  const void* bias;  // of dtype, or null
+  void* y;
+  void* saved;  // or null
+};
+
+// dy, saved -> dz in fp32, in dtype or both, and the sums of its columns. dy may be fp32 or of dtype; saved is of
+// dtype. A dz may be where dy is.
+struct Backward {
+  Activation activation;
+  Dtype dy_dtype, dtype;
+  const void* dy;
+  const void* saved;  // not looked at if the activation saves nothing
+  float* dz;          // or null
+  void* narrow_dz;    // or null
+  float* sums;        // or null; one for each column, of these rows alone
+};
+
+MPK_FOR_EACH_ISA(void linear_act_rows(const Forward& pass, int64_t rows, int64_t columns))
+MPK_FOR_EACH_ISA(void linear_act_backward_rows(const Backward& pass, int64_t rows, int64_t columns))
+MPK_FOR_EACH_ISA(void widen_span(Dtype dtype, const void* from, float* to, int64_t size))
+MPK_FOR_EACH_ISA(void narrow_span(Dtype dtype, const float* from, void* to, int64_t size))
+// A sum in two parts, high + low; where high has overflowed, low is nothing.
+MPK_FOR_EACH_ISA(void add_span(Dtype dtype, const void* high, const void* low, float* to, int64_t size))
+
+}  // namespace mpk

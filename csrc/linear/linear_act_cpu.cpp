@@ -1,0 +1,121 @@
+#include "common/simd.h"
+#include "linear/linear_act.h"
+
+namespace mpk::MPK_ISA {
+
+// Up to kLanes elements. A vector's worth in one go; what is left of a row, through a copy.
+template <class T>
+MPK_FN Floats load_some(const T* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  T some[kLanes]{};
+  memcpy(some, from, count * sizeof(T));
+  return load(some);
+}
+template <class T>
+MPK_FN void store_some(T* to, Floats x, int64_t count) {
+  if (count >= kLanes) return store(to, x);
+  T some[kLanes];
+  store(some, x);
+  memcpy(to, some, count * sizeof(T));
+}
+
+template <class Body>
+MPK_FN void for_each_vector(int64_t size, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) body(i, std::integral_constant<int64_t, kLanes>{});
+  if (i < size) body(i, size - i);
+}
+
+template <class A, class Z, class T>
+static void forward_rows(const Forward& pass, int64_t rows, int64_t columns) {
+  const T* const bias = static_cast<const T*>(pass.bias);
+  for (int64_t row = 0; row < rows; ++row) {
+    const Z* const z = static_cast<const Z*>(pass.z) + row * columns;
+    T* const y = static_cast<T*>(pass.y) + row * columns;
+    T* const saved = pass.saved ? static_cast<T*>(pass.saved) + row * columns : nullptr;
+    for_each_vector(columns, [&](int64_t i, auto count) {
+      Floats x = load_some(z + i, count);
+      if (bias) x += load_some(bias + i, count);
+      if (saved) store_some(saved + i, x, count);
+      store_some(y + i, A::forward(x), count);
+    });
+  }
+}
+
+template <class A, class D, class T>
+static void backward_rows(const Backward& pass, int64_t rows, int64_t columns) {
+  if (pass.sums) memset(pass.sums, 0, columns * sizeof(float));
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t first = row * columns;
+    const D* const dy = static_cast<const D*>(pass.dy) + first;
+    for_each_vector(columns, [&](int64_t i, auto count) {
+      Floats dz = load_some(dy + i, count);
+      if constexpr (A::kSaves != Saves::nothing)
+        dz = A::backward(dz, load_some(static_cast<const T*>(pass.saved) + first + i, count));
+      if (pass.dz) store_some(pass.dz + first + i, dz, count);
+      if (pass.narrow_dz) store_some(static_cast<T*>(pass.narrow_dz) + first + i, dz, count);
+      if (pass.sums) store_some(pass.sums + i, load_some(pass.sums + i, count) + dz, count);
+    });
+  }
+}
+
+// The ops' dtypes; fp64 is the reference's.
+template <class Body>
+static void with_float_or_half(Dtype dtype, const Body& body) {
+  with_dtype(dtype, [&](auto zero) {
+    if constexpr (!std::is_same_v<decltype(zero), double>) body(zero);
+  });
+}
+
+void linear_act_rows(const Forward& pass, int64_t rows, int64_t columns) {
+  with_activation(pass.activation, [&](auto activation) {
+    with_float_or_half(pass.dtype, [&](auto zero) {
+      using A = decltype(activation);
+      using T = decltype(zero);
+      if (pass.z_dtype == Dtype::f32)
+        forward_rows<A, float, T>(pass, rows, columns);
+      else
+        forward_rows<A, T, T>(pass, rows, columns);
+    });
+  });
+}
+
+void linear_act_backward_rows(const Backward& pass, int64_t rows, int64_t columns) {
+  with_activation(pass.activation, [&](auto activation) {
+    with_float_or_half(pass.dtype, [&](auto zero) {
+      using A = decltype(activation);
+      using T = decltype(zero);
+      if (pass.dy_dtype == Dtype::f32)
+        backward_rows<A, float, T>(pass, rows, columns);
+      else
+        backward_rows<A, T, T>(pass, rows, columns);
+    });
+  });
+}
+
+void widen_span(Dtype dtype, const void* from, float* to, int64_t size) {
+  with_float_or_half(dtype, [&](auto zero) {
+    const auto* const elements = static_cast<const decltype(zero)*>(from);
+    for_each_vector(size, [&](int64_t i, auto count) { store_some(to + i, load_some(elements + i, count), count); });
+  });
+}
+
+void narrow_span(Dtype dtype, const float* from, void* to, int64_t size) {
+  with_float_or_half(dtype, [&](auto zero) {
+    auto* const elements = static_cast<decltype(zero)*>(to);
+    for_each_vector(size, [&](int64_t i, auto count) { store_some(elements + i, load_some(from + i, count), count); });
+  });
+}
+
+void add_span(Dtype dtype, const void* high, const void* low, float* to, int64_t size) {
+  with_float_or_half(dtype, [&](auto zero) {
+    using T = decltype(zero);
+    for_each_vector(size, [&](int64_t i, auto count) {
+      const Floats large = load_some(static_cast<const T*>(high) + i, count);
+      const Floats sum = large + load_some(static_cast<const T*>(low) + i, count);
+      store_some(to + i, is_non_finite<float>(large) ? large : sum, count);
+    });
+  });
+}
+
+}  // namespace mpk::MPK_ISA

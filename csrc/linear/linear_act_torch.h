@@ -1,0 +1,115 @@
+// linear_act's arguments, as a kernel takes them off the stack. What is wrong with them is worked out in Python.
+#pragma once
+
+#include "common/torch.h"
+#include "linear/linear_act.h"
+
+namespace mpk {
+
+inline Activation take_activation(StableIValue value) {
+  const std::string name = take_string(value);
+  const auto found = std::find(std::begin(kActivationNames), std::end(kActivationNames), name);
+  require(found != std::end(kActivationNames), "linear_act", "activation is unknown");
+  return static_cast<Activation>(found - std::begin(kActivationNames));
+}
+
+inline bool is_matrix(const Tensor& tensor, int64_t rows, int64_t columns, const Tensor& like) {
+  return tensor.is_strided() && tensor.ndim() == 2 && (rows < 0 || tensor.sizes()[0] == rows) &&
+         (columns < 0 || tensor.sizes()[1] == columns) && tensor.dtype() == like.dtype() &&
+         tensor.device() == like.device();
+}
+
+// A gradient's dtype is that of like, fp32, or -1: it is not wanted.
+inline void require_gradient_dtype(int32_t torch_dtype, const Tensor& like, const char* op) {
+  require(torch_dtype == -1 || torch_dtype == like.dtype() || torch_dtype == aoti_torch_dtype_float32(), op,
+          "a gradient's dtype");
+}
+
+inline Tensor new_dbias(const Tensor& dy, int64_t columns, int32_t bias_dtype) {
+  const int64_t size = bias_dtype == -1 ? 0 : columns;
+  return dy.new_empty(1, &size, bias_dtype == -1 ? dy.dtype() : bias_dtype);
+}
+
+struct LinearActArguments {
+  static constexpr const char* kOp = "linear_act";
+
+  explicit LinearActArguments(const StableIValue* stack)
+      : x(stack[0]),
+        weight(stack[1]),
+        bias(take_optional(stack[2])),
+        activation(take_activation(stack[3])),
+        save(take_number<bool>(stack[4])) {
+    require(find_dtype(x.dtype(), &dtype) && dtype != Dtype::f64, kOp, "x is none of fp16, bf16, fp32");
+    require(is_matrix(x, -1, -1, x), kOp, "x is not a matrix");
+    require(is_matrix(weight, -1, x.sizes()[1], x), kOp, "weight does not fit x");
+    require(!bias || (bias->is_strided() && bias->ndim() == 1 && bias->size() == weight.sizes()[0] &&
+                      bias->dtype() == x.dtype() && bias->device() == x.device()),
+            kOp, "bias does not fit weight");
+  }
+  int64_t rows() const { return x.sizes()[0]; }
+  int64_t features() const { return x.sizes()[1]; }
+  int64_t outputs() const { return weight.sizes()[0]; }
+  bool saves_z() const { return save && saves(activation) == Saves::z; }
+  Tensor new_nothing() const {
+    const int64_t size = 0;
+    return x.new_empty(1, &size, x.dtype());
+  }
+  Tensor new_output() const {
+    const int64_t sizes[] = {rows(), outputs()};
+    return x.new_empty(2, sizes, x.dtype());
+  }
+
+  Tensor x, weight;
+  std::unique_ptr<Tensor> bias;
+  Activation activation;
+  bool save;
+  Dtype dtype;
+};
+
+struct LinearActBackwardArguments {
+  static constexpr const char* kOp = "linear_act_backward";
+
+  explicit LinearActBackwardArguments(const StableIValue* stack)
+      : dy(stack[0]),
+        x(take_optional(stack[1])),
+        weight(take_optional(stack[2])),
+        saved(stack[3]),
+        activation(take_activation(stack[4])),
+        weight_dtype(take_optional_dtype(stack[5])),
+        bias_dtype(take_optional_dtype(stack[6])) {
+    require(find_dtype(dy.dtype(), &dtype) && dtype != Dtype::f64, kOp, "dy is none of fp16, bf16, fp32");
+    require(is_matrix(dy, -1, -1, dy), kOp, "dy is not a matrix");
+    require(!x || is_matrix(*x, rows(), -1, dy), kOp, "x does not fit dy");
+    require(!weight || is_matrix(*weight, outputs(), -1, dy), kOp, "weight does not fit dy");
+    require(saves(activation) == Saves::nothing || is_matrix(saved, rows(), outputs(), dy), kOp,
+            "saved does not fit dy");
+    require(weight_dtype == -1 || x, kOp, "x is missing");
+    require_gradient_dtype(weight_dtype, dy, kOp);
+    require_gradient_dtype(bias_dtype, dy, kOp);
+  }
+  int64_t rows() const { return dy.sizes()[0]; }
+  int64_t outputs() const { return dy.sizes()[1]; }
+  bool wants_dx() const { return weight != nullptr; }
+  bool wants_dweight() const { return weight_dtype != -1; }
+  bool wants_dbias() const { return bias_dtype != -1; }
+  Tensor new_dx() const { return new_gradient(wants_dx(), rows(), wants_dx() ? weight->sizes()[1] : 0, dy.dtype()); }
+  Tensor new_dweight() const {
+    return new_gradient(wants_dweight(), outputs(), wants_dweight() ? x->sizes()[1] : 0, weight_dtype);
+  }
+  Tensor new_dbias() const { return mpk::new_dbias(dy, outputs(), bias_dtype); }
+
+  Tensor dy;
+  std::unique_ptr<Tensor> x, weight;
+  Tensor saved;
+  Activation activation;
+  int32_t weight_dtype, bias_dtype;  // of torch's; -1: not wanted
+  Dtype dtype;
+
+ private:
+  Tensor new_gradient(bool wanted, int64_t rows, int64_t columns, int32_t torch_dtype) const {
+    const int64_t sizes[] = {wanted ? rows : 0, columns};
+    return dy.new_empty(wanted ? 2 : 1, sizes, wanted ? torch_dtype : dy.dtype());
+  }
+};
+
+}  // namespace mpk

@@ -1,0 +1,39 @@
+// linear_dact's arguments, as a kernel takes them off the stack.
+#pragma once
+
+#include "linear/linear_act_torch.h"
+
+namespace mpk {
+
+struct LinearDactArguments {
+  static constexpr const char* kOp = "linear_dact";
+
+  explicit LinearDactArguments(const StableIValue* stack)
+      : dy(stack[0]),
+        weight(stack[1]),
+        saved(stack[2]),
+        activation(take_activation(stack[3])),
+        bias_dtype(take_optional_dtype(stack[4])) {
+    require(find_dtype(dy.dtype(), &dtype) && dtype != Dtype::f64, kOp, "dy is none of fp16, bf16, fp32");
+    require(is_matrix(dy, -1, -1, dy), kOp, "dy is not a matrix");
+    require(is_matrix(weight, dy.sizes()[1], -1, dy), kOp, "weight does not fit dy");
+    require(saves(activation) == Saves::nothing || is_matrix(saved, rows(), columns(), dy), kOp,
+            "saved does not fit dy and weight");
+    require_gradient_dtype(bias_dtype, dy, kOp);
+  }
+  int64_t rows() const { return dy.sizes()[0]; }
+  int64_t columns() const { return weight.sizes()[1]; }
+  bool wants_dbias() const { return bias_dtype != -1; }
+  Tensor new_dz() const {
+    const int64_t sizes[] = {rows(), columns()};
+    return dy.new_empty(2, sizes, dy.dtype());
+  }
+  Tensor new_dbias() const { return mpk::new_dbias(dy, columns(), bias_dtype); }
+
+  Tensor dy, weight, saved;
+  Activation activation;
+  int32_t bias_dtype;  // of torch's; -1: not wanted
+  Dtype dtype;
+};
+
+}  // namespace mpk
