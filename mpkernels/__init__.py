@@ -1,22 +1,26 @@
 """Fused mixed-precision training kernels for PyTorch, with torch's own names."""
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
-from mpkernels import _extension, ops, selector
-from mpkernels._batch_size import find_max_batch_size
-from mpkernels._memory_comparison import compare_memory
-from mpkernels._memory_report import memory_report
-from mpkernels._profile import profile
+from mpkernels import _extension, _old_names, amp, functional, nn, ops, optim, selector
+from mpkernels.memory.batch_size import find_max_batch_size
+from mpkernels.memory.comparison import compare_memory
+from mpkernels.memory.report import memory_report
 from mpkernels.ops._registry import attach_defaults, backend, backends
+from mpkernels.profiling import profile
 
 __all__ = [
+    "amp",
     "backend",
     "backends",
     "compare_memory",
     "find_max_batch_size",
+    "functional",
     "memory_report",
+    "nn",
     "ops",
+    "optim",
     "profile",
     "selector",
 ]
@@ -24,23 +28,11 @@ __version__ = "0.1.0"
 
 _extension.load()
 attach_defaults()
-
-_LAZY = ("amp", "doctor", "functional", "nn", "optim")
-
-if TYPE_CHECKING:
-    from mpkernels import amp as amp
-    from mpkernels import doctor as doctor
-    from mpkernels import functional as functional
-    from mpkernels import nn as nn
-    from mpkernels import optim as optim
-else:
-
-    def __getattr__(name: str) -> Any:
-        """Submodules are imported when they are first asked for."""
-        if name in _LAZY:
-            return importlib.import_module(f"mpkernels.{name}")
-        raise AttributeError(f"module 'mpkernels' has no attribute {name!r}")
+_old_names.register()
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+def __getattr__(name: str) -> Any:
+    """Import ``mpkernels.doctor``, which uses all of the package, when it is asked for."""
+    if name == "doctor":
+        return import_module("mpkernels.doctor")
+    raise AttributeError(f"module 'mpkernels' has no attribute {name!r}")

@@ -21,13 +21,14 @@ from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.overrides import is_tensor_like
 
-from mpkernels import _cast_cache, _glance, selector
-from mpkernels._cast_cache import clear as clear_cast_cache
-from mpkernels._linear_act_choice import autocast_dtype, describe, kernel_for
-from mpkernels._modes import is_tracing
+from mpkernels import _glance, selector
+from mpkernels._torch_private import is_tracing
+from mpkernels.linear import cast_cache
+from mpkernels.linear.cast_cache import clear as clear_cast_cache
+from mpkernels.linear.choice import autocast_dtype, describe, kernel_for
 from mpkernels.ops import _checks
 from mpkernels.ops import linear_act as _linear_act
-from mpkernels.ops._activations import ActivationLike, activation_name
+from mpkernels.ops.linear.activations import ActivationLike, activation_name
 
 __all__ = ["clear_cast_cache", "linear_act"]
 
@@ -158,7 +159,7 @@ def _by_ours(
     if dtype is not None:
         x = _as_autocast_casts(x, dtype)
         if weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32) and not is_tracing():
-            cast = _cast_cache.cast(weight, dtype), None if bias is None else _cast_cache.cast(bias, dtype)
+            cast = cast_cache.cast(weight, dtype), None if bias is None else cast_cache.cast(bias, dtype)
         else:
             weight = _as_autocast_casts(weight, dtype)
             bias = None if bias is None else _as_autocast_casts(bias, dtype)

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 
 from mpkernels.ops import linear_dact
-from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear.activations import ACTIVATIONS
 
 TORCH = {
     "none": lambda z: z,

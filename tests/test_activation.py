@@ -8,7 +8,7 @@ import torch
 
 from mpkernels.functional import linear_act
 from mpkernels.ops import linear_dact
-from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear.activations import ACTIVATIONS
 from tests.emulation import find_compiler
 from tests.linear import TORCH, saved_of
 from tests.test_isa import CSRC, ISAS, X86

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mpkernels.ops import grad_stats
-from mpkernels.ops.adamw import _adamw
-from mpkernels.ops.split import join, split
+from mpkernels.ops.adamw.adamw import _adamw
+from mpkernels.ops.adamw.split import join, split
 from tests.cases import same_bits
 
 F32, F16, B16, F64, I8 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8

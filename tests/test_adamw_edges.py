@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels.ops._adamw_arguments import LISTS
-from mpkernels.ops.adamw import _adamw
+from mpkernels.ops.adamw.adamw import _adamw
+from mpkernels.ops.adamw.arguments import LISTS
 from tests.cases import same_bits
 from tests.test_adamw import B16, F16, F32, I8, WEIGHTS, Model, assert_same_steps
 

@@ -6,8 +6,7 @@ import weakref
 import pytest
 import torch
 
-from mpkernels import _found_inf
-from mpkernels.amp import GradScaler, autocast
+from mpkernels.amp import GradScaler, autocast, inf_check
 from tests.cases import DTYPES
 from tests.networks import B16, F16, one_thread
 from tests.test_amp import OPTIMIZERS, SCALINGS, iterate, one_param
@@ -116,9 +115,9 @@ def test_one_of_two_optimizers_overflows():
 def test_found_inf_of_several_devices_is_one_at_most():
     """torch adds them up, and then its own fused optimizers step, for which 2 is not 1."""
     one, zero, cpu = torch.ones(()), torch.zeros(()), torch.device("cpu")
-    assert _found_inf._together([one, zero, one], cpu)[cpu].item() == 1.0
-    assert _found_inf._together([zero, zero], cpu)[cpu].item() == 0.0
-    assert _found_inf._together([], cpu) == {}
+    assert inf_check._together([one, zero, one], cpu)[cpu].item() == 1.0
+    assert inf_check._together([zero, zero], cpu)[cpu].item() == 0.0
+    assert inf_check._together([], cpu) == {}
 
 
 @every_optimizer

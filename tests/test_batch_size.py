@@ -9,8 +9,8 @@ from torch import nn
 from torch.testing import assert_close
 
 import mpkernels
-from mpkernels import _batch_size, _memory
 from mpkernels.amp import GradScaler, set_global_policy
+from mpkernels.memory import batch_size, measure
 from mpkernels.optim import AdamW
 from tests.networks import B16, network, one_thread, train
 
@@ -35,13 +35,13 @@ class Step:
 @pytest.mark.parametrize("start", [1, 5, 2000])
 @pytest.mark.parametrize("as_on", ["cpu", "cuda"])
 def test_the_largest_that_fits(monkeypatch, capacity, start, as_on):
-    monkeypatch.setattr(_memory, "clean_up", lambda: None)  # which takes its time
+    monkeypatch.setattr(measure, "clean_up", lambda: None)  # which takes its time
     step, max_batch = Step(capacity), 1000
     if as_on == "cpu":
         found = mpkernels.find_max_batch_size(step, (2,), start, "cpu", max_batch)
     else:  # where what fits is only known by trying
-        found = _batch_size._search(
-            lambda batch: _batch_size._fits(step, torch.ones, torch.device("cpu"), batch), start, max_batch
+        found = batch_size._search(
+            lambda batch: batch_size._fits(step, torch.ones, torch.device("cpu"), batch), start, max_batch
         )
         assert step.tried[0] == min(start, max_batch)
     assert found == min(capacity, max_batch)
@@ -175,8 +175,8 @@ def test_a_step_of_ones_own_is_undone(kind):
 
 def test_a_cpu_stays_below_70_percent(monkeypatch):
     """100 MB are said to be available when it begins, and 1 MB goes for each example, 20 for each step."""
-    began, most = _memory.used(torch.device("cpu")), []
-    monkeypatch.setattr(_memory, "available", lambda: 100 * MB + began - _memory.used(torch.device("cpu")))
+    began, most = measure.used(torch.device("cpu")), []
+    monkeypatch.setattr(measure, "available", lambda: 100 * MB + began - measure.used(torch.device("cpu")))
 
     def step(inputs):
         most.append(20 + len(inputs))
@@ -189,15 +189,15 @@ def test_a_cpu_stays_below_70_percent(monkeypatch):
 
 def test_a_model_that_is_too_large_for_a_cpu_is_not_tried(monkeypatch):
     model = network()
-    needed = 4 * _memory.size(model.parameters())  # a copy, grads, two moments
-    monkeypatch.setattr(_memory, "available", lambda: int(needed / 0.71))
+    needed = 4 * measure.size(model.parameters())  # a copy, grads, two moments
+    monkeypatch.setattr(measure, "available", lambda: int(needed / 0.71))
     with pytest.raises(RuntimeError, match="not even a batch of 1"):
         mpkernels.find_max_batch_size(model, (20,))
     assert model[0].weight.grad is None
 
 
 def test_what_is_available_is_less_than_what_is_there():
-    assert 0 < _memory.available() <= _memory._physical()
+    assert 0 < measure.available() <= measure._physical()
 
 
 @pytest.mark.parametrize(
@@ -218,19 +218,19 @@ def test_limits_of_control_groups(tmp_path, line, group, limit, usage):
     for name, value in ((limit, "1000\n"), (usage, "700\n"), ("memory.stat", "anon 600\ninactive_file 50\n")):
         (folder / name).write_text(value)
     (tmp_path / "cgroup").write_text(f"9:name=systemd:/\n{line}\n")
-    assert list(_memory._left_in_control_groups(tmp_path / "sys", tmp_path / "cgroup")) == [350]
+    assert list(measure._left_in_control_groups(tmp_path / "sys", tmp_path / "cgroup")) == [350]
 
 
 def test_peaks_are_seen():
     cpu = torch.device("cpu")
-    _memory.clean_up()
-    before = _memory.used(cpu)
-    _memory.start_peak(cpu)
+    measure.clean_up()
+    before = measure.used(cpu)
+    measure.start_peak(cpu)
     torch.ones(64 * MB, dtype=torch.uint8)
-    assert _memory.peak(cpu) - before >= 60 * MB
-    _memory.start_peak(cpu)
-    if _memory._status("VmHWM"):
-        assert _memory.peak(cpu) - before < 32 * MB
+    assert measure.peak(cpu) - before >= 60 * MB
+    measure.start_peak(cpu)
+    if measure._status("VmHWM"):
+        assert measure.peak(cpu) - before < 32 * MB
 
 
 def test_a_buffer_that_nobody_can_write_to():

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels import _cast_cache, functional, nn, optim
+from mpkernels import functional, nn, optim
+from mpkernels.linear import cast_cache
 from tests.casts import B16, Casts, ThroughData, autocast, by_torch, forward
 
 
@@ -14,7 +15,7 @@ from tests.casts import B16, Casts, ThroughData, autocast, by_torch, forward
 def layer():
     torch.manual_seed(0)
     yield nn.LinearAct(7, 5)
-    _cast_cache.clear()
+    cast_cache.clear()
 
 
 def casts_of(layer, **keywords):
@@ -79,12 +80,12 @@ def test_nobody_notices_how_the_end_of_a_block_is_learnt(layer):
     saved = []
     with autocast():
         with torch.autograd.graph.saved_tensors_hooks(lambda it: saved.append(it) or it, lambda it: it):
-            _cast_cache.cast(layer.weight, B16)
+            cast_cache.cast(layer.weight, B16)
         assert not saved
         torch.clear_autocast_cache()
-        assert _cast_cache._block() is None
+        assert cast_cache._block() is None
         with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
-            assert _cast_cache.cast(layer.weight, B16) is _cast_cache.cast(layer.weight, B16)
+            assert cast_cache.cast(layer.weight, B16) is cast_cache.cast(layer.weight, B16)
 
 
 CHANGES = {
@@ -104,7 +105,7 @@ def test_a_change_within_a_block_is_seen(layer, change):
             change(layer.weight)
         after = forward(layer)
         assert not torch.equal(after, before)
-        _cast_cache.clear()
+        cast_cache.clear()
         assert torch.equal(after, forward(layer))
 
 
@@ -128,8 +129,8 @@ def test_weights_swapped_for_an_evaluation_are_seen(layer):
 def test_the_cast_is_torchs(layer):
     for dtype in (B16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
-            kept = _cast_cache.cast(layer.weight, dtype)
-            assert kept is _cast_cache.cast(layer.weight, dtype)
+            kept = cast_cache.cast(layer.weight, dtype)
+            assert kept is cast_cache.cast(layer.weight, dtype)
         assert kept.dtype == dtype
         assert not kept.requires_grad
         assert torch.equal(kept, layer.weight.detach().to(dtype))
@@ -146,7 +147,7 @@ def test_only_parameters_that_are_trained_are_kept(layer):
     layer.bias.requires_grad_(False)
     with autocast():
         for tensor, is_kept in ((layer.weight, True), (layer.bias, False), (computed, False)):
-            assert (_cast_cache.cast(tensor, B16) is _cast_cache.cast(tensor, B16)) == is_kept
+            assert (cast_cache.cast(tensor, B16) is cast_cache.cast(tensor, B16)) == is_kept
 
 
 TRANSPOSES = {"t": lambda it: it.t(), "mT": lambda it: it.mT, "permute": lambda it: it.permute(1, 0)}
@@ -159,15 +160,15 @@ def test_a_transposed_parameter_is_kept_as_long_as_it_itself(transpose):
     with autocast():
         with Casts((5, 7), (7, 5)) as casts:
             for _ in range(3):
-                kept = _cast_cache.cast(transpose(weight), B16)
-            own = _cast_cache.cast(weight, B16)
+                kept = cast_cache.cast(transpose(weight), B16)
+            own = cast_cache.cast(weight, B16)
         assert casts.count == 1
         assert (kept.data_ptr(), kept.stride(), kept.requires_grad) == (own.data_ptr(), (1, 7), False)
         for written_to in (weight, transpose(weight)):
             with torch.no_grad():
                 written_to.mul_(2)
-            assert torch.equal(_cast_cache.cast(transpose(weight), B16), weight.detach().t().to(B16))
-    assert _cast_cache._block() is None
+            assert torch.equal(cast_cache.cast(transpose(weight), B16), weight.detach().t().to(B16))
+    assert cast_cache._block() is None
 
 
 def test_no_other_view_of_a_parameter_is_taken_for_its_transpose():
@@ -176,8 +177,8 @@ def test_no_other_view_of_a_parameter_is_taken_for_its_transpose():
     with autocast():
         for view in (*views, torch._neg_view(weight).t(), weight.detach().t(), wide.view(8, 4).t(), (2 * weight).t()):
             for _ in range(2):
-                assert torch.equal(_cast_cache.cast(view, B16), view.detach().to(B16))
-        assert not _cast_cache._block()
+                assert torch.equal(cast_cache.cast(view, B16), view.detach().to(B16))
+        assert not cast_cache._block()
 
 
 def test_a_transposed_weight_is_cast_once_in_a_block(target):
@@ -193,8 +194,8 @@ def test_a_transposed_weight_is_cast_once_in_a_block(target):
 def test_nothing_outlives_its_block(layer):
     with autocast():
         forward(layer)
-        assert len(_cast_cache._block()) == 2
-    assert _cast_cache._block() is None
+        assert len(cast_cache._block()) == 2
+    assert cast_cache._block() is None
 
 
 def test_parameters_can_be_swapped(layer, monkeypatch):
@@ -219,7 +220,7 @@ def test_threads_that_end_each_others_blocks(layer):
 def test_nothing_is_kept_while_torch_traces(layer):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
         forward(layer, backward=False)
-        assert _cast_cache._block() is None
+        assert cast_cache._block() is None
         assert fake is not None
     with torch.autocast("cpu", dtype=B16):
         with mpkernels.backend("native"):
@@ -228,17 +229,17 @@ def test_nothing_is_kept_while_torch_traces(layer):
         torch.func.grad(lambda it: torch.func.functional_call(layer, it, torch.ones(3, 7)).float().sum())(parameters)
     torch.compile(forward, fullgraph=True, backend="aot_eager")(layer, backward=False)
     torch.compiler.reset()
-    assert _cast_cache._block() is None
+    assert cast_cache._block() is None
 
 
 def test_a_dtype_within_another(layer):
     with torch.autocast("cpu", dtype=B16):
-        _cast_cache.cast(layer.weight, B16)
+        cast_cache.cast(layer.weight, B16)
         with torch.autocast("cpu", dtype=torch.float16):
-            assert _cast_cache.cast(layer.weight, torch.float16).dtype == torch.float16
-        assert _cast_cache.cast(layer.weight, B16).dtype == B16
+            assert cast_cache.cast(layer.weight, torch.float16).dtype == torch.float16
+        assert cast_cache.cast(layer.weight, B16).dtype == B16
 
 
 def test_a_step_keeps_nothing_that_autocast_is_told_not_to_keep(layer):
-    with _cast_cache.one_step(), torch.autocast("cpu", dtype=B16, cache_enabled=False):
-        assert _cast_cache.cast(layer.weight, B16) is not _cast_cache.cast(layer.weight, B16)
+    with cast_cache.one_step(), torch.autocast("cpu", dtype=B16, cache_enabled=False):
+        assert cast_cache.cast(layer.weight, B16) is not cast_cache.cast(layer.weight, B16)

@@ -5,7 +5,8 @@ import threading
 import pytest
 import torch
 
-from mpkernels import _cast_cache, amp, nn, optim
+from mpkernels import amp, nn, optim
+from mpkernels.linear import cast_cache
 from tests.casts import Casts, ThroughData, assert_fresh, autocast, forward
 
 
@@ -28,7 +29,7 @@ def accumulated(layer, every=3, make=optim.AdamW):
 def test_once_in_a_step_of_several_blocks(layer):
     assert [count for _, count, _ in accumulated(layer)] == [2, 0, 0] * 2
     with autocast():
-        assert _cast_cache._block() is None  # the last step's were not of this block
+        assert cast_cache._block() is None  # the last step's were not of this block
     forward(layer)
     layer.weight.data.mul_(2)
     assert_fresh(layer, forward(layer, backward=False))
@@ -88,10 +89,10 @@ def test_a_group_that_fails(layer):
 def test_another_thread_is_in_no_step(layer):
     found = []
     for _ in accumulated(layer):
-        thread = threading.Thread(target=lambda: found.append(_cast_cache._step()))
+        thread = threading.Thread(target=lambda: found.append(cast_cache._step()))
         thread.start()
         thread.join()
-        assert _cast_cache._step() is not None
+        assert cast_cache._step() is not None
     assert found == [None] * 6
 
 
@@ -106,13 +107,13 @@ def test_a_change_within_a_group_is_seen(layer):
 def test_a_step_has_the_casts_memory(layer, monkeypatch):
     kept = []
     step = optim.AdamW.step
-    monkeypatch.setattr(optim.AdamW, "step", lambda *it: kept.append(len(_cast_cache._step())) or step(*it))
+    monkeypatch.setattr(optim.AdamW, "step", lambda *it: kept.append(len(cast_cache._step())) or step(*it))
     for _ in accumulated(layer):
-        assert len(_cast_cache._step()) == 2
+        assert len(cast_cache._step()) == 2
     assert kept == [0, 0]
 
 
 def test_a_group_that_is_left_keeps_nothing(layer):
     for _ in accumulated(layer):
         break
-    assert _cast_cache._step() is None
+    assert cast_cache._step() is None

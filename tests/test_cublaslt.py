@@ -7,7 +7,7 @@ import torch
 
 from mpkernels import _extension
 from mpkernels.functional import linear_act
-from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear.activations import ACTIVATIONS
 from tests.linear import assert_contract, layer
 from tests.targets import emulated_variable, emulation_library
 from tests.test_cublas import beside_alignment, every_second, forward, transposed

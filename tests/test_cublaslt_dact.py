@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpkernels.ops import linear_dact
-from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear.activations import ACTIVATIONS
 from tests.linear import assert_contract_of_dact, before_a_layer, saved_of
 from tests.test_cublas import beside_alignment, dact, every_second, transposed
 from tests.test_cublaslt import HALVES, LAYOUTS, UNALIGNED, launches, notes

@@ -11,7 +11,7 @@ from torch.nn import functional
 import mpkernels
 from mpkernels import functional as ours
 from mpkernels.functional import linear_act
-from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear.activations import ACTIVATIONS
 from tests.linear import layer, relative_error, results, torchs
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -11,7 +11,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels import _glance
-from mpkernels.ops import adamw as op
+from mpkernels.ops.adamw import adamw as op
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 
@@ -51,7 +51,7 @@ def calls(monkeypatch):
 
     on_device, Spied.on = op.by_plan.on, staticmethod(on)
     monkeypatch.setattr(op, "by_plan", Spied)
-    monkeypatch.setattr("mpkernels._adamw_table.Table._plan_for", plan_once)
+    monkeypatch.setattr("mpkernels.optim.table.Table._plan_for", plan_once)
     return made_calls
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from mpkernels.ops import _registry, grad_stats, linear_dact, overflow_, unscale_, update_scale_
-from mpkernels.ops._activations import ACTIVATIONS
-from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
 from tests.cases import DTYPES, random_grads
 from tests.linear import before_a_layer, layer, saved_of
 from tests.targets import TARGETS

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from mpkernels.ops import grad_stats, unscale_
-from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
-from mpkernels.ops.linear_dact import _linear_dact
+from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
+from mpkernels.ops.linear.linear_dact import _linear_dact
 from tests.linear import integers
 
 SIZE = 2**31 + 11
@@ -36,7 +36,8 @@ def test_the_last_element_counts(target):
 
 def test_triton_addresses_beyond_32_bits():
     """A row whose first chunk lies far before the one that runs: the address must come out right, in 64 bits."""
-    from mpkernels.ops import _table, unscale_triton
+    from mpkernels.ops import _table
+    from mpkernels.ops.grads import unscale_triton
 
     skipped_chunks = SIZE // _table.CHUNK
     skipped = skipped_chunks * _table.CHUNK
@@ -91,8 +92,8 @@ def test_triton_writes_to_matrices_beyond_32_bits(target, memory):
     """The first columns of nine rows that are 2^28 elements long."""
     if target.kernel != "triton":
         pytest.skip("launches Triton's kernels")
-    from mpkernels.ops.linear_act_triton import dact_kernel, linear_act_kernel
-    from mpkernels.ops.linear_dact_triton import linear_dact_kernel
+    from mpkernels.ops.linear.linear_act_triton import dact_kernel, linear_act_kernel
+    from mpkernels.ops.linear.linear_dact_triton import linear_dact_kernel
 
     rows, width, block = 9, 2**28, {"BLOCK_M": 16, "BLOCK_N": 16}
     x, weight = (integers(*shape, device=target.device) for shape in ((rows, 3), (16, 3)))

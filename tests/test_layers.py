@@ -1,13 +1,33 @@
-"""Imports point down only: nn / optim / amp -> ops/<op> -> ops/_registry. Nobody imports a kernel."""
+"""Imports point down, room by room, and no two modules import each other. Nobody imports a kernel."""
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import mpkernels
 
 ROOT = Path(mpkernels.__file__).parent
+ROOMS = (  # from the top down
+    *("__main__", "demo", "doctor", "bench", "integrations"),
+    *("__init__", "_old_names"),
+    *("profiling", "memory", "amp", "optim", "distributed", "overflow", "parameters"),
+    *("nn", "functional", "linear", "selector"),
+    *("ops", "_glance", "_torch_private", "_extension", "_sources"),
+)
+
+
+def module_of(path):
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(("mpkernels", *(parts[:-1] if parts[-1] == "__init__" else parts)))
+
+
+MODULES = {module_of(path): path for path in ROOT.rglob("*.py")}
+
+
+def room_of(module):
+    return module.split(".")[1] if "." in module else "__init__"
 
 
 def imports_of(path):
@@ -20,36 +40,51 @@ def imports_of(path):
 
 
 def own_imports(path):
-    return [name.removeprefix("mpkernels.") for name in imports_of(path) if name.startswith("mpkernels")]
+    """Of modules, whichever of their names is imported."""
+    for name in imports_of(path):
+        if name.split(".")[0] == "mpkernels":
+            yield name if name in MODULES else name.rpartition(".")[0]
 
 
-def test_ops_import_nothing_from_above():
-    for path in (ROOT / "ops").glob("*.py"):
-        for name in own_imports(path):
-            assert name.startswith("ops."), f"{path.name} imports {name}"
+GRAPH = {module: {it for it in own_imports(path) if it != module} for module, path in MODULES.items()}
 
 
-def test_functional_is_below_the_modules_and_what_it_asks_below_both():
-    assert own_imports(ROOT / "_modes.py") == own_imports(ROOT / "_cpu.py") == []
-    assert own_imports(ROOT / "_cast_cache.py") == ["_modes.unseen"]
-    assert own_imports(ROOT / "_choices.py") == ["_cpu"]
-    assert own_imports(ROOT / "selector.py") == ["_choices", "_modes.is_tracing", "_modes.unseen"]
-    assert set(own_imports(ROOT / "nn.py")) == {"functional"} | {
-        f"ops._activations.{name}" for name in ("ActivationLike", "activation_name", "hooks_of")
-    }
-    below = ("_cast_cache", "_glance", "_modes", "selector", "ops.")
-    assert all(name.startswith(below) for name in own_imports(ROOT / "_linear_act_choice.py"))
-    assert all(name.startswith((*below, "_linear_act_choice")) for name in own_imports(ROOT / "functional.py"))
+def test_every_module_has_a_room():
+    assert {room_of(module) for module in MODULES} == set(ROOMS)
+
+
+def test_imports_point_down():
+    up = [
+        (module, imported)
+        for module, all_imported in GRAPH.items()
+        for imported in all_imported
+        if ROOMS.index(room_of(imported)) < ROOMS.index(room_of(module))
+    ]
+    assert up == []
+
+
+def test_no_two_modules_import_each_other():
+    tuple(TopologicalSorter(GRAPH).static_order())  # raises CycleError
+
+
+def test_no_import_hides_in_a_function_or_from_types():
+    for module, path in MODULES.items():
+        tree = ast.parse(path.read_text())
+        hidden = {id(node) for node in ast.walk(tree)} - {id(node) for node in tree.body}
+        for node in ast.walk(tree):
+            if id(node) in hidden and isinstance(node, ast.ImportFrom | ast.Import):
+                assert "mpkernels" not in ast.unparse(node), f"{module}: {ast.unparse(node)}"
+        assert "TYPE_CHECKING" not in path.read_text(), module
 
 
 def test_the_registry_and_the_checks_import_no_op():
-    for stem in ("_registry", "_checks", "_table", "_activations", "split", "int8"):
-        assert own_imports(ROOT / "ops" / f"{stem}.py") == []
+    for module in ("_registry", "_checks", "_table", "linear.activations", "adamw.split", "adamw.int8"):
+        assert GRAPH[f"mpkernels.ops.{module}"] == set(), module
 
 
 def test_nobody_imports_a_kernel():
-    for path in ROOT.rglob("*.py"):
-        assert not [name for name in own_imports(path) if "_triton" in name], path
+    for module, imported in GRAPH.items():
+        assert not [name for name in imported if "_triton" in name], module
 
 
 def test_triton_is_imported_by_kernels_alone():

@@ -5,8 +5,8 @@ from hypothesis import strategies as st
 
 from mpkernels.functional import linear_act
 from mpkernels.ops import linear_dact
-from mpkernels.ops._activations import ACTIVATIONS
-from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
 from tests.linear import TORCH, assert_contract, layer, relative_error, results, torchs, with_gaps
 
 HALVES = (torch.float16, torch.bfloat16)

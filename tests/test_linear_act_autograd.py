@@ -6,7 +6,7 @@ import torch
 
 import mpkernels
 from mpkernels.functional import linear_act
-from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear.activations import ACTIVATIONS
 from tests.linear import layer, relative_error, results, torchs
 
 HALVES = (torch.float16, torch.bfloat16)

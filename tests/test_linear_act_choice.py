@@ -9,9 +9,11 @@ from torch.nn import Parameter, functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpkernels
-from mpkernels import _choices, _glance, _linear_act_choice, selector
+from mpkernels import _glance, selector
 from mpkernels.functional import linear_act
+from mpkernels.linear import choice
 from mpkernels.nn import LinearAct
+from mpkernels.selector import disk
 from tests.cases import same_bits
 from tests.linear import TORCH, torchs, transposed
 
@@ -30,12 +32,12 @@ def asked(monkeypatch, tmp_path):
     for name, value in (("_is_deterministic", False), ("_known", {}), ("chosen", {})):
         monkeypatch.setattr(selector, name, value)
     monkeypatch.setattr(selector, "choose", choose)
-    monkeypatch.setattr(_linear_act_choice, "_look", _glance.describer() or _linear_act_choice._look_in_python)
+    monkeypatch.setattr(choice, "_look", _glance.describer() or choice._look_in_python)
     monkeypatch.setattr(selector, "_race", lambda runs, device: dict.fromkeys(runs, 2.0) | {"torch": 1.0})
-    monkeypatch.setattr(_choices, "path", lambda: tmp_path / "choices.json")
-    _choices._read.cache_clear()
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "choices.json")
+    disk._read.cache_clear()
     yield asked
-    _choices._read.cache_clear()
+    disk._read.cache_clear()
 
 
 def has_asked(asked):

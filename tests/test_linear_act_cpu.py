@@ -9,9 +9,9 @@ import torch
 import mpkernels
 from mpkernels import _extension
 from mpkernels.functional import linear_act
-from mpkernels.ops._activations import ACTIVATIONS
-from mpkernels.ops.linear_act import _linear_act_backward
-from mpkernels.ops.linear_dact import _linear_dact
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.linear_act import _linear_act_backward
+from mpkernels.ops.linear.linear_dact import _linear_dact
 from tests.linear import (
     assert_contract,
     assert_contract_of_dact,

@@ -12,11 +12,13 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpkernels
-from mpkernels import _choices, _linear_act_choice, selector
+from mpkernels import selector
 from mpkernels.functional import linear_act
+from mpkernels.linear import choice
 from mpkernels.nn import LinearAct
 from mpkernels.ops import _registry
 from mpkernels.ops._registry import Op
+from mpkernels.selector import disk
 
 B16 = torch.bfloat16
 
@@ -25,10 +27,10 @@ B16 = torch.bfloat16
 def nothing_known(monkeypatch, tmp_path):
     for name, value in (("_is_deterministic", False), ("_known", {}), ("chosen", {}), ("_pinned", None)):
         monkeypatch.setattr(selector, name, value)
-    monkeypatch.setattr(_choices, "path", lambda: tmp_path / "choices.json")
-    _choices._read.cache_clear()
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "choices.json")
+    disk._read.cache_clear()
     yield
-    _choices._read.cache_clear()
+    disk._read.cache_clear()
 
 
 def sequential(layer):
@@ -147,7 +149,7 @@ def by_triton(monkeypatch):
     pytest.importorskip("triton")
     if "triton" not in mpkernels.backends("linear_act"):
         pytest.skip("Triton is not interpreted here")
-    monkeypatch.setattr(_linear_act_choice, "_names", lambda device_type: ("triton", "torch"))
+    monkeypatch.setattr(choice, "_names", lambda device_type: ("triton", "torch"))
     selector.pin("triton")
     return LinearAct(8, 6)
 

@@ -11,9 +11,10 @@ from torch.nn import Parameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkernels import _choices, _glance, functional, selector
+from mpkernels import _glance, functional, selector
 from mpkernels.functional import linear_act
-from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.selector import disk
 from tests.cases import same_bits
 from tests.linear import TORCH
 
@@ -93,11 +94,11 @@ def activated(monkeypatch, tmp_path):
     for name, value in (("_is_deterministic", False), ("_known", {}), ("chosen", {})):
         monkeypatch.setattr(selector, name, value)
     monkeypatch.setattr(selector, "_race", lambda runs, device: dict.fromkeys(runs, 2.0) | {"torch": 1.0})
-    monkeypatch.setattr(_choices, "path", lambda: tmp_path / "choices.json")
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "choices.json")
     monkeypatch.setattr(functional, "_activate", activate_and_tell)
-    _choices._read.cache_clear()
+    disk._read.cache_clear()
     yield done
-    _choices._read.cache_clear()
+    disk._read.cache_clear()
 
 
 def plain(activation="gelu"):

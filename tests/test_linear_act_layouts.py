@@ -7,8 +7,9 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels import _choices, selector
+from mpkernels import selector
 from mpkernels.functional import linear_act
+from mpkernels.selector import disk
 from tests.linear import transposed
 
 
@@ -25,10 +26,10 @@ def timed(monkeypatch, tmp_path):
         monkeypatch.setattr(selector, name, value)
     monkeypatch.setattr(selector, "_race", lambda runs, device: [run() for run in runs.values()] and {"torch": 1.0})
     monkeypatch.setattr(mpkernels.functional, "_compute", compute_and_tell)
-    monkeypatch.setattr(_choices, "path", lambda: tmp_path / "choices.json")
-    _choices._read.cache_clear()
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "choices.json")
+    disk._read.cache_clear()
     yield strides
-    _choices._read.cache_clear()
+    disk._read.cache_clear()
 
 
 @pytest.mark.parametrize("trains", [True, False])
@@ -43,4 +44,4 @@ def test_each_layout_is_timed_as_it_is(timed, trains):
     variant = "linear_act gelu, with grad" if trains else "linear_act gelu"
     layouts = "", ", weight.t()", ", x.t()", ", x.t(), weight.t()"
     assert [*selector.choices()] == [f"{variant}{each} 8x16x24 float32,float32,float32" for each in layouts]
-    assert len(json.loads(_choices.path().read_text())) == 4
+    assert len(json.loads(disk.path().read_text())) == 4

@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 
-from mpkernels import _glance, _linear_act_choice
+from mpkernels import _glance
 from mpkernels.functional import linear_act
-from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.linear import choice
+from mpkernels.ops.linear.activations import ACTIVATIONS
 
 pytestmark = pytest.mark.skipif(_glance.describer() is None, reason="this torch shows nothing of its tensors")
 
-look_in_python = _linear_act_choice._look_in_python
+look_in_python = choice._look_in_python
 shapes = st.lists(st.integers(0, 3), max_size=4).map(tuple) | st.sampled_from([(2**33,), (2**33 + 1,)])
 dtypes = st.sampled_from([torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.bool])
 calls = st.fixed_dictionaries(
@@ -166,7 +167,7 @@ def test_after_a_tensor_that_torch_cannot_show_python_looks(monkeypatch, kind):
         asked.append(call)
         return _glance.describer()(*call)
 
-    monkeypatch.setattr(_linear_act_choice, "_look", look)
+    monkeypatch.setattr(choice, "_look", look)
     linear_act(X, WEIGHT, BIAS)
     assert len(asked) == 1
     other = {
@@ -181,7 +182,7 @@ def test_after_a_tensor_that_torch_cannot_show_python_looks(monkeypatch, kind):
         other()
     assert torch.equal(linear_act(X, WEIGHT, BIAS), want)
     assert len(asked) == count + 1
-    assert _linear_act_choice._look is look_in_python
+    assert choice._look is look_in_python
 
 
 def test_nothing_is_held_or_lost():

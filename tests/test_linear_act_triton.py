@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mpkernels.functional import linear_act
-from mpkernels.ops import _linear_act_tiles, linear_act_triton
-from mpkernels.ops._activations import ACTIVATIONS
-from mpkernels.ops.linear_act import _linear_act, _linear_act_backward
+from mpkernels.ops.linear import linear_act_triton, tiling
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
 from tests import linear
 from tests.linear import TORCH, assert_contract, layer
 from tests.targets import CPU, CUDA, TARGETS
@@ -91,8 +91,8 @@ def _on_hopper(monkeypatch):
 @pytest.fixture
 def persistent(_on_hopper, monkeypatch):
     """The tiles that it ran with."""
-    tiles, choose = [], _linear_act_tiles.persistent_tile
-    monkeypatch.setattr(_linear_act_tiles, "persistent_tile", lambda *it: tiles.append(choose(*it)) or tiles[-1])
+    tiles, choose = [], tiling.persistent_tile
+    monkeypatch.setattr(tiling, "persistent_tile", lambda *it: tiles.append(choose(*it)) or tiles[-1])
     return tiles
 
 
@@ -108,7 +108,7 @@ def test_persistent_programs(persistent, dtype):
         assert nothing.shape == (0,)
     assert len(persistent) == 4
     if DEVICE == CPU:
-        assert set(persistent) == {_linear_act_tiles.WIDE, _linear_act_tiles.NARROW}
+        assert set(persistent) == {tiling.WIDE, tiling.NARROW}
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -147,36 +147,36 @@ def test_the_users_allocator_is_left_alone(persistent):
     assert _allocation._allocator.get() is before
 
 
-@pytest.mark.parametrize("chip", _linear_act_tiles.TILES)
+@pytest.mark.parametrize("chip", tiling.TILES)
 def test_choice_of_tiles(chip):
-    kinds = _linear_act_tiles.TILES[chip]
+    kinds = tiling.TILES[chip]
 
     def tile(rows, dtype, precision="ieee", features=32, outputs=16):
         x, weight, _, _ = matrices(rows, features, outputs, dtype)
-        return _linear_act_tiles.tile(chip, x, weight, precision)
+        return tiling.tile(chip, x, weight, precision)
 
     assert tile(80, torch.bfloat16) == kinds["16 bits"]
     assert tile(64, torch.float16) == tile(80, torch.float16, outputs=1) == kinds["16 bits, few rows"]
     assert tile(80, torch.float32) == tile(80, torch.float32, features=33) == kinds["fp32"]
     assert tile(80, torch.float32, "tf32") == kinds["tf32"]
     for features in (31, 24):  # rows of 24 start at multiples of 8, which Triton doesn't know of
-        assert tile(80, torch.bfloat16, features=features) == _linear_act_tiles.UNEVEN
+        assert tile(80, torch.bfloat16, features=features) == tiling.UNEVEN
     x, weight, _, _ = matrices(80, 32, 16)
     wide_x, wide_weight, _, _ = matrices(80, 40, 16)
     for operands in ((wide_x[:, :32], weight), (x, wide_weight[:, :32])):
-        assert _linear_act_tiles.tile(chip, *operands, "ieee") == _linear_act_tiles.UNEVEN
+        assert tiling.tile(chip, *operands, "ieee") == tiling.UNEVEN
 
 
 def test_choice_of_persistent_tiles():
     """The wide one where it fills the chip, and does not spill."""
-    choose = _linear_act_tiles.persistent_tile
-    assert choose("silu", 256, 512, 4) == _linear_act_tiles.WIDE
-    assert choose("silu", 256, 512, 5) == choose("gelu", 256, 512, 4) == _linear_act_tiles.NARROW
+    choose = tiling.persistent_tile
+    assert choose("silu", 256, 512, 4) == tiling.WIDE
+    assert choose("silu", 256, 512, 5) == choose("gelu", 256, 512, 4) == tiling.NARROW
 
 
 def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):
-    precisions, choose = [], _linear_act_tiles.tile
-    monkeypatch.setattr(_linear_act_tiles, "tile", lambda *it: precisions.append(it[-1]) or choose(*it))
+    precisions, choose = [], tiling.tile
+    monkeypatch.setattr(tiling, "tile", lambda *it: precisions.append(it[-1]) or choose(*it))
     x, weight, bias, _ = matrices(3, 5, 7, torch.float32)
     try:
         for setting in ("ieee", "tf32", "none"):

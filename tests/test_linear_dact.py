@@ -5,9 +5,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from mpkernels.ops import linear_dact
-from mpkernels.ops._activations import ACTIVATIONS
-from mpkernels.ops.linear_act import _linear_act_backward
-from mpkernels.ops.linear_dact import _linear_dact
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.linear_act import _linear_act_backward
+from mpkernels.ops.linear.linear_dact import _linear_dact
 from tests.linear import assert_contract_of_dact, before_a_layer, integers, relative_error, saved_of, torchs_dact
 from tests.test_linear_act import DTYPES, HALVES, INF, NAN, kinds, specials
 

@@ -13,7 +13,7 @@ import mpkernels
 from mpkernels import functional
 from mpkernels.amp import to_mixed
 from mpkernels.nn import LinearAct
-from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.optim import AdamW
 from tests.networks import B16, one_thread
 

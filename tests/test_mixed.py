@@ -11,7 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from mpkernels.amp import to_full, to_mixed
-from mpkernels.ops.split import join
+from mpkernels.ops.adamw.split import join
 from mpkernels.optim import AdamW
 from tests.networks import B16, F16, network, one_thread, train
 

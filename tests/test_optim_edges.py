@@ -11,9 +11,9 @@ import sys
 import pytest
 import torch
 
-from mpkernels._late import Late
-from mpkernels.ops.split import join
+from mpkernels.ops.adamw.split import join
 from mpkernels.optim import AdamW
+from mpkernels.overflow.readback import Readback
 from tests.cases import same_bits
 from tests.networks import B16, backward, network, one_thread, train
 
@@ -163,7 +163,7 @@ class Event:
 
 
 def test_what_the_device_has_not_said_yet_is_not_waited_for():
-    late, events = Late(), [Event() for _ in range(3)]
+    late, events = Readback(), [Event() for _ in range(3)]
     late._on_its_way.extend(zip("abc", events, strict=True))
     assert late.read() is None
     events[0].has_passed = events[1].has_passed = True

@@ -6,10 +6,10 @@ import pickle
 import pytest
 import torch
 
-from mpkernels._adamw_state import create
-from mpkernels._adamw_table import Table
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
+from mpkernels.optim.param_state import create
+from mpkernels.optim.table import Table
 from tests.networks import B16, assert_close, backward, network, one_thread
 
 __all__ = ["one_thread"]  # a fixture that each test uses

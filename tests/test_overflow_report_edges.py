@@ -8,9 +8,9 @@ import weakref
 import pytest
 import torch
 
-from mpkernels._overflow_ledger import Ledgers
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
+from mpkernels.overflow.ledger import Ledgers
 from tests.networks import B16, network, one_thread
 from tests.test_amp import OPTIMIZERS
 from tests.test_overflow_report import INF, NAN, culprits, every_optimizer, iterate, params_of

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels import _profile, amp, optim
+from mpkernels import amp, optim, profiling
 from tests.networks import batch, network, one_thread  # noqa: F401
 
 PHASES = {"mpkernels.forward", "mpkernels.backward", "mpkernels.step"}
@@ -57,7 +57,7 @@ def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(name))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("end"))
-    monkeypatch.setattr(_profile, "_torchs", lambda path: contextlib.nullcontext())
+    monkeypatch.setattr(profiling, "_torchs", lambda path: contextlib.nullcontext())
     model = network()
     optimizer = optim.AdamW(model.parameters())
     inputs, targets = batch(0)

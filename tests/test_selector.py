@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels import _choices, selector
+from mpkernels import selector
+from mpkernels.selector import disk
 
 CASE = selector.Case("op", torch.device("cpu"), (3, 5), (torch.float32,), "gelu", 8)
 NAMES = ("native", "torch")
@@ -31,10 +32,10 @@ def afresh(monkeypatch, tmp_path):
         monkeypatch.setattr(selector, name, value)
     monkeypatch.setattr(selector, "MOST_ROUNDS", selector.FEWEST_ROUNDS)
     monkeypatch.setattr(selector, "perf_counter", lambda: CLOCK.seconds)
-    monkeypatch.setattr(_choices, "path", lambda: tmp_path / "home" / "choices.json")
-    _choices._read.cache_clear()
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "home" / "choices.json")
+    disk._read.cache_clear()
     yield
-    _choices._read.cache_clear()
+    disk._read.cache_clear()
 
 
 class Ways:
@@ -57,7 +58,7 @@ class Ways:
 
 def another_process():
     selector._known.clear()
-    _choices._read.cache_clear()
+    disk._read.cache_clear()
 
 
 @pytest.mark.parametrize(("native", "torchs", "chosen"), [(1, 2, "native"), (2, 1, "torch")])
@@ -83,7 +84,7 @@ def test_a_choice_is_remembered_on_disk():
     ways = Ways(native=1, torch=2)
     assert selector.choose(CASE, NAMES, ways) == "torch"
     assert not ways.were_timed
-    assert [path.name for path in _choices.path().parent.iterdir()] == ["choices.json"]  # no temporary file is left
+    assert [path.name for path in disk.path().parent.iterdir()] == ["choices.json"]  # no temporary file is left
 
 
 def test_each_case_has_its_own():
@@ -104,11 +105,11 @@ def test_each_case_has_its_own():
 def test_other_versions_and_machines_are_timed_anew(monkeypatch):
     selector.choose(CASE, NAMES, Ways(native=2, torch=1))
     for name in ("torch 2", "triton", "mpkernels 0", f"{torch.get_num_threads()} threads"):
-        assert name in _choices._key("", CASE.device)
+        assert name in disk._key("", CASE.device)
     another_process()
-    monkeypatch.setattr(_choices, "_version", lambda package: f"{package} of tomorrow")
+    monkeypatch.setattr(disk, "_version", lambda package: f"{package} of tomorrow")
     assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "native"
-    assert len(json.loads(_choices.path().read_text())) == 2
+    assert len(json.loads(disk.path().read_text())) == 2
 
 
 @pytest.mark.parametrize(
@@ -116,9 +117,9 @@ def test_other_versions_and_machines_are_timed_anew(monkeypatch):
     ["", "{", "[]", "7", '{"KEY": 3}', '{"KEY": {"choice": ["torch"]}}', '{"KEY": {"choice": "gone"}}', "\x00\xff"],
 )
 def test_a_corrupt_file_is_no_error(text):
-    path = _choices.path()
+    path = disk.path()
     path.parent.mkdir()
-    path.write_text(text.replace("KEY", _choices._key(str(CASE), CASE.device)), "latin-1")
+    path.write_text(text.replace("KEY", disk._key(str(CASE), CASE.device)), "latin-1")
     assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
     another_process()
     assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "torch"  # it has been mended
@@ -126,7 +127,7 @@ def test_a_corrupt_file_is_no_error(text):
 
 def test_a_place_that_cant_be_written_is_no_error(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
-    monkeypatch.setattr(_choices, "path", lambda: tmp_path / "file" / "choices.json")  # also root can't write there
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "file" / "choices.json")  # also root can't write there
     assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
     assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "torch"
     selector.forget()
@@ -134,22 +135,22 @@ def test_a_place_that_cant_be_written_is_no_error(monkeypatch, tmp_path):
     def no_home():
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.setattr(_choices, "path", no_home)
+    monkeypatch.setattr(disk, "path", no_home)
     assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "native"
     selector.forget()
 
 
 def test_a_failed_write_leaves_the_old_file(monkeypatch):
     selector.choose(CASE, NAMES, Ways(native=2, torch=1))
-    before = _choices.path().read_text()
+    before = disk.path().read_text()
 
     def fail(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(_choices.os, "replace", fail)
+    monkeypatch.setattr(disk.os, "replace", fail)
     selector.choose(CASE._replace(rows=99), NAMES, Ways(native=1, torch=2))
-    assert _choices.path().read_text() == before
-    assert [path.name for path in _choices.path().parent.iterdir()] == ["choices.json"]
+    assert disk.path().read_text() == before
+    assert [path.name for path in disk.path().parent.iterdir()] == ["choices.json"]
 
 
 def test_trials_may_differentiate_wherever_the_call_is():

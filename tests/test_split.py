@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpkernels.ops.split import join, split
+from mpkernels.ops.adamw.split import join, split
 from tests.cases import same_bits
 from tests.emulation import find_compiler
 

@@ -6,11 +6,11 @@ import torch
 import triton
 import triton.language as tl
 
-from mpkernels.ops import split as reference
-from mpkernels.ops._overflow_kernel import write_line
-from mpkernels.ops._split_kernel import join, split
 from mpkernels.ops._table import BF16, BLOCK, FP16, whole_blocks
-from mpkernels.ops.grad_stats_triton import sum_of
+from mpkernels.ops.adamw import split as reference
+from mpkernels.ops.adamw.split_kernel import join, split
+from mpkernels.ops.grads.grad_stats_triton import sum_of
+from mpkernels.ops.grads.overflow_kernel import write_line
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled there, interpreted here
 

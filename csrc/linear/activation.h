@@ -1,5 +1,5 @@
 // The activations of linear_act: forward is y of z, backward is dz of dy and of what was saved, z or y. Each passes
-// NaN. The formulas are those of mpkernels/ops/_activations.py.
+// NaN. The formulas are those of mpkernels/ops/linear/activations.py.
 #pragma once
 
 #include "common/math.h"

@@ -9,7 +9,7 @@ from itertools import product
 from pathlib import Path
 from time import perf_counter
 
-from mpkernels.bench import machine, results, show
+from mpkernels.bench import machine, plot, results, show
 from mpkernels.bench.cases import Benchmark, all_cases, select
 from mpkernels.bench.measuring import run_one
 from mpkernels.bench.pairs import BUILDS
@@ -52,8 +52,6 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
     if old is not None:
         print(show.changes(old, run))
     if arguments.plot and run.results:
-        from mpkernels.bench import plot
-
         plot.draw(run, arguments.plot)
     return code
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mpkernels.nn import LinearAct
+
 Layer = Callable[[int, int, str], nn.Module]
 
 
@@ -19,8 +21,6 @@ def torchs_layer(inputs: int, outputs: int, activation: str) -> nn.Module:
 
 
 def our_layer(inputs: int, outputs: int, activation: str) -> nn.Module:
-    from mpkernels.nn import LinearAct
-
     return LinearAct(inputs, outputs, activation=activation)
 
 

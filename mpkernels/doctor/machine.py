@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 import mpkernels
-from mpkernels import _choices, _cpu, _extension
+from mpkernels import _extension
 from mpkernels.bench.machine import describe as describe_for_bench
 from mpkernels.ops import _registry
+from mpkernels.selector import disk, machine
 
 
 def describe() -> dict[str, str]:
@@ -18,7 +19,7 @@ def describe() -> dict[str, str]:
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     more = {
         "system": system,
-        "cpu features": ", ".join(_cpu.features()) or "unknown",
+        "cpu features": ", ".join(machine.features()) or "unknown",
         "threads": str(torch.get_num_threads()),
         "gpu": _gpu(),
         "cuda of torch": torch.version.cuda or "none",
@@ -72,8 +73,8 @@ def why_not() -> dict[str, str]:
 def chosen() -> dict[str, str]:
     """What the selector has measured on this machine with these versions, in any process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    suffix = _choices._key("", device)
-    kept = {case: it["choice"] for case, it in _choices._read().items() if isinstance(it, dict) and "choice" in it}
+    suffix = disk._key("", device)
+    kept = {case: it["choice"] for case, it in disk._read().items() if isinstance(it, dict) and "choice" in it}
     return {case.removesuffix(suffix): name for case, name in kept.items() if case.endswith(suffix)}
 
 

@@ -9,8 +9,8 @@ import torch
 from lightning.fabric.plugins.precision import MixedPrecision as _MixedPrecision
 from torch.optim import Optimizer
 
-from mpkernels._autocast import machines_device
 from mpkernels.amp import GradScaler
+from mpkernels.amp.autocasting import machines_device
 
 
 class OurScaler:

@@ -11,8 +11,8 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
-from mpkernels._found_inf import given_group
 from mpkernels.amp import clip_grad_norm_
+from mpkernels.amp.inf_check import given_group
 from mpkernels.integrations.fabric import OurScaler
 
 

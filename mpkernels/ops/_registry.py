@@ -2,8 +2,8 @@
 
 An op's schema is declared once, here. Its reference, in plain torch, is at once the specification, the oracle of the
 tests, the fake kernel of torch.compile and the fallback on any device. Kernels attach themselves to the schema: C++
-and CUDA when the library is loaded (csrc/<op>_torch.cpp), Triton by ``implement`` in ops/<op>_triton.py. Nobody
-imports a kernel.
+and CUDA when the library is loaded (csrc/<family>/<op>_torch.cpp), Triton by ``implement`` in
+ops/<family>/<op>_triton.py. Nobody imports a kernel.
 """
 
 import functools
@@ -34,9 +34,9 @@ _triton_kernels: dict[str, Callable[..., Any]] = {}
 class Op:
     """A declared op. Calling it runs the kernel that the dispatcher picks."""
 
-    def __init__(self, schema: str, stem: str, reference: Callable[..., Any], check: Callable[..., None]) -> None:
+    def __init__(self, schema: str, reference: Callable[..., Any], check: Callable[..., None]) -> None:
         self.name = schema.partition("(")[0]
-        self.stem = stem
+        self.triton_module = f"{reference.__module__}_triton"
         self.schema = schema
         self.reference = _python_kernel(reference, check)
         self._check = check
@@ -72,7 +72,7 @@ class Op:
     def triton(self, *arguments: Any) -> Any:
         """The Triton kernel. Triton is imported by the first call, since that takes longer than all else here."""
         if self.name not in _triton_kernels:
-            importlib.import_module(f"mpkernels.ops.{self.stem}_triton")
+            importlib.import_module(self.triton_module)
         return _triton_kernels[self.name](*arguments)
 
     def by(self, kernel: str) -> Callable[..., Any]:
@@ -99,7 +99,7 @@ def define(schema: str, *, check: Callable[..., None]) -> Callable[[Callable[...
     """Declares an op by its schema and the decorated reference. ``check`` raises the error that a user should see."""
 
     def declare(reference: Callable[..., Any]) -> Op:
-        op = Op(schema, reference.__module__.rpartition(".")[2], reference, check)
+        op = Op(schema, reference, check)
         _ops[op.name] = op
         return op
 
@@ -195,7 +195,7 @@ def backends(op: str, device: str | torch.device = "cpu") -> list[str]:
     device_type = torch.device(device).type
     available = ["reference"]
     if device_type in DEVICES:
-        has_triton = importlib.util.find_spec(f"mpkernels.ops.{_ops[op].stem}_triton") is not None
+        has_triton = importlib.util.find_spec(_ops[op].triton_module) is not None
         if has_triton and _triton_runs_on(device_type):
             available.insert(0, "triton")
         if (op, device_type) in _native:

@@ -1,4 +1,4 @@
-"""Builds the CUDA kernels for the CPU: g++ compiles csrc/**/*_cuda.cu against include/, a stand-in for CUDA's headers."""
+"""Builds the CUDA kernels for the CPU: g++ compiles every *_cuda.cu against include/, a stand-in for CUDA's headers."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ KERNEL_FLAGS = ["-fsanitize=thread", "-g1"]  # memory.cpp sees every load and st
 
 
 def build(directory: Path, csrc: Path = CSRC) -> Path:
-    """Compile csrc/**/*_cuda.cu and csrc/**/*_torch.cpp into directory/mpkernels_emulated-<hash>.so, unless it is there."""
+    """Compile every *_cuda.cu and *_torch.cpp into directory/mpkernels_emulated-<hash>.so, unless it is there."""
     compiler = find_compiler()
     kernels = sorted(csrc.rglob("*_cuda.cu"))
     if not kernels:

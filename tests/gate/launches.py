@@ -80,7 +80,7 @@ def record() -> tuple[list[Launch], list[str]]:
     for chip in TARGETS:
         driver.set_active(NoGpu(chip))
         for op in _registry._ops.values():
-            if f"{op.stem}_triton" in _triton_modules():
+            if op.triton_module in _triton_modules():
                 before = len(launches)
                 try:
                     for arguments in _calls(op, chip):
@@ -118,12 +118,15 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _triton_modules() -> list[str]:
-    return sorted(path.stem for path in Path(ops.__file__).parent.glob("*_triton.py"))
+    """Of all families of ops."""
+    root = Path(ops.__file__).parent
+    paths = sorted(path.relative_to(root) for path in root.rglob("*_triton.py"))
+    return [".".join((ops.__name__, *path.with_suffix("").parts)) for path in paths]
 
 
 def _kernels() -> Iterator[tuple[str, str]]:
-    for stem in _triton_modules():
-        module = importlib.import_module(f"mpkernels.ops.{stem}")
+    for found in _triton_modules():
+        module = importlib.import_module(found)
         for name, value in vars(module).items():
             if name.endswith("_kernel") and isinstance(value, KernelInterface):
                 yield module.__name__, name

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mpkernels.ops._activations import ACTIVATIONS
+from mpkernels.ops.linear.activations import ACTIVATIONS
 from tests.linear import layer
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,0 +1,110 @@
+"""Clipping by the norm of all grads."""
+
+import types
+import warnings
+from collections.abc import Iterable, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels.distributed import fsdp1
+from mpkernels.distributed.processes import Processes, given
+from mpkernels.ops import grad_stats, unscale_
+from mpkernels.parameters import by_device, real, refuse_sharded
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+    *,
+    process_group: Any = None,
+) -> Tensor:
+    """``torch.nn.utils.clip_grad_norm_``, without its two traps.
+
+    The norm of 16-bit grads is fp32, and sums are fp64: no norm overflows that fp32 can hold, where torch's fp16 norm
+    beyond 65504 is inf and turns every grad into 0. And where the norm is inf or NaN the grads are left as they are:
+    torch makes all of them NaN or 0, which no guard downstream could tell from the one that overflowed.
+
+    In place, one launch to read the grads (norm_type 2) and one to scale them, nothing is copied to the host unless
+    ``error_if_nonfinite``. ``AdamW(max_norm=...)`` clips within its step, and writes no grad at all.
+
+    Args:
+        parameters, max_norm, norm_type, error_if_nonfinite: as torch has them.
+        foreach: changes nothing: any list is scaled at once.
+        process_group: of processes that hold a part of the grads each, as under FSDP1: clips by the norm of all. Every
+            process has to call it, also one without grads.
+
+    Returns:
+        The norm before clipping: fp32, or fp64 where a grad is.
+    """
+    if isinstance(parameters, Tensor):
+        parameters = [parameters]
+    is_generator = isinstance(parameters, types.GeneratorType)
+    params = list(parameters)
+    if is_generator and not params:
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
+    grads = [param.grad for param in params if param.grad is not None]
+    max_norm, norm_type = float(max_norm), float(norm_type)
+    processes = given("clip_grad_norm_", process_group) or fsdp1.peers_of("clip_grad_norm_", params, for_norm=True)
+    if not grads and processes is None:
+        return torch.tensor(0.0)
+    refuse_sharded("clip_grad_norm_", "grads", grads)
+    numbers = _real(grads)
+    norm = _norm(numbers if norm_type == 2 else grads, norm_type, params, processes)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients from "
+            "`parameters` is non-finite, so it cannot be clipped. To disable "
+            "this error and leave the gradients as they are, "
+            "set `error_if_nonfinite=False`"
+        )
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    _scale(numbers, coefficient.masked_fill_(norm.isfinite().logical_not(), 1.0))
+    return norm
+
+
+def _norm(grads: Sequence[Tensor], norm_type: float, params: Sequence[Tensor], processes: Processes | None) -> Tensor:
+    """On the device of the first, or where processes agree; params: tell where."""
+    device = grads[0].device if grads else torch.device("cpu")
+    dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32).to_real()
+    nothing = torch.zeros((), dtype=torch.float64, device=device)
+    if norm_type == 2:
+        of_devices = by_device(grads, grads).values()
+        sums = [grad_stats(of_device).total_sumsq.to(device, non_blocking=True) for of_device in of_devices]
+        sumsq = torch.stack(sums or [nothing]).sum()
+        if processes is not None:
+            sumsq, _ = processes.agree(params, sumsq, None)
+        return sumsq.sqrt().to(dtype)
+    norms = [_wide_norm(grad, norm_type).to(device, non_blocking=True) for grad in grads if grad.numel() > 0]
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [nothing]), norm_type)
+    return (total if processes is None else processes.norm(params, total, norm_type)).to(dtype)
+
+
+def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
+    wide = torch.complex128 if grad.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=wide)
+    return norm
+
+
+def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
+    for of_device in by_device(grads, grads).values():
+        by = coefficient.to(of_device[0].device, non_blocking=True)
+        wide = [grad for grad in of_device if grad.dtype == torch.float64]
+        narrow = [grad for grad in of_device if grad.dtype != torch.float64]
+        if wide:
+            torch._foreach_mul_(wide, by.double())
+        if narrow:  # multiplied in fp32 and rounded once; torch would round the coefficient to 16 bits first
+            unscale_(narrow, torch.zeros((), dtype=torch.float32, device=by.device), by.float())
+
+
+def _real(grads: Sequence[Tensor]) -> Sequence[Tensor]:
+    """The same memory, in which a conjugate's signs don't matter here."""
+    if not any(map(torch.is_complex, grads)):
+        return grads
+    return [real(grad.conj() if grad.is_conj() else grad) for grad in grads]

@@ -1,0 +1,275 @@
+"""GradScaler: torch's, for grads of any dtype, with other ways to scale and skips that are seen."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+from torch.optim import Optimizer
+
+from mpkernels.amp import inf_check, scalings
+from mpkernels.amp.autocasting import machines_device
+from mpkernels.distributed import processes
+from mpkernels.ops import update_scale_
+from mpkernels.overflow.find_nonfinite import find_nonfinite
+from mpkernels.overflow.ledger import Ledgers
+from mpkernels.overflow.readback import Readback
+from mpkernels.overflow.report import OverflowReport
+
+_HANDED_OVER = ("grad_scale", "found_inf", "told", "peers")  # what an optimizer holds of a scaler's during a step
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler``, with grads of any dtype, other ways to scale, and skips that are seen.
+
+    Nothing is copied to the host by ``scale``, ``unscale_``, ``step`` and ``update``, with every optimizer that takes
+    found_inf on the device. ``mpkernels.optim.AdamW`` looks for inf and NaN within its own step. Which grads have cost
+    a step, ``overflow_report`` tells.
+
+    Args:
+        device: its type; None is the machine's.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch has them.
+        scaling: ``"dynamic"``, as torch does it; ``"static"``, at init_scale; or a schedule, a callable from the number
+            of updates so far to a scale, or a list of (first update, scale). An overflow skips the step in each.
+        min_scale, max_scale: how far a dynamic scale may back off and grow.
+        hysteresis: how many overflows in a row it takes for a dynamic scale to back off; from then on, each further one
+            in that row makes it back off again.
+        process_group: of processes that hold a part of the grads each, as under FSDP1: an inf or NaN in one costs the
+            step in all, so that their scales stay the same. One of AdamW is enough for both.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        scaling: scalings.Scaling = "dynamic",
+        min_scale: float = 0.0,
+        max_scale: float = math.inf,
+        hysteresis: int = 1,
+        process_group: Any = None,
+    ) -> None:
+        of_torch = init_scale, growth_factor, backoff_factor, growth_interval
+        beyond = min_scale, max_scale, hysteresis
+        schedule = scalings.check(scaling, dict(zip(scalings.DEFAULTS, of_torch + beyond, strict=True)))
+        super().__init__(machines_device() if device is None else device, *of_torch, enabled)
+        self._scaling = "scheduled" if schedule is not None else scaling
+        self._schedule, self._updates = schedule, 0
+        self._min_scale, self._max_scale, self._hysteresis = beyond
+        self._init_overflows = [0, 0]  # in a row, in all
+        self._overflows: Tensor | None = None
+        self._was_skipped = Readback()
+        self._ledgers, self._peers = Ledgers(), processes.given("GradScaler", process_group)
+        if self._scaling != "dynamic":
+            self._growth_factor = self._backoff_factor = 1.0
+        if schedule is not None:
+            self._init_scale = schedule(0)
+
+    @property
+    def step_was_skipped(self) -> Tensor | None:
+        """A bool, 0-dim, on the host: whether an inf or NaN has cost a step before the last update. To ask waits for no
+        device: one that has not got so far yet makes it the update before. None as long as nothing is known."""
+        overflows = self._was_skipped.read()
+        return None if overflows is None else overflows[0] > 0
+
+    @property
+    def skipped_steps(self) -> Tensor | None:
+        """int32, 0-dim, on the device: updates so far before which an inf or NaN has cost a step."""
+        return None if self._overflows is None else self._overflows[1]
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        super()._lazy_init_scale_growth_tracker(dev)
+        self._overflows = self._fill_overflows(torch.empty(2, dtype=torch.int32, device=dev))
+
+    def _fill_overflows(self, overflows: Tensor) -> Tensor:
+        for i, count in enumerate(self._init_overflows):
+            overflows[i].fill_(count)
+        return overflows
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        grads = inf_check.grads_of(optimizer)
+        found_infs = inf_check.unscale_(grads, inv_scale)  # allow_fp16 or not
+        found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), found_infs, inv_scale)
+        self._note(optimizer, grads, found_infs, unscaled=True)
+        return found_infs
+
+    def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
+        """Comes before the step of an optimizer that takes the scale off itself: the grads are only read."""
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        grads = inf_check.grads_of(optimizer)
+        found_infs: dict[Any, Tensor] = inf_check.look(grads, scale)
+        if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's, that may know of other ranks
+            for device, found_inf in super()._check_inf_per_device(optimizer).items():
+                found_infs[device] = torch.maximum(found_inf, found_infs.get(device, found_inf))
+        found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), found_infs, scale)
+        self._note(optimizer, grads, found_infs, unscaled=False)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
+        return found_infs
+
+    def _note(self, optimizer: Optimizer, grads: inf_check.Grads, found_infs: Any, unscaled: bool) -> None:
+        """What the grads are like, if the step will be skipped."""
+        if self._scale is None:  # a subclass's way to take a scale of its own off
+            return
+        self._ledgers.take_up(optimizer, self._overflows)
+        self._ledgers.fill(optimizer, grads, found_infs, self._scale, unscaled)
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's; and if anything is raised, the optimizer is left with the attributes that it came with."""
+        self._ledgers.take_up(optimizer, self._overflows)
+        attributes = _attributes(optimizer)
+        before = {name: attributes[name] for name in _HANDED_OVER if name in attributes}
+        try:
+            if _is_a_wrapper(optimizer):
+                optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+                try:
+                    return super().step(optimizer, *args, **kwargs)
+                finally:
+                    del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
+            if self._leaves_check_to(optimizer, kwargs):
+                return self._step_unchecked(optimizer, *args, **kwargs)
+            return super().step(optimizer, *args, **kwargs)
+        except BaseException:
+            _take_back(optimizer)
+            attributes.update(before)
+            raise
+
+    def _leaves_check_to(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
+        kind = type(self)
+        is_replaced = (kind._unscale_grads_, kind._check_inf_per_device) != _CHECKS
+        if not self._enabled or self._scale is None or "closure" in kwargs or is_replaced:
+            return False
+        state = self._per_optimizer_states.get(id(optimizer))
+        return getattr(optimizer, "_finds_inf", False) and (state is None or state["stage"] is OptState.READY)
+
+    def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        _attributes(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
+        preset, device = getattr(optimizer, "grad_scale", None), inf_check.first_device(optimizer)
+        if (peers := inf_check.peers_of(self, optimizer)) is not None:
+            optimizer.peers, device = peers, device or self._check_scale_growth_tracker("step")[0].device
+        optimizer.grad_scale = self._scale if preset is None else self._scale * preset
+        # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
+        told = optimizer.told = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
+        result: float | None = optimizer.step(*args, **kwargs)
+        _take_back(optimizer)
+        found_infs = {} if told is None else {device: told[1]}
+        self._per_optimizer_states[id(optimizer)] = {"stage": OptState.STEPPED, "found_inf_per_device": found_infs}
+        return result
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's; ``new_scale`` may be a float, an int or any tensor of one element."""
+        if not self._enabled:
+            return
+        scale, tracker = self._check_scale_growth_tracker("update")
+        found_infs = [
+            found_inf.to(scale.device, non_blocking=True)
+            for state in self._per_optimizer_states.values()
+            for found_inf in state["found_inf_per_device"].values()
+        ]
+        if new_scale is not None:
+            self._set(scale, new_scale)
+            scale, tracker = scale.clone(), tracker.clone()  # so that only overflows are counted
+        elif not found_infs:
+            raise AssertionError("No inf checks were recorded prior to update.")
+        if found_infs:
+            self._move(scale, tracker, found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum())
+        self._updates += 1
+        if self._schedule is not None:
+            scale.fill_(self._schedule(self._updates))
+        self._per_optimizer_states.clear()
+
+    def _set(self, scale: Tensor, new_scale: float | Tensor) -> None:
+        if self._schedule is not None:
+            raise ValueError(f"GradScaler.update: new_scale must be None with a schedule, got {new_scale!r}")
+        if isinstance(new_scale, int | float) and not isinstance(new_scale, bool):
+            scale.fill_(new_scale)
+            return
+        if not isinstance(new_scale, Tensor) or new_scale.numel() != 1 or new_scale.requires_grad:
+            raise AssertionError(
+                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+                "torch.FloatTensor with requires_grad=False."
+            )
+        scale.copy_(new_scale.reshape(()), non_blocking=True)
+
+    def _move(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
+        overflows = self._overflows
+        assert overflows is not None  # made with the scale
+        factors = self._growth_factor, self._backoff_factor, self._growth_interval
+        beyond = self._min_scale, self._max_scale, self._hysteresis
+        update_scale_(scale, tracker, found_inf, *factors, overflows, *beyond)
+        self._ledgers.count(self._per_optimizer_states, overflows)
+        self._was_skipped.send(overflows)
+
+    def overflow_report(
+        self, model: torch.nn.Module | None = None, found: find_nonfinite | None = None
+    ) -> OverflowReport:
+        """What the grads of the last skipped step were like, parameter by parameter, of all optimizers that it was
+        skipped for. It was written down on the device as the step was skipped: the grads may be gone. To ask waits for
+        the device.
+
+        Args:
+            model: whose names the parameters then have; else those that the optimizer was given, as
+                ``named_parameters()`` (torch >= 2.6), or group and number.
+            found: what ``with find_nonfinite(model) as found:`` has found, for the suggestion.
+        """
+        in_a_row = None if self._overflows is None else int(self._overflows[0])
+        return OverflowReport(self._ledgers.records(), model, found, in_a_row)
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's, and of modes beyond torch what they add."""
+        beyond = {name: getattr(self, f"_{name}") for name in scalings.BEYOND_TORCH}
+        is_torchs = self._scaling == "dynamic" and all(scalings.DEFAULTS[name] == it for name, it in beyond.items())
+        if not self._enabled or is_torchs:
+            return super().state_dict()
+        own = {"scaling": self._scaling, **beyond, "updates": self._updates, "overflows": self._count_overflows()}
+        return super().state_dict() | own
+
+    def _count_overflows(self) -> list[int]:
+        return self._init_overflows if self._overflows is None else self._overflows.tolist()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's and ours. The constructor decides how to scale: from a state that was scaled otherwise, a dynamic
+        scaler takes the scale, and another takes nothing."""
+        if not self._enabled:
+            return
+        self._ledgers = Ledgers()
+        if state_dict and state_dict.get("scaling", "dynamic") != self._scaling:
+            if self._scaling != "dynamic":
+                return
+            state_dict = self.state_dict() | {"scale": state_dict["scale"]}
+        super().load_state_dict(state_dict)
+        for name in (*scalings.BEYOND_TORCH, "updates"):
+            setattr(self, f"_{name}", state_dict.get(name, getattr(self, f"_{name}")))
+        self._init_overflows = list(state_dict.get("overflows", self._count_overflows()))
+        if self._overflows is not None:
+            self._fill_overflows(self._overflows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"_init_overflows": self._count_overflows(), "_overflows": None, "_was_skipped": Readback()}
+        return super().__getstate__() | own
+
+
+_CHECKS = GradScaler._unscale_grads_, GradScaler._check_inf_per_device
+
+
+def _is_a_wrapper(optimizer: Optimizer) -> bool:
+    """Whether another optimizer answers through it, that would never see what a scaler sets on this one."""
+    flag, kind = "_step_supports_amp_scaling", type(optimizer)
+    is_own = hasattr(kind, flag) or flag in _attributes(optimizer)
+    return not is_own and getattr(optimizer, flag, False) and kind.__setattr__ is object.__setattr__
+
+
+def _take_back(optimizer: Optimizer) -> None:
+    for name in _HANDED_OVER:
+        _attributes(optimizer).pop(name, None)
+
+
+def _attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """Of a class with __slots__, none."""
+    return getattr(optimizer, "__dict__", {})

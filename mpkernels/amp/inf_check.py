@@ -1,0 +1,95 @@
+"""Whether an optimizer's grads hold an inf or NaN, told on the device of the scale."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mpkernels.distributed import fsdp1
+from mpkernels.distributed.processes import Processes
+from mpkernels.ops import grad_stats
+from mpkernels.ops import unscale_ as unscale_list_
+from mpkernels.parameters import by_device, params_of, refuse_sharded, unwrapped
+
+FoundInf = dict[torch.device, Tensor]  # fp32, 0-dim, 0 or 1; one at most, as torch's optimizers take any other for 0
+
+
+Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their grads
+
+
+def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
+    """Whether they do once they are unscaled, which they are then."""
+    found_infs = []
+    for device, (_, of_device) in grads.items():
+        found_infs.append(torch.zeros((), dtype=torch.float32, device=device))
+        unscale_list_(of_device, found_infs[-1], inv_scale.to(device, non_blocking=True))
+    return _together(found_infs, inv_scale.device)
+
+
+def look(grads: Grads, scale: Tensor) -> FoundInf:
+    """Whether they will once they are unscaled: finite ones overflow, too, where a scale below 1 is taken off them.
+    Their norm is then beyond fp32."""
+    found_infs = []
+    for device, (_, of_device) in grads.items():
+        stats = grad_stats(of_device)
+        norm = stats.total_sumsq.sqrt() / scale.to(device, non_blocking=True)
+        found_infs.append(torch.maximum(stats.found_inf, (norm > torch.finfo(torch.float32).max).float()))
+    return _together(found_infs, scale.device)
+
+
+def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
+    there = [found_inf.to(device, non_blocking=True) for found_inf in found_infs]
+    return {device: there[0] if len(there) == 1 else torch.stack(there).amax()} if there else {}
+
+
+def given_peers(scaler: Any, optimizer: Any) -> Processes | None:
+    """The processes that skip its steps together, as the user says of either."""
+    both = [getattr(it, "_peers", None) for it in (scaler, unwrapped(optimizer))]
+    ours, own = (it if isinstance(it, Processes) else None for it in both)  # others may answer anything
+    if ours is not None and own is not None and ours.group is not own.group:
+        raise ValueError("GradScaler: process_group must be that of the optimizer, got another one")
+    return ours or own
+
+
+def given_group(scaler: Any, optimizer: Any) -> Any:
+    peers = given_peers(scaler, optimizer)
+    return None if peers is None else peers.group
+
+
+def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
+    return given_peers(scaler, optimizer) or fsdp1.peers_of("GradScaler", params_of(optimizer))
+
+
+def of_all(processes: Processes | None, found_infs: FoundInf, scale: Tensor) -> FoundInf:
+    """Return whether the grads of any process hold an inf or NaN."""
+    if processes is None:
+        return found_infs
+    _, found_inf = processes.agree([scale], None, sum(found_infs.values()))
+    return {found_inf.device: found_inf}
+
+
+def first_device(optimizer: Optimizer) -> torch.device | None:
+    """Of the first grad, if there is one."""
+    return next((param.grad.device for param in params_of(optimizer) if param.grad is not None), None)
+
+
+def grads_of(optimizer: Optimizer) -> Grads:
+    """Of a sparse one, the values."""
+    params = [param for param in params_of(optimizer) if param.grad is not None]
+    refuse_sharded("GradScaler", "params", params)
+    grads = [_values(param) for param in params]
+    return {
+        device: ([params[i] for i in places], [grads[i] for i in places])
+        for device, places in by_device(grads, range(len(grads))).items()
+    }
+
+
+def _values(param: Tensor) -> Tensor:
+    grad = param.grad
+    assert grad is not None
+    if not grad.is_sparse:
+        return grad
+    if grad.dtype is torch.float16:
+        param.grad = grad = grad.coalesce()  # or the sum of an index's values might overflow later, unseen
+    return grad._values()

@@ -1,0 +1,180 @@
+"""A model's weights in 16 bits, and back."""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
+
+from mpkernels.amp.mixed_class import Mixed, mixed_class
+from mpkernels.ops.adamw.split import split
+from mpkernels.optim import AdamW, masters, param_state
+from mpkernels.parameters import params_of, unwrapped
+
+_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
+_DTYPES = (torch.bfloat16, torch.float16)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def to_mixed(
+    model: Model,
+    dtype: torch.dtype = torch.bfloat16,
+    keep_fp32: Iterable[str] = (),
+    optimizer: torch.optim.Optimizer | None = None,
+) -> Model:
+    """Rounds the model's parameters to 16 bits, in place, and lets its forward run under autocast. Returns the model.
+
+    An ``mpkernels.optim.AdamW`` over its parameters then holds their fp32 masters. Norms stay fp32: torch's own, and
+    every module with "norm" in its class's name whose parameters are vectors. Buffers stay as they are, as under
+    autocast, and so does every weight that is shared with one that stays, nn.Bilinear's, and what spectral_norm
+    divides. What is kept is kept in memory: autocast computes with it as with any fp32 weight.
+
+    Convert before the model is compiled or wrapped in DDP; FSDP takes no group of two dtypes. Methods other than
+    forward, and a loss, need an autocast around them as ever.
+
+    Args:
+        model: whose parameters are fp32, or ``dtype`` already.
+        dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a GradScaler.
+        keep_fp32: modules and parameters that stay fp32 as well, by their names as ``named_modules`` and
+            ``named_parameters`` have them; ``*`` stands for anything.
+        optimizer: an ``mpkernels.optim.AdamW`` that is there already, also wrapped by Accelerate, Lightning or Fabric:
+            its masters are the weights as they were, bit for bit. One that has stepped must be named. One that is made
+            afterwards begins from the rounded weights.
+    """
+    if dtype not in _DTYPES:
+        raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
+    _refuse_wrapped("to_mixed", model)
+    if any(isinstance(module, Mixed) for module in model.modules()):
+        raise ValueError("to_mixed: model must not be converted yet, got one that holds 16-bit weights from to_mixed")
+    if "forward" in vars(model) or isinstance(model, torch.jit.ScriptModule | torch.fx.GraphModule):
+        raise ValueError("to_mixed: model must have its class's forward, got one that was replaced, scripted or traced")
+    kept = _kept(model, [keep_fp32] if isinstance(keep_fp32, str) else list(keep_fp32))
+    goals = [(name, param, torch.float32 if param in kept else dtype) for name, param in model.named_parameters()]
+    for name, param, goal in goals:
+        _check(name, param, goal, dtype)
+    adamw = None if optimizer is None else _checked("to_mixed", optimizer)
+    with torch.no_grad():
+        for _, param, goal in goals:
+            _set(param, param.to(goal) if adamw is None else _with_master(param, goal, adamw))
+    if adamw is not None:
+        adamw._start_afresh()
+    kind: Any = type(model)
+    model.__class__ = mixed_class(kind, dtype)  # type: ignore[assignment]
+    return model
+
+
+def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
+    """Undoes ``to_mixed``: each parameter becomes its fp32 master, bit for bit, in place. Returns the model.
+
+    The optimizer, wrapped as in ``to_mixed`` or not, goes on in fp32 from where it is. A frozen parameter that it
+    doesn't know is widened as it is. So is returned a model that was never narrowed, as under ``Policy("fp32")``.
+    """
+    _refuse_wrapped("to_full", model)
+    if not isinstance(model, Mixed):
+        if not any(map(masters.needs_master, model.parameters())):
+            return model
+        raise ValueError(f"to_full: model must come from to_mixed, got {type(model).__name__}")
+    optimizer = _checked("to_full", optimizer)
+    narrow = {name: param for name, param in model.named_parameters() if masters.needs_master(param)}
+    known = set(params_of(optimizer))
+    for name, param in narrow.items():
+        if param.requires_grad and param not in known:
+            raise ValueError(f"to_full: optimizer must hold the master of {name}, which is not among its parameters")
+    with torch.no_grad():
+        optimizer._compare_loaded()
+        for param in narrow.values():
+            _set(param, masters.true_weight(param, optimizer.state.get(param, {})).float())
+            for key in masters.KEYS.values():
+                optimizer.state.get(param, {}).pop(key, None)
+    optimizer._start_afresh()
+    model.__class__ = model._mixed_class
+    return model
+
+
+def _checked(op: str, optimizer: torch.optim.Optimizer) -> AdamW:
+    optimizer = unwrapped(optimizer)
+    if not isinstance(optimizer, AdamW):
+        kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+        raise TypeError(f"{op}: optimizer must be mpkernels.optim.AdamW, which holds the masters, got {kind}")
+    if optimizer._release is not None and optimizer._release._hooks:
+        raise ValueError(f"{op}: optimizer must not release grads; call remove() on what release_grads() returned")
+    return optimizer
+
+
+def _refuse_wrapped(op: str, model: nn.Module) -> None:
+    for module in model.modules():
+        for kind in type(module).__mro__:
+            if kind.__name__ in _WRAPPERS and kind.__module__.startswith("torch"):
+                raise ValueError(f"{op}: model must not be wrapped or compiled yet, got {kind.__name__}")
+
+
+def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
+    named = [*model.named_modules(remove_duplicate=False), *model.named_parameters(remove_duplicate=False)]
+    kept: set[Tensor] = set()
+    for module in model.modules():
+        kept.update(module.parameters(recurse=False) if _is_fp32s(module) else _spectral_of(module))
+    for pattern in patterns:
+        found = [it for name, it in named if fnmatchcase(name, pattern)]
+        if not found:
+            raise ValueError(f"to_mixed: keep_fp32 must name modules or parameters of the model, got {pattern!r}")
+        for it in found:
+            kept.update(it.parameters() if isinstance(it, nn.Module) else [it])
+    return kept
+
+
+def _spectral_of(module: nn.Module) -> list[Tensor]:
+    """Weights that spectral_norm divides, beside vectors of its own in fp32 and out of autocast's sight."""
+    if isinstance(module, parametrize.ParametrizationList) and any(isinstance(it, _SpectralNorm) for it in module):
+        return list(module.parameters(recurse=False))
+    hooks = module._forward_pre_hooks.values()
+    return [getattr(module, hook.name + "_orig") for hook in hooks if isinstance(hook, SpectralNorm)]
+
+
+def _is_fp32s(module: nn.Module) -> bool:
+    """A norm, or what autocast has no rule for. A linear layer that normalises its weight has "norm" in its name, too,
+    but a matrix."""
+    if isinstance(module, (*_NORMS, nn.Bilinear)):
+        return True
+    return "norm" in type(module).__name__.lower() and all(it.dim() <= 1 for it in module.parameters(recurse=False))
+
+
+def _check(name: str, param: Tensor, goal: torch.dtype, dtype: torch.dtype) -> None:
+    if is_lazy(param):
+        raise ValueError(f"to_mixed: {name} must be initialised, got a lazy parameter; run a forward first")
+    if param.dtype not in (torch.float32, dtype):
+        raise ValueError(f"to_mixed: {name} must be torch.float32 or {dtype}, got {param.dtype}")
+    if not param.is_meta and bool((param.isfinite() & ~param.to(goal).isfinite()).any()):
+        raise ValueError(f"to_mixed: {name} must fit {goal}, got {param.detach().abs().max().item():g}")
+
+
+def _set(param: Tensor, value: Tensor) -> None:
+    """As Module.to does it: the parameter stays the same object, tied and known to its optimizer."""
+    if value.dtype == param.dtype:
+        return
+    grad = param.grad
+    param.grad = None
+    param.data = value
+    if grad is not None:
+        param.grad = grad.to(value.dtype)
+
+
+def _with_master(param: Tensor, goal: torch.dtype, optimizer: AdamW) -> Tensor:
+    """The weight to be; what its rounding takes away goes to the optimizer."""
+    group = next((group for group in optimizer.param_groups if any(it is param for it in group["params"])), None)
+    if group is None or goal == torch.float32 or param.dtype != torch.float32:
+        return param.to(goal)
+    rounded, remainder = split(param.detach(), goal)
+    scheme = group["master"]
+    own = param_state.create(rounded, scheme, group["state_dtype"], group["amsgrad"])
+    own.update(optimizer.state[param])
+    own[masters.KEYS[scheme]] = remainder if scheme == "split" else param.detach()
+    optimizer.state[param] = own
+    return rounded if scheme == "split" else param.to(goal)

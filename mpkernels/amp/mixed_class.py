@@ -1,0 +1,47 @@
+"""A model's class with an autocast around its forward."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import nn
+
+from mpkernels.amp.autocasting import machines_device
+from mpkernels.ops._autocast import has_autocast
+
+
+class Mixed:
+    """What ``to_mixed`` makes of a model's class: a subclass that has its name, and runs its forward under autocast."""
+
+    _mixed_class: type[nn.Module]
+    _mixed_dtype: torch.dtype
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here has no name to be found by
+        reduced: Any = super().__reduce_ex__(protocol)
+        _, (_, *arguments), *rest = reduced
+        return _rebuild, (self._mixed_class, self._mixed_dtype, *arguments), *rest
+
+
+@functools.cache
+def mixed_class(kind: Any, dtype: torch.dtype) -> type[nn.Module]:
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.amp.autocast(_device_type(self), dtype=dtype):
+            return kind.forward(self, *args, **kwargs)
+
+    body = {"forward": forward, "_mixed_class": kind, "_mixed_dtype": dtype, "__doc__": kind.__doc__}
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (Mixed, kind), body | names)
+
+
+def _rebuild(kind: Any, dtype: torch.dtype, *arguments: Any) -> nn.Module:
+    made: nn.Module = object.__new__(mixed_class(kind, dtype))
+    return made
+
+
+def _device_type(model: nn.Module) -> str:
+    """Of its weights; a replica of DataParallel has none of its own."""
+    for param in model.parameters():
+        if has_autocast(param.device.type):
+            return param.device.type
+    return machines_device()

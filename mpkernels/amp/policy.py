@@ -1,0 +1,105 @@
+"""Which dtype computes, which one the weights have, and what follows: as Keras has policies."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mpkernels.amp.autocasting import autocast, machines_device
+from mpkernels.amp.grad_scaler import GradScaler
+from mpkernels.amp.mixed import Model, to_mixed
+
+_COMPUTE_DTYPES = {
+    "mixed_float16": torch.float16,
+    "mixed_bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+_SHORT = {"fp16": "mixed_float16", "bf16": "mixed_bfloat16", "fp32": "float32"}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """``"mixed_float16"``, ``"mixed_bfloat16"`` or ``"float32"``, and the autocast, scaler and weights that go with it.
+
+    ``"fp16"``, ``"bf16"`` and ``"fp32"`` are short for these.
+
+    >>> policy = Policy("mixed_bfloat16")
+    >>> with policy.autocast("cpu"): ...
+    """
+
+    name: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _SHORT.get(self.name, self.name))
+        if self.name not in _COMPUTE_DTYPES:
+            known = ", ".join(map(repr, (*_COMPUTE_DTYPES, *_SHORT)))
+            raise ValueError(f"Policy: name must be one of {known}, got {self.name!r}")
+
+    @classmethod
+    def best(cls, device: str | torch.device | None = None) -> "Policy":
+        """The one that trains fastest on a device, by default the machine's, without a loss in accuracy.
+
+        bf16 wherever hardware multiplies it, for it needs no scaling: CUDA from Ampere on, ROCm, XPU, and CPUs with
+        AMX, AVX512_BF16 or Arm's BF16. Else fp16 on a CUDA device with tensor cores, and on MPS, whose first generation
+        emulates bf16. Else fp32: a CPU without such instructions widens, multiplies and rounds, and is slower for it.
+        """
+        device = torch.device(machines_device() if device is None else device)
+        if device.type == "cuda":
+            return cls(_best_on_cuda(device))
+        if device.type == "cpu":
+            return cls("mixed_bfloat16" if _multiplies_bf16() else "float32")
+        return cls({"mps": "mixed_float16", "xpu": "mixed_bfloat16"}.get(device.type, "float32"))
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return _COMPUTE_DTYPES[self.name]
+
+    def autocast(self, device: str | torch.device | None = None) -> torch.amp.autocast:
+        """Disabled for float32."""
+        if self.name == "float32":
+            return autocast(_type_of(device), enabled=False)
+        return autocast(_type_of(device), dtype=self.compute_dtype)
+
+    def scaler(self, device: str | torch.device | None = None, **options: Any) -> torch.amp.GradScaler:
+        """mpkernels' ``GradScaler``, with its options. Only fp16 needs one: under the others it passes all through."""
+        return GradScaler(_type_of(device), enabled=self.name == "mixed_float16", **options)
+
+    def convert(self, model: Model, keep_fp32: str | list[str] | tuple[str, ...] = ()) -> Model:
+        """``to_mixed``, or the model as it is for float32."""
+        return model if self.name == "float32" else to_mixed(model, self.compute_dtype, keep_fp32)
+
+
+def _type_of(device: str | torch.device | None) -> str:
+    return torch.device(machines_device() if device is None else device).type
+
+
+def _best_on_cuda(device: torch.device) -> str:
+    if torch.version.hip:
+        return "mixed_bfloat16"
+    capability = torch.cuda.get_device_capability(device)
+    if capability >= (8, 0):
+        return "mixed_bfloat16"
+    return "mixed_float16" if capability >= (7, 0) else "float32"
+
+
+def _multiplies_bf16() -> bool:
+    if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
+        return True
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # which torch 2.10 may lack
+    return capabilities.get("bf16", False)  # Arm's name for it
+
+
+_global_policy = Policy("float32")
+
+
+def global_policy() -> Policy:
+    """What ``set_global_policy`` set last; ``Policy("float32")`` at first."""
+    return _global_policy
+
+
+def set_global_policy(policy: Policy | str) -> None:
+    """The policy of code that is handed none: your own, by ``global_policy()``, and ``find_max_batch_size``."""
+    global _global_policy
+    if not isinstance(policy, Policy | str):
+        raise TypeError(f"set_global_policy: policy must be a Policy or the name of one, got {policy!r}")
+    _global_policy = Policy(policy) if isinstance(policy, str) else policy

@@ -1,0 +1,59 @@
+"""FSDP1's parameters, which look like any tensor: who holds the other parts of them."""
+
+import gc
+from collections.abc import Iterable, Sequence
+from typing import Any
+from weakref import WeakSet
+
+from torch import Tensor
+
+from mpkernels.distributed.processes import Processes, are_several
+
+_handles: WeakSet[Any] = WeakSet()  # FSDP's, one for each flat parameter; no parameter leads to its own
+
+
+def has_parts(params: Iterable[Tensor]) -> bool:
+    return are_several() and any(map(_is_fsdps, params))
+
+
+def peers_of(op: str, params: Sequence[Tensor], for_norm: bool = False) -> Processes | None:
+    """The processes that have the other parts; None where each has the whole. for_norm: only parts may be there, as the
+    squares of whole ones are not to be added up."""
+    parts = list(filter(_is_fsdps, params)) if are_several() else []
+    if not parts:
+        return None
+    group_of = _groups(op, parts)
+    groups = {group_of.get(id(param)) for param in params}
+    of_parts = groups - {None}
+    if len(of_parts) > 1 or (of_parts and None in groups and for_norm):
+        raise ValueError(
+            f"{op}: params must be parts that FSDP leaves to the processes of one group, got those of {len(of_parts)}"
+            f"{', and whole ones' if None in groups else ''}; leave out max_norm and clip by "
+            "FullyShardedDataParallel.clip_grad_norm_, and give the process_group in which all is skipped together"
+        )
+    return Processes(of_parts.pop(), holds_parts=None not in groups) if of_parts else None
+
+
+def _is_fsdps(param: Tensor) -> bool:
+    return getattr(param, "_fsdp_flattened", False)
+
+
+def _groups(op: str, parts: Sequence[Tensor]) -> dict[int, Any]:
+    """Return the process group of each parameter, by its id: None with NO_SHARD, where each process has it whole."""
+    found = _known_groups()
+    if any(id(param) not in found for param in parts):
+        from torch.distributed.fsdp._flat_param import FlatParamHandle
+
+        _handles.update(it for it in gc.get_referrers(FlatParamHandle) if type(it) is FlatParamHandle)
+        found = _known_groups()
+    if any(id(param) not in found for param in parts):
+        raise ValueError(f"{op}: process_group must be given, FullyShardedDataParallel's own was not found")
+    return found
+
+
+def _known_groups() -> dict[int, Any]:
+    found: dict[int, Any] = {}
+    for handle in list(_handles):
+        flat, group = handle.flat_param, handle.process_group if handle.uses_sharded_strategy else None
+        found |= {id(it): group for it in (flat, *(flat._params or ()), *(flat._shared_params or ()))}
+    return found

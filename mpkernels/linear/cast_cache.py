@@ -1,0 +1,124 @@
+"""What autocast makes of an fp32 parameter, kept as long as torch keeps its own casts: until the autocast block ends.
+Where it is known which blocks belong to one step, as ``amp.accumulate`` does, until that step.
+
+A change in place meanwhile is seen, by the parameter's version. What goes unseen is a write that raises no version,
+through ``parameter.data``, between two forwards within one block, as in torch, or for one step.
+
+The casts of a block hang on a node of autograd that torch's own cache keeps alive, and go when that is cleared.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from mpkernels._torch_private import unseen
+
+
+class _Kept(NamedTuple):
+    parameter: Tensor  # lest another one get its id
+    version: int
+    data_ptr: int
+    stream: int
+    cast: Tensor
+
+
+class _Block(dict[int, _Kept]):
+    """The casts of an autocast block, or of a step, by the parameter's id."""
+
+    is_over = False
+
+
+def _no_block() -> _Block | None:
+    return None
+
+
+_block: Any = _no_block  # a weak reference
+_thread = threading.local()
+
+
+@contextmanager
+def one_step() -> Iterator[None]:
+    """What this thread casts within is kept from block to block, until another step begins. Whoever takes the step
+    calls ``clear`` before."""
+    mine = _thread.step = _Block()
+    try:
+        yield
+    finally:
+        mine.clear()
+        mine.is_over = True  # two that are interleaved do not end in turn
+
+
+def _step() -> _Block | None:
+    step: _Block | None = getattr(_thread, "step", None)
+    return None if step is None or step.is_over else step
+
+
+def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """``parameter.detach().to(dtype)``, which nobody may write to."""
+    if not parameter.is_leaf and _is_transpose_of_a_leaf(parameter):
+        return cast(parameter._base, dtype).t()  # type: ignore[arg-type]
+    if not _may_keep(parameter):
+        return parameter.detach().to(dtype)
+    step = _step()
+    block: _Block = (_block() or _enter_block(parameter.device.type)) if step is None else step
+    stream = torch.cuda.current_stream(parameter.device).cuda_stream if parameter.is_cuda else 0
+    state = parameter._version, parameter.data_ptr(), stream
+    kept = block.get(id(parameter))
+    if kept is None or kept[1:4] != state or kept.cast.dtype != dtype:
+        kept = block[id(parameter)] = _Kept(parameter, *state, parameter.detach().to(dtype))
+    return kept.cast
+
+
+def clear() -> None:
+    """Forgets every cast."""
+    for block in (_block(), _step()):
+        if block is not None:
+            block.clear()
+
+
+def _is_transpose_of_a_leaf(tensor: Tensor) -> bool:
+    """As GPT-2 keeps its weights. They share a version, so that a change of either is seen."""
+    base = tensor._base
+    return (
+        base is not None
+        and base.is_leaf
+        and tensor.requires_grad
+        and base.dim() == tensor.dim() == 2
+        and (tensor.dtype, tensor.data_ptr(), tensor.is_neg()) == (base.dtype, base.data_ptr(), base.is_neg())
+        and (tensor.shape, tensor.stride()) == (base.shape[::-1], base.stride()[::-1])
+    )
+
+
+def _may_keep(parameter: Tensor) -> bool:
+    """As torch's own cache has it; and never in a CUDA graph, whose replays would not see the weight change."""
+    return (
+        parameter.requires_grad
+        and parameter.is_leaf
+        and not parameter.is_inference()
+        and torch.is_grad_enabled()
+        and torch.is_autocast_cache_enabled()
+        and not (parameter.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
+
+
+def _enter_block(device_type: str) -> _Block:
+    """Has torch cast a tensor without elements, and hangs a place for casts on what it keeps of that."""
+    global _block
+    with unseen():
+        empty = _empty(device_type)
+        product: Any = torch.mm(empty, empty)
+    (to_copy, _), _ = product.grad_fn.next_functions
+    block: _Block = to_copy.metadata.setdefault(__name__, _Block())
+    _block = ref(block)
+    return block
+
+
+@cache
+def _empty(device_type: str) -> Tensor:
+    return torch.empty(0, 0, dtype=torch.float32, device=device_type, requires_grad=True)

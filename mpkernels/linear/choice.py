@@ -1,0 +1,171 @@
+"""Who computes a linear_act: a kernel of ours or plain torch, whichever is faster."""
+
+from collections.abc import Callable, Hashable
+from functools import cache, partial
+
+import torch
+from torch import (
+    Tensor,
+    get_autocast_dtype,
+    is_autocast_enabled,
+    is_grad_enabled,
+)
+from torch._C import _get_deterministic_algorithms, _is_any_autocast_enabled, _is_tracing
+from torch.compiler import is_compiling, is_dynamo_compiling
+from torch.nn import Parameter
+
+from mpkernels import _glance, selector
+from mpkernels._torch_private import is_tracing
+from mpkernels.ops._autocast import has_autocast
+from mpkernels.ops._registry import DEVICES, backends, forced
+
+Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None], Tensor]
+
+
+def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
+    """What the choice for a call depends on, and what its errors do, with as little work as can be: in a small layer
+    all that is not torch's own counts. None for what is no ordinary layer's call."""
+    global _look
+    # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
+    if is_dynamo_compiling() or forced:
+        return None
+    try:
+        call = _look(x, weight, bias, activation)
+    except Exception:  # of a tensor without memory, a batched one say; it takes torch a millisecond to raise it
+        _look = _look_in_python
+        call = _look(x, weight, bias, activation)
+    if call is None or not (_is_any_autocast_enabled() or _get_deterministic_algorithms()):
+        return call
+    kind = "cpu" if x.is_cpu else "cuda"
+    # is_autocast_enabled reads a name, which takes longer than all else here where caches are cold.
+    autocast = get_autocast_dtype(kind) if _is_any_autocast_enabled() and is_autocast_enabled(kind) else None
+    return call, autocast, _get_deterministic_algorithms()
+
+
+_PLAIN = frozenset((Tensor, Parameter))
+
+
+def _look_in_python(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
+    """As C++ (csrc/linear/linear_act_python.cpp), slower, and of any tensor; not where torch.jit writes down what is
+    asked."""
+    if type(x) is not Tensor or type(weight) not in _PLAIN or type(activation) is not str:
+        return None
+    if bias is not None and type(bias) not in _PLAIN:
+        return None
+    if _is_tracing() or x.is_nested or weight.is_nested or not x.layout is weight.layout is torch.strided:
+        return None
+    shape, dtype, device = weight.shape, weight.dtype, x.device
+    if weight.ndim != 2 or weight.device != device:
+        return None
+    if bias is not None and (bias.shape != shape[:1] or bias.dtype != dtype or bias.device != device):
+        return None
+    layouts = _is_transposed(x), _is_transposed(weight)
+    return activation, x.shape, x.dtype, device, shape, dtype, bias is None, _trains(x, weight, bias), layouts
+
+
+_look = _glance.describer() or _look_in_python
+
+
+def _is_transposed(tensor: Tensor) -> bool:
+    """As ``weight.t()`` is of a contiguous weight: neighbours in its last dimension do not lie beside each other."""
+    return tensor.dim() > 0 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1
+
+
+def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    return is_grad_enabled() and (weight.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad))
+
+
+def kernel_for(
+    compute: Compute,
+    call: Hashable,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    autocast: torch.dtype | None,
+) -> str:
+    """A kernel of ours or plain torch, whichever is faster; under ``backend`` the dispatcher's choice."""
+    if forced:
+        return "dispatched"
+    within_functorch = torch._C._are_functorch_transforms_active()
+    if call is not None and not within_functorch and (chosen := selector.chosen.get(call)) is not None:
+        return chosen
+    dtypes = autocast or x.dtype, x.dtype, weight.dtype
+    leaves = [x, weight] if bias is None else [x, weight, bias]
+    trains = _trains(x, weight, bias)
+    layouts = "".join(f", {name}.t()" for name, it in (("x", x), ("weight", weight)) if _is_transposed(it))
+    variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}{layouts}"
+    is_odd = torch.float64 in dtypes or weight.dim() != 2
+    if not is_compiling():  # where a look at sizes would make conditions of the graph
+        is_odd = is_odd or within_functorch or weight.numel() * x.numel() == 0
+    if is_odd:
+        return "torch"
+    if is_tracing():
+        return _known_kernel(weight, dtypes, variant)
+    device = x.device
+    outputs, features = weight.shape
+    rows = 1 << (x.numel() // features - 1).bit_length()
+    case = selector.Case("linear_act", device, (features, outputs), dtypes, variant, rows)
+    prepare = partial(_trial, compute, rows, leaves, activation, trains)
+    return selector.choose(case, _names(device.type), prepare, call)
+
+
+def _known_kernel(weight: Tensor, dtypes: tuple[torch.dtype, ...], variant: str) -> str:
+    """For however many rows: a graph serves several sizes."""
+    names, sizes = _names(weight.device.type), (weight.shape[-1], weight.shape[0])
+    if any(isinstance(size, torch.SymInt) for size in sizes):  # to compare it would make a constant of it
+        return names[0]
+    return selector.known(selector.Case("linear_act", weight.device, sizes, dtypes, variant, rows=None), names)
+
+
+# As torch.compiler.assume_constant_result does, which first imports what compiles: a second, also where nothing does.
+_known_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@cache
+def _names(device_type: str) -> tuple[str, ...]:
+    """Fit for use there; plain torch comes last."""
+    if device_type not in DEVICES:
+        return ("torch",)
+    unfit = ("reference", "triton") if device_type == "cpu" else ("reference",)  # Triton is interpreted there
+    return *(name for name in backends("linear_act", device_type) if name not in unfit), "torch"
+
+
+_FLOPS_OF_A_TRIAL = 2**30  # on a CPU, where more rows take proportionally longer
+
+
+def _trial(
+    compute: Compute, rows: int, leaves: list[Tensor], activation: str, trains: bool, kernel: str
+) -> Callable[[], object]:
+    """For the selector: a call like the one at hand, and its backward, on other data in the same layouts."""
+    device, (out_features, in_features) = leaves[0].device, leaves[1].shape
+    if device.type == "cpu":
+        rows = min(rows, max(64, _FLOPS_OF_A_TRIAL // (2 * out_features * in_features)))
+    generator = torch.Generator(device).manual_seed(0)
+    shapes = (rows, in_features), (out_features, in_features), (out_features,)
+
+    def like(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
+        transposes = leaf.dim() > 1 and _is_transposed(leaf)
+        made = torch.randn(shape[::-1] if transposes else shape, generator=generator, device=device).to(leaf.dtype)
+        return (made.t() if transposes else made).requires_grad_(trains)
+
+    copies = [like(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=False)]
+    x, weight, *bias = copies
+    dtype = autocast_dtype(x)
+
+    def run() -> None:
+        # A cast for each call, as there is one for each step.
+        casting = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
+        with casting, torch.set_grad_enabled(trains):
+            y = compute(kernel, x, weight, bias[0] if bias else None, activation, dtype)
+        if trains:
+            torch.autograd.grad(y, copies, y.detach())
+
+    return run
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device_type = x.device.type
+    if has_autocast(device_type) and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return None

@@ -1,0 +1,89 @@
+"""What mixed precision saves of a training step's memory."""
+
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkernels.amp.mixed import to_mixed
+from mpkernels.amp.policy import Policy
+from mpkernels.memory import measure
+from mpkernels.memory.report import Loss, MemoryReport, memory_report, table, text
+from mpkernels.optim import AdamW
+
+
+@dataclass(frozen=True)
+class MemoryComparison:
+    """A report for each way to train, and by how much a step of it, weights and all, has raised the memory in use:
+    on CUDA what torch has allocated, on a CPU what of the process is resident, which is coarse."""
+
+    reports: dict[str, MemoryReport]
+    peaks: dict[str, int]
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        return {way: report.as_dict() | {"peak": self.peaks[way]} for way, report in self.reports.items()}
+
+    def __str__(self) -> str:
+        reports = self.reports.values()
+        rows = [[name, *(text(report.predicted[name]) for report in reports)] for name in next(iter(reports)).predicted]
+        rows.append(["total", *(text(report.total) for report in reports)])
+        of_process = any("resident" in report.device for report in reports)
+        rows.append(["measured peak" + " of the process" * of_process, *map(text, self.peaks.values())])
+        return table(["", *self.reports], rows)
+
+
+def compare_memory(
+    model: nn.Module, loss: Loss, policy: Policy | str | None = None, device: str | torch.device | None = None
+) -> MemoryComparison:
+    """The same step three ways: fp32; torch.amp, with torch's AdamW; mpkernels, with ``to_mixed`` and our AdamW.
+
+    Args:
+        model: is copied for each way, and left as it is.
+        loss: takes a model and returns the loss of a batch; no autocast needed.
+        policy: of both mixed ways; None is the machine's best, or ``"mixed_bfloat16"`` where that is float32.
+        device: to compare on; None is where the model is.
+    """
+    of_model = [param.device for param in model.parameters()]
+    if not of_model:
+        raise ValueError(f"compare_memory: model must have parameters to train, got {type(model).__name__}")
+    on = of_model[0] if device is None else torch.device(device)
+    if policy is None:
+        policy = Policy.best(on)
+        policy = Policy("mixed_bfloat16") if policy.name == "float32" else policy
+    policy = Policy(policy) if isinstance(policy, str) else policy
+    if policy.name == "float32":
+        raise ValueError(f"compare_memory: policy must be a mixed one, got {policy.name!r}")
+    reports, peaks = {}, {}
+    for way in ("fp32", "torch.amp", "mpkernels") * 2:  # the first time, libraries load what stays
+        measure.clean_up()
+        before = measure.used(on)
+        copied = deepcopy(model).to(on)
+        reports[way], peak = _of_way(way, copied, loss, policy, on)
+        peaks[way] = peak - before
+        del copied
+    return MemoryComparison(reports, peaks)
+
+
+def _of_way(way: str, model: nn.Module, loss: Loss, policy: Policy, device: torch.device) -> tuple[MemoryReport, int]:
+    if way == "mpkernels":
+        to_mixed(model, policy.compute_dtype)
+    kind = AdamW if way == "mpkernels" else torch.optim.AdamW
+    optimizer = kind([param for param in model.parameters() if param.requires_grad])
+    used_by = Policy("float32") if way == "fp32" else policy
+    scaler = used_by.scaler(device.type)
+
+    def cast_loss(model: nn.Module) -> Tensor:
+        with used_by.autocast(device.type):
+            return loss(model)
+
+    with measure.restored([], device):  # the same random numbers for each way
+        for _ in range(2):  # the state is there from the second on
+            measure.start_peak(device)
+            scaler.scale(cast_loss(model)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            peak = measure.peak(device)
+            optimizer.zero_grad()
+    return memory_report(model, optimizer, cast_loss), peak

@@ -1,0 +1,65 @@
+"""What a forward leaves in memory."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mpkernels.memory import measure
+
+
+class Forward(TorchDispatchMode):
+    """What a forward saves for the backward, which 16-bit copies of parameters it makes, and what it leaves in all."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.casts: list[Tensor] = []
+        self._known = {_key(it) for it in (*model.parameters(), *model.buffers())}
+        self._saved: list[Tensor] = []
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # held weakly: what is freed does not count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {_key(it) for it in _strided((args, kwargs))}
+        if func is torch.ops.aten._to_copy.default and given & self._known:
+            self.casts.append(out)
+        for it in _strided(out):
+            if _key(it) not in given:  # else a view, or changed in place
+                storage = it.untyped_storage()
+                self._made[_key(it)] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    def __enter__(self) -> "Forward":
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda it: it)
+        self._hooks.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._hooks.__exit__(*error)
+
+    def _keep(self, tensor: Tensor) -> Tensor:
+        self._saved += _strided(tensor)
+        return tensor
+
+    def size_of_activations(self) -> int:
+        known = self._known | {_key(it) for it in self.casts}
+        return measure.size(it for it in self._saved if _key(it) not in known)
+
+    def size_of_what_is_left(self) -> int:
+        """Bytes of all tensors that it has made and that still are there."""
+        return sum(size for made, size in self._made.values() if not made.expired())
+
+
+def _strided(values: Any) -> Iterator[Tensor]:
+    return (it for it in tree_leaves(values) if isinstance(it, Tensor) and it.layout == torch.strided)
+
+
+def _key(tensor: Tensor) -> int:
+    key: int = tensor.untyped_storage()._cdata
+    return key

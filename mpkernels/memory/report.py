@@ -1,0 +1,154 @@
+"""Where a training step's memory goes."""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mpkernels.linear import cast_cache
+from mpkernels.memory import measure
+from mpkernels.memory.forward import Forward
+from mpkernels.optim import AdamW, masters, param_state
+from mpkernels.parameters import params_of, unwrapped
+
+Loss = Callable[[nn.Module], Tensor]
+
+_OF_DEVICE = {"resident": "resident: the whole process"}
+_MASTERS = set(masters.KEYS.values())
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """Bytes. ``predicted``: of the tensors of a training step, counted by their shapes and dtypes, all of them at once.
+    ``measured``: of those that are there now; cast cache and activations are what a forward has added: on CUDA to what
+    torch has allocated, elsewhere the tensors that it has made and that are left at its end.
+    ``device``: what the allocator says (CUDA: allocated, reserved and the largest allocated so far), elsewhere what is
+    resident of the whole process, libraries and all."""
+
+    predicted: dict[str, int | None]
+    measured: dict[str, int | None]
+    device: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Predicted. A backward without accumulation frees activations while grads come, and needs less."""
+        return sum(filter(None, self.predicted.values()))
+
+    def as_dict(self) -> dict[str, dict[str, int | None]]:
+        return {"predicted": self.predicted, "measured": self.measured, "device": dict(self.device)}
+
+    def __str__(self) -> str:
+        rows = [[name, text(self.predicted[name]), text(self.measured[name])] for name in self.predicted]
+        rows.append(["total", text(self.total), text(sum(filter(None, self.measured.values())))])
+        rows += [[_OF_DEVICE.get(name, name), "", text(value)] for name, value in self.device.items()]
+        return table(["", "predicted", "measured"], rows)
+
+
+def memory_report(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None = None, loss: Loss | None = None
+) -> MemoryReport:
+    """What a training step of the model holds in memory. Print it for a table.
+
+    Args:
+        model, optimizer: as you train them; a step need not have been taken. Left as they are.
+        loss: takes the model and returns the loss of a batch, under the autocast that you train with. Its forward is
+            run once, for what it saves for the backward and what autocast casts; without it neither is known.
+    """
+    params = list(model.parameters())
+    optimizer = unwrapped(optimizer)
+    device = params[0].device if params else torch.device("cpu")
+    grads = [param.grad for param in params if param.grad is not None]
+    states = [] if optimizer is None else list(optimizer.state.values())
+    measured: dict[str, int | None] = {
+        "parameters": measure.size(params),
+        "buffers": measure.size(model.buffers()),
+        "gradients": measure.size(grads),
+        **_sizes(states),
+    }
+    predicted = measured | {
+        "gradients": sum(_grad_size(param) for param in params if param.requires_grad),
+        **(_sizes([]) if optimizer is None else _sizes_to_be(optimizer)),
+    }
+    for of_forward in ("cast cache", "activations"):
+        predicted[of_forward] = measured[of_forward] = None
+    if loss is not None:
+        with measure.restored([model], device):
+            cast_cache.clear()  # what an earlier forward has left there is this one's, too
+            before = measure.used(device)
+            with Forward(model) as forward:
+                held = loss(model)
+                allocated = measure.used(device) - before
+                casts, activations = measure.size(forward.casts), forward.size_of_activations()
+                added = allocated if device.type == "cuda" else forward.size_of_what_is_left()
+            del held
+        predicted["cast cache"], predicted["activations"] = casts, activations
+        measured["cast cache"], measured["activations"] = casts, max(0, added - casts)
+    return MemoryReport(predicted, measured, _on_device(device))
+
+
+def _grad_size(param: Tensor) -> int:
+    dtype = getattr(param, "grad_dtype", None) or param.dtype
+    return param.numel() * dtype.itemsize
+
+
+def _sizes(states: Iterable[dict[str, Any]]) -> dict[str, int | None]:
+    copies: list[Tensor] = []
+    moments: list[Tensor] = []
+    for state in states:
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                (copies if key in _MASTERS else moments).append(value)
+    return {"masters": measure.size(copies), "moments": measure.size(moments)}
+
+
+def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
+    """After a step; None where an optimizer can't be asked without one."""
+    params = [param for param in params_of(optimizer) if param.requires_grad]
+    if isinstance(optimizer, AdamW):  # also after a load: masters are made at the first step
+        return _sizes(
+            param_state.create(param.to("meta"), group["master"], group["state_dtype"], group["amsgrad"])
+            for group in optimizer.param_groups
+            for param in group["params"]
+            if param.requires_grad
+        )
+    if all(optimizer.state.get(param) for param in params):
+        return _sizes(optimizer.state.values())
+    try:
+        return _sizes(_states_of_a_twin(optimizer, params))
+    except (RuntimeError, TypeError):  # it reads values, or is made in another way
+        return {"masters": None, "moments": None}
+
+
+def _states_of_a_twin(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[dict[str, Any]]:
+    """That has stepped where tensors have no memory."""
+    twins = [nn.Parameter(param.detach().to("meta")) for param in params]
+    for twin in twins:
+        twin.grad = torch.empty_like(twin)
+    kind: Any = type(optimizer)
+    known = inspect.signature(kind).parameters.keys() - {"fused", "foreach", "capturable"}
+    twin_optimizer = kind(twins, **{key: it for key, it in optimizer.defaults.items() if key in known})
+    twin_optimizer.step()
+    return list(twin_optimizer.state.values())
+
+
+def _on_device(device: torch.device) -> dict[str, int]:
+    if device.type == "cuda":
+        return {
+            "allocated": torch.cuda.memory_allocated(device),
+            "reserved": torch.cuda.memory_reserved(device),
+            "peak": torch.cuda.max_memory_allocated(device),
+        }
+    return {"resident": measure.used(torch.device("cpu"))}
+
+
+def text(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:,.2f} MiB"
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, *rows)]
+    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -1,0 +1,5 @@
+"""torch.nn's modules, fused."""
+
+from mpkernels.nn.linear_act import LinearAct
+
+__all__ = ["LinearAct"]

@@ -1,0 +1,111 @@
+"""A linear layer and its activation as one module."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn import Linear, Module, Parameter
+
+from mpkernels import functional
+from mpkernels.ops.linear.activations import ActivationLike, activation_name, hooks_of
+
+_GETATTR = Module.__getattr__
+
+
+class LinearAct(Module):
+    """A linear layer and its activation in one. Parameters, their names, initialisation and checkpoints are those of
+    ``torch.nn.Linear``, but it is none.
+
+    Tools that replace every Linear, or wrap what it computes, would drop the activation or add behind it what belongs
+    before it: adapters, quantisers and tensor parallelism leave this layer alone or refuse it. ``to_linear`` gives them
+    a Linear. An initialiser that asks ``isinstance(module, torch.nn.Linear)`` passes it by, too: name both there.
+
+    ``activation``: none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, or a module of torch's or transformers'
+    that computes one of them, as ``torch.nn.GELU()``; see mpkernels.functional.linear_act.
+    """
+
+    in_features: int
+    out_features: int
+    weight: Tensor
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        activation: ActivationLike = "gelu",
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features = in_features, out_features
+        self.activation = activation_name("LinearAct", activation)
+        self.weight = Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
+        self.register_parameter(
+            "bias", Parameter(torch.empty(out_features, device=device, dtype=dtype)) if bias else None
+        )
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw weight and bias anew, as ``torch.nn.Linear`` does."""
+        Linear.reset_parameters(self)  # type: ignore[arg-type]
+
+    @classmethod
+    def from_linear(cls, linear: Linear, activation: ActivationLike = "gelu") -> "LinearAct":
+        """Return a layer that shares the parameters of ``linear``, and applies ``activation`` to what that computes.
+
+        Hooks, parametrizations and all else that a plain Linear doesn't have would be lost, and are refused: convert
+        first.
+        """
+        _refuse_what_would_be_lost("LinearAct.from_linear: linear", linear, Linear)
+        made = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", activation=activation)
+        return _share(linear, made)
+
+    def to_linear(self) -> Linear:
+        """Return a ``torch.nn.Linear`` that shares the parameters. The activation is then yours to apply."""
+        _refuse_what_would_be_lost("LinearAct.to_linear: the layer", self, LinearAct)
+        return _share(self, Linear(self.in_features, self.out_features, self.bias is not None, "meta"))
+
+    def forward(self, input: Tensor) -> Tensor:
+        # Module.__getattr__ takes as long as all that we add to torch. It is asked where a parameter has been replaced,
+        # where a subclass may make its own weight, and where torch.fx has put another there, to write down who asks.
+        own: dict[str, Any] = self._parameters
+        if type(self) is LinearAct and Module.__getattr__ is _GETATTR and "weight" in own and "bias" in own:
+            weight, bias = own["weight"], own["bias"]
+        else:
+            weight, bias = self.weight, self.bias
+        return functional.linear_act(input, weight, bias, self.activation)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"activation={self.activation!r}"
+        )
+
+
+_Layer = TypeVar("_Layer", Linear, LinearAct)
+
+
+def _share(layer: Linear | LinearAct, made: _Layer) -> _Layer:
+    for name in ("weight", "bias"):
+        setattr(made, name, getattr(layer, name))
+    return made.train(layer.training)
+
+
+def _refuse_what_would_be_lost(which: str, layer: Module, kind: type[Module]) -> None:
+    """The other layer gets weight and bias alone."""
+    if type(layer) is not kind:
+        raise TypeError(
+            f"{which} must be a plain {kind.__name__}, got {type(layer).__name__}, whose parametrizations or forward "
+            "would be lost: convert before they are added"
+        )
+    own = vars(layer)
+    beside = hooks_of(layer) + [name for name in own["_parameters"] if name not in ("weight", "bias")]
+    beside += [*own["_buffers"], *own["_modules"], *({"forward", "weight", "bias"} & own.keys())]
+    if beside:
+        raise ValueError(
+            f"{which} must have a weight and a bias alone, got {', '.join(beside)}, which would be lost: convert "
+            "before they are added"
+        )

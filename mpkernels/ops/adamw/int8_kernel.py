@@ -1,0 +1,46 @@
+"""csrc/adamw/int8.h in Triton: moments as 8-bit codes with a scale for each QUANTIZED of them, and back."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from mpkernels.ops.adamw import int8
+from mpkernels.ops.adamw.split_kernel import NEAREST, NEAREST_BITS
+
+QUANTIZED = tl.constexpr(int8.QUANTIZED)
+SMALLEST_SCALE = tl.constexpr(int8.SMALLEST_SCALE)
+
+
+@triton.jit
+def in_blocks(values):
+    return tl.reshape(values, [values.shape[0] // QUANTIZED, QUANTIZED])
+
+
+@triton.jit
+def decode(codes, scales, squared: tl.constexpr):
+    """codes in whole blocks, a scale for each."""
+    q = in_blocks(codes.to(tl.float32) + (128 if squared else 0))
+    root = q * (1 / (255 if squared else 127))
+    values = scales[:, None] * (root * tl.abs(root))
+    if squared:
+        values *= values
+    return tl.reshape(values, codes.shape)
+
+
+@triton.jit
+def encode(values, mask, squared: tl.constexpr):
+    """The codes and the scales of whole blocks; what is masked off counts as 0."""
+    numbers = tl.where(mask, values, 0.0)
+    if squared:
+        numbers = tl.sqrt_rn(numbers)
+    numbers = in_blocks(numbers)
+    is_nan = numbers != numbers
+    largest = tl.max(tl.where(is_nan, 0.0, tl.abs(numbers)), 1)
+    largest = tl.where(tl.max(is_nan.to(tl.int32), 1) != 0, float("nan"), largest)
+    scales = tl.where(largest < SMALLEST_SCALE, 0.0, largest)
+    inverse = tl.where(scales == 0, 0.0, tl.div_rn(1.0, tl.where(scales == 0, 1.0, scales)))
+    steps = tl.sqrt_rn(tl.abs(numbers) * inverse[:, None]) * (255 if squared else 127)
+    q = tl.where(steps == steps, (steps + NEAREST).to(tl.int32, bitcast=True) - NEAREST_BITS, 0)
+    q = tl.where((numbers > 0) & (q == 0), 1, q) - 128 if squared else tl.where(numbers < 0, -q, q)
+    return tl.reshape(q, values.shape).to(tl.int8), scales

@@ -1,0 +1,45 @@
+"""overflow_ in Triton: one program a chunk; the last of a grad merges its chunks."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mpkernels.ops import _table
+from mpkernels.ops._registry import implement
+from mpkernels.ops._table import ROW, find_span
+from mpkernels.ops.grads.overflow import _overflow
+from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
+
+
+@triton.jit(do_not_specialize=["tensors", "chunks"])
+def overflow_kernel(
+    words, tensors, chunks, found_inf, scale, report, of_chunk, CHUNK: tl.constexpr, UNSCALED: tl.constexpr
+):
+    if tl.load(found_inf) == 0:
+        return
+    chunk = tl.program_id(0)
+    number, row, begin, size = find_span(words, tensors, chunk, CHUNK, ROW)
+    ticket = words + tensors * ROW + chunks + number
+    overflow_program(
+        chunk, row, number, begin, size, tl.load(row), tl.load(row + 3), ticket, report, of_chunk, scale,
+        CHUNK=CHUNK, UNSCALED=UNSCALED,
+    )  # fmt: skip
+
+
+@implement(_overflow)
+def overflow_triton(
+    grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, unscaled: bool, report: Tensor
+) -> None:
+    if not grads:
+        return
+    flat = [grad if _table.is_dense(grad) else grad.contiguous() for grad in grads]
+    table = _table.build(flat, beside=[0] * len(flat))
+    of_chunk = torch.empty(table.chunks * FIELDS.value, dtype=torch.float64, device=report.device)
+    overflow_kernel[(table.chunks,)](
+        *table, found_inf, scale, report, of_chunk, CHUNK=_table.CHUNK, UNSCALED=unscaled, enable_fp_fusion=False
+    )

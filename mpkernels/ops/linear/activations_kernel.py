@@ -1,0 +1,104 @@
+"""The formulas of activations.py for Triton kernels: fp32 in, fp32 out, no library that the interpreter lacks."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+from math import pi, sqrt
+
+import triton
+import triton.language as tl
+
+from mpkernels.ops.linear import activations
+
+LINEAR = tl.constexpr(activations.LINEAR)
+CUBIC = tl.constexpr(activations.CUBIC)
+DENSITY = tl.constexpr(1 / sqrt(2 * pi))  # of a Gaussian, where it is highest
+
+
+@triton.jit
+def sigmoid(z):
+    return 1 / (1 + tl.exp(-z))
+
+
+@triton.jit
+def logistic(z):
+    """sigmoid(z) and sigmoid(-z), each as accurate as the other, where 1 - sigmoid(z) would cancel."""
+    power = tl.exp(-tl.abs(z))
+    large = 1 / (1 + power)
+    small = power * large
+    return tl.where(z < 0, small, large), tl.where(z < 0, large, small)
+
+
+@triton.jit
+def tanh(z):
+    square = z * z
+    curve = tl.fma(square, tl.fma(square, 0.018752313, -0.053564432), 0.13331237)
+    near = tl.fma(z * square, tl.fma(square, curve, -0.33333299), z)
+    far = 1 - 2 / (1 + tl.exp(2 * tl.abs(z)))
+    return tl.where(square < 0.16, near, tl.where(z < 0, -far, far))
+
+
+@triton.jit
+def below(z):
+    """The share of a Gaussian below z, and exp(-z^2 / 2). The tail is exp(-z^2 / 2) times a polynomial in
+    t = 1 / (1 + |z| / 4), fitted to 4e-8 of it however thin it gets; half of 1 + erf keeps nothing of it."""
+    bell = tl.exp(-0.5 * z * z)
+    t = 1 / (1 + 0.25 * tl.abs(z))
+    tail = tl.fma(t, tl.fma(t, 0.019782082, -0.080877609), 0.095597463)
+    tail = tl.fma(t, tl.fma(t, tl.fma(t, tail, -0.031717580), 0.063698848), 0.058975390)
+    tail = tl.fma(t, tl.fma(t, tl.fma(t, tail, 0.081603021), 0.093466369), 0.099736431)
+    tail = bell * t * tl.fma(t, tail, 0.099735567)
+    return tl.where(z > 0, 1 - tail, tail), bell
+
+
+@triton.jit
+def bounded_square(z):
+    return tl.minimum(z * z, 1e30)
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    if ACTIVATION == "none":
+        y = z
+    elif ACTIVATION == "relu":
+        y = tl.where(z <= 0, 0.0, z)  # NaN passes
+    elif ACTIVATION == "relu2":
+        y = tl.where(z <= 0, 0.0, z * z)
+    elif ACTIVATION == "gelu":
+        y = z * below(z)[0]
+    elif ACTIVATION == "gelu_tanh":
+        y = z * sigmoid(z * (LINEAR + CUBIC * bounded_square(z)))
+    elif ACTIVATION == "silu":
+        y = z * sigmoid(z)
+    elif ACTIVATION == "sigmoid":
+        y = sigmoid(z)
+    else:
+        tl.static_assert(ACTIVATION == "tanh")
+        y = tanh(z)
+    return y
+
+
+@triton.jit
+def activate_backward(dy, saved, ACTIVATION: tl.constexpr):
+    """dz of dy and of what ACTIVATIONS says that forward saves."""
+    if ACTIVATION == "none":
+        dz = dy
+    elif ACTIVATION == "relu":
+        dz = tl.where(saved <= 0, 0.0, dy)
+    elif ACTIVATION == "relu2":
+        dz = tl.where(saved <= 0, 0.0, 2 * saved * dy)
+    elif ACTIVATION == "gelu":
+        share, bell = below(saved)
+        dz = dy * (share + saved * (bell * DENSITY))
+    elif ACTIVATION == "gelu_tanh":
+        square = bounded_square(saved)
+        s, one_minus_s = logistic(saved * (LINEAR + CUBIC * square))
+        dz = dy * (s + saved * s * one_minus_s * (LINEAR + 3 * CUBIC * square))
+    elif ACTIVATION == "silu":
+        s, one_minus_s = logistic(saved)
+        dz = dy * (s * (1 + saved * one_minus_s))
+    elif ACTIVATION == "sigmoid":
+        dz = dy * saved * (1 - saved)
+    else:
+        tl.static_assert(ACTIVATION == "tanh")
+        dz = dy * (1 - saved * saved)
+    return dz

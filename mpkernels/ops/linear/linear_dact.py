@@ -1,0 +1,72 @@
+"""linear_dact: where the backward of a linear layer meets the activation before it, in one op.
+
+It computes in fp32 and rounds each result once, where a kernel can; fp64 is the reference's alone, kernels refuse it.
+For kernels:
+
+``linear_dact(dy, weight, saved, activation, bias_dtype) -> (dz, dbias)``
+    dy [M, N], weight [N, K]; saved [M, K] as ACTIVATIONS[activation].saves says: z or y of the layer before, or [0].
+    One dtype of fp16, bf16, fp32, any strides, any size down to 0. dz = f'(saved) (dy weight) is [M, K], contiguous,
+    in dy's dtype. dbias, [K], is the sum of dz's rows before they are rounded, in ``bias_dtype``, which is dy's dtype
+    or fp32; where that is None it is not wanted, and has shape [0]. Sums run in a fixed order. No result may share
+    memory with an argument.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from mpkernels.ops import _checks
+from mpkernels.ops._autocast import without_autocast
+from mpkernels.ops._registry import define
+from mpkernels.ops.linear.activations import ACTIVATIONS, check_activation
+
+
+def _check(dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None) -> None:
+    op = "linear_dact"
+    check_activation(op, activation)
+    _checks.matrix(op, "dy", dy, None, None)
+    _checks.matrix(op, "weight", weight, (dy.shape[1], None), dy)
+    shape = (dy.shape[0], weight.shape[1]) if ACTIVATIONS[activation].saves else (0,)
+    _checks.matrix(op, "saved", saved, shape, dy)
+    _checks.gradient_dtype(op, "bias_dtype", bias_dtype, dy)
+
+
+def _reference(
+    dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    compute = torch.promote_types(dy.dtype, torch.float32)
+    with without_autocast(dy):
+        dz = ACTIVATIONS[activation].backward(dy.to(compute) @ weight.to(compute), saved.to(compute))
+        dbias = dy.new_empty(0) if bias_dtype is None else dz.sum(0).to(bias_dtype)
+    return dz.to(dy.dtype).contiguous(), dbias
+
+
+_linear_dact = define(
+    "linear_dact(Tensor dy, Tensor weight, Tensor saved, str activation, ScalarType? bias_dtype) -> (Tensor, Tensor)",
+    check=_check,
+)(_reference)
+
+
+@register_flop_formula(_linear_dact.overload.overloadpacket)
+def _flops(dy: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
+    return 2 * dy.numel() * weight[1]
+
+
+def linear_dact(
+    dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor]:
+    """``dz = f'(saved) (dy @ weight)``, and the sums of its columns: the backward of ``linear(f(z), weight)`` as far
+    as z, and the gradient of the bias that was added to z.
+
+    ``dy`` is the gradient of the linear layer's output, ``saved`` what the activation's backward needs: z for relu2,
+    gelu, gelu_tanh and silu; y for relu, sigmoid and tanh; for none an empty tensor. They are matrices in one dtype.
+    dz comes in that dtype; the sums, of what was not rounded yet, in ``bias_dtype``, that dtype or fp32, or if it is
+    None as an empty tensor. Neither result carries a gradient.
+    """
+    computes_alone = isinstance(dy, Tensor) and dy.dtype == torch.float64
+    results: tuple[Tensor, Tensor] = (_linear_dact.reference if computes_alone else _linear_dact)(
+        dy, weight, saved, activation, bias_dtype
+    )
+    return results

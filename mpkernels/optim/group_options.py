@@ -1,0 +1,60 @@
+"""What AdamW is told beyond torch's options, checked: for all parameters, or for a group."""
+
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+
+from mpkernels.optim.masters import KEYS, needs_master
+
+OF_GROUPS = ("master", "state_dtype")
+_OF_THE_OPTIMIZER = ("max_norm", "guard", "process_group")
+_STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+
+
+def check_global(max_norm: float | None, guard: bool | None) -> None:
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"AdamW: max_norm must be above 0, got {max_norm}")
+    if max_norm is not None and guard is False:
+        raise ValueError("AdamW: max_norm needs the guard: a non-finite norm would clip every grad to NaN")
+
+
+def complete(optimizer: Any, group: dict[str, Any]) -> None:
+    """Give a group the optimizer's options where it has none of its own, as torch does with its own."""
+    for key in OF_GROUPS:
+        group.setdefault(key, getattr(optimizer, key))
+
+
+def leave_scaling_to_torch(optimizer: Any) -> None:
+    """Have scalers take the scale off the grads themselves where the step is torch's own, which refuses one."""
+    if optimizer.defaults["differentiable"]:
+        optimizer._step_supports_amp_scaling = optimizer._finds_inf = False
+
+
+def check_group(optimizer: Any, group: dict[str, Any]) -> None:
+    for key in _OF_THE_OPTIMIZER:  # which ZeroRedundancyOptimizer repeats in each group
+        if key in group and group[key] != getattr(optimizer, key, None):
+            raise ValueError(f"AdamW: {key} must be given to the optimizer, for all parameters, got it in a group")
+    ours = *OF_GROUPS, *_OF_THE_OPTIMIZER
+    for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names", *ours}:
+        if like := get_close_matches(str(key), ours, cutoff=0.8):
+            raise ValueError(f"AdamW: a group has no option {key!r}; did you mean {like[0]!r}?")
+    if group["master"] not in KEYS:
+        raise ValueError(f"AdamW: master must be 'split' or 'fp32', got {group['master']!r}")
+    if group["state_dtype"] not in _STATE_DTYPES:
+        raise ValueError(
+            f"AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {group['state_dtype']}"
+        )
+    if not group.get("decoupled_weight_decay", True):
+        raise ValueError("AdamW: a group must have decoupled_weight_decay=True, got False, which is Adam's")
+    if optimizer.defaults["differentiable"]:
+        _check_differentiable(optimizer, group)
+
+
+def _check_differentiable(optimizer: Any, group: dict[str, Any]) -> None:
+    if any(map(needs_master, group["params"])):
+        raise ValueError("AdamW: differentiable=True takes fp32 parameters alone, got 16-bit ones")
+    if optimizer.max_norm is not None or optimizer.guard or group["state_dtype"] != torch.float32:
+        raise ValueError("AdamW: differentiable=True is torch's own step, without max_norm, guard and state_dtype")
+    if optimizer._peers is not None:
+        raise ValueError("AdamW: differentiable=True is torch's own step, without process_group")

@@ -1,0 +1,109 @@
+"""The fp32 weights of 16-bit parameters: how AdamW makes, saves and loads them. The kernels see where a weight was
+written to, and take that up (csrc/adamw/split.h)."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels.ops.adamw.split import join, split
+
+KEYS = {"split": "remainder", "fp32": "master"}  # scheme -> key in a parameter's state
+
+State = dict[str, Tensor]
+States = Mapping[Tensor, State]
+
+
+def needs_master(param: Tensor) -> bool:
+    return param.dtype in (torch.bfloat16, torch.float16)
+
+
+def give(state: State, param: Tensor, scheme: str) -> None:
+    """Keep the parameter's master as the scheme has it: made of the master that a checkpoint has left in the state, or,
+    where there is none, of the parameter as it is, exactly."""
+    if not needs_master(param):  # it may have been 16-bit
+        for key in KEYS.values():
+            state.pop(key, None)
+        return
+    if "remainder" in state:
+        # As a checkpoint has it, where a loader has put that into the state itself, as ZeRO's does.
+        state["remainder"] = state["remainder"].view(torch.int16)
+    if KEYS[scheme] in state:
+        return
+    kept = {key: state.pop(key) for key in KEYS.values() if key in state}
+    weight = true_weight(param, kept)
+    if scheme == "fp32":
+        state["master"] = torch.empty_like(param, dtype=torch.float32).copy_(weight)
+    else:
+        state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
+        if kept:
+            weight, remainder = split(weight, param.dtype)
+            state["remainder"].copy_(remainder)
+    if kept:
+        param.detach().copy_(weight)  # the other neighbour on ties, which the schemes round differently
+
+
+def saved_as(param: Tensor, remainder: Tensor) -> Tensor:
+    """Return a remainder's bits in its parameter's dtype: collectives refuse int16, and loaders cast to that dtype."""
+    return remainder.view(param.dtype)
+
+
+def saved_in_fp32(param: Tensor, state: State) -> State:
+    """Return the state with the master in place of its remainder, if it has one."""
+    if "remainder" not in state:
+        return state
+    master = join(param.detach(), state["remainder"])
+    return {key: value for key, value in state.items() if key != "remainder"} | {"master": master}
+
+
+def loaded(param: Tensor, saved: Mapping[str, Any]) -> State:
+    """Return the master in a saved state. ``give`` turns it into what the optimizer keeps once the weight it belongs to
+    is known to be there, at the first step: the model may be loaded after the optimizer."""
+    key = next((key for key in ("master", "remainder") if key in saved), None)
+    if key is None or not needs_master(param):
+        return {}
+    found = saved[key].to(param.device)
+    if key == "remainder" and found.dtype == param.dtype:
+        found = found.view(torch.int16)
+    dtype = torch.float32 if key == "master" else torch.int16
+    if found.dtype != dtype:  # as torch's own load_state_dict leaves it, which casts states to the parameter's dtype
+        warnings.warn(f"AdamW: {key} came back as {found.dtype}; rebuilt from the weight", stacklevel=4)
+        return {}
+    return {key: torch.empty_like(param, dtype=dtype).copy_(found)}
+
+
+def true_weight(param: Tensor, state: State) -> Tensor:
+    """Return a parameter's master, in fp32. Where it does not round to the parameter, as either scheme rounds, that was
+    written to since, and wins. A parameter without a master is returned as it is."""
+    weight = param.detach()
+    if "remainder" in state:
+        return join(weight, state["remainder"])
+    if "master" not in state:
+        return weight
+    rounds_to_it = (weight == state["master"].to(weight.dtype)) | (weight == split(state["master"], weight.dtype)[0])
+    return torch.where(rounds_to_it, state["master"], weight)
+
+
+@torch.no_grad()
+def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
+    """Write to each copied master what was written to its weight since. Return whether it has changed, for each."""
+    changed = []
+    for param in params:
+        if needs_master(param) and "master" in (state := states.get(param, {})):
+            master, new = state["master"], true_weight(param, state)
+            changed.append(~((new == master) | (new.isnan() & master.isnan())).all())
+            master.copy_(new)
+            param.detach().copy_(new)  # the other neighbour on ties, where a split master was loaded
+    return changed
+
+
+def compare_loaded(params: Iterable[Tensor], states: States) -> None:
+    """Before the first step after a load: by now the model is there, too."""
+    if changed := sum(map(bool, align(params, states))):
+        warnings.warn(
+            f"AdamW: {changed} parameters are not the weights that the loaded masters were made for; the weights "
+            "win. Load the model's checkpoint that belongs to the optimizer's.",
+            stacklevel=2,
+        )

@@ -1,0 +1,85 @@
+"""What AdamW remembers of a parameter: made when the first grad comes, or taken over from a checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels.ops.adamw import int8
+from mpkernels.optim import masters
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+_ELSEWHERE = {"master_param": "master"}  # TransformerEngine's key -> ours
+
+State = dict[str, Tensor]
+
+
+def create(param: Tensor, master: str, state_dtype: torch.dtype, amsgrad: bool) -> State:
+    """A state before the first step. The master is the parameter as it is, exactly."""
+    state = _without_master(param, state_dtype, amsgrad)
+    masters.give(state, param, master)
+    return state
+
+
+def _without_master(param: Tensor, state_dtype: torch.dtype, amsgrad: bool) -> State:
+    state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
+    keys, dtype = MOMENTS[: 3 if amsgrad else 2], _moment_dtype(param, state_dtype)
+    for key in keys:
+        state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    if dtype == torch.int8:
+        for key in keys:
+            state[key].fill_(0 if key == "exp_avg" else -128)  # the codes of 0
+        blocks = len(keys) * -(-param.numel() // int8.QUANTIZED)
+        state["scales"] = torch.zeros(blocks, dtype=torch.float32, device=param.device)
+    return state
+
+
+def _moment_dtype(param: Tensor, state_dtype: torch.dtype) -> torch.dtype:
+    return param.dtype if param.dtype == torch.float64 or param.is_complex() else state_dtype
+
+
+def lacks_codes(param: Tensor, state: State, state_dtype: torch.dtype) -> bool:
+    """Return whether moments that should have 8 bits have more, as a loader that puts a checkpoint's states in place
+    leaves them."""
+    return _moment_dtype(param, state_dtype) == torch.int8 and "scales" not in state
+
+
+def decoded(state: State) -> State:
+    """The state with its moments as numbers that torch knows."""
+    if "scales" not in state:
+        return state
+    keys = [key for key in MOMENTS if key in state]
+    scales = state["scales"].view(len(keys), -1)
+    moments = {key: int8.decode(state[key], scales[k], squared=k > 0) for k, key in enumerate(keys)}
+    return {key: value for key, value in (state | moments).items() if key != "scales"}
+
+
+def portable(param: Tensor, state: State, in_one_dtype: bool) -> State:
+    """The state as a checkpoint has it. in_one_dtype: everything of the parameter's shape in fp32, without rounding."""
+    state = decoded(state)
+    if in_one_dtype:
+        narrow = {key: state[key].float() for key in MOMENTS if key in state and state[key].itemsize == 2}
+        return masters.saved_in_fp32(param, state) | narrow
+    if "remainder" in state:
+        return state | {"remainder": masters.saved_as(param, state["remainder"])}
+    return state
+
+
+@torch.no_grad()
+def adopt(param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], state_dtype: torch.dtype) -> State:
+    """The state in a checkpoint of ours, torch's, Apex's or TransformerEngine's, saved with that group. Nothing is
+    rounded, but moments to the dtype that was asked for."""
+    saved = decoded({_ELSEWHERE.get(key, key): value for key, value in saved.items()})
+    state = _without_master(param, state_dtype, amsgrad="max_exp_avg_sq" in saved)
+    state["step"].fill_(float(saved.get("step", group.get("step", 0))))  # Apex counts once for the whole group
+    for k, key in enumerate(key for key in MOMENTS if key in state):
+        if "scales" in state:
+            values = torch.empty_like(state[key], dtype=torch.float32).copy_(saved[key])
+            codes, scales = int8.encode(values, squared=k > 0)
+            state[key].copy_(codes)
+            state["scales"].view(sum(key in state for key in MOMENTS), -1)[k] = scales
+        else:
+            state[key].copy_(saved[key])
+    state |= masters.loaded(param, saved)
+    return state | {key: value for key, value in saved.items() if key not in state and key not in masters.KEYS.values()}

@@ -1,0 +1,85 @@
+"""Grads that are gone before the backward is over."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from mpkernels.distributed import ddp
+
+Release = Callable[[Tensor], None]
+
+
+class GradientRelease:
+    """What ``AdamW.release_grads`` began."""
+
+    def __init__(self, releases: Iterable[tuple[Tensor, Release | None]]) -> None:
+        """Without a release of its own, a grad is kept in 16 bits."""
+        releases = list(releases)
+        self.steps_alone = any(release is not None for _, release in releases)  # in the backward
+        self._params = [param for param, _ in releases]
+        self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
+        self._is_accumulating = False
+        if any(getattr(param, "_fsdp_flattened", False) for param in self._params):
+            raise ValueError("AdamW.release_grads: params must not be FSDP's, which frees grads itself; leave it out")
+        ddp.watch()
+        self._wrappers = 0  # that were made when it was last known that none of them has these parameters
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._hook(release or _narrow)) for param, release in releases
+        ]
+
+    def _hook(self, release: Release) -> Release:
+        def after_accumulation(param: Tensor) -> None:
+            if self._wrappers != ddp.made():
+                ddp.refuse("AdamW.release_grads", self._params)
+                self._wrappers = ddp.made()
+            if not self._is_accumulating:
+                release(param)
+
+        return after_accumulation
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Around every backward but the last one before a step: grads add up as ever, and stay."""
+        self._restore_widths()
+        self._is_accumulating = True
+        try:
+            yield
+        finally:
+            self._is_accumulating = False
+
+    def remove(self) -> None:
+        """Ends it: grads stay again until the user frees them."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self.steps_alone = [], False
+        for param in self._params:
+            _set_width(param, self._widths[id(param)])
+
+    def after_step(self) -> None:
+        if self._hooks:
+            for param in self._params:
+                param.grad = None
+        self._restore_widths()
+
+    def _restore_widths(self) -> None:
+        """Where no grad is there, whose width it is."""
+        for param in self._params:
+            if param.grad is None:
+                _set_width(param, self._widths[id(param)])
+
+
+def _narrow(param: Tensor) -> None:
+    if param.grad is not None and param.grad.dtype == torch.float32:
+        _set_width(param, torch.bfloat16)
+
+
+def _set_width(param: Tensor, dtype: torch.dtype | None) -> None:
+    """Of the grad that is there, and of those to come."""
+    if param.grad_dtype == dtype:
+        return
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype or param.dtype)

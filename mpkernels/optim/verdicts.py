@@ -1,0 +1,90 @@
+"""What AdamW knows of its grads before they are used: their norm, and whether they cost the step."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkernels.distributed import fsdp1
+from mpkernels.distributed.processes import Processes, hand_back, of_scaler
+from mpkernels.ops.adamw import adamw
+from mpkernels.optim.masters import needs_master
+from mpkernels.optim.table import Table
+from mpkernels.parameters import sum_of
+
+
+class Verdict(NamedTuple):
+    """What is known of the grads of all devices and processes, as adamw_ takes it."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    total_sumsq: Tensor | None = None
+    told: Tensor | None = None
+    has_norm: bool = False
+    comes_inside: bool = False  # the step looks at the grads itself, before all else
+
+
+def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = None) -> bool:
+    """Whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
+    if optimizer.max_norm is not None or optimizer.guard or getattr(optimizer, "told", None) is not None:
+        return True
+    on_by_itself = has_16_bit_parameters or optimizer._peers is not None  # which may have 16-bit parameters
+    return optimizer.guard is None and found_inf is None and on_by_itself
+
+
+def on(optimizer: Any, tables: Sequence[Table], params: Sequence[Tensor], grads: list[Any]) -> Verdict:
+    grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    found_inf: Any = getattr(optimizer, "found_inf", None)
+    has_16_bit = any(map(needs_master, params) if optimizer._has_parts else (it.has_16_bit_parameters for it in tables))
+    guarded = is_guarded(optimizer, has_16_bit, found_inf)
+    processes = _processes_of(optimizer, params) if guarded or found_inf is not None else None
+    if (not tables and processes is None) or (not guarded and found_inf is None):
+        return Verdict(grad_scale)
+    comes_inside = guarded and processes is None and len(tables) == 1 and tables[0].can_look_at_grads()
+    total_sumsq = None
+    if guarded and not comes_inside:
+        total_sumsq, found_inf = _look(tables, params, grads, found_inf)
+    if processes is not None:
+        sumsq_of_all, found_inf = processes.agree(params, total_sumsq, found_inf)
+        total_sumsq = sumsq_of_all if guarded and processes.holds_parts else total_sumsq
+        hand_back(optimizer, found_inf)
+    told = _start_telling(optimizer, tables[0].device if tables else found_inf.device)
+    verdict = Verdict(grad_scale, found_inf, total_sumsq, told, guarded, comes_inside)
+    if not tables:
+        _tell(verdict, optimizer.skipped_steps)
+    return verdict
+
+
+def _processes_of(optimizer: Any, params: Sequence[Tensor]) -> Processes | None:
+    found: Processes | None = optimizer._peers
+    if found is None and optimizer._has_parts:
+        found = fsdp1.peers_of("AdamW", params, optimizer.max_norm is not None)
+    return found or of_scaler(optimizer)
+
+
+def _look(
+    tables: Sequence[Table], params: Sequence[Tensor], grads: list[Any], found_inf: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Sum of squares and found_inf of all devices; the latter with a scaler's."""
+    if not tables:
+        return torch.zeros((), dtype=torch.float64, device=params[0].device if params else "cpu"), found_inf
+    stats = [table.stats(grads) for table in tables]
+    found_infs = [each.found_inf for each in stats] + ([] if found_inf is None else [found_inf])
+    return sum_of([each.total_sumsq for each in stats]), sum_of(found_infs)
+
+
+def _start_telling(optimizer: Any, device: torch.device) -> Tensor:
+    if not torch.compiler.is_compiling():
+        if optimizer.skipped_steps is None:
+            optimizer.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
+        optimizer.skipped_steps = optimizer.skipped_steps.to(device)
+    told: Tensor | None = getattr(optimizer, "told", None)
+    return torch.empty(2, dtype=torch.float32, device=device) if told is None else told
+
+
+def _tell(verdict: Verdict, skipped_steps: Tensor | None) -> None:
+    """As adamw_, which tells nothing where there is nothing to step."""
+    it: Any = SimpleNamespace(**verdict._asdict(), skipped_steps=skipped_steps)
+    adamw._tell(it, adamw._is_skipped(it))

@@ -1,0 +1,33 @@
+"""torch's ZeroRedundancyOptimizer: each process steps a part of the parameters, whose grads all have."""
+
+import sys
+from functools import cache
+from typing import Any
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from mpkernels.distributed.processes import Processes
+from mpkernels.optim.masters import needs_master
+from mpkernels.optim.verdicts import is_guarded
+from mpkernels.parameters import params_of
+
+
+def follow() -> None:
+    """It keeps its process group to itself: from now on its step hands it to the AdamW within, if that looks at all
+    grads."""
+    if "torch.distributed.optim.zero_redundancy_optimizer" in sys.modules:  # else there is none yet
+        _follow()
+
+
+@cache
+def _follow() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def hand_on(optimizer: Any, args: Any, kwargs: Any) -> None:
+        inner: Any = getattr(optimizer, "optim", None)
+        if isinstance(optimizer, ZeroRedundancyOptimizer) and getattr(inner, "_peers", optimizer) is None:
+            params = params_of(optimizer)
+            if is_guarded(inner, any(map(needs_master, params))):
+                inner._peers = Processes(optimizer.process_group, device=params[0].device)
+
+    register_optimizer_step_pre_hook(hand_on)

@@ -1,0 +1,62 @@
+"""What a grad was like when an inf or NaN cost a step."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from mpkernels.ops.grads.overflow import order_of_memory
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """What a parameter's grad was like."""
+
+    name: str
+    group: int
+    shape: tuple[int, ...]
+    dtype: str
+    elements: int
+    infs: int
+    nans: int
+    first: tuple[int, ...] | None  #: index of an inf or NaN, the first in memory; of a sparse grad, among its values
+    largest: float  #: finite magnitude, without the scale
+    zeros: float  #: share of the elements that are 0
+
+    @property
+    def is_finite(self) -> bool:
+        return self.infs + self.nans == 0
+
+
+def gradient_of(
+    param: Tensor, line: list[float], on_grads: float, names: dict[int, tuple[str, int]], follows_grads: bool
+) -> Gradient:
+    size, infs, nans, first, largest, zeros = line
+    name, group = names.get(id(param), ("a parameter that has left the optimizer", -1))
+    return Gradient(
+        name=name,
+        group=group,
+        shape=tuple(param.shape),
+        dtype=str(param.dtype).removeprefix("torch."),
+        elements=int(size),
+        infs=int(infs),
+        nans=int(nans),
+        first=None if first == float("inf") else _index(param, int(first), int(size), follows_grads),
+        largest=largest / on_grads if on_grads else largest,
+        zeros=zeros / size,
+    )
+
+
+def _index(param: Tensor, offset: int, size: int, follows_grads: bool) -> tuple[int, ...]:
+    """Of the element that lies so far into the grad's memory."""
+    if param.is_complex() and size == 2 * param.numel():
+        offset //= 2
+    elif size != param.numel():
+        return (offset,)
+    like = param.grad if follows_grads and param.grad is not None and not param.grad.is_sparse else param
+    dims = order_of_memory(like)
+    if not like.permute(dims).is_contiguous():
+        dims = list(range(like.ndim))
+    index = [0] * like.ndim
+    for dim in reversed(dims):
+        offset, index[dim] = divmod(offset, like.shape[dim])
+    return tuple(index)

@@ -1,0 +1,151 @@
+"""What is kept of the last skipped step, on the device, until somebody asks for it."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from operator import is_
+from typing import Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mpkernels.ops import overflow_
+from mpkernels.ops.grads.overflow import FIELDS
+from mpkernels.parameters import params_of
+
+
+class Record(NamedTuple):
+    params: list[Tensor]
+    report: Tensor  # as overflow_ fills it: a heading, and a line for each parameter
+    follows_grads: bool  # whether indices are those in a grad's memory; else in a parameter's
+
+
+class Ledger:
+    """Of one optimizer: for each device a record, which steps fill again and again."""
+
+    def __init__(self, follows_grads: bool = False) -> None:
+        self._follows_grads = follows_grads
+        self._newest: dict[torch.device, Record] = {}
+        self._older: dict[torch.device, Record] = {}  # of other parameters
+
+    def report_for(
+        self, params: Sequence[Tensor], device: torch.device, of_optimizer: Callable[[], Iterable[Tensor]]
+    ) -> Tensor:
+        """To be filled if these parameters' step is skipped. What it held before stays until then, but for parameters
+        that are no longer the optimizer's."""
+        newest = self._newest.get(device)
+        if newest is not None and len(newest.params) == len(params) and all(map(is_, newest.params, params)):
+            return newest.report
+        if newest is not None:
+            self._older[device] = _only(of_optimizer(), self._merged(device))
+        report = torch.zeros(1 + len(params), len(FIELDS), dtype=torch.float64, device=device)
+        self._newest[device] = Record(list(params), report, self._follows_grads)
+        return report
+
+    def records(self) -> list[Record]:
+        return [self._merged(device) for device in self._newest]
+
+    def _merged(self, device: torch.device) -> Record:
+        """The newest, unless no step has been skipped since it was begun."""
+        newest, older = self._newest[device], self._older.get(device)
+        if older is None:
+            return newest
+        params = list({id(param): param for param in (*older.params, *newest.params)}.values())
+        report = torch.where(newest.report[0, 0] > 0, _among(params, newest), _among(params, older))
+        return Record(params, report, self._follows_grads)
+
+
+def _only(params: Iterable[Tensor], record: Record) -> Record:
+    """The record's lines of these."""
+    wanted = set(map(id, params))
+    places = [i for i, param in enumerate(record.params) if id(param) in wanted]
+    at = torch.tensor([0, *(1 + i for i in places)], device="cpu").to(record.report.device, non_blocking=True)
+    return record._replace(params=[record.params[i] for i in places], report=record.report.index_select(0, at))
+
+
+def _among(params: list[Tensor], record: Record) -> Tensor:
+    """The record's lines at the places that its parameters have among all these."""
+    place = {id(param): i for i, param in enumerate(params)}
+    places = [0, *(1 + place[id(param)] for param in record.params)]
+    at = torch.tensor(places, device="cpu").to(record.report.device, non_blocking=True)
+    return record.report.new_zeros(1 + len(params), len(FIELDS)).index_copy_(0, at, record.report)
+
+
+class Ledgers:
+    """Of a scaler's optimizers. Copied or pickled, it is empty."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, _Entry] = {}  # by id: an optimizer need not be hashable
+
+    def __reduce__(self) -> tuple[type["Ledgers"], tuple[()]]:
+        return Ledgers, ()
+
+    def take_up(self, optimizer: Optimizer, overflows: Tensor | None) -> None:
+        """overflows: the scaler's, in a row and in all."""
+        if id(optimizer) in self._entries:
+            return
+        last_skip = None
+        if overflows is not None and self._entries:
+            last_skip = torch.zeros_like(overflows[1])
+            for entry in list(self._entries.values()):
+                if entry.last_skip is None:  # alone so far, so that all of them were its own
+                    entry.last_skip = overflows[1].clone()
+        self._entries[id(optimizer)] = _Entry(self._hold(optimizer), Ledger(follows_grads=True), last_skip)
+
+    def _hold(self, optimizer: Optimizer) -> Callable[[], Optimizer | None]:
+        """Weakly, if its class allows it: with the optimizer goes its entry."""
+        entries, key = self._entries, id(optimizer)
+        try:
+            return ref(optimizer, lambda _: entries.pop(key, None))
+        except TypeError:
+            return lambda: optimizer
+
+    def fill(
+        self,
+        optimizer: Optimizer,
+        grads: Mapping[torch.device, tuple[list[Tensor], list[Tensor]]],
+        found_infs: Mapping[Any, Tensor],
+        scale: Tensor,
+        unscaled: bool,
+    ) -> None:
+        """If an inf or NaN was found. grads: of each device, parameters and their grads."""
+        for device, (params, of_params) in grads.items():
+            report = self._entries[id(optimizer)].ledger.report_for(params, device, partial(params_of, optimizer))
+            there = [it.reshape(()).to(device, non_blocking=True) for it in found_infs.values()]
+            found_inf = there[0] if len(there) == 1 else torch.stack(there).amax()
+            overflow_(of_params, found_inf, scale.to(device, non_blocking=True), unscaled, report)
+
+    def count(self, states: Mapping[int, Mapping[str, Any]], overflows: Tensor) -> None:
+        """After each update: which optimizer's skip was the last. One alone needs no count."""
+        for entry in list(self._entries.values()) if len(self._entries) > 1 else ():
+            for found_inf in states.get(id(entry.optimizer()), {}).get("found_inf_per_device", {}).values():
+                has_overflowed = found_inf.to(overflows.device, non_blocking=True) != 0
+                if entry.last_skip is not None:
+                    entry.last_skip.copy_(torch.where(has_overflowed, overflows[1], entry.last_skip))
+
+    def records(self) -> list[tuple[Optimizer, list[Record]]]:
+        """Of the optimizers that the last skip concerned. Waits for the device."""
+        entries = [(entry.optimizer(), entry) for entry in list(self._entries.values())]
+        last = max((int(entry.last_skip) for _, entry in entries if entry.last_skip is not None), default=0)
+        return [
+            (optimizer, _of(optimizer, entry.ledger))
+            for optimizer, entry in entries
+            if optimizer is not None and (entry.last_skip is None or (int(entry.last_skip) == last and last > 0))
+        ]
+
+
+@dataclass
+class _Entry:
+    optimizer: Callable[[], Optimizer | None]
+    ledger: Ledger
+    last_skip: Tensor | None
+
+
+def _of(optimizer: Any, ledger: Ledger) -> list[Record]:
+    """An optimizer that keeps a ledger of its own knows more, unless the grads came to it unscaled."""
+    by_scaler: list[Record] = ledger.records()
+    own: list[Record] = optimizer._ledger.records() if isinstance(getattr(optimizer, "_ledger", None), Ledger) else []
+    was_unscaled = any(record.report[0, 0] > 0 and record.report[0, 1] == 0 for record in own)
+    return by_scaler if by_scaler and (was_unscaled or not own) else own

@@ -1,0 +1,34 @@
+"""What a device has to say, for a host that won't wait for it."""
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+
+class Readback:
+    """The newest value that has arrived on the host. What a CUDA graph sends is read on the device."""
+
+    def __init__(self) -> None:
+        self._arrived: Tensor | None = None
+        self._on_its_way: deque[tuple[Tensor, torch.cuda.Event]] = deque()
+
+    def send(self, value: Tensor) -> None:
+        if not value.is_cuda or torch.cuda.is_current_stream_capturing():
+            self._arrived = value
+            return
+        copy = value.to("cpu", non_blocking=True)  # into pinned memory
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(value.device))
+        self._on_its_way.append((copy, event))
+        self.read()
+
+    def forget(self) -> None:
+        """Also what is on its way."""
+        self._arrived = None
+        self._on_its_way.clear()
+
+    def read(self) -> Tensor | None:
+        while self._on_its_way and self._on_its_way[0][1].query():
+            self._arrived, _ = self._on_its_way.popleft()
+        return self._arrived

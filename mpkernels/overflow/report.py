@@ -1,0 +1,125 @@
+"""The report on a skipped step, for people, logs and TensorBoard."""
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from mpkernels.overflow.advice import Findings, advise
+from mpkernels.overflow.gradient import Gradient, gradient_of
+from mpkernels.overflow.ledger import Record
+
+ROWS, WIDTH = 20, 44  # of the table: culprits, characters of a name
+
+
+class OverflowReport:
+    """On the last step that an inf or NaN has cost. False if there was none.
+
+    ``print(report)`` shows a table, ``as_dict()`` is for logs, ``log_to(writer, step)`` for TensorBoard.
+
+    Attributes:
+        gradients: what the grad of each parameter was like.
+        culprits: those that are not finite, in the order in which the backward pass comes upon them: as good as that is
+            known, which is the last parameter first.
+        scale: the loss scale of that step; None without one.
+        zeros: the share of all elements that were 0.
+        skips_in_a_row: of the scaler, up to its last update; None without one.
+        suggestion: what to look at next.
+    """
+
+    def __init__(
+        self,
+        records: Sequence[tuple[Optimizer, Sequence[Record]]],
+        model: torch.nn.Module | None = None,
+        found: Any = None,
+        skips_in_a_row: int | None = None,
+    ) -> None:
+        self.gradients: list[Gradient] = []
+        self.scale: float | None = None
+        self.skips_in_a_row = skips_in_a_row
+        self._is_of_a_skip = False
+        for optimizer, of_devices in records:
+            names = _names(optimizer, model)
+            for params, report, follows_grads in of_devices:
+                (was_skipped, scale, on_grads, *_), *lines = report.tolist()
+                if was_skipped:
+                    self._is_of_a_skip, self.scale = True, scale or self.scale
+                    for param, line in zip(params, lines, strict=True):
+                        if line[0] > 0:
+                            self.gradients.append(gradient_of(param, line, on_grads, names, follows_grads))
+        if model is not None:
+            place = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+            self.gradients.sort(key=lambda it: place.get(it.name, len(place)))
+        self.culprits = [it for it in reversed(self.gradients) if not it.is_finite]
+        elements = sum(it.elements for it in self.gradients)
+        self.zeros = sum(it.zeros * it.elements for it in self.gradients) / max(elements, 1)
+        findings = Findings(self.gradients, self.culprits, self.scale, self.zeros, skips_in_a_row)
+        self.suggestion = advise(findings, model, found) if self else ""
+
+    def __bool__(self) -> bool:
+        return self._is_of_a_skip
+
+    def as_dict(self) -> dict[str, Any]:
+        """Of plain numbers, strings and lists, as JSON has them."""
+        return {
+            "skipped": bool(self),
+            "scale": self.scale,
+            "skips_in_a_row": self.skips_in_a_row,
+            "gradients": len(self.gradients),
+            "zeros": self.zeros,
+            "culprits": [
+                asdict(it) | {"shape": list(it.shape), "first": None if it.first is None else list(it.first)}
+                for it in self.culprits
+            ],
+            "suggestion": self.suggestion,
+        }
+
+    def log_to(self, writer: Any, step: int | None = None) -> None:
+        """Scalars by the ``add_scalar`` of TensorBoard's SummaryWriter; none if no step was skipped."""
+        if not self:
+            return
+        writer.add_scalar("overflow/gradients", len(self.culprits), step)
+        writer.add_scalar("overflow/zeros", self.zeros, step)
+        if self.scale is not None:
+            writer.add_scalar("overflow/scale", self.scale, step)
+        for it in self.culprits:
+            for what, value in {"inf": it.infs, "nan": it.nans, "largest": it.largest, "zeros": it.zeros}.items():
+                writer.add_scalar(f"overflow/{what}/{it.name}", value, step)
+
+    def __str__(self) -> str:
+        if not self:
+            return "No step has been skipped."
+        at = "" if self.scale is None else f" at scale {self.scale:g}"
+        lines = [f"The last step skipped{at}: {len(self.culprits)} of {len(self.gradients)} gradients are not finite."]
+        if self.culprits:
+            lines += _table(self.culprits[:ROWS])
+        if len(self.culprits) > ROWS:
+            lines.append(f"... and {len(self.culprits) - ROWS} more, in as_dict()")
+        most = max(self.gradients, key=lambda it: it.zeros, default=None)
+        if most is not None and self.zeros > 0:
+            lines.append(f"Zeros: {self.zeros:.1%} of all elements; most in {most.name}, {most.zeros:.1%}.")
+        return "\n".join([*lines, self.suggestion])
+
+
+def _table(gradients: Sequence[Gradient]) -> list[str]:
+    cells = [("parameter", "group", "shape", "inf", "nan", "first at", "largest finite", "zeros")]
+    for it in gradients:
+        name = it.name if len(it.name) <= WIDTH else "..." + it.name[3 - WIDTH :]
+        first = "" if it.first is None else str(list(it.first))
+        counts = str(it.infs), str(it.nans)
+        cells.append((name, str(it.group), str(list(it.shape)), *counts, first, f"{it.largest:.3g}", f"{it.zeros:.1%}"))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
+def _names(optimizer: Optimizer, model: torch.nn.Module | None) -> dict[int, tuple[str, int]]:
+    """By a parameter's id: its name, as the model or the optimizer has it, and its group."""
+    of_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
+    names = {}
+    for number, group in enumerate(optimizer.param_groups):
+        given = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
+        for param, name in zip(group["params"], given, strict=True):
+            names[id(param)] = of_model.get(id(param), name), number
+    return names
