@@ -7,7 +7,7 @@ import torch
 from mpkernels.nn import LinearAct
 from mpkernels.ops import _registry
 from mpkernels.optim import AdamW
-from tests.test_ops import CALLS
+from tests.ops.test_ops import CALLS
 
 
 def steps(device: str) -> None:

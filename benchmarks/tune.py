@@ -15,7 +15,7 @@ import mpkernels
 from mpkernels.bench import linear, machine, networks, pairs
 from mpkernels.bench.settings import Place, Setting
 
-KERNELS = "mpkernels.ops.linear_act_triton"
+KERNELS = "mpkernels.ops.linear.linear_act_triton"
 
 
 def race(setting: Setting, names: list[str], kernels: Any) -> dict[str, float | None]:

@@ -1,8 +1,9 @@
-"""Pickles written before the packages were made name classes where they were then. Here they are found."""
+"""Pickles, and imports that docs showed, from before the packages were made: here they find what has moved."""
 
 import sys
 
 from mpkernels.amp import mixed_class, policy, scalings
+from mpkernels.ops.adamw import split
 from mpkernels.overflow import ledger, readback, report
 
 _MODULES = {
@@ -12,6 +13,7 @@ _MODULES = {
     "_overflow_report": report,
     "_policy": policy,
     "_scaling": scalings,
+    "ops.split": split,
 }
 
 

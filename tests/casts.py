@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.linear import torchs
+from tests.linear_cases import torchs
 
 B16 = torch.bfloat16
 

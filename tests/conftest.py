@@ -9,7 +9,8 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; there it makes kernels run on the CPU
 
 from mpkernels import selector
-from tests import interpreter, libraries
+from tests import libraries
+from tests.proof import interpreter
 from tests.targets import TARGETS, emulated_variable
 
 EXTRA = "integrations"  # of pyproject.toml

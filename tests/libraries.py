@@ -4,11 +4,12 @@ import ast
 import importlib
 import re
 import warnings
-from pathlib import Path
 
 import pytest
 
-_TEXT = (Path(__file__).parents[1] / "pyproject.toml").read_text()
+from tests import ROOT
+
+_TEXT = (ROOT / "pyproject.toml").read_text()
 NAMES = ast.literal_eval(re.search(r"^integrations = (\[.*\])$", _TEXT, re.MULTILINE)[1])
 
 

@@ -12,7 +12,8 @@ import torch
 
 import mpkernels
 from mpkernels.ops import _registry
-from tests import emulation
+from tests import ROOT
+from tests.proof import emulation
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 EMULATED = "mpkernels_emulated"
@@ -64,7 +65,7 @@ TARGETS = {
 
 @functools.cache
 def emulation_library() -> Path:
-    return emulation.build(Path(__file__).parents[1] / "build" / "emulation")
+    return emulation.build(ROOT / "build" / "emulation")
 
 
 def emulated_variable(name: str) -> ctypes.c_int:

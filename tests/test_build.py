@@ -14,8 +14,8 @@ from zipfile import ZipFile
 import pytest
 
 import mpkernels
+from tests import ROOT
 
-ROOT = Path(__file__).parents[1]
 PIP_WHEEL = ("-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir=wheels", ".")
 
 WITHOUT_NVCC = """
@@ -156,7 +156,7 @@ def test_without_nvcc_cuda_is_left_out_and_the_cpu_kernels_work(rebuildable, too
 
 
 def test_a_deleted_module_is_not_shipped(rebuildable, tools):
-    (rebuildable / "mpkernels" / "ops" / "unscale_triton.py").unlink()
+    (rebuildable / "mpkernels" / "ops" / "grads" / "unscale_triton.py").unlink()
     python(*PIP_WHEEL, "--no-build-isolation", cwd=rebuildable, **tools)
     [wheel] = (rebuildable / "wheels").iterdir()
     assert modules_in(wheel) == modules(rebuildable)
@@ -192,7 +192,7 @@ def test_without_the_library_it_warns_once_and_works(checkout):
 
 INSTALLS = {"plain": ["."], "editable": ["-e", "."], "wheel": ["{wheel}"]}
 BENCHMARK = ("-m", "pytest", "-q", "benchmarks", "--benchmark-disable", "-k", "update_scale_")
-TEST = ("-m", "pytest", "-q", "tests/test_update_scale.py", "-k", "cpu-native", "--require=cpu-native")
+TEST = ("-m", "pytest", "-q", "tests/ops/grads/test_update_scale.py", "-k", "cpu-native", "--require=cpu-native")
 
 
 @pytest.fixture(params=INSTALLS)

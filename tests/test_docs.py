@@ -6,16 +6,15 @@ What begins with ```py is for the eye: it needs other libraries.
 import importlib
 import re
 import shlex
-from pathlib import Path
 
 import pytest
 import torch
 
 from mpkernels import amp, optim, selector
 from mpkernels.__main__ import main
+from tests import ROOT
 from tests.networks import one_thread  # noqa: F401
 
-ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = {

@@ -4,9 +4,10 @@ import ast
 import re
 import subprocess
 import sys
-from pathlib import Path
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+from tests import ROOT
+
+EXAMPLES = ROOT / "examples"
 
 
 def last_loss(path):

@@ -1,5 +1,5 @@
 // Vocabulary of the CUDA kernels: 16-byte access, block sums, the table as a launch parameter, the launch itself. Plain
-// C++ apart from the qualifiers, so that tests/emulation can run the same kernels on a CPU.
+// C++ apart from the qualifiers, so that tests/proof/emulation can run the same kernels on a CPU.
 #pragma once
 
 #include <cuda_runtime.h>

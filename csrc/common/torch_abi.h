@@ -1,7 +1,7 @@
 // The part of torch's stable C ABI (torch >= 2.10) that is used here, declared by hand.
 //
 // No torch header is included, so the build needs no torch, cannot pick the wrong one, and one library serves every
-// version. tests/test_abi.py compiles these declarations against torch's own.
+// version. tests/ops/test_abi.py compiles these declarations against torch's own.
 #pragma once
 
 #include <cstddef>

@@ -1,0 +1,222 @@
+"""accumulate: the same steps as one batch as large as a group."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mpkernels.amp import GradScaler, accumulate
+from mpkernels.optim import AdamW
+from tests.amp.test_amp import INIT
+from tests.networks import B16, batch, network, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+MAX_NORM = 0.1
+
+
+def loss_of(model, batch):
+    inputs, targets = batch
+    return (model(inputs) - targets).square().mean()
+
+
+def whole(every, of_rows, kind, max_norm=MAX_NORM):
+    """By hand: the concatenation of each group in one backward."""
+    model = network()
+    optimizer = kind(model.parameters(), lr=1e-2)
+    for first in range(0, len(of_rows), every):
+        optimizer.zero_grad()
+        loss_of(model, [torch.cat(it) for it in zip(*of_rows[first : first + every], strict=True)]).backward()
+        if max_norm is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return model
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, AdamW])
+@pytest.mark.parametrize("scaled", [True, False])
+def test_groups_are_steps_of_their_whole(kind, scaled):
+    """Seven batches in groups of three: the last group is one batch, which counts for a whole step."""
+    batches = [batch(seed) for seed in range(7)]
+    model, scaler = network(), GradScaler("cpu", enabled=scaled, **INIT)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    steps = 0
+    optimizer.register_step_post_hook(lambda *_: seen.append([p.grad.norm() for p in model.parameters()]))
+    seen = []
+    for micro in accumulate(iter(batches), 3, optimizer, scaler=scaler, max_norm=MAX_NORM):
+        micro.backward(loss_of(model, micro.batch))
+        steps += micro.is_last
+        assert all((param.grad is None) == micro.is_last for param in model.parameters())
+    assert steps == len(seen) == 3
+    assert all(torch.stack(norms).norm() <= MAX_NORM * 1.001 for norms in seen)
+    assert_close(model.state_dict(), whole(3, batches, kind).state_dict(), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [(64, 8, 1, 30), (64, 64, 64)])
+def test_batches_that_differ_are_weighed(rows):
+    """By their rows: the whole's mean is no mean of means. Clipping would hide a wrong size."""
+    batches = [[it[:count] for it in batch(seed)] for seed, count in enumerate(rows)]
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    weigh = None if len(set(rows)) == 1 else lambda batch: len(batch[0])
+    for micro in accumulate(batches, 2, optimizer, weigh=weigh):
+        micro.backward(loss_of(model, micro.batch))
+    assert_close(model.state_dict(), whole(2, batches, torch.optim.SGD, None).state_dict(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("max_norm", [MAX_NORM, None])
+@pytest.mark.parametrize(
+    "kind",
+    [torch.optim.SGD, AdamW, lambda params, lr: AdamW(params, lr, max_norm=MAX_NORM)],
+    ids=["sgd", "ours", "clips"],
+)
+def test_it_hands_on_the_norm(kind, max_norm, scaled):
+    """That of the unscaled grads before clipping, of the group's last batch."""
+    model, twin, scaler = network(), network(), GradScaler("cpu", enabled=scaled, **INIT)
+    optimizer = kind(model.parameters(), lr=1e-2)
+    for micro in accumulate([batch(seed) for seed in range(3)], 2, optimizer, scaler=scaler, max_norm=max_norm):
+        twin.load_state_dict(model.state_dict())
+        (loss_of(twin, micro.batch) * micro._share).backward()
+        micro.backward(loss_of(model, micro.batch))
+        norms_itself = isinstance(optimizer, AdamW) and (scaled or optimizer.max_norm is not None)
+        if micro.is_last and (max_norm is not None or norms_itself):
+            expected = torch.nn.utils.get_total_norm([it.grad for it in twin.parameters()])
+            assert_close(micro.grad_norm, expected, rtol=1e-4, atol=0)
+        else:
+            assert micro.grad_norm is None
+        if micro.is_last:
+            twin.zero_grad()
+
+
+def test_an_overflow_costs_the_group():
+    model, scaler = network(), GradScaler("cpu", **INIT)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    weights = []
+    for micro in accumulate([1.0, float("inf"), 1.0, 1.0], 2, optimizer, scaler=scaler, max_norm=MAX_NORM):
+        micro.backward(loss_of(model, batch(0)) * micro.batch)
+        weights.append(model[0].weight.detach().clone())
+    assert torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[2], weights[3])
+    assert scaler.get_scale() == INIT["init_scale"] / 2
+    assert scaler.skipped_steps == 1
+
+
+def test_grads_that_are_released_add_up():
+    results = []
+    for releases in (True, False):
+        model = network(B16)
+        optimizer = AdamW(model.parameters())
+        if releases:
+            optimizer.release_grads()
+        for micro in accumulate([batch(seed) for seed in range(5)], 2, optimizer):
+            micro.backward((model(micro.batch[0].to(B16)).float() - micro.batch[1]).square().mean())
+        results.append(model.state_dict())
+    assert_close(*results, rtol=0, atol=0)
+
+
+def test_it_draws_no_more_than_a_group_ahead():
+    drawn = []
+
+    def stream():
+        for i in range(100):
+            drawn.append(i)
+            yield i
+
+    weight = torch.ones((), requires_grad=True)
+    for micro in accumulate(stream(), 4, torch.optim.SGD([weight])):
+        micro.backward(weight * micro.batch)
+        if micro.batch == 5:
+            break
+    assert len(drawn) == 8
+    assert weight.grad is not None  # of the group that was left
+
+
+def test_exchange_is_off_but_for_the_last_also_after_an_error():
+    class Model(torch.nn.Linear):
+        exchanges = True
+
+        @contextmanager
+        def no_sync(self):
+            self.exchanges = False
+            try:
+                yield
+            finally:
+                self.exchanges = True
+
+    model, seen = Model(1, 1), []
+    optimizer = torch.optim.SGD(model.parameters())
+    for micro in accumulate(range(5), 3, optimizer, model=model):
+        seen.append(model.exchanges)
+        micro.backward(model(torch.ones(1, 1)).sum())
+    assert seen == [False, False, True, False, True]
+
+    def fail():
+        for _ in accumulate(range(5), 3, optimizer, model=model):
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert model.exchanges
+
+
+def test_misuse():
+    weight = torch.ones((), requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    with pytest.raises(ValueError, match="every must be above 0, got 0"):
+        accumulate([], 0, optimizer)
+    with pytest.raises(ValueError, match="max_norm must be above 0, got 0"):
+        accumulate([], 1, optimizer, max_norm=0.0)
+    with pytest.raises(ValueError, match=r"weigh must give a group more than 0 in all, got \[0.0, 0.0\]"):
+        next(accumulate([1, 1], 2, optimizer, weigh=lambda _: 0))
+    with pytest.raises(RuntimeError, match="must call backward"):
+        list(accumulate([1], 1, optimizer))
+    micro = next(accumulate([1, 1], 2, optimizer))
+    micro.backward(weight * 1)
+    with pytest.raises(RuntimeError, match="called for this batch already"):
+        micro.backward(weight * 1)
+    assert list(accumulate([], 1, optimizer)) == []
+
+
+def test_a_batch_that_counts_nothing_does_no_harm():
+    """The mean of no tokens is NaN, and so is 0 times its gradient."""
+    groups = [
+        [[1.0, 1.0], [1.0, 0.0]],
+        [[0.0, 0.0], [1.0, 1.0], [0.0, 1.0]],
+        [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0]],
+    ]
+    weights = []
+    for group in groups:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for micro in accumulate(map(torch.tensor, group), 3, optimizer, weigh=lambda counts: counts.sum().item()):
+            of_each = model(torch.ones(2, 3)).square().squeeze(-1)
+            micro.backward((of_each * micro.batch).sum() / micro.batch.sum())
+        weights.append(model.weight)
+    assert weights[0].isfinite().all()
+    assert_close(weights[1:], weights[:1] * 2)
+
+
+def test_clipping_needs_the_grads():
+    model = network()
+    optimizer = AdamW(model.parameters())
+    release = optimizer.release_grads()
+    with pytest.raises(ValueError, match="accumulate: max_norm must be given to AdamW, before release_grads"):
+        accumulate([], 2, optimizer, max_norm=1.0)
+    release.remove()
+    accumulate([], 2, optimizer, max_norm=1.0)
+    optimizer = AdamW(model.parameters(), guard=True)
+    optimizer.release_grads()
+    accumulate([], 2, optimizer, max_norm=1.0)
+
+
+def test_the_last_batch_of_a_group_counts():
+    """With its backward DDP exchanges all grads of the group."""
+    order = []
+    optimizer = torch.optim.SGD([weight := torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    for micro in accumulate([3, 0, 2, 0, 0, 1], 3, optimizer, weigh=float):
+        order.append(micro.batch)
+        micro.backward(weight.sum())
+    assert order == [0, 3, 2, 0, 0, 1]

@@ -1,0 +1,122 @@
+"""How GradScaler's scale moves, in the ways that torch's doesn't have."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from mpkernels.amp import GradScaler
+from tests.amp.test_amp import OPTIMIZERS, SCALINGS, iterate, one_param
+from tests.networks import one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+INF = math.inf
+
+
+def scales(scaler, overflows, make=OPTIMIZERS["our AdamW"]):
+    param, optimizer = one_param(make)
+    return [iterate(scaler, param, optimizer, INF if bad else None) for bad in overflows]
+
+
+def test_a_static_scale_stays_and_an_overflow_still_skips():
+    scaler = GradScaler("cpu", init_scale=128.0, scaling="static")
+    assert scales(scaler, [0, 1, 0, 1]) == [128.0] * 4
+    assert scaler.skipped_steps.item() == 2
+    scaler.update(64.0)
+    assert scales(scaler, [0]) == [64.0]
+
+
+@pytest.mark.parametrize(
+    "schedule", [[(0, 8.0), (2, 4), (4, 2.0)], lambda step: 2.0 ** (3 - step // 2)], ids=["list", "callable"]
+)
+def test_a_schedule_goes_by_updates(schedule):
+    scaler = GradScaler("cpu", scaling=schedule)
+    assert scaler.get_scale() == 8.0
+    assert scales(scaler, [0, 1, 0, 0, 0]) == [8.0, 4.0, 4.0, 2.0, 2.0]
+    assert scaler.skipped_steps.item() == 1
+
+
+def test_bounds():
+    assert scales(GradScaler("cpu", init_scale=4.0, min_scale=1.5), [1, 1, 1]) == [2.0, 1.5, 1.5]
+    assert scales(GradScaler("cpu", init_scale=4.0, growth_interval=1, max_scale=10.0), [0, 0, 0]) == [8.0, 10.0, 10.0]
+
+
+def test_hysteresis_waits_for_overflows_in_a_row():
+    scaler = GradScaler("cpu", init_scale=16.0, hysteresis=2)
+    assert scales(scaler, [1, 0, 1, 1, 1, 0, 1]) == [16, 16, 16, 8, 4, 4, 4]
+
+
+KNOWN = "'dynamic', 'static', a callable or a list of (step, scale)"
+IMPOSSIBLE = [
+    ({"scaling": "dynamical"}, f"scaling must be {KNOWN}, got 'dynamical'"),
+    ({"scaling": []}, f"scaling must be {KNOWN}, got []"),
+    ({"scaling": [8.0]}, f"scaling must be {KNOWN}, got [8.0]"),
+    ({"scaling": None}, f"scaling must be {KNOWN}, got None"),
+    ({"scaling": [(1, 8.0)]}, "scaling must be steps that ascend from 0, got [(1, 8.0)]"),
+    ({"scaling": [(0, 8.0), (0, 4.0)]}, "scaling must be steps that ascend from 0, got [(0, 8.0), (0, 4.0)]"),
+    ({"scaling": [(0, 0.0)]}, "scaling must be finite scales above 0, got [(0, 0.0)]"),
+    ({"scaling": [(0, 8.0)], "init_scale": 4.0}, "init_scale must be left at 65536.0 with a schedule, got 4.0"),
+    ({"scaling": "static", "growth_factor": 4.0}, "growth_factor must be left at 2.0 with scaling='static', got 4.0"),
+    ({"scaling": "static", "growth_interval": 1}, "growth_interval must be left at 2000 with scaling='static', got 1"),
+    ({"scaling": "static", "hysteresis": 2}, "hysteresis must be left at 1 with scaling='static', got 2"),
+    ({"scaling": "static", "min_scale": 1.0}, "min_scale must be left at 0.0 with scaling='static', got 1.0"),
+    ({"scaling": max, "backoff_factor": 0.1}, "backoff_factor must be left at 0.5 with a schedule, got 0.1"),
+    ({"min_scale": -1.0}, "min_scale must be 0 or more, got -1.0"),
+    ({"min_scale": 8.0, "max_scale": 4.0}, "max_scale must be min_scale, 8.0, or more, got 4.0"),
+    ({"max_scale": 4.0}, "init_scale must be from 0.0 to 4.0, got 65536.0"),
+    ({"hysteresis": 0}, "hysteresis must be an int, 1 or more, got 0"),
+    ({"hysteresis": 1.5}, "hysteresis must be an int, 1 or more, got 1.5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "text"), IMPOSSIBLE, ids=[text for _, text in IMPOSSIBLE])
+def test_what_cannot_be_combined_raises(options, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'GradScaler: {text}')}$"):
+        GradScaler("cpu", **options)
+
+
+def test_a_schedule_takes_no_other_scale():
+    scaler = GradScaler("cpu", scaling=[(0, 8.0)])
+    scales(scaler, [0])
+    with pytest.raises(ValueError, match=r"GradScaler\.update: new_scale must be None with a schedule, got 4\.0"):
+        scaler.update(4.0)
+    assert scaler.get_scale() == 8.0
+
+
+def test_the_state_dict_is_torchs_and_more_only_in_modes_beyond_torch():
+    theirs = torch.amp.GradScaler("cpu").state_dict()
+    assert GradScaler("cpu").state_dict() == theirs
+    for name in ("bounded", "static", "scheduled"):
+        own = GradScaler("cpu", **SCALINGS[name]).state_dict()
+        assert own.keys() > theirs.keys()
+        torch.amp.GradScaler("cpu").load_state_dict(own)
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["before the first scale", "after it"])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_a_run_goes_on_from_its_state_dict(name, late):
+    first, second = GradScaler("cpu", **SCALINGS[name]), GradScaler("cpu", **SCALINGS[name])
+    scales(first, [1, 0, 1])
+    if late:
+        scales(second, [0])
+    second.load_state_dict(first.state_dict())
+    assert second.get_scale() == first.get_scale()
+    assert scales(second, [1, 0]) == scales(first, [1, 0])
+    assert second.state_dict() == first.state_dict()
+
+
+def test_torchs_state_loads_whatever_the_mode():
+    """A dynamic scaler takes it; the others scale as the constructor said."""
+    theirs = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=7).state_dict()
+    for name, scale in (("dynamic", 32.0), ("bounded", 32.0), ("static", 65536.0), ("scheduled", 8.0)):
+        scaler = GradScaler("cpu", **SCALINGS[name])
+        scaler.load_state_dict(theirs)
+        assert scaler.get_scale() == scale
+        assert scaler.get_growth_interval() == (7 if name in ("dynamic", "bounded") else 2000)
+    dynamic = GradScaler("cpu")
+    dynamic.load_state_dict(GradScaler("cpu", init_scale=64.0, scaling="static").state_dict())
+    assert (dynamic.get_scale(), dynamic.get_growth_factor()) == (64.0, 2.0)
+    with pytest.raises(RuntimeError, match="The source state dict is empty"):
+        GradScaler("cpu", scaling="static").load_state_dict({})

@@ -1,0 +1,170 @@
+"""process_group: grads that are parted among processes are clipped by one norm, and cost the step in all or in none."""
+
+import math
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+import mpkernels
+from mpkernels.amp import GradScaler, accumulate, clip_grad_norm_
+from mpkernels.optim import AdamW
+from tests.amp.test_amp_steps import Watch
+from tests.cases import same_bits
+from tests.networks import B16, F16
+from tests.processes import needs_gloo, spawn
+
+SIZES = (5, 33, 1, 40, 0, 17)  # of which rank 2 has none with a grad
+OURS, TORCHS, SHARDED = (
+    partial(kind, "cpu", init_scale=4.0, growth_interval=2)
+    for kind in (GradScaler, torch.amp.GradScaler, ShardedGradScaler)
+)
+
+
+def params_and_grads(dtype, steps=4, bad=1):
+    """Squares of the grads add up without rounding, in whatever order. One grad holds an inf in one step."""
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES]
+    grads = [[torch.randint(-9, 9, (n,), generator=generator).to(dtype) / 8 for n in SIZES] for _ in range(steps)]
+    grads[bad][1][-1] = math.inf
+    return params, grads
+
+
+def part_of(rank):
+    """The last is for the process without a grad: a parameter that is nobody's else."""
+    return {0: (0, 3), 1: (1, 2, 5), 2: (4,), None: range(len(SIZES))}[rank]
+
+
+def trained(rank, dtype, make, scaler=None, before_step=lambda scaler, optimizer: None):
+    """The part of the rank, None all, and what was told of each step."""
+    params, grads = params_and_grads(dtype)
+    mine = part_of(rank)
+    optimizer, told = make([params[i] for i in mine]), []
+    for of_step in grads:
+        scale = 1 if scaler is None else scaler.scale(torch.ones(()))
+        for i in mine:
+            params[i].grad = None if SIZES[i] == 0 else of_step[i] * scale
+        if scaler is None:
+            optimizer.step()
+        else:
+            before_step(scaler, optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            told.append(scaler.get_scale())
+        told += [getattr(optimizer, name, None) for name in ("grad_norm", "step_was_skipped", "skipped_steps")]
+    return [params[i] for i in mine], [it.item() if isinstance(it, torch.Tensor) else it for it in told]
+
+
+def assert_parts_are_of_the_whole(rank, parts, whole):
+    assert all(map(same_bits, parts[0], (whole[0][i] for i in part_of(rank))))
+    assert parts[1] == whole[1]
+
+
+def steps_of_parts(rank):
+    group = distributed.group.WORLD
+    kinds = (
+        (torch.float32, {"max_norm": 0.5}),
+        (torch.float32, {"guard": True}),
+        (B16, {"master": "fp32", "max_norm": 0.5}),
+        (F16, {"state_dtype": torch.int8}),
+    )
+    for kernel in mpkernels.backends("adamw_", "cpu"):  # native looks at grads within the step, reference before
+        for dtype, options in kinds:
+            make = partial(AdamW, lr=0.1, **options)
+            with mpkernels.backend(kernel):
+                parts, whole = trained(rank, dtype, partial(make, process_group=group)), trained(None, dtype, make)
+            assert_parts_are_of_the_whole(rank, parts, whole)
+            assert parts[1][-1] == 1  # of the steps was skipped
+
+
+def scaled_steps_of_parts(rank):
+    given = {"process_group": distributed.group.WORLD}
+    adamw, clipping = partial(AdamW, lr=0.1), partial(AdamW, lr=0.1, max_norm=0.5)
+    sgd, fused = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.1, fused=True)
+    for scaler, scalers, make, its in (
+        (OURS, given, clipping, {}),
+        (OURS, {}, clipping, given),
+        (OURS, given, clipping, given),
+        (OURS, given, adamw, {}),
+        (OURS, given, sgd, {}),
+        (OURS, given, fused, {}),
+        (TORCHS, {}, clipping, given),
+        (SHARDED, {}, clipping, given),
+        (SHARDED, given, adamw, {}),
+        (SHARDED, {}, adamw, {}),
+    ):
+        for before_step in (lambda scaler, optimizer: None, lambda scaler, optimizer: scaler.unscale_(optimizer)):
+            parts = trained(rank, torch.float32, partial(make, **its), scaler(**scalers), before_step)
+            alone = OURS if scaler is OURS else TORCHS
+            assert_parts_are_of_the_whole(rank, parts, trained(None, torch.float32, make, alone(), before_step))
+            assert parts[1][::4] == [4.0, 2.0, 2.0, 4.0]  # the scale
+
+
+def clipped(rank, dtype, norm_type, **options):
+    params, (grads, *_) = params_and_grads(dtype, bad=1)
+    for i in part_of(rank):
+        params[i].grad = None if SIZES[i] == 0 else grads[i]
+    mine = [params[i] for i in part_of(rank)]
+    norm = clip_grad_norm_(mine, 0.5, norm_type, **options)
+    return norm, [param.grad for param in mine]
+
+
+def clipping_of_parts(rank):
+    given = {"process_group": distributed.group.WORLD}
+    for dtype in (torch.float32, B16):
+        for norm_type in (2, 1, 3, math.inf):
+            (norm, grads), whole = clipped(rank, dtype, norm_type, **given), clipped(None, dtype, norm_type)
+            if norm_type == 3:  # a sum of roots' powers
+                torch.testing.assert_close(norm, whole[0], rtol=2**-23, atol=0)
+                continue
+            assert same_bits(norm, whole[0])
+            theirs = [whole[1][i] for i in part_of(rank)]
+            assert all(a is b or same_bits(a, b) for a, b in zip(grads, theirs, strict=True))
+
+
+def a_collective_each_step(rank):
+    """And no host waits for a device."""
+    group = distributed.group.WORLD
+    for options, count in (({}, 1), ({"max_norm": 1.0}, 1), ({"guard": False}, 0)):
+        param = nn.Parameter(torch.ones(3))
+        optimizer = AdamW([param], process_group=group, **options)
+        for scaler, of_scaler in ((None, 0), (GradScaler("cpu"), 1), (GradScaler("cpu", process_group=group), 1)):
+            with Watch(), mock.patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as all_reduce:
+                for _ in range(3):
+                    if scaler is None:
+                        param.sum().backward()
+                        optimizer.step()
+                    else:
+                        scaler.scale(param.sum()).backward()
+                        scaler.step(optimizer)
+                        scaler.update()
+            assert all_reduce.call_count == 3 * max(count, of_scaler)
+
+
+def accumulated_parts(rank):
+    """The group of AdamW, or of the scaler, is clipping's, too."""
+    group, weights = distributed.group.WORLD, []
+    for adamws, scalers in ((group, None), (None, group)):
+        param = nn.Parameter(torch.ones(3 + rank))
+        optimizer = torch.optim.SGD([param], lr=1.0) if adamws is None else AdamW([param], process_group=adamws)
+        scaler = GradScaler("cpu", init_scale=2.0, process_group=scalers)
+        for micro in accumulate([3.0], 1, optimizer, scaler=scaler, max_norm=1.0):
+            micro.backward(param.sum() * micro.batch)
+        weights.append(param)
+    assert (1 - weights[1]).detach().tolist() == pytest.approx([1 / 12**0.5] * (3 + rank))
+
+
+CHECKS = (steps_of_parts, scaled_steps_of_parts, clipping_of_parts, a_collective_each_step, accumulated_parts)
+
+
+def on_rank(rank):
+    for check in CHECKS:
+        check(rank)
+
+
+@needs_gloo
+def test_parts_are_trained_as_the_whole(tmp_path):
+    spawn(on_rank, tmp_path, world=3)

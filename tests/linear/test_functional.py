@@ -1,0 +1,249 @@
+"""linear_act takes what F.linear and an activation take, and does what they do."""
+
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional
+
+import mpkernels
+from mpkernels import functional as ours
+from mpkernels.functional import linear_act
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from tests.linear_cases import layer, relative_error, results, torchs
+
+B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def shapes_of_x():
+    base = torch.randn(6, 5, 8, generator=torch.Generator().manual_seed(0))
+    return {
+        "one row": base[0, 0],
+        "3-D": base,
+        "4-D": base.view(2, 3, 5, 8),
+        "transposed": base.transpose(0, 1),
+        "columns first": base[0].t().contiguous().t(),
+        "with gaps": torch.cat([base, base], 2)[::2, :, :8],
+        "expanded rows": base[0, :1].expand(7, 8),
+        "expanded features": base[0, :, :1].expand(5, 8),
+        "off alignment": base.flatten()[1:41].view(5, 8),
+        "empty batch": base[:, :0],
+    }
+
+
+@pytest.mark.parametrize("dtype", [F16, B16, F32], ids=str)
+@pytest.mark.parametrize("name", shapes_of_x())
+def test_any_x(target, name, dtype):
+    x = shapes_of_x()[name].to(dtype).to(target.device)
+    _, weight, bias, _ = layer(1, 8, 6, dtype, target.device)
+    dy = torch.ones(*x.shape[:-1], 6, dtype=dtype, device=target.device)
+    assert_near_torch(x, weight, bias, dy)
+
+
+@pytest.mark.parametrize("dtype", [F16, B16, F32], ids=str)
+def test_any_weight_and_bias(target, dtype):
+    x, weight, bias, dy = layer(7, 8, 6, dtype, target.device)
+    for strange in (weight.t().contiguous().t(), torch.cat([weight, weight], 1)[:, ::2], weight[:1].expand(6, 8)):
+        assert_near_torch(x, strange, bias, dy)
+    for strange in (torch.stack([bias, bias], 1)[:, 0], bias[:1].expand(6)):
+        assert_near_torch(x, weight, strange, dy)
+
+
+def assert_near_torch(x, weight, bias, dy):
+    got, want = (results(function, x, weight, bias, dy, "gelu") for function in (linear_act, torchs))
+    for mine, torchs_own in zip(got, want, strict=True):
+        assert mine.shape == torchs_own.shape
+        assert relative_error(mine, torchs_own) <= 4 * torch.finfo(x.dtype).eps
+
+
+def test_a_weight_of_one_dimension(target):
+    x, weight, _, _ = layer(7, 8, 1, F32, target.device)
+    for bias in (None, torch.ones((), device=target.device), torch.ones(1, device=target.device)):
+        z = x @ weight[0] if bias is None else x @ weight[0] + bias  # F.linear has no 1-D weight together with a bias
+        torch.testing.assert_close(linear_act(x, weight[0], bias), functional.gelu(z))
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu", "tanh"])
+@pytest.mark.parametrize("shape", [(8,), (7, 8), (2, 3, 8), (2, 1, 3, 8), (0, 3, 8)], ids=str)
+def test_the_gradients_of_a_weight_of_one_dimension(target, shape, activation):
+    """y has as many dimensions less than x, and is no matrix where it has two."""
+    x, (_, weight, bias, _) = torch.randn(shape, device=target.device), layer(1, 8, 1, F32, target.device)
+    dy = torch.randn(shape[:-1], device=target.device)
+    for one in (None, bias, bias[0]):
+        got = results(linear_act, x, weight[0], one, dy, activation)
+        want = results(lambda x, row, b, f: torchs(x, row[None], b, f).squeeze(-1), x, weight[0], one, dy, activation)
+        torch.testing.assert_close(got, want)
+
+
+def test_a_bias_of_one_element(target):
+    x, weight, bias, _ = layer(7, 8, 6, F32, target.device)
+    for one in (bias[:1], bias[0]):
+        one = one.detach().requires_grad_()
+        got, want = (torch.autograd.grad(f(x, weight, one, "silu").sum(), one)[0] for f in (linear_act, torchs))
+        torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("dtype", [F16, B16], ids=str)
+@pytest.mark.parametrize("parameters", [F32, F16, B16], ids=str)
+@pytest.mark.parametrize("inputs", [F32, F16, B16], ids=str)
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_autocast(target, dtype, parameters, inputs, bias):
+    """The same dtypes as torch, and the same numbers; backward within the region or after it."""
+    x, weight, b, dy = layer(9, 8, 6, F32, target.device, bias=bias)
+    x, weight, b = x.to(inputs), weight.to(parameters), None if b is None else b.to(parameters)
+    with torch.autocast(target.device.type, dtype=dtype):
+        got, want = (results(function, x, weight, b, dy.to(dtype), "gelu") for function in (linear_act, torchs))
+    for mine, torchs_own in zip(got, want, strict=True):
+        assert mine.dtype == torchs_own.dtype
+        assert relative_error(mine, torchs_own) <= 4 * torch.finfo(B16).eps
+
+
+class CudasAutocast(nullcontext):
+    """Which ``torch.autocast`` does not turn on where there is no GPU."""
+
+    def __enter__(self):
+        self.before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+        torch.set_autocast_enabled("cuda", True)
+        torch.set_autocast_dtype("cuda", B16)
+
+    def __exit__(self, *_):
+        torch.set_autocast_enabled("cuda", self.before[0])
+        torch.set_autocast_dtype("cuda", self.before[1])
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_cudas_autocast_gives_its_dtype_whoever_computes(activation, mode, kernel):
+    """It makes fp32 of 16 bits in more ops than the CPU's. Tensors without memory need no GPU."""
+    with FakeTensorMode(), mode(), CudasAutocast():
+        arguments = (torch.empty(shape, device="cuda") for shape in ((3, 4), (5, 4), (5,)))
+        assert ours._compute(kernel, *arguments, activation, B16).dtype == B16
+
+
+def test_autocast_leaves_fp64_alone(target):
+    arguments = layer(9, 8, 6, F64, target.device)
+    with torch.autocast(target.device.type, dtype=B16):
+        got, want = (results(function, *arguments, "gelu") for function in (linear_act, torchs))
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def test_weight_gradients_under_autocast_are_not_rounded_to_16_bits(target):
+    x, weight, bias, dy = layer(90, 8, 6, B16, target.device)
+    with torch.autocast(target.device.type, dtype=B16):
+        _, _, dweight, dbias = results(linear_act, x, weight.float(), bias.float(), dy, "gelu")
+    for gradient in (dweight, dbias):
+        assert gradient.dtype == F32
+        assert not torch.equal(gradient, gradient.to(B16).float())
+
+
+def test_autocast_and_a_second_backward(target):
+    x, weight, bias, dy = (it.requires_grad_() for it in layer(9, 8, 6, F32, target.device))
+    penalties = []
+    for function in (linear_act, torchs):
+        with torch.autocast(target.device.type, dtype=B16):
+            y = function(x, weight, bias, "gelu")
+            (dx,) = torch.autograd.grad(y, x, dy.to(B16), create_graph=True)
+        penalties.append(torch.autograd.grad(dx.square().sum(), (x, weight, bias)))
+    for mine, torchs_own in zip(*penalties, strict=True):
+        assert mine.dtype == F32
+        assert relative_error(mine, torchs_own) <= 8 * torch.finfo(B16).eps
+
+
+x, weight, bias, _ = layer(3, 4, 5, F32)
+ERRORS = [
+    ((x, weight, bias, "swish"), ValueError,
+     "linear_act: activation must be one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got 'swish'"),
+    ((x, weight, bias, None), ValueError,
+     "linear_act: activation must be one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got None"),
+    (([1.0], weight), TypeError, "linear_act: x must be a tensor, got list"),
+    ((x, None), TypeError, "linear_act: weight must be a tensor, got NoneType"),
+    ((x, weight, 0.5), TypeError, "linear_act: bias must be a tensor, got float"),
+    ((x[0, 0], weight), ValueError, "linear_act: x must have at least one dimension, got a scalar"),
+    ((x, weight[None]), ValueError, "linear_act: weight must have one or two dimensions, got shape (1, 5, 4)"),
+    ((x[:, :3], weight), ValueError, "linear_act: x must have weight's 4 features in its last dimension, got shape "
+     "(3, 3)"),
+    ((x, weight, bias[:4]), ValueError, "linear_act: bias must have shape (5,), got (4,)"),
+    ((x, weight, weight), ValueError, "linear_act: bias must have shape (5,), got (5, 4)"),
+    ((x, weight.bfloat16()), TypeError, "linear_act: weight must be torch.float32, got torch.bfloat16"),
+    ((x.double(), weight), TypeError, "linear_act: weight must be torch.float64, got torch.float32"),
+    ((x, weight, bias.half()), TypeError, "linear_act: bias must be torch.float32, got torch.float16"),
+    ((x.int(), weight), TypeError, "linear_act: weight must be torch.int32, got torch.float32"),
+    ((x, weight.to("meta")), ValueError, "linear_act: weight must be on cpu, got meta"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["reference", "native"])
+@pytest.mark.parametrize(("arguments", "kind", "text"), ERRORS, ids=[text for *_, text in ERRORS])
+def test_errors_name_op_argument_wanted_and_got(arguments, kind, text, kernel):
+    with mpkernels.backend(kernel), pytest.raises(kind, match=f"^{re.escape(text)}$"):
+        linear_act(*arguments)
+
+
+WRONG = [error for error in ERRORS if "meta" not in error[2]]
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize(("arguments", "kind", "text"), WRONG, ids=[text for *_, text in WRONG])
+def test_errors_do_not_hang_on_the_choice(arguments, kind, text, kernel):
+    """The second time, a choice is known."""
+    mpkernels.selector.pin(kernel)
+    try:
+        for _ in range(2):
+            with pytest.raises(kind, match=f"^{re.escape(text)}$"):
+                linear_act(*arguments)
+    finally:
+        mpkernels.selector.pin(None)
+
+
+def test_other_devices_are_torchs():
+    y = linear_act(x.to("meta"), weight.to("meta"), bias.to("meta"))
+    assert y.shape == functional.linear(x, weight).shape
+    assert y.is_meta
+
+
+@pytest.mark.parametrize("kernel", [None, "native"])
+@pytest.mark.parametrize("shape", [(1, 5), (3, 5), (3, 1)], ids=str)
+def test_a_bias_of_more_dimensions_is_torchs(shape, kernel):
+    broad = torch.nn.Parameter(torch.randn(shape))
+    with nullcontext() if kernel is None else mpkernels.backend(kernel):
+        for _ in range(2):
+            assert torch.equal(linear_act(x, torch.nn.Parameter(weight), broad), torchs(x, weight, broad, "gelu"))
+
+
+class OfAUser(torch.Tensor):
+    pass
+
+
+FOREIGN = {
+    "complex": lambda: torch.randn(3, 4, dtype=torch.complex64),
+    "integers": lambda: torch.arange(-6, 6).view(3, 4),
+    "sparse": lambda: torch.randn(3, 4).to_sparse(),
+    "nested": lambda: torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)]),
+    "jagged": lambda: torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged),
+    "a subclass": lambda: torch.randn(3, 4).as_subclass(OfAUser),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("kind", FOREIGN)
+def test_what_no_kernel_takes_is_torchs(kind):
+    x = FOREIGN[kind]()
+    weight, bias = (torch.randn(shape).to(x.dtype) for shape in ((5, 4), (5,)))
+    if kind == "sparse":
+        bias = None
+    activation = {"complex": "tanh", "integers": "relu", "sparse": "none"}.get(kind, "gelu")
+    with mpkernels.backend("native"):
+        got, want = (f(x, weight, bias, activation) for f in (linear_act, torchs))
+    assert type(got) is type(want)
+    assert got.layout == want.layout
+    if x.is_nested:
+        got, want = got.to_padded_tensor(0), want.to_padded_tensor(0)
+    torch.testing.assert_close(got, want)
+
+
+def test_autocast_refuses_an_fp64_bias():
+    with torch.autocast("cpu", dtype=B16), pytest.raises((TypeError, RuntimeError)):
+        linear_act(x, weight, bias.double())

@@ -1,0 +1,192 @@
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.nn.utils import parametrize, prune
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpkernels import backend, nn
+from tests.linear_cases import TORCH
+
+
+def both(**keywords):
+    layers = []
+    for make in (torch.nn.Linear, nn.LinearAct):
+        torch.manual_seed(3)
+        layers.append(make(7, 5, **keywords))
+    return layers
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
+def test_parameters_are_linears(bias, dtype):
+    """The same numbers from the same seed, and each loads the other's checkpoint."""
+    theirs, ours = both(bias=bias, dtype=dtype)
+    assert not isinstance(ours, torch.nn.Linear)  # or what replaces all of them would take it for one
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for mine, torchs_own in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(mine, torchs_own)
+    ours.load_state_dict(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize("activation", TORCH)
+def test_forward_is_linear_and_activation(target, activation):
+    theirs, _ = both()
+    ours = nn.LinearAct(7, 5, activation=activation)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(2, 3, 7, device=target.device)
+    torch.testing.assert_close(ours.to(target.device)(x), TORCH[activation](theirs.to(target.device)(x)))
+
+
+def test_positions_are_linears():
+    ours = nn.LinearAct(7, 5, False, "meta", torch.bfloat16)
+    assert (ours.bias, ours.weight.is_meta, ours.weight.dtype) == (None, True, torch.bfloat16)
+
+
+RECORDERS = {
+    "jit.trace": torch.jit.trace,
+    "fx": lambda layer, x: torch.fx.symbolic_trace(torch.nn.Sequential(layer)),
+    "export": lambda layer, x: torch.export.export(torch.nn.Sequential(layer), (x,)).module(),
+    "strict export": lambda layer, x: torch.export.export(torch.nn.Sequential(layer), (x,), strict=True).module(),
+}
+
+
+class Doubled(torch.nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def hold_as_plain_attribute(layer):
+    """As FullyShardedDataParallel does with its views."""
+    weight = layer.weight.detach() + 1
+    del layer.weight
+    layer.weight = weight
+
+
+REPLACERS = {
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    "prune bias": lambda layer: prune.l1_unstructured(layer, "bias", 0.5),
+    "parametrize": lambda layer: parametrize.register_parametrization(layer, "weight", Doubled()),
+    "parametrize bias": lambda layer: parametrize.register_parametrization(layer, "bias", Doubled()),
+    "weight_norm": lambda layer: torch.nn.utils.weight_norm(layer).weight_g.data.mul_(2),
+    "plain attribute": hold_as_plain_attribute,
+    "another parameter": lambda layer: setattr(layer, "weight", torch.nn.Parameter(layer.weight.detach() + 1)),
+    "another's data": lambda layer: setattr(layer.weight, "data", layer.weight.detach() + 1),
+    "no bias": lambda layer: setattr(layer, "bias", None),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of weight_norm
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch.compile does it itself
+@pytest.mark.parametrize("replace", REPLACERS.values(), ids=[*REPLACERS])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_takes_the_place_of_a_parameter_is_computed_with(replace, compiled):
+    theirs, ours = both()
+    x = torch.randn(3, 7)
+    before = ours(x)
+    for layer in (theirs, ours):
+        replace(layer)
+    y = (torch.compile(ours, backend="eager") if compiled else ours)(x)
+    torch.testing.assert_close(y, TORCH["gelu"](theirs(x)))
+    assert not torch.equal(y, before)
+
+
+class Standardised(nn.LinearAct):
+    """Computes with another weight than it holds."""
+
+    @property
+    def weight(self):
+        return self._parameters["weight"] - self._parameters["weight"].mean()
+
+
+def test_a_subclass_has_the_last_word_on_its_weight():
+    layer, x = nn.LinearAct(7, 5), torch.randn(3, 7)
+    layer.__class__ = Standardised
+    torch.testing.assert_close(layer(x), TORCH["gelu"](torch.nn.functional.linear(x, layer.weight, layer.bias)))
+
+
+class WithTable(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LinearAct(7, 5)
+        self.register_buffer("table", torch.randn(3, 7))
+
+    def forward(self, x):
+        return x + self.layer(self.table)
+
+
+def test_fx_sees_a_weight_whose_input_it_does_not_see():
+    model, x = WithTable(), torch.zeros(())
+    traced = torch.fx.symbolic_trace(model)
+    with torch.no_grad():
+        model.layer.weight.mul_(2)
+    torch.testing.assert_close(traced(x), model(x))
+
+
+@pytest.mark.parametrize("record", RECORDERS.values(), ids=[*RECORDERS])
+def test_who_records_calls_gets_torchs(record):
+    layer, x = nn.LinearAct(7, 5), torch.randn(3, 7)
+    recorded = record(layer, x)
+    assert not any(of_ours in str(recorded.graph) for of_ours in ("mpkernels::", "mpkernels.linear_act"))
+    torch.testing.assert_close(recorded(x), layer(x))
+
+
+def test_forward_mode():
+    layer, x, dx = nn.LinearAct(7, 5).double(), *torch.randn(2, 3, 7, dtype=torch.float64)
+    _, want = torch.func.jvp(lambda x: TORCH["gelu"](torch.nn.functional.linear(x, *layer.parameters())), (x,), (dx,))
+    with backend("native"):
+        torch.testing.assert_close(torch.func.jvp(layer, (x,), (dx,))[1], want)
+        with forward_ad.dual_level():
+            y = layer(forward_ad.make_dual(x, dx))
+            torch.testing.assert_close(forward_ad.unpack_dual(y).tangent, want)
+
+
+@pytest.mark.parametrize("x_needed", [True, False])
+def test_flops_are_counted_as_torchs(x_needed):
+    counts = []
+    for layer in both():
+        with FlopCounterMode(display=False) as counter:
+            layer(torch.randn(3, 7, requires_grad=x_needed)).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_device():
+    assert nn.LinearAct(7, 5, device="meta").weight.is_meta
+
+
+def test_repr():
+    text = "LinearAct(in_features=7, out_features=5, bias=True, activation='gelu')"
+    assert repr(nn.LinearAct(7, 5)) == text
+
+
+def test_an_unknown_activation_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"^LinearAct: activation must be one of none, relu, .*, got 'swish'$"):
+        nn.LinearAct(7, 5, activation="swish")
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_copies(clone):
+    layer = nn.LinearAct(7, 5, activation="silu")
+    x = torch.randn(3, 7)
+    assert torch.equal(clone(layer)(x), layer(x))
+
+
+def test_it_learns():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(nn.LinearAct(4, 32), nn.LinearAct(32, 1, activation="none"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(256, 4)
+    target = x.square().sum(1, keepdim=True)
+    losses = []
+    for _ in range(200):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = (model(x).float() - target).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 20

@@ -1,0 +1,274 @@
+"""Narrow ledges of adamw_ that a careless edit falls off. Each test was written for a planted bug that the others let
+pass."""
+
+import math
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels.ops.adamw.adamw import _adamw
+from mpkernels.ops.adamw.arguments import LISTS
+from tests.cases import same_bits
+from tests.ops.adamw.test_adamw import B16, F16, F32, I8, WEIGHTS, Model, assert_same_steps
+
+
+def test_many_chunks_of_each_kind_of_moments(target):
+    """Exactly one, and one element beyond some: where a block's scales lie, and who counts the step."""
+    options = {"sizes": (8192, 16384 + 513), "weights": [(B16, "split")], "grads": (F32,), "states": (F32, I8)}
+    model = assert_same_steps(target, steps=2, model=options)
+    assert {step.item() for step in model.steps} == {2.0}
+
+
+def test_more_parameters_than_a_launch_takes(target):
+    if target.is_interpreted:
+        pytest.skip("has no such limit")
+    options = {"sizes": (3,) * 100, "weights": WEIGHTS[:4], "grads": (F32,), "states": (F32,)}
+    assert_same_steps(target, steps=2, model=options)
+
+
+def test_blocks_of_shrinking_moments(target):
+    """What fills up the last block of 8-bit moments must not become its largest: a code of 0 is half of all steps."""
+    options = {"sizes": (37, 300), "weights": WEIGHTS[:1], "grads": (F32,), "states": (I8,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    for seed, factor in enumerate((1.0, 1e-3, 1e-6)):
+        changed = {"beta1": [0.1] * 2, "beta2": [0.01] * 2}
+        ours.step([grad * factor for grad in ours.grads(seed)], **changed)
+        with mpkernels.backend("reference"):
+            reference.step([grad * factor for grad in reference.grads(seed)], **changed)
+    assert ours.differences(reference) == []
+
+
+def test_a_largest_that_is_nan_stays(target):
+    """As torch.maximum has it."""
+    options = {"sizes": (3,), "weights": WEIGHTS[:1], "grads": (F32,), "states": (F32,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    for model in (ours, reference):
+        model.max_exp_avg_sqs[1][1] = math.nan
+    ours.step(ours.grads(0))
+    with mpkernels.backend("reference"):
+        reference.step(reference.grads(0))
+    assert ours.differences(reference) == []
+    assert ours.params[1].isnan().tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("states", [F32, B16, I8], ids=str)
+def test_a_weight_that_was_written_to_wins_over_its_copied_master(target, states):
+    """Where it is no more than its master's rounding, that one stays, to the last bit."""
+    options = {"sizes": (300,), "weights": [(B16, "fp32"), (F16, "fp32")], "grads": (F32,), "states": (states,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    masters = torch.tensor([1.0 + 2.0**-9, 1.0 + 2.0**-11, 65519.0, 65520.0, 1e30, 1e-40, 2.0**-25, math.inf, math.nan])
+    for model in (ours, reference):
+        for param, master in zip(model.params, model.masters, strict=True):
+            master[:9] = master[20:29] = masters.to(master.device)
+            param.copy_(master)
+            param[10:13] = torch.tensor([0.0, -0.0, 7.0])
+            master[10:13] = torch.tensor([-0.0, 1e-30, 7.0001])
+            param[13:30].view(torch.int16).add_(1)  # the next number, or NaN
+            param[290:] = -3.0
+    expected = [
+        torch.where(master.to(param.dtype).view(torch.int16) == param.view(torch.int16), master, param.float()).cpu()
+        for param, master in zip(ours.params, ours.masters, strict=True)
+    ]
+    at_rest = {"lr": [0.0] * 2, "weight_decay": [0.0] * 2}
+    ours.step(ours.grads(0), found_inf=1.0, **at_rest)
+    ours.step(ours.grads(0), **at_rest)
+    assert all(same_bits(master.cpu(), it) for master, it in zip(ours.masters, expected, strict=True))
+    ours.step(ours.grads(1))
+    with mpkernels.backend("reference"):
+        reference.step(reference.grads(0), **at_rest)
+        reference.step(reference.grads(1))
+    assert ours.differences(reference) == []
+
+
+ENDS = (2.0**-127, 2.0**-126, 2.0**-124, math.inf, -math.inf, math.nan, 1e30, 1e-30, 0.0)
+
+
+@pytest.mark.parametrize("states", [F32, B16, I8], ids=str)
+def test_grads_at_the_ends_of_the_range(target, states):
+    """No guard: what is not finite spreads no further than it must, and into the same bits everywhere."""
+    weights = WEIGHTS[1:4:2] if target.is_interpreted else WEIGHTS
+    options = {"sizes": (300,) * len(ENDS), "weights": weights, "grads": (F32,), "states": (states,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+
+    def step(model, seed):
+        grads = model.grads(seed)
+        for i, grad in enumerate(grads):
+            end = ENDS[i * len(ENDS) // len(grads)]
+            grad[3:200:9] = end
+            grad[256:] = end  # a block of 8-bit moments, with nothing else in it
+        model.step(grads, beta1=[0.0, 0.9])  # with 0 the moment is the grad
+
+    for seed in range(2):
+        step(ours, seed)
+        with mpkernels.backend("reference"):
+            step(reference, seed)
+    assert ours.differences(reference) == []
+
+
+@pytest.mark.parametrize("name", ["params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "grads"])
+def test_one_tensor_off_alignment(target, name):
+    """The others are where they should be: each address counts when a kernel decides how wide it may read."""
+    options = {"sizes": (1024,), "weights": WEIGHTS[:2] + WEIGHTS[4:], "grads": (B16,), "states": (F32, I8)}
+    if target.is_interpreted:
+        options |= {"weights": WEIGHTS[1:3], "states": (F32,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+
+    def off(tensors):
+        return [torch.cat([tensor[:1], tensor])[1:] for tensor in tensors]
+
+    grads = ours.grads(0)
+    if name == "grads":
+        grads = off(grads)
+    else:
+        setattr(ours, name, off(getattr(ours, name)))
+    ours.step(grads)
+    with mpkernels.backend("reference"):
+        reference.step(reference.grads(0))
+    assert ours.differences(reference) == []
+
+
+def test_a_scale_that_is_no_power_of_two(target):
+    """Its reciprocal is rounded to fp32, as torch's GradScaler has it, and not again before it is clipped."""
+    options = {"sizes": (333,), "states": (F32,), "weights": WEIGHTS[:1], "grads": (F32,)}
+    for scale in (3.0, 7.0, 11.0, 1000.0):
+        assert_same_steps(target, steps=2, model=options, grad_scale=scale, max_norm=0.5)
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0, math.nan])
+@pytest.mark.parametrize("sumsq", [None, 50.0])
+@pytest.mark.parametrize("max_norm", [math.inf, 1.0])
+def test_what_a_step_tells(target, scale, found_inf, sumsq, max_norm):
+    def number(value, dtype=F32):
+        return None if value is None else torch.full((), value, dtype=dtype, device=target.device)
+
+    told, skipped_steps = torch.full((2,), -1.0, device=target.device), number(5.0)
+    param, *states = (torch.ones(20_000, device=target.device) for _ in range(3))  # some chunks: who tells, tells once
+    step, hyper = torch.zeros((), device=target.device), ([0.1], [0.9], [0.99], [0.1], [1e-8], [False])
+    lists = [param], [torch.ones_like(param)], *([state] for state in states), [], [], [], [step], [1]
+    _adamw(*lists, *hyper, [], number(scale), number(found_inf), number(sumsq, torch.float64), max_norm, told,
+           skipped_steps, None)  # fmt: skip
+    unscale = 1.0 if scale is None else torch.tensor(1 / scale).item()
+    norm = -1.0 if sumsq is None else torch.tensor(math.sqrt(sumsq) * unscale).item()
+    is_skipped = float(bool(found_inf))
+    assert told.tolist() == [norm, is_skipped]
+    assert skipped_steps.item() == 5.0 + is_skipped
+    assert step.item() == 1.0 - is_skipped
+
+
+@pytest.mark.parametrize("max_norm", [1.0, math.inf])
+def test_a_nan_norm_is_not_taken_for_a_small_one(target, max_norm):
+    """Nor looked at where nothing is clipped."""
+    model = Model(sizes=(40,), grads=(F32,), device=target.device)
+    model.steps = [step.fill_(1.0) for step in model.steps]
+    nan = torch.full((), math.nan, dtype=torch.float64, device=target.device)
+    groups, hyper = [len(model.params)], ([0.1], [0.9], [0.99], [0.1], [1e-8], [False])
+    lists = (getattr(model, name) for name in LISTS[2:])
+    _adamw(model.params, model.grads(0), *lists, groups, *hyper, [], None, None, nan, max_norm, None, None, None)
+    assert {bool(param.isnan().all()) for param in model.params} == {max_norm == 1.0}
+    assert {bool(param.isnan().any()) for param in model.params} == {max_norm == 1.0}
+
+
+LAYOUTS = {
+    "plain": lambda value: value.contiguous(),
+    "last": lambda value: value.contiguous(memory_format=torch.channels_last),
+    "sliced": lambda value: torch.stack([value, value], -1)[..., 0],
+}
+KINDS = [("last", "plain", "plain", "last"), ("plain", "last", "sliced", "plain"), ("sliced", "plain", "last", "last")]
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids="-".join)
+@pytest.mark.parametrize("states", [F32, I8], ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS[1:4:2], ids=str)
+def test_every_list_in_a_layout_of_its_own(target, weight, states, kinds):
+    """Of parameters, masters and grads, and of moments, whose codes share their scales in the order they lie in."""
+
+    def stepped(device):
+        model = Model(sizes=(360,), weights=[weight], grads=(F32,), states=(states,), device=device)
+        grads = model.grads(0)
+        lists = {"params": kinds[0], "masters": kinds[1]} | dict.fromkeys(("exp_avgs", "exp_avg_sqs"), kinds[3])
+        for name, kind in (lists | {"max_exp_avg_sqs": kinds[3]}).items():
+            laid_out = [LAYOUTS[kind](it.view(4, 6, 5, 3)) if it.numel() else it for it in getattr(model, name)]
+            setattr(model, name, laid_out)
+        for _ in range(2):
+            model.step([LAYOUTS[kinds[2]](grad.view(4, 6, 5, 3)) for grad in grads])
+        return model
+
+    ours = stepped(target.device)
+    with mpkernels.backend("reference"):
+        reference = stepped("cpu")
+    assert ours.differences(reference) == []
+
+
+def channels_last(tensor):
+    return tensor.view(4, 6, 5, 3).contiguous(memory_format=torch.channels_last) if tensor.numel() else tensor
+
+
+BAD = {  # which lists, and what becomes of them
+    "too few": ("scales", lambda scales: scales[:-1]),
+    "as many as without a largest": ("scales", lambda scales: scales[:4]),
+    "fp64": ("scales", lambda scales: scales.double()),
+    "with gaps": ("scales", lambda scales: torch.stack([scales, scales], -1)[:, 0]),
+    "moments with gaps": ("exp_avgs exp_avg_sqs max_exp_avg_sqs", LAYOUTS["sliced"]),
+    "squares elsewhere": ("exp_avg_sqs", channels_last),
+    "largest elsewhere": ("max_exp_avg_sqs", channels_last),
+}
+
+
+@pytest.mark.parametrize(("names", "change"), BAD.values(), ids=BAD)
+def test_scales_that_do_not_go_with_their_moments(target, names, change):
+    """Nothing would stop a kernel from reading beyond them, or from mistaking whose they are."""
+    model, untouched = (
+        Model(sizes=(360,), weights=WEIGHTS[:1], grads=(F32,), states=(I8,), device=target.device) for _ in range(2)
+    )
+    for each in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        setattr(model, each, [it.view(4, 6, 5, 3) if it.numel() else it for it in getattr(model, each)])
+    for name in names.split():
+        setattr(model, name, list(map(change, getattr(model, name))))
+    with pytest.raises(ValueError, match=r"adamw_: (scales|(max_)?exp_avg(_sq)?s)\[\d\] must"):
+        model.step([grad.view(4, 6, 5, 3) for grad in model.grads(0)])
+    assert all(same_bits(a.flatten(), b) for a, b in zip(model.params, untouched.params, strict=True))
+
+
+def test_a_weight_that_is_set_to_0_is_0(target):
+    """Also beside the negative remainder of the weight that it was."""
+    options = {"sizes": (300,), "weights": [(B16, "split"), (F16, "split")], "grads": (F32,), "states": (F32,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    for model in (ours, reference):
+        for param in model.params:
+            param.mul_(0)
+    ours.step([grad * 0 for grad in ours.grads(0)])
+    with mpkernels.backend("reference"):
+        reference.step([grad * 0 for grad in reference.grads(0)])
+    assert ours.differences(reference) == []
+    assert all(torch.equal(param, torch.zeros_like(param)) for param in ours.params)
+
+
+FLAGS = {
+    "grad_scale": (1, F32),
+    "found_inf": (1, F32),
+    "total_sumsq": (1, torch.float64),
+    "told": (2, F32),
+    "skipped_steps": (1, F32),
+}
+
+
+@pytest.mark.parametrize("which", FLAGS)
+def test_flags_of_the_wrong_size(target, which):
+    model = Model(sizes=(3,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
+    flags = {
+        name: torch.zeros(3 if name == which else size, dtype=dtype, device=target.device)
+        for name, (size, dtype) in FLAGS.items()
+    }
+    lists = (getattr(model, name) for name in LISTS if name not in ("params", "grads"))
+    hypers = [2], [0.1], [0.9], [0.99], [0.0], [1e-8], [False], []
+    before = flags["grad_scale"], flags["found_inf"], flags["total_sumsq"], math.inf
+    with pytest.raises(ValueError, match=f"adamw_: {which} must"):
+        _adamw(model.params, model.grads(0), *lists, *hypers, *before, flags["told"], flags["skipped_steps"], None)
+
+
+def test_on_device_that_is_too_short(target):
+    model = Model(sizes=(3,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
+    with pytest.raises(ValueError, match="adamw_: on_device must"):
+        model.step(model.grads(0), on_device=[torch.ones((), device=target.device)] * 5)

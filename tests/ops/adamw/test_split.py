@@ -1,0 +1,75 @@
+"""The guarantee of csrc/adamw/split.h, over all 2^32 masters; and that its twin in torch gives the same bits."""
+
+import platform
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpkernels.ops.adamw.split import join, split
+from tests import ROOT
+from tests.cases import same_bits
+from tests.proof.emulation import find_compiler
+
+CSRC = ROOT / "csrc"
+
+
+def test_every_master_survives(tmp_path):
+    program = tmp_path / "split"
+    x86 = ["-DMPK_X86"] if platform.machine() in ("x86_64", "AMD64") else []
+    flags = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-Wno-psabi", "-pthread", "-DMPK_ISA=native"]
+    source = Path(__file__).with_name("split.cpp")
+    subprocess.run([*find_compiler(), *flags, *x86, f"-I{CSRC}", str(source), "-o", str(program)], check=True)
+    done = subprocess.run([str(program)], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "all 2^32 masters hold\n")
+
+
+def masters():
+    """Random bits, every exponent with extreme mantissas, and both sides of every tie of some weights."""
+    bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
+    ends = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0x7FFFFF])
+    exponents = torch.arange(256) << 23
+    edges = (exponents[:, None] | ends).flatten()
+    ties = (torch.arange(0, 2**16, 37)[:, None] << 16 | ends).flatten()
+    return torch.cat([bits, edges, edges | 1 << 31, ties]).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_torch_twin_keeps_the_guarantee(dtype):
+    master = masters()
+    weight, remainder = split(master, dtype)
+    assert (weight.dtype, remainder.dtype) == (dtype, torch.int16)
+    back = join(weight, remainder)
+    assert torch.equal(back.isnan(), master.isnan())
+    assert torch.equal(back.signbit(), master.signbit())
+    assert torch.equal(weight.signbit(), master.signbit())
+    if dtype == torch.bfloat16:
+        assert same_bits(back, master)
+    else:
+        small, large = master.abs() < 2**-14, master.abs() >= 65520
+        assert same_bits(back[~small & ~large], master[~small & ~large])
+        assert ((back - master).abs()[small] <= 2**-40).all()
+        assert back[large].isinf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_remainder_of_another_weight(dtype):
+    """What has been written to a weight stays, but where the places below it are smaller: at powers of two."""
+    weights = torch.tensor([0.0, -0.0, 2.0**-24, 2.0**-14, 1.25, -1.5]).to(dtype)
+    remainders = torch.tensor([-32768, -32760, -8, 0, 8, 32760], dtype=torch.int16)
+    weight, remainder = weights[:, None].expand(6, 6), remainders.expand(6, 6)
+    master = join(weight, remainder)
+    assert same_bits(split(master, dtype)[0], weight)
+    assert torch.equal(master[:2, :4], torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_weight_is_the_nearest(dtype):
+    """It differs from torch's rounding on ties alone."""
+    master = masters()
+    master = master[master.isfinite()]
+    weight = split(master, dtype)[0]
+    other = weight != master.to(dtype)
+    distance = [(x.double() - master.double()).abs()[other] for x in (weight, master.to(dtype))]
+    assert torch.equal(*distance)

@@ -1,0 +1,54 @@
+"""The activations' formulas, in C++ with every instruction set that this machine has; their slopes in every kernel."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from mpkernels.functional import linear_act
+from mpkernels.ops import linear_dact
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from tests.linear_cases import TORCH, saved_of
+from tests.ops.test_isa import CSRC, ISAS, X86
+from tests.proof.emulation import find_compiler
+
+# Without an fma z^2 is rounded, and exp(-z^2 / 2) is as far off as that times z^2.
+GELU_BOUND = {"baseline": 60}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_activation_is_as_near_to_fp64_as_fp32_can_be(tmp_path, isa):
+    program = tmp_path / "activation"
+    command = [*find_compiler(), "-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
+    command += ["-DMPK_X86"] * X86 + ISAS[isa] + [f"-DMPK_ISA={isa}", f"-DMPK_GELU_BOUND={GELU_BOUND.get(isa, 4)}"]
+    source = Path(__file__).with_name("activation.cpp")
+    subprocess.run([*command, f"-I{CSRC}", str(source), "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    if done.returncode < 0:
+        pytest.skip(f"this machine has no {isa}")
+    assert done.returncode == 0, done.stdout
+
+
+def slopes(function, z):
+    """The first and the second derivative."""
+    z = z.detach().requires_grad_()
+    (first,) = torch.autograd.grad(function(z).sum(), z)
+    (again,) = torch.autograd.grad(function(z).sum(), z, create_graph=True)
+    second = torch.autograd.grad(again.sum(), z)[0] if again.requires_grad else torch.zeros_like(z)
+    return first, second
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_slopes_are_as_near_to_fp64_as_fp32_can_be_at_every_point(target, activation):
+    """A saturated sigmoid is off by eps / 2, which the second derivative of tanh-GELU multiplies by up to 7; the rest
+    is a few roundings of numbers around 1."""
+    z = torch.cat([torch.linspace(-12, 12, 8193), torch.logspace(-20, 0, 201), -torch.logspace(-20, 0, 201)])
+    one = torch.ones(1, 1, device=target.device)
+    rows, bound = z.to(target.device).unsqueeze(1), 6 * torch.finfo(torch.float32).eps
+    first, second = slopes(lambda z: linear_act(z, one, None, activation), rows)
+    before_a_layer, _ = linear_dact(torch.ones_like(rows), one, saved_of(rows, activation), activation, None)
+    want_first, want_second = slopes(TORCH[activation], z.double().unsqueeze(1))
+    for got, want in ((first, want_first), (before_a_layer, want_first), (second, want_second)):
+        error = (got.cpu().double() - want).abs()
+        assert error.max() <= bound, f"{error.max():.3g} at {z[error.argmax()]:.9g}"

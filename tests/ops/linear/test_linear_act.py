@@ -1,0 +1,171 @@
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mpkernels.functional import linear_act
+from mpkernels.ops import linear_dact
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
+from tests.linear_cases import TORCH, assert_contract, layer, relative_error, results, torchs, with_gaps
+
+HALVES = (torch.float16, torch.bfloat16)
+DTYPES = (*HALVES, torch.float32)
+INF, NAN = float("inf"), float("nan")
+
+
+def test_activations_are_torchs():
+    assert ACTIVATIONS.keys() == TORCH.keys()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_error_contract(target, activation, dtype):
+    rows, features, outputs = (33, 40, 24) if target.is_interpreted else (130, 97, 75)
+    assert_contract(linear_act, *layer(rows, features, outputs, dtype, target.device), activation)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    rows=st.integers(1, 150),
+    features=st.integers(1, 150),
+    outputs=st.integers(1, 150),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from([*ACTIVATIONS]),
+    bias=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_error_contract_at_any_shape(target, rows, features, outputs, dtype, activation, bias, seed):
+    if target.is_interpreted:
+        rows, features, outputs = (1 + size % 40 for size in (rows, features, outputs))
+    assert_contract(linear_act, *layer(rows, features, outputs, dtype, target.device, seed, bias), activation)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_fp64_is_computed_in_fp64(target, activation):
+    arguments = layer(9, 7, 5, torch.float64, target.device)
+    want = results(torchs, *arguments, activation)
+    torch.testing.assert_close(results(linear_act, *arguments, activation), want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0), (1, 1, 1)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_empty_in_any_dimension(target, shape, dtype, activation):
+    assert_contract(linear_act, *layer(*shape, dtype, target.device), activation)
+
+
+def specials(dtype):
+    largest, smallest = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    values = [0.0, -0.0, 1.0, -1.0, 8.0, -8.0, 30.0, -30.0, 200.0, -200.0, 1e4, -1e4, largest, -largest]
+    return torch.tensor([*values, smallest, -smallest, INF, -INF, NAN], dtype=dtype)
+
+
+def kinds(value):
+    """-1 and 1 for the infinities, 2 for NaN, 0 for the rest."""
+    return value.isinf() * value.sign().nan_to_num() + 2.0 * value.isnan()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_not_finite_passes_as_in_fp64(target, activation, dtype):
+    """One feature, a weight of 1: z is x, and dx is dz. fp32 in torch makes a NaN of gelu(inf) on some CPUs."""
+    x = specials(dtype).unsqueeze(1)
+    one, zero = torch.ones(1, 1, dtype=dtype), torch.zeros(1, dtype=dtype)
+    exact = activation in ("none", "relu", "relu2")  # elsewhere inf meets a slope that is 0 only once rounded
+    for value in (1.0, NAN, *[INF, -INF] * exact):
+        dy = torch.full_like(x, value)
+        wide = results(torchs, x.double(), one.double(), zero.double(), dy.double(), activation)
+        want = [each.to(dtype) for each in wide[:2]]
+        got = results(linear_act, *(it.to(target.device) for it in (x, one, zero, dy)), activation)
+        for name, mine, oracle in zip(("y", "dx"), got[:2], want, strict=True):
+            mine = mine.cpu()
+            assert torch.equal(kinds(mine), kinds(oracle)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_relu_has_no_gradient_at_zero(target, activation, dtype):
+    x = torch.tensor([[0.0], [-0.0], [-1.0], [2.0]], dtype=dtype, device=target.device)
+    one = torch.ones(1, 1, dtype=dtype, device=target.device)
+    _, dx, dweight, dbias = results(linear_act, x, one, torch.zeros_like(one[0]), torch.ones_like(x), activation)
+    slope = 4.0 if activation == "relu2" else 1.0
+    assert dx.flatten().tolist() == [0.0, 0.0, 0.0, slope]
+    assert dweight.item() == 2 * slope
+    assert dbias.item() == slope
+
+
+def test_overflow_becomes_inf(target):
+    """Saturated, it would hide from the loss scaler."""
+    x = torch.full((3, 1), 300.0, dtype=torch.float16, device=target.device)
+    y = linear_act(x, x[:1], None, "none")
+    assert y.isinf().all()
+    assert linear_act(x, x[:1] / 2, None, "relu2").isinf().all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 3, 3), (3, 0, 3), (3, 3, 0), (1, 1, 1), (1, 3, 1), (3, 1, 1), (2, 3, 4)], ids=str
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gaps_however_small(target, shape, dtype):
+    """Strides say nothing of a dimension with one element, or none."""
+    x, weight, bias, dy = layer(*shape, dtype, target.device)
+    saved = torch.ones_like(x)
+    want = *results(linear_act, x, weight, bias, dy, "gelu"), *linear_dact(dy, weight, saved, "gelu", dtype)
+    for gaps in (with_gaps, lambda it: with_gaps(it.t()).t()):
+        y = results(linear_act, gaps(x), gaps(weight), with_gaps(bias), gaps(dy), "gelu")
+        dz = linear_dact(gaps(dy), gaps(weight), gaps(saved), "gelu", dtype)
+        torch.testing.assert_close((*y, *dz), want)
+
+
+def test_sums_repeat_to_the_last_bit(target):
+    arguments = layer(70, 33, 40, torch.bfloat16, target.device)
+    first, second = (results(linear_act, *arguments, "gelu") for _ in range(2))
+    assert all(map(torch.equal, first, second))
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_bias_gradients_are_summed_in_fp32(target, dtype):
+    """In 16 bits a sum of ones stops at 256 or 2048."""
+    rows = 2500
+    x, weight = torch.zeros(rows, 1, dtype=dtype), torch.zeros(1, 1, dtype=dtype)
+    dy = torch.ones(rows, 1, dtype=dtype)
+    arguments = (it.to(target.device) for it in (x, weight, weight[0], dy))
+    assert results(linear_act, *arguments, "none")[3].item() == torch.tensor(2500.0).to(dtype).item()
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_y_is_rounded_once(target, dtype):
+    """Not of a z that is rounded, too. Evenly spread errors are eps / sqrt(12)."""
+    if str(target) == "cpu-native":
+        pytest.skip("may leave z to torch: test_linear_act_cpu knows both ways")
+    x, weight, bias, dy = layer(130, 97, 75, dtype, target.device)
+    exact = results(linear_act, *(it.double() for it in (x, weight, bias, dy)), "gelu")[0]
+    y = results(linear_act, x, weight, bias, dy, "gelu")[0]
+    assert relative_error(y, exact) < 0.3 * torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_bias_gradients_are_sums_of_dz_before_it_is_rounded(target, dtype):
+    """The slope takes less than 16 roundings to fp32, the sum of 64 rows no more; one to 16 bits is 2^12 as large."""
+    x, weight, z, dy = layer(64, 8, 16, dtype)
+    z = z + dy.flip(0)
+    wide = z.double().requires_grad_()
+    (dz,) = torch.autograd.grad(torch.nn.functional.silu(wide), wide, dy.double())
+    arguments = (it.to(target.device) for it in (dy, x, weight, z))
+    dbias = _linear_act_backward(*arguments, "silu", dtype, torch.float32)[2].cpu()
+    assert ((dbias - dz.sum(0)).abs() <= 32 * torch.finfo(torch.float32).eps / 2 * dz.abs().sum(0)).all()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_bias_of_another_size(target, size):
+    """The op by itself: linear_act has looked at it before."""
+    x, weight = torch.ones(2, 3, device=target.device), torch.ones(3, 3, device=target.device)
+    with pytest.raises((ValueError, RuntimeError), match="bias"):
+        _linear_act(x, weight, torch.ones(size, device=target.device), "relu", False)
+
+
+def test_what_was_saved_of_other_rows(target):
+    many = torch.ones(3, 3, device=target.device)
+    with pytest.raises((ValueError, RuntimeError), match="saved"):
+        _linear_act_backward(many, many, many, many[:2], "gelu", torch.float32, None)

@@ -1,0 +1,236 @@
+"""What Triton's kernels can get wrong and no other: edges of tiles, strides, the choice of a kernel, its formulas."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from mpkernels.functional import linear_act
+from mpkernels.ops.linear import linear_act_triton, tiling
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
+from tests import linear_cases
+from tests.linear_cases import TORCH, assert_contract, layer
+from tests.targets import CPU, CUDA, TARGETS
+
+DEVICE = CUDA if torch.cuda.is_available() else CPU
+DTYPES = torch.float16, torch.bfloat16, torch.float32
+
+
+@pytest.fixture(autouse=True)
+def _triton():
+    with TARGETS[f"{DEVICE.type}-triton"].active():
+        yield
+
+
+integers = partial(linear_cases.integers, device=DEVICE)
+
+
+def assert_exact(x, weight, bias, dy, activation="relu2"):
+    arguments = x, weight, bias, activation, True
+    (y, z), (want, want_z) = _linear_act(*arguments), _linear_act.reference(*arguments)
+    assert torch.equal(y, want)
+    assert torch.equal(z, want_z)
+    arguments = dy, x, weight, z, activation, torch.float32, torch.float32
+    for got, want in zip(_linear_act_backward(*arguments), _linear_act_backward.reference(*arguments), strict=True):
+        assert torch.equal(got, want)
+
+
+def matrices(rows, features, outputs, dtype=torch.bfloat16):
+    sizes = (rows, features), (outputs, features), (outputs,), (rows, outputs)
+    return [integers(*shape, dtype=dtype, seed=i) for i, shape in enumerate(sizes)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_edges_of_tiles(dtype):
+    for rows, features, outputs in ((63, 33, 65), (65, 32, 64), (128, 31, 129), (129, 48, 144), (144, 16, 16)):
+        assert_exact(*matrices(rows, features, outputs, dtype))
+
+
+def test_every_tile_is_computed_once():
+    """More rows of tiles than work at once, and a last group that is not full."""
+    assert_exact(*matrices(64 * 9 + 1, 1, 64 * 2 + 1))
+
+
+@pytest.mark.parametrize("rows", [64, 65, 8193])
+def test_sums_of_many_parts(rows):
+    dy, saved = integers(rows, 3, dtype=torch.float32), integers(rows, 3, dtype=torch.float32, seed=1)
+    _, _, dbias = _linear_act_backward(dy, None, None, saved, "relu2", None, torch.float32)
+    assert torch.equal(dbias, torch.where(saved > 0, 2 * saved * dy, 0).sum(0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_strides(dtype):
+    x, weight, bias, dy = matrices(48, 32, 80, dtype)
+    by_column = [it.t().contiguous().t() for it in (x, weight, dy)]
+    assert_exact(by_column[0], weight, bias, dy)
+    assert_exact(x, by_column[1], bias, by_column[2])
+    wide_x, wide_weight, wide_bias, wide_dy = matrices(96, 64, 160, dtype)
+    assert_exact(wide_x[::2, 1::2], wide_weight[::2, 1::2], wide_bias[::2], wide_dy[::2, 1::2])
+    assert_exact(x[:1].expand(48, 32), weight[:, :1].expand(80, 32), bias[:1].expand(80), dy[0, 0].expand(48, 80))
+    assert_exact(x.flatten()[1:-31].view(47, 32), weight, bias, dy[1:])
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+def test_any_strides_of_what_is_saved(activation):
+    dy, saved = integers(33, 70), integers(70, 33)
+    for each in (saved.t(), saved[0, :, None].expand(33, 70), integers(66, 140)[::2, ::2]):
+        arguments = dy, None, dy.t(), each, activation, None, torch.float32
+        for got, want in zip(_linear_act_backward(*arguments), _linear_act_backward.reference(*arguments), strict=True):
+            assert torch.equal(got, want)
+
+
+@pytest.fixture
+def _on_hopper(monkeypatch):
+    """Persistent programs, wherever they can run: under the interpreter too."""
+    if DEVICE == CUDA and linear_act_triton.chip() != "sm_90":
+        pytest.skip("needs a Hopper GPU or the interpreter")
+    monkeypatch.setattr(linear_act_triton, "chip", lambda: "sm_90")
+
+
+@pytest.fixture
+def persistent(_on_hopper, monkeypatch):
+    """The tiles that it ran with."""
+    tiles, choose = [], tiling.persistent_tile
+    monkeypatch.setattr(tiling, "persistent_tile", lambda *it: tiles.append(choose(*it)) or tiles[-1])
+    return tiles
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_persistent_programs(persistent, dtype):
+    """Four tiles for two programs and two narrow ones, ragged in every dimension."""
+    for shape in ((130, 72, 264), (65, 8, 136)):
+        x, weight, bias, dy = matrices(*shape, dtype)
+        assert_exact(x, weight, bias, dy)
+        arguments = x, weight, None, "relu", True
+        y, nothing = _linear_act(*arguments)
+        assert torch.equal(y, _linear_act.reference(*arguments)[0])
+        assert nothing.shape == (0,)
+    assert len(persistent) == 4
+    if DEVICE == CPU:
+        assert set(persistent) == {tiling.WIDE, tiling.NARROW}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_error_contract_of_persistent_programs(persistent, activation):
+    assert_contract(linear_act, *layer(130, 72, 264, torch.bfloat16, DEVICE), activation)
+    assert persistent
+
+
+def test_what_persistent_programs_leave_to_others(persistent):
+    x, weight, bias, dy = matrices(80, 32, 40)
+    wide = integers(80, 40)
+    for mine, theirs in (
+        (x[:64], weight),  # few rows
+        (x, weight[:36]),  # rows of y that are no multiple of 16 bytes
+        (wide[:, 1:33], weight),  # misaligned, from the first row on
+        (integers(80, 36)[:, :32], weight),  # or from the second
+        (x.t().contiguous().t(), weight),
+        (integers(80, 64)[:, ::2], weight),
+        (x[:1].expand(80, 32), weight),
+        (x[:, :0], weight[:, :0]),
+        (wide[:, :1], integers(40, 8)[:, :1]),
+        (x.float(), weight.float()),
+    ):
+        assert_exact(mine, theirs, None, dy[: len(mine), : len(theirs)].to(mine.dtype))
+    assert not persistent
+    assert_exact(wide[:, 8:], weight, bias, dy)
+    assert persistent
+
+
+def test_the_users_allocator_is_left_alone(persistent):
+    from triton.runtime import _allocation
+
+    before = _allocation._allocator.get()
+    assert_exact(*matrices(80, 32, 40))
+    assert persistent
+    assert _allocation._allocator.get() is before
+
+
+@pytest.mark.parametrize("chip", tiling.TILES)
+def test_choice_of_tiles(chip):
+    kinds = tiling.TILES[chip]
+
+    def tile(rows, dtype, precision="ieee", features=32, outputs=16):
+        x, weight, _, _ = matrices(rows, features, outputs, dtype)
+        return tiling.tile(chip, x, weight, precision)
+
+    assert tile(80, torch.bfloat16) == kinds["16 bits"]
+    assert tile(64, torch.float16) == tile(80, torch.float16, outputs=1) == kinds["16 bits, few rows"]
+    assert tile(80, torch.float32) == tile(80, torch.float32, features=33) == kinds["fp32"]
+    assert tile(80, torch.float32, "tf32") == kinds["tf32"]
+    for features in (31, 24):  # rows of 24 start at multiples of 8, which Triton doesn't know of
+        assert tile(80, torch.bfloat16, features=features) == tiling.UNEVEN
+    x, weight, _, _ = matrices(80, 32, 16)
+    wide_x, wide_weight, _, _ = matrices(80, 40, 16)
+    for operands in ((wide_x[:, :32], weight), (x, wide_weight[:, :32])):
+        assert tiling.tile(chip, *operands, "ieee") == tiling.UNEVEN
+
+
+def test_choice_of_persistent_tiles():
+    """The wide one where it fills the chip, and does not spill."""
+    choose = tiling.persistent_tile
+    assert choose("silu", 256, 512, 4) == tiling.WIDE
+    assert choose("silu", 256, 512, 5) == choose("gelu", 256, 512, 4) == tiling.NARROW
+
+
+def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):
+    precisions, choose = [], tiling.tile
+    monkeypatch.setattr(tiling, "tile", lambda *it: precisions.append(it[-1]) or choose(*it))
+    x, weight, bias, _ = matrices(3, 5, 7, torch.float32)
+    try:
+        for setting in ("ieee", "tf32", "none"):
+            torch.backends.cuda.matmul.fp32_precision = setting
+            _linear_act(x, weight, bias, "none", False)
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert precisions == ["ieee", "tf32", "ieee"]
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid", "tanh"])
+def test_formulas_lose_nothing_in_the_tails(activation):
+    """What exp is taken of, up to a cube, is rounded and becomes a factor; the rest is roundings and 2 ulp of exp.
+    test_activation.py has the slopes."""
+    x = torch.cat([torch.linspace(-12, 12, 4097), torch.logspace(-20, 0, 201), -torch.logspace(-20, 0, 201)])
+    x, one = x.to(DEVICE).unsqueeze(1), torch.ones(1, 1, device=DEVICE)
+    y, _ = _linear_act(x, one, None, activation, False)
+    eps, wide = torch.finfo(torch.float32).eps, x.double()
+    want = wide / 2 * torch.special.erfc(-wide * 0.5**0.5) if activation == "gelu" else TORCH[activation](wide)
+    if activation == "gelu_tanh":
+        want = wide * torch.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide**3))
+    size = x.double().abs()
+    bound = (8 + 2 * size**2 + size**3 / 8) * eps * want.abs() + 16 * torch.finfo(torch.float32).tiny
+    assert ((y - want).abs() <= bound).all()
+
+
+def test_backward_computes_nothing_that_is_not_wanted(monkeypatch):
+    x, weight, _, dy = matrices(5, 7, 9)
+    monkeypatch.setattr(linear_act_triton, "dact_kernel", None)
+    monkeypatch.setattr(torch, "mm", None)
+    nothing = x.new_empty(0)
+    for result in _linear_act_backward(dy, None, None, dy, "gelu", None, None):
+        assert result.shape == (0,)
+    monkeypatch.undo()
+    monkeypatch.setattr(linear_act_triton, "dact_kernel", None)
+    dx, _, _ = _linear_act_backward(dy, None, weight, nothing, "none", None, None)  # dz is dy
+    assert torch.equal(dx, dy @ weight)
+
+
+def test_autocast_does_not_reach_inside():
+    x, weight, _, dy = matrices(5, 7, 9)
+    arguments = dy, x, weight, dy, "relu2", torch.float32, torch.float32
+    with torch.autocast(DEVICE.type, torch.float16):
+        dx, dweight, dbias = _linear_act_backward(*arguments)
+    assert (dx.dtype, dweight.dtype, dbias.dtype) == (torch.bfloat16, torch.float32, torch.float32)
+
+
+def test_fp64_is_refused():
+    x, weight, _, dy = matrices(2, 3, 4, torch.float64)
+    with pytest.raises(
+        TypeError, match=r"^linear_act: the Triton kernel takes fp16, bf16 and fp32, got torch.float64$"
+    ):
+        _linear_act(x, weight, None, "none", True)
+    with pytest.raises(TypeError, match=r"^linear_act: the Triton kernel takes .*, got torch.float64$"):
+        _linear_act(x, weight, None, "none", True)
+    with pytest.raises(TypeError, match=r"^linear_act_backward: the Triton kernel takes "):
+        _linear_act_backward(dy, x, weight, dy, "relu", None, None)

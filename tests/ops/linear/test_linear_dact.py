@@ -1,0 +1,150 @@
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+
+from mpkernels.ops import linear_dact
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.linear_act import _linear_act_backward
+from mpkernels.ops.linear.linear_dact import _linear_dact
+from tests.linear_cases import assert_contract_of_dact, before_a_layer, integers, relative_error, saved_of, torchs_dact
+from tests.ops.linear.test_linear_act import DTYPES, HALVES, INF, NAN, kinds, specials
+
+B16, F32 = torch.bfloat16, torch.float32
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_error_contract(target, activation, dtype):
+    sizes = (33, 24, 40) if target.is_interpreted else (130, 75, 97)
+    assert_contract_of_dact(*before_a_layer(*sizes, dtype, target.device), activation)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.tuples(*[st.integers(1, 150)] * 3),
+    dtype=st.sampled_from(DTYPES),
+    activation=st.sampled_from([*ACTIVATIONS]),
+    seed=st.integers(0, 1000),
+)
+def test_error_contract_at_any_shape(target, sizes, dtype, activation, seed):
+    if target.is_interpreted:
+        sizes = (1 + size % 40 for size in sizes)
+    assert_contract_of_dact(*before_a_layer(*sizes, dtype, target.device, seed), activation)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_fp64_is_computed_in_fp64(target, activation):
+    dy, weight, z = before_a_layer(9, 7, 5, torch.float64, target.device)
+    got = linear_dact(dy, weight, saved_of(z, activation), activation, torch.float64)
+    torch.testing.assert_close(got, torchs_dact(dy, weight, z, activation), rtol=1e-12, atol=1e-12)
+
+
+def assert_exact(dy, weight, saved, activation="relu2"):
+    for bias_dtype in (dy.dtype, F32, None):
+        arguments = dy, weight, saved, activation, bias_dtype
+        for got, want in zip(_linear_dact(*arguments), _linear_dact.reference(*arguments), strict=True):
+            assert got.is_contiguous()
+            torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_edges_of_tiles(target, dtype):
+    for rows, outputs, columns in ((63, 33, 65), (65, 32, 64), (129, 48, 144), (64 * 9 + 1, 1, 129), (1, 3, 1)):
+        shapes = (rows, outputs), (outputs, columns), (rows, columns)
+        assert_exact(*(integers(*it, dtype=dtype, device=target.device) for it in shapes))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_strides(target, dtype):
+    wide = [integers(*it, dtype=dtype, device=target.device, seed=1) for it in ((67, 65), (65, 97), (67, 97))]
+    plain = dy, weight, saved = [it[: it.shape[0] // 2, : it.shape[1] // 2].contiguous() for it in wide]
+    layouts = [
+        [it.t().contiguous().t() for it in plain],
+        [it[1::2, 1::2] for it in wide],
+        [it[1 : 1 + it.shape[0] // 2, 1 : 1 + it.shape[1] // 2] for it in wide],
+        [it[:1].expand(it.shape) for it in plain],
+        [it[0, 0].expand(it.shape) for it in plain],
+    ]
+    for strange_dy, strange_weight, strange_saved in layouts:
+        assert_exact(strange_dy, weight, saved)
+        assert_exact(dy, strange_weight, saved, "relu")
+        assert_exact(dy, weight, strange_saved)
+        assert_exact(strange_dy, strange_weight, dy.new_empty(0), "none")
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+def test_empty_in_any_dimension(target, shape, dtype, activation):
+    *operands, z = before_a_layer(*shape, dtype, target.device)
+    assert_exact(*operands, saved_of(z, activation), activation)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_what_is_not_finite_passes_as_in_fp64(target, activation, dtype):
+    z, one = specials(dtype).unsqueeze(1), torch.ones(1, 1, dtype=dtype)
+    exact = activation in ("none", "relu", "relu2")  # elsewhere inf meets a slope that is 0 only once rounded
+    for value in (1.0, NAN, *[INF, -INF] * exact):
+        dy = torch.full_like(z, value)
+        want, _ = torchs_dact(dy.double(), one.double(), z.double(), activation)
+        arguments = (it.to(target.device) for it in (dy, one, saved_of(z, activation)))
+        dz, dbias = (it.cpu() for it in linear_dact(*arguments, activation, F32))
+        assert torch.equal(kinds(dz), kinds(want.to(dtype)))
+        assert torch.equal(kinds(dbias), kinds(want.to(F32).sum(0)))
+
+
+def test_rows_beyond_the_last_one_add_nothing(target):
+    """Not even where they would be 0 times inf."""
+    weight = torch.tensor([[INF, 1.0]], device=target.device)
+    dz, dbias = linear_dact(weight.new_ones(3, 1), weight, weight.new_empty(0), "none", F32)
+    assert dz.tolist() == [[INF, 1.0]] * 3
+    assert dbias.tolist() == [INF, 3.0]
+
+
+def test_overflow_becomes_inf(target):
+    x = torch.full((3, 1), 300.0, dtype=torch.float16, device=target.device)
+    assert all(it.isinf().all() for it in linear_dact(x, x[:1], x, "relu2", torch.float16))
+
+
+def test_results_repeat_to_the_last_bit(target):
+    arguments = *before_a_layer(70, 33, 40, B16, target.device), "gelu", F32
+    assert all(map(torch.equal, linear_dact(*arguments), linear_dact(*arguments)))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_it_is_a_product_and_the_backward_before_it(target, activation):
+    """A product with ones on the diagonal hands out dz. Both round some 80 times, by half an eps at most."""
+    dy, weight, z = before_a_layer(70, 33, 40, F32, target.device)
+    nothing, saved = z.new_empty(0), saved_of(z, activation)
+    product, _, _ = _linear_act_backward(dy, None, weight, nothing, "none", None, None)
+    dz, _, dbias = _linear_act_backward(product, None, torch.eye(40, device=z.device), saved, activation, None, F32)
+    got = linear_dact(dy, weight, saved, activation, F32)
+    for mine, composed in zip(got, (dz, dbias), strict=True):
+        assert relative_error(mine, composed) <= 40 * torch.finfo(F32).eps
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_sums_are_of_dz_before_it_is_rounded(target, dtype):
+    """The product is exact, the slope takes less than 16 roundings to fp32, the sum of 64 rows no more."""
+    dy, weight = (integers(*it, dtype=dtype) for it in ((64, 16), (16, 24)))
+    z = torch.linspace(-3, 3, 64 * 24).view(64, 24).to(dtype)
+    exact, _ = torchs_dact(dy.double(), weight.double(), z.double(), "silu")
+    dz, dbias = (it.cpu() for it in linear_dact(*(it.to(target.device) for it in (dy, weight, z)), "silu", F32))
+    assert ((dbias - exact.sum(0)).abs() <= 32 * torch.finfo(F32).eps / 2 * exact.abs().sum(0)).all()
+    assert relative_error(dz, exact) < 0.3 * torch.finfo(dtype).eps  # rounded once: eps / sqrt(12)
+
+
+def test_autocast_does_not_reach_inside(target):
+    arguments = *before_a_layer(5, 7, 9, F32, target.device), "gelu", F32
+    want = linear_dact(*arguments)
+    with torch.autocast(target.device.type, B16):
+        assert all(map(torch.equal, linear_dact(*arguments), want))
+
+
+def test_flops_are_the_products():
+    with FlopCounterMode(display=False) as counter:
+        linear_dact(*before_a_layer(5, 7, 9, F32), "gelu", None)
+    assert counter.get_total_flops() == 2 * 5 * 7 * 9

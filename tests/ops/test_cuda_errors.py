@@ -1,0 +1,54 @@
+"""Whichever call to CUDA fails inside an op, its user hears of it."""
+
+import itertools
+
+import pytest
+import torch
+
+from mpkernels.ops import _registry
+from tests.ops.test_ops import ARGUMENTS
+from tests.targets import TARGETS, emulated_variable
+
+
+def long_list(device):
+    return [
+        [torch.ones(1) for _ in range(1355)],
+        torch.zeros(()),
+        torch.ones(()),
+    ]  # one more than a launch's parameters hold
+
+
+@pytest.fixture
+def calls_to_failure():
+    if why := TARGETS["cpu-cuda"].why_missing():
+        pytest.skip(why)
+    calls = emulated_variable("emulation_calls_to_failure")
+    with TARGETS["cpu-cuda"].active():
+        yield calls
+    calls.value = 0
+
+
+@pytest.mark.parametrize(("name", "make"), (ARGUMENTS | {"unscale_": long_list}).items())
+def test_a_failed_call_is_an_error(calls_to_failure, name, make):
+    for call in itertools.count(1):
+        calls_to_failure.value = call
+        try:
+            _registry._ops[name](*make(torch.device("cpu")))
+        except RuntimeError as error:
+            says = "CUDA says cudaErrorMemoryAllocation: out of memory", "cuBLAS says CUBLAS_STATUS_"
+            assert any(f"{name}: {it}" in str(error) for it in says)  # noqa: PT017
+        else:
+            break
+    assert calls_to_failure.value > 0, f"CUDA's call {call} failed, and nobody was told"
+    assert call > 1, "no call was made to fail"
+
+
+@pytest.mark.parametrize(("name", "make"), ARGUMENTS.items())
+def test_the_current_device_is_back_after_an_op_on_another(calls_to_failure, name, make):
+    device = emulated_variable("emulation_device")
+    _registry._ops[name](*make(torch.device("cpu")))
+    assert device.value == 0
+    calls_to_failure.value = 1
+    with pytest.raises(RuntimeError):
+        _registry._ops[name](*make(torch.device("cpu")))
+    assert device.value == 0

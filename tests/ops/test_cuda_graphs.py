@@ -1,0 +1,207 @@
+"""A captured step replays as it would run: everything that changes from step to step is read on the device."""
+
+import pytest
+import torch
+
+from mpkernels.amp import GradScaler, autocast, clip_grad_norm_
+from mpkernels.functional import linear_act
+from mpkernels.nn import LinearAct
+from mpkernels.ops import linear_dact
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+from tests.graphs import captured
+from tests.linear_cases import before_a_layer, layer
+from tests.networks import B16, F16, batch, network
+
+MODES = [
+    (torch.float32, {"max_norm": 1.0}),
+    (torch.float32, {"guard": True, "amsgrad": True}),
+    (B16, {"max_norm": 1.0}),
+    (B16, {"master": "fp32"}),
+    (B16, {"state_dtype": torch.int8}),
+    (F16, {"state_dtype": B16}),
+]
+
+
+@pytest.fixture
+def capturing(target):
+    """The target, where what it is given can be replayed."""
+    if str(target) == "cpu-native":
+        pytest.skip("computes at once, on the host")
+    return target
+
+
+def set_grads(model, seed):
+    """In place, as a graph wants them; an inf every seventh time."""
+    generator = torch.Generator().manual_seed(seed)
+    for param in model.parameters():
+        grad = torch.randn(param.shape, generator=generator) * (1 + seed % 3)
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        param.grad.copy_(grad)
+    if seed % 7 == 3:
+        next(model.parameters()).grad[0, 0] = float("inf")
+
+
+@pytest.mark.parametrize(("dtype", "options"), MODES, ids=str)
+def test_replayed_steps_are_eager_steps(dtype, options, capturing):
+    device = capturing.device
+    models = [network(dtype, device) for _ in range(2)]
+    optimizers = []
+    for model in models:
+        lr = torch.tensor(1e-2, device=device)
+        optimizers.append(AdamW(model.parameters(), lr=lr, **options))
+    for model, optimizer in zip(models, optimizers, strict=True):  # makes states, compiles kernels
+        set_grads(model, 0)
+        optimizer.step()
+    with captured(capturing) as graph:
+        optimizers[0].step()
+    replays = 100 if device.type == "cuda" else 5
+    for seed in range(1, 1 + replays):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            optimizer.param_groups[0]["lr"].fill_(1e-2 / seed)
+            set_grads(model, seed)
+        graph.replay()
+        optimizers[1].step()
+    assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
+    assert torch.equal(optimizers[0].grad_norm, optimizers[1].grad_norm)
+    assert optimizers[0].skipped_steps.item() == optimizers[1].skipped_steps.item() == (replays + 4) // 7
+    replayed, eager = (optimizer.overflow_report().as_dict() for optimizer in optimizers)
+    assert replayed == eager
+    assert [it["first"] for it in replayed["culprits"]] == [[0, 0]]
+
+
+def ours(params):
+    return AdamW(params, lr=1e-2, max_norm=0.1)
+
+
+def torchs(params):
+    params = list(params)
+    return torch.optim.AdamW(params, lr=1e-2, fused=True, capturable=params[0].is_cuda)
+
+
+def just_step(scaler, optimizer, model):
+    scaler.step(optimizer)
+
+
+def unscale_and_clip(scaler, optimizer, model):
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+
+
+BOUNDED = {"max_scale": 2.0**11, "min_scale": 2.0**9, "hysteresis": 2}
+
+
+@pytest.mark.parametrize(
+    ("make", "step", "options"),
+    [
+        (ours, just_step, {}),
+        (ours, unscale_and_clip, BOUNDED),
+        (torchs, just_step, BOUNDED),
+        (torchs, unscale_and_clip, {}),
+    ],
+)
+def test_a_replayed_iteration_is_an_eager_one(make, step, options, capturing):
+    """All of it: forward, backward, unscale_, clip, step, update. The scale grows and backs off with what is found."""
+    device = capturing.device
+    runs = []
+    for _ in range(2):
+        model = network(torch.float32, device)
+        scaler = GradScaler(device.type, init_scale=2.0**10, growth_interval=2, **options)
+        runs.append((model, make(model.parameters()), scaler, [it.clone() for it in batch(0, device)]))
+
+    def iterate(model, optimizer, scaler, data):
+        inputs, targets = data
+        optimizer.zero_grad()
+        with autocast(device.type, dtype=B16, cache_enabled=False):
+            outputs = model(inputs)
+        scaler.scale((outputs.float() - targets).square().mean()).backward()
+        step(scaler, optimizer, model)
+        scaler.update()
+
+    side = torch.cuda.Stream() if device.type == "cuda" else None
+    with torch.cuda.stream(side):
+        for run in runs:
+            iterate(*run)
+    with captured(capturing) as graph:
+        iterate(*runs[0])
+    scales = set()
+    for seed in range(1, 7):
+        for _, _, _, data in runs:
+            for old, new in zip(data, batch(seed, device), strict=True):
+                old.copy_(new)
+            if seed in (2, 4, 5):
+                data[0][3, 4] = float("inf")
+        graph.replay()
+        iterate(*runs[1])
+        (model, _, scaler, _), (eager_model, _, eager_scaler, _) = runs
+        assert all(map(same_bits, model.parameters(), eager_model.parameters()))
+        assert scaler.skipped_steps.item() == eager_scaler.skipped_steps.item()
+        assert scaler.step_was_skipped.item() == eager_scaler.step_was_skipped.item() == (seed in (2, 4, 5))
+        assert scaler.get_scale() == eager_scaler.get_scale()
+        scales.add(scaler.get_scale())
+    assert len(scales) >= 2
+    replayed, eager = (scaler.overflow_report(model).as_dict() for model, _, scaler, _ in runs)
+    assert replayed == eager
+    assert replayed["culprits"]
+
+
+@pytest.mark.parametrize("activation", ["none", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("features", [24, 20])  # 20: rows that cublasLt doesn't get
+def test_a_captured_product_is_an_eager_one(activation, features, capturing):
+    """The very first of its shape: handles are made and algorithms chosen while the graph is captured. But Triton's
+    kernels are loaded before, which no capture allows."""
+    device = capturing.device
+    x, weight, bias, _ = layer(48, features, 40, B16, device)
+    with torch.no_grad():
+        if capturing.kernel == "triton":
+            linear_act(x, weight, bias, activation)
+        with captured(capturing) as graph:
+            y = linear_act(x, weight, bias, activation)
+        for seed in range(3):
+            x.copy_(layer(48, features, 40, B16, device, seed)[0])
+            graph.replay()
+            assert torch.equal(y, linear_act(x, weight, bias, activation))
+
+
+@pytest.mark.parametrize("features", [24, 20])
+def test_a_captured_product_with_the_slope_is_an_eager_one(features, capturing):
+    """Likewise, where linear_dact's product ends in cublasLt's DGELU, and where it doesn't."""
+    dy, weight, z = before_a_layer(48, features, 56, B16, capturing.device)
+    arguments = dy, weight, z, "gelu_tanh", None
+    if capturing.kernel == "triton":
+        linear_dact(*arguments)
+    with captured(capturing) as graph:
+        dz, _ = linear_dact(*arguments)
+    for seed in range(3):
+        for own, other in zip((dy, z), before_a_layer(48, features, 56, B16, capturing.device, seed)[::2], strict=True):
+            own.copy_(other)
+        graph.replay()
+        assert torch.equal(dz, linear_dact(*arguments)[0])
+
+
+def test_a_captured_layer_trains_as_an_eager_one(capturing):
+    """Through its backward, the sums of its bias gradient among it."""
+    device, layers = capturing.device, []
+    for _ in range(2):
+        torch.manual_seed(0)
+        layers.append(LinearAct(24, 40, activation="silu", device=device))
+
+    def iterate(layer, x):
+        layer.zero_grad()
+        with autocast(device.type, dtype=B16, cache_enabled=False):
+            y = layer(x)
+        y.float().square().sum().backward()
+
+    x = torch.randn(48, 24, device=device)
+    for it in layers:
+        iterate(it, x)
+    with captured(capturing) as graph:
+        iterate(layers[0], x)
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        iterate(layers[1], x)
+        for replayed, eager in zip(layers[0].parameters(), layers[1].parameters(), strict=True):
+            assert torch.equal(replayed.grad, eager.grad)

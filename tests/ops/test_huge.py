@@ -1,0 +1,122 @@
+"""More than 2^31 elements: an index that is 32 bits wide anywhere would wrap."""
+
+import numpy as np
+import pytest
+import torch
+
+from mpkernels.ops import grad_stats, unscale_
+from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
+from mpkernels.ops.linear.linear_dact import _linear_dact
+from tests.linear_cases import integers
+
+SIZE = 2**31 + 11
+
+
+def zeros(device):
+    if device.type == "cuda":
+        return torch.zeros(SIZE, dtype=torch.bfloat16, device=device)
+    return torch.from_numpy(np.zeros(SIZE, dtype=np.int16)).view(torch.bfloat16)  # pages come when they are written
+
+
+def test_the_last_element_counts(target):
+    if target.device.type == "cpu" and target.kernel != "native":
+        pytest.skip(f"minutes or 16 GB for the {target.kernel} kernel")
+    grads = zeros(target.device)
+    grads[-1] = 3.0
+    stats = grad_stats([torch.ones(2, device=target.device), grads])
+    assert stats.sumsq.tolist() == [2.0, 9.0]
+
+    found_inf, inv_scale = torch.zeros((), device=target.device), torch.full((), 0.5, device=target.device)
+    unscale_([grads], found_inf, inv_scale)
+    assert (grads[-1].item(), found_inf.item()) == (1.5, 0.0)
+    grads[-1] = float("inf")
+    unscale_([grads], found_inf, inv_scale)
+    assert found_inf.item() == 1.0
+
+
+def test_triton_addresses_beyond_32_bits():
+    """A row whose first chunk lies far before the one that runs: the address must come out right, in 64 bits."""
+    from mpkernels.ops import _table
+    from mpkernels.ops.grads import unscale_triton
+
+    skipped_chunks = SIZE // _table.CHUNK
+    skipped = skipped_chunks * _table.CHUNK
+    device = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs compiled, or interpreted
+    grads = torch.full((37,), 8.0, device=device)
+    row = [grads.data_ptr() - 4 * skipped, skipped + 37, -skipped_chunks, 0]
+    words = torch.tensor([*row, 0], dtype=torch.int64, device=device)
+    found_inf, inv_scale = torch.zeros((), device=device), torch.full((), 0.5, device=device)
+    unscale_triton.unscale_kernel[(1,)](words, 1, found_inf, inv_scale, CHUNK=_table.CHUNK)
+    assert grads.tolist() == [4.0] * 37
+
+
+@pytest.fixture
+def memory(target, monkeypatch, tmp_path):
+    """2^31 elements and some more, 0; and as many before them, where an index that wraps finds others. On a CPU a file
+    without content. Triton's interpreter, which copies all memory to and fro, leaves it where it lies."""
+    size = 2**32 + 256
+    if target.is_interpreted:
+        from triton.runtime.interpreter import GridExecutor
+
+        monkeypatch.setattr(GridExecutor, "_init_args_hst", lambda self, *arguments: arguments)
+        monkeypatch.setattr(GridExecutor, "_restore_args_dev", lambda self, *arguments: None)
+    if target.device.type == "cuda":
+        return torch.zeros(size, dtype=torch.bfloat16, device=target.device)[2**31 :]
+    return torch.from_numpy(np.memmap(tmp_path / "zeros", np.int16, "w+", shape=size)).view(torch.bfloat16)[2**31 :]
+
+
+FAR = {"rows": ((9, 3), (2**28, 1)), "columns": ((3, 9), (1, 2**28)), "steps of 32 columns": ((3, 33), (1, 2**26))}
+
+
+@pytest.mark.parametrize(("shape", "strides"), FAR.values(), ids=FAR)
+def test_a_matrix_spread_over_more_than_32_bits(target, memory, shape, strides):
+    """In the place of each argument of linear_act, its backward and linear_dact."""
+    near = integers(*shape, device=target.device)
+    far = memory.as_strided(shape, strides).copy_(near)
+    rows, columns = shape
+    other, beside, bias = (integers(*it, device=target.device) for it in ((5, columns), (rows, columns), (rows,)))
+    for op, arguments in (
+        (_linear_act, lambda it: (it, other, None, "relu2", True)),
+        (_linear_act, lambda it: (other, it, bias, "relu2", True)),
+        (_linear_act_backward, lambda it: (it, None, None, beside, "relu2", None, torch.float32)),
+        (_linear_act_backward, lambda it: (beside, None, None, it, "relu2", None, torch.float32)),
+        (_linear_dact, lambda it: (it, other.new_ones(columns, 4), other.new_ones(rows, 4), "relu2", torch.float32)),
+        (_linear_dact, lambda it: (other.new_ones(4, rows), it, other.new_ones(4, columns), "relu2", torch.float32)),
+        (_linear_dact, lambda it: (other.new_ones(rows, 4), other.new_ones(4, columns), it, "relu2", torch.float32)),
+    ):
+        for got, want in zip(op(*arguments(far)), op.reference(*arguments(near)), strict=True):
+            assert torch.equal(got, want)
+
+
+def test_triton_writes_to_matrices_beyond_32_bits(target, memory):
+    """The first columns of nine rows that are 2^28 elements long."""
+    if target.kernel != "triton":
+        pytest.skip("launches Triton's kernels")
+    from mpkernels.ops.linear.linear_act_triton import dact_kernel, linear_act_kernel
+    from mpkernels.ops.linear.linear_dact_triton import linear_dact_kernel
+
+    rows, width, block = 9, 2**28, {"BLOCK_M": 16, "BLOCK_N": 16}
+    x, weight = (integers(*shape, device=target.device) for shape in ((rows, 3), (16, 3)))
+    strides, product = (*x.stride(), *weight.stride()), x.float() @ weight.float().t()
+    as_product = {"PRECISION": "ieee", **block, "BLOCK_K": 16}
+    y, z = (far.as_strided((rows, 16), (width, 1)) for far in (memory, memory[64:]))
+
+    linear_act_kernel[(1,)](
+        x, weight, None, memory, memory[64:], rows, width, 3, *strides, ACTIVATION="relu", **as_product
+    )
+    assert torch.equal(y.float(), product.relu())
+    assert torch.equal(z.float(), product)
+
+    strides = *x.stride(), *weight.t().stride(), 0, 0
+    linear_dact_kernel[(1,)](
+        x, weight, None, memory, None, rows, width, 3, *strides, ACTIVATION="none", **as_product
+    )  # fmt: skip
+    assert torch.equal(y.float(), product)
+
+    dy = product.bfloat16()
+    dact_kernel[(1, 1)](dy, None, memory, None, rows, width, *dy.stride(), 0, 0, 16, ACTIVATION="none", **block)
+    assert torch.equal(y, dy)
+
+    one = torch.ones(1, dtype=dy.dtype, device=target.device)
+    dact_kernel[(1, rows)](one, None, None, memory, 16 * rows, width, 0, 0, 0, 0, 16, ACTIVATION="none", **block)
+    assert (y == 16).all()

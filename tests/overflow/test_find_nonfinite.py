@@ -1,0 +1,209 @@
+"""find_nonfinite."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mpkernels.amp import find_nonfinite
+from tests.amp.test_amp_steps import Watch
+from tests.networks import one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+INF, NAN = float("inf"), float("nan")
+
+
+class Root(torch.nn.Module):
+    """NaN of negative inputs."""
+
+    def forward(self, x):
+        return x.sqrt()
+
+
+def network(*modules):
+    torch.manual_seed(0)
+    first = torch.nn.Linear(3, 3)
+    torch.nn.init.eye_(first.weight)
+    return torch.nn.Sequential(first, torch.nn.Sequential(torch.nn.Tanh(), *modules), torch.nn.ReLU())
+
+
+def first_of(model, *inputs):
+    with find_nonfinite(model) as found:
+        model(*inputs)
+    return found.first
+
+
+def test_the_first_module():
+    first = first_of(network(Root(), torch.nn.Tanh()), torch.ones(2, 3) * torch.tensor([[1.0], [-1.0]]))
+    assert (first.module, first.kind) == ("1.1", "Root")
+    assert first.had_finite_inputs
+    assert first.has_finite_weights
+
+
+def test_all_finite():
+    with find_nonfinite(network()) as found:
+        assert found.first is None
+    assert str(found) == "All outputs of 0 calls of modules were finite."
+
+
+def test_an_input_that_is_not_finite():
+    first = first_of(network(), torch.tensor([[1.0, INF, 1.0]]))
+    assert (first.module, first.had_finite_inputs, first.has_finite_weights) == ("0", False, True)
+
+
+def test_weights_that_are_not_finite():
+    model = network()
+    model[0].bias.data[1] = NAN
+    first = first_of(model, torch.ones(3))
+    assert (first.module, first.had_finite_inputs, first.has_finite_weights) == ("0", True, False)
+
+
+class InPlace(torch.nn.Module):
+    def forward(self, x):
+        return x.div_(0)
+
+
+def test_an_input_that_is_overwritten():
+    assert first_of(torch.nn.Sequential(InPlace()), torch.ones(2)).had_finite_inputs
+
+
+def test_a_model_that_spoils_it_itself():
+    first = first_of(Root(), -torch.ones(2))
+    assert first.module == ""
+    assert str(first) == "the model itself (Root)"
+
+
+@dataclass
+class Output:
+    logits: torch.Tensor
+    beside: tuple[int, None] = (1, None)
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: (torch.ones(2), x),
+        lambda x: {"a": [torch.zeros(2, dtype=torch.int64), (x,)]},
+        Output,
+        lambda x: x.to(torch.complex64),
+        lambda x: x.to_sparse(),
+        lambda x: x.new_ones(2, dtype=torch.float64) * x,
+    ],
+    ids=["tuple", "dict of lists", "dataclass", "complex", "sparse", "fp64"],
+)
+def test_nested_outputs(wrap):
+    class Wrapping(torch.nn.Module):
+        def forward(self, x):
+            return wrap(x)
+
+    assert first_of(Wrapping(), torch.tensor([1.0, NAN])).module == ""
+    assert first_of(Wrapping(), torch.ones(2)) is None
+
+
+def test_keyword_inputs():
+    class Pair(torch.nn.Module):
+        def forward(self, *, a, b):
+            return a + b
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.pair = Pair()
+
+        def forward(self, x):
+            return self.pair(a=x, b=x / 0)
+
+    assert not first_of(Model(), torch.ones(2)).had_finite_inputs
+
+
+def test_a_module_that_is_used_twice():
+    """By the call that spoils it."""
+    root, shift = Root(), torch.nn.Linear(1, 1, bias=False)
+    shift.weight.data.fill_(-1.0)
+    assert first_of(torch.nn.Sequential(root, shift, root), torch.ones(1, 1)).module == "0"
+    assert first_of(torch.nn.Sequential(shift, root), -torch.ones(1, 1)) is None
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed_modules(use_reentrant):
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = network(Root())
+
+        def forward(self, x):
+            return checkpoint(self.block, x, use_reentrant=use_reentrant).sum()
+
+    model, x = Model(), torch.ones(2, 3, requires_grad=True)
+    model.block[0].bias.data.fill_(-10.0)
+    with find_nonfinite(model) as found:
+        model(x).backward()
+    assert found.first.module == "block.1.1"
+    assert x.grad is not None
+
+
+def test_hooks_are_gone_afterwards():
+    model = network()
+    with pytest.raises(RuntimeError), find_nonfinite(model):
+        model(torch.ones(2, 7))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+def test_a_call_that_failed_is_no_call():
+    model = network(Root())
+    with find_nonfinite(model) as found:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(2, 7))
+        assert found.first is None
+        model(torch.full((3,), NAN))
+    assert found.first.module == "0"
+    with found:  # once more, from the start
+        model(torch.full((3,), INF))
+    assert not found.first.had_finite_inputs
+
+
+def test_nobody_waits_while_it_watches():
+    model = network(Root())
+    with find_nonfinite(model) as found, Watch():
+        model(-torch.ones(2, 3))
+    assert found.first is not None
+
+
+class Gives(torch.nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+
+    def forward(self, x):
+        return self.make(x)
+
+
+@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype", "ignore:Sparse CSR")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: torch.nested.nested_tensor([x, x[:1]]),
+        lambda x: x.to_sparse_csr(),
+        lambda x: x.to(torch.float8_e5m2),
+    ],
+    ids=["nested", "csr", "float8"],
+)
+def test_outputs_that_do_not_know_isfinite(make):
+    model = Gives(make)
+    for bad in (False, True):
+        x = torch.ones(2, 3)
+        if bad:
+            x[0, 1] = torch.inf
+        with find_nonfinite(model) as found:
+            model(x)
+        assert (found.first is not None) == bad
+
+
+def test_scripted_modules_and_transforms_go_unwatched():
+    model = torch.nn.Sequential(torch.jit.script(torch.nn.Linear(3, 3)), torch.nn.ReLU())
+    with find_nonfinite(model) as found:
+        torch.vmap(model)(torch.ones(2, 3))
+        model(torch.full((2, 3), torch.inf))
+    assert found.first.kind == "ReLU"

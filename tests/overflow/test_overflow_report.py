@@ -1,0 +1,272 @@
+"""overflow_report: whose grads cost the last skipped step, under every optimizer."""
+
+import json
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mpkernels.amp import GradScaler
+from mpkernels.optim import AdamW
+from tests.amp.test_amp import OPTIMIZERS
+from tests.networks import B16, F16, network, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+INF, NAN = math.inf, math.nan
+every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def params_of(*shapes, dtype=torch.float32, device="cpu"):
+    return [torch.nn.Parameter(torch.ones(shape, dtype=dtype, device=device)) for shape in shapes]
+
+
+def iterate(scaler, *optimizers, bad=()):
+    """Unscaled grads are 1, but for (parameter, index, value) in bad; nothing of them is left afterwards."""
+    params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
+    scaler.scale(sum(param.abs().sum() for param in params if param.requires_grad)).backward()
+    for param, index, value in bad:
+        param.grad[index] = value
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    scaler.update()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+
+
+def culprits(report):
+    return [(it.name, it.infs, it.nans, it.first) for it in report.culprits]
+
+
+@every_optimizer
+def test_the_last_skipped_step(target, make):
+    first, second, third = params_of((3, 4), (5,), (), device=target.device)
+    optimizer, scaler = make([first, second, third]), GradScaler(target.device.type, init_scale=8.0)
+    assert not scaler.overflow_report()
+    iterate(scaler, optimizer)
+    assert not scaler.overflow_report()
+    assert str(scaler.overflow_report()) == "No step has been skipped."
+    iterate(scaler, optimizer, bad=[(second, slice(1, 3), NAN), (first, (2, 1), -INF), (first, (0, slice(2)), 0.0)])
+    report = scaler.overflow_report()
+    assert culprits(report) == [("group 0, parameter 1", 0, 2, (1,)), ("group 0, parameter 0", 1, 0, (2, 1))]
+    assert [it.shape for it in report.gradients] == [(3, 4), (5,), ()]
+    assert [it.largest for it in report.gradients] == [1.0] * 3
+    assert [it.zeros for it in report.gradients] == [2 / 12, 0.0, 0.0]
+    assert (report.scale, report.zeros, report.skips_in_a_row) == (8.0, 2 / 18, 1)
+    iterate(scaler, optimizer)
+    assert culprits(scaler.overflow_report()) == culprits(report)  # until the next one
+    iterate(scaler, optimizer, bad=[(third, (), INF)])
+    report = scaler.overflow_report()
+    assert culprits(report) == [("group 0, parameter 2", 1, 0, ())]
+    assert (report.scale, report.gradients[2].largest) == (4.0, 0.0)
+
+
+VALUES = st.sampled_from([INF, -INF, NAN, 0.0, -0.0, 3.0, -5.0])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    shapes=st.lists(st.lists(st.integers(0, 4), max_size=3).map(tuple), min_size=1, max_size=5),
+    data=st.data(),
+    unscales=st.booleans(),
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_any_grads(name, shapes, data, unscales):
+    params = params_of(*shapes)
+    optimizer, scaler = OPTIMIZERS[name](params), GradScaler("cpu", init_scale=4.0)
+    scaler.scale(sum(param.abs().sum() for param in params)).backward()  # with a grad of its own for each
+    values = [data.draw(st.lists(VALUES, min_size=it.numel(), max_size=it.numel())) for it in params]
+    for param, its in zip(params, values, strict=True):
+        param.grad.copy_(torch.tensor(its).reshape(param.shape))
+    if unscales:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    report = scaler.overflow_report()
+    all_finite = all(math.isfinite(value) for its in values for value in its)
+    assert bool(report) == (not all_finite)
+    if all_finite:
+        return
+    present = [its for its in values if its]
+    assert report.scale == 4.0
+    assert [it.infs for it in report.gradients] == [sum(map(math.isinf, its)) for its in present]
+    assert [it.nans for it in report.gradients] == [sum(map(math.isnan, its)) for its in present]
+    assert [it.zeros for it in report.gradients] == [its.count(0.0) / len(its) for its in present]
+    finite = [[abs(value) / 4.0 for value in its if math.isfinite(value)] for its in present]
+    assert [it.largest for it in report.gradients] == [max(its, default=0.0) for its in finite]
+    for it, its in zip(report.gradients, present, strict=True):
+        bad = [i for i, value in enumerate(its) if not math.isfinite(value)]
+        assert it.first == (tuple(map(int, torch.unravel_index(torch.tensor(bad[0]), it.shape))) if bad else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, B16, F16, torch.float64], ids=str)
+def test_bf16_without_a_scaler(target, dtype):
+    """A scaler that is disabled leaves it all to the guard."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)).to(target.device, dtype)
+    optimizer, scaler = AdamW(model.parameters(), guard=True), GradScaler(target.device.type, enabled=False)
+    before = [param.clone() for param in model.parameters()]
+    for bad in (False, True, False):
+        scaler.scale(model(torch.ones(2, 4, dtype=dtype, device=target.device)).sum()).backward()
+        if bad:
+            model[1].weight.grad[1, 2] = NAN
+            before = [param.clone() for param in model.parameters()]
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
+        assert any(moved) != bad
+    assert optimizer.skipped_steps.item() == 1
+    for report in (optimizer.overflow_report(model), scaler.overflow_report(model)):
+        assert culprits(report) == [("1.weight", 0, 1, (1, 2))]
+        assert (report.scale, report.skips_in_a_row) == (None, None)
+
+
+def test_names():
+    model = network()
+    decayed, others = [], []
+    for name, param in model.named_parameters():
+        (decayed if param.ndim > 1 else others).append((name, param))
+    for make, named in (
+        (lambda: AdamW([{"params": decayed}, {"params": others}]), True),
+        (lambda: AdamW([{"params": [it for _, it in group]} for group in (decayed, others)]), False),
+    ):
+        optimizer, scaler = make(), GradScaler("cpu")
+        iterate(scaler, optimizer, bad=[(model[0].bias, 0, INF), (model[3].weight, (1, 1), NAN)])
+        by_model = [("3.weight", 1), ("0.bias", 1)]
+        by_group = by_model[::-1] if named else [("group 1, parameter 0", 1), ("group 0, parameter 1", 1)]
+        assert [(it.name, it.infs + it.nans) for it in scaler.overflow_report().culprits] == by_group
+        assert [(it.name, it.infs + it.nans) for it in scaler.overflow_report(model).culprits] == by_model
+        assert [it.group for it in scaler.overflow_report(model).culprits] == [0, 1]
+
+
+@every_optimizer
+def test_parameters_whose_grads_come_and_go(make):
+    """The report on a step stays, and tells of those that took part in it."""
+    first, second, third = params = params_of((2,), (3,), (4,))
+    optimizer, scaler = make(params), GradScaler("cpu", init_scale=8.0)
+    second.requires_grad_(False)
+    iterate(scaler, optimizer, bad=[(third, 3, INF)])
+    second.requires_grad_(True)
+    for frozen in (first, third, second):
+        frozen.requires_grad_(False)
+        iterate(scaler, optimizer)
+        frozen.requires_grad_(True)
+        report = scaler.overflow_report()
+        assert culprits(report) == [("group 0, parameter 2", 1, 0, (3,))]
+        assert [it.shape for it in report.gradients] == [(2,), (4,)]
+    iterate(scaler, optimizer, bad=[(second, 0, NAN)])
+    assert culprits(scaler.overflow_report()) == [("group 0, parameter 1", 0, 1, (0,))]
+    assert len(scaler.overflow_report().gradients) == 3
+
+
+@every_optimizer
+def test_several_optimizers(make):
+    """Of those that the last skip concerned, in whatever turns they step."""
+    (one,), (two,) = params_of((2,)), params_of((3,))
+    optimizers = first, second = make([one]), make([two])
+    scaler = GradScaler("cpu")
+    iterate(scaler, first, bad=[(one, 1, INF)])
+    iterate(scaler, *optimizers)
+    assert [it.shape for it in scaler.overflow_report().culprits] == [(2,)]
+    iterate(scaler, *optimizers, bad=[(two, 2, INF)])
+    assert [it.shape for it in scaler.overflow_report().gradients] == [(3,)]
+    iterate(scaler, first, bad=[(one, 0, NAN)])
+    iterate(scaler, second)
+    assert [it.shape for it in scaler.overflow_report().gradients] == [(2,)]
+    iterate(scaler, *optimizers, bad=[(one, 0, NAN), (two, 0, NAN)])
+    assert [it.shape for it in scaler.overflow_report().culprits] == [(3,), (2,)]
+    del second, optimizers
+    assert [it.shape for it in scaler.overflow_report().culprits][-1:] == [(2,)]
+
+
+@every_optimizer
+def test_grads_that_the_user_has_unscaled(make):
+    (param,) = params_of((4,))
+    optimizer, scaler = make([param]), GradScaler("cpu", init_scale=8.0)
+    for unscales, scale in ((True, 8.0), (False, 4.0), (True, 2.0)):
+        scaler.scale(param.sum()).backward()
+        param.grad[1] = INF
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        report = scaler.overflow_report()
+        assert (report.scale, report.gradients[0].largest) == (scale, 1.0)
+
+
+def test_under_torchs_scaler():
+    (param,) = params_of((4,))
+    optimizer, scaler = AdamW([param]), torch.amp.GradScaler("cpu", init_scale=8.0)
+    iterate(scaler, optimizer, bad=[(param, 2, INF)])
+    report = optimizer.overflow_report()
+    assert culprits(report) == [("group 0, parameter 0", 1, 0, (2,))]
+    assert (report.scale, report.gradients[0].largest) == (8.0, 1.0)
+
+
+def test_finite_grads_that_overflow_once_unscaled():
+    (param,) = params_of((2,))
+    optimizer, scaler = AdamW([param]), GradScaler("cpu", init_scale=0.25)
+    iterate(scaler, optimizer, bad=[(param, 0, 3e38)])
+    report = scaler.overflow_report()
+    assert report
+    assert report.culprits == []
+    assert report.gradients[0].largest == pytest.approx(1.2e39)
+    assert "their norm is beyond fp32" in report.suggestion
+
+
+class Writer:
+    def __init__(self):
+        self.scalars = {}
+
+    def add_scalar(self, tag, value, step):
+        self.scalars[tag] = value, step
+
+
+def test_a_dict_and_scalars():
+    model = network()
+    optimizer, scaler = torch.optim.SGD(model.named_parameters(), lr=0.1), GradScaler("cpu", init_scale=8.0)
+    writer = Writer()
+    scaler.overflow_report().log_to(writer, 0)
+    assert writer.scalars == {}
+    assert json.loads(json.dumps(scaler.overflow_report().as_dict()))["skipped"] is False
+    iterate(scaler, optimizer, bad=[(model[0].weight, (1, 2), NAN), (model[0].bias, 1, INF)])
+    report = scaler.overflow_report()
+    report.log_to(writer, 7)
+    assert writer.scalars["overflow/gradients"] == (2, 7)
+    assert writer.scalars["overflow/scale"] == (8.0, 7)
+    assert writer.scalars["overflow/nan/0.weight"] == writer.scalars["overflow/inf/0.bias"] == (1, 7)
+    told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert [(it["name"], it["first"]) for it in told["culprits"]] == [("0.bias", [1]), ("0.weight", [1, 2])]
+    assert told["skipped"] is True
+    assert told["suggestion"] == report.suggestion
+
+
+def test_the_table():
+    names = [f"{'layer.' * 20}{i}.weight" for i in range(50)]
+    params = params_of(*[(2, 3)] * 50)
+    optimizer, scaler = torch.optim.SGD(list(zip(names, params, strict=True)), lr=0.1), GradScaler("cpu")
+    iterate(scaler, optimizer, bad=[(param, (1, 0), INF) for param in params[10:40]] + [(params[3], (0, 0), 0.0)])
+    lines = str(scaler.overflow_report()).splitlines()
+    assert lines[0] == "The last step skipped at scale 65536: 30 of 50 gradients are not finite."
+    assert lines[1].split() == [
+        "parameter",
+        "group",
+        "shape",
+        "inf",
+        "nan",
+        "first",
+        "at",
+        "largest",
+        "finite",
+        "zeros",
+    ]
+    assert lines[2].endswith("layer.39.weight  0      [2, 3]  1    0    [1, 0]    1               0.0%")
+    assert len(lines[2:22]) == 20
+    assert lines[22] == "... and 10 more, in as_dict()"
+    assert lines[23].endswith("layer.3.weight, 16.7%.")
+    assert max(map(len, lines[:23])) <= 120

@@ -1,0 +1,94 @@
+"""Builds the CUDA kernels for the CPU: g++ compiles every *_cuda.cu against include/, a stand-in for CUDA's headers."""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+CSRC = HERE.parents[2] / "csrc"
+
+# The checks report to undefined.cpp. NaN to integer counts, too: CUDA and the CPU convert it differently.
+CHECKS = "alignment,null,bounds,signed-integer-overflow,shift,integer-divide-by-zero,float-cast-overflow"
+FLAGS = [
+    "-DMPK_CUDA",
+    "-DMPK_EMULATION",
+    f"-I{HERE / 'include'}",
+    "-std=c++17",
+    "-O2",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-Wno-psabi",
+    "-U_FORTIFY_SOURCE",  # its longjmp refuses to change stacks
+    f"-fsanitize={CHECKS}",
+    "-fno-sanitize-recover=all",
+]
+KERNEL_FLAGS = ["-fsanitize=thread", "-g1"]  # memory.cpp sees every load and store; a report leads to its line
+
+
+def build(directory: Path, csrc: Path = CSRC) -> Path:
+    """Compile every *_cuda.cu and *_torch.cpp into directory/mpkernels_emulated-<hash>.so, unless it is there."""
+    compiler = find_compiler()
+    kernels = sorted(csrc.rglob("*_cuda.cu"))
+    if not kernels:
+        raise FileNotFoundError(f"emulation: no *_cuda.cu in {csrc}")
+    # Of an inline function in several objects the linker keeps the first copy: here the emulation's own, whose accesses
+    # are nobody's business, then those of kernels.
+    sources = [*sorted(HERE.glob("*.cpp")), *kernels, *sorted(csrc.rglob("*_torch.cpp"))]
+    directory.mkdir(parents=True, exist_ok=True)
+    library = directory / f"mpkernels_emulated-{_fingerprint(compiler, csrc)}.so"
+    if library.exists():
+        return library
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        built = _link(compiler, _compile(compiler, sources, csrc, Path(scratch)))
+        built.replace(library)  # at once: other processes may be building the same
+    return library
+
+
+def find_compiler() -> list[str]:
+    candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "c++"]
+    for candidate in candidates:
+        if shutil.which(candidate.split()[0]):
+            return candidate.split()
+    raise FileNotFoundError(f"emulation: needs a C++ compiler, found none of: {', '.join(candidates)} ($CXX chooses)")
+
+
+def _fingerprint(compiler: list[str], csrc: Path) -> str:
+    digest = hashlib.sha256(_run([*compiler, "--version"]).encode())
+    for root in (csrc, HERE):
+        for path in sorted(p for p in root.rglob("*") if p.suffix in {".cu", ".cuh", ".cpp", ".h", ".py"}):
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def _compile(compiler: list[str], sources: list[Path], csrc: Path, scratch: Path) -> list[Path]:
+    def compile_one(source: Path) -> Path:
+        compiled = scratch / f"{source.name}.o"
+        flags = [*FLAGS, *KERNEL_FLAGS] if source.suffix == ".cu" else FLAGS
+        _run([*compiler, *flags, f"-I{csrc}", "-x", "c++", "-c", str(source), "-o", str(compiled)])
+        return compiled
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return list(pool.map(compile_one, sources))
+
+
+def _link(compiler: list[str], objects: list[Path]) -> Path:
+    """Link against an empty libtorch.so: only its name is recorded, and `import torch` has loaded the real one."""
+    scratch = objects[0].parent
+    stub, library = scratch / "libtorch.so", scratch / "mpkernels_emulated.so"
+    _run([*compiler, "-shared", "-Wl,-soname,libtorch.so", "-x", "c++", "/dev/null", "-o", str(stub)])
+    wrapped = "-Wl,--wrap=aoti_torch_delete_tensor_object"  # runtime.cpp does
+    _run([*compiler, "-shared", *map(str, objects), wrapped, "-Wl,--no-as-needed", str(stub), "-o", str(library)])
+    return library
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode != 0:
+        raise RuntimeError(f"emulation: {' '.join(command)}\n{done.stdout}")
+    return done.stdout

@@ -1,0 +1,132 @@
+"""What users launch: each op's own Triton launcher runs on CPU tensors, and its launches are noted, not compiled."""
+
+import importlib
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_map
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import KernelInterface, driver
+
+from mpkernels import ops
+from mpkernels.ops import _registry
+from tests.cases import DTYPES
+from tests.ops.test_ops import ARGUMENTS, CALLS
+from tests.proof.gate import linear
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+
+
+class Launch(NamedTuple):
+    module: str
+    kernel: str
+    chip: str
+    specialization: str  # types, alignment, constants and options as Triton serializes them for JITFunction.preload
+
+    @property
+    def name(self) -> str:
+        """In Triton's notation, where :16 is a pointer or size known to be a multiple of 16."""
+        it = json.loads(self.specialization)
+        constants = {path: value for (path, *_), value in zip(it["constant_keys"], it["constant_vals"], strict=True)}
+        aligned = {
+            path
+            for (path, *_), attributes in zip(it["attrs_keys"], it["attrs_vals"], strict=True)
+            if ["tt.divisibility", 16] in attributes
+        }
+        arguments = [
+            f"{name}={constants[i]}" if i in constants else f"{kind}:16" if i in aligned else str(kind)
+            for i, (name, kind) in enumerate(it["signature"].items())
+        ]
+        options = [f"{option}={it['options'][option]}" for option in ("num_warps", "enable_fp_fusion")]
+        return f"{self.module.rpartition('.')[2]}.{self.kernel}({', '.join(arguments)}) {' '.join(options)}"
+
+
+class NoGpu:
+    """Stands in for the driver of a chip that isn't there. Triton compiles for it, but can't run anything."""
+
+    def __init__(self, chip: str) -> None:
+        self.chip = chip
+
+    def get_current_device(self) -> str:
+        return self.chip  # Triton's caches are per device
+
+    def get_current_stream(self, device: str) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGETS[self.chip]
+
+
+def record() -> tuple[list[Launch], list[str]]:
+    """The launches of all ops on all chips, and what escaped."""
+    launches: dict[Launch, None] = {}
+
+    def note(*, fn: Any, compile: Any, **_: Any) -> bool:
+        launches[Launch(fn.module, fn.name, driver.active.chip, compile["specialization_data"])] = None
+        return True  # don't compile
+
+    knobs.runtime.jit_cache_hook = note
+    escaped = []
+    for chip in TARGETS:
+        driver.set_active(NoGpu(chip))
+        for op in _registry._ops.values():
+            if op.triton_module in _triton_modules():
+                before = len(launches)
+                try:
+                    for arguments in _calls(op, chip):
+                        op.triton(*arguments)
+                except Exception as error:  # whatever a launcher throws
+                    escaped.append(f"{op.name} on {chip}: {error!r}")
+                else:
+                    if len(launches) == before:
+                        escaped.append(f"{op.name} on {chip}: its Triton kernel was not launched")
+    launched = {launch[:2] for launch in launches}
+    escaped += [f"{'.'.join(kernel)}: no op launched it" for kernel in _kernels() if kernel not in launched]
+    return list(launches), escaped
+
+
+def _calls(op: _registry.Op, chip: str) -> Iterator[tuple[Any, ...]]:
+    """The arguments that all ops are tested with, as they are and in every dtype that the op takes throughout."""
+    if op.name in linear.CALLS:
+        yield from linear.CALLS[op.name](chip)
+        return
+    for name, make in CALLS:
+        if name == op.name:
+            yield make("cpu")
+    arguments = ARGUMENTS[op.name]("cpu")
+    for dtype in DTYPES:
+        cast = tree_map(partial(_cast, dtype=dtype), arguments)
+        try:
+            op._check(*cast)
+        except (TypeError, ValueError):
+            continue
+        yield cast
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+def _triton_modules() -> list[str]:
+    """Of all families of ops."""
+    root = Path(ops.__file__).parent
+    paths = sorted(path.relative_to(root) for path in root.rglob("*_triton.py"))
+    return [".".join((ops.__name__, *path.with_suffix("").parts)) for path in paths]
+
+
+def _kernels() -> Iterator[tuple[str, str]]:
+    for found in _triton_modules():
+        module = importlib.import_module(found)
+        for name, value in vars(module).items():
+            if name.endswith("_kernel") and isinstance(value, KernelInterface):
+                yield module.__name__, name

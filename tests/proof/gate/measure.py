@@ -1,0 +1,89 @@
+"""What the compilers make of the kernels, in numbers."""
+
+import importlib
+import re
+import shlex
+import subprocess
+import tempfile
+from pathlib import Path
+
+from triton import knobs
+from triton.runtime import driver
+
+from tests.proof.gate.launches import Launch, NoGpu
+from tests.proof.gate.table import INSTRUCTIONS, Kernels, Numbers
+
+
+def triton(launch: Launch) -> Kernels:
+    driver.set_active(NoGpu(launch.chip))
+    kernel = getattr(importlib.import_module(launch.module), launch.kernel)
+    compiled = kernel.preload(launch.specialization)
+    if "amdgcn" in compiled.asm:
+        numbers = _of_amdgcn(compiled.asm["amdgcn"])
+    else:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+            Path(cubin.name).write_bytes(compiled.asm["cubin"])
+            (numbers,) = _of_cubin(cubin.name).values()
+    return {(launch.name, launch.chip): numbers | {"shared": compiled.metadata.shared}}
+
+
+def cuda(command: str, source: Path) -> Kernels:
+    """Compiles the object that setup.py builds, and looks at the code for each chip in it."""
+    kernels = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        built = f"{scratch}/{source.stem}.o"
+        _output(*shlex.split(command), "-c", str(source), "-o", built)
+        _output(knobs.nvidia.cuobjdump.path, "-xelf", "all", built, cwd=scratch)
+        for cubin in Path(scratch).glob("*.cubin"):
+            chip = cubin.suffixes[-2][1:]  # unscale_cuda.1.sm_80.cubin
+            for mangled, numbers in _of_cubin(str(cubin)).items():
+                name = _output("c++filt", "-p", mangled).strip().removeprefix("mpk::")
+                kernels[f"{source.stem}.{name}", chip] = numbers
+    return kernels
+
+
+def _of_cubin(cubin: str) -> dict[str, Numbers]:
+    usage = _output(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
+    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
+    sass = re.split(r"Function : (\S+)", _output(knobs.nvidia.cuobjdump.path, "-sass", cubin))
+    code = dict(zip(sass[1::2], sass[2::2], strict=True))
+    kernels = {}
+    for name, *used in found:
+        registers, stack, shared, local = map(int, used)
+        instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*([A-Z]\S*)", code[name])
+        kernels[name] = {
+            "registers": registers,
+            "spills": sum(instruction.startswith(("LDL", "STL")) for instruction in instructions),
+            "stack": stack + local,
+            "shared": shared,  # the static part, with the 1 KB that sm_90 and later keep to themselves
+            **_count(instructions),
+        }
+    return kernels
+
+
+def _of_amdgcn(assembly: str) -> Numbers:
+    def field(name: str) -> int:
+        return int(re.findall(rf"^\s+(?:- )?\.{name}:\s+(\d+)", assembly, re.MULTILINE)[0])
+
+    return {
+        "registers": field("vgpr_count"),
+        "spills": field("vgpr_spill_count") + field("sgpr_spill_count"),
+        "stack": field("private_segment_fixed_size"),
+        "shared": field("group_segment_fixed_size"),
+        **_count(re.findall(r"^\s+([a-z]\w+)", assembly, re.MULTILINE)),
+    }
+
+
+def _count(instructions: list[str]) -> Numbers:
+    counts = {
+        name: sum(bool(re.match(pattern, instruction)) for instruction in instructions)
+        for name, pattern in INSTRUCTIONS.items()
+    }
+    return {name: count for name, count in counts.items() if count}
+
+
+def _output(*command: str, cwd: str | None = None) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
+    if done.returncode:
+        raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}")
+    return done.stdout

@@ -1,0 +1,66 @@
+"""The compile gate notices what it is there for."""
+
+import pytest
+
+from tests.proof.gate import measure
+from tests.proof.gate.table import SHARED_LIMIT, Section, regressions
+
+GOOD = {"registers": 40, "spills": 0, "stack": 0, "shared": 1024, "load128": 4, "HGMMA": 8}
+KERNEL = "kernel", "sm_90"
+
+
+def complaints(version="13.0", **changes):
+    measured = Section(version, {KERNEL: GOOD | changes})
+    return [*regressions(measured, Section("13.0", {KERNEL: GOOD}))]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"spills": 1}, {"load128": 3}, {"HGMMA": 0}, {"registers": 41}, {"stack": 8}, {"shared": 1025}],
+    ids=str,
+)
+def test_what_is_worse_is_named(change):
+    (complaint,) = complaints(**change)
+    ((name, number),) = change.items()
+    assert complaint.startswith("kernel on sm_90: ")
+    assert name in complaint
+    assert str(number) in complaint
+
+
+def test_what_is_as_good_or_better_passes():
+    assert not complaints()
+    assert not complaints(registers=39, load128=5, shared=0, store128=1)
+
+
+def test_of_another_compiler_only_limits_count():
+    assert not complaints("13.1", registers=255, stack=8, shared=SHARED_LIMIT["sm_90"], load128=1, HGMMA=1)
+    for change in ({"spills": 1}, {"shared": SHARED_LIMIT["sm_90"] + 1}, {"load128": 0}, {"HGMMA": 0}):
+        assert len(complaints("13.1", **change)) == 1
+
+
+def test_kernels_that_come_and_go():
+    some, none = Section("13.0", {KERNEL: GOOD | {"spills": 2}}), Section("13.0", {})
+    assert len([*regressions(some, none)]) == 2  # new, and it spills
+    assert len([*regressions(none, some)]) == 1
+
+
+USAGE = """
+ Function kernel:
+  REG:40 STACK:16 SHARED:1024 LOCAL:8 CONSTANT[0]:600 TEXTURE:0 SURFACE:0 SAMPLER:0
+"""
+CODE = """
+		Function : kernel
+        /*0000*/                   LDC R1, c[0x0][0x28] ;                 /* 0x00000a00ff017b82 */
+        /*0010*/              @!P0 LDG.E.128.CONSTANT R8, desc[UR4][R2.64] ;
+        /*0020*/                   LDG.E.64 R4, desc[UR4][R2.64] ;
+        /*0030*/              @P1  STL.64 [R1+0x8], R4 ;
+        /*0040*/                   LDL R5, [R1+0x8] ;
+        /*0050*/                   STG.E.128 desc[UR4][R2.64], R8 ;
+        /*0060*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
+"""
+
+
+def test_a_cubin_in_numbers(monkeypatch):
+    monkeypatch.setattr(measure, "_output", lambda *command: USAGE if "-res-usage" in command else CODE)
+    used = {"registers": 40, "spills": 2, "stack": 24, "shared": 1024}
+    assert measure._of_cubin("x.cubin") == {"kernel": used | {"load128": 1, "store128": 1, "HGMMA": 1}}

@@ -1,0 +1,301 @@
+"""What is timed, what is remembered, and that nothing on disk can do harm."""
+
+import json
+from functools import partial
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels import selector
+from mpkernels.selector import disk, timing
+
+CASE = selector.Case("op", torch.device("cpu"), (3, 5), (torch.float32,), "gelu", 8)
+NAMES = ("native", "torch")
+
+
+class Clock:
+    """The selector's, which nothing but a test moves: a busy machine makes a millisecond's sleep last three."""
+
+    seconds = 0.0
+
+    def wait(self, milliseconds):
+        self.seconds += milliseconds / 1e3
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch, tmp_path):
+    for name, value in (("_is_deterministic", False), ("_known", {}), ("_pinned", None)):
+        monkeypatch.setattr(selector, name, value)
+    monkeypatch.setattr(timing, "MOST_ROUNDS", timing.FEWEST_ROUNDS)
+    monkeypatch.setattr(timing, "perf_counter", lambda: CLOCK.seconds)
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "home" / "choices.json")
+    disk._read.cache_clear()
+    yield
+    disk._read.cache_clear()
+
+
+class Ways:
+    """Ways to do the same that take so many milliseconds."""
+
+    def __init__(self, **milliseconds):
+        self.milliseconds, self.calls = milliseconds, dict.fromkeys(milliseconds, 0)
+
+    def __call__(self, name):
+        def run():
+            self.calls[name] += 1
+            CLOCK.wait(self.milliseconds[name])
+
+        return run
+
+    @property
+    def were_timed(self):
+        return any(self.calls.values())
+
+
+def another_process():
+    selector._known.clear()
+    disk._read.cache_clear()
+
+
+@pytest.mark.parametrize(("native", "torchs", "chosen"), [(1, 2, "native"), (2, 1, "torch")])
+def test_the_fastest_is_chosen_once(native, torchs, chosen):
+    ways = Ways(native=native, torch=torchs)
+    assert selector.choose(CASE, NAMES, ways) == chosen
+    calls = dict(ways.calls)
+    assert selector.choose(CASE, NAMES, ways) == chosen
+    assert ways.calls == calls
+    assert selector.choices() == {"op gelu 8x3x5 float32": chosen}
+
+
+def test_ours_may_take_one_per_cent_more(monkeypatch):
+    for ours, chosen in ((1.009, "native"), (1.011, "torch")):
+        selector.forget()
+        monkeypatch.setattr(selector, "race", lambda *_, ours=ours: {"native": ours, "torch": 1.0})
+        assert selector.choose(CASE, NAMES, Ways(native=0, torch=0)) == chosen
+
+
+def test_a_choice_is_remembered_on_disk():
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
+    another_process()
+    ways = Ways(native=1, torch=2)
+    assert selector.choose(CASE, NAMES, ways) == "torch"
+    assert not ways.were_timed
+    assert [path.name for path in disk.path().parent.iterdir()] == ["choices.json"]  # no temporary file is left
+
+
+def test_each_case_has_its_own():
+    assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "native"
+    for other in (
+        CASE._replace(op="other"),
+        CASE._replace(rows=16),
+        CASE._replace(sizes=(3, 6)),
+        CASE._replace(dtypes=(torch.float16,)),
+        CASE._replace(variant="relu"),
+    ):
+        assert selector.choose(other, NAMES, Ways(native=2, torch=1)) == "torch"
+        assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "native"
+    another_process()
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "native"
+
+
+def test_other_versions_and_machines_are_timed_anew(monkeypatch):
+    selector.choose(CASE, NAMES, Ways(native=2, torch=1))
+    for name in ("torch 2", "triton", "mpkernels 0", f"{torch.get_num_threads()} threads"):
+        assert name in disk._key("", CASE.device)
+    another_process()
+    monkeypatch.setattr(disk, "_version", lambda package: f"{package} of tomorrow")
+    assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "native"
+    assert len(json.loads(disk.path().read_text())) == 2
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{", "[]", "7", '{"KEY": 3}', '{"KEY": {"choice": ["torch"]}}', '{"KEY": {"choice": "gone"}}', "\x00\xff"],
+)
+def test_a_corrupt_file_is_no_error(text):
+    path = disk.path()
+    path.parent.mkdir()
+    path.write_text(text.replace("KEY", disk._key(str(CASE), CASE.device)), "latin-1")
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
+    another_process()
+    assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "torch"  # it has been mended
+
+
+def test_a_place_that_cant_be_written_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "file" / "choices.json")  # also root can't write there
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
+    assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "torch"
+    selector.forget()
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(disk, "path", no_home)
+    assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "native"
+    selector.forget()
+
+
+def test_a_failed_write_leaves_the_old_file(monkeypatch):
+    selector.choose(CASE, NAMES, Ways(native=2, torch=1))
+    before = disk.path().read_text()
+
+    def fail(*_):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(disk.os, "replace", fail)
+    selector.choose(CASE._replace(rows=99), NAMES, Ways(native=1, torch=2))
+    assert disk.path().read_text() == before
+    assert [path.name for path in disk.path().parent.iterdir()] == ["choices.json"]
+
+
+def test_trials_may_differentiate_wherever_the_call_is():
+    modes = set()
+
+    def prepare(name):
+        def run():
+            modes.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+
+        run()
+        return run
+
+    with torch.inference_mode():
+        selector.choose(CASE, NAMES, prepare)
+    with torch.no_grad():
+        selector.choose(CASE._replace(rows=16), NAMES, prepare)
+    assert modes == {(True, False)}
+
+
+def test_what_is_known_of_any_number_of_rows():
+    """The last choice for such a case, whatever was chosen for others."""
+    asked = CASE._replace(rows=None)
+    assert selector.known(asked, NAMES) == "native"
+    selector.choose(CASE, NAMES, Ways(native=1, torch=2))
+    selector.choose(CASE._replace(rows=16), NAMES, Ways(native=2, torch=1))
+    selector.choose(CASE._replace(variant="silu"), NAMES, Ways(native=1, torch=2))
+    assert selector.known(asked, NAMES) == "torch"
+
+
+def test_pin():
+    ways = Ways(native=2, torch=1)
+    selector.pin("native")
+    assert selector.choose(CASE, NAMES, ways) == "native"
+    selector.pin("triton")
+    assert selector.choose(CASE, NAMES, ways) == "native"  # the first, where there is none
+    assert not ways.were_timed
+    selector.pin(None)
+    assert selector.choose(CASE, NAMES, ways) == "torch"
+    with pytest.raises(ValueError, match="pin: name must be 'native', 'triton', 'torch' or None, got 'cuda'"):
+        selector.pin("cuda")
+
+
+def test_deterministic():
+    selector.choose(CASE, NAMES, Ways(native=2, torch=1))
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "native"
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
+    selector.make_deterministic()
+    ways = Ways(native=2, torch=1)
+    assert selector.choose(CASE, NAMES, ways) == "native"
+    assert not ways.were_timed
+
+
+def test_nothing_is_timed_while_torch_traces():
+    ways = Ways(native=2, torch=1)
+
+    def chosen(x):
+        names.append(selector.choose(CASE, NAMES, ways))
+        return x + 1
+
+    names = []
+    with torch._subclasses.FakeTensorMode():
+        chosen(torch.ones(3))
+    torch.func.vmap(chosen)(torch.ones(3))
+    torch.fx.experimental.proxy_tensor.make_fx(chosen)(torch.ones(3))
+    assert len(names) == 3
+    assert set(names) == {"native"}
+    assert not ways.were_timed
+    assert selector.choose(CASE, NAMES, ways) == "torch"  # what was taken meanwhile was no choice
+    torch.func.vmap(chosen)(torch.ones(3))
+    assert names[-1] == "torch"
+
+
+def test_out_of_memory_is_no_later_surprise():
+    """A checkpoint's second forward, which may find room, must compute what its first did. Another process may time."""
+
+    def no_room(name):
+        raise torch.OutOfMemoryError("no room")
+
+    for prepare in (no_room, lambda name: partial(no_room, name) if name == "native" else int):
+        for ways in (prepare, Ways(native=2, torch=1)):
+            assert selector.choose(CASE, NAMES, ways) == "native"
+        selector._known.clear()
+    assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
+
+
+def test_who_chose_first_is_right():
+    """Of two threads that time the same at once, and may find different winners."""
+
+    def prepare(name):
+        selector._known[CASE] = "native"
+        return Ways(native=2, torch=1)(name)
+
+    assert selector.choose(CASE, NAMES, prepare) == "native"
+
+
+@pytest.mark.parametrize(("torchs", "is_hopeless"), [(30, True), (0.9, False)])
+def test_the_hopeless_are_not_timed_further(torchs, is_hopeless):
+    ways = Ways(native=torchs / 30, torch=torchs)  # what is brief may only have been held up
+    assert selector.choose(CASE, NAMES, ways) == "native"
+    assert (ways.calls["torch"] == 2 < ways.calls["native"]) == is_hopeless
+
+
+def test_the_first_run_does_not_count():
+    """It compiles."""
+    first = dict.fromkeys(NAMES, True)
+
+    def prepare(name):
+        def run():
+            slow = first[name] and name == "native"
+            first[name] = False
+            CLOCK.wait(100 if slow else {"native": 1, "torch": 3}[name])
+
+        return run
+
+    assert selector.choose(CASE, NAMES, prepare) == "native"
+
+
+def test_it_is_found_under_the_package():
+    assert mpkernels.selector is selector
+
+
+def test_a_kernel_that_cannot_run_here_is_left_out_with_a_warning():
+    ways = Ways(triton=1, native=2, torch=3)
+
+    def prepare(name):
+        def fail():
+            raise RuntimeError("Failed to find C compiler")
+
+        return fail if name == "triton" else ways(name)
+
+    with pytest.warns(RuntimeWarning, match="the triton kernel is left out.*Failed to find C compiler"):
+        assert selector.choose(CASE, ("triton", "native", "torch"), prepare) == "native"
+
+
+def test_a_call_that_torch_refuses_raises():
+    def prepare(name):
+        def run():
+            if name == "torch":
+                raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+
+        return run
+
+    with pytest.raises(RuntimeError, match="mat1"):
+        selector.choose(CASE, NAMES, prepare)
