@@ -128,7 +128,6 @@ def ninja_file(cxx: str, cuda: Cuda) -> str:
     if cuda.compile:
         add("*_cuda.cu", cuda.compile)
     add("*_torch.cpp", f"{cxx} {CXX_FLAGS} {cuda.includes}")
-    add("*_python.cpp", f"{cxx} {CXX_FLAGS}")
     # Of an inline function in several objects the linker keeps the first copy. So the widest instruction set
     # comes last: its copies must not end up in code that every CPU runs.
     for isa, flags in ISAS.items():

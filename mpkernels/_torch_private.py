@@ -1,36 +1,145 @@
-"""Who else sees what is called here: torch's dispatch modes, transforms and hooks."""
+"""Every private name of torch's that this package reads: why, and what happens where a torch lacks it.
 
-from collections.abc import Iterator
+What is missing has a stand-in here, on the safe side: all works, some of it slower or with a refusal that says so.
+GradScaler also overrides its parent's own methods (``_unscale_grads_``, ``_check_inf_per_device``,
+``_lazy_init_scale_growth_tracker``) and keeps its books (``_per_optimizer_states``), as torch's ShardedGradScaler does.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from functools import reduce
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
-_TRACING = tuple(getattr(torch._C._TorchDispatchModeKey, name) for name in ("FAKE", "PROXY", "FUNCTIONAL"))
+
+def _find(module: str, name: str, otherwise: Any) -> Any:
+    try:
+        return reduce(getattr, name.split("."), importlib.import_module(module))
+    except (AttributeError, ImportError):
+        return otherwise
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class _NoClass:
+    """Of nothing."""
+
+
+def _maybe() -> bool:
+    return True
+
+
+# Whether somebody writes down what is called, or transforms it. Without them: as if somebody did, so torch computes.
+are_transforms_active: Callable[[], bool] = _find("torch._C", "_are_functorch_transforms_active", _maybe)
+count_dispatch_modes: Callable[[], int] = _find("torch._C", "_len_torch_dispatch_stack", _maybe)
+count_function_modes: Callable[[], int] = _find("torch._C", "_len_torch_function_stack", _maybe)
+_mode_of: Callable[[Any], Any] = _find("torch._C", "_get_dispatch_mode", lambda kind: kind)
+_kinds_of_modes: Any = _find("torch._C", "_TorchDispatchModeKey", None)
+is_jit_tracing: Callable[[], bool] = _find("torch._C", "_is_tracing", _maybe)
+
+# Quicker than their public twins, which in a small layer count.
+is_any_autocast_enabled: Callable[[], bool] = _find("torch._C", "_is_any_autocast_enabled", _maybe)
+is_deterministic: Callable[[], bool] = _find(
+    "torch._C", "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+
+# A stand-in that torch.compile and torch.export trace with. Without it: torch computes what they trace.
+FakeTensor: type = _find("torch._subclasses.fake_tensor", "FakeTensor", _NoClass)
+
+# What torch does unseen. Without them: modes hear of it, too.
+_without_dispatch_modes: Any = _find("torch._C", "_DisableTorchDispatch", nullcontext)
+_without_transforms: Any = _find("torch._C", "_DisableFuncTorch", nullcontext)
+_may_hook_saved: Callable[[], bool] = _find("torch._C", "_autograd._saved_tensors_hooks_is_enabled", _maybe)
+
+# The dispatcher below autograd. Without the first: a list of tensors goes through Python twice. Without the second: an
+# op's own call tells autograd what has changed, and torch.ops doesn't.
+below_autograd: Any = _find("torch._C", "_AutoDispatchBelowADInplaceOrView", None)
+keys_below_autograd: Any = _find("torch._C", "_after_ADInplaceOrView_keyset", None)
+# Whether C++ has attached a kernel. Without it: the package takes none of them for there.
+has_kernel: Callable[[str, str], bool] = _find(
+    "torch._C", "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False
+)
+
+# Grads of many parameters in one call. Without it: in as many.
+foreach_mul_: Callable[[list[Tensor], Tensor], object] = _find(
+    "torch", "_foreach_mul_", lambda tensors, by: [each.mul_(by) for each in tensors]
+)
+
+# What multiplies bf16 here. Without them: Policy.best takes a CPU for one that doesn't.
+has_amx: Callable[[], bool] = _find("torch.cpu", "_is_amx_tile_supported", lambda: False)
+has_avx512_bf16: Callable[[], bool] = _find("torch.cpu", "_is_avx512_bf16_supported", lambda: False)
+
+# The parametrization of torch.nn.utils.parametrizations.spectral_norm. Without it: to_mixed needs keep_fp32 there.
+SpectralParametrization: type = _find("torch.nn.utils.parametrizations", "_SpectralNorm", _NoClass)
+
+# What all ops are told to. Without it: memory_report counts nothing in a forward on a CPU.
+DispatchMode: Any = _find("torch.utils._python_dispatch", "TorchDispatchMode", nullcontext)
+leaves_of: Callable[[Any], list[Any]] = _find("torch.utils._pytree", "tree_leaves", lambda tree: [tree])
+map_leaves: Callable[..., Any] = _find("torch.utils._pytree", "tree_map", lambda function, tree: function(tree))
+
+
+def flat_param_handle() -> type:
+    """FSDP1's book of a flat parameter. Without it: FSDP's process group must be given."""
+    found: type = _find("torch.distributed.fsdp._flat_param", "FlatParamHandle", _NoClass)
+    return found
+
+
+def is_fsdp1s(param: Tensor) -> bool:
+    """Return whether FSDP1 made this of other parameters. Without the mark: none is, and the group must be given."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def derives_forward() -> bool:
+    """Return whether forward-mode derivatives are computed. Without the level: as if they were."""
+    return bool(getattr(forward_ad, "_current_level", 0) >= 0)
+
+
+def is_exporting() -> bool:
+    """Return whether torch.export traces. Without the flag: what is_exporting() says, which is true of all that an
+    older torch compiles."""
+    flag = getattr(torch.compiler, "_is_exporting_flag", None)
+    return torch.compiler.is_exporting() if flag is None else bool(flag)
+
+
+def constant_in_graphs(function: Function) -> Function:
+    """Have torch.compile call this while it traces, as torch.compiler.assume_constant_result does, which first imports
+    what compiles: a second, also where nothing does. Without the mark: it is traced, as any function."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+_TRACING = [getattr(_kinds_of_modes, name, None) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 
 def is_tracing() -> bool:
-    """Whether torch writes down what is called: then a tensor is a stand-in, or would be a constant of the graph."""
+    """Return whether torch writes down what is called: then a tensor is a stand-in, or would be a graph's constant."""
     return (
         torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or (
-            torch._C._len_torch_dispatch_stack() > 0
-            and any(torch._C._get_dispatch_mode(mode) is not None for mode in _TRACING)
-        )
+        or are_transforms_active()
+        or (count_dispatch_modes() > 0 and any(kind is None or _mode_of(kind) is not None for kind in _TRACING))
     )
 
 
 @contextmanager
 def unseen() -> Iterator[None]:
     """Neither dispatch modes nor a checkpoint, which counts what is saved, notice what is done within."""
-    autograd: Any = torch._C._autograd
-    hooks = saved_tensors_hooks(_same, _same) if autograd._saved_tensors_hooks_is_enabled() else nullcontext()
-    with torch._C._DisableTorchDispatch(), hooks:
+    hooks = saved_tensors_hooks(_same, _same) if _may_hook_saved() else nullcontext()
+    with _without_dispatch_modes(), hooks:
         yield
 
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+@contextmanager
+def for_real() -> Iterator[None]:
+    """Neither dispatch modes nor transforms notice what is done within: of a finalizer, say."""
+    with _without_dispatch_modes(), _without_transforms():
+        yield

@@ -7,25 +7,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import (
-    _are_functorch_transforms_active,
-    _is_any_autocast_enabled,
-    _is_tracing,
-    _len_torch_dispatch_stack,
-    _len_torch_function_stack,
-)
-from torch._C._nn import gelu_, silu, silu_  # type: ignore[attr-defined]
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.overrides import is_tensor_like
 
-from mpkernels import _glance, selector
-from mpkernels._torch_private import is_tracing
+from mpkernels import selector
+from mpkernels._torch_private import (
+    FakeTensor,
+    are_transforms_active,
+    count_dispatch_modes,
+    count_function_modes,
+    derives_forward,
+    is_any_autocast_enabled,
+    is_exporting,
+    is_jit_tracing,
+    is_tracing,
+)
 from mpkernels.linear import cast_cache
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
-from mpkernels.linear.choice import autocast_dtype, describe, kernel_for
+from mpkernels.linear.choice import autocast_dtype, kernel_for, key_of
 from mpkernels.ops import _checks
 from mpkernels.ops import linear_act as _linear_act
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
@@ -38,7 +38,7 @@ _AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
     "relu2": lambda z: (y := torch.relu(z)) * y,  # CUDA's autocast makes fp32 of square(), which is pow
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "silu": silu,
+    "silu": functional.silu,
     "sigmoid": torch.sigmoid,
     "tanh": torch.tanh,
 }
@@ -46,13 +46,12 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
     "relu": torch.relu_,
     "relu2": lambda z: z.relu_().square_(),
-    "gelu": gelu_,
-    "gelu_tanh": partial(gelu_, approximate="tanh"),
-    "silu": silu_,
+    "gelu": torch.ops.aten.gelu_,
+    "gelu_tanh": partial(torch.ops.aten.gelu_, approximate="tanh"),
+    "silu": partial(functional.silu, inplace=True),
     "sigmoid": torch.sigmoid_,
     "tanh": torch.tanh_,
 }
-_activate = _glance.activator()
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = "gelu") -> Tensor:
@@ -65,18 +64,18 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     torch.float32``. Where plain torch is faster it computes instead, and rounds as it does: ``mpkernels.selector``
     tells, and can be told otherwise.
     """
-    call = describe(x, weight, bias, activation)
-    kernel = selector.chosen.get(call)
+    key = key_of(x, weight, bias, activation)
+    kernel = selector.by_key.get(key)
     name: Any = activation  # where a call is known; one with a module never is
     if kernel == "torch":
         return _by_torch(x, weight, bias, name)
     if kernel is None or _is_watched():
-        return _of_any_kind(call, x, weight, bias, activation)
-    dtype = autocast_dtype(x) if _is_any_autocast_enabled() else None
+        return _of_any_kind(key, x, weight, bias, activation)
+    dtype = autocast_dtype(x) if is_any_autocast_enabled() else None
     return _by_ours(kernel, x, weight, bias, name, dtype)
 
 
-def _of_any_kind(call: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, given: ActivationLike) -> Tensor:
+def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, given: ActivationLike) -> Tensor:
     activation = activation_name("linear_act", given)
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors)):
@@ -88,7 +87,7 @@ def _of_any_kind(call: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None,
             raise
     _check_shapes_and_dtypes(x, weight, bias)
     dtype = autocast_dtype(x)
-    kernel = kernel_for(_compute, call, x, weight, bias, activation, dtype)
+    kernel = kernel_for(_compute, key, x, weight, bias, activation, dtype)
     return _compute(kernel, x, weight, bias, activation, dtype)
 
 
@@ -96,28 +95,27 @@ _SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
 
 
 def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Whether a kernel of ours could serve: dense matrices of torch's own kinds, no derivatives forward, and nobody who
-    writes down what torch calls, to call it where we are not."""
+    """Return whether a kernel of ours could serve: dense matrices of torch's own kinds, no derivatives forward, and
+    nobody who writes down what torch calls, to call it where we are not."""
     return (
         type(x) in _SERVED
         and type(weight) in _SERVED
         and (bias is None or (type(bias) in _SERVED and bias.dim() < 2))
         and x.layout is weight.layout is torch.strided
         and x.is_floating_point()
-        and not (x.is_nested or torch._C._get_tracing_state() is not None)
-        and forward_ad._current_level < 0
-        and not torch.compiler._is_exporting_flag  # is_exporting() is true of all that an older torch compiles
+        and not (x.is_nested or derives_forward() or is_exporting())
+        and (is_compiling() or not is_jit_tracing())
     )
 
 
 def _is_watched() -> bool:
-    """Whether somebody goes by what torch calls."""
+    """Return whether somebody goes by what torch calls."""
     return (
-        forward_ad._current_level >= 0
-        or _is_tracing()  # of torch.jit.trace
-        or _are_functorch_transforms_active()
-        or _len_torch_dispatch_stack() > 0
-        or _len_torch_function_stack() > 0
+        derives_forward()
+        or is_jit_tracing()
+        or are_transforms_active()
+        or count_dispatch_modes() > 0
+        or count_function_modes() > 0
     )
 
 
@@ -136,11 +134,9 @@ def _by_torch_afresh(x: Tensor, weight: Tensor, bias: Tensor | None, activation:
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """Without autograd, which may need z, the activation goes where z is."""
     z = functional.linear(x, weight, bias)
-    if is_grad_enabled() or _are_functorch_transforms_active():  # where in place has no batching rules
+    if is_grad_enabled() or are_transforms_active():  # where in place has no batching rules
         return _AFRESH[activation](z)
     if activation == "none":
-        return z
-    if _activate is not None and z.is_cpu and not _is_watched() and _activate(z, activation):
         return z
     return _IN_PLACE[activation](z)
 

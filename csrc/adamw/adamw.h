@@ -2,11 +2,11 @@
 // parameters, in one pass. Grads are read once and never written.
 #pragma once
 
+#include "adamw/int8.h"
+#include "adamw/split.h"
 #include "common/cpu.h"
 #include "common/table.h"
-#include "adamw/int8.h"
 #include "grads/overflow.h"
-#include "adamw/split.h"
 
 #ifdef MPK_CUDA
 #include <cuda_runtime.h>

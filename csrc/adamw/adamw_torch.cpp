@@ -1,5 +1,8 @@
 #include "adamw/adamw_torch.h"
 
+#include <mutex>
+#include <unordered_map>
+
 #include "grads/grad_stats_torch.h"
 #include "grads/overflow_torch.h"
 
@@ -10,10 +13,9 @@ static constexpr const char* kOp = AdamwPlan::kOp;
 // Everything that may differ from step to step.
 class AdamwCall {
  public:
-  // stack: the arguments from lr to report. seen: null, or what tells of params and grads in their place.
-  AdamwCall(AdamwPlan& plan, const Seen* seen, StableIValue params, StableIValue grads, const StableIValue* stack)
+  // stack: the arguments from lr to report.
+  AdamwCall(AdamwPlan& plan, StableIValue params, StableIValue grads, const StableIValue* stack)
       : plan_(plan),
-        seen_(seen),
         params_(params),
         grads_(grads),
         on_device_(stack[6]),
@@ -41,10 +43,9 @@ class AdamwCall {
     }
   }
 
-  // False, and nothing is done, if what was seen must be looked at more closely.
-  bool on_cpu(bool guarded) {
-    if (plan_.count() == 0) return true;
-    if (!fill_rows()) return false;
+  void on_cpu(bool guarded) {
+    if (plan_.count() == 0) return;
+    plan_.fill_rows(params_, grads_, groups_, lender_);
     std::vector<AdamwRow>& rows = plan_.rows();
     GradStatsCall* const stats = look_at_grads(guarded, rows);
     if (stats) stats->on_cpu();
@@ -52,7 +53,7 @@ class AdamwCall {
     tell(shared);
     if (is_skipped(shared)) {
       if (shared.report.lines) overflow_on_cpu(grads_of(rows), shared.report);
-      return true;
+      return;
     }
     const auto table = lay_out(rows, kCpuChunk / 4);  // each element is some 28 bytes
     const std::vector<AdamwScalars<double>> scalars = plan_.scalars(shared);
@@ -62,14 +63,13 @@ class AdamwCall {
     });
     for (const AdamwRow& row : rows) *row.step += 1;
     lender_.return_copies();
-    return true;
   }
 
 #ifdef MPK_CUDA
-  bool on_cuda(bool guarded) {
-    if (plan_.count() == 0) return true;
+  void on_cuda(bool guarded) {
+    if (plan_.count() == 0) return;
     const OnDeviceOf device(plan_.like());
-    if (!fill_rows()) return false;
+    plan_.fill_rows(params_, grads_, groups_, lender_);
     std::vector<AdamwRow>& rows = plan_.rows();
     GradStatsCall* const stats = look_at_grads(guarded, rows);
     if (stats) stats->on_cuda(device.stream());
@@ -82,17 +82,10 @@ class AdamwCall {
     require_success(adamw_cuda(table, memory.get(), shared(stats), tickets, scratch.data<Overflow>(), device.stream()),
                     kOp);
     lender_.return_copies();
-    return true;
   }
 #endif
 
  private:
-  bool fill_rows() {
-    if (seen_) return plan_.fill_rows(seen_, groups_);
-    plan_.fill_rows(params_, grads_, groups_, lender_);
-    return true;
-  }
-
   void take_tensor(AdamwGroup& group, int which, size_t i) {
     require(i < static_cast<size_t>(on_device_.count()), kOp, "on_device is shorter than three times the groups");
     const Tensor& tensor = on_device_[static_cast<int32_t>(i)];
@@ -147,7 +140,6 @@ class AdamwCall {
   }
 
   AdamwPlan& plan_;
-  const Seen* seen_;
   TensorList params_, grads_, on_device_;
   std::unique_ptr<Tensor> grad_scale_, found_inf_, total_sumsq_;
   double max_norm_;
@@ -160,63 +152,75 @@ class AdamwCall {
 template <class Run>
 static void adamw(StableIValue* stack, const Run& run) {
   AdamwPlan plan(stack[2], stack[3], stack[4], stack[5], stack[6], stack[7], stack[8]);
-  AdamwCall call(plan, nullptr, stack[0], stack[1], stack + 9);
+  AdamwCall call(plan, stack[0], stack[1], stack + 9);
   run(call, /*guarded=*/false);
 }
 
-// A plan lives from adamw_plan to adamw_forget; its address is all that Python holds, in a tensor.
-static AdamwPlan*& plan_in(const Tensor& handle) {
-  require(handle.device().first == aoti_torch_device_type_cpu() && handle.size() == 1, kOp, "handle is not on the CPU");
-  return *handle.data<AdamwPlan*>();
+// Plans live from adamw_plan to adamw_forget. Python knows them by number.
+class AdamwPlans {
+ public:
+  int64_t add(std::shared_ptr<AdamwPlan> plan) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    plans_[++newest_] = std::move(plan);
+    return newest_;
+  }
+  std::shared_ptr<AdamwPlan> find(int64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    const auto found = plans_.find(number);
+    require(found != plans_.end(), kOp, "there is no plan " + std::to_string(number));
+    return found->second;
+  }
+  void forget(int64_t number) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    plans_.erase(number);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::unordered_map<int64_t, std::shared_ptr<AdamwPlan>> plans_;
+  int64_t newest_ = 0;
+};
+
+static AdamwPlans& plans() {
+  static AdamwPlans& all = *new AdamwPlans;  // never destroyed: when Python ends, its tensors may outlive torch
+  return all;
 }
 
 static void adamw_plan(StableIValue* stack, uint64_t, uint64_t) {
-  const Tensor handle(stack[0]);
-  plan_in(handle) = new AdamwPlan(stack[1], stack[2], stack[3], stack[4], stack[5], stack[6], stack[7]);
+  stack[0] =
+      plans().add(std::make_shared<AdamwPlan>(stack[0], stack[1], stack[2], stack[3], stack[4], stack[5], stack[6]));
 }
 
-static void adamw_forget(StableIValue* stack, uint64_t, uint64_t) {
-  const Tensor handle(stack[0]);
-  delete std::exchange(plan_in(handle), nullptr);
-}
+static void adamw_forget(StableIValue* stack, uint64_t, uint64_t) { plans().forget(static_cast<int64_t>(stack[0])); }
 
 template <class Run>
 static void adamw_by_plan(StableIValue* stack, const Run& run) {
-  const Tensor handle(stack[0]);
-  AdamwPlan* const plan = plan_in(handle);
-  require(plan != nullptr, kOp, "the plan has been forgotten");
-  const std::unique_ptr<Tensor> seen = take_optional(stack[1]);
-  const int64_t bytes = plan->count() * sizeof(Seen);
-  require(!seen || seen->size() * static_cast<int64_t>(sizeof(int64_t)) == bytes, kOp,
-          "seen does not go with the plan");
-  AdamwCall call(*plan, seen ? seen->data<Seen>() : nullptr, stack[2], stack[3], stack + 4);
-  stack[0] = run(call, /*guarded=*/stack[18] != 0);
+  const std::shared_ptr<AdamwPlan> plan = plans().find(static_cast<int64_t>(stack[0]));
+  AdamwCall call(*plan, stack[1], stack[2], stack + 3);
+  run(call, /*guarded=*/stack[17] != 0);
 }
 
 static void adamw_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  adamw(stack, [](AdamwCall& call, bool guarded) { return call.on_cpu(guarded); });
+  adamw(stack, [](AdamwCall& call, bool guarded) { call.on_cpu(guarded); });
 }
 static void adamw_by_plan_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  adamw_by_plan(stack, [](AdamwCall& call, bool guarded) { return call.on_cpu(guarded); });
+  adamw_by_plan(stack, [](AdamwCall& call, bool guarded) { call.on_cpu(guarded); });
 }
 MPK_CPU_KERNEL(kOp, adamw_on_cpu)
 MPK_CPU_KERNEL("adamw_by_plan_", adamw_by_plan_on_cpu)
 MPK_CPU_KERNEL("adamw_plan", adamw_plan)
-MPK_CPU_KERNEL("adamw_forget", adamw_forget)
+MPK_KERNEL_WITHOUT_TENSORS("adamw_forget", adamw_forget)
 
 #ifdef MPK_CUDA
 static void adamw_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
-  adamw(stack, [](AdamwCall& call, bool guarded) { return call.on_cuda(guarded); });
+  adamw(stack, [](AdamwCall& call, bool guarded) { call.on_cuda(guarded); });
 }
 static void adamw_by_plan_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
-  adamw_by_plan(stack, [](AdamwCall& call, bool guarded) { return call.on_cuda(guarded); });
+  adamw_by_plan(stack, [](AdamwCall& call, bool guarded) { call.on_cuda(guarded); });
 }
 MPK_CUDA_KERNEL(kOp, adamw_on_cuda)
 MPK_CUDA_KERNEL("adamw_by_plan_", adamw_by_plan_on_cuda)
 MPK_CUDA_KERNEL("adamw_plan", adamw_plan)
-#ifdef MPK_EMULATION
-MPK_CUDA_KERNEL("adamw_forget", adamw_forget)
-#endif
 #endif
 
 }  // namespace mpk

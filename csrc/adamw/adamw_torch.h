@@ -2,11 +2,8 @@
 // of it may have been moved, resized or given other strides meanwhile.
 #pragma once
 
-#include <atomic>
-
 #include "adamw/adamw.h"
 #include "common/torch.h"
-#include "adamw/glance.h"
 
 namespace mpk {
 
@@ -40,9 +37,8 @@ class AdamwPlan {
                  Lender& lender) {
     require(params.count() == count() && grads.count() == count(), kOp, "params, grads and steps are not equally long");
     for (int32_t i = 0; i < count(); ++i) {
-      Seen seen;
-      if (before_[i].was_plain && see(params[i], grads[i], &seen) && is_as_before(i, seen)) {
-        rows_[i].grad = seen.grad;
+      if (before_[i].was_plain && is_as_before(i, params[i], grads[i])) {
+        rows_[i].grad = grads[i].const_data();
         continue;
       }
       // Its master would not be its own.
@@ -53,22 +49,6 @@ class AdamwPlan {
       fill(rows_[i], i, params[i], grads[i], lender);
     }
     put_groups(groups);
-  }
-
-  // The same of parameters and grads that Python has seen; false where one must be looked at more closely. By several
-  // threads, for what torch knows of the states has left every cache since the last step.
-  bool fill_rows(const Seen* seen, const std::vector<AdamwGroup>& groups) {
-    std::atomic<int64_t> as_before = 0;
-    on_threads(count(), /*grain=*/128, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        if (!is_as_before(i, seen[i])) return;
-        rows_[i].grad = seen[i].grad;
-      }
-      as_before += end - begin;
-    });
-    if (as_before < count()) return false;
-    put_groups(groups);
-    return true;
   }
 
   // Of each row. In a group most rows have come to the same step, and powers take a while.
@@ -86,11 +66,11 @@ class AdamwPlan {
   }
 
  private:
-  // If all that a row was made of was contiguous, a glance tells whether it still holds. To fill a row takes several
+  // If all that a row was made of was contiguous, it is soon told whether it still holds. To fill a row takes several
   // times as long.
   struct Before {
     bool is_known, was_plain;
-    int32_t param_dtype, state_dtype, master_dtype;
+    int32_t param_dtype, grad_dtype, state_dtype, master_dtype;
   };
 
   void put_groups(const std::vector<AdamwGroup>& groups) {
@@ -101,26 +81,22 @@ class AdamwPlan {
     }
   }
 
-  static bool see(const Tensor& param, const Tensor& grad, Seen* seen) {
-    if (!param.is_contiguous() || !grad.is_contiguous() || grad.device() != param.device()) return false;
-    // data(): a lazy clone that shares the memory gets its own now.
-    *seen = {param.data(), grad.const_data(), param.size(), {}, {}};
-    return find_dtype(param.dtype(), &seen->param_dtype) && find_dtype(grad.dtype(), &seen->grad_dtype) &&
-           have_same_shape(grad, param);
-  }
-
-  bool is_as_before(int32_t i, const Seen& seen) const {
+  bool is_as_before(int32_t i, const Tensor& param, const Tensor& grad) const {
     const AdamwRow& row = rows_[i];
-    const auto is_at = [&](const TensorList& list, const void* address, int32_t dtype) {
-      return !address || (list[i].data() == address && list[i].size() == row.size && list[i].is_contiguous() &&
-                          list[i].dtype() == dtype);
+    const Before& before = before_[i];
+    const auto is_at = [&](const Tensor& tensor, const void* address, int32_t dtype) {
+      // data(): a lazy clone that shares the memory gets its own now.
+      return tensor.data() == address && tensor.size() == row.size && tensor.is_contiguous() && tensor.dtype() == dtype;
     };
-    const int32_t state_dtype = before_[i].state_dtype;
-    return before_[i].was_plain && seen.param == row.param && seen.size == row.size &&
-           seen.param_dtype == row.param_dtype && seen.grad_dtype == row.grad_dtype &&
-           is_at(exp_avgs_, row.exp_avg, state_dtype) && is_at(exp_avg_sqs_, row.exp_avg_sq, state_dtype) &&
-           is_at(max_exp_avg_sqs_, row.max_exp_avg_sq, state_dtype) &&
-           is_at(masters_, row.master, before_[i].master_dtype) && (!row.scales || scales_[i].data() == row.scales) &&
+    const auto is_state_at = [&](const TensorList& list, const void* address, int32_t dtype) {
+      return !address || is_at(list[i], address, dtype);
+    };
+    return is_at(param, row.param, before.param_dtype) && grad.is_contiguous() && grad.dtype() == before.grad_dtype &&
+           grad.device() == param.device() && have_same_shape(grad, param) &&
+           is_state_at(exp_avgs_, row.exp_avg, before.state_dtype) &&
+           is_state_at(exp_avg_sqs_, row.exp_avg_sq, before.state_dtype) &&
+           is_state_at(max_exp_avg_sqs_, row.max_exp_avg_sq, before.state_dtype) &&
+           is_state_at(masters_, row.master, before.master_dtype) && (!row.scales || scales_[i].data() == row.scales) &&
            steps_[i].data() == row.step;
   }
 
@@ -192,7 +168,7 @@ class AdamwPlan {
     }
     bool is_plain = param.is_contiguous() && grad.is_contiguous();
     for (const Tensor* each : {exp_avg, exp_avg_sq, largest, master}) is_plain &= !each || each->is_contiguous();
-    before_[i] = {true, is_plain, param.dtype(), exp_avg->dtype(), master ? master->dtype() : 0};
+    before_[i] = {true, is_plain, param.dtype(), grad.dtype(), exp_avg->dtype(), master ? master->dtype() : 0};
   }
 
   const TensorList exp_avgs_, exp_avg_sqs_, max_exp_avg_sqs_, masters_, scales_, steps_;

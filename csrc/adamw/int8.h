@@ -12,8 +12,8 @@
 // with a scale below 2^-126 all are 0.
 #pragma once
 
-#include "common/numeric.h"
 #include "adamw/split.h"
+#include "common/numeric.h"
 
 namespace mpk {
 

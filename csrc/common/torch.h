@@ -101,12 +101,15 @@ struct Registration {
 
 // The schema is declared in Python (mpkernels/ops); a kernel attaches itself to it under its device.
 #ifdef MPK_EMULATION
+#define MPK_LIBRARY "mpkernels_emulated"
 #define MPK_CPU_KERNEL(op, kernel)
-#define MPK_CUDA_KERNEL(op, kernel) \
-  static const mpk::Registration kernel##_for_cuda{"mpkernels_emulated", "CPU", op, &kernel};
+#define MPK_CUDA_KERNEL(op, kernel) static const mpk::Registration kernel##_for_cuda{MPK_LIBRARY, "CPU", op, &kernel};
 #else
-#define MPK_CPU_KERNEL(op, kernel) static const mpk::Registration kernel##_for_cpu{"mpkernels", "CPU", op, &kernel};
-#define MPK_CUDA_KERNEL(op, kernel) static const mpk::Registration kernel##_for_cuda{"mpkernels", "CUDA", op, &kernel};
+#define MPK_LIBRARY "mpkernels"
+#define MPK_CPU_KERNEL(op, kernel) static const mpk::Registration kernel##_for_cpu{MPK_LIBRARY, "CPU", op, &kernel};
+#define MPK_CUDA_KERNEL(op, kernel) static const mpk::Registration kernel##_for_cuda{MPK_LIBRARY, "CUDA", op, &kernel};
 #endif
+#define MPK_KERNEL_WITHOUT_TENSORS(op, kernel) \
+  static const mpk::Registration kernel##_for_all{MPK_LIBRARY, "CompositeExplicitAutograd", op, &kernel};
 
 }  // namespace mpk

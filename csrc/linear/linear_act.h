@@ -1,9 +1,9 @@
 // linear_act: what goes over z, and over dz, between the matrix products.
 #pragma once
 
-#include "linear/activation.h"
 #include "common/cpu.h"
 #include "common/table.h"
+#include "linear/activation.h"
 
 namespace mpk {
 

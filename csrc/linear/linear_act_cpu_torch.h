@@ -3,8 +3,8 @@
 
 #include <atomic>
 
-#include "linear/torch_matrix.h"
 #include "linear/linear_act_torch.h"
+#include "linear/torch_matrix.h"
 
 namespace mpk {
 

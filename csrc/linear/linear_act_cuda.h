@@ -4,8 +4,8 @@
 
 #include <cuda_runtime.h>
 
-#include "linear/activation.h"
 #include "common/table.h"
+#include "linear/activation.h"
 
 namespace mpk {
 

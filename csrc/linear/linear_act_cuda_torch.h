@@ -1,9 +1,9 @@
 // What linear_act and linear_dact do on CUDA around the products of cuBLAS.
 #pragma once
 
-#include "linear/torch_cublas.h"
 #include "linear/linear_act_cuda.h"
 #include "linear/linear_act_torch.h"
+#include "linear/torch_cublas.h"
 
 namespace mpk {
 

@@ -2,9 +2,9 @@
 // ends in what the pass would do, where cublasLt has it.
 #ifdef MPK_CUDA
 
-#include "linear/torch_cublaslt.h"
 #include "linear/linear_act_cuda_torch.h"
 #include "linear/linear_dact_torch.h"
+#include "linear/torch_cublaslt.h"
 
 namespace mpk {
 

@@ -6,9 +6,9 @@
 #include <map>
 #include <mutex>
 
+#include "common/torch.h"
 #include "linear/cublas_abi.h"
 #include "linear/matrix.h"
-#include "common/torch.h"
 
 namespace mpk {
 

@@ -3,8 +3,8 @@
 
 #include <cstdlib>
 
-#include "linear/matrix.h"
 #include "common/torch.h"
+#include "linear/matrix.h"
 
 #ifdef __linux__
 #include <sys/mman.h>

@@ -35,8 +35,8 @@ class MicroBatch:
         self._is_done = False
 
     def backward(self, loss: Tensor) -> None:
-        """Of the batch's mean loss, which is divided here. The group's last also clips, steps, moves the loss scale on
-        and clears the grads."""
+        """Run the backward of the batch's mean loss, which is divided here. The group's last also clips, steps, moves
+        the loss scale on and clears the grads."""
         if self._is_done:
             raise RuntimeError("accumulate: backward has been called for this batch already")
         if self._share > 0:  # else the loss may be a mean of nothing, whose gradient is NaN however small its share

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._torch_private import foreach_mul_
 from mpkernels.distributed import fsdp1
 from mpkernels.distributed.processes import Processes, given
 from mpkernels.ops import grad_stats, unscale_
@@ -70,7 +71,7 @@ def clip_grad_norm_(
 
 
 def _norm(grads: Sequence[Tensor], norm_type: float, params: Sequence[Tensor], processes: Processes | None) -> Tensor:
-    """On the device of the first, or where processes agree; params: tell where."""
+    """Return the norm, on the device of the first grad, or where processes agree; params tell where."""
     device = grads[0].device if grads else torch.device("cpu")
     dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32).to_real()
     nothing = torch.zeros((), dtype=torch.float64, device=device)
@@ -98,7 +99,7 @@ def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
         wide = [grad for grad in of_device if grad.dtype == torch.float64]
         narrow = [grad for grad in of_device if grad.dtype != torch.float64]
         if wide:
-            torch._foreach_mul_(wide, by.double())
+            foreach_mul_(wide, by.double())
         if narrow:  # multiplied in fp32 and rounded once; torch would round the coefficient to 16 bits first
             unscale_(narrow, torch.zeros((), dtype=torch.float32, device=by.device), by.float())
 

@@ -121,7 +121,7 @@ class GradScaler(torch.amp.GradScaler):
         self._ledgers.fill(optimizer, grads, found_infs, self._scale, unscaled)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's; and if anything is raised, the optimizer is left with the attributes that it came with."""
+        """Step as torch does; if anything is raised, leave the optimizer with the attributes that it came with."""
         self._ledgers.take_up(optimizer, self._overflows)
         attributes = _attributes(optimizer)
         before = {name: attributes[name] for name in _HANDED_OVER if name in attributes}
@@ -163,7 +163,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's; ``new_scale`` may be a float, an int or any tensor of one element."""
+        """Update as torch does; ``new_scale`` may be a float, an int or any tensor of one element."""
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
@@ -222,7 +222,7 @@ class GradScaler(torch.amp.GradScaler):
         return OverflowReport(self._ledgers.records(), model, found, in_a_row)
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's, and of modes beyond torch what they add."""
+        """Return torch's, and of modes beyond torch what they add."""
         beyond = {name: getattr(self, f"_{name}") for name in scalings.BEYOND_TORCH}
         is_torchs = self._scaling == "dynamic" and all(scalings.DEFAULTS[name] == it for name, it in beyond.items())
         if not self._enabled or is_torchs:
@@ -259,7 +259,7 @@ _CHECKS = GradScaler._unscale_grads_, GradScaler._check_inf_per_device
 
 
 def _is_a_wrapper(optimizer: Optimizer) -> bool:
-    """Whether another optimizer answers through it, that would never see what a scaler sets on this one."""
+    """Return whether another optimizer answers through it, that would never see what a scaler sets on this one."""
     flag, kind = "_step_supports_amp_scaling", type(optimizer)
     is_own = hasattr(kind, flag) or flag in _attributes(optimizer)
     return not is_own and getattr(optimizer, flag, False) and kind.__setattr__ is object.__setattr__
@@ -271,5 +271,5 @@ def _take_back(optimizer: Optimizer) -> None:
 
 
 def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Of a class with __slots__, none."""
+    """Return an object's own attributes; of a class with __slots__, none."""
     return getattr(optimizer, "__dict__", {})

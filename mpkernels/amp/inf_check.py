@@ -19,7 +19,7 @@ Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and 
 
 
 def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
-    """Whether they do once they are unscaled, which they are then."""
+    """Unscale the grads, and return whether they overflow then."""
     found_infs = []
     for device, (_, of_device) in grads.items():
         found_infs.append(torch.zeros((), dtype=torch.float32, device=device))
@@ -28,8 +28,8 @@ def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
 
 
 def look(grads: Grads, scale: Tensor) -> FoundInf:
-    """Whether they will once they are unscaled: finite ones overflow, too, where a scale below 1 is taken off them.
-    Their norm is then beyond fp32."""
+    """Return whether the grads will overflow once they are unscaled. Finite ones do, too, where a scale below 1 is
+    taken off them and their norm is then beyond fp32."""
     found_infs = []
     for device, (_, of_device) in grads.items():
         stats = grad_stats(of_device)
@@ -70,12 +70,12 @@ def of_all(processes: Processes | None, found_infs: FoundInf, scale: Tensor) -> 
 
 
 def first_device(optimizer: Optimizer) -> torch.device | None:
-    """Of the first grad, if there is one."""
+    """Return the device of the first grad, if there is one."""
     return next((param.grad.device for param in params_of(optimizer) if param.grad is not None), None)
 
 
 def grads_of(optimizer: Optimizer) -> Grads:
-    """Of a sparse one, the values."""
+    """Return the params that have a grad, and their grads (of a sparse one, the values), of each device."""
     params = [param for param in params_of(optimizer) if param.grad is not None]
     refuse_sharded("GradScaler", "params", params)
     grads = [_values(param) for param in params]

@@ -6,18 +6,21 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from mpkernels._torch_private import SpectralParametrization
 from mpkernels.amp.mixed_class import Mixed, mixed_class
 from mpkernels.ops.adamw.split import split
 from mpkernels.optim import AdamW, masters, param_state
 from mpkernels.parameters import params_of, unwrapped
 
-_NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, _NormBase)
+_NORMS = (
+    *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.SyncBatchNorm),
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule", "OptimizedModule")
 _DTYPES = (torch.bfloat16, torch.float16)
 
@@ -132,7 +135,8 @@ def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
 
 def _spectral_of(module: nn.Module) -> list[Tensor]:
     """Weights that spectral_norm divides, beside vectors of its own in fp32 and out of autocast's sight."""
-    if isinstance(module, parametrize.ParametrizationList) and any(isinstance(it, _SpectralNorm) for it in module):
+    is_parametrized = isinstance(module, parametrize.ParametrizationList)
+    if is_parametrized and any(isinstance(it, SpectralParametrization) for it in module.children()):
         return list(module.parameters(recurse=False))
     hooks = module._forward_pre_hooks.values()
     return [getattr(module, hook.name + "_orig") for hook in hooks if isinstance(hook, SpectralNorm)]
@@ -156,7 +160,7 @@ def _check(name: str, param: Tensor, goal: torch.dtype, dtype: torch.dtype) -> N
 
 
 def _set(param: Tensor, value: Tensor) -> None:
-    """As Module.to does it: the parameter stays the same object, tied and known to its optimizer."""
+    """Set a parameter as Module.to does: it stays the same object, tied and known to its optimizer."""
     if value.dtype == param.dtype:
         return
     grad = param.grad

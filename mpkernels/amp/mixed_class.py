@@ -40,7 +40,7 @@ def _rebuild(kind: Any, dtype: torch.dtype, *arguments: Any) -> nn.Module:
 
 
 def _device_type(model: nn.Module) -> str:
-    """Of its weights; a replica of DataParallel has none of its own."""
+    """Return the type of device of its weights; a replica of DataParallel has none of its own."""
     for param in model.parameters():
         if has_autocast(param.device.type):
             return param.device.type

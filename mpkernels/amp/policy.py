@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from mpkernels._torch_private import has_amx, has_avx512_bf16
 from mpkernels.amp.autocasting import autocast, machines_device
 from mpkernels.amp.grad_scaler import GradScaler
 from mpkernels.amp.mixed import Model, to_mixed
@@ -83,7 +84,7 @@ def _best_on_cuda(device: torch.device) -> str:
 
 
 def _multiplies_bf16() -> bool:
-    if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported():
+    if has_amx() or has_avx512_bf16():
         return True
     capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # which torch 2.10 may lack
     return capabilities.get("bf16", False)  # Arm's name for it

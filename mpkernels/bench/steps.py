@@ -107,8 +107,8 @@ def compare_reporting(setting: Setting) -> Pair:
     def silent() -> Run:
         optimizer = AdamW(parameters(setting, dtype), guard=True)
         optimizer.step()
-        for table in optimizer._tables:
-            table.report = None
+        for plan in optimizer._plans:
+            plan.report = None
         return optimizer.step
 
     reporting = AdamW(parameters(setting, dtype), guard=True)

@@ -7,19 +7,20 @@ from weakref import WeakSet
 
 from torch import Tensor
 
+from mpkernels._torch_private import flat_param_handle, is_fsdp1s
 from mpkernels.distributed.processes import Processes, are_several
 
 _handles: WeakSet[Any] = WeakSet()  # FSDP's, one for each flat parameter; no parameter leads to its own
 
 
 def has_parts(params: Iterable[Tensor]) -> bool:
-    return are_several() and any(map(_is_fsdps, params))
+    return are_several() and any(map(is_fsdp1s, params))
 
 
 def peers_of(op: str, params: Sequence[Tensor], for_norm: bool = False) -> Processes | None:
     """The processes that have the other parts; None where each has the whole. for_norm: only parts may be there, as the
     squares of whole ones are not to be added up."""
-    parts = list(filter(_is_fsdps, params)) if are_several() else []
+    parts = list(filter(is_fsdp1s, params)) if are_several() else []
     if not parts:
         return None
     group_of = _groups(op, parts)
@@ -34,17 +35,12 @@ def peers_of(op: str, params: Sequence[Tensor], for_norm: bool = False) -> Proce
     return Processes(of_parts.pop(), holds_parts=None not in groups) if of_parts else None
 
 
-def _is_fsdps(param: Tensor) -> bool:
-    return getattr(param, "_fsdp_flattened", False)
-
-
 def _groups(op: str, parts: Sequence[Tensor]) -> dict[int, Any]:
     """Return the process group of each parameter, by its id: None with NO_SHARD, where each process has it whole."""
     found = _known_groups()
     if any(id(param) not in found for param in parts):
-        from torch.distributed.fsdp._flat_param import FlatParamHandle
-
-        _handles.update(it for it in gc.get_referrers(FlatParamHandle) if type(it) is FlatParamHandle)
+        kind = flat_param_handle()
+        _handles.update(it for it in gc.get_referrers(kind) if type(it) is kind)
         found = _known_groups()
     if any(id(param) not in found for param in parts):
         raise ValueError(f"{op}: process_group must be given, FullyShardedDataParallel's own was not found")

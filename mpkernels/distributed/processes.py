@@ -25,8 +25,8 @@ class Processes:
     def agree(
         self, params: Sequence[Tensor], total_sumsq: Tensor | None, found_inf: Tensor | float | None
     ) -> tuple[Tensor, Tensor]:
-        """Of all processes: the sum of squares, and 1 if one has found an inf or NaN. Each must come here, also one
-        without grads; params only tell where to sum. The host waits for no device."""
+        """Return, of all processes, the sum of squares, and 1 if one has found an inf or NaN. Each must come here, also
+        one without grads; params only tell where to sum. The host waits for no device."""
         there = self.device_of(params)
         nothing = torch.zeros((), dtype=torch.float64, device=there)
         sums = torch.stack([nothing if it is None else _number(it, there) for it in (total_sumsq, found_inf)])
@@ -34,7 +34,7 @@ class Processes:
         return sums[0], sums[1].clamp(max=1).float()  # torch's optimizers take any other number than 1 for 0
 
     def norm(self, params: Sequence[Tensor], norm: Tensor, norm_type: float) -> Tensor:
-        """Of all, each of which has a norm like this one."""
+        """Return the norm of all, each of which has a norm like this one."""
         there, rank = self.device_of(params), distributed.get_rank(self.group)
         norms = torch.zeros(distributed.get_world_size(self.group), dtype=torch.float64, device=there)
         norms[rank] = _number(norm, there)
@@ -43,7 +43,7 @@ class Processes:
         return total
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
-        """Where they lie, if the group's backend goes there."""
+        """Return where they lie, if the group's backend goes there."""
         device = params[0].device if len(params) > 0 else self._device
         served = {it.partition(":")[0] for it in distributed.get_backend_config(self.group).split(",")}
         if device is not None and device.type in served:
@@ -53,7 +53,7 @@ class Processes:
 
 
 def _number(number: Tensor | float, device: torch.device) -> Tensor:
-    """On the host, a copy that is still on its way would be read too early."""
+    """Put a number on the device. On the host, a copy that is still on its way would be read too early."""
     wide = torch.as_tensor(number, dtype=torch.float64).reshape(())
     return wide.to(device, non_blocking=device.type != "cpu")
 
@@ -80,7 +80,7 @@ class TakesScale:
 
 
 def of_scaler(optimizer: Any) -> Processes | None:
-    """Those of our scaler, or of torch's ShardedGradScaler, whose grads may be DDP's: no parts."""
+    """Return those of our scaler, or of torch's ShardedGradScaler, whose grads may be DDP's: no parts."""
     scaler = optimizer._scaler if hasattr(optimizer, "found_inf") else None
     given: Processes | None = getattr(optimizer, "peers", None) or getattr(scaler, "_peers", None)
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
@@ -90,7 +90,7 @@ def of_scaler(optimizer: Any) -> Processes | None:
 
 
 def hand_back(optimizer: Any, found_inf: Tensor) -> None:
-    """To the scaler that has handed it over, for its update."""
+    """Give found_inf to the scaler that has handed it over, for its update."""
     scaler, optimizer._scaler = optimizer._scaler, None
     if scaler is not None and hasattr(optimizer, "found_inf"):
         scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}

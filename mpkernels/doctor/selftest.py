@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 import mpkernels
+from mpkernels._torch_private import leaves_of, map_leaves
 from mpkernels.ops import _registry
 from mpkernels.ops._samples import SAMPLES, Sample
 
@@ -57,7 +57,7 @@ def _compare(op: str, device: torch.device, kernel: str, sample: Sample) -> str:
 
 def _difference(want: Any, got: Any, tolerance: float) -> str:
     """In what a kernel returned, and in what it made of its arguments."""
-    leaves = zip(tree_leaves(want), tree_leaves(tree_map(_on_cpu, got)), strict=True)
+    leaves = zip(leaves_of(want), leaves_of(map_leaves(_on_cpu, got)), strict=True)
     for a, b in leaves:
         if not isinstance(a, Tensor):
             continue

@@ -60,7 +60,7 @@ def _step() -> _Block | None:
 
 
 def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """``parameter.detach().to(dtype)``, which nobody may write to."""
+    """Return ``parameter.detach().to(dtype)``, which nobody may write to."""
     if not parameter.is_leaf and _is_transpose_of_a_leaf(parameter):
         return cast(parameter._base, dtype).t()  # type: ignore[arg-type]
     if not _may_keep(parameter):
@@ -76,14 +76,14 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def clear() -> None:
-    """Forgets every cast."""
+    """Forget every cast."""
     for block in (_block(), _step()):
         if block is not None:
             block.clear()
 
 
 def _is_transpose_of_a_leaf(tensor: Tensor) -> bool:
-    """As GPT-2 keeps its weights. They share a version, so that a change of either is seen."""
+    """Tell a transposed leaf, as GPT-2 keeps its weights. Both share a version, so that a change of either is seen."""
     base = tensor._base
     return (
         base is not None
@@ -96,7 +96,7 @@ def _is_transpose_of_a_leaf(tensor: Tensor) -> bool:
 
 
 def _may_keep(parameter: Tensor) -> bool:
-    """As torch's own cache has it; and never in a CUDA graph, whose replays would not see the weight change."""
+    """Keep what torch's own cache would; and nothing in a CUDA graph, whose replays would not see the weight change."""
     return (
         parameter.requires_grad
         and parameter.is_leaf
@@ -108,7 +108,7 @@ def _may_keep(parameter: Tensor) -> bool:
 
 
 def _enter_block(device_type: str) -> _Block:
-    """Has torch cast a tensor without elements, and hangs a place for casts on what it keeps of that."""
+    """Have torch cast a tensor without elements, and hang a place for casts on what it keeps of that."""
     global _block
     with unseen():
         empty = _empty(device_type)

@@ -4,70 +4,58 @@ from collections.abc import Callable, Hashable
 from functools import cache, partial
 
 import torch
-from torch import (
-    Tensor,
-    get_autocast_dtype,
-    is_autocast_enabled,
-    is_grad_enabled,
-)
-from torch._C import _get_deterministic_algorithms, _is_any_autocast_enabled, _is_tracing
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
-from mpkernels import _glance, selector
-from mpkernels._torch_private import is_tracing
+from mpkernels import selector
+from mpkernels._torch_private import (
+    are_transforms_active,
+    constant_in_graphs,
+    is_any_autocast_enabled,
+    is_deterministic,
+    is_jit_tracing,
+    is_tracing,
+)
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import DEVICES, backends, forced
 
 Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None], Tensor]
 
 
-def describe(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
-    """What the choice for a call depends on, and what its errors do, with as little work as can be: in a small layer
-    all that is not torch's own counts. None for what is no ordinary layer's call."""
-    global _look
-    # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
-    if is_dynamo_compiling() or forced:
-        return None
-    try:
-        call = _look(x, weight, bias, activation)
-    except Exception:  # of a tensor without memory, a batched one say; it takes torch a millisecond to raise it
-        _look = _look_in_python
-        call = _look(x, weight, bias, activation)
-    if call is None or not (_is_any_autocast_enabled() or _get_deterministic_algorithms()):
-        return call
-    kind = "cpu" if x.is_cpu else "cuda"
-    # is_autocast_enabled reads a name, which takes longer than all else here where caches are cold.
-    autocast = get_autocast_dtype(kind) if _is_any_autocast_enabled() and is_autocast_enabled(kind) else None
-    return call, autocast, _get_deterministic_algorithms()
-
-
 _PLAIN = frozenset((Tensor, Parameter))
 
 
-def _look_in_python(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
-    """As C++ (csrc/linear/linear_act_python.cpp), slower, and of any tensor; not where torch.jit writes down what is
-    asked."""
+def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
+    """Return what the choice of a kernel for a call depends on, as a key for ``selector.by_key``; None for a call that
+    must be looked at more closely. What else may be wrong with a call, any kernel finds. In a small layer this counts.
+    """
+    # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
+    if is_dynamo_compiling() or forced or is_jit_tracing():
+        return None
     if type(x) is not Tensor or type(weight) not in _PLAIN or type(activation) is not str:
         return None
-    if bias is not None and type(bias) not in _PLAIN:
+    try:
+        of_x = x.shape, x.stride(-1), x.layout, x.dtype, x.device
+        of_weight = weight.shape, weight.stride(-1), weight.layout, weight.dtype
+    except (RuntimeError, IndexError):  # nested, without dimensions
         return None
-    if _is_tracing() or x.is_nested or weight.is_nested or not x.layout is weight.layout is torch.strided:
-        return None
-    shape, dtype, device = weight.shape, weight.dtype, x.device
-    if weight.ndim != 2 or weight.device != device:
-        return None
-    if bias is not None and (bias.shape != shape[:1] or bias.dtype != dtype or bias.device != device):
-        return None
-    layouts = _is_transposed(x), _is_transposed(weight)
-    return activation, x.shape, x.dtype, device, shape, dtype, bias is None, _trains(x, weight, bias), layouts
-
-
-_look = _glance.describer() or _look_in_python
+    trains, of_bias = weight.requires_grad or x.requires_grad, None
+    if bias is not None:
+        if type(bias) not in _PLAIN:
+            return None
+        of_bias, trains = (bias.shape, bias.dtype), trains or bias.requires_grad
+    key = activation, of_x, of_weight, of_bias, trains and is_grad_enabled()
+    if not (is_any_autocast_enabled() or is_deterministic()):
+        return key
+    kind = "cpu" if x.is_cpu else "cuda"
+    # is_autocast_enabled reads a name, which takes longer than all else here where caches are cold.
+    autocast = get_autocast_dtype(kind) if is_any_autocast_enabled() and is_autocast_enabled(kind) else None
+    return key, autocast, is_deterministic()
 
 
 def _is_transposed(tensor: Tensor) -> bool:
-    """As ``weight.t()`` is of a contiguous weight: neighbours in its last dimension do not lie beside each other."""
+    """Return whether neighbours in the last dimension lie apart, as in ``weight.t()`` of a contiguous weight."""
     return tensor.dim() > 0 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1
 
 
@@ -77,18 +65,18 @@ def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 def kernel_for(
     compute: Compute,
-    call: Hashable,
+    key: Hashable,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     activation: str,
     autocast: torch.dtype | None,
 ) -> str:
-    """A kernel of ours or plain torch, whichever is faster; under ``backend`` the dispatcher's choice."""
+    """Return a kernel of ours or plain torch, whichever is faster; under ``backend`` the dispatcher's choice."""
     if forced:
         return "dispatched"
-    within_functorch = torch._C._are_functorch_transforms_active()
-    if call is not None and not within_functorch and (chosen := selector.chosen.get(call)) is not None:
+    within_functorch = are_transforms_active()
+    if key is not None and not within_functorch and (chosen := selector.by_key.get(key)) is not None:
         return chosen
     dtypes = autocast or x.dtype, x.dtype, weight.dtype
     leaves = [x, weight] if bias is None else [x, weight, bias]
@@ -107,24 +95,21 @@ def kernel_for(
     rows = 1 << (x.numel() // features - 1).bit_length()
     case = selector.Case("linear_act", device, (features, outputs), dtypes, variant, rows)
     prepare = partial(_trial, compute, rows, leaves, activation, trains)
-    return selector.choose(case, _names(device.type), prepare, call)
+    return selector.choose(case, _names(device.type), prepare, key)
 
 
+@constant_in_graphs
 def _known_kernel(weight: Tensor, dtypes: tuple[torch.dtype, ...], variant: str) -> str:
-    """For however many rows: a graph serves several sizes."""
+    """Return the choice for any number of rows: a graph serves several sizes."""
     names, sizes = _names(weight.device.type), (weight.shape[-1], weight.shape[0])
     if any(isinstance(size, torch.SymInt) for size in sizes):  # to compare it would make a constant of it
         return names[0]
     return selector.known(selector.Case("linear_act", weight.device, sizes, dtypes, variant, rows=None), names)
 
 
-# As torch.compiler.assume_constant_result does, which first imports what compiles: a second, also where nothing does.
-_known_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 @cache
 def _names(device_type: str) -> tuple[str, ...]:
-    """Fit for use there; plain torch comes last."""
+    """Return the kernels that are fit for use there; plain torch comes last."""
     if device_type not in DEVICES:
         return ("torch",)
     unfit = ("reference", "triton") if device_type == "cpu" else ("reference",)  # Triton is interpreted there
@@ -137,7 +122,7 @@ _FLOPS_OF_A_TRIAL = 2**30  # on a CPU, where more rows take proportionally longe
 def _trial(
     compute: Compute, rows: int, leaves: list[Tensor], activation: str, trains: bool, kernel: str
 ) -> Callable[[], object]:
-    """For the selector: a call like the one at hand, and its backward, on other data in the same layouts."""
+    """Return, for the selector, a call like the one at hand, and its backward, on other data in the same layouts."""
     device, (out_features, in_features) = leaves[0].device, leaves[1].shape
     if device.type == "cpu":
         rows = min(rows, max(64, _FLOPS_OF_A_TRIAL // (2 * out_features * in_features)))

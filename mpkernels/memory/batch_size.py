@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
+from mpkernels._torch_private import map_leaves
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.amp.mixed_class import Mixed
 from mpkernels.amp.policy import global_policy
@@ -93,7 +93,7 @@ def _device_of(model_or_step: Any) -> torch.device | str:
 
 
 def _dtype_of(model_or_step: Any) -> torch.dtype:
-    """Of the inputs that a model takes. One from ``to_mixed`` casts them itself."""
+    """Return the dtype of the inputs that a model takes. One from ``to_mixed`` casts them itself."""
     if isinstance(model_or_step, nn.Module) and not isinstance(model_or_step, Mixed):
         for param in model_or_step.parameters():
             if param.is_floating_point():
@@ -154,7 +154,7 @@ def _fits(step: Callable[[Any], Any], make_batch: Callable[[int], Any], device: 
 def _on(device: torch.device, batch: Any) -> Any:
     if hasattr(batch, "to"):  # a tensor, or what a tokenizer returns
         return batch.to(device)
-    return _pytree.tree_map(lambda it: it.to(device) if isinstance(it, Tensor) else it, batch)
+    return map_leaves(lambda it: it.to(device) if isinstance(it, Tensor) else it, batch)
 
 
 def _search(fits: Callable[[int], bool], start: int, max_batch: int) -> int:
@@ -173,7 +173,7 @@ def _next(low: int, high: int, max_batch: int) -> int:
 
 
 def _search_on_cpu(fits: Callable[[int], bool], max_batch: int) -> int:
-    """As ``_search``, but that a size which may take too much counts as one that failed."""
+    """Search as ``_search`` does, but count a size which may take too much as one that failed."""
     cpu = torch.device("cpu")
     measure.clean_up()
     began = before = measure.used(cpu)

@@ -6,17 +6,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from mpkernels._torch_private import DispatchMode, leaves_of
 from mpkernels.memory import measure
 
 
-class Forward(TorchDispatchMode):
+class Forward(DispatchMode):  # type: ignore[misc]
     """What a forward saves for the backward, which 16-bit copies of parameters it makes, and what it leaves in all."""
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.casts: list[Tensor] = []
         self._known = {_key(it) for it in (*model.parameters(), *model.buffers())}
         self._saved: list[Tensor] = []
@@ -36,11 +35,11 @@ class Forward(TorchDispatchMode):
     def __enter__(self) -> "Forward":
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda it: it)
         self._hooks.__enter__()
-        super().__enter__()  # type: ignore[no-untyped-call]
+        super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)
         self._hooks.__exit__(*error)
 
     def _keep(self, tensor: Tensor) -> Tensor:
@@ -57,7 +56,7 @@ class Forward(TorchDispatchMode):
 
 
 def _strided(values: Any) -> Iterator[Tensor]:
-    return (it for it in tree_leaves(values) if isinstance(it, Tensor) and it.layout == torch.strided)
+    return (it for it in leaves_of(values) if isinstance(it, Tensor) and it.layout == torch.strided)
 
 
 def _key(tensor: Tensor) -> int:

@@ -55,7 +55,7 @@ def used(device: torch.device) -> int:
 
 
 def start_peak(device: torch.device) -> None:
-    """From here on ``peak`` counts. Where the system can't forget the largest so far, it counts from the beginning."""
+    """Let ``peak`` count from here on; from the beginning, where the system can't forget the largest so far."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -82,7 +82,7 @@ def available() -> int:
 
 
 def _left_in_control_groups(root: Path = Path("/sys/fs/cgroup"), of_process: Path = _OF_PROCESS) -> Iterator[int]:
-    """In each group of this process that has a limit."""
+    """Return the room in each group of this process that has a limit."""
     for line in of_process.read_text().splitlines() if of_process.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -135,7 +135,7 @@ def restored(objects: Iterable[Any], device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _restored_module(module: nn.Module) -> Iterator[None]:
-    """On the host meanwhile: it is the device's memory that matters."""
+    """Keep what is lent on the host meanwhile: it is the device's memory that matters."""
     params = [(param, param.detach().to("cpu", copy=True), param.grad) for param in module.parameters()]
     buffers = [
         (owner._buffers, name, buffer, buffer.detach().to("cpu", copy=True))

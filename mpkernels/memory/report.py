@@ -105,7 +105,7 @@ def _sizes(states: Iterable[dict[str, Any]]) -> dict[str, int | None]:
 
 
 def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
-    """After a step; None where an optimizer can't be asked without one."""
+    """Return the bytes after a step; None where an optimizer can't be asked without one."""
     params = [param for param in params_of(optimizer) if param.requires_grad]
     if isinstance(optimizer, AdamW):  # also after a load: masters are made at the first step
         return _sizes(
@@ -123,7 +123,7 @@ def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
 
 
 def _states_of_a_twin(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[dict[str, Any]]:
-    """That has stepped where tensors have no memory."""
+    """Return an optimizer that has stepped where tensors have no memory."""
     twins = [nn.Parameter(param.detach().to("meta")) for param in params]
     for twin in twins:
         twin.grad = torch.empty_like(twin)

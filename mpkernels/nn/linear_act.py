@@ -9,8 +9,6 @@ from torch.nn import Linear, Module, Parameter
 from mpkernels import functional
 from mpkernels.ops.linear.activations import ActivationLike, activation_name, hooks_of
 
-_GETATTR = Module.__getattr__
-
 
 class LinearAct(Module):
     """A linear layer and its activation in one. Parameters, their names, initialisation and checkpoints are those of
@@ -69,14 +67,7 @@ class LinearAct(Module):
         return _share(self, Linear(self.in_features, self.out_features, self.bias is not None, "meta"))
 
     def forward(self, input: Tensor) -> Tensor:
-        # Module.__getattr__ takes as long as all that we add to torch. It is asked where a parameter has been replaced,
-        # where a subclass may make its own weight, and where torch.fx has put another there, to write down who asks.
-        own: dict[str, Any] = self._parameters
-        if type(self) is LinearAct and Module.__getattr__ is _GETATTR and "weight" in own and "bias" in own:
-            weight, bias = own["weight"], own["bias"]
-        else:
-            weight, bias = self.weight, self.bias
-        return functional.linear_act(input, weight, bias, self.activation)
+        return functional.linear_act(input, self.weight, self.bias, self.activation)
 
     def extra_repr(self) -> str:
         return (

@@ -10,7 +10,7 @@ from mpkernels.ops._registry import DEVICES
 
 
 def has_autocast(device_type: str) -> bool:
-    """As ``torch.amp.is_autocast_available``, which torch 2.10 can't compile."""
+    """Return what ``torch.amp.is_autocast_available`` does, which torch 2.10 can't compile."""
     return device_type in DEVICES or torch.amp.is_autocast_available(device_type)
 
 

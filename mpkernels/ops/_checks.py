@@ -69,7 +69,7 @@ def matrix(op: str, name: str, value: Tensor, shape: Sequence[int | None] | None
 
 
 def gradient_dtype(op: str, name: str, value: torch.dtype | None, like: Tensor) -> None:
-    """That of ``like`` or fp32, or None."""
+    """Refuse a dtype that is neither that of ``like`` nor fp32 nor None."""
     wanted = dict.fromkeys((like.dtype, torch.float32))
     if value is not None and value not in wanted:
         raise TypeError(f"{op}: {name} must be {' or '.join(map(str, wanted))}, got {value}")

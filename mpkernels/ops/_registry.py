@@ -11,13 +11,14 @@ import importlib
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.library import Library
+
+from mpkernels._torch_private import below_autograd, count_dispatch_modes, has_kernel, keys_below_autograd
 
 NAMESPACE = "mpkernels"
 BACKENDS = ("native", "triton", "reference")
@@ -44,13 +45,13 @@ class Op:
         _library.impl(self.name, self.reference, "CompositeExplicitAutograd")
         # Not differentiable: without this, autograd's fallback would mark results as requiring a gradient.
         _library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
-        self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        self.overload: Any = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         arguments = self.overload._schema.arguments
         self._takes_lists = any(isinstance(argument.type, torch.ListType) for argument in arguments)
         self._mutated = [
             i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
         ]
-        if self._mutated:
+        if self._mutated and keys_below_autograd is not None:
             _library.impl(self.name, self._bump_versions, "ADInplaceOrView", with_keyset=True)
 
     def __call__(self, *arguments: Any) -> Any:
@@ -61,7 +62,7 @@ class Op:
             if not self._mutated or torch.compiler.is_compiling():
                 return self.overload(*arguments)
             # What the ADInplaceOrView kernel does, without a second trip of the list through Python.
-            with torch._C._AutoDispatchBelowADInplaceOrView():
+            with nullcontext() if below_autograd is None else below_autograd():
                 result = self.overload(*arguments)
             self._tell_autograd(arguments)
             return result
@@ -76,15 +77,25 @@ class Op:
         return _triton_kernels[self.name](*arguments)
 
     def by(self, kernel: str) -> Callable[..., Any]:
-        """The op; where ``kernel`` is "triton" and the dispatcher has nothing else to do, that one, past it."""
-        is_heard = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-        return self._past_dispatcher if kernel == "triton" and not is_heard else self
+        """Return the op; for "triton" under its second name, but where somebody listens who knows the first."""
+        is_heard = torch.compiler.is_compiling() or count_dispatch_modes() > 0
+        return self._by_triton if kernel == "triton" and not is_heard else self
 
-    def _past_dispatcher(self, *arguments: Any) -> Any:
-        return (self.triton if all(map(_is_plain, filter(torch.is_tensor, arguments))) else self)(*arguments)
+    @functools.cached_property
+    def _by_triton(self) -> Callable[..., Any]:
+        """The same op under a second name, which Triton serves where C++ serves the first."""
+        name = f"{self.name}_by_triton"
+        _library.define(name + self.schema.removeprefix(self.name))
+        _library.impl(name, self.reference, "CompositeExplicitAutograd")
+        _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
+        for device_type, key in DEVICES.items():
+            if "triton" in backends(self.name, device_type):
+                _library.impl(name, self.triton, key)
+        overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
+        return overload
 
-    def _bump_versions(self, keyset: torch._C.DispatchKeySet, *arguments: Any) -> Any:
-        result = self.overload.redispatch(keyset & torch._C._after_ADInplaceOrView_keyset, *arguments)
+    def _bump_versions(self, keyset: Any, *arguments: Any) -> Any:
+        result = self.overload.redispatch(keyset & keys_below_autograd, *arguments)
         self._tell_autograd(arguments)
         return result
 
@@ -113,7 +124,7 @@ class NativeCall:
         self.op, self.schema, self.name = op, schema, schema.partition("(")[0]
         _library.define(schema)
         _library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
-        self.overload: torch._ops.OpOverload = getattr(getattr(torch.ops, NAMESPACE), self.name).default
+        self.overload: Any = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         _native_calls[self.name] = self
 
     def on(self, device_type: str) -> Callable[..., Any] | None:
@@ -135,18 +146,6 @@ def implement(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
         return launcher
 
     return register
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """What its memory holds, and no negative, batch or subclass around it: the dispatcher knows no more of it than of
-    any parameter."""
-    return not torch._C._dispatch_keys(tensor).raw_repr() & ~_keys_of_parameters(tensor.device.type)
-
-
-@functools.cache
-def _keys_of_parameters(device_type: str) -> int:
-    with torch.inference_mode(False), torch._C._DisableFuncTorch():
-        return torch._C._dispatch_keys(torch.nn.Parameter(torch.empty(0, device=device_type))).raw_repr()
 
 
 def _on_their_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
@@ -209,8 +208,9 @@ _native: set[tuple[str, str]] = set()  # (op, device type) that the loaded libra
 def attach_defaults() -> None:
     """Once the library is loaded or known to be absent: notes what it serves; the rest of CUDA is Triton's."""
     for name in (*_ops, *_native_calls):
+        serves_all = name in _native_calls and has_kernel(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")
         for device_type, key in DEVICES.items():
-            if torch._C._dispatch_has_kernel_for_dispatch_key(f"{NAMESPACE}::{name}", key):
+            if serves_all or has_kernel(f"{NAMESPACE}::{name}", key):
                 _native.add((name, device_type))
     for op in _ops.values():
         if backends(op.name, "cuda")[0] == "triton":

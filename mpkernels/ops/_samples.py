@@ -15,7 +15,7 @@ class Sample(NamedTuple):
 
 
 def grads(device: torch.device, *specials: float) -> list[Tensor]:
-    """In every dtype, of a size that fills vectors and of one that doesn't; ``specials`` come first in each."""
+    """Make tensors in every dtype, of a size that fills vectors and of one that doesn't; ``specials`` come first."""
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(size, generator=generator, dtype=F64).to(dtype) for size in (5, 1025) for dtype in DTYPES]
     for grad in made:
@@ -63,14 +63,14 @@ def optimizer_step(device: torch.device, state_dtype: torch.dtype = F32, found_i
 
 
 def overflown(device: torch.device) -> tuple[Any, ...]:
-    """After a step that was skipped."""
+    """Make the arguments of a step that was skipped."""
     looked_at, report = grads(device), torch.zeros(9, 6, dtype=F64, device=device)
     looked_at[0][1], looked_at[1][2] = torch.inf, torch.nan
     return looked_at, torch.ones((), device=device), torch.full((), 0.5, device=device), False, report
 
 
 def scale_state(device: torch.device, found_inf: float = 1.0) -> tuple[Any, ...]:
-    """After an overflow, of which it takes two."""
+    """Make the arguments of an update after an overflow, of which it takes two."""
     make: dict[str, Any] = {"device": device}
     scale, found = torch.full((), 3.0, **make), torch.full((), found_inf, **make)
     tracker, overflows = torch.full((), 5, dtype=torch.int32, **make), torch.ones(2, dtype=torch.int32, **make)
@@ -90,7 +90,7 @@ def linear(device: torch.device, dtype: torch.dtype, activation: str, bias: bool
 def linear_in_tiles(
     device: torch.device, dtype: torch.dtype, activation: str, bias: bool = True, *specials: float
 ) -> tuple[Any, ...]:
-    """Of sizes that tensor cores like."""
+    """Make a layer of sizes that tensor cores like."""
     x, weight, b = matrices(dtype, device, (16, 24), (32, 24), (32,))
     x[: len(specials), 0] = torch.tensor(specials)
     return x, weight, b if bias else None, activation, True

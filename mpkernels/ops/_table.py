@@ -47,7 +47,7 @@ def build(tensors: Sequence[Tensor], beside: Sequence[int] = (), own: Sequence[S
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their memory without a gap or an overlap, in whichever order of the dimensions."""
+    """Return whether elements fill their memory without a gap or an overlap, in whichever order of the dimensions."""
     filled = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
@@ -135,6 +135,6 @@ def is_non_finite(x):
 
 @triton.jit
 def is_last_one_out(ticket, expected):
-    """Whether this is the last of `expected` programs to ask; then what the others stored before can be read."""
+    """Tell whether this is the last of `expected` programs to ask; then what the others stored before can be read."""
     tl.debug_barrier()
     return tl.atomic_add(ticket, 1, sem="acq_rel") == expected - 1

@@ -13,13 +13,13 @@ from mpkernels.distributed import fsdp1, processes
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim import checkpoint, group_options, masters, param_state, verdicts, zero
 from mpkernels.optim.masters import needs_master
+from mpkernels.optim.plan import Foundations, Plan, Verdict
 from mpkernels.optim.release import GradientRelease
-from mpkernels.optim.table import Fingerprint, Table
 from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
-from mpkernels.parameters import by_device, group_of, params_of, put_on, refuse_sharded, refuse_sparse, refuse_unserved
+from mpkernels.parameters import by_device, group_of, params_of, refuse_sharded, refuse_sparse, refuse_unserved
 
 
 class AdamW(torch.optim.AdamW):
@@ -114,8 +114,8 @@ class AdamW(torch.optim.AdamW):
 
     def _start_afresh(self) -> None:
         """Forgets what follows from the parameters and their states."""
-        self._tables: list[Table] = []
-        self._fingerprint: Fingerprint | None = None
+        self._plans: list[Plan] = []
+        self._foundations: Foundations | None = None
         self._was_skipped = Readback()
         self._ledger = Ledger()
 
@@ -143,9 +143,9 @@ class AdamW(torch.optim.AdamW):
                     refuse_sparse(param.grad)
                 if isinstance(error, NotImplementedError):
                     refuse_unserved("AdamW", "params", params_of(self))
-                if not any(table.has_moved for table in self._tables):
+                if not any(plan.has_moved for plan in self._plans):
                     raise
-                self._fingerprint = None
+                self._foundations = None
                 self._step()
             if self._release is not None:
                 self._release.after_step()
@@ -153,26 +153,16 @@ class AdamW(torch.optim.AdamW):
 
     def _step(self) -> None:
         params = params_of(self)
-        grads: list[Tensor | None] = [None] * len(params)
+        grads = [param.grad for param in params]
         self._compare_loaded()
-        known = None if torch.compiler.is_compiling() else self._fingerprint
-        is_seen = known is not None and known.sees(self._tables, self.param_groups, params, grads, self.state)
-        if not is_seen:
-            grads = [param.grad for param in params]
-        tables = self._tables if is_seen else self._up_to_date_tables(params, grads)
-        verdict = verdicts.on(self, tables, params, grads)
-        for i, table in enumerate(tables):
-            table.step(
-                grads,
-                grad_scale=put_on(table.device, verdict.grad_scale),
-                found_inf=put_on(table.device, verdict.found_inf),
-                total_sumsq=put_on(table.device, verdict.total_sumsq),
-                max_norm=self.max_norm,
-                told=verdict.told if i == 0 else None,
-                skipped_steps=self.skipped_steps if i == 0 and verdict.told is not None else None,
-                guarded=verdict.comes_inside,
-                is_seen=is_seen,
-            )
+        plans = self._plans_for(params, grads)
+        verdict = verdicts.on(self, plans, params, grads)
+        for i, plan in enumerate(plans):
+            if i == 0:
+                skipped_steps = None if verdict.told is None else self.skipped_steps
+                plan.step(grads, verdict, self.max_norm, skipped_steps)
+            else:
+                plan.step(grads, verdict._replace(told=None), self.max_norm)
         if torch.compiler.is_compiling():
             return
         self.grad_norm = verdict.told[0] if verdict.told is not None and verdict.has_norm else None
@@ -195,18 +185,19 @@ class AdamW(torch.optim.AdamW):
         if not self._is_loaded:
             masters.align(params_of(self), self.state)
 
-    def _up_to_date_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
+    def _plans_for(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
+        """Return one for each device: those of the last step, if they hold."""
         if torch.compiler.is_compiling():
-            return self._new_tables(params, grads)
-        fits = self._fingerprint is not None and self._fingerprint.fits(self.param_groups, params, grads, self.state)
-        # One table's kernels look at all its parameters before any moves; several can't wait for each other.
-        moved = [it.has_moved if len(self._tables) > 1 else it.first_has_moved for it in self._tables]
-        if not fits or any(moved):
-            self._tables = self._new_tables(params, grads)
-            self._fingerprint = Fingerprint(self.param_groups, params, grads, self.state)
-        return self._tables
+            return self._new_plans(params, grads)
+        # One plan's kernels look at all its parameters before any moves; several can't wait for each other.
+        moved = [it.has_moved if len(self._plans) > 1 else it.first_has_moved for it in self._plans]
+        known = self._foundations
+        if known is None or any(moved) or not known.hold(self.param_groups, params, grads, self.state):
+            self._plans = self._new_plans(params, grads)
+            self._foundations = Foundations(self.param_groups, params, grads, self.state)
+        return self._plans
 
-    def _new_tables(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Table]:
+    def _new_plans(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
         """One for each device, of the parameters that have a grad; each of those then has a state."""
         refuse_sharded("AdamW", "params", params)
         self._has_parts = fsdp1.has_parts(params)
@@ -215,7 +206,7 @@ class AdamW(torch.optim.AdamW):
         for i in places:
             self._state_of(params[i], grads[i], group_of[i])
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
-        return [Table(rows, it, self._ledger) for it in by_device((params[i] for i in places), places).values()]
+        return [Plan(rows, it, self._ledger) for it in by_device((params[i] for i in places), places).values()]
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
@@ -229,22 +220,22 @@ class AdamW(torch.optim.AdamW):
         return state
 
     def overflow_report(self, model: Module | None = None, found: find_nonfinite | None = None) -> OverflowReport:
-        """As ``GradScaler.overflow_report``, also without a scaler: the guard's skips."""
+        """Return what ``GradScaler.overflow_report`` does, also without a scaler: on the guard's skips."""
         return OverflowReport([(self, self._ledger.records())], model, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, and torch's AdamW can load it: 8-bit moments come in fp32, which they are decoded to exactly."""
+        """Return torch's, which torch's AdamW can load: 8-bit moments come in fp32, decoded exactly."""
         self._follow_writes()
         with checkpoint.saving(self):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but no state is rounded to its parameter's dtype on the way."""
+        """Load as torch does, but round no state to its parameter's dtype on the way."""
         with checkpoint.loading(self):
             super().load_state_dict(state_dict)
 
     def release_grads(self, scaler: torch.amp.GradScaler | None = None) -> GradientRelease:
-        """From now on grads are freed inside the backward, so that they never are in memory all at once.
+        """Free grads inside the backward from now on, so that they never are in memory all at once.
 
         A parameter is stepped as soon as its grad is complete; ``step`` has nothing left to do. Where a step must first
         know all the grads (``max_norm``, the guard, a ``scaler``, which has to be named here), they are kept until then
@@ -272,8 +263,8 @@ class AdamW(torch.optim.AdamW):
         if group is None or grad is None:
             return
         self._compare_loaded()
-        table = Table([(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)
-        table.step([grad], None, None, None, None, None, None, guarded=False)
+        plan = Plan([(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)
+        plan.step([grad], Verdict())
         param.grad = None
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkernels._torch_private import is_fsdp1s
 from mpkernels.optim import group_options, param_state
-from mpkernels.parameters import is_shard_of_fsdp1
 
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "master_param")
 
@@ -23,7 +23,7 @@ def saving(optimizer: Optimizer) -> Iterator[None]:
         for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             for param, number in zip(group["params"], packed["params"], strict=True):
                 if number in states:
-                    states[number] = param_state.portable(param, states[number], is_shard_of_fsdp1(param))
+                    states[number] = param_state.portable(param, states[number], is_fsdp1s(param))
 
     hook = optimizer.register_state_dict_post_hook(make_plain, prepend=True)
     try:

@@ -100,7 +100,7 @@ def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
 
 
 def compare_loaded(params: Iterable[Tensor], states: States) -> None:
-    """Before the first step after a load: by now the model is there, too."""
+    """Align the masters before the first step after a load, when the model is there, too; warn where they differed."""
     if changed := sum(map(bool, align(params, states))):
         warnings.warn(
             f"AdamW: {changed} parameters are not the weights that the loaded masters were made for; the weights "

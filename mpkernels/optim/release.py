@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from mpkernels._torch_private import is_fsdp1s
 from mpkernels.distributed import ddp
 
 Release = Callable[[Tensor], None]
@@ -21,7 +22,7 @@ class GradientRelease:
         self._params = [param for param, _ in releases]
         self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
         self._is_accumulating = False
-        if any(getattr(param, "_fsdp_flattened", False) for param in self._params):
+        if any(map(is_fsdp1s, self._params)):
             raise ValueError("AdamW.release_grads: params must not be FSDP's, which frees grads itself; leave it out")
         ddp.watch()
         self._wrappers = 0  # that were made when it was last known that none of them has these parameters
@@ -64,7 +65,7 @@ class GradientRelease:
         self._restore_widths()
 
     def _restore_widths(self) -> None:
-        """Where no grad is there, whose width it is."""
+        """Let grads to come have the width that they had without us, where none is there now."""
         for param in self._params:
             if param.grad is None:
                 _set_width(param, self._widths[id(param)])
@@ -76,7 +77,7 @@ def _narrow(param: Tensor) -> None:
 
 
 def _set_width(param: Tensor, dtype: torch.dtype | None) -> None:
-    """Of the grad that is there, and of those to come."""
+    """Give the grad that is there, and those to come, this dtype."""
     if param.grad_dtype == dtype:
         return
     grad, param.grad = param.grad, None

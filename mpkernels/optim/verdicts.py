@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,48 +11,37 @@ from mpkernels.distributed import fsdp1
 from mpkernels.distributed.processes import Processes, hand_back, of_scaler
 from mpkernels.ops.adamw import adamw
 from mpkernels.optim.masters import needs_master
-from mpkernels.optim.table import Table
+from mpkernels.optim.plan import Plan, Verdict
 from mpkernels.parameters import sum_of
 
 
-class Verdict(NamedTuple):
-    """What is known of the grads of all devices and processes, as adamw_ takes it."""
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
-    total_sumsq: Tensor | None = None
-    told: Tensor | None = None
-    has_norm: bool = False
-    comes_inside: bool = False  # the step looks at the grads itself, before all else
-
-
 def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = None) -> bool:
-    """Whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
+    """Return whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
     if optimizer.max_norm is not None or optimizer.guard or getattr(optimizer, "told", None) is not None:
         return True
     on_by_itself = has_16_bit_parameters or optimizer._peers is not None  # which may have 16-bit parameters
     return optimizer.guard is None and found_inf is None and on_by_itself
 
 
-def on(optimizer: Any, tables: Sequence[Table], params: Sequence[Tensor], grads: list[Any]) -> Verdict:
+def on(optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], grads: list[Any]) -> Verdict:
     grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     found_inf: Any = getattr(optimizer, "found_inf", None)
-    has_16_bit = any(map(needs_master, params) if optimizer._has_parts else (it.has_16_bit_parameters for it in tables))
+    has_16_bit = any(map(needs_master, params) if optimizer._has_parts else (it.has_16_bit_parameters for it in plans))
     guarded = is_guarded(optimizer, has_16_bit, found_inf)
     processes = _processes_of(optimizer, params) if guarded or found_inf is not None else None
-    if (not tables and processes is None) or (not guarded and found_inf is None):
+    if (not plans and processes is None) or (not guarded and found_inf is None):
         return Verdict(grad_scale)
-    comes_inside = guarded and processes is None and len(tables) == 1 and tables[0].can_look_at_grads()
+    comes_inside = guarded and processes is None and len(plans) == 1 and plans[0].can_look_within_the_step()
     total_sumsq = None
     if guarded and not comes_inside:
-        total_sumsq, found_inf = _look(tables, params, grads, found_inf)
+        total_sumsq, found_inf = _look(plans, params, grads, found_inf)
     if processes is not None:
         sumsq_of_all, found_inf = processes.agree(params, total_sumsq, found_inf)
         total_sumsq = sumsq_of_all if guarded and processes.holds_parts else total_sumsq
         hand_back(optimizer, found_inf)
-    told = _start_telling(optimizer, tables[0].device if tables else found_inf.device)
+    told = _start_telling(optimizer, plans[0].device if plans else found_inf.device)
     verdict = Verdict(grad_scale, found_inf, total_sumsq, told, guarded, comes_inside)
-    if not tables:
+    if not plans:
         _tell(verdict, optimizer.skipped_steps)
     return verdict
 
@@ -65,12 +54,12 @@ def _processes_of(optimizer: Any, params: Sequence[Tensor]) -> Processes | None:
 
 
 def _look(
-    tables: Sequence[Table], params: Sequence[Tensor], grads: list[Any], found_inf: Any
+    plans: Sequence[Plan], params: Sequence[Tensor], grads: list[Any], found_inf: Any
 ) -> tuple[Tensor, Tensor | None]:
     """Sum of squares and found_inf of all devices; the latter with a scaler's."""
-    if not tables:
+    if not plans:
         return torch.zeros((), dtype=torch.float64, device=params[0].device if params else "cpu"), found_inf
-    stats = [table.stats(grads) for table in tables]
+    stats = [plan.look(grads) for plan in plans]
     found_infs = [each.found_inf for each in stats] + ([] if found_inf is None else [found_inf])
     return sum_of([each.total_sumsq for each in stats]), sum_of(found_infs)
 
@@ -85,6 +74,6 @@ def _start_telling(optimizer: Any, device: torch.device) -> Tensor:
 
 
 def _tell(verdict: Verdict, skipped_steps: Tensor | None) -> None:
-    """As adamw_, which tells nothing where there is nothing to step."""
+    """Fill ``told`` as adamw_ would, where there is nothing to step."""
     it: Any = SimpleNamespace(**verdict._asdict(), skipped_steps=skipped_steps)
     adamw._tell(it, adamw._is_skipped(it))

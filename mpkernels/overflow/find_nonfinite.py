@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._torch_private import are_transforms_active
+
 
 @dataclass(frozen=True)
 class FirstNonFinite:
@@ -92,8 +94,8 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
 
 @torch.no_grad()
 def _is_finite(value: Any) -> Tensor | None:
-    """On the device; None of nothing."""
-    if torch._C._are_functorch_transforms_active():
+    """Return whether all are finite, on the device; None where there is nothing."""
+    if are_transforms_active():
         return None
     tensors = [it for it in tensors_in(value) if it.is_floating_point() or it.is_complex()]
     flags = [it.isfinite().all() for it in map(_asked, tensors)]

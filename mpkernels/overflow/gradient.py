@@ -47,7 +47,7 @@ def gradient_of(
 
 
 def _index(param: Tensor, offset: int, size: int, follows_grads: bool) -> tuple[int, ...]:
-    """Of the element that lies so far into the grad's memory."""
+    """Return the index of the element that lies so far into the grad's memory."""
     if param.is_complex() and size == 2 * param.numel():
         offset //= 2
     elif size != param.numel():

@@ -23,7 +23,7 @@ class Record(NamedTuple):
 
 
 class Ledger:
-    """Of one optimizer: for each device a record, which steps fill again and again."""
+    """One optimizer's records: one for each device, which steps fill again and again."""
 
     def __init__(self, follows_grads: bool = False) -> None:
         self._follows_grads = follows_grads
@@ -33,7 +33,7 @@ class Ledger:
     def report_for(
         self, params: Sequence[Tensor], device: torch.device, of_optimizer: Callable[[], Iterable[Tensor]]
     ) -> Tensor:
-        """To be filled if these parameters' step is skipped. What it held before stays until then, but for parameters
+        """Return what is filled if these parameters' step is skipped. What it held stays until then, but for parameters
         that are no longer the optimizer's."""
         newest = self._newest.get(device)
         if newest is not None and len(newest.params) == len(params) and all(map(is_, newest.params, params)):
@@ -74,7 +74,7 @@ def _among(params: list[Tensor], record: Record) -> Tensor:
 
 
 class Ledgers:
-    """Of a scaler's optimizers. Copied or pickled, it is empty."""
+    """The ledgers of a scaler's optimizers. Copied or pickled, there are none."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by id: an optimizer need not be hashable
@@ -110,7 +110,7 @@ class Ledgers:
         scale: Tensor,
         unscaled: bool,
     ) -> None:
-        """If an inf or NaN was found. grads: of each device, parameters and their grads."""
+        """Fill the records if an inf or NaN was found. grads: of each device, parameters and their grads."""
         for device, (params, of_params) in grads.items():
             report = self._entries[id(optimizer)].ledger.report_for(params, device, partial(params_of, optimizer))
             there = [it.reshape(()).to(device, non_blocking=True) for it in found_infs.values()]
@@ -118,7 +118,7 @@ class Ledgers:
             overflow_(of_params, found_inf, scale.to(device, non_blocking=True), unscaled, report)
 
     def count(self, states: Mapping[int, Mapping[str, Any]], overflows: Tensor) -> None:
-        """After each update: which optimizer's skip was the last. One alone needs no count."""
+        """Note, after each update, which optimizer's skip was the last. One alone needs no count."""
         for entry in list(self._entries.values()) if len(self._entries) > 1 else ():
             for found_inf in states.get(id(entry.optimizer()), {}).get("found_inf_per_device", {}).values():
                 has_overflowed = found_inf.to(overflows.device, non_blocking=True) != 0
@@ -126,7 +126,7 @@ class Ledgers:
                     entry.last_skip.copy_(torch.where(has_overflowed, overflows[1], entry.last_skip))
 
     def records(self) -> list[tuple[Optimizer, list[Record]]]:
-        """Of the optimizers that the last skip concerned. Waits for the device."""
+        """Return the records of the optimizers that the last skip concerned. Waits for the device."""
         entries = [(entry.optimizer(), entry) for entry in list(self._entries.values())]
         last = max((int(entry.last_skip) for _, entry in entries if entry.last_skip is not None), default=0)
         return [

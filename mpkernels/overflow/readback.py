@@ -24,7 +24,7 @@ class Readback:
         self.read()
 
     def forget(self) -> None:
-        """Also what is on its way."""
+        """Drop the value, also one that is on its way."""
         self._arrived = None
         self._on_its_way.clear()
 

@@ -15,7 +15,7 @@ ROWS, WIDTH = 20, 44  # of the table: culprits, characters of a name
 
 
 class OverflowReport:
-    """On the last step that an inf or NaN has cost. False if there was none.
+    """A report on the last step that an inf or NaN has cost. False if there was none.
 
     ``print(report)`` shows a table, ``as_dict()`` is for logs, ``log_to(writer, step)`` for TensorBoard.
 
@@ -62,7 +62,7 @@ class OverflowReport:
         return self._is_of_a_skip
 
     def as_dict(self) -> dict[str, Any]:
-        """Of plain numbers, strings and lists, as JSON has them."""
+        """Return plain numbers, strings and lists, as JSON has them."""
         return {
             "skipped": bool(self),
             "scale": self.scale,
@@ -115,7 +115,7 @@ def _table(gradients: Sequence[Gradient]) -> list[str]:
 
 
 def _names(optimizer: Optimizer, model: torch.nn.Module | None) -> dict[int, tuple[str, int]]:
-    """By a parameter's id: its name, as the model or the optimizer has it, and its group."""
+    """Return, by a parameter's id, its name as the model or the optimizer has it, and its group."""
     of_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     names = {}
     for number, group in enumerate(optimizer.param_groups):

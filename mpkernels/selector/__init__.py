@@ -35,14 +35,14 @@ class Case(NamedTuple):
 
 
 _known: dict[Case, str] = {}
-chosen: dict[Hashable, str] = {}  # for the calls that ``choose`` was told of: they need not ask again
+by_key: dict[Hashable, str] = {}  # what was chosen for calls that ``choose`` was told of: they need not ask again
 _MOST_CALLS = 4096
 _pinned: str | None = None
 _is_deterministic = False
 
 
 def pin(name: str | None) -> None:
-    """From now on takes what is named, wherever it can be had: ``"native"``, ``"triton"`` or ``"torch"``; None: again
+    """Take what is named from now on, wherever it can be had: ``"native"``, ``"triton"`` or ``"torch"``; None: again
     what is fastest."""
     global _pinned
     if name not in ("native", "triton", "torch", None):
@@ -52,14 +52,14 @@ def pin(name: str | None) -> None:
 
 
 def make_deterministic() -> None:
-    """From now on nothing is timed, and nothing that was timed is used: equal calls give equal bits."""
+    """Time nothing from now on, and use nothing that was timed: equal calls give equal bits."""
     global _is_deterministic
     _is_deterministic = True
     _ask_again()
 
 
 def choices() -> dict[str, str]:
-    """What has been chosen in this process.
+    """Return what has been chosen in this process.
 
     >>> mpkernels.selector.choices()
     {'linear_act gelu, with grad 512x768x3072 bfloat16,bfloat16': 'native'}
@@ -68,35 +68,35 @@ def choices() -> dict[str, str]:
 
 
 def forget() -> None:
-    """All choices, also those on disk: everything is timed anew."""
+    """Drop all choices, also those on disk: everything is timed anew."""
     _known.clear()
     disk.clear()
     _ask_again()
 
 
-def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run], call: Hashable = None) -> str:
-    """One of ``names``: the fastest, or the first, where that can't be known. ``prepare`` gives the code to time;
-    ``call`` stands for calls that are as good as equal."""
-    calls = chosen  # as they are now: who has a say while this is timed is heard
+def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run], key: Hashable = None) -> str:
+    """Return one of ``names``: the fastest, or the first, where that can't be known. ``prepare`` gives the code to
+    time; ``key`` stands for calls that are as good as equal."""
+    kept = by_key  # as they are now: who has a say while this is timed is heard
     name = _settled(names) or _known.get(case)
     if name is None:
         if (name := _find_out(case, names, prepare)) is None:
             return names[0]
         name = _known.setdefault(case, name)
-    if call is not None:
-        calls[call] = name
-        if len(calls) > _MOST_CALLS:
+    if key is not None:
+        kept[key] = name
+        if len(kept) > _MOST_CALLS:
             _ask_again()
     return name
 
 
 def _ask_again() -> None:
-    global chosen
-    chosen = {}  # not cleared: other threads may be reading it
+    global by_key
+    by_key = {}  # not cleared: other threads may be reading it
 
 
 def known(case: Case, names: Sequence[str]) -> str:
-    """What was last chosen for such a case with any number of rows."""
+    """Return what was last chosen for such a case with any number of rows."""
     if (name := _settled(names)) is not None:
         return name
     like = [name for other, name in _known.items() if other._replace(rows=None) == case]
@@ -104,7 +104,7 @@ def known(case: Case, names: Sequence[str]) -> str:
 
 
 def _settled(names: Sequence[str]) -> str | None:
-    """Without a look at the case."""
+    """Return the choice where it needs no look at the case."""
     if _pinned is not None:
         return _pinned if _pinned in names else names[0]
     if len(names) == 1 or _is_deterministic or torch.are_deterministic_algorithms_enabled():

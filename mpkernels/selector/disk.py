@@ -73,7 +73,7 @@ def _version(package: str) -> str:
 
 
 def _key(case: str, device: torch.device) -> str:
-    """With all that makes another choice likely."""
+    """Return the key of a case, with all that makes another choice likely."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
     else:

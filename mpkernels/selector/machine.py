@@ -26,7 +26,7 @@ def name() -> str:
 
 
 def features() -> list[str]:
-    """Those that kernels care about; empty where that is not known."""
+    """Return the instruction sets that kernels care about; empty where that is not known."""
     known = " ".join(_facts().get(key, "") for key in ("flags", "Features")).split()
     return [each for each in _FEATURES if each in known]
 

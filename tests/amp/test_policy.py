@@ -92,8 +92,8 @@ def test_a_device_in_each_of_torchs_ways(name, device):
     ],
 )
 def test_the_best_policy_for_a_machine(monkeypatch, device, amx, avx512, arm, capability, best):
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr("mpkernels.amp.policy.has_amx", lambda: amx)
+    monkeypatch.setattr("mpkernels.amp.policy.has_avx512_bf16", lambda: avx512)
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: arm, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     assert Policy.best(device) == Policy(best)

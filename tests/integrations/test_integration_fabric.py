@@ -95,4 +95,4 @@ def test_a_model_is_converted_and_converted_back_with_the_optimizer_that_fabric_
     assert net[0].weight.dtype == B16
     to_full(net, optimizer)
     assert_close(net.state_dict(), before, rtol=0, atol=0)
-    assert inner._tables == []  # it has seen that its parameters changed, not the wrapper
+    assert inner._plans == []  # it has seen that its parameters changed, not the wrapper

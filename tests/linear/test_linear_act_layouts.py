@@ -22,7 +22,7 @@ def timed(monkeypatch, tmp_path):
         strides.append((x.stride(), weight.stride()))
         return compute(kernel, x, weight, *rest)
 
-    for name, value in (("_is_deterministic", False), ("_known", {}), ("chosen", {})):
+    for name, value in (("_is_deterministic", False), ("_known", {}), ("by_key", {})):
         monkeypatch.setattr(selector, name, value)
     monkeypatch.setattr(selector, "race", lambda runs, device: [run() for run in runs.values()] and {"torch": 1.0})
     monkeypatch.setattr(mpkernels.functional, "_compute", compute_and_tell)

@@ -7,9 +7,9 @@
 
 #include "adamw/adamw.h"
 #include "grads/grad_stats.h"
-#include "linear/linear_act.h"
 #include "grads/overflow.h"
 #include "grads/unscale.h"
+#include "linear/linear_act.h"
 
 using namespace mpk;
 

@@ -212,11 +212,11 @@ def test_a_number_on_the_host_goes_by_value_to_another_device():
     backward(model, 0)
     optimizer = AdamW(model.parameters(), lr=torch.tensor(0.5), betas=(0.75, 0.875))
     optimizer.step()
-    [table] = optimizer._tables
-    *_, by_place = table._hyperparameters()
+    [plan] = optimizer._plans
+    *_, by_place = plan._hyperparameters()
     assert [it.numel() for it in by_place] == [1, 0, 0]
-    table.device = torch.device("cuda")
-    lr, beta1, beta2, *_, by_place = table._hyperparameters()
+    plan.device = torch.device("cuda")
+    lr, beta1, beta2, *_, by_place = plan._hyperparameters()
     assert (lr, beta1, beta2, by_place) == ([0.5], [0.75], [0.875], [])
 
 

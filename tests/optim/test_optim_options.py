@@ -9,7 +9,7 @@ import torch
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from mpkernels.optim.param_state import create
-from mpkernels.optim.table import Table
+from mpkernels.optim.plan import Plan, Verdict
 from tests.networks import B16, assert_close, backward, network, one_thread
 
 __all__ = ["one_thread"]  # a fixture that each test uses
@@ -166,12 +166,12 @@ def test_a_scalers_verdict_stands_beside_a_guard_that_finds_nothing(target, max_
     assert optimizer.skipped_steps.item() == 1
 
 
-def test_a_table_without_a_plan_looks_at_no_grads(target):
+def test_a_plan_without_cpps_half_looks_at_no_grads(target):
     """It must say so: else a guarded step would go on unguarded."""
     param = torch.nn.Parameter(torch.ones(3, device=target.device))
     optimizer = AdamW([param])
     group, state = optimizer.param_groups[0], create(param, "split", torch.float32, amsgrad=False)
-    table = Table([(group, param, state)], [0], is_for_once=True)
-    assert not table.can_look_at_grads()
+    plan = Plan([(group, param, state)], [0], is_for_once=True)
+    assert not plan.can_look_within_the_step()
     with pytest.raises(RuntimeError, match="adamw_: only a plan looks at grads within a step"):
-        table.step([torch.ones_like(param)], None, None, None, None, None, None, guarded=True)
+        plan.step([torch.ones_like(param)], Verdict(comes_inside=True))

@@ -15,7 +15,7 @@ __all__ = ["one_thread"]  # a fixture that each test uses
 
 
 def tables_of(optimizer):
-    return list(optimizer._tables)
+    return list(optimizer._plans)
 
 
 def step_both(pairs, seed):
@@ -207,22 +207,6 @@ def test_another_backend_may_take_over(pairs):
     assert_same(pairs)
 
 
-def test_what_is_held_on_to_is_let_go():
-    model = network()
-    optimizer = AdamW(model.parameters())
-    backward(model, 0)
-    optimizer.step()
-    (table,) = tables_of(optimizer)
-    assert table._forget.alive
-    finalizer, handle = table._forget, table._handle
-    assert handle.item() != 0
-    del table
-    optimizer._start_afresh()
-    gc.collect()
-    assert not finalizer.alive
-    assert handle.item() == 0
-
-
 def test_a_refused_step_is_refused_again():
     """What it had found out so far must not be taken for the truth by the next one."""
     model = network()
@@ -274,7 +258,7 @@ def test_something_else_in_the_state():
     assert optimizer.state["note"] == 3
 
 
-def test_tables_may_die_while_torch_traces():
+def test_plans_may_die_while_torch_traces():
     model = network()
     optimizer = AdamW(model.parameters())
     backward(model, 0)

@@ -168,22 +168,21 @@ def _put(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
     old.copy_(new if is_skipped is None else torch.where(is_skipped, old, new))
 
 
-# The same over states that C++ holds on to: handing over all lists takes longer than stepping what is in them, where
-# they are small. The grads are looked at first if the step is guarded. seen: what a glance at parameters and grads has
-# told (mpkernels/_glance.py), in place of the lists; False: it won't do, and nothing has happened.
+# The same over states that C++ holds on to, known by a number: handing over all lists takes longer than stepping what
+# is in them, where they are small. The grads are looked at first if the step is guarded.
 plan = NativeCall(
     _adamw,
-    "adamw_plan(Tensor(a!) handle, Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, "
-    "Tensor[] masters, Tensor[] scales, Tensor[] steps, int[] group_sizes) -> ()",
+    "adamw_plan(Tensor[] exp_avgs, Tensor[] exp_avg_sqs, Tensor[] max_exp_avg_sqs, Tensor[] masters, Tensor[] scales, "
+    "Tensor[] steps, int[] group_sizes) -> int",
 )
 by_plan = NativeCall(
     _adamw,
-    "adamw_by_plan_(Tensor handle, Tensor? seen, Tensor(a!)[] params, Tensor[] grads, float[] lr, float[] beta1, "
-    "float[] beta2, float[] weight_decay, float[] eps, bool[] maximize, Tensor[] on_device, Tensor? grad_scale, "
-    "Tensor? found_inf, Tensor? total_sumsq, float max_norm, Tensor(b!)? told, Tensor(c!)? skipped_steps, "
-    "Tensor(d!)? report, bool guarded) -> bool",
+    "adamw_by_plan_(int plan, Tensor(a!)[] params, Tensor[] grads, float[] lr, float[] beta1, float[] beta2, "
+    "float[] weight_decay, float[] eps, bool[] maximize, Tensor[] on_device, Tensor? grad_scale, Tensor? found_inf, "
+    "Tensor? total_sumsq, float max_norm, Tensor(b!)? told, Tensor(c!)? skipped_steps, Tensor(d!)? report, "
+    "bool guarded) -> ()",
 )
-forget = NativeCall(_adamw, "adamw_forget(Tensor(a!) handle) -> ()")
+forget = NativeCall(_adamw, "adamw_forget(int plan) -> ()")
 
 
 def adamw_(

@@ -65,7 +65,7 @@ def _line(x: Tensor, zero: Tensor) -> list[Tensor]:
 
 
 def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """In the order in which the elements of ``like`` fill its memory, or in that of indices if there are gaps."""
+    """Return the dimensions in the order in which ``like`` fills its memory, or in their own if there are gaps."""
     dims = order_of_memory(like)
     return (tensor.permute(dims) if like.permute(dims).is_contiguous() else tensor).reshape(-1).double()
 

@@ -42,7 +42,7 @@ def count_span(of_chunk, dtype, address, begin, size, compute: tl.constexpr):
 
 @triton.jit
 def load_field(of_chunk, field: tl.constexpr, i, count, other):
-    """Of so many chunks, what other programs wrote, past the L1 cache."""
+    """Load what other programs wrote of so many chunks, past the L1 cache."""
     return tl.load(of_chunk + i * FIELDS + field, mask=i < count, other=other, cache_modifier=".cg")
 
 

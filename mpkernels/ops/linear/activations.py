@@ -32,7 +32,7 @@ CUBIC = LINEAR * 0.044715
 
 
 def _bounded_square(z: Tensor) -> Tensor:
-    """Where the sigmoid is saturated anyway, lest inf times 0 make a NaN of a finite z."""
+    """Bound z where the sigmoid is saturated anyway, lest inf times 0 make a NaN of a finite z."""
     return (z * z).clamp(max=1e30)
 
 

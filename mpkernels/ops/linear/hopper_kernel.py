@@ -38,7 +38,7 @@ def linear_act_persistent_kernel(
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
-    """Whether the chip can copy blocks of all three matrices: rows of whole 16 bytes, y's too (triton#11583)."""
+    """Return whether the chip can copy blocks of all three matrices: rows of whole 16 bytes, y's too (triton#11583)."""
     return x.dtype != torch.float32 and len(weight) % 8 == 0 and _is_copied_by_block(x) and _is_copied_by_block(weight)
 
 

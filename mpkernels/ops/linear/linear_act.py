@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
+from mpkernels._torch_private import are_transforms_active, derives_forward
 from mpkernels.ops import _checks
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._registry import define
@@ -37,8 +37,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, save
 
 
 def _to(dtype: torch.dtype, tensor: Tensor) -> Tensor:
-    """As ``tensor.to``, but to the same dtype no call at all: a compiled autograd Function of torch 2.11 would lose the
-    gradient."""
+    """Cast as ``tensor.to`` does, but call nothing for the same dtype: a compiled autograd Function of torch 2.11 would
+    lose the gradient."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
@@ -114,7 +114,7 @@ _linear_act_backward = define(
 
 @register_flop_formula(_linear_act.overload.overloadpacket)
 def _flops(x: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
-    """Of the product, as torch counts its own."""
+    """Count the product's flops, as torch counts its own."""
     return 2 * x.numel() * weight[0]
 
 
@@ -152,7 +152,7 @@ def _grad_dtype(parameter: Tensor) -> torch.dtype:
     """``parameter.grad_dtype = torch.float32`` asks for fp32 of a 16-bit parameter; autograd makes other widths."""
     if parameter.dtype == torch.float32:
         return torch.float32
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not parameter.is_leaf:
+    if torch.compiler.is_compiling() or are_transforms_active() or not parameter.is_leaf:
         return parameter.dtype
     return torch.float32 if parameter.grad_dtype == torch.float32 else parameter.dtype
 
@@ -254,13 +254,13 @@ def linear_act(
 
     ``cast`` is weight and bias in x's dtype, where their own is fp32; ``kernel`` as ``Op.by`` takes it.
     """
-    transforms = torch._C._are_functorch_transforms_active()
+    transforms = are_transforms_active()
     save = transforms or (
         torch.is_grad_enabled()
         and (weight.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad))
     )
     cast_weight, cast_bias = cast or (None, None)
-    if not save and forward_ad._current_level < 0:
+    if not (save or derives_forward()):
         if cast_weight is not None:
             weight, bias = cast_weight, cast_bias
         return _compute(x, weight, bias, activation, save, kernel, shape)[0]

@@ -21,7 +21,7 @@ def linear_dact_kernel(
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """As a product's, dz is [M, N], and K is what it sums over."""
+    """Compute a tile of dz, [M, N]. K is what the product sums over."""
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N)
     rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M).to(tl.int64)
     columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N).to(tl.int64)

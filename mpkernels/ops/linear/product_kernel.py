@@ -65,7 +65,7 @@ def chip() -> str:
 
 
 def precision() -> str:
-    """Of fp32's products: TF32 only where torch may."""
+    """Return the precision of fp32's products: TF32 only where torch may."""
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
 
 

@@ -64,7 +64,7 @@ def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
 
 
 def _is_even(matrix: Tensor) -> bool:
-    """Whether Triton can tell that it may load 16 bytes at a time."""
+    """Return whether Triton can tell that it may load 16 bytes at a time."""
     inner = 0 if matrix.stride(0) == 1 else 1
     sixteens = matrix.shape[inner], matrix.stride(1 - inner), matrix.data_ptr()
     return matrix.stride(inner) == 1 and all(each % 16 == 0 for each in sixteens)

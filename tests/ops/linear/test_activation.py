@@ -43,7 +43,8 @@ def slopes(function, z):
 def test_slopes_are_as_near_to_fp64_as_fp32_can_be_at_every_point(target, activation):
     """A saturated sigmoid is off by eps / 2, which the second derivative of tanh-GELU multiplies by up to 7; the rest
     is a few roundings of numbers around 1."""
-    z = torch.cat([torch.linspace(-12, 12, 8193), torch.logspace(-20, 0, 201), -torch.logspace(-20, 0, 201)])
+    points = 513 if target.is_interpreted else 8193
+    z = torch.cat([torch.linspace(-12, 12, points), torch.logspace(-20, 0, 201), -torch.logspace(-20, 0, 201)])
     one = torch.ones(1, 1, device=target.device)
     rows, bound = z.to(target.device).unsqueeze(1), 6 * torch.finfo(torch.float32).eps
     first, second = slopes(lambda z: linear_act(z, one, None, activation), rows)

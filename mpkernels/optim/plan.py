@@ -1,0 +1,227 @@
+"""A plan: the parameters of a device that step together, and what they step with, kept from step to step."""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain, repeat
+from operator import is_, itemgetter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkernels._torch_private import for_real
+from mpkernels.ops.adamw import adamw as op
+from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
+from mpkernels.optim.masters import needs_master
+from mpkernels.overflow.ledger import Ledger
+from mpkernels.parameters import put_on, real
+
+Group = dict[str, Any]
+State = dict[str, Tensor]
+
+
+class Verdict(NamedTuple):
+    """What is known of the grads of all devices and processes before the step, as adamw_ takes it."""
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+    total_sumsq: Tensor | None = None
+    told: Tensor | None = None  # to be filled: the norm of the grads, and whether the step was skipped
+    has_norm: bool = False
+    comes_inside: bool = False  # the step looks at the grads itself, before all else
+
+
+class Plan:
+    """Looks at grads and steps, for the parameters of one device. Those of a group follow each other."""
+
+    def __init__(
+        self,
+        all_rows: Sequence[tuple[Group, Tensor, State]],
+        places: list[int],
+        ledger: Ledger | None = None,
+        is_for_once: bool = False,
+    ) -> None:
+        """Take the rows at ``places`` of all that the optimizer has. ``ledger`` knows where a step that is skipped
+        leaves its report."""
+        self._places, self._takes_all = places, len(places) == len(all_rows)
+        rows = [all_rows[i] for i in places]
+        groups, params, states = zip(*rows, strict=True)
+        self.params, self.device = list(params), params[0].device
+        self._kinds = list(map(_kind, params))
+        of_all = partial(map, itemgetter(1), all_rows)
+        self.report = None if ledger is None else ledger.report_for(self.params, self.device, of_all)
+        self._is_complex = any(map(torch.is_complex, params))
+        self.has_16_bit_parameters = any(map(needs_master, params))
+        self.groups: list[Group] = []
+        sizes: list[int] = []
+        for group in groups:
+            if not self.groups or group is not self.groups[-1]:
+                self.groups.append(group)
+                sizes.append(0)
+            sizes[-1] += 1
+        nothing = torch.empty(0, device=self.device)
+        largest = [state["max_exp_avg_sq"] if group["amsgrad"] else nothing for group, _, state in rows]
+        masters = [state.get("remainder", state.get("master", nothing)) for state in states]
+        scales = [state.get("scales", nothing) for state in states]
+        self._lists = (
+            [real(state["exp_avg"]) for state in states],
+            [real(state["exp_avg_sq"]) for state in states],
+            *(
+                list(map(real, it)) if any(each is not nothing for each in it) else []
+                for it in (largest, masters, scales)
+            ),
+            [state["step"] for state in states],
+            sizes,
+        )
+        self._native: _NativePlan | None = None
+        self._may_be_native = not is_for_once and type(nothing) is Tensor  # C++ can't hold on to a stand-in
+
+    def _own(self, grads: list[Any]) -> list[Tensor]:
+        """Return those of this plan, of one grad for each row of the optimizer."""
+        own = grads if self._takes_all else [grads[i] for i in self._places]
+        return list(map(real, own)) if self._is_complex else own
+
+    def look(self, grads: list[Any]) -> GradStats:
+        """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
+        return grad_stats(self._own(grads))
+
+    @property
+    def has_moved(self) -> bool:
+        """Tell whether a parameter has gone to another device or dtype."""
+        return list(map(_kind, self.params)) != self._kinds
+
+    @property
+    def first_has_moved(self) -> bool:
+        """Tell whether the first one has, as a model does as a whole."""
+        return _kind(self.params[0]) != self._kinds[0]
+
+    def can_look_within_the_step(self) -> bool:
+        """Return whether the grads need not be handed over twice, to look and to step."""
+        return self._by_plan() is not None
+
+    def _by_plan(self) -> Callable[..., None] | None:
+        is_possible = self._may_be_native and not torch.compiler.is_compiling()
+        return op.by_plan.on(self.device.type) if is_possible else None
+
+    def step(
+        self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
+    ) -> None:
+        """Take one step, unless the verdict is an overflow; count that in ``skipped_steps``, if given."""
+        own = self._own(grads)
+        params = list(map(real, self.params)) if self._is_complex else self.params
+        known = (put_on(self.device, it) for it in verdict[:3])
+        shared = *self._hyperparameters(), *known, max_norm or math.inf, verdict.told, skipped_steps, self.report
+        by_plan = self._by_plan()
+        if by_plan is None:
+            if verdict.comes_inside:
+                raise RuntimeError("adamw_: only a plan looks at grads within a step")
+            if self.has_moved:
+                raise RuntimeError("adamw_: a parameter has changed its device or dtype since its state was made")
+            op._adamw(params, own, *self._lists, *shared)
+            return
+        if self._native is None or self._native.by_plan is not by_plan:  # other kernels run now than last time
+            self._native = _NativePlan(by_plan, self.device.type, self._lists)
+        try:
+            by_plan(self._native.number, params, own, *shared, verdict.comes_inside)
+        except RuntimeError:
+            op._adamw._check(params, own, *self._lists, *shared)
+            raise
+        torch.autograd.graph.increment_version(params)
+
+    def _hyperparameters(self) -> tuple[Any, ...]:
+        groups = self.groups
+        betas = [group["betas"] for group in groups]
+        of_each = [group["lr"] for group in groups], [beta1 for beta1, _ in betas], [beta2 for _, beta2 in betas]
+        return (
+            *([0.0 if self._is_read_in_place(x) else float(x) for x in row] for row in of_each),
+            [float(group["weight_decay"]) for group in groups],
+            [float(group["eps"]) for group in groups],
+            [bool(group["maximize"]) for group in groups],
+            self._on_device(of_each),
+        )
+
+    def _on_device(self, of_each: tuple[list[Any], ...]) -> list[Tensor]:
+        """Return lr and both betas of each group, in turn: those that are tensors, and nothing for the others."""
+        hypers = list(chain.from_iterable(zip(*of_each, strict=True)))
+        if not any(map(self._is_read_in_place, hypers)):
+            return []
+        nothing = torch.empty(0, device=self.device)
+        return [self._number(x) if self._is_read_in_place(x) else nothing for x in hypers]
+
+    def _is_read_in_place(self, x: Any) -> bool:
+        """A number on the host goes by value, as everywhere in torch: to copy it to the device would wait."""
+        is_by_value = self.device.type != "cpu" and not torch.compiler.is_compiling()
+        return isinstance(x, Tensor) and not (is_by_value and x.device.type == "cpu")
+
+    def _number(self, tensor: Tensor) -> Tensor:
+        """Return the number where it lies, if it lies on the device in a dtype that kernels read."""
+        is_read = tensor.dtype in (torch.float32, torch.float64)
+        return tensor.to(self.device, tensor.dtype if is_read else torch.float64)
+
+
+class _NativePlan:
+    """C++'s half of a plan, which holds on to the states. It ends with this object."""
+
+    def __init__(self, by_plan: Callable[..., None], device_type: str, lists: tuple[Any, ...]) -> None:
+        make, forget = op.plan.on(device_type), op.forget.on(device_type)
+        if make is None or forget is None:
+            raise RuntimeError("AdamW: the compiled kernels lack adamw_plan or adamw_forget; build them anew")
+        self.by_plan, self.number = by_plan, make(*lists)
+        self.end = weakref.finalize(self, _unseen, forget, self.number)
+
+
+def _unseen(function: Callable[..., None], *arguments: Any) -> None:
+    """Garbage is collected at any time, also while torch traces."""
+    with for_real():
+        function(*arguments)
+
+
+def _kind(param: Tensor) -> tuple[torch.device, torch.dtype]:
+    return param.device, param.dtype
+
+
+class Foundations:
+    """What plans were made of. They hold as long as every group, parameter and tensor of a state is the same object,
+    and the same parameters have grads; what a tensor's own memory has become, C++ looks at in each step."""
+
+    def __init__(
+        self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None], states: dict[Tensor, State]
+    ) -> None:
+        self._groups, self._params = list(groups), params
+        self._shape_of_groups = _shape(groups)
+        self._without_grad = _are_none(grads)
+        self._keys, self._states = list(states), _tensors_in(states)
+
+    def hold(
+        self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None], states: dict[Tensor, State]
+    ) -> bool:
+        return (
+            _are_same(groups, self._groups)
+            and _are_same(params, self._params)
+            and _are_none(grads) == self._without_grad
+            and _shape(groups) == self._shape_of_groups
+            and _are_same(states, self._keys)
+            and _are_same(_tensors_in(states), self._states)
+        )
+
+
+def _are_same(some: Any, others: list[Any]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _are_none(grads: list[Tensor | None]) -> list[bool]:
+    return list(map(is_, grads, repeat(None)))
+
+
+def _tensors_in(states: dict[Tensor, State]) -> list[object]:
+    """All that the states of parameters hold. A user may keep something else there."""
+    try:
+        return list(chain.from_iterable(map(dict.values, states.values())))
+    except TypeError:
+        return [each for state in states.values() if isinstance(state, dict) for each in state.values()]
+
+
+def _shape(groups: list[Group]) -> list[tuple[int, bool]]:
+    return [(len(group["params"]), group["amsgrad"]) for group in groups]

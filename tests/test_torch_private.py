@@ -1,0 +1,95 @@
+"""With any of the private names missing that _torch_private reads, the package imports and works."""
+
+import os
+import re
+import sys
+import traceback
+
+import pytest
+
+from tests import ROOT
+
+SOURCE = (ROOT / "mpkernels" / "_torch_private.py").read_text()
+NAMES = sorted({name for _, name in re.findall(r'_find\(\s*"([\w.]+)", "([\w.]+)"', SOURCE)})
+NAMES += re.findall(r'getattr\(\w[\w.]*, "(_\w+)"', SOURCE)
+
+
+def test_all_are_tried():
+    assert len(NAMES) > 20
+    assert "torch._C." not in SOURCE  # but by _find
+
+
+def hide(name):
+    """From the fence alone: torch itself needs it."""
+    import builtins
+
+    found = builtins.getattr
+
+    def without(it, attribute, *otherwise):
+        asker = sys._getframe(1).f_globals.get("__name__")
+        if attribute == name.rpartition(".")[2] and asker == "mpkernels._torch_private":
+            if otherwise:
+                return otherwise[0]
+            raise AttributeError(attribute)
+        return found(it, attribute, *otherwise)
+
+    builtins.getattr = without
+
+
+def train():
+    import torch
+
+    import mpkernels
+    from mpkernels.amp import GradScaler, Policy, clip_grad_norm_, to_mixed
+    from mpkernels.nn import LinearAct
+    from mpkernels.optim import AdamW
+
+    torch.set_num_threads(1)
+    model = torch.nn.Sequential(LinearAct(6, 8, activation="relu"), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    plain = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3))
+    plain.load_state_dict({f"{int(k[0]) + (k[0] > '0')}{k[1:]}": v for k, v in model.state_dict().items()})
+    for net, optimizer in ((model, AdamW(model.parameters())), (plain, torch.optim.AdamW(plain.parameters()))):
+        scaler = GradScaler("cpu", init_scale=8.0)
+        for seed in range(3):
+            inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+            optimizer.zero_grad()
+            scaler.scale(net(inputs).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    Policy.best("cpu")
+    mpkernels.memory_report(model, AdamW(model.parameters()), lambda net: net(torch.ones(4, 6)).sum())
+    mixed = to_mixed(model)
+    with torch.no_grad():
+        mixed(torch.ones(4, 6))
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_without_each():
+    """In a process that has imported torch and nothing of ours: each name is hidden in a fork of its own."""
+    import subprocess
+
+    code = "import torch._dynamo, tests.test_torch_private as it; it.fork_all()"  # torch.optim would import it
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == NAMES
+
+
+def fork_all():
+    failed = []
+    for name in NAMES:
+        if (child := os.fork()) == 0:
+            try:
+                hide(name)
+                train()
+            except BaseException:
+                print(f"without {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+                os._exit(1)
+            os._exit(0)
+        if os.waitpid(child, 0)[1] != 0:
+            failed.append(name)
+        print(name)
+    sys.exit(f"without {', '.join(failed)} it doesn't work" if failed else 0)
