@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mpkernels.bench import results
-from tests import ROOT
+from tests import ROOT, commands
 
 TINY = "unscale_ cpu-1 fp32 1x2^20"
 WITHOUT = (
@@ -21,7 +21,10 @@ WITHOUT = (
 RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
-def bench(*words, python=("-m", "mpkernels"), **options):
+def bench(*words, python=None, **options):
+    """python: its own words, where it must be one of its own."""
+    if python is None:
+        return commands.run("bench", *words, **options)
     command = [sys.executable, *python, "bench", *map(str, words)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300, **options)
 
@@ -105,7 +108,7 @@ def test_a_link_to_the_results_stays_a_link(tmp_path):
 
 
 def test_an_unknown_command():
-    done = subprocess.run([sys.executable, "-m", "mpkernels", "tell"], capture_output=True, text=True)
+    done = commands.run("tell")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "invalid choice: 'tell'" in done.stderr
 
@@ -189,6 +192,6 @@ def test_a_full_disk_is_told_in_a_line():
 
 
 def test_a_terminal_without_blocks():
-    done = bench("--only", TINY, env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    done = bench("--only", TINY, python=("-m", "mpkernels"), env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr
     assert "??" in done.stdout  # the bar

@@ -15,22 +15,25 @@ from mpkernels.demo import report
 from mpkernels.demo.corpus import Corpus
 from mpkernels.demo.model import SIZES, Size
 from mpkernels.demo.training import NAMES, SIDES, Training
+from tests import commands
 
 COMMAND = [sys.executable, "-m", "mpkernels", "demo"]
 STEPS = ["--steps", "2"]
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for each other take the cores from other tests
 
 
-def demo(*words, out, start=COMMAND, status=0):
-    run = subprocess.run(
-        [*start, *words, "--out", str(out)], capture_output=True, text=True, check=False, env=ONE_THREAD
-    )
+def demo(*words, out, start=None, status=0):
+    if start is None:
+        run = commands.run("demo", *words, "--out", out, env=ONE_THREAD)
+    else:
+        command = [*start, *words, "--out", str(out)]
+        run = subprocess.run(command, capture_output=True, text=True, check=False, env=ONE_THREAD)
     assert run.returncode == status, run.stderr
     assert "Traceback" not in run.stderr
     return run
 
 
-def refused(*words, out, status=2, start=COMMAND):
+def refused(*words, out, status=2, start=None):
     """The one line that is said."""
     run = demo(*words, out=out, start=start, status=status)
     assert run.stderr.count("\n") == 1

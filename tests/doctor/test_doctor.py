@@ -13,11 +13,13 @@ from mpkernels import __version__, doctor
 from mpkernels.doctor import selftest
 from mpkernels.ops import _registry
 from mpkernels.ops._samples import SAMPLES
+from tests import commands
 
 
 def mpkernels(*words, cwd=None, code=""):
-    start = [sys.executable, "-c", code] if code else [sys.executable, "-m", "mpkernels"]
-    return subprocess.run([*start, *words], capture_output=True, text=True, cwd=cwd, check=False)
+    if not code:
+        return commands.run(*words, cwd=cwd)
+    return subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, cwd=cwd, check=False)
 
 
 def test_every_op_has_samples():
