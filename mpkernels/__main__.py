@@ -19,7 +19,7 @@ COMMANDS = {
 
 class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> None:  # type: ignore[override]
-        """One line is enough."""
+        """Say what is wrong in one line."""
         self.exit(2, f"{self.prog}: {message}\n")
 
 

@@ -17,14 +17,14 @@ _PACKAGE = Path(__file__).parent
 
 
 def _candidates() -> Iterator[Path]:
-    """The library beside this file, then those of installed mpkernels, which a checkout shadows."""
+    """Yield the library beside this file, then those of installed mpkernels, which a checkout shadows."""
     yield _PACKAGE / "_native.so"
     for installed in metadata.distributions(name="mpkernels"):
         yield Path(str(installed.locate_file("mpkernels/_native.so")))
 
 
 def build_info(library: Path | None) -> dict[str, Any]:
-    """What the build wrote down beside ``library``; empty where nothing can be read."""
+    """Return what the build wrote down beside ``library``; empty where nothing can be read."""
     try:
         info: dict[str, Any] = {} if library is None else json.loads((library.parent / "_build_info.json").read_text())
     except (OSError, ValueError):

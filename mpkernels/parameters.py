@@ -19,13 +19,13 @@ def params_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """The optimizer that Accelerate's, Lightning's and Fabric's wrappers hold."""
+    """Return the optimizer that Accelerate's, Lightning's and Fabric's wrappers hold."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(optimizer, Optimizer) and isinstance(inner, Optimizer) else optimizer
 
 
 def group_of(optimizer: Optimizer, param: Tensor, group_number: int, place: int) -> dict[str, Any] | None:
-    """The group that holds it now, most likely this one and there: to look through all takes a while."""
+    """Return the group that holds it now, most likely this one and there: to look through all takes a while."""
     groups = optimizer.param_groups
     for group in groups[group_number : group_number + 1]:
         if any(each is param for each in group["params"][place : place + 1]):
@@ -54,7 +54,7 @@ def sum_of(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def real(tensor: Tensor) -> Tensor:
-    """The same memory: two numbers for each complex one."""
+    """Return a view of the same memory: two numbers for each complex one."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 

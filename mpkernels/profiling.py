@@ -49,7 +49,7 @@ class Profile:
         return self.waited / self.seconds if self.seconds else None
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """The loader's batches, for the loop to run over, with a watch on how long each takes to come."""
+        """Yield the loader's batches, for the loop to run over, with a watch on how long each takes to come."""
         iterator, start = iter(loader), None
         try:
             for count in itertools.count():

@@ -105,7 +105,7 @@ def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
 
 
 def _real(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The same memory, in which a conjugate's signs don't matter here."""
+    """Return what a grad has in the same memory; a conjugate's signs don't matter here."""
     if not any(map(torch.is_complex, grads)):
         return grads
     return [real(grad.conj() if grad.is_conj() else grad) for grad in grads]

@@ -114,7 +114,7 @@ class GradScaler(torch.amp.GradScaler):
         return found_infs
 
     def _note(self, optimizer: Optimizer, grads: inf_check.Grads, found_infs: Any, unscaled: bool) -> None:
-        """What the grads are like, if the step will be skipped."""
+        """Return what the grads are like, if the step will be skipped."""
         if self._scale is None:  # a subclass's way to take a scale of its own off
             return
         self._ledgers.take_up(optimizer, self._overflows)

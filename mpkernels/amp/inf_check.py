@@ -44,7 +44,7 @@ def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
 
 
 def given_peers(scaler: Any, optimizer: Any) -> Processes | None:
-    """The processes that skip its steps together, as the user says of either."""
+    """Return the processes that skip its steps together, as the user says of either."""
     both = [getattr(it, "_peers", None) for it in (scaler, unwrapped(optimizer))]
     ours, own = (it if isinstance(it, Processes) else None for it in both)  # others may answer anything
     if ours is not None and own is not None and ours.group is not own.group:

@@ -171,7 +171,7 @@ def _set(param: Tensor, value: Tensor) -> None:
 
 
 def _with_master(param: Tensor, goal: torch.dtype, optimizer: AdamW) -> Tensor:
-    """The weight to be; what its rounding takes away goes to the optimizer."""
+    """Return the weight to be; what its rounding takes away goes to the optimizer."""
     group = next((group for group in optimizer.param_groups if any(it is param for it in group["params"])), None)
     if group is None or goal == torch.float32 or param.dtype != torch.float32:
         return param.to(goal)

@@ -38,7 +38,7 @@ class Policy:
 
     @classmethod
     def best(cls, device: str | torch.device | None = None) -> "Policy":
-        """The one that trains fastest on a device, by default the machine's, without a loss in accuracy.
+        """Return the policy that trains fastest on a device, by default the machine's, without a loss in accuracy.
 
         bf16 wherever hardware multiplies it, for it needs no scaling: CUDA from Ampere on, ROCm, XPU, and CPUs with
         AMX, AVX512_BF16 or Arm's BF16. Else fp16 on a CUDA device with tensor cores, and on MPS, whose first generation
@@ -94,12 +94,12 @@ _global_policy = Policy("float32")
 
 
 def global_policy() -> Policy:
-    """What ``set_global_policy`` set last; ``Policy("float32")`` at first."""
+    """Return what ``set_global_policy`` set last; ``Policy("float32")`` at first."""
     return _global_policy
 
 
 def set_global_policy(policy: Policy | str) -> None:
-    """The policy of code that is handed none: your own, by ``global_policy()``, and ``find_max_batch_size``."""
+    """Return the policy of code that is handed none: your own, by ``global_policy()``, and ``find_max_batch_size``."""
     global _global_policy
     if not isinstance(policy, Policy | str):
         raise TypeError(f"set_global_policy: policy must be a Policy or the name of one, got {policy!r}")

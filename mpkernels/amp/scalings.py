@@ -20,7 +20,7 @@ BEYOND_TORCH = ("min_scale", "max_scale", "hysteresis")
 
 
 def check(scaling: Scaling, options: dict[str, Any]) -> Schedule | None:
-    """The schedule, if there is one. ``options`` has what DEFAULTS has."""
+    """Return the schedule, if there is one. ``options`` has what DEFAULTS has."""
     if scaling == "dynamic":
         low, first, high = options["min_scale"], options["init_scale"], options["max_scale"]
         _require(low >= 0, "min_scale", "0 or more", low)

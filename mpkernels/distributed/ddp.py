@@ -32,7 +32,7 @@ def _note(module: Any, name: str = "", submodule: Any = None) -> None:
 
 
 def made() -> int:
-    """How many so far."""
+    """Return how many wrappers were made so far."""
     return _made
 
 

@@ -29,7 +29,7 @@ def find_max_batch_size(
     make_batch: Callable[[int], Any] | None = None,
     restore: Iterable[Any] = (),
 ) -> int:
-    """The largest batch that a training step gets through: doubling, then bisection, each size by a real step.
+    """Return the largest batch that a training step gets through: doubling, then bisection, each size by a real step.
 
     Running out of memory ends a trial and is cleaned up after; any other error passes through. The size that is
     returned has been run. On a CPU, which would kill the process, no size is tried that might take more than 70 % of
@@ -77,7 +77,7 @@ def find_max_batch_size(
 
 
 def _least(model: nn.Module) -> int:
-    """What is known before anything is tried: grads, states, and a copy of the weights, to put back."""
+    """Note what is known before anything is tried: grads, states, and a copy of the weights, to put back."""
     return memory_report(model, _optimizer(model)).total
 
 

@@ -37,7 +37,7 @@ class MemoryComparison:
 def compare_memory(
     model: nn.Module, loss: Loss, policy: Policy | str | None = None, device: str | torch.device | None = None
 ) -> MemoryComparison:
-    """The same step three ways: fp32; torch.amp, with torch's AdamW; mpkernels, with ``to_mixed`` and our AdamW.
+    """Measure one step in three ways: fp32; torch.amp, with torch's AdamW; mpkernels, with ``to_mixed`` and our AdamW.
 
     Args:
         model: is copied for each way, and left as it is.

@@ -64,7 +64,7 @@ def start_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int:
-    """The most that ``used`` has been."""
+    """Return the most that ``used`` has been."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
@@ -72,7 +72,7 @@ def peak(device: torch.device) -> int:
 
 
 def available() -> int:
-    """What the host can still hand out without swapping, to this process and its control group."""
+    """Return what the host can still hand out without swapping, to this process and its control group."""
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():
         return _physical() // 2

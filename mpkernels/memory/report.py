@@ -50,7 +50,7 @@ class MemoryReport:
 def memory_report(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, loss: Loss | None = None
 ) -> MemoryReport:
-    """What a training step of the model holds in memory. Print it for a table.
+    """Return what a training step of the model holds in memory. Print it for a table.
 
     Args:
         model, optimizer: as you train them; a step need not have been taken. Left as they are.

@@ -184,7 +184,7 @@ def _triton_runs_on(device_type: str) -> bool:
 
 
 def backends(op: str, device: str | torch.device = "cpu") -> list[str]:
-    """The kernels of ``op``, ``"unscale_"`` say, on a device. The first is the one that is used.
+    """Return the kernels of ``op``, ``"unscale_"`` say, on a device. The first is the one that is used.
 
     >>> mpkernels.backends("unscale_", "cuda")
     ['native', 'triton', 'reference']

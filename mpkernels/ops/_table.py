@@ -71,7 +71,7 @@ def lend(tensor: Tensor, like: Tensor) -> Tensor:
 
 @triton.jit
 def find_span(words, tensors, chunk, CHUNK: tl.constexpr, ROW: tl.constexpr):
-    """What one chunk covers: the row's number, the row, the first element, the number of elements."""
+    """Return what one chunk covers: the row's number, the row, the first element, the number of elements."""
     number = tl.load(words + tensors * ROW + chunk)
     row = words + number * ROW
     begin = (chunk - tl.load(row + 2)) * CHUNK
@@ -80,7 +80,7 @@ def find_span(words, tensors, chunk, CHUNK: tl.constexpr, ROW: tl.constexpr):
 
 @triton.jit
 def load_span(words, tensors, chunk, CHUNK: tl.constexpr):
-    """The row's number, address of the first element, number of elements, dtype."""
+    """Return the row's number, address of the first element, number of elements, dtype."""
     number, row, begin, size = find_span(words, tensors, chunk, CHUNK, ROW)
     dtype = tl.load(row + 3)
     width = tl.where(dtype == FP64, 8, tl.where(dtype == FP32, 4, 2))
@@ -104,7 +104,7 @@ def block_at(address, at, mask, T: tl.constexpr):
 
 @triton.jit
 def load_as(compute: tl.constexpr, dtype, address, at, mask):
-    """A block in the computing type, fp32 or fp64. Arrays that are computed with in fp64 are in fp64."""
+    """Return a block in the computing type, fp32 or fp64. Arrays that are computed with in fp64 are in fp64."""
     if compute == tl.float64:
         values = tl.load(block_at(address, at, mask, tl.float64), mask=mask)
     elif dtype == FP32:

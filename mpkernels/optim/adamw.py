@@ -198,7 +198,7 @@ class AdamW(torch.optim.AdamW):
         return self._plans
 
     def _new_plans(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
-        """One for each device, of the parameters that have a grad; each of those then has a state."""
+        """Return a plan for each device, of the parameters that have a grad; each of those then has a state."""
         refuse_sharded("AdamW", "params", params)
         self._has_parts = fsdp1.has_parts(params)
         group_of = [group for group in self.param_groups for _ in group["params"]]

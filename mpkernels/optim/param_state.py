@@ -16,7 +16,7 @@ State = dict[str, Tensor]
 
 
 def create(param: Tensor, master: str, state_dtype: torch.dtype, amsgrad: bool) -> State:
-    """A state before the first step. The master is the parameter as it is, exactly."""
+    """Return a state before the first step. The master is the parameter as it is, exactly."""
     state = _without_master(param, state_dtype, amsgrad)
     masters.give(state, param, master)
     return state
@@ -46,7 +46,7 @@ def lacks_codes(param: Tensor, state: State, state_dtype: torch.dtype) -> bool:
 
 
 def decoded(state: State) -> State:
-    """The state with its moments as numbers that torch knows."""
+    """Return the state with its moments as numbers that torch knows."""
     if "scales" not in state:
         return state
     keys = [key for key in MOMENTS if key in state]

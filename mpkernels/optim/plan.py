@@ -216,7 +216,7 @@ def _are_none(grads: list[Tensor | None]) -> list[bool]:
 
 
 def _tensors_in(states: dict[Tensor, State]) -> list[object]:
-    """All that the states of parameters hold. A user may keep something else there."""
+    """Return all that the states of parameters hold. A user may keep something else there."""
     try:
         return list(chain.from_iterable(map(dict.values, states.values())))
     except TypeError:

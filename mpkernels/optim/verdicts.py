@@ -56,7 +56,7 @@ def _processes_of(optimizer: Any, params: Sequence[Tensor]) -> Processes | None:
 def _look(
     plans: Sequence[Plan], params: Sequence[Tensor], grads: list[Any], found_inf: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Sum of squares and found_inf of all devices; the latter with a scaler's."""
+    """Return the sum of squares and found_inf of all devices; the latter with a scaler's."""
     if not plans:
         return torch.zeros((), dtype=torch.float64, device=params[0].device if params else "cpu"), found_inf
     stats = [plan.look(grads) for plan in plans]

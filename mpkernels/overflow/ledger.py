@@ -48,7 +48,7 @@ class Ledger:
         return [self._merged(device) for device in self._newest]
 
     def _merged(self, device: torch.device) -> Record:
-        """The newest, unless no step has been skipped since it was begun."""
+        """Return the newest record, or the older one, if no step has been skipped since the newest was begun."""
         newest, older = self._newest[device], self._older.get(device)
         if older is None:
             return newest
@@ -58,7 +58,7 @@ class Ledger:
 
 
 def _only(params: Iterable[Tensor], record: Record) -> Record:
-    """The record's lines of these."""
+    """Return the record's lines of these."""
     wanted = set(map(id, params))
     places = [i for i, param in enumerate(record.params) if id(param) in wanted]
     at = torch.tensor([0, *(1 + i for i in places)], device="cpu").to(record.report.device, non_blocking=True)
@@ -66,7 +66,7 @@ def _only(params: Iterable[Tensor], record: Record) -> Record:
 
 
 def _among(params: list[Tensor], record: Record) -> Tensor:
-    """The record's lines at the places that its parameters have among all these."""
+    """Return the record's lines at the places that its parameters have among all these."""
     place = {id(param): i for i, param in enumerate(params)}
     places = [0, *(1 + place[id(param)] for param in record.params)]
     at = torch.tensor(places, device="cpu").to(record.report.device, non_blocking=True)

@@ -118,7 +118,7 @@ def _is_skipped(it: Arguments) -> Tensor | None:
 
 
 def _tell(it: Arguments, is_skipped: Tensor | None) -> None:
-    """The norm of the unscaled grads, and whether the step is skipped."""
+    """Fill ``told`` and count the skip: the norm of the unscaled grads, and whether the step is skipped."""
     if it.told is not None and it.total_sumsq is not None:
         it.told[0] = _unscaled_norm(it.grad_scale, it.total_sumsq)
     if it.told is not None:
@@ -128,7 +128,7 @@ def _tell(it: Arguments, is_skipped: Tensor | None) -> None:
 
 
 def _weight(it: Arguments, i: int) -> Tensor:
-    """The true one, in the computing dtype."""
+    """Return the true weight, in the computing dtype."""
     param, master = it.params[i], it.entry("masters", i)
     if master is None:
         return param.to(torch.promote_types(param.dtype, torch.float32))
@@ -136,7 +136,7 @@ def _weight(it: Arguments, i: int) -> Tensor:
 
 
 def _new_weight(it: Arguments, i: int, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What replaces what."""
+    """Return pairs: what is to be replaced, and by what."""
     param, master = it.params[i], it.entry("masters", i)
     if master is None:
         return [(param, weight)]
@@ -152,7 +152,7 @@ def _decoded(moments: list[Tensor], scales: Tensor | None) -> list[Tensor]:
 
 
 def _encoded(moments: list[Tensor], values: list[Tensor], scales: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-    """What replaces what. Codes share a scale with their neighbours in memory, in the order that they have."""
+    """Return pairs: what is to be replaced, and by what. Codes share a scale with neighbours in memory."""
     if scales is None:
         return list(zip(moments, values, strict=True))
     pairs = []

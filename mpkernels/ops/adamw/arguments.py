@@ -102,7 +102,7 @@ def _check_row(
     masters: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> None:
-    """What the tensors of one parameter must be to each other."""
+    """Refuse tensors of one parameter that do not go together."""
     _checks.scalar("adamw_", f"steps[{i}]", steps, like=param)
     states = {"exp_avgs": exp_avgs, "exp_avg_sqs": exp_avg_sqs, "max_exp_avg_sqs": max_exp_avg_sqs}
     for name, tensor in {"grads": grads, **states, "masters": masters}.items():

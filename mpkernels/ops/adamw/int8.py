@@ -8,7 +8,7 @@ SMALLEST_SCALE = 2.0**-126
 
 
 def decode(codes: Tensor, scales: Tensor, squared: bool) -> Tensor:
-    """The fp32 values of int8 codes in any shape: of exp_avg, or of exp_avg_sq if they are squared."""
+    """Return the fp32 values of int8 codes in any shape: of exp_avg, or of exp_avg_sq if they are squared."""
     q = _blocks(codes.float() + (128 if squared else 0))
     root = q * torch.tensor(1 / (255 if squared else 127), dtype=torch.float32, device=q.device)
     values = scales[:, None] * (root * root.abs())
@@ -16,7 +16,7 @@ def decode(codes: Tensor, scales: Tensor, squared: bool) -> Tensor:
 
 
 def encode(values: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
-    """The codes, in the shape and strides of ``values``, which must be dense, and the scales."""
+    """Return the codes, in the shape and strides of ``values``, which must be dense, and the scales."""
     numbers = _blocks(values.double().sqrt().float() if squared else values)  # an fp32 root is an ulp off at times
     largest = numbers.abs().amax(1)
     scales = torch.where(largest < SMALLEST_SCALE, 0.0, largest)
@@ -28,7 +28,7 @@ def encode(values: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
 
 
 def _order(tensor: Tensor) -> list[int]:
-    """The dimensions, from the slowest in memory to the fastest."""
+    """Return the dimensions, from the slowest in memory to the fastest."""
     return sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True)
 
 

@@ -30,7 +30,7 @@ def decode(codes, scales, squared: tl.constexpr):
 
 @triton.jit
 def encode(values, mask, squared: tl.constexpr):
-    """The codes and the scales of whole blocks; what is masked off counts as 0."""
+    """Return the codes and the scales of whole blocks; what is masked off counts as 0."""
     numbers = tl.where(mask, values, 0.0)
     if squared:
         numbers = tl.sqrt_rn(numbers)

@@ -46,7 +46,7 @@ def unscaled_norm(grad_scale, total_sumsq):
 
 @triton.jit
 def scalars_of(group, steps_before, grad_scale, total_sumsq):
-    """All that is the same for a whole parameter, in fp64: adamw rounds it once."""
+    """Return all that is the same for a whole parameter, in fp64: adamw rounds it once."""
     lr, beta1, beta2 = hyperparameter(group, 0), hyperparameter(group, 1), hyperparameter(group, 2)
     factor = unscale_factor(grad_scale)
     if total_sumsq is not None:

@@ -5,17 +5,17 @@ from torch import Tensor
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The 16-bit weight and the int16 remainder of an fp32 master."""
+    """Return the 16-bit weight and the int16 remainder of an fp32 master."""
     return _split_bf16(master) if dtype == torch.bfloat16 else _split_fp16(master)
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master of a 16-bit weight and its remainder."""
+    """Return the fp32 master of a 16-bit weight and its remainder."""
     return (_join_bf16 if weight.dtype == torch.bfloat16 else _join_fp16)(weight, remainder)
 
 
 def copied_master(weight: Tensor, copy: Tensor) -> Tensor:
-    """The fp32 master of a 16-bit weight and the copy of one, which holds where it rounds to the weight."""
+    """Return the fp32 master of a 16-bit weight and the copy of one, which holds where it rounds to the weight."""
     is_its = copy.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
     return torch.where(is_its, copy, weight.float())
 
@@ -35,7 +35,7 @@ def _join_bf16(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def _unit_of_fp16(weight: Tensor) -> Tensor:
-    """A 2^-16th of the weight's last place."""
+    """Return a 2^-16th of the weight's last place."""
     exponent = weight.view(torch.int16).int() >> 10 & 0x1F
     return (exponent.clamp(min=1) + 86 << 23).view(torch.float32)
 

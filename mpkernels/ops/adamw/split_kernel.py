@@ -13,7 +13,7 @@ NEAREST_BITS = tl.constexpr(0x4B400000)
 
 @triton.jit
 def unit_of_fp16(bits):
-    """A 2^-16th of the last place, as the bits of an fp32."""
+    """Return a 2^-16th of the last place, as the bits of an fp32."""
     return (tl.maximum(bits >> 10 & 0x1F, 1) + 86) << 23
 
 

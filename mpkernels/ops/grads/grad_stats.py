@@ -33,7 +33,7 @@ def _grad_stats(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor
 
 
 def grad_stats(grads: Sequence[Tensor]) -> GradStats:
-    """Sum of squares and non-finite flag of each grad and of all of them, in one pass that changes nothing.
+    """Return the sum of squares and non-finite flag of each grad and of all of them, in one pass that changes nothing.
 
     Sums are fp64, so neither an fp16 norm above 65504 nor an fp32 square above 3e38 is mistaken for an overflow.
     Results repeat to the last bit, whatever the number of threads. One launch for any number of tensors; nothing is

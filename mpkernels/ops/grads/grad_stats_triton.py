@@ -40,7 +40,7 @@ def stats_of_span(address, size, T: tl.constexpr):
 
 @triton.jit
 def sum_of(values, count):
-    """The sum of what other programs wrote, past the L1 cache."""
+    """Return the sum of what other programs wrote, past the L1 cache."""
     lanes = tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float64)
     for begin in range(0, count, BLOCK):

@@ -39,7 +39,7 @@ def _overflow(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, 
 
 
 def lines(grads: Sequence[Tensor], order: Sequence[Tensor], scale: Tensor | None, unscaled: bool) -> Tensor:
-    """The report about these grads, each in the order of the memory of the other tensor."""
+    """Return the report about these grads, each in the order of the memory of the other tensor."""
     zero = grads[0].new_zeros((), dtype=torch.float64)
     by = zero if scale is None else scale.reshape(()).double()
     of_grads = [_line(_flat(*pair), zero) for pair in zip(grads, order, strict=True)]

@@ -39,7 +39,7 @@ def tanh(z):
 
 @triton.jit
 def below(z):
-    """The share of a Gaussian below z, and exp(-z^2 / 2). The tail is exp(-z^2 / 2) times a polynomial in
+    """Return the share of a Gaussian below z, and exp(-z^2 / 2). The tail is exp(-z^2 / 2) times a polynomial in
     t = 1 / (1 + |z| / 4), fitted to 4e-8 of it however thin it gets; half of 1 + erf keeps nothing of it."""
     bell = tl.exp(-0.5 * z * z)
     t = 1 / (1 + 0.25 * tl.abs(z))

@@ -46,7 +46,7 @@ def dact_kernel(
     dy, saved, dz, sums, M, N, dy_row, dy_column, saved_row, saved_column, part_rows,
     ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """One program makes ``part_rows`` rows of some columns of dz, and their sums."""
+    """Make ``part_rows`` rows of some columns of dz, and their sums."""
     part = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

@@ -55,7 +55,7 @@ def add_bias(total, bias, columns, N):
 
 
 def chip() -> str:
-    """The key in TILES of the chip at hand, or of one that has no more shared memory."""
+    """Return the key in TILES of the chip at hand, or of one that has no more shared memory."""
     if triton.knobs.runtime.interpret:
         return "sm_80"
     target = triton.runtime.driver.active.get_current_target()

@@ -14,7 +14,7 @@ class Tile(NamedTuple):
     num_warps: int
 
     def cover(self, rows: int, columns: int) -> int:
-        """How many of them do."""
+        """Count the tiles that cover a matrix."""
         return -(-rows // self.BLOCK_M) * -(-columns // self.BLOCK_N)
 
 
