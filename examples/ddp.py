@@ -6,6 +6,7 @@ The loop is the one for a single process. ``accumulate`` is handed the model, an
 a step, not once a batch. An overflow in one process is seen by all: what they exchange is inf, and all skip the step.
 """
 
+import gc
 import os
 
 import torch
@@ -46,7 +47,6 @@ def train(device: str) -> None:
         if micro.is_last and rank == 0 and steps % 5 == 0:
             print(f"step {steps:2}  loss {loss.item():7.3f}")
 
-    # Nothing is gathered: a tensor that Python hands to gloo in the end may outlive Python in its thread, which aborts.
     total = sum(param.detach().double().sum().item() for param in model.parameters())
     print(f"rank {rank}: the weights add up to {total!r}")
 
@@ -56,6 +56,7 @@ def main() -> None:
     dist.init_process_group("nccl" if has_gpus else "gloo")
     train(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu")
     dist.destroy_process_group()
+    gc.collect()  # the model's cycles hold gloo's threads, and one that ends after Python aborts (torch 2.13)
 
 
 if __name__ == "__main__":

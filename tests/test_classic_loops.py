@@ -12,6 +12,7 @@ from torch.testing import assert_close
 import mpkernels.amp
 import mpkernels.optim
 from tests.networks import B16, F16, batch, network, one_thread
+from tests.processes import spawn
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
@@ -190,22 +191,17 @@ def ddp_with_accumulate(amp, model):
         micro.backward(loss)
 
 
-def on_rank(rank, file):
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
-    try:
-        assert_the_same_training(ddp)
-        models = [network(), network()]
-        ddp(OURS, models[0])
-        ddp_with_accumulate(OURS, models[1])
-        assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=LR / 100)
-        of_rank_0 = models[1][0].weight.detach().clone()
-        torch.distributed.broadcast(of_rank_0, 0)
-        assert_close(of_rank_0, models[1][0].weight.detach(), rtol=0, atol=0)
-    finally:
-        torch.distributed.destroy_process_group()
+def on_rank(rank):
+    assert_the_same_training(ddp)
+    models = [network(), network()]
+    ddp(OURS, models[0])
+    ddp_with_accumulate(OURS, models[1])
+    assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=LR / 100)
+    of_rank_0 = models[1][0].weight.detach().clone()
+    torch.distributed.broadcast(of_rank_0, 0)
+    assert_close(of_rank_0, models[1][0].weight.detach(), rtol=0, atol=0)
 
 
 @pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch with gloo")
 def test_two_processes_of_ddp(tmp_path):
-    torch.multiprocessing.spawn(on_rank, args=(tmp_path / "store",), nprocs=2)
+    spawn(on_rank, tmp_path)

@@ -13,6 +13,7 @@ from torch.testing import assert_close
 import mpkernels
 from mpkernels import selector
 from mpkernels.nn import LinearAct
+from tests.processes import spawn
 
 B16, F32 = torch.bfloat16, torch.float32
 SIZES = (7, 33), (33, 16), (16, 5)
@@ -60,14 +61,11 @@ def check(rank, mesh, kernel, param_dtype, autocast):
     assert_close(([it / 2 for it in losses], [it.full_tensor() for it in grads]), want, **tolerance)
 
 
-def on_each(rank, path):
-    store = torch.distributed.FileStore(path, 2)
-    torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=2)
+def on_each(rank):
     mesh = init_device_mesh("cpu", (2,))
     for kernel, precision in product(("native", "reference", "torch"), ((None, False), (B16, False), (None, True))):
         check(rank, mesh, kernel, *precision)
-    torch.distributed.destroy_process_group()
 
 
 def test_fully_shard(tmp_path):
-    torch.multiprocessing.spawn(on_each, (str(tmp_path / "store"),), nprocs=2)
+    spawn(on_each, tmp_path)

@@ -10,6 +10,7 @@ import torch
 from torch import distributed
 
 from tests.matrix.runner import judge
+from tests.processes import leave
 
 WORLD = 2
 
@@ -38,5 +39,5 @@ def _on_rank(rank: int, modules: list[str], cells: list[Cell], folder: Path) -> 
         store = distributed.FileStore(str(folder / f"store {i}"), WORLD)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
         found.append(judge(tool, DROP_INS[drop_in], parts=(rank,)))
-        distributed.destroy_process_group()
+        leave()
     (folder / f"{rank}.json").write_text(json.dumps(found))
