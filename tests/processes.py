@@ -25,10 +25,8 @@ def _on_rank(rank, check, file, world):
 
 
 def leave():
-    """
-    Ends the group of this process, and gloo's threads with it, though a cycle (a model under DDP, say) holds them still.
-    A thread that ends after Python does aborts the process (torch 2.13): its last work remembers a context of Python.
-    """
+    """End the group of this process and gloo's threads, though a cycle (a model under DDP, say) holds them still. The
+    last work of a thread remembers a context of Python; where the thread outlives Python, torch 2.13 aborts."""
     distributed.destroy_process_group()
     gc.collect()
 

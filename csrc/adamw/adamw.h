@@ -53,7 +53,7 @@ struct AdamwShared {
   const float* found_inf[2];  // the scaler's and the guard's: nothing moves unless both are 0
   const double* total_sumsq;  // of the grads as they are
   double max_norm;            // inf: no clipping
-  float* told;            // the norm of the unscaled grads, if total_sumsq is there; 1 if the step is skipped, else 0
+  float* outcome;         // the norm of the unscaled grads, if total_sumsq is there; 1 if the step is skipped, else 0
   float* skipped_steps;   // counted up
   OverflowReport report;  // filled if the step is skipped
 };
@@ -75,9 +75,9 @@ MPK_FN bool is_skipped(const AdamwShared& shared) {
 // What the optimizer says of the step.
 MPK_FN void tell(const AdamwShared& shared) {
   const bool skipped = is_skipped(shared);
-  if (shared.told) {
-    if (shared.total_sumsq) shared.told[0] = static_cast<float>(unscaled_norm(shared));
-    shared.told[1] = skipped ? 1.0f : 0.0f;
+  if (shared.outcome) {
+    if (shared.total_sumsq) shared.outcome[0] = static_cast<float>(unscaled_norm(shared));
+    shared.outcome[1] = skipped ? 1.0f : 0.0f;
   }
   if (shared.skipped_steps && skipped) *shared.skipped_steps += 1;
 }

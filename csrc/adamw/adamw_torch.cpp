@@ -23,7 +23,7 @@ class AdamwCall {
         found_inf_(take_optional(stack[8])),
         total_sumsq_(take_optional(stack[9])),
         max_norm_(bit_cast<double>(stack[10])),
-        told_(take_optional(stack[11])),
+        outcome_(take_optional(stack[11])),
         skipped_steps_(take_optional(stack[12])),
         report_(take_optional(stack[13])) {
     const auto lr = take_numbers<double>(stack[0]), beta1 = take_numbers<double>(stack[1]);
@@ -134,7 +134,7 @@ class AdamwCall {
              static_cast<const float*>(pointer(stats ? &stats->found_inf : nullptr, "found_inf", fp32, 1))},
             static_cast<const double*>(pointer(total_sumsq, "total_sumsq", fp64, 1)),
             max_norm_,
-            static_cast<float*>(pointer(told_.get(), "told", fp32, 2)),
+            static_cast<float*>(pointer(outcome_.get(), "outcome", fp32, 2)),
             static_cast<float*>(pointer(skipped_steps_.get(), "skipped_steps", fp32, 1)),
             {lines, grad_scale, /*is_unscaled=*/false}};
   }
@@ -143,7 +143,7 @@ class AdamwCall {
   TensorList params_, grads_, on_device_;
   std::unique_ptr<Tensor> grad_scale_, found_inf_, total_sumsq_;
   double max_norm_;
-  std::unique_ptr<Tensor> told_, skipped_steps_, report_;
+  std::unique_ptr<Tensor> outcome_, skipped_steps_, report_;
   std::vector<AdamwGroup> groups_;
   std::unique_ptr<GradStatsCall> stats_;
   Lender lender_;

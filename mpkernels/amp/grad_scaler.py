@@ -17,7 +17,7 @@ from mpkernels.overflow.ledger import Ledgers
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
 
-_HANDED_OVER = ("grad_scale", "found_inf", "told", "peers")  # what an optimizer holds of a scaler's during a step
+_HANDED_OVER = ("grad_scale", "found_inf", "outcome", "peers")  # what an optimizer holds of a scaler's during a step
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -155,10 +155,10 @@ class GradScaler(torch.amp.GradScaler):
             optimizer.peers, device = peers, device or self._check_scale_growth_tracker("step")[0].device
         optimizer.grad_scale = self._scale if preset is None else self._scale * preset
         # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
-        told = optimizer.told = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
+        outcome = optimizer.outcome = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
         result: float | None = optimizer.step(*args, **kwargs)
         _take_back(optimizer)
-        found_infs = {} if told is None else {device: told[1]}
+        found_infs = {} if outcome is None else {device: outcome[1]}
         self._per_optimizer_states[id(optimizer)] = {"stage": OptState.STEPPED, "found_inf_per_device": found_infs}
         return result
 

@@ -56,7 +56,7 @@ def find(name: str) -> Gpu | None:
 
 
 def our_step(sizes: Sequence[int], grads: torch.dtype, state_dtype: torch.dtype = torch.float32) -> Work:
-    """grad_stats and adamw_, a launch each; update_scale_; told's zeros, and three small ones around the scale."""
+    """grad_stats and adamw_, a launch each; update_scale_; outcome's zeros, and three small ones around the scale."""
     return Work(bytes_of_our_step(grads, state_dtype) * sum(sizes), launches=2 + 1 + 4)
 
 

@@ -45,10 +45,16 @@ class AdamW(torch.optim.AdamW):
             and skip together. Not for DistributedDataParallel, where each process has all of them.
     """
 
+    #: fp32, 0-dim, on the device: the norm of the last step's unscaled grads; None where nothing asked for it
+    grad_norm: Tensor | None = None
+    #: fp32, 0-dim, on the device: steps that an inf or NaN has cost so far
+    skipped_steps: Tensor | None = None
+
     _step_supports_amp_scaling = processes.TakesScale()  # torch's GradScaler hands over its scale and found_inf
-    _finds_inf = True  # ours hands over its scale and `told`, where it then reads whether a step was skipped
+    _finds_inf = True  # ours hands over its scale and `outcome`, where it then reads whether a step was skipped
     _peers: Processes | None = None  # that hold other parts of the grads
     _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
+    _release: GradientRelease | None = None
     _is_loaded = False  # since the last step: the model may yet be loaded after it
 
     def __init__(
@@ -75,11 +81,6 @@ class AdamW(torch.optim.AdamW):
         self.master, self.state_dtype, self.max_norm, self.guard = master, state_dtype, max_norm, guard
         self._peers = processes.given("AdamW", process_group)
         zero.follow()
-        #: fp32, 0-dim, on the device: the norm of the last step's unscaled grads; None where nothing asked for it
-        self.grad_norm: Tensor | None = None
-        #: fp32, 0-dim, on the device: steps that an inf or NaN has cost so far
-        self.skipped_steps: Tensor | None = None
-        self._release: GradientRelease | None = None
         self._start_afresh()
         super().__init__(
             params,
@@ -125,7 +126,7 @@ class AdamW(torch.optim.AdamW):
         of. To ask waits for nothing. None as long as nothing is known, and where the last step has not looked. A
         step under torch.compile doesn't tell, nor does it set grad_norm and skipped_steps: torch keeps no attribute
         that such a step sets."""
-        return None if (told := self._was_skipped.read()) is None else told > 0
+        return None if (skipped := self._was_skipped.read()) is None else skipped > 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         if self.defaults["differentiable"]:
@@ -159,17 +160,17 @@ class AdamW(torch.optim.AdamW):
         verdict = verdicts.on(self, plans, params, grads)
         for i, plan in enumerate(plans):
             if i == 0:
-                skipped_steps = None if verdict.told is None else self.skipped_steps
+                skipped_steps = None if verdict.outcome is None else self.skipped_steps
                 plan.step(grads, verdict, self.max_norm, skipped_steps)
             else:
-                plan.step(grads, verdict._replace(told=None), self.max_norm)
+                plan.step(grads, verdict._replace(outcome=None), self.max_norm)
         if torch.compiler.is_compiling():
             return
-        self.grad_norm = verdict.told[0] if verdict.told is not None and verdict.has_norm else None
-        if verdict.told is None:
+        self.grad_norm = verdict.outcome[0] if verdict.outcome is not None and verdict.has_norm else None
+        if verdict.outcome is None:
             self._was_skipped.forget()
         else:
-            self._was_skipped.send(verdict.told[1])
+            self._was_skipped.send(verdict.outcome[1])
 
     def _compare_loaded(self) -> None:
         if not self._is_loaded or torch.compiler.is_compiling():
@@ -275,7 +276,6 @@ class AdamW(torch.optim.AdamW):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for group in self.param_groups:
             group_options.complete(self, group)
-        self._release = self.__dict__.get("_release")  # torch's load_state_dict comes by here, too
         group_options.leave_scaling_to_torch(self)
         self._start_afresh()
 

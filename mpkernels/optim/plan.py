@@ -28,7 +28,7 @@ class Verdict(NamedTuple):
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
     total_sumsq: Tensor | None = None
-    told: Tensor | None = None  # to be filled: the norm of the grads, and whether the step was skipped
+    outcome: Tensor | None = None  # to be filled: the norm of the grads, and whether the step was skipped
     has_norm: bool = False
     comes_inside: bool = False  # the step looks at the grads itself, before all else
 
@@ -112,7 +112,7 @@ class Plan:
         own = self._own(grads)
         params = list(map(real, self.params)) if self._is_complex else self.params
         known = (put_on(self.device, it) for it in verdict[:3])
-        shared = *self._hyperparameters(), *known, max_norm or math.inf, verdict.told, skipped_steps, self.report
+        shared = *self._hyperparameters(), *known, max_norm or math.inf, verdict.outcome, skipped_steps, self.report
         by_plan = self._by_plan()
         if by_plan is None:
             if verdict.comes_inside:

@@ -17,7 +17,7 @@ from mpkernels.parameters import sum_of
 
 def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = None) -> bool:
     """Return whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
-    if optimizer.max_norm is not None or optimizer.guard or getattr(optimizer, "told", None) is not None:
+    if optimizer.max_norm is not None or optimizer.guard or getattr(optimizer, "outcome", None) is not None:
         return True
     on_by_itself = has_16_bit_parameters or optimizer._peers is not None  # which may have 16-bit parameters
     return optimizer.guard is None and found_inf is None and on_by_itself
@@ -39,8 +39,8 @@ def on(optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], grads: l
         sumsq_of_all, found_inf = processes.agree(params, total_sumsq, found_inf)
         total_sumsq = sumsq_of_all if guarded and processes.holds_parts else total_sumsq
         hand_back(optimizer, found_inf)
-    told = _start_telling(optimizer, plans[0].device if plans else found_inf.device)
-    verdict = Verdict(grad_scale, found_inf, total_sumsq, told, guarded, comes_inside)
+    outcome = _start_telling(optimizer, plans[0].device if plans else found_inf.device)
+    verdict = Verdict(grad_scale, found_inf, total_sumsq, outcome, guarded, comes_inside)
     if not plans:
         _tell(verdict, optimizer.skipped_steps)
     return verdict
@@ -69,11 +69,11 @@ def _start_telling(optimizer: Any, device: torch.device) -> Tensor:
         if optimizer.skipped_steps is None:
             optimizer.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
         optimizer.skipped_steps = optimizer.skipped_steps.to(device)
-    told: Tensor | None = getattr(optimizer, "told", None)
-    return torch.empty(2, dtype=torch.float32, device=device) if told is None else told
+    outcome: Tensor | None = getattr(optimizer, "outcome", None)
+    return torch.empty(2, dtype=torch.float32, device=device) if outcome is None else outcome
 
 
 def _tell(verdict: Verdict, skipped_steps: Tensor | None) -> None:
-    """Fill ``told`` as adamw_ would, where there is nothing to step."""
+    """Fill ``outcome`` as adamw_ would, where there is nothing to step."""
     it: Any = SimpleNamespace(**verdict._asdict(), skipped_steps=skipped_steps)
     adamw._tell(it, adamw._is_skipped(it))

@@ -13,8 +13,8 @@ from mpkernels.parameters import params_of
 
 
 def follow() -> None:
-    """It keeps its process group to itself: from now on its step hands it to the AdamW within, if that looks at all
-    grads."""
+    """Let each ZeroRedundancyOptimizer give its process group, from its next step on, to an AdamW within that has to
+    look at all grads."""
     if "torch.distributed.optim.zero_redundancy_optimizer" in sys.modules:  # else there is none yet
         _follow()
 
@@ -23,11 +23,11 @@ def follow() -> None:
 def _follow() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def hand_on(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def give_group(optimizer: Any, args: Any, kwargs: Any) -> None:
         inner: Any = getattr(optimizer, "optim", None)
         if isinstance(optimizer, ZeroRedundancyOptimizer) and getattr(inner, "_peers", optimizer) is None:
             params = params_of(optimizer)
             if is_guarded(inner, any(map(needs_master, params))):
                 inner._peers = Processes(optimizer.process_group, device=params[0].device)
 
-    register_optimizer_step_pre_hook(hand_on)
+    register_optimizer_step_pre_hook(give_group)

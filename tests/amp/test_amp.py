@@ -107,7 +107,7 @@ class Side:
         except Exception as error:
             outcome = type(error), str(error)
         stages = [state["stage"] for state in getattr(self.scaler, "_per_optimizer_states", {}).values()]
-        handed_over = [hasattr(it, name) for it in self.optimizers for name in ("grad_scale", "found_inf", "told")]
+        handed_over = [hasattr(it, name) for it in self.optimizers for name in ("grad_scale", "found_inf", "outcome")]
         told = outcome, self.scaler.state_dict(), self.scaler.get_scale(), stages
         states = [list(optimizer.state.values()) for optimizer in self.optimizers]
         return told, ([(param.detach(), param.grad) for (param,) in self.params], states), any(handed_over)

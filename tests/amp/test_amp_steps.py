@@ -34,7 +34,7 @@ def test_an_error_in_the_step_leaves_nothing_behind(make, monkeypatch):
         patch.setattr(optimizer, "step", fail)
         with pytest.raises(MemoryError):
             scaler.step(optimizer)
-    assert not vars(optimizer).keys() & {"grad_scale", "found_inf", "told"}
+    assert not vars(optimizer).keys() & {"grad_scale", "found_inf", "outcome"}
     scaler.step(optimizer)  # once more, with the same grads
     scaler.update()
     iterate(scaler_of_reference, same, reference)
@@ -142,7 +142,7 @@ def test_our_adamw_hands_its_verdict_back(target, dtype, options):
     optimizer, scaler = AdamW([param], lr=0.1, **options), GradScaler(target.device.type, init_scale=8.0)
     assert [iterate(scaler, param, optimizer, bad) for bad in (None, float("nan"), None)] == [8.0, 4.0, 4.0]
     assert (optimizer.state[param]["step"].item(), optimizer.skipped_steps.item()) == (2.0, 1.0)
-    assert not vars(optimizer).keys() & {"grad_scale", "found_inf", "told"}
+    assert not vars(optimizer).keys() & {"grad_scale", "found_inf", "outcome"}
 
 
 def test_a_scale_that_the_user_took_part_in():

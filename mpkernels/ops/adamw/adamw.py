@@ -16,7 +16,7 @@ SCHEMA = (
     "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
     "Tensor(d!)[] max_exp_avg_sqs, Tensor(e!)[] masters, Tensor(f!)[] scales, Tensor(g!)[] steps, int[] group_sizes, "
     "float[] lr, float[] beta1, float[] beta2, float[] weight_decay, float[] eps, bool[] maximize, Tensor[] on_device, "
-    "Tensor? grad_scale, Tensor? found_inf, Tensor? total_sumsq, float max_norm, Tensor(h!)? told, "
+    "Tensor? grad_scale, Tensor? found_inf, Tensor? total_sumsq, float max_norm, Tensor(h!)? outcome, "
     "Tensor(i!)? skipped_steps, Tensor(j!)? report) -> ()"
 )
 
@@ -118,11 +118,11 @@ def _is_skipped(it: Arguments) -> Tensor | None:
 
 
 def _tell(it: Arguments, is_skipped: Tensor | None) -> None:
-    """Fill ``told`` and count the skip: the norm of the unscaled grads, and whether the step is skipped."""
-    if it.told is not None and it.total_sumsq is not None:
-        it.told[0] = _unscaled_norm(it.grad_scale, it.total_sumsq)
-    if it.told is not None:
-        it.told[1] = 0.0 if is_skipped is None else is_skipped.float()
+    """Fill ``outcome`` and count the skip: the norm of the unscaled grads, and whether the step is skipped."""
+    if it.outcome is not None and it.total_sumsq is not None:
+        it.outcome[0] = _unscaled_norm(it.grad_scale, it.total_sumsq)
+    if it.outcome is not None:
+        it.outcome[1] = 0.0 if is_skipped is None else is_skipped.float()
     if it.skipped_steps is not None and is_skipped is not None:
         it.skipped_steps.add_(is_skipped.float())
 
@@ -179,7 +179,7 @@ by_plan = NativeCall(
     _adamw,
     "adamw_by_plan_(int plan, Tensor(a!)[] params, Tensor[] grads, float[] lr, float[] beta1, float[] beta2, "
     "float[] weight_decay, float[] eps, bool[] maximize, Tensor[] on_device, Tensor? grad_scale, Tensor? found_inf, "
-    "Tensor? total_sumsq, float max_norm, Tensor(b!)? told, Tensor(c!)? skipped_steps, Tensor(d!)? report, "
+    "Tensor? total_sumsq, float max_norm, Tensor(b!)? outcome, Tensor(c!)? skipped_steps, Tensor(d!)? report, "
     "bool guarded) -> ()",
 )
 forget = NativeCall(_adamw, "adamw_forget(int plan) -> ()")
@@ -191,7 +191,7 @@ def adamw_(
     found_inf: Tensor | None = None,
     total_sumsq: Tensor | None = None,
     max_norm: float = math.inf,
-    told: Tensor | None = None,
+    outcome: Tensor | None = None,
     skipped_steps: Tensor | None = None,
     report: Tensor | None = None,
 ) -> None:
@@ -208,9 +208,9 @@ def adamw_(
         found_inf: one fp32; nothing moves, no step is counted, unless it is 0.
         total_sumsq: one fp64, of the grads as they are; with it the grads are clipped to max_norm, and nothing moves if
             their norm without grad_scale is beyond fp32.
-        told: two fp32; the first becomes the norm of the unscaled grads if total_sumsq is given, the second 1 if the
+        outcome: two fp32; the first becomes the norm of the unscaled grads if total_sumsq is given, the second 1 if the
             step is skipped, else 0.
         skipped_steps: one fp32, counted up if the step is skipped.
         report: as ``overflow_`` has it, filled if the step is skipped; the order of memory is that of the parameter.
     """
-    _adamw(*rows_and_groups, grad_scale, found_inf, total_sumsq, max_norm, told, skipped_steps, report)
+    _adamw(*rows_and_groups, grad_scale, found_inf, total_sumsq, max_norm, outcome, skipped_steps, report)

@@ -153,12 +153,12 @@ def step_span(row, begin, size, by, compute: tl.constexpr):
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
 def adamw_kernel(
-    words, tensors, chunks, grad_scale, found_inf, total_sumsq, told, skipped_steps, report, of_chunk,
+    words, tensors, chunks, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk,
     CHUNK: tl.constexpr, IS_CLIPPED: tl.constexpr, HAS_INT8: tl.constexpr,
 ):  # fmt: skip
     skipped = is_skipped(grad_scale, found_inf, total_sumsq)
     if tl.program_id(0) == 0:
-        tell(skipped, grad_scale, total_sumsq, told, skipped_steps)
+        tell(skipped, grad_scale, total_sumsq, outcome, skipped_steps)
     tensor, row, begin, size = _table.find_span(words, tensors, tl.program_id(0), CHUNK, ROW)
     if skipped:
         if report is not None:
@@ -224,7 +224,7 @@ def adamw_triton(*arguments: Any) -> None:
     table = _table.build(flat, group_words(call), own)
     of_chunk = None if call.report is None else call.report.new_empty(table.chunks * FIELDS.value)
     adamw_kernel[(table.chunks,)](
-        *table, call.grad_scale, call.found_inf, call.total_sumsq, call.told, call.skipped_steps, call.report,
+        *table, call.grad_scale, call.found_inf, call.total_sumsq, call.outcome, call.skipped_steps, call.report,
         of_chunk, CHUNK=_table.CHUNK, IS_CLIPPED=call.max_norm < math.inf,
         HAS_INT8=any(it.numel() for it in call.scales), enable_fp_fusion=False,
     )  # fmt: skip

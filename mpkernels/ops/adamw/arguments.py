@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
     found_inf: Tensor | None
     total_sumsq: Tensor | None
     max_norm: float
-    told: Tensor | None
+    outcome: Tensor | None
     skipped_steps: Tensor | None
     report: Tensor | None
 
@@ -79,8 +79,8 @@ def check(*arguments: Any) -> None:
     for i, tensor in enumerate(it.on_device):
         if tensor.numel() and (tensor.numel() != 1 or tensor.dtype not in (torch.float32, torch.float64)):
             raise TypeError(f"adamw_: on_device[{i}] must be empty or one fp32 or fp64, got {tensor.dtype}")
-    if it.told is not None and (it.told.dtype != torch.float32 or it.told.numel() != 2):
-        raise ValueError(f"adamw_: told must be two fp32, got {it.told.dtype}, shape {tuple(it.told.shape)}")
+    if it.outcome is not None and (it.outcome.dtype != torch.float32 or it.outcome.numel() != 2):
+        raise ValueError(f"adamw_: outcome must be two fp32, got {it.outcome.dtype}, shape {tuple(it.outcome.shape)}")
     for i, param in enumerate(params):
         _check_row(i, param, **{name: tensors[i] for name, tensors in lists.items() if name != "params" and tensors})
     for name, dtype in SCALARS.items():
@@ -121,26 +121,31 @@ def _check_row(
             raise TypeError(f"adamw_: grads[{i}] must be one of fp16, bf16, fp32, fp64, got {tensor.dtype}")
         if name in states and (tensor.dtype != exp_avgs.dtype or tensor.dtype in (torch.float16, torch.int16)):
             raise TypeError(f"adamw_: {name}[{i}] must be fp32, bf16 or int8, like exp_avgs[{i}], got {tensor.dtype}")
-    has_scales = scales is not None and scales.numel() > 0
-    if param.numel() > 0 and has_scales != (exp_avgs.dtype == torch.int8):
-        raise TypeError(f"adamw_: scales[{i}] must be there for int8 moments, and only there, got {exp_avgs.dtype}")
-    if scales is not None and has_scales:
-        kinds = 2 if max_exp_avg_sqs is None or max_exp_avg_sqs.numel() == 0 else 3
-        fewest = kinds * -(-param.numel() // QUANTIZED)
-        if scales.dtype != torch.float32 or scales.numel() < fewest or not scales.is_contiguous():
-            raise ValueError(f"adamw_: scales[{i}] must be {fewest} adjacent fp32, got {tuple(scales.shape)}")
-        if not exp_avgs.permute(order_of_memory(exp_avgs)).is_contiguous():
-            raise ValueError(f"adamw_: exp_avgs[{i}] must fill its memory, got strides {exp_avgs.stride()}")
-        for name in ("exp_avg_sqs", "max_exp_avg_sqs"):
-            codes = states[name]
-            if codes is not None and codes.numel() > 0 and codes.stride() != exp_avgs.stride():
-                strides = exp_avgs.stride()
-                raise ValueError(
-                    f"adamw_: {name}[{i}] must have exp_avgs[{i}]'s strides {strides}, got {codes.stride()}"
-                )
+    _check_scales(i, param, scales, states)
     if masters is None or masters.numel() == 0:
         return
     if param.dtype not in (torch.bfloat16, torch.float16) or masters.dtype not in (torch.int16, torch.float32):
         raise TypeError(
             f"adamw_: masters[{i}] must be int16 or fp32, for a 16-bit parameter, got {masters.dtype} for {param.dtype}"
         )
+
+
+def _check_scales(i: int, param: Tensor, scales: Tensor | None, moments: dict[str, Tensor | None]) -> None:
+    """Refuse 8-bit moments of one parameter without their scales, scales without such moments, and other layouts."""
+    codes = {name: tensor for name, tensor in moments.items() if tensor is not None and tensor.numel() > 0}
+    if not codes:
+        return
+    first = codes["exp_avgs"]
+    if (scales is not None and scales.numel() > 0) != (first.dtype == torch.int8):
+        raise TypeError(f"adamw_: scales[{i}] must be there for int8 moments, and only there, got {first.dtype}")
+    if scales is None or first.dtype != torch.int8:
+        return
+    fewest = len(codes) * -(-param.numel() // QUANTIZED)
+    if scales.dtype != torch.float32 or scales.numel() < fewest or not scales.is_contiguous():
+        raise ValueError(f"adamw_: scales[{i}] must be {fewest} adjacent fp32, got {tuple(scales.shape)}")
+    strides = first.stride()
+    if not first.permute(order_of_memory(first)).is_contiguous():
+        raise ValueError(f"adamw_: exp_avgs[{i}] must fill its memory, got strides {strides}")
+    for name, tensor in codes.items():
+        if tensor.stride() != strides:
+            raise ValueError(f"adamw_: {name}[{i}] must have exp_avgs[{i}]'s strides {strides}, got {tensor.stride()}")

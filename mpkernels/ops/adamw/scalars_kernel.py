@@ -71,10 +71,10 @@ def is_skipped(grad_scale, found_inf, total_sumsq):
 
 
 @triton.jit
-def tell(skipped, grad_scale, total_sumsq, told, skipped_steps):
-    if told is not None:
+def tell(skipped, grad_scale, total_sumsq, outcome, skipped_steps):
+    if outcome is not None:
         if total_sumsq is not None:
-            tl.store(told, unscaled_norm(grad_scale, total_sumsq))
-        tl.store(told + 1, tl.where(skipped, 1.0, 0.0))
+            tl.store(outcome, unscaled_norm(grad_scale, total_sumsq))
+        tl.store(outcome + 1, tl.where(skipped, 1.0, 0.0))
     if skipped_steps is not None:
         tl.store(skipped_steps, tl.load(skipped_steps) + tl.where(skipped, 1.0, 0.0))

@@ -199,27 +199,27 @@ class _LinearAct(torch.autograd.Function):
         ctx.fp32_weight = None if cast_weight is None or weight.is_inference() else (weight, weight._version)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, dsaved: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dy: Tensor | None, grad_of_saved: Tensor | None) -> tuple[Tensor | None, ...]:
         x, weight, saved = ctx.saved_tensors
         activation, weight_dtype, bias_dtype = ctx.activation, ctx.weight_dtype, ctx.bias_dtype
         saves, is_compiling = ACTIVATIONS[activation].saves, torch.compiler.is_compiling()
         if is_compiling or saves != "z":
-            dsaved = None  # zeros of torch.compile's, which knows no second backward
+            grad_of_saved = None  # zeros of torch.compile's, which knows no second backward
         if dy is None:
-            if dsaved is None:
+            if grad_of_saved is None:
                 return (None,) * 9
-            dy = torch.zeros_like(dsaved)
+            dy = torch.zeros_like(grad_of_saved)
         elif ctx.matrix is not None:
             dy = dy.reshape(ctx.matrix)
         if ctx.matrix is not None and saves == "y":
             saved = saved.reshape(ctx.matrix)
-        if dsaved is None and dy.dtype != torch.float64 and (is_compiling or not torch.is_grad_enabled()):
+        if grad_of_saved is None and dy.dtype != torch.float64 and (is_compiling or not torch.is_grad_enabled()):
             backward = _linear_act_backward.by(ctx.kernel)
             results = backward(dy, x, weight, saved, activation, weight_dtype, bias_dtype)
         else:
             if weight is not None and ctx.fp32_weight is not None:
                 weight = _unchanged(*ctx.fp32_weight).to(weight.dtype)
-            results = _reference_backward(dy, x, weight, saved, activation, weight_dtype, bias_dtype, dsaved)
+            results = _reference_backward(dy, x, weight, saved, activation, weight_dtype, bias_dtype, grad_of_saved)
         dx, dweight, dbias = results
         return (
             None if weight is None else dx,

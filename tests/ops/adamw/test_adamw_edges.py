@@ -143,16 +143,16 @@ def test_what_a_step_tells(target, scale, found_inf, sumsq, max_norm):
     def number(value, dtype=F32):
         return None if value is None else torch.full((), value, dtype=dtype, device=target.device)
 
-    told, skipped_steps = torch.full((2,), -1.0, device=target.device), number(5.0)
+    outcome, skipped_steps = torch.full((2,), -1.0, device=target.device), number(5.0)
     param, *states = (torch.ones(20_000, device=target.device) for _ in range(3))  # some chunks: who tells, tells once
     step, hyper = torch.zeros((), device=target.device), ([0.1], [0.9], [0.99], [0.1], [1e-8], [False])
     lists = [param], [torch.ones_like(param)], *([state] for state in states), [], [], [], [step], [1]
-    _adamw(*lists, *hyper, [], number(scale), number(found_inf), number(sumsq, torch.float64), max_norm, told,
+    _adamw(*lists, *hyper, [], number(scale), number(found_inf), number(sumsq, torch.float64), max_norm, outcome,
            skipped_steps, None)  # fmt: skip
     unscale = 1.0 if scale is None else torch.tensor(1 / scale).item()
     norm = -1.0 if sumsq is None else torch.tensor(math.sqrt(sumsq) * unscale).item()
     is_skipped = float(bool(found_inf))
-    assert told.tolist() == [norm, is_skipped]
+    assert outcome.tolist() == [norm, is_skipped]
     assert skipped_steps.item() == 5.0 + is_skipped
     assert step.item() == 1.0 - is_skipped
 
@@ -249,7 +249,7 @@ FLAGS = {
     "grad_scale": (1, F32),
     "found_inf": (1, F32),
     "total_sumsq": (1, torch.float64),
-    "told": (2, F32),
+    "outcome": (2, F32),
     "skipped_steps": (1, F32),
 }
 
@@ -265,7 +265,7 @@ def test_flags_of_the_wrong_size(target, which):
     hypers = [2], [0.1], [0.9], [0.99], [0.0], [1e-8], [False], []
     before = flags["grad_scale"], flags["found_inf"], flags["total_sumsq"], math.inf
     with pytest.raises(ValueError, match=f"adamw_: {which} must"):
-        _adamw(model.params, model.grads(0), *lists, *hypers, *before, flags["told"], flags["skipped_steps"], None)
+        _adamw(model.params, model.grads(0), *lists, *hypers, *before, flags["outcome"], flags["skipped_steps"], None)
 
 
 def test_on_device_that_is_too_short(target):
