@@ -9,8 +9,8 @@ from torch import Tensor
 
 import mpkernels
 from mpkernels._torch_private import leaves_of, map_leaves
+from mpkernels.doctor.samples import SAMPLES, Sample
 from mpkernels.ops import _registry
-from mpkernels.ops._samples import SAMPLES, Sample
 
 
 class Result(NamedTuple):

@@ -11,8 +11,8 @@ import torch
 
 from mpkernels import __version__, doctor
 from mpkernels.doctor import selftest
+from mpkernels.doctor.samples import SAMPLES
 from mpkernels.ops import _registry
-from mpkernels.ops._samples import SAMPLES
 from tests import commands
 
 

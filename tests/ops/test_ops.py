@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 import mpkernels
 from mpkernels import ops
+from mpkernels.doctor.samples import SAMPLES, grads, unscale
 from mpkernels.ops import _registry
-from mpkernels.ops._samples import SAMPLES, grads, unscale
 
 ARGUMENTS = {name: samples[0].arguments for name, samples in SAMPLES.items()}
 
