@@ -203,6 +203,8 @@ class AdamW(torch.optim.AdamW):
         """Return a plan for each device, of the parameters that have a grad; each of those then has a state."""
         refuse_sharded("AdamW", "params", params)
         self._has_parts = fsdp1.has_parts(params)
+        for group in self.param_groups:
+            group_options.check_group(self, group)
         group_of = [group for group in self.param_groups for _ in group["params"]]
         places = [i for i, grad in enumerate(grads) if grad is not None]
         for i in places:
@@ -215,7 +217,7 @@ class AdamW(torch.optim.AdamW):
         if not self.state[param]:
             self.state[param] = param_state.create(param, group["master"], group["state_dtype"], group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
-        if param_state.lacks_codes(param, state, group["state_dtype"]):
+        if param_state.has_other_moments(param, state, group["state_dtype"]):
             state = self.state[param] = param_state.adopt(param, state, group, group["state_dtype"])
         masters.give(state, param, group["master"])  # the model may have turned 16-bit meanwhile
         state["step"] = state["step"].to(torch.float32)  # which a user may have set
