@@ -1,16 +1,31 @@
-"""Every op once, small, and whole steps, for compute-sanitizer to watch: ``python -m benchmarks.every_op cuda``."""
+"""Every kernel of every op, small, and whole steps: what compute-sanitizer watches.
+
+``python -m benchmarks.every_op cuda``.
+"""
 
 import sys
 
 import torch
 
+import mpkernels
+from mpkernels.doctor.samples import SAMPLES
 from mpkernels.nn import LinearAct
 from mpkernels.ops import _registry
 from mpkernels.optim import AdamW
-from tests.ops.test_ops import CALLS
 
 
-def steps(device: str) -> None:
+def calls(device: torch.device) -> int:
+    made = 0
+    for name, samples in SAMPLES.items():
+        for kernel in mpkernels.backends(name, device):
+            with mpkernels.backend(kernel):
+                for sample in samples:
+                    _registry._ops[name](*sample.arguments(device))
+                    made += 1
+    return made
+
+
+def steps(device: torch.device) -> None:
     for dtype, options in (
         (torch.float32, {"max_norm": 1.0}),
         (torch.bfloat16, {"max_norm": 1.0, "state_dtype": torch.int8}),
@@ -23,14 +38,13 @@ def steps(device: str) -> None:
             optimizer.step()
 
 
-def main(device: str) -> None:
-    for name, make in CALLS:
-        _registry._ops[name](*make(device))
+def main(device: torch.device) -> None:
+    made = calls(device)
     steps(device)
-    if device == "cuda":
+    if device.type == "cuda":
         torch.cuda.synchronize()
-    print(f"{len(CALLS)} calls and the steps ran on {device}")
+    print(f"{made} calls and the steps ran on {device}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(torch.device(sys.argv[1]))

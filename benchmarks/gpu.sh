@@ -1,26 +1,33 @@
 #!/usr/bin/env bash
-# Builds, tests, checks and measures on a machine with an NVIDIA GPU and torch with CUDA; nothing is downloaded.
+# Checks and measures on a machine with an NVIDIA GPU and torch with CUDA, in 25 minutes; nothing is downloaded.
 #
-#   benchmarks/gpu.sh OUTDIR [--part build|test|sanitize|step|linear|train|tune] [--force] [--rehearse]
+#   benchmarks/gpu.sh OUTDIR [--from FOLDER] [--part doctor|step|linear|train|test|sanitize|tuned] [--rehearse]
 #
-# Without --part: all, in this order. Each part ends within 9 minutes, cut short if need be: the same command then goes
-# on where it stopped. A part that is done is not done again, unless forced. --rehearse runs everything on the CPU with a
-# few tiny cases, to see that the script works. OUTDIR gets 8 files at most; parts.txt says what is done.
+# A call ends within 10 minutes; the same command again goes on where it stopped. Each part has a share of the 25
+# minutes, in the order above; what is left then goes to the parts that were cut off. Every call first builds the
+# kernels, unless the checkout's library loads. --from takes over an earlier call's files, where OUTDIR is a new one.
+# --part runs one part, also one that has ended. --rehearse runs everything on the CPU with a few tiny cases.
+# A Python package that is missing there is taken from its wheel in benchmarks/wheels/. OUTDIR gets 7 files at most.
 set -euo pipefail
 
+parts=(doctor step linear train test sanitize tuned)
+declare -A share=([doctor]=120 [step]=300 [linear]=270 [train]=180 [test]=240 [sanitize]=150 [tuned]=150) # build: 90
+call=540 most=480 least=20 # seconds: of a call, of a part in a call, and with which a part is worth beginning
+
 usage() {
-  echo "gpu.sh: $1; usage: benchmarks/gpu.sh OUTDIR [--part ${parts[*]}] [--force] [--rehearse]" >&2
+  echo "gpu.sh: $1; usage: benchmarks/gpu.sh OUTDIR [--from FOLDER] [--part ${parts[*]}] [--rehearse]" >&2
   exit 2
 }
 
-parts=(build test sanitize step linear train tune)
-out="" chosen=("${parts[@]}") force="" rehearse=""
+out="" from="" asked="" rehearse=""
 while (($#)); do
   case $1 in
     --part)
       [[ -n ${2:-} && " ${parts[*]} " == *" $2 "* ]] || usage "there is no part '${2:-}'"
-      chosen=("$2") && shift ;;
-    --force) force=yes ;;
+      asked=$2 && shift ;;
+    --from)
+      [[ -d ${2:-} ]] || usage "there is no folder '${2:-}'"
+      from=$2 && shift ;;
     --rehearse) rehearse=yes ;;
     -*) usage "there is no option $1" ;;
     *) [[ -z $out ]] || usage "one OUTDIR, got $out and $1" && out=$1 ;;
@@ -29,145 +36,174 @@ while (($#)); do
 done
 [[ -n $out ]] || usage "OUTDIR is missing"
 mkdir -p "$out" 2>/dev/null && [[ -w $out ]] || usage "$out can't be written"
+[[ -z $from ]] || cp --no-preserve=mode "$from"/* "$out"
 out=$(cd "$out" && pwd)
 cd "$(dirname "$0")/.."
+touch "$out/parts.txt"
 
 # The device boundary: here, and nowhere below, a rehearsal differs.
-device=cuda seconds=500 workers=4
+device=cuda workers=$(nproc)
 describe=(nvidia-smi)
-install=(python3 -m pip install -v --no-index --no-build-isolation --no-deps -e .)
 targets=cuda-native,cuda-triton
-tests=(-k "not (cpu-reference or cpu-native or cpu-triton or cpu-cuda)" tests)
-without_waiting=(tests/ops/test_cuda_graphs.py tests/amp/test_amp_steps.py tests/optim/test_step_costs.py)
-sanitizer=(compute-sanitizer --error-exitcode 9 --print-limit 20 --tool)
-step=("step*cuda" "grad_stats*cuda" "unscale_*cuda")
-linear=("linear_act*cuda*eager" "linear_act*cuda*autotune")
-train=("train*cuda*gpt2*fused" "train*cuda*mlp-20*fused" "train*cuda")
+selected="cuda-native or cuda-triton or test_several_devices or test_cuda_never_waits or test_triton_pieces"
+selected+=" or test_linear_act_triton or test_triton_addresses or the_device"
+uses_device="def \w+\(.*\btarget\b|cuda\.is_available\(\)"
+files=(tests/ops/test_cuda_graphs.py tests/amp/test_amp_steps.py $(grep -rlE "$uses_device" tests --include="test_*.py"))
+sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitcode 9 --print-limit 20
+  --kernel-name-exclude kns=at6native,kns=gemm,kns=cutlass --tool) # all but torch's own and cuBLAS's
+tools=(memcheck racecheck synccheck)
+step=("step*cuda*1x1e9" "update_scale_*cuda" "overflow_*cuda bf16" "grad_stats*cuda bf16" "unscale_*cuda bf16"
+  "step*cuda" "grad_stats*cuda" "unscale_*cuda" "overflow_*cuda")
+linear=("linear_act*cuda* 8192x" "linear_dact*cuda* 8192x" "linear_act*cuda" "linear_dact*cuda")
+train=("train*cuda*gpt2" "train*cuda")
+tuned=("linear_act*cuda*compile" "train*cuda*compile")
 if [[ -n $rehearse ]]; then
-  device=cpu seconds=400 workers=1
+  device=cpu workers=1
   describe=(true)
-  install=(echo "Successfully rehearsed")
   targets=cpu-reference
-  tests=(-k "cpu-reference and huge" tests/ops/test_huge.py tests/ops/grads/test_grad_stats.py)
-  without_waiting=(-k cpu-native tests/ops/test_cuda_graphs.py)
-  sanitizer=(env -u) # runs what comes behind the tool's name
+  selected="cpu-reference and huge"
+  files=(tests/ops/test_huge.py tests/ops/grads/test_grad_stats.py)
+  sanitizer=(env -u) tools=(memcheck) # runs what comes behind the tool's name
   step=("unscale_ cpu-1 fp32 1x2^20")
   linear=("linear_act*bf16 64x768x3072*eager")
   train=("train cpu*mlp-6x512*default")
+  tuned=("update_scale_ cpu-1")
 fi
 
-started=$SECONDS
-# Runs a command for as long as the part has left, or for $most seconds, then interrupts it: what it has measured by
-# then is kept.
+now() { date +%s; }
+call_ends=$(($(now) + call))
+ends=$call_ends # when what is at work has to be done
+
+# Runs a command for as long as there is left, then interrupts it: what it has measured by then is kept.
 limited() {
-  local left=$((seconds - SECONDS + started))
+  local left=$((ends - $(now)))
   ((left > 5)) || return 124
-  ((left <= ${most:-$left})) || left=$most
   timeout --signal=INT --kill-after=15 "$left" "$@"
+}
+
+loads() {
+  python3 -c "
+import sys, mpkernels
+kernels = mpkernels.backends('adamw_', '$device')
+print('kernels:', *kernels)
+sys.exit('native' not in kernels)"
 }
 
 build() {
   "${describe[@]}"
   python3 -c 'import sys, torch; print("Python", sys.version, "torch", torch.__version__, "CUDA", torch.version.cuda)'
-  if compgen -G "benchmarks/wheels/*.whl" >/dev/null; then
-    python3 -m pip install -q --no-index --no-deps benchmarks/wheels/*.whl
-  fi
-  local module carry="put its wheel into benchmarks/wheels"
-  for module in setuptools pytest hypothesis expecttest numpy triton; do
-    python3 -c "import $module" 2>/dev/null || echo "MISSING: $module is not installed; $carry"
-  done
-  command -v ninja || echo "MISSING: ninja is not installed; $carry"
-  limited "${install[@]}" | grep -E "mpkernels:|rror|Successfully"
-  python3 -c "import mpkernels; print('kernels:', *mpkernels.backends('adamw_', '$device'))"
+  python3 -c "
+from importlib.util import find_spec
+for module in ('pytest', 'hypothesis', 'expecttest', 'numpy', 'triton'):
+    find_spec(module) or print('MISSING:', module, 'is not installed; put its wheel into benchmarks/wheels')"
+  loads || { limited python3 setup.py build_ext --inplace && loads; }
 }
 
-# File by file: one that hangs or crashes costs its own time only, and what has passed is not run again.
+# A process that loses the device to a kernel's illegal access ends, and another goes on behind that case.
+bench() {
+  local code tried
+  while true; do
+    code=0 tried=$(count_tried)
+    limited python3 -m mpkernels bench --resume --json "$out/results.json" "$@" || code=$?
+    ((code == 3 && $(count_tried) > tried)) || return $code
+  done
+}
+
+count_tried() { { cat "$out/results.json" 2>/dev/null || true; } | grep -cE '"ours us"|"failed, ' || true; }
+
+measure_linear() {
+  local code=0
+  bench --only "${linear[@]}" --without compile || code=$?
+  cp ~/.cache/mpkernels/choices.json "$out/choices.json" 2>/dev/null || true # the selector's, and what it measured
+  return $code
+}
+
+# A process for each file: an illegal access takes CUDA away from all that its process would do afterwards.
 run_tests() {
   touch "$out/test.txt"
-  sed -i '/^PASSED/!d' "$out/test.txt"
-  local file found
-  found=$(limited python3 -m pytest -q --collect-only --continue-on-collection-errors "${tests[@]}" 2>&1) ||
-    printf 'FAILED to collect all\n%s\n' "$(tail -30 <<<"$found")" >>"$out/test.txt"
-  found=$(grep -- "${targets%%-*}-" <<<"$found" || true)$'\n'$found # first those that name a kernel on this device
-  for file in $(grep -oE '^tests/[a-z_0-9/]+\.py' <<<"$found" | awk '!seen[$0]++'); do
-    ! grep -q "^PASSED $file" "$out/test.txt" || continue
-    while (($(jobs -rp | wc -l) >= workers)); do sleep 0.2; done
+  if [[ -n $asked ]]; then sed -i '/^PASSED/!d' "$out/test.txt"; else sed -i '/^CUT OFF/d' "$out/test.txt"; fi
+  python3 -c "import expecttest" 2>/dev/null || selected="($selected) and not test_opcheck" # which torch makes of it
+  local file
+  for file in $(printf '%s\n' "${files[@]}" | awk '!seen[$0]++'); do
+    ! grep -qE "^(PASSED|FAILED) $file" "$out/test.txt" || continue
+    (($(jobs -rp | wc -l) < (workers < 8 ? workers : 8))) || wait -n || true
     run_file "$file" &
   done
   wait
   cat "$out/test.txt"
-  [[ -s $out/test.txt ]] && ! grep -qv "^PASSED" "$out/test.txt"
+  ! grep -q "^CUT OFF" "$out/test.txt" || return 124
+  ! grep -q "^FAILED" "$out/test.txt"
 }
 
 run_file() {
-  local code=0 log
-  log=$(most=200 limited python3 -m pytest -q --no-header --maxfail=5 -p no:cacheprovider \
-    "--require=$targets" "${tests[@]:0:2}" "$1" 2>&1 | tail -60) || code=$?
+  local code=0 log part_ends=$ends
+  ((ends - $(now) < 200)) || ends=$(($(now) + 200))
+  log=$(limited python3 -m pytest -q --no-header --maxfail=5 -p no:cacheprovider "--require=$targets" -k "$selected" \
+    "$1" 2>&1 | tail -60) || code=$?
   case $code in
-    0) echo "PASSED $1: ${log##*$'\n'}" ;;
-    124 | 130 | 137) echo "OUT OF TIME $1" ;;
+    0 | 5) echo "PASSED $1: ${log##*$'\n'}" ;; # 5: it has nothing for a GPU
+    124 | 137) if ((ends == part_ends)); then echo "CUT OFF $1"; else echo "FAILED $1: takes longer than 200 s"; fi ;;
     *) printf 'FAILED %s\n%s\n' "$1" "$log" ;;
   esac >>"$out/test.txt"
 }
 
 sanitize() {
   local tool code=0
-  for tool in memcheck racecheck; do
+  for tool in "${tools[@]}"; do
+    ! grep -q "^PASSED $tool" "$out/sanitize.txt" || continue
     echo "== $tool"
-    limited "${sanitizer[@]}" $tool python3 -m benchmarks.every_op "$device" || code=$?
+    limited "${sanitizer[@]}" $tool python3 -m benchmarks.every_op "$device" && echo "PASSED $tool" || code=$?
   done
-  return $code
-}
-
-bench() {
-  local file=$1 pattern code=0
-  shift
-  for pattern; do
-    limited python3 -m mpkernels bench --resume --json "$out/$file.json" --only "$pattern" || code=$?
-  done
-  return $code
-}
-
-measure_step() {
-  local code=0
-  limited python3 -m pytest -q -p no:cacheprovider "${without_waiting[@]}" || code=$?
-  bench step "${step[@]}" || code=$?
   return $code
 }
 
 run_part() {
   case $1 in
-    build) build 2>&1 | tee "$out/build.txt" ;;
+    doctor) limited python3 -m mpkernels doctor 2>&1 | tee "$out/doctor.txt" ;;
+    step) bench --only "${step[@]}" ;;
+    linear) measure_linear ;;
+    train) bench --only "${train[@]}" --without compile ;;
     test) run_tests ;;
-    sanitize) sanitize 2>&1 | tee "$out/sanitize.txt" ;;
-    step) measure_step ;;
-    linear) bench linear "${linear[@]}" ;;
-    train) bench train "${train[@]}" ;;
-    tune) limited python3 -m benchmarks.tune "$out/tune.json" "$device" ;;
+    sanitize) touch "$out/sanitize.txt" && sanitize 2>&1 | tee -a "$out/sanitize.txt" ;;
+    tuned) bench --only "${tuned[@]}" ;;
   esac
 }
 
-touch "$out/parts.txt"
-failed=0
-for part in "${chosen[@]}"; do
-  if [[ -n $force ]]; then
-    sed -i "/^$part done/d" "$out/parts.txt"
-    rm -f "$out/$part.json" "$out/$part.txt"
-  elif grep -q "^$part done" "$out/parts.txt"; then
-    echo "== $part: done before"
-    continue
-  fi
-  echo "== $part"
-  started=$SECONDS code=0
+has_ended() { grep -qE "^$1 (done|failed)" "$out/parts.txt"; }
+seconds_of() { awk -v part="$1" '$1 == part { sum += $(NF - 1) } END { print sum + 0 }' "$out/parts.txt"; }
+
+# A part, for so many seconds at most.
+turn() {
+  local started code=0
+  started=$(now)
+  ends=$((started + $2 < call_ends ? started + $2 : call_ends))
+  ((ends - started >= least)) || return 0
+  echo "== $1: $((ends - started)) s at most"
   set +e # or bash would ignore it in all that runs under an ||
-  (set -e && run_part "$part")
+  (set -e && run_part "$1")
   code=$?
   set -e
-  if ((code == 0)); then
-    echo "$part done in $((SECONDS - started)) s" | tee -a "$out/parts.txt"
-  else
-    echo "$part ended with $code after $((SECONDS - started)) s: run it again to go on" | tee -a "$out/parts.txt"
-    failed=1
-  fi
-done
-exit $failed
+  case $code in
+    0) code=done ;;
+    124 | 137) code="cut off" ;;
+    *) code="failed ($code)" ;;
+  esac
+  echo "$1 $code after $(($(now) - started)) s" | tee -a "$out/parts.txt"
+}
+
+if compgen -G "benchmarks/wheels/*.whl" >/dev/null; then
+  python3 -m pip install -q --no-index --no-deps --upgrade --target build/wheels benchmarks/wheels/*.whl
+  export PYTHONPATH="$PWD/build/wheels:${PYTHONPATH:-}" PATH="$PWD/build/wheels/bin:$PATH"
+fi
+ends=$(($(now) + 240))
+build 2>&1 | tee "$out/build.txt" || echo "the library is missing: Triton's kernels run"
+if [[ -n $asked ]]; then
+  sed -i "/^$asked /d" "$out/parts.txt"
+  turn "$asked" $most
+else
+  for part in "${parts[@]}"; do has_ended "$part" || turn "$part" $((share[$part] - $(seconds_of "$part"))); done
+  for part in "${parts[@]}"; do has_ended "$part" || turn "$part" $most; done
+fi
+open=0
+for part in "${parts[@]}"; do grep -q "^$part done" "$out/parts.txt" || open=1; done
+exit $open

@@ -11,24 +11,36 @@ static constexpr int kBlocksAtOnce = 4;  // on a multiprocessor; room for more i
 struct Tiling {
   Tiling(int64_t rows, int64_t columns)
       : rows(rows), columns(columns), count(columns % kElements == 0 ? kElements : 1) {
-    while (across < kMostAcross && across * count < columns) across *= 2;
-    column_blocks = (columns + across * count - 1) / (across * count);
+    int side_by_side = 1;
+    while (side_by_side < kMostAcross && side_by_side * count < columns) side_by_side *= 2;
+    line_up(side_by_side);
     rows_of_block = kThreads / across * kLeastRowsOfLine;
     while (blocks() > kEnoughBlocks && row_blocks() > kFewPartialSums) rows_of_block *= 2;
   }
+  // Narrow ones, down to the 32 bytes that memory hands out, so that few columns fill a chip, too; but no line is left
+  // with less than a few rows.
   static Tiling of_one_row_of_blocks(int64_t rows, int64_t columns) {
     Tiling tiling(0, columns);
     tiling.rows = tiling.rows_of_block = rows;
+    while (tiling.column_blocks < kBlocksOfSums && tiling.across * tiling.count > kElements &&
+           rows >= 2 * (kThreads / tiling.across) * kLeastRowsOfLine)
+      tiling.line_up(tiling.across / 2);
     return tiling;
   }
   int64_t row_blocks() const { return rows > rows_of_block ? (rows + rows_of_block - 1) / rows_of_block : 1; }
   int64_t blocks() const { return row_blocks() * column_blocks; }
 
   static constexpr int kMostAcross = 32, kLeastRowsOfLine = 4;
-  static constexpr int kEnoughBlocks = 2048, kFewPartialSums = 128;
+  static constexpr int kEnoughBlocks = 2048, kFewPartialSums = 128, kBlocksOfSums = 256;
   int64_t rows, columns, rows_of_block;
-  int count, across = 1;
+  int count, across;
   uint32_t column_blocks;
+
+ private:
+  void line_up(int side_by_side) {
+    across = side_by_side;
+    column_blocks = (columns + across * count - 1) / (across * count);
+  }
 };
 
 template <int count>

@@ -11,7 +11,7 @@ namespace mpk {
 static void multiply_and_pass(const Cublas& cublas, const LinearActArguments& it, const Matrix& x, const Matrix& weight,
                               const Matrix& y, const Tensor* saved) {
   const bool in_place = it.dtype == Dtype::f32;
-  const int64_t block = in_place ? it.rows() : rows_at_once(it.rows(), it.outputs());
+  const int64_t block = in_place ? it.rows() : rows_at_once(it.kOp, it.x, it.rows(), it.outputs());
   const OwnMatrix scratch(it.x, in_place ? 0 : block, it.outputs(), aoti_torch_dtype_float32());
   const Strided bias = it.bias ? Strided(it.bias->const_data(), 0, it.bias->strides()[0], it.dtype) : Strided();
   for (int64_t first = 0; first < it.rows(); first += block) {

@@ -7,14 +7,15 @@
 
 namespace mpk {
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// How many rows of z in fp32 to have at a time: no more than the L2 caches of large chips hold until the pass has read
-// them, in blocks of equal length, of whole tiles of a product.
-inline int64_t rows_at_once(int64_t rows, int64_t columns) {
-  constexpr int64_t kMost = int64_t{32} << 20, kTile = 256;
-  const int64_t tiles = divide_up(rows, kTile), most = std::max<int64_t>(1, kMost / (4 * columns * kTile));
-  return std::min(rows, divide_up(tiles, divide_up(tiles, most)) * kTile);
+// How many rows of z in fp32 to have at a time: of a product whose tiles fill whole waves of the chip's
+// multiprocessors, as many waves as leave half of the L2 cache to what else is read and written, or one. cuBLAS chooses
+// the tiles; these are its most common ones.
+inline int64_t rows_at_once(const char* op, const Tensor& on_device_of, int64_t rows, int64_t columns) {
+  constexpr int64_t kTile = 128, kTileBytes = kTile * kTile * sizeof(float);
+  const int64_t wave = attribute_of_device(op, on_device_of, cudaDevAttrMultiProcessorCount);
+  const int64_t cached = attribute_of_device(op, on_device_of, cudaDevAttrL2CacheSize) / 2 / kTileBytes;
+  const int64_t tiles = std::max<int64_t>(cached / wave, 1) * wave, across = (columns + kTile - 1) / kTile;
+  return std::min(rows, std::max<int64_t>(tiles / across, 1) * kTile);
 }
 
 inline Strided strided(const Matrix& it) { return Strided(it.data, it.row_stride, it.column_stride, it.dtype); }

@@ -12,7 +12,7 @@ static void multiply_and_pass(const LinearDactArguments& it, const Matrix& dy, c
                               const Tensor& dbias, cudaStream_t stream) {
   const Cublas cublas(it.kOp, it.dy, stream);
   const bool in_place = it.dtype == Dtype::f32;
-  const int64_t at_once = in_place ? dz.rows : rows_at_once(dz.rows, dz.columns);
+  const int64_t at_once = in_place ? dz.rows : rows_at_once(it.kOp, it.dy, dz.rows, dz.columns);
   const OwnMatrix scratch(it.dy, in_place ? 0 : at_once, dz.columns, aoti_torch_dtype_float32());
   const int64_t whole = (dz.rows - 1) / at_once, blocks = count_row_blocks(at_once, dz.columns);
   const ColumnSums sums(dbias, whole * blocks + count_row_blocks(dz.rows - whole * at_once, dz.columns));

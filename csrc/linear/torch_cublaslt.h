@@ -87,6 +87,17 @@ class Devices {
   std::map<int32_t, Device> of_device_;
 };
 
+// Why a gelu is not left to cublasLt on this chip; empty where it is. Others have measured that it runs behind the
+// product, as a kernel of its own, on 8.x (llm.c#338, #591), and more slowly than torch's on 12.0 (sglang#34350).
+inline std::string find_unfused(const char* op, const Tensor& on_device_of, const Ending& ending) {
+  if (ending.gelu == 0) return "";
+  const auto capability = [&](auto which) { return attribute_of_device(op, on_device_of, which); };
+  const int major = capability(cudaDevAttrComputeCapabilityMajor);
+  if (major == 9 || major == 10) return "";
+  return "cublasLt ends products in gelu on compute capability 9.x and 10.x alone until others are measured; this is " +
+         std::to_string(major) + "." + std::to_string(capability(cudaDevAttrComputeCapabilityMinor));
+}
+
 }  // namespace cublaslt
 
 // out = a b with an ending, in 16 bits, summed in fp32 and rounded once; out is contiguous. False where cublasLt can't
@@ -99,6 +110,7 @@ inline bool multiply_by_cublaslt(const char* op, const Tensor& on_device_of, cud
     return false;
   };
   if (const char* const misfit = find_misfit(out, a, b, ending)) return refuse(misfit);
+  if (const std::string unfused = find_unfused(op, on_device_of, ending); !unfused.empty()) return refuse(unfused);
   try {
     const Problem problem(op, functions(), out, a, b, ending);
     const int32_t device = on_device_of.device().second;

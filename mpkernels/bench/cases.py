@@ -64,9 +64,12 @@ def all_cases() -> list[Benchmark]:
     return [*chain.from_iterable(on_each), *_linear(best), *_training(best)]
 
 
-def select(benchmarks: list[Benchmark], pattern: str, quick: bool) -> list[Benchmark]:
-    """``pattern``: part of a name; * stands for anything."""
-    named = [it for it in benchmarks if fnmatch(it.name, f"*{pattern}*")]
+def select(benchmarks: list[Benchmark], only: list[str], without: list[str], quick: bool) -> list[Benchmark]:
+    """Return those that a pattern of ``only`` names, in its order, and none of ``without``. A pattern is part of a
+    name; * stands for anything."""
+    by_pattern = ([it for it in benchmarks if fnmatch(it.name, f"*{pattern}*")] for pattern in only)
+    wanted = {it.name: it for it in chain.from_iterable(by_pattern)}  # each once
+    named = [it for it in wanted.values() if not any(fnmatch(it.name, f"*{pattern}*") for pattern in without)]
     return sorted((it for it in named if it.is_quick), key=lambda it: QUICK.index(it.kind)) if quick else named
 
 

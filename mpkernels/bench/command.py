@@ -5,26 +5,33 @@ import importlib.util
 import os
 import signal
 from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from time import perf_counter
+from typing import Any
+
+import torch
 
 from mpkernels.bench import machine, plot, results, show
 from mpkernels.bench.cases import Benchmark, all_cases, select
 from mpkernels.bench.measuring import run_one
 from mpkernels.bench.pairs import BUILDS
 
+FAILED = "failed, "  # how the reasons begin for which a case that was tried was left out
 QUICK_SECONDS = 48.0  # after which no case is begun
 SECONDS_OF_A_CASE = 2.5
 # What a machine does beside the benchmark lasts for some seconds. Who comes back later meets another moment.
 QUICK_TURNS, SECONDS_OF_A_TURN = 4, 0.9
 PLOTS = (".png", ".svg", ".pdf")
-STOPPED = 128 + signal.SIGINT
+STOPPED, LOST = 128 + signal.SIGINT, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--quick", action="store_true", help="the cases that say the most, in less than a minute")
-    parser.add_argument("--only", default="", metavar="PATTERN", help="part of the cases' names; * is anything")
+    pattern: dict[str, Any] = {"nargs": "+", "metavar": "PATTERN"}
+    parser.add_argument("--only", default=["*"], help="parts of cases' names, in this order; * is anything", **pattern)
+    parser.add_argument("--without", default=[], help="leaves out what it names", **pattern)
     parser.add_argument("--list", action="store_true", help="the cases' names, nothing is measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keeps the raw samples, written after every case")
     parser.add_argument("--resume", action="store_true", help="measures only what --json's FILE does not hold yet")
@@ -35,9 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
     """``refuse`` says what is wrong with the arguments, and ends the program: before anything is measured."""
     run, old = results.start(), None
-    benchmarks = select(all_cases(), arguments.only, arguments.quick)
+    benchmarks = select(all_cases(), arguments.only, arguments.without, arguments.quick)
     if not benchmarks:
-        refuse(f"--only: no case's name has {arguments.only!r} in it; --list shows all")
+        refuse(f"--only: no case's name has {' or '.join(map(repr, arguments.only))} in it; --list shows all")
     if arguments.list:
         print("\n".join(it.name + f"  (left out: {it.missing})" * bool(it.missing) for it in benchmarks))
         return 0
@@ -93,6 +100,8 @@ def _measure_all(benchmarks: list[Benchmark], run: results.Run, arguments: argpa
     start, failed = perf_counter(), False
     known = {result.name for result in run.results}
     todo = [benchmark for benchmark in benchmarks if benchmark.name not in known]
+    todo.sort(key=lambda it: run.skipped.get(it.name, "").startswith(FAILED))  # what failed before comes last
+    keep = partial(results.write, arguments.json, run) if arguments.json else bool
     turns, seconds, builds = (QUICK_TURNS, SECONDS_OF_A_TURN, 1) if arguments.quick else (1, SECONDS_OF_A_CASE, BUILDS)
     try:
         with show.progress(len(todo) * turns) as (say, measuring):
@@ -103,18 +112,16 @@ def _measure_all(benchmarks: list[Benchmark], run: results.Run, arguments: argpa
                     if turn == 0:
                         run.skipped[benchmark.name] = reason
                     continue
-                try:
-                    result = run_one(benchmark, run, seconds, builds)
-                except Exception as error:  # the others can still be measured
+                if (result := _try(benchmark, run, seconds, builds, keep)) is None:
                     failed = True
-                    run.skipped[benchmark.name] = f"failed, {type(error).__name__}: {str(error).partition(chr(10))[0]}"
+                    if _device_is_lost(benchmark.setting.place.device):
+                        print("CUDA is lost to this process: --resume measures the rest in another")
+                        return LOST
                     continue
                 if turn == 0:
                     run.skipped.pop(benchmark.name, None)  # an earlier run's
                 if turns == 1:
                     say(show.line(result, run), show.colour(result))
-                if arguments.json:
-                    results.write(arguments.json, run)
     except KeyboardInterrupt:
         print("stopped; measured so far:")
         return STOPPED
@@ -123,9 +130,38 @@ def _measure_all(benchmarks: list[Benchmark], run: results.Run, arguments: argpa
             for result in run.results:
                 say(show.line(result, run), show.colour(result))
         print(show.summary(run))
-        if arguments.json:
-            results.write(arguments.json, run)
+        keep()
     return int(failed)
+
+
+def _try(
+    benchmark: Benchmark, run: results.Run, seconds: float, builds: int, keep: Callable[[], object]
+) -> results.Result | None:
+    """Return its result, or None where it failed: the others can still be measured. One that takes the process with it
+    leaves a note."""
+    reason = run.skipped.get(benchmark.name)
+    run.skipped[benchmark.name] = f"{FAILED}it did not end"
+    keep()
+    try:
+        return run_one(benchmark, run, seconds, builds)
+    except Exception as error:
+        reason = f"{FAILED}{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return None
+    finally:
+        del run.skipped[benchmark.name]
+        if reason is not None:
+            run.skipped[benchmark.name] = reason
+        keep()
+
+
+def _device_is_lost(device: str) -> bool:
+    """Return whether an error, such as an illegal access, has left this process a CUDA context that does nothing."""
+    try:
+        if device == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def _too_late(is_quick: bool, start: float) -> str:

@@ -1,16 +1,23 @@
-"""The script for machines with a GPU, rehearsed: all of it, but for what it says about the device."""
+"""The script for machines with a GPU: rehearsed on the CPU, and led through slots by stand-ins that count the time."""
 
+import json
+import re
+import shlex
 import subprocess
 import sys
+from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
-import torch
 
+from mpkernels.bench import cases
+from mpkernels.bench.command import add_arguments
+from mpkernels.bench.settings import Place
 from tests import ROOT
+from tests.bench.gpu_slot import SCRIPT, Slot
 
-SCRIPT = ROOT / "benchmarks" / "gpu.sh"
-PARTS = ["build", "test", "sanitize", "step", "linear", "train", "tune"]
+PARTS = ["doctor", "step", "linear", "train", "test", "sanitize", "tuned"]
+FILES = {"build.txt", "choices.json", "doctor.txt", "parts.txt", "results.json", "sanitize.txt", "test.txt"}
 
 
 @pytest.fixture
@@ -25,6 +32,7 @@ def gpu_sh(monkeypatch):
         ([], "OUTDIR is missing"),
         (["out", "--part", "sleep"], "there is no part 'sleep'"),
         (["out", "--part"], "there is no part ''"),
+        (["out", "--from", "nowhere"], "there is no folder 'nowhere'"),
         (["out", "--fast"], "there is no option --fast"),
         (["out", "other"], "one OUTDIR, got out and other"),
         (["/proc/nowhere"], "/proc/nowhere can't be written"),
@@ -42,22 +50,10 @@ def test_a_rehearsal(gpu_sh, tmp_path):
     out = tmp_path / "out"
     done = gpu_sh(out, "--rehearse")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line.split()[0] for line in (out / "parts.txt").read_text().splitlines()] == PARTS
-    files = [*out.iterdir()]
-    assert len(files) <= 8
-    assert {path.stem for path in files} == {*PARTS, "parts"}
+    assert [line.split()[:2] for line in (out / "parts.txt").read_text().splitlines()] == [[it, "done"] for it in PARTS]
+    assert FILES - {"choices.json"} <= {path.name for path in out.iterdir()} <= FILES
     assert "PASSED tests/" in (out / "test.txt").read_text()
-    again = gpu_sh(out, "--rehearse")
-    assert again.returncode == 0
-    assert again.stdout.count("done before") == len(PARTS)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="it would run")
-def test_a_failing_part_is_not_done(gpu_sh, tmp_path):
-    """There is no GPU for it."""
-    done = gpu_sh(tmp_path, "--part", "sanitize")
-    assert done.returncode == 1
-    assert (tmp_path / "parts.txt").read_text().startswith("sanitize ended with")
+    assert len(json.loads((out / "results.json").read_text())["pairs"]) == 4
 
 
 def test_a_rehearsal_differs_at_the_device_boundary_alone():
@@ -65,3 +61,122 @@ def test_a_rehearsal_differs_at_the_device_boundary_alone():
     assert "compute-sanitizer" in settings
     for word in ("rehearse", "nvidia-smi", "compute-sanitizer", "cuda-", "*cuda"):
         assert word not in below
+
+
+def test_names_of_tests_that_need_a_gpu_are_known():
+    selected = SCRIPT.read_text().partition('selected="')[2].partition('"\n')[0]
+    selected += SCRIPT.read_text().partition('selected+="')[2].partition('"\n')[0]
+    tests = "\n".join(f"{path.name}\n{path.read_text()}" for path in (ROOT / "tests").rglob("test_*.py"))
+    assert all(it in tests for it in selected.split(" or ")[2:])
+
+
+@pytest.fixture
+def slot(tmp_path):
+    return Slot(tmp_path)
+
+
+def test_what_is_quick_is_done_in_one_call(slot):
+    code, _, log = slot.call()
+    assert code == 0
+    assert [(part, how) for part, how, *_ in slot.parts] == [(part, "done") for part in PARTS]
+    kinds = ("nvidia-smi", "setup.py", "mpkernels doctor", "step*", "linear_act*cuda* 8192x", "train*cuda*gpt2")
+    kinds += ("-m pytest", "memcheck", "racecheck", "synccheck", "linear_act*cuda*compile")
+    first = [next(i for i, it in enumerate(log) if kind in it) for kind in kinds]
+    assert first == sorted(first)
+    assert all(it.startswith("uncached ") == ("compute-sanitizer" in it) for it in log)
+    assert all("--kernel-name-exclude kns=at6native" in it for it in log if "compute-sanitizer" in it)
+    assert "compile" in log[-1]  # the baselines that are tuned come last, and alone
+
+
+def test_a_library_that_loads_is_not_built_again(slot):
+    assert any("setup.py" in it for it in slot.call("--part", "doctor")[2])
+    assert not any("setup.py" in it for it in slot.call("--part", "doctor", out=slot.folder / "another")[2])
+
+
+def test_what_needs_a_missing_package_is_left_out(slot):
+    (slot.folder / "lacks_expecttest").touch()
+    log = [it for it in slot.call("--part", "test")[2] if "-m pytest" in it]
+    assert log
+    assert all(") and not test_opcheck tests/" in it for it in log)
+
+
+def test_three_calls_give_each_part_its_share_of_25_minutes(slot):
+    """Though every command takes longer than there is."""
+    slot.take(("setup.py", 90, 0), ("python3", 9998, 0), ("sanitizer", 9998, 0))
+    for _ in range(3):
+        code, took, _ = slot.call()
+        assert code == 1
+        assert took <= 540
+    spent = dict.fromkeys(PARTS, 0)
+    for part, *how, taken, _ in slot.parts:
+        assert how == ["cut", "off", "after"]
+        assert int(taken) <= 480
+        spent[part] += int(taken)
+        if sum(spent.values()) == 25 * 60 - 90:
+            break
+    shares = dict(re.findall(r"\[(\w+)\]=(\d+)", SCRIPT.read_text()))
+    assert spent == {part: int(shares[part]) for part in PARTS}
+
+
+def test_what_is_left_goes_to_what_was_cut_off(slot):
+    slot.take(("step*", 350, 0))
+    assert slot.call()[0] == 1
+    assert [it[:2] for it in slot.parts[:-1]] == [[it, "cut" if it == "step" else "done"] for it in PARTS]
+    assert slot.parts[-1] == ["step", "cut", "off", "after", "240", "s"]
+    slot.take()
+    code, _, log = slot.call()
+    assert code == 0
+    assert [it[:2] for it in slot.parts][len(PARTS) :] == [["step", "cut"], ["step", "done"]]
+    assert sum("mpkernels bench" in it for it in log) == 1
+
+
+def test_the_next_machine_goes_on(slot):
+    slot.take(("mpkernels bench --resume --json", 300, 0))
+    slot.call()
+    assert slot.call("--from", str(slot.out), out=slot.folder / "next")[0] == 1
+    before, after = ((slot.folder / it / "parts.txt").read_text() for it in ("out", "next"))
+    assert after.startswith(before)
+    assert len(after) > len(before)
+
+
+def test_what_failed_is_tried_again_only_when_asked_for(slot):
+    slot.take(("doctor", 5, 1), ("memcheck", 5, 9), ("tests/ops/test_huge.py", 5, 1))
+    assert slot.call()[0] == 1
+    failed = ["doctor", "test", "sanitize"]
+    assert [part for part, how, *_ in slot.parts if how == "failed"] == failed
+    slot.take()
+    code, took, log = slot.call()
+    assert (code, took) == (1, 0)
+    assert not any("-m pytest" in it or "doctor" in it for it in log)
+    for part, words in zip(failed, ("doctor", "tests/ops/test_huge.py", "memcheck"), strict=True):
+        log = slot.call("--part", part)[2]
+        assert sum(words in it for it in log) == 1
+        assert not any("test_ops.py" in it or "racecheck" in it for it in log)  # they passed
+    assert slot.call()[0] == 0
+
+
+def test_a_process_that_lost_the_device_is_followed_by_another(slot):
+    """As long as one gets further."""
+    (slot.folder / "out").mkdir()
+    (slot.folder / "out" / "results.json").touch()
+    slot.take(("step*", 5, 3))
+    log = slot.call()[2]
+    assert sum("step*" in it for it in log) == 3
+    assert next(it for it in slot.parts if it[0] == "step")[:3] == ["step", "failed", "(3)"]
+
+
+def test_each_case_on_a_gpu_belongs_to_one_part(slot, monkeypatch):
+    monkeypatch.setattr(cases, "places", lambda: [Place("cuda", 1)])
+    slot.call()
+    commands = [shlex.split(it) for it in (slot.folder / "quoted").read_text().splitlines() if "'bench'" in it]
+    names = []
+    for command in commands:
+        parser = ArgumentParser()
+        add_arguments(parser)
+        asked = parser.parse_args(command[command.index("bench") + 1 :])
+        names += [it.name for it in cases.select(cases.all_cases(), asked.only, asked.without, quick=False)]
+    assert len(commands) == 4
+    assert sorted(names) == sorted(it.name for it in cases.all_cases())
+    first = commands[0].index("--only") + 1
+    briefly = cases.select(cases.all_cases(), commands[0][first : first + 5], [], quick=False)
+    assert {it.op for it in briefly} == {"step", "update_scale_", "overflow_", "grad_stats", "unscale_"}

@@ -78,6 +78,23 @@ def test_each_refusal_is_a_reason(emulated, monkeypatch, status, name, op, make)
     assert all(after[it] > before.get(it, 0) for it in reasons)
 
 
+@pytest.mark.parametrize("capability", [80, 89, 90, 100, 120])
+def test_a_gelu_is_left_to_it_only_where_that_is_fast(emulated, monkeypatch, capability):
+    """Elsewhere product and pass make the same z. A bias alone costs nothing on any chip."""
+    monkeypatch.setattr(emulated_variable("emulation_compute_capability"), "value", capability)
+    why = "cublasLt ends products in gelu on compute capability 9.x and 10.x alone until others are measured; this is "
+    why += f"{capability // 10}.{capability % 10}"
+    x, weight, bias, _ = layer(16, 24, 32, B16)
+    serves = capability in (90, 100)
+    (_, z), count = launches(forward, x, weight, bias, "gelu_tanh", True)
+    assert count == (1 if serves else 2)
+    assert torch.equal(z, forward(x, weight, bias, "none", True)[0])
+    assert launches(dact, *before_a_layer(16, 24, 32, B16), "gelu_tanh", None)[1] == (1 if serves else 2)
+    assert launches(forward, x, weight, bias, "none", True)[1] == 1
+    notes(monkeypatch)  # which has the doctor read the emulation's
+    assert cublaslt.describe([])["fell back"].get(why, 0) == (0 if serves else 2)
+
+
 def test_a_refusal_is_remembered(emulated, monkeypatch):
     algorithms, why = emulated_variable("emulation_cublaslt_algorithms"), "cublasLt finds no algorithm"
     x, weight, bias, _ = layer(24, 8, 80, F16)

@@ -47,6 +47,7 @@ cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
 extern "C" __attribute__((visibility("default"))) int emulation_calls_to_failure = 0;
 
 extern "C" __attribute__((visibility("default"))) int emulation_launches = 0;
+extern "C" __attribute__((visibility("default"))) int emulation_blocks = 0;  // of the last launch
 
 // The current one. The tensors are torch's CPU tensors: on another, as on the second of two GPUs.
 extern "C" __attribute__((visibility("default"))) int emulation_device = 0;
@@ -94,6 +95,7 @@ cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kern
   const cudaError_t error = check(*config, kernel);
   if (error != cudaSuccess) return remember(error);
   ++emulation_launches;
+  emulation_blocks = config->gridDim.x;
   return emulation::enqueue([config = *config, thread] {
     const std::string failure = run_grid(config.gridDim, config.blockDim, config.dynamicSmemBytes, thread);
     if (failure.empty()) return cudaSuccess;
@@ -162,18 +164,25 @@ cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); 
 
 // ---- devices and streams
 
+// Tests set them: the compute capability is 10 times the major one and the minor one. Not a power of two of
+// multiprocessors, as on many GPUs.
+extern "C" __attribute__((visibility("default"))) int emulation_compute_capability = 90;
+extern "C" __attribute__((visibility("default"))) int emulation_multiprocessors = 3;
+extern "C" __attribute__((visibility("default"))) int emulation_l2_bytes = 1 << 20;
+
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
-  static const std::map<cudaDeviceAttr, int> values = {
+  const std::map<cudaDeviceAttr, int> values = {
       {cudaDevAttrMaxThreadsPerBlock, 1024},
       {cudaDevAttrMaxSharedMemoryPerBlock, kSharedBytes},
       {cudaDevAttrWarpSize, 32},
-      {cudaDevAttrMultiProcessorCount, 3},  // not a power of two, as on many GPUs
+      {cudaDevAttrMultiProcessorCount, emulation_multiprocessors},
+      {cudaDevAttrL2CacheSize, emulation_l2_bytes},
       {cudaDevAttrMaxThreadsPerMultiProcessor, 2048},
-      {cudaDevAttrComputeCapabilityMajor, 9},
-      {cudaDevAttrComputeCapabilityMinor, 0},
+      {cudaDevAttrComputeCapabilityMajor, emulation_compute_capability / 10},
+      {cudaDevAttrComputeCapabilityMinor, emulation_compute_capability % 10},
       {cudaDevAttrMaxSharedMemoryPerBlockOptin, kSharedBytesOptIn},
   };
-  if (device != 0) return remember(cudaErrorInvalidDevice);
+  if (device != 0 && device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
   const auto found = values.find(attribute);
   if (!value || found == values.end()) return remember(cudaErrorInvalidValue);
   *value = found->second;

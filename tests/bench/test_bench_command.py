@@ -1,0 +1,75 @@
+"""What the command makes of patterns, and of cases that fail, hang or take the device with them."""
+
+import argparse
+
+import pytest
+import torch
+
+from mpkernels.bench import cases, command
+from mpkernels.bench.results import read
+from mpkernels.bench.settings import Place
+
+
+@pytest.fixture
+def measure_all(monkeypatch, tmp_path):
+    """Run the command with ``run_one`` in place of its own; return its exit status, and the file of results."""
+
+    def measure_all(run_one, *words):
+        monkeypatch.setattr(command, "run_one", run_one)
+        arguments, path = argparse.ArgumentParser(), tmp_path / "results.json"
+        command.add_arguments(arguments)
+        code = command.run(arguments.parse_args(["--only", *words, "--json", str(path), "--resume"]), pytest.fail)
+        return code, read(path)
+
+    return measure_all
+
+
+def test_what_failed_comes_last_when_it_is_resumed(measure_all):
+    patterns = "update_scale_ cpu-1", "overflow_ skipped cpu-1 fp32 1000x5k"
+    names = [it.name for it in cases.select(cases.all_cases(), [*patterns], [], quick=False)]
+    tried = []
+
+    def run_one(benchmark, run, seconds, builds):
+        tried.append(benchmark.name)
+        raise RuntimeError("no luck") if benchmark.name == names[0] else KeyboardInterrupt
+
+    assert measure_all(run_one, *patterns)[0] == command.STOPPED
+    code, run = measure_all(run_one, *patterns)
+    assert tried == [names[0], names[1], names[1]]
+    assert (code, run.skipped) == (command.STOPPED, {names[0]: "failed, RuntimeError: no luck"})
+
+
+def test_a_case_that_takes_the_process_with_it_leaves_a_note(measure_all, tmp_path):
+    def run_one(benchmark, run, seconds, builds):
+        assert read(tmp_path / "results.json").skipped == {benchmark.name: "failed, it did not end"}
+        raise KeyboardInterrupt
+
+    assert measure_all(run_one, "update_scale_")[1].skipped == {}
+
+
+def test_a_process_that_lost_the_device_ends(measure_all, monkeypatch):
+    def lost():
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    def run_one(benchmark, run, seconds, builds):
+        tried.append(benchmark.name)
+        lost()
+
+    tried = []
+    monkeypatch.setattr(command, "all_cases", lambda: on_cuda)
+    monkeypatch.setattr(torch.cuda, "synchronize", lost)
+    on_cuda = [*cases._single_ops(Place("cuda", 1))]
+    code, run = measure_all(run_one, "update_scale_", "overflow_")
+    assert (code, tried) == (command.LOST, [*run.skipped])
+    assert len(tried) == 1
+
+
+def test_patterns_choose_and_order_and_leave_out():
+    def chosen(only, without=()):
+        return [it.name.split()[0] for it in cases.select(cases.all_cases(), only, [*without], quick=False)]
+
+    assert set(chosen(["update_scale_", "overflow_"])) == {"update_scale_", "overflow_"}
+    assert chosen(["update_scale_", "overflow_"])[0] == chosen(["update_scale_", "update*"])[0] == "update_scale_"
+    assert len(chosen(["update_scale_", "update*"])) == len(chosen(["update_scale_"]))
+    assert "compile" in " ".join(it.name for it in cases.select(cases.all_cases(), ["train"], [], False))
+    assert "compile" not in " ".join(it.name for it in cases.select(cases.all_cases(), ["train"], ["compile"], False))
