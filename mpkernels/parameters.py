@@ -41,15 +41,17 @@ def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.de
     return found
 
 
-def put_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=device.type != "cpu")  # the host reads at once
+def put_on(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it on the device. The host waits only where it would itself read the copy before
+    it has arrived: on the CPU."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
     """Add up one tensor from each device, on the first."""
     total = tensors[0]
     for tensor in tensors[1:]:
-        total = total + tensor.to(total.device)
+        total = total + put_on(total.device, tensor)
     return total
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from mpkernels.parameters import put_on
+
 
 class Processes:
     """A process group, which agrees on what all its grads are like. Copies share it."""
@@ -53,9 +55,9 @@ class Processes:
 
 
 def _number(number: Tensor | float, device: torch.device) -> Tensor:
-    """Put a number on the device. On the host, a copy that is still on its way would be read too early."""
-    wide = torch.as_tensor(number, dtype=torch.float64).reshape(())
-    return wide.to(device, non_blocking=device.type != "cpu")
+    if isinstance(number, Tensor):
+        return put_on(device, number).double().reshape(())
+    return torch.full((), number, dtype=torch.float64, device=device)  # no copy, which a CUDA graph's capture refuses
 
 
 def given(op: str, process_group: Any) -> Processes | None:
