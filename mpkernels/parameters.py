@@ -83,10 +83,16 @@ def refuse_unserved(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
             )
 
 
-def refuse_sharded(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
-    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
-    for i, tensor in enumerate(tensors if loaded is not None else ()):
-        if isinstance(tensor, loaded.DTensor):  # type: ignore[union-attr]
+def dtensors() -> Any:
+    """Return their class, for isinstance; where nobody has imported it there are none, and no class."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return () if loaded is None else loaded.DTensor
+
+
+def refuse_sharded(op: str, argument: str, tensors: Iterable[Any]) -> None:
+    kind = dtensors()
+    for i, tensor in enumerate(tensors if kind else ()):
+        if isinstance(tensor, kind):
             raise TypeError(
                 f"{op}: {argument}[{i}] must be a plain tensor, got a DTensor on {tensor.placements}, as FSDP2's "
                 "fully_shard and tensor parallelism's parallelize_module make them; "

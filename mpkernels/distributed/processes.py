@@ -69,6 +69,21 @@ def given(op: str, process_group: Any) -> Processes | None:
     return Processes(process_group)
 
 
+def of_first_rank(op: str, value: Any, error: Exception | None, group: Any) -> Any:
+    """Return what the first rank has. Each must come here; if one brings an error, all raise."""
+    mine = value, None if error is None else repr(error)
+    everybody = [mine]
+    if are_several():
+        everybody *= distributed.get_world_size(group)
+        distributed.all_gather_object(everybody, mine, group=group)
+    if error is not None:
+        raise error
+    for rank, (_, text) in enumerate(everybody):
+        if text is not None:
+            raise RuntimeError(f"{op}: rank {rank} raised {text}")
+    return everybody[0][0]
+
+
 class TakesScale:
     """An optimizer's ``_step_supports_amp_scaling``, which scalers ask for before they hand over found_inf, and which
     notes who asked. torch's scalers update by their own copy of found_inf, which is of this process alone, so the step
