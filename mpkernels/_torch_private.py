@@ -6,6 +6,7 @@ GradScaler also overrides its parent's own methods (``_unscale_grads_``, ``_chec
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import reduce
@@ -112,6 +113,12 @@ def constant_in_graphs(function: Function) -> Function:
     what compiles: a second, also where nothing does. Without the mark: it is traced, as any function."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def uncompiled() -> Any:
+    """Have what torch.compile has compiled run as it was written. Where nothing has imported it, nothing is."""
+    is_there = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
 
 
 _TRACING = [getattr(_kinds_of_modes, name, None) for name in ("FAKE", "PROXY", "FUNCTIONAL")]

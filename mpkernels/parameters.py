@@ -42,15 +42,17 @@ def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.de
     return found
 
 
-def put_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=device.type != "cpu")  # the host reads at once
+def put_on(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it on the device. The host waits only where it would itself read the copy before
+    it has arrived: on the CPU."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
     """Add up one tensor from each device, on the first."""
     total = tensors[0]
     for tensor in tensors[1:]:
-        total = total + tensor.to(total.device)
+        total = total + put_on(total.device, tensor)
     return total
 
 
@@ -82,10 +84,16 @@ def refuse_unserved(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
             )
 
 
-def refuse_sharded(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
-    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
-    for i, tensor in enumerate(tensors if loaded is not None else ()):
-        if isinstance(tensor, loaded.DTensor):  # type: ignore[union-attr]
+def dtensors() -> Any:
+    """Return their class, for isinstance; where nobody has imported it there are none, and no class."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return () if loaded is None else loaded.DTensor
+
+
+def refuse_sharded(op: str, argument: str, tensors: Iterable[Any]) -> None:
+    kind = dtensors()
+    for i, tensor in enumerate(tensors if kind else ()):
+        if isinstance(tensor, kind):
             raise TypeError(
                 f"{op}: {argument}[{i}] must be a plain tensor, got a DTensor on {tensor.placements}, as FSDP2's "
                 "fully_shard and tensor parallelism's parallelize_module make them; "

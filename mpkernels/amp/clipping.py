@@ -13,7 +13,7 @@ from mpkernels._torch_private import foreach_mul_
 from mpkernels.distributed import fsdp1
 from mpkernels.distributed.processes import Processes, given
 from mpkernels.ops import grad_stats, unscale_
-from mpkernels.parameters import by_device, real, refuse_sharded
+from mpkernels.parameters import by_device, put_on, real, refuse_sharded
 
 
 @torch.no_grad()
@@ -81,12 +81,12 @@ def _norm(grads: Sequence[Tensor], norm_type: float, params: Sequence[Tensor], p
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2:
         of_devices = by_device(grads, grads).values()
-        sums = [grad_stats(of_device).total_sumsq.to(device, non_blocking=True) for of_device in of_devices]
+        sums = [put_on(device, grad_stats(of_device).total_sumsq) for of_device in of_devices]
         sumsq = torch.stack(sums or [nothing]).sum()
         if processes is not None:
             sumsq, _ = processes.agree(params, sumsq, None)
         return sumsq.sqrt().to(dtype)
-    norms = [_wide_norm(grad, norm_type).to(device, non_blocking=True) for grad in grads if grad.numel() > 0]
+    norms = [put_on(device, _wide_norm(grad, norm_type)) for grad in grads if grad.numel() > 0]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [nothing]), norm_type)
     return (total if processes is None else processes.norm(params, total, norm_type)).to(dtype)
 
@@ -99,7 +99,7 @@ def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
 
 def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
     for of_device in by_device(grads, grads).values():
-        by = coefficient.to(of_device[0].device, non_blocking=True)
+        by = put_on(of_device[0].device, coefficient)
         wide = [grad for grad in of_device if grad.dtype == torch.float64]
         narrow = [grad for grad in of_device if grad.dtype != torch.float64]
         if wide:

@@ -1,6 +1,7 @@
 """GradScaler: torch.amp.GradScaler, extended to grads of any dtype, other scalings and reports on skipped steps."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledgers
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
+from mpkernels.parameters import put_on
 
 _HANDED_OVER = ("grad_scale", "found_inf", "outcome", "peers")  # what an optimizer holds of a scaler's during a step
 
@@ -84,6 +86,16 @@ class GradScaler(torch.amp.GradScaler):
         """How many updates so far came after a skipped step: int32, 0-dim, on the device. None before the first
         scale."""
         return None if self._overflows is None else self._overflows[1]
+
+    def scale(self, outputs: Any) -> Any:
+        """Scale as torch does, which on the CPU would read a device's scale before it has arrived."""
+        is_one = isinstance(outputs, Tensor)
+        if is_one and self._enabled and self._scale is not None:
+            return outputs * put_on(outputs.device, self._scale)
+        if is_one or not self._enabled or not isinstance(outputs, Iterable):
+            return super().scale(outputs)
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -172,7 +184,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         found_infs = [
-            found_inf.to(scale.device, non_blocking=True)
+            put_on(scale.device, found_inf)
             for state in self._per_optimizer_states.values()
             for found_inf in state["found_inf_per_device"].values()
         ]
@@ -199,7 +211,7 @@ class GradScaler(torch.amp.GradScaler):
                 "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                 "torch.FloatTensor with requires_grad=False."
             )
-        scale.copy_(new_scale.reshape(()), non_blocking=True)
+        scale.copy_(put_on(scale.device, new_scale.reshape(())))
 
     def _move(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
         overflows = self._overflows

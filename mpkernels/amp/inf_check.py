@@ -10,7 +10,7 @@ from mpkernels.distributed import fsdp1
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
-from mpkernels.parameters import by_device, params_of, refuse_sharded, unwrapped
+from mpkernels.parameters import by_device, params_of, put_on, refuse_sharded, unwrapped
 
 FoundInf = dict[torch.device, Tensor]  # fp32, 0-dim, 0 or 1; one at most, as torch's optimizers take any other for 0
 
@@ -23,7 +23,7 @@ def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
     found_infs = []
     for device, (_, of_device) in grads.items():
         found_infs.append(torch.zeros((), dtype=torch.float32, device=device))
-        unscale_list_(of_device, found_infs[-1], inv_scale.to(device, non_blocking=True))
+        unscale_list_(of_device, found_infs[-1], put_on(device, inv_scale))
     return _together(found_infs, inv_scale.device)
 
 
@@ -33,13 +33,13 @@ def look(grads: Grads, scale: Tensor) -> FoundInf:
     found_infs = []
     for device, (_, of_device) in grads.items():
         stats = grad_stats(of_device)
-        norm = stats.total_sumsq.sqrt() / scale.to(device, non_blocking=True)
+        norm = stats.total_sumsq.sqrt() / put_on(device, scale)
         found_infs.append(torch.maximum(stats.found_inf, (norm > torch.finfo(torch.float32).max).float()))
     return _together(found_infs, scale.device)
 
 
 def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
-    there = [found_inf.to(device, non_blocking=True) for found_inf in found_infs]
+    there = [put_on(device, found_inf) for found_inf in found_infs]
     return {device: there[0] if len(there) == 1 else torch.stack(there).amax()} if there else {}
 
 

@@ -111,7 +111,7 @@ class Plan:
         """Take one step, or skip it if the verdict is an overflow. ``skipped_steps``, if given, counts the skips."""
         own = self._own(grads)
         params = list(map(real, self.params)) if self._is_complex else self.params
-        known = (put_on(self.device, it) for it in verdict[:3])
+        known = (None if it is None else put_on(self.device, it) for it in verdict[:3])
         shared = *self._hyperparameters(), *known, max_norm or math.inf, verdict.outcome, skipped_steps, self.report
         by_plan = self._by_plan()
         if by_plan is None:

@@ -12,7 +12,7 @@ from mpkernels.distributed.processes import Processes, hand_back, of_scaler
 from mpkernels.ops.adamw import adamw
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.plan import Plan, Verdict
-from mpkernels.parameters import sum_of
+from mpkernels.parameters import put_on, sum_of
 
 
 def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = None) -> bool:
@@ -68,7 +68,7 @@ def _start_telling(optimizer: Any, device: torch.device) -> Tensor:
     if not torch.compiler.is_compiling():
         if optimizer.skipped_steps is None:
             optimizer.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
-        optimizer.skipped_steps = optimizer.skipped_steps.to(device)
+        optimizer.skipped_steps = put_on(device, optimizer.skipped_steps)
     outcome: Tensor | None = getattr(optimizer, "outcome", None)
     return torch.empty(2, dtype=torch.float32, device=device) if outcome is None else outcome
 
