@@ -6,7 +6,7 @@ cases:
 * while torch.compile traces or a CUDA graph is captured; choices that are known by then are used;
 * under ``mpkernels.backend``;
 * under ``torch.use_deterministic_algorithms``, because kernels differ in rounding;
-* in a group of several processes, which must choose alike, and may wait for each other's devices: ``warm_up`` times there.
+* in a group of several processes, which must choose alike and may wait for each other: ``warm_up`` times there.
 """
 
 import warnings

@@ -15,12 +15,6 @@ BRIEF_SECONDS = 1e-3  # too short to tell the hopeless from one whom the machine
 LIMIT_SECONDS = 10.0  # of kernels that take milliseconds; plain torch on a slow CPU takes a second or two
 
 
-<<<<<<< HEAD
-def race(runs: dict[str, Run], device: torch.device) -> dict[str, float]:
-    """Return the seconds that each way takes. They are timed in turns, so that other load slows all of them down."""
-    runs = {name: run for name, run in runs.items() if _can_run(name, run)}
-    first = {name: _seconds(run, device) for name, run in runs.items()}
-=======
 class Race(NamedTuple):
     seconds: dict[str, float]  # of nobody, where a kernel hangs
     left_out: dict[str, str]  # why, of each kernel that must not be used
@@ -73,7 +67,6 @@ def _unfit(trial: Trial, name: str, torchs: list[Error], device: torch.device) -
 
 def _times(trial: Trial, names: Sequence[str], device: torch.device) -> dict[str, float]:
     first = {name: _seconds(trial, name, device) for name in names}
->>>>>>> gpu-python
     most = max(HOPELESS * min(first.values()), BRIEF_SECONDS)
     times: dict[str, list[float]] = {name: [] for name in names if first[name] <= most}
     start = perf_counter()
@@ -86,31 +79,9 @@ def _times(trial: Trial, names: Sequence[str], device: torch.device) -> dict[str
     return {name: sorted(of_one)[len(of_one) // 4] for name, of_one in times.items()}
 
 
-<<<<<<< HEAD
-def _can_run(name: str, run: Run) -> bool:
-    """Return whether a way works, by a first run, which may also compile and allocate. If one of our kernels fails,
-    warn and leave it out: another way can compute the call."""
-    try:
-        run()
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:
-        if name == "torch":
-            raise  # then it is the call that is wrong
-        text = f"mpkernels: the {name} kernel is left out, it can't run here: {error}"
-        warnings.warn(text, RuntimeWarning, stacklevel=2)
-        return False
-    return True
-
-
-def _seconds(run: Run, device: torch.device) -> float:
-    settle = partial(torch.cuda.synchronize, device) if device.type == "cuda" else int
-    settle()
-=======
 def _seconds(trial: Trial, name: str, device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
->>>>>>> gpu-python
     start = perf_counter()
     _finished(trial, name, device)
     return perf_counter() - start
