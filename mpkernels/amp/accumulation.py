@@ -69,7 +69,7 @@ def accumulate(
     somebody holds the iterator.
 
     Args:
-        model: if it is a DistributedDataParallel, grads are exchanged once for each group.
+        model: if DistributedDataParallel or fully_shard (FSDP2) wraps it, grads are exchanged once for each group.
         scaler: scales the losses, steps the optimizer, and is updated.
         max_norm: for ``mpkernels.amp.clip_grad_norm_``, with the process_group of AdamW or the scaler.
             ``mpkernels.optim.AdamW(max_norm=...)`` clips by itself. ``micro.grad_norm`` of a
@@ -128,6 +128,9 @@ def _keep_to_itself(around: ExitStack, model: Any, optimizer: Any) -> None:
     """Forward and backward: DDP makes up its mind in the forward."""
     if hasattr(model, "no_sync"):
         around.enter_context(model.no_sync())
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2's
+        model.set_requires_gradient_sync(False)
+        around.callback(model.set_requires_gradient_sync, True)
     release = getattr(unwrapped(optimizer), "_release", None)
     if release is not None:
         around.enter_context(release.accumulate())
