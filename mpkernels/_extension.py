@@ -50,7 +50,7 @@ LIBRARY, _WHY_NONE = _find()
 
 
 def load() -> None:
-    """Without the library everything still works on the reference, and says so once."""
+    """Load the compiled kernels. Without them, warn once; every op then runs its reference."""
     if LIBRARY is None:
         warnings.warn(
             f"mpkernels: the compiled kernels {_WHY_NONE}, so the slow reference runs in their place; "
@@ -63,8 +63,8 @@ def load() -> None:
 
 
 def cublaslt_notes() -> tuple[dict[str, int], dict[str, int]] | None:
-    """How many products of each op cublasLt ended, and why it ended others not, how often. None: no kernels in CUDA
-    C++."""
+    """Return two counts: how many products of each op ran with a cublasLt epilogue, and, for each reason, how many ran
+    without one. Return None if the library has no CUDA kernels."""
     notes = None if LIBRARY is None else getattr(ctypes.CDLL(str(LIBRARY)), "mpkernels_cublaslt_notes", None)
     if notes is None:
         return None

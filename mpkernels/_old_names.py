@@ -1,4 +1,4 @@
-"""Pickles, and imports that docs showed, from before the packages were made: here they find what has moved."""
+"""Registers modules under their old names, so that old pickles load and old imports work."""
 
 import sys
 

@@ -28,14 +28,14 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _NoClass:
-    """Of nothing."""
+    """A class without instances, in place of a missing one."""
 
 
 def _maybe() -> bool:
     return True
 
 
-# Whether somebody writes down what is called, or transforms it. Without them: as if somebody did, so torch computes.
+# Whether a tracer, mode or transform observes the ops that are called. Without them: assumed so, and torch computes.
 are_transforms_active: Callable[[], bool] = _find("torch._C", "_are_functorch_transforms_active", _maybe)
 count_dispatch_modes: Callable[[], int] = _find("torch._C", "_len_torch_dispatch_stack", _maybe)
 count_function_modes: Callable[[], int] = _find("torch._C", "_len_torch_function_stack", _maybe)
@@ -52,7 +52,7 @@ is_deterministic: Callable[[], bool] = _find(
 # A stand-in that torch.compile and torch.export trace with. Without it: torch computes what they trace.
 FakeTensor: type = _find("torch._subclasses.fake_tensor", "FakeTensor", _NoClass)
 
-# What torch does unseen. Without them: modes hear of it, too.
+# Hide ops from dispatch modes and transforms. Without them: modes see these ops, too.
 _without_dispatch_modes: Any = _find("torch._C", "_DisableTorchDispatch", nullcontext)
 _without_transforms: Any = _find("torch._C", "_DisableFuncTorch", nullcontext)
 _may_hook_saved: Callable[[], bool] = _find("torch._C", "_autograd._saved_tensors_hooks_is_enabled", _maybe)
@@ -142,7 +142,8 @@ def is_tracing() -> bool:
 
 @contextmanager
 def unseen() -> Iterator[None]:
-    """Neither dispatch modes nor a checkpoint, which counts what is saved, notice what is done within."""
+    """Hide everything inside this context from dispatch modes, and from activation checkpointing, which counts saved
+    tensors."""
     hooks = saved_tensors_hooks(_same, _same) if _may_hook_saved() else nullcontext()
     with _without_dispatch_modes(), hooks:
         yield
@@ -154,6 +155,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def for_real() -> Iterator[None]:
-    """Neither dispatch modes nor transforms notice what is done within: of a finalizer, say."""
+    """Hide everything inside this context from dispatch modes and transforms. Finalizers need it, because they may run
+    at any time."""
     with _without_dispatch_modes(), _without_transforms():
         yield

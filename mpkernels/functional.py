@@ -1,4 +1,4 @@
-"""torch.nn.functional's shapes and rules around the ops."""
+"""linear_act as a function, with the shapes, autocast and gradients of torch.nn.functional."""
 
 from collections.abc import Callable, Hashable
 from functools import partial
@@ -55,14 +55,20 @@ _IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = "gelu") -> Tensor:
-    """``activation(F.linear(x, weight, bias))``, computed in fp32, rounded once; saves for backward what torch would.
+    """Return ``activation(F.linear(x, weight, bias))``, computed in fp32 and rounded once.
 
-    ``activation``: none, relu, relu2 (its square), gelu, gelu_tanh, silu, sigmoid, tanh, or a module of torch's or
-    transformers' that computes one of them, as ``torch.nn.GELU()``. Shapes, autocast and gradients are those of
-    ``F.linear`` and the activation, to any order, also under torch.compile and torch.func. Weights in fp32 under
-    autocast get fp32 gradients that were never rounded to 16 bits; so do 16-bit ones with ``weight.grad_dtype =
-    torch.float32``. Where plain torch is faster it computes instead, and rounds as it does: ``mpkernels.selector``
-    tells, and can be told otherwise.
+    Shapes, autocast, gradients of any order, torch.compile and torch.func work as with ``F.linear`` followed by the
+    activation. For the backward, one tensor of y's size is saved, as by torch. Under autocast, fp32 weights get fp32
+    gradients that were never rounded to 16 bits. 16-bit weights get such gradients with ``weight.grad_dtype =
+    torch.float32``.
+
+    If plain torch is faster for a call, torch computes it and rounds in its own way. ``mpkernels.selector`` shows these
+    choices and lets you change them.
+
+    Args:
+        x, weight, bias: the arguments of ``F.linear``.
+        activation: none, relu, relu2 (the square of relu), gelu, gelu_tanh, silu, sigmoid or tanh. Or a module of torch
+            or transformers that computes one of these, such as ``torch.nn.GELU()``.
     """
     key = key_of(x, weight, bias, activation)
     kernel = selector.by_key.get(key)
@@ -95,8 +101,8 @@ _SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
 
 
 def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether a kernel of ours could serve: dense matrices of torch's own kinds, no derivatives forward, and
-    nobody who writes down what torch calls, to call it where we are not."""
+    """Return whether one of our kernels can compute this call. It needs dense, plain tensors and no forward-mode
+    derivatives. Nor may torch.export or torch.jit.trace record the call, because the record must run without us."""
     return (
         type(x) in _SERVED
         and type(weight) in _SERVED
@@ -109,7 +115,7 @@ def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def _is_watched() -> bool:
-    """Return whether somebody goes by what torch calls."""
+    """Return whether a mode, a transform or a tracer observes the ops that torch calls."""
     return (
         derives_forward()
         or is_jit_tracing()
@@ -132,7 +138,7 @@ def _by_torch_afresh(x: Tensor, weight: Tensor, bias: Tensor | None, activation:
 
 
 def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Without autograd, which may need z, the activation goes where z is."""
+    """Compute with plain torch. Without autograd, nobody needs z any more, and the activation overwrites it."""
     z = functional.linear(x, weight, bias)
     if is_grad_enabled() or are_transforms_active():  # where in place has no batching rules
         return _AFRESH[activation](z)

@@ -24,7 +24,8 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def group_of(optimizer: Optimizer, param: Tensor, group_number: int, place: int) -> dict[str, Any] | None:
-    """Return the group that holds it now, most likely this one and there: to look through all takes a while."""
+    """Return the group that holds the parameter now. Try the given group and place first, because a search through all
+    groups is slow."""
     groups = optimizer.param_groups
     for group in groups[group_number : group_number + 1]:
         if any(each is param for each in group["params"][place : place + 1]):
@@ -33,7 +34,7 @@ def group_of(optimizer: Optimizer, param: Tensor, group_number: int, place: int)
 
 
 def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.device, list[Item]]:
-    """Put those items together whose tensors lie together."""
+    """Group the items by their tensors' devices."""
     found: dict[torch.device, list[Item]] = {}
     for tensor, item in zip(tensors, items, strict=True):
         found.setdefault(tensor.device, []).append(item)

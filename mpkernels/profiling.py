@@ -1,4 +1,4 @@
-"""Where the time of a training loop goes. Nothing here is imported, and nothing slowed down, until it is asked for."""
+"""Measures where the time of a training loop goes. Until ``profile`` is called, it costs nothing."""
 
 import itertools
 import time
@@ -25,21 +25,21 @@ STATS = (
 
 
 class Profile:
-    """What ``mpkernels.profile`` gives; see there."""
+    """The object that ``with mpkernels.profile() as profile:`` yields: measures a loop and shows the results."""
 
     def __init__(self, path: Path | None, warmup: int) -> None:
         self._path, self._warmup = path, warmup
         self._profiler: Any = None
         self._depth = 0
         self._batches = 0
-        self.steps = 0  #: that were measured: batches after the warm-up
-        self.samples = 0  #: in them: the first dimension of each batch's first tensor
-        self.seconds = 0.0  #: that they took, to the device's end
-        self.waited = 0.0  #: of these, seconds in which the loop waited for its next batch
+        self.steps = 0  #: the measured batches: those after the warm-up
+        self.samples = 0  #: the samples in them: the first dimension of each batch's first tensor
+        self.seconds = 0.0  #: how long they took, until the device had finished
+        self.waited = 0.0  #: the part of these seconds in which the loop waited for its next batch
 
     @property
     def samples_per_second(self) -> float | None:
-        """None where nothing was measured: no batch came after the warm-up."""
+        """Samples per second of the measured batches. None if no batch came after the warm-up."""
         return self.samples / self.seconds if self.seconds else None
 
     @property
@@ -49,7 +49,7 @@ class Profile:
         return self.waited / self.seconds if self.seconds else None
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
-        """Yield the loader's batches, for the loop to run over, with a watch on how long each takes to come."""
+        """Yield the loader's batches, and measure how long the loop waits for each."""
         iterator, start = iter(loader), None
         try:
             for count in itertools.count():
@@ -73,7 +73,8 @@ class Profile:
                 self.seconds += time.perf_counter() - start
 
     def phases(self) -> dict[str, float]:
-        """Milliseconds of the host in each phase; ``stats``, what looks at the grads, is a part of the others."""
+        """Return the host's milliseconds in each phase. ``stats`` is the time of checking and clipping grads; it is
+        contained in the other phases."""
         if self._profiler is None:
             return {}
         events = {event.key: event.cpu_time_total / 1e3 for event in self._profiler.key_averages()}
@@ -81,7 +82,7 @@ class Profile:
         return {phase: events.get(f"mpkernels.{phase}", 0.0) for phase in PHASES} | {"stats": stats}
 
     def table(self, rows: int = 15) -> str:
-        """Phases, throughput, and the ops that took most."""
+        """Return a table of the phases, the throughput, and the ops that took the most time."""
         lines = [f"{phase:10}{ms:10.1f} ms" for phase, ms in self.phases().items()]
         if self.samples_per_second is not None:
             lines.append(f"{self.samples_per_second:,.1f} samples/s, {self.data_wait:.0%} of the time waiting for data")
@@ -107,7 +108,8 @@ class Profile:
 
     @contextmanager
     def _named_phases(self) -> Iterator[None]:
-        """Mark the parts by hooks that torch has, but for backward, which has none."""
+        """Mark the phases in the trace by torch's hooks. The backward has no hook, so torch.autograd.backward is
+        wrapped."""
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         open_ranges: list[Any] = []
@@ -195,21 +197,21 @@ def _length(batch: object) -> int:
 
 @contextmanager
 def profile(path: str | Path | None = None, *, warmup: int = 3) -> Iterator[Profile]:
-    """Names the phases of a training loop in a trace, and measures its throughput.
+    """Measure the throughput of a training loop, and write a trace in which its phases have names.
 
     >>> with mpkernels.profile("trace.json") as profile:
     ...     for inputs, targets in profile.batches(loader):
     ...         ...
     >>> print(profile.table())
 
-    The trace is torch.profiler's, with ranges ``mpkernels.forward``, ``.backward`` and ``.step`` around the ops, for
-    Nsight too where there is a GPU. Throughput and the share of time that the loop waits for data are those of the loop
-    over ``profile.batches``; a trace slows the loop down, so measure them without one.
+    The trace is torch.profiler's, with the ranges ``mpkernels.forward``, ``.backward`` and ``.step`` around the ops. On
+    a GPU, Nsight shows these ranges, too. The throughput, and the share of time spent waiting for data, are measured
+    over ``profile.batches``. A trace slows the loop down, so measure them without one.
 
     Args:
-        path: of the trace: ``*.json`` for chrome://tracing and Perfetto; anything else is a directory for TensorBoard;
-            None: no trace.
-        warmup: the first batches, which are not measured.
+        path: where to write the trace: a ``*.json`` file for Perfetto and chrome://tracing, or a directory for
+            TensorBoard. None writes no trace.
+        warmup: how many batches to run before measuring begins.
     """
     if not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"profile: warmup must be a whole number from 0 on, got {warmup!r}")

@@ -15,7 +15,7 @@ from mpkernels.parameters import params_of, unwrapped
 
 
 class MicroBatch:
-    """One of a group of batches that make a step."""
+    """One batch of a group, as ``accumulate`` yields it. The group's batches make one step together."""
 
     def __init__(
         self,
@@ -26,17 +26,17 @@ class MicroBatch:
         scale: Callable[[Any], Any],
     ) -> None:
         self.batch = batch
-        #: of the group: its backward steps
+        #: whether this is the group's last batch, whose backward takes the step
         self.is_last = is_last
-        #: the norm of the group's unscaled grads before clipping, which the last batch's backward sets; None where
-        #: nothing asked for it
+        #: the norm of the group's unscaled grads before clipping. The last batch's backward sets it; None if nothing
+        #: computes the norm
         self.grad_norm: Tensor | None = None
         self._share, self._step, self._scale = share, step, scale
         self._is_done = False
 
     def backward(self, loss: Tensor) -> None:
-        """Run the backward of the batch's mean loss, which is divided here. The group's last also clips, steps, moves
-        the loss scale on and clears the grads."""
+        """Run the backward of the batch's mean loss, weighted by the batch's share of the group. The last batch's
+        backward also clips, takes the step, updates the loss scale and clears the grads."""
         if self._is_done:
             raise RuntimeError("accumulate: backward has been called for this batch already")
         if self._share > 0:  # else the loss may be a mean of nothing, whose gradient is NaN however small its share
@@ -56,26 +56,30 @@ def accumulate(
     max_norm: float | None = None,
     weigh: Callable[[Any], float] | None = None,
 ) -> Iterator[MicroBatch]:
-    """Groups of ``every`` batches, a step for each group, also for a last one with fewer.
+    """Yield the batches, and take one step for each group of ``every`` batches. The last group may have fewer.
 
     >>> for micro in accumulate(batches, 4, optimizer, scaler=scaler, max_norm=1.0):
     ...     with autocast():
     ...         loss = loss_of(model, micro.batch)
     ...     micro.backward(loss)
 
-    The grads are those of one batch as large as the group. They are unscaled and clipped once, when they are complete.
-    A group's batches are drawn before its first is handed out, and where a kernel of ours computes, ``LinearAct`` casts
-    an fp32 weight once for all of them. To leave the loop within a group leaves its grads, and these casts as long as
-    somebody holds the iterator.
+    A step uses the same grads as one batch as large as the group. They are unscaled and clipped once, when they are
+    complete. All batches of a group are drawn before the first one is yielded. ``LinearAct`` casts an fp32 weight once
+    per group if one of our kernels computes it. If you leave the loop within a group, its grads stay, and these casts
+    stay until the iterator is freed.
 
     Args:
-        model: if DistributedDataParallel or fully_shard (FSDP2) wraps it, grads are exchanged once for each group.
-        scaler: scales the losses, steps the optimizer, and is updated.
-        max_norm: for ``mpkernels.amp.clip_grad_norm_``, with the process_group of AdamW or the scaler.
-            ``mpkernels.optim.AdamW(max_norm=...)`` clips by itself. ``micro.grad_norm`` of a
-            group's last batch is then the norm.
-        weigh: what a batch's mean loss is a mean over (examples, tokens that count), where batches differ; None counts
-            all the same. Batches of weight 0 come first in their group, and leave no grad.
+        batches: any iterable.
+        every: how many batches make a group.
+        optimizer: is stepped, and its grads are cleared, once per group.
+        model: the model, if DistributedDataParallel or fully_shard (FSDP2) wraps it: its grads are then exchanged once
+            per group.
+        scaler: scales the losses, steps the optimizer, and is updated once per group.
+        max_norm: clips the grads by ``mpkernels.amp.clip_grad_norm_``, with the process_group of AdamW or the scaler.
+            Leave it out if you use ``mpkernels.optim.AdamW(max_norm=...)``, which clips by itself. Either way,
+            ``grad_norm`` of a group's last batch holds the norm.
+        weigh: returns the weight of a batch: the number of examples or tokens that its mean loss is a mean over. None
+            weighs all batches equally. Batches of weight 0 come first in their group, and add nothing to the grads.
     """
     if every < 1:
         raise ValueError(f"accumulate: every must be above 0, got {every}")
@@ -125,7 +129,8 @@ def _micro_batches(
 
 
 def _keep_to_itself(around: ExitStack, model: Any, optimizer: Any) -> None:
-    """Forward and backward: DDP makes up its mind in the forward."""
+    """Keep a batch's grads on this process and in memory. The context must contain the forward, too, because DDP
+    decides there whether it will exchange grads."""
     if hasattr(model, "no_sync"):
         around.enter_context(model.no_sync())
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2's

@@ -1,4 +1,4 @@
-"""torch's autocast, on the device that is there."""
+"""torch's autocast, with the machine's device as its default."""
 
 from typing import Any
 
@@ -11,11 +11,12 @@ def machines_device() -> str:
 
 
 def autocast(*arguments: Any, **keywords: Any) -> torch.amp.autocast:
-    """``torch.amp.autocast``, on the machine's device unless ``device_type`` says otherwise.
+    """Return a ``torch.amp.autocast``. Without ``device_type`` it is for the machine's accelerator, or the CPU.
 
     >>> with autocast(dtype=torch.bfloat16): ...
 
-    A leading bool means ``enabled``, then dtype and cache_enabled, as in the old ``torch.cuda.amp.autocast``.
+    If the first argument is a bool, the arguments are enabled, dtype and cache_enabled, in the order of the old
+    ``torch.cuda.amp.autocast``.
     """
     if arguments and isinstance(arguments[0], bool):
         keywords_of_old = dict(zip(("enabled", "dtype", "cache_enabled"), arguments, strict=False))

@@ -27,23 +27,26 @@ def clip_grad_norm_(
     *,
     process_group: Any = None,
 ) -> Tensor:
-    """``torch.nn.utils.clip_grad_norm_``, without its two traps.
+    """Scale all grads in place so that their common norm is at most ``max_norm``, and return the norm before that.
 
-    The norm of 16-bit grads is fp32, and sums are fp64: no norm overflows that fp32 can hold, where torch's fp16 norm
-    beyond 65504 is inf and turns every grad into 0. And where the norm is inf or NaN the grads are left as they are:
-    torch makes all of them NaN or 0, which no guard downstream could tell from the one that overflowed.
+    It replaces ``torch.nn.utils.clip_grad_norm_``, and differs in two ways:
 
-    In place, one launch to read the grads (norm_type 2) and one to scale them, nothing is copied to the host unless
-    ``error_if_nonfinite``. ``AdamW(max_norm=...)`` clips within its step, and writes no grad at all.
+    * The norm of 16-bit grads is computed in fp64 and returned in fp32. torch's norm of fp16 grads becomes inf above
+      65504, and then every grad becomes 0.
+    * If the norm is inf or NaN, the grads stay unchanged. torch makes all of them NaN or 0, and nobody can tell any
+      more which grad has overflowed.
+
+    One kernel launch reads the grads (norm_type 2), another one scales them. The host waits for the device only with
+    ``error_if_nonfinite``. ``AdamW(max_norm=...)`` clips inside its step instead, without writing to a grad.
 
     Args:
-        parameters, max_norm, norm_type, error_if_nonfinite: as torch has them.
-        foreach: changes nothing: any list is scaled at once.
-        process_group: of processes that hold a part of the grads each, as under FSDP1: clips by the norm of all. Every
-            process has to call it, also one without grads.
+        parameters, max_norm, norm_type, error_if_nonfinite: the arguments of torch.nn.utils.clip_grad_norm_.
+        foreach: has no effect; all grads are scaled together.
+        process_group: the processes that each hold one part of the grads, as under FSDP1. All clip by their common
+            norm. Every process has to call this function, even without grads.
 
     Returns:
-        The norm before clipping: fp32, or fp64 where a grad is.
+        The norm before clipping, in fp32, or in fp64 if a grad is fp64.
     """
     if isinstance(parameters, Tensor):
         parameters = [parameters]
@@ -83,8 +86,8 @@ def _norm(
     processes: Processes | None,
     shares: Sequence[float] | None,
 ) -> Tensor:
-    """Return the norm, on the device of the first grad, or where processes agree; params tell where. shares: how much
-    each grad counts in the sum over processes, if some hold the same."""
+    """Return the norm, on the device of the first grad. With processes, return their common norm, on the device where
+    they communicate. shares: how much each grad's square counts in the sum over processes, if some hold the same."""
     device = grads[0].device if grads else torch.device("cpu")
     dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32).to_real()
     nothing = torch.zeros((), dtype=torch.float64, device=device)

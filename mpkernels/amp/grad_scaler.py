@@ -1,4 +1,4 @@
-"""GradScaler: torch's, for grads of any dtype, with other ways to scale and skips that are seen."""
+"""GradScaler: torch.amp.GradScaler, extended to grads of any dtype, other scalings and reports on skipped steps."""
 
 import math
 from typing import Any
@@ -21,22 +21,23 @@ _HANDED_OVER = ("grad_scale", "found_inf", "outcome", "peers")  # what an optimi
 
 
 class GradScaler(torch.amp.GradScaler):
-    """``torch.amp.GradScaler``, with grads of any dtype, other ways to scale, and skips that are seen.
+    """``torch.amp.GradScaler`` for grads of any dtype, with more kinds of scaling and a report on skipped steps.
 
-    Nothing is copied to the host by ``scale``, ``unscale_``, ``step`` and ``update``, with every optimizer that takes
-    found_inf on the device. ``mpkernels.optim.AdamW`` looks for inf and NaN within its own step. Which grads have cost
-    a step, ``overflow_report`` tells.
+    ``scale``, ``unscale_``, ``step`` and ``update`` never make the host wait for the device if the optimizer reads
+    found_inf on the device. ``mpkernels.optim.AdamW`` does, and looks for inf and NaN inside its own step.
+    ``step_was_skipped`` says whether a step was skipped, ``overflow_report`` which grads were the reason.
 
     Args:
-        device: its type; None is the machine's.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: as torch has them.
-        scaling: ``"dynamic"``, as torch does it; ``"static"``, at init_scale; or a schedule, a callable from the number
-            of updates so far to a scale, or a list of (first update, scale). An overflow skips the step in each.
-        min_scale, max_scale: how far a dynamic scale may back off and grow.
-        hysteresis: how many overflows in a row it takes for a dynamic scale to back off; from then on, each further one
-            in that row makes it back off again.
-        process_group: of processes that hold a part of the grads each, as under FSDP1: an inf or NaN in one costs the
-            step in all, so that their scales stay the same. One of AdamW is enough for both.
+        device: the type of device that you train on; None takes the machine's accelerator, or the CPU.
+        init_scale, growth_factor, backoff_factor, growth_interval, enabled: the arguments of torch.amp.GradScaler.
+        scaling: how the scale moves. ``"dynamic"`` follows torch's rule; ``"static"`` stays at init_scale. A schedule
+            is a callable that takes the number of updates so far and returns a scale, or a list of (first update,
+            scale). With each of them, an overflow skips the step.
+        min_scale, max_scale: the bounds of a dynamic scale.
+        hysteresis: how many overflows in a row it takes until a dynamic scale backs off. Each further overflow in the
+            same row makes it back off again.
+        process_group: the processes that each hold one part of the grads, as under FSDP1. If one of them finds an inf
+            or NaN, all skip the step, and so their scales stay equal. If AdamW has a process_group, the scaler uses it.
     """
 
     def __init__(
@@ -72,14 +73,16 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def step_was_skipped(self) -> Tensor | None:
-        """A bool, 0-dim, on the host: whether an inf or NaN has cost a step before the last update. To ask waits for no
-        device: one that has not got so far yet makes it the update before. None as long as nothing is known."""
+        """Whether a step was skipped before the last update, because of an inf or NaN: a bool, 0-dim, on the host.
+        Reading it never waits for the device: while the device is still busy, the answer is about an earlier update.
+        None until the device has finished the first update."""
         overflows = self._was_skipped.read()
         return None if overflows is None else overflows[0] > 0
 
     @property
     def skipped_steps(self) -> Tensor | None:
-        """int32, 0-dim, on the device: updates so far before which an inf or NaN has cost a step."""
+        """How many updates so far came after a skipped step: int32, 0-dim, on the device. None before the first
+        scale."""
         return None if self._overflows is None else self._overflows[1]
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -101,7 +104,8 @@ class GradScaler(torch.amp.GradScaler):
         return found_infs
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
-        """Comes before the step of an optimizer that takes the scale off itself: the grads are only read."""
+        """Return whether the grads hold an inf or NaN. torch calls this before the step of an optimizer that unscales
+        by itself, so the grads are only read."""
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
         grads = inf_check.grads_of(optimizer)
         found_infs: dict[Any, Tensor] = inf_check.look(grads, scale)
@@ -114,14 +118,14 @@ class GradScaler(torch.amp.GradScaler):
         return found_infs
 
     def _note(self, optimizer: Optimizer, grads: inf_check.Grads, found_infs: Any, unscaled: bool) -> None:
-        """Return what the grads are like, if the step will be skipped."""
+        """Write down, on the device, what the grads are like if the step will be skipped."""
         if self._scale is None:  # a subclass's way to take a scale of its own off
             return
         self._ledgers.take_up(optimizer, self._overflows)
         self._ledgers.fill(optimizer, grads, found_infs, self._scale, unscaled)
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step as torch does; if anything is raised, leave the optimizer with the attributes that it came with."""
+        """Step as torch does. If the step raises, remove the attributes that the scaler has set on the optimizer."""
         self._ledgers.take_up(optimizer, self._overflows)
         attributes = _attributes(optimizer)
         before = {name: attributes[name] for name in _HANDED_OVER if name in attributes}
@@ -211,20 +215,22 @@ class GradScaler(torch.amp.GradScaler):
     def overflow_report(
         self, model: torch.nn.Module | None = None, found: find_nonfinite | None = None
     ) -> OverflowReport:
-        """What the grads of the last skipped step were like, parameter by parameter, of all optimizers that it was
-        skipped for. It was written down on the device as the step was skipped: the grads may be gone. To ask waits for
-        the device.
+        """Return a report on the grads of the last skipped step, parameter by parameter, for every optimizer that
+        skipped it.
+
+        The skipped step has written the facts down on the device, so the grads themselves may be freed by now. The
+        call waits for the device.
 
         Args:
-            model: whose names the parameters then have; else those that the optimizer was given, as
-                ``named_parameters()`` (torch >= 2.6), or group and number.
-            found: what ``with find_nonfinite(model) as found:`` has found, for the suggestion.
+            model: the model to take the parameters' names from. Without it, the report uses the names given to the
+                optimizer by ``named_parameters()``, or the group and position of each parameter.
+            found: the ``found`` of ``with find_nonfinite(model) as found:``. The suggestion takes it into account.
         """
         in_a_row = None if self._overflows is None else int(self._overflows[0])
         return OverflowReport(self._ledgers.records(), model, found, in_a_row)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's, and of modes beyond torch what they add."""
+        """Return torch's state dict. Scalers with options beyond torch's add their own entries to it."""
         beyond = {name: getattr(self, f"_{name}") for name in scalings.BEYOND_TORCH}
         is_torchs = self._scaling == "dynamic" and all(scalings.DEFAULTS[name] == it for name, it in beyond.items())
         if not self._enabled or is_torchs:
@@ -236,8 +242,8 @@ class GradScaler(torch.amp.GradScaler):
         return self._init_overflows if self._overflows is None else self._overflows.tolist()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's and ours. The constructor decides how to scale: from a state that was scaled otherwise, a dynamic
-        scaler takes the scale, and another takes nothing."""
+        """Load a state dict of torch's scaler or ours. The kind of scaling stays what the constructor was given: from
+        the state of another kind, a dynamic scaler takes the scale alone, and the others take nothing."""
         if not self._enabled:
             return
         self._ledgers = Ledgers()
@@ -261,7 +267,8 @@ _CHECKS = GradScaler._unscale_grads_, GradScaler._check_inf_per_device
 
 
 def _is_a_wrapper(optimizer: Optimizer) -> bool:
-    """Return whether another optimizer answers through it, that would never see what a scaler sets on this one."""
+    """Return whether this optimizer forwards attribute reads to another one. The inner optimizer would never see the
+    attributes that a scaler sets on the outer one."""
     flag, kind = "_step_supports_amp_scaling", type(optimizer)
     is_own = hasattr(kind, flag) or flag in _attributes(optimizer)
     return not is_own and getattr(optimizer, flag, False) and kind.__setattr__ is object.__setattr__

@@ -1,4 +1,4 @@
-"""Whether an optimizer's grads hold an inf or NaN, told on the device of the scale."""
+"""Finds out whether an optimizer's grads hold an inf or NaN. The answer stays on the device of the scale."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and 
 
 
 def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
-    """Unscale the grads, and return whether they overflow then."""
+    """Unscale the grads in place, and return whether any of them is inf or NaN afterwards."""
     found_infs = []
     for device, (_, of_device) in grads.items():
         found_infs.append(torch.zeros((), dtype=torch.float32, device=device))
@@ -29,8 +29,8 @@ def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
 
 
 def look(grads: Grads, scale: Tensor) -> FoundInf:
-    """Return whether the grads will overflow once they are unscaled. Finite ones do, too, where a scale below 1 is
-    taken off them and their norm is then beyond fp32."""
+    """Return whether the grads will hold an inf or NaN once they are unscaled. A scale below 1 enlarges them, so finite
+    grads count as well if their unscaled norm is too large for fp32."""
     found_infs = []
     for device, (_, of_device) in grads.items():
         stats = grad_stats(of_device)
@@ -45,7 +45,7 @@ def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
 
 
 def given_peers(scaler: Any, optimizer: Any) -> Processes | None:
-    """Return the processes that skip its steps together, as the user says of either."""
+    """Return the processes of the process_group that the user gave to the scaler or to the optimizer."""
     both = [getattr(it, "_peers", None) for it in (scaler, unwrapped(optimizer))]
     ours, own = (it if isinstance(it, Processes) else None for it in both)  # others may answer anything
     if ours is not None and own is not None and ours.group is not own.group:

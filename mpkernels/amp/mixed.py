@@ -33,24 +33,27 @@ def to_mixed(
     keep_fp32: Iterable[str] = (),
     optimizer: torch.optim.Optimizer | None = None,
 ) -> Model:
-    """Rounds the model's parameters to 16 bits, in place, and lets its forward run under autocast. Returns the model.
+    """Round the model's parameters to 16 bits, in place, and run its forward under autocast. Return the model.
 
-    An ``mpkernels.optim.AdamW`` over its parameters then holds their fp32 masters. Norms stay fp32: torch's own, and
-    every module with "norm" in its class's name whose parameters are vectors. Buffers stay as they are, as under
-    autocast, and so does every weight that is shared with one that stays, nn.Bilinear's, and what spectral_norm
-    divides. What is kept is kept in memory: autocast computes with it as with any fp32 weight.
+    An ``mpkernels.optim.AdamW`` over its parameters then holds their fp32 masters. These tensors are not rounded:
 
-    Convert before the model is compiled or wrapped in DDP; FSDP takes no group of two dtypes. Methods other than
-    forward, and a loss, need an autocast around them as ever.
+    * the parameters of norms: torch's own, and modules with "norm" in their class's name whose parameters are vectors;
+    * the weights of nn.Bilinear, weights under spectral_norm, and weights shared with a module that stays fp32;
+    * buffers.
+
+    Autocast still computes with the unrounded parameters as with any fp32 weight.
+
+    Convert the model before you compile it or wrap it in DDP. FSDP refuses a mixture of two dtypes. Methods other than
+    forward, and the loss, need their own autocast.
 
     Args:
-        model: whose parameters are fp32, or ``dtype`` already.
+        model: the model to convert. Its parameters must be fp32, or ``dtype`` already.
         dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a GradScaler.
-        keep_fp32: modules and parameters that stay fp32 as well, by their names as ``named_modules`` and
-            ``named_parameters`` have them; ``*`` stands for anything.
-        optimizer: an ``mpkernels.optim.AdamW`` that is there already, also wrapped by Accelerate, Lightning or Fabric:
-            its masters are the weights as they were, bit for bit. One that has stepped must be named. One that is made
-            afterwards begins from the rounded weights.
+        keep_fp32: names of further modules and parameters that stay fp32, as in ``named_modules`` and
+            ``named_parameters``; ``*`` matches anything.
+        optimizer: the model's ``mpkernels.optim.AdamW``, if it exists already; Accelerate, Lightning or Fabric may have
+            wrapped it. It then keeps the unrounded weights as masters, bit for bit. Required if the optimizer has
+            stepped. An optimizer that you make after the conversion starts from the rounded weights.
     """
     if dtype not in _DTYPES:
         raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
@@ -75,10 +78,11 @@ def to_mixed(
 
 
 def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
-    """Undoes ``to_mixed``: each parameter becomes its fp32 master, bit for bit, in place. Returns the model.
+    """Undo ``to_mixed``: replace each parameter by its fp32 master, bit for bit, in place. Return the model.
 
-    The optimizer, wrapped as in ``to_mixed`` or not, goes on in fp32 from where it is. A frozen parameter that it
-    doesn't know is widened as it is. So is returned a model that was never narrowed, as under ``Policy("fp32")``.
+    The optimizer, which may be wrapped as for ``to_mixed``, continues in fp32 with the same moments. A frozen parameter
+    that the optimizer doesn't hold is converted from its 16-bit value. A model without 16-bit parameters, as
+    ``Policy("fp32")`` leaves it, is returned unchanged.
     """
     _refuse_wrapped("to_full", model)
     if not isinstance(model, Mixed):
@@ -171,7 +175,7 @@ def _set(param: Tensor, value: Tensor) -> None:
 
 
 def _with_master(param: Tensor, goal: torch.dtype, optimizer: AdamW) -> Tensor:
-    """Return the weight to be; what its rounding takes away goes to the optimizer."""
+    """Return the rounded weight, and put the unrounded one, its master, into the optimizer's state."""
     group = next((group for group in optimizer.param_groups if any(it is param for it in group["params"])), None)
     if group is None or goal == torch.float32 or param.dtype != torch.float32:
         return param.to(goal)

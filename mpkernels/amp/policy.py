@@ -1,4 +1,4 @@
-"""Which dtype computes, which one the weights have, and what follows: as Keras has policies."""
+"""Policies, as in Keras: one name stands for the dtypes of computation and weights, an autocast and a scaler."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -56,17 +56,18 @@ class Policy:
         return _COMPUTE_DTYPES[self.name]
 
     def autocast(self, device: str | torch.device | None = None) -> torch.amp.autocast:
-        """Disabled for float32."""
+        """Return an autocast to the policy's dtype; for float32, one that is disabled."""
         if self.name == "float32":
             return autocast(_type_of(device), enabled=False)
         return autocast(_type_of(device), dtype=self.compute_dtype)
 
     def scaler(self, device: str | torch.device | None = None, **options: Any) -> torch.amp.GradScaler:
-        """mpkernels' ``GradScaler``, with its options. Only fp16 needs one: under the others it passes all through."""
+        """Return an ``mpkernels.amp.GradScaler`` with these options. It is enabled for fp16 alone; the other policies
+        need no loss scale."""
         return GradScaler(_type_of(device), enabled=self.name == "mixed_float16", **options)
 
     def convert(self, model: Model, keep_fp32: str | list[str] | tuple[str, ...] = ()) -> Model:
-        """``to_mixed``, or the model as it is for float32."""
+        """Convert the model by ``to_mixed`` and return it. For float32, return the model unchanged."""
         return model if self.name == "float32" else to_mixed(model, self.compute_dtype, keep_fp32)
 
 
@@ -99,7 +100,7 @@ def global_policy() -> Policy:
 
 
 def set_global_policy(policy: Policy | str) -> None:
-    """Return the policy of code that is handed none: your own, by ``global_policy()``, and ``find_max_batch_size``."""
+    """Set the policy that ``global_policy()`` returns. ``find_max_batch_size`` trains under it, and your code may."""
     global _global_policy
     if not isinstance(policy, Policy | str):
         raise TypeError(f"set_global_policy: policy must be a Policy or the name of one, got {policy!r}")

@@ -1,4 +1,4 @@
-"""How a loss scale moves: what GradScaler is told, checked together."""
+"""Checks GradScaler's options of how the loss scale moves, and makes schedules of them."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -53,7 +53,7 @@ def _schedule(scaling: Any) -> Schedule:
 
 
 class Steps:
-    """A scale from each step on. A class, because a scaler is pickled."""
+    """A schedule that sets a new scale at given steps. It is a class because scalers must be picklable."""
 
     def __init__(self, scales: Sequence[tuple[int, float]]) -> None:
         self.scales = [(step, float(scale)) for step, scale in scales]

@@ -1,4 +1,5 @@
-"""Parameters whose grads a DistributedDataParallel exchanges. They don't show it, so the wrappers have to be found."""
+"""Finds the parameters whose grads a DistributedDataParallel exchanges. A parameter doesn't show that, so all wrappers
+are tracked."""
 
 import gc
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ _made = 0
 
 @cache
 def watch() -> None:
-    """Finds those that are there, and notes those to come."""
+    """Find the wrappers that exist, and register those that will be made."""
     if distributed.is_available() and distributed.is_initialized():  # else there is none yet
         for it in gc.get_objects():
             if issubclass(type(it), DistributedDataParallel):

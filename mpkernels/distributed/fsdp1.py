@@ -1,4 +1,4 @@
-"""FSDP1's parameters, which look like any tensor: who holds the other parts of them."""
+"""Finds the processes that hold the other parts of FSDP1's parameters, which look like plain tensors."""
 
 import gc
 from collections.abc import Iterable, Sequence
@@ -18,8 +18,8 @@ def has_parts(params: Iterable[Tensor]) -> bool:
 
 
 def peers_of(op: str, params: Sequence[Tensor], for_norm: bool = False) -> Processes | None:
-    """The processes that have the other parts; None where each has the whole. for_norm: only parts may be there, as the
-    squares of whole ones are not to be added up."""
+    """Return the processes that hold the other parts of the parameters; None if each process holds whole parameters.
+    for_norm: refuse a mixture of parts and whole parameters, because the squares of whole ones must not be added up."""
     parts = list(filter(is_fsdp1s, params)) if are_several() else []
     if not parts:
         return None

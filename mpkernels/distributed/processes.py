@@ -1,4 +1,4 @@
-"""Processes that hold a part of the grads each: they clip by one norm, and skip the same steps."""
+"""Processes that each hold one part of the grads. They clip by one common norm, and skip the same steps."""
 
 import sys
 from collections.abc import Sequence
@@ -9,11 +9,11 @@ from torch import Tensor, distributed
 
 
 class Processes:
-    """A process group, which agrees on what all its grads are like. Copies share it."""
+    """A process group whose processes agree on one norm and one found_inf. Copies of this object share the group."""
 
     def __init__(self, group: Any, holds_parts: bool = True, device: torch.device | None = None) -> None:
-        """holds_parts: whether each process has a part of the grads, so that squares add up; else they only skip
-        together. device: of a process that may have no parameters."""
+        """holds_parts: whether each process holds one part of the grads, so that their squares are added up. If not,
+        the processes only skip together. device: where to communicate if this process has no parameters."""
         self.group, self.holds_parts, self._device = group, holds_parts, device
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Processes":
@@ -25,8 +25,8 @@ class Processes:
     def agree(
         self, params: Sequence[Tensor], total_sumsq: Tensor | None, found_inf: Tensor | float | None
     ) -> tuple[Tensor, Tensor]:
-        """Return, of all processes, the sum of squares, and 1 if one has found an inf or NaN. Each must come here, also
-        one without grads; params only tell where to sum. The host waits for no device."""
+        """Return the sum of squares over all processes, and 1 if any of them has found an inf or NaN, else 0. Every
+        process must call this, even without grads. ``params`` only determine the device. The host doesn't wait."""
         there = self.device_of(params)
         nothing = torch.zeros((), dtype=torch.float64, device=there)
         sums = torch.stack([nothing if it is None else _number(it, there) for it in (total_sumsq, found_inf)])
@@ -34,7 +34,7 @@ class Processes:
         return sums[0], sums[1].clamp(max=1).float()  # torch's optimizers take any other number than 1 for 0
 
     def norm(self, params: Sequence[Tensor], norm: Tensor, norm_type: float) -> Tensor:
-        """Return the norm of all, each of which has a norm like this one."""
+        """Return the norm over all processes, each of which passes the norm of its own grads."""
         there, rank = self.device_of(params), distributed.get_rank(self.group)
         norms = torch.zeros(distributed.get_world_size(self.group), dtype=torch.float64, device=there)
         norms[rank] = _number(norm, there)
@@ -43,7 +43,7 @@ class Processes:
         return total
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
-        """Return where they lie, if the group's backend goes there."""
+        """Return the parameters' device if the group's backend supports it, else one that it supports."""
         device = params[0].device if len(params) > 0 else self._device
         served = {it.partition(":")[0] for it in distributed.get_backend_config(self.group).split(",")}
         if device is not None and device.type in served:
@@ -68,9 +68,11 @@ def given(op: str, process_group: Any) -> Processes | None:
 
 
 class TakesScale:
-    """An optimizer's ``_step_supports_amp_scaling``, which scalers ask for before they hand over found_inf, and which
-    notes who asked. torch's scalers update by their own copy of found_inf, which is of this process alone, so the step
-    has to reach them; and nothing else that they hand over leads back to them."""
+    """An optimizer's ``_step_supports_amp_scaling``: always True, and remembers the scaler that read it.
+
+    Scalers read this attribute before they set found_inf on the optimizer. torch's scalers then update by their own
+    found_inf, which covers this process alone. The step has to correct it, and no other attribute leads to the scaler.
+    """
 
     def __get__(self, optimizer: Any, kind: type | None = None) -> bool:
         if optimizer is not None and not torch.compiler.is_compiling() and are_several():
@@ -80,7 +82,8 @@ class TakesScale:
 
 
 def of_scaler(optimizer: Any) -> Processes | None:
-    """Return those of our scaler, or of torch's ShardedGradScaler, whose grads may be DDP's: no parts."""
+    """Return the processes of the scaler that the optimizer steps under. With torch's ShardedGradScaler they only share
+    found_inf, because their grads may be DDP's."""
     scaler = optimizer._scaler if hasattr(optimizer, "found_inf") else None
     given: Processes | None = getattr(optimizer, "peers", None) or getattr(scaler, "_peers", None)
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")

@@ -14,11 +14,12 @@ class _TellsSkips(AcceleratedOptimizer):
 
 
 def tell_skips(optimizer: Any) -> Any:
-    """Makes ``step_was_skipped`` of a prepared ``mpkernels.optim.AdamW`` say what it says. Returns the optimizer.
+    """Make ``step_was_skipped`` of an optimizer prepared by Accelerate return that of the ``mpkernels.optim.AdamW``
+    inside. Return the optimizer.
 
-    Accelerate takes a step for skipped when the scaler did not call it. Optimizers that look for overflow within their
-    step, torch's fused ones too, always are called, so that schedulers move on over skips. On a GPU the answer may be
-    the one of the step before: it waits for no device.
+    Accelerate assumes that a step was skipped if the scaler did not call it. Optimizers that check for overflow inside
+    their step are always called, torch's fused ones as well, so schedulers would advance on skipped steps. On a GPU the
+    answer may be about the step before, because it doesn't wait for the device.
     """
     is_prepared = isinstance(optimizer, AcceleratedOptimizer)
     kind = type(optimizer.optimizer if is_prepared else optimizer)

@@ -14,7 +14,7 @@ from mpkernels.amp.autocasting import machines_device
 
 
 class OurScaler:
-    """Gives a plugin of Lightning's our GradScaler where it is told of none, and the machine's device."""
+    """Gives one of Lightning's plugins our GradScaler and the machine's device as defaults."""
 
     def __init__(
         self,
@@ -29,15 +29,15 @@ class OurScaler:
 
 
 class MixedPrecision(OurScaler, _MixedPrecision):
-    """Fabric's, with our GradScaler, and with ``fabric.clip_gradients`` for optimizers that unscale within their step.
+    """Fabric's MixedPrecision plugin with mpkernels' GradScaler. ``fabric.clip_gradients`` works with every optimizer.
 
-    For those Fabric refuses to clip in fp16: AdamW of ours, and torch's with fused=True. Here grads are unscaled before
-    they are clipped, whatever the optimizer.
+    Fabric's own plugin refuses to clip in fp16 if the optimizer unscales inside its step, as our AdamW and torch's
+    fused ones do. This one unscales the grads before they are clipped.
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
         device: its type, for autocast; None is the machine's.
-        scaler: of ``"16-mixed"``; None is ``mpkernels.amp.GradScaler()``.
+        scaler: the scaler for ``"16-mixed"``; None makes an ``mpkernels.amp.GradScaler()``.
     """
 
     def unscale_gradients(self, optimizer: Optimizer) -> None:

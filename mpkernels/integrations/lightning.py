@@ -17,15 +17,16 @@ from mpkernels.integrations.fabric import OurScaler
 
 
 class MixedPrecision(OurScaler, _MixedPrecision):
-    """Lightning's, with our GradScaler, and with ``gradient_clip_val`` for optimizers that unscale within their step.
+    """Lightning's MixedPrecision plugin with mpkernels' GradScaler. ``gradient_clip_val`` works with every optimizer.
 
-    For those Lightning refuses to clip (Lightning#15555): AdamW of ours, and torch's with fused=True. Here grads are
-    unscaled before hooks see them and clipping begins, whatever the optimizer; in bf16 there is nothing to unscale.
+    Lightning's own plugin refuses to clip if the optimizer unscales inside its step (Lightning#15555), as our AdamW and
+    torch's fused ones do. This one unscales the grads before hooks see them and before they are clipped. In bf16 there
+    is nothing to unscale.
 
     Args:
         precision: ``"16-mixed"`` or ``"bf16-mixed"``.
         device: its type, for autocast; None is the machine's.
-        scaler: of ``"16-mixed"``; None is ``mpkernels.amp.GradScaler()``.
+        scaler: the scaler for ``"16-mixed"``; None makes an ``mpkernels.amp.GradScaler()``.
     """
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:

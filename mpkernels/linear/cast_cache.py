@@ -1,10 +1,10 @@
-"""What autocast makes of an fp32 parameter, kept as long as torch keeps its own casts: until the autocast block ends.
-Where it is known which blocks belong to one step, as ``amp.accumulate`` does, until that step.
+"""A cache of 16-bit casts of fp32 parameters. It lives as long as torch's own: until the autocast block ends. Under
+``amp.accumulate``, which knows the blocks of one step, it lives until the step.
 
-A change in place meanwhile is seen, by the parameter's version. What goes unseen is a write that raises no version,
-through ``parameter.data``, between two forwards within one block, as in torch, or for one step.
+If a parameter is changed in place, its version changes, and it is cast anew. A write through ``parameter.data`` changes
+no version, so it goes unnoticed until the block (or the step) ends, as with torch's own cache.
 
-The casts of a block hang on a node of autograd that torch's own cache keeps alive, and go when that is cleared.
+The casts of a block are stored on an autograd node that torch's cache keeps alive. They go when torch clears its cache.
 """
 
 import threading
@@ -44,8 +44,8 @@ _thread = threading.local()
 
 @contextmanager
 def one_step() -> Iterator[None]:
-    """What this thread casts within is kept from block to block, until another step begins. Whoever takes the step
-    calls ``clear`` before."""
+    """Keep this thread's casts across autocast blocks, until this context ends or another one begins. Call ``clear``
+    before the weights are stepped."""
     mine = _thread.step = _Block()
     try:
         yield
@@ -108,7 +108,7 @@ def _may_keep(parameter: Tensor) -> bool:
 
 
 def _enter_block(device_type: str) -> _Block:
-    """Have torch cast a tensor without elements, and hang a place for casts on what it keeps of that."""
+    """Make torch's autocast cast an empty tensor, and store a new block of casts on the node that its cache keeps."""
     global _block
     with unseen():
         empty = _empty(device_type)

@@ -1,4 +1,4 @@
-"""Who computes a linear_act: a kernel of ours or plain torch, whichever is faster."""
+"""Chooses what computes a linear_act: the fastest of our kernels and plain torch."""
 
 from collections.abc import Callable, Hashable
 from functools import cache, partial
@@ -27,8 +27,9 @@ _PLAIN = frozenset((Tensor, Parameter))
 
 
 def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
-    """Return what the choice of a kernel for a call depends on, as a key for ``selector.by_key``; None for a call that
-    must be looked at more closely. What else may be wrong with a call, any kernel finds. In a small layer this counts.
+    """Return a key for ``selector.by_key`` that holds everything the choice of a kernel depends on. Return None for a
+    call that needs a closer look, such as one on tensor subclasses. Bad arguments are left to the kernels to find,
+    because every check here slows down small layers.
     """
     # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
     if is_dynamo_compiling() or forced or is_jit_tracing():

@@ -29,25 +29,27 @@ def find_max_batch_size(
     make_batch: Callable[[int], Any] | None = None,
     restore: Iterable[Any] = (),
 ) -> int:
-    """Return the largest batch that a training step gets through: doubling, then bisection, each size by a real step.
+    """Return the largest batch size that a training step has memory for.
 
-    Running out of memory ends a trial and is cleaned up after; any other error passes through. The size that is
-    returned has been run. On a CPU, which would kill the process, no size is tried that might take more than 70 % of
-    the available memory, going by what smaller ones took: it begins with 1, whatever ``start`` is, and a step is taken
-    to need at most twice as much for twice the batch. RuntimeError where not even 1 fits.
+    Each size is tried by a real step: the size is doubled until a step runs out of memory, then bisected. The returned
+    size has been run. Errors other than running out of memory pass through. RuntimeError if not even 1 fits.
+
+    On a CPU, running out of memory would kill the process. So no size is tried that might take more than 70 % of the
+    available memory, predicted from smaller sizes: the search begins with 1, whatever ``start`` is, and assumes that
+    twice the batch needs at most twice the memory.
 
     Args:
-        model_or_step: a model, which is trained with ``mpkernels.optim.AdamW`` under the global policy, on a loss of
-            its own, and left as it was: grads, buffers and torch's random numbers too. Or a step of your own, which is
-            called with a batch, and does all that a step does.
-        input_shape: of one example. Batches are then random numbers, in the dtype of the model's first weight.
-        start: where to begin.
-        device: of the inputs; None is the model's, or for a step the machine's.
-        max_batch: where to end.
-        make_batch: makes a batch of a given size, in place of ``input_shape``: token numbers, say. A model is called
-            with what it returns, with the elements of a tuple or a list as arguments, or of a mapping as keywords.
-        restore: what a step changes and should be left as it was: models, optimizers, and what else has a
-            ``state_dict``.
+        model_or_step: a model, or a training step of your own. A model is trained by ``mpkernels.optim.AdamW`` under
+            the global policy, on a made-up loss; its weights, grads and buffers, and torch's random state, are restored
+            afterwards. A step is a function that takes a batch and runs forward, backward and optimizer.
+        input_shape: the shape of one example. Batches are then random numbers, in the dtype of the model's first
+        weight.
+        start: the first size to try.
+        device: where the inputs lie. None takes the model's device, or for a step the machine's.
+        max_batch: the largest size to try.
+        make_batch: a function that takes a size and returns a batch, in place of ``input_shape``; for token numbers,
+            say. A tuple or list is passed to the model as arguments, a mapping as keywords.
+        restore: further objects to restore afterwards: models, optimizers, anything with a ``state_dict``.
     """
     if start < 1 or max_batch < 1:
         raise ValueError(f"find_max_batch_size: start and max_batch must be above 0, got {start} and {max_batch}")
@@ -77,7 +79,7 @@ def find_max_batch_size(
 
 
 def _least(model: nn.Module) -> int:
-    """Note what is known before anything is tried: grads, states, and a copy of the weights, to put back."""
+    """Return the bytes that a step of the model needs for certain, before anything is tried."""
     return memory_report(model, _optimizer(model)).total
 
 

@@ -16,8 +16,9 @@ from mpkernels.optim import AdamW
 
 @dataclass(frozen=True)
 class MemoryComparison:
-    """A report for each way to train, and by how much a step of it, weights and all, has raised the memory in use:
-    on CUDA what torch has allocated, on a CPU what of the process is resident, which is coarse."""
+    """A memory report for each way to train, and the measured peak of a step: how much the weights and the step added
+    to the memory in use. On CUDA that is the memory allocated by torch; on a CPU the process's resident memory, which
+    is coarse."""
 
     reports: dict[str, MemoryReport]
     peaks: dict[str, int]
@@ -37,13 +38,15 @@ class MemoryComparison:
 def compare_memory(
     model: nn.Module, loss: Loss, policy: Policy | str | None = None, device: str | torch.device | None = None
 ) -> MemoryComparison:
-    """Measure one step in three ways: fp32; torch.amp, with torch's AdamW; mpkernels, with ``to_mixed`` and our AdamW.
+    """Measure the memory of one training step in three ways: in fp32; by torch.amp and torch's AdamW; by ``to_mixed``
+    and mpkernels' AdamW.
 
     Args:
-        model: is copied for each way, and left as it is.
-        loss: takes a model and returns the loss of a batch; no autocast needed.
-        policy: of both mixed ways; None is the machine's best, or ``"mixed_bfloat16"`` where that is float32.
-        device: to compare on; None is where the model is.
+        model: the model to train. Each way trains a copy, and the model stays unchanged.
+        loss: a function that takes the model and returns the loss of a batch. It needs no autocast of its own.
+        policy: the policy of the two mixed ways. None takes the machine's best one, or ``"mixed_bfloat16"`` if that is
+            float32.
+        device: where to train; None is the model's device.
     """
     of_model = [param.device for param in model.parameters()]
     if not of_model:

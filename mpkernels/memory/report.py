@@ -22,11 +22,14 @@ _MASTERS = set(masters.KEYS.values())
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """Bytes. ``predicted``: of the tensors of a training step, counted by their shapes and dtypes, all of them at once.
-    ``measured``: of those that are there now; cast cache and activations are what a forward has added: on CUDA to what
-    torch has allocated, elsewhere the tensors that it has made and that are left at its end.
-    ``device``: what the allocator says (CUDA: allocated, reserved and the largest allocated so far), elsewhere what is
-    resident of the whole process, libraries and all."""
+    """The memory of a training step, in bytes.
+
+    ``predicted``: the size of each kind of tensor in a step, computed from shapes and dtypes.
+    ``measured``: the size of the tensors that exist now. Cast cache and activations are what one forward has added: on
+    CUDA to the memory allocated by torch, elsewhere as tensors that still exist when it ends.
+    ``device``: on CUDA the allocated, reserved and peak memory of torch's allocator; elsewhere the resident memory of
+    the whole process, with its libraries.
+    """
 
     predicted: dict[str, int | None]
     measured: dict[str, int | None]
@@ -34,7 +37,8 @@ class MemoryReport:
 
     @property
     def total(self) -> int:
-        """Predicted. A backward without accumulation frees activations while grads come, and needs less."""
+        """The sum of the predicted sizes. A real step may need less, because the backward frees activations while grads
+        are made."""
         return sum(filter(None, self.predicted.values()))
 
     def as_dict(self) -> dict[str, dict[str, int | None]]:
@@ -53,9 +57,9 @@ def memory_report(
     """Return what a training step of the model holds in memory. Print it for a table.
 
     Args:
-        model, optimizer: as you train them; a step need not have been taken. Left as they are.
-        loss: takes the model and returns the loss of a batch, under the autocast that you train with. Its forward is
-            run once, for what it saves for the backward and what autocast casts; without it neither is known.
+        model, optimizer: the ones that you train. They need not have stepped, and stay unchanged.
+        loss: a function that takes the model and returns the loss of a batch, under the autocast that you train with.
+            It is run once, to measure activations and autocast's casts. Without it, the report leaves these open.
     """
     params = list(model.parameters())
     optimizer = unwrapped(optimizer)
@@ -123,7 +127,7 @@ def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
 
 
 def _states_of_a_twin(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[dict[str, Any]]:
-    """Return an optimizer that has stepped where tensors have no memory."""
+    """Return the states of a copy of the optimizer that has taken a step on the meta device, without memory."""
     twins = [nn.Parameter(param.detach().to("meta")) for param in params]
     for twin in twins:
         twin.grad = torch.empty_like(twin)

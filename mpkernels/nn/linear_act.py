@@ -11,15 +11,17 @@ from mpkernels.ops.linear.activations import ActivationLike, activation_name, ho
 
 
 class LinearAct(Module):
-    """A linear layer and its activation in one. Parameters, their names, initialisation and checkpoints are those of
-    ``torch.nn.Linear``, but it is none.
+    """A linear layer and its activation in one module, computed by ``mpkernels.functional.linear_act``.
 
-    Tools that replace every Linear, or wrap what it computes, would drop the activation or add behind it what belongs
-    before it: adapters, quantisers and tensor parallelism leave this layer alone or refuse it. ``to_linear`` gives them
-    a Linear. An initialiser that asks ``isinstance(module, torch.nn.Linear)`` passes it by, too: name both there.
+    Parameters, their names, initialisation and checkpoints are those of ``torch.nn.Linear``. The class isn't a subclass
+    of it: tools that replace or wrap every Linear would lose the activation, or add their part after the activation
+    instead of before it. So adapters, quantisers and tensor parallelism leave this layer alone, or refuse it. For them,
+    ``to_linear`` returns a Linear. If your own code initialises every ``torch.nn.Linear``, name LinearAct there, too.
 
-    ``activation``: none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, or a module of torch's or transformers'
-    that computes one of them, as ``torch.nn.GELU()``; see mpkernels.functional.linear_act.
+    Args:
+        in_features, out_features, bias, device, dtype: the arguments of torch.nn.Linear.
+        activation: none, relu, relu2 (the square of relu), gelu, gelu_tanh, silu, sigmoid or tanh. Or a module of torch
+            or transformers that computes one of these, such as ``torch.nn.GELU()``.
     """
 
     in_features: int
@@ -52,17 +54,18 @@ class LinearAct(Module):
 
     @classmethod
     def from_linear(cls, linear: Linear, activation: ActivationLike = "gelu") -> "LinearAct":
-        """Return a layer that shares the parameters of ``linear``, and applies ``activation`` to what that computes.
+        """Return a LinearAct that shares the parameters of ``linear`` and applies ``activation`` to its output.
 
-        Hooks, parametrizations and all else that a plain Linear doesn't have would be lost, and are refused: convert
-        first.
+        A Linear with hooks, parametrizations or further tensors is refused, because these would be lost. Convert the
+        layer before you add them.
         """
         _refuse_what_would_be_lost("LinearAct.from_linear: linear", linear, Linear)
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", activation=activation)
         return _share(linear, made)
 
     def to_linear(self) -> Linear:
-        """Return a ``torch.nn.Linear`` that shares the parameters. The activation is then yours to apply."""
+        """Return a ``torch.nn.Linear`` that shares the parameters. Its output lacks the activation: apply it
+        yourself."""
         _refuse_what_would_be_lost("LinearAct.to_linear: the layer", self, LinearAct)
         return _share(self, Linear(self.in_features, self.out_features, self.bias is not None, "meta"))
 

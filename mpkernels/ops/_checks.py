@@ -1,4 +1,4 @@
-"""What users are told about bad arguments: op, argument, what was wanted, what came."""
+"""Checks of ops' arguments. Each error names the op, the argument, what was wanted and what came."""
 
 from collections.abc import Sequence
 
@@ -14,7 +14,7 @@ def tensor(op: str, name: str, value: object) -> None:
 
 
 def scalar(op: str, name: str, value: Tensor, like: Tensor | None = None, dtype: torch.dtype = torch.float32) -> None:
-    """A tensor of one element, on the device of ``like`` where that is given."""
+    """Require a tensor with one element, on the device of ``like`` if that is given."""
     tensor(op, name, value)
     if value.dtype != dtype:
         raise TypeError(f"{op}: {name} must be {dtype}, got {value.dtype}")
@@ -33,7 +33,7 @@ def tensors(
     dtypes: Sequence[torch.dtype] = FLOATS,
     writable: bool = False,
 ) -> None:
-    """A list of dense tensors on one device."""
+    """Require a list of dense tensors on one device."""
     if isinstance(value, Tensor) or not isinstance(value, Sequence):
         raise TypeError(f"{op}: {name} must be a list of tensors, got {type(value).__name__}")
     for i, each in enumerate(value):
@@ -52,7 +52,8 @@ def tensors(
 
 
 def matrix(op: str, name: str, value: Tensor, shape: Sequence[int | None] | None, like: Tensor | None) -> None:
-    """A dense tensor of floats; of ``shape``, where None stands for any size (no shape: any matrix); as ``like`` is."""
+    """Require a dense tensor of floats with this shape, and the dtype and device of ``like``. In ``shape``, None allows
+    any size; without a shape, any matrix is allowed."""
     tensor(op, name, value)
     if value.layout != torch.strided:
         raise TypeError(f"{op}: {name} must be dense, got layout {value.layout}")

@@ -77,7 +77,8 @@ class Op:
         return _triton_kernels[self.name](*arguments)
 
     def by(self, kernel: str) -> Callable[..., Any]:
-        """Return the op; for "triton" under its second name, but where somebody listens who knows the first."""
+        """Return a function that runs the named kernel. For "triton" that is the op under its second name, unless
+        torch.compile or a dispatch mode is active, which only know the first name."""
         is_heard = torch.compiler.is_compiling() or count_dispatch_modes() > 0
         return self._by_triton if kernel == "triton" and not is_heard else self
 
@@ -128,7 +129,7 @@ class NativeCall:
         _native_calls[self.name] = self
 
     def on(self, device_type: str) -> Callable[..., Any] | None:
-        """None where another kernel than C++'s runs the op now."""
+        """Return the C++ function for a device type; None if another kernel than C++'s runs the op now."""
         innermost = forced[-1] if forced else {}
         if (self.op.name, device_type) in innermost:
             return innermost.get((self.name, device_type))
@@ -163,7 +164,7 @@ def _on_their_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _python_kernel(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
-    """Kernels compute, autograd is registered apart; and one in Python checks its arguments before it writes."""
+    """Wrap a Python kernel: check the arguments first, and compute without autograd, which is registered apart."""
 
     def kernel(*arguments: Any) -> Any:
         check(*arguments)
@@ -184,7 +185,7 @@ def _triton_runs_on(device_type: str) -> bool:
 
 
 def backends(op: str, device: str | torch.device = "cpu") -> list[str]:
-    """Return the kernels of ``op``, ``"unscale_"`` say, on a device. The first is the one that is used.
+    """Return the names of an op's kernels on a device. The first one is used.
 
     >>> mpkernels.backends("unscale_", "cuda")
     ['native', 'triton', 'reference']
@@ -206,7 +207,8 @@ _native: set[tuple[str, str]] = set()  # (op, device type) that the loaded libra
 
 
 def attach_defaults() -> None:
-    """Once the library is loaded or known to be absent: notes what it serves; the rest of CUDA is Triton's."""
+    """Register which ops the loaded library serves, and attach Triton to the CUDA ops that it lacks. Call it once the
+    library is loaded, or known to be absent."""
     for name in (*_ops, *_native_calls):
         serves_all = name in _native_calls and has_kernel(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")
         for device_type, key in DEVICES.items():
@@ -249,9 +251,10 @@ def force(kernels: Kernels) -> Iterator[None]:
 
 @contextmanager
 def backend(name: str) -> Iterator[None]:
-    """Makes every op run its ``"native"``, ``"triton"`` or ``"reference"`` kernel: for tests and bug hunts.
+    """Make every op run its ``"native"``, ``"triton"`` or ``"reference"`` kernel inside this context: for tests and bug
+    hunts.
 
-    It holds for all threads. Where an op has no such kernel it raises instead of running another.
+    The choice applies to all threads. An op without such a kernel raises NotImplementedError.
     """
     if name not in BACKENDS:
         raise ValueError(f"backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""AdamW with fp32 master weights, in torch's own clothes."""
+"""AdamW with fp32 master weights, under the names and options of torch.optim.AdamW."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -24,31 +24,32 @@ from mpkernels.parts import grads_of, settle_grad
 
 
 class AdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW``, and what mixed precision needs of it.
+    """``torch.optim.AdamW`` for mixed precision: fp32 master weights, clipping and overflow checks inside the step.
 
-    Every parameter's true weight is fp32. Those of bf16 and fp16 parameters are kept by the optimizer; unscaling,
-    clipping and skipping happen inside the step, and the grads are read, never rewritten.
+    The optimizer trains every weight in fp32. For a bf16 or fp16 parameter it keeps that fp32 weight itself. ``step``
+    unscales, clips and skips on its own; it reads the grads and never rewrites them.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: as torch
-            has them. foreach, capturable and fused change nothing here: every step is fused and capturable.
-            differentiable=True takes torch's own step, for fp32 parameters alone.
-        master: how the fp32 weight of a 16-bit parameter is kept: ``"split"``, a 16-bit remainder beside the
-            parameter, or ``"fp32"``, a copy. Parameters in fp32 and fp64 need neither. A parameter group may have its
-            own, as with torch's options.
-        state_dtype: of both moments: ``torch.float32``, ``torch.bfloat16`` or ``torch.int8``, a byte each with
-            an fp32 scale for 256 of them (csrc/adamw/int8.h states the error). fp64 and complex parameters keep full
-            moments. A group may have its own.
-        max_norm: clips the global norm of the grads inside the step, as ``clip_grad_norm_`` would.
-        guard: skips a step whose grads hold an inf or NaN, also without a scaler. None: on where ``max_norm`` or
-            ``process_group`` is given or a parameter has 16 bits. A scaler skips such steps, whatever guard is.
-        process_group: of processes that hold a part of the grads each, as under FSDP1: they clip by the norm of all,
-            and skip together. Not for DistributedDataParallel, where each process has all of them.
+        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: the
+            arguments of torch.optim.AdamW. foreach, capturable and fused have no effect, because every step is fused
+            and capturable. differentiable=True runs torch's own step, and needs fp32 parameters.
+        master: how to keep the fp32 weight of a 16-bit parameter. ``"split"`` stores the 16 bits that the parameter
+            lacks; ``"fp32"`` stores a full copy. Parameters in fp32 and fp64 need neither. A parameter group may
+            set its own value.
+        state_dtype: the dtype of both moments: ``torch.float32``, ``torch.bfloat16`` or ``torch.int8``. int8 takes one
+            byte per value, plus one fp32 scale per 256 values (csrc/adamw/int8.h states the error). fp64 and complex
+            parameters keep moments in their own dtype. A parameter group may set its own value.
+        max_norm: the largest global norm of the grads. ``step`` clips them to it, as ``clip_grad_norm_`` would.
+        guard: whether to skip a step whose grads hold an inf or NaN when no scaler does. None turns the guard on if
+            ``max_norm`` or ``process_group`` is given or a parameter has 16 bits. A scaler skips such steps in any
+            case.
+        process_group: the processes that each hold one part of the grads, as under FSDP1. They clip by their common
+            norm and skip together. Don't pass it under DistributedDataParallel, where every process has all grads.
     """
 
-    #: fp32, 0-dim, on the device: the norm of the last step's unscaled grads; None where nothing asked for it
+    #: fp32, 0-dim, on the device: the norm of the last step's unscaled grads; None if the step did not compute it
     grad_norm: Tensor | None = None
-    #: fp32, 0-dim, on the device: steps that an inf or NaN has cost so far
+    #: fp32, 0-dim, on the device: how many steps were skipped so far because of an inf or NaN
     skipped_steps: Tensor | None = None
 
     _step_supports_amp_scaling = processes.TakesScale()  # torch's GradScaler hands over its scale and found_inf
@@ -115,7 +116,7 @@ class AdamW(torch.optim.AdamW):
         return f"{name}\nmax_norm: {self.max_norm}, guard: {self.guard}, process_group: {group}\n{rest}"
 
     def _start_afresh(self) -> None:
-        """Forgets what follows from the parameters and their states."""
+        """Forget everything that was derived from the parameters and their states."""
         self._plans: list[Plan] = []
         self._foundations: Foundations | None = None
         self._was_skipped = Readback()
@@ -123,10 +124,10 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def step_was_skipped(self) -> Tensor | None:
-        """A bool, 0-dim, on the host: whether an inf or NaN has cost the last step that the device has come to the end
-        of. To ask waits for nothing. None as long as nothing is known, and where the last step has not looked. A
-        step under torch.compile doesn't tell, nor does it set grad_norm and skipped_steps: torch keeps no attribute
-        that such a step sets."""
+        """Whether the newest step that the device has finished was skipped, because of an inf or NaN: a bool, 0-dim, on
+        the host. Reading it never waits for the device. None if no step has finished yet, or if the last step did not
+        check its grads. A compiled step sets neither this nor grad_norm and skipped_steps, because torch.compile drops
+        the attributes that a step sets."""
         return None if (skipped := self._was_skipped.read()) is None else skipped > 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -183,12 +184,12 @@ class AdamW(torch.optim.AdamW):
         masters.compare_loaded(params, self.state)
 
     def _follow_writes(self) -> None:
-        """For readers of the state who know nothing of the weights."""
+        """Bring the masters up to date with the weights, before somebody reads the state without the weights."""
         if not self._is_loaded:
             masters.align(params_of(self), self.state)
 
     def _plans_for(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
-        """Return one for each device: those of the last step, if they hold."""
+        """Return one plan for each device. Reuse the plans of the last step if they still fit."""
         if torch.compiler.is_compiling():
             return self._new_plans(params, grads)
         # One plan's kernels look at all its parameters before any moves; several can't wait for each other.
@@ -223,28 +224,33 @@ class AdamW(torch.optim.AdamW):
         return state
 
     def overflow_report(self, model: Module | None = None, found: find_nonfinite | None = None) -> OverflowReport:
-        """Return what ``GradScaler.overflow_report`` does, also without a scaler: on the guard's skips."""
+        """Return a report like ``GradScaler.overflow_report``'s, about the last step that the guard skipped."""
         return OverflowReport([(self, self._ledger.records())], model, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return torch's, which torch's AdamW can load: 8-bit moments come in fp32, decoded exactly."""
+        """Return a state dict that torch's AdamW can load, too. 8-bit moments are decoded to fp32, without loss."""
         self._follow_writes()
         with checkpoint.saving(self):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but round no state to its parameter's dtype on the way."""
+        """Load a state dict of ours or torch's. Unlike torch, don't round the states to their parameter's dtype."""
         with checkpoint.loading(self):
             super().load_state_dict(state_dict)
 
     def release_grads(self, scaler: torch.amp.GradScaler | None = None) -> GradientRelease:
-        """Free grads inside the backward from now on, so that they never are in memory all at once.
+        """From now on, free each grad inside the backward, so that the grads are never in memory all at once.
 
-        A parameter is stepped as soon as its grad is complete; ``step`` has nothing left to do. Where a step must first
-        know all the grads (``max_norm``, the guard, a ``scaler``, which has to be named here), they are kept until then
-        in 16 bits: those of fp32 parameters as bf16, which on CUDA takes our GradScaler. With several backwards before
-        a step, all but the last go under ``with release.accumulate():``. Not with DistributedDataParallel, which sums
-        up grads later: the first backward then raises, as this does with FSDP.
+        The backward steps each parameter as soon as its grad is complete, and ``step`` has nothing left to do. With
+        ``max_norm``, the guard or a scaler, the step needs all grads first. They are then kept until the step, in 16
+        bits: the grads of fp32 parameters become bf16, which on CUDA only mpkernels' GradScaler accepts. If several
+        backwards come before a step, run all but the last one under ``with release.accumulate():``.
+
+        DistributedDataParallel and FSDP aren't supported, because they exchange grads after they would be freed: under
+        DistributedDataParallel the first backward raises, under FSDP this method does.
+
+        Args:
+            scaler: the scaler that you train with, if there is one.
         """
         if self.defaults["differentiable"]:
             raise ValueError("AdamW: release_grads needs differentiable=False")

@@ -1,4 +1,4 @@
-"""What AdamW's checkpoints are more than torch's: no state is rounded to its parameter's dtype on the way."""
+"""Saving and loading AdamW's state. Unlike torch, loading doesn't round a state to its parameter's dtype."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "ma
 
 @contextmanager
 def saving(optimizer: Optimizer) -> Iterator[None]:
-    """Around torch's state_dict. The user's hooks see what is saved, and have the last word."""
+    """Make torch's state_dict, called inside this context, return portable states. The user's hooks run after ours."""
 
     def make_plain(_: Optimizer, saved: dict[str, Any]) -> None:
         states = saved["state"]  # where a user may keep something else, too
@@ -35,8 +35,8 @@ def saving(optimizer: Optimizer) -> Iterator[None]:
 
 @contextmanager
 def loading(optimizer: Any) -> Iterator[None]:
-    """Around torch's load_state_dict. States are taken as they were before its casts; how they are kept is the
-    optimizer's to say, not the checkpoint's."""
+    """Make torch's load_state_dict, called inside this context, take the states as they were before torch casts them.
+    The optimizer's own master and state_dtype apply, not those of the checkpoint."""
     seen: list[tuple[Tensor, dict[str, Any], dict[str, Any]]] = []
     options = [{key: group[key] for key in group_options.OF_GROUPS} for group in optimizer.param_groups]
 

@@ -1,4 +1,4 @@
-"""What AdamW is told beyond torch's options, checked: for all parameters, or for a group."""
+"""AdamW's options beyond torch's, and their checks: those of the whole optimizer, and those of a parameter group."""
 
 from difflib import get_close_matches
 from typing import Any
@@ -20,13 +20,13 @@ def check_global(max_norm: float | None, guard: bool | None) -> None:
 
 
 def complete(optimizer: Any, group: dict[str, Any]) -> None:
-    """Give a group the optimizer's options where it has none of its own, as torch does with its own."""
+    """Fill in the optimizer's value for each of our options that the group doesn't set."""
     for key in OF_GROUPS:
         group.setdefault(key, getattr(optimizer, key))
 
 
 def leave_scaling_to_torch(optimizer: Any) -> None:
-    """Have scalers take the scale off the grads themselves where the step is torch's own, which refuses one."""
+    """With differentiable=True, have scalers unscale the grads themselves: torch's step refuses a scale."""
     if optimizer.defaults["differentiable"]:
         optimizer._step_supports_amp_scaling = optimizer._finds_inf = False
 

@@ -1,5 +1,5 @@
-"""The fp32 weights of 16-bit parameters: how AdamW makes, saves and loads them. The kernels see where a weight was
-written to, and take that up (csrc/adamw/split.h)."""
+"""The fp32 weights of 16-bit parameters: how AdamW makes, saves and loads them. If somebody has written to a weight,
+the kernels notice and go on from the written value (csrc/adamw/split.h)."""
 
 import warnings
 from collections.abc import Iterable, Mapping
@@ -22,8 +22,8 @@ def needs_master(param: Tensor) -> bool:
 
 
 def give(state: State, param: Tensor, scheme: str) -> None:
-    """Keep the parameter's master as the scheme has it: made of the master that a checkpoint has left in the state, or,
-    where there is none, of the parameter as it is, exactly."""
+    """Put the parameter's master into its state, in the form of the scheme. The master comes from a loaded checkpoint
+    if the state holds one; otherwise its value is the parameter's, exactly."""
     if not needs_master(param):  # it may have been 16-bit
         for key in KEYS.values():
             state.pop(key, None)
@@ -62,8 +62,8 @@ def saved_in_fp32(param: Tensor, state: State) -> State:
 
 
 def loaded(param: Tensor, saved: Mapping[str, Any]) -> State:
-    """Return the master in a saved state. ``give`` turns it into what the optimizer keeps once the weight it belongs to
-    is known to be there, at the first step: the model may be loaded after the optimizer."""
+    """Return the master in a saved state, unchanged. ``give`` converts it to the optimizer's scheme at the first step:
+    until then the model may not be loaded, and its weight is needed for that."""
     key = next((key for key in ("master", "remainder") if key in saved), None)
     if key is None or not needs_master(param):
         return {}
@@ -78,8 +78,8 @@ def loaded(param: Tensor, saved: Mapping[str, Any]) -> State:
 
 
 def true_weight(param: Tensor, state: State) -> Tensor:
-    """Return a parameter's master, in fp32. Where it does not round to the parameter, as either scheme rounds, that was
-    written to since, and wins. A parameter without a master is returned as it is."""
+    """Return a parameter's fp32 weight. Elements whose master doesn't round to the parameter were written to since; for
+    them, return the parameter's value. A parameter without a master is returned unchanged."""
     weight = param.detach()
     if "remainder" in state:
         return join(weight, state["remainder"])
@@ -91,7 +91,7 @@ def true_weight(param: Tensor, state: State) -> Tensor:
 
 @torch.no_grad()
 def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
-    """Write to each copied master what was written to its weight since. Return whether it has changed, for each."""
+    """Update each fp32 copy where somebody has written to its weight. Return for each copy whether it has changed."""
     changed = []
     for param in params:
         if needs_master(param) and "master" in (state := states.get(param, {})):
@@ -104,7 +104,7 @@ def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
 
 
 def compare_loaded(params: Iterable[Tensor], states: States) -> None:
-    """Align the masters before the first step after a load, when the model is there, too; warn where they differed."""
+    """Align the masters with the weights before the first step after a load, and warn if they differed."""
     if changed := sum(map(bool, align(params, states))):
         warnings.warn(
             f"AdamW: {changed} parameters are not the weights that the loaded masters were made for; the weights "

@@ -1,4 +1,4 @@
-"""What AdamW remembers of a parameter: made when the first grad comes, or taken over from a checkpoint."""
+"""AdamW's state of one parameter: made when its first grad comes, or converted from a checkpoint."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -47,8 +47,8 @@ def _moment_dtype(param: Tensor, state_dtype: torch.dtype) -> torch.dtype:
 
 
 def lacks_codes(param: Tensor, state: State, state_dtype: torch.dtype) -> bool:
-    """Return whether moments that should have 8 bits have more, as a loader that puts a checkpoint's states in place
-    leaves them."""
+    """Return whether moments should be 8-bit codes but are not. That happens when a loader writes a checkpoint's states
+    into the optimizer directly."""
     return _moment_dtype(param, state_dtype) == torch.int8 and "scales" not in state
 
 
@@ -63,10 +63,10 @@ def decoded(state: State) -> State:
 
 
 def portable(param: Tensor, state: State, in_one_dtype: bool) -> State:
-    """The state as a checkpoint has it. in_one_dtype: everything of the parameter's shape in fp32, without rounding."""
+    """Return the state in the form that checkpoints hold. in_one_dtype: with every tensor of the parameter's shape
+    widened to fp32."""
     if "scales" in state:
-        state = state | placed(param, decoded(parts_in(state)))
-        del state["scales"]
+        state = placed(param, decoded(parts_in(state)))
     if in_one_dtype:
         narrow = {key: state[key].float() for key in MOMENTS if key in state and state[key].itemsize == 2}
         return masters.saved_in_fp32(param, state) | narrow
@@ -77,8 +77,8 @@ def portable(param: Tensor, state: State, in_one_dtype: bool) -> State:
 
 @torch.no_grad()
 def adopt(param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], state_dtype: torch.dtype) -> State:
-    """The state in a checkpoint of ours, torch's, Apex's or TransformerEngine's, saved with that group. Nothing is
-    rounded, but moments to the dtype that was asked for."""
+    """Return our state, made from a saved state of ours, torch's, Apex's or TransformerEngine's. ``group`` is the saved
+    parameter group. Only moments are rounded, to state_dtype."""
     whole, param = param, part_of(param)
     saved = decoded({_ELSEWHERE.get(key, key): value for key, value in saved.items()})
     saved |= {key: part_for(whole, saved[key]) for key in (*MOMENTS, *masters.KEYS.values()) if key in saved}

@@ -1,4 +1,4 @@
-"""A plan: the parameters of a device that step together, and what they step with, kept from step to step."""
+"""A plan: the parameters of one device that step together, and their states, prepared once and reused in each step."""
 
 import math
 import weakref
@@ -36,7 +36,7 @@ class Verdict(NamedTuple):
 
 
 class Plan:
-    """Looks at grads and steps, for the parameters of one device. Those of a group follow each other."""
+    """The parameters of one device, group after group, with the methods that check their grads and step them."""
 
     def __init__(
         self,
@@ -46,8 +46,9 @@ class Plan:
         parts: Parts | None = None,
         is_for_once: bool = False,
     ) -> None:
-        """Take the rows at ``places`` of all that the optimizer has. ``ledger`` knows where a step that is skipped
-        leaves its report; ``parts``, how much of a norm each parameter's is."""
+        """Make a plan of the optimizer's rows at ``places``. ``ledger`` holds the reports on skipped steps, and
+        ``parts`` says how much each parameter counts in a norm over processes. ``is_for_once``: the plan makes a
+        single step, so C++ need not keep its states."""
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*((group, param, parts_in(state)) for group, param, state in rows), strict=True)
@@ -88,7 +89,7 @@ class Plan:
         self._may_be_native = not is_for_once and type(nothing) is Tensor  # C++ can't hold on to a stand-in
 
     def _own(self, grads: list[Any]) -> list[Tensor]:
-        """Return those of this plan, of one grad for each row of the optimizer."""
+        """Return this plan's grads, out of a list with one grad for each of the optimizer's parameters."""
         own = grads if self._takes_all else [grads[i] for i in self._places]
         own = list(map(part_of, own)) if self._is_sharded else own
         return list(map(real, own)) if self._is_complex else own
@@ -110,7 +111,7 @@ class Plan:
         return self.has_moved if self._is_sharded else _kind(self._wholes[0]) != self._kinds[0]
 
     def can_look_within_the_step(self) -> bool:
-        """Return whether the grads need not be handed over twice, to look and to step."""
+        """Return whether one call into C++ can check the grads and step with them."""
         return self._by_plan() is not None
 
     def _by_plan(self) -> Callable[..., None] | None:
@@ -120,7 +121,7 @@ class Plan:
     def step(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
     ) -> None:
-        """Take one step, unless the verdict is an overflow; count that in ``skipped_steps``, if given."""
+        """Take one step, or skip it if the verdict is an overflow. ``skipped_steps``, if given, counts the skips."""
         own = self._own(grads)
         params = list(map(real, self.params)) if self._is_complex else self.params
         known = (put_on(self.device, it) for it in verdict[:3])
@@ -168,7 +169,8 @@ class Plan:
         return [self._number(x) if self._is_read_in_place(x) else nothing for x in hypers]
 
     def _is_read_in_place(self, x: Any) -> bool:
-        """A number on the host goes by value, as everywhere in torch: to copy it to the device would wait."""
+        """Return whether kernels read this hyperparameter from a tensor. A tensor on the host is passed by value
+        instead if the parameters are on a GPU, because copying it there would make the host wait."""
         is_by_value = self.device.type != "cpu" and not torch.compiler.is_compiling()
         return isinstance(x, Tensor) and not (is_by_value and x.device.type == "cpu")
 
@@ -200,8 +202,8 @@ def _kind(param: Tensor) -> tuple[torch.device, torch.dtype]:
 
 
 class Foundations:
-    """What plans were made of. They hold as long as every group, parameter and tensor of a state is the same object,
-    and the same parameters have grads; what a tensor's own memory has become, C++ looks at in each step."""
+    """The objects that plans were made of. The plans stay valid as long as every group, parameter and state tensor is
+    the same object and the same parameters have grads. C++ checks each tensor's memory anew in each step."""
 
     def __init__(
         self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None], states: dict[Tensor, State]

@@ -1,4 +1,4 @@
-"""Grads that are gone before the backward is over."""
+"""Freeing grads inside the backward, for AdamW.release_grads."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -13,10 +13,12 @@ Release = Callable[[Tensor], None]
 
 
 class GradientRelease:
-    """What ``AdamW.release_grads`` began."""
+    """The handle that ``AdamW.release_grads`` returns: ``accumulate()`` pauses the freeing of grads, ``remove()`` ends
+    it."""
 
     def __init__(self, releases: Iterable[tuple[Tensor, Release | None]]) -> None:
-        """Without a release of its own, a grad is kept in 16 bits."""
+        """releases: each parameter, with the function to call once its grad is complete. None keeps the grad in 16 bits
+        until the step."""
         releases = list(releases)
         self.steps_alone = any(release is not None for _, release in releases)  # in the backward
         self._params = [param for param, _ in releases]
@@ -42,7 +44,8 @@ class GradientRelease:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Around every backward but the last one before a step: grads add up as ever, and stay."""
+        """Keep the grads of a backward, so that the next one adds to them. Put every backward but the last one before a
+        step inside this context."""
         self._restore_widths()
         self._is_accumulating = True
         try:
@@ -51,7 +54,7 @@ class GradientRelease:
             self._is_accumulating = False
 
     def remove(self) -> None:
-        """Ends it: grads stay again until the user frees them."""
+        """Stop freeing grads: from now on they stay until the user frees them."""
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.steps_alone = [], False

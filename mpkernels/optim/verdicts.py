@@ -1,4 +1,4 @@
-"""What AdamW knows of its grads before they are used: their norm, and whether they cost the step."""
+"""What AdamW finds out about its grads before it uses them: their norm, and whether the step must be skipped."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from mpkernels.parameters import sum_of
 
 
 def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = None) -> bool:
-    """Return whether the grads are looked at before the step. A scaler that has looked already need not be repeated."""
+    """Return whether the optimizer checks the grads before it steps. If a scaler has checked them, it need not."""
     if optimizer.max_norm is not None or optimizer.guard or getattr(optimizer, "outcome", None) is not None:
         return True
     on_by_itself = has_16_bit_parameters or optimizer._peers is not None  # which may have 16-bit parameters
@@ -56,7 +56,7 @@ def _processes_of(optimizer: Any, params: Sequence[Tensor]) -> Processes | None:
 def _look(
     plans: Sequence[Plan], params: Sequence[Tensor], grads: list[Any], found_inf: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the sum of squares and found_inf of all devices; the latter with a scaler's."""
+    """Return the sum of squares and found_inf over all devices. The latter includes the found_inf of a scaler."""
     if not plans:
         return torch.zeros((), dtype=torch.float64, device=params[0].device if params else "cpu"), found_inf
     stats = [plan.look(grads) for plan in plans]

@@ -13,8 +13,8 @@ from mpkernels.parameters import params_of
 
 
 def follow() -> None:
-    """Let each ZeroRedundancyOptimizer give its process group, from its next step on, to an AdamW within that has to
-    look at all grads."""
+    """From now on, let each ZeroRedundancyOptimizer pass its process group to the AdamW inside it, if that AdamW clips
+    or guards."""
     if "torch.distributed.optim.zero_redundancy_optimizer" in sys.modules:  # else there is none yet
         _follow()
 

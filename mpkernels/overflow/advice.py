@@ -1,4 +1,4 @@
-"""What to look at next, by what the gradients of a skipped step were like."""
+"""Suggests what to look at next after a skipped step."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -14,7 +14,7 @@ MANY_IN_A_ROW = 5
 
 
 class Findings(NamedTuple):
-    """What OverflowReport has found out; it explains each."""
+    """The facts that a suggestion is based on; OverflowReport explains each field."""
 
     gradients: list[Gradient]
     culprits: list[Gradient]
@@ -86,7 +86,8 @@ def _of_zeros(findings: Findings) -> Iterator[str]:
 
 
 def _of_eps(model: torch.nn.Module) -> Iterator[str]:
-    """torch's own layers compute in fp32, and lose only what becomes 0 elsewhere."""
+    """Yield advice on modules whose eps is too small for fp16. torch's own layers compute in fp32, so their eps is only
+    lost if fp16 rounds it to 0."""
     lost, coarse = [], []
     for name, module in model.named_modules():
         eps = getattr(module, "eps", getattr(module, "variance_epsilon", None))

@@ -22,7 +22,7 @@ class FirstNonFinite:
 
 
 class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
-    """Watches a model's modules, and finds the first whose output holds an inf or NaN.
+    """A context that watches a model's modules and finds the first one whose output holds an inf or NaN.
 
     ::
 
@@ -31,10 +31,12 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
         print(found)
         print(scaler.overflow_report(model, found))
 
-    First is the one that ends first: not a container, but the module in it. Outputs may be nested in tuples, lists,
-    dicts and dataclasses. To watch takes a pass over each input and output, but waits for no device: only ``first`` and
-    ``print`` do. A module that gives -inf on purpose, such as a mask, is found, too; one that is compiled
-    hides those in it, and one that is scripted, or called within torch.func, is not watched.
+    The first module is the one whose forward ends first: a module inside a container comes before the container.
+    Outputs may be nested in tuples, lists, dicts and dataclasses. Watching reads each input and output once, and
+    doesn't wait for the device; only ``first`` and ``print`` wait.
+
+    A module that returns -inf on purpose, such as a mask, is found, too. Modules inside a compiled module are not seen.
+    Scripted modules, and calls within torch.func, are not watched.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -71,7 +73,7 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
 
     @property
     def first(self) -> FirstNonFinite | None:
-        """None as long as all outputs are finite. Waits for the device."""
+        """The first module whose output was not finite; None if all outputs were finite. Waits for the device."""
         flags = _on_host([is_finite for *_, is_finite in self._calls])
         if all(flags):
             return None

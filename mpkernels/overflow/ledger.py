@@ -1,4 +1,4 @@
-"""What is kept of the last skipped step, on the device, until somebody asks for it."""
+"""Keeps the facts about the last skipped step on the device, until somebody asks for a report."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Record(NamedTuple):
 
 
 class Ledger:
-    """One optimizer's records: one for each device, which steps fill again and again."""
+    """One optimizer's records, one for each device. Each skipped step overwrites them."""
 
     def __init__(self, follows_grads: bool = False) -> None:
         self._follows_grads = follows_grads
@@ -33,8 +33,8 @@ class Ledger:
     def report_for(
         self, params: Sequence[Tensor], device: torch.device, of_optimizer: Callable[[], Iterable[Tensor]]
     ) -> Tensor:
-        """Return what is filled if these parameters' step is skipped. What it held stays until then, but for parameters
-        that are no longer the optimizer's."""
+        """Return the tensor that a step of these parameters fills if it is skipped. Until then it holds the facts about
+        the last skip, without those of parameters that have left the optimizer."""
         newest = self._newest.get(device)
         if newest is not None and len(newest.params) == len(params) and all(map(is_, newest.params, params)):
             return newest.report
@@ -74,7 +74,7 @@ def _among(params: list[Tensor], record: Record) -> Tensor:
 
 
 class Ledgers:
-    """The ledgers of a scaler's optimizers. Copied or pickled, there are none."""
+    """The ledgers of a scaler's optimizers. A copy or a pickle of this object is empty."""
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}  # by id: an optimizer need not be hashable
@@ -83,7 +83,7 @@ class Ledgers:
         return Ledgers, ()
 
     def take_up(self, optimizer: Optimizer, overflows: Tensor | None) -> None:
-        """overflows: the scaler's, in a row and in all."""
+        """Make a ledger for the optimizer, if it has none. overflows: the scaler's counts, in a row and in all."""
         if id(optimizer) in self._entries:
             return
         last_skip = None
@@ -144,7 +144,8 @@ class _Entry:
 
 
 def _of(optimizer: Any, ledger: Ledger) -> list[Record]:
-    """An optimizer that keeps a ledger of its own knows more, unless the grads came to it unscaled."""
+    """Return the records of the scaler's ledger or of the optimizer's own. The optimizer's are preferred, unless the
+    scaler has unscaled the grads before the step."""
     by_scaler: list[Record] = ledger.records()
     own: list[Record] = optimizer._ledger.records() if isinstance(getattr(optimizer, "_ledger", None), Ledger) else []
     was_unscaled = any(record.report[0, 0] > 0 and record.report[0, 1] == 0 for record in own)

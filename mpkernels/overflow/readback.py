@@ -1,4 +1,4 @@
-"""What a device has to say, for a host that won't wait for it."""
+"""Copies a value from the device to the host without making the host wait."""
 
 from collections import deque
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Readback:
-    """The newest value that has arrived on the host. What a CUDA graph sends is read on the device."""
+    """Holds the newest value that has arrived on the host. A value sent inside a CUDA graph stays on the device."""
 
     def __init__(self) -> None:
         self._arrived: Tensor | None = None

@@ -17,17 +17,17 @@ ROWS, WIDTH = 20, 44  # of the table: culprits, characters of a name
 
 
 class OverflowReport:
-    """A report on the last step that an inf or NaN has cost. False if there was none.
+    """A report on the last step that was skipped because of an inf or NaN. ``bool(report)`` is False if there was none.
 
     ``print(report)`` shows a table, ``as_dict()`` is for logs, ``log_to(writer, step)`` for TensorBoard.
 
     Attributes:
-        gradients: what the grad of each parameter was like.
-        culprits: those that are not finite, in the order in which the backward pass comes upon them: as good as that is
-            known, which is the last parameter first.
-        scale: the loss scale of that step; None without one.
+        gradients: one entry for each parameter, with counts and extremes of its grad.
+        culprits: the gradients that are not finite, the last parameter first. This is roughly the order in which the
+            backward reaches them.
+        scale: the loss scale of the skipped step; None without a scaler.
         zeros: the share of all elements that were 0.
-        skips_in_a_row: of the scaler, up to its last update; None without one.
+        skips_in_a_row: how many steps in a row the scaler has skipped, up to its last update; None without a scaler.
         suggestion: what to look at next.
     """
 
@@ -95,7 +95,8 @@ class OverflowReport:
         }
 
     def log_to(self, writer: Any, step: int | None = None) -> None:
-        """Scalars by the ``add_scalar`` of TensorBoard's SummaryWriter; none if no step was skipped."""
+        """Write the report's numbers by ``writer.add_scalar``, as TensorBoard's SummaryWriter has it. Write nothing if
+        no step was skipped."""
         if not self:
             return
         writer.add_scalar("overflow/gradients", len(self.culprits), step)

@@ -1,8 +1,11 @@
-"""Which of several ways to compute the same is fastest here: timed once for each case, and remembered on disk.
+"""Finds the fastest way to compute a case on this machine: times each way once, and remembers the choice on disk.
 
-``linear_act`` asks it to choose between our kernels and plain torch. Nothing is timed while torch.compile traces or a
-CUDA graph is captured (what is known by then is used), under ``mpkernels.backend``, nor where torch is told to be
-deterministic (``torch.use_deterministic_algorithms``): a choice between kernels is one between roundings.
+``linear_act`` uses the selector to choose between our kernels and plain torch. The selector times nothing in these
+cases:
+
+* while torch.compile traces or a CUDA graph is captured; choices that are known by then are used;
+* under ``mpkernels.backend``;
+* under ``torch.use_deterministic_algorithms``, because kernels differ in rounding.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -42,8 +45,8 @@ _is_deterministic = False
 
 
 def pin(name: str | None) -> None:
-    """Take what is named from now on, wherever it can be had: ``"native"``, ``"triton"`` or ``"torch"``; None: again
-    what is fastest."""
+    """From now on, use the named kernel wherever it is available: ``"native"``, ``"triton"`` or ``"torch"``. None
+    returns to the fastest one."""
     global _pinned
     if name not in ("native", "triton", "torch", None):
         raise ValueError(f"pin: name must be 'native', 'triton', 'torch' or None, got {name!r}")
@@ -52,14 +55,14 @@ def pin(name: str | None) -> None:
 
 
 def make_deterministic() -> None:
-    """Time nothing from now on, and use nothing that was timed: equal calls give equal bits."""
+    """From now on, time nothing and use no timed choice, so that equal calls give equal bits."""
     global _is_deterministic
     _is_deterministic = True
     _ask_again()
 
 
 def choices() -> dict[str, str]:
-    """Return what has been chosen in this process.
+    """Return the choices of this process: a description of each case, and the name of its kernel.
 
     >>> mpkernels.selector.choices()
     {'linear_act gelu, with grad 512x768x3072 bfloat16,bfloat16': 'native'}
@@ -75,8 +78,9 @@ def forget() -> None:
 
 
 def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run], key: Hashable = None) -> str:
-    """Return one of ``names``: the fastest, or the first, where that can't be known. ``prepare`` gives the code to
-    time; ``key`` stands for calls that are as good as equal."""
+    """Return the fastest of ``names`` for a case, or the first one if nothing may be timed. ``prepare`` returns the
+    code to time for a name. ``by_key`` remembers the choice under ``key``, so that later calls find it without
+    asking."""
     kept = by_key  # as they are now: who has a say while this is timed is heard
     name = _settled(names) or _known.get(case)
     if name is None:

@@ -19,7 +19,7 @@ def _facts() -> dict[str, str]:
 
 
 def name() -> str:
-    """Virtual machines cut it short, "AMD EPYC" say, so family and model go with it."""
+    """Return the CPU's name, with family and model, because virtual machines shorten the name, to "AMD EPYC" say."""
     facts = _facts()
     short = facts.get("model name") or platform.processor() or platform.machine()
     return f"{short}, family {facts['cpu family']} model {facts['model']}" if "cpu family" in facts else short
@@ -32,6 +32,6 @@ def features() -> list[str]:
 
 
 def simd() -> str:
-    """AVX512 AMX, say."""
+    """Return the widest instruction set that torch uses on this CPU, "AVX512 AMX" say."""
     multiplies = any(each.startswith("amx") for each in features())
     return torch.backends.cpu.get_cpu_capability() + (" AMX" if multiplies else "")

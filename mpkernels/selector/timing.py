@@ -14,7 +14,7 @@ BRIEF_SECONDS = 1e-3  # too short to tell the hopeless from one whom the machine
 
 
 def race(runs: dict[str, Run], device: torch.device) -> dict[str, float]:
-    """Seconds that each takes, measured in turns, so that whatever else the machine does slows down all."""
+    """Return the seconds that each way takes. They are timed in turns, so that other load slows all of them down."""
     runs = {name: run for name, run in runs.items() if _can_run(name, run)}
     first = {name: _seconds(run, device) for name, run in runs.items()}
     most = max(HOPELESS * min(first.values()), BRIEF_SECONDS)
@@ -31,7 +31,8 @@ def race(runs: dict[str, Run], device: torch.device) -> dict[str, float]:
 
 
 def _can_run(name: str, run: Run) -> bool:
-    """It compiles and allocates, too. What fails here need not fail the call, which another can compute."""
+    """Return whether a way works, by a first run, which may also compile and allocate. If one of our kernels fails,
+    warn and leave it out: another way can compute the call."""
     try:
         run()
     except torch.OutOfMemoryError:

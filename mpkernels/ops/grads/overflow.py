@@ -1,4 +1,4 @@
-"""overflow_: what the grads of a skipped step are like, told on the device."""
+"""overflow_: writes a report on the grads of a skipped step, on the device."""
 
 from collections.abc import Sequence
 
@@ -77,7 +77,7 @@ def order_of_memory(tensor: Tensor) -> list[int]:
 
 
 def overflow_(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, unscaled: bool, report: Tensor) -> None:
-    """Fills ``report`` if ``found_inf`` is not 0; else no grad is read and nothing is written.
+    """Fill ``report`` if ``found_inf`` is not 0. Otherwise read no grad and write nothing.
 
     One launch for any number of tensors; nothing is copied to the host. All kernels give the same bits.
 
@@ -85,10 +85,11 @@ def overflow_(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, 
         grads: dense tensors on the device of found_inf, in fp16, bf16, fp32 or fp64; empty ones are welcome.
         found_inf: one fp32.
         scale: one fp32, the loss scale of the step, if there is one.
-        unscaled: whether it has been taken off the grads.
-        report: fp64, contiguous, of shape (1 + len(grads), 6). A heading: 1; the scale or 0; by what the grads are
-            still multiplied; zeros. Then a line for each grad: how many elements; how many are inf, how many NaN; the
-            index of the first of those in the order of memory, or inf; the largest finite magnitude; how many are 0.
-            A grad that has gaps or overlaps in memory is taken in the order of its indices.
+        unscaled: whether the grads have been divided by the scale already.
+        report: fp64, contiguous, of shape (1 + len(grads), 6). The first row is a heading: 1; the scale, or 0; the
+            factor that the grads still contain; three zeros. Then comes one row for each grad: the number of elements;
+            the number of infs; the number of NaNs; the index of the first inf or NaN in memory order, or inf if there
+            is none; the largest finite magnitude; the number of zeros. A grad with gaps or overlaps in memory is read
+            in the order of its indices instead.
     """
     _overflow(grads, found_inf, scale, unscaled, report)

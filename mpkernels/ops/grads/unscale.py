@@ -1,4 +1,4 @@
-"""unscale_: takes the loss scale off a list of grads and reports whether any of them overflowed."""
+"""unscale_: divides a list of grads by the loss scale, and reports whether any of them overflowed."""
 
 from collections.abc import Sequence
 
