@@ -1,5 +1,8 @@
-"""The part of a parameter that this process holds. FSDP2 and tensor parallelism make DTensors, of which kernels take the
-part that is here; what belongs to a parameter has its placements, so that checkpoints know which part it is."""
+"""The part of a parameter that this process holds.
+
+FSDP2 and tensor parallelism make DTensors. Kernels take the part that is here. What belongs to a parameter, its grad and
+its states, is placed as the parameter is, so that checkpoints know which part it is.
+"""
 
 import sys
 from collections.abc import Iterable, Sequence

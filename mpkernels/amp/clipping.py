@@ -54,7 +54,9 @@ def clip_grad_norm_(
     params = list(parameters)
     if is_generator and not params:
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
-    with_grads = [(param, part_of(grad)) for param, grad in zip(params, grads_of(params), strict=True) if grad is not None]
+    with_grads = [
+        (param, part_of(grad)) for param, grad in zip(params, grads_of(params), strict=True) if grad is not None
+    ]
     grads = [grad for _, grad in with_grads]
     max_norm, norm_type = float(max_norm), float(norm_type)
     peers = given("clip_grad_norm_", process_group)

@@ -69,7 +69,8 @@ class Plan:
             sizes[-1] += 1
         nothing = torch.empty(0, device=self.device)
         largest = [
-            state["max_exp_avg_sq"] if group["amsgrad"] else nothing for group, state in zip(groups, states, strict=True)
+            state["max_exp_avg_sq"] if group["amsgrad"] else nothing
+            for group, state in zip(groups, states, strict=True)
         ]
         masters = [state.get("remainder", state.get("master", nothing)) for state in states]
         scales = [state.get("scales", nothing) for state in states]
