@@ -1,7 +1,7 @@
 """The part of a parameter that this process holds.
 
-FSDP2 and tensor parallelism make DTensors. Kernels take the part that is here. What belongs to a parameter, its grad and
-its states, is placed as the parameter is, so that checkpoints know which part it is.
+FSDP2 and tensor parallelism make DTensors. Kernels take the part that is here. What belongs to a parameter, its grad
+and its states, is placed as the parameter is, so that checkpoints know which part it is.
 """
 
 import sys

@@ -11,8 +11,9 @@
 //
 // NaN stays NaN, with its sign, in both; its payload may change.
 //
-// Who writes to a weight leaves the remainder of another: then the master is within half of the weight's last place. A
-// 0 beside a negative remainder, which no master has, is a master of 0.
+// Who writes to a weight leaves the remainder of another. The master still rounds to the weight: where no master has
+// both, the weight is the master. So it is with 0 and what is below it, with inf and what is beyond it, and in fp16
+// with what fp32 has no place for, and with powers of two, whose places below are half as wide.
 #pragma once
 
 #include "common/numeric.h"
@@ -35,6 +36,11 @@ MPK_FN Split<U> split_bf16(U master) {
 }
 
 template <class U>
+MPK_FN U magnitude_of(U bits) {
+  return bits & 0x7fffffffu;
+}
+
+template <class U>
 MPK_FN U unless_beyond_zero(U joined, U weight) {
   return (joined ^ weight) < 0x80000000u ? joined : weight;
 }
@@ -43,7 +49,9 @@ template <class U>
 MPK_FN U join_bf16(const Split<U>& split) {
   const U weight = split.weight << 16;
   const U extended = (split.remainder ^ 0x8000u) - 0x8000u;  // the remainder's sign, carried through
-  return unless_beyond_zero(weight + extended, weight);
+  const U joined = unless_beyond_zero(weight + extended, weight);
+  const auto is_beyond_inf = (magnitude_of(weight) == 0x7f800000u) & (magnitude_of(joined) > 0x7f800000u);
+  return is_beyond_inf ? weight : joined;
 }
 
 // A 2^-16th of the last place of an fp16 that is widened to fp32, with its sign; all as bits.
@@ -63,8 +71,11 @@ template <class F, class U = Bits<F>>
 MPK_FN U join_fp16(const SplitFp16<F>& split) {
   const U weight = Fp16<F>::widen(split.weight);
   const F remainder = bit_cast<F>((split.remainder ^ 0x8000u) - 0x8000u + kIntegersBits) - kIntegers;
-  const F joined = bit_cast<F>(weight) + remainder * bit_cast<F>(unit_of_fp16(weight));
-  return (weight & 0x7f800000u) == 0x7f800000u ? weight : unless_beyond_zero(bit_cast<U>(joined), weight);
+  const F beyond = remainder * bit_cast<F>(unit_of_fp16(weight)), joined = bit_cast<F>(weight) + beyond;
+  const auto is_power = (magnitude_of(weight) > 0x38800000u) & ((weight & 0x7fffffu) == 0u);
+  const auto is_anothers = (joined - bit_cast<F>(weight) != beyond) | (is_power & (remainder < -16384.0f));
+  const auto is_alone = ((weight & 0x7f800000u) == 0x7f800000u) | is_anothers;
+  return is_alone ? weight : unless_beyond_zero(bit_cast<U>(joined), weight);
 }
 
 template <class F, class U = Bits<F>>

@@ -202,6 +202,8 @@ class AdamW(torch.optim.AdamW):
 
     def _new_plans(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
         """Return a plan for each device, of the parameters that have a grad; each of those then has a state."""
+        for group in self.param_groups:
+            group_options.check_group(self, group)
         self._parts = meshes.peers_of(params, None if self._peers is None else self._peers.group)
         self._has_parts = self._parts is not None or fsdp1.has_parts(params)
         group_of = [group for group in self.param_groups for _ in group["params"]]
@@ -217,7 +219,7 @@ class AdamW(torch.optim.AdamW):
         if not self.state[param]:
             self.state[param] = param_state.create(param, group["master"], group["state_dtype"], group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
-        if param_state.lacks_codes(param, state, group["state_dtype"]):
+        if param_state.has_other_moments(param, state, group["state_dtype"]):
             state = self.state[param] = param_state.adopt(param, state, group, group["state_dtype"])
         masters.give(state, param, group["master"])  # the model may have turned 16-bit meanwhile
         state["step"] = state["step"].to(torch.float32)  # which a user may have set

@@ -37,7 +37,7 @@ def check_group(optimizer: Any, group: dict[str, Any]) -> None:
             raise ValueError(f"AdamW: {key} must be given to the optimizer, for all parameters, got it in a group")
     ours = *OF_GROUPS, *_OF_THE_OPTIMIZER
     for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names", *ours}:
-        if like := get_close_matches(str(key), ours, cutoff=0.8):
+        if like := get_close_matches(str(key).lower(), ours, cutoff=0.8):
             raise ValueError(f"AdamW: a group has no option {key!r}; did you mean {like[0]!r}?")
     if group["master"] not in KEYS:
         raise ValueError(f"AdamW: master must be 'split' or 'fp32', got {group['master']!r}")

@@ -46,10 +46,11 @@ def _moment_dtype(param: Tensor, state_dtype: torch.dtype) -> torch.dtype:
     return param.dtype if param.dtype == torch.float64 or param.is_complex() else state_dtype
 
 
-def lacks_codes(param: Tensor, state: State, state_dtype: torch.dtype) -> bool:
-    """Return whether moments should be 8-bit codes but are not. That happens when a loader writes a checkpoint's states
-    into the optimizer directly."""
-    return _moment_dtype(param, state_dtype) == torch.int8 and "scales" not in state
+def has_other_moments(param: Tensor, state: State, state_dtype: torch.dtype) -> bool:
+    """Return whether the moments aren't kept as state_dtype says: the group's option has changed, or a loader has put
+    the moments of a checkpoint in place."""
+    wanted = _moment_dtype(param, state_dtype)
+    return state["exp_avg"].dtype != wanted or ("scales" in state) != (wanted == torch.int8)
 
 
 def decoded(state: State) -> State:

@@ -243,5 +243,8 @@ def _tensors_in(states: dict[Tensor, State]) -> list[object]:
         return [each for state in states.values() if isinstance(state, dict) for each in state.values()]
 
 
-def _shape(groups: list[Group]) -> list[tuple[int, bool]]:
-    return [(len(group["params"]), group["amsgrad"]) for group in groups]
+def _shape(groups: list[Group]) -> list[tuple[Any, ...]]:
+    """Return what of the groups decides which states there are. A new key may be one that a group must not have."""
+    return [
+        (len(group), len(group["params"]), group["amsgrad"], group["master"], group["state_dtype"]) for group in groups
+    ]

@@ -47,6 +47,12 @@ def loaded_again(weights, optimizer):
     return optimizer
 
 
+OPTIONS = [
+    {"master": master, "state_dtype": state_dtype}
+    for master, state_dtype in (("split", torch.float32), ("fp32", torch.float32), ("fp32", B16), ("split", torch.int8))
+]
+
+
 def as_it_is(weights, optimizer):
     return optimizer
 
@@ -115,6 +121,49 @@ def test_a_group_with_others_is_refused(options, text):
     with pytest.raises(ValueError, match=text.replace("?", r"\?")):
         optimizer.add_param_group({"params": weights[1:], **options})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ({"max_norm": 1.0}, "AdamW: max_norm must be given to the optimizer, for all parameters, got it in a group"),
+        ({"MASTER": "fp32"}, "AdamW: a group has no option 'MASTER'; did you mean 'master'?"),
+        ({"master": "copy"}, "AdamW: master must be 'split' or 'fp32', got 'copy'"),
+    ],
+)
+def test_an_option_that_a_group_gets_between_steps_is_checked(option, text):
+    weight = torch.ones(2, dtype=B16, requires_grad=True)
+    optimizer = AdamW([weight])
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    before = weight.detach().clone()
+    optimizer.param_groups[0].update(option)
+    with pytest.raises(ValueError, match=text.replace("?", r"\?")):
+        optimizer.step()
+    assert torch.equal(weight, before)
+
+
+@pytest.mark.parametrize("first", OPTIONS, ids=str)
+@pytest.mark.parametrize("then", OPTIONS, ids=str)
+def test_options_that_change_between_steps_hold_from_the_next_one(target, first, then):
+    """The master keeps its bits, and moments are kept anew as closely as their dtype can."""
+    weights = [torch.nn.Parameter(torch.linspace(0.5, 2, 300).to(B16)) for _ in range(2)]
+    changed, never = AdamW(weights[:1], lr=1e-2, **first), AdamW(weights[1:], lr=1e-2)
+    for seed in range(4):
+        grad = torch.randn(300, generator=torch.Generator().manual_seed(seed)).to(B16)
+        for weight, optimizer in zip(weights, (changed, never), strict=True):
+            weight.grad = grad
+            optimizer.step()
+        if seed == 1:
+            changed.param_groups[0].update(then)
+    keys = {key: value.dtype for key, value in changed.state[weights[0]].items()}
+    assert keys["exp_avg"] == then["state_dtype"]
+    assert ("scales" in keys) == (then["state_dtype"] == torch.int8)
+    assert ("master" in keys, "remainder" in keys) == (then["master"] == "fp32", then["master"] == "split")
+    exact = all(it["state_dtype"] == torch.float32 for it in (first, then))
+    torch.testing.assert_close(
+        *weights, rtol=0, atol=0 if exact else 4e-2
+    )  # four steps of lr, each off by less than lr
 
 
 def test_the_optimizers_own_values_may_be_repeated_in_a_group():

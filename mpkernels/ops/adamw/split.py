@@ -31,7 +31,8 @@ def _split_bf16(master: Tensor) -> tuple[Tensor, Tensor]:
 def _join_bf16(weight: Tensor, remainder: Tensor) -> Tensor:
     alone = weight.view(torch.int16).int() << 16
     joined = alone + remainder.int()
-    return torch.where((joined ^ alone) < 0, alone, joined).view(torch.float32)
+    is_beyond_inf = weight.isinf() & (remainder > 0)
+    return torch.where(is_beyond_inf | ((joined ^ alone) < 0), alone, joined).view(torch.float32)
 
 
 def _unit_of_fp16(weight: Tensor) -> Tensor:
@@ -52,7 +53,11 @@ def _split_fp16(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _join_fp16(weight: Tensor, remainder: Tensor) -> Tensor:
-    magnitude = (weight.abs().float() + remainder.float() * _unit_of_fp16(weight)).clamp(min=0)
-    bits = torch.where(weight.isfinite(), magnitude, weight.abs().float()).view(torch.int32) & 0x7FFFFFFF
+    alone = weight.abs().float()
+    beyond = remainder.float() * _unit_of_fp16(weight)
+    is_power = (alone > 2**-14) & (weight.view(torch.int16) & 0x3FF == 0)
+    is_anothers = ((alone + beyond) - alone != beyond) | (is_power & (remainder < -16384))
+    magnitude = (alone + beyond).clamp(min=0)
+    bits = torch.where(~weight.isfinite() | is_anothers, alone, magnitude).view(torch.int32) & 0x7FFFFFFF
     sign = (weight.view(torch.int16).int() & 0x8000) << 16
     return (bits | sign).view(torch.float32)

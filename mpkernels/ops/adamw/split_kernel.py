@@ -23,11 +23,14 @@ def join(weight, remainder, dtype):
     if dtype == BF16:
         alone = weight << 16
         joined = alone + remainder
-        master = tl.where((joined ^ alone) < 0, alone, joined).to(tl.float32, bitcast=True)
+        is_beyond_inf = ((alone & 0x7FFFFFFF) == 0x7F800000) & (remainder > 0)
+        master = tl.where(is_beyond_inf | ((joined ^ alone) < 0), alone, joined).to(tl.float32, bitcast=True)
     else:
         magnitude = (weight & 0x7FFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         beyond = remainder.to(tl.float32) * unit_of_fp16(weight).to(tl.float32, bitcast=True)
-        joined = magnitude + beyond
+        is_power = (magnitude > 0.00006103515625) & ((weight & 0x3FF) == 0)  # 2^-14
+        is_anothers = ((magnitude + beyond) - magnitude != beyond) | (is_power & (remainder < -16384))
+        joined = tl.where(is_anothers, magnitude, magnitude + beyond)
         joined = tl.where(joined < 0, 0.0, joined).to(tl.int32, bitcast=True)
         master = (joined | weight & -0x80000000).to(tl.float32, bitcast=True)
     return master

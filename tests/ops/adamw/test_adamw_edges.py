@@ -231,18 +231,25 @@ def test_scales_that_do_not_go_with_their_moments(target, names, change):
     assert all(same_bits(a.flatten(), b) for a, b in zip(model.params, untouched.params, strict=True))
 
 
-def test_a_weight_that_is_set_to_0_is_0(target):
-    """Also beside the negative remainder of the weight that it was."""
-    options = {"sizes": (300,), "weights": [(B16, "split"), (F16, "split")], "grads": (F32,), "states": (F32,)}
+def test_a_written_weight_stays_beside_the_remainder_of_another(target):
+    """0, inf and powers of two have neighbours below that a stale remainder could lead to, and inf has NaN above it."""
+    size = 2**16 // 7
+    options = {"sizes": (size,), "weights": [(B16, "split"), (F16, "split")], "grads": (F32,), "states": (F32,)}
     ours, reference = Model(device=target.device, **options), Model(**options)
+    patterns = torch.cat([torch.arange(size - 64) * 7, torch.arange(64) * 1024]).to(torch.int16)
+    stale = torch.tensor([-32768, -16385, -16384, -1, 0, 1, 32767], dtype=torch.int16)
     for model in (ours, reference):
-        for param in model.params:
-            param.mul_(0)
-    ours.step([grad * 0 for grad in ours.grads(0)])
+        for param, remainder in zip(model.params, model.masters, strict=True):
+            param.view(torch.int16).copy_(patterns)
+            remainder.copy_(stale.repeat(size // 7 + 1)[:size])
+    at_rest = {"lr": [0.0] * 2, "weight_decay": [0.0] * 2}
+    ours.step([grad * 0 for grad in ours.grads(0)], **at_rest)
     with mpkernels.backend("reference"):
-        reference.step([grad * 0 for grad in reference.grads(0)])
+        reference.step([grad * 0 for grad in reference.grads(0)], **at_rest)
     assert ours.differences(reference) == []
-    assert all(torch.equal(param, torch.zeros_like(param)) for param in ours.params)
+    for param in ours.params:
+        is_number = ~patterns.view(param.dtype).isnan()
+        assert torch.equal(param.cpu().view(torch.int16)[is_number], patterns[is_number])
 
 
 FLAGS = {

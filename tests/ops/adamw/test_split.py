@@ -55,13 +55,15 @@ def test_torch_twin_keeps_the_guarantee(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_remainder_of_another_weight(dtype):
-    """What has been written to a weight stays, but where the places below it are smaller: at powers of two."""
-    weights = torch.tensor([0.0, -0.0, 2.0**-24, 2.0**-14, 1.25, -1.5]).to(dtype)
-    remainders = torch.tensor([-32768, -32760, -8, 0, 8, 32760], dtype=torch.int16)
-    weight, remainder = weights[:, None].expand(6, 6), remainders.expand(6, 6)
+    """What has been written to a weight stays: every weight but NaN, beside any remainder."""
+    weights = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
+    weights = weights[~weights.isnan()]
+    remainders = torch.tensor([-32768, -32767, -16385, -16384, -8, -1, 0, 1, 8, 16384, 32767], dtype=torch.int16)
+    weight, remainder = torch.broadcast_tensors(weights[:, None], remainders)
     master = join(weight, remainder)
-    assert same_bits(split(master, dtype)[0], weight)
-    assert torch.equal(master[:2, :4], torch.zeros(2, 4))
+    assert not master.isnan().any()
+    assert same_bits(split(master, dtype)[0], weight.contiguous())
+    assert torch.equal(join(torch.zeros(7, dtype=dtype), remainders[:7]), torch.zeros(7))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
