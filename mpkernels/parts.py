@@ -52,7 +52,7 @@ def placed_as(like: Any, part: Tensor) -> Any:
 
 
 @torch.no_grad()
-def part_for(param: Tensor, whole: Tensor) -> Tensor:
+def part_for(param: Any, whole: Any) -> Any:
     """Return this process's part of what a checkpoint has of a parameter, which may be whole, or placed otherwise."""
     if is_sharded(whole) and is_sharded(param):
         if whole.device_mesh != param.device_mesh:
@@ -86,4 +86,5 @@ def first_index(tensor: Any) -> tuple[int, ...]:
     """Return where, in the whole, the first element of this process's part is."""
     if not is_sharded(tensor):
         return (0,) * tensor.ndim
-    return offsets_of_part(tensor.shape, tensor.device_mesh, tensor.placements)
+    index: tuple[int, ...] = offsets_of_part(tensor.shape, tensor.device_mesh, tensor.placements)
+    return index

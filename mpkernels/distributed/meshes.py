@@ -17,7 +17,7 @@ def share_of(param: Any, all_ranks: int) -> float:
     if not is_sharded(param):
         return 1 / all_ranks
     mesh, placements = param.device_mesh, param.placements
-    return prod(mesh.size(i) for i, it in enumerate(placements) if not it.is_replicate()) / all_ranks
+    return float(prod(mesh.size(i) for i, it in enumerate(placements) if not it.is_replicate()) / all_ranks)
 
 
 def ranks_of(params: Iterable[Any]) -> tuple[int, ...]:

@@ -123,7 +123,9 @@ class OverflowReport:
 
 
 def _table(gradients: Sequence[Gradient]) -> list[str]:
-    cells = [("parameter", "group", "shape", "inf", "nan", "first at", "largest finite", "zeros")]
+    cells: list[tuple[str, ...]] = [
+        ("parameter", "group", "shape", "inf", "nan", "first at", "largest finite", "zeros")
+    ]
     for it in gradients:
         name = it.name if len(it.name) <= WIDTH else "..." + it.name[3 - WIDTH :]
         first = "" if it.first is None else str(list(it.first))
