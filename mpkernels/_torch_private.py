@@ -96,6 +96,20 @@ def is_fsdp1s(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that this one is a slice of. Without the method: itself, so that parameters on several slices
+    need a process_group."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    return mesh if find is None else find()
+
+
+def offsets_of_part(shape: Any, mesh: Any, placements: Any) -> tuple[int, ...]:
+    """Return where this process's part of a DTensor begins. Without the function: at 0, so that a report's indices are
+    those within the part."""
+    find = _find("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", None)
+    return (0,) * len(shape) if find is None else tuple(find(shape, mesh, placements)[1])
+
+
 def derives_forward() -> bool:
     """Return whether forward-mode derivatives are computed. Without the level: as if they were."""
     return bool(getattr(forward_ad, "_current_level", 0) >= 0)

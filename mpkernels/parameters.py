@@ -1,6 +1,5 @@
 """The tensors that optimizers are given, and the devices where they lie."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import is_
@@ -67,13 +66,6 @@ def refuse_sparse(grad: Tensor | None) -> None:
         raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
 
 
-_TAKES_DTENSORS = {
-    "AdamW": "torch.optim.AdamW",
-    "GradScaler": "torch.amp.GradScaler",
-    "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
-}
-
-
 def refuse_unserved(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
     """Name the first tensor of a class that computes its own way and knows nothing of our ops."""
     for i, tensor in enumerate(tensors):
@@ -81,22 +73,4 @@ def refuse_unserved(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
             raise TypeError(
                 f"{op}: {argument}[{i}] must be a plain tensor, got a {type(tensor).__name__}, which does not take "
                 "our ops; give such parameters to the optimizer that its library names"
-            )
-
-
-def dtensors() -> Any:
-    """Return their class, for isinstance; where nobody has imported it there are none, and no class."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return () if loaded is None else loaded.DTensor
-
-
-def refuse_sharded(op: str, argument: str, tensors: Iterable[Any]) -> None:
-    kind = dtensors()
-    for i, tensor in enumerate(tensors if kind else ()):
-        if isinstance(tensor, kind):
-            raise TypeError(
-                f"{op}: {argument}[{i}] must be a plain tensor, got a DTensor on {tensor.placements}, as FSDP2's "
-                "fully_shard and tensor parallelism's parallelize_module make them; "
-                f"{_TAKES_DTENSORS[op]} takes these, "
-                "and under DDP, FSDP1 (FullyShardedDataParallel) and ZeroRedundancyOptimizer parameters are plain"
             )

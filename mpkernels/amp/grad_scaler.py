@@ -166,10 +166,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         _attributes(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
-        preset, device = getattr(optimizer, "grad_scale", None), inf_check.first_device(optimizer)
-        if (peers := inf_check.peers_of(self, optimizer)) is not None:
-            optimizer.peers, device = peers, device or self._check_scale_growth_tracker("step")[0].device
-        optimizer.grad_scale = self._scale if preset is None else self._scale * preset
+        scale, _ = self._check_scale_growth_tracker("step")
+        preset, peers = getattr(optimizer, "grad_scale", None), inf_check.given_peers(self, optimizer)
+        if peers is not None:
+            optimizer.peers = peers
+        device = inf_check.device_of_verdict(optimizer, peers, scale.device)
+        optimizer.grad_scale = scale if preset is None else scale * preset
         # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
         outcome = optimizer.outcome = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
         result: float | None = optimizer.step(*args, **kwargs)

@@ -47,7 +47,7 @@ def on(optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], grads: l
 
 
 def _processes_of(optimizer: Any, params: Sequence[Tensor]) -> Processes | None:
-    found: Processes | None = optimizer._peers
+    found: Processes | None = optimizer._parts or optimizer._peers
     if found is None and optimizer._has_parts:
         found = fsdp1.peers_of("AdamW", params, optimizer.max_norm is not None)
     return found or of_scaler(optimizer)

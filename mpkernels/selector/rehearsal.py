@@ -10,7 +10,7 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from mpkernels._torch_private import is_fsdp1s, leaves_of, map_leaves, uncompiled
-from mpkernels.parameters import dtensors
+from mpkernels.parts import is_sharded
 
 
 def rehearse(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
@@ -50,7 +50,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 def _refuse_parts(params: Sequence[Tensor]) -> None:
-    if any(is_fsdp1s(it) or isinstance(it, dtensors()) for it in params):
+    if any(is_fsdp1s(it) or is_sharded(it) for it in params):
         raise TypeError(
             "selector.warm_up: model must have whole parameters, got parts that FSDP or tensor parallelism made; "
             "warm up the model, or one of its blocks, before"
