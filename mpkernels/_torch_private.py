@@ -95,6 +95,16 @@ def is_fsdp1s(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
+def part_in_place(tensor: Any) -> Any:
+    """Return the tensor that a DTensor holds. Without the attribute: what its method makes, for a parameter a new view
+    at each call, so that AdamW plans each step anew."""
+    found = getattr(tensor, "_local_tensor", None)
+    if found is not None:
+        return found
+    with torch.no_grad():
+        return tensor.to_local()
+
+
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh that this one is a slice of. Without the method: itself, so that parameters on several slices
     need a process_group."""

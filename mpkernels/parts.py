@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import offsets_of_part
+from mpkernels._torch_private import offsets_of_part, part_in_place
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -30,8 +30,7 @@ def part_of(tensor: Any) -> Any:
     """Return what this process holds of a DTensor; anything else as it is."""
     if not is_sharded(tensor):
         return tensor
-    with torch.no_grad():
-        part = tensor.to_local()
+    part = part_in_place(tensor)
     return part.wait() if hasattr(part, "wait") else part  # a collective may be on its way
 
 
@@ -84,7 +83,6 @@ def grads_of(params: Sequence[Any]) -> list[Any]:
 
 def first_index(tensor: Any) -> tuple[int, ...]:
     """Return where, in the whole, the first element of this process's part is."""
-    if not is_sharded(tensor):
-        return (0,) * tensor.ndim
-    index: tuple[int, ...] = offsets_of_part(tensor.shape, tensor.device_mesh, tensor.placements)
-    return index
+    if is_sharded(tensor):
+        return offsets_of_part(tensor.shape, tensor.device_mesh, tensor.placements)
+    return (0,) * int(tensor.ndim)

@@ -104,7 +104,11 @@ class Plan:
     def has_moved(self) -> bool:
         """Tell whether a parameter has gone to another device or dtype, or its part to another tensor."""
         is_elsewhere = self._is_sharded and not all(map(is_, map(part_of, self._wholes), self.params))
-        return is_elsewhere or list(map(_kind, self._wholes)) != self._kinds
+        return is_elsewhere or self._is_of_other_kinds
+
+    @property
+    def _is_of_other_kinds(self) -> bool:
+        return list(map(_kind, self._wholes)) != self._kinds
 
     @property
     def first_has_moved(self) -> bool:
@@ -131,7 +135,7 @@ class Plan:
         if by_plan is None:
             if verdict.comes_inside:
                 raise RuntimeError("adamw_: only a plan looks at grads within a step")
-            if self.has_moved:
+            if self._is_of_other_kinds:
                 raise RuntimeError("adamw_: a parameter has changed its device or dtype since its state was made")
             op._adamw(params, own, *self._lists, *shared)
             self._increment_versions([])
