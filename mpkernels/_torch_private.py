@@ -6,7 +6,7 @@ GradScaler also overrides its parent's own methods (``_unscale_grads_``, ``_chec
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import reduce
 from typing import Any, TypeVar
@@ -95,14 +95,10 @@ def is_fsdp1s(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
-def part_in_place(tensor: Any) -> Any:
-    """Return the tensor that a DTensor holds. Without the attribute: what its method makes, for a parameter a new view
-    at each call, so that AdamW plans each step anew."""
-    found = getattr(tensor, "_local_tensor", None)
-    if found is not None:
-        return found
-    with torch.no_grad():
-        return tensor.to_local()
+def parts_in_place(tensors: Iterable[Any]) -> list[Any]:
+    """Return the tensor that each DTensor holds; None for others. Without the attribute: None, so that a method of
+    theirs makes a new view of each parameter at each call, and AdamW plans each step anew."""
+    return [getattr(it, "_local_tensor", None) for it in tensors]
 
 
 def root_mesh(mesh: Any) -> Any:

@@ -172,7 +172,7 @@ def released(rank):
 
 
 def one_collective_and_no_wait(rank):
-    """A step of ours, whether it clips or a scaler is there. The grads are plain values, so that nothing else is sent."""
+    """Of a step that clips or that a scaler watches."""
     model = shard(network(), "fsdp2")
     for options, scaled, collectives in (
         ({"max_norm": 1.0}, False, 1),
