@@ -7,7 +7,7 @@ GradScaler also overrides its parent's own methods (``_unscale_grads_``, ``_chec
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import reduce
 from typing import Any, TypeVar
@@ -94,6 +94,12 @@ def flat_param_handle() -> type:
 def is_fsdp1s(param: Tensor) -> bool:
     """Return whether FSDP1 made this of other parameters. Without the mark: none is, and the group must be given."""
     return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def parts_in_place(tensors: Iterable[Any]) -> list[Any]:
+    """Return the tensor that each DTensor holds; None for others. Without the attribute: None, so that a method of
+    theirs makes a new view of each parameter at each call, and AdamW plans each step anew."""
+    return [getattr(it, "_local_tensor", None) for it in tensors]
 
 
 def root_mesh(mesh: Any) -> Any:

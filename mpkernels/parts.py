@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import offsets_of_part
+from mpkernels._torch_private import offsets_of_part, parts_in_place
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -33,6 +33,14 @@ def part_of(tensor: Any) -> Any:
     with torch.no_grad():
         part = tensor.to_local()
     return part.wait() if hasattr(part, "wait") else part  # a collective may be on its way
+
+
+def parts_of(tensors: Sequence[Any]) -> list[Any]:
+    """Return ``part_of`` each: the same objects each time, and fast."""
+    if not are_any_sharded(tensors):
+        return list(tensors)
+    in_place = parts_in_place(tensors)
+    return [part if type(part) is Tensor else part_of(it) for part, it in zip(in_place, tensors, strict=True)]
 
 
 def parts_in(state: dict[str, Any]) -> dict[str, Any]:
@@ -67,24 +75,20 @@ def part_for(param: Any, whole: Any) -> Any:
     return whole
 
 
-@torch.no_grad()
-def settle_grad(param: Any) -> Any:
-    """Return a parameter's grad, placed as the parameter is. Under sequence parallelism each process has a summand of
-    a norm layer's."""
-    grad = param.grad
-    if is_sharded(grad) and grad.placements != param.placements:
-        param.grad = grad = grad.redistribute(placements=param.placements)
-    return grad
-
-
-def grads_of(params: Sequence[Any]) -> list[Any]:
-    """Return the grad of each parameter, placed as it is; None where there is none."""
-    return list(map(settle_grad, params)) if are_any_sharded(params) else [param.grad for param in params]
+def settled_grads(params: Sequence[Any]) -> list[Any]:
+    """Return the grad of each parameter, placed as it is; None where there is none. Under sequence parallelism each
+    process has a summand of a norm layer's grad."""
+    grads = [param.grad for param in params]
+    if are_any_sharded(grads):
+        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+            if is_sharded(grad) and grad.placements != param.placements:
+                with torch.no_grad():
+                    param.grad = grads[i] = grad.redistribute(placements=param.placements)
+    return grads
 
 
 def first_index(tensor: Any) -> tuple[int, ...]:
     """Return where, in the whole, the first element of this process's part is."""
-    if not is_sharded(tensor):
-        return (0,) * tensor.ndim
-    index: tuple[int, ...] = offsets_of_part(tensor.shape, tensor.device_mesh, tensor.placements)
-    return index
+    if is_sharded(tensor):
+        return offsets_of_part(tensor.shape, tensor.device_mesh, tensor.placements)
+    return (0,) * int(tensor.ndim)

@@ -14,7 +14,7 @@ from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes, given
 from mpkernels.ops import grad_stats, unscale_
 from mpkernels.parameters import by_device, put_on, real
-from mpkernels.parts import grads_of, part_of
+from mpkernels.parts import parts_of, settled_grads
 
 
 @torch.no_grad()
@@ -54,10 +54,8 @@ def clip_grad_norm_(
     params = list(parameters)
     if is_generator and not params:
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
-    with_grads = [
-        (param, part_of(grad)) for param, grad in zip(params, grads_of(params), strict=True) if grad is not None
-    ]
-    grads = [grad for _, grad in with_grads]
+    with_grads = [param for param in params if param.grad is not None]
+    grads = parts_of(settled_grads(with_grads))
     max_norm, norm_type = float(max_norm), float(norm_type)
     peers = given("clip_grad_norm_", process_group)
     parts = meshes.peers_of(params, None if peers is None else peers.group)
@@ -67,7 +65,7 @@ def clip_grad_norm_(
     if parts is not None and not norm_type > 0:
         raise ValueError(f"clip_grad_norm_: norm_type must be above 0 for DTensors, got {norm_type}")
     numbers = _real(grads)
-    shares = None if parts is None else [parts.share(param) for param, _ in with_grads]
+    shares = None if parts is None else parts.shares(with_grads)
     norm = _norm(numbers if norm_type == 2 else grads, norm_type, params, processes, shares)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
@@ -98,7 +96,7 @@ def _norm(
         sums = [put_on(device, _sumsq(grads, shares, places)) for places in of_devices]
         sumsq = torch.stack(sums or [nothing]).sum()
         if processes is not None:
-            sumsq, _ = processes.agree(params, sumsq, None)
+            sumsq, _, _ = processes.agree(params, sumsq, None)
         return sumsq.sqrt().to(dtype)
     weights = [1.0] * len(grads) if shares is None else [share ** (1 / norm_type) for share in shares]
     norms = [

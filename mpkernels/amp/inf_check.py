@@ -11,7 +11,7 @@ from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
 from mpkernels.parameters import by_device, params_of, put_on, unwrapped
-from mpkernels.parts import are_any_sharded, part_of, settle_grad
+from mpkernels.parts import are_any_sharded, parts_of, settled_grads
 
 FoundInf = dict[torch.device, Tensor]  # fp32, 0-dim, 0 or 1; one at most, as torch's optimizers take any other for 0
 
@@ -68,7 +68,7 @@ def of_all(processes: Processes | None, found_infs: FoundInf, scale: Tensor) -> 
     """Return whether the grads of any process hold an inf or NaN."""
     if processes is None:
         return found_infs
-    _, found_inf = processes.agree([scale], None, sum(found_infs.values()))
+    _, found_inf, _ = processes.agree([scale], None, sum(found_infs.values()))
     return {found_inf.device: found_inf}
 
 
@@ -84,17 +84,16 @@ def device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: 
 def grads_of(optimizer: Optimizer) -> Grads:
     """Return the params that have a grad, and their grads (of a sparse one, the values), of each device."""
     params = [param for param in params_of(optimizer) if param.grad is not None]
-    grads = [_values(param) for param in params]
+    grads = [_values(param, grad) for param, grad in zip(params, parts_of(settled_grads(params)), strict=True)]
     return {
         device: ([params[i] for i in places], [grads[i] for i in places])
         for device, places in by_device(grads, range(len(grads))).items()
     }
 
 
-def _values(param: Tensor) -> Tensor:
-    grad: Tensor = settle_grad(param)
+def _values(param: Tensor, grad: Tensor) -> Tensor:
     if not grad.is_sparse:
-        return part_of(grad)  # type: ignore[no-any-return]
+        return grad
     if grad.dtype is torch.float16:
         param.grad = grad = grad.coalesce()  # or the sum of an index's values might overflow later, unseen
     return grad._values()

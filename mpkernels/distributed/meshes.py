@@ -11,15 +11,6 @@ from mpkernels.distributed.processes import Processes
 from mpkernels.parts import is_sharded
 
 
-def share_of(param: Any, all_ranks: int) -> float:
-    """Return how much the square of this process's part counts in a sum over so many processes: those that hold the
-    same part count as one."""
-    if not is_sharded(param):
-        return 1 / all_ranks
-    mesh, placements = param.device_mesh, param.placements
-    return float(prod(mesh.size(i) for i, it in enumerate(placements) if not it.is_replicate()) / all_ranks)
-
-
 def ranks_of(params: Iterable[Any]) -> tuple[int, ...]:
     """Return the processes that hold a part of any of these, or the whole. None of a plain tensor is known."""
     dims: dict[Any, set[str]] = {}  # of each mesh that others are slices of: the dimensions in use
@@ -51,8 +42,16 @@ class Parts(Processes):
         super().__init__(group)
         self._size = size
 
-    def share(self, param: Any) -> float:
-        return share_of(param, self._size)
+    def shares(self, params: Sequence[Any]) -> list[float]:
+        """Return how much the square of this process's part of each counts in a sum over all processes: those that
+        hold the same part count as one."""
+        known: dict[Any, float] = {None: 1 / self._size}  # of a plain parameter, which each process has
+        kinds: list[Any] = [(it.device_mesh, it.placements) if is_sharded(it) else None for it in params]
+        for it in kinds:
+            if it not in known:
+                mesh, placements = it
+                known[it] = prod(mesh.size(i) for i, p in enumerate(placements) if not p.is_replicate()) / self._size
+        return [known[it] for it in kinds]
 
 
 _groups: dict[tuple[Any, tuple[int, ...]], Any] = {}

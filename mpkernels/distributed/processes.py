@@ -25,15 +25,22 @@ class Processes:
         raise TypeError("process_group can't be pickled: save state_dict() and load it into one that has the group")
 
     def agree(
-        self, params: Sequence[Tensor], total_sumsq: Tensor | None, found_inf: Tensor | float | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the sum of squares over all processes, and 1 if any of them has found an inf or NaN, else 0. Every
-        process must call this, even without grads. ``params`` only determine the device. The host doesn't wait."""
+        self,
+        params: Sequence[Tensor],
+        total_sumsq: Tensor | None,
+        found_inf: Tensor | float | None,
+        has_failed: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum of squares over all processes; 1 if any of them has found an inf or NaN or has failed, else 0;
+        and how many have failed. Every process must call this, even without grads, or where an exception ends its step.
+        ``params`` only determine the device. The host doesn't wait."""
         there = self.device_of(params)
         nothing = torch.zeros((), dtype=torch.float64, device=there)
-        sums = torch.stack([nothing if it is None else _number(it, there) for it in (total_sumsq, found_inf)])
+        numbers = total_sumsq, found_inf, float(has_failed)
+        sums = torch.stack([nothing if it is None else _number(it, there) for it in numbers])
         distributed.all_reduce(sums, group=self.group)
-        return sums[0], sums[1].clamp(max=1).float()  # torch's optimizers take any other number than 1 for 0
+        skips = (sums[1] + sums[2]).clamp(max=1).float()  # torch's optimizers take any other number than 1 for 0
+        return sums[0], skips, sums[2]
 
     def norm(self, params: Sequence[Tensor], norm: Tensor, norm_type: float) -> Tensor:
         """Return the norm over all processes, each of which passes the norm of its own grads."""

@@ -20,7 +20,7 @@ from mpkernels.overflow.ledger import Ledger
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
 from mpkernels.parameters import by_device, group_of, params_of, refuse_sparse, refuse_unserved
-from mpkernels.parts import grads_of, settle_grad
+from mpkernels.parts import settled_grads
 
 
 class AdamW(torch.optim.AdamW):
@@ -117,10 +117,15 @@ class AdamW(torch.optim.AdamW):
 
     def _start_afresh(self) -> None:
         """Forget everything that was derived from the parameters and their states."""
+        self._forget_plans()
+        self._was_skipped = Readback()
+        self._failed = Readback()  # how many processes could not take the last step
+        self._ledger = Ledger()
+
+    def _forget_plans(self) -> None:
+        """Have the next step make plans anew, and a step that has failed not be tried again."""
         self._plans: list[Plan] = []
         self._foundations: Foundations | None = None
-        self._was_skipped = Readback()
-        self._ledger = Ledger()
 
     @property
     def step_was_skipped(self) -> Tensor | None:
@@ -156,10 +161,16 @@ class AdamW(torch.optim.AdamW):
 
     def _step(self) -> None:
         params = params_of(self)
-        grads = grads_of(params)
-        self._compare_loaded()
-        plans = self._plans_for(params, grads)
-        verdict = verdicts.on(self, plans, params, grads)
+        verdicts.raise_if_one_has_failed(self)
+        try:
+            grads = settled_grads(params)
+            self._compare_loaded()
+            plans = self._plans_for(params, grads)
+            verdict, processes = verdicts.found_here(self, plans, params, grads)
+        except Exception:
+            verdicts.tell_failure(self, params)
+            raise
+        verdict = verdicts.of_all(self, plans, params, verdict, processes)
         for i, plan in enumerate(plans):
             if i == 0:
                 skipped_steps = None if verdict.outcome is None else self.skipped_steps
@@ -204,8 +215,7 @@ class AdamW(torch.optim.AdamW):
         """Return a plan for each device, of the parameters that have a grad; each of those then has a state."""
         for group in self.param_groups:
             group_options.check_group(self, group)
-        self._parts = meshes.peers_of(params, None if self._peers is None else self._peers.group)
-        self._has_parts = self._parts is not None or fsdp1.has_parts(params)
+        self._find_parts(params)
         group_of = [group for group in self.param_groups for _ in group["params"]]
         places = [i for i, grad in enumerate(grads) if grad is not None]
         for i in places:
@@ -213,6 +223,10 @@ class AdamW(torch.optim.AdamW):
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
         of_devices = by_device((params[i] for i in places), places).values()
         return [Plan(rows, it, self._ledger, self._parts) for it in of_devices]
+
+    def _find_parts(self, params: list[Tensor]) -> None:
+        self._parts = meshes.peers_of(params, None if self._peers is None else self._peers.group)
+        self._has_parts = self._parts is not None or fsdp1.has_parts(params)
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
@@ -270,7 +284,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _step_alone(self, group_number: int, place: int, param: Tensor) -> None:
-        group, grad = group_of(self, param, group_number, place), settle_grad(param)
+        group, (grad,) = group_of(self, param, group_number, place), settled_grads([param])
         if group is None or grad is None:
             return
         self._compare_loaded()

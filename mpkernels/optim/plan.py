@@ -18,7 +18,7 @@ from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
 from mpkernels.optim.masters import needs_master
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.parameters import put_on, real
-from mpkernels.parts import are_any_sharded, part_of, parts_in
+from mpkernels.parts import are_any_sharded, parts_in, parts_of
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -52,7 +52,7 @@ class Plan:
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*((group, param, parts_in(state)) for group, param, state in rows), strict=True)
-        self._wholes, self.params = params, list(map(part_of, params))  # a DTensor's part is what kernels take
+        self._wholes, self.params = params, parts_of(params)  # a DTensor's part is what kernels take
         self._is_sharded = are_any_sharded(params)
         self.device = self.params[0].device
         self._kinds = list(map(_kind, params))
@@ -84,7 +84,7 @@ class Plan:
             [state["step"] for state in states],
             sizes,
         )
-        shares = [1.0] if parts is None else list(map(parts.share, params))
+        shares = [1.0] if parts is None else parts.shares(params)
         self._shares = None if set(shares) == {1.0} else torch.tensor(shares, dtype=torch.float64, device=self.device)
         self._native: _NativePlan | None = None
         self._may_be_native = not is_for_once and type(nothing) is Tensor  # C++ can't hold on to a stand-in
@@ -92,7 +92,7 @@ class Plan:
     def _own(self, grads: list[Any]) -> list[Tensor]:
         """Return this plan's grads, out of a list with one grad for each of the optimizer's parameters."""
         own = grads if self._takes_all else [grads[i] for i in self._places]
-        own = list(map(part_of, own)) if self._is_sharded else own
+        own = parts_of(own) if self._is_sharded else own
         return list(map(real, own)) if self._is_complex else own
 
     def look(self, grads: list[Any]) -> GradStats:
@@ -103,13 +103,16 @@ class Plan:
     @property
     def has_moved(self) -> bool:
         """Tell whether a parameter has gone to another device or dtype, or its part to another tensor."""
-        is_elsewhere = self._is_sharded and not all(map(is_, map(part_of, self._wholes), self.params))
-        return is_elsewhere or list(map(_kind, self._wholes)) != self._kinds
+        return self._is_elsewhere or list(map(_kind, self._wholes)) != self._kinds
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._is_sharded and not _are_same(parts_of(self._wholes), self.params)
 
     @property
     def first_has_moved(self) -> bool:
         """Tell whether the first one has, as a model does as a whole."""
-        return self.has_moved if self._is_sharded else _kind(self._wholes[0]) != self._kinds[0]
+        return self._is_elsewhere or _kind(self._wholes[0]) != self._kinds[0]
 
     def can_look_within_the_step(self) -> bool:
         """Return whether one call into C++ can check the grads and step with them."""
@@ -131,7 +134,7 @@ class Plan:
         if by_plan is None:
             if verdict.comes_inside:
                 raise RuntimeError("adamw_: only a plan looks at grads within a step")
-            if self.has_moved:
+            if list(map(_kind, self._wholes)) != self._kinds:
                 raise RuntimeError("adamw_: a parameter has changed its device or dtype since its state was made")
             op._adamw(params, own, *self._lists, *shared)
             self._increment_versions([])

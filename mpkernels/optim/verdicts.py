@@ -23,27 +23,69 @@ def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = Non
     return optimizer.guard is None and found_inf is None and on_by_itself
 
 
-def on(optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], grads: list[Any]) -> Verdict:
+def found_here(
+    optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], grads: list[Any]
+) -> tuple[Verdict, Processes | None]:
+    """Return this process's verdict, and the processes that have to agree on one."""
     grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     found_inf: Any = getattr(optimizer, "found_inf", None)
-    has_16_bit = any(map(needs_master, params) if optimizer._has_parts else (it.has_16_bit_parameters for it in plans))
-    guarded = is_guarded(optimizer, has_16_bit, found_inf)
-    processes = _processes_of(optimizer, params) if guarded or found_inf is not None else None
+    guarded, processes = _asks(optimizer, plans, params, found_inf)
     if (not plans and processes is None) or (not guarded and found_inf is None):
-        return Verdict(grad_scale)
+        return Verdict(grad_scale), None
     comes_inside = guarded and processes is None and len(plans) == 1 and plans[0].can_look_within_the_step()
     total_sumsq = None
     if guarded and not comes_inside:
         total_sumsq, found_inf = _look(plans, params, grads, found_inf)
-    if processes is not None:
-        sumsq_of_all, found_inf = processes.agree(params, total_sumsq, found_inf)
-        total_sumsq = sumsq_of_all if guarded and processes.holds_parts else total_sumsq
-        hand_back(optimizer, found_inf)
-    outcome = _start_telling(optimizer, plans[0].device if plans else found_inf.device)
-    verdict = Verdict(grad_scale, found_inf, total_sumsq, outcome, guarded, comes_inside)
+    device = plans[0].device if processes is None or plans else processes.device_of(params)
+    outcome = _start_telling(optimizer, device)
+    return Verdict(grad_scale, found_inf, total_sumsq, outcome, guarded, comes_inside), processes
+
+
+def of_all(
+    optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], verdict: Verdict, processes: Processes | None
+) -> Verdict:
+    """Return the verdict of all processes. Raise if another one has failed; on a GPU, whose answer is on its way, skip
+    the step, and let the next one raise."""
+    if processes is None:
+        return verdict
+    sumsq_of_all, found_inf, failed = processes.agree(params, verdict.total_sumsq, verdict.found_inf)
+    total_sumsq = sumsq_of_all if verdict.has_norm and processes.holds_parts else verdict.total_sumsq
+    if not torch.compiler.is_compiling():
+        optimizer._failed.send(failed)
+        raise_if_one_has_failed(optimizer)
+    hand_back(optimizer, found_inf)
+    verdict = verdict._replace(found_inf=found_inf, total_sumsq=total_sumsq)
     if not plans:
         _tell(verdict, optimizer.skipped_steps)
     return verdict
+
+
+def raise_if_one_has_failed(optimizer: Any) -> None:
+    failed = optimizer._failed.read()
+    if failed is not None and failed.tolist() > 0:  # which waits for nothing: it lies on the host
+        optimizer._failed.forget()
+        optimizer._forget_plans()
+        raise RuntimeError(
+            "AdamW: step has failed in another process, whose error says why, so that no process has stepped"
+        )
+
+
+def tell_failure(optimizer: Any, params: Sequence[Tensor]) -> None:
+    """Join the processes that wait for this one's verdict, though it has none, so that they don't step either."""
+    optimizer._find_parts(params)  # if the step has not come so far
+    _, processes = _asks(optimizer, (), params, getattr(optimizer, "found_inf", None))
+    if processes is not None:
+        optimizer._forget_plans()
+        processes.agree(params, None, None, has_failed=True)
+
+
+def _asks(
+    optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], found_inf: Any
+) -> tuple[bool, Processes | None]:
+    """Return whether the step checks its grads, and the processes that it asks."""
+    has_16_bit = any(map(needs_master, params) if optimizer._has_parts else (it.has_16_bit_parameters for it in plans))
+    guarded = is_guarded(optimizer, has_16_bit, found_inf)
+    return guarded, _processes_of(optimizer, params) if guarded or found_inf is not None else None
 
 
 def _processes_of(optimizer: Any, params: Sequence[Tensor]) -> Processes | None:

@@ -1,0 +1,58 @@
+"""Networks and parameters as DTensors of four processes, and the same in one process."""
+
+from functools import cache
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+WORLD = 4
+
+
+@cache
+def mesh_of(kind):
+    """Made once: each mesh connects its processes anew."""
+    if kind == "fsdp2":
+        return init_device_mesh("cpu", (WORLD,))
+    return init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("rows", "columns"))
+
+
+def network(dtype=torch.float32, seed=0):
+    """Over four processes, the layers with 33 and 7 rows are uneven, and only the first has a part of the last one."""
+    torch.manual_seed(seed)
+    layers = nn.Linear(20, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 7), nn.Linear(7, 1)
+    return nn.Sequential(*layers).to(dtype)
+
+
+def even_network(dtype=torch.float32, seed=0):
+    """Each process has a multiple of 256 elements of each weight."""
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(64, 32, bias=False), nn.GELU(), nn.Linear(32, 64, bias=False)).to(dtype)
+
+
+def shard(model, kind, **policies):
+    for module in (model[0], model):
+        fully_shard(module, mesh=mesh_of(kind), **policies)
+    return model
+
+
+def backward(model, step, scale=1.0, inputs=None):
+    """The same in each process, whose grads then are their mean, bit for bit."""
+    weight = model[0].weight
+    generator = torch.Generator().manual_seed(step)
+    inputs = torch.randn(8, weight.shape[1], generator=generator) if inputs is None else inputs
+    (model(inputs.to(weight.dtype)).float().square().mean() * scale).backward()
+
+
+def part_of(tensor):
+    """Return this process's part of a DTensor, else the tensor."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach()
+
+
+def whole(tensor):
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
+
+
+def wholes(model):
+    return list(map(whole, model.parameters()))

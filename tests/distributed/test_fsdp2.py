@@ -1,0 +1,222 @@
+"""FSDP2 and HSDP: four processes train as one does, bit for bit."""
+
+import gc
+import math
+import warnings
+from contextlib import nullcontext
+
+import torch
+from torch import distributed
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from mpkernels.amp import GradScaler, accumulate, clip_grad_norm_
+from mpkernels.optim import AdamW
+from tests.amp.test_amp_steps import Watch
+from tests.cases import same_bits
+from tests.distributed.sharding import WORLD, backward, even_network, network, part_of, shard, whole, wholes
+from tests.networks import B16, F16
+from tests.processes import needs_gloo, spawn
+
+F32, INT8 = torch.float32, torch.int8
+KINDS = "fsdp2", "hsdp"
+STEPS, BAD_STEP = 5, 2
+
+
+def trained(model, make, scaler=None, clips=False, spoils=True):
+    """Return what each step told. spoils: whether this process puts an inf into its grads."""
+    optimizer, told = make(model.parameters()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, step, 1.0 if scaler is None else scaler.scale(torch.ones(())))
+        if step == BAD_STEP and spoils:
+            part_of(model[0].weight.grad).view(-1)[5] = math.inf
+        if clips:
+            scaler.unscale_(optimizer)
+            told.append(whole(clip_grad_norm_(model.parameters(), 0.1)))
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+            told.append(torch.tensor(scaler.get_scale()))
+        told += [getattr(optimizer, name, None) for name in ("grad_norm", "skipped_steps", "step_was_skipped")]
+    return told
+
+
+def ours(**options):
+    return lambda params: AdamW(params, lr=1e-2, **options)
+
+
+def torchs_fused(params):
+    """Its vectors round otherwise than its scalars at the end of a part."""
+    return torch.optim.AdamW(params, lr=1e-2, fused=True)
+
+
+def are_close(a, b):
+    """Return whether only roundings differ: a handful a step, each by an ulp of the weight or of its update."""
+    return (a - b).abs().max() <= STEPS * 2**-23 * (2 * b.abs().max() + 8 * 1e-2)
+
+
+CASES = (  # dtype, optimizer, whether by a scaler, whether clip_grad_norm_ clips
+    (F32, ours(), True, False),
+    (F32, ours(), True, True),
+    (F32, ours(max_norm=0.1, amsgrad=True), False, False),
+    (F32, ours(max_norm=0.1), True, False),
+    (B16, ours(), False, False),
+    (F16, ours(), True, True),
+    (B16, ours(master="fp32", max_norm=0.1), False, False),
+    (B16, ours(state_dtype=B16), True, False),
+    (F32, torchs_fused, True, False),
+    (F32, torchs_fused, True, True),
+    (F32, lambda params: torch.optim.SGD(params, lr=0.1), True, False),
+)
+
+
+def as_one_process(rank):
+    for kind in KINDS:
+        for i, (dtype, make, is_scaled, clips) in enumerate(CASES):
+            alone, model = network(dtype), shard(network(dtype), kind)
+            scalers = (GradScaler("cpu", init_scale=64.0) if is_scaled else None for _ in range(2))
+            want = trained(alone, make, next(scalers), clips)
+            told = trained(model, make, next(scalers), clips, spoils=rank == 0)
+            assert all(a is b or same_bits(a, b) for a, b in zip(told, want, strict=True)), (kind, i, told, want)
+            for a, b in zip(wholes(model), wholes(alone), strict=True):
+                assert same_bits(a, b) or (make is torchs_fused and are_close(a, b)), (kind, i)
+
+
+def moments_in_8_bits(rank):
+    """Blocks are those of the whole where each part is a multiple of 256; else each error is within csrc/adamw/int8.h's
+    bound, for the largest magnitude of all."""
+    for kind in KINDS:
+        alone, model = even_network(B16), shard(even_network(B16), kind)
+        for it, spoils in ((alone, True), (model, rank == 0)):
+            trained(it, ours(state_dtype=INT8, max_norm=0.1), spoils=spoils)
+        assert all(map(same_bits, wholes(model), wholes(alone)))
+    wide, model = network(), shard(network(), "fsdp2")
+    optimizers = AdamW(wide.parameters()), AdamW(model.parameters(), state_dtype=INT8)
+    for it, optimizer in zip((wide, model), optimizers, strict=True):
+        backward(it, 0)
+        optimizer.step()
+    exact, coded = (it.state_dict()["state"] for it in optimizers)
+    for i in exact:
+        for key, root, steps in (("exp_avg", 1, 127), ("exp_avg_sq", 0.5, 255)):
+            want, got = (whole(it[i][key]).double() ** root for it in (exact, coded))
+            bound = want.abs().max() * (1 / steps + 1 / (2 * steps) ** 2) * (1 + 2**-20)  # what fp32 rounds on the way
+            assert ((got - want).abs() <= bound).all()
+
+
+def policies(rank):
+    """bf16 grads are reduced in fp32; weights and states stay where the policy puts them."""
+    policy = MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=F32)
+    results = []
+    for offloads in ({}, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}):
+        model = shard(network(), "fsdp2", mp_policy=policy, **offloads)
+        trained(model, ours(max_norm=0.1), GradScaler("cpu", init_scale=64.0), spoils=rank == 0)
+        results.append(wholes(model))
+    twin = shard(network(), "fsdp2", mp_policy=policy)
+    trained(twin, torchs_fused, GradScaler("cpu", init_scale=64.0), clips=True, spoils=rank == 0)
+    results.append(wholes(twin))
+    for a, b, theirs in zip(*results, strict=True):
+        assert same_bits(a, b)
+        assert are_close(a, theirs)
+
+
+def frozen_and_unused(rank):
+    """Only what has a grad steps, and the norm is of that."""
+    alone, model = network(), shard(network(), "fsdp2")
+    told = []
+    for it in (alone, model):
+        it[0].weight.requires_grad_(False)
+        optimizer = AdamW(it.parameters(), max_norm=0.1)
+        for step in range(3):
+            backward(it, step)
+            it[2].bias.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        told.append(optimizer.grad_norm)
+        assert len(optimizer.state) == len(list(it.parameters())) - 2
+    assert same_bits(*told)
+    assert all(map(same_bits, wholes(model), wholes(alone)))
+
+
+def accumulated(rank):
+    """Grads are exchanged once per group: until then no parameter has a part of one."""
+    alone, model = network(), shard(network(), "fsdp2")
+    inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
+    for it in (alone, model):
+        optimizer, scaler = AdamW(it.parameters(), max_norm=0.1), GradScaler("cpu", init_scale=4.0)
+        for micro in accumulate([inputs] * 8, 4, optimizer, model=it, scaler=scaler):
+            micro.backward(it(micro.batch).square().mean())
+            assert it is alone or all(param.grad is None for param in it.parameters())
+    assert all(map(same_bits, wholes(model), wholes(alone)))
+
+
+def released(rank):
+    """FSDP2 calls a parameter's hooks once its grad is reduced: there it can step, or shrink to 16 bits."""
+    for options, scaled in (({"guard": False}, False), ({"max_norm": 0.1}, False), ({}, True)):
+        alone, model = network(), shard(network(), "fsdp2")
+        scalers = [GradScaler("cpu", init_scale=4.0, enabled=scaled) for _ in range(2)]
+        for it, scaler in zip((alone, model), scalers, strict=True):
+            optimizer = AdamW(it.parameters(), **options)
+            release = optimizer.release_grads(scaler)
+            for step in range(3):
+                if step == 1:
+                    with release.accumulate():
+                        backward(it, step + 10, scaler.scale(torch.ones(())))
+                backward(it, step, scaler.scale(torch.ones(())))
+                assert all(p.grad is None or (not release.steps_alone and p.grad.dtype == B16) for p in it.parameters())
+                scaler.step(optimizer)
+                scaler.update()
+                assert all(p.grad is None for p in it.parameters())
+        assert all(map(same_bits, wholes(model), wholes(alone))), options
+
+
+def one_collective_and_no_wait(rank):
+    """Of a step that clips or that a scaler watches."""
+    model = shard(network(), "fsdp2")
+    for options, scaled, collectives in (
+        ({"max_norm": 1.0}, False, 1),
+        ({"max_norm": 1.0}, True, 1),
+        ({}, True, 1),
+        ({}, False, 0),
+    ):
+        optimizer = AdamW(model.parameters(), **options)
+        scaler = GradScaler("cpu", enabled=scaled)
+        for step in range(3):
+            optimizer.zero_grad()
+            backward(model, step, scaler.scale(torch.ones(())))
+            with Watch() if step == 2 else nullcontext() as watch:
+                scaler.step(optimizer)
+                scaler.update()
+        assert sum("c10d" in it for it in watch.seen) == collectives, watch.seen
+
+
+def objects_stay_flat(rank):
+    model = shard(network(), "fsdp2")
+    optimizer = AdamW(model.parameters(), max_norm=1.0)
+    backward(model, 0)
+    counts = []
+    for step in range(1001):
+        optimizer.step()
+        if step in (500, 1000):
+            gc.collect()
+            counts.append(len(gc.get_objects()))
+    assert abs(counts[1] - counts[0]) <= 50
+
+
+CHECKS = (
+    *(moments_in_8_bits, policies, frozen_and_unused, accumulated, released),
+    *(one_collective_and_no_wait, objects_stay_flat, as_one_process),
+)
+
+
+def on_rank(rank):
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    for check in CHECKS:
+        check(rank)
+        distributed.barrier()
+
+
+@needs_gloo
+def test_four_processes(tmp_path):
+    spawn(on_rank, tmp_path, WORLD)

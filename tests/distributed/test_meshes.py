@@ -1,0 +1,262 @@
+"""DTensors of tensor and sequence parallelism, of several meshes, and beside plain parameters.
+
+Where torch's own classes fail, the test shows that, too."""
+
+import gc
+import math
+import warnings
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from mpkernels.amp import GradScaler, clip_grad_norm_
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+from tests.distributed.sharding import WORLD, mesh_of, part_of, whole, wholes
+from tests.networks import B16
+from tests.processes import needs_gloo, spawn
+
+LR, STEPS = 1e-2, 4
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.first, self.last = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        return self.last(nn.functional.gelu(self.first(self.norm(x)))) + 0
+
+
+def tensor_parallel(mesh):
+    return parallelize_module(Block(), mesh, {"first": ColwiseParallel(), "last": RowwiseParallel()})
+
+
+def sequence_parallel(mesh):
+    plan = {
+        "norm": SequenceParallel(),
+        "first": ColwiseParallel(input_layouts=Shard(1)),
+        "last": RowwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(Block(), mesh, plan)
+
+
+def both(_):
+    """FSDP2 over one dimension of the mesh, tensor parallelism over the other."""
+    mesh = mesh_of("two dimensions")
+    return fully_shard(tensor_parallel(mesh["columns"]), mesh=mesh["rows"])
+
+
+def trained(model, scaler, spoils, **options):
+    """eps of 1 keeps an update within lr * (the change of its grad), however small the grad is."""
+    optimizer, told = AdamW(model.parameters(), lr=LR, eps=1.0, max_norm=0.05, **options), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        inputs = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step))
+        scaler.scale(model(inputs).square().mean()).backward()
+        if step == 1 and spoils:
+            part_of(model.last.weight.grad).view(-1)[0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        told += [optimizer.grad_norm, optimizer.skipped_steps, torch.tensor(scaler.get_scale())]
+    return told
+
+
+def parallel_layers(rank):
+    """A grad is a sum of at most 16 x 32 products in another order; a weight moves by lr times its grad, and rounds."""
+    for make in (tensor_parallel, sequence_parallel, both):
+        alone, model = Block(), make(mesh_of("fsdp2"))
+        want = trained(alone, GradScaler("cpu", init_scale=64.0), True)
+        told = trained(model, GradScaler("cpu", init_scale=64.0), rank == WORLD - 1)
+        for a, b in zip(told, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=512 * 2**-24, atol=0)
+        for a, b in zip(wholes(model), wholes(alone), strict=True):
+            bound = STEPS * (LR * 512 * 2**-24 + 2 * 2**-24 * b.abs().max())
+            assert (a - b).abs().max() <= bound, make
+
+
+def params_on(*placed, dtype=torch.float32):
+    """Parameters of ones with grads of threes. placed: (mesh, placements), or None for a plain one."""
+    params = []
+    for it in placed:
+        values = torch.ones(6, 8, dtype=dtype), torch.full((6, 8), 3.0, dtype=dtype)
+        param, grad = values if it is None else (distribute_tensor(value, *it) for value in values)
+        params.append(nn.Parameter(param))
+        params[-1].grad = grad
+    return params
+
+
+def two_meshes(rank):
+    """Processes that share no mesh with the one that finds an inf skip with it, and the norm counts each part once.
+    torch's GradScaler tells those of the first grad's mesh alone (torch 2.13)."""
+    mesh = mesh_of("two dimensions")
+    placed = (mesh["rows"], [Shard(0)]), (mesh["columns"], [Shard(0)]), (mesh, [Replicate(), Shard(1)])
+    norm = math.sqrt(3 * 48 * 9.0)
+    for optimizer_of in (AdamW, lambda params: torch.optim.AdamW(params, fused=True)):
+        params = params_on(*placed)
+        optimizer, scaler = optimizer_of(params), GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        if rank == 3:
+            part_of(params[1].grad)[0, 0] = math.inf
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == 2.0
+        assert all((part_of(param) == 1).all() for param in params)
+    for norm_type, of_all in ((2, norm), (1, 3 * 48 * 3.0), (3, 3 * (3 * 48) ** (1 / 3)), (math.inf, 3.0)):
+        params = params_on(*placed)
+        assert clip_grad_norm_(params, 1.0, norm_type).item() == pytest.approx(of_all, rel=2**-22)
+        assert part_of(params[0].grad).flatten()[0].item() == pytest.approx(3.0 / of_all, rel=2**-20, abs=1e-6)
+    optimizer = AdamW(params_on(*placed), max_norm=1.0)
+    optimizer.step()
+    assert type(optimizer.grad_norm) is torch.Tensor
+    assert optimizer.grad_norm.item() == pytest.approx(norm, rel=2**-23)
+
+    params = params_on(*placed[:2])
+    theirs, scaler = torch.optim.AdamW(params, fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    if rank == 3:
+        part_of(params[1].grad)[0, 0] = math.inf
+    scaler.step(theirs)
+    scaler.update()
+    assert len(set(gathered(scaler.get_scale()))) == 2  # scales part
+
+
+def beside_plain_parameters(rank):
+    """In one group. A plain parameter is the same in all processes, and counts once."""
+    placed = (mesh_of("fsdp2"), [Shard(0)]), None
+    for options in ({"max_norm": 1.0}, {"max_norm": 1.0, "state_dtype": torch.int8}):
+        params, alone = params_on(*placed, dtype=B16), params_on(None, None, dtype=B16)
+        for it in (params, alone):
+            optimizer = AdamW(it, **options)
+            optimizer.step()
+            assert optimizer.grad_norm.item() == pytest.approx(math.sqrt(2 * 48 * 9.0), rel=2**-23)
+        assert all(same_bits(whole(a), b.detach()) for a, b in zip(params, alone, strict=True))
+    for make in (AdamW, lambda params: torch.optim.AdamW([{"params": [it]} for it in params], foreach=False)):
+        params = params_on(*placed)
+        optimizer, scaler = make(params), GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert all((part_of(param) < 1).all() for param in params)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        scaler.unscale_(torch.optim.AdamW(params_on(*placed), fused=True))
+    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
+        torch.optim.AdamW(params_on(*placed), fused=True).step()
+
+
+def sharded_grad_scalers(rank):
+    """torch's, with an optimizer that unscales by itself: one process skips and the others step, or none can."""
+
+    def step(make, unscales):
+        param = nn.Parameter(torch.ones(4))
+        optimizer, scaler = make([param]), ShardedGradScaler("cpu", init_scale=4.0)
+        param.grad = scaler.scale(torch.ones(())) * torch.full((4,), math.inf if rank == 0 else 1.0)
+        if unscales:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        return scaler.get_scale(), bool((param == 1).all())
+
+    def torchs(params):
+        return torch.optim.AdamW(params, fused=True)
+
+    for unscales in (False, True):
+        assert set(gathered(step(AdamW, unscales))) == {(2.0, True)}
+    assert len(set(gathered(step(torchs, False)))) == 2
+    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
+        step(torchs, True)
+
+
+def a_process_without_grads(rank):
+    """Joins all the same, and its part stays as it is."""
+    for scaled in (False, True):
+        params = params_on((mesh_of("fsdp2"), [Shard(1)]), dtype=B16)
+        optimizer, scaler = AdamW(params, lr=0.1, max_norm=1.0), GradScaler("cpu", init_scale=4.0, enabled=scaled)
+        scaler.scale(torch.ones(()))
+        if rank == 2:
+            params[0].grad = None
+        scaler.step(optimizer)
+        scaler.update()
+        assert optimizer.grad_norm.item() * (4 if scaled else 1) == pytest.approx(math.sqrt(36 * 9.0), rel=2**-22)
+        assert ((part_of(params[0]) == 1).all() == (rank == 2)).item()
+
+
+def reports(rank):
+    """The index is the whole parameter's, and gather says which process has it."""
+    for by_scaler in (False, True):
+        params = params_on((mesh_of("fsdp2"), [Shard(0)]), None)
+        optimizer, scaler = AdamW(params, guard=True), GradScaler("cpu", init_scale=1.0, enabled=by_scaler)
+        scaler.scale(torch.ones(()))
+        if rank == 2:
+            part_of(params[0].grad)[1, 5] = math.nan  # of rows 4 and 5
+        scaler.step(optimizer)
+        scaler.update()
+        own = (scaler if by_scaler else optimizer).overflow_report()
+        assert [it.first for it in own.culprits] == ([(5, 5)] if rank == 2 else [])
+        report = own.gather()
+        assert [(it.first, it.rank, it.nans) for it in report.culprits] == [((5, 5), 2, 1)]
+        assert "[5, 5]" in str(report)
+        assert own
+        assert report
+
+
+def an_error_in_one_process(rank):
+    """All raise, nobody has stepped, and the next step goes on."""
+    for scaled in (False, True):
+        params = params_on((mesh_of("fsdp2"), [Shard(0)]), None, dtype=B16)
+        optimizer, scaler = AdamW(params, lr=0.1, max_norm=1.0), GradScaler("cpu", init_scale=4.0, enabled=scaled)
+        for failing_place in ("_state_of", "_plans_for"):
+            scaler.scale(torch.ones(()))
+            before = [part_of(it).clone() for it in params], scaler.get_scale()
+            if rank == 1:
+
+                def fail(*_):
+                    raise torch.OutOfMemoryError("of this process")
+
+                setattr(optimizer, failing_place, fail)
+                optimizer._foundations = None
+            text = "of this process" if rank == 1 else "step has failed in another process"
+            with pytest.raises(RuntimeError, match=text):
+                scaler.step(optimizer)
+            vars(optimizer).pop(failing_place, None)
+            assert all(map(same_bits, map(part_of, params), before[0]))
+            assert scaler.get_scale() == before[1]
+            assert not hasattr(optimizer, "grad_scale")
+            scaler.step(optimizer)
+            scaler.update()
+            assert all((part_of(it) < before).all() for it, before in zip(params, before[0], strict=True))
+            assert optimizer.skipped_steps.item() == 0
+
+
+def gathered(it):
+    found = [None] * WORLD
+    distributed.all_gather_object(found, it)
+    return found
+
+
+CHECKS = (
+    *(parallel_layers, two_meshes, beside_plain_parameters, sharded_grad_scalers),
+    *(a_process_without_grads, reports, an_error_in_one_process),
+)
+
+
+def on_rank(rank):
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
+    for check in CHECKS:
+        check(rank)
+        distributed.barrier()
+    gc.collect()
+
+
+@needs_gloo
+def test_four_processes(tmp_path):
+    spawn(on_rank, tmp_path, WORLD)
