@@ -17,11 +17,9 @@ from mpkernels._torch_private import (
     is_jit_tracing,
     is_tracing,
 )
+from mpkernels.linear import paths
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import DEVICES, backends, forced
-
-Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None], Tensor]
-
 
 _PLAIN = frozenset((Tensor, Parameter))
 
@@ -65,7 +63,6 @@ def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def kernel_for(
-    compute: Compute,
     key: Hashable,
     x: Tensor,
     weight: Tensor,
@@ -95,7 +92,7 @@ def kernel_for(
     outputs, features = weight.shape
     rows = 1 << (x.numel() // features - 1).bit_length()
     case = selector.Case("linear_act", device, (features, outputs), dtypes, variant, rows)
-    prepare = partial(_trial, compute, rows, leaves, activation, trains)
+    prepare = partial(_trial, rows, leaves, activation, trains)
     return selector.choose(case, _names(device.type), prepare, key)
 
 
@@ -120,9 +117,7 @@ def _names(device_type: str) -> tuple[str, ...]:
 _FLOPS_OF_A_TRIAL = 2**30  # on a CPU, where more rows take proportionally longer
 
 
-def _trial(
-    compute: Compute, rows: int, leaves: list[Tensor], activation: str, trains: bool, kernel: str
-) -> Callable[[], object]:
+def _trial(rows: int, leaves: list[Tensor], activation: str, trains: bool, kernel: str) -> Callable[[], object]:
     """Return, for the selector, a call like the one at hand, and its backward, on other data in the same layouts."""
     device, (out_features, in_features) = leaves[0].device, leaves[1].shape
     if device.type == "cpu":
@@ -143,7 +138,7 @@ def _trial(
         # A cast for each call, as there is one for each step.
         casting = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
         with casting, torch.set_grad_enabled(trains):
-            y = compute(kernel, x, weight, bias[0] if bias else None, activation, dtype)
+            y = paths.compute(kernel, x, weight, bias[0] if bias else None, activation, dtype)
         if trains:
             torch.autograd.grad(y, copies, y.detach())
 
