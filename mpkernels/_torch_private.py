@@ -7,6 +7,7 @@ GradScaler also overrides its parent's own methods (``_unscale_grads_``, ``_chec
 """
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import reduce
@@ -135,10 +136,29 @@ def storage_of(tensor: Tensor) -> int:
     return int(getattr(storage, "_cdata", None) or storage.data_ptr())
 
 
+def before_compile(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return what torch.compile wrapped here. Without the attribute: nothing, and warm_up runs the compiled module."""
+    return getattr(module, "_orig_mod", None)
+
+
 def pre_hooks_of(module: torch.nn.Module) -> list[Any]:
     """Return what is called before a forward. Without the book: nothing, and under torch.nn.utils.spectral_norm
     to_mixed needs keep_fp32."""
     return list(getattr(module, "_forward_pre_hooks", {}).values())
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that this one is a slice of. Without the method: itself, so that parameters on several slices
+    need a process_group."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    return mesh if find is None else find()
+
+
+def offsets_of_part(shape: Any, mesh: Any, placements: Any) -> tuple[int, ...]:
+    """Return where this process's part of a DTensor begins. Without the function: at 0, so that a report's indices are
+    those within the part."""
+    find = _find("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", None)
+    return (0,) * len(shape) if find is None else tuple(find(shape, mesh, placements)[1])
 
 
 def derives_forward() -> bool:
@@ -158,6 +178,12 @@ def constant_in_graphs(function: Function) -> Function:
     what compiles: a second, also where nothing does. Without the mark: it is traced, as any function."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def uncompiled() -> Any:
+    """Have what torch.compile has compiled run as it was written. Where nothing has imported it, nothing is."""
+    is_there = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
 
 
 _TRACING = [getattr(_kinds_of_modes, name, None) for name in ("FAKE", "PROXY", "FUNCTIONAL")]

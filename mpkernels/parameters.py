@@ -1,6 +1,5 @@
 """The tensors that optimizers are given, and the devices where they lie."""
 
-import sys
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import is_
@@ -42,15 +41,17 @@ def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.de
     return found
 
 
-def put_on(device: torch.device, tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.to(device, non_blocking=device.type != "cpu")  # the host reads at once
+def put_on(device: torch.device, tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it on the device. The host waits only where it would itself read the copy before
+    it has arrived: on the CPU."""
+    return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
     """Add up one tensor from each device, on the first."""
     total = tensors[0]
     for tensor in tensors[1:]:
-        total = total + tensor.to(total.device)
+        total = total + put_on(total.device, tensor)
     return total
 
 
@@ -65,13 +66,6 @@ def refuse_sparse(grad: Tensor | None) -> None:
         raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
 
 
-_TAKES_DTENSORS = {
-    "AdamW": "torch.optim.AdamW",
-    "GradScaler": "torch.amp.GradScaler",
-    "clip_grad_norm_": "torch.nn.utils.clip_grad_norm_",
-}
-
-
 def refuse_unserved(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
     """Name the first tensor of a class that computes its own way and knows nothing of our ops."""
     for i, tensor in enumerate(tensors):
@@ -79,16 +73,4 @@ def refuse_unserved(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
             raise TypeError(
                 f"{op}: {argument}[{i}] must be a plain tensor, got a {type(tensor).__name__}, which does not take "
                 "our ops; give such parameters to the optimizer that its library names"
-            )
-
-
-def refuse_sharded(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
-    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
-    for i, tensor in enumerate(tensors if loaded is not None else ()):
-        if isinstance(tensor, loaded.DTensor):  # type: ignore[union-attr]
-            raise TypeError(
-                f"{op}: {argument}[{i}] must be a plain tensor, got a DTensor on {tensor.placements}, as FSDP2's "
-                "fully_shard and tensor parallelism's parallelize_module make them; "
-                f"{_TAKES_DTENSORS[op]} takes these, "
-                "and under DDP, FSDP1 (FullyShardedDataParallel) and ZeroRedundancyOptimizer parameters are plain"
             )

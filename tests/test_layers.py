@@ -15,8 +15,8 @@ ROOT = Path(mpkernels.__file__).parent
 ROOMS = (  # from the top down
     *("__main__", "demo", "doctor", "bench", "integrations"),
     *("__init__", "_old_names"),
-    *("profiling", "memory", "amp", "optim", "distributed", "overflow", "parameters"),
-    *("nn", "functional", "linear", "selector"),
+    *("profiling", "memory", "amp", "optim", "overflow"),
+    *("nn", "functional", "linear", "selector", "distributed", "parameters", "parts"),
     *("ops", "_torch_private", "_extension", "_sources"),
 )
 

@@ -6,6 +6,7 @@
 #include "adamw/split.h"
 #include "common/cpu.h"
 #include "common/table.h"
+#include "grads/grad_stats.h"
 #include "grads/overflow.h"
 
 #ifdef MPK_CUDA
@@ -35,13 +36,14 @@ struct AdamwRow {
   float* scales;         // of moments in 8 bits (int8.h), blocks of exp_avg first, then those of the others; else null
   float* step;
   int64_t size;
-  AdamwGroup group;
+  int64_t group;
   int32_t first_chunk;
   Dtype param_dtype;
   Dtype grad_dtype;
   Dtype state_dtype;  // fp32 if the moments have 8 bits: they are computed with in that
   Master master_kind;
 };
+static_assert(std::has_unique_object_representations_v<AdamwRow>);  // so that bytes tell whether two are the same
 
 MPK_FN Row grad_of(const AdamwRow& row) {
   return {const_cast<void*>(row.grad), row.size, row.first_chunk, row.grad_dtype};
@@ -100,13 +102,13 @@ struct AdamwScalars {
   }
 };
 
+// steps: that the parameter has taken so far.
 template <class C>
-MPK_FN AdamwScalars<C> adamw_scalars(const AdamwRow& row, const AdamwShared& shared) {
-  const AdamwGroup& group = row.group;
+MPK_FN AdamwScalars<C> adamw_scalars(const AdamwGroup& group, float steps, const AdamwShared& shared) {
   const double lr = hyperparameter(group, 0, group.lr);
   const double beta1 = hyperparameter(group, 1, group.beta1);
   const double beta2 = hyperparameter(group, 2, group.beta2);
-  const double step = static_cast<double>(*row.step) + 1;
+  const double step = static_cast<double>(steps) + 1;
   double factor = unscale_factor(shared);
   if (shared.total_sumsq && shared.max_norm < INFINITY) {
     const double coefficient = shared.max_norm / (unscaled_norm(shared) + 1e-6);
@@ -146,10 +148,29 @@ MPK_FN AdamwElement<F> adamw(const AdamwElement<F>& before, F scaled_grad, bool 
 MPK_FOR_EACH_ISA(void adamw_span(const AdamwRow& row, const Span& span, const AdamwScalars<double>& by))
 
 #ifdef MPK_CUDA
-// memory: for the rows, where they need it (RowMemory); tickets: scratch, one for each row; of_chunk: likewise, one for
-// each chunk if there is a report.
-cudaError_t adamw_cuda(const TableOf<AdamwRow>& table, AdamwRow* memory, const AdamwShared& shared, uint32_t* tickets,
-                       Overflow* of_chunk, cudaStream_t stream);
+// What the device keeps of a plan, and kernels find there at each step.
+struct AdamwKept {
+  AdamwRow* rows;  // without `grad`
+  Row* grads;      // likewise, for kernels that see no more of a row
+  int32_t* row_of_chunk;
+  uint32_t* tickets;  // 0 between launches: one for each row and one more
+};
+
+// What one launch takes of it.
+struct AdamwStretch {
+  static constexpr int kMostGroups = 60;
+
+  Stretch grads;
+  const AdamwRow* rows;  // all of them
+  int64_t first_group, end_group;
+};
+
+cudaError_t adamw_upload_cuda(const TableOf<AdamwRow>& table, const AdamwKept& to, cudaStream_t stream);
+
+// grads, groups: the addresses and hyperparameters of all rows and groups, on the host; tickets: one for each row;
+// of_chunk: scratch, one for each chunk.
+cudaError_t adamw_cuda(const AdamwStretch& stretch, void* const* grads, const AdamwGroup* groups,
+                       const AdamwShared& shared, uint32_t* tickets, Overflow* of_chunk, cudaStream_t stream);
 #endif
 
 }  // namespace mpk

@@ -180,36 +180,65 @@ __device__ void step_span(const AdamwRow& row, const Span& span, const AdamwScal
   for (int64_t i = whole + threadIdx.x; i < span.size; i += kThreads) step_plain<C, 1>(row, span.begin + i, by);
 }
 
+// The hyperparameters of a stretch's groups.
+template <int capacity>
+struct GroupsAt {
+  GroupsAt(const AdamwStretch& stretch, const AdamwGroup* all) : first(stretch.first_group) {
+    memcpy(of, all + first, sizeof(AdamwGroup) * (stretch.end_group - first));
+  }
+  int64_t first;
+  AdamwGroup of[capacity];
+};
+
 // One block a chunk; the last block of a parameter counts the step, which all of them have read by then.
-template <class Rows>
+template <int most_rows, int most_groups>
 __global__ void __launch_bounds__(kThreads)
-    adamw_kernel(const __grid_constant__ Rows table, const __grid_constant__ AdamwShared shared, uint32_t* tickets,
-                 Overflow* of_chunk) {
-  if (blockIdx.x == 0 && threadIdx.x == 0) tell(shared);
+    adamw_kernel(const __grid_constant__ StretchAt<most_rows> grads,
+                 const __grid_constant__ GroupsAt<most_groups> groups, const AdamwRow* rows,
+                 const __grid_constant__ AdamwShared shared, uint32_t* tickets, Overflow* of_chunk) {
+  if (grads.first_chunk + blockIdx.x == 0 && threadIdx.x == 0) tell(shared);
   const bool skipped = is_skipped(shared);
   if (skipped && !shared.report.lines) return;
-  const Span span = span_of_block(table);
-  const AdamwRow& row = row_at(table, span.row);
-  if (skipped) return overflow_block(table, grad_of(row), span, shared.report, of_chunk, tickets);
-  const float steps = *row.step + 1;
-  if (row.param_dtype == Dtype::f64) {
-    step_span(row, span, adamw_scalars<double>(row, shared));
-  } else if (row.scales) {
-    step_span_int8(row, span, adamw_scalars<float>(row, shared));
-  } else {
-    step_span(row, span, adamw_scalars<float>(row, shared));
+  const Span span = span_of_block(grads);
+  const Row grad = row_at(grads, span.row);
+  if (skipped) return overflow_block(grads, grad, span, shared.report, of_chunk, tickets);
+  __shared__ AdamwRow row;  // in registers it costs a quarter of them
+  __shared__ AdamwScalars<double> wide;
+  __shared__ AdamwScalars<float> narrow;
+  if (threadIdx.x == 0) {
+    row = rows[span.row];
+    row.grad = grad.data;
+    wide = adamw_scalars<double>(groups.of[row.group - groups.first], *row.step, shared);
+    narrow = wide.rounded<float>();
   }
-  const int32_t chunks = chunks_of(row.size, table.chunk_size);
-  if (last_one_out(tickets + span.row, chunks) && threadIdx.x == 0) *row.step = steps;
+  __syncthreads();
+  if (row.param_dtype == Dtype::f64) {
+    step_span(row, span, wide);
+  } else if (row.scales) {
+    step_span_int8(row, span, narrow);
+  } else {
+    step_span(row, span, narrow);
+  }
+  const int32_t chunks = chunks_of(row.size, grads.chunk_size);
+  if (last_one_out(tickets + span.row, chunks) && threadIdx.x == 0) *row.step += 1;
 }
 
-cudaError_t adamw_cuda(const TableOf<AdamwRow>& table, AdamwRow* memory, const AdamwShared& shared, uint32_t* tickets,
-                       Overflow* of_chunk, cudaStream_t stream) {
-  const cudaError_t error = cudaMemsetAsync(tickets, 0, sizeof(uint32_t) * table.count, stream);
-  if (error != cudaSuccess) return error;
-  return with_rows(table, memory, stream, [&](const auto& rows) {
-    return launch(adamw_kernel<std::decay_t<decltype(rows)>>, table.chunks, stream, rows, shared, tickets, of_chunk);
-  });
+template <int most_rows, int most_groups>
+static cudaError_t launch_stretch(const AdamwStretch& stretch, void* const* grads, const AdamwGroup* groups,
+                                  const AdamwShared& shared, uint32_t* tickets, Overflow* of_chunk,
+                                  cudaStream_t stream) {
+  return launch(adamw_kernel<most_rows, most_groups>, stretch.grads.chunks(), stream,
+                StretchAt<most_rows>(stretch.grads, grads), GroupsAt<most_groups>(stretch, groups), stretch.rows,
+                shared, tickets, of_chunk);
+}
+
+cudaError_t adamw_cuda(const AdamwStretch& stretch, void* const* grads, const AdamwGroup* groups,
+                       const AdamwShared& shared, uint32_t* tickets, Overflow* of_chunk, cudaStream_t stream) {
+  constexpr int few = 16;
+  const bool is_small = stretch.grads.rows() <= kSmallStretch && stretch.end_group - stretch.first_group <= few;
+  const auto launch_sized =
+      is_small ? launch_stretch<kSmallStretch, few> : launch_stretch<Stretch::kMostRows, AdamwStretch::kMostGroups>;
+  return launch_sized(stretch, grads, groups, shared, tickets, of_chunk, stream);
 }
 
 }  // namespace mpk

@@ -3,6 +3,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "adamw/adamw_cuda_torch.h"
 #include "grads/grad_stats_torch.h"
 #include "grads/overflow_torch.h"
 
@@ -45,20 +46,23 @@ class AdamwCall {
 
   void on_cpu(bool guarded) {
     if (plan_.count() == 0) return;
-    plan_.fill_rows(params_, grads_, groups_, lender_);
+    plan_.fill_rows(params_, grads_, groups_.size(), lender_);
     std::vector<AdamwRow>& rows = plan_.rows();
-    GradStatsCall* const stats = look_at_grads(guarded, rows);
-    if (stats) stats->on_cpu();
-    const AdamwShared shared = this->shared(stats);
+    std::unique_ptr<GradStatsCall> stats;
+    if (guarded) {
+      stats = std::make_unique<GradStatsCall>(plan_.like(), grads_of(rows));
+      stats->on_cpu();
+    }
+    const AdamwShared shared = this->shared(stats ? stats->results.pointers() : GradStats{});
     tell(shared);
     if (is_skipped(shared)) {
       if (shared.report.lines) overflow_on_cpu(grads_of(rows), shared.report);
       return;
     }
     const auto table = lay_out(rows, kCpuChunk / 4);  // each element is some 28 bytes
-    const std::vector<AdamwScalars<double>> scalars = plan_.scalars(shared);
+    const std::vector<AdamwScalars<double>> scalars = plan_.scalars(groups_, shared);
     const auto adamw_span = MPK_BEST(adamw_span);
-    parallel_for_chunks(table, elements(rows), [&](const AdamwRow& row, const Span& span) {
+    parallel_for_chunks(table, elements_of(rows), [&](const AdamwRow& row, const Span& span) {
       if (span.size > 0) adamw_span(row, span, scalars[span.row]);
     });
     for (const AdamwRow& row : rows) *row.step += 1;
@@ -69,18 +73,19 @@ class AdamwCall {
   void on_cuda(bool guarded) {
     if (plan_.count() == 0) return;
     const OnDeviceOf device(plan_.like());
-    plan_.fill_rows(params_, grads_, groups_, lender_);
-    std::vector<AdamwRow>& rows = plan_.rows();
-    GradStatsCall* const stats = look_at_grads(guarded, rows);
-    if (stats) stats->on_cuda(device.stream());
-    const auto table = lay_out(rows, cuda_chunk(elements(rows)));
-    // In memory that nobody touches unless the step is skipped, before the tickets.
-    const int64_t shares = report_ ? sizeof(Overflow) * table.chunks : 0;
-    const Tensor scratch = plan_.like().scratch(shares + sizeof(uint32_t) * table.count);
-    const RowMemory<AdamwRow> memory(table, plan_.like());
-    auto* const tickets = reinterpret_cast<uint32_t*>(scratch.data<char>() + shares);
-    require_success(adamw_cuda(table, memory.get(), shared(stats), tickets, scratch.data<Overflow>(), device.stream()),
-                    kOp);
+    plan_.fill_rows(params_, grads_, groups_.size(), lender_);
+    // A graph may outlive the plan, and so takes rows to memory of its own at each replay.
+    const bool is_captured = is_capturing(device.stream());
+    // Put back only after a step without an error: one may leave tickets that are not 0.
+    std::shared_ptr<AdamwOnDevice> kept = is_captured ? nullptr : std::exchange(plan_.on_device, nullptr);
+    if (!kept || kept->stream != device.stream())
+      kept = std::make_shared<AdamwOnDevice>(plan_.rows(), plan_.like(), device.stream());
+    std::vector<void*> grads;
+    grads.reserve(plan_.count());
+    for (const AdamwRow& row : plan_.rows()) grads.push_back(grad_of(row).data);
+    if (guarded) kept->look(grads.data());
+    kept->step(grads.data(), groups_.data(), shared(guarded ? kept->stats() : GradStats{}));
+    if (!is_captured) plan_.on_device = std::move(kept);
     lender_.return_copies();
   }
 #endif
@@ -98,12 +103,6 @@ class AdamwCall {
     group.on_device[which] = tensor.const_data();
   }
 
-  static int64_t elements(const std::vector<AdamwRow>& rows) {
-    int64_t sum = 0;
-    for (const AdamwRow& row : rows) sum += row.size;
-    return sum;
-  }
-
   static std::vector<Row> grads_of(const std::vector<AdamwRow>& rows) {
     std::vector<Row> grads;
     grads.reserve(rows.size());
@@ -111,16 +110,9 @@ class AdamwCall {
     return grads;
   }
 
-  GradStatsCall* look_at_grads(bool guarded, const std::vector<AdamwRow>& rows) {
-    if (guarded) {
-      stats_ = std::make_unique<GradStatsCall>(plan_.like(), grads_of(rows));
-    }
-    return stats_.get();
-  }
-
-  AdamwShared shared(const GradStatsCall* stats) const {
+  // stats: of a look at the grads within the step, else of null pointers.
+  AdamwShared shared(const GradStats& stats) const {
     const int32_t fp32 = aoti_torch_dtype_float32(), fp64 = aoti_torch_dtype_float64();
-    const Tensor* const total_sumsq = stats ? &stats->total_sumsq : total_sumsq_.get();
     const auto pointer = [&](const Tensor* tensor, const char* name, int32_t dtype, int64_t size) {
       if (!tensor) return static_cast<void*>(nullptr);
       require(tensor->size() == size && tensor->dtype() == dtype && tensor->device() == plan_.like().device(), kOp,
@@ -130,9 +122,9 @@ class AdamwCall {
     const auto* const grad_scale = static_cast<const float*>(pointer(grad_scale_.get(), "grad_scale", fp32, 1));
     Overflow* const lines = report_ ? overflow_lines(*report_, plan_.count(), plan_.like(), kOp) : nullptr;
     return {grad_scale,
-            {static_cast<const float*>(pointer(found_inf_.get(), "found_inf", fp32, 1)),
-             static_cast<const float*>(pointer(stats ? &stats->found_inf : nullptr, "found_inf", fp32, 1))},
-            static_cast<const double*>(pointer(total_sumsq, "total_sumsq", fp64, 1)),
+            {static_cast<const float*>(pointer(found_inf_.get(), "found_inf", fp32, 1)), stats.found_inf},
+            stats.total_sumsq ? stats.total_sumsq
+                              : static_cast<const double*>(pointer(total_sumsq_.get(), "total_sumsq", fp64, 1)),
             max_norm_,
             static_cast<float*>(pointer(outcome_.get(), "outcome", fp32, 2)),
             static_cast<float*>(pointer(skipped_steps_.get(), "skipped_steps", fp32, 1)),
@@ -145,7 +137,6 @@ class AdamwCall {
   double max_norm_;
   std::unique_ptr<Tensor> outcome_, skipped_steps_, report_;
   std::vector<AdamwGroup> groups_;
-  std::unique_ptr<GradStatsCall> stats_;
   Lender lender_;
 };
 

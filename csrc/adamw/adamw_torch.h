@@ -7,6 +7,8 @@
 
 namespace mpk {
 
+class AdamwOnDevice;
+
 class AdamwPlan {
  public:
   static constexpr const char* kOp = "adamw_";
@@ -19,12 +21,17 @@ class AdamwPlan {
         masters_(masters),
         scales_(scales),
         steps_(steps),
-        group_sizes_(take_numbers<int64_t>(group_sizes)),
         rows_(steps_.count()),
         before_(steps_.count()) {
-    int64_t rows = 0;
-    for (int64_t size : group_sizes_) rows += size;
-    require(rows == steps_.count(), kOp, "group_sizes do not go with steps");
+    size_t row = 0;
+    for (const int64_t size : take_numbers<int64_t>(group_sizes)) {
+      for (const size_t end = row + size; row < end; ++row) {
+        require(row < rows_.size(), kOp, "group_sizes do not go with steps");
+        rows_[row].group = groups_;
+      }
+      ++groups_;
+    }
+    require(row == rows_.size(), kOp, "group_sizes do not go with steps");
   }
 
   const Tensor& like() const { return steps_.front(); }
@@ -32,9 +39,12 @@ class AdamwPlan {
 
   std::vector<AdamwRow>& rows() { return rows_; }  // once they are filled
 
+  // What the device keeps of the rows as they are now, or null.
+  std::shared_ptr<AdamwOnDevice> on_device;
+
   // Checks everything before anything is written. What a row can't have in place it borrows.
-  void fill_rows(const TensorList& params, const TensorList& grads, const std::vector<AdamwGroup>& groups,
-                 Lender& lender) {
+  void fill_rows(const TensorList& params, const TensorList& grads, size_t groups, Lender& lender) {
+    require(groups == groups_, kOp, "group_sizes do not go with the hyperparameters");
     require(params.count() == count() && grads.count() == count(), kOp, "params, grads and steps are not equally long");
     for (int32_t i = 0; i < count(); ++i) {
       if (before_[i].was_plain && is_as_before(i, params[i], grads[i])) {
@@ -45,22 +55,24 @@ class AdamwPlan {
       require(!before_[i].is_known || params[i].dtype() == before_[i].param_dtype, kOp,
               "params[" + std::to_string(i) + "] has changed its dtype since its state was made");
       before_[i] = {};
-      rows_[i] = {};
-      fill(rows_[i], i, params[i], grads[i], lender);
+      AdamwRow row{};
+      row.group = rows_[i].group;
+      row.first_chunk = rows_[i].first_chunk;
+      fill(row, i, params[i], grads[i], lender);
+      if (!are_alike(row, rows_[i])) on_device = nullptr;
+      rows_[i] = row;
     }
-    put_groups(groups);
   }
 
   // Of each row. In a group most rows have come to the same step, and powers take a while.
-  std::vector<AdamwScalars<double>> scalars(const AdamwShared& shared) const {
+  std::vector<AdamwScalars<double>> scalars(const std::vector<AdamwGroup>& groups, const AdamwShared& shared) const {
     std::vector<AdamwScalars<double>> all;
     all.reserve(rows_.size());
-    for (int64_t left : group_sizes_) {
-      for (bool is_first = true; left > 0; --left, is_first = false) {
-        const AdamwRow* const row = &rows_[all.size()];
-        const bool is_like_last = !is_first && *row->step == *row[-1].step;
-        all.push_back(is_like_last ? all.back() : adamw_scalars<double>(*row, shared));
-      }
+    const AdamwRow* last = nullptr;
+    for (const AdamwRow& row : rows_) {
+      const bool is_like_last = last && row.group == last->group && *row.step == *last->step;
+      all.push_back(is_like_last ? all.back() : adamw_scalars<double>(groups[row.group], *row.step, shared));
+      last = &row;
     }
     return all;
   }
@@ -73,12 +85,10 @@ class AdamwPlan {
     int32_t param_dtype, grad_dtype, state_dtype, master_dtype;
   };
 
-  void put_groups(const std::vector<AdamwGroup>& groups) {
-    require(groups.size() == group_sizes_.size(), kOp, "group_sizes do not go with the hyperparameters");
-    int32_t i = 0;
-    for (size_t group = 0; group < groups.size(); ++group) {
-      for (int64_t end = i + group_sizes_[group]; i < end; ++i) rows_[i].group = groups[group];
-    }
+  // But for their grads.
+  static bool are_alike(AdamwRow a, AdamwRow b) {
+    a.grad = b.grad = nullptr;
+    return memcmp(&a, &b, sizeof(AdamwRow)) == 0;
   }
 
   bool is_as_before(int32_t i, const Tensor& param, const Tensor& grad) const {
@@ -172,7 +182,7 @@ class AdamwPlan {
   }
 
   const TensorList exp_avgs_, exp_avg_sqs_, max_exp_avg_sqs_, masters_, scales_, steps_;
-  const std::vector<int64_t> group_sizes_;
+  size_t groups_ = 0;
   std::vector<AdamwRow> rows_;
   std::vector<Before> before_;
 };

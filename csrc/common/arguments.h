@@ -8,6 +8,13 @@
 
 namespace mpk {
 
+template <class Row>
+int64_t elements_of(const std::vector<Row>& rows) {
+  int64_t sum = 0;
+  for (const Row& row : rows) sum += row.size;
+  return sum;
+}
+
 // Numbers the rows' chunks.
 template <class Row>
 TableOf<Row> lay_out(std::vector<Row>& rows, int64_t chunk_size) {

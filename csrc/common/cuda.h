@@ -1,5 +1,5 @@
-// Vocabulary of the CUDA kernels: 16-byte access, block sums, the table as a launch parameter, the launch itself. Plain
-// C++ apart from the qualifiers, so that tests/proof/emulation can run the same kernels on a CPU.
+// Vocabulary of the CUDA kernels: 16-byte access, block sums, the launch itself. Plain C++ apart from the qualifiers,
+// so that tests/proof/emulation can run the same kernels on a CPU.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -100,14 +100,15 @@ static __device__ double block_sum(double value) {
   return block_join(value, [](double a, double b) { return a + b; });
 }
 
-// True in every thread of the last of `expected` blocks to call this with the same ticket (which starts at 0). What
-// thread 0 of the other blocks wrote before is then there to be read, past the L1 cache (__ldcg).
+// True in every thread of the last of `expected` blocks to call this with the same ticket, which starts at 0 and is 0
+// again after the last one. What thread 0 of the other blocks wrote before is then there to be read, past the L1 cache
+// (__ldcg).
 static __device__ bool last_one_out(uint32_t* ticket, uint32_t expected) {
   __shared__ bool is_last;
   __syncthreads();  // whatever the block's other threads still read of what a last block changes
   if (threadIdx.x == 0) {
     __threadfence();
-    is_last = atomicAdd(ticket, 1u) == expected - 1;
+    is_last = atomicInc(ticket, expected - 1) == expected - 1;
     __threadfence();
   }
   __syncthreads();
@@ -121,58 +122,6 @@ cudaError_t launch(void (*kernel)(Parameters...), int64_t blocks, cudaStream_t s
   config.blockDim = dim3(kThreads);
   config.stream = stream;
   return cudaLaunchKernelEx(&config, kernel, arguments...);
-}
-
-// As many rows of a table as fit into the parameters of a launch (4 KB on every chip, 32,764 bytes since Volta): no
-// device memory to fill first, nothing to keep alive, and a CUDA graph holds its own copy.
-template <class Row, int capacity>
-struct PageOf {
-  PageOf(const TableOf<Row>& table, int32_t first)
-      : count(table.count - first < capacity ? table.count - first : capacity), chunk_size(table.chunk_size) {
-    memcpy(rows, table.rows + first, sizeof(Row) * count);
-  }
-  Row rows[capacity];
-  int32_t count;
-  int64_t chunk_size;
-};
-template <class Row>
-inline constexpr int kSmallPage = 3840 / sizeof(Row);
-
-template <class Rows>
-__device__ Span span_of_block(const Rows& table) {
-  return find_span(table.rows, table.count, static_cast<int32_t>(blockIdx.x), table.chunk_size);
-}
-
-// A page's rows are read from where they lie, in constant memory. One in global memory is copied, since for all that
-// the compiler knows any store could change it.
-template <class Row, int capacity>
-__device__ const Row& row_at(const PageOf<Row, capacity>& page, int32_t row) {
-  return page.rows[row];
-}
-template <class Row>
-__device__ Row row_at(const TableOf<Row>& table, int32_t row) {
-  return table.rows[row];
-}
-
-template <class Row, int capacity>
-__global__ void upload_kernel(const __grid_constant__ PageOf<Row, capacity> page, Row* to) {
-  for (int32_t i = threadIdx.x; i < page.count; i += kThreads) to[i] = page.rows[i];
-}
-
-// Calls launch_with(rows): a page, or a table on the device, where pages have carried the rows into `memory`. So a
-// kernel is launched once, for any number of tensors.
-template <class Row, class LaunchWith>
-cudaError_t with_rows(const TableOf<Row>& table, Row* memory, cudaStream_t stream, const LaunchWith& launch_with) {
-  using Large = PageOf<Row, kRowsInParameters<Row>>;
-  if (table.count == 0) return cudaSuccess;
-  if (table.count <= kSmallPage<Row>) return launch_with(PageOf<Row, kSmallPage<Row>>(table, 0));
-  if (table.count <= kRowsInParameters<Row>) return launch_with(Large(table, 0));
-  for (int32_t first = 0; first < table.count; first += kRowsInParameters<Row>) {
-    const cudaError_t error =
-        launch(upload_kernel<Row, kRowsInParameters<Row>>, 1, stream, Large(table, first), memory + first);
-    if (error != cudaSuccess) return error;
-  }
-  return launch_with(TableOf<Row>{memory, table.count, table.chunks, table.chunk_size});
 }
 
 }  // namespace mpk

@@ -26,9 +26,24 @@ struct TableOf {
 };
 using Table = TableOf<Row>;
 
-// A CUDA kernel finds so many rows in its launch's parameters; further ones need memory of their own (cuda.h).
+// A CUDA kernel finds so many rows in its launch's parameters; further ones need memory of their own (rows.h).
 template <class Row>
 inline constexpr int kRowsInParameters = 32512 / sizeof(Row);
+
+// Adjacent rows of a table that stays on the device from step to step, as many as one launch takes. Where their tensors
+// lie comes with the launch (rows.h).
+struct Stretch {
+  static constexpr int kMostRows = 3500;  // 28,000 bytes of the launch's 32,764
+
+  const Row* table;             // all of it, without `data`
+  const int32_t* row_of_chunk;  // which a search would take ten reads for, each of which waits for the last
+  int64_t chunk_size;
+  int32_t count;  // of all the table's rows
+  int32_t first_row, end_row, first_chunk, end_chunk;
+
+  MPK_FN int32_t rows() const { return end_row - first_row; }
+  MPK_FN int32_t chunks() const { return end_chunk - first_chunk; }
+};
 
 // What one chunk covers: elements [begin, begin + size) of a row.
 struct Span {

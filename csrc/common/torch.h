@@ -78,6 +78,13 @@ class OnDeviceOf {
   void* stream_ = nullptr;
 };
 
+// Whether what the stream is given becomes part of a CUDA graph instead of being done.
+inline bool is_capturing(cudaStream_t stream) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  require_success(cudaStreamIsCapturing(stream, &status), "mpkernels");
+  return status != cudaStreamCaptureStatusNone;
+}
+
 // Memory for the rows of a table that is too long for a launch's parameters; else none.
 template <class Row>
 class RowMemory {

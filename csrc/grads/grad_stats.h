@@ -38,6 +38,9 @@ MPK_FOR_EACH_ISA(Stats grad_stats_span(Dtype dtype, const void* grads, int64_t s
 // for each tensor and one more.
 cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
                             cudaStream_t stream);
+// Of grads whose rows stay on the device: where they lie, on the host; tickets that are 0, and are so again afterwards.
+cudaError_t grad_stats_cuda(const Stretch& stretch, void* const* grads, const GradStats& stats, Stats* of_chunk,
+                            uint32_t* tickets, cudaStream_t stream);
 #endif
 
 }  // namespace mpk

@@ -1,4 +1,4 @@
-#include "common/cuda.h"
+#include "common/rows.h"
 #include "grads/grad_stats.h"
 
 namespace mpk {
@@ -65,6 +65,16 @@ cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& st
     return launch(grad_stats_kernel<std::decay_t<decltype(rows)>>, grads.chunks, stream, rows, stats, of_chunk,
                   tickets);
   });
+}
+
+cudaError_t grad_stats_cuda(const Stretch& stretch, void* const* grads, const GradStats& stats, Stats* of_chunk,
+                            uint32_t* tickets, cudaStream_t stream) {
+  const auto launch_with = [&](const auto& rows) {
+    return launch(grad_stats_kernel<std::decay_t<decltype(rows)>>, rows.chunks(), stream, rows, stats, of_chunk,
+                  tickets);
+  };
+  return stretch.rows() <= kSmallStretch ? launch_with(StretchAt<kSmallStretch>(stretch, grads))
+                                         : launch_with(StretchAt<Stretch::kMostRows>(stretch, grads));
 }
 
 }  // namespace mpk

@@ -7,10 +7,10 @@ static void grad_stats(StableIValue* stack, const Run& run) {
   TensorList grads(stack[0]);
   GradStatsCall call(grads.front(), grads.flatten(GradStatsCall::kOp, "grads", grads.front(), /*will_write=*/false));
   run(call);
-  stack[0] = call.sumsq.release();
-  stack[1] = call.nonfinite.release();
-  stack[2] = call.total_sumsq.release();
-  stack[3] = call.found_inf.release();
+  stack[0] = call.results.sumsq.release();
+  stack[1] = call.results.nonfinite.release();
+  stack[2] = call.results.total_sumsq.release();
+  stack[3] = call.results.found_inf.release();
 }
 
 static void grad_stats_on_cpu(StableIValue* stack, uint64_t, uint64_t) {

@@ -6,27 +6,37 @@
 
 namespace mpk {
 
+// The op's results, of `count` tensors.
+struct GradStatsResults {
+  GradStatsResults(const Tensor& on_device_of, int64_t count)
+      : sumsq(on_device_of.new_empty(1, &count, aoti_torch_dtype_float64())),
+        nonfinite(on_device_of.new_empty(1, &count, aoti_torch_dtype_float32())),
+        total_sumsq(on_device_of.new_empty(0, &count, aoti_torch_dtype_float64())),
+        found_inf(on_device_of.new_empty(0, &count, aoti_torch_dtype_float32())) {}
+
+  GradStats pointers() const {
+    return {sumsq.data<double>(), nonfinite.data<float>(), total_sumsq.data<double>(), found_inf.data<float>()};
+  }
+
+  Tensor sumsq, nonfinite, total_sumsq, found_inf;
+};
+
 class GradStatsCall {
  public:
   static constexpr const char* kOp = "grad_stats";
 
   GradStatsCall(const Tensor& on_device_of, std::vector<Row> grads)
-      : like(on_device_of),
-        rows(std::move(grads)),
-        sumsq(new_result(1, aoti_torch_dtype_float64())),
-        nonfinite(new_result(1, aoti_torch_dtype_float32())),
-        total_sumsq(new_result(0, aoti_torch_dtype_float64())),
-        found_inf(new_result(0, aoti_torch_dtype_float32())) {}
+      : like(on_device_of), rows(std::move(grads)), results(on_device_of, static_cast<int64_t>(rows.size())) {}
 
   void on_cpu() {
     const Table table = lay_out(rows, kCpuChunk);
     const auto grad_stats_span = MPK_BEST(grad_stats_span);
     std::vector<Stats> of_chunk(table.chunks);
-    parallel_for_chunks(table, elements(), [&](const Row& row, const Span& span) {
+    parallel_for_chunks(table, elements_of(rows), [&](const Row& row, const Span& span) {
       of_chunk[span.chunk] = grad_stats_span(row.dtype, row.at(span.begin), span.size);
     });
 
-    const GradStats stats = pointers();
+    const GradStats stats = results.pointers();
     Stats total{};
     for (int32_t tensor = 0, chunk = 0; tensor < table.count; ++tensor) {
       Stats of_tensor{};
@@ -43,33 +53,19 @@ class GradStatsCall {
 
 #ifdef MPK_CUDA
   void on_cuda(cudaStream_t stream) {
-    const Table table = lay_out(rows, cuda_chunk(elements()));
+    const Table table = lay_out(rows, cuda_chunk(elements_of(rows)));
     const Tensor of_chunk = like.scratch(sizeof(Stats) * table.chunks);
     const Tensor tickets = like.scratch(sizeof(uint32_t) * (table.count + 1));
     const RowMemory<Row> memory(table, like);
-    require_success(
-        grad_stats_cuda(table, memory.get(), pointers(), of_chunk.data<Stats>(), tickets.data<uint32_t>(), stream),
-        kOp);
+    require_success(grad_stats_cuda(table, memory.get(), results.pointers(), of_chunk.data<Stats>(),
+                                    tickets.data<uint32_t>(), stream),
+                    kOp);
   }
 #endif
 
   const Tensor& like;
   std::vector<Row> rows;
-  Tensor sumsq, nonfinite, total_sumsq, found_inf;
-
- private:
-  int64_t elements() const {
-    int64_t sum = 0;
-    for (const Row& row : rows) sum += row.size;
-    return sum;
-  }
-  Tensor new_result(int64_t ndim, int32_t dtype) const {
-    const auto count = static_cast<int64_t>(rows.size());
-    return like.new_empty(ndim, &count, dtype);
-  }
-  GradStats pointers() const {
-    return {sumsq.data<double>(), nonfinite.data<float>(), total_sumsq.data<double>(), found_inf.data<float>()};
-  }
+  GradStatsResults results;
 };
 
 }  // namespace mpk

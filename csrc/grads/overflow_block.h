@@ -1,7 +1,7 @@
 // What a CUDA block does of a report about the grads of a skipped step, in whichever kernel skips it.
 #pragma once
 
-#include "common/cuda.h"
+#include "common/rows.h"
 #include "grads/overflow.h"
 
 namespace mpk {

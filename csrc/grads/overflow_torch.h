@@ -7,12 +7,10 @@
 namespace mpk {
 
 inline void overflow_on_cpu(std::vector<Row> rows, const OverflowReport& report) {
-  int64_t elements = 0;
-  for (const Row& row : rows) elements += row.size;
   const Table grads = lay_out(rows, kCpuChunk);
   const auto overflow_span = MPK_BEST(overflow_span);
   std::vector<Overflow> of_chunk(grads.chunks);
-  parallel_for_chunks(grads, elements, [&](const Row& row, const Span& span) {
+  parallel_for_chunks(grads, elements_of(rows), [&](const Row& row, const Span& span) {
     of_chunk[span.chunk] = overflow_span(row.dtype, row.at(span.begin), span.begin, span.size);
   });
   report.head();

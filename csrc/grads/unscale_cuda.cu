@@ -1,4 +1,4 @@
-#include "common/cuda.h"
+#include "common/rows.h"
 #include "grads/unscale.h"
 
 namespace mpk {

@@ -72,7 +72,8 @@ def accumulate(
         batches: any iterable.
         every: how many batches make a group.
         optimizer: is stepped, and its grads are cleared, once per group.
-        model: your DistributedDataParallel, if you use one: its grads are then exchanged once per group.
+        model: the model, if DistributedDataParallel or fully_shard (FSDP2) wraps it: its grads are then exchanged once
+            per group.
         scaler: scales the losses, steps the optimizer, and is updated once per group.
         max_norm: clips the grads by ``mpkernels.amp.clip_grad_norm_``, with the process_group of AdamW or the scaler.
             Leave it out if you use ``mpkernels.optim.AdamW(max_norm=...)``, which clips by itself. Either way,
@@ -132,6 +133,9 @@ def _keep_to_itself(around: ExitStack, model: Any, optimizer: Any) -> None:
     decides there whether it will exchange grads."""
     if hasattr(model, "no_sync"):
         around.enter_context(model.no_sync())
+    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2's
+        model.set_requires_gradient_sync(False)
+        around.callback(model.set_requires_gradient_sync, True)
     release = getattr(unwrapped(optimizer), "_release", None)
     if release is not None:
         around.enter_context(release.accumulate())

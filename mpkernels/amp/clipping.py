@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from mpkernels._torch_private import foreach_mul_
-from mpkernels.distributed import fsdp1
+from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes, given
 from mpkernels.ops import grad_stats, unscale_
-from mpkernels.parameters import by_device, real, refuse_sharded
+from mpkernels.parameters import by_device, put_on, real
+from mpkernels.parts import grads_of, part_of
 
 
 @torch.no_grad()
@@ -53,14 +54,21 @@ def clip_grad_norm_(
     params = list(parameters)
     if is_generator and not params:
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
-    grads = [param.grad for param in params if param.grad is not None]
+    with_grads = [
+        (param, part_of(grad)) for param, grad in zip(params, grads_of(params), strict=True) if grad is not None
+    ]
+    grads = [grad for _, grad in with_grads]
     max_norm, norm_type = float(max_norm), float(norm_type)
-    processes = given("clip_grad_norm_", process_group) or fsdp1.peers_of("clip_grad_norm_", params, for_norm=True)
+    peers = given("clip_grad_norm_", process_group)
+    parts = meshes.peers_of(params, None if peers is None else peers.group)
+    processes = parts or peers or fsdp1.peers_of("clip_grad_norm_", params, for_norm=True)
     if not grads and processes is None:
         return torch.tensor(0.0)
-    refuse_sharded("clip_grad_norm_", "grads", grads)
+    if parts is not None and not norm_type > 0:
+        raise ValueError(f"clip_grad_norm_: norm_type must be above 0 for DTensors, got {norm_type}")
     numbers = _real(grads)
-    norm = _norm(numbers if norm_type == 2 else grads, norm_type, params, processes)
+    shares = None if parts is None else [parts.share(param) for param, _ in with_grads]
+    norm = _norm(numbers if norm_type == 2 else grads, norm_type, params, processes, shares)
     if error_if_nonfinite and not norm.isfinite():
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients from "
@@ -73,22 +81,41 @@ def clip_grad_norm_(
     return norm
 
 
-def _norm(grads: Sequence[Tensor], norm_type: float, params: Sequence[Tensor], processes: Processes | None) -> Tensor:
+def _norm(
+    grads: Sequence[Tensor],
+    norm_type: float,
+    params: Sequence[Tensor],
+    processes: Processes | None,
+    shares: Sequence[float] | None,
+) -> Tensor:
     """Return the norm, on the device of the first grad. With processes, return their common norm, on the device where
-    they communicate."""
+    they communicate. shares: how much each grad's square counts in the sum over processes, if some hold the same."""
     device = grads[0].device if grads else torch.device("cpu")
     dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32).to_real()
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2:
-        of_devices = by_device(grads, grads).values()
-        sums = [grad_stats(of_device).total_sumsq.to(device, non_blocking=True) for of_device in of_devices]
+        of_devices = by_device(grads, range(len(grads))).values()
+        sums = [put_on(device, _sumsq(grads, shares, places)) for places in of_devices]
         sumsq = torch.stack(sums or [nothing]).sum()
         if processes is not None:
             sumsq, _ = processes.agree(params, sumsq, None)
         return sumsq.sqrt().to(dtype)
-    norms = [_wide_norm(grad, norm_type).to(device, non_blocking=True) for grad in grads if grad.numel() > 0]
+    weights = [1.0] * len(grads) if shares is None else [share ** (1 / norm_type) for share in shares]
+    norms = [
+        put_on(device, weight * _wide_norm(grad, norm_type))
+        for grad, weight in zip(grads, weights, strict=True)
+        if grad.numel() > 0
+    ]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [nothing]), norm_type)
     return (total if processes is None else processes.norm(params, total, norm_type)).to(dtype)
+
+
+def _sumsq(grads: Sequence[Tensor], shares: Sequence[float] | None, places: Sequence[int]) -> Tensor:
+    stats = grad_stats([grads[i] for i in places])
+    if shares is None:
+        return stats.total_sumsq
+    of_each = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=stats.sumsq.device)
+    return (stats.sumsq * of_each).sum()
 
 
 def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
@@ -99,7 +126,7 @@ def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
 
 def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
     for of_device in by_device(grads, grads).values():
-        factor = coefficient.to(of_device[0].device, non_blocking=True)
+        factor = put_on(of_device[0].device, coefficient)
         wide = [grad for grad in of_device if grad.dtype == torch.float64]
         narrow = [grad for grad in of_device if grad.dtype != torch.float64]
         if wide:

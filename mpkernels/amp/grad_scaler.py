@@ -1,6 +1,7 @@
 """GradScaler: torch.amp.GradScaler, extended to grads of any dtype, other scalings and reports on skipped steps."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledgers
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
+from mpkernels.parameters import put_on
 
 _HANDED_OVER = ("grad_scale", "found_inf", "outcome", "peers")  # what an optimizer holds of a scaler's during a step
 
@@ -84,6 +86,16 @@ class GradScaler(torch.amp.GradScaler):
         """How many updates so far came after a skipped step: int32, 0-dim, on the device. None before the first
         scale."""
         return None if self._overflows is None else self._overflows[1]
+
+    def scale(self, outputs: Any) -> Any:
+        """Scale as torch does, which on the CPU would read a device's scale before it has arrived."""
+        is_one = isinstance(outputs, Tensor)
+        if is_one and self._enabled and self._scale is not None:
+            return outputs * put_on(outputs.device, self._scale)
+        if is_one or not self._enabled or not isinstance(outputs, Iterable):
+            return super().scale(outputs)
+        scaled = map(self.scale, outputs)
+        return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         super()._lazy_init_scale_growth_tracker(dev)
@@ -154,10 +166,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         _attributes(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
-        preset, device = getattr(optimizer, "grad_scale", None), inf_check.first_device(optimizer)
-        if (peers := inf_check.peers_of(self, optimizer)) is not None:
-            optimizer.peers, device = peers, device or self._check_scale_growth_tracker("step")[0].device
-        optimizer.grad_scale = self._scale if preset is None else self._scale * preset
+        scale, _ = self._check_scale_growth_tracker("step")
+        preset, peers = getattr(optimizer, "grad_scale", None), inf_check.given_peers(self, optimizer)
+        if peers is not None:
+            optimizer.peers = peers
+        device = inf_check.device_of_verdict(optimizer, peers, scale.device)
+        optimizer.grad_scale = scale if preset is None else scale * preset
         # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
         outcome = optimizer.outcome = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
         result: float | None = optimizer.step(*args, **kwargs)
@@ -172,7 +186,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         scale, tracker = self._check_scale_growth_tracker("update")
         found_infs = [
-            found_inf.to(scale.device, non_blocking=True)
+            put_on(scale.device, found_inf)
             for state in self._per_optimizer_states.values()
             for found_inf in state["found_inf_per_device"].values()
         ]
@@ -199,7 +213,7 @@ class GradScaler(torch.amp.GradScaler):
                 "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
                 "torch.FloatTensor with requires_grad=False."
             )
-        scale.copy_(new_scale.reshape(()), non_blocking=True)
+        scale.copy_(put_on(scale.device, new_scale.reshape(())))
 
     def _move(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
         overflows = self._overflows

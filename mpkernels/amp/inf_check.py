@@ -7,11 +7,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkernels._torch_private import values_of
-from mpkernels.distributed import fsdp1
+from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
-from mpkernels.parameters import by_device, params_of, refuse_sharded, unwrapped
+from mpkernels.parameters import by_device, params_of, put_on, unwrapped
+from mpkernels.parts import are_any_sharded, part_of, settle_grad
 
 FoundInf = dict[torch.device, Tensor]  # fp32, 0-dim, 0 or 1; one at most, as torch's optimizers take any other for 0
 
@@ -24,7 +25,7 @@ def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
     found_infs = []
     for device, (_, of_device) in grads.items():
         found_infs.append(torch.zeros((), dtype=torch.float32, device=device))
-        unscale_list_(of_device, found_infs[-1], inv_scale.to(device, non_blocking=True))
+        unscale_list_(of_device, found_infs[-1], put_on(device, inv_scale))
     return _together(found_infs, inv_scale.device)
 
 
@@ -34,13 +35,13 @@ def look(grads: Grads, scale: Tensor) -> FoundInf:
     found_infs = []
     for device, (_, of_device) in grads.items():
         stats = grad_stats(of_device)
-        norm = stats.total_sumsq.sqrt() / scale.to(device, non_blocking=True)
+        norm = stats.total_sumsq.sqrt() / put_on(device, scale)
         found_infs.append(torch.maximum(stats.found_inf, (norm > torch.finfo(torch.float32).max).float()))
     return _together(found_infs, scale.device)
 
 
 def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
-    there = [found_inf.to(device, non_blocking=True) for found_inf in found_infs]
+    there = [put_on(device, found_inf) for found_inf in found_infs]
     return {device: there[0] if len(there) == 1 else torch.stack(there).amax()} if there else {}
 
 
@@ -59,7 +60,9 @@ def given_group(scaler: Any, optimizer: Any) -> Any:
 
 
 def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
-    return given_peers(scaler, optimizer) or fsdp1.peers_of("GradScaler", params_of(optimizer))
+    """Return the processes that skip its steps together."""
+    params = params_of(optimizer)
+    return given_peers(scaler, optimizer) or meshes.peers_of(params) or fsdp1.peers_of("GradScaler", params)
 
 
 def of_all(processes: Processes | None, found_infs: FoundInf, scale: Tensor) -> FoundInf:
@@ -70,15 +73,18 @@ def of_all(processes: Processes | None, found_infs: FoundInf, scale: Tensor) -> 
     return {found_inf.device: found_inf}
 
 
-def first_device(optimizer: Optimizer) -> torch.device | None:
-    """Return the device of the first grad, if there is one."""
-    return next((param.grad.device for param in params_of(optimizer) if param.grad is not None), None)
+def device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: torch.device) -> torch.device | None:
+    """Return the device of the first grad. Without a grad: None, or the other one where processes have parts."""
+    params = params_of(optimizer)
+    found = next((param.grad.device for param in params if param.grad is not None), None)
+    if found is None and (peers is not None or are_any_sharded(params) or fsdp1.has_parts(params)):
+        return otherwise
+    return found
 
 
 def grads_of(optimizer: Optimizer) -> Grads:
     """Return the params that have a grad, and their grads (of a sparse one, the values), of each device."""
     params = [param for param in params_of(optimizer) if param.grad is not None]
-    refuse_sharded("GradScaler", "params", params)
     grads = [_values(param) for param in params]
     return {
         device: ([params[i] for i in places], [grads[i] for i in places])
@@ -87,10 +93,9 @@ def grads_of(optimizer: Optimizer) -> Grads:
 
 
 def _values(param: Tensor) -> Tensor:
-    grad = param.grad
-    assert grad is not None
+    grad: Tensor = settle_grad(param)
     if not grad.is_sparse:
-        return grad
+        return part_of(grad)  # type: ignore[no-any-return]
     if grad.dtype is torch.float16:
         param.grad = grad = grad.coalesce()  # or the sum of an index's values might overflow later, unseen
     return values_of(grad)

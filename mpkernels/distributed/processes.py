@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from mpkernels.parameters import put_on
+
 
 class Processes:
     """A process group whose processes agree on one norm and one found_inf. Copies of this object share the group."""
@@ -53,9 +55,9 @@ class Processes:
 
 
 def _number(number: Tensor | float, device: torch.device) -> Tensor:
-    """Put a number on the device. On the host, a copy that is still on its way would be read too early."""
-    wide = torch.as_tensor(number, dtype=torch.float64).reshape(())
-    return wide.to(device, non_blocking=device.type != "cpu")
+    if isinstance(number, Tensor):
+        return put_on(device, number).double().reshape(())
+    return torch.full((), number, dtype=torch.float64, device=device)  # no copy, which a CUDA graph's capture refuses
 
 
 def given(op: str, process_group: Any) -> Processes | None:
@@ -65,6 +67,21 @@ def given(op: str, process_group: Any) -> Processes | None:
     if not distributed.is_available() or not isinstance(process_group, distributed.ProcessGroup):
         raise TypeError(f"{op}: process_group must be a torch.distributed.ProcessGroup or None, got {process_group!r}")
     return Processes(process_group)
+
+
+def of_first_rank(op: str, value: Any, error: Exception | None, group: Any) -> Any:
+    """Return what the first rank has. Each must come here; if one brings an error, all raise."""
+    mine = value, None if error is None else repr(error)
+    everybody = [mine]
+    if are_several():
+        everybody *= distributed.get_world_size(group)
+        distributed.all_gather_object(everybody, mine, group=group)
+    if error is not None:
+        raise error
+    for rank, (_, text) in enumerate(everybody):
+        if text is not None:
+            raise RuntimeError(f"{op}: rank {rank} raised {text}")
+    return everybody[0][0]
 
 
 class TakesScale:

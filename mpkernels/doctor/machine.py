@@ -74,8 +74,8 @@ def chosen() -> dict[str, str]:
     """What the selector has measured on this machine with these versions, in any process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     suffix = disk._key("", device)
-    kept = {case: it["choice"] for case, it in disk._read().items() if isinstance(it, dict) and "choice" in it}
-    return {case.removesuffix(suffix): name for case, name in kept.items() if case.endswith(suffix)}
+    kept = {case: disk.as_choice(it) for case, it in disk._read().items() if case.endswith(suffix)}
+    return {case.removesuffix(suffix): str(choice) for case, choice in kept.items() if choice is not None}
 
 
 def nothing_to_install() -> str:

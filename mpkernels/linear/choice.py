@@ -1,6 +1,6 @@
 """Chooses what computes a linear_act: the fastest of our kernels and plain torch."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from functools import cache, partial
 
 import torch
@@ -17,9 +17,10 @@ from mpkernels._torch_private import (
     is_jit_tracing,
     is_tracing,
 )
-from mpkernels.linear import paths
+from mpkernels.linear.trial import LinearTrial, is_transposed
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import DEVICES, backends, forced
+from mpkernels.selector.case import Case
 
 _PLAIN = frozenset((Tensor, Parameter))
 
@@ -53,11 +54,6 @@ def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -
     return key, autocast, is_deterministic()
 
 
-def _is_transposed(tensor: Tensor) -> bool:
-    """Return whether neighbours in the last dimension lie apart, as in ``weight.t()`` of a contiguous weight."""
-    return tensor.dim() > 0 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1
-
-
 def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return is_grad_enabled() and (weight.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad))
 
@@ -79,7 +75,7 @@ def kernel_for(
     dtypes = autocast or x.dtype, x.dtype, weight.dtype
     leaves = [x, weight] if bias is None else [x, weight, bias]
     trains = _trains(x, weight, bias)
-    layouts = "".join(f", {name}.t()" for name, it in (("x", x), ("weight", weight)) if _is_transposed(it))
+    layouts = "".join(f", {name}.t()" for name, it in (("x", x), ("weight", weight)) if is_transposed(it))
     variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}{layouts}"
     is_odd = torch.float64 in dtypes or weight.dim() != 2
     if not is_compiling():  # where a look at sizes would make conditions of the graph
@@ -91,8 +87,8 @@ def kernel_for(
     device = x.device
     outputs, features = weight.shape
     rows = 1 << (x.numel() // features - 1).bit_length()
-    case = selector.Case("linear_act", device, (features, outputs), dtypes, variant, rows)
-    prepare = partial(_trial, rows, leaves, activation, trains)
+    case = Case("linear_act", device, (features, outputs), dtypes, variant, rows)
+    prepare = partial(LinearTrial, rows, leaves, activation, trains, autocast)
     return selector.choose(case, _names(device.type), prepare, key)
 
 
@@ -102,7 +98,7 @@ def _known_kernel(weight: Tensor, dtypes: tuple[torch.dtype, ...], variant: str)
     names, sizes = _names(weight.device.type), (weight.shape[-1], weight.shape[0])
     if any(isinstance(size, torch.SymInt) for size in sizes):  # to compare it would make a constant of it
         return names[0]
-    return selector.known(selector.Case("linear_act", weight.device, sizes, dtypes, variant, rows=None), names)
+    return selector.known(Case("linear_act", weight.device, sizes, dtypes, variant, rows=None), names)
 
 
 @cache
@@ -112,37 +108,6 @@ def _names(device_type: str) -> tuple[str, ...]:
         return ("torch",)
     unfit = ("reference", "triton") if device_type == "cpu" else ("reference",)  # Triton is interpreted there
     return *(name for name in backends("linear_act", device_type) if name not in unfit), "torch"
-
-
-_FLOPS_OF_A_TRIAL = 2**30  # on a CPU, where more rows take proportionally longer
-
-
-def _trial(rows: int, leaves: list[Tensor], activation: str, trains: bool, kernel: str) -> Callable[[], object]:
-    """Return, for the selector, a call like the one at hand, and its backward, on other data in the same layouts."""
-    device, (out_features, in_features) = leaves[0].device, leaves[1].shape
-    if device.type == "cpu":
-        rows = min(rows, max(64, _FLOPS_OF_A_TRIAL // (2 * out_features * in_features)))
-    generator = torch.Generator(device).manual_seed(0)
-    shapes = (rows, in_features), (out_features, in_features), (out_features,)
-
-    def like(leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
-        transposes = leaf.dim() > 1 and _is_transposed(leaf)
-        made = torch.randn(shape[::-1] if transposes else shape, generator=generator, device=device).to(leaf.dtype)
-        return (made.t() if transposes else made).requires_grad_(trains)
-
-    copies = [like(leaf, shape) for leaf, shape in zip(leaves, shapes, strict=False)]
-    x, weight, *bias = copies
-    dtype = autocast_dtype(x)
-
-    def run() -> None:
-        # A cast for each call, as there is one for each step.
-        casting = torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
-        with casting, torch.set_grad_enabled(trains):
-            y = paths.compute(kernel, x, weight, bias[0] if bias else None, activation, dtype)
-        if trains:
-            torch.autograd.grad(y, copies, y.detach())
-
-    return run
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -20,6 +20,8 @@ FP64 = tl.constexpr(3)
 
 CODES = {torch.float32: FP32.value, torch.float16: FP16.value, torch.bfloat16: BF16.value, torch.float64: FP64.value}
 _captured: list[Tensor] = []  # a CUDA graph reads these again at every replay
+_spare = torch.empty(0, dtype=torch.int64, device="cpu")  # pinned, for those: a graph's capture allows taking none
+SPARE_TABLES = 16  # as large as the largest: what a few graphs of a training step capture
 
 
 class Table(NamedTuple):
@@ -40,10 +42,24 @@ def build(tensors: Sequence[Tensor], beside: Sequence[int] = (), own: Sequence[S
     words = torch.tensor([*rows, *row_of_chunk, *beside], dtype=torch.int64, device="cpu")
     device = tensors[0].device
     if device.type == "cuda":
-        words = words.pin_memory()  # or the copy would wait for the device
-        if torch.cuda.is_current_stream_capturing():
-            _captured.append(words)
+        words = _pinned(words)  # or the copy would wait for the device
     return Table(words.to(device, non_blocking=True), len(tensors), len(row_of_chunk))
+
+
+def _pinned(words: Tensor) -> Tensor:
+    global _spare
+    if not torch.cuda.is_current_stream_capturing():
+        if len(_spare) < SPARE_TABLES * len(words):
+            _spare = torch.empty(SPARE_TABLES * len(words), dtype=torch.int64, device="cpu", pin_memory=True)
+        return words.pin_memory()
+    if len(_spare) < len(words):
+        raise RuntimeError(
+            f"a CUDA graph's capture allows taking no pinned memory, and of {len(words)} words for a Triton kernel's "
+            f"list of tensors {len(_spare)} are at hand: make the same call before, outside of the capture"
+        )
+    captured, _spare = _spare[: len(words)].copy_(words), _spare[len(words) :]
+    _captured.append(captured)
+    return captured
 
 
 def is_dense(tensor: Tensor) -> bool:

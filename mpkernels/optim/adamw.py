@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 from torch.nn import Module
 
-from mpkernels.distributed import fsdp1, processes
+from mpkernels.distributed import fsdp1, meshes, processes
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim import checkpoint, group_options, masters, param_state, verdicts, zero
 from mpkernels.optim.masters import needs_master
@@ -19,7 +19,8 @@ from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
-from mpkernels.parameters import by_device, group_of, params_of, refuse_sharded, refuse_sparse, refuse_unserved
+from mpkernels.parameters import by_device, group_of, params_of, refuse_sparse, refuse_unserved
+from mpkernels.parts import grads_of, settle_grad
 
 
 class AdamW(torch.optim.AdamW):
@@ -54,6 +55,7 @@ class AdamW(torch.optim.AdamW):
     _step_supports_amp_scaling = processes.TakesScale()  # torch's GradScaler hands over its scale and found_inf
     _finds_inf = True  # ours hands over its scale and `outcome`, where it then reads whether a step was skipped
     _peers: Processes | None = None  # that hold other parts of the grads
+    _parts: meshes.Parts | None = None  # the processes that hold the other parts of DTensors
     _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
     _release: GradientRelease | None = None
     _is_loaded = False  # since the last step: the model may yet be loaded after it
@@ -104,7 +106,6 @@ class AdamW(torch.optim.AdamW):
         group = self.param_groups[-1]
         group_options.complete(self, group)
         try:
-            refuse_sharded("AdamW", "params", group["params"])
             group_options.check_group(self, group)
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -161,7 +162,7 @@ class AdamW(torch.optim.AdamW):
 
     def _step(self) -> None:
         params = params_of(self)
-        grads = [param.grad for param in params]
+        grads = grads_of(params)
         self._compare_loaded()
         plans = self._plans_for(params, grads)
         verdict = verdicts.on(self, plans, params, grads)
@@ -207,16 +208,17 @@ class AdamW(torch.optim.AdamW):
 
     def _new_plans(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
         """Return a plan for each device, of the parameters that have a grad; each of those then has a state."""
-        refuse_sharded("AdamW", "params", params)
-        self._has_parts = fsdp1.has_parts(params)
         for group in self.param_groups:
             group_options.check_group(self, group)
+        self._parts = meshes.peers_of(params, None if self._peers is None else self._peers.group)
+        self._has_parts = self._parts is not None or fsdp1.has_parts(params)
         group_of = [group for group in self.param_groups for _ in group["params"]]
         places = [i for i, grad in enumerate(grads) if grad is not None]
         for i in places:
             self._state_of(params[i], grads[i], group_of[i])
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
-        return [Plan(rows, it, self._ledger) for it in by_device((params[i] for i in places), places).values()]
+        of_devices = by_device((params[i] for i in places), places).values()
+        return [Plan(rows, it, self._ledger, self._parts) for it in of_devices]
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
@@ -274,7 +276,7 @@ class AdamW(torch.optim.AdamW):
 
     @torch.no_grad()
     def _step_alone(self, group_number: int, place: int, param: Tensor) -> None:
-        group, grad = group_of(self, param, group_number, place), param.grad
+        group, grad = group_of(self, param, group_number, place), settle_grad(param)
         if group is None or grad is None:
             return
         self._compare_loaded()

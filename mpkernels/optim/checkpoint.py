@@ -21,6 +21,7 @@ def saving(optimizer: Optimizer) -> Iterator[None]:
     def make_plain(_: Optimizer, saved: dict[str, Any]) -> None:
         states = saved["state"]  # where a user may keep something else, too
         for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+            packed["state_dtype"] = str(group["state_dtype"])  # torch.distributed.checkpoint takes no dtype
             for param, number in zip(group["params"], packed["params"], strict=True):
                 if number in states:
                     states[number] = param_state.portable(param, states[number], is_fsdp1s(param))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from mpkernels.ops.adamw.split import join, split
+from mpkernels.parts import part_of, parts_in, placed_as
 
 KEYS = {"split": "remainder", "fp32": "master"}  # scheme -> key in a parameter's state
 
@@ -27,34 +28,36 @@ def give(state: State, param: Tensor, scheme: str) -> None:
         for key in KEYS.values():
             state.pop(key, None)
         return
-    if "remainder" in state:
+    if "remainder" in state and state["remainder"].dtype != torch.int16:
         # As a checkpoint has it, where a loader has put that into the state itself, as ZeRO's does.
-        state["remainder"] = state["remainder"].view(torch.int16)
+        state["remainder"] = placed_as(param, part_of(state["remainder"]).view(torch.int16))
     if KEYS[scheme] in state:
         return
-    kept = {key: state.pop(key) for key in KEYS.values() if key in state}
-    weight = true_weight(param, kept)
+    kept = parts_in({key: state.pop(key) for key in KEYS.values() if key in state})
+    own = part_of(param.detach())
+    weight = true_weight(own, kept)
     if scheme == "fp32":
-        state["master"] = torch.empty_like(param, dtype=torch.float32).copy_(weight)
+        master = torch.empty_like(own, dtype=torch.float32).copy_(weight)
     else:
-        state["remainder"] = torch.zeros_like(param, dtype=torch.int16)
+        master = torch.zeros_like(own, dtype=torch.int16)
         if kept:
-            weight, remainder = split(weight, param.dtype)
-            state["remainder"].copy_(remainder)
+            weight, remainder = split(weight, own.dtype)
+            master.copy_(remainder)
+    state[KEYS[scheme]] = placed_as(param, master)
     if kept:
-        param.detach().copy_(weight)  # the other neighbour on ties, which the schemes round differently
+        own.copy_(weight)  # the other neighbour on ties, which the schemes round differently
 
 
 def saved_as(param: Tensor, remainder: Tensor) -> Tensor:
     """Return a remainder's bits in its parameter's dtype: collectives refuse int16, and loaders cast to that dtype."""
-    return remainder.view(param.dtype)
+    return placed_as(param, part_of(remainder).view(param.dtype))  # type: ignore[no-any-return]
 
 
 def saved_in_fp32(param: Tensor, state: State) -> State:
     """Return the state with the master in place of its remainder, if it has one."""
     if "remainder" not in state:
         return state
-    master = join(param.detach(), state["remainder"])
+    master = placed_as(param, join(part_of(param.detach()), part_of(state["remainder"])))
     return {key: value for key, value in state.items() if key != "remainder"} | {"master": master}
 
 
@@ -92,10 +95,11 @@ def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
     changed = []
     for param in params:
         if needs_master(param) and "master" in (state := states.get(param, {})):
-            master, new = state["master"], true_weight(param, state)
+            own, master = part_of(param.detach()), part_of(state["master"])
+            new = true_weight(own, {"master": master})
             changed.append(~((new == master) | (new.isnan() & master.isnan())).all())
             master.copy_(new)
-            param.detach().copy_(new)  # the other neighbour on ties, where a split master was loaded
+            own.copy_(new)  # the other neighbour on ties, where a split master was loaded
     return changed
 
 

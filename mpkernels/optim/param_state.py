@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mpkernels.ops.adamw import int8
 from mpkernels.optim import masters
+from mpkernels.parts import part_for, part_of, parts_in, placed_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _ELSEWHERE = {"master_param": "master"}  # TransformerEngine's key -> ours
@@ -17,9 +18,15 @@ State = dict[str, Tensor]
 
 def create(param: Tensor, master: str, state_dtype: torch.dtype, amsgrad: bool) -> State:
     """Return a state before the first step. The master is the parameter as it is, exactly."""
-    state = _without_master(param, state_dtype, amsgrad)
+    state = placed(param, _without_master(part_of(param), state_dtype, amsgrad))
     masters.give(state, param, master)
     return state
+
+
+def placed(param: Tensor, state: State) -> State:
+    """Return a state of a parameter's part as that of the parameter: what has its shape is placed as it is."""
+    shaped = *MOMENTS, *masters.KEYS.values()
+    return {key: placed_as(param, value) if key in shaped else value for key, value in state.items()}
 
 
 def _without_master(param: Tensor, state_dtype: torch.dtype, amsgrad: bool) -> State:
@@ -59,7 +66,8 @@ def decoded(state: State) -> State:
 def portable(param: Tensor, state: State, in_one_dtype: bool) -> State:
     """Return the state in the form that checkpoints hold. in_one_dtype: with every tensor of the parameter's shape
     widened to fp32."""
-    state = decoded(state)
+    if "scales" in state:
+        state = placed(param, decoded(parts_in(state)))
     if in_one_dtype:
         narrow = {key: state[key].float() for key in MOMENTS if key in state and state[key].itemsize == 2}
         return masters.saved_in_fp32(param, state) | narrow
@@ -72,7 +80,9 @@ def portable(param: Tensor, state: State, in_one_dtype: bool) -> State:
 def adopt(param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], state_dtype: torch.dtype) -> State:
     """Return our state, made from a saved state of ours, torch's, Apex's or TransformerEngine's. ``group`` is the saved
     parameter group. Only moments are rounded, to state_dtype."""
+    whole, param = param, part_of(param)
     saved = decoded({_ELSEWHERE.get(key, key): value for key, value in saved.items()})
+    saved |= {key: part_for(whole, saved[key]) for key in (*MOMENTS, *masters.KEYS.values()) if key in saved}
     state = _without_master(param, state_dtype, amsgrad="max_exp_avg_sq" in saved)
     state["step"].fill_(float(saved.get("step", group.get("step", 0))))  # Apex counts once for the whole group
     for k, key in enumerate(key for key in MOMENTS if key in state):
@@ -83,5 +93,5 @@ def adopt(param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], sta
             state["scales"].view(sum(key in state for key in MOMENTS), -1)[k] = scales
         else:
             state[key].copy_(saved[key])
-    state |= masters.loaded(param, saved)
+    state = placed(whole, state | masters.loaded(param, saved))
     return state | {key: value for key, value in saved.items() if key not in state and key not in masters.KEYS.values()}

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from mpkernels._torch_private import for_real
+from mpkernels.distributed.meshes import Parts
 from mpkernels.ops.adamw import adamw as op
 from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
 from mpkernels.optim.masters import needs_master
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.parameters import put_on, real
+from mpkernels.parts import are_any_sharded, part_of, parts_in
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -41,17 +43,21 @@ class Plan:
         all_rows: Sequence[tuple[Group, Tensor, State]],
         places: list[int],
         ledger: Ledger | None = None,
+        parts: Parts | None = None,
         is_for_once: bool = False,
     ) -> None:
-        """Make a plan of the optimizer's rows at ``places``. ``ledger`` holds the reports on skipped steps.
-        ``is_for_once``: the plan makes a single step, so C++ need not keep its states."""
+        """Make a plan of the optimizer's rows at ``places``. ``ledger`` holds the reports on skipped steps, and
+        ``parts`` says how much each parameter counts in a norm over processes. ``is_for_once``: the plan makes a
+        single step, so C++ need not keep its states."""
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
-        groups, params, states = zip(*rows, strict=True)
-        self.params, self.device = list(params), params[0].device
+        groups, params, states = zip(*((group, param, parts_in(state)) for group, param, state in rows), strict=True)
+        self._wholes, self.params = params, list(map(part_of, params))  # a DTensor's part is what kernels take
+        self._is_sharded = are_any_sharded(params)
+        self.device = self.params[0].device
         self._kinds = list(map(_kind, params))
         of_all = partial(map, itemgetter(1), all_rows)
-        self.report = None if ledger is None else ledger.report_for(self.params, self.device, of_all)
+        self.report = None if ledger is None else ledger.report_for(params, self.device, of_all)
         self._is_complex = any(map(torch.is_complex, params))
         self.has_16_bit_parameters = any(map(needs_master, params))
         self.groups: list[Group] = []
@@ -62,7 +68,10 @@ class Plan:
                 sizes.append(0)
             sizes[-1] += 1
         nothing = torch.empty(0, device=self.device)
-        largest = [state["max_exp_avg_sq"] if group["amsgrad"] else nothing for group, _, state in rows]
+        largest = [
+            state["max_exp_avg_sq"] if group["amsgrad"] else nothing
+            for group, state in zip(groups, states, strict=True)
+        ]
         masters = [state.get("remainder", state.get("master", nothing)) for state in states]
         scales = [state.get("scales", nothing) for state in states]
         self._lists = (
@@ -75,27 +84,32 @@ class Plan:
             [state["step"] for state in states],
             sizes,
         )
+        shares = [1.0] if parts is None else list(map(parts.share, params))
+        self._shares = None if set(shares) == {1.0} else torch.tensor(shares, dtype=torch.float64, device=self.device)
         self._native: _NativePlan | None = None
         self._may_be_native = not is_for_once and type(nothing) is Tensor  # C++ can't hold on to a stand-in
 
     def _own(self, grads: list[Any]) -> list[Tensor]:
         """Return this plan's grads, out of a list with one grad for each of the optimizer's parameters."""
         own = grads if self._takes_all else [grads[i] for i in self._places]
+        own = list(map(part_of, own)) if self._is_sharded else own
         return list(map(real, own)) if self._is_complex else own
 
     def look(self, grads: list[Any]) -> GradStats:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
-        return grad_stats(self._own(grads))
+        stats = grad_stats(self._own(grads))
+        return stats if self._shares is None else stats._replace(total_sumsq=(stats.sumsq * self._shares).sum())
 
     @property
     def has_moved(self) -> bool:
-        """Tell whether a parameter has gone to another device or dtype."""
-        return list(map(_kind, self.params)) != self._kinds
+        """Tell whether a parameter has gone to another device or dtype, or its part to another tensor."""
+        is_elsewhere = self._is_sharded and not all(map(is_, map(part_of, self._wholes), self.params))
+        return is_elsewhere or list(map(_kind, self._wholes)) != self._kinds
 
     @property
     def first_has_moved(self) -> bool:
         """Tell whether the first one has, as a model does as a whole."""
-        return _kind(self.params[0]) != self._kinds[0]
+        return self.has_moved if self._is_sharded else _kind(self._wholes[0]) != self._kinds[0]
 
     def can_look_within_the_step(self) -> bool:
         """Return whether one call into C++ can check the grads and step with them."""
@@ -111,7 +125,7 @@ class Plan:
         """Take one step, or skip it if the verdict is an overflow. ``skipped_steps``, if given, counts the skips."""
         own = self._own(grads)
         params = list(map(real, self.params)) if self._is_complex else self.params
-        known = (put_on(self.device, it) for it in verdict[:3])
+        known = (None if it is None else put_on(self.device, it) for it in verdict[:3])
         shared = *self._hyperparameters(), *known, max_norm or math.inf, verdict.outcome, skipped_steps, self.report
         by_plan = self._by_plan()
         if by_plan is None:
@@ -120,6 +134,7 @@ class Plan:
             if self.has_moved:
                 raise RuntimeError("adamw_: a parameter has changed its device or dtype since its state was made")
             op._adamw(params, own, *self._lists, *shared)
+            self._increment_versions([])
             return
         if self._native is None or self._native.by_plan is not by_plan:  # other kernels run now than last time
             self._native = _NativePlan(by_plan, self.device.type, self._lists)
@@ -128,7 +143,11 @@ class Plan:
         except RuntimeError:
             op._adamw._check(params, own, *self._lists, *shared)
             raise
-        torch.autograd.graph.increment_version(params)
+        self._increment_versions(params)
+
+    def _increment_versions(self, params: list[Tensor]) -> None:
+        """Tell autograd that these have changed, and the DTensors whose parts they are."""
+        torch.autograd.graph.increment_version([*params, *self._wholes] if self._is_sharded else params)
 
     def _hyperparameters(self) -> tuple[Any, ...]:
         groups = self.groups

@@ -11,7 +11,7 @@ from mpkernels.distributed.processes import Processes, hand_back, of_scaler
 from mpkernels.ops.adamw.adamw import write_outcome
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.plan import Plan, Verdict
-from mpkernels.parameters import sum_of
+from mpkernels.parameters import put_on, sum_of
 
 
 def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = None) -> bool:
@@ -46,7 +46,7 @@ def on(optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], grads: l
 
 
 def _processes_of(optimizer: Any, params: Sequence[Tensor]) -> Processes | None:
-    found: Processes | None = optimizer._peers
+    found: Processes | None = optimizer._parts or optimizer._peers
     if found is None and optimizer._has_parts:
         found = fsdp1.peers_of("AdamW", params, optimizer.max_norm is not None)
     return found or of_scaler(optimizer)
@@ -68,6 +68,6 @@ def _outcome_on(optimizer: Any, device: torch.device) -> Tensor:
     if not torch.compiler.is_compiling():
         if optimizer.skipped_steps is None:
             optimizer.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
-        optimizer.skipped_steps = optimizer.skipped_steps.to(device)
+        optimizer.skipped_steps = put_on(device, optimizer.skipped_steps)
     outcome: Tensor | None = getattr(optimizer, "outcome", None)
     return torch.empty(2, dtype=torch.float32, device=device) if outcome is None else outcome

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from mpkernels._torch_private import are_transforms_active
+from mpkernels.parameters import put_on
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def _is_finite(value: Any) -> Tensor | None:
     if not flags:
         return None
     device = flags[-1].device
-    return torch.stack([flag.to(device, non_blocking=True) for flag in flags]).all()
+    return torch.stack([put_on(device, flag) for flag in flags]).all()
 
 
 def _asked(tensor: Tensor) -> Tensor:

@@ -1,15 +1,17 @@
 """What a grad was like when an inf or NaN cost a step."""
 
 from dataclasses import dataclass
+from operator import add
 
 from torch import Tensor
 
 from mpkernels.ops.grads.overflow import order_of_memory
+from mpkernels.parts import first_index, part_of
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a parameter's grad was like."""
+    """What a parameter's grad was like; of a DTensor's, the part of a process."""
 
     name: str
     group: int
@@ -21,6 +23,7 @@ class Gradient:
     first: tuple[int, ...] | None  #: index of an inf or NaN, the first in memory; of a sparse grad, among its values
     largest: float  #: finite magnitude, without the scale
     zeros: float  #: share of the elements that are 0
+    rank: int | None = None  #: the process that holds it, where a report is of all
 
     @property
     def is_finite(self) -> bool:
@@ -46,17 +49,18 @@ def gradient_of(
     )
 
 
-def _index(param: Tensor, offset: int, size: int, follows_grads: bool) -> tuple[int, ...]:
-    """Return the index of the element that lies so far into the grad's memory."""
+def _index(whole: Tensor, offset: int, size: int, follows_grads: bool) -> tuple[int, ...]:
+    """Return the index of the element that lies so far into the memory of the grad, or of this process's part of it."""
+    param, grad = part_of(whole), part_of(whole.grad)
     if param.is_complex() and size == 2 * param.numel():
         offset //= 2
     elif size != param.numel():
         return (offset,)
-    like = param.grad if follows_grads and param.grad is not None and not param.grad.is_sparse else param
+    like = grad if follows_grads and grad is not None and not grad.is_sparse else param
     dims = order_of_memory(like)
     if not like.permute(dims).is_contiguous():
         dims = list(range(like.ndim))
     index = [0] * like.ndim
     for dim in reversed(dims):
         offset, index[dim] = divmod(offset, like.shape[dim])
-    return tuple(index)
+    return tuple(map(add, index, first_index(whole)))

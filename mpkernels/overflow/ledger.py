@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from mpkernels.ops import overflow_
 from mpkernels.ops.grads.overflow import FIELDS
-from mpkernels.parameters import params_of
+from mpkernels.parameters import params_of, put_on
 
 
 class Record(NamedTuple):
@@ -61,7 +61,7 @@ def _only(params: Iterable[Tensor], record: Record) -> Record:
     """Return the record's lines of these."""
     wanted = set(map(id, params))
     places = [i for i, param in enumerate(record.params) if id(param) in wanted]
-    at = torch.tensor([0, *(1 + i for i in places)], device="cpu").to(record.report.device, non_blocking=True)
+    at = put_on(record.report.device, torch.tensor([0, *(1 + i for i in places)], device="cpu"))
     return record._replace(params=[record.params[i] for i in places], report=record.report.index_select(0, at))
 
 
@@ -69,7 +69,7 @@ def _among(params: list[Tensor], record: Record) -> Tensor:
     """Return the record's lines at the places that its parameters have among all these."""
     place = {id(param): i for i, param in enumerate(params)}
     places = [0, *(1 + place[id(param)] for param in record.params)]
-    at = torch.tensor(places, device="cpu").to(record.report.device, non_blocking=True)
+    at = put_on(record.report.device, torch.tensor(places, device="cpu"))
     return record.report.new_zeros(1 + len(params), len(FIELDS)).index_copy_(0, at, record.report)
 
 
@@ -113,15 +113,15 @@ class Ledgers:
         """Fill the records if an inf or NaN was found. grads: of each device, parameters and their grads."""
         for device, (params, of_params) in grads.items():
             report = self._entries[id(optimizer)].ledger.report_for(params, device, partial(params_of, optimizer))
-            there = [it.reshape(()).to(device, non_blocking=True) for it in found_infs.values()]
+            there = [put_on(device, it.reshape(())) for it in found_infs.values()]
             found_inf = there[0] if len(there) == 1 else torch.stack(there).amax()
-            overflow_(of_params, found_inf, scale.to(device, non_blocking=True), unscaled, report)
+            overflow_(of_params, found_inf, put_on(device, scale), unscaled, report)
 
     def count(self, states: Mapping[int, Mapping[str, Any]], overflows: Tensor) -> None:
         """Note, after each update, which optimizer's skip was the last. One alone needs no count."""
         for entry in list(self._entries.values()) if len(self._entries) > 1 else ():
             for found_inf in states.get(id(entry.optimizer()), {}).get("found_inf_per_device", {}).values():
-                has_overflowed = found_inf.to(overflows.device, non_blocking=True) != 0
+                has_overflowed = put_on(overflows.device, found_inf) != 0
                 if entry.last_skip is not None:
                     entry.last_skip.copy_(torch.where(has_overflowed, overflows[1], entry.last_skip))
 

@@ -15,6 +15,7 @@ class Readback:
 
     def send(self, value: Tensor) -> None:
         if not value.is_cuda or torch.cuda.is_current_stream_capturing():
+            self.forget()  # what was sent before would arrive after it, and pass for newer
             self._arrived = value
             return
         copy = value.to("cpu", non_blocking=True)  # into pinned memory

@@ -1,10 +1,12 @@
 """The report on a skipped step, for people, logs and TensorBoard."""
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from copy import copy
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
+from torch import distributed
 from torch.optim import Optimizer
 
 from mpkernels.overflow.advice import Findings, advise
@@ -39,7 +41,7 @@ class OverflowReport:
         self.gradients: list[Gradient] = []
         self.scale: float | None = None
         self.skips_in_a_row = skips_in_a_row
-        self._is_of_a_skip = False
+        self._is_of_a_skip, self._clues = False, (model, found)
         for optimizer, of_devices in records:
             names = _names(optimizer, model)
             for params, report, follows_grads in of_devices:
@@ -49,14 +51,30 @@ class OverflowReport:
                     for param, line in zip(params, lines, strict=True):
                         if line[0] > 0:
                             self.gradients.append(gradient_of(param, line, on_grads, names, follows_grads))
+        self._conclude()
+
+    def _conclude(self) -> None:
+        model, found = self._clues
         if model is not None:
             place = {name: i for i, (name, _) in enumerate(model.named_parameters())}
             self.gradients.sort(key=lambda it: place.get(it.name, len(place)))
         self.culprits = [it for it in reversed(self.gradients) if not it.is_finite]
         elements = sum(it.elements for it in self.gradients)
         self.zeros = sum(it.zeros * it.elements for it in self.gradients) / max(elements, 1)
-        findings = Findings(self.gradients, self.culprits, self.scale, self.zeros, skips_in_a_row)
+        findings = Findings(self.gradients, self.culprits, self.scale, self.zeros, self.skips_in_a_row)
         self.suggestion = advise(findings, model, found) if self else ""
+
+    def gather(self, group: Any = None) -> "OverflowReport":
+        """Return the report on the parts of all processes, each with its ``rank``. All of them have to call this."""
+        own = self.gradients, self._is_of_a_skip, self.scale
+        of_ranks: list[Any] = [own] * distributed.get_world_size(group)
+        distributed.all_gather_object(of_ranks, own, group=group)
+        whole = copy(self)
+        whole.gradients = [replace(it, rank=rank) for rank, (found, *_) in enumerate(of_ranks) for it in found]
+        whole._is_of_a_skip = any(was_skipped for _, was_skipped, _ in of_ranks)
+        whole.scale = next((scale for *_, scale in of_ranks if scale), None)
+        whole._conclude()
+        return whole
 
     def __bool__(self) -> bool:
         return self._is_of_a_skip
@@ -105,12 +123,17 @@ class OverflowReport:
 
 
 def _table(gradients: Sequence[Gradient]) -> list[str]:
-    cells = [("parameter", "group", "shape", "inf", "nan", "first at", "largest finite", "zeros")]
+    cells: list[tuple[str, ...]] = [
+        ("parameter", "group", "shape", "inf", "nan", "first at", "largest finite", "zeros")
+    ]
     for it in gradients:
         name = it.name if len(it.name) <= WIDTH else "..." + it.name[3 - WIDTH :]
         first = "" if it.first is None else str(list(it.first))
         counts = str(it.infs), str(it.nans)
         cells.append((name, str(it.group), str(list(it.shape)), *counts, first, f"{it.largest:.3g}", f"{it.zeros:.1%}"))
+    if any(it.rank is not None for it in gradients):
+        ranks = ["rank", *(str(it.rank) for it in gradients)]
+        cells = [(row[0], rank, *row[1:]) for row, rank in zip(cells, ranks, strict=True)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 

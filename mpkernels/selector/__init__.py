@@ -5,43 +5,38 @@ cases:
 
 * while torch.compile traces or a CUDA graph is captured; choices that are known by then are used;
 * under ``mpkernels.backend``;
-* under ``torch.use_deterministic_algorithms``, because kernels differ in rounding.
+* under ``torch.use_deterministic_algorithms``, because kernels differ in rounding;
+* in a group of several processes, which must choose alike and may wait for each other: ``warm_up`` times there.
 """
 
-from collections.abc import Callable, Hashable, Sequence
-from typing import NamedTuple
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
+from torch import distributed, nn
 
 from mpkernels._torch_private import is_tracing, unseen
+from mpkernels.distributed import processes
 from mpkernels.selector import disk
-from mpkernels.selector.timing import Run, race
+from mpkernels.selector.case import Case, Choice
+from mpkernels.selector.rehearsal import rehearse
+from mpkernels.selector.timing import race
+from mpkernels.selector.trial import Trial
 
-__all__ = ["choices", "forget", "make_deterministic", "pin"]
+__all__ = ["choices", "forget", "make_deterministic", "pin", "warm_up"]
 
 OURS_ANYWAY = 1.01  # times torch's time: its results are no better then, and it saves more for backward
 
 
-class Case(NamedTuple):
-    """What the time of a call depends on. ``rows`` is rounded up to a power of two."""
-
-    op: str
-    device: torch.device
-    sizes: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    variant: str
-    rows: int | None
-
-    def __str__(self) -> str:
-        dtypes = ",".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        return f"{self.op} {self.variant} {self.rows}x{'x'.join(map(str, self.sizes))} {dtypes}"
-
-
-_known: dict[Case, str] = {}
+_known: dict[Case, Choice] = {}
 by_key: dict[Hashable, str] = {}  # what was chosen for calls that ``choose`` was told of: they need not ask again
 _MOST_CALLS = 4096
 _pinned: str | None = None
 _is_deterministic = False
+_asked: dict[Case, None] | None = None  # during warm_up
+_may_time_among_several = False
 
 
 def pin(name: str | None) -> None:
@@ -62,12 +57,13 @@ def make_deterministic() -> None:
 
 
 def choices() -> dict[str, str]:
-    """Return the choices of this process: a description of each case, and the name of its kernel.
+    """Return the choices of this process: a description of each case, the name of its kernel, and which kernels were
+    left out, and why.
 
     >>> mpkernels.selector.choices()
     {'linear_act gelu, with grad 512x768x3072 bfloat16,bfloat16': 'native'}
     """
-    return {str(case): name for case, name in _known.items()}
+    return {str(case): str(choice) for case, choice in _known.items()}
 
 
 def forget() -> None:
@@ -77,16 +73,20 @@ def forget() -> None:
     _ask_again()
 
 
-def choose(case: Case, names: Sequence[str], prepare: Callable[[str], Run], key: Hashable = None) -> str:
+def choose(case: Case, names: Sequence[str], prepare: Callable[[], Trial], key: Hashable = None) -> str:
     """Return the fastest of ``names`` for a case, or the first one if nothing may be timed. ``prepare`` returns the
-    code to time for a name. ``by_key`` remembers the choice under ``key``, so that later calls find it without
-    asking."""
+    code to time. ``by_key`` remembers the choice under ``key``, so that later calls find it without asking."""
     kept = by_key  # as they are now: who has a say while this is timed is heard
-    name = _settled(names) or _known.get(case)
-    if name is None:
-        if (name := _find_out(case, names, prepare)) is None:
+    if (name := _settled(names)) is None:
+        if _asked is not None:
+            _asked[case] = None
+        choice = _known.get(case) or _find_out(case, names, prepare)
+        if choice is not None:
+            name = _known.setdefault(case, choice).name
+        elif processes.are_several():
+            name = names[0]  # until warm_up, which asks again
+        else:
             return names[0]
-        name = _known.setdefault(case, name)
     if key is not None:
         kept[key] = name
         if len(kept) > _MOST_CALLS:
@@ -103,7 +103,7 @@ def known(case: Case, names: Sequence[str]) -> str:
     """Return what was last chosen for such a case with any number of rows."""
     if (name := _settled(names)) is not None:
         return name
-    like = [name for other, name in _known.items() if other._replace(rows=None) == case]
+    like = [choice.name for other, choice in _known.items() if other._replace(rows=None) == case]
     return like[-1] if like else names[0]
 
 
@@ -116,15 +116,15 @@ def _settled(names: Sequence[str]) -> str | None:
     return None
 
 
-def _find_out(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str | None:
-    name = disk.load(str(case), case.device)
-    if name in names:
-        return name
+def _find_out(case: Case, names: Sequence[str], prepare: Callable[[], Trial]) -> Choice | None:
+    choice = disk.load(str(case), case.device)
+    if choice is not None and choice.name in names:
+        return choice
     return _measure(case, names, prepare) if _may_measure(case.device) else None
 
 
 def _may_measure(device: torch.device) -> bool:
-    if is_tracing():
+    if is_tracing() or (processes.are_several() and not _may_time_among_several):
         return False
     if device.type != "cuda":
         return True
@@ -132,12 +132,62 @@ def _may_measure(device: torch.device) -> bool:
         return not torch.cuda.is_current_stream_capturing()
 
 
-def _measure(case: Case, names: Sequence[str], prepare: Callable[[str], Run]) -> str:
+def _measure(case: Case, names: Sequence[str], prepare: Callable[[], Trial]) -> Choice:
     try:
         with torch.inference_mode(False), torch.enable_grad(), unseen():
-            times = race({name: prepare(name) for name in names}, case.device)
+            times, left_out = race(prepare(), names, case.device)
     except torch.OutOfMemoryError:
-        return names[0]  # the call itself may still find room
-    fastest = min(times, key=lambda name: times[name] * (1 if name == "torch" else 1 / OURS_ANYWAY))
-    disk.save(str(case), case.device, fastest, times)
-    return fastest
+        return Choice(names[0], {})  # the call itself may still find room
+    for name, reason in left_out.items():
+        text = f"mpkernels: the {name} kernel is left out of {case}: {reason}"
+        warnings.warn(text, RuntimeWarning, stacklevel=2)
+    fastest = min(times, key=lambda name: times[name] * (1 if name == "torch" else 1 / OURS_ANYWAY), default="torch")
+    choice = Choice(fastest, left_out)
+    disk.save(str(case), case.device, choice, times)
+    return choice
+
+
+def warm_up(model: nn.Module, *inputs: Any, process_group: Any = None, **keywords: Any) -> None:
+    """Choose for all that a step of the model needs, by one forward and backward that leave no trace.
+
+    In a process of several this alone times anything: on rank 0, whose choices all ranks then have, so that all compute
+    the same bits. Each of them must call it. For a process by itself it is what to call before a CUDA graph is captured
+    or torch.compile traces. Call it as the model will be called: under autocast if that is on, under ``torch.no_grad``
+    for inference, for each size of inputs. What it times is kept on disk, as ever.
+
+    Parameters, their grads, buffers such as BatchNorm's statistics, and torch's random numbers are afterwards as they
+    were, and no hook of an optimizer or of DistributedDataParallel runs. What a model keeps elsewhere, in attributes
+    say, can't be known.
+
+    Args:
+        model: before FSDP or tensor parallelism cut it into parts; in DistributedDataParallel or torch.compile or not.
+        inputs, keywords: what it is called with. Its outputs may be nested in tuples, lists and dicts.
+        process_group: of the ranks that call this, whose rank 0 times; None is all.
+    """
+    processes.given("selector.warm_up", process_group)
+    is_first = not processes.are_several() or distributed.get_rank(process_group) == 0
+    error: Exception | None = None
+    with _asking(may_time=is_first) as asked:
+        try:
+            rehearse(model, inputs, keywords)
+        except Exception as raised:  # the others must hear of it
+            error = raised
+        chosen = {case.anywhere(): _known[case] for case in asked if case in _known}
+        chosen = processes.of_first_rank("selector.warm_up", chosen, error, process_group)
+        for case in asked:
+            if (choice := chosen.get(case.anywhere())) is not None:
+                _known.pop(case, None)  # the newest comes last
+                _known[case] = choice
+
+
+@contextmanager
+def _asking(may_time: bool) -> Iterator[dict[Case, None]]:
+    """Yield the cases that are asked for within, of which none counts as known by its key."""
+    global _asked, _may_time_among_several
+    _asked, _may_time_among_several = {}, may_time
+    _ask_again()
+    try:
+        yield _asked
+    finally:
+        _asked, _may_time_among_several = None, False
+        _ask_again()

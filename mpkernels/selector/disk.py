@@ -15,22 +15,28 @@ from typing import Any
 import torch
 
 from mpkernels.selector import machine
+from mpkernels.selector.case import Choice
 
 
 def path() -> Path:
     return Path.home() / ".cache" / "mpkernels" / "choices.json"
 
 
-def load(case: str, device: torch.device) -> str | None:
-    kept = _read().get(_key(case, device))
-    name = kept.get("choice") if isinstance(kept, dict) else None
-    return name if isinstance(name, str) else None
+def load(case: str, device: torch.device) -> Choice | None:
+    return as_choice(_read().get(_key(case, device)))
 
 
-def save(case: str, device: torch.device, choice: str, seconds: dict[str, float]) -> None:
+def as_choice(kept: Any) -> Choice | None:
+    """Return what ``save`` wrote, if it is that."""
+    name, left_out = (kept.get("choice"), kept.get("left_out", {})) if isinstance(kept, dict) else (None, None)
+    return Choice(name, left_out) if isinstance(name, str) and isinstance(left_out, dict) else None
+
+
+def save(case: str, device: torch.device, choice: Choice, seconds: dict[str, float]) -> None:
     _read.cache_clear()  # others may have saved meanwhile
     times = {name: round(1e6 * each, 1) for name, each in seconds.items()}
-    everything = _read() | {_key(case, device): {"choice": choice, "us": times}}
+    kept = {"choice": choice.name, "us": times} | ({"left_out": choice.left_out} if choice.left_out else {})
+    everything = _read() | {_key(case, device): kept}
     with suppress(OSError, RuntimeError):  # read-only, full, or no home
         _replace(path(), json.dumps(everything, indent=1))
     _read.cache_clear()

@@ -16,6 +16,7 @@ from mpkernels.nn import LinearAct
 from mpkernels.selector import disk
 from tests.cases import same_bits
 from tests.linear_cases import TORCH, torchs, transposed
+from tests.races import run_by_all, won_by
 
 B16, F16 = torch.bfloat16, torch.float16
 
@@ -32,7 +33,7 @@ def asked(monkeypatch, tmp_path):
     for name, value in (("_is_deterministic", False), ("_known", {}), ("by_key", {})):
         monkeypatch.setattr(selector, name, value)
     monkeypatch.setattr(selector, "choose", choose)
-    monkeypatch.setattr(selector, "race", lambda runs, device: dict.fromkeys(runs, 2.0) | {"torch": 1.0})
+    monkeypatch.setattr(selector, "race", won_by("torch"))
     monkeypatch.setattr(disk, "path", lambda: tmp_path / "choices.json")
     disk._read.cache_clear()
     yield asked
@@ -47,7 +48,7 @@ def has_asked(asked):
 
 @pytest.mark.parametrize("best", ["torch", "native"])
 def test_nobody_asks_twice(asked, monkeypatch, best):
-    monkeypatch.setattr(selector, "race", lambda runs, device: dict.fromkeys(runs, 2.0) | {best: 1.0})
+    monkeypatch.setattr(selector, "race", won_by(best))
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     want = functional.gelu(functional.linear(x, layer.weight, layer.bias))
     for shape in ((5, 8), (5, 1, 8)):
@@ -102,7 +103,7 @@ def test_what_is_timed_keeps_for_a_backward_what_the_call_does(monkeypatch, trai
         timed.append(torch.is_grad_enabled())
         return compute(*arguments)
 
-    monkeypatch.setattr(selector, "race", lambda runs, device: [run() for run in runs.values()] and {"torch": 1.0})
+    monkeypatch.setattr(selector, "race", run_by_all)
     monkeypatch.setattr(paths, "compute", compute_and_tell)
     with torch.set_grad_enabled(trains):
         LinearAct(8, 6)(torch.randn(5, 8))
@@ -111,7 +112,7 @@ def test_what_is_timed_keeps_for_a_backward_what_the_call_does(monkeypatch, trai
 
 
 def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):
-    monkeypatch.setattr(selector, "race", lambda runs, device: dict.fromkeys(runs, 1.0) | {"torch": 2.0})
+    monkeypatch.setattr(selector, "race", won_by("native"))
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
     monkeypatch.setattr(paths, "_linear_act", None)
@@ -201,9 +202,9 @@ def test_who_has_a_say_is_heard(asked, monkeypatch, change):
 def test_who_has_a_say_is_heard_also_while_something_is_timed(asked, monkeypatch, change):
     """By another thread."""
 
-    def race(runs, device):
+    def race(*arguments):
         change()
-        return dict.fromkeys(runs, 1.0)
+        return won_by("native")(*arguments)
 
     monkeypatch.setattr(selector, "_pinned", None)
     monkeypatch.setattr(selector, "race", race)
@@ -225,7 +226,7 @@ def test_backend_is_heard():
 
 @pytest.mark.parametrize("best", ["torch", "native"])
 def test_errors_are_the_same_the_second_time(monkeypatch, best):
-    monkeypatch.setattr(selector, "race", lambda runs, device: dict.fromkeys(runs, 2.0) | {best: 1.0})
+    monkeypatch.setattr(selector, "race", won_by(best))
     layer, x = LinearAct(8, 6), torch.randn(6, 8)
     layer(x)
     with pytest.raises(ValueError, match="linear_act: x must have weight's 8 features in its last dimension"):

@@ -18,6 +18,8 @@ from mpkernels.linear import choice
 from mpkernels.nn import LinearAct
 from mpkernels.ops import _registry
 from mpkernels.selector import disk
+from mpkernels.selector.case import Case, Choice
+from tests.races import run_by_all, won_by
 
 B16 = torch.bfloat16
 
@@ -82,10 +84,9 @@ def test_grads_of_any_strides(target):
 def test_a_checkpoint_computes_the_same_twice(monkeypatch, slow):
     """Though a mode listens to the first time alone: another kernel saves other tensors."""
 
-    def race(runs, device):
-        for run in runs.values():
-            run()
-        return dict.fromkeys(runs, 1.0) | {slow: 2.0}
+    def race(*arguments):
+        run_by_all(*arguments)
+        return won_by("torch" if slow == "native" else "native")(*arguments)
 
     monkeypatch.setattr(selector, "race", race)
     layer, x = LinearAct(8, 8, activation="relu"), torch.randn(4, 8, requires_grad=True)
@@ -201,8 +202,8 @@ def test_sizes_stay_symbols(activation):
 
 def test_symbols_are_not_compared_with_sizes_that_are_known():
     layer, other, x = LinearAct(3, 4), LinearAct(5, 7), torch.randn(9, 3)
-    case = selector.Case("linear_act", x.device, (5, 7), (torch.float32,) * 3, "gelu + bias, with grad", 8)
-    selector._known[case] = "native"
+    case = Case("linear_act", x.device, (5, 7), (torch.float32,) * 3, "gelu + bias, with grad", 8)
+    selector._known[case] = Choice("native", {})
     traced = make_fx(lambda params, x: functional_call(layer, params, (x,)), tracing_mode="symbolic")
     called = traced(dict(other.named_parameters()), torch.randn(6, 5))
     torch.testing.assert_close(called(dict(layer.named_parameters()), x), layer(x))

@@ -11,6 +11,7 @@ from mpkernels.functional import linear_act
 from mpkernels.linear import paths
 from mpkernels.selector import disk
 from tests.linear_cases import transposed
+from tests.races import run_by_all
 
 
 @pytest.fixture
@@ -24,7 +25,7 @@ def timed(monkeypatch, tmp_path):
 
     for name, value in (("_is_deterministic", False), ("_known", {}), ("by_key", {})):
         monkeypatch.setattr(selector, name, value)
-    monkeypatch.setattr(selector, "race", lambda runs, device: [run() for run in runs.values()] and {"torch": 1.0})
+    monkeypatch.setattr(selector, "race", run_by_all)
     monkeypatch.setattr(paths, "compute", compute_and_tell)
     monkeypatch.setattr(disk, "path", lambda: tmp_path / "choices.json")
     disk._read.cache_clear()

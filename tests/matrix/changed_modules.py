@@ -16,7 +16,7 @@ class Recorded:
         self.given: list[list[tuple[Tensor, Tensor | None]]] = []
         self.made: list[list[Tensor]] = []
         optimizer.register_step_pre_hook(lambda it, *_: self.given.append([*map(_weight_and_grad, _params(it))]))
-        optimizer.register_step_post_hook(lambda it, *_: self.made.append([it.detach().clone() for it in _params(it)]))
+        optimizer.register_step_post_hook(lambda it, *_: self.made.append([_whole(it) for it in _params(it)]))
 
     def result(self) -> Result:
         return {f"step {i}: {j}": it for i, step in enumerate(self.made) for j, it in enumerate(step)}
@@ -43,11 +43,17 @@ class Recorded:
 def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Quantised weights, which are not trained, know no comparison."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    return [param for param in params if type(param) is torch.nn.Parameter]
+    return [param for param in params if type(param) is torch.nn.Parameter or hasattr(param, "full_tensor")]
 
 
 def _weight_and_grad(param: Tensor) -> tuple[Tensor, Tensor | None]:
-    return param.detach().clone(), None if param.grad is None else param.grad.clone()
+    return _whole(param), None if param.grad is None else _whole(param.grad)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """Return a copy; of a DTensor, one of all its parts."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
 
 def changes_modules(change: Callable[[Run], Iterator[None]]) -> Callable[[Run], Iterator[None]]:

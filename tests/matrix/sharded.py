@@ -1,4 +1,4 @@
-"""Sharding by DTensors, which AdamW and GradScaler refuse, and torch.distributed.checkpoint."""
+"""Sharding by DTensors, and torch.distributed.checkpoint."""
 
 import tempfile
 import warnings
@@ -11,21 +11,31 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.matrix.changed_modules import Recorded
 from tests.matrix.fsdp1 import by_hand, whole, wrapped
 from tests.matrix.many_processes import plain_weights
 from tests.matrix.runner import FIRST, REST, tool
 
 
-@tool(like=plain_weights)
-def fsdp2(run):
+def sharded(run, **options):
     fully_shard(run.model, mesh=init_device_mesh("cpu", (2,)))
-    run.optimizer = run.drop_in.optimizer(run.model.parameters())
-    run.steps()
+    run.optimizer = run.drop_in.optimizer(run.model.parameters(), **options)
+
+
+def gathered(run):
     return {name: it.full_tensor() for name, it in run.model.named_parameters()} | run.scaler_result()
 
 
-@tool()
+@tool(like=plain_weights)
+def fsdp2(run):
+    sharded(run)
+    run.steps()
+    return gathered(run)
+
+
+@tool(oracle=lambda run: run.record.replayed(run))
 def tensor_parallel(run):
+    """Its grads are sums in another order, so that the oracle is an optimizer of the same grads."""
     parallelize_module(
         run.model,
         init_device_mesh("cpu", (2,)),
@@ -33,7 +43,9 @@ def tensor_parallel(run):
     )
     run.parts = (0, 1)
     run.optimizer = run.drop_in.optimizer(run.model.parameters())
+    run.record = Recorded(run.optimizer)
     run.steps()
+    return run.record.result()
 
 
 def resumed(run, wrap):
@@ -75,3 +87,10 @@ def dcp_of_fsdp1_orig_params(run):
     wrapped(run, True)
     resumed(run, lambda run: wrapped(run, True))
     return whole(run)
+
+
+@tool(like=plain_weights)
+def dcp_of_fsdp2(run):
+    sharded(run)
+    resumed(run, sharded)
+    return gathered(run)

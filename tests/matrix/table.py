@@ -8,7 +8,6 @@ import torch
 from tests.matrix.drop_ins import COLUMNS, AdamW, DropIn
 
 REFUSED = {
-    "dtensor": ("TypeError", r"^\w+: params\[0\] must be a plain tensor, got a DTensor.*"),
     "release": ("RuntimeError", r"^AdamW.release_grads: params\[0\] .* leave it out, or end it by the remove\(\)"),
     "subclass": ("TypeError", r"^AdamW: params\[\d\] must be a plain tensor, got a Int8QuantizedTraining"),
     "no-linear": ("NotImplementedError", "only support nn.Linear"),  # torch's own words, and peft's
@@ -83,11 +82,12 @@ fsdp1 to one process                 wide     wide     wide     wide     .
 fsdp1 from one process               wide     wide     wide     wide     .
 fsdp1 after the optimizer            right    right    right    right    right
 fsdp1 own state dict                 right    right    right    right    right
-fsdp2                                dtensor  dtensor  dtensor  dtensor  right
-tensor parallel                      dtensor  dtensor  dtensor  dtensor  no-linear
+fsdp2                                wide     wide     wide     right    right
+tensor parallel                      wide     wide     wide     .        no-linear
 dcp of ddp                           right    right    right    right    right
 dcp of fsdp1                         right    right    right    right    right
 dcp of fsdp1 orig params             right    right    right    right    right
+dcp of fsdp2                         wide     wide     wide     right    right
 """
 
 OTHER_LIBRARIES = """

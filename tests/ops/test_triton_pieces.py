@@ -6,11 +6,14 @@ import torch
 import triton
 import triton.language as tl
 
+from mpkernels.ops import _table
 from mpkernels.ops._table import BF16, BLOCK, FP16, whole_blocks
 from mpkernels.ops.adamw import split as reference
 from mpkernels.ops.adamw.split_kernel import join, split
 from mpkernels.ops.grads.grad_stats_triton import sum_of
 from mpkernels.ops.grads.overflow_kernel import write_line
+from tests.late_device import DEVICE as LATE
+from tests.late_device import late_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled there, interpreted here
 
@@ -80,3 +83,30 @@ def test_masters_are_split_and_joined_to_the_bit(dtype, code):
     assert torch.equal(weights, want[0].view(torch.int16))
     assert torch.equal(remainders, want[1])
     assert torch.equal(joined.view(torch.int32), reference.join(*want).view(torch.int32))
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """A device that captures a graph, and some grads there."""
+    monkeypatch.setattr(_table, "_spare", _table._spare[:0])
+    monkeypatch.setattr(_table, "_captured", [])
+    with late_device() as device:
+        yield device, [torch.ones(5, device=LATE), torch.ones(40_000, device=LATE)]
+
+
+def test_a_captured_table_is_copied_from_memory_that_was_pinned_before(capturing):
+    device, grads = capturing
+    eager = _table.build(grads, beside=[7])
+    device.is_capturing = True
+    for _ in range(_table.SPARE_TABLES):
+        captured = _table.build(grads, beside=[8])
+        assert captured.words.memory[:-1].equal(eager.words.memory[:-1])
+        assert captured.words.memory[-1] == 8
+    assert len({each.data_ptr() for each in _table._captured}) == _table.SPARE_TABLES  # each replay reads its own
+
+
+def test_a_capture_that_nothing_came_before_is_told_so(capturing):
+    device, grads = capturing
+    device.is_capturing = True
+    with pytest.raises(RuntimeError, match="of 12 words for a Triton kernel's list of tensors 0 are at hand: make the"):
+        _table.build(grads)

@@ -65,7 +65,17 @@ def a_zero_tensor(params, optimizer):
     params[1].grad = torch._efficientzerotensor(params[1].shape)
 
 
+def a_longer_one(params, optimizer):
+    """So that those after it lie in other chunks."""
+    param, size = params[0], 20_000
+    param.grad, param.data = None, torch.ones(size)
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[param][name].data = torch.ones(size)
+    param.grad = torch.ones(size)
+
+
 CHANGES = [
+    a_longer_one,
     grads_of_another_dtype,
     a_zero_tensor,
     other_moment,
@@ -82,10 +92,15 @@ CHANGES = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_seen(change):
+def test_a_change_is_seen(change, target):
+    with target.device:  # where the changes make their tensors
+        assert_seen(change, target.device)
+
+
+def assert_seen(change, device):
     weights = []
     for is_kept in (True, False):
-        params, optimizer = made(sizes=(4, 6, 2))
+        params, optimizer = made(sizes=(4, 6, 2), device=device)
         for seed in range(6):
             put_grads(params, seed)
             if seed in (2, 4):

@@ -1,4 +1,7 @@
-"""What a step costs, counted: bytes that are kept, bytes that are moved, launches, waits for the device."""
+"""What a step costs, counted: bytes that are kept, bytes that are moved, launches and all else that a stream is given,
+waits for the device."""
+
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -82,63 +85,108 @@ def test_bytes_that_torch_moves():
     assert traffic.bytes / SIZE - never_written == 48
 
 
+class Given(NamedTuple):
+    """What our kernels' launchers ask of CUDA, and of torch's allocator."""
+
+    launches: int
+    copies: int = 0
+    memsets: int = 0
+    allocations: int = 0
+
+
 @pytest.fixture
-def launches_of():
-    """Of a call, on the emulation."""
+def given():
+    """By a call, on the emulation."""
     target = TARGETS["cpu-cuda"]
     if why := target.why_missing():
         pytest.skip(why)
-    launched = emulated_variable("emulation_launches")
+    counters = [emulated_variable(f"emulation_{name}") for name in Given._fields]
 
     def count(call):
-        before = launched.value
+        before = [it.value for it in counters]
         call()
-        return launched.value - before
+        return Given(*(it.value - was for it, was in zip(counters, before, strict=True)))
 
     with target.active():
         yield count
+
+
+ROWS_A_LAUNCH = 369  # of those that a plan takes to the device when it is made
 
 
 @pytest.mark.parametrize(
     ("options", "count", "launches"),
     [
         ({}, 5, 1),
-        ({"max_norm": 1.0}, 5, 2),
-        ({"max_norm": 1.0}, 213, 2),
         ({"guard": True, "state_dtype": I8}, 5, 2),
-        (
-            {"max_norm": 1.0},
-            240,
-            2 + 2,
-        ),  # a longer table is carried to the device first, 213 rows a launch
+        ({"max_norm": 1.0}, 1, 2),
+        ({"max_norm": 1.0}, 148, 2),
+        ({"max_norm": 1.0}, 1000, 2),
+        ({"max_norm": 1.0}, 3500, 2),
+        ({"max_norm": 1.0}, 3501, 4),  # as many addresses as a launch takes, and one more
     ],
     ids=str,
 )
-def test_launches_of_a_step(launches_of, options, count, launches):
-    optimizer = AdamW(params_of(F32, (10,) * count), **options)
-    for _ in range(2):
-        assert launches_of(optimizer.step) == launches
+def test_what_a_step_gives_the_device(given, options, count, launches):
+    optimizer = AdamW(params_of(F32, (3,) * count), **options)
+    first = given(optimizer.step)
+    assert first == Given(launches + -(-count // ROWS_A_LAUNCH), allocations=first.allocations)
+    assert given(optimizer.step) == Given(launches)
+
+
+@pytest.mark.parametrize(("count", "launches"), [(16, 2), (60, 2), (61, 4)])
+def test_what_a_step_of_many_groups_gives_the_device(given, count, launches):
+    params = params_of(F32, (3,) * 2 * count)
+    optimizer = AdamW([{"params": params[i::count], "lr": 0.1 / (1 + i)} for i in range(count)], max_norm=1.0)
+    optimizer.step()
+    assert given(optimizer.step) == Given(launches)
 
 
 @pytest.mark.parametrize("bad", [1.0, float("inf")], ids=["stepped", "skipped"])
-def test_launches_under_our_scaler(launches_of, bad):
-    """The report on a skipped step takes none of its own."""
+def test_what_a_step_under_our_scaler_gives_the_device(given, bad):
+    """The report on a skipped step takes nothing of its own."""
     params = params_of(F32, (10, 20_000))
     optimizer, scaler = AdamW(params), GradScaler("cpu")
-    scaler.scale(torch.ones(()))
-    for value in (1.0, bad):
+    for value in (1.0, 1.0, bad):
+        scaler.scale(torch.ones(()))
         params[0].grad[3] = value
-        assert launches_of(lambda: scaler.step(optimizer)) == 2
-        assert launches_of(scaler.update) == 1
+        step = given(lambda: scaler.step(optimizer))
+        assert given(scaler.update) == Given(1)
+    assert step == Given(2)
     assert bool(scaler.overflow_report()) == (bad != 1.0)
 
 
+def test_what_a_moved_weight_gives_the_device(given):
+    """Rows are taken there once more, and no second time. A grad may lie elsewhere at every step."""
+    params = params_of(F32, (3, 20_000))
+    optimizer = AdamW(params, max_norm=1.0)
+    optimizer.step()
+    for moves in (False, True, False):
+        for param in params:
+            param.grad = param.grad.clone()
+        if moves:
+            params[1].data = params[1].data.clone()
+        step = given(optimizer.step)
+        assert step == Given(2 + moves, allocations=step.allocations)
+        assert (step.allocations > 0) == moves
+
+
+def test_layouts_that_are_none_of_a_row_stay_on_the_device(given):
+    """What a kernel may take as it lies need not be contiguous."""
+    param = torch.nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
+    optimizer = AdamW([param], max_norm=1.0)
+    for step in range(3):
+        param.grad = torch.randn_like(param)
+        assert step == 0 or given(optimizer.step) == Given(2)
+        optimizer.step()
+
+
 @pytest.mark.parametrize(("count", "uploads"), [(1, 0), (161, 0), (1354, 0), (1355, 2), (2709, 3)])
-def test_launches_of_an_op(launches_of, count, uploads):
+def test_launches_of_an_op(given, count, uploads):
     """The kernel's own is one, for any number of tensors."""
     grads = [torch.ones(1) for _ in range(count)]
-    assert launches_of(lambda: grad_stats(grads)) == 1 + uploads
-    assert launches_of(lambda: unscale_(grads, torch.zeros(()), torch.ones(()))) == 1 + uploads
+    assert given(lambda: grad_stats(grads)).launches == 1 + uploads
+    assert given(lambda: unscale_(grads, torch.zeros(()), torch.ones(()))).launches == 1 + uploads
 
 
 class NoWaiting(TorchDispatchMode):

@@ -1,7 +1,6 @@
-"""What is timed, what is remembered, and that nothing on disk can do harm."""
+"""What is timed, what is left out, what is remembered, and that nothing on disk can do harm."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -9,8 +8,11 @@ import torch
 import mpkernels
 from mpkernels import selector
 from mpkernels.selector import disk, timing
+from mpkernels.selector.case import Case, Choice
+from mpkernels.selector.timing import Race
+from mpkernels.selector.trial import Error
 
-CASE = selector.Case("op", torch.device("cpu"), (3, 5), (torch.float32,), "gelu", 8)
+CASE = Case("op", torch.device("cpu"), (3, 5), (torch.float32,), "gelu", 8)
 NAMES = ("native", "torch")
 
 
@@ -39,17 +41,26 @@ def afresh(monkeypatch, tmp_path):
 
 
 class Ways:
-    """Ways to do the same that take so many milliseconds."""
+    """Ways to do the same that take so many milliseconds, and what else they do."""
+
+    dtype = torch.float16
 
     def __init__(self, **milliseconds):
         self.milliseconds, self.calls = milliseconds, dict.fromkeys(milliseconds, 0)
+        self.also = {}
+        self.error_of = dict.fromkeys(milliseconds, 1e-4)
 
-    def __call__(self, name):
-        def run():
-            self.calls[name] += 1
-            CLOCK.wait(self.milliseconds[name])
+    def __call__(self):
+        return self
 
-        return run
+    def run(self, name):
+        self.calls[name] += 1
+        CLOCK.wait(self.milliseconds[name])
+        self.also.get(name, int)()
+        return [self.error_of[name]]
+
+    def errors(self, results):
+        return [Error(share, 10**6) for share in results]
 
     @property
     def were_timed(self):
@@ -74,7 +85,7 @@ def test_the_fastest_is_chosen_once(native, torchs, chosen):
 def test_ours_may_take_one_per_cent_more(monkeypatch):
     for ours, chosen in ((1.009, "native"), (1.011, "torch")):
         selector.forget()
-        monkeypatch.setattr(selector, "race", lambda *_, ours=ours: {"native": ours, "torch": 1.0})
+        monkeypatch.setattr(selector, "race", lambda *_, ours=ours: Race({"native": ours, "torch": 1.0}, {}))
         assert selector.choose(CASE, NAMES, Ways(native=0, torch=0)) == chosen
 
 
@@ -114,7 +125,17 @@ def test_other_versions_and_machines_are_timed_anew(monkeypatch):
 
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "7", '{"KEY": 3}', '{"KEY": {"choice": ["torch"]}}', '{"KEY": {"choice": "gone"}}', "\x00\xff"],
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        '{"KEY": 3}',
+        '{"KEY": {"choice": ["torch"]}}',
+        '{"KEY": {"choice": "gone"}}',
+        '{"KEY": {"choice": "native", "left_out": 3}}',
+        "\x00\xff",
+    ],
 )
 def test_a_corrupt_file_is_no_error(text):
     path = disk.path()
@@ -154,15 +175,13 @@ def test_a_failed_write_leaves_the_old_file(monkeypatch):
 
 
 def test_trials_may_differentiate_wherever_the_call_is():
-    modes = set()
+    modes, ways = set(), Ways(native=1, torch=1)
 
-    def prepare(name):
-        def run():
-            modes.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+    def prepare():
+        modes.add((torch.is_grad_enabled(), torch.is_inference_mode_enabled()))
+        return ways
 
-        run()
-        return run
-
+    ways.also["native"] = prepare
     with torch.inference_mode():
         selector.choose(CASE, NAMES, prepare)
     with torch.no_grad():
@@ -230,10 +249,12 @@ def test_nothing_is_timed_while_torch_traces():
 def test_out_of_memory_is_no_later_surprise():
     """A checkpoint's second forward, which may find room, must compute what its first did. Another process may time."""
 
-    def no_room(name):
+    def no_room():
         raise torch.OutOfMemoryError("no room")
 
-    for prepare in (no_room, lambda name: partial(no_room, name) if name == "native" else int):
+    without_room = Ways(native=2, torch=1)
+    without_room.also["native"] = no_room
+    for prepare in (no_room, without_room):
         for ways in (prepare, Ways(native=2, torch=1)):
             assert selector.choose(CASE, NAMES, ways) == "native"
         selector._known.clear()
@@ -243,9 +264,9 @@ def test_out_of_memory_is_no_later_surprise():
 def test_who_chose_first_is_right():
     """Of two threads that time the same at once, and may find different winners."""
 
-    def prepare(name):
-        selector._known[CASE] = "native"
-        return Ways(native=2, torch=1)(name)
+    def prepare():
+        selector._known[CASE] = Choice("native", {})
+        return Ways(native=2, torch=1)
 
     assert selector.choose(CASE, NAMES, prepare) == "native"
 
@@ -259,39 +280,70 @@ def test_the_hopeless_are_not_timed_further(torchs, is_hopeless):
 
 def test_the_first_run_does_not_count():
     """It compiles."""
-    first = dict.fromkeys(NAMES, True)
-
-    def prepare(name):
-        def run():
-            slow = first[name] and name == "native"
-            first[name] = False
-            CLOCK.wait(100 if slow else {"native": 1, "torch": 3}[name])
-
-        return run
-
-    assert selector.choose(CASE, NAMES, prepare) == "native"
+    ways = Ways(native=1, torch=3)
+    ways.also["native"] = lambda: CLOCK.wait(100 if ways.calls["native"] == 1 else 0)
+    assert selector.choose(CASE, NAMES, ways) == "native"
 
 
 def test_it_is_found_under_the_package():
     assert mpkernels.selector is selector
 
 
-def test_a_kernel_that_cannot_run_here_is_left_out_with_a_warning():
-    ways = Ways(triton=1, native=2, torch=3)
+def fail():
+    raise RuntimeError("Failed to find C compiler")
 
-    def prepare(name):
-        def fail():
-            raise RuntimeError("Failed to find C compiler")
 
-        return fail if name == "triton" else ways(name)
+UNFIT = {
+    "raises": ("also", fail, "it can't run here: Failed to find C compiler"),
+    "is wrong": ("error_of", 3e-4, "its result is off by 3.0e-04, torch's by 1.0e-04"),
+    "is NaN": ("error_of", float("nan"), "its result is off by nan, torch's by 1.0e-04"),
+    "is slow": ("also", lambda: CLOCK.wait(1.1e4), "it took 11 s"),
+}
 
-    with pytest.warns(RuntimeWarning, match="the triton kernel is left out.*Failed to find C compiler"):
-        assert selector.choose(CASE, ("triton", "native", "torch"), prepare) == "native"
+
+@pytest.mark.parametrize(("attribute", "value", "reason"), UNFIT.values(), ids=UNFIT)
+def test_an_unfit_kernel_is_left_out_for_good(attribute, value, reason):
+    """Though it is the first and the fastest. One warning, and none from the next process."""
+    names, ways = ("triton", "native", "torch"), Ways(triton=1, native=2, torch=3)
+    getattr(ways, attribute)["triton"] = value
+    with pytest.warns(RuntimeWarning, match="the triton kernel is left out") as warned:
+        assert [selector.choose(CASE, names, ways) for _ in range(2)] == ["native", "native"]
+    assert [str(it.message) for it in warned] == [f"mpkernels: the triton kernel is left out of {CASE}: {reason}"]
+    assert ways.calls["triton"] == 1
+    shown = {str(CASE): f"native; without triton: {reason}"}
+    assert selector.choices() == shown
+    another_process()
+    assert selector.choose(CASE, names, ways) == "native"
+    assert ways.calls["triton"] == 1
+    assert selector.choices() == shown
+
+
+def test_a_result_as_near_as_the_bound_allows_is_right():
+    """2 % beyond torch's error, and eps / 8, of fp16's 2**-10."""
+    ways = Ways(native=1, torch=2)
+    ways.error_of["native"] = 1.02e-4 + 2**-13
+    assert selector.choose(CASE, NAMES, ways) == "native"
+
+
+def test_where_torch_overflows_nothing_can_be_told():
+    ways = Ways(native=1, torch=2)
+    ways.error_of |= {"native": float("inf"), "torch": float("nan")}
+    assert selector.choose(CASE, NAMES, ways) == "native"
+
+
+def test_one_that_hangs_leaves_torch(monkeypatch):
+    reason = "it has not ended after 10 s"
+    monkeypatch.setattr(selector, "race", lambda *_: Race({}, {"native": reason}))
+    with pytest.warns(RuntimeWarning, match=f"the native kernel is left out of .*: {reason}"):
+        assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "torch"
+    assert selector.choices() == {str(CASE): f"torch; without native: {reason}"}
 
 
 def test_a_call_that_torch_refuses_raises():
     def refuse():
         raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
+    ways = Ways(native=1, torch=2)
+    ways.also["torch"] = refuse
     with pytest.raises(RuntimeError, match="mat1"):
-        selector.choose(CASE, NAMES, lambda name: refuse if name == "torch" else int)
+        selector.choose(CASE, NAMES, ways)

@@ -49,6 +49,14 @@ extern "C" __attribute__((visibility("default"))) int emulation_calls_to_failure
 extern "C" __attribute__((visibility("default"))) int emulation_launches = 0;
 extern "C" __attribute__((visibility("default"))) int emulation_blocks = 0;  // of the last launch
 
+// Copies and memsets that streams were given, and tensors that were allocated.
+extern "C" __attribute__((visibility("default"))) int emulation_copies = 0;
+extern "C" __attribute__((visibility("default"))) int emulation_memsets = 0;
+extern "C" __attribute__((visibility("default"))) int emulation_allocations = 0;
+
+// Tests set it: which of its streams torch says is the current one.
+extern "C" __attribute__((visibility("default"))) int emulation_stream = 0;
+
 // The current one. The tensors are torch's CPU tensors: on another, as on the second of two GPUs.
 extern "C" __attribute__((visibility("default"))) int emulation_device = 0;
 static constexpr int kTensorsDevice = -1;
@@ -68,6 +76,15 @@ extern "C" __attribute__((visibility("default"))) int emulation_replay(int begin
 extern "C" __attribute__((visibility("default"))) void emulation_forget_captured() {
   captured.clear();
   for (AtenTensorHandle tensor : std::exchange(in_use_by_captured, {})) aoti_torch_delete_tensor_object(tensor);
+}
+
+extern "C" AOTITorchError __real_aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t,
+                                                          int32_t, AtenTensorHandle*);
+extern "C" AOTITorchError __wrap_aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t* strides,
+                                                          int32_t dtype, int32_t device_type, int32_t device_index,
+                                                          AtenTensorHandle* empty) {
+  ++emulation_allocations;
+  return __real_aoti_torch_empty_strided(ndim, sizes, strides, dtype, device_type, device_index, empty);
 }
 
 // Memory that is allocated during a capture stays the graph's.
@@ -195,6 +212,10 @@ cudaError_t cudaDeviceSynchronize() {
   return emulation_is_capturing ? remember(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
 }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
+cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
+  *status = emulation_is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
   thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
   std::swap(*mode, current);
@@ -207,7 +228,7 @@ cudaError_t cudaSetDevice(int device) {
   return cudaSuccess;
 }
 extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
-  *stream = nullptr;
+  *stream = reinterpret_cast<void*>(static_cast<intptr_t>(emulation_stream));
   return device == kTensorsDevice ? 0 : 1;
 }
 
@@ -216,11 +237,13 @@ extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** str
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
   if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   if (emulation_device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
+  ++emulation_copies;
   return emulation::enqueue([=] { return memcpy(to, from, bytes), cudaSuccess; });
 }
 cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
   if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
   if (emulation_device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
+  ++emulation_memsets;
   return emulation::enqueue([=] { return memset(to, byte, bytes), cudaSuccess; });
 }
 cudaError_t cudaMalloc(void** address, size_t bytes) {

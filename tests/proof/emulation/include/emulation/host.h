@@ -49,6 +49,9 @@ cudaError_t cudaDeviceSynchronize();
 typedef struct CUstream_st* cudaStream_t;
 cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 
+enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
+
 enum cudaStreamCaptureMode {
   cudaStreamCaptureModeGlobal,
   cudaStreamCaptureModeThreadLocal,

@@ -1,0 +1,30 @@
+#include "adamw/adamw.h"
+#include "common/rows.h"
+
+namespace mpk {
+
+// One block a row: constant memory is quick only where all lanes read the same.
+template <int capacity>
+__global__ void adamw_upload_kernel(const __grid_constant__ PageOf<AdamwRow, capacity> page, int32_t first,
+                                    AdamwKept to) {
+  const AdamwRow& row = page.rows[blockIdx.x];
+  const int32_t i = first + static_cast<int32_t>(blockIdx.x), chunks = chunks_of(row.size, page.chunk_size);
+  for (int32_t chunk = threadIdx.x; chunk < chunks; chunk += kThreads) to.row_of_chunk[row.first_chunk + chunk] = i;
+  if (threadIdx.x == 0) {
+    to.rows[i] = row;
+    to.grads[i] = grad_of(row);
+    to.tickets[i] = to.tickets[i + 1] = 0;
+  }
+}
+
+cudaError_t adamw_upload_cuda(const TableOf<AdamwRow>& table, const AdamwKept& to, cudaStream_t stream) {
+  constexpr int capacity = kRowsInParameters<AdamwRow>;
+  for (int32_t first = 0; first < table.count; first += capacity) {
+    const PageOf<AdamwRow, capacity> page(table, first);
+    const cudaError_t error = launch(adamw_upload_kernel<capacity>, page.count, stream, page, first, to);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace mpk

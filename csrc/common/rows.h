@@ -1,0 +1,85 @@
+// The rows of a table as CUDA kernels find them: in the parameters of their launch, or on the device.
+#pragma once
+
+#include "common/cuda.h"
+
+namespace mpk {
+
+// As many rows of a table as fit into the parameters of a launch (4 KB on every chip, 32,764 bytes since Volta): no
+// device memory to fill first, nothing to keep alive, and a CUDA graph holds its own copy.
+template <class Row, int capacity>
+struct PageOf {
+  PageOf(const TableOf<Row>& table, int32_t first)
+      : count(table.count - first < capacity ? table.count - first : capacity), chunk_size(table.chunk_size) {
+    memcpy(rows, table.rows + first, sizeof(Row) * count);
+  }
+  Row rows[capacity];
+  int32_t count;
+  int64_t chunk_size;
+};
+template <class Row>
+inline constexpr int kSmallPage = 3840 / sizeof(Row);
+
+template <class Rows>
+__device__ Span span_of_block(const Rows& table) {
+  return find_span(table.rows, table.count, static_cast<int32_t>(blockIdx.x), table.chunk_size);
+}
+
+// A page's rows are read from where they lie, in constant memory. One in global memory is copied, since for all that
+// the compiler knows any store could change it.
+template <class Row, int capacity>
+__device__ const Row& row_at(const PageOf<Row, capacity>& page, int32_t row) {
+  return page.rows[row];
+}
+template <class Row>
+__device__ Row row_at(const TableOf<Row>& table, int32_t row) {
+  return table.rows[row];
+}
+
+// One block a row: constant memory is quick only where all lanes read the same.
+template <class Row, int capacity>
+__global__ void upload_kernel(const __grid_constant__ PageOf<Row, capacity> page, Row* to) {
+  if (threadIdx.x == 0) to[blockIdx.x] = page.rows[blockIdx.x];
+}
+
+// A stretch of rows that stay on the device, and where their tensors lie at this step.
+template <int capacity>
+struct StretchAt : Stretch {
+  StretchAt(const Stretch& stretch, void* const* at) : Stretch(stretch) {
+    memcpy(data, at + first_row, sizeof(void*) * rows());
+  }
+  void* data[capacity];
+};
+inline constexpr int kSmallStretch = 320;  // within the 4 KB, beside AdamW's hyperparameters
+
+template <int capacity>
+__device__ Span span_of_block(const StretchAt<capacity>& stretch) {
+  const int32_t chunk = stretch.first_chunk + static_cast<int32_t>(blockIdx.x);
+  return span_at(stretch.table, chunk, stretch.row_of_chunk[chunk], stretch.chunk_size);
+}
+
+template <int capacity>
+__device__ Row row_at(const StretchAt<capacity>& stretch, int32_t row) {
+  Row found = stretch.table[row];
+  found.data = stretch.data[row - stretch.first_row];
+  return found;
+}
+
+// Calls launch_with(rows): a page, or a table on the device, where pages have carried the rows into `memory`. So a
+// kernel is launched once, for any number of tensors.
+template <class Row, class LaunchWith>
+cudaError_t with_rows(const TableOf<Row>& table, Row* memory, cudaStream_t stream, const LaunchWith& launch_with) {
+  using Large = PageOf<Row, kRowsInParameters<Row>>;
+  if (table.count == 0) return cudaSuccess;
+  if (table.count <= kSmallPage<Row>) return launch_with(PageOf<Row, kSmallPage<Row>>(table, 0));
+  if (table.count <= kRowsInParameters<Row>) return launch_with(Large(table, 0));
+  for (int32_t first = 0; first < table.count; first += kRowsInParameters<Row>) {
+    const Large page(table, first);
+    const cudaError_t error =
+        launch(upload_kernel<Row, kRowsInParameters<Row>>, page.count, stream, page, memory + first);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_with(TableOf<Row>{memory, table.count, table.chunks, table.chunk_size});
+}
+
+}  // namespace mpk

@@ -1,0 +1,131 @@
+"""A linear_act for the selector to time, and to compare with what is exact."""
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkernels.linear import paths
+from mpkernels.selector.trial import Error
+
+_FLOPS_ON_CPU = 2**30  # where more rows take proportionally longer
+_SAMPLES = 64  # rows and features that are compared, the first and the last among them
+_BLOCK = 1024  # rows or features that are in fp64 at a time
+
+
+class _Exact(NamedTuple):
+    """Numbers without an error, and the squares of the size that the error of each is in proportion to: that of a sum
+    is of the size of what is added up, however little is left of it."""
+
+    value: Tensor
+    squares: Tensor
+
+
+class LinearTrial:
+    """A call like the one at hand and its backward, on other data in the same layouts."""
+
+    def __init__(
+        self,
+        rows: int,
+        leaves: Sequence[Tensor],
+        activation: str,
+        trains: bool,
+        autocast: torch.dtype | None,
+    ) -> None:
+        """leaves: the call's x, weight and, if there is one, bias."""
+        self._activation, self._trains, self._autocast = activation, trains, autocast
+        self._device, (outputs, features) = leaves[0].device, leaves[1].shape
+        self.dtype = autocast or leaves[0].dtype
+        if self._device.type == "cpu":
+            rows = min(rows, max(64, _FLOPS_ON_CPU // (2 * outputs * features)))
+        self._generator = torch.Generator(self._device).manual_seed(0)
+        shapes = (rows, features), (outputs, features), (outputs,)
+        scales = 1.0, features**-0.5, 1.0  # neither outputs nor gradients overflow
+        made = [self._like(*each) for each in zip(leaves, shapes, scales, strict=False)]
+        self._leaves = [each.requires_grad_(trains) for each in made]
+        self._dy = self._normal((rows, outputs), rows**-0.5).to(self.dtype)
+        self._rows, self._features = self._some_of(rows), self._some_of(outputs)
+
+    def _normal(self, shape: tuple[int, ...], scale: float) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self._device) * scale
+
+    def _like(self, leaf: Tensor, shape: tuple[int, ...], scale: float) -> Tensor:
+        if not is_transposed(leaf):
+            return self._normal(shape, scale).to(leaf.dtype)
+        return self._normal(shape[::-1], scale).to(leaf.dtype).t()
+
+    def _some_of(self, count: int) -> Tensor:
+        steps = torch.linspace(0, count - 1, min(count, _SAMPLES), dtype=torch.float64, device=self._device)
+        return steps.round().long()
+
+    def run(self, name: str) -> list[Tensor]:
+        """Return y and the gradients of x, weight and bias."""
+        x, weight, *bias = self._leaves
+        # A cast for each call, as there is one for each step.
+        casting = torch.autocast(self._device.type, self._autocast, self._autocast is not None, cache_enabled=False)
+        with casting, torch.set_grad_enabled(self._trains):
+            y = paths.compute(name, x, weight, bias[0] if bias else None, self._activation, self._autocast)
+        return [y.detach(), *(torch.autograd.grad(y, self._leaves, self._dy) if self._trains else ())]
+
+    def errors(self, results: Sequence[Tensor]) -> list[Error]:
+        y, *gradients = results
+        places = self._rows, self._features, self._features
+        parts = [y[self._rows], y[:, self._features], *(it[at] for it, at in zip(gradients, places, strict=False))]
+        distances = [(part - it.value).norm() for part, it in zip(parts, self._exact, strict=True)]
+        norms = [(it.value.square() + it.squares).sum().sqrt() for it in self._exact]
+        norms = [torch.where(it > 0, it, 1) for it in norms]
+        shares = torch.stack(distances) / torch.stack(norms)
+        return [Error(share, part.numel()) for share, part in zip(shares.tolist(), parts, strict=True)]
+
+    @cached_property
+    def _exact(self) -> list[_Exact]:
+        """Return the rows of y, its features, the rows of x's gradient, the features of weight's and bias's."""
+        x, weight, *bias = (leaf.detach().to(self.dtype) for leaf in self._leaves)
+        rows, features = self._rows, self._features
+        by_features = [
+            self._in_fp64(x[rows], weight[at], [it[at] for it in bias], self._dy[rows][:, at])
+            for at in torch.arange(len(weight), device=self._device).split(_BLOCK)
+        ]
+        by_rows = [
+            self._in_fp64(x[at], weight[features], [it[features] for it in bias], self._dy[at][:, features])
+            for at in torch.arange(len(x), device=self._device).split(_BLOCK)
+        ]
+        joined = [_joined(torch.cat, by_features, 0, 1), _joined(torch.cat, by_rows, 0, 0)]
+        if self._trains:
+            joined.append(_joined(_added, by_features, 1))
+            joined += [_joined(_added, by_rows, i) for i in range(2, 3 + len(bias))]
+        return joined
+
+    def _in_fp64(self, x: Tensor, weight: Tensor, bias: list[Tensor], dy: Tensor) -> list[_Exact]:
+        """Return y and the gradients of x, weight and bias. Their errors come from z, and from the slope there, which
+        kernels may work out from a y that was rounded, so that its error is of the size of dy."""
+        x, weight, dy, *bias = (it.double() for it in (x, weight, dy, *bias))
+        z = sum(bias, x @ weight.t()).requires_grad_()
+        identity = torch.eye(len(weight), dtype=z.dtype, device=z.device)
+        with torch.autocast(self._device.type, enabled=False), torch.enable_grad():
+            y = paths.compute("torch", z, identity, None, self._activation, None)
+        [slope] = torch.autograd.grad(y, z, torch.ones_like(y))
+        z_squares = x.square() @ weight.square().t() + sum(it.square() for it in bias)
+        dz, dz_squares = dy * slope, dy.square() * slope.square().clamp(min=1)
+        return [
+            _Exact(y.detach(), slope.square() * z_squares),
+            _Exact(dz @ weight, dz_squares @ weight.square()),
+            _Exact(dz.t() @ x, dz_squares.t() @ x.square()),
+            _Exact(dz.sum(0), dz_squares.sum(0)),
+        ]
+
+
+def _joined(join: Callable[..., Tensor], blocks: list[list[_Exact]], i: int, *dim: int) -> _Exact:
+    """Join the i-th result of each block."""
+    return _Exact(*(join(parts, *dim) for parts in zip(*(block[i] for block in blocks), strict=True)))
+
+
+def _added(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(parts)).sum(0)
+
+
+def is_transposed(tensor: Tensor) -> bool:
+    """Return whether neighbours in the last dimension lie apart, as in ``weight.t()`` of a contiguous weight."""
+    return tensor.dim() > 0 and tensor.stride(-1) != 1 and tensor.shape[-1] > 1

@@ -1,0 +1,90 @@
+"""The part of a parameter that this process holds.
+
+FSDP2 and tensor parallelism make DTensors. Kernels take the part that is here. What belongs to a parameter, its grad
+and its states, is placed as the parameter is, so that checkpoints know which part it is.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels._torch_private import offsets_of_part
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether this is a DTensor."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def are_any_sharded(tensors: Iterable[Any]) -> bool:
+    """Return whether there is a DTensor among these, at the cost of a look at each one's class."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and any(issubclass(kind, loaded.DTensor) for kind in set(map(type, tensors)))
+
+
+def part_of(tensor: Any) -> Any:
+    """Return what this process holds of a DTensor; anything else as it is."""
+    if not is_sharded(tensor):
+        return tensor
+    with torch.no_grad():
+        part = tensor.to_local()
+    return part.wait() if hasattr(part, "wait") else part  # a collective may be on its way
+
+
+def parts_in(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state with this process's parts of its DTensors."""
+    return {key: part_of(value) for key, value in state.items()}
+
+
+@torch.no_grad()
+def placed_as(like: Any, part: Tensor) -> Any:
+    """Return this process's part of something that is placed as ``like`` is: a DTensor where that is one."""
+    if not is_sharded(like):
+        return part
+    kind = sys.modules["torch.distributed.tensor"].DTensor
+    return kind.from_local(
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+@torch.no_grad()
+def part_for(param: Any, whole: Any) -> Any:
+    """Return this process's part of what a checkpoint has of a parameter, which may be whole, or placed otherwise."""
+    if is_sharded(whole) and is_sharded(param):
+        if whole.device_mesh != param.device_mesh:
+            return part_for(param, whole.full_tensor())
+        return part_of(whole.redistribute(placements=param.placements))
+    if is_sharded(whole):
+        return whole.full_tensor()
+    if is_sharded(param):
+        distribute = sys.modules["torch.distributed.tensor"].distribute_tensor
+        there = whole.to(part_of(param).device)
+        return part_of(distribute(there, param.device_mesh, param.placements, src_data_rank=None))
+    return whole
+
+
+@torch.no_grad()
+def settle_grad(param: Any) -> Any:
+    """Return a parameter's grad, placed as the parameter is. Under sequence parallelism each process has a summand of
+    a norm layer's."""
+    grad = param.grad
+    if is_sharded(grad) and grad.placements != param.placements:
+        param.grad = grad = grad.redistribute(placements=param.placements)
+    return grad
+
+
+def grads_of(params: Sequence[Any]) -> list[Any]:
+    """Return the grad of each parameter, placed as it is; None where there is none."""
+    return list(map(settle_grad, params)) if are_any_sharded(params) else [param.grad for param in params]
+
+
+def first_index(tensor: Any) -> tuple[int, ...]:
+    """Return where, in the whole, the first element of this process's part is."""
+    if not is_sharded(tensor):
+        return (0,) * int(tensor.ndim)
+    index: tuple[int, ...] = offsets_of_part(tensor.shape, tensor.device_mesh, tensor.placements)
+    return index

@@ -1,0 +1,182 @@
+"""What the device keeps of a plan serves its own steps alone, whatever becomes of the plan, its graphs and streams."""
+
+import gc
+
+import pytest
+import torch
+
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+from tests.graphs import captured
+from tests.optim.test_plan import made, put_grads
+from tests.targets import TARGETS, emulated_variable
+
+CHUNKS = (20_000, 5, 9_000)  # of several chunks, whose blocks hand their shares to the last one
+
+
+@pytest.fixture
+def emulated():
+    target = TARGETS["cpu-cuda"]
+    if why := target.why_missing():
+        pytest.skip(why)
+    with target.active():
+        yield target
+
+
+def weights_of(params):
+    return torch.cat([param.detach().double().flatten() for param in params])
+
+
+def by_new_plans(steps, **options):
+    """Return the weights after steps(params, optimizer), each by a plan of its own."""
+    params, optimizer = made(**options)
+    step = optimizer.step
+
+    def afresh():
+        optimizer._start_afresh()
+        step()
+
+    optimizer.step = afresh
+    steps(params, optimizer)
+    return weights_of(params)
+
+
+@pytest.mark.parametrize("guard", [{"max_norm": 1.0}, {}], ids=str)
+def test_a_skipped_step_leaves_the_next_one_whole(target, guard):
+    """Each kernel counts a row's blocks, to know the last."""
+
+    def steps(params, optimizer):
+        for seed in range(5):
+            put_grads(params, seed)
+            if seed in (1, 2) and guard:
+                params[seed].grad[3] = float("inf")
+            optimizer.step()
+
+    params, optimizer = made(sizes=CHUNKS, device=target.device, **guard)
+    steps(params, optimizer)
+    assert same_bits(weights_of(params), by_new_plans(steps, sizes=CHUNKS, device=target.device, **guard))
+    assert {int(state["step"]) for state in optimizer.state.values()} == {3 if guard else 5}
+
+
+def in_groups(count, device="cpu"):
+    params = [torch.nn.Parameter(torch.full((1 + i % 3,), 1.0 + i, device=device)) for i in range(2 * count)]
+    groups = [
+        {"params": params[i::count], "lr": 0.1 / (1 + i), "betas": (0.9 - i / 200, 0.99), "maximize": i % 2 > 0}
+        for i in range(count)
+    ]
+    return params, AdamW(groups, max_norm=1.0)
+
+
+@pytest.mark.parametrize("count", [1, 17, 61, 130])
+def test_each_parameter_steps_by_its_own_group(emulated, count):
+    """Also in a later launch than the first."""
+    params, optimizer = in_groups(count)
+    for seed in range(3):
+        put_grads(params, seed)
+        optimizer.step()
+    with_reference = in_groups(count)
+    for seed in range(3):
+        put_grads(with_reference[0], seed)
+        with TARGETS["cpu-reference"].active():
+            with_reference[1].step()
+    assert torch.equal(optimizer.grad_norm, with_reference[1].grad_norm)
+    assert same_bits(weights_of(params), weights_of(with_reference[0]))
+
+
+@pytest.mark.parametrize("call", range(1, 6))
+def test_a_step_that_failed_midway_leaves_the_next_one_whole(emulated, call):
+    """Of five launches: one that takes rows to the device, two that look at grads, two that step. What was launched
+    before the failed one is done, as on a GPU; but its count of blocks doesn't go on in the next step."""
+    params, optimizer = in_groups(61)
+    put_grads(params, 0)
+    failure = emulated_variable("emulation_calls_to_failure")
+    failure.value = call
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    steps = {float(state["step"]) for state in optimizer.state.values()}
+    assert steps == ({0.0, 1.0} if call == 5 else {0.0})
+    before = [param.detach().clone() for param in params]
+    optimizer.step()
+    assert torch.equal(
+        optimizer.grad_norm, torch.cat([it.grad for it in params]).double().square().sum().sqrt().float()
+    )
+    assert {float(state["step"]) for state in optimizer.state.values()} == {it + 1 for it in steps}
+    assert not any(map(torch.equal, params, before))
+
+
+def graph_of(emulated, params, optimizer):
+    put_grads(params, 0)
+    optimizer.step()
+    grads = [param.grad for param in params]
+    with captured(emulated) as graph:
+        optimizer.step()
+    return graph, grads
+
+
+def test_a_graph_outlives_its_plan(emulated):
+    """And goes on with the parameters that it was captured with, whatever memory the plan has had is now."""
+    weights = []
+    for ends in (True, False):
+        params, optimizer = made(sizes=CHUNKS, max_norm=1.0)
+        graph, grads = graph_of(emulated, params, optimizer)
+        if ends:
+            optimizer._start_afresh()
+            gc.collect()
+            taken = [torch.full((size,), 255, dtype=torch.uint8) for size in (72, 192, 264, 600) for _ in range(50)]
+        for seed in range(3):
+            for grad, new in zip(grads, CHUNKS, strict=True):
+                grad.copy_(torch.randn(new, generator=torch.Generator().manual_seed(seed)))
+            graph.replay()
+        weights.append(weights_of(params))
+        assert {float(state["step"]) for state in optimizer.state.values()} == {4.0}
+    assert len(taken) == 200
+    assert same_bits(*weights)
+
+
+def test_a_graph_keeps_its_rows_when_the_plan_gets_others(emulated):
+    params, optimizer = made(sizes=CHUNKS, max_norm=1.0)
+    graph, _ = graph_of(emulated, params, optimizer)
+    captured_with = [param.data for param in params]
+    params[1].data = params[1].data.clone()
+    optimizer.step()
+    before = [weight.clone() for weight in captured_with]
+    moved = params[1].detach().clone()
+    graph.replay()
+    assert not any(map(torch.equal, captured_with, before))
+    assert torch.equal(params[1], moved)
+
+
+def test_rows_captured_are_not_there_for_an_eager_step(emulated):
+    """A capture does nothing by itself."""
+
+    def steps(params, optimizer):
+        for seed in range(3):
+            put_grads(params, seed)
+            optimizer.step()
+
+    params, optimizer = made(sizes=CHUNKS, max_norm=1.0)
+    put_grads(params, 0)
+    optimizer.step()
+    optimizer._start_afresh()
+    with captured(emulated):
+        optimizer.step()
+    for seed in (1, 2):
+        put_grads(params, seed)
+        optimizer.step()
+    assert same_bits(weights_of(params), by_new_plans(steps, sizes=CHUNKS, max_norm=1.0))
+
+
+def test_another_stream_gets_rows_of_its_own(emulated):
+    """Nothing orders it after the stream that took them to the device, nor before what is done with their memory."""
+    stream, launches = emulated_variable("emulation_stream"), emulated_variable("emulation_launches")
+    params, optimizer = made(sizes=CHUNKS, max_norm=1.0)
+    counts = []
+    try:
+        for current in (0, 0, 1, 1, 0):
+            stream.value, before = current, launches.value
+            put_grads(params, seed=0)
+            optimizer.step()
+            counts.append(launches.value - before)
+    finally:
+        stream.value = 0
+    assert counts == [3, 2, 3, 2, 3]
