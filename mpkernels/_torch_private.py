@@ -2,12 +2,13 @@
 
 What is missing has a stand-in here, on the safe side: all works, some of it slower or with a refusal that says so.
 GradScaler also overrides its parent's own methods (``_unscale_grads_``, ``_check_inf_per_device``,
-``_lazy_init_scale_growth_tracker``) and keeps its books (``_per_optimizer_states``), as torch's ShardedGradScaler does.
+``_lazy_init_scale_growth_tracker``), calls ``_check_scale_growth_tracker``, and keeps its books (``_enabled``,
+``_scale``, ``_growth_interval``, ``_per_optimizer_states``), as torch's ShardedGradScaler does.
 """
 
 import importlib
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import reduce
 from typing import Any, TypeVar
@@ -69,8 +70,22 @@ has_kernel: Callable[[str, str], bool] = _find(
 
 # Grads of many parameters in one call. Without it: in as many.
 foreach_mul_: Callable[[list[Tensor], Tensor], object] = _find(
-    "torch", "_foreach_mul_", lambda tensors, by: [each.mul_(by) for each in tensors]
+    "torch", "_foreach_mul_", lambda tensors, factor: [each.mul_(factor) for each in tensors]
 )
+
+# A view that autograd takes for none, so that users may change the result in place. Without it: a copy.
+unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = _find(
+    "torch", "ops.aten._unsafe_view", lambda tensor, shape: tensor.view(shape).clone()
+)
+
+# The op that casts. Without it: memory_report counts no casts of autocast's.
+to_copy: Any = _find("torch", "ops.aten._to_copy.default", None)
+
+# What a sparse grad holds, though it may hold an index twice. Without it: torch asks for a coalesced one.
+values_of: Callable[[Tensor], Tensor] = _find("torch", "Tensor._values", Tensor.values)
+
+# What the names of torch's own ops that look at grads have in them. Without such ops: the profile counts ours alone.
+LOOKS_AT_GRADS = ("_amp_", "_foreach_norm")
 
 # What multiplies bf16 here. Without them: Policy.best takes a CPU for one that doesn't.
 has_amx: Callable[[], bool] = _find("torch.cpu", "_is_amx_tile_supported", lambda: False)
@@ -100,6 +115,42 @@ def parts_in_place(tensors: Iterable[Any]) -> list[Any]:
     """Return the tensor that each DTensor holds; None for others. Without the attribute: None, so that a method of
     theirs makes a new view of each parameter at each call, and AdamW plans each step anew."""
     return [getattr(it, "_local_tensor", None) for it in tensors]
+
+
+def originals_of(flat: Any) -> list[Tensor]:
+    """Return the parameters that FSDP1 made views of its flat one. Without its lists: none, and the group must be
+    given."""
+    return [*(getattr(flat, "_params", None) or ()), *(getattr(flat, "_shared_params", None) or ())]
+
+
+def version_of(tensor: Tensor) -> object:
+    """Return what differs once a tensor has been changed in place. Without torch's counter: something new each time, so
+    that nothing is kept for a tensor that might have changed."""
+    version = getattr(tensor, "_version", None)
+    return object() if version is None else version
+
+
+def base_of(tensor: Tensor) -> Tensor | None:
+    """Return what this is a view of. Without the attribute: nothing, and a transposed weight is cast in each call."""
+    return getattr(tensor, "_base", None)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return a number that tensors in the same storage share. Without its address: that of the memory, which tensors on
+    the meta device have none of."""
+    storage = tensor.untyped_storage()
+    return int(getattr(storage, "_cdata", None) or storage.data_ptr())
+
+
+def before_compile(module: torch.nn.Module) -> torch.nn.Module | None:
+    """Return what torch.compile wrapped here. Without the attribute: nothing, and warm_up runs the compiled module."""
+    return getattr(module, "_orig_mod", None)
+
+
+def pre_hooks_of(module: torch.nn.Module) -> list[Any]:
+    """Return what is called before a forward. Without the book: nothing, and under torch.nn.utils.spectral_norm
+    to_mixed needs keep_fp32."""
+    return list(getattr(module, "_forward_pre_hooks", {}).values())
 
 
 def root_mesh(mesh: Any) -> Any:

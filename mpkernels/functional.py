@@ -1,14 +1,11 @@
 """linear_act as a function, with the shapes, autocast and gradients of torch.nn.functional."""
 
-from collections.abc import Callable, Hashable
-from functools import partial
-from math import prod
+from collections.abc import Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.compiler import is_compiling
-from torch.nn import functional
 from torch.overrides import is_tensor_like
 
 from mpkernels import selector
@@ -21,37 +18,14 @@ from mpkernels._torch_private import (
     is_any_autocast_enabled,
     is_exporting,
     is_jit_tracing,
-    is_tracing,
 )
-from mpkernels.linear import cast_cache
+from mpkernels.linear import paths
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
 from mpkernels.linear.choice import autocast_dtype, kernel_for, key_of
 from mpkernels.ops import _checks
-from mpkernels.ops import linear_act as _linear_act
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 
 __all__ = ["clear_cast_cache", "linear_act"]
-
-_AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": torch.relu,
-    "relu2": lambda z: (y := torch.relu(z)) * y,  # CUDA's autocast makes fp32 of square(), which is pow
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "silu": functional.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
-_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": torch.relu_,
-    "relu2": lambda z: z.relu_().square_(),
-    "gelu": torch.ops.aten.gelu_,
-    "gelu_tanh": partial(torch.ops.aten.gelu_, approximate="tanh"),
-    "silu": partial(functional.silu, inplace=True),
-    "sigmoid": torch.sigmoid_,
-    "tanh": torch.tanh_,
-}
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = "gelu") -> Tensor:
@@ -74,11 +48,11 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     kernel = selector.by_key.get(key)
     name: Any = activation  # where a call is known; one with a module never is
     if kernel == "torch":
-        return _by_torch(x, weight, bias, name)
+        return paths.by_torch(x, weight, bias, name)
     if kernel is None or _is_watched():
         return _of_any_kind(key, x, weight, bias, activation)
     dtype = autocast_dtype(x) if is_any_autocast_enabled() else None
-    return _by_ours(kernel, x, weight, bias, name, dtype)
+    return paths.by_ours(kernel, x, weight, bias, name, dtype)
 
 
 def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, given: ActivationLike) -> Tensor:
@@ -86,15 +60,15 @@ def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, 
     tensors = (x, weight) if bias is None else (x, weight, bias)
     if not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors)):
         try:
-            return _by_torch_afresh(x, weight, bias, activation)
+            return paths.by_torch_afresh(x, weight, bias, activation)
         except RuntimeError:
             if type(x) is Tensor and not x.is_nested:
                 _check_shapes_and_dtypes(x, weight, bias)
             raise
     _check_shapes_and_dtypes(x, weight, bias)
     dtype = autocast_dtype(x)
-    kernel = kernel_for(_compute, key, x, weight, bias, activation, dtype)
-    return _compute(kernel, x, weight, bias, activation, dtype)
+    kernel = kernel_for(key, x, weight, bias, activation, dtype)
+    return paths.compute(kernel, x, weight, bias, activation, dtype)
 
 
 _SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
@@ -123,54 +97,6 @@ def _is_watched() -> bool:
         or count_dispatch_modes() > 0
         or count_function_modes() > 0
     )
-
-
-def _compute(
-    kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None
-) -> Tensor:
-    if kernel == "torch":
-        return (_by_torch_afresh if is_compiling() else _by_torch)(x, weight, bias, activation)
-    return _by_ours(kernel, x, weight, bias, activation, dtype)
-
-
-def _by_torch_afresh(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    return _AFRESH[activation](functional.linear(x, weight, bias))
-
-
-def _by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Compute with plain torch. Without autograd, nobody needs z any more, and the activation overwrites it."""
-    z = functional.linear(x, weight, bias)
-    if is_grad_enabled() or are_transforms_active():  # where in place has no batching rules
-        return _AFRESH[activation](z)
-    if activation == "none":
-        return z
-    return _IN_PLACE[activation](z)
-
-
-def _by_ours(
-    kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None
-) -> Tensor:
-    """``dtype`` is autocast's."""
-    sizes = x.shape
-    shape = *sizes[:-1], *weight.shape[:-1]
-    if len(shape) != len(sizes):
-        weight = weight.unsqueeze(0)
-    if bias is not None and bias.shape != weight.shape[:1]:
-        bias = bias.expand(weight.shape[0])
-    cast = None
-    if dtype is not None:
-        x = _as_autocast_casts(x, dtype)
-        if weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32) and not is_tracing():
-            cast = cast_cache.cast(weight, dtype), None if bias is None else cast_cache.cast(bias, dtype)
-        else:
-            weight = _as_autocast_casts(weight, dtype)
-            bias = None if bias is None else _as_autocast_casts(bias, dtype)
-    rows = x if len(sizes) == 2 else x.reshape(prod(sizes[:-1]), sizes[-1])
-    return _linear_act(rows, weight, bias, activation, shape, cast, kernel)
-
-
-def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
 
 
 def _check_shapes_and_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

@@ -11,17 +11,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from mpkernels._torch_private import LOOKS_AT_GRADS
 from mpkernels.overflow.find_nonfinite import tensors_in
 
 Batch = TypeVar("Batch")
 PHASES = ("forward", "backward", "step")
-STATS = (
-    "grad_stats",
-    "unscale_",
-    "update_scale_",
-    "_amp_",
-    "_foreach_norm",
-)  # in the names of ops: what looks at grads
+STATS = "grad_stats", "unscale_", "update_scale_", *LOOKS_AT_GRADS  # in the names of ops
 
 
 class Profile:
@@ -89,8 +84,8 @@ class Profile:
         elif self._batches:
             lines.append(f"throughput was not measured: {self._batches} batches came, and warmup={self._warmup}")
         if self._profiler is not None:
-            by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-            lines.append(self._profiler.key_averages().table(sort_by=by, row_limit=rows, max_name_column_width=40))
+            sort_by = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+            lines.append(self._profiler.key_averages().table(sort_by=sort_by, row_limit=rows, max_name_column_width=40))
         return "\n".join(lines)
 
     __str__ = table

@@ -124,13 +124,13 @@ def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
 
 def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
     for of_device in by_device(grads, grads).values():
-        by = put_on(of_device[0].device, coefficient)
+        factor = put_on(of_device[0].device, coefficient)
         wide = [grad for grad in of_device if grad.dtype == torch.float64]
         narrow = [grad for grad in of_device if grad.dtype != torch.float64]
         if wide:
-            foreach_mul_(wide, by.double())
+            foreach_mul_(wide, factor.double())
         if narrow:  # multiplied in fp32 and rounded once; torch would round the coefficient to 16 bits first
-            unscale_(narrow, torch.zeros((), dtype=torch.float32, device=by.device), by.float())
+            unscale_(narrow, torch.zeros((), dtype=torch.float32, device=factor.device), factor.float())
 
 
 def _real(grads: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkernels._torch_private import values_of
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
@@ -96,4 +97,4 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
         return grad
     if grad.dtype is torch.float16:
         param.grad = grad = grad.coalesce()  # or the sum of an index's values might overflow later, unseen
-    return grad._values()
+    return values_of(grad)

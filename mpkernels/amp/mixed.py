@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from mpkernels._torch_private import SpectralParametrization
+from mpkernels._torch_private import SpectralParametrization, pre_hooks_of
 from mpkernels.amp.mixed_class import Mixed, mixed_class
 from mpkernels.ops.adamw.split import split
 from mpkernels.optim import AdamW, masters, param_state
@@ -142,8 +142,7 @@ def _spectral_of(module: nn.Module) -> list[Tensor]:
     is_parametrized = isinstance(module, parametrize.ParametrizationList)
     if is_parametrized and any(isinstance(it, SpectralParametrization) for it in module.children()):
         return list(module.parameters(recurse=False))
-    hooks = module._forward_pre_hooks.values()
-    return [getattr(module, hook.name + "_orig") for hook in hooks if isinstance(hook, SpectralNorm)]
+    return [getattr(module, f"{it.name}_orig") for it in pre_hooks_of(module) if isinstance(it, SpectralNorm)]
 
 
 def _is_fp32s(module: nn.Module) -> bool:

@@ -53,6 +53,7 @@ class Policy:
 
     @property
     def compute_dtype(self) -> torch.dtype:
+        """The dtype that autocast computes in."""
         return _COMPUTE_DTYPES[self.name]
 
     def autocast(self, device: str | torch.device | None = None) -> torch.amp.autocast:

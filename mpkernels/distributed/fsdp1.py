@@ -7,7 +7,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from mpkernels._torch_private import flat_param_handle, is_fsdp1s
+from mpkernels._torch_private import flat_param_handle, is_fsdp1s, originals_of
 from mpkernels.distributed.processes import Processes, are_several
 
 _handles: WeakSet[Any] = WeakSet()  # FSDP's, one for each flat parameter; no parameter leads to its own
@@ -51,5 +51,5 @@ def _known_groups() -> dict[int, Any]:
     found: dict[int, Any] = {}
     for handle in list(_handles):
         flat, group = handle.flat_param, handle.process_group if handle.uses_sharded_strategy else None
-        found |= {id(it): group for it in (flat, *(flat._params or ()), *(flat._shared_params or ()))}
+        found |= {id(it): group for it in (flat, *originals_of(flat))}
     return found

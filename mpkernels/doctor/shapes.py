@@ -50,12 +50,15 @@ def of_size(where: str, name: str, size: int, dtype: torch.dtype = torch.bfloat1
     return Advice(where, f"{name}={size} is no multiple of {multiple}", f"{-(-size // step) * step} is")
 
 
+_CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
+
+
 def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
     """Those by which rows in memory are long."""
     if isinstance(module, nn.Linear | LinearAct):
         yield "in_features", module.in_features
         yield "out_features", module.out_features
-    elif isinstance(module, nn.modules.conv._ConvNd):
+    elif isinstance(module, _CONVOLUTIONS):
         yield "in_channels / groups", module.in_channels // module.groups
         yield "out_channels / groups", module.out_channels // module.groups
     elif isinstance(module, nn.Embedding):

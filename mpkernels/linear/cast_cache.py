@@ -17,12 +17,12 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import unseen
+from mpkernels._torch_private import base_of, unseen, version_of
 
 
 class _Kept(NamedTuple):
     parameter: Tensor  # lest another one get its id
-    version: int
+    version: object
     data_ptr: int
     stream: int
     cast: Tensor
@@ -62,13 +62,13 @@ def _step() -> _Block | None:
 def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``parameter.detach().to(dtype)``, which nobody may write to."""
     if not parameter.is_leaf and _is_transpose_of_a_leaf(parameter):
-        return cast(parameter._base, dtype).t()  # type: ignore[arg-type]
+        return cast(base_of(parameter), dtype).t()  # type: ignore[arg-type]
     if not _may_keep(parameter):
         return parameter.detach().to(dtype)
     step = _step()
     block: _Block = (_block() or _enter_block(parameter.device.type)) if step is None else step
     stream = torch.cuda.current_stream(parameter.device).cuda_stream if parameter.is_cuda else 0
-    state = parameter._version, parameter.data_ptr(), stream
+    state = version_of(parameter), parameter.data_ptr(), stream
     kept = block.get(id(parameter))
     if kept is None or kept[1:4] != state or kept.cast.dtype != dtype:
         kept = block[id(parameter)] = _Kept(parameter, *state, parameter.detach().to(dtype))
@@ -84,7 +84,7 @@ def clear() -> None:
 
 def _is_transpose_of_a_leaf(tensor: Tensor) -> bool:
     """Tell a transposed leaf, as GPT-2 keeps its weights. Both share a version, so that a change of either is seen."""
-    base = tensor._base
+    base = base_of(tensor)
     return (
         base is not None
         and base.is_leaf

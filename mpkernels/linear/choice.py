@@ -17,7 +17,7 @@ from mpkernels._torch_private import (
     is_jit_tracing,
     is_tracing,
 )
-from mpkernels.linear.trial import Compute, LinearTrial, is_transposed
+from mpkernels.linear.trial import LinearTrial, is_transposed
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import DEVICES, backends, forced
 from mpkernels.selector.case import Case
@@ -59,7 +59,6 @@ def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 
 
 def kernel_for(
-    compute: Compute,
     key: Hashable,
     x: Tensor,
     weight: Tensor,
@@ -89,7 +88,7 @@ def kernel_for(
     outputs, features = weight.shape
     rows = 1 << (x.numel() // features - 1).bit_length()
     case = Case("linear_act", device, (features, outputs), dtypes, variant, rows)
-    prepare = partial(LinearTrial, compute, rows, leaves, activation, trains, autocast)
+    prepare = partial(LinearTrial, rows, leaves, activation, trains, autocast)
     return selector.choose(case, _names(device.type), prepare, key)
 
 

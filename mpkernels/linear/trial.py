@@ -7,9 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpkernels.linear import paths
 from mpkernels.selector.trial import Error
-
-Compute = Callable[[str, Tensor, Tensor, Tensor | None, str, torch.dtype | None], Tensor]
 
 _FLOPS_ON_CPU = 2**30  # where more rows take proportionally longer
 _SAMPLES = 64  # rows and features that are compared, the first and the last among them
@@ -29,7 +28,6 @@ class LinearTrial:
 
     def __init__(
         self,
-        compute: Compute,
         rows: int,
         leaves: Sequence[Tensor],
         activation: str,
@@ -37,7 +35,7 @@ class LinearTrial:
         autocast: torch.dtype | None,
     ) -> None:
         """leaves: the call's x, weight and, if there is one, bias."""
-        self._compute, self._activation, self._trains, self._autocast = compute, activation, trains, autocast
+        self._activation, self._trains, self._autocast = activation, trains, autocast
         self._device, (outputs, features) = leaves[0].device, leaves[1].shape
         self.dtype = autocast or leaves[0].dtype
         if self._device.type == "cpu":
@@ -68,7 +66,7 @@ class LinearTrial:
         # A cast for each call, as there is one for each step.
         casting = torch.autocast(self._device.type, self._autocast, self._autocast is not None, cache_enabled=False)
         with casting, torch.set_grad_enabled(self._trains):
-            y = self._compute(name, x, weight, bias[0] if bias else None, self._activation, self._autocast)
+            y = paths.compute(name, x, weight, bias[0] if bias else None, self._activation, self._autocast)
         return [y.detach(), *(torch.autograd.grad(y, self._leaves, self._dy) if self._trains else ())]
 
     def errors(self, results: Sequence[Tensor]) -> list[Error]:
@@ -107,7 +105,7 @@ class LinearTrial:
         z = sum(bias, x @ weight.t()).requires_grad_()
         identity = torch.eye(len(weight), dtype=z.dtype, device=z.device)
         with torch.autocast(self._device.type, enabled=False), torch.enable_grad():
-            y = self._compute("torch", z, identity, None, self._activation, None)
+            y = paths.compute("torch", z, identity, None, self._activation, None)
         [slope] = torch.autograd.grad(y, z, torch.ones_like(y))
         z_squares = x.square() @ weight.square().t() + sum(it.square() for it in bias)
         dz, dz_squares = dy * slope, dy.square() * slope.square().clamp(min=1)

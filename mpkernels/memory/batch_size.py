@@ -51,13 +51,7 @@ def find_max_batch_size(
             say. A tuple or list is passed to the model as arguments, a mapping as keywords.
         restore: further objects to restore afterwards: models, optimizers, anything with a ``state_dict``.
     """
-    if start < 1 or max_batch < 1:
-        raise ValueError(f"find_max_batch_size: start and max_batch must be above 0, got {start} and {max_batch}")
-    if (input_shape is None) == (make_batch is None):
-        got = "neither" if make_batch is None else "both"
-        raise TypeError(f"find_max_batch_size: input_shape or make_batch must be given, got {got}")
-    if make_batch is not None and not callable(make_batch):
-        raise TypeError(f"find_max_batch_size: make_batch must be a function of a batch size, got {make_batch!r}")
+    _check(start, max_batch, input_shape, make_batch)
     device = torch.device(_device_of(model_or_step) if device is None else device)
     if make_batch is None:
         make_batch = partial(_random, tuple(input_shape or ()), device, _dtype_of(model_or_step))
@@ -76,6 +70,16 @@ def find_max_batch_size(
     if largest == 0:
         raise _nothing_fits(device)
     return largest
+
+
+def _check(start: int, max_batch: int, input_shape: Sequence[int] | None, make_batch: object) -> None:
+    if start < 1 or max_batch < 1:
+        raise ValueError(f"find_max_batch_size: start and max_batch must be above 0, got {start} and {max_batch}")
+    if (input_shape is None) == (make_batch is None):
+        got = "neither" if make_batch is None else "both"
+        raise TypeError(f"find_max_batch_size: input_shape or make_batch must be given, got {got}")
+    if make_batch is not None and not callable(make_batch):
+        raise TypeError(f"find_max_batch_size: make_batch must be a function of a batch size, got {make_batch!r}")
 
 
 def _least(model: nn.Module) -> int:

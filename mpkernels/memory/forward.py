@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mpkernels._torch_private import DispatchMode, leaves_of
+from mpkernels._torch_private import DispatchMode, leaves_of, storage_of, to_copy
 from mpkernels.memory import measure
 
 
@@ -17,19 +17,19 @@ class Forward(DispatchMode):  # type: ignore[misc]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.casts: list[Tensor] = []
-        self._known = {_key(it) for it in (*model.parameters(), *model.buffers())}
+        self._known = {storage_of(it) for it in (*model.parameters(), *model.buffers())}
         self._saved: list[Tensor] = []
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # held weakly: what is freed does not count
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {_key(it) for it in _strided((args, kwargs))}
-        if func is torch.ops.aten._to_copy.default and given & self._known:
+        given = {storage_of(it) for it in _strided((args, kwargs))}
+        if func is to_copy and given & self._known:
             self.casts.append(out)
         for it in _strided(out):
-            if _key(it) not in given:  # else a view, or changed in place
+            if storage_of(it) not in given:  # else a view, or changed in place
                 storage = it.untyped_storage()
-                self._made[_key(it)] = StorageWeakRef(storage), storage.nbytes()
+                self._made[storage_of(it)] = StorageWeakRef(storage), storage.nbytes()
         return out
 
     def __enter__(self) -> "Forward":
@@ -47,8 +47,8 @@ class Forward(DispatchMode):  # type: ignore[misc]
         return tensor
 
     def size_of_activations(self) -> int:
-        known = self._known | {_key(it) for it in self.casts}
-        return measure.size(it for it in self._saved if _key(it) not in known)
+        known = self._known | {storage_of(it) for it in self.casts}
+        return measure.size(it for it in self._saved if storage_of(it) not in known)
 
     def size_of_what_is_left(self) -> int:
         """Bytes of all tensors that it has made and that still are there."""
@@ -57,8 +57,3 @@ class Forward(DispatchMode):  # type: ignore[misc]
 
 def _strided(values: Any) -> Iterator[Tensor]:
     return (it for it in leaves_of(values) if isinstance(it, Tensor) and it.layout == torch.strided)
-
-
-def _key(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkernels._torch_private import storage_of
+
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
     "DefaultCPUAllocator: not enough memory",
@@ -33,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def size(tensors: Iterable[Tensor]) -> int:
     """Bytes of the memory that they lie in, each byte once."""
-    storages = {it.untyped_storage()._cdata: it.untyped_storage().nbytes() for it in tensors}
+    storages = {storage_of(it): it.untyped_storage().nbytes() for it in tensors}
     return sum(storages.values())
 
 
@@ -138,10 +140,9 @@ def _restored_module(module: nn.Module) -> Iterator[None]:
     """Keep what is lent on the host meanwhile: it is the device's memory that matters."""
     params = [(param, param.detach().to("cpu", copy=True), param.grad) for param in module.parameters()]
     buffers = [
-        (owner._buffers, name, buffer, buffer.detach().to("cpu", copy=True))
+        (owner, name, buffer, buffer.detach().to("cpu", copy=True))
         for owner in module.modules()
-        for name, buffer in owner._buffers.items()
-        if buffer is not None
+        for name, buffer in owner.named_buffers(recurse=False, remove_duplicate=False)
     ]
     modes = [(each, each.training) for each in module.modules()]
     for param, *_ in params:
@@ -156,7 +157,7 @@ def _restored_module(module: nn.Module) -> Iterator[None]:
             for owner, name, buffer, value in buffers:
                 if not torch.equal(buffer.cpu(), value):  # an expanded one, which nobody can write to, stays as it is
                     buffer.copy_(value)
-                owner[name] = buffer
+                setattr(owner, name, buffer)
         for each, training in modes:
             each.training = training
 

@@ -70,6 +70,7 @@ class LinearAct(Module):
         return _share(self, Linear(self.in_features, self.out_features, self.bias is not None, "meta"))
 
     def forward(self, input: Tensor) -> Tensor:
+        """Return ``activation(F.linear(input, weight, bias))``."""
         return functional.linear_act(input, self.weight, self.bias, self.activation)
 
     def extra_repr(self) -> str:
@@ -95,9 +96,9 @@ def _refuse_what_would_be_lost(which: str, layer: Module, kind: type[Module]) ->
             f"{which} must be a plain {kind.__name__}, got {type(layer).__name__}, whose parametrizations or forward "
             "would be lost: convert before they are added"
         )
-    own = vars(layer)
-    beside = hooks_of(layer) + [name for name in own["_parameters"] if name not in ("weight", "bias")]
-    beside += [*own["_buffers"], *own["_modules"], *({"forward", "weight", "bias"} & own.keys())]
+    tensors = [*layer.named_parameters("", False, False), *layer.named_buffers("", False, False)]
+    beside = hooks_of(layer) + [name for name, _ in tensors if name not in ("weight", "bias")]
+    beside += [*dict(layer.named_children()), *({"forward", "weight", "bias"} & vars(layer).keys())]
     if beside:
         raise ValueError(
             f"{which} must have a weight and a bias alone, got {', '.join(beside)}, which would be lost: convert "

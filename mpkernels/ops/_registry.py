@@ -46,11 +46,9 @@ class Op:
         # Not differentiable: without this, autograd's fallback would mark results as requiring a gradient.
         _library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
         self.overload: Any = getattr(getattr(torch.ops, NAMESPACE), self.name).default
-        arguments = self.overload._schema.arguments
-        self._takes_lists = any(isinstance(argument.type, torch.ListType) for argument in arguments)
-        self._mutated = [
-            i for i, argument in enumerate(arguments) if argument.alias_info and argument.alias_info.is_write
-        ]
+        arguments = schema.partition("(")[2].partition(") ->")[0].split(", ")
+        self._takes_lists = any("[]" in argument for argument in arguments)
+        self._mutated = [i for i, argument in enumerate(arguments) if "!" in argument]
         if self._mutated and keys_below_autograd is not None:
             _library.impl(self.name, self._bump_versions, "ADInplaceOrView", with_keyset=True)
 
@@ -226,8 +224,7 @@ _pushed: Library | None = None
 
 def _push_innermost() -> None:
     global _pushed
-    if _pushed is not None:
-        _pushed._destroy()
+    _pushed = None  # with which its kernels go
     _pushed = Library(NAMESPACE, "IMPL")
     with warnings.catch_warnings():  # torch warns that a kernel is overridden, which is what is wanted
         warnings.simplefilter("ignore", UserWarning)

@@ -101,6 +101,7 @@ class AdamW(torch.optim.AdamW):
         group_options.leave_scaling_to_torch(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does. It may set its own ``master`` and ``state_dtype``; a bad group is not kept."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         group_options.complete(self, group)
@@ -136,6 +137,11 @@ class AdamW(torch.optim.AdamW):
         return None if (skipped := self._was_skipped.read()) is None else skipped > 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step with the grads of all parameters, or skip it if the guard or a scaler finds an inf or NaN.
+
+        Args:
+            closure: a function that runs forward and backward and returns the loss. ``step`` returns its result.
+        """
         if self.defaults["differentiable"]:
             theirs = super().step.__func__  # type: ignore[attr-defined]
             return (theirs.__wrapped__ if hasattr(theirs, "hooked") else theirs)(self, closure)  # our hooks have run

@@ -37,7 +37,7 @@ def saving(optimizer: Optimizer) -> Iterator[None]:
 def loading(optimizer: Any) -> Iterator[None]:
     """Make torch's load_state_dict, called inside this context, take the states as they were before torch casts them.
     The optimizer's own master and state_dtype apply, not those of the checkpoint."""
-    seen: list[tuple[Tensor, dict[str, Any], dict[str, Any]]] = []
+    states_to_adopt: list[tuple[Tensor, dict[str, Any], dict[str, Any]]] = []
     options = [{key: group[key] for key in group_options.OF_GROUPS} for group in optimizer.param_groups]
 
     def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def loading(optimizer: Any) -> Iterator[None]:
             for param, number in zip(group["params"], saved["params"], strict=False):
                 if states.get(number):
                     _check(number, states[number], param)
-                    seen.append((param, states[number], saved))
+                    states_to_adopt.append((param, states[number], saved))
                     # torch insists on a step, where Apex and TransformerEngine count once for the group.
                     states[number] = {"step": 0.0} | states[number]
         return loaded | {"state": states}
@@ -56,7 +56,7 @@ def loading(optimizer: Any) -> Iterator[None]:
         for group, own in zip(optimizer.param_groups, options, strict=True):
             group.update(own)
             dtypes |= dict.fromkeys(group["params"], own["state_dtype"])
-        for param, state, saved in seen:
+        for param, state, saved in states_to_adopt:
             optimizer.state[param] = param_state.adopt(param, state, saved, dtypes[param])
         optimizer._start_afresh()
         optimizer._is_loaded = True

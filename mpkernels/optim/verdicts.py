@@ -1,7 +1,6 @@
 """What AdamW finds out about its grads before it uses them: their norm, and whether the step must be skipped."""
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 
 from mpkernels.distributed import fsdp1
 from mpkernels.distributed.processes import Processes, hand_back, of_scaler
-from mpkernels.ops.adamw import adamw
+from mpkernels.ops.adamw.adamw import write_outcome
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.plan import Plan, Verdict
 from mpkernels.parameters import put_on, sum_of
@@ -37,7 +36,7 @@ def found_here(
     if guarded and not comes_inside:
         total_sumsq, found_inf = _look(plans, params, grads, found_inf)
     device = plans[0].device if processes is None or plans else processes.device_of(params)
-    outcome = _start_telling(optimizer, device)
+    outcome = _outcome_on(optimizer, device)
     return Verdict(grad_scale, found_inf, total_sumsq, outcome, guarded, comes_inside), processes
 
 
@@ -56,7 +55,7 @@ def of_all(
     hand_back(optimizer, found_inf)
     verdict = verdict._replace(found_inf=found_inf, total_sumsq=total_sumsq)
     if not plans:
-        _tell(verdict, optimizer.skipped_steps)
+        write_outcome(*verdict[:4], optimizer.skipped_steps)  # as adamw_ would, which has nothing to step
     return verdict
 
 
@@ -106,16 +105,11 @@ def _look(
     return sum_of([each.total_sumsq for each in stats]), sum_of(found_infs)
 
 
-def _start_telling(optimizer: Any, device: torch.device) -> Tensor:
+def _outcome_on(optimizer: Any, device: torch.device) -> Tensor:
+    """Return the tensor that the step writes its outcome to, and have ``skipped_steps`` on the same device."""
     if not torch.compiler.is_compiling():
         if optimizer.skipped_steps is None:
             optimizer.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
         optimizer.skipped_steps = put_on(device, optimizer.skipped_steps)
     outcome: Tensor | None = getattr(optimizer, "outcome", None)
     return torch.empty(2, dtype=torch.float32, device=device) if outcome is None else outcome
-
-
-def _tell(verdict: Verdict, skipped_steps: Tensor | None) -> None:
-    """Fill ``outcome`` as adamw_ would, where there is nothing to step."""
-    it: Any = SimpleNamespace(**verdict._asdict(), skipped_steps=skipped_steps)
-    adamw._tell(it, adamw._is_skipped(it))

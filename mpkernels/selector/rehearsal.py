@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from mpkernels._torch_private import is_fsdp1s, leaves_of, map_leaves, uncompiled
+from mpkernels._torch_private import before_compile, is_fsdp1s, leaves_of, map_leaves, uncompiled
 from mpkernels.parts import is_sharded
 
 
@@ -45,7 +45,7 @@ def _inner(model: nn.Module) -> nn.Module:
     """Return what torch.compile and DistributedDataParallel wrap."""
     if isinstance(model, DistributedDataParallel):
         return _inner(model.module)
-    compiled: nn.Module | None = getattr(model, "_orig_mod", None)
+    compiled = before_compile(model)
     return model if compiled is None else _inner(compiled)
 
 

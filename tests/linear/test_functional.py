@@ -9,8 +9,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import mpkernels
-from mpkernels import functional as ours
 from mpkernels.functional import linear_act
+from mpkernels.linear import paths
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from tests.linear_cases import layer, relative_error, results, torchs
 
@@ -120,7 +120,7 @@ def test_cudas_autocast_gives_its_dtype_whoever_computes(activation, mode, kerne
     """It makes fp32 of 16 bits in more ops than the CPU's. Tensors without memory need no GPU."""
     with FakeTensorMode(), mode(), CudasAutocast():
         arguments = (torch.empty(shape, device="cuda") for shape in ((3, 4), (5, 4), (5,)))
-        assert ours._compute(kernel, *arguments, activation, B16).dtype == B16
+        assert paths.compute(kernel, *arguments, activation, B16).dtype == B16
 
 
 def test_autocast_leaves_fp64_alone(target):

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpkernels
 from mpkernels import selector
 from mpkernels.functional import linear_act
+from mpkernels.linear import paths
 from mpkernels.nn import LinearAct
 from mpkernels.selector import disk
 from tests.cases import same_bits
@@ -96,14 +97,14 @@ def test_torch_writes_over_z_where_no_backward_needs_it(activation):
 
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_is_timed_keeps_for_a_backward_what_the_call_does(monkeypatch, trains):
-    timed, compute = [], mpkernels.functional._compute
+    timed, compute = [], paths.compute
 
     def compute_and_tell(*arguments):
         timed.append(torch.is_grad_enabled())
         return compute(*arguments)
 
     monkeypatch.setattr(selector, "race", run_by_all)
-    monkeypatch.setattr(mpkernels.functional, "_compute", compute_and_tell)
+    monkeypatch.setattr(paths, "compute", compute_and_tell)
     with torch.set_grad_enabled(trains):
         LinearAct(8, 6)(torch.randn(5, 8))
     assert timed == [trains] * len(timed)
@@ -114,7 +115,7 @@ def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):
     monkeypatch.setattr(selector, "race", won_by("native"))
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
-    monkeypatch.setattr(mpkernels.functional, "_linear_act", None)
+    monkeypatch.setattr(paths, "_linear_act", None)
     torch.func.grad(lambda x: layer(x).sum())(x)
 
 

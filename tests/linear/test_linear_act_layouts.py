@@ -6,9 +6,9 @@ from itertools import product
 import pytest
 import torch
 
-import mpkernels
 from mpkernels import selector
 from mpkernels.functional import linear_act
+from mpkernels.linear import paths
 from mpkernels.selector import disk
 from tests.linear_cases import transposed
 from tests.races import run_by_all
@@ -17,7 +17,7 @@ from tests.races import run_by_all
 @pytest.fixture
 def timed(monkeypatch, tmp_path):
     """The strides of x and weight in each run of a trial."""
-    strides, compute = [], mpkernels.functional._compute
+    strides, compute = [], paths.compute
 
     def compute_and_tell(kernel, x, weight, *rest):
         strides.append((x.stride(), weight.stride()))
@@ -26,7 +26,7 @@ def timed(monkeypatch, tmp_path):
     for name, value in (("_is_deterministic", False), ("_known", {}), ("by_key", {})):
         monkeypatch.setattr(selector, name, value)
     monkeypatch.setattr(selector, "race", run_by_all)
-    monkeypatch.setattr(mpkernels.functional, "_compute", compute_and_tell)
+    monkeypatch.setattr(paths, "compute", compute_and_tell)
     monkeypatch.setattr(disk, "path", lambda: tmp_path / "choices.json")
     disk._read.cache_clear()
     yield strides

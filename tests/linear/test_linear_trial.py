@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from mpkernels import functional, selector
+from mpkernels import selector
 from mpkernels.functional import linear_act
+from mpkernels.linear import paths
 from mpkernels.linear.trial import LinearTrial
 from mpkernels.selector import disk
 from mpkernels.selector.trial import first_off
@@ -19,7 +20,7 @@ SIZES = [(1, 1, 1), (4, 1, 3), (8, 16, 1), (2, 3, 5), (64, 33, 70), (130, 64, 96
 def trial_of(rows, features, outputs, dtype=B16, autocast=None, activation="gelu", trains=True, has_bias=True):
     shapes = [(3, features), (outputs, features), (outputs,)][: 2 + has_bias]
     leaves = [torch.empty(shape, dtype=dtype) for shape in shapes]
-    return LinearTrial(functional._compute, rows, leaves, activation, trains, autocast)
+    return LinearTrial(rows, leaves, activation, trains, autocast)
 
 
 def off(trial, results):
@@ -71,12 +72,12 @@ def afresh(monkeypatch, tmp_path):
 
 
 def test_a_call_is_not_computed_by_a_kernel_that_is_wrong(afresh, monkeypatch):
-    compute = functional._compute
+    compute = paths.compute
 
     def compute_wrong(kernel, *arguments):
         return compute(kernel, *arguments) * (1.1 if kernel == "native" else 1)
 
-    monkeypatch.setattr(functional, "_compute", compute_wrong)
+    monkeypatch.setattr(paths, "compute", compute_wrong)
     x, weight = torch.randn(5, 8), torch.randn(6, 8)
     with pytest.warns(RuntimeWarning, match="the native kernel is left out of .*: its result is off"):
         y = linear_act(x, weight)

@@ -82,11 +82,20 @@ def test_the_fastest_is_chosen_once(native, torchs, chosen):
     assert selector.choices() == {"op gelu 8x3x5 float32": chosen}
 
 
-def test_ours_may_take_one_per_cent_more(monkeypatch):
-    for ours, chosen in ((1.009, "native"), (1.011, "torch")):
-        selector.forget()
-        monkeypatch.setattr(selector, "race", lambda *_, ours=ours: Race({"native": ours, "torch": 1.0}, {}))
-        assert selector.choose(CASE, NAMES, Ways(native=0, torch=0)) == chosen
+@pytest.mark.parametrize(
+    ("torchs", "ours", "chosen"),
+    [
+        (1.0, 1.009, "native"),
+        (1.0, 1.011, "torch"),
+        (250e-6, 252e-6, "native"),
+        (250e-6, 253e-6, "torch"),
+        (100e-6, 100.5e-6, "torch"),
+        (100e-6, 99.5e-6, "native"),
+    ],
+)
+def test_ours_may_take_one_per_cent_more_if_that_is_above_two_microseconds(monkeypatch, torchs, ours, chosen):
+    monkeypatch.setattr(selector, "race", lambda *_: Race({"native": ours, "torch": torchs}, {}))
+    assert selector.choose(CASE, NAMES, Ways(native=0, torch=0)) == chosen
 
 
 def test_a_choice_is_remembered_on_disk():

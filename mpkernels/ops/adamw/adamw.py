@@ -26,15 +26,14 @@ def _adamw(*arguments: Any) -> None:
     it = Arguments(*arguments)
     if not it.params:
         return
-    is_skipped = _is_skipped(it)
-    _tell(it, is_skipped)
+    is_skipped = write_outcome(it.grad_scale, it.found_inf, it.total_sumsq, it.outcome, it.skipped_steps)
     if it.report is not None and is_skipped is not None:
         # Codes stay in the order that they have: a kernel takes all else in it, too.
         order = [
             codes if codes.dtype == torch.int8 else param for codes, param in zip(it.exp_avgs, it.params, strict=True)
         ]
-        seen = lines(it.grads, order, it.grad_scale, unscaled=False)
-        it.report.copy_(torch.where(is_skipped, seen, it.report))
+        facts = lines(it.grads, order, it.grad_scale, unscaled=False)
+        it.report.copy_(torch.where(is_skipped, facts, it.report))
     for i, group in enumerate(it.group_of_each()):
         if it.params[i].numel() > 0:
             moments = [it.exp_avgs[i], it.exp_avg_sqs[i]]
@@ -63,15 +62,15 @@ class Numbers(NamedTuple):
 
 def _formula(weight: Tensor, grad: Tensor, moments: list[Tensor], numbers: Numbers) -> tuple[Tensor, list[Tensor]]:
     """torch.optim.AdamW's order (foreach=False), but that the root's bias correction is in step_size and eps."""
-    by = Numbers(*(number.to(weight.dtype) for number in numbers))
+    rounded = Numbers(*(number.to(weight.dtype) for number in numbers))
     exp_avg, exp_avg_sq, *largest = moments
-    grad = grad.to(weight.dtype) * by.grad_factor
-    weight = weight * by.decay
-    exp_avg = exp_avg + (grad - exp_avg) * by.weight1
-    exp_avg_sq = exp_avg_sq * by.beta2 + grad * by.weight2 * grad
+    grad = grad.to(weight.dtype) * rounded.grad_factor
+    weight = weight * rounded.decay
+    exp_avg = exp_avg + (grad - exp_avg) * rounded.weight1
+    exp_avg_sq = exp_avg_sq * rounded.beta2 + grad * rounded.weight2 * grad
     largest = [torch.maximum(before, exp_avg_sq) for before in largest]
     root = [exp_avg_sq, *largest][-1].double().sqrt().to(weight.dtype)  # torch's fp32 root is an ulp off at times
-    weight = weight - by.step_size * exp_avg / (root + by.eps)
+    weight = weight - rounded.step_size * exp_avg / (root + rounded.eps)
     return weight, [exp_avg, exp_avg_sq, *largest]
 
 
@@ -108,23 +107,32 @@ def _unscaled_norm(grad_scale: Tensor | None, total_sumsq: Tensor) -> Tensor:
     return total_sumsq.reshape(()).sqrt() * _unscale_factor(total_sumsq, grad_scale)
 
 
-def _is_skipped(it: Arguments) -> Tensor | None:
+def _is_skipped(grad_scale: Tensor | None, found_inf: Tensor | None, total_sumsq: Tensor | None) -> Tensor | None:
     """Finite grads overflow, too, where a scale below 1 is taken off them: their norm is then beyond fp32."""
-    is_skipped = None if it.found_inf is None else it.found_inf.reshape(()) != 0
-    if it.grad_scale is not None and it.total_sumsq is not None:
-        is_beyond = _unscaled_norm(it.grad_scale, it.total_sumsq) > torch.finfo(torch.float32).max
+    is_skipped = None if found_inf is None else found_inf.reshape(()) != 0
+    if grad_scale is not None and total_sumsq is not None:
+        is_beyond = _unscaled_norm(grad_scale, total_sumsq) > torch.finfo(torch.float32).max
         is_skipped = is_beyond if is_skipped is None else is_skipped | is_beyond
     return is_skipped
 
 
-def _tell(it: Arguments, is_skipped: Tensor | None) -> None:
-    """Fill ``outcome`` and count the skip: the norm of the unscaled grads, and whether the step is skipped."""
-    if it.outcome is not None and it.total_sumsq is not None:
-        it.outcome[0] = _unscaled_norm(it.grad_scale, it.total_sumsq)
-    if it.outcome is not None:
-        it.outcome[1] = 0.0 if is_skipped is None else is_skipped.float()
-    if it.skipped_steps is not None and is_skipped is not None:
-        it.skipped_steps.add_(is_skipped.float())
+def write_outcome(
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    total_sumsq: Tensor | None,
+    outcome: Tensor | None,
+    skipped_steps: Tensor | None,
+) -> Tensor | None:
+    """Return whether the step is skipped. Write that and the norm of the unscaled grads to ``outcome``, and count it
+    in ``skipped_steps``."""
+    is_skipped = _is_skipped(grad_scale, found_inf, total_sumsq)
+    if outcome is not None and total_sumsq is not None:
+        outcome[0] = _unscaled_norm(grad_scale, total_sumsq)
+    if outcome is not None:
+        outcome[1] = 0.0 if is_skipped is None else is_skipped.float()
+    if skipped_steps is not None and is_skipped is not None:
+        skipped_steps.add_(is_skipped.float())
+    return is_skipped
 
 
 def _weight(it: Arguments, i: int) -> Tensor:

@@ -18,7 +18,7 @@ from mpkernels.ops.adamw import int8_kernel as int8
 from mpkernels.ops.adamw.adamw import _adamw
 from mpkernels.ops.adamw.arguments import Arguments
 from mpkernels.ops.adamw.int8_kernel import QUANTIZED
-from mpkernels.ops.adamw.scalars_kernel import GROUP, is_skipped, scalars_of, tell
+from mpkernels.ops.adamw.scalars_kernel import GROUP, is_skipped, scalars_of, write_outcome
 from mpkernels.ops.adamw.split_kernel import copied_master, join, split
 from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
 
@@ -34,8 +34,8 @@ def step_of(row):
 
 
 @triton.jit
-def adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, by):
-    factor, decay, weight1, beta2, weight2, step_size, eps = by
+def adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, numbers):
+    factor, decay, weight1, beta2, weight2, step_size, eps = numbers
     compute: tl.constexpr = grad.dtype
     grad *= factor.to(compute)
     weight *= decay.to(compute)
@@ -78,7 +78,7 @@ def store_weight(weight, row, at, mask, compute: tl.constexpr):
 
 
 @triton.jit
-def step_block(row, at, mask, by, compute: tl.constexpr):
+def step_block(row, at, mask, numbers, compute: tl.constexpr):
     exp_avg_at, exp_avg_sq_at, largest_at = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
     state_dtype = tl.load(row + 12)
     weight = load_weight(row, at, mask, compute)
@@ -89,7 +89,7 @@ def step_block(row, at, mask, by, compute: tl.constexpr):
     largest = exp_avg_sq
     if amsgrad:
         largest = load_as(compute, state_dtype, largest_at, at, mask)
-    weight, exp_avg, exp_avg_sq, largest = adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, by)
+    weight, exp_avg, exp_avg_sq, largest = adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, numbers)
     store_as(exp_avg, state_dtype, exp_avg_at, at, mask)
     store_as(exp_avg_sq, state_dtype, exp_avg_sq_at, at, mask)
     if amsgrad:
@@ -111,7 +111,7 @@ def store_codes(values, address, scales, at, mask, block, has_block, squared: tl
 
 
 @triton.jit
-def step_int8(row, begin, size, by):
+def step_int8(row, begin, size, numbers):
     exp_avg_at, exp_avg_sq_at, largest_at = tl.load(row + 5), tl.load(row + 6), tl.load(row + 7)
     blocks = tl.cdiv(tl.load(row + 1), QUANTIZED)
     scales = tl.load(row + 15).to(tl.pointer_type(tl.float32))
@@ -129,7 +129,7 @@ def step_int8(row, begin, size, by):
         largest = exp_avg_sq
         if amsgrad:
             largest = load_codes(largest_at, scales + 2 * blocks, at, mask, block, has_block, True)
-        weight, exp_avg, exp_avg_sq, largest = adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, by)
+        weight, exp_avg, exp_avg_sq, largest = adamw(weight, grad, exp_avg, exp_avg_sq, largest, amsgrad, numbers)
         store_codes(exp_avg, exp_avg_at, scales, at, mask, block, has_block, False)
         store_codes(exp_avg_sq, exp_avg_sq_at, scales + blocks, at, mask, block, has_block, True)
         if amsgrad:
@@ -138,17 +138,17 @@ def step_int8(row, begin, size, by):
 
 
 @triton.jit
-def step_span(row, begin, size, by, compute: tl.constexpr):
+def step_span(row, begin, size, numbers, compute: tl.constexpr):
     addresses = tl.load(row)
     for word in tl.static_range(4, 10):
         addresses |= tl.load(row + word)
     whole = _table.whole_blocks(addresses, size)
     count: tl.constexpr = BLOCK // 8 if compute == tl.float64 else BLOCK // 2
     for i in range(0, whole, count):
-        step_block(row, begin + i + tl.arange(0, count), None, by, compute)
+        step_block(row, begin + i + tl.arange(0, count), None, numbers, compute)
     lanes = tl.arange(0, BLOCK // 8)
     for i in range(whole, size, BLOCK // 8):
-        step_block(row, begin + i + lanes, i + lanes < size, by, compute)
+        step_block(row, begin + i + lanes, i + lanes < size, numbers, compute)
 
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
@@ -158,7 +158,7 @@ def adamw_kernel(
 ):  # fmt: skip
     skipped = is_skipped(grad_scale, found_inf, total_sumsq)
     if tl.program_id(0) == 0:
-        tell(skipped, grad_scale, total_sumsq, outcome, skipped_steps)
+        write_outcome(skipped, grad_scale, total_sumsq, outcome, skipped_steps)
     tensor, row, begin, size = _table.find_span(words, tensors, tl.program_id(0), CHUNK, ROW)
     if skipped:
         if report is not None:
@@ -169,13 +169,13 @@ def adamw_kernel(
         return
     clipped_by = total_sumsq if IS_CLIPPED else None
     group = words + tensors * ROW + chunks + tl.load(row + 14) * GROUP
-    by = scalars_of(group, tl.load(step_of(row)), grad_scale, clipped_by)
+    numbers = scalars_of(group, tl.load(step_of(row)), grad_scale, clipped_by)
     if tl.load(row + 3) == FP64:
-        step_span(row, begin, size, by, tl.float64)
+        step_span(row, begin, size, numbers, tl.float64)
     elif HAS_INT8 and tl.load(row + 15) != 0:
-        step_int8(row, begin, size, by)
+        step_int8(row, begin, size, numbers)
     else:
-        step_span(row, begin, size, by, tl.float32)
+        step_span(row, begin, size, numbers, tl.float32)
     if _table.is_last_one_out(row + 16, tl.maximum(tl.cdiv(tl.load(row + 1), CHUNK), 1)):
         tl.store(step_of(row), tl.load(step_of(row)) + 1)
 

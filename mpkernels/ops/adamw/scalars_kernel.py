@@ -71,7 +71,7 @@ def is_skipped(grad_scale, found_inf, total_sumsq):
 
 
 @triton.jit
-def tell(skipped, grad_scale, total_sumsq, outcome, skipped_steps):
+def write_outcome(skipped, grad_scale, total_sumsq, outcome, skipped_steps):
     if outcome is not None:
         if total_sumsq is not None:
             tl.store(outcome, unscaled_norm(grad_scale, total_sumsq))

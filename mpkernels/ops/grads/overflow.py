@@ -41,9 +41,9 @@ def _overflow(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, 
 def lines(grads: Sequence[Tensor], order: Sequence[Tensor], scale: Tensor | None, unscaled: bool) -> Tensor:
     """Return the report about these grads, each in the order of the memory of the other tensor."""
     zero = grads[0].new_zeros((), dtype=torch.float64)
-    by = zero if scale is None else scale.reshape(()).double()
+    divisor = zero if scale is None else scale.reshape(()).double()
     of_grads = [_line(_flat(*pair), zero) for pair in zip(grads, order, strict=True)]
-    heading = [zero + 1, by, zero + 1 if scale is None or unscaled else by, zero, zero, zero]
+    heading = [zero + 1, divisor, zero + 1 if scale is None or unscaled else divisor, zero, zero, zero]
     return torch.stack([torch.stack(line) for line in (heading, *of_grads)])
 
 

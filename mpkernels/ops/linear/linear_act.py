@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from mpkernels._torch_private import are_transforms_active, derives_forward
+from mpkernels._torch_private import are_transforms_active, derives_forward, unsafe_view, version_of
 from mpkernels.ops import _checks
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._registry import define
@@ -145,7 +145,7 @@ def _compute(
             _check(x, weight, bias, activation, save)
         y, saved = _reference(x, weight, bias, activation, save)
     # No view, which autograd would not let be changed in place; and before y is saved, to see it changed.
-    return y if y.shape == shape else torch.ops.aten._unsafe_view(y, shape), saved
+    return y if y.shape == shape else unsafe_view(y, shape), saved
 
 
 def _grad_dtype(parameter: Tensor) -> torch.dtype:
@@ -196,7 +196,7 @@ class _LinearAct(torch.autograd.Function):
         )
         ctx.weight_dtype = _grad_dtype(weight) if weight_needed else None
         ctx.bias_dtype = _grad_dtype(bias) if bias_needed else None
-        ctx.fp32_weight = None if cast_weight is None or weight.is_inference() else (weight, weight._version)
+        ctx.fp32_weight = None if cast_weight is None or weight.is_inference() else (weight, version_of(weight))
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, grad_of_saved: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -234,8 +234,8 @@ class _LinearAct(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _LinearAct).apply
 
 
-def _unchanged(weight: Tensor, version: int) -> Tensor:
-    if weight._version != version:
+def _unchanged(weight: Tensor, version: object) -> Tensor:
+    if version_of(weight) != version:
         raise RuntimeError("linear_act: weight was modified in place before a second backward that needs its old value")
     return weight
 
@@ -264,6 +264,6 @@ def linear_act(
         if cast_weight is not None:
             weight, bias = cast_weight, cast_bias
         return _compute(x, weight, bias, activation, save, kernel, shape)[0]
-    apply = _LinearAct.apply if transforms or torch.compiler.is_compiling() else _apply
-    y, _ = apply(x, weight, bias, cast_weight, cast_bias, activation, save, kernel, shape)  # type: ignore[no-untyped-call]
-    return y  # type: ignore[no-any-return]
+    apply: Any = _LinearAct.apply if transforms or torch.compiler.is_compiling() else _apply
+    y: Tensor = apply(x, weight, bias, cast_weight, cast_bias, activation, save, kernel, shape)[0]
+    return y
