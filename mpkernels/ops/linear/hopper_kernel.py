@@ -25,6 +25,7 @@ def linear_act_persistent_kernel(
     if z is not None:
         z_blocks = tl.make_tensor_descriptor(z, [M, N], [N, 1], [BLOCK_M, BLOCK_N])
     tiles = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    # Triton 3.6 to 3.9 wait for every wgmma before they release a buffer: the gate follows this loop's PTX.
     for number in tl.range(tl.program_id(0), tiles, tl.num_programs(0), warp_specialize=True):
         tile_m, tile_n = tile_of(number, M, N, BLOCK_M, BLOCK_N)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N

@@ -10,6 +10,7 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime import driver
 
+from tests.proof.gate import ptx_release
 from tests.proof.gate.launches import Launch, NoGpu
 from tests.proof.gate.table import INSTRUCTIONS, Kernels, Numbers
 
@@ -18,6 +19,7 @@ def triton(launch: Launch) -> Kernels:
     driver.set_active(NoGpu(launch.chip))
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     compiled = kernel.preload(launch.specialization)
+    ptx_release.refuse_early(compiled.asm.get("ptx", ""))
     if "amdgcn" in compiled.asm:
         numbers = _of_amdgcn(compiled.asm["amdgcn"])
     else:
