@@ -13,7 +13,7 @@ ROOT = Path(mpkernels.__file__).parent
 ROOMS = (  # from the top down
     *("__main__", "demo", "doctor", "bench", "integrations"),
     *("__init__", "_old_names"),
-    *("profiling", "memory", "amp", "optim", "distributed", "overflow", "parameters", "parts"),
+    *("profiling", "memory", "checkpoint", "amp", "optim", "distributed", "overflow", "parameters", "parts"),
     *("nn", "functional", "linear", "selector"),
     *("ops", "_torch_private", "_extension", "_sources"),
 )
