@@ -100,7 +100,7 @@ def on_each_of_four(rank, folder):
 def loaded(rank, folder, kind):
     for case in CASES:
         want, later = (torch.load(folder / f"{case} {when}", weights_only=True) for when in ("before", "after"))
-        for is_full in (False, True):
+        for is_full in (False,) if kind in ("hsdp", "columns") else (False, True):
             model, optimizer = training(case, kind, seed=5)
             if is_full:
                 weights, states = torch.load(folder / f"{case} full", weights_only=True) if rank == 0 else ({}, {})
@@ -112,7 +112,7 @@ def loaded(rank, folder, kind):
                 set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
             assert_same(case, contents(model, optimizer), want)
             run(model, optimizer, range(3, 5))
-            if case != "int8 moments":
+            if case != "int8 moments" and distributed.get_world_size() == WORLD:  # so that grads sum up to the same
                 assert_same(case, contents(model, optimizer), later)
 
 
