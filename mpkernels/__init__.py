@@ -3,7 +3,7 @@
 from importlib import import_module
 from typing import Any
 
-from mpkernels import _extension, _old_names, amp, functional, nn, ops, optim, selector
+from mpkernels import _extension, _old_names, amp, checkpoint, functional, nn, ops, optim, selector
 from mpkernels.memory.batch_size import find_max_batch_size
 from mpkernels.memory.comparison import compare_memory
 from mpkernels.memory.report import memory_report
@@ -14,6 +14,7 @@ __all__ = [
     "amp",
     "backend",
     "backends",
+    "checkpoint",
     "compare_memory",
     "find_max_batch_size",
     "functional",

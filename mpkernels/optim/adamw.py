@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 from torch.nn import Module
 
-from mpkernels.distributed import fsdp1, meshes, processes
+from mpkernels.distributed import meshes, processes
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim import checkpoint, group_options, masters, param_state, verdicts, zero
 from mpkernels.optim.masters import needs_master
@@ -177,12 +177,10 @@ class AdamW(torch.optim.AdamW):
             verdicts.tell_failure(self, params)
             raise
         verdict = verdicts.of_all(self, plans, params, verdict, processes)
-        for i, plan in enumerate(plans):
-            if i == 0:
-                skipped_steps = None if verdict.outcome is None else self.skipped_steps
-                plan.step(grads, verdict, self.max_norm, skipped_steps)
-            else:
-                plan.step(grads, verdict._replace(outcome=None), self.max_norm)
+        skipped_steps = None if verdict.outcome is None else self.skipped_steps
+        for i, plan in enumerate(plans):  # of which the first tells the outcome
+            of_plan = verdict if i == 0 else verdict._replace(outcome=None)
+            plan.step(grads, of_plan, self.max_norm, skipped_steps if i == 0 else None)
         if torch.compiler.is_compiling():
             return
         self.grad_norm = verdict.outcome[0] if verdict.outcome is not None and verdict.has_norm else None
@@ -221,7 +219,7 @@ class AdamW(torch.optim.AdamW):
         """Return a plan for each device, of the parameters that have a grad; each of those then has a state."""
         for group in self.param_groups:
             group_options.check_group(self, group)
-        self._find_parts(params)
+        verdicts.find_parts(self, params)
         group_of = [group for group in self.param_groups for _ in group["params"]]
         places = [i for i, grad in enumerate(grads) if grad is not None]
         for i in places:
@@ -229,10 +227,6 @@ class AdamW(torch.optim.AdamW):
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
         of_devices = by_device((params[i] for i in places), places).values()
         return [Plan(rows, it, self._ledger, self._parts) for it in of_devices]
-
-    def _find_parts(self, params: list[Tensor]) -> None:
-        self._parts = meshes.peers_of(params, None if self._peers is None else self._peers.group)
-        self._has_parts = self._parts is not None or fsdp1.has_parts(params)
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
@@ -268,8 +262,8 @@ class AdamW(torch.optim.AdamW):
         bits: the grads of fp32 parameters become bf16, which on CUDA only mpkernels' GradScaler accepts. If several
         backwards come before a step, run all but the last one under ``with release.accumulate():``.
 
-        DistributedDataParallel and FSDP aren't supported, because they exchange grads after they would be freed: under
-        DistributedDataParallel the first backward raises, under FSDP this method does.
+        DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the one the first backward
+        raises, under the other this method does. FSDP2 exchanges them before, and works.
 
         Args:
             scaler: the scaler that you train with, if there is one.

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels.distributed import fsdp1
+from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes, hand_back, of_scaler
 from mpkernels.ops.adamw.adamw import write_outcome
 from mpkernels.optim.masters import needs_master
@@ -71,11 +71,17 @@ def raise_if_one_has_failed(optimizer: Any) -> None:
 
 def tell_failure(optimizer: Any, params: Sequence[Tensor]) -> None:
     """Join the processes that wait for this one's verdict, though it has none, so that they don't step either."""
-    optimizer._find_parts(params)  # if the step has not come so far
+    find_parts(optimizer, params)  # if the step has not come so far
     _, processes = _asks(optimizer, (), params, getattr(optimizer, "found_inf", None))
     if processes is not None:
         optimizer._forget_plans()
         processes.agree(params, None, None, has_failed=True)
+
+
+def find_parts(optimizer: Any, params: Sequence[Tensor]) -> None:
+    """Note whether other processes hold parts of these parameters, and, of DTensors, which."""
+    optimizer._parts = meshes.peers_of(params, None if optimizer._peers is None else optimizer._peers.group)
+    optimizer._has_parts = optimizer._parts is not None or fsdp1.has_parts(params)
 
 
 def _asks(

@@ -3,7 +3,7 @@
 from functools import cache
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -14,7 +14,7 @@ WORLD = 4
 def mesh_of(kind):
     """Made once: each mesh connects its processes anew."""
     if kind == "fsdp2":
-        return init_device_mesh("cpu", (WORLD,))
+        return init_device_mesh("cpu", (distributed.get_world_size(),))
     return init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("rows", "columns"))
 
 

@@ -1,0 +1,101 @@
+"""Checkpoints of one process, in a file that is there whole or not at all.
+
+torch.load reads the file, too. Behind what torch.save writes come a mark with the version of this format, and a
+checksum of all before it.
+"""
+
+import hashlib
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+_MARK, _VERSION = b"mpkernels checkpoint ", b"0001"
+_DIGEST = hashlib.sha256
+_END = len(_MARK) + len(_VERSION) + _DIGEST().digest_size
+
+
+def save(path: str | os.PathLike[str], **objects: Any) -> None:
+    """Write a checkpoint, or leave the file that is there as it is.
+
+    >>> save("last.pt", model=model, optimizer=optimizer, scaler=scaler, step=step)
+
+    Args:
+        path: the file. It changes in a single moment, after everything has reached the disk.
+        objects: by name. Of one that has a ``state_dict``, that is saved; other values have to be such as
+            ``torch.load(weights_only=True)`` takes: tensors, numbers, strings, and lists and dicts of them.
+    """
+    path = Path(path)
+    states = {name: it.state_dict() if hasattr(it, "state_dict") else it for name, it in objects.items()}
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            summed: Any = _Summed(file)
+            torch.save(states, summed)
+            summed.write(_MARK + _VERSION)
+            file.write(summed.digest.digest())
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(name)
+        raise
+    if os.name == "posix":  # where the new name reaches the disk with its folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+
+def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any) -> dict[str, Any]:
+    """Return what ``save`` has written, by name, and hand the state of each given object to its ``load_state_dict``.
+
+    >>> step = load("last.pt", model=model, optimizer=optimizer, scaler=scaler)["step"]
+
+    Raises ValueError, before any object changes, if the file is no checkpoint, or not as it was written.
+    """
+    path = Path(path)
+    _check(path)
+    states: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
+    if missing := objects.keys() - states.keys():
+        raise ValueError(f"checkpoint.load: {path} must have {sorted(missing)}, got {sorted(states)}")
+    for name, it in objects.items():
+        it.load_state_dict(states[name])
+    return states
+
+
+class _Summed:
+    """A file that sums up what is written to it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.digest = file, _DIGEST()
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+
+def _check(path: Path) -> None:
+    size, digest = path.stat().st_size, _DIGEST()
+    with path.open("rb") as file:
+        for start in range(0, max(size - digest.digest_size, 0), 1 << 20):
+            digest.update(file.read(min(1 << 20, size - digest.digest_size - start)))
+        wanted = file.read()
+        file.seek(max(size - _END, 0))
+        mark, version = file.read(len(_MARK)), file.read(len(_VERSION))
+    if mark != _MARK:
+        raise ValueError(
+            f"checkpoint.load: {path} must be a file that checkpoint.save wrote, got another one or a part"
+        )
+    if version != _VERSION:
+        raise ValueError(f"checkpoint.load: {path} must be of version {int(_VERSION)}, got {version.decode('latin1')}")
+    if digest.digest() != wanted:
+        raise ValueError(f"checkpoint.load: {path} must be as it was written, got another checksum: it is damaged")

@@ -1,0 +1,117 @@
+"""mpkernels.checkpoint: a file that is there whole or not at all, and an error that says what is wrong with another."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels.amp import GradScaler
+from mpkernels.checkpoint import load, save
+from mpkernels.optim import AdamW
+from tests import ROOT
+from tests.cases import same_bits
+from tests.networks import B16, backward, network, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def training(seed, **options):
+    model = network(B16, seed=seed)
+    return {"model": model, "optimizer": AdamW(model.parameters(), **options), "scaler": GradScaler("cpu")}
+
+
+def run(it, numbers):
+    for number in numbers:
+        backward(it["model"], number, it["scaler"].scale(torch.ones(())))
+        it["scaler"].step(it["optimizer"])
+        it["scaler"].update()
+
+
+@pytest.mark.parametrize("options", [{}, {"master": "fp32"}, {"state_dtype": torch.int8}, {"state_dtype": B16}])
+def test_training_goes_on_bit_for_bit(tmp_path, options):
+    first, second = training(1, **options), training(2, **options)
+    run(first, range(3))
+    save(tmp_path / "last.pt", **first, step=3)
+    assert load(tmp_path / "last.pt", **second)["step"] == 3
+    for it in (first, second):
+        run(it, range(3, 6))
+    assert all(map(same_bits, first["model"].parameters(), second["model"].parameters()))
+    assert first["scaler"].state_dict() == second["scaler"].state_dict()
+
+
+def test_torch_reads_it_and_nothing_else_lies_beside_it(tmp_path):
+    save(tmp_path / "last.pt", weight=torch.ones(3), names=["a"], empty=torch.ones(0))
+    assert os.listdir(tmp_path) == ["last.pt"]
+    assert torch.load(tmp_path / "last.pt", weights_only=True)["names"] == ["a"]
+    assert mpkernels.checkpoint.load(tmp_path / "last.pt")["weight"].tolist() == [1, 1, 1]
+
+
+def damaged(data):
+    places = [0, 100, len(data) // 2, len(data) - 1]
+    yield from ((data[:i] + bytes([data[i] ^ 1]) + data[i + 1 :], "damaged") for i in places)
+
+
+def cut(data):
+    yield from ((data[:size], "got another one or a part") for size in (0, 1, 10, 60, len(data) // 2, len(data) - 1))
+    yield data + b"more", "got another one or a part"
+
+
+def of_another_version(data):
+    yield data.replace(b"mpkernels checkpoint 0001", b"mpkernels checkpoint 0002"), "of version 1, got 0002"
+
+
+@pytest.mark.parametrize("spoil", [damaged, cut, of_another_version], ids=lambda it: it.__name__)
+def test_a_wrong_file_changes_nothing(tmp_path, spoil):
+    path, it = tmp_path / "last.pt", training(1)
+    save(path, **it)
+    before = [param.clone() for param in it["model"].parameters()]
+    for data, text in list(spoil(path.read_bytes())):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=rf"^checkpoint\.load: .*last\.pt must be .*{text}"):
+            load(path, **it)
+    assert all(map(same_bits, it["model"].parameters(), before))
+
+
+def test_what_the_file_lacks_changes_nothing(tmp_path):
+    it = training(1)
+    save(tmp_path / "last.pt", model=it["model"], step=1)
+    with pytest.raises(ValueError, match=r"must have \['optimizer', 'scaler'\], got \['model', 'step'\]"):
+        load(tmp_path / "last.pt", **it)
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "none.pt")
+
+
+def test_the_last_good_one_survives_an_error(tmp_path):
+    save(tmp_path / "last.pt", step=1)
+    with pytest.raises(Exception, match="pickle"):
+        save(tmp_path / "last.pt", step=2, unsavable=lambda: None)
+    assert load(tmp_path / "last.pt") == {"step": 1}
+    assert os.listdir(tmp_path) == ["last.pt"]
+
+
+ENDLESS = """
+import sys, torch
+from mpkernels.checkpoint import save
+for step in range(10**9):
+    save(sys.argv[1], step=step, filler=torch.full((100_000,), float(step)))
+"""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="kills by a signal")
+def test_the_last_good_one_survives_a_kill(tmp_path):
+    path = tmp_path / "last.pt"
+    for wait in (0.0, 0.013, 0.021):
+        path.unlink(missing_ok=True)
+        process = subprocess.Popen([sys.executable, "-c", ENDLESS, str(path)], cwd=ROOT)
+        while not path.exists() and process.poll() is None:
+            time.sleep(0.01)
+        time.sleep(wait)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        found = load(path)
+        assert (found["filler"] == found["step"]).all()
