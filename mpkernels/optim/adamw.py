@@ -178,10 +178,9 @@ class AdamW(torch.optim.AdamW):
             verdicts.tell_failure(self, params)
             raise
         verdict = verdicts.of_all(self, plans, params, verdict, processes)
-        skipped_steps = None if verdict.outcome is None else self.skipped_steps
         for i, plan in enumerate(plans):  # of which the first tells the outcome
             of_plan = verdict if i == 0 else verdict._replace(outcome=None)
-            plan.step(grads, of_plan, self.max_norm, skipped_steps if i == 0 else None)
+            plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else self.skipped_steps)
         if torch.compiler.is_compiling():
             return
         self.grad_norm = verdict.outcome[0] if verdict.outcome is not None and verdict.has_norm else None
