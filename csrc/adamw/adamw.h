@@ -18,6 +18,8 @@ namespace mpk {
 // int16.
 enum class Master : int8_t { none, fp32, split };
 
+MPK_FN int64_t width_of(Master kind) { return kind == Master::split ? 2 : 4; }
+
 struct AdamwGroup {
   double lr, beta1, beta2, weight_decay, eps;
   const void* on_device[3];  // lr, beta1 and beta2 where they are tensors, else null
@@ -45,6 +47,12 @@ struct AdamwRow {
 
 MPK_FN Row grad_of(const AdamwRow& row) {
   return {const_cast<void*>(row.grad), row.size, row.first_chunk, row.grad_dtype};
+}
+
+MPK_FN int64_t bytes_read(const AdamwRow& row) {
+  const int64_t state_width = row.scales ? 1 : width_of(row.state_dtype);
+  return row.size * (width_of(row.param_dtype) + width_of(row.grad_dtype) +
+                     (row.master ? width_of(row.master_kind) : 0) + state_width * (row.max_exp_avg_sq ? 3 : 2));
 }
 
 // What all parameters of a step share. The pointers are to the device, and null where there is no such thing.
