@@ -73,7 +73,7 @@ class AdamwCall {
     std::vector<AdamwRow>& rows = plan_.rows();
     GradStatsCall* const stats = look_at_grads(guarded, rows);
     if (stats) stats->on_cuda(device.stream());
-    const auto table = lay_out(rows, cuda_chunk(elements(rows)));
+    const auto table = lay_out_on_cuda(rows);
     // In memory that nobody touches unless the step is skipped, before the tickets.
     const int64_t shares = report_ ? sizeof(Overflow) * table.chunks : 0;
     const Tensor scratch = plan_.like().scratch(shares + sizeof(uint32_t) * table.count);

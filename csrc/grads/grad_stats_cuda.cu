@@ -12,7 +12,7 @@ template <class Rows>
 __global__ void __launch_bounds__(kThreads)
     grad_stats_kernel(const __grid_constant__ Rows grads, GradStats stats, Stats* of_chunk, uint32_t* tickets) {
   const Span span = span_of_block(grads);
-  const Row& row = row_at(grads, span.row);
+  const Row& row = grads.rows[span.row];
   const int32_t tensor = span.row, tensors = grads.count;
 
   const Stats share = with_dtype(row.dtype, [&](auto zero) {
@@ -22,12 +22,14 @@ __global__ void __launch_bounds__(kThreads)
     for_each_element(static_cast<const T*>(row.at(span.begin)), span.size, [&](const T& grad) {
       const Compute<T> x = widen(grad);
       const double wide = x;
-      if constexpr (sizeof(T) < sizeof(double))
+      if constexpr (sizeof(T) < sizeof(double)) {
         sumsq = fma(wide, wide, sumsq);  // the square is exact, so the bits are those of a product and a sum
-      else
+      } else {
         sumsq += square(wide);
-      bad |= is_non_finite<T>(x);
+        bad |= is_non_finite<T>(x);
+      }
     });
+    if (sizeof(T) < sizeof(double)) bad = is_non_finite<double>(sumsq);  // which nothing finite makes it
     return Stats{sumsq, bad ? 1.0 : 0.0};
   });
   const Stats sum = block_sum(share);

@@ -9,7 +9,7 @@ __global__ void __launch_bounds__(kThreads)
                     const __grid_constant__ OverflowReport report, Overflow* of_chunk, uint32_t* tickets) {
   if (*found_inf == 0) return;
   const Span span = span_of_block(grads);
-  const Row& row = row_at(grads, span.row);
+  const Row& row = grads.rows[span.row];
   overflow_block(grads, row, span, report, of_chunk, tickets);
 }
 

@@ -8,7 +8,7 @@ template <class Rows>
 __global__ void __launch_bounds__(kThreads)
     unscale_kernel(const __grid_constant__ Rows grads, float* found_inf, const float* inv_scale) {
   const Span span = span_of_block(grads);
-  const Row& row = row_at(grads, span.row);
+  const Row& row = grads.rows[span.row];
   const float factor = *inv_scale;
   const bool bad = with_dtype(row.dtype, [&](auto zero) {
     using T = decltype(zero);
