@@ -29,6 +29,12 @@ def odd_layouts(dtype=torch.float32, seed=0):
     ]
 
 
+def every_place(dtype=torch.float32, seed=0):
+    """Views that begin at each element of two 16-byte words, shorter than one and longer than a CUDA block's round."""
+    base = torch.randn(20_000, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+    return [base[offset:][:size] for offset in range(16) for size in (0, 1, 5, 15, 16, 17, 33, 8191, 8209)]
+
+
 def clones(grads, device="cpu"):
     """Copies that keep their strides, gaps included, and their place within 16 bytes."""
     copies = []

@@ -19,6 +19,8 @@ namespace mpk {
 // int16.
 enum class Master : int8_t { none, fp32, split };
 
+MPK_FN int64_t width_of(Master kind) { return kind == Master::split ? 2 : 4; }
+
 struct AdamwGroup {
   double lr, beta1, beta2, weight_decay, eps;
   const void* on_device[3];  // lr, beta1 and beta2 where they are tensors, else null
@@ -47,6 +49,12 @@ static_assert(std::has_unique_object_representations_v<AdamwRow>);  // so that b
 
 MPK_FN Row grad_of(const AdamwRow& row) {
   return {const_cast<void*>(row.grad), row.size, row.first_chunk, row.grad_dtype};
+}
+
+MPK_FN int64_t bytes_read(const AdamwRow& row) {
+  const int64_t state_width = row.scales ? 1 : width_of(row.state_dtype);
+  return row.size * (width_of(row.param_dtype) + width_of(row.grad_dtype) +
+                     (row.master ? width_of(row.master_kind) : 0) + state_width * (row.max_exp_avg_sq ? 3 : 2));
 }
 
 // What all parameters of a step share. The pointers are to the device, and null where there is no such thing.
@@ -156,6 +164,19 @@ struct AdamwKept {
   uint32_t* tickets;  // 0 between launches: one for each row and one more
 };
 
+// What the rows need of a kernel. The more it can do, the more registers it takes, and the fewer blocks fit
+// a multiprocessor.
+enum class Needs { common, codes, all };
+
+inline Needs needs_of(const AdamwRow* first, const AdamwRow* end) {
+  Needs needs = Needs::common;
+  for (const AdamwRow* row = first; row < end; ++row) {
+    if (row->param_dtype == Dtype::f64 || row->max_exp_avg_sq) return Needs::all;
+    if (row->scales) needs = Needs::codes;
+  }
+  return needs;
+}
+
 // What one launch takes of it.
 struct AdamwStretch {
   static constexpr int kMostGroups = 60;
@@ -163,6 +184,7 @@ struct AdamwStretch {
   Stretch grads;
   const AdamwRow* rows;  // all of them
   int64_t first_group, end_group;
+  Needs needs;
 };
 
 cudaError_t adamw_upload_cuda(const TableOf<AdamwRow>& table, const AdamwKept& to, cudaStream_t stream);

@@ -11,14 +11,12 @@ struct Arrays {
   const char* grad;
 };
 
-static int64_t master_width(const AdamwRow& row) { return row.master_kind == Master::split ? 2 : 4; }
-
 static MPK_FN Arrays advanced(const AdamwRow& row, const Arrays& arrays, int64_t elements) {
   const auto at = [&](auto* start, int64_t width) { return start ? start + elements * width : nullptr; };
   const int64_t state_width = width_of(row.state_dtype);
-  return {at(arrays.param, width_of(row.param_dtype)), at(arrays.exp_avg, state_width),
-          at(arrays.exp_avg_sq, state_width),          at(arrays.max_exp_avg_sq, state_width),
-          at(arrays.master, master_width(row)),        at(arrays.grad, width_of(row.grad_dtype))};
+  return {at(arrays.param, width_of(row.param_dtype)),  at(arrays.exp_avg, state_width),
+          at(arrays.exp_avg_sq, state_width),           at(arrays.max_exp_avg_sq, state_width),
+          at(arrays.master, width_of(row.master_kind)), at(arrays.grad, width_of(row.grad_dtype))};
 }
 
 static Arrays arrays_of(const AdamwRow& row) {
@@ -97,7 +95,7 @@ static MPK_FN void adamw_block(const AdamwRow& row, const Arrays& arrays, const 
   prefetch_block_after(arrays.grad, kBlock * width_of(row.grad_dtype));
   prefetch_block_after(arrays.exp_avg, kBlock * width_of(row.state_dtype));
   prefetch_block_after(arrays.exp_avg_sq, kBlock * width_of(row.state_dtype));
-  if (arrays.master) prefetch_block_after(arrays.master, kBlock * master_width(row));
+  if (arrays.master) prefetch_block_after(arrays.master, kBlock * width_of(row.master_kind));
   for (int lane = 0; lane < kBlock; lane += kLanesOf<C>) {
     AdamwElement<F> element{load_weight<F>(row, arrays, lane), load_as<F>(row.state_dtype, arrays.exp_avg, lane),
                             load_as<F>(row.state_dtype, arrays.exp_avg_sq, lane), F{}};
@@ -119,9 +117,9 @@ static void adamw_tail(const AdamwRow& row, const Arrays& arrays, int64_t count,
     char* array;
     int64_t width;
   } sources[6] = {
-      {arrays.param, width_of(row.param_dtype)}, {arrays.exp_avg, state_width},
-      {arrays.exp_avg_sq, state_width},          {arrays.max_exp_avg_sq, state_width},
-      {arrays.master, master_width(row)},        {const_cast<char*>(arrays.grad), width_of(row.grad_dtype)}};
+      {arrays.param, width_of(row.param_dtype)},  {arrays.exp_avg, state_width},
+      {arrays.exp_avg_sq, state_width},           {arrays.max_exp_avg_sq, state_width},
+      {arrays.master, width_of(row.master_kind)}, {const_cast<char*>(arrays.grad), width_of(row.grad_dtype)}};
   for (int i = 0; i < 6; ++i) {
     if (sources[i].array) memcpy(copies[i], sources[i].array, count * sources[i].width);
   }

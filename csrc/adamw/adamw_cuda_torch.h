@@ -13,7 +13,7 @@ class AdamwOnDevice {
  public:
   AdamwOnDevice(std::vector<AdamwRow>& rows, const Tensor& like, cudaStream_t stream)
       : stream(stream),
-        table_(lay_out(rows, cuda_chunk(elements_of(rows)))),
+        table_(lay_out_on_cuda(rows)),
         rows_(like.scratch(sizeof(AdamwRow) * table_.count)),
         grads_(like.scratch(sizeof(Row) * table_.count)),
         row_of_chunk_(like.scratch(sizeof(int32_t) * table_.chunks)),
@@ -34,7 +34,8 @@ class AdamwOnDevice {
                              rows[first].first_chunk, end_chunk},
                             kept.rows,
                             rows[first].group,
-                            rows[end - 1].group + 1});
+                            rows[end - 1].group + 1,
+                            needs_of(&rows[first], rows.data() + end)});
     }
   }
 

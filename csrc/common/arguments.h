@@ -82,7 +82,7 @@ class TensorList {
     return rows_;
   }
 
-  Table table(int64_t chunk_size) { return lay_out(rows_, chunk_size); }
+  std::vector<Row>& rows() { return rows_; }  // once they are flattened
 
   void return_copies() {
     for (const auto& [i, copy] : copies_) tensors_[i].copy_from(copy);

@@ -47,8 +47,8 @@ __device__ __forceinline__ T* in_global(T* pointer) {
   return pointer;
 }
 
-// Calls body(element&) for this thread's share of a block's data, 16 bytes at a time where data is aligned, and stores
-// the elements back where T isn't const.
+// Calls body(element&) for this thread's share of a block's data, 16 bytes at a time but for what lies before their
+// first boundary and behind the last, and stores the elements back where T isn't const.
 template <class T, class Body>
 __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Body& body) {
   using Element = std::remove_const_t<T>;
@@ -58,8 +58,9 @@ __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Bo
   };
   using Raw = std::conditional_t<std::is_const_v<T>, const uint4, uint4>;
   data = in_global(data);
-  Raw* const raw = reinterpret_cast<Raw*>(data);
-  const int64_t packs = reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0 ? size / pack_size : 0;
+  const int64_t before = -(reinterpret_cast<uintptr_t>(data) / sizeof(T)) % pack_size;
+  const int64_t head = before < size ? before : size, packs = (size - head) / pack_size;
+  Raw* const raw = reinterpret_cast<Raw*>(data + head);
 
   for (int64_t first = threadIdx.x; first < packs; first += kThreads * kPacksInFlight) {
     uint4 held[kPacksInFlight];
@@ -75,7 +76,10 @@ __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Bo
       if constexpr (!std::is_const_v<T>) raw[first + i * kThreads] = bit_cast<uint4>(pack);
     }
   }
-  for (int64_t i = packs * pack_size + threadIdx.x; i < size; i += kThreads) {
+  const int64_t packed = packs * pack_size;
+  static_assert(2 * pack_size <= kThreads);
+  if (threadIdx.x < size - packed) {
+    const int64_t i = threadIdx.x < head ? threadIdx.x : threadIdx.x + packed;
     Element element = data[i];
     body(element);
     if constexpr (!std::is_const_v<T>) data[i] = element;

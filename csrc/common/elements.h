@@ -1,4 +1,4 @@
-// Adjacent elements of an array, as a CUDA thread holds them: several are read and written 16 bytes at a time.
+// Adjacent elements of an array, as a CUDA thread holds them: several are read and written by one access.
 #pragma once
 
 #include "common/cuda.h"
@@ -10,13 +10,20 @@ struct Elements {
   T at[count];
 };
 
+// What one access moves of so many bytes: 16 at most.
+template <size_t bytes>
+using WordOf = std::conditional_t<
+    bytes % sizeof(uint4) == 0, uint4,
+    std::conditional_t<bytes % sizeof(uint2) == 0, uint2,
+                       std::conditional_t<bytes == 4, uint32_t, std::conditional_t<bytes == 2, uint16_t, uint8_t>>>>;
+
 template <int count, class T>
 __device__ Elements<T, count> load(const T* address) {
   const T* const from = in_global(address);
   if constexpr (count == 1) {
     return {*from};
   } else {
-    using Word = std::conditional_t<count * sizeof(T) % sizeof(uint4) == 0, uint4, uint2>;
+    using Word = WordOf<count * sizeof(T)>;
     Elements<Word, count * sizeof(T) / sizeof(Word)> raw;
     for (size_t i = 0; i < sizeof raw / sizeof(Word); ++i) raw.at[i] = reinterpret_cast<const Word*>(from)[i];
     return bit_cast<Elements<T, count>>(raw);
@@ -25,41 +32,59 @@ __device__ Elements<T, count> load(const T* address) {
 
 template <class T, int count>
 __device__ void store(T* address, const Elements<T, count>& from) {
-  T* const to = in_global(address);
-  if constexpr (count == 1) {
-    *to = from.at[0];
+  using Word = WordOf<count * sizeof(T)>;
+  const auto raw = bit_cast<Elements<Word, count * sizeof(T) / sizeof(Word)>>(from);
+  // As an intrinsic: nvcc 13 splits a plain store of registers that a branch has filled into single words.
+  for (size_t i = 0; i < sizeof raw / sizeof(Word); ++i) __stcs(reinterpret_cast<Word*>(address) + i, raw.at[i]);
+}
+
+// Of what is read once. As an intrinsic, which takes the very pointer that a store does: a plain load has its own copy.
+template <int count, class T>
+__device__ Elements<T, count> load_once(const T* address) {
+  using Word = WordOf<count * sizeof(T)>;
+  Elements<Word, count * sizeof(T) / sizeof(Word)> raw;
+  for (size_t i = 0; i < sizeof raw / sizeof(Word); ++i) raw.at[i] = __ldcs(reinterpret_cast<const Word*>(address) + i);
+  return bit_cast<Elements<T, count>>(raw);
+}
+
+// As they lie in memory, in 32 bits or in 16. Who reads several arrays loads them all before widening any, for a load
+// behind a dtype's branch would wait for those before it. So it would, too, if both widths had the same registers.
+template <int count>
+struct Raw {
+  Elements<uint32_t, count> words;
+  Elements<uint16_t, count> halves;
+};
+
+template <int count>
+__device__ Raw<count> load_raw(Dtype dtype, const void* array, int64_t first) {
+  Raw<count> raw;
+  if (dtype == Dtype::f32) {
+    raw.words = load_once<count>(static_cast<const uint32_t*>(array) + first);
   } else {
-    using Word = std::conditional_t<count * sizeof(T) % sizeof(uint4) == 0, uint4, uint2>;
-    const auto raw = bit_cast<Elements<Word, count * sizeof(T) / sizeof(Word)>>(from);
-    // As an intrinsic: nvcc 13 splits a plain store of registers that a branch has filled into single words.
-    for (size_t i = 0; i < sizeof raw / sizeof(Word); ++i) __stcs(reinterpret_cast<Word*>(to) + i, raw.at[i]);
+    raw.halves = load_once<count>(static_cast<const uint16_t*>(array) + first);
   }
+  return raw;
 }
 
-// In the computing type, and back.
-template <class C, int count>
-__device__ Elements<C, count> load_as(Dtype dtype, const void* array, int64_t first) {
-  return with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    Elements<C, count> wide{};
-    if constexpr (std::is_same_v<C, Compute<T>>) {
-      const auto narrow = load<count>(static_cast<const T*>(array) + first);
-      for (int i = 0; i < count; ++i) wide.at[i] = widen(narrow.at[i]);
-    }
-    return wide;
-  });
+template <int count>
+__device__ Elements<float, count> widened(Dtype dtype, const Raw<count>& raw) {
+  if (dtype == Dtype::f32) return bit_cast<Elements<float, count>>(raw.words);
+  Elements<float, count> wide;
+  for (int i = 0; i < count; ++i) {
+    wide.at[i] = dtype == Dtype::b16 ? widen(bf16{raw.halves.at[i]}) : widen(fp16{raw.halves.at[i]});
+  }
+  return wide;
 }
 
-template <class C, int count>
-__device__ void store_as(Dtype dtype, void* array, int64_t first, const Elements<C, count>& wide) {
-  with_dtype(dtype, [&](auto zero) {
-    using T = decltype(zero);
-    if constexpr (std::is_same_v<C, Compute<T>>) {
-      Elements<T, count> rounded;
-      for (int i = 0; i < count; ++i) narrow(wide.at[i], rounded.at[i]);
-      store(static_cast<T*>(array) + first, rounded);
-    }
-  });
+template <int count>
+__device__ void store_as(Dtype dtype, void* array, int64_t first, const Elements<float, count>& wide) {
+  if (dtype == Dtype::f32) return store(static_cast<float*>(array) + first, wide);
+  const auto store_rounded = [&](auto zero) {
+    Elements<decltype(zero), count> rounded;
+    for (int i = 0; i < count; ++i) narrow(wide.at[i], rounded.at[i]);
+    store(static_cast<decltype(zero)*>(array) + first, rounded);
+  };
+  dtype == Dtype::b16 ? store_rounded(bf16{}) : store_rounded(fp16{});
 }
 
 }  // namespace mpk

@@ -16,7 +16,9 @@ struct Row {
   MPK_FN void* at(int64_t element) const { return static_cast<char*>(data) + element * width_of(dtype); }
 };
 
-// An op that needs more than one tensor at a time has a row of its own, with a size and a first_chunk.
+MPK_FN int64_t bytes_read(const Row& row) { return row.size * width_of(row.dtype); }
+
+// An op that needs more than one tensor at a time has a row of its own, with a size, a first_chunk and bytes_read.
 template <class Row>
 struct TableOf {
   const Row* rows;

@@ -31,11 +31,18 @@ void parallel_for_chunks(const TableOf<Row>& table, int64_t elements, const Body
 }
 
 #ifdef MPK_CUDA
-// CUDA: chunks small enough to fill the chip, and few enough that their partial sums cost nothing.
-inline int64_t cuda_chunk(int64_t elements) {
-  int64_t chunk = 8192;
-  while (elements / chunk > 16384) chunk *= 2;
-  return chunk;
+// CUDA: chunks of 128 KB, beside which it costs nothing to start on one; smaller ones, where so there are enough to
+// keep every chip busy; larger ones, where their partial sums would be many. By sizes alone, so that on all chips sums
+// come out alike.
+template <class Row>
+TableOf<Row> lay_out_on_cuda(std::vector<Row>& rows) {
+  constexpr int64_t enough_bytes = 128 << 10, enough_chunks = 1024, many_chunks = 16384;
+  int64_t elements = 0, bytes = 0;
+  for (const Row& row : rows) elements += row.size, bytes += bytes_read(row);
+  int64_t chunk = 4096;
+  const auto are_small = [&] { return bytes / (elements / chunk) < enough_bytes; };
+  while (elements / chunk >= 2 * enough_chunks && (are_small() || elements / chunk > many_chunks)) chunk *= 2;
+  return lay_out(rows, chunk);
 }
 
 inline void require_success(cudaError_t error, const char* op) {

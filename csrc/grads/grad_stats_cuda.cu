@@ -22,12 +22,14 @@ __global__ void __launch_bounds__(kThreads)
     for_each_element(static_cast<const T*>(row.at(span.begin)), span.size, [&](const T& grad) {
       const Compute<T> x = widen(grad);
       const double wide = x;
-      if constexpr (sizeof(T) < sizeof(double))
+      if constexpr (sizeof(T) < sizeof(double)) {
         sumsq = fma(wide, wide, sumsq);  // the square is exact, so the bits are those of a product and a sum
-      else
+      } else {
         sumsq += square(wide);
-      bad |= is_non_finite<T>(x);
+        bad |= is_non_finite<T>(x);
+      }
     });
+    if (sizeof(T) < sizeof(double)) bad = is_non_finite<double>(sumsq);  // which nothing finite makes it
     return Stats{sumsq, bad ? 1.0 : 0.0};
   });
   const Stats sum = block_sum(share);

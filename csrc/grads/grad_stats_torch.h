@@ -53,7 +53,7 @@ class GradStatsCall {
 
 #ifdef MPK_CUDA
   void on_cuda(cudaStream_t stream) {
-    const Table table = lay_out(rows, cuda_chunk(elements_of(rows)));
+    const Table table = lay_out_on_cuda(rows);
     const Tensor of_chunk = like.scratch(sizeof(Stats) * table.chunks);
     const Tensor tickets = like.scratch(sizeof(uint32_t) * (table.count + 1));
     const RowMemory<Row> memory(table, like);

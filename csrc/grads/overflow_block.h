@@ -31,10 +31,20 @@ __device__ void overflow_block(const Rows& table, const Row& grad, const Span& s
     using T = decltype(zero);
     using C = Compute<T>;
     const T* const data = in_global(static_cast<const T*>(grad.at(span.begin)));
+    constexpr int at_once = 4;  // loads on their way before the first is looked at
     Tally<C> tally;
-#pragma unroll 1
-    for (int64_t i = threadIdx.x; i < span.size; i += kThreads)
-      count<C>(tally, widen(data[i]), static_cast<Bits<C>>(i));
+    for (int64_t first = threadIdx.x; first < span.size; first += kThreads * at_once) {
+      T held[at_once];
+#pragma unroll
+      for (int k = 0; k < at_once; ++k) {
+        if (first + k * kThreads < span.size) held[k] = data[first + k * kThreads];
+      }
+#pragma unroll
+      for (int k = 0; k < at_once; ++k) {
+        const int64_t i = first + k * kThreads;
+        if (i < span.size) count<C>(tally, widen(held[k]), static_cast<Bits<C>>(i));
+      }
+    }
     return line_of(tally, span.begin);
   });
   share = block_merge(share);

@@ -39,7 +39,7 @@ static void overflow_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   OverflowArguments arguments(stack);
   const Tensor& like = arguments.found_inf;
   const OnDeviceOf device(like);
-  const Table table = arguments.grads.table(cuda_chunk(arguments.grads.elements()));
+  const Table table = lay_out_on_cuda(arguments.rows);
   const Tensor of_chunk = like.scratch(sizeof(Overflow) * table.chunks);
   const Tensor tickets = like.scratch(sizeof(uint32_t) * table.count);
   const RowMemory<Row> memory(table, like);

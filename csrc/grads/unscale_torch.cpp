@@ -22,7 +22,7 @@ struct UnscaleArguments {
 static void unscale_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
   UnscaleArguments arguments(stack);
   const float inv_scale = *static_cast<const float*>(arguments.inv_scale.const_data());
-  const Table table = arguments.grads.table(kCpuChunk);
+  const Table table = lay_out(arguments.grads.rows(), kCpuChunk);
   const auto unscale_span = MPK_BEST(unscale_span);
   std::atomic<bool> bad{false};
   parallel_for_chunks(table, arguments.grads.elements(), [&](const Row& row, const Span& span) {
@@ -37,7 +37,7 @@ MPK_CPU_KERNEL(kOp, unscale_on_cpu)
 static void unscale_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   UnscaleArguments arguments(stack);
   const OnDeviceOf device(arguments.found_inf);
-  const Table table = arguments.grads.table(cuda_chunk(arguments.grads.elements()));
+  const Table table = lay_out_on_cuda(arguments.grads.rows());
   const RowMemory<Row> memory(table, arguments.found_inf);
   require_success(unscale_cuda(table, memory.get(), arguments.found_inf.data<float>(),
                                static_cast<const float*>(arguments.inv_scale.const_data()), device.stream()),

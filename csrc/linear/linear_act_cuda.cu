@@ -106,7 +106,7 @@ __device__ void store_column_sums(const Elements<float, count>& share, const Pla
   if (static_cast<int>(threadIdx.x) >= columns || column >= tiling.columns) return;
   float sum = 0;
   for (int line = 0; line < place.lines; ++line) sum += shares[line * columns + threadIdx.x];
-  store_as<float, 1>(sums.dtype, sums.data, place.row_block * tiling.columns + column, {sum});
+  store_as<1>(sums.dtype, sums.data, place.row_block * tiling.columns + column, {sum});
 }
 
 // dz and its sums over the rows of each block, where they are wanted.

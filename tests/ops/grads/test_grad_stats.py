@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpkernels.ops import grad_stats
-from tests.cases import DTYPES, clones, odd_layouts, random_grads
+from tests.cases import DTYPES, clones, every_place, odd_layouts, random_grads
 
 
 def exact_sumsq(grad):
@@ -35,6 +35,11 @@ def test_mixed_dtypes_at_every_size(target):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_odd_layouts(target, dtype):
     assert_stats(odd_layouts(dtype), target.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_place_to_begin_at(target, dtype):
+    assert_stats(every_place(dtype)[:: 7 if target.is_interpreted else 1], target.device)
 
 
 def test_expanded_grads_count_every_element(target):

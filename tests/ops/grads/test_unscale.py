@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpkernels.ops import unscale_
-from tests.cases import DTYPES, SIZES, clones, odd_layouts, random_grads, same_bits
+from tests.cases import DTYPES, SIZES, clones, every_place, odd_layouts, random_grads, same_bits
 
 
 def unscaled_by(grads, inv_scale, device):
@@ -37,6 +37,11 @@ def test_mixed_dtypes_at_every_size(target, inv_scale):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_odd_layouts(target, dtype):
     assert_unscaled(odd_layouts(dtype), 1 / 3, target.device)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_place_to_begin_at(target, dtype):
+    assert_unscaled(every_place(dtype)[:: 7 if target.is_interpreted else 1], 1 / 3, target.device)
 
 
 def test_memory_between_the_elements_is_left_alone(target):
@@ -126,5 +131,5 @@ def test_any_list(target, sizes, dtype, inv_scale, seed):
 
 def test_sizes_reach_every_chunk_boundary():
     assert len(SIZES) == len(set(SIZES))
-    for cut in (32, 1024, 8192, 16384, 32768):  # SIMD block, Triton block, CUDA, Triton and CPU chunk
+    for cut in (32, 1024, 4096, 16384, 32768):  # SIMD block, Triton block, CUDA, Triton and CPU chunk
         assert {size < cut for size in SIZES} == {True, False}

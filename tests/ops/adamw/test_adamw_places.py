@@ -1,0 +1,92 @@
+"""Where arrays begin, and where rounds, packs, chunks and blocks of them end: a kernel that reads several elements at
+once must find the same ones. Sizes are above 2048, the elements of a CUDA block's round."""
+
+import pytest
+import torch
+
+import mpkernels
+from tests.ops.adamw.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model
+
+LISTS = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
+
+
+def moved(tensor, offset):
+    """A copy that begins so many elements after a 64-byte boundary."""
+    copy = tensor.new_empty(offset + tensor.numel())[offset:]
+    return copy.copy_(tensor)
+
+
+def assert_same_steps_from(target, offsets, **options):
+    """Beside a reference whose arrays are not moved. `offsets` of lists by name, 0 elsewhere."""
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    for name in LISTS:
+        setattr(ours, name, [moved(tensor, offsets.get(name, 0)) for tensor in getattr(ours, name)])
+    for seed in range(2):
+        ours.step([moved(grad, offsets.get("grads", 0)) for grad in ours.grads(seed)])
+        with mpkernels.backend("reference"):
+            reference.step(reference.grads(seed))
+    assert ours.differences(reference) == []
+
+
+def kinds(target, **more):
+    """Of rows: every one, or few where a kernel is interpreted."""
+    few = {"weights": WEIGHTS[1:2], "grads": (B16,), "states": (F32,)} if target.is_interpreted else {}
+    return {"weights": WEIGHTS, "states": (F32, B16, I8)} | more | few
+
+
+@pytest.mark.parametrize("offset", range(20))
+def test_all_arrays_off_by_as_many_elements(target, offset):
+    """As in buckets and views of them: whatever its width, each array reaches a boundary after as many elements."""
+    options = kinds(target, sizes=(2048 + 17,), weights=[WEIGHTS[offset % 5]], grads=(B16, F32))
+    assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
+
+
+@pytest.mark.parametrize("name", ["grads", *LISTS])
+@pytest.mark.parametrize("offset", [1, 4])
+def test_one_list_off_by_itself(target, name, offset):
+    options = kinds(target, sizes=(2048 + 3,), weights=WEIGHTS[:3], grads=(B16,))
+    assert_same_steps_from(target, {name: offset}, **options)
+
+
+def test_every_list_off_by_something_else(target):
+    """But all in the same place among four elements."""
+    offsets = {name: 3 + 4 * i for i, name in enumerate((*LISTS, "grads"))}
+    assert_same_steps_from(target, offsets, **kinds(target, sizes=(2048 + 5,), grads=(B16, F16)))
+
+
+@pytest.mark.parametrize("offset", [0, 3])
+def test_sizes_around_rounds_and_chunks(target, offset):
+    sizes = (0, 1, 4, 2047, 2048, 2049, 2051, 2052, 4095, 4096, 4097, 6147, 8192 + 2048 + 3)
+    options = kinds(target, sizes=sizes, weights=WEIGHTS[:2], grads=(B16, F32), states=(F32,))
+    assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_blocks_of_8_bit_moments_that_are_not_whole(target, offset):
+    sizes = (1, 31, 129, 255, 256, 257, 511, 2048 + 255, 4096 + 1)
+    options = kinds(target, sizes=sizes, weights=WEIGHTS[:3], grads=(B16, F32)) | {"states": (I8,)}
+    assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
+
+
+@pytest.mark.parametrize("offset", [0, 1])
+def test_fp64_in_a_list_with_others(target, offset):
+    """One launch takes them all, and another than the launch of a list without fp64."""
+    model, alone = (Model(sizes=(700,), device=target.device) for _ in range(2))
+    wide = {"sizes": (2049,), "weights": [(F64, "none")], "grads": (F64,), "states": (F64,), "device": target.device}
+    both, reference = Model(**wide), Model(**(wide | {"device": "cpu"}))
+    names = ("params", "masters", "scales", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
+    for name in names:
+        setattr(both, name, [moved(it, offset) if it.ndim else it for it in getattr(both, name)])
+    plain = {"lr": [1e-2] * 2, "beta1": [0.9] * 2, "beta2": [0.999] * 2, "weight_decay": [0.01] * 2}
+    plain |= {"eps": [1e-8] * 2, "maximize": [False] * 2}
+    joined = Model(sizes=())
+    for name in names:
+        setattr(joined, name, getattr(model, name) + getattr(both, name))
+    joined.device = target.device
+    joined.step(model.grads(0) + both.grads(0), **plain)
+    alone.step(alone.grads(0), **plain)
+    assert model.differences(alone) == []
+    with mpkernels.backend("reference"):
+        reference.step(reference.grads(0), **plain)
+    for ours, theirs in zip(both.params, reference.params, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, rtol=1e-15, atol=0)
