@@ -41,8 +41,7 @@ class AdamW(torch.optim.AdamW):
             parameters keep moments in their own dtype. A parameter group may set its own value.
         max_norm: the largest global norm of the grads. ``step`` clips them to it, as ``clip_grad_norm_`` would.
         guard: whether to skip a step whose grads hold an inf or NaN when no scaler does. None turns the guard on if
-            ``max_norm`` or ``process_group`` is given or a parameter has 16 bits. A scaler skips such steps in any
-            case.
+            ``max_norm`` or ``process_group`` is given or a parameter has 16 bits. A scaler always does.
         process_group: the processes that each hold one part of the grads, as under FSDP1. They clip by their common
             norm and skip together. Don't pass it under DistributedDataParallel, where every process has all grads.
     """
@@ -114,7 +113,7 @@ class AdamW(torch.optim.AdamW):
 
     def __repr__(self) -> str:
         name, rest = super().__repr__().split("\n", 1)
-        group = None if self._peers is None else self._peers.group
+        group = self._peers and self._peers.group
         return f"{name}\nmax_norm: {self.max_norm}, guard: {self.guard}, process_group: {group}\n{rest}"
 
     def _start_afresh(self) -> None:
@@ -181,22 +180,16 @@ class AdamW(torch.optim.AdamW):
         for i, plan in enumerate(plans):  # of which the first tells the outcome
             of_plan = verdict if i == 0 else verdict._replace(outcome=None)
             plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else self.skipped_steps)
-        if torch.compiler.is_compiling():
-            return
-        self.grad_norm = verdict.outcome[0] if verdict.outcome is not None and verdict.has_norm else None
-        if verdict.outcome is None:
-            self._was_skipped.forget()
-        else:
-            self._was_skipped.send(verdict.outcome[1])
+        if not torch.compiler.is_compiling():
+            verdicts.note_outcome(self, verdict)
 
     def _compare_loaded(self) -> None:
         if not self._is_loaded or torch.compiler.is_compiling():
             return
-        params = params_of(self)
-        if any(it.is_cuda for it in params) and is_current_stream_capturing():
+        if any(it.is_cuda for it in params_of(self)) and is_current_stream_capturing():
             return  # to compare waits for the device; kernels take up what was written all the same, without a word
         self._is_loaded = False
-        masters.compare_loaded(params, self.state)
+        masters.compare_loaded(params_of(self), self.state)
 
     def _follow_writes(self) -> None:
         """Bring the masters up to date with the weights, before somebody reads the state without the weights."""

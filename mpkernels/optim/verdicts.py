@@ -69,6 +69,16 @@ def raise_if_one_has_failed(optimizer: Any) -> None:
         )
 
 
+def note_outcome(optimizer: Any, verdict: Verdict) -> None:
+    """Set what the optimizer shows of a step that has been launched."""
+    outcome = verdict.outcome
+    optimizer.grad_norm = outcome[0] if outcome is not None and verdict.has_norm else None
+    if outcome is None:
+        optimizer._was_skipped.forget()
+    else:
+        optimizer._was_skipped.send(outcome[1])
+
+
 def tell_failure(optimizer: Any, params: Sequence[Tensor]) -> None:
     """Join the processes that wait for this one's verdict, though it has none, so that they don't step either."""
     find_parts(optimizer, params)  # if the step has not come so far

@@ -7,69 +7,10 @@ import torch
 
 import mpkernels
 from mpkernels import selector
-from mpkernels.selector import disk, timing
-from mpkernels.selector.case import Case, Choice
+from mpkernels.selector import disk
+from mpkernels.selector.case import Choice
 from mpkernels.selector.timing import Race
-from mpkernels.selector.trial import Error
-
-CASE = Case("op", torch.device("cpu"), (3, 5), (torch.float32,), "gelu", 8)
-NAMES = ("native", "torch")
-
-
-class Clock:
-    """The selector's, which nothing but a test moves: a busy machine makes a millisecond's sleep last three."""
-
-    seconds = 0.0
-
-    def wait(self, milliseconds):
-        self.seconds += milliseconds / 1e3
-
-
-CLOCK = Clock()
-
-
-@pytest.fixture(autouse=True)
-def afresh(monkeypatch, tmp_path):
-    for name, value in (("_is_deterministic", False), ("_known", {}), ("_pinned", None)):
-        monkeypatch.setattr(selector, name, value)
-    monkeypatch.setattr(timing, "MOST_ROUNDS", timing.FEWEST_ROUNDS)
-    monkeypatch.setattr(timing, "perf_counter", lambda: CLOCK.seconds)
-    monkeypatch.setattr(disk, "path", lambda: tmp_path / "home" / "choices.json")
-    disk._read.cache_clear()
-    yield
-    disk._read.cache_clear()
-
-
-class Ways:
-    """Ways to do the same that take so many milliseconds, and what else they do."""
-
-    dtype = torch.float16
-
-    def __init__(self, **milliseconds):
-        self.milliseconds, self.calls = milliseconds, dict.fromkeys(milliseconds, 0)
-        self.also = {}
-        self.error_of = dict.fromkeys(milliseconds, 1e-4)
-
-    def __call__(self):
-        return self
-
-    def run(self, name):
-        self.calls[name] += 1
-        CLOCK.wait(self.milliseconds[name])
-        self.also.get(name, int)()
-        return [self.error_of[name]]
-
-    def errors(self, results):
-        return [Error(share, 10**6) for share in results]
-
-    @property
-    def were_timed(self):
-        return any(self.calls.values())
-
-
-def another_process():
-    selector._known.clear()
-    disk._read.cache_clear()
+from tests.selector.ways import CASE, CLOCK, NAMES, Ways, afresh, another_process  # noqa: F401
 
 
 @pytest.mark.parametrize(("native", "torchs", "chosen"), [(1, 2, "native"), (2, 1, "torch")])
@@ -296,63 +237,3 @@ def test_the_first_run_does_not_count():
 
 def test_it_is_found_under_the_package():
     assert mpkernels.selector is selector
-
-
-def fail():
-    raise RuntimeError("Failed to find C compiler")
-
-
-UNFIT = {
-    "raises": ("also", fail, "it can't run here: Failed to find C compiler"),
-    "is wrong": ("error_of", 3e-4, "its result is off by 3.0e-04, torch's by 1.0e-04"),
-    "is NaN": ("error_of", float("nan"), "its result is off by nan, torch's by 1.0e-04"),
-    "is slow": ("also", lambda: CLOCK.wait(1.1e4), "it took 11 s"),
-}
-
-
-@pytest.mark.parametrize(("attribute", "value", "reason"), UNFIT.values(), ids=UNFIT)
-def test_an_unfit_kernel_is_left_out_for_good(attribute, value, reason):
-    """Though it is the first and the fastest. One warning, and none from the next process."""
-    names, ways = ("triton", "native", "torch"), Ways(triton=1, native=2, torch=3)
-    getattr(ways, attribute)["triton"] = value
-    with pytest.warns(RuntimeWarning, match="the triton kernel is left out") as warned:
-        assert [selector.choose(CASE, names, ways) for _ in range(2)] == ["native", "native"]
-    assert [str(it.message) for it in warned] == [f"mpkernels: the triton kernel is left out of {CASE}: {reason}"]
-    assert ways.calls["triton"] == 1
-    shown = {str(CASE): f"native; without triton: {reason}"}
-    assert selector.choices() == shown
-    another_process()
-    assert selector.choose(CASE, names, ways) == "native"
-    assert ways.calls["triton"] == 1
-    assert selector.choices() == shown
-
-
-def test_a_result_as_near_as_the_bound_allows_is_right():
-    """2 % beyond torch's error, and eps / 8, of fp16's 2**-10."""
-    ways = Ways(native=1, torch=2)
-    ways.error_of["native"] = 1.02e-4 + 2**-13
-    assert selector.choose(CASE, NAMES, ways) == "native"
-
-
-def test_where_torch_overflows_nothing_can_be_told():
-    ways = Ways(native=1, torch=2)
-    ways.error_of |= {"native": float("inf"), "torch": float("nan")}
-    assert selector.choose(CASE, NAMES, ways) == "native"
-
-
-def test_one_that_hangs_leaves_torch(monkeypatch):
-    reason = "it has not ended after 10 s"
-    monkeypatch.setattr(selector, "race", lambda *_: Race({}, {"native": reason}))
-    with pytest.warns(RuntimeWarning, match=f"the native kernel is left out of .*: {reason}"):
-        assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "torch"
-    assert selector.choices() == {str(CASE): f"torch; without native: {reason}"}
-
-
-def test_a_call_that_torch_refuses_raises():
-    def refuse():
-        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
-
-    ways = Ways(native=1, torch=2)
-    ways.also["torch"] = refuse
-    with pytest.raises(RuntimeError, match="mat1"):
-        selector.choose(CASE, NAMES, ways)
