@@ -40,7 +40,7 @@ def clip_grad_norm_(
     ``error_if_nonfinite``. ``AdamW(max_norm=...)`` clips inside its step instead, without writing to a grad.
 
     Args:
-        parameters, max_norm, norm_type, error_if_nonfinite: the arguments of torch.nn.utils.clip_grad_norm_.
+        parameters, max_norm, norm_type, error_if_nonfinite: those of ``torch.nn.utils.clip_grad_norm_``.
         foreach: has no effect; all grads are scaled together.
         process_group: the processes that each hold one part of the grads, as under FSDP1. All clip by their common
             norm. Every process has to call this function, even without grads.
