@@ -69,7 +69,7 @@ static std::vector<double> stepped(const Variant& variant, Dtype dtype, Master m
                : moments == Moments::bf16 ? Dtype::b16
                                           : Dtype::f32,
                master};
-  row.group = {0.01, 0.9, 0.999, 0.1, 1e-8, {}, {}, false};
+  const AdamwGroup group{0.01, 0.9, 0.999, 0.1, 1e-8, {}, {}, false};
   if (moments == Moments::int8) {
     memset(array(3), -128, size);
     memset(array(4), -128, size);
@@ -84,7 +84,7 @@ static std::vector<double> stepped(const Variant& variant, Dtype dtype, Master m
       if (dtype == Dtype::b16) reinterpret_cast<uint16_t*>(array(1))[i] = bf16_bits_of_fp32(bits);
       if (dtype == Dtype::f16) reinterpret_cast<uint16_t*>(array(1))[i] = fp16_bits_of_fp32<float>(bits);
     }
-    variant.adamw_span(row, {0, 0, 0, size}, adamw_scalars<double>(row, shared));
+    variant.adamw_span(row, {0, 0, 0, size}, adamw_scalars<double>(group, *row.step, shared));
   }
   return memory;
 }
