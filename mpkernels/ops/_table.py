@@ -11,39 +11,86 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK = tl.constexpr(1024)  # elements a program holds at a time: of 128 threads each loads 16 bytes or more
-CHUNK = 16384  # elements a program takes in all, a multiple of BLOCK
-ROW = tl.constexpr(4)  # words a row has at least: address, size, first chunk, dtype; an op may add its own
+CHUNK_BYTES = 65536  # that a program takes of a tensor in all
+ROW = tl.constexpr(4)  # words a row has at least: size, first chunk, elements in a chunk, dtype; an op may add its own
 FP32 = tl.constexpr(0)
 FP16 = tl.constexpr(1)
 BF16 = tl.constexpr(2)
 FP64 = tl.constexpr(3)
+INT8 = tl.constexpr(4)  # of moments alone
 
-CODES = {torch.float32: FP32.value, torch.float16: FP16.value, torch.bfloat16: BF16.value, torch.float64: FP64.value}
+CODES = {
+    torch.float32: FP32.value, torch.float16: FP16.value, torch.bfloat16: BF16.value, torch.float64: FP64.value,
+    torch.int8: INT8.value,
+}  # fmt: skip
+KEPT = 256  # lists of tensors whose rows stay on the device
+_kept: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, int]] = {}  # and the stream that copied; latest last
 _captured: list[Tensor] = []  # a CUDA graph reads these again at every replay
 _spare = torch.empty(0, dtype=torch.int64, device="cpu")  # pinned, for those: a graph's capture allows taking none
 SPARE_TABLES = 16  # as large as the largest: what a few graphs of a training step capture
 
 
 class Table(NamedTuple):
-    words: Tensor  # int64, on the device: the rows, then the row of each chunk, then what the op wants beside them
+    rows: Tensor  # int64, on the device, as is ``call``: the rows, then the row of each chunk
+    call: Tensor  # what each call brings: addresses, a ticket of 0 for each row and one more, what the op wants beside
     tensors: int
     chunks: int
 
 
-def build(tensors: Sequence[Tensor], beside: Sequence[int] = (), own: Sequence[Sequence[int]] | None = None) -> Table:
-    """``own[i]`` are the op's own words in row i, after the common ones."""
+def build(
+    tensors: Sequence[Tensor],
+    addresses: Sequence[int],
+    beside: Sequence[int] = (),
+    own: Sequence[Sequence[int]] | None = None,
+    chunk: int | None = None,
+) -> Table:
+    """Return rows for the sizes and dtypes of ``tensors``, copied to the device only if no earlier call had the same.
+
+    Args:
+        tensors: what programs take chunks of.
+        addresses: one for each row, new in each call.
+        beside: the op's words beside the rows, likewise.
+        own: the op's own words in each row, after the common ones.
+        chunk: elements in a chunk; without it, as many as CHUNK_BYTES hold.
+    """
     rows: list[int] = []
-    row_of_chunk: list[int] = []
+    chunks: list[int] = []  # of each row
+    first = 0
     for i, tensor in enumerate(tensors):
-        rows += (tensor.data_ptr(), tensor.numel(), len(row_of_chunk), CODES[tensor.dtype])
+        per_chunk = chunk or CHUNK_BYTES // tensor.element_size()
+        rows += (tensor.numel(), first, per_chunk, CODES[tensor.dtype])
         if own is not None:
             rows += own[i]
-        row_of_chunk += [i] * max(1, triton.cdiv(tensor.numel(), CHUNK))
-    words = torch.tensor([*rows, *row_of_chunk, *beside], dtype=torch.int64, device="cpu")
+        chunks.append(max(1, triton.cdiv(tensor.numel(), per_chunk)))
+        first += chunks[-1]
     device = tensors[0].device
+    call = _to_device([*addresses, *[0] * (len(tensors) + 1), *beside], device)
+    return Table(_rows_on(device, tuple(rows), chunks), call, len(tensors), first)
+
+
+def _rows_on(device: torch.device, rows: tuple[int, ...], chunks: Sequence[int]) -> Tensor:
+    """Copies are known by what they hold; only the stream that copied, and graphs captured later, find it there."""
+    is_cuda = device.type == "cuda"
+    stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
+    copy, home = _kept.pop((device, rows), (None, stream))
+    is_captured = is_cuda and torch.cuda.is_current_stream_capturing()
+    if copy is None or (home != stream and not is_captured):
+        copy, home = _to_device([*rows, *(i for i, count in enumerate(chunks) for _ in range(count))], device), stream
+        if is_captured:
+            return copy  # to be made by each replay, and by nothing before
+    if is_captured:
+        _captured.append(copy)
+    _kept[device, rows] = copy, home
+    if len(_kept) > KEPT:
+        del _kept[next(iter(_kept))]
+    return copy
+
+
+def _to_device(content: Sequence[int], device: torch.device) -> Tensor:
+    words = torch.tensor(content, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
         words = _pinned(words)  # or the copy would wait for the device
-    return Table(words.to(device, non_blocking=True), len(tensors), len(row_of_chunk))
+    return words.to(device, non_blocking=True)
 
 
 def _pinned(words: Tensor) -> Tensor:
@@ -86,62 +133,43 @@ def lend(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 @triton.jit
-def find_span(words, tensors, chunk, CHUNK: tl.constexpr, ROW: tl.constexpr):
+def find_span(rows, tensors, chunk, ROW: tl.constexpr):
     """Return what one chunk covers: the row's number, the row, the first element, the number of elements."""
-    number = tl.load(words + tensors * ROW + chunk)
-    row = words + number * ROW
-    begin = (chunk - tl.load(row + 2)) * CHUNK
-    return number, row, begin, tl.minimum(tl.load(row + 1) - begin, CHUNK).to(tl.int32)
+    number = tl.load(rows + tensors * ROW + chunk)
+    row = rows + number * ROW
+    elements, first, per_chunk = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    begin = (chunk - first) * per_chunk
+    return number, row, begin, tl.minimum(elements - begin, per_chunk).to(tl.int32)
 
 
 @triton.jit
-def load_span(words, tensors, chunk, CHUNK: tl.constexpr):
-    """Return the row's number, address of the first element, number of elements, dtype."""
-    number, row, begin, size = find_span(words, tensors, chunk, CHUNK, ROW)
+def chunks_of(row):
+    return tl.maximum(tl.cdiv(tl.load(row), tl.load(row + 2)), 1)
+
+
+@triton.jit
+def width_of(dtype):
+    return tl.where(dtype == FP64, 8, tl.where(dtype == FP32, 4, tl.where(dtype == INT8, 1, 2)))
+
+
+@triton.jit
+def load_span(rows, call, tensors, chunk):
+    """Return the row's number, the row, address of the first element, number of elements, dtype."""
+    number, row, begin, size = find_span(rows, tensors, chunk, ROW)
     dtype = tl.load(row + 3)
-    width = tl.where(dtype == FP64, 8, tl.where(dtype == FP32, 4, 2))
-    return number, tl.load(row) + begin * width, size, dtype
+    return number, row, tl.load(call + number) + begin * width_of(dtype), size, dtype
 
 
 @triton.jit
-def whole_blocks(address, size):
-    """How many elements can be read 16 bytes at a time, without a mask: all whole blocks if the first is aligned."""
-    return tl.where(address % 16 == 0, size // BLOCK * BLOCK, 0)
+def head_of(address, width):
+    """Count the elements, be they there or not, before the first that is aligned to 16 bytes."""
+    return ((16 - address % 16) % 16 // width).to(tl.int32)
 
 
 @triton.jit
-def block_at(address, at, mask, T: tl.constexpr):
-    """Pointers to a block of elements. That of a whole block, which needs no mask, is aligned."""
-    array = address.to(tl.pointer_type(T))
-    if mask is None:
-        array = tl.multiple_of(array, 16)
-    return array + at
-
-
-@triton.jit
-def load_as(compute: tl.constexpr, dtype, address, at, mask):
-    """Return a block in the computing type, fp32 or fp64. Arrays that are computed with in fp64 are in fp64."""
-    if compute == tl.float64:
-        values = tl.load(block_at(address, at, mask, tl.float64), mask=mask)
-    elif dtype == FP32:
-        values = tl.load(block_at(address, at, mask, tl.float32), mask=mask)
-    elif dtype == BF16:
-        values = tl.load(block_at(address, at, mask, tl.bfloat16), mask=mask).to(tl.float32)
-    else:
-        values = tl.load(block_at(address, at, mask, tl.float16), mask=mask).to(tl.float32)
-    return values
-
-
-@triton.jit
-def store_as(values, dtype, address, at, mask):
-    if values.dtype == tl.float64:
-        tl.store(block_at(address, at, mask, tl.float64), values, mask=mask)
-    elif dtype == FP32:
-        tl.store(block_at(address, at, mask, tl.float32), values, mask=mask)
-    elif dtype == BF16:
-        tl.store(block_at(address, at, mask, tl.bfloat16), values.to(tl.bfloat16), mask=mask)
-    else:
-        tl.store(block_at(address, at, mask, tl.float16), values.to(tl.float16), mask=mask)
+def head_mask(lanes, head, size):
+    """Tell which lanes of the block that ends where the aligned elements begin hold some of so many."""
+    return (lanes >= BLOCK - head) & (lanes < BLOCK - head + size)
 
 
 @triton.jit
@@ -151,6 +179,7 @@ def is_non_finite(x):
 
 @triton.jit
 def is_last_one_out(ticket, expected):
-    """Tell whether this is the last of `expected` programs to ask; then what the others stored before can be read."""
+    """Tell whether this is the last of `expected` programs to ask; then what the others stored before can be read, and
+    what they read before can be overwritten."""
     tl.debug_barrier()
     return tl.atomic_add(ticket, 1, sem="acq_rel") == expected - 1

@@ -39,14 +39,15 @@ def test_triton_addresses_beyond_32_bits():
     from mpkernels.ops import _table
     from mpkernels.ops.grads import unscale_triton
 
-    skipped_chunks = SIZE // _table.CHUNK
-    skipped = skipped_chunks * _table.CHUNK
+    chunk = _table.CHUNK_BYTES // 4
+    skipped_chunks = SIZE // chunk
+    skipped = skipped_chunks * chunk
     device = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs compiled, or interpreted
     grads = torch.full((37,), 8.0, device=device)
-    row = [grads.data_ptr() - 4 * skipped, skipped + 37, -skipped_chunks, 0]
-    words = torch.tensor([*row, 0], dtype=torch.int64, device=device)
+    rows = torch.tensor([skipped + 37, -skipped_chunks, chunk, 0, 0], dtype=torch.int64, device=device)
+    call = torch.tensor([grads.data_ptr() - 4 * skipped], dtype=torch.int64, device=device)
     found_inf, inv_scale = torch.zeros((), device=device), torch.full((), 0.5, device=device)
-    unscale_triton.unscale_kernel[(1,)](words, 1, found_inf, inv_scale, CHUNK=_table.CHUNK)
+    unscale_triton.unscale_kernel[(1,)](rows, call, 1, found_inf, inv_scale)
     assert grads.tolist() == [4.0] * 37
 
 

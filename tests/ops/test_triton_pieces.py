@@ -1,13 +1,16 @@
 """Pieces of the Triton kernels that whole ops reach only at sizes too slow to interpret."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
 
-from mpkernels.ops import _table
-from mpkernels.ops._table import BF16, BLOCK, FP16, whole_blocks
+import mpkernels
+from mpkernels.ops import _table, grad_stats
+from mpkernels.ops._table import BF16, BLOCK, FP16, head_of
 from mpkernels.ops.adamw import split as reference
 from mpkernels.ops.adamw.split_kernel import join, split
 from mpkernels.ops.grads.grad_stats_triton import sum_of
@@ -29,8 +32,8 @@ def store_line(line, of_chunk, count):
 
 
 @triton.jit
-def store_whole_blocks(out, address, size):
-    tl.store(out, whole_blocks(address, size))
+def store_head(out, address, width):
+    tl.store(out, head_of(address, width))
 
 
 @triton.jit
@@ -59,12 +62,72 @@ def test_reports_are_merged_of_any_number_of_chunks():
         assert line.tolist() == [count, infs.sum(), nans.sum(), first.min(), largest.max(), zeros.sum()]
 
 
-def test_only_aligned_memory_is_read_16_bytes_at_a_time():
-    size = 3 * BLOCK.value + 5
-    for misaligned_by, want in ((0, 3 * BLOCK.value), (16, 3 * BLOCK.value), (2, 0), (4, 0), (8, 0)):
-        out = torch.zeros((), dtype=torch.int64, device=DEVICE)
-        store_whole_blocks[(1,)](out, 1 << 40 | misaligned_by, size)
-        assert out.item() == want
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_a_head_ends_where_16_bytes_can_be_read_at_a_time(width):
+    for misaligned_by in range(0, 32, width):
+        out = torch.zeros((), dtype=torch.int32, device=DEVICE)
+        store_head[(1,)](out, 1 << 40 | misaligned_by, width)
+        assert out.item() == -misaligned_by % 16 // width
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("size", [3, 2047, 5000])
+def test_a_sum_has_the_same_bits_wherever_the_grad_lies(dtype, size):
+    values = torch.randn(size, generator=torch.Generator().manual_seed(0)).to(dtype)
+    sums = set()
+    with mpkernels.backend("triton"):
+        for offset in range(9):
+            storage = torch.empty(size + offset, dtype=dtype, device=DEVICE)
+            sums.add(grad_stats([storage[offset:].copy_(values)]).total_sumsq.item())
+    assert len(sums) == 1
+
+
+@pytest.fixture
+def kept(monkeypatch):
+    monkeypatch.setattr(_table, "_kept", {})
+    return _table._kept
+
+
+def test_rows_stay_on_the_device_as_long_as_the_list_is_the_same(kept):
+    grads = [torch.ones(size, device=DEVICE) for size in (3, 40_000)]
+    first, again = (_table.build(grads, [address, 16], beside=[address]) for address in (32, 48))
+    assert again.rows is first.rows
+    assert first.rows.tolist() == [3, 0, 16384, 0, 40_000, 1, 16384, 0, 0, 1, 1, 1]
+    assert again.call.tolist() == [48, 16, 0, 0, 0, 48]
+    assert (first.tensors, first.chunks) == (2, 4)
+    assert _table.build([grads[0].half(), grads[1]], [16, 32]).rows is not first.rows
+    assert _table.build(grads, [16, 32], chunk=8192).rows is not first.rows
+
+
+def test_rows_are_there_for_the_stream_that_copied_them_and_for_graphs(kept, monkeypatch):
+    stream, is_capturing = SimpleNamespace(cuda_stream=1), False
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
+    monkeypatch.setattr(_table, "_to_device", lambda words, device: torch.tensor(words))
+    monkeypatch.setattr(_table, "_captured", [])
+
+    def rows(size):
+        return _table._rows_on(torch.device("cuda"), (size, 0, 8, 0), [2])
+
+    first = rows(9)
+    assert first.tolist() == [9, 0, 8, 0, 0, 0]
+    assert rows(9) is first
+    stream.cuda_stream, is_capturing = 2, True
+    assert rows(9) is first
+    assert _table._captured == [first]  # whatever is no longer kept, the graph reads it
+    assert rows(10) is not rows(10)  # each is filled by its own graph's replays
+    is_capturing = False
+    assert rows(9) is not first
+    assert rows(9) is rows(9)
+
+
+def test_no_more_rows_stay_than_some(kept, monkeypatch):
+    monkeypatch.setattr(_table, "KEPT", 2)
+    lists = [[torch.ones(size, device=DEVICE)] for size in (1, 2, 3)]
+    first, _, _ = (_table.build(each, [16]).rows for each in (*lists[:2], lists[0]))
+    _table.build(lists[2], [16])
+    assert _table.build(lists[0], [16]).rows is first  # the second was used longest ago
+    assert len(kept) == 2
 
 
 @pytest.mark.parametrize(("dtype", "code"), [(torch.bfloat16, BF16), (torch.float16, FP16)], ids=["bf16", "fp16"])

@@ -31,7 +31,7 @@ def decode(codes, scales, squared: tl.constexpr):
 @triton.jit
 def encode(values, mask, squared: tl.constexpr):
     """Return the codes and the scales of whole blocks; what is masked off counts as 0."""
-    numbers = tl.where(mask, values, 0.0)
+    numbers = values if mask is None else tl.where(mask, values, 0.0)
     if squared:
         numbers = tl.sqrt_rn(numbers)
     numbers = in_blocks(numbers)

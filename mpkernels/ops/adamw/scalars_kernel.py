@@ -46,7 +46,7 @@ def unscaled_norm(grad_scale, total_sumsq):
 
 @triton.jit
 def scalars_of(group, steps_before, grad_scale, total_sumsq):
-    """Return all that is the same for a whole parameter, in fp64: adamw rounds it once."""
+    """Return all that is the same for a whole parameter, in fp64."""
     lr, beta1, beta2 = hyperparameter(group, 0), hyperparameter(group, 1), hyperparameter(group, 2)
     factor = unscale_factor(grad_scale)
     if total_sumsq is not None:
@@ -57,6 +57,16 @@ def scalars_of(group, steps_before, grad_scale, total_sumsq):
     step_size = lr / (1 - tl.exp2(step * tl.log2(beta1))) * correction2
     decay, eps = 1 - lr * load_fp64(group + 9), load_fp64(group + 10) * correction2
     return factor * load_fp64(group + 11), decay, 1 - beta1, beta2, 1 - beta2, step_size, eps
+
+
+@triton.jit
+def rounded(scalars):
+    """Return them in fp32."""
+    factor, decay, weight1, beta2, weight2, step_size, eps = scalars
+    return (
+        factor.to(tl.float32), decay.to(tl.float32), weight1.to(tl.float32), beta2.to(tl.float32),
+        weight2.to(tl.float32), step_size.to(tl.float32), eps.to(tl.float32),
+    )  # fmt: skip
 
 
 @triton.jit

@@ -11,31 +11,50 @@ from torch import Tensor
 
 from mpkernels.ops import _table
 from mpkernels.ops._registry import implement
-from mpkernels.ops._table import BF16, BLOCK, FP16, FP32, ROW, is_last_one_out, is_non_finite, load_span, whole_blocks
+from mpkernels.ops._table import (
+    BF16,
+    BLOCK,
+    FP16,
+    FP32,
+    chunks_of,
+    head_mask,
+    head_of,
+    is_last_one_out,
+    is_non_finite,
+    load_span,
+)
 from mpkernels.ops.grads.grad_stats import _grad_stats
 
 
 @triton.jit
 def stats_of_span(address, size, T: tl.constexpr):
-    whole = whole_blocks(address, size)
+    """Each lane adds up every BLOCKth element in order, wherever the first aligned one is: so the bits stay."""
+    head = head_of(address, T.primitive_bitwidth // 8)
+    grads = tl.multiple_of((address + head * (T.primitive_bitwidth // 8)).to(tl.pointer_type(T)), 16)
     lanes = tl.arange(0, BLOCK)
+    left = tl.maximum(size - head, 0)
+    whole = left // (2 * BLOCK) * (2 * BLOCK)
     sumsq = tl.zeros([BLOCK], tl.float64)
     bad = tl.zeros([BLOCK], tl.int1)
-    aligned = tl.multiple_of(address.to(tl.pointer_type(T)), 16)
-    for begin in range(0, whole, BLOCK):
-        grad = tl.load(aligned + begin + lanes).to(tl.float64)
-        sumsq += grad * grad
-        if T.is_fp64():  # of any other the squares stay finite
-            bad |= is_non_finite(grad)
-    grads = address.to(tl.pointer_type(T))
-    for begin in range(whole, size, BLOCK):
-        grad = tl.load(grads + begin + lanes, mask=begin + lanes < size, other=0).to(tl.float64)
-        sumsq += grad * grad
-        if T.is_fp64():
-            bad |= is_non_finite(grad)
-    total = tl.sum(sumsq)
+    if head > 0:
+        sumsq, bad = add(tl.load(grads - BLOCK + lanes, mask=head_mask(lanes, head, size), other=0), sumsq, bad)
+    for begin in range(0, whole, 2 * BLOCK):
+        one, other = tl.load(grads + begin + lanes), tl.load(grads + begin + BLOCK + lanes)
+        sumsq, bad = add(one, sumsq, bad)
+        sumsq, bad = add(other, sumsq, bad)
+    for begin in range(whole, left, BLOCK):
+        sumsq, bad = add(tl.load(grads + begin + lanes, mask=begin + lanes < left, other=0), sumsq, bad)
+    total = tl.sum(tl.gather(sumsq, (lanes + BLOCK - head) % BLOCK, 0))
     is_bad = tl.max(bad.to(tl.float64)) if T.is_fp64() else is_non_finite(total).to(tl.float64)
     return total, is_bad
+
+
+@triton.jit
+def add(grad, sumsq, bad):
+    wide = grad.to(tl.float64)
+    if grad.dtype.is_fp64():  # of any other the squares stay finite
+        bad |= is_non_finite(wide)
+    return sumsq + wide * wide, bad
 
 
 @triton.jit
@@ -50,11 +69,9 @@ def sum_of(values, count):
 
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
-def grad_stats_kernel(
-    words, tensors, chunks, sumsq, nonfinite, total_sumsq, found_inf, sumsq_of_chunk, bad_of_chunk, CHUNK: tl.constexpr
-):
+def grad_stats_kernel(rows, call, tensors, chunks, sumsq, nonfinite, total_sumsq, found_inf, of_chunk):
     chunk = tl.program_id(0)
-    tensor, address, size, dtype = load_span(words, tensors, chunk, CHUNK)
+    tensor, row, address, size, dtype = load_span(rows, call, tensors, chunk)
     if dtype == FP32:
         share, bad = stats_of_span(address, size, tl.float32)
     elif dtype == FP16:
@@ -63,16 +80,15 @@ def grad_stats_kernel(
         share, bad = stats_of_span(address, size, tl.bfloat16)
     else:
         share, bad = stats_of_span(address, size, tl.float64)
-    tl.store(sumsq_of_chunk + chunk, share)
+    bad_of_chunk = of_chunk + chunks
+    tl.store(of_chunk + chunk, share)
     tl.store(bad_of_chunk + chunk, bad)
 
-    row = words + tensor * ROW
-    first = tl.load(row + 2)
-    chunks_of_tensor = tl.maximum(tl.cdiv(tl.load(row + 1), CHUNK), 1)
-    tickets = words + tensors * ROW + chunks
-    if is_last_one_out(tickets + tensor, chunks_of_tensor):
-        tl.store(sumsq + tensor, sum_of(sumsq_of_chunk + first, chunks_of_tensor))
-        tl.store(nonfinite + tensor, tl.where(sum_of(bad_of_chunk + first, chunks_of_tensor) > 0, 1.0, 0.0))
+    first, count = tl.load(row + 1), chunks_of(row)
+    tickets = call + tensors
+    if is_last_one_out(tickets + tensor, count):
+        tl.store(sumsq + tensor, sum_of(of_chunk + first, count))
+        tl.store(nonfinite + tensor, tl.where(sum_of(bad_of_chunk + first, count) > 0, 1.0, 0.0))
         if is_last_one_out(tickets + tensors, tensors):
             tl.store(total_sumsq, sum_of(sumsq, tensors))
             tl.store(found_inf, tl.where(sum_of(nonfinite, tensors) > 0, 1.0, 0.0))
@@ -81,14 +97,11 @@ def grad_stats_kernel(
 @implement(_grad_stats)
 def grad_stats_triton(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flat = [grad if _table.is_dense(grad) else grad.contiguous() for grad in grads]
-    table = _table.build(flat, beside=[0] * (len(flat) + 1))
-    sumsq, sumsq_of_chunk, bad_of_chunk = (
-        torch.empty(size, dtype=torch.float64, device=table.words.device)
-        for size in (table.tensors, table.chunks, table.chunks)
+    table = _table.build(flat, [grad.data_ptr() for grad in flat])
+    sumsq, of_chunk = (
+        torch.empty(size, dtype=torch.float64, device=table.rows.device) for size in (table.tensors, 2 * table.chunks)
     )
-    nonfinite = torch.empty(table.tensors, dtype=torch.float32, device=table.words.device)
+    nonfinite = torch.empty(table.tensors, dtype=torch.float32, device=table.rows.device)
     results = sumsq, nonfinite, sumsq.new_empty(()), nonfinite.new_empty(())
-    grad_stats_kernel[(table.chunks,)](
-        *table, *results, sumsq_of_chunk, bad_of_chunk, CHUNK=_table.CHUNK, enable_fp_fusion=False
-    )
+    grad_stats_kernel[(table.chunks,)](*table, *results, of_chunk, enable_fp_fusion=False)
     return results

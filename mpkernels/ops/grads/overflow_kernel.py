@@ -5,7 +5,8 @@
 import triton
 import triton.language as tl
 
-from mpkernels.ops._table import BLOCK, FP64, is_last_one_out, load_as
+from mpkernels.ops._bits_kernel import load_raw, pointers, widen
+from mpkernels.ops._table import BLOCK, FP64, chunks_of, is_last_one_out
 
 FIELDS = tl.constexpr(6)
 INFINITY = tl.constexpr(float("inf"))
@@ -23,7 +24,11 @@ def count_span(of_chunk, dtype, address, begin, size, compute: tl.constexpr):
     largest = tl.zeros([BLOCK // 2], compute)
     for i in range(0, size, BLOCK // 2):
         mask = i + lanes < size
-        x = load_as(compute, dtype, address, begin + i + lanes, mask)
+        if compute == tl.float64:
+            x = tl.load(pointers(address, begin + i + lanes, tl.float64, False), mask=mask)
+        else:
+            words, halves = load_raw(address, dtype, None, begin + i + lanes, mask, False)
+            x = widen(words, halves, dtype)
         magnitude = tl.abs(x)
         inf, nan = mask & (magnitude == INFINITY), mask & (x != x)
         infs += inf.to(tl.int32)
@@ -85,8 +90,7 @@ def write_heading(report, scale, unscaled: tl.constexpr):
 
 @triton.jit
 def overflow_program(
-    chunk, row, number, begin, size, address, dtype, ticket, report, of_chunk, scale,
-    CHUNK: tl.constexpr, UNSCALED: tl.constexpr,
+    chunk, row, number, begin, size, address, dtype, ticket, report, of_chunk, scale, UNSCALED: tl.constexpr
 ):  # fmt: skip
     """One program a chunk; the last of a grad merges its chunks. Called by all of a table's programs, or by none."""
     if chunk == 0:
@@ -95,8 +99,7 @@ def overflow_program(
         count_span(of_chunk + chunk.to(tl.int64) * FIELDS, dtype, address, begin, size, tl.float64)
     else:
         count_span(of_chunk + chunk.to(tl.int64) * FIELDS, dtype, address, begin, size, tl.float32)
-    elements = tl.load(row + 1)
-    chunks = tl.maximum(tl.cdiv(elements, CHUNK), 1)
+    chunks = chunks_of(row)
     if is_last_one_out(ticket, chunks):
         line = report + (1 + number) * FIELDS
-        write_line(line, of_chunk + tl.load(row + 2) * FIELDS, chunks, elements)
+        write_line(line, of_chunk + tl.load(row + 1) * FIELDS, chunks, tl.load(row))

@@ -16,18 +16,15 @@ from mpkernels.ops.grads.overflow import _overflow
 from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
 
 
-@triton.jit(do_not_specialize=["tensors", "chunks"])
-def overflow_kernel(
-    words, tensors, chunks, found_inf, scale, report, of_chunk, CHUNK: tl.constexpr, UNSCALED: tl.constexpr
-):
+@triton.jit(do_not_specialize=["tensors"])
+def overflow_kernel(rows, call, tensors, found_inf, scale, report, of_chunk, UNSCALED: tl.constexpr):
     if tl.load(found_inf) == 0:
         return
     chunk = tl.program_id(0)
-    number, row, begin, size = find_span(words, tensors, chunk, CHUNK, ROW)
-    ticket = words + tensors * ROW + chunks + number
+    number, row, begin, size = find_span(rows, tensors, chunk, ROW)
     overflow_program(
-        chunk, row, number, begin, size, tl.load(row), tl.load(row + 3), ticket, report, of_chunk, scale,
-        CHUNK=CHUNK, UNSCALED=UNSCALED,
+        chunk, row, number, begin, size, tl.load(call + number), tl.load(row + 3), call + tensors + number,
+        report, of_chunk, scale, UNSCALED,
     )  # fmt: skip
 
 
@@ -38,8 +35,8 @@ def overflow_triton(
     if not grads:
         return
     flat = [grad if _table.is_dense(grad) else grad.contiguous() for grad in grads]
-    table = _table.build(flat, beside=[0] * len(flat))
-    of_chunk = torch.empty(table.chunks * FIELDS.value, dtype=torch.float64, device=report.device)
-    overflow_kernel[(table.chunks,)](
-        *table, found_inf, scale, report, of_chunk, CHUNK=_table.CHUNK, UNSCALED=unscaled, enable_fp_fusion=False
+    rows, call, tensors, chunks = _table.build(flat, [grad.data_ptr() for grad in flat])
+    of_chunk = torch.empty(chunks * FIELDS.value, dtype=torch.float64, device=report.device)
+    overflow_kernel[(chunks,)](
+        rows, call, tensors, found_inf, scale, report, of_chunk, UNSCALED=unscaled, enable_fp_fusion=False
     )

@@ -10,36 +10,48 @@ from torch import Tensor
 
 from mpkernels.ops import _table
 from mpkernels.ops._registry import implement
-from mpkernels.ops._table import BF16, BLOCK, FP16, FP32, is_non_finite, load_span, whole_blocks
+from mpkernels.ops._table import BF16, BLOCK, FP16, FP32, head_mask, head_of, is_non_finite, load_span
 from mpkernels.ops.grads.unscale import _unscale
 
 
 @triton.jit
-def unscale_block(grads, mask, factor):
-    grad = tl.load(grads, mask=mask)
+def unscaled(grad, factor):
     value = (grad.to(factor.dtype) * factor).to(grad.dtype)
+    return value, is_non_finite(value.to(factor.dtype))
+
+
+@triton.jit
+def unscale_masked(grads, mask, factor):
+    value, bad = unscaled(tl.load(grads, mask=mask), factor)
     tl.store(grads, value, mask=mask)
-    bad = is_non_finite(value.to(factor.dtype))
-    return tl.max(bad.to(tl.int32) if mask is None else (bad & mask).to(tl.int32))
+    return bad & mask
 
 
 @triton.jit
 def unscale_span(address, size, factor, T: tl.constexpr):
-    whole = whole_blocks(address, size)
+    head = head_of(address, T.primitive_bitwidth // 8)
+    grads = tl.multiple_of((address + head * (T.primitive_bitwidth // 8)).to(tl.pointer_type(T)), 16)
     lanes = tl.arange(0, BLOCK)
-    aligned = tl.multiple_of(address.to(tl.pointer_type(T)), 16)
-    bad = tl.max(tl.zeros([BLOCK], tl.int32))
-    for begin in range(0, whole, BLOCK):
-        bad |= unscale_block(aligned + begin + lanes, None, factor)
-    grads = address.to(tl.pointer_type(T))
-    for begin in range(whole, size, BLOCK):
-        bad |= unscale_block(grads + begin + lanes, begin + lanes < size, factor)
-    return bad
+    left = tl.maximum(size - head, 0)
+    whole = left // (2 * BLOCK) * (2 * BLOCK)
+    bad = tl.zeros([BLOCK], tl.int1)
+    if head > 0:
+        bad |= unscale_masked(grads - BLOCK + lanes, head_mask(lanes, head, size), factor)
+    for begin in range(0, whole, 2 * BLOCK):
+        one, other = tl.load(grads + begin + lanes), tl.load(grads + begin + BLOCK + lanes)
+        one, bad_one = unscaled(one, factor)
+        other, bad_other = unscaled(other, factor)
+        tl.store(grads + begin + lanes, one)
+        tl.store(grads + begin + BLOCK + lanes, other)
+        bad |= bad_one | bad_other
+    for begin in range(whole, left, BLOCK):
+        bad |= unscale_masked(grads + begin + lanes, begin + lanes < left, factor)
+    return tl.max(bad.to(tl.int32))
 
 
 @triton.jit(do_not_specialize=["tensors"])
-def unscale_kernel(words, tensors, found_inf, inv_scale, CHUNK: tl.constexpr):
-    _, address, size, dtype = load_span(words, tensors, tl.program_id(0), CHUNK)
+def unscale_kernel(rows, call, tensors, found_inf, inv_scale):
+    _, _, address, size, dtype = load_span(rows, call, tensors, tl.program_id(0))
     factor = tl.load(inv_scale)
     if dtype == FP32:
         bad = unscale_span(address, size, factor, tl.float32)
@@ -58,10 +70,8 @@ def unscale_triton(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor
     if not grads:
         return
     flat = [grad if _table.is_dense(grad) else grad.contiguous() for grad in grads]
-    table = _table.build(flat)
-    unscale_kernel[(table.chunks,)](
-        table.words, table.tensors, found_inf, inv_scale, CHUNK=_table.CHUNK, enable_fp_fusion=False
-    )
+    rows, call, tensors, chunks = _table.build(flat, [grad.data_ptr() for grad in flat])
+    unscale_kernel[(chunks,)](rows, call, tensors, found_inf, inv_scale, enable_fp_fusion=False)
     for grad, copy in zip(grads, flat, strict=True):
         if copy is not grad:
             grad.copy_(copy)

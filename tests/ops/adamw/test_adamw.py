@@ -20,10 +20,11 @@ class Model:
     """Lists of tensors as adamw_ takes them: two groups, in every combination of dtypes."""
 
     def __init__(
-        self, sizes=(37, 1000), weights=WEIGHTS, grads=(F32, F16, B16), states=(F32, B16, I8), shape=None, device="cpu"
-    ):
+        self, sizes=(37, 1000), weights=WEIGHTS, grads=(F32, F16, B16), states=(F32, B16, I8), amsgrad=(False, True),
+        shape=None, device="cpu",
+    ):  # fmt: skip
         self.device = device
-        self.cases = list(itertools.product(sizes, weights, grads, states, (False, True)))
+        self.cases = list(itertools.product(sizes, weights, grads, states, amsgrad))
         generator = torch.Generator().manual_seed(0)
         for name in STATES:
             setattr(self, name, [])
@@ -90,6 +91,14 @@ def test_every_combination_of_dtypes(target):
     sizes = (37,) if target.is_interpreted else (37, 1000)
     model = assert_same_steps(target, model={"sizes": sizes}, steps=2 if target.is_interpreted else 4)
     assert all(step.item() > 0 for step in model.steps)
+
+
+@pytest.mark.parametrize("state", [F32, B16, I8], ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+def test_lists_of_one_kind(target, weight, state):
+    """A kernel may be compiled for what all parameters have in common, and for nothing else."""
+    kind = {"weights": [weight], "grads": [weight[0]], "states": [state], "amsgrad": [False]}
+    assert_same_steps(target, model={"sizes": (700, 3), **kind}, steps=2)
 
 
 @pytest.mark.parametrize(

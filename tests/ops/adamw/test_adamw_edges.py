@@ -128,6 +128,25 @@ def test_one_tensor_off_alignment(target, name):
     assert ours.differences(reference) == []
 
 
+@pytest.mark.parametrize("size", [2, 130, 1100])
+def test_all_tensors_off_alignment_alike(target, size):
+    """Views of one element into larger ones: kernels step a head by itself, and read wide after it."""
+    options = {"sizes": (size,), "weights": WEIGHTS[:2], "grads": (F32,), "states": (F32,)}
+    if not target.is_interpreted:
+        options |= {"weights": WEIGHTS, "grads": (B16, F32), "states": (F32, I8)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+
+    def off(tensors):
+        return [torch.cat([tensor[:1], tensor])[1:] for tensor in tensors]
+
+    for name in ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
+        setattr(ours, name, off(getattr(ours, name)))
+    ours.step(off(ours.grads(0)))
+    with mpkernels.backend("reference"):
+        reference.step(reference.grads(0))
+    assert ours.differences(reference) == []
+
+
 def test_a_scale_that_is_no_power_of_two(target):
     """Its reciprocal is rounded to fp32, as torch's GradScaler has it, and not again before it is clipped."""
     options = {"sizes": (333,), "states": (F32,), "weights": WEIGHTS[:1], "grads": (F32,)}

@@ -44,6 +44,19 @@ def test_every_place_to_begin_at(target, dtype):
     assert_unscaled(every_place(dtype)[:: 7 if target.is_interpreted else 1], 1 / 3, target.device)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_any_place_within_16_bytes(target, dtype):
+    """A head, whole blocks and a tail, and grads that are a part of each; their neighbours stay as they are."""
+    for size in (1, 2, 7, 2047, 2050, 4103):
+        for offset in (1, 2, 3, 7):
+            storage = torch.ones(offset + size + 9, dtype=dtype, device=target.device)
+            grad = storage[offset : offset + size]
+            unscale_([grad], torch.zeros((), device=target.device), torch.tensor(0.5, device=target.device))
+            want = torch.ones_like(storage)
+            want[offset : offset + size] = 0.5
+            assert torch.equal(storage, want), f"{size} at {offset}"
+
+
 def test_memory_between_the_elements_is_left_alone(target):
     base = torch.arange(100.0, device=target.device)
     unscale_([base[::2]], torch.zeros((), device=target.device), torch.tensor(2.0, device=target.device))

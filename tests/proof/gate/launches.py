@@ -17,7 +17,7 @@ from mpkernels import ops
 from mpkernels.ops import _registry
 from tests.cases import DTYPES
 from tests.ops.test_ops import ARGUMENTS, CALLS
-from tests.proof.gate import linear
+from tests.proof.gate import linear, steps
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -100,6 +100,8 @@ def _calls(op: _registry.Op, chip: str) -> Iterator[tuple[Any, ...]]:
     if op.name in linear.CALLS:
         yield from linear.CALLS[op.name](chip)
         return
+    if op.name in steps.CALLS:
+        yield from steps.CALLS[op.name]()
     for name, make in CALLS:
         if name == op.name:
             yield make("cpu")
