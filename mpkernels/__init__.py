@@ -7,10 +7,12 @@ from mpkernels import _extension, _old_names, amp, checkpoint, functional, nn, o
 from mpkernels.memory.batch_size import find_max_batch_size
 from mpkernels.memory.comparison import compare_memory
 from mpkernels.memory.report import memory_report
+from mpkernels.metrics import Metrics
 from mpkernels.ops._registry import attach_defaults, backend, backends
 from mpkernels.profiling import profile
 
 __all__ = [
+    "Metrics",
     "amp",
     "backend",
     "backends",

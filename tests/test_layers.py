@@ -15,7 +15,7 @@ ROOT = Path(mpkernels.__file__).parent
 ROOMS = (  # from the top down
     *("__main__", "demo", "doctor", "bench", "integrations"),
     *("__init__", "_old_names"),
-    *("profiling", "memory", "checkpoint", "amp", "optim", "overflow"),
+    *("profiling", "metrics", "memory", "checkpoint", "amp", "optim", "overflow"),
     *("nn", "functional", "linear", "selector", "distributed", "parameters", "parts"),
     *("ops", "_torch_private", "_extension", "_sources"),
 )

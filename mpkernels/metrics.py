@@ -1,0 +1,66 @@
+"""The numbers of a training that loggers ask for, without making the host wait for the device."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels.optim import AdamW
+from mpkernels.overflow.readback import Readback
+from mpkernels.parameters import put_on, unwrapped
+
+
+class Metrics:
+    """Follows an AdamW's steps, and gives a logger their gradient norm, loss scale and number of skipped steps.
+
+    >>> metrics = mpkernels.Metrics(optimizer, scaler)
+    >>> wandb.log(metrics.read())  # in the training loop, after a step
+
+    Each step copies its numbers from the device in one small copy, and nobody waits for it. A step inside a CUDA graph
+    or under torch.compile is not followed.
+
+    Args:
+        optimizer: an ``mpkernels.optim.AdamW``, or what Accelerate, Lightning or Fabric made of one.
+        scaler: the GradScaler that you train with, torch's or ours, if there is one.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
+        inner = unwrapped(optimizer)
+        if not isinstance(inner, AdamW):
+            kind = type(inner)
+            raise TypeError(
+                f"Metrics: optimizer must be an mpkernels.optim.AdamW, got {kind.__module__}.{kind.__qualname__}"
+            )
+        if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+            raise TypeError(f"Metrics: scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
+        self._scaler = scaler
+        self._names: tuple[str, ...] = ()
+        self._readback = Readback()
+        self._hook = inner.register_step_post_hook(lambda stepped, *_: self._follow(stepped))
+
+    def read(self) -> dict[str, float]:
+        """Return ``grad_norm``, ``skipped_steps`` and ``loss_scale`` of the newest step that the device has finished.
+
+        What a step did not compute is left out: the norm and the count without guard, ``max_norm`` or scaler, the scale
+        without a scaler. The dict is empty until the device has finished the first step."""
+        arrived = self._readback.read()
+        return {} if arrived is None else dict(zip(self._names, arrived.tolist(), strict=True))
+
+    def remove(self) -> None:
+        """Follow the optimizer's steps no longer."""
+        self._hook.remove()
+
+    def _follow(self, optimizer: Any) -> None:
+        is_captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        if is_captured or torch.compiler.is_compiling():
+            return
+        scaler = self._scaler
+        scale: Tensor | None = scaler._scale if scaler is not None and scaler.is_enabled() else None
+        found = {"grad_norm": optimizer.grad_norm, "skipped_steps": optimizer.skipped_steps, "loss_scale": scale}
+        there = {name: it.float() for name, it in found.items() if it is not None}
+        if self._names != tuple(there):
+            self._names = tuple(there)
+            self._readback.forget()
+        if there:
+            device = next((it.device for it in there.values() if it.is_cuda), torch.device("cpu"))  # no wait for copies
+            self._readback.send(torch.stack([put_on(device, it) for it in there.values()]))

@@ -1,0 +1,131 @@
+"""What loggers are given, and that nobody waits for it."""
+
+import json
+
+import pytest
+import torch
+
+from mpkernels import Metrics
+from mpkernels.amp import GradScaler
+from mpkernels.optim import AdamW
+from tests.late_device import DEVICE, late_device
+from tests.networks import backward, network, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def parameter(place="cpu"):
+    return torch.nn.Parameter(torch.ones(3).to(place))
+
+
+def step(optimizer, scaler, value):
+    """Take one step with a grad of these values, times the scale."""
+    [param] = optimizer.param_groups[0]["params"]
+    scale = scaler.scale(torch.ones((), device=param.device))
+    param.grad = torch.full_like(param, value) * scale
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
+def test_they_are_of_the_newest_step(kind):
+    """The scale is the one that the step was taken with, and the count has a step that was skipped."""
+    optimizer, scaler = AdamW([parameter()], max_norm=1.0), kind("cpu", init_scale=8.0, growth_interval=1)
+    metrics, found = Metrics(optimizer, scaler), []
+    assert metrics.read() == {}
+    for value in (1.0, torch.inf, 2.0):
+        step(optimizer, scaler, value)
+        found.append(metrics.read())
+    norm = 3**0.5
+    assert [it["loss_scale"] for it in found] == [8.0, 16.0, 8.0]
+    assert [it["skipped_steps"] for it in found] == [0.0, 1.0, 1.0]
+    assert [found[0]["grad_norm"], found[2]["grad_norm"]] == pytest.approx([norm, 2 * norm])
+    assert not torch.tensor(found[1]["grad_norm"]).isfinite()
+
+
+def test_what_a_step_does_not_compute_is_left_out():
+    model = network()
+    optimizer = AdamW(model.parameters())
+    metrics = Metrics(optimizer, GradScaler("cpu", enabled=False))
+    backward(model, 0)
+    optimizer.step()
+    assert metrics.read() == {}
+    optimizer.guard = True
+    optimizer.step()
+    assert metrics.read().keys() == {"grad_norm", "skipped_steps"}
+    optimizer.guard = False
+    optimizer.step()
+    assert metrics.read().keys() == {"skipped_steps"}
+
+
+def test_nobody_waits_and_nothing_is_read_before_it_has_arrived():
+    with late_device() as device:
+        optimizer, scaler = AdamW([parameter(DEVICE)], max_norm=1.0), GradScaler("cpu", init_scale=4.0)
+        metrics = Metrics(optimizer, scaler)
+        for value in (1.0, torch.inf):
+            step(optimizer, scaler, value)
+            assert metrics.read() == {}
+        assert device._arrivals == 0
+        device.arrive()
+        assert metrics.read()["skipped_steps"] == 1
+        step(optimizer, scaler, torch.inf)
+        assert metrics.read()["skipped_steps"] == 1  # the next is on its way
+        device.arrive()
+        assert metrics.read()["skipped_steps"] == 2
+
+
+def test_nobody_waits_where_the_scale_lies_on_the_host():
+    with late_device() as device:
+        optimizer, scaler = AdamW([parameter(DEVICE)], guard=True), GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        [param] = optimizer.param_groups[0]["params"]
+        metrics, param.grad = Metrics(optimizer, scaler), torch.full_like(param, 1.0)
+        optimizer.step()
+        assert (metrics.read(), device._arrivals) == ({}, 0)
+        device.arrive()
+        assert metrics.read()["loss_scale"] == 4
+
+
+def test_a_captured_step_is_not_followed():
+    with late_device() as device:
+        optimizer = AdamW([parameter(DEVICE)], guard=True)
+        [param] = optimizer.param_groups[0]["params"]
+        metrics, param.grad = Metrics(optimizer), torch.full_like(param, 1.0)
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch.cuda, "is_available", lambda: True)
+            device.is_capturing = True
+            optimizer.step()
+            device.is_capturing = False
+            device.arrive()
+            assert metrics.read() == {}
+
+
+def test_loggers_and_torchs_profiler_take_them(tmp_path):
+    """Plain floats, whose names need no escape."""
+    optimizer, scaler = AdamW([parameter()]), GradScaler("cpu")
+    metrics = Metrics(optimizer, scaler)
+    with torch.profiler.profile() as profiler:
+        step(optimizer, scaler, 1.0)
+        profiler.add_metadata_json("mpkernels", json.dumps(metrics.read()))
+    profiler.export_chrome_trace(str(tmp_path / "trace.json"))
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["mpkernels"] == metrics.read()
+    assert {type(it) for it in metrics.read().values()} == {float}
+    assert any("mpkernels::adamw_" in event.get("name", "") for event in trace["traceEvents"])
+
+
+def test_removed_it_follows_no_longer():
+    optimizer, scaler = AdamW([parameter()]), GradScaler("cpu")
+    metrics = Metrics(optimizer, scaler)
+    metrics.remove()
+    step(optimizer, scaler, 1.0)
+    assert metrics.read() == {}
+
+
+def test_bad_arguments_are_named():
+    optimizer = AdamW([parameter()])
+    with pytest.raises(TypeError, match=r"^Metrics: optimizer must be an mpkernels.optim.AdamW, got torch.optim.sgd"):
+        Metrics(torch.optim.SGD([parameter()]))
+    with pytest.raises(TypeError, match=r"^Metrics: scaler must be a torch.amp.GradScaler or None, got float$"):
+        Metrics(optimizer, 65536.0)
+    assert not optimizer._optimizer_step_post_hooks
