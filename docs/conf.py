@@ -1,5 +1,7 @@
 """Sphinx, with MyST for Markdown: python -m sphinx -W --keep-going docs build/docs"""
 
+from importlib.util import find_spec
+
 import mpkernels
 
 project = "mpkernels"
@@ -15,4 +17,5 @@ myst_heading_anchors = 2  # links to a heading are checked, too
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_default_options = {"members": True}
+autodoc_mock_imports = [name for name in ("accelerate", "lightning", "transformers") if find_spec(name) is None]
 exclude_patterns: list[str] = []

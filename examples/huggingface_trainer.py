@@ -4,6 +4,7 @@
     python examples/huggingface_trainer.py
 
 ``to_mixed`` halves the memory of weights and grads, AdamW keeps what the rounding takes away, ``to_full`` puts it back.
+Learning rate, betas and weight decay are TrainingArguments'. TellSkips matters for fp16=True on a GPU alone.
 The model is made from a config and learns bytes of Python's own sources, so that nothing is downloaded; with
 ``from_pretrained`` it is the same.
 """
@@ -13,20 +14,12 @@ import tempfile
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from mpkernels.amp import to_full, to_mixed
-from mpkernels.integrations.accelerate import tell_skips
-from mpkernels.optim import AdamW
+from mpkernels.integrations.transformers import LogMixedPrecision, TellSkips, adamw
 
 CONTEXT, ROWS = 64, 320
-
-
-class TellSkips(TrainerCallback):
-    """Only fp16=True on a GPU needs it: there the learning-rate schedule then waits where a step was skipped."""
-
-    def on_train_begin(self, args, state, control, optimizer=None, **kwargs):
-        tell_skips(optimizer)
 
 
 def text():
@@ -48,6 +41,7 @@ def main() -> tuple[float, float]:
             max_steps=20,
             per_device_train_batch_size=16,
             logging_steps=5,
+            learning_rate=3e-3,
             max_grad_norm=1.0,
             bf16=True,  # the loss, too, is computed under autocast
             use_cpu=not torch.cuda.is_available(),
@@ -59,9 +53,10 @@ def main() -> tuple[float, float]:
             model,
             arguments,
             train_dataset=text(),
-            optimizer_cls_and_kwargs=(AdamW, {"lr": 3e-3}),
+            optimizer_cls_and_kwargs=adamw(arguments),
             callbacks=[TellSkips()],
         )
+        trainer.add_callback(LogMixedPrecision(trainer))
         trainer.train()
         to_full(model, trainer.optimizer.optimizer)  # Accelerate wraps it
         model.save_pretrained(folder)

@@ -1,11 +1,12 @@
-"""Lightning: a precision plugin.
+"""Lightning: a precision plugin, and a callback that logs what AdamW knows of its steps.
 
->>> Trainer(plugins=[MixedPrecision("16-mixed")], gradient_clip_val=1.0)
+>>> Trainer(plugins=[MixedPrecision("16-mixed")], callbacks=[LogMixedPrecision()], gradient_clip_val=1.0)
 """
 
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins.precision import MixedPrecision as _MixedPrecision
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
@@ -14,6 +15,9 @@ from torch.optim import Optimizer
 from mpkernels.amp import clip_grad_norm_
 from mpkernels.amp.inf_check import given_group
 from mpkernels.integrations.fabric import OurScaler
+from mpkernels.metrics import Metrics
+from mpkernels.optim import AdamW
+from mpkernels.parameters import unwrapped
 
 
 class MixedPrecision(OurScaler, _MixedPrecision):
@@ -49,3 +53,31 @@ class MixedPrecision(OurScaler, _MixedPrecision):
 
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
         clip_grad_norm_(self.main_params(optimizer), clip_val, process_group=given_group(self.scaler, optimizer))
+
+
+class LogMixedPrecision(Callback):
+    """Logs ``grad_norm``, ``skipped_steps`` and ``loss_scale``, as ``mpkernels.Metrics`` gives them, to all loggers
+    every ``log_every_n_steps``. It follows the optimizers that are an ``mpkernels.optim.AdamW``.
+
+    The names begin with ``mpkernels/``; where several are followed, with ``mpkernels/0/``, ``mpkernels/1/``.
+    """
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._logged_step = trainer.global_step
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        followed = [it for it in trainer.optimizers if isinstance(unwrapped(it), AdamW)]
+        prefixes = ["mpkernels/"] if len(followed) == 1 else [f"mpkernels/{i}/" for i in range(len(followed))]
+        self._metrics = {prefix: Metrics(it, scaler) for prefix, it in zip(prefixes, followed, strict=True)}
+
+    def on_train_batch_end(self, trainer: Trainer, *_: Any) -> None:
+        step, interval = trainer.global_step, trainer.log_every_n_steps
+        if step == self._logged_step or interval == 0 or step % interval:  # several batches may share a step
+            return
+        self._logged_step = step
+        found = {prefix + name: it for prefix, of_one in self._metrics.items() for name, it in of_one.read().items()}
+        for logger in trainer.loggers if found else ():
+            logger.log_metrics(found, step=step)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        for metrics in self._metrics.values():
+            metrics.remove()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mpkernels import memory_report
+from mpkernels import Metrics, memory_report
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
 from tests.networks import B16, batch, network, one_thread
@@ -135,3 +135,13 @@ def test_tell_skips_takes_our_prepared_optimizer_alone():
         with pytest.raises(TypeError, match=r"^tell_skips: optimizer must be a prepared mpkernels.optim.AdamW, got"):
             tell_skips(wrong)
     assert type(theirs) is AcceleratedOptimizer
+
+
+def test_metrics_follow_the_prepared_optimizer():
+    """``accelerator.scaler`` is None but on a GPU."""
+    accelerator, model = Accelerator(cpu=True, mixed_precision="bf16"), network()
+    optimizer = accelerator.prepare(AdamW(model.parameters(), max_norm=MAX_NORM))
+    metrics = Metrics(optimizer, accelerator.scaler)
+    accelerator.backward((model(batch(0)[0]) - batch(0)[1]).square().mean())
+    optimizer.step()
+    assert metrics.read() == {"grad_norm": optimizer.optimizer.grad_norm.item(), "skipped_steps": 0.0}

@@ -1,11 +1,13 @@
 """Lightning Fabric's loop with the precision plugin, against the real library."""
 
 import warnings
+from unittest import mock
 
 import pytest
 import torch
 from torch.testing import assert_close
 
+from mpkernels import Metrics
 from mpkernels.amp import GradScaler, clip_grad_norm_, to_full, to_mixed
 from mpkernels.optim import AdamW
 from tests.networks import B16, F16, batch, network, one_thread
@@ -96,3 +98,21 @@ def test_a_model_is_converted_and_converted_back_with_the_optimizer_that_fabric_
     to_full(net, optimizer)
     assert_close(net.state_dict(), before, rtol=0, atol=0)
     assert inner._plans == []  # it has seen that its parameters changed, not the wrapper
+
+
+def test_metrics_follow_the_optimizer_that_fabric_made():
+    plugin = MixedPrecision("16-mixed", scaler=GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-50))
+    logger = mock.Mock()
+    fabric, net = Fabric(accelerator="cpu", devices=1, plugins=[plugin], loggers=[logger]), network()
+    model, optimizer = fabric.setup(net, AdamW(net.parameters(), max_norm=MAX_NORM))
+    metrics = Metrics(optimizer, plugin.scaler)
+    for seed in range(2):
+        inputs, targets = batch(seed)
+        optimizer.zero_grad()
+        fabric.backward((model(inputs).float() - targets).square().mean())
+        optimizer.step()
+        fabric.log_dict(metrics.read(), step=seed)
+    logged = [call.kwargs["metrics"] for call in logger.log_metrics.call_args_list]
+    assert [it["loss_scale"] for it in logged] == [2.0**60, 2.0**10]
+    assert [it["skipped_steps"] for it in logged] == [1, 1]
+    assert logged[1]["grad_norm"] == optimizer.optimizer.grad_norm

@@ -15,9 +15,10 @@ pytest.importorskip("lightning", reason="needs the extra integrations")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from lightning.pytorch import LightningModule, Trainer
+    from lightning.pytorch.loggers import Logger
     from lightning.pytorch.plugins.precision import MixedPrecision as LightningsOwn
 
-    from mpkernels.integrations.lightning import MixedPrecision
+    from mpkernels.integrations.lightning import LogMixedPrecision, MixedPrecision
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
@@ -56,7 +57,7 @@ def fit(module, precision, tmp_path, clip=MAX_NORM, algorithm="norm", scaler=Non
     trainer = Trainer(
         accelerator="cpu",
         max_epochs=1,
-        logger=False,
+        logger=options.pop("logger", False),
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
@@ -147,3 +148,46 @@ def test_without_the_plugin_adamw_clips_itself_and_lightning_refuses_to(tmp_path
 def test_lightnings_own_refusals_stay():
     with pytest.raises(ValueError, match="Precision must be '16-mixed' or 'bf16-mixed'"):
         MixedPrecision("16")
+
+
+class Kept(Logger):
+    """Keeps what it is given."""
+
+    name, version = "kept", 0
+
+    def __init__(self):
+        self.kept = []
+
+    def log_hyperparams(self, params, *args, **kwargs):
+        pass
+
+    def log_metrics(self, metrics, step=None):
+        self.kept.append((step, metrics))
+
+
+def test_what_the_optimizer_knows_is_logged(tmp_path):
+    module, logger = Module(AdamW, max_norm=MAX_NORM), Kept()
+    scaler = GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-50)
+    options = {"logger": logger, "callbacks": [LogMixedPrecision()], "log_every_n_steps": 2}
+    trainer = fit(module, "16-mixed", tmp_path, clip=None, scaler=scaler, **options)
+    found = [(step, metrics) for step, metrics in logger.kept if "mpkernels/grad_norm" in metrics]
+    assert [step for step, _ in found] == [2, 4, 6]
+    assert [metrics["mpkernels/skipped_steps"] for _, metrics in found] == [1.0] * 3
+    assert [metrics["mpkernels/loss_scale"] for _, metrics in found] == [2.0**10] * 3
+    assert len(trainer.optimizers[0]._optimizer_step_post_hooks) == 0
+
+
+def test_a_step_of_several_batches_is_logged_once(tmp_path):
+    logger = Kept()
+    options = {"logger": logger, "callbacks": [LogMixedPrecision()], "log_every_n_steps": 1}
+    fit(Module(AdamW), "bf16-mixed", tmp_path, clip=None, accumulate_grad_batches=2, **options)
+    assert not [step for step, metrics in logger.kept if "mpkernels/grad_norm" in metrics]
+    fit(Module(AdamW, guard=True), "bf16-mixed", tmp_path, clip=None, accumulate_grad_batches=2, **options)
+    assert [step for step, metrics in logger.kept if "mpkernels/grad_norm" in metrics] == [1, 2, 3]
+
+
+def test_other_optimizers_are_trained_and_not_logged(tmp_path):
+    logger = Kept()
+    options = {"logger": logger, "callbacks": [LogMixedPrecision()], "log_every_n_steps": 1}
+    fit(Module(torch.optim.AdamW), "bf16-mixed", tmp_path, **options)
+    assert not [metrics for _, metrics in logger.kept if any("mpkernels" in name for name in metrics)]

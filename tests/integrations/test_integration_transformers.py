@@ -20,6 +20,8 @@ with warnings.catch_warnings():
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
     from transformers.activations import ACT2CLS, ACT2FN
 
+    from mpkernels.integrations.transformers import LogMixedPrecision, TellSkips, adamw
+
 __all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
@@ -109,6 +111,69 @@ def test_a_mixed_model_is_trained_saved_and_resumed(tmp_path):
     assert_close(*masters, rtol=0, atol=0)
     assert type(net) is LlamaForCausalLM
     net.generate(torch.tensor([[100]]), max_new_tokens=2, do_sample=False)
+
+
+def test_adamw_takes_the_options_of_the_arguments_and_trainers_groups(tmp_path):
+    """As ``optim="adamw_torch"`` makes its own."""
+    options = {"weight_decay": 0.02, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
+    args = arguments(tmp_path, optim="adamw_torch", **options)
+    theirs = Trainer(model(), args).create_optimizer()
+    ours = Trainer(model(), args, optimizer_cls_and_kwargs=adamw(args, state_dtype=B16)).create_optimizer()
+    assert (type(ours), type(theirs)) == (AdamW, torch.optim.AdamW)
+    for group, of_torch in zip(ours.param_groups, theirs.param_groups, strict=True):
+        same = "lr", "betas", "eps", "weight_decay"
+        assert [group[name] for name in same] == [of_torch[name] for name in same]
+        assert [it.shape for it in group["params"]] == [it.shape for it in of_torch["params"]]
+        assert group["state_dtype"] == B16
+    assert {group["weight_decay"] for group in ours.param_groups} == {0.02, 0.0}
+
+
+def followed(args, **options):
+    how = {"optimizer_cls_and_kwargs": adamw(args, **options), "callbacks": [TellSkips()]}
+    trainer = Trainer(model(), args, train_dataset=text(), **how)
+    trainer.add_callback(LogMixedPrecision(trainer))
+    return trainer
+
+
+def test_what_the_optimizer_knows_is_in_trainers_own_log(tmp_path):
+    """The scaler stands for the one that Accelerate makes on a GPU."""
+    args = arguments(tmp_path, lr_scheduler_type="linear", logging_steps=2, max_grad_norm=0)
+    trainer = followed(args, max_norm=1.0)
+    trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for _ in range(2):  # what followed the first optimizer's steps is gone then
+        trainer.train()
+    entries = trainer.state.log_history
+    ours = [entry for entry in entries if "mpkernels/loss_scale" in entry]
+    assert [entry["step"] for entry in ours] == [entry["step"] for entry in entries if "loss" in entry]
+    names = {f"mpkernels/{name}" for name in ("grad_norm", "skipped_steps", "loss_scale")}
+    assert ours[0].keys() == names | {"epoch", "step"}
+    assert len(trainer.optimizer.optimizer._optimizer_step_post_hooks) == 0
+    assert ours[-1]["mpkernels/loss_scale"] == scaler.get_scale()
+
+
+def test_a_skip_is_counted_and_the_schedule_waits(tmp_path):
+    args = arguments(tmp_path, lr_scheduler_type="linear", max_grad_norm=0)
+    trainer = followed(args)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, backoff_factor=2.0**-110)
+    trainer.train()
+    name = "mpkernels/skipped_steps"
+    skipped = [entry[name] for entry in trainer.state.log_history if name in entry]
+    assert skipped == [1.0] * STEPS
+    assert trainer.lr_scheduler.last_epoch == STEPS - 1
+
+
+def test_bad_arguments_are_named(tmp_path):
+    args = arguments(tmp_path)
+    with pytest.raises(TypeError, match=r"^adamw: args must be transformers.TrainingArguments, got float$"):
+        adamw(3e-4)
+    with pytest.raises(TypeError, match=r"^adamw: lr must be given by TrainingArguments.learning_rate, got lr= here$"):
+        adamw(args, lr=3e-4)
+    with pytest.raises(TypeError, match=r"^LogMixedPrecision: trainer must be a transformers.Trainer, got LlamaFor"):
+        LogMixedPrecision(model())
+    trainer = Trainer(model(), args, train_dataset=text())
+    trainer.add_callback(LogMixedPrecision(trainer))
+    with pytest.raises(TypeError, match=r"^Metrics: optimizer must be an mpkernels.optim.AdamW, got torch.optim"):
+        trainer.train()
 
 
 ACTIVATIONS = {
