@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from mpkernels.doctor import cublaslt, machine, selftest, shapes
+from mpkernels.doctor import cublaslt, machine, selftest, shapes, verdict
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,7 +27,7 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         advice = {each: _advise(each) for each in asked.layers}
     except ValueError as error:
         refuse(str(error))
-    tests = selftest.run()
+    tests, better = selftest.run(), machine.better_kernels()
     found: dict[str, Any] = {
         "machine": machine.describe(),
         "builds": machine.builds(),
@@ -36,8 +36,9 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         "self-test": [result._asdict() for result in tests],
         "cublasLt": cublaslt.describe(tests),
         "selector": machine.chosen(),
-        "to install": machine.to_install(),
+        "to install": [*better, *machine.more_output()],
         "shapes": {name: [each._asdict() for each in of_one] for name, of_one in advice.items()},
+        "verdict": verdict.of(tests, better, machine.gpu()),
     }
     print(json.dumps(found, indent=1) if asked.json else _prose(found))
     return 1 if any(result["problem"] for result in found["self-test"]) else 0
@@ -69,9 +70,9 @@ def _prose(found: Mapping[str, Any]) -> str:
     tests = found["self-test"]
     failed = [it for it in tests if it["problem"]]
     seconds = sum(it["seconds"] for it in tests)
-    verdict = [f"{len(tests) - len(failed)} of {len(tests)} kernels agree with the reference ({seconds:.1f} s)"]
-    verdict = verdict if tests else ["there is no kernel to test: all runs on the reference"]
-    verdict += [f"FAILED: {it['op']} on {it['device']}, {it['kernel']}: {it['problem']}" for it in failed]
+    outcome = [f"{len(tests) - len(failed)} of {len(tests)} kernels agree with the reference ({seconds:.1f} s)"]
+    outcome = outcome if tests else ["there is no kernel to test: all runs on the reference"]
+    outcome += [f"FAILED: {it['op']} on {it['device']}, {it['kernel']}: {it['problem']}" for it in failed]
     used = {
         op: "; ".join(f"{device}: {', '.join(names)}" for device, names in of_op.items())
         for op, of_op in found["kernels"].items()
@@ -85,7 +86,7 @@ def _prose(found: Mapping[str, Any]) -> str:
         "compiled kernels": _table(built) or ["none"],
         "kernels of each op: the first is used, where there is such a device": _table(used),
         "why not others": _table(found["why not"]),
-        "self-test": verdict,
+        "self-test": outcome,
         "cublasLt, which ends products in CUDA C++": [
             *_table(found["cublasLt"]["proof"]),
             *(f"fell back {count} times: {why}" for why, count in found["cublasLt"]["fell back"].items()),
@@ -96,7 +97,8 @@ def _prose(found: Mapping[str, Any]) -> str:
     for name, advice in found["shapes"].items():
         of_one = [f"{it['where']}: {it['problem']}; {it['remedy']}" for it in advice]
         parts[f"tensor cores and {name}"] = of_one or ["every size is a multiple of 16 bytes"]
-    return "\n\n".join("\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts.items())
+    blocks = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts.items()]
+    return "\n\n".join([*blocks, found["verdict"]])
 
 
 def _table(rows: Mapping[str, str]) -> list[str]:

@@ -21,7 +21,7 @@ def describe() -> dict[str, str]:
         "system": system,
         "cpu features": ", ".join(machine.features()) or "unknown",
         "threads": str(torch.get_num_threads()),
-        "gpu": _gpu(),
+        "gpu": gpu() or "none that torch sees",
         "cuda of torch": torch.version.cuda or "none",
         "library": str(_extension.LIBRARY or "none"),
         "nvcc": "on PATH" if shutil.which("nvcc") else "not on PATH",
@@ -29,9 +29,9 @@ def describe() -> dict[str, str]:
     return of_bench | more
 
 
-def _gpu() -> str:
+def gpu() -> str | None:
     if not torch.cuda.is_available():
-        return "none that torch sees"
+        return None
     properties = torch.cuda.get_device_properties(0)
     name = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
     return f"{torch.cuda.device_count()} of {name}" if torch.cuda.device_count() > 1 else name
@@ -87,7 +87,8 @@ def nothing_to_install() -> str:
     return f"nothing that this machine can use; with a GPU: {', '.join(name for name in missing if not missing[name])}"
 
 
-def to_install() -> list[str]:
+def better_kernels() -> list[str]:
+    """What to install for kernels that this machine could run, and lacks."""
     advice = []
     if _extension.LIBRARY is None:
         advice.append("a C++ compiler, then mpkernels again: without compiled kernels the slow reference runs")
@@ -98,7 +99,9 @@ def to_install() -> list[str]:
             advice.append("triton: for its kernels")
     elif torch.version.cuda is None and shutil.which("nvidia-smi") is not None:
         advice.append("a torch that is built for CUDA: there is a driver, and torch can't use it")
-    for module, what in {"matplotlib": "demo.png", "rich": "the demo's live table"}.items():
-        if importlib.util.find_spec(module) is None:
-            advice.append(f"{module}: for {what}")
     return advice
+
+
+def more_output() -> list[str]:
+    what = {"matplotlib": "demo.png", "rich": "the demo's live table"}
+    return [f"{module}: for {it}" for module, it in what.items() if importlib.util.find_spec(module) is None]

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mpkernels import __version__, doctor
-from mpkernels.doctor import selftest
+from mpkernels.doctor import selftest, verdict
 from mpkernels.doctor.samples import SAMPLES
 from mpkernels.ops import _registry
 from tests import commands
@@ -45,6 +45,7 @@ def test_prose_names_what_serves_each_op():
     assert all(op in run.stdout for op in SAMPLES)
     assert "agree with the reference" in run.stdout
     assert "cublasLt, which ends products in CUDA C++\n  " in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("Ready to train on ")
 
 
 WITHOUT_TRITON = """
@@ -98,6 +99,44 @@ def test_a_broken_kernel_is_found(body, says):
     run = mpkernels("doctor", code=textwrap.dedent(BROKEN.format(body=body)))
     assert run.returncode == 1
     assert f"FAILED: unscale_ on cpu, native: {says}" in run.stdout
+    assert run.stdout.splitlines()[-1].startswith("Don't train with this build: 1 of ")
+
+
+GOOD, WRONG = (selftest.Result("adamw_", "cpu", "native", problem, 0.1) for problem in ("", "off by 1"))
+ON_GPU = GOOD._replace(device="cuda")
+
+
+@pytest.mark.parametrize(
+    ("tests", "to_install", "gpu", "says"),
+    [
+        (
+            [GOOD],
+            [],
+            None,
+            "Ready to train on the CPU (torch sees no GPU): all 1 kernels agree with the reference. Next:",
+        ),
+        (
+            [GOOD, ON_GPU],
+            [],
+            "H100",
+            "Ready to train on H100: all 2 kernels agree with the reference. Next: `python -m",
+        ),
+        ([GOOD, ON_GPU], ["triton: for its kernels"], "H100", "the reference. Next: install triton: for its kernels."),
+        ([GOOD], ["triton: for it"], "H100", "Training on H100 works, but every op runs on the slow reference there."),
+        ([], ["a C++ compiler"], None, "works, but every op runs on the slow reference. Next: install a C++ compiler."),
+        (
+            [GOOD, WRONG],
+            [],
+            None,
+            "Don't train with this build: 1 of 2 kernels are wrong, first adamw_ on cpu, native.",
+        ),
+        ([WRONG], ["triton"], "H100", "report `python -m mpkernels doctor --json`."),
+    ],
+)
+def test_the_last_line_says_whether_to_train_and_what_to_do(tests, to_install, gpu, says):
+    sentence = verdict.of(tests, to_install, gpu)
+    assert says in sentence
+    assert "\n" not in sentence
 
 
 @pytest.mark.parametrize("op", SAMPLES)
