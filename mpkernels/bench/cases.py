@@ -33,35 +33,29 @@ class Benchmark(NamedTuple):
     def kernel(self) -> str:
         return mpkernels.backends(self.kernel_of, self.setting.place.device)[0]
 
-    @property
-    def is_quick(self) -> bool:
-        """Beside torch's best eager way, with all cores or the GPU."""
-        is_main = self.baseline in ("torch", BEST, EAGER) and self.setting.place == places()[-1]
-        return is_main and not self.variant and self.kind in QUICK
-
-    @property
-    def kind(self) -> tuple[str, str, str]:
-        return self.op, self.setting.dtype, self.setting.case.name
-
 
 BEST = "torch.amp fused"
+DEFAULT = "torch.amp default"
 EAGER = "torch.amp eager"
+QUICK_LIST = Case("4x2.5M", ((2_500_000,),) * 4)  # out of most caches; where threads wait for cores, few ops wait
 QUICK = [  # what says the most first, for a slow machine does not come to the end
-    ("train", "bf16", "transformer-tiny"),
-    ("step", "bf16", "100x500k"),
-    ("linear_act", "bf16", "512x768x3072"),
-    ("step", "bf16", "1000x5k"),
-    ("train", "bf16", "mlp-6x512-batch-128"),
-    ("step", "fp32", "100x500k"),
-    ("grad_stats", "fp32", "100x500k"),
-    ("unscale_", "fp32", "100x500k"),
+    f"step {{place}} bf16 {QUICK_LIST.name} vs {BEST}",
+    f"step {{place}} bf16 {QUICK_LIST.name} vs {DEFAULT}",
+    f"step moments-8bit {{place}} bf16 {QUICK_LIST.name} vs {BEST}",
+    f"step {{place}} fp32 {QUICK_LIST.name} vs {BEST}",
+    f"step {{place}} bf16 1000x5k vs {BEST}",
+    f"train {{place}} bf16 mlp-6x512-batch-128 vs {BEST}",
+    f"linear_act {{place}} bf16 512x768x3072 vs {EAGER}",
+    f"train {{place}} bf16 transformer-tiny vs {BEST}",
+    "grad_stats {place} fp32 1000x5k vs torch",
+    "unscale_ {place} fp32 1000x5k vs torch",
 ]
 
 
 def all_cases() -> list[Benchmark]:
     on_each = (chain(_single_ops(place), _steps(place)) for place in places())
     best = places()[-1]  # whole networks: with all cores, and on the GPU where there is one
-    return [*chain.from_iterable(on_each), *_linear(best), *_training(best)]
+    return [*chain.from_iterable(on_each), *_quick_steps(best), *_linear(best), *_training(best)]
 
 
 def select(benchmarks: list[Benchmark], only: list[str], without: list[str], quick: bool) -> list[Benchmark]:
@@ -70,7 +64,10 @@ def select(benchmarks: list[Benchmark], only: list[str], without: list[str], qui
     by_pattern = ([it for it in benchmarks if fnmatch(it.name, f"*{pattern}*")] for pattern in only)
     wanted = {it.name: it for it in chain.from_iterable(by_pattern)}  # each once
     named = [it for it in wanted.values() if not any(fnmatch(it.name, f"*{pattern}*") for pattern in without)]
-    return sorted((it for it in named if it.is_quick), key=lambda it: QUICK.index(it.kind)) if quick else named
+    if not quick:
+        return named
+    order = [name.format(place=places()[-1]) for name in QUICK]  # with all cores, or on the GPU
+    return sorted((it for it in named if it.name in order), key=lambda it: order.index(it.name))
 
 
 def _single_ops(place: Place) -> Iterator[Benchmark]:
@@ -91,7 +88,7 @@ def _steps(place: Place) -> Iterator[Benchmark]:
         case, dtype = setting.case.name, setting.dtype
         yield _step(setting)
         if dtype == "fp32" and case in ("100x500k", "1000x5k"):
-            yield _step(setting, "torch.amp default", steps.default, clock="loop")  # it waits, which no graph can hold
+            yield _step(setting, DEFAULT, steps.default, clock="loop")  # it waits, which no graph can hold
         if dtype == "bf16" and case in ("100x500k", "1x1e9"):
             yield _step(setting, variant="master-fp32", master="fp32")
             yield _step(setting, variant="moments-bf16", state_dtype=torch.bfloat16)
@@ -112,6 +109,14 @@ def _steps(place: Place) -> Iterator[Benchmark]:
                     clock="loop",
                     state_dtype=peer.moments,
                 )
+
+
+def _quick_steps(place: Place) -> Iterator[Benchmark]:
+    bf16, fp32 = (Setting(place, dtype, QUICK_LIST) for dtype in ("bf16", "fp32"))
+    yield _step(bf16)
+    yield _step(bf16, DEFAULT, steps.default, clock="loop")
+    yield _step(bf16, variant="moments-8bit", state_dtype=torch.int8)
+    yield _step(fp32)
 
 
 def _step(
@@ -156,7 +161,7 @@ def _training(place: Place) -> Iterator[Benchmark]:
         sides = {
             (BEST, ""): (ours(), torchs(steps.fused)),
             (BEST, "split-master"): (ours(split_master=True), torchs(steps.fused)),
-            ("torch.amp default", ""): (ours(), torchs(steps.default)),
+            (DEFAULT, ""): (ours(), torchs(steps.default)),
             ("torch.amp fused compiled", ""): (ours(), torchs(steps.fused, compiled=True)),
             ("torch.amp fused compiled", "compiled"): (ours(compiled=True), torchs(steps.fused, compiled=True)),
             ("torch fp32", ""): (ours(), training.torchs_fp32(setting)),

@@ -2,40 +2,46 @@
 
 import argparse
 import importlib.util
+import math
 import os
 import signal
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
 from pathlib import Path
-from time import perf_counter
 from typing import Any
 
 import torch
 
 from mpkernels.bench import machine, plot, results, show
 from mpkernels.bench.cases import Benchmark, all_cases, select
+from mpkernels.bench.clock import Clock
 from mpkernels.bench.measuring import run_one
 from mpkernels.bench.pairs import BUILDS
 
 FAILED = "failed, "  # how the reasons begin for which a case that was tried was left out
-QUICK_SECONDS = 48.0  # after which no case is begun
+QUICK_SECONDS = 50.0  # in which all that is begun should end: what comes before and after takes some seconds more
 SECONDS_OF_A_CASE = 2.5
 # What a machine does beside the benchmark lasts for some seconds. Who comes back later meets another moment.
 QUICK_TURNS, SECONDS_OF_A_TURN = 4, 0.9
 PLOTS = (".png", ".svg", ".pdf")
+QUICK_PLOT = Path("mpkernels-bench.png")
 STOPPED, LOST = 128 + signal.SIGINT, 3
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--quick", action="store_true", help="the cases that say the most, in less than a minute")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"the cases that say the most, in a minute, and their picture, {QUICK_PLOT}",
+    )
     pattern: dict[str, Any] = {"nargs": "+", "metavar": "PATTERN"}
     parser.add_argument("--only", default=["*"], help="parts of cases' names, in this order; * is anything", **pattern)
     parser.add_argument("--without", default=[], help="leaves out what it names", **pattern)
     parser.add_argument("--list", action="store_true", help="the cases' names, nothing is measured")
     parser.add_argument("--json", type=Path, metavar="FILE", help="keeps the raw samples, written after every case")
     parser.add_argument("--resume", action="store_true", help="measures only what --json's FILE does not hold yet")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="roofline and ratios as .png, .svg or .pdf")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture of the ratios, as .png, .svg or .pdf")
     parser.add_argument("--compare", type=Path, metavar="OLD.json", help="with an earlier run on the same hardware")
 
 
@@ -49,6 +55,13 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
         print("\n".join(it.name + f"  (left out: {it.missing})" * bool(it.missing) for it in benchmarks))
         return 0
     try:
+        if (
+            arguments.quick
+            and not arguments.plot
+            and importlib.util.find_spec("matplotlib")
+            and os.access(".", os.W_OK)
+        ):
+            arguments.plot = QUICK_PLOT
         _check_outputs(arguments)
         old = _of_same("--compare", arguments.compare, run, machine.HARDWARE) if arguments.compare else None
         if arguments.resume and arguments.json.exists():
@@ -60,6 +73,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
         print(show.changes(old, run))
     if arguments.plot and run.results:
         plot.draw(run, arguments.plot)
+        print(f"the picture: {arguments.plot}")
     return code
 
 
@@ -97,7 +111,7 @@ def _of_same(option: str, path: Path, here: results.Run, keys: Iterable[str]) ->
 
 
 def _measure_all(benchmarks: list[Benchmark], run: results.Run, arguments: argparse.Namespace) -> int:
-    start, failed = perf_counter(), False
+    clock, failed = Clock(QUICK_SECONDS if arguments.quick else math.inf), False
     known = {result.name for result in run.results}
     todo = [benchmark for benchmark in benchmarks if benchmark.name not in known]
     todo.sort(key=lambda it: run.skipped.get(it.name, "").startswith(FAILED))  # what failed before comes last
@@ -108,11 +122,13 @@ def _measure_all(benchmarks: list[Benchmark], run: results.Run, arguments: argpa
             say(show.HEADER, "bold")
             for turn, benchmark in product(range(turns), todo):
                 measuring(benchmark.name)
-                if reason := benchmark.missing or _too_late(arguments.quick, start):
+                if reason := benchmark.missing or clock.why_not(benchmark.name):
                     if turn == 0:
                         run.skipped[benchmark.name] = reason
                     continue
-                if (result := _try(benchmark, run, seconds, builds, keep)) is None:
+                with clock.turn(benchmark.name):
+                    result = _try(benchmark, run, seconds, builds, keep)
+                if result is None:
                     failed = True
                     if _device_is_lost(benchmark.setting.place.device):
                         print("CUDA is lost to this process: --resume measures the rest in another")
@@ -162,7 +178,3 @@ def _device_is_lost(device: str) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def _too_late(is_quick: bool, start: float) -> str:
-    return "the minute of --quick is over" if is_quick and perf_counter() - start > QUICK_SECONDS else ""

@@ -86,7 +86,22 @@ def summary(run: Run) -> str:
     lines = [f"{len(words)} pairs on {run.device}: {counted}"]
     lines += ["peak memory", *(f"  {it}" for it in memory)] * bool(memory)
     lines += [f"left out: {name}: {reason}" for name, reason in run.skipped.items()]
-    return "\n".join(lines + [NOTE] * any(result.doubts for result in run.results))
+    lines += [NOTE] * any(result.doubts for result in run.results)
+    return "\n".join([*lines, f"{headline(run)}."])
+
+
+def headline(run: Run) -> str:
+    """What the run says, in one sentence."""
+    first = next((it for it in run.results if it.op == "step" and it.counts), None)
+    if first is None:
+        words = [verdict(it) for it in run.results]
+        return f"{words.count('faster')} of {len(words)} cases are faster than torch, {words.count('slower')} slower"
+    low, middle, high = first.ratio
+    least = f"at least {low:.2f}" if first.doubts else f"{middle:.2f}"
+    times = "" if low <= 1 <= high else f"{least} times "
+    memory = first.counts["ours"]["peak memory"] / first.counts["theirs"]["peak memory"]
+    what = f"AdamW's unscaled, clipped step in {first.dtype}"
+    return f"{what} is {times}as fast as {first.baseline}'s, in {memory:.0%} of its memory"
 
 
 def changes(old: Run, new: Run) -> str:

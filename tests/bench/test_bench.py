@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import book, counted
-from mpkernels.bench import command, measuring, roofline, steps
+from mpkernels.bench import command, measuring, roofline, show, steps
 from mpkernels.bench.cases import all_cases
 from mpkernels.bench.counting import count
 from mpkernels.bench.pairs import Pair, measure, median_interval
@@ -200,8 +200,9 @@ def test_what_was_counted_stands_beside_what_was_measured():
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, failing):
+def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, tmp_path, failing):
     """Nor what the others found."""
+    monkeypatch.chdir(tmp_path)  # for the picture
     turns = []
 
     def run_one(benchmark, run, seconds, builds):
@@ -220,3 +221,23 @@ def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, failing):
     assert (code, len(turns)) == (1, 4)
     assert f"left out: {name}: failed, RuntimeError: no luck" in said
     assert said.count(name) == 2  # in the table, too
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ([300.0] * 9, "AdamW's unscaled, clipped step in bf16 is 3.00 times as fast as torch's, in 88% of its memory"),
+        ([200.0, 300.0, 400.0] * 3, "is at least 2.00 times as fast as torch's"),  # whose interval is wide
+        ([99.0, 100.0, 101.0] * 3, "in bf16 is as fast as torch's"),
+        ([50.0] * 9, "is 0.50 times as fast as torch's"),
+    ],
+)
+def test_the_headline_says_no_more_than_was_measured(theirs, says):
+    counts = {"ours": {"peak memory": 14}, "theirs": {"peak memory": 16}}
+    step = replace(result(100.0, 100.0), op="step", ours_us=[100.0] * 9, torch_us=theirs, counts=counts)
+    assert says in show.headline(Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[result(1.0, 1.0), step]))
+
+
+def test_the_headline_of_single_ops():
+    run = Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[result(1.0, theirs) for theirs in (0.5, 1.0, 2.0, 3.0)])
+    assert show.headline(run) == "2 of 4 cases are faster than torch, 1 slower"

@@ -129,13 +129,15 @@ def test_quick_measures_a_case_in_turns(tmp_path):
     path = tmp_path / "quick.json"
     unhurried = "from mpkernels.bench import command; command.QUICK_SECONDS = 1e9; sys.exit"  # on a busy machine, too
     python = WITHOUT.format(modules=["rich"]).replace("sys.exit", unhurried)
-    done = bench("--quick", "--only", "unscale_", "--json", path, python=("-c", python))
+    done = bench("--quick", "--only", "unscale_", "--json", path, python=("-c", python), cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     (pair,) = json.loads(path.read_text())["pairs"]
     turns = re.findall(r"(\d)/4 unscale_", done.stderr)
     assert turns == ["1", "2", "3", "4"]
     assert len(pair["ours us"]) == len(pair["torch us"]) >= 4 * 6
     assert done.stdout.count("unscale_ cpu") == 1  # all turns together
+    assert re.search(r"\n\d of 1 cases are faster than torch, \d slower\.\nthe picture: .*\.png\n$", done.stdout)
+    assert (tmp_path / "mpkernels-bench.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_stopped_it_shows_and_keeps_what_it_has(tmp_path):

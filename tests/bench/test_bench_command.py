@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 
-from mpkernels.bench import cases, command
+from mpkernels.bench import cases, clock, command
 from mpkernels.bench.results import read
 from mpkernels.bench.settings import Place
 
@@ -73,3 +73,56 @@ def test_patterns_choose_and_order_and_leave_out():
     assert len(chosen(["update_scale_", "update*"])) == len(chosen(["update_scale_"]))
     assert "compile" in " ".join(it.name for it in cases.select(cases.all_cases(), ["train"], [], False))
     assert "compile" not in " ".join(it.name for it in cases.select(cases.all_cases(), ["train"], ["compile"], False))
+
+
+@pytest.fixture
+def quick(monkeypatch, tmp_path, capsys):
+    """Run ``bench --quick`` where each turn takes so many seconds of a clock that nothing else moves. Return the names
+    of the turns, the seconds, and what was said."""
+
+    def quick(seconds_of):
+        now, turns = [0.0], []
+
+        def run_one(benchmark, run, seconds, builds):
+            turns.append(benchmark.name)
+            now[0] += seconds_of(benchmark)
+
+        monkeypatch.setattr(command, "run_one", run_one)
+        monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
+        arguments = argparse.ArgumentParser()
+        command.add_arguments(arguments)
+        command.run(arguments.parse_args(["--quick"]), pytest.fail)
+        return turns, now[0], capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command.show, "line", lambda result, run: "")
+    monkeypatch.setattr(command.show, "colour", lambda result: "")
+    return quick
+
+
+@pytest.mark.parametrize("seconds", [0.1, 1.5, 5.0, 10.0, 30.0])
+def test_quick_ends_within_its_minute_and_says_what_it_left_out(quick, seconds):
+    turns, spent, said = quick(lambda benchmark: seconds)
+    assert spent <= command.QUICK_SECONDS < 60
+    assert len({*turns}) >= min(5, command.QUICK_SECONDS // seconds)
+    names = [it.name for it in cases.select(cases.all_cases(), ["*"], [], quick=True)]
+    left_out = [name for name in names if f"left out: {name}: the minute of --quick is over" in said]
+    assert {*turns}.isdisjoint(left_out)
+    assert [*dict.fromkeys(turns), *left_out] == names
+
+
+def test_quick_goes_on_with_what_still_fits(quick):
+    """A slow case has one turn, and the others have all of theirs."""
+    turns, _, _ = quick(lambda benchmark: 26.0 if benchmark.op == "grad_stats" else 0.1)
+    counts = {turns.count(name) for name in turns if not name.startswith("grad_stats")}
+    assert counts == {command.QUICK_TURNS}
+    assert sum(name.startswith("grad_stats") for name in turns) == 1
+
+
+def test_quick_begins_with_the_optimizer_and_ends_with_single_ops():
+    chosen = cases.select(cases.all_cases(), ["*"], [], quick=True)
+    ops = [it.op for it in chosen]
+    assert len(chosen) == len(cases.QUICK)
+    assert ops[:5] == ["step"] * 5
+    assert [it.baseline for it in chosen[:2]] == [cases.BEST, cases.DEFAULT]
+    assert set(ops[-2:]) == {"grad_stats", "unscale_"}
