@@ -7,6 +7,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 from zipfile import ZipFile
@@ -118,7 +120,8 @@ def rebuildable(built, tmp_path):
 
 
 def test_one_wheel_serves_every_python(built):
-    assert re.match(rf"mpkernels-{mpkernels.__version__}-py3-none-(linux|macosx)_", built.wheel.name)
+    platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    assert built.wheel.name == f"mpkernels-{mpkernels.__version__}-py3-none-{platform}.whl"
     assert modules_in(built.wheel) == modules(built.tree.with_name("checkout"))
     beside = {f"mpkernels/{name}" for name in ("_native.so", "_build_info.json", "py.typed")}
     assert beside < {*ZipFile(built.wheel).namelist()}
@@ -134,6 +137,22 @@ def test_the_library_needs_torch_but_neither_cpython_nor_cudart(built, tmp_path)
     needed = re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
     assert "libtorch.so" in needed
     assert [name for name in needed if "cudart" in name or "python" in name] == []
+    _, sections = attempt("readelf", "-SW", library, cwd=tmp_path)
+    info = json.loads(ZipFile(built.wheel).read("mpkernels/_build_info.json"))
+    assert (" .nv_fatbin " in sections) == bool(info["cuda"]["built_for"])
+
+
+def test_the_version_has_one_place():
+    of_build = [
+        ROOT / "pyproject.toml",
+        ROOT / "setup.py",
+        *(ROOT / "mpkernels").rglob("*.py"),
+        ROOT / "docs" / "conf.py",
+    ]
+    written = [
+        path.relative_to(ROOT).as_posix() for path in of_build if f'"{mpkernels.__version__}"' in path.read_text()
+    ]
+    assert written == ["mpkernels/__init__.py"]
 
 
 def test_the_build_installs_no_torch(built):
@@ -233,6 +252,50 @@ def test_a_clone_runs_on_the_kernels_that_were_installed_from_it(installed):
     assert status == 0, said
     assert f"the compiled kernels in {library.parent} were built from other sources than those in {clone}/csrc" in said
     assert said.endswith("['reference']\n")
+
+
+def needs_of(name: str) -> set[str]:
+    """The installed packages that this one can't do without, itself included."""
+    found, new = set(), {name}
+    while new:
+        found |= new
+        required = [it for each in new for it in metadata.requires(each) or () if "extra ==" not in it]
+        names = {re.match(r"[\w.-]+", it)[0] for it in required}
+        new = {it for it in names if any(metadata.Distribution.discover(name=it))} - found
+    return found
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """A Python that has torch, what torch needs, and nothing else."""
+    venv, packages = tmp_path / "bare", tmp_path / "packages"
+    packages.mkdir()
+    for name in needs_of("torch"):
+        package = metadata.distribution(name)
+        for top in {path.parts[0] for path in package.files} - {"..", "__pycache__"}:
+            if not (packages / top).exists():
+                (packages / top).symlink_to(package.locate_file(top))
+    python("-m", "venv", "--without-pip", str(venv), cwd=tmp_path)
+    [own] = venv.glob("lib/python*/site-packages")
+    (own / "torch.pth").write_text(str(packages))
+    return venv / "bin" / "python"
+
+
+def test_the_wheel_works_where_there_is_nothing_but_torch(built, bare, tmp_path):
+    """And no checkout."""
+    python("-m", "pip", f"--python={bare}", "install", "--no-deps", str(built.wheel), cwd=tmp_path)
+    status, said = attempt(str(bare), "-c", "import numpy", cwd=tmp_path)
+    assert status == 1, said
+    strict = ("-W", "error", "-W", "ignore:Failed to initialize NumPy")  # torch's own
+    status, said = attempt(str(bare), *strict, "-m", "mpkernels", "doctor", "--json", cwd=tmp_path)
+    assert status == 0, said
+    found = json.loads(said)
+    assert found["machine"]["library"] == str(next((tmp_path / "bare").rglob("_native.so")))
+    assert found["kernels"]["adamw_"]["cpu"] == ["native", "reference"]
+    assert ("native" in found["kernels"]["adamw_"]["cuda"]) == bool(found["builds"]["cuda"]["built_for"])
+    assert found["verdict"].startswith("Ready to train on ")
+    status, said = attempt(str(bare), str(ROOT / "examples" / "quickstart.py"), cwd=tmp_path)
+    assert status == 0, said
 
 
 def test_readme_starts_from_an_empty_environment_and_ci_runs_its_commands():
