@@ -18,6 +18,7 @@ EXTRA = "integrations"  # of pyproject.toml
 interpreter.round_bf16_as_hardware_does()
 interpreter.poison_lanes_masked_off()
 interpreter.check_what_is_said_of_alignment()
+interpreter.patch_the_language_once_a_launch()
 selector.make_deterministic()  # a test knows which kernel it tests
 
 
