@@ -2,6 +2,8 @@
 
 import ctypes
 import re
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -157,3 +159,20 @@ def test_a_failure_tells_its_seed_and_where_it_is(library):
     said, *_ = run(library, "two_values")
     assert f"(seed {now})" in said
     assert re.search(r"addr2line -Cfie \S+ 0x[0-9a-f]+ tells where", said)
+
+
+def test_of_those_who_need_the_library_at_once_one_builds_it(tmp_path, monkeypatch):
+    built = []
+
+    def link(compiler, objects):
+        built.append(tmp_path / f"built-{len(built)}.so")
+        time.sleep(0.2)  # in which the others come
+        built[-1].touch()
+        return built[-1]
+
+    monkeypatch.setattr(emulation, "_compile", lambda *_: [])
+    monkeypatch.setattr(emulation, "_link", link)
+    with ThreadPoolExecutor(3) as pool:
+        libraries = [*pool.map(emulation.build, [tmp_path] * 3)]
+    assert len(built) == len({*libraries}) == 1
+    assert libraries[0].exists()

@@ -1,5 +1,6 @@
 """Builds the CUDA kernels for the CPU: g++ compiles every *_cuda.cu against include/, a stand-in for CUDA's headers."""
 
+import fcntl
 import hashlib
 import os
 import shutil
@@ -42,11 +43,13 @@ def build(directory: Path, csrc: Path = CSRC) -> Path:
     sources = [*sorted(HERE.glob("*.cpp")), *kernels, *sorted(csrc.rglob("*_torch.cpp"))]
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / f"mpkernels_emulated-{_fingerprint(compiler, csrc)}.so"
-    if library.exists():
-        return library
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
-        built = _link(compiler, _compile(compiler, sources, csrc, Path(scratch)))
-        built.replace(library)  # at once: other processes may be building the same
+    with (directory / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at once, and one builds for all
+        if library.exists():
+            return library
+        with tempfile.TemporaryDirectory(dir=directory) as scratch:
+            built = _link(compiler, _compile(compiler, sources, csrc, Path(scratch)))
+            built.replace(library)  # at once, or what breaks off would leave half a library
     return library
 
 
