@@ -1,5 +1,8 @@
 """The compile gate notices what it is there for."""
 
+import os
+from pathlib import Path
+
 import pytest
 
 from tests.proof.gate import measure
@@ -64,3 +67,34 @@ def test_a_cubin_in_numbers(monkeypatch):
     monkeypatch.setattr(measure, "_output", lambda *command: USAGE if "-res-usage" in command else CODE)
     used = {"registers": 40, "spills": 2, "stack": 24, "shared": 1024}
     assert measure._of_cubin("x.cubin") == {"kernel": used | {"load128": 1, "store128": 1, "HGMMA": 1}}
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """Return a source, and the object that was built of it."""
+    source, built = Path("csrc/grads/unscale_cuda.cu"), Path("build/native/unscale_cuda.o")
+    monkeypatch.chdir(tmp_path)
+    for path in (source, Path("setup.py"), Path("csrc/common/cuda.h"), built):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+        os.utime(path, (10, 10 + (path == built)))
+    built.with_name("build.ninja").write_text(f"build {built}: compile {source}\n  compile = nvcc -O3\n\n")
+    return source, built
+
+
+def test_an_object_of_the_last_build_is_reused(checkout):
+    source, built = checkout
+    assert measure.built_before("nvcc -O3", source) == built
+    assert measure.built_before("nvcc -O2", source) is None
+    assert measure.built_before("nvcc", source) is None
+
+
+@pytest.mark.parametrize("changed", ["csrc/common/cuda.h", "csrc/grads/unscale_cuda.cu", "setup.py"])
+def test_an_object_older_than_its_sources_is_not_reused(checkout, changed):
+    os.utime(changed, (12, 12))
+    assert measure.built_before("nvcc -O3", checkout[0]) is None
+
+
+def test_where_nothing_was_built_nothing_is_reused(checkout):
+    checkout[1].unlink()
+    assert measure.built_before("nvcc -O3", checkout[0]) is None

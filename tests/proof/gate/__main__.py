@@ -35,7 +35,7 @@ def main() -> int:
     if cuda.left_out and (options.require_cuda or options.update):
         parser.error(f"CUDA can't be left out: {cuda.left_out}")
 
-    sections, problems = measure_all(cuda)
+    sections, problems = measure_all(cuda, may_reuse=not options.update)
     if options.update and not problems:
         table.write(sections)
     wanted = table.read()
@@ -52,15 +52,15 @@ def main() -> int:
     return bool(problems)
 
 
-def measure_all(cuda: setup.Cuda) -> tuple[dict[str, Section], list[str]]:
-    """What each compiler makes of its kernels, and what went wrong."""
+def measure_all(cuda: setup.Cuda, may_reuse: bool) -> tuple[dict[str, Section], list[str]]:
+    """What each compiler makes of its kernels, and what went wrong. nvcc takes a minute, so what a build in this
+    checkout has left may be reused."""
     launched, problems = launches.record()
     jobs = [Job("triton", f"{it.name} on {it.chip}", measure.triton, (it,)) for it in launched]
     sections = {"triton": Section(triton.__version__, {})}
     if cuda.compile:
-        command = f"{cuda.compile} {setup.COMMON_FLAGS}"
         sources = sorted(Path("csrc").rglob("*_cuda.cu"))
-        jobs += [Job("nvcc", str(source), measure.cuda, (command, source)) for source in sources]
+        jobs += [Job("nvcc", str(source), measure.cuda, (cuda.compile, source, may_reuse)) for source in sources]
         version = setup.ask(shlex.split(cuda.compile)[0], "--version")[1]
         sections["nvcc"] = Section(re.findall(r"V([\d.]+)", version)[0], {})
     with (

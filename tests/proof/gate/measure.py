@@ -10,6 +10,7 @@ from pathlib import Path
 from triton import knobs
 from triton.runtime import driver
 
+import setup
 from tests.proof.gate import ptx_release
 from tests.proof.gate.launches import Launch, NoGpu
 from tests.proof.gate.table import INSTRUCTIONS, Kernels, Numbers
@@ -29,19 +30,31 @@ def triton(launch: Launch) -> Kernels:
     return {(launch.name, launch.chip): numbers | {"shared": compiled.metadata.shared}}
 
 
-def cuda(command: str, source: Path) -> Kernels:
-    """Compiles the object that setup.py builds, and looks at the code for each chip in it."""
+def cuda(command: str, source: Path, may_reuse: bool) -> Kernels:
+    """Look at the code for each chip in the object that setup.py builds."""
     kernels = {}
     with tempfile.TemporaryDirectory() as scratch:
-        built = f"{scratch}/{source.stem}.o"
-        _output(*shlex.split(command), "-c", str(source), "-o", built)
-        _output(knobs.nvidia.cuobjdump.path, "-xelf", "all", built, cwd=scratch)
+        built = built_before(command, source) if may_reuse else None
+        if built is None:
+            built = Path(scratch, f"{source.stem}.o")
+            _output(*shlex.split(f"{command} {setup.COMMON_FLAGS}"), "-c", str(source), "-o", str(built))
+        _output(knobs.nvidia.cuobjdump.path, "-xelf", "all", str(built.resolve()), cwd=scratch)
         for cubin in Path(scratch).glob("*.cubin"):
             chip = cubin.suffixes[-2][1:]  # unscale_cuda.1.sm_80.cubin
             for mangled, numbers in _of_cubin(str(cubin)).items():
                 name = _output("c++filt", "-p", mangled).strip().removeprefix("mpk::")
                 kernels[f"{source.stem}.{name}", chip] = numbers
     return kernels
+
+
+def built_before(command: str, source: Path) -> Path | None:
+    """Return the object that a build in this checkout has left, if that was by this command and nothing has changed."""
+    built, plan = Path(setup.BUILD, f"{source.stem}.o"), Path(setup.BUILD, "build.ninja")
+    if not (built.exists() and plan.exists()):
+        return None
+    is_by_command = f"build {built}: compile {source}\n  compile = {command}\n" in plan.read_text()
+    changed = max(it.stat().st_mtime for it in (Path("setup.py"), *Path("csrc").rglob("*.*")))
+    return built if is_by_command and built.stat().st_mtime > changed else None
 
 
 def _of_cubin(cubin: str) -> dict[str, Numbers]:
