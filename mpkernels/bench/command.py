@@ -55,13 +55,7 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
         print("\n".join(it.name + f"  (left out: {it.missing})" * bool(it.missing) for it in benchmarks))
         return 0
     try:
-        if (
-            arguments.quick
-            and not arguments.plot
-            and importlib.util.find_spec("matplotlib")
-            and os.access(".", os.W_OK)
-        ):
-            arguments.plot = QUICK_PLOT
+        arguments.plot = arguments.plot or _plot_of_quick(arguments.quick)
         _check_outputs(arguments)
         old = _of_same("--compare", arguments.compare, run, machine.HARDWARE) if arguments.compare else None
         if arguments.resume and arguments.json.exists():
@@ -75,6 +69,11 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
         plot.draw(run, arguments.plot)
         print(f"the picture: {arguments.plot}")
     return code
+
+
+def _plot_of_quick(is_quick: bool) -> Path | None:
+    can_draw = importlib.util.find_spec("matplotlib") is not None and os.access(".", os.W_OK)
+    return QUICK_PLOT if is_quick and can_draw else None
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:

@@ -41,12 +41,9 @@ def draw(run: Run, path: Path) -> None:
 
 
 def _numbers(result: Result) -> str:
-    if not result.counts:
-        return f"{result.ratio.median:.2f}x"
-    ours, theirs = (size(result.counts[side]["peak memory"]) for side in ("ours", "theirs"))
-    return (
-        f"{result.ratio.median:.2f}x, {ours} instead of {theirs}" if ours != theirs else f"{result.ratio.median:.2f}x"
-    )
+    ratio = f"{result.ratio.median:.2f}x"
+    peaks = [size(counted["peak memory"]) for counted in result.counts.values()]  # of ours and theirs
+    return f"{ratio}, {' instead of '.join(peaks)}" if len({*peaks}) == 2 else ratio
 
 
 def _machine(run: Run) -> str:

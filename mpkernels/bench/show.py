@@ -92,7 +92,7 @@ def summary(run: Run) -> str:
 
 def headline(run: Run) -> str:
     """What the run says, in one sentence."""
-    first = next((it for it in run.results if it.op == "step" and it.counts), None)
+    first = next((it for it in run.results if it.op == "step" and it.counts and not it.variant), None)
     if first is None:
         words = [verdict(it) for it in run.results]
         return f"{words.count('faster')} of {len(words)} cases are faster than torch, {words.count('slower')} slower"
