@@ -1,0 +1,13 @@
+"""What PTX's instructions compute, where only a GPU runs them: the conversions. tests/ops/linear/test_activation.py has
+the approximations."""
+
+import subprocess
+from pathlib import Path
+
+from tests.proof import instructions
+
+
+def test_conversions_of_the_chip_are_those_of_every_other_kernel(tmp_path):
+    program = instructions.build(Path(__file__).with_name("conversions.cpp"), tmp_path)
+    done = subprocess.run([program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
