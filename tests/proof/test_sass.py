@@ -15,7 +15,7 @@ from tests.proof.gate.prediction import Traced, predict
 from tests.proof.gate.traces import Traces
 from tests.proof.sass.code import Code
 from tests.proof.sass.counts import count
-from tests.proof.sass.warp import Launch
+from tests.proof.sass.warp import Launch, run_block
 from tests.targets import ROOT
 
 BLOCKS, THREADS, WARPS = 4, 256, 8
@@ -111,6 +111,35 @@ def test_a_chain(compiled, chip):
     assert counts["trips"] == 2
     assert traced.in_flight == 4
     assert_stored(memory, target, source[places])
+
+
+LISTING = """
+    /*0000*/  S2R R0, SR_TID.X ;
+    /*0010*/  BSSY B0, 0x70 ;
+    /*0020*/  ISETP.GE.U32.AND P0, PT, R0, 0x10, PT ;
+    /*0030*/  BMOV.32.CLEAR R2, B0 ;
+    /*0040*/  BMOV.32 B0, R2 ;
+    /*0050*/  @P0 BRA 0x70 ;
+    /*0060*/  IMAD.SHL.U32 R0, R0, 0x2, RZ ;
+    /*0070*/  BSYNC B0 ;
+    /*0080*/  P2R R1, PR, RZ, 0x1 ;
+    /*0090*/  EXIT ;
+"""
+
+
+def test_lanes_that_part_meet_again():
+    lanes, numbers = {}, {}
+
+    def watch(instruction, warp):
+        lanes[instruction.address] = int(warp.active.sum())
+        numbers.update({i: warp.registers["R"][i].copy() for i in (0, 1)})
+
+    code = Code("sm_90", 8, 0, 0x210, LISTING, {})
+    run_block(code, Launch(b"", (1,), 32), (0,), {0: watch}, lambda: None)
+    assert [lanes[at] for at in (0x50, 0x60, 0x80)] == [16, 16, 32]
+    lane = np.arange(32)
+    assert (numbers[0] == np.where(lane < 16, 2 * lane, lane)).all()
+    assert (numbers[1] == (lane >= 16)).all()
 
 
 def blend(compiled, kernel, chip="sm_90"):

@@ -154,11 +154,12 @@ def _leading_one(warp: Warp, it: Instruction) -> None:
     warp.put(it.operands[0], np.where(value, place, np.uint32(0xFFFFFFFF)))
 
 
-@meaning("P2R")
+@meaning("P2R", "UP2UR")
 def _predicates_to_bits(warp: Warp, it: Instruction) -> None:
     result, _, source, mask = it.operands
-    value = sum(
-        (warp.predicates["P"][i].astype(np.uint32) << np.uint32(i) for i in range(7)), np.zeros(LANES, np.uint32)
-    )
+    predicates = warp.predicates["UP" if it.name == "UP2UR" else "P"]
+    value = np.zeros(LANES, np.uint32)
+    for i in range(7):
+        value = value | predicates[i].astype(np.uint32) << np.uint32(i)
     chosen = warp.bits(mask)
     warp.put(result, warp.bits(source) & ~chosen | value & chosen)

@@ -179,6 +179,17 @@ def _release(warp: Warp, number: int) -> None:
         warp.waits_at[waits] = -1
 
 
+@meaning("BMOV")
+def _keep_meeting(warp: Warp, it: Instruction) -> None:
+    """Into a register, a bit for each lane, or back: a function may need the barrier."""
+    result, source = it.operands
+    if result.kind == "R":
+        lanes = warp.meets.get(source.number, np.zeros(LANES, bool))
+        warp.put(result, np.full(LANES, np.uint32(sum(1 << int(lane) for lane in np.flatnonzero(lanes)))))
+    else:
+        warp.meets[result.number] = warp.bits(source)[warp.active][0] >> np.arange(LANES) & 1 == 1
+
+
 @meaning("EXIT")
 def _exit(warp: Warp, it: Instruction) -> None:
     warp.alive = warp.alive & ~warp.active
