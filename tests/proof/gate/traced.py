@@ -106,7 +106,7 @@ def watch_cuda(chip: str, take: Take) -> Iterator[None]:
             take(Seen(key, demangled(key), Launch(ctypes.string_at(parameters, size), (grid,), block, shared)))
         except Exception as error:  # C++ can't pass it on
             errors.append(error)
-        return grid == 1  # it is done: it makes what the next one reads
+        return grid == 1 or "upload" in key  # it is done: it makes what the next one reads
 
     watcher = ctypes.c_void_p.in_dll(library, "emulation_watcher")
     pointer, number = ctypes.c_void_p, ctypes.c_uint

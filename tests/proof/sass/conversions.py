@@ -80,15 +80,15 @@ def _pack(warp: Warp, it: Instruction) -> None:
 @meaning("F2F", "FRND")
 def _convert(warp: Warp, it: Instruction) -> None:
     result, source = it.operands
-    to, *origin = (one for one in it.modifiers if one[0] == "F" and one[1:].isdigit())
+    to, *origin = (one for one in it.modifiers if one in ("F64", "F32", "F16", "BF16"))
     value = warp.double(source) if (origin or [to])[0] == "F64" else warp.single(source)
     if it.name == "FRND" or not origin:
         how = {"TRUNC": np.trunc, "FLOOR": np.floor, "CEIL": np.ceil}
         value = next((how[one] for one in it.modifiers if one in how), np.rint)(value)
     if to == "F64":
         warp.put_double(result, value.astype(np.float64))
-    elif to == "F16":
-        warp.put(result, value.astype(np.float16).view(np.uint16).astype(np.uint32))
+    elif to in ("F16", "BF16"):
+        warp.put(result, _narrow(value, to == "BF16"))
     else:
         warp.put_single(result, rounded(value, it))
 
