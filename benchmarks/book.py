@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
-from benchmarks import chart, counted
+from benchmarks import chart, counted, predicted
 from mpkernels.bench import peers, results, roofline, show
 from mpkernels.bench.results import Result, Run
 
@@ -120,7 +120,11 @@ def book(runs: dict[str, Run]) -> str:
         "",
     ]
     predictions = ([name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in counted.rows())
-    return "\n".join([*lines, *table(["", *roofline.GPUS], predictions)])
+    lines += table(["", *roofline.GPUS], predictions)
+    lines += ["## Predicted, not measured", ""]
+    for text, header, cells in predicted.tables():
+        lines += [text, "", *table(header, cells)]
+    return "\n".join(lines)
 
 
 def readme(runs: dict[str, Run]) -> str:

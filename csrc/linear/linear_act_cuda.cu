@@ -98,14 +98,16 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
 template <int count>
 __device__ void store_column_sums(const Elements<float, count>& share, const Place<count>& place, const Tiling& tiling,
                                   const Result& sums) {
-  __shared__ float shares[kThreads * count];  // by line, then by column
-  for (int i = 0; i < count; ++i) shares[threadIdx.x * count + i] = share.at[i];
+  constexpr int apart = kThreads + 32 / count;  // so that lanes meet neither writing nor reading in one of 32 banks
+  __shared__ float shares[apart * count];
+  for (int i = 0; i < count; ++i) shares[i * apart + threadIdx.x] = share.at[i];
   __syncthreads();
   const int columns = tiling.across * count;
   const int64_t column = place.first_column + threadIdx.x;
   if (static_cast<int>(threadIdx.x) >= columns || column >= tiling.columns) return;
+  const float* own = shares + threadIdx.x % count * apart + threadIdx.x / count;
   float sum = 0;
-  for (int line = 0; line < place.lines; ++line) sum += shares[line * columns + threadIdx.x];
+  for (int line = 0; line < place.lines; ++line) sum += own[line * tiling.across];
   store_as<1>(sums.dtype, sums.data, place.row_block * tiling.columns + column, {sum});
 }
 

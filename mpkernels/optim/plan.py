@@ -4,7 +4,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, groupby, repeat
 from operator import is_, itemgetter
 from typing import Any, NamedTuple
 
@@ -60,30 +60,9 @@ class Plan:
         self.report = None if ledger is None else ledger.report_for(params, self.device, of_all)
         self._is_complex = any(map(torch.is_complex, params))
         self.has_16_bit_parameters = any(map(needs_master, params))
-        self.groups: list[Group] = []
-        sizes: list[int] = []
-        for group in groups:
-            if not self.groups or group is not self.groups[-1]:
-                self.groups.append(group)
-                sizes.append(0)
-            sizes[-1] += 1
+        self.groups, sizes = _runs_of(groups)
         nothing = torch.empty(0, device=self.device)
-        largest = [
-            state["max_exp_avg_sq"] if group["amsgrad"] else nothing
-            for group, state in zip(groups, states, strict=True)
-        ]
-        masters = [state.get("remainder", state.get("master", nothing)) for state in states]
-        scales = [state.get("scales", nothing) for state in states]
-        self._lists = (
-            [real(state["exp_avg"]) for state in states],
-            [real(state["exp_avg_sq"]) for state in states],
-            *(
-                list(map(real, it)) if any(each is not nothing for each in it) else []
-                for it in (largest, masters, scales)
-            ),
-            [state["step"] for state in states],
-            sizes,
-        )
+        self._lists = *_lists_of(groups, states, nothing), sizes
         shares = [1.0] if parts is None else parts.shares(params)
         self._shares = None if set(shares) == {1.0} else torch.tensor(shares, dtype=torch.float64, device=self.device)
         self._native: _NativePlan | None = None
@@ -199,6 +178,27 @@ def _unseen(function: Callable[..., None], *arguments: Any) -> None:
     """Garbage is collected at any time, also while torch traces."""
     with for_real():
         function(*arguments)
+
+
+def _runs_of(groups: Sequence[Group]) -> tuple[list[Group], list[int]]:
+    """Return each group once, and how many parameters it has here."""
+    runs = [list(run) for _, run in groupby(groups, key=id)]
+    return [run[0] for run in runs], list(map(len, runs))
+
+
+def _lists_of(groups: Sequence[Group], states: Sequence[State], nothing: Tensor) -> tuple[list[Tensor], ...]:
+    """Return the states as adamw_ takes them: a list of each kind, which is empty if no parameter has that kind."""
+    largest = [
+        state["max_exp_avg_sq"] if group["amsgrad"] else nothing for group, state in zip(groups, states, strict=True)
+    ]
+    masters = [state.get("remainder", state.get("master", nothing)) for state in states]
+    scales = [state.get("scales", nothing) for state in states]
+    optional = (
+        list(map(real, kind)) if any(each is not nothing for each in kind) else []
+        for kind in (largest, masters, scales)
+    )
+    moments = ([real(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
+    return *moments, *optional, [state["step"] for state in states]
 
 
 def _kind(param: Tensor) -> tuple[torch.device, torch.dtype]:

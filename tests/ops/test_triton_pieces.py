@@ -157,19 +157,20 @@ def capturing(monkeypatch):
         yield device, [torch.ones(5, device=LATE), torch.ones(40_000, device=LATE)]
 
 
-def test_a_captured_table_is_copied_from_memory_that_was_pinned_before(capturing):
+def test_what_a_captured_call_brings_is_copied_from_memory_that_was_pinned_before(capturing, kept):
     device, grads = capturing
-    eager = _table.build(grads, beside=[7])
+    eager = _table.build(grads, [16, 32], beside=[7])
     device.is_capturing = True
     for _ in range(_table.SPARE_TABLES):
-        captured = _table.build(grads, beside=[8])
-        assert captured.words.memory[:-1].equal(eager.words.memory[:-1])
-        assert captured.words.memory[-1] == 8
-    assert len({each.data_ptr() for each in _table._captured}) == _table.SPARE_TABLES  # each replay reads its own
+        captured = _table.build(grads, [16, 32], beside=[8])
+        assert captured.rows is eager.rows
+        assert captured.call.memory.tolist() == [16, 32, 0, 0, 0, 8]
+    pinned = [each for each in _table._captured if each.device.type == "cpu"]
+    assert len({each.data_ptr() for each in pinned}) == _table.SPARE_TABLES  # each replay reads its own
 
 
-def test_a_capture_that_nothing_came_before_is_told_so(capturing):
+def test_a_capture_that_nothing_came_before_is_told_so(capturing, kept):
     device, grads = capturing
     device.is_capturing = True
-    with pytest.raises(RuntimeError, match="of 12 words for a Triton kernel's list of tensors 0 are at hand: make the"):
-        _table.build(grads)
+    with pytest.raises(RuntimeError, match="of 5 words for a Triton kernel's list of tensors 0 are at hand: make the"):
+        _table.build(grads, [16, 32])

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.proof.gate import measure
+from tests.proof.gate import measure, table, traces
 from tests.proof.gate.table import SHARED_LIMIT, Section, regressions
 
 GOOD = {"registers": 40, "spills": 0, "stack": 0, "shared": 1024, "load128": 4, "HGMMA": 8}
@@ -64,9 +64,36 @@ CODE = """
 
 
 def test_a_cubin_in_numbers(monkeypatch):
-    monkeypatch.setattr(measure, "_output", lambda *command: USAGE if "-res-usage" in command else CODE)
+    monkeypatch.setattr(measure, "output", lambda *command: USAGE if "-res-usage" in command else CODE)
     used = {"registers": 40, "spills": 2, "stack": 24, "shared": 1024}
     assert measure._of_cubin("x.cubin") == {"kernel": used | {"load128": 1, "store128": 1, "HGMMA": 1}}
+
+
+def test_what_is_missed_is_printed_where_it_is_known_and_fails_where_it_is_not():
+    missed = {"a": "52%", "b": "3", "kernel on sm_90: 3 spills": ""}
+    known, unknown = traces.judge(missed, ["a", "kernel on sm_90: 3 spills"])
+    assert known == ["known shortfall: a: 52%", "known shortfall: kernel on sm_90: 3 spills"]
+    assert unknown == ["b: 3"]
+    assert traces.judge({}, ["a"])[1] == ["a: listed as a shortfall, and is none"]
+
+
+def test_the_tables_are_of_the_same_compilers():
+    assert {name: it.version for name, it in traces.read().of_compiler.items()} == {
+        name: it.version for name, it in table.read().items()
+    }
+
+
+def test_only_known_requirements_are_missed():
+    of_compiler, shortfalls = traces.read()
+    assert traces.missed(of_compiler).keys() <= {*shortfalls}
+
+
+def test_an_update_takes_shortfalls_off_the_list_and_adds_none(monkeypatch, tmp_path):
+    monkeypatch.setattr(traces, "PATH", tmp_path / "traces.json")
+    traces.PATH.write_text('{"shortfalls": ["a", "b"]}')
+    counted = {"nvcc": traces.Traces("13.0", {})}
+    traces.update(counted, ["b", "c"])
+    assert traces.read() == (counted, ["b"])
 
 
 @pytest.fixture

@@ -33,15 +33,19 @@ def stats_of_span(address, size, T: tl.constexpr):
     grads = tl.multiple_of((address + head * (T.primitive_bitwidth // 8)).to(tl.pointer_type(T)), 16)
     lanes = tl.arange(0, BLOCK)
     left = tl.maximum(size - head, 0)
-    whole = left // (2 * BLOCK) * (2 * BLOCK)
+    whole = left // (4 * BLOCK) * (4 * BLOCK)
     sumsq = tl.zeros([BLOCK], tl.float64)
     bad = tl.zeros([BLOCK], tl.int1)
     if head > 0:
         sumsq, bad = add(tl.load(grads - BLOCK + lanes, mask=head_mask(lanes, head, size), other=0), sumsq, bad)
-    for begin in range(0, whole, 2 * BLOCK):
-        one, other = tl.load(grads + begin + lanes), tl.load(grads + begin + BLOCK + lanes)
-        sumsq, bad = add(one, sumsq, bad)
-        sumsq, bad = add(other, sumsq, bad)
+    for begin in range(0, whole, 4 * BLOCK):
+        at = grads + begin + lanes
+        first, second = tl.load(at), tl.load(at + BLOCK)
+        third, fourth = tl.load(at + 2 * BLOCK), tl.load(at + 3 * BLOCK)
+        sumsq, bad = add(first, sumsq, bad)
+        sumsq, bad = add(second, sumsq, bad)
+        sumsq, bad = add(third, sumsq, bad)
+        sumsq, bad = add(fourth, sumsq, bad)
     for begin in range(whole, left, BLOCK):
         sumsq, bad = add(tl.load(grads + begin + lanes, mask=begin + lanes < left, other=0), sumsq, bad)
     total = tl.sum(tl.gather(sumsq, (lanes + BLOCK - head) % BLOCK, 0))

@@ -4,8 +4,9 @@ import re
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,20 +14,24 @@ from typing import Any, NamedTuple
 import triton
 
 import setup
-from tests.proof.gate import launches, measure, table
+from tests import targets
+from tests.proof.gate import launches, measure, table, traced, traces
+from tests.proof.gate.cases import CASES
+from tests.proof.gate.chips import CODES
 from tests.proof.gate.table import Kernels, Section
+from tests.proof.gate.traces import Traces
 
 
 class Job(NamedTuple):
     compiler: str
     name: str
-    measure: Callable[..., Kernels]
+    measure: Callable[..., Any]
     arguments: tuple[Any, ...]
 
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.proof.gate", description="Compile every kernel for every chip.")
-    parser.add_argument("--update", action="store_true", help="rewrite the table with what is measured")
+    parser.add_argument("--update", action="store_true", help="rewrite the tables with what is measured")
     parser.add_argument("--require-cuda", action="store_true", help="fail where there is no nvcc")
     options = parser.parse_args()
     if triton.knobs.runtime.interpret:
@@ -35,49 +40,77 @@ def main() -> int:
     if cuda.left_out and (options.require_cuda or options.update):
         parser.error(f"CUDA can't be left out: {cuda.left_out}")
 
-    sections, problems = measure_all(cuda, may_reuse=not options.update)
+    sections, counted, problems = measure_all(cuda, may_reuse=not options.update)
     if options.update and not problems:
         table.write(sections)
-    wanted = table.read()
-    for compiler, section in sections.items():
-        if section.version != wanted[compiler].version:
-            print(f"gate: {compiler} is {section.version}, the table's {wanted[compiler].version}: only limits count")
-        problems += table.regressions(section, wanted[compiler])
+        traces.update(counted, traces.missed(counted, _beside_table(sections)))
+    wanted = traces.read()
+    for compiler, it in counted.items():
+        problems += traces.regressions(it, wanted.of_compiler[compiler])
+    missed = traces.missed(counted, _beside_table(sections))
+    versions = {compiler: it.version for compiler, it in counted.items()}
+    if versions == {compiler: it.version for compiler, it in wanted.of_compiler.items()}:
+        listed = wanted.shortfalls
+    else:
+        print(f"gate: compiled by {versions}, the tables by others: only limits count")
+        listed = [it for it in wanted.shortfalls if it in missed]
+    known, unknown = traces.judge(missed, listed)
+    problems += unknown
     if cuda.left_out:
         print(f"gate: CUDA was left out: {cuda.left_out}")
-    for problem in problems:
-        print(problem)
+    for line in [*known, *problems]:
+        print(line)
     compiled = ", ".join(f"{len(it.kernels)} by {compiler} {it.version}" for compiler, it in sections.items())
-    print(f"gate: compiled {compiled}; problems: {len(problems)}")
+    launched = sum(len(rows) for it in counted.values() for rows in it.rows.values())
+    print(f"gate: compiled {compiled}; ran a block of {launched}; problems: {len(problems)}")
     return bool(problems)
 
 
-def measure_all(cuda: setup.Cuda, may_reuse: bool) -> tuple[dict[str, Section], list[str]]:
-    """What each compiler makes of its kernels, and what went wrong. nvcc takes a minute, so what a build in this
-    checkout has left may be reused."""
+def _beside_table(sections: dict[str, Section]) -> list[str]:
+    wanted = table.read()
+    return [line for compiler, section in sections.items() for line in table.regressions(section, wanted[compiler])]
+
+
+def measure_all(cuda: setup.Cuda, may_reuse: bool) -> tuple[dict[str, Section], dict[str, Traces], list[str]]:
+    """What each compiler makes of its kernels, what a block of each case's launches does, and what went wrong. nvcc
+    takes a minute, so what a build in this checkout has left may be reused."""
     launched, problems = launches.record()
-    jobs = [Job("triton", f"{it.name} on {it.chip}", measure.triton, (it,)) for it in launched]
+    launched = [*dict.fromkeys((*launched, *traced.triton_launches()))]
     sections = {"triton": Section(triton.__version__, {})}
-    if cuda.compile:
-        sources = sorted(Path("csrc").rglob("*_cuda.cu"))
-        jobs += [Job("nvcc", str(source), measure.cuda, (cuda.compile, source, may_reuse)) for source in sources]
-        version = setup.ask(shlex.split(cuda.compile)[0], "--version")[1]
-        sections["nvcc"] = Section(re.findall(r"V([\d.]+)", version)[0], {})
     with (
         tempfile.TemporaryDirectory() as cache,
+        tempfile.TemporaryDirectory() as codes,
         ProcessPoolExecutor(len(os.sched_getaffinity(0)), get_context("spawn")) as pool,
     ):
         os.environ["TRITON_CACHE_DIR"] = cache  # empty, so that nothing stale passes
-        for job, result in [(job, pool.submit(job.measure, *job.arguments)) for job in jobs]:
-            kernels = sections[job.compiler].kernels
-            try:
-                measured = result.result()
-            except Exception as error:  # whatever a compiler throws
-                problems.append(f"{job.name}: {error}")
-            else:
-                problems += [f"{' on '.join(it)}: two launches look alike" for it in kernels.keys() & measured.keys()]
-                kernels.update(measured)
-    return sections, problems
+        keep = partial(traced.keep_code, Path(codes))
+        jobs = [Job("triton", f"{it.name} on {it.chip}", measure.triton, (it, keep)) for it in launched]
+        if cuda.compile:
+            sources = sorted(Path("csrc").rglob("*_cuda.cu"))
+            jobs += [
+                Job("nvcc", str(source), measure.cuda, (cuda.compile, source, may_reuse, keep)) for source in sources
+            ]
+            targets.emulation_library()  # which tells of launches: built here, lest each process build one
+            version = setup.ask(shlex.split(cuda.compile)[0], "--version")[1]
+            sections["nvcc"] = Section(re.findall(r"V([\d.]+)", version)[0], {})
+        for job, measured in _results(pool, jobs, problems):
+            kernels: Kernels = sections[job.compiler].kernels
+            problems += [f"{' on '.join(it)}: two launches look alike" for it in kernels.keys() & measured.keys()]
+            kernels.update(measured)
+        counted = {compiler: Traces(section.version, {}) for compiler, section in sections.items()}
+        cases = [(compiler, case, code) for case, it in CASES.items() for compiler in it.compilers for code in CODES]
+        jobs = [Job(it[0], " ".join(it), traced.trace, (*it, Path(codes))) for it in cases if it[0] in sections]
+        for job, rows in _results(pool, jobs, problems):
+            counted[job.compiler].rows[job.arguments[1:3]] = rows
+    return sections, counted, problems
+
+
+def _results(pool: ProcessPoolExecutor, jobs: list[Job], problems: list[str]) -> Iterator[tuple[Job, Any]]:
+    for job, result in [(job, pool.submit(job.measure, *job.arguments)) for job in jobs]:
+        try:
+            yield job, result.result()
+        except Exception as error:  # whatever a compiler throws
+            problems.append(f"{job.name}: {error!r}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,11 @@ import re
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
+from typing import NamedTuple
 
 from triton import knobs
 from triton.runtime import driver
@@ -14,9 +18,12 @@ import setup
 from tests.proof.gate import ptx_release
 from tests.proof.gate.launches import Launch, NoGpu
 from tests.proof.gate.table import INSTRUCTIONS, Kernels, Numbers
+from tests.proof.sass import code
+
+Keep = Callable[[str, code.Code], None]  # takes a kernel's name and its code, for traced.py to run
 
 
-def triton(launch: Launch) -> Kernels:
+def triton(launch: Launch, keep: Keep) -> Kernels:
     driver.set_active(NoGpu(launch.chip))
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     compiled = kernel.preload(launch.specialization)
@@ -27,23 +34,26 @@ def triton(launch: Launch) -> Kernels:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             Path(cubin.name).write_bytes(compiled.asm["cubin"])
             (numbers,) = _of_cubin(cubin.name).values()
+            for found in _codes(cubin.name, launch.chip).values():
+                keep(launch.specialised, replace(found, shared=found.shared + compiled.metadata.shared))
     return {(launch.name, launch.chip): numbers | {"shared": compiled.metadata.shared}}
 
 
-def cuda(command: str, source: Path, may_reuse: bool) -> Kernels:
+def cuda(command: str, source: Path, may_reuse: bool, keep: Keep) -> Kernels:
     """Look at the code for each chip in the object that setup.py builds."""
     kernels = {}
     with tempfile.TemporaryDirectory() as scratch:
         built = built_before(command, source) if may_reuse else None
         if built is None:
             built = Path(scratch, f"{source.stem}.o")
-            _output(*shlex.split(f"{command} {setup.COMMON_FLAGS}"), "-c", str(source), "-o", str(built))
-        _output(knobs.nvidia.cuobjdump.path, "-xelf", "all", str(built.resolve()), cwd=scratch)
+            output(*shlex.split(f"{command} {setup.COMMON_FLAGS}"), "-c", str(source), "-o", str(built))
+        output(knobs.nvidia.cuobjdump.path, "-xelf", "all", str(built.resolve()), cwd=scratch)
         for cubin in Path(scratch).glob("*.cubin"):
             chip = cubin.suffixes[-2][1:]  # unscale_cuda.1.sm_80.cubin
+            for mangled, found in _codes(str(cubin), chip).items():
+                keep(mangled, found)
             for mangled, numbers in _of_cubin(str(cubin)).items():
-                name = _output("c++filt", "-p", mangled).strip().removeprefix("mpk::")
-                kernels[f"{source.stem}.{name}", chip] = numbers
+                kernels[f"{source.stem}.{demangled(mangled)}", chip] = numbers
     return kernels
 
 
@@ -57,15 +67,35 @@ def built_before(command: str, source: Path) -> Path | None:
     return built if is_by_command and built.stat().st_mtime > changed else None
 
 
-def _of_cubin(cubin: str) -> dict[str, Numbers]:
-    usage = _output(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
+class Disassembled(NamedTuple):
+    registers: int
+    stack: int
+    shared: int
+    local: int
+    listing: str
+
+
+@lru_cache(maxsize=1)  # it is asked for twice in a row
+def _disassembled(cubin: str) -> dict[str, Disassembled]:
+    usage = output(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
     found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
-    sass = re.split(r"Function : (\S+)", _output(knobs.nvidia.cuobjdump.path, "-sass", cubin))
-    code = dict(zip(sass[1::2], sass[2::2], strict=True))
+    sass = re.split(r"Function : (\S+)", output(knobs.nvidia.cuobjdump.path, "-sass", cubin))
+    listings = dict(zip(sass[1::2], sass[2::2], strict=True))
+    return {name: Disassembled(*map(int, used), listings[name]) for name, *used in found}
+
+
+def _codes(cubin: str, chip: str) -> dict[str, code.Code]:
+    content = Path(cubin).read_bytes()
+    return {
+        name: code.read(content, name, chip, it.registers, it.shared, it.listing)
+        for name, it in _disassembled(cubin).items()
+    }
+
+
+def _of_cubin(cubin: str) -> dict[str, Numbers]:
     kernels = {}
-    for name, *used in found:
-        registers, stack, shared, local = map(int, used)
-        instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*([A-Z]\S*)", code[name])
+    for name, (registers, stack, shared, local, listing) in _disassembled(cubin).items():
+        instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*([A-Z]\S*)", listing)
         kernels[name] = {
             "registers": registers,
             "spills": sum(instruction.startswith(("LDL", "STL")) for instruction in instructions),
@@ -97,7 +127,11 @@ def _count(instructions: list[str]) -> Numbers:
     return {name: count for name, count in counts.items() if count}
 
 
-def _output(*command: str, cwd: str | None = None) -> str:
+def demangled(name: str) -> str:
+    return output("c++filt", "-p", name).strip().removeprefix("mpk::")
+
+
+def output(*command: str, cwd: str | None = None) -> str:
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=cwd)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(command)}\n{done.stdout}")

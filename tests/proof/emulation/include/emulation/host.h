@@ -99,12 +99,28 @@ cudaError_t cudaFuncSetAttribute(T* kernel, cudaFuncAttribute attribute, int val
 
 namespace emulation {
 
-cudaError_t launch(const cudaLaunchConfig_t* config, const void* kernel, const std::function<void()>& thread);
+// parameters: as a chip's constant memory would have them.
+cudaError_t launch(const cudaLaunchConfig_t* config, const void* kernel, const std::string& parameters,
+                   const std::function<void()>& thread);
+
+template <class Parameter>
+constexpr size_t aligned_for(size_t bytes) {
+  return (bytes + alignof(Parameter) - 1) / alignof(Parameter) * alignof(Parameter);
+}
 
 template <class... Parameters>
 constexpr size_t parameter_bytes() {
   size_t bytes = 0;
-  ((bytes = (bytes + alignof(Parameters) - 1) / alignof(Parameters) * alignof(Parameters) + sizeof(Parameters)), ...);
+  ((bytes = aligned_for<Parameters>(bytes) + sizeof(Parameters)), ...);
+  return bytes;
+}
+
+template <class... Parameters>
+std::string packed(const Parameters&... parameters) {
+  std::string bytes;
+  ((bytes.resize(aligned_for<Parameters>(bytes.size())),
+    bytes.append(reinterpret_cast<const char*>(&parameters), sizeof parameters)),
+   ...);
   return bytes;
 }
 
@@ -115,5 +131,7 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Arguments&&... arguments) {
   static_assert(emulation::parameter_bytes<Parameters...>() <= 32764, "a kernel takes at most 32764 bytes");
   const std::tuple<Parameters...> parameters(std::forward<Arguments>(arguments)...);
-  return emulation::launch(config, reinterpret_cast<const void*>(kernel), [=] { std::apply(kernel, parameters); });
+  return emulation::launch(config, reinterpret_cast<const void*>(kernel),
+                           std::apply(emulation::packed<Parameters...>, parameters),
+                           [=] { std::apply(kernel, parameters); });
 }

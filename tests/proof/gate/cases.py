@@ -1,0 +1,105 @@
+"""Calls of ops that are limited by memory, at 50 million elements, as a user makes them."""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkernels import ops
+from mpkernels.ops import _registry
+from mpkernels.optim import AdamW
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ONE = [50_000_000]
+MANY = 256 * [192 << 10]  # as much, near enough
+MATRIX = [8192 * 6144]  # likewise
+COLUMNS = 6144
+SCALES = 2 * 2 * 4 / 256  # bytes of two moments' scales, read and written
+
+
+class Case(NamedTuple):
+    bytes: float  # that an element costs, counted from the op's definition
+    call: Callable[[list[int]], list[Tensor]]  # takes sizes; returns what it has changed and the reference can tell
+    sizes: list[int]
+    most_fp64: float = 0  # operations an element
+    least_of_copy: float = 0  # that is required
+    compilers: tuple[str, ...] = ("nvcc", "triton")
+
+    @property
+    def elements(self) -> int:
+        return sum(self.sizes)
+
+
+ORDINARY = 1 << 18  # elements that the counted block is among
+
+
+def filled(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Its first numbers are ordinary ones. The rest is not even touched."""
+    tensor = torch.empty(shape, dtype=dtype)
+    first = tensor.view(-1)[:ORDINARY]
+    first.copy_(_ordinary()[: len(first)])
+    return tensor
+
+
+@cache
+def _ordinary() -> Tensor:
+    return torch.randn(ORDINARY, generator=torch.Generator().manual_seed(0))
+
+
+def step(sizes: list[int], dtype: torch.dtype, state_dtype: torch.dtype = FP32) -> list[Tensor]:
+    params = [filled(size, dtype=dtype).requires_grad_() for size in sizes]
+    for param in params:
+        param.grad = filled(len(param), dtype=dtype)
+    optimizer = AdamW(params, state_dtype=state_dtype, guard=False)
+    optimizer.step()
+    first = params[0]
+    return [first.detach(), *(it for it in optimizer.state[first].values() if it.numel() == first.numel())]
+
+
+def unscale(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    grads = [filled(size, dtype=dtype) for size in sizes]
+    ops.unscale_(grads, torch.zeros(()), torch.full((), 0.3))
+    return grads[:1]
+
+
+def stats(sizes: list[int], dtype: torch.dtype) -> list[Tensor]:
+    """Sums, of which a block knows only its share."""
+    ops.grad_stats([filled(size, dtype=dtype) for size in sizes])
+    return []
+
+
+def act(sizes: list[int], activation: str) -> list[Tensor]:
+    """A layer so thin that its product is nothing beside the pass over the result. An approximation is not compared."""
+    x, weight = filled(sizes[0] // COLUMNS, 1, dtype=BF16), filled(COLUMNS, 1, dtype=BF16)
+    _registry._ops["linear_act"](x, weight, None, activation, True)
+    return []
+
+
+def act_backward(sizes: list[int], activation: str) -> list[Tensor]:
+    dy, saved = (filled(sizes[0] // COLUMNS, COLUMNS, dtype=BF16) for _ in range(2))
+    _registry._ops["linear_act_backward"](dy, dy[:, :1], None, saved, activation, FP32, FP32)
+    return []
+
+
+def _step(dtype: torch.dtype, state_dtype: torch.dtype = FP32) -> Callable[[list[int]], list[Tensor]]:
+    return partial(step, dtype=dtype, state_dtype=state_dtype)
+
+
+FAST, FAST_8_BIT = 0.92, 0.80
+CASES = {
+    "adamw_ fp32": Case(28, _step(FP32), ONE, least_of_copy=FAST),
+    "adamw_ fp32 of 256": Case(28, _step(FP32), MANY),
+    "adamw_ bf16 split": Case(26, _step(BF16), ONE, least_of_copy=FAST),
+    "adamw_ bf16 split, bf16 moments": Case(18, _step(BF16, BF16), ONE),
+    "adamw_ bf16 split, 8-bit moments": Case(14 + SCALES, _step(BF16, torch.int8), ONE, least_of_copy=FAST_8_BIT),
+    # In fp64: a widening, a product and a sum; and a half for adding up the block.
+    "grad_stats fp32": Case(4, partial(stats, dtype=FP32), ONE, most_fp64=3.5, least_of_copy=FAST),
+    "grad_stats bf16": Case(2, partial(stats, dtype=BF16), ONE, most_fp64=3.5, least_of_copy=FAST),
+    "unscale_ fp32": Case(8, partial(unscale, dtype=FP32), ONE, least_of_copy=FAST),
+    "unscale_ bf16": Case(4, partial(unscale, dtype=BF16), ONE, least_of_copy=FAST),
+    "linear_act gelu": Case(8, partial(act, activation="gelu"), MATRIX, compilers=("nvcc",)),  # Triton's is a product
+    "linear_act_backward gelu": Case(6, partial(act_backward, activation="gelu"), MATRIX),
+    "linear_act_backward silu": Case(6, partial(act_backward, activation="silu"), MATRIX),
+}
