@@ -2,9 +2,8 @@
 
 Where torch's own classes fail, the test shows that, too."""
 
-import gc
 import math
-import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -19,7 +18,7 @@ from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of, whole, wholes
 from tests.networks import B16
-from tests.processes import needs_gloo, spawn
+from tests.processes import each, needs_gloo, spawn
 
 LR, STEPS = 1e-2, 4
 
@@ -249,14 +248,6 @@ CHECKS = (
 )
 
 
-def on_rank(rank):
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    for check in CHECKS:
-        check(rank)
-        distributed.barrier()
-    gc.collect()
-
-
 @needs_gloo
 def test_four_processes(tmp_path):
-    spawn(on_rank, tmp_path, WORLD)
+    spawn(partial(each, CHECKS), tmp_path, WORLD)
