@@ -1,15 +1,12 @@
-"""DTensors of tensor and sequence parallelism, of several meshes, and beside plain parameters.
-
-Where torch's own classes fail, the test shows that, too."""
+"""DTensors of tensor and sequence parallelism, of several meshes, and beside plain parameters."""
 
 import math
 from functools import partial
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
@@ -92,8 +89,7 @@ def params_on(*placed, dtype=torch.float32):
 
 
 def two_meshes(rank):
-    """Processes that share no mesh with the one that finds an inf skip with it, and the norm counts each part once.
-    torch's GradScaler tells those of the first grad's mesh alone (torch 2.13)."""
+    """Processes that share no mesh with the one that finds an inf skip with it, and the norm counts each part once."""
     mesh = mesh_of("two dimensions")
     placed = (mesh["rows"], [Shard(0)]), (mesh["columns"], [Shard(0)]), (mesh, [Replicate(), Shard(1)])
     norm = math.sqrt(3 * 48 * 9.0)
@@ -116,15 +112,6 @@ def two_meshes(rank):
     assert type(optimizer.grad_norm) is torch.Tensor
     assert optimizer.grad_norm.item() == pytest.approx(norm, rel=2**-23)
 
-    params = params_on(*placed[:2])
-    theirs, scaler = torch.optim.AdamW(params, fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    if rank == 3:
-        part_of(params[1].grad)[0, 0] = math.inf
-    scaler.step(theirs)
-    scaler.update()
-    assert len(set(gathered(scaler.get_scale()))) == 2  # scales part
-
 
 def beside_plain_parameters(rank):
     """In one group. A plain parameter is the same in all processes, and counts once."""
@@ -144,35 +131,6 @@ def beside_plain_parameters(rank):
         scaler.step(optimizer)
         scaler.update()
         assert all((part_of(param) < 1).all() for param in params)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        scaler.unscale_(torch.optim.AdamW(params_on(*placed), fused=True))
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        torch.optim.AdamW(params_on(*placed), fused=True).step()
-
-
-def sharded_grad_scalers(rank):
-    """torch's, with an optimizer that unscales by itself: one process skips and the others step, or none can."""
-
-    def step(make, unscales):
-        param = nn.Parameter(torch.ones(4))
-        optimizer, scaler = make([param]), ShardedGradScaler("cpu", init_scale=4.0)
-        param.grad = scaler.scale(torch.ones(())) * torch.full((4,), math.inf if rank == 0 else 1.0)
-        if unscales:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.get_scale(), bool((param == 1).all())
-
-    def torchs(params):
-        return torch.optim.AdamW(params, fused=True)
-
-    for unscales in (False, True):
-        assert set(gathered(step(AdamW, unscales))) == {(2.0, True)}
-    assert len(set(gathered(step(torchs, False)))) == 2
-    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
-        step(torchs, True)
 
 
 def a_process_without_grads(rank):
@@ -236,14 +194,8 @@ def an_error_in_one_process(rank):
             assert optimizer.skipped_steps.item() == 0
 
 
-def gathered(it):
-    found = [None] * WORLD
-    distributed.all_gather_object(found, it)
-    return found
-
-
 CHECKS = (
-    *(parallel_layers, two_meshes, beside_plain_parameters, sharded_grad_scalers),
+    *(parallel_layers, two_meshes, beside_plain_parameters),
     *(a_process_without_grads, reports, an_error_in_one_process),
 )
 

@@ -94,7 +94,7 @@ def on_each_of_four(rank, folder):
     distributed.barrier()
     for kind in ("fsdp2", "hsdp", "columns"):
         loaded(rank, folder, kind)
-    a_state_without_placements_is_mixed_up(rank, folder)
+    states_say_which_part_they_are(rank, folder)
 
 
 def loaded(rank, folder, kind):
@@ -116,14 +116,9 @@ def loaded(rank, folder, kind):
                 assert_same(case, contents(model, optimizer), later)
 
 
-def a_state_without_placements_is_mixed_up(rank, folder):
-    """What torch.distributed.checkpoint makes of a plain tensor: one for all. Ours says which part it is."""
-    mesh = mesh_of("fsdp2")
-    param = nn.Parameter(distribute_tensor(torch.arange(8.0).to(B16), mesh, [Shard(0)]))
-    theirs = part_of(param).float()
-    dcp.save({"master": theirs}, checkpoint_id=folder / "plain")
-    dcp.load(found := {"master": torch.zeros_like(theirs)}, checkpoint_id=folder / "plain")
-    assert found["master"].tolist() == [0.0, 1.0]  # of the first process, in each
+def states_say_which_part_they_are(rank, folder):
+    """So that torch.distributed.checkpoint puts them together."""
+    param = nn.Parameter(distribute_tensor(torch.arange(8.0).to(B16), mesh_of("fsdp2"), [Shard(0)]))
     optimizer = AdamW([param], master="fp32")
     param.grad = torch.ones_like(param)
     optimizer.step()
@@ -131,7 +126,7 @@ def a_state_without_placements_is_mixed_up(rank, folder):
     assert all(it.placements == param.placements for key, it in state.items() if key != "step")
     before = whole(state["master"]).clone()
     dcp.save({"master": state["master"]}, checkpoint_id=folder / "placed")
-    other = distribute_tensor(torch.zeros(8), mesh, [Replicate()])
+    other = distribute_tensor(torch.zeros(8), mesh_of("fsdp2"), [Replicate()])
     dcp.load({"master": other}, checkpoint_id=folder / "placed")
     assert same_bits(part_of(other), before)
 
