@@ -1,7 +1,9 @@
 """DTensors of tensor and sequence parallelism, of several meshes, and beside plain parameters."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -10,8 +12,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from mpkernels.amp import GradScaler, clip_grad_norm_
+from mpkernels.amp import GradScaler, clip_grad_norm_, clipping, inf_check
 from mpkernels.optim import AdamW
+from mpkernels.parts import settled_grads
 from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of, whole, wholes
 from tests.networks import B16
@@ -75,6 +78,25 @@ def parallel_layers(rank):
         for a, b in zip(wholes(model), wholes(alone), strict=True):
             bound = STEPS * (LR * 512 * 2**-24 + 2 * 2**-24 * b.abs().max())
             assert (a - b).abs().max() <= bound, make
+
+
+def released(rank):
+    """In the backward as in the step; with a norm to wait for, grads are summed up before they become bf16."""
+    for make in (tensor_parallel, sequence_parallel):
+        for options in ({"guard": False}, {"max_norm": 0.05}):
+            models = [make(mesh_of("fsdp2")) for _ in range(2)]
+            optimizers = [AdamW(it.parameters(), lr=LR, **options) for it in models]
+            release = optimizers[0].release_grads()
+            for step in range(STEPS):
+                inputs = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step))
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    model(inputs).square().mean().backward()
+                    for param in model.parameters() if model is models[1] and not release.steps_alone else ():
+                        (grad,) = settled_grads([param])
+                        param.grad = grad.bfloat16().float()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert all(map(same_bits, *map(wholes, models))), (make, options)
 
 
 def params_on(*placed, dtype=torch.float32):
@@ -147,6 +169,36 @@ def a_process_without_grads(rank):
         assert ((part_of(params[0]) == 1).all() == (rank == 2)).item()
 
 
+def an_error_while_grads_are_read(rank):
+    """In unscale_ or clip_grad_norm_: all raise, and nobody clips."""
+    for module, name in ((inf_check, "unscale_list_"), (clipping, "grad_stats")):
+        params, scaler = params_on((mesh_of("fsdp2"), [Shard(0)]), None), GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        optimizer, text = AdamW(params), "of this process" if rank == 1 else "has failed in another process"
+        fails = mock.patch.object(module, name, side_effect=torch.OutOfMemoryError(text))
+        with fails if rank == 1 else nullcontext(), pytest.raises(RuntimeError, match=text):
+            scaler.unscale_(optimizer) if module is inf_check else clip_grad_norm_(params, 1.0)
+        assert module is inf_check or all((part_of(it.grad) == 3).all() for it in params)
+
+
+def compiled(rank):
+    """A full graph is refused. Otherwise torch.compile leaves the step as it is written."""
+    full = torch.compile(AdamW(params_on((mesh_of("fsdp2"), [Shard(0)]))).step, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="AdamW: step of DTensors must not be part of a full graph"):
+        full()
+    for options in ({"guard": False}, {"max_norm": 0.05}):
+        models = [tensor_parallel(mesh_of("fsdp2")) for _ in range(2)]
+        optimizers = [AdamW(it.parameters(), lr=LR, **options) for it in models]
+        steps = torch.compile(optimizers[0].step, backend="aot_eager"), optimizers[1].step
+        for number in range(STEPS):
+            inputs = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(number))
+            for model, step in zip(models, steps, strict=True):
+                model.zero_grad()
+                model(inputs).square().mean().backward()
+                step()
+        assert all(map(same_bits, *map(wholes, models))), options
+
+
 def reports(rank):
     """The index is the whole parameter's, and gather says which process has it."""
     for by_scaler in (False, True):
@@ -195,8 +247,8 @@ def an_error_in_one_process(rank):
 
 
 CHECKS = (
-    *(parallel_layers, two_meshes, beside_plain_parameters),
-    *(a_process_without_grads, reports, an_error_in_one_process),
+    *(parallel_layers, released, compiled, two_meshes, beside_plain_parameters),
+    *(a_process_without_grads, reports, an_error_in_one_process, an_error_while_grads_are_read),
 )
 
 
