@@ -79,11 +79,15 @@ def settled_grads(params: Sequence[Any]) -> list[Any]:
     """Return the grad of each parameter, placed as it is; None where there is none. Under sequence parallelism each
     process has a summand of a norm layer's grad."""
     grads = [param.grad for param in params]
-    if are_any_sharded(grads):
-        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            if is_sharded(grad) and grad.placements != param.placements:
+    if not are_any_sharded(grads):
+        return grads
+    kind = sys.modules["torch.distributed.tensor"].DTensor
+    places = [i for i, grad in enumerate(grads) if isinstance(grad, kind)]
+    if [grads[i].placements for i in places] != [params[i].placements for i in places]:
+        for i in places:
+            if grads[i].placements != params[i].placements:
                 with torch.no_grad():
-                    param.grad = grads[i] = grad.redistribute(placements=param.placements)
+                    params[i].grad = grads[i] = grads[i].redistribute(placements=params[i].placements)
     return grads
 
 

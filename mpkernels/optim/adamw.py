@@ -57,6 +57,7 @@ class AdamW(torch.optim.AdamW):
     _peers: Processes | None = None  # that hold other parts of the grads
     _parts: meshes.Parts | None = None  # the processes that hold the other parts of DTensors
     _has_parts = False  # whether other processes hold parts of the parameters: DTensors, or FSDP1's
+    _has_16_bit_parameters = False
     _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
     _release: GradientRelease | None = None
     _is_loaded = False  # since the last step: the model may yet be loaded after it
