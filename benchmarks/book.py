@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
-from benchmarks import chart, counted, predicted
+from benchmarks import chart, counted, predicted, scale
 from mpkernels.bench import peers, results, roofline, show
 from mpkernels.bench.results import Result, Run
 
@@ -103,7 +103,7 @@ def of_run(name: str, run: Run) -> Iterator[str]:
         yield from ("Left out:", "", *(f"* {case}: {reason}" for case, reason in run.skipped.items()), "")
 
 
-def book(runs: dict[str, Run]) -> str:
+def book(runs: dict[str, Run], scaled: Iterable[Path] = ()) -> str:
     lines = [
         "# Results",
         "",
@@ -124,7 +124,28 @@ def book(runs: dict[str, Run]) -> str:
     lines += ["## Predicted, not measured", ""]
     for text, header, cells in predicted.tables():
         lines += [text, "", *table(header, cells)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *past_one_device(scaled)])
+
+
+def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
+    """Counted as the section before, and the host's time beside it."""
+    yield from ("## Past one device, counted", "")
+    yield (
+        "A step of Llama 3 on each of so many GPUs under FSDP2, ours (bf16 with a split master) / torch's (fp32, "
+        "unscale_, clip, fused): GB of weights, grads and states, GB moved, launches, and H100's time."
+    )
+    yield ""
+    yield from table(["", "GPUs", "GB held", "GB moved", "launches", "H100"], scale.counted())
+    for path in measured:
+        yield from (f"## Past one device, the host's time: {path.stem}", "")
+        yield (
+            "The same steps on so many DTensors, with a [fake process group](scale.py), so that collectives take no "
+            "time; the least of 40 samples in turns, on cores that others used, too. "
+            "[test_scale.py](../tests/distributed/test_scale.py) counts calls, to show what these times show roughly: "
+            "the host's cost is flat in ranks and linear in tensors."
+        )
+        yield ""
+        yield from table(["DTensors", "ranks", "ours / torch", "x torch", "collectives"], scale.measured(path))
 
 
 def readme(runs: dict[str, Run]) -> str:
@@ -172,7 +193,8 @@ def pages(root: Path) -> dict[Path, str]:
     _, end, after = rest.partition(END)
     if not (begin and end):
         raise SystemExit(f"README.md: the lines {BEGIN.strip()} and {END.strip()} are missing")
-    return {here / "RESULTS.md": book(runs), root / "README.md": before + begin + readme(runs) + end + after, **charts}
+    text = book(runs, sorted((here / "results" / "scale").glob("*.json")))
+    return {here / "RESULTS.md": text, root / "README.md": before + begin + readme(runs) + end + after, **charts}
 
 
 def main(words: list[str], root: Path = ROOT) -> int:

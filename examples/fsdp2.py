@@ -84,7 +84,10 @@ def train(device: str, folder: Path) -> None:
 def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
-    dist.init_process_group("nccl" if has_gpus else "gloo")
+    store, rank, world = next(dist.rendezvous("env://"))
+    # torchrun keeps its store over restarts: a process might find the address of one that has died (torch 2.13).
+    store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
+    dist.init_process_group("nccl" if has_gpus else "gloo", store=store, rank=rank, world_size=world)
     device = f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu"
     if has_gpus:
         torch.cuda.set_device(device)

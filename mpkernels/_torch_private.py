@@ -192,6 +192,16 @@ def uncompiled() -> Any:
     return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
 
 
+def as_written(name: str, function: Function) -> Function:
+    """Return a function that torch.compile runs as it is, with all that it calls, or refuses with fullgraph=True. Where
+    nothing has imported torch.compile, the same function: that import takes a second."""
+    if torch.compiler.is_compiling():
+        raise RuntimeError(
+            f"{name} of DTensors must not be part of a full graph: torch.compile can't trace their meshes"
+        )
+    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+
+
 _TRACING = [getattr(_kinds_of_modes, name, None) for name in ("FAKE", "PROXY", "FUNCTIONAL")]
 
 

@@ -7,7 +7,8 @@ checksum of all before it.
 import hashlib
 import os
 import tempfile
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,15 +29,22 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         objects: by name. Of one that has a ``state_dict``, that is saved; other values have to be such as
             ``torch.load(weights_only=True)`` takes: tensors, numbers, strings, and lists and dicts of them.
     """
-    path = Path(path)
     states = {name: it.state_dict() if hasattr(it, "state_dict") else it for name, it in objects.items()}
+    with replacing(Path(path)) as file:
+        summed: Any = _Summed(file)
+        torch.save(states, summed)
+        summed.write(_MARK + _VERSION)
+        file.write(summed.digest.digest())
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """Yield a new file to write to. It gets the path's name when the context ends, once all has reached the disk. After
+    an exception, what was there is still there."""
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            summed: Any = _Summed(file)
-            torch.save(states, summed)
-            summed.write(_MARK + _VERSION)
-            file.write(summed.digest.digest())
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(name, path)

@@ -24,6 +24,7 @@ from mpkernels.linear.cast_cache import clear as clear_cast_cache
 from mpkernels.linear.choice import autocast_dtype, kernel_for, key_of
 from mpkernels.ops import _checks
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
+from mpkernels.parts import columns_of, is_sharded, parts_of_columns
 
 __all__ = ["clear_cast_cache", "linear_act"]
 
@@ -58,6 +59,9 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
 def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, given: ActivationLike) -> Tensor:
     activation = activation_name("linear_act", given)
     tensors = (x, weight) if bias is None else (x, weight, bias)
+    if is_sharded(weight) and (parts := parts_of_columns(x, weight, bias)) is not None:
+        y: Tensor = columns_of(x, weight, linear_act(*parts, activation))
+        return y
     if not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors)):
         try:
             return paths.by_torch_afresh(x, weight, bias, activation)

@@ -79,11 +79,15 @@ def settled_grads(params: Sequence[Any]) -> list[Any]:
     """Return the grad of each parameter, placed as it is; None where there is none. Under sequence parallelism each
     process has a summand of a norm layer's grad."""
     grads = [param.grad for param in params]
-    if are_any_sharded(grads):
-        for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-            if is_sharded(grad) and grad.placements != param.placements:
+    if not are_any_sharded(grads):
+        return grads
+    kind = sys.modules["torch.distributed.tensor"].DTensor
+    places = [i for i, grad in enumerate(grads) if isinstance(grad, kind)]
+    if [grads[i].placements for i in places] != [params[i].placements for i in places]:
+        for i in places:
+            if grads[i].placements != params[i].placements:
                 with torch.no_grad():
-                    param.grad = grads[i] = grad.redistribute(placements=param.placements)
+                    params[i].grad = grads[i] = grads[i].redistribute(placements=params[i].placements)
     return grads
 
 
@@ -92,3 +96,28 @@ def first_index(tensor: Any) -> tuple[int, ...]:
     if is_sharded(tensor):
         return offsets_of_part(tensor.shape, tensor.device_mesh, tensor.placements)
     return (0,) * int(tensor.ndim)
+
+
+def parts_of_columns(x: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any] | None:
+    """Return the parts of a linear layer's arguments from which each process computes its own columns of y, as
+    ColwiseParallel places them; None if they are placed otherwise. x's grad is then the sum over processes."""
+    tensors = [x, weight] if bias is None else [x, weight, bias]
+    if not all(map(is_sharded, tensors)) or weight.device_mesh.ndim != 1:
+        return None
+    kinds = sys.modules["torch.distributed.tensor"]
+    rows = kinds.Shard(0)
+    wanted = [kinds.Replicate(), rows, rows]
+    if any(it.placements != (placement,) for it, placement in zip(tensors, wanted, strict=False)):
+        return None
+    own = x.to_local(grad_placements=[kinds.Partial()])
+    return own, weight.to_local(), None if bias is None else bias.to_local()
+
+
+def columns_of(x: Any, weight: Any, part: Tensor) -> Any:
+    """Return y, of which this process has computed its columns."""
+    kinds = sys.modules["torch.distributed.tensor"]
+    shape = torch.Size((*x.shape[:-1], weight.shape[0]))
+    stride = torch.empty(shape, device="meta").stride()
+    return kinds.DTensor.from_local(
+        part, weight.device_mesh, [kinds.Shard(x.ndim - 1)], run_check=False, shape=shape, stride=stride
+    )

@@ -1,5 +1,6 @@
 """Clipping by the norm of all grads."""
 
+import math
 import types
 import warnings
 from collections.abc import Iterable, Sequence
@@ -88,16 +89,32 @@ def _norm(
 ) -> Tensor:
     """Return the norm, on the device of the first grad. With processes, return their common norm, on the device where
     they communicate. shares: how much each grad's square counts in the sum over processes, if some hold the same."""
-    device = grads[0].device if grads else torch.device("cpu")
     dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32).to_real()
+    try:
+        own = _own_norm(grads, norm_type, shares)
+    except Exception:  # then the others don't clip, and the host of a CPU raises there, too
+        if processes is not None and norm_type == 2:
+            processes.agree(params, None, None, has_failed=True)
+        elif processes is not None:
+            processes.norm(params, math.nan, norm_type)
+        raise
+    if norm_type != 2:
+        return (own if processes is None else processes.norm(params, own, norm_type)).to(dtype)
+    if processes is not None:
+        own, _, failed = processes.agree(params, own, None)
+        processes.refuse_if_failed("clip_grad_norm_", failed)
+        own = own.masked_fill(failed > 0, math.nan)
+    return own.sqrt().to(dtype)
+
+
+def _own_norm(grads: Sequence[Tensor], norm_type: float, shares: Sequence[float] | None) -> Tensor:
+    """Return the norm of this process's grads; of type 2 its square."""
+    device = grads[0].device if grads else torch.device("cpu")
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2:
         of_devices = by_device(grads, range(len(grads))).values()
         sums = [put_on(device, _sumsq(grads, shares, places)) for places in of_devices]
-        sumsq = torch.stack(sums or [nothing]).sum()
-        if processes is not None:
-            sumsq, _, _ = processes.agree(params, sumsq, None)
-        return sumsq.sqrt().to(dtype)
+        return torch.stack(sums or [nothing]).sum()
     weights = [1.0] * len(grads) if shares is None else [share ** (1 / norm_type) for share in shares]
     norms = [
         put_on(device, weight * _wide_norm(grad, norm_type))
@@ -105,7 +122,7 @@ def _norm(
         if grad.numel() > 0
     ]
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [nothing]), norm_type)
-    return (total if processes is None else processes.norm(params, total, norm_type)).to(dtype)
+    return total
 
 
 def _sumsq(grads: Sequence[Tensor], shares: Sequence[float] | None, places: Sequence[int]) -> Tensor:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,21 +111,24 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         grads = inf_check.grads_of(optimizer)
-        found_infs = inf_check.unscale_(grads, inv_scale)  # allow_fp16 or not
-        found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), found_infs, inv_scale)
+        unscale = partial(inf_check.unscale_, grads, inv_scale)  # allow_fp16 or not
+        found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), unscale, inv_scale)
         self._note(optimizer, grads, found_infs, unscaled=True)
         return found_infs
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         """Return whether the grads hold an inf or NaN. torch calls this before the step of an optimizer that unscales
         by itself, so the grads are only read."""
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        grads = inf_check.grads_of(optimizer)
-        found_infs: dict[Any, Tensor] = inf_check.look(grads, scale)
-        if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's, that may know of other ranks
-            for device, found_inf in super()._check_inf_per_device(optimizer).items():
-                found_infs[device] = torch.maximum(found_inf, found_infs.get(device, found_inf))
-        found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), found_infs, scale)
+        grads, (scale, _) = inf_check.grads_of(optimizer), self._check_scale_growth_tracker("_check_inf_per_device")
+
+        def look() -> dict[Any, Tensor]:
+            found_infs: dict[Any, Tensor] = inf_check.look(grads, scale)
+            if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's, that may know other ranks
+                for device, found_inf in super(GradScaler, self)._check_inf_per_device(optimizer).items():
+                    found_infs[device] = torch.maximum(found_inf, found_infs.get(device, found_inf))
+            return found_infs
+
+        found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), look, scale)
         self._note(optimizer, grads, found_infs, unscaled=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs

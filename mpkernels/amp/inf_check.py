@@ -1,5 +1,6 @@
 """Finds out whether an optimizer's grads hold an inf or NaN. The answer stays on the device of the scale."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -65,11 +66,18 @@ def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
     return given_peers(scaler, optimizer) or meshes.peers_of(params) or fsdp1.peers_of("GradScaler", params)
 
 
-def of_all(processes: Processes | None, found_infs: FoundInf, scale: Tensor) -> FoundInf:
-    """Return whether the grads of any process hold an inf or NaN."""
+def of_all(processes: Processes | None, find: Callable[[], FoundInf], scale: Tensor) -> FoundInf:
+    """Return whether the grads of any process hold an inf or NaN. If one can't find out, all raise; on a GPU, where the
+    host doesn't wait, the others skip the step."""
     if processes is None:
-        return found_infs
-    _, found_inf, _ = processes.agree([scale], None, sum(found_infs.values()))
+        return find()
+    try:
+        found_infs = find()
+    except Exception:
+        processes.agree([scale], None, None, has_failed=True)
+        raise
+    _, found_inf, failed = processes.agree([scale], None, sum(found_infs.values()))
+    processes.refuse_if_failed("GradScaler: the look at the grads", failed)
     return {found_inf.device: found_inf}
 
 

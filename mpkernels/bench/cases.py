@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mpkernels
-from mpkernels.bench import linear, ops, peers, steps, training
+from mpkernels.bench import linear, ops, peers, sharded, steps, training
 from mpkernels.bench.pairs import Pair
 from mpkernels.bench.settings import Case, Place, Setting, lists, places
 
@@ -109,6 +109,11 @@ def _steps(place: Place) -> Iterator[Benchmark]:
                     clock="loop",
                     state_dtype=peer.moments,
                 )
+
+    if place.device == "cpu":
+        setting = Setting(place, "fp32", sharded.CASE)
+        prepare = partial(sharded.compare, setting)
+        yield Benchmark("step", setting, prepare, "adamw_", BEST, "dtensors", sharded.why_not())
 
 
 def _quick_steps(place: Place) -> Iterator[Benchmark]:

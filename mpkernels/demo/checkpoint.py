@@ -2,12 +2,12 @@
 
 import io
 import os
-import tempfile
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from mpkernels.checkpoint import replacing
 
 FORMAT = "mpkernels demo 1"
 
@@ -20,21 +20,14 @@ def save(path: Path, state: dict[str, Any], is_first: bool = False) -> None:
     """The first one of a run sets aside what an earlier run has left."""
     buffer = io.BytesIO()
     torch.save({"format": FORMAT, **state}, buffer)  # not to the file: torch has no errno for a disk that is full
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with replacing(path) as file:
             file.write(buffer.getbuffer())
             file.flush()
-            os.fsync(file.fileno())
-        if is_first and path.exists():
-            os.replace(path, path.with_suffix(".previous.pt"))
-        os.replace(name, path)
-    except BaseException as error:
-        with suppress(OSError):
-            os.unlink(name)
-        if isinstance(error, OSError):
-            raise OSError(error.errno, error.strerror, str(path)) from None
-        raise
+            if is_first and path.exists():
+                os.replace(path, path.with_suffix(".previous.pt"))
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -42,7 +42,7 @@ class Processes:
         skips = (sums[1] + sums[2]).clamp(max=1).float()  # torch's optimizers take any other number than 1 for 0
         return sums[0], skips, sums[2]
 
-    def norm(self, params: Sequence[Tensor], norm: Tensor, norm_type: float) -> Tensor:
+    def norm(self, params: Sequence[Tensor], norm: Tensor | float, norm_type: float) -> Tensor:
         """Return the norm over all processes, each of which passes the norm of its own grads."""
         there, rank = self.device_of(params), distributed.get_rank(self.group)
         norms = torch.zeros(distributed.get_world_size(self.group), dtype=torch.float64, device=there)
@@ -50,6 +50,11 @@ class Processes:
         distributed.all_reduce(norms, group=self.group)
         total: Tensor = torch.linalg.vector_norm(norms, norm_type)
         return total
+
+    def refuse_if_failed(self, op: str, failed: Tensor) -> None:
+        """Raise if another process has failed, where the host knows that without waiting for a device."""
+        if failed.device.type == "cpu" and not torch.compiler.is_compiling() and failed.item() > 0:
+            raise RuntimeError(f"{op} has failed in another process, whose error says why")
 
     def device_of(self, params: Sequence[Tensor]) -> torch.device:
         """Return the parameters' device if the group's backend supports it, else one that it supports."""

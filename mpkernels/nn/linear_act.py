@@ -15,8 +15,9 @@ class LinearAct(Module):
 
     Parameters, their names, initialisation and checkpoints are those of ``torch.nn.Linear``. The class isn't a subclass
     of it: tools that replace or wrap every Linear would lose the activation, or add their part after the activation
-    instead of before it. So adapters, quantisers and tensor parallelism leave this layer alone, or refuse it. For them,
-    ``to_linear`` returns a Linear. If your own code initialises every ``torch.nn.Linear``, name LinearAct there, too.
+    instead of before it. So adapters, quantisers and torch's tensor parallelism leave this layer alone, or refuse it.
+    For them, ``to_linear`` returns a Linear; ``mpkernels.nn.parallel`` has tensor parallelism for it. If your own code
+    initialises every ``torch.nn.Linear``, name LinearAct there, too.
 
     Args:
         in_features, out_features, bias, device, dtype: the arguments of torch.nn.Linear.

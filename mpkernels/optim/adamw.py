@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 from torch.nn import Module
 
+from mpkernels._torch_private import as_written
 from mpkernels.distributed import meshes, processes
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim import checkpoint, group_options, masters, param_state, verdicts, zero
@@ -20,7 +21,7 @@ from mpkernels.overflow.ledger import Ledger
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
 from mpkernels.parameters import by_device, group_of, params_of, refuse_sparse, refuse_unserved
-from mpkernels.parts import settled_grads
+from mpkernels.parts import are_any_sharded, settled_grads
 
 
 class AdamW(torch.optim.AdamW):
@@ -56,6 +57,7 @@ class AdamW(torch.optim.AdamW):
     _peers: Processes | None = None  # that hold other parts of the grads
     _parts: meshes.Parts | None = None  # the processes that hold the other parts of DTensors
     _has_parts = False  # whether other processes hold parts of the parameters: DTensors, or FSDP1's
+    _has_16_bit_parameters = False
     _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
     _release: GradientRelease | None = None
     _is_loaded = False  # since the last step: the model may yet be loaded after it
@@ -150,8 +152,9 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
+            take_step = as_written("AdamW: step", self._step) if are_any_sharded(params_of(self)) else self._step
             try:
-                self._step()
+                take_step()
             except (RuntimeError, TypeError) as error:
                 for param in params_of(self):
                     refuse_sparse(param.grad)
@@ -160,7 +163,7 @@ class AdamW(torch.optim.AdamW):
                 if not any(plan.has_moved for plan in self._plans):
                     raise
                 self._foundations = None
-                self._step()
+                take_step()
             if self._release is not None:
                 self._release.after_step()
         return loss
@@ -218,8 +221,8 @@ class AdamW(torch.optim.AdamW):
         for i in places:
             self._state_of(params[i], grads[i], group_of[i])
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
-        of_devices = by_device((params[i] for i in places), places).values()
-        return [Plan(rows, it, self._ledger, self._parts) for it in of_devices]
+        of_devices = by_device((params[i] for i in places), places)
+        return [Plan(rows, it, self._ledger, self._parts) for it in of_devices.values()]
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
@@ -256,10 +259,7 @@ class AdamW(torch.optim.AdamW):
         backwards come before a step, run all but the last one under ``with release.accumulate():``.
 
         DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the one the first backward
-        raises, under the other this method does. FSDP2 exchanges them before, and works.
-
-        Args:
-            scaler: the scaler that you train with, if there is one.
+        raises, under the other this method does. ``scaler`` is the scaler that you train with, if there is one.
         """
         if self.defaults["differentiable"]:
             raise ValueError("AdamW: release_grads needs differentiable=False")

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from mpkernels._torch_private import is_fsdp1s
 from mpkernels.distributed import ddp
+from mpkernels.parts import settled_grads
 
 Release = Callable[[Tensor], None]
 
@@ -75,6 +76,7 @@ class GradientRelease:
 
 
 def _narrow(param: Tensor) -> None:
+    settled_grads([param])  # summands of a DTensor's grad are not to be rounded
     if param.grad is not None and param.grad.dtype == torch.float32:
         _set_width(param, torch.bfloat16)
 

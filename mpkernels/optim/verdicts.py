@@ -89,16 +89,19 @@ def tell_failure(optimizer: Any, params: Sequence[Tensor]) -> None:
 
 
 def find_parts(optimizer: Any, params: Sequence[Tensor]) -> None:
-    """Note whether other processes hold parts of these parameters, and, of DTensors, which."""
+    """Note whether other processes hold parts of these parameters, and, of DTensors, which; whether any has 16 bits."""
     optimizer._parts = meshes.peers_of(params, None if optimizer._peers is None else optimizer._peers.group)
     optimizer._has_parts = optimizer._parts is not None or fsdp1.has_parts(params)
+    optimizer._has_16_bit_parameters = any(map(needs_master, params))
 
 
 def _asks(
     optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], found_inf: Any
 ) -> tuple[bool, Processes | None]:
     """Return whether the step checks its grads, and the processes that it asks."""
-    has_16_bit = any(map(needs_master, params) if optimizer._has_parts else (it.has_16_bit_parameters for it in plans))
+    of_plans = any(it.has_16_bit_parameters for it in plans)
+    # A process without grads decides as the others do.
+    has_16_bit = optimizer._has_16_bit_parameters if optimizer._has_parts else of_plans
     guarded = is_guarded(optimizer, has_16_bit, found_inf)
     return guarded, _processes_of(optimizer, params) if guarded or found_inf is not None else None
 

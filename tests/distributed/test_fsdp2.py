@@ -2,11 +2,10 @@
 
 import gc
 import math
-import warnings
 from contextlib import nullcontext
+from functools import partial
 
 import torch
-from torch import distributed
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from mpkernels.amp import GradScaler, accumulate, clip_grad_norm_
@@ -15,7 +14,7 @@ from tests.amp.test_amp_steps import Watch
 from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, backward, even_network, network, part_of, shard, whole, wholes
 from tests.networks import B16, F16
-from tests.processes import needs_gloo, spawn
+from tests.processes import each, needs_gloo, spawn
 
 F32, INT8 = torch.float32, torch.int8
 KINDS = "fsdp2", "hsdp"
@@ -210,13 +209,6 @@ CHECKS = (
 )
 
 
-def on_rank(rank):
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    for check in CHECKS:
-        check(rank)
-        distributed.barrier()
-
-
 @needs_gloo
 def test_four_processes(tmp_path):
-    spawn(on_rank, tmp_path, WORLD)
+    spawn(partial(each, CHECKS), tmp_path, WORLD)

@@ -1,25 +1,24 @@
-"""DTensors of tensor and sequence parallelism, of several meshes, and beside plain parameters.
+"""DTensors of tensor and sequence parallelism, of several meshes, and beside plain parameters."""
 
-Where torch's own classes fail, the test shows that, too."""
-
-import gc
 import math
-import warnings
+from contextlib import nullcontext
+from functools import partial
+from unittest import mock
 
 import pytest
 import torch
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from mpkernels.amp import GradScaler, clip_grad_norm_
+from mpkernels.amp import GradScaler, clip_grad_norm_, clipping, inf_check
 from mpkernels.optim import AdamW
+from mpkernels.parts import settled_grads
 from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of, whole, wholes
 from tests.networks import B16
-from tests.processes import needs_gloo, spawn
+from tests.processes import each, needs_gloo, spawn
 
 LR, STEPS = 1e-2, 4
 
@@ -81,6 +80,25 @@ def parallel_layers(rank):
             assert (a - b).abs().max() <= bound, make
 
 
+def released(rank):
+    """In the backward as in the step; with a norm to wait for, grads are summed up before they become bf16."""
+    for make in (tensor_parallel, sequence_parallel):
+        for options in ({"guard": False}, {"max_norm": 0.05}):
+            models = [make(mesh_of("fsdp2")) for _ in range(2)]
+            optimizers = [AdamW(it.parameters(), lr=LR, **options) for it in models]
+            release = optimizers[0].release_grads()
+            for step in range(STEPS):
+                inputs = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step))
+                for model, optimizer in zip(models, optimizers, strict=True):
+                    model(inputs).square().mean().backward()
+                    for param in model.parameters() if model is models[1] and not release.steps_alone else ():
+                        (grad,) = settled_grads([param])
+                        param.grad = grad.bfloat16().float()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            assert all(map(same_bits, *map(wholes, models))), (make, options)
+
+
 def params_on(*placed, dtype=torch.float32):
     """Parameters of ones with grads of threes. placed: (mesh, placements), or None for a plain one."""
     params = []
@@ -93,8 +111,7 @@ def params_on(*placed, dtype=torch.float32):
 
 
 def two_meshes(rank):
-    """Processes that share no mesh with the one that finds an inf skip with it, and the norm counts each part once.
-    torch's GradScaler tells those of the first grad's mesh alone (torch 2.13)."""
+    """Processes that share no mesh with the one that finds an inf skip with it, and the norm counts each part once."""
     mesh = mesh_of("two dimensions")
     placed = (mesh["rows"], [Shard(0)]), (mesh["columns"], [Shard(0)]), (mesh, [Replicate(), Shard(1)])
     norm = math.sqrt(3 * 48 * 9.0)
@@ -117,15 +134,6 @@ def two_meshes(rank):
     assert type(optimizer.grad_norm) is torch.Tensor
     assert optimizer.grad_norm.item() == pytest.approx(norm, rel=2**-23)
 
-    params = params_on(*placed[:2])
-    theirs, scaler = torch.optim.AdamW(params, fused=True), torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    if rank == 3:
-        part_of(params[1].grad)[0, 0] = math.inf
-    scaler.step(theirs)
-    scaler.update()
-    assert len(set(gathered(scaler.get_scale()))) == 2  # scales part
-
 
 def beside_plain_parameters(rank):
     """In one group. A plain parameter is the same in all processes, and counts once."""
@@ -145,35 +153,6 @@ def beside_plain_parameters(rank):
         scaler.step(optimizer)
         scaler.update()
         assert all((part_of(param) < 1).all() for param in params)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        scaler.unscale_(torch.optim.AdamW(params_on(*placed), fused=True))
-    with pytest.raises(RuntimeError, match=r"mixed torch\.Tensor and DTensor"):
-        torch.optim.AdamW(params_on(*placed), fused=True).step()
-
-
-def sharded_grad_scalers(rank):
-    """torch's, with an optimizer that unscales by itself: one process skips and the others step, or none can."""
-
-    def step(make, unscales):
-        param = nn.Parameter(torch.ones(4))
-        optimizer, scaler = make([param]), ShardedGradScaler("cpu", init_scale=4.0)
-        param.grad = scaler.scale(torch.ones(())) * torch.full((4,), math.inf if rank == 0 else 1.0)
-        if unscales:
-            scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-        return scaler.get_scale(), bool((param == 1).all())
-
-    def torchs(params):
-        return torch.optim.AdamW(params, fused=True)
-
-    for unscales in (False, True):
-        assert set(gathered(step(AdamW, unscales))) == {(2.0, True)}
-    assert len(set(gathered(step(torchs, False)))) == 2
-    with pytest.raises(RuntimeError, match="doesn't match the broadcast shape"):
-        step(torchs, True)
 
 
 def a_process_without_grads(rank):
@@ -188,6 +167,36 @@ def a_process_without_grads(rank):
         scaler.update()
         assert optimizer.grad_norm.item() * (4 if scaled else 1) == pytest.approx(math.sqrt(36 * 9.0), rel=2**-22)
         assert ((part_of(params[0]) == 1).all() == (rank == 2)).item()
+
+
+def an_error_while_grads_are_read(rank):
+    """In unscale_ or clip_grad_norm_: all raise, and nobody clips."""
+    for module, name in ((inf_check, "unscale_list_"), (clipping, "grad_stats")):
+        params, scaler = params_on((mesh_of("fsdp2"), [Shard(0)]), None), GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        optimizer, text = AdamW(params), "of this process" if rank == 1 else "has failed in another process"
+        fails = mock.patch.object(module, name, side_effect=torch.OutOfMemoryError(text))
+        with fails if rank == 1 else nullcontext(), pytest.raises(RuntimeError, match=text):
+            scaler.unscale_(optimizer) if module is inf_check else clip_grad_norm_(params, 1.0)
+        assert module is inf_check or all((part_of(it.grad) == 3).all() for it in params)
+
+
+def compiled(rank):
+    """A full graph is refused. Otherwise torch.compile leaves the step as it is written."""
+    full = torch.compile(AdamW(params_on((mesh_of("fsdp2"), [Shard(0)]))).step, backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match="AdamW: step of DTensors must not be part of a full graph"):
+        full()
+    for options in ({"guard": False}, {"max_norm": 0.05}):
+        models = [tensor_parallel(mesh_of("fsdp2")) for _ in range(2)]
+        optimizers = [AdamW(it.parameters(), lr=LR, **options) for it in models]
+        steps = torch.compile(optimizers[0].step, backend="aot_eager"), optimizers[1].step
+        for number in range(STEPS):
+            inputs = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(number))
+            for model, step in zip(models, steps, strict=True):
+                model.zero_grad()
+                model(inputs).square().mean().backward()
+                step()
+        assert all(map(same_bits, *map(wholes, models))), options
 
 
 def reports(rank):
@@ -237,26 +246,12 @@ def an_error_in_one_process(rank):
             assert optimizer.skipped_steps.item() == 0
 
 
-def gathered(it):
-    found = [None] * WORLD
-    distributed.all_gather_object(found, it)
-    return found
-
-
 CHECKS = (
-    *(parallel_layers, two_meshes, beside_plain_parameters, sharded_grad_scalers),
-    *(a_process_without_grads, reports, an_error_in_one_process),
+    *(parallel_layers, released, compiled, two_meshes, beside_plain_parameters),
+    *(a_process_without_grads, reports, an_error_in_one_process, an_error_while_grads_are_read),
 )
-
-
-def on_rank(rank):
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
-    for check in CHECKS:
-        check(rank)
-        distributed.barrier()
-    gc.collect()
 
 
 @needs_gloo
 def test_four_processes(tmp_path):
-    spawn(on_rank, tmp_path, WORLD)
+    spawn(partial(each, CHECKS), tmp_path, WORLD)

@@ -1,6 +1,7 @@
-"""Checkpoints of DTensors: saved by four processes, loaded by one, three or four, on other meshes, bit for bit."""
+"""Checkpoints of DTensors: saved by four processes, loaded by one to four, on other meshes, bit for bit."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
@@ -36,6 +38,9 @@ CASES = {
 }
 
 
+KINDS = "fsdp2", "hsdp", "columns", "tensor parallel"
+
+
 def training(case, kind, seed=0):
     dtype, options = CASES[case]
     model = network(dtype, seed)
@@ -43,6 +48,9 @@ def training(case, kind, seed=0):
         fully_shard(
             model, shard_placement_fn=lambda param: Shard(param.ndim - 1 if param.shape[-1] % WORLD == 0 else 0)
         )
+    elif kind == "tensor parallel":  # some parameters, beside plain ones
+        style = ColwiseParallel(output_layouts=Replicate())
+        parallelize_module(model, mesh_of("fsdp2"), {"0": style, "4": style})
     elif kind is not None:
         shard(model, kind)
     return model, AdamW(model.parameters(), lr=1e-2, **options)
@@ -75,7 +83,7 @@ def assert_same(case, got, want):
             assert same_bits(got[key], value), (case, key)
 
 
-def on_each_of_four(rank, folder):
+def on_each_of_four(folder, rank):
     warnings.simplefilter("ignore")
     for case in CASES:
         model, optimizer = training(case, "fsdp2")
@@ -92,15 +100,15 @@ def on_each_of_four(rank, folder):
         if rank == 0:
             torch.save(after, folder / f"{case} after")
     distributed.barrier()
-    for kind in ("fsdp2", "hsdp", "columns"):
+    for kind in KINDS:
         loaded(rank, folder, kind)
-    a_state_without_placements_is_mixed_up(rank, folder)
+    states_say_which_part_they_are(rank, folder)
 
 
 def loaded(rank, folder, kind):
-    for case in CASES:
+    for case in CASES if kind == "fsdp2" else ("split bf16", "copy", "int8 moments"):
         want, later = (torch.load(folder / f"{case} {when}", weights_only=True) for when in ("before", "after"))
-        for is_full in (False,) if kind in ("hsdp", "columns") else (False, True):
+        for is_full in (False,) if kind in KINDS[1:] else (False, True):
             model, optimizer = training(case, kind, seed=5)
             if is_full:
                 weights, states = torch.load(folder / f"{case} full", weights_only=True) if rank == 0 else ({}, {})
@@ -112,18 +120,14 @@ def loaded(rank, folder, kind):
                 set_state_dict(model, optimizer, model_state_dict=found["model"], optim_state_dict=found["optimizer"])
             assert_same(case, contents(model, optimizer), want)
             run(model, optimizer, range(3, 5))
-            if case != "int8 moments" and distributed.get_world_size() == WORLD:  # so that grads sum up to the same
+            sums_up_as_before = distributed.get_world_size() == WORLD and kind != "tensor parallel"
+            if case != "int8 moments" and sums_up_as_before:
                 assert_same(case, contents(model, optimizer), later)
 
 
-def a_state_without_placements_is_mixed_up(rank, folder):
-    """What torch.distributed.checkpoint makes of a plain tensor: one for all. Ours says which part it is."""
-    mesh = mesh_of("fsdp2")
-    param = nn.Parameter(distribute_tensor(torch.arange(8.0).to(B16), mesh, [Shard(0)]))
-    theirs = part_of(param).float()
-    dcp.save({"master": theirs}, checkpoint_id=folder / "plain")
-    dcp.load(found := {"master": torch.zeros_like(theirs)}, checkpoint_id=folder / "plain")
-    assert found["master"].tolist() == [0.0, 1.0]  # of the first process, in each
+def states_say_which_part_they_are(rank, folder):
+    """So that torch.distributed.checkpoint puts them together."""
+    param = nn.Parameter(distribute_tensor(torch.arange(8.0).to(B16), mesh_of("fsdp2"), [Shard(0)]))
     optimizer = AdamW([param], master="fp32")
     param.grad = torch.ones_like(param)
     optimizer.step()
@@ -131,30 +135,26 @@ def a_state_without_placements_is_mixed_up(rank, folder):
     assert all(it.placements == param.placements for key, it in state.items() if key != "step")
     before = whole(state["master"]).clone()
     dcp.save({"master": state["master"]}, checkpoint_id=folder / "placed")
-    other = distribute_tensor(torch.zeros(8), mesh, [Replicate()])
+    other = distribute_tensor(torch.zeros(8), mesh_of("fsdp2"), [Replicate()])
     dcp.load({"master": other}, checkpoint_id=folder / "placed")
     assert same_bits(part_of(other), before)
 
 
-def on_each_of_three(rank, folder):
+def on_each_of_three(folder, rank):
     warnings.simplefilter("ignore")
     loaded(rank, folder, "fsdp2")
 
 
-class OnEach:
-    """A check with its folder, as spawn's processes unpickle it."""
-
-    def __init__(self, check, folder):
-        self.check, self.folder = check, folder
-
-    def __call__(self, rank):
-        self.check(rank, self.folder)
+def on_each_of_two(folder, rank):
+    warnings.simplefilter("ignore")
+    for kind in KINDS[2:]:
+        loaded(rank, folder, kind)
 
 
 @pytest.fixture(scope="module")
 def saved_by_four(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    spawn(OnEach(on_each_of_four, folder), tmp_path_factory.mktemp("store"), WORLD)
+    spawn(partial(on_each_of_four, folder), tmp_path_factory.mktemp("store"), WORLD)
     return folder
 
 
@@ -165,7 +165,12 @@ def test_four_processes_on_other_meshes(saved_by_four):
 
 @needs_gloo
 def test_three_processes(saved_by_four, tmp_path):
-    spawn(OnEach(on_each_of_three, saved_by_four), tmp_path, 3)
+    spawn(partial(on_each_of_three, saved_by_four), tmp_path, 3)
+
+
+@needs_gloo
+def test_two_processes_on_other_meshes(saved_by_four, tmp_path):
+    spawn(partial(on_each_of_two, saved_by_four), tmp_path, 2)
 
 
 @needs_gloo

@@ -1,4 +1,4 @@
-"""FSDP2 around LinearAct: two processes compute what one does, whoever computes the layer."""
+"""LinearAct under FSDP2 and tensor parallelism: two processes compute what one does, whoever computes the layer."""
 
 from contextlib import nullcontext
 from itertools import product
@@ -7,12 +7,15 @@ import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn import functional
 from torch.testing import assert_close
 
 import mpkernels
 from mpkernels import selector
 from mpkernels.nn import LinearAct
+from mpkernels.nn.parallel import ColwiseParallel
 from tests.processes import spawn
 
 B16, F32 = torch.bfloat16, torch.float32
@@ -61,11 +64,71 @@ def check(rank, mesh, kernel, param_dtype, autocast):
     assert_close(([it / 2 for it in losses], [it.full_tensor() for it in grads]), want, **tolerance)
 
 
+class Block(torch.nn.Module):
+    def __init__(self, bias):
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.up, self.down = torch.nn.LayerNorm(16), LinearAct(16, 34, bias=bias), torch.nn.Linear(34, 16)
+
+    def forward(self, x):
+        return self.down(self.up(self.norm(x))) + 0
+
+
+PLANS = {
+    "tensor": {"up": ColwiseParallel(), "down": RowwiseParallel()},
+    "sequence": {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Replicate()),
+    },
+}
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def tensor_parallel(rank, mesh, kernel, plan, bias):
+    """Sums of at most 34 products in another order, one behind the other."""
+    alone, model = Block(bias), parallelize_module(Block(bias), mesh, PLANS[plan])
+    x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
+    results = []
+    for it, own in ((alone, x), (model, x.chunk(2, 1)[rank] if plan == "sequence" else x)):
+        own = own.clone().requires_grad_()
+        with mpkernels.backend(kernel):
+            y = it(own)
+            y.square().sum().backward()
+        x_grad = [own.grad] if plan == "tensor" else []
+        results.append([y.detach(), *x_grad, *(whole(param.grad) for param in it.parameters())])
+    for want, got in zip(*results, strict=True):
+        assert (got - want).abs().max() <= 2 * 34 * 2**-24 * want.abs().max()
+
+
+def columns_of_any_number(rank, mesh):
+    """Also where not all processes have as many."""
+    x = torch.randn(5, 16)
+    for activation in ("gelu", "relu2"):
+        alone, layer = LinearAct(16, 33, activation=activation), LinearAct(16, 33, activation=activation)
+        layer.load_state_dict(alone.state_dict())
+        layer.bias.requires_grad_(False)
+        parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()))
+        assert layer.weight.to_local().shape == ((17, 16), (16, 16))[rank]
+        assert not layer.bias.requires_grad
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        for y in (layer(x), compiled(x)):
+            assert_close(y, alone(x), rtol=0, atol=2 * 16 * 2**-24 * alone(x).abs().max().item())
+        linear = parallelize_module(alone.to_linear(), mesh, ColwiseParallel())  # torch's own layers as by torch
+        assert linear(x).shape == (5, (17, 16)[rank])
+
+
 def on_each(rank):
     mesh = init_device_mesh("cpu", (2,))
+    for case in product(("native", "reference"), PLANS, (True, False)):
+        tensor_parallel(rank, mesh, *case)
+    columns_of_any_number(rank, mesh)
     for kernel, precision in product(("native", "reference", "torch"), ((None, False), (B16, False), (None, True))):
         check(rank, mesh, kernel, *precision)
 
 
-def test_fully_shard(tmp_path):
+def test_two_processes(tmp_path):
     spawn(on_each, tmp_path)

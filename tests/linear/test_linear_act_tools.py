@@ -202,7 +202,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-def test_tensor_parallelism_refuses_it_and_takes_to_linear(mesh, style):
+def test_torchs_tensor_parallelism_refuses_it_and_takes_to_linear(mesh, style):
     layer = LinearAct(7, 5, activation="silu")
     with pytest.raises(NotImplementedError, match=r"only support nn.Linear and nn.Embedding"):
         parallelize_module(torch.nn.Sequential(layer), mesh, {"0": style()})

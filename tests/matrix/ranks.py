@@ -11,6 +11,7 @@ import torch
 from torch import distributed
 
 from tests.matrix.runner import judge
+from tests.processes import start
 
 WORLD = 2
 
@@ -20,7 +21,7 @@ Cell = tuple[str, str]  # tool and drop-in, by their names
 
 def judge_all(modules: list[str], cells: list[Cell], folder: Path) -> dict[Cell, list[tuple[str, str]]]:
     """The verdicts of each process. ``modules`` have the tools."""
-    torch.multiprocessing.spawn(_on_rank, args=(modules, cells, folder), nprocs=WORLD)
+    start(_on_rank, (modules, cells, folder), WORLD)
     of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
     return {cell: [tuple(it[i]) for it in of_ranks] for i, cell in enumerate(cells)}
 

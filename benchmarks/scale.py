@@ -1,0 +1,142 @@
+"""What a step costs each of many GPUs under FSDP2: counted by roofline.py, and the host's time measured.
+
+``python -m benchmarks.scale NAME`` measures, and writes results/scale/NAME.json for the book. A fake process group
+stands for the other ranks: collectives cost nothing, so that the times are the host's alone.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.nn import Parameter
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from mpkernels.bench import roofline, steps
+from mpkernels.bench.show import time
+
+FOLDER = Path(__file__).parent / "results" / "scale"
+RANKS = 8, 128, 2048, 16384
+TENSORS = 100, 300, 900
+SAMPLES = 40
+SIDES: dict[str, Callable[[list[Parameter]], Any]] = {
+    "ours": lambda params: steps.our_step(params, "cpu").finish,
+    "torch": lambda params: steps.torchs_step(params, "cpu", steps.fused).finish,
+}
+
+
+class Model(NamedTuple):
+    """A Llama 3: per layer four projections of attention, three of the MLP, two norms; embeddings, and a norm."""
+
+    width: int
+    hidden: int
+    layers: int
+    keys: int  # rows of the key's and of the value's projection
+    embeddings: int = 2  # one where inputs and outputs share it
+    vocabulary: int = 128256
+
+    def sizes(self) -> list[int]:
+        width = self.width
+        layer = [width * width] * 2 + [width * self.keys] * 2 + [width * self.hidden] * 3 + [width] * 2
+        return [width * self.vocabulary] * self.embeddings + layer * self.layers + [width]
+
+
+MODELS = {
+    "1B": Model(2048, 8192, 16, 512, embeddings=1),
+    "8B": Model(4096, 14336, 32, 1024),
+    "70B": Model(8192, 28672, 80, 1024),
+    "405B": Model(16384, 53248, 126, 1024),
+}
+
+
+def sharded(tensors: int, ranks: int) -> list[Parameter]:
+    """Each as a part of 16 elements, with a grad, of a mesh of so many ranks."""
+    mesh = init_device_mesh("cpu", (ranks,))
+
+    def place() -> Any:
+        return DTensor.from_local(torch.ones(4, 4), mesh, [Shard(0)], run_check=False)
+
+    params = [Parameter(place()) for _ in range(tensors)]
+    for param in params:
+        param.grad = place()
+    return params
+
+
+def among(ranks: int, run: Callable[[], Any]) -> Any:
+    """Run as the first of so many ranks, of which no other exists."""
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        return run()
+    finally:
+        distributed.destroy_process_group()
+
+
+def collectives(finish: Callable[[], object]) -> int:
+    with CommDebugMode() as counted:
+        finish()
+    return counted.get_total_counts()
+
+
+def measure(tensors: int, ranks: int) -> dict[str, Any]:
+    """Of each side, in turns: the host's microseconds, the least of all, for others may use the cores; collectives."""
+    finishes = {side: make(sharded(tensors, ranks)) for side, make in SIDES.items()}
+    samples: dict[str, list[float]] = {side: [] for side in finishes}
+    for finish in finishes.values():
+        finish()  # makes the states
+    for _ in range(SAMPLES):
+        for side, finish in finishes.items():
+            began = perf_counter()
+            finish()
+            samples[side].append(1e6 * (perf_counter() - began))
+    sides = {side: {"us": min(samples[side]), "collectives": collectives(finishes[side])} for side in finishes}
+    return {"tensors": tensors, "ranks": ranks, **sides}
+
+
+def counted() -> Iterator[list[str]]:
+    """For each model and number of GPUs: bytes of state and grads, bytes moved, launches and microseconds of an H100,
+    ours with a split bf16 master beside torch's in fp32."""
+    h100 = roofline.GPUS["H100"]
+    for name, model in MODELS.items():
+        for ranks in RANKS:
+            sizes = [-(-size // ranks) for size in model.sizes()]
+            ours, theirs = roofline.our_step(sizes, torch.bfloat16), roofline.torchs_step(sizes)
+            held = 14 * sum(sizes), 16 * sum(sizes)  # weight, master, two moments and grad
+            yield [
+                f"{name}, {len(sizes)} tensors",
+                str(ranks),
+                " / ".join(f"{it / 1e9:.3g}" for it in held),
+                " / ".join(f"{work.moved / 1e9:.3g}" for work in (ours, theirs)),
+                " / ".join(str(work.launches) for work in (ours, theirs)),
+                " / ".join(time(work.seconds(h100) * 1e6) for work in (ours, theirs)),
+            ]
+
+
+def measured(path: Path) -> Iterator[list[str]]:
+    for row in json.loads(path.read_text())["rows"]:
+        sides = [row[side] for side in SIDES]
+        us, calls = [it["us"] for it in sides], [it["collectives"] for it in sides]
+        yield [
+            str(row["tensors"]),
+            str(row["ranks"]),
+            " / ".join(map(time, us)),
+            f"{us[1] / us[0]:.1f}",
+            " / ".join(map(str, calls)),
+        ]
+
+
+def main(name: str) -> None:
+    torch.set_num_threads(1)
+    rows = [among(ranks, lambda n=n, ranks=ranks: measure(n, ranks)) for n in TENSORS for ranks in RANKS]
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"{name}.json").write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,50 @@
+"""A step of DTensors, beside torch's on the same: what they cost the host. One process has all parts."""
+
+import atexit
+from typing import Any
+
+import torch
+from torch import distributed
+from torch.nn import Parameter
+
+from mpkernels.bench import steps
+from mpkernels.bench.pairs import Pair
+from mpkernels.bench.settings import Case, Setting
+
+if distributed.is_available():  # else all but this can be measured
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+CASE = Case("300x256-host-cost", ((16, 16),) * 300, clock="host")
+
+
+def compare(setting: Setting) -> Pair:
+    elements = sum(map(torch.Size.numel, map(torch.Size, setting.case.shapes)))
+    return Pair(
+        lambda: steps.our_step(_parameters(setting), "cpu").finish,
+        lambda: steps.torchs_step(_parameters(setting), "cpu", steps.fused).finish,
+        moved=int(steps.bytes_of_our_step(torch.float32) * elements),
+        clock=setting.case.clock,
+        is_whole_step=True,
+    )
+
+
+def _parameters(setting: Setting) -> list[Parameter]:
+    if not distributed.is_initialized():
+        alone = distributed.HashStore()  # type: ignore[attr-defined]
+        distributed.init_process_group("gloo", store=alone, rank=0, world_size=1)
+        atexit.register(distributed.destroy_process_group)
+    mesh = init_device_mesh("cpu", (1,))
+
+    def place(value: torch.Tensor) -> Any:
+        return distribute_tensor(value, mesh, [Shard(0)])
+
+    params = [Parameter(place(value)) for value in setting.tensors()]
+    for param, value in zip(params, setting.tensors(), strict=True):
+        param.grad = place(value.flip(0))
+    return params
+
+
+def why_not() -> str:
+    """Return why this can't be measured here."""
+    return "" if distributed.is_available() and distributed.is_gloo_available() else "needs torch with gloo"

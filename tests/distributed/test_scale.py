@@ -1,0 +1,83 @@
+"""What a step of DTensors costs the host: as much however many processes there are, and so much per tensor. Calls are
+counted, not time. A fake process group stands for the others."""
+
+import sys
+from functools import partial
+from unittest import mock
+
+import pytest
+from torch.distributed.device_mesh import DeviceMesh
+
+from benchmarks.scale import MODELS, SIDES, among, collectives, sharded
+from mpkernels.amp import GradScaler, clip_grad_norm_
+from mpkernels.bench.steps import scaler_of
+from mpkernels.optim import AdamW
+
+
+def calls_of(run):
+    """How often functions are called, of Python and of C."""
+    count = 0
+
+    def note(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def scaled_step(params):
+    return SIDES["ours"](params)
+
+
+def guarded_step(params):
+    return AdamW(params, guard=True).step
+
+
+def clip(params):
+    return partial(clip_grad_norm_, params, 1.0)
+
+
+def unscale(params):
+    scaler, optimizer = scaler_of(GradScaler, "cpu"), AdamW(params)
+
+    def run():
+        scaler.unscale_(optimizer)
+        scaler._per_optimizer_states.clear()  # so that it may again
+
+    return run
+
+
+def refuse(mesh):
+    raise AssertionError("a step has read the ranks of a mesh")
+
+
+def costs(make, ranks):
+    """Of a third run: earlier ones make states and plans, and look at each rank once. Calls don't show how long a list
+    is that one of them goes through, so nobody may ask for that of the ranks."""
+    runs = [make(sharded(tensors, ranks)) for tensors in (10, 20, 30)]
+    for run in runs * 2:
+        run()
+    with mock.patch.object(DeviceMesh, "mesh", property(refuse)):
+        return [calls_of(run) for run in runs]
+
+
+@pytest.mark.parametrize("make", [scaled_step, guarded_step, clip, unscale])
+def test_cost_is_flat_in_ranks_and_linear_in_tensors(make):
+    few, many = (among(ranks, partial(costs, make, ranks)) for ranks in (8, 16384))
+    assert few == many
+    assert few[2] - few[1] == few[1] - few[0] > 0
+
+
+def test_one_collective_however_many_tensors():
+    run = partial(map, lambda tensors: collectives(scaled_step(sharded(tensors, 8))), (3, 30))
+    assert among(8, lambda: [*run()]) == [1, 1]
+
+
+@pytest.mark.parametrize(("name", "billions"), [("1B", 1.236), ("8B", 8.03), ("70B", 70.55), ("405B", 405.9)])
+def test_sizes_are_those_of_the_models(name, billions):
+    assert sum(MODELS[name].sizes()) / 1e9 == pytest.approx(billions, rel=1e-3)
