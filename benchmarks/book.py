@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
 
-from benchmarks import chart, counted, predicted, scale
-from mpkernels.bench import peers, results, roofline, show
+from benchmarks import chart, counted, front, predicted, scale
+from mpkernels.bench import results, roofline, show
 from mpkernels.bench.results import Result, Run
 
 ROOT = Path(__file__).parents[1]
 AIM = 1.5
-BEGIN, END = "<!-- written by python -m benchmarks.book -->\n", "<!-- to here -->\n"
+BEGIN, END = "<!-- {} written by python -m benchmarks.book -->\n", "<!-- to here -->\n"
 
 Groups = dict[str, list[Result]]
 Cell = Callable[[Result, Run], str]
@@ -112,7 +112,7 @@ def book(runs: dict[str, Run], scaled: Iterable[Path] = ()) -> str:
         "is faster; even: the interval holds 1. wide: it spans more than 10 %. busy: others used the machine.",
         "",
     ]
-    for name, run in sorted(runs.items(), key=lambda item: (item[1].date, item[0]), reverse=True):
+    for name, run in sorted(runs.items(), key=_age, reverse=True):
         lines += of_run(name, run)
     lines += ["## Counted, not measured", ""]
     lines += [
@@ -148,39 +148,26 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
         yield from table(["DTensors", "ranks", "ours / torch", "x torch", "collectives"], scale.measured(path))
 
 
-def readme(runs: dict[str, Run]) -> str:
-    """The newest run of each machine, on its GPU or all of its cores, beside what others have written."""
-    lines: list[str] = []
-    newest = {run.device: run for _, run in sorted(runs.items(), key=lambda item: (item[1].date, item[0]))}
-    for run in newest.values():
-        place = max({result.place for result in run.results}, key=lambda it: (it == "cuda", len(it), it))
-        found = [result for result in run.results if result.place == place and _is_anothers(result.baseline)]
-        ratios = [result.ratio.median for result in found]
-        lines += [
-            f"{run.device}, {place}, torch {run.machine['torch']}, {run.date}: {len(found)} pairs, {tally(found)}; "
-            f"{min(ratios):.2f} to {max(ratios):.1f} times torch's speed.",
-            "",
-        ]
-        rows = ([title, str(len(it)), *map(_named, _extremes(it))] for title, it in group(found).items())
-        lines += table(["times torch's speed", "cases", "least", "median", "most"], rows)
-    if not any(result.place == "cuda" for run in runs.values() for result in run.results):
-        lines += ["No GPU yet; counted from bytes, flops and launches, not measured:", ""]
-        few = [(name, ratios) for name, ratios in counted.rows() if "1x1e9" in name or "8192" in name]
-        lines += table(["", *roofline.GPUS], ([name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in few))
-    return "\n".join(lines)
+def readme(text: str, runs: dict[str, Run]) -> str:
+    """Return README with its figures and its table anew."""
+    found = list(map(_front, {run.device: run for _, run in sorted(runs.items(), key=_age)}.values()))
+    parts = {"figures": front.figures(found), "results": list(table(*front.rows(found)))[:-1]}
+    for name, lines in parts.items():
+        begin = BEGIN.format(name)
+        before, found_begin, rest = text.partition(begin)
+        _, end, after = rest.partition(END)
+        if not (found_begin and end):
+            raise SystemExit(f"README.md: the lines {begin.strip()} and {END.strip()} are missing")
+        text = before + begin + "".join(f"{line}\n" for line in lines) + end + after
+    return text
 
 
-def _is_anothers(baseline: str) -> bool:
-    return baseline.startswith("torch") or baseline in peers.PEERS
+def _age(item: tuple[str, Run]) -> tuple[str, str]:
+    return item[1].date, item[0]
 
 
-def _extremes(found: list[Result]) -> list[Result]:
-    ordered = sorted(found, key=lambda result: result.ratio.median)
-    return [ordered[0], ordered[len(ordered) // 2], ordered[-1]]
-
-
-def _named(result: Result) -> str:
-    return f"{result.ratio.median:.2f} ({result.dtype} {result.case})"
+def _front(run: Run) -> tuple[Run, Groups]:
+    return run, group(result for result in run.results if result.place == front.place_of(run))
 
 
 def pages(root: Path) -> dict[Path, str]:
@@ -188,13 +175,8 @@ def pages(root: Path) -> dict[Path, str]:
     here = root / "benchmarks"
     runs = {path.stem: results.read(path) for path in sorted((here / "results").glob("*.json"))}
     charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}
-    front = (root / "README.md").read_text()
-    before, begin, rest = front.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end):
-        raise SystemExit(f"README.md: the lines {BEGIN.strip()} and {END.strip()} are missing")
     text = book(runs, sorted((here / "results" / "scale").glob("*.json")))
-    return {here / "RESULTS.md": text, root / "README.md": before + begin + readme(runs) + end + after, **charts}
+    return {here / "RESULTS.md": text, root / "README.md": readme((root / "README.md").read_text(), runs), **charts}
 
 
 def main(words: list[str], root: Path = ROOT) -> int:

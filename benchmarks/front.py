@@ -1,0 +1,45 @@
+"""README's figures and its rows of results, from the newest run of each machine."""
+
+from statistics import median
+
+from mpkernels.bench.results import Result, Run
+
+STEP = "the optimizer's step, with unscaling and clipping, beside torch's fused AdamW"
+ROWS = {
+    STEP: "step vs torch.amp fused",
+    "the same with 8-bit moments": "step moments-8bit vs torch.amp fused",
+    "a training step with bf16 weights, beside torch.amp with fused AdamW": "train split-master vs torch.amp fused",
+    "a linear layer and its activation under autocast": "linear_act vs torch.amp eager",
+    "the norm of all grads, and whether they are finite": "grad_stats vs torch",
+}
+Groups = dict[str, list[Result]]
+
+
+def figures(runs: list[tuple[Run, Groups]]) -> list[str]:
+    """Return one figure for each machine."""
+    return [f"  * {_ratio(groups[ROWS[STEP]])} on {machine(run)}" for run, groups in runs]
+
+
+def rows(runs: list[tuple[Run, Groups]]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the cells of README's table."""
+    header = ["times torch's speed: median (least to most) of all cases", *(machine(run) for run, _ in runs)]
+    return header, [[name, *(_ratio(groups.get(title, [])) for _, groups in runs)] for name, title in ROWS.items()]
+
+
+def place_of(run: Run) -> str:
+    """Return the run's GPU, or all of its cores."""
+    return max({result.place for result in run.results}, key=lambda it: (it == "cuda", len(it), it))
+
+
+def machine(run: Run) -> str:
+    place = place_of(run)
+    threads = "" if place == "cuda" else f", {place.removeprefix('cpu-')} cores"
+    return f"{run.device.replace('(R)', '')}{threads}, torch {run.machine['torch']}"
+
+
+def _ratio(found: list[Result]) -> str:
+    if not found:
+        return "not measured"
+    ratios = sorted(it.ratio.median for it in found)
+    spread = f" ({ratios[0]:.2f} to {ratios[-1]:.2f})" if len(ratios) > 1 else ""
+    return f"**{median(ratios):.2f}**{spread}"
