@@ -153,6 +153,26 @@ def pre_hooks_of(module: torch.nn.Module) -> list[Any]:
     return list(getattr(module, "_forward_pre_hooks", {}).values())
 
 
+_hooks_of_all_modules: list[Any] = [
+    _find("torch.nn.modules.module", f"_global_{kind}_hooks", {})
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+]
+
+
+def runs_forward_alone(module: torch.nn.Module) -> bool:
+    """Return whether a call of the module runs its class's forward, without hooks and as it was written. Without the
+    books of hooks: no module does, and none is fused."""
+    return not (
+        getattr(module, "_forward_hooks", True)
+        or getattr(module, "_forward_pre_hooks", True)
+        or getattr(module, "_backward_hooks", True)
+        or getattr(module, "_backward_pre_hooks", True)
+        or any(_hooks_of_all_modules)
+        or "forward" in vars(module)
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh that this one is a slice of. Without the method: itself, so that parameters on several slices
     need a process_group."""

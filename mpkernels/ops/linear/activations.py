@@ -1,11 +1,14 @@
 """The activations that linear_act knows: formulas that lose nothing to cancellation, and let NaN pass."""
 
 from collections.abc import Callable
+from functools import partial
 from math import pi, sqrt
+from types import BuiltinFunctionType, FunctionType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class Activation(NamedTuple):
@@ -63,7 +66,7 @@ ACTIVATIONS = {
 }
 
 
-ActivationLike = str | nn.Module | type[nn.Module]
+ActivationLike = str | nn.Module | type[nn.Module] | Callable[[Tensor], Tensor]
 _NAMES: dict[object, str] = {
     nn.Identity: "none",
     nn.ReLU: "relu",
@@ -85,18 +88,38 @@ _NAMES_IN_TRANSFORMERS = {
 }
 
 
+_NAMES_OF_FUNCTIONS: dict[object, str] = {
+    **dict.fromkeys((torch.relu, functional.relu), "relu"),
+    functional.gelu: "gelu",
+    functional.silu: "silu",
+    **dict.fromkeys((torch.sigmoid, functional.sigmoid), "sigmoid"),
+    **dict.fromkeys((torch.tanh, functional.tanh), "tanh"),
+}
+
+
 def activation_name(op: str, activation: object) -> str:
-    """Return the name in ACTIVATIONS of what is given by that name, as a module or as a module's class."""
-    if isinstance(activation, str):
-        check_activation(op, activation)
-        return activation
-    kind = activation if isinstance(activation, type) else type(activation)
-    of_transformers = _NAMES_IN_TRANSFORMERS if kind.__module__ == "transformers.activations" else {}
-    name = _NAMES.get(kind) or of_transformers.get(kind.__name__)
+    """Return the name in ACTIVATIONS of what is given by that name, as a module, as a module's class or as a function."""
+    name = known_activation(activation)
     if name is None:
         raise _unknown(op, activation)
     if isinstance(activation, nn.Module) and (hooks := hooks_of(activation)):
         raise ValueError(f"{op}: activation must have no hooks, which nobody would call, got {', '.join(hooks)}")
+    return name
+
+
+def known_activation(activation: object) -> str | None:
+    """Return the name in ACTIVATIONS of what computes one of them. Return None for anything else."""
+    if isinstance(activation, str):
+        return activation if activation in ACTIVATIONS else None
+    kind = activation if isinstance(activation, type) else type(activation)
+    if kind is FunctionType or kind is BuiltinFunctionType:
+        return _NAMES_OF_FUNCTIONS.get(activation)
+    if isinstance(activation, partial):
+        is_tanh_form = activation.func is functional.gelu and activation.keywords == {"approximate": "tanh"}
+        return "gelu_tanh" if is_tanh_form and not activation.args else None
+    name = _NAMES.get(kind)
+    if name is None and kind.__module__ == "transformers.activations":
+        return _NAMES_IN_TRANSFORMERS.get(kind.__name__)
     is_approximate = isinstance(activation, nn.GELU) and activation.approximate == "tanh"
     return "gelu_tanh" if is_approximate else name
 

@@ -1,0 +1,163 @@
+"""Write a function anew, with a fused call at chosen sites and everything else as it stood."""
+
+import ast
+import inspect
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import lru_cache
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from mpkernels.nn.fusing import calls
+from mpkernels.nn.fusing.sites import Site, find_sites
+
+CALLS = "_mpkernels_"  # what the module calls is called in a rewritten function
+
+
+class NotRewritable(Exception):
+    """Says why a function is left alone."""
+
+
+def original(kind: type, name: str) -> FunctionType:
+    """Return the function that this class's method was written as. HF's layers wrap their forward as the class is made,
+    and they wrap that of a subclass in the same way."""
+    method = inspect.getattr_static(kind, name)
+    makers = [vars(it).get("__init_subclass__") for it in kind.__mro__]
+    made = [const for it in makers if isinstance(it, classmethod) for const in it.__func__.__code__.co_consts]
+    while isinstance(method, FunctionType) and method.__code__ in made:
+        method = method.__wrapped__  # type: ignore[attr-defined]
+    if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__"):
+        raise NotRewritable("is decorated")
+    if method.__code__.co_freevars:
+        raise NotRewritable("is a closure, or calls super()")
+    return method
+
+
+@lru_cache(maxsize=1024)
+def sites_of(function: FunctionType) -> list[Site]:
+    """Return all candidates in the function's source, which must be what runs."""
+    return find_sites(_parse(function))
+
+
+def rewrite(function: FunctionType, chosen: Sequence[int]) -> FunctionType:
+    """Return the function with fused calls at the sites with these indexes. Globals, defaults and line numbers stay."""
+    tree = _parse(function)
+    sites = find_sites(tree)
+    for site in sorted((sites[index] for index in chosen), key=lambda site: site.first, reverse=True):
+        _replace(site)
+    code = _compile(function, tree)
+    helper = (CellType(calls),) if code.co_freevars else ()
+    written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, helper)
+    written.__kwdefaults__, written.__annotations__ = function.__kwdefaults__, function.__annotations__
+    written.__qualname__, written.__module__ = function.__qualname__, function.__module__
+    written.__doc__ = function.__doc__
+    written.__dict__.update(vars(function))
+    return written
+
+
+def _parse(function: FunctionType) -> ast.FunctionDef:
+    try:
+        lines, first = inspect.getsourcelines(function)
+        is_indented = lines[0][:1].isspace()
+        tree = ast.parse("if True:\n" * is_indented + "".join(lines))
+    except (OSError, TypeError, SyntaxError, IndentationError):
+        raise NotRewritable("has no source") from None
+    node = tree.body[0].body[0] if isinstance(tree.body[0], ast.If) else tree.body[0]
+    if not isinstance(node, ast.FunctionDef):
+        raise NotRewritable("is no plain function")
+    if node.decorator_list:
+        raise NotRewritable("is decorated")
+    ast.increment_lineno(node, first - 1 - is_indented)
+    if not _is_same(_compile(function, node), function.__code__):
+        raise NotRewritable("runs other code than its source says")
+    return node
+
+
+def _compile(function: FunctionType, node: ast.FunctionDef) -> CodeType:
+    """Compile within a class of the same name, for the sake of ``self.__private`` names, and within a function that has
+    ``calls`` as a local variable, so that the function needs no new global."""
+    names = function.__qualname__.split(".")
+    body: list[ast.stmt] = [node]
+    if len(names) > 1 and names[-2].isidentifier():
+        body = [ast.ClassDef(name=names[-2], bases=[], keywords=[], body=body, decorator_list=[], type_params=[])]
+    outer = ast.parse(f"def outer({CALLS}): pass").body[0]
+    assert isinstance(outer, ast.FunctionDef)
+    outer.body = body
+    module = ast.fix_missing_locations(ast.Module([outer], []))
+    futures = function.__code__.co_flags & _FUTURES
+    code: Any = compile(module, function.__code__.co_filename, "exec", futures, dont_inherit=True)
+    for name in ("outer", *([names[-2]] if body[0] is not node else []), node.name):
+        code = next(it for it in code.co_consts if isinstance(it, CodeType) and it.co_name == name)
+    found: CodeType = code
+    return found
+
+
+_FUTURES = 0x1000000  # of ``from __future__ import annotations``; the others are the rule by now
+
+
+def _is_same(one: CodeType, other: CodeType) -> bool:
+    """Return whether both compute the same, wherever they were compiled."""
+    parts = ("co_code", "co_names", "co_varnames", "co_cellvars", "co_freevars")
+    if [getattr(one, part) for part in parts] != [getattr(other, part) for part in parts]:
+        return False
+    return len(one.co_consts) == len(other.co_consts) and all(map(_is_same_constant, one.co_consts, other.co_consts))
+
+
+def _is_same_constant(one: Any, other: Any) -> bool:
+    if isinstance(one, CodeType) and isinstance(other, CodeType):
+        return _is_same(one, other)
+    if isinstance(one, str) and "<locals>" in one:  # the qualified name of an inner function, in Python 3.10
+        return isinstance(other, str) and one.split(".")[-1] == other.split(".")[-1]
+    return type(one) is type(other) and bool(one == other)
+
+
+def _replace(site: Site) -> None:
+    statements, last = site.block.statements, site.block.statements[site.last]
+    setattr(site.expression, _MARK, True)
+    if site.first == site.last:
+        choice = ast.copy_location(ast.IfExp(_test(site), _fused(site), site.expression), site.expression)
+        statements[site.last] = _Insert(choice).visit(last)
+    else:
+        fused = _Insert(_fused(site)).visit(deepcopy(last))
+        written = statements[site.first : site.last + 1]
+        choice_of_lines = ast.If(_test(site), [fused], written)
+        statements[site.first : site.last + 1] = [ast.copy_location(choice_of_lines, written[0])]
+    delattr(site.expression, _MARK)
+
+
+_MARK = "is_replaced_by_mpkernels"
+
+
+class _Insert(ast.NodeTransformer):
+    """Puts a node in the place of the marked one."""
+
+    def __init__(self, node: ast.expr) -> None:
+        self.node = node
+
+    def visit(self, node: ast.AST) -> Any:
+        return self.node if hasattr(node, _MARK) else super().visit(node)
+
+
+def _test(site: Site) -> ast.expr:
+    layers, activation = _shared(site)
+    x = site.x if isinstance(site.x, ast.Name) else ast.Constant(...)  # to be evaluated once, and not yet
+    dropout = [site.dropout.called] if site.dropout is not None and site.dropout.is_module else []
+    return _call("are_plain", [x, layers, activation, *dropout], site)
+
+
+def _fused(site: Site) -> ast.expr:
+    dropout = [] if site.dropout is None else [site.dropout.p, site.dropout.training]
+    return _call(site.kind, [site.x, *_shared(site), *dropout], site)
+
+
+def _shared(site: Site) -> tuple[ast.expr, ast.expr]:
+    activation = ast.Constant("gelu_tanh") if site.is_tanh_form else site.activation
+    return ast.Tuple(list(site.layers), ast.Load()), activation
+
+
+def _call(name: str, arguments: list[ast.expr], site: Site) -> ast.expr:
+    function = ast.Attribute(ast.Name(CALLS, ast.Load()), name, ast.Load())
+    call = ast.Call(function, deepcopy(arguments), [])
+    for node in ast.walk(call):
+        ast.copy_location(node, site.expression)
+    return call
