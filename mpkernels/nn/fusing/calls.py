@@ -8,9 +8,14 @@ from torch.compiler import is_compiling
 from torch.nn import Linear, Module
 
 from mpkernels import functional
-from mpkernels._torch_private import is_jit_tracing
-from mpkernels.nn.fusing.recognise import PLAIN_TENSORS, why_no_activation, why_no_dropout, why_no_layer
-from mpkernels.ops.linear.activations import known_activation
+from mpkernels._torch_private import are_all_modules_hooked, is_jit_tracing
+from mpkernels.nn.fusing.recognise import (
+    PLAIN_TENSORS,
+    known_activation,
+    why_no_activation,
+    why_no_dropout,
+    why_no_layer,
+)
 
 Layers = Sequence[Module]
 
@@ -20,9 +25,12 @@ def are_plain(x: Any, layers: Layers, activation: object, dropout: Module | None
     that isn't evaluated yet is an Ellipsis."""
     if (x is not ... and type(x) not in PLAIN_TENSORS) or why_no_activation(activation) is not None:
         return False
+    for layer in layers:
+        if why_no_layer(layer) is not None:
+            return False
     if dropout is not None and why_no_dropout(dropout) is not None:
         return False
-    return all([why_no_layer(layer) is None for layer in layers]) and (is_compiling() or not is_jit_tracing())
+    return not are_all_modules_hooked() and (is_compiling() or not is_jit_tracing())
 
 
 def _parameters(layer: Any) -> tuple[Tensor, Tensor | None]:
@@ -54,9 +62,7 @@ def gated_linear(x: Tensor, layers: Layers, activation: object) -> Tensor:
 def gated_mlp(x: Tensor, layers: Layers, activation: object, dropout: float = 0.0, training: bool = False) -> Tensor:
     gate, gate_bias, up, up_bias = _gate_and_up(layers[:-1])
     down, down_bias = _parameters(layers[-1])
-    return functional.gated_mlp(
-        x, gate, up, down, gate_bias, up_bias, down_bias, _name(activation), dropout, training
-    )
+    return functional.gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, _name(activation), dropout, training)
 
 
 def _gate_and_up(layers: Layers) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:

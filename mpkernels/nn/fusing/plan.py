@@ -13,10 +13,16 @@ from torch.nn.utils import parametrize
 
 from mpkernels.nn.fusing import sequential
 from mpkernels.nn.fusing.chain import dotted
-from mpkernels.nn.fusing.recognise import is_activation, is_linear, why_no_activation, why_no_dropout, why_no_layer
+from mpkernels.nn.fusing.recognise import (
+    is_activation,
+    is_linear,
+    known_activation,
+    why_no_activation,
+    why_no_dropout,
+    why_no_layer,
+)
 from mpkernels.nn.fusing.rewrite import NotRewritable, original, rewrite, sites_of
 from mpkernels.nn.fusing.sites import Site, partition
-from mpkernels.ops.linear.activations import known_activation
 
 Plan = tuple[tuple[Any, ...], ...]
 """For each method, its name and the indexes of its chosen sites. For a Sequential, the chosen runs of its modules."""

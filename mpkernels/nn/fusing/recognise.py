@@ -1,5 +1,6 @@
 """What a module is: a linear layer, an activation, a dropout, and whether a call of it does nothing else."""
 
+from functools import partial
 from types import BuiltinFunctionType, FunctionType
 
 import torch
@@ -7,9 +8,30 @@ from torch import Tensor
 from torch.nn import Dropout, Linear, Module, Parameter, functional
 
 from mpkernels._torch_private import runs_forward_alone
-from mpkernels.ops.linear.activations import known_activation
+from mpkernels.ops.linear.activations import ACTIVATIONS, module_activation
 
 PLAIN_TENSORS = (Tensor, Parameter)  # no subclass: DTensors, quantised weights and stand-ins go the plain way
+
+
+_FUNCTIONS: dict[object, str] = {
+    **dict.fromkeys((torch.relu, functional.relu), "relu"),
+    functional.gelu: "gelu",
+    functional.silu: "silu",
+    **dict.fromkeys((torch.sigmoid, functional.sigmoid), "sigmoid"),
+    **dict.fromkeys((torch.tanh, functional.tanh), "tanh"),
+}
+
+
+def known_activation(value: object) -> str | None:
+    """Return the name of the activation of ours that this name, module or function of torch computes, None for others."""
+    if isinstance(value, str):
+        return value if value in ACTIVATIONS else None
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return _FUNCTIONS.get(value)
+    if isinstance(value, partial):
+        is_tanh_form = value.func is functional.gelu and not value.args and value.keywords == {"approximate": "tanh"}
+        return "gelu_tanh" if is_tanh_form else None
+    return None if isinstance(value, type) else module_activation(value)
 
 
 def why_no_layer(layer: Module) -> str | None:

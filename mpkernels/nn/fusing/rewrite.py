@@ -1,7 +1,10 @@
 """Write a function anew, with a fused call at chosen sites and everything else as it stood."""
 
+import __future__
+
 import ast
 import inspect
+import linecache
 from collections.abc import Sequence
 from copy import deepcopy
 from functools import lru_cache
@@ -36,16 +39,16 @@ def original(kind: type, name: str) -> FunctionType:
 @lru_cache(maxsize=1024)
 def sites_of(function: FunctionType) -> list[Site]:
     """Return all candidates in the function's source, which must be what runs."""
-    return find_sites(_parse(function))
+    return find_sites(_parse(function)[0])
 
 
 def rewrite(function: FunctionType, chosen: Sequence[int]) -> FunctionType:
     """Return the function with fused calls at the sites with these indexes. Globals, defaults and line numbers stay."""
-    tree = _parse(function)
+    tree, imports = _parse(function)
     sites = find_sites(tree)
     for site in sorted((sites[index] for index in chosen), key=lambda site: site.first, reverse=True):
         _replace(site)
-    code = _compile(function, tree)
+    code = _compile(function, tree, imports)
     helper = (CellType(calls),) if code.co_freevars else ()
     written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, helper)
     written.__kwdefaults__, written.__annotations__ = function.__kwdefaults__, function.__annotations__
@@ -55,44 +58,60 @@ def rewrite(function: FunctionType, chosen: Sequence[int]) -> FunctionType:
     return written
 
 
-def _parse(function: FunctionType) -> ast.FunctionDef:
-    try:
-        lines, first = inspect.getsourcelines(function)
-        is_indented = lines[0][:1].isspace()
-        tree = ast.parse("if True:\n" * is_indented + "".join(lines))
-    except (OSError, TypeError, SyntaxError, IndentationError):
-        raise NotRewritable("has no source") from None
-    node = tree.body[0].body[0] if isinstance(tree.body[0], ast.If) else tree.body[0]
-    if not isinstance(node, ast.FunctionDef):
-        raise NotRewritable("is no plain function")
-    if node.decorator_list:
-        raise NotRewritable("is decorated")
-    ast.increment_lineno(node, first - 1 - is_indented)
-    if not _is_same(_compile(function, node), function.__code__):
-        raise NotRewritable("runs other code than its source says")
-    return node
+@lru_cache(maxsize=16)
+def _file(text: str) -> tuple[list[ast.stmt], dict[tuple[str, int], ast.FunctionDef]]:
+    """Return a file's imports and its functions, by name and first line."""
+    tree = ast.parse(text)
+    functions = [it for it in ast.walk(tree) if isinstance(it, ast.FunctionDef)]
+    first_lines = [min(it.lineno, *(each.lineno for each in it.decorator_list), it.lineno) for it in functions]
+    return _imports(tree.body), {(it.name, line): it for it, line in zip(functions, first_lines, strict=True)}
 
 
-def _compile(function: FunctionType, node: ast.FunctionDef) -> CodeType:
-    """Compile within a class of the same name, for the sake of ``self.__private`` names, and within a function that has
-    ``calls`` as a local variable, so that the function needs no new global."""
-    names = function.__qualname__.split(".")
-    body: list[ast.stmt] = [node]
-    if len(names) > 1 and names[-2].isidentifier():
-        body = [ast.ClassDef(name=names[-2], bases=[], keywords=[], body=body, decorator_list=[], type_params=[])]
-    outer = ast.parse(f"def outer({CALLS}): pass").body[0]
-    assert isinstance(outer, ast.FunctionDef)
-    outer.body = body
-    module = ast.fix_missing_locations(ast.Module([outer], []))
-    futures = function.__code__.co_flags & _FUTURES
-    code: Any = compile(module, function.__code__.co_filename, "exec", futures, dont_inherit=True)
-    for name in ("outer", *([names[-2]] if body[0] is not node else []), node.name):
-        code = next(it for it in code.co_consts if isinstance(it, CodeType) and it.co_name == name)
-    found: CodeType = code
+def _imports(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Return the imports that bind names of the module, also those within if and try."""
+    found: list[ast.stmt] = []
+    for statement in statements:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            found += [statement] if getattr(statement, "module", "") != "__future__" else []
+        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            parts = [statement, *getattr(statement, "handlers", ())]
+            for inner in (getattr(part, name, []) for part in parts for name in ("body", "orelse", "finalbody")):
+                found += _imports(inner)
     return found
 
 
-_FUTURES = 0x1000000  # of ``from __future__ import annotations``; the others are the rule by now
+def _parse(function: FunctionType) -> tuple[ast.FunctionDef, list[ast.stmt]]:
+    """Return the function's syntax tree, and the imports of its file, upon which Python 3.11 compiles calls."""
+    code = function.__code__
+    try:
+        imports, functions = _file("".join(linecache.getlines(code.co_filename, function.__globals__)))
+    except SyntaxError:
+        raise NotRewritable("has no source") from None
+    node = deepcopy(functions.get((code.co_name, code.co_firstlineno)))
+    if node is None:
+        raise NotRewritable("has no source")
+    if node.decorator_list:
+        raise NotRewritable("is decorated")
+    if not _is_same(_compile(function, node, imports), code):
+        raise NotRewritable("runs other code than its source says")
+    return node, imports
+
+
+def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.stmt]) -> CodeType:
+    """Compile within a class of the same name, for the sake of ``self.__private`` names, and within a function that has
+    ``calls`` as a local variable, so that the function needs no new global."""
+    names = function.__qualname__.split(".")
+    is_method = len(names) > 1 and names[-2].isidentifier()
+    name = names[-2] if is_method else "Outer"
+    tree = ast.parse(f"class {name}:\n def outer({CALLS}): pass")
+    tree.body[0].body[0].body = [node]  # type: ignore[attr-defined]
+    tree.body = [*imports, *tree.body]
+    futures = function.__code__.co_flags & __future__.annotations.compiler_flag
+    code: Any = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec", futures, True)
+    for inner in (name, "outer", node.name):
+        code = next(it for it in code.co_consts if isinstance(it, CodeType) and it.co_name == inner)
+    found: CodeType = code
+    return found
 
 
 def _is_same(one: CodeType, other: CodeType) -> bool:

@@ -7,8 +7,14 @@ from torch import Tensor
 from torch.nn import Dropout, Module
 
 from mpkernels.nn.fusing import calls
-from mpkernels.nn.fusing.recognise import is_activation, is_linear, why_no_activation, why_no_dropout, why_no_layer
-from mpkernels.ops.linear.activations import known_activation
+from mpkernels.nn.fusing.recognise import (
+    is_activation,
+    is_linear,
+    known_activation,
+    why_no_activation,
+    why_no_dropout,
+    why_no_layer,
+)
 
 
 class Run(NamedTuple):

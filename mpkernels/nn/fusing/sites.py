@@ -43,17 +43,14 @@ class Site:
         """What stands there, on one line and without ``self.``."""
         names = [dotted(it).partition(".")[2] or dotted(it) for it in (*self.layers, self.activation)]
         *layers, activation = [name.removeprefix("nn.functional.") for name in names]
-        if self.kind == "linear_act":
-            return f"{activation}({layers[0]}(x))"
-        if self.kind == "mlp":
-            hidden = f"{activation}({layers[0]}(x))"
-        elif len(layers) - (self.kind == "gated_mlp") == 2:
-            hidden = f"{activation}({layers[0]}(x)) * {layers[1]}(x)"
-        else:
-            hidden = f"gate, up = {layers[0]}(x).chunk(2); {activation}(gate) * up"
+        hidden, packed = f"{activation}({layers[0]}(x))", ""
+        if self.kind.startswith("gated"):
+            is_packed = len(layers) - (self.kind == "gated_mlp") == 1
+            packed = f"gate, up = {layers[0]}(x).chunk(2); " if is_packed else ""
+            hidden = f"{activation}(gate) * up" if is_packed else f"{hidden} * {layers[1]}(x)"
         if self.dropout is not None:
             hidden = f"dropout({hidden})"
-        return hidden if self.kind == "gated_linear" else f"{layers[-1]}({hidden})"
+        return packed + (f"{layers[-1]}({hidden})" if self.kind.endswith("mlp") else hidden)
 
     def overlaps(self, other: "Site") -> bool:
         if self.block.statements is not other.block.statements:

@@ -1,14 +1,11 @@
 """The activations that linear_act knows: formulas that lose nothing to cancellation, and let NaN pass."""
 
 from collections.abc import Callable
-from functools import partial
 from math import pi, sqrt
-from types import BuiltinFunctionType, FunctionType
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 
 class Activation(NamedTuple):
@@ -66,7 +63,7 @@ ACTIVATIONS = {
 }
 
 
-ActivationLike = str | nn.Module | type[nn.Module] | Callable[[Tensor], Tensor]
+ActivationLike = str | nn.Module | type[nn.Module]
 _NAMES: dict[object, str] = {
     nn.Identity: "none",
     nn.ReLU: "relu",
@@ -88,18 +85,12 @@ _NAMES_IN_TRANSFORMERS = {
 }
 
 
-_NAMES_OF_FUNCTIONS: dict[object, str] = {
-    **dict.fromkeys((torch.relu, functional.relu), "relu"),
-    functional.gelu: "gelu",
-    functional.silu: "silu",
-    **dict.fromkeys((torch.sigmoid, functional.sigmoid), "sigmoid"),
-    **dict.fromkeys((torch.tanh, functional.tanh), "tanh"),
-}
-
-
 def activation_name(op: str, activation: object) -> str:
-    """Return the name in ACTIVATIONS of what is given by that name, as a module, as a module's class or as a function."""
-    name = known_activation(activation)
+    """Return the name in ACTIVATIONS of what is given by that name, as a module or as a module's class."""
+    if isinstance(activation, str):
+        check_activation(op, activation)
+        return activation
+    name = module_activation(activation)
     if name is None:
         raise _unknown(op, activation)
     if isinstance(activation, nn.Module) and (hooks := hooks_of(activation)):
@@ -107,16 +98,9 @@ def activation_name(op: str, activation: object) -> str:
     return name
 
 
-def known_activation(activation: object) -> str | None:
-    """Return the name in ACTIVATIONS of what computes one of them. Return None for anything else."""
-    if isinstance(activation, str):
-        return activation if activation in ACTIVATIONS else None
+def module_activation(activation: object) -> str | None:
+    """Return the name in ACTIVATIONS of a module, or of a module's class. Return None for anything else."""
     kind = activation if isinstance(activation, type) else type(activation)
-    if kind is FunctionType or kind is BuiltinFunctionType:
-        return _NAMES_OF_FUNCTIONS.get(activation)
-    if isinstance(activation, partial):
-        is_tanh_form = activation.func is functional.gelu and activation.keywords == {"approximate": "tanh"}
-        return "gelu_tanh" if is_tanh_form and not activation.args else None
     name = _NAMES.get(kind)
     if name is None and kind.__module__ == "transformers.activations":
         return _NAMES_IN_TRANSFORMERS.get(kind.__name__)
