@@ -13,9 +13,10 @@ def fuse(model: Module, dry_run: bool = False) -> FuseReport:
     """Have the model compute MLPs, gates and linear layers with activations by mpkernels' fused ops, in place.
 
     No module is replaced. ``fuse`` rewrites the forward of modules that apply an activation to the output of a
-    ``torch.nn.Linear`` (or of GPT-2's ``Conv1D``), such as ``self.act(self.fc1(x))``, and gives these modules a subclass
-    with the new forward. Each call checks that the layers are still plain. If a layer has been wrapped, quantised,
-    pruned or hooked since, the original line runs. So adapters, quantisers and sharding work before and after ``fuse``.
+    ``torch.nn.Linear`` (or of GPT-2's ``Conv1D``), such as ``self.act(self.fc1(x))``, and gives these modules a
+    subclass with the new forward. Each call checks that the layers are still plain. If a layer has been wrapped,
+    quantised, pruned or hooked since, the original line runs. So adapters, quantisers and sharding work before and
+    after ``fuse``.
 
     Args:
         model: any module. Modules that are fused already stay as they are.

@@ -1,8 +1,9 @@
-"""Statements of a block as one expression: which assignment a name was made by, and whether the name is used besides."""
+"""Statements of a block as one expression: which assignment made a name, and whether the name is used elsewhere."""
 
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
 def dotted(node: ast.AST) -> str:
@@ -12,6 +13,11 @@ def dotted(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
         return f"{before}.{node.attr}"
     return ""
+
+
+def short(node: ast.AST) -> str:
+    """Return a dotted name without ``self.`` or the modules before a function."""
+    return dotted(node).partition(".")[2].removeprefix("nn.functional.").removeprefix("functional.") or dotted(node)
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,14 @@ class Place:
     index: int
 
 
+class Half(NamedTuple):
+    """One part of ``packed.chunk(2, dim=-1)``."""
+
+    call: ast.Call
+    which: object
+    packed: Place
+
+
 @dataclass
 class Chain:
     """An expression in a statement of a block, with the assignments before it that it was followed back to."""
@@ -81,8 +95,8 @@ class Chain:
             value = Place(made, at)
         return value
 
-    def half(self, value: Place | None) -> tuple[ast.expr, int, Place] | None:
-        """Take one half of ``packed.chunk(2, dim=-1)`` apart: the call, which half it is, and what is halved."""
+    def half(self, value: Place | None) -> Half | None:
+        """Take the value apart if it is one half of a chunk in two."""
         value = self.follow(value)
         if value is None or not isinstance(value.node, ast.Subscript) or not isinstance(value.node.slice, ast.Constant):
             return None
@@ -96,7 +110,7 @@ class Chain:
             packed, *arguments = arguments
         written = [ast.unparse(it) for it in (*arguments, *call.keywords)]
         is_half = written in (["2", "-1"], ["2", "dim=-1"])
-        return (call, value.node.slice.value, Place(packed, whole.index)) if is_half else None
+        return Half(call, value.node.slice.value, Place(packed, whole.index)) if is_half else None
 
     def first_if_sound(self, expression: ast.expr, read: list[Place]) -> int | None:
         """Return where the chain begins. Return None if other statements lie between, if the names that it makes are

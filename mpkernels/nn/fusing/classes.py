@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from mpkernels.nn.fusing.plan import Plan, methods_of
-from mpkernels.nn.fusing.rewrite import NotRewritable
+from mpkernels.nn.fusing.rewrite import NotRewritableError
 
 
 class Record(NamedTuple):
@@ -56,20 +56,17 @@ def is_fused(kind: type) -> bool:
 
 def _reduce(self: Any, protocol: Any) -> Any:
     """Pickle and copy the module by its plain class, since pickle finds no other by its name."""
-    kind = next(it for it in type(self).__mro__ if record_of(it) is not None)
+    kind: Any = next(it for it in type(self).__mro__ if record_of(it) is not None)
     plain, plan = record_of(kind) or (kind, ())
-    reduced = plain.__reduce_ex__(self, protocol)  # type: ignore[operator]
-    if not isinstance(reduced, tuple) or reduced[:2] != (copyreg.__newobj__, (type(self),)):  # type: ignore[attr-defined]
-        return reduced
-    if type(self) is not kind:
-        return reduced
-    return (restore, (plain, plan), *reduced[2:])
+    reduced = super(kind, self).__reduce_ex__(protocol)
+    is_usual = isinstance(reduced, tuple) and reduced[:2] == (copyreg.__newobj__, (kind,))  # type: ignore[attr-defined]
+    return (restore, (plain, plan), *reduced[2:]) if is_usual else reduced
 
 
-def restore(plain: type, plan: Plan) -> Any:
+def restore(plain: Any, plan: Plan) -> Any:
     """Return a new module of a fused class, which pickle and copy fill. It is plain where the class's source has
     changed since."""
     module = plain.__new__(plain)
-    with suppress(NotRewritable, IndexError):
+    with suppress(NotRewritableError, IndexError):
         module.__class__ = fused_class(plain, plan)
     return module

@@ -12,19 +12,19 @@ from torch.nn import Module, Sequential, functional
 from torch.nn.utils import parametrize
 
 from mpkernels.nn.fusing import sequential
-from mpkernels.nn.fusing.chain import dotted
+from mpkernels.nn.fusing.chain import dotted, short
 from mpkernels.nn.fusing.recognise import (
     is_activation,
     is_linear,
     known_activation,
+    why_never,
     why_no_activation,
     why_no_dropout,
-    why_no_layer,
 )
-from mpkernels.nn.fusing.rewrite import NotRewritable, original, rewrite, sites_of
+from mpkernels.nn.fusing.rewrite import NotRewritableError, original, rewrite, sites_of
 from mpkernels.nn.fusing.sites import Site, partition
 
-Plan = tuple[tuple[Any, ...], ...]
+Plan = tuple[Any, ...]
 """For each method, its name and the indexes of its chosen sites. For a Sequential, the chosen runs of its modules."""
 
 
@@ -42,11 +42,11 @@ def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
 
 
 def decide(module: Module, kind: type) -> Decision:
-    """Decide for a module whose class is ``kind`` before it is fused."""
+    """Decide for a module whose class is ``kind``, but for fused ones."""
     try:
         _refuse_foreign_forward(module, kind)
         decision = _sequential(module) if _is_sequential(kind) else _by_source(module, kind)
-    except NotRewritable as error:
+    except NotRewritableError as error:
         decision = Decision((), [], [(_holds_both(module), f"its forward {error}")])
     if not (decision.plan or decision.left):
         reason = "its forward applies no activation to the output of a linear layer"
@@ -60,11 +60,11 @@ def _is_sequential(kind: type) -> bool:
 
 def _refuse_foreign_forward(module: Module, kind: type) -> None:
     if "forward" in vars(module):
-        raise NotRewritable("was replaced on this instance")
+        raise NotRewritableError("was replaced on this instance")
     if isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule):
-        raise NotRewritable("was generated")
-    if parametrize.is_parametrized(module):
-        raise NotRewritable("reads parametrized tensors of its own")
+        raise NotRewritableError("was generated")
+    if parametrize.is_parametrized(module) and type(module) is kind:  # and it wasn't fused before
+        raise NotRewritableError("reads parametrized tensors of its own")
 
 
 def _sequential(module: Module) -> Decision:
@@ -95,7 +95,7 @@ def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType]]:
     for name in names:
         try:
             function = original(kind, name)
-        except NotRewritable:
+        except NotRewritableError:
             if name == "forward":
                 raise
             continue
@@ -111,7 +111,7 @@ def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
     layers = [_resolve(it, module, function) for it in site.layers]
     if not is_activation(activation) or not all(map(is_linear, layers)):
         return None
-    reasons = [(site.layers[at], why_no_layer(layer)) for at, layer in enumerate(layers)]
+    reasons = [(site.layers[at], why_never(layer)) for at, layer in enumerate(layers)]
     reasons.append((site.activation, why_no_activation(activation)))
     if site.is_tanh_form and activation is not functional.gelu:
         return None
@@ -121,7 +121,7 @@ def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
             reasons.append((site.dropout.called, why_no_dropout(dropout)))
         elif dropout is not functional.dropout:
             return None
-    return next((f"{dotted(role)} {why}" for role, why in reasons if why is not None), "")
+    return next((f"{short(role)} {why}" for role, why in reasons if why is not None), "")
 
 
 def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:

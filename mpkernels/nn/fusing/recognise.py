@@ -9,6 +9,7 @@ from torch.nn import Dropout, Linear, Module, Parameter, functional
 
 from mpkernels._torch_private import runs_forward_alone
 from mpkernels.ops.linear.activations import ACTIVATIONS, module_activation
+from mpkernels.parts import is_sharded
 
 PLAIN_TENSORS = (Tensor, Parameter)  # no subclass: DTensors, quantised weights and stand-ins go the plain way
 
@@ -23,7 +24,7 @@ _FUNCTIONS: dict[object, str] = {
 
 
 def known_activation(value: object) -> str | None:
-    """Return the name of the activation of ours that this name, module or function of torch computes, None for others."""
+    """Return the name in ACTIVATIONS of such a name, a module or a function of torch. Return None for anything else."""
     if isinstance(value, str):
         return value if value in ACTIVATIONS else None
     if isinstance(value, FunctionType | BuiltinFunctionType):
@@ -42,8 +43,14 @@ def why_no_layer(layer: Module) -> str | None:
         return _WATCHED
     bias = layer.bias
     if type(layer.weight) not in PLAIN_TENSORS or (bias is not None and type(bias) not in PLAIN_TENSORS):
-        return "holds tensors of another class"
+        return _FOREIGN
     return None
+
+
+def why_never(layer: Module) -> str | None:
+    """Return as why_no_layer does, but pass DTensors: fully_shard replaces them by plain tensors before a forward."""
+    reason = why_no_layer(layer)
+    return None if reason is _FOREIGN and is_sharded(layer.weight) else reason
 
 
 def why_no_activation(activation: object) -> str | None:
@@ -60,6 +67,7 @@ def why_no_dropout(dropout: Module) -> str | None:
     return None if runs_forward_alone(dropout) else _WATCHED
 
 
+_FOREIGN = "holds tensors of another class"
 _WATCHED = "has hooks, or a forward of its own"
 
 

@@ -14,10 +14,10 @@ from typing import Any
 from mpkernels.nn.fusing import calls
 from mpkernels.nn.fusing.sites import Site, find_sites
 
-CALLS = "_mpkernels_"  # what the module calls is called in a rewritten function
+CALLS = "mpkernels_calls"  # what the module calls is called in a rewritten function
 
 
-class NotRewritable(Exception):
+class NotRewritableError(Exception):
     """Says why a function is left alone."""
 
 
@@ -30,9 +30,9 @@ def original(kind: type, name: str) -> FunctionType:
     while isinstance(method, FunctionType) and method.__code__ in made:
         method = method.__wrapped__  # type: ignore[attr-defined]
     if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__"):
-        raise NotRewritable("is decorated")
+        raise NotRewritableError("is decorated")
     if method.__code__.co_freevars:
-        raise NotRewritable("is a closure, or calls super()")
+        raise NotRewritableError("is a closure, or calls super()")
     return method
 
 
@@ -86,14 +86,14 @@ def _parse(function: FunctionType) -> tuple[ast.FunctionDef, list[ast.stmt]]:
     try:
         imports, functions = _file("".join(linecache.getlines(code.co_filename, function.__globals__)))
     except SyntaxError:
-        raise NotRewritable("has no source") from None
+        raise NotRewritableError("has no source") from None
     node = deepcopy(functions.get((code.co_name, code.co_firstlineno)))
     if node is None:
-        raise NotRewritable("has no source")
+        raise NotRewritableError("has no source")
     if node.decorator_list:
-        raise NotRewritable("is decorated")
+        raise NotRewritableError("is decorated")
     if not _is_same(_compile(function, node, imports), code):
-        raise NotRewritable("runs other code than its source says")
+        raise NotRewritableError("runs other code than its source says")
     return node, imports
 
 

@@ -11,9 +11,9 @@ from mpkernels.nn.fusing.recognise import (
     is_activation,
     is_linear,
     known_activation,
+    why_never,
     why_no_activation,
     why_no_dropout,
-    why_no_layer,
 )
 
 
@@ -47,7 +47,7 @@ class Run(NamedTuple):
     def why_left(self, modules: Sequence[Module]) -> str:
         """Return why an op of ours can't compute this. "" if it can."""
         layers, activation, dropout = self.parts(modules)
-        reasons = [(layer, why_no_layer(layer)) for layer in layers]
+        reasons = [(layer, why_never(layer)) for layer in layers]
         reasons.append((activation, why_no_activation(activation)))
         reasons += [] if dropout is None else [(dropout, why_no_dropout(dropout))]
         return next((f"{type(module).__name__} {why}" for module, why in reasons if why is not None), "")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
 
-from mpkernels.nn.fusing.chain import Block, Chain, Place, dotted
+from mpkernels.nn.fusing.chain import Block, Chain, Place, dotted, short
 
 KINDS = ("gated_mlp", "mlp", "gated_linear", "linear_act")  # what replaces most comes first
 
@@ -41,8 +41,7 @@ class Site:
     @property
     def text(self) -> str:
         """What stands there, on one line and without ``self.``."""
-        names = [dotted(it).partition(".")[2] or dotted(it) for it in (*self.layers, self.activation)]
-        *layers, activation = [name.removeprefix("nn.functional.") for name in names]
+        *layers, activation = map(short, (*self.layers, self.activation))
         hidden, packed = f"{activation}({layers[0]}(x))", ""
         if self.kind.startswith("gated"):
             is_packed = len(layers) - (self.kind == "gated_mlp") == 1
@@ -72,7 +71,8 @@ def find_sites(function: ast.FunctionDef) -> list[Site]:
 
 
 class Candidate(Protocol):
-    kind: str
+    @property
+    def kind(self) -> str: ...
 
     def overlaps(self, other: Any) -> bool: ...
 
@@ -116,7 +116,7 @@ def _matches(kind: str, block: Block, last: int, expression: ast.expr) -> Iterat
     is_block = kind in ("mlp", "gated_mlp")
     for has_dropout, gate_at in product((False, True)[: 1 + is_block], (0, 1)[: 1 + kind.startswith("gated")]):
         match = _Match(Chain(block, last))
-        value = Place(expression, last)
+        value: Place | None = Place(expression, last)
         if is_block:
             value = match.last_layer(value)
         if has_dropout:
@@ -211,8 +211,8 @@ class _Match:
 
     def _packed(self, gate: Place | None, up: Place) -> tuple[Place, Layers] | None:
         """Match ``gate, up = self.layer(x).chunk(2, dim=-1)``."""
-        halves = self.chain.half(gate), self.chain.half(up)
-        if None in halves or halves[0][:2] != (halves[1][0], 0) or halves[1][1] != 1:
+        first, second = self.chain.half(gate), self.chain.half(up)
+        if first is None or second is None or first.call is not second.call or (first.which, second.which) != (0, 1):
             return None
-        layer, x = self._module(halves[0][2])
+        layer, x = self._module(first.packed)
         return None if layer is None or x is None else (x, (layer,))

@@ -1,0 +1,271 @@
+"""Copies, files and torch's tools, around a model that is fused."""
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import traceback
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import parametrize
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from mpkernels.nn import fuse, unfuse
+from tests.networks import one_thread
+from tests.nn.fusing.models import Chain, Gated, InMethod, Keywords, Mlp, TwoInARow, X, recorded_ops
+from tests.processes import alone, needs_gloo
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def through_a_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "torch.save": through_a_file,
+    **{f"pickle {it}": lambda model, it=it: pickle.loads(pickle.dumps(model, it)) for it in (2, 5)},
+}
+
+
+@pytest.mark.parametrize("clone", COPIES.values(), ids=COPIES)
+def test_a_copy_is_fused_alike(clone):
+    model = nn.Sequential(Chain(), TwoInARow())
+    fuse(model)
+    copied = clone(model)
+    assert [type(it) for it in copied.modules()] == [type(it) for it in model.modules()]
+    assert_close(copied(X), model(X), rtol=0, atol=0)
+    unfuse(copied)
+    assert type(copied[0]) is Chain
+
+
+class WithState(Mlp):
+    def __getstate__(self):
+        return self.__dict__ | {"was_pickled": True}
+
+
+class WithReduce(Mlp):
+    def __reduce__(self):
+        return WithReduce, ()
+
+
+def test_a_modules_own_way_to_be_pickled_stays():
+    model = WithState()
+    fuse(model)
+    copied = copy.deepcopy(model)
+    assert copied.was_pickled
+    assert type(copied) is type(model)
+    model = WithReduce()
+    fuse(model)
+    assert type(pickle.loads(pickle.dumps(model))) is WithReduce
+
+
+def test_modules_of_a_class_share_the_fused_class_which_goes_with_them():
+    one, other = Mlp(), Mlp()
+    fuse(one)
+    fuse(other)
+    assert type(one) is type(other)
+    kind = weakref.ref(type(one))
+    del one, other
+    gc.collect()
+    assert kind() is None
+
+
+def test_the_class_looks_as_before():
+    model = Keywords()
+    fuse(model)
+    kind = type(model)
+    assert (kind.__name__, kind.__qualname__, kind.__module__) == ("Keywords", "Keywords", Keywords.__module__)
+    assert inspect.signature(kind.forward) == inspect.signature(Keywords.forward)
+    assert kind.forward.__doc__ == "Scale."
+    assert kind.forward.__globals__ is Keywords.forward.__globals__
+    assert inspect.getsource(kind.forward) == inspect.getsource(Keywords.forward)
+    assert repr(model) == repr(Keywords())
+    assert_close(model(X, scale=3.0), Keywords()(X, scale=3.0))
+
+
+def test_a_traceback_shows_the_line_as_it_was_written():
+    lines = []
+    for is_fused in (False, True):
+        model = Chain()
+        if is_fused:
+            fuse(model)
+        model.fc2 = None
+        with pytest.raises(TypeError) as error:
+            model(X)
+        frame = next(it for it in traceback.extract_tb(error.value.__traceback__) if it.name == "forward")
+        lines.append((frame.filename, frame.lineno, frame.line))
+    assert lines[0] == lines[1]
+
+
+def test_parameters_hooks_and_ties_stay():
+    model = Mlp()
+    model.fc2.weight = nn.Parameter(model.fc1.weight.detach().T.clone())
+    model.other = nn.Linear(8, 16)
+    model.other.weight = model.fc1.weight
+    model.fc1.bias.requires_grad_(False)
+    seen = []
+    model.register_forward_hook(lambda module, arguments, y: seen.append(y.shape))
+    before, keys = dict(model.named_parameters()), list(model.state_dict())
+    fuse(model)
+    model(X).sum().backward()
+    assert seen == [X.shape]
+    assert list(model.state_dict()) == keys
+    assert all(it is before[name] for name, it in model.named_parameters())
+    assert model.other.weight is model.fc1.weight
+    assert model.fc1.bias.grad is None
+    assert model.fc1.weight.grad is not None
+
+
+RECORDERS = {
+    "jit.trace": torch.jit.trace,
+    "jit.script": lambda model, x: torch.jit.script(model),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model),
+    "export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
+    "compile": lambda model, x: torch.compile(model, backend="aot_eager", fullgraph=True),
+}
+
+
+@pytest.mark.parametrize("kind", [Mlp, Gated])
+@pytest.mark.parametrize("record", RECORDERS.values(), ids=[*RECORDERS])
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # of torch.compile
+def test_recorded(record, kind):
+    model = kind().eval()
+    want = model(X)
+    fuse(model)
+    recorded = record(model, X)
+    assert_close(recorded(X), want, rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    grads = []
+    for is_fused in (False, True):
+        model = Chain()
+        if is_fused:
+            fuse(model)
+        x = X.clone().requires_grad_()
+        checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
+        grads.append([x.grad, *(it.grad for it in model.parameters() if it.grad is not None)])
+    assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+
+
+def losses(model, inner=None):
+    """Of three steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@needs_gloo
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of a plain one too: torch.nn.Linear returns a view
+def test_fsdp2(is_first):
+    want = losses(nn.Sequential(Mlp(), Chain()))
+    with alone():
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Sequential(Mlp(), Chain())
+        if is_first:
+            fuse(model)
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        report = fuse(model)
+        assert len(report.fused) == 2
+        with recorded_ops() as ran:
+            assert losses(model) == pytest.approx(want, rel=1e-5)
+        assert ran == 6 * ["mlp"]
+        assert isinstance(model[0], FSDPModule)
+        assert type(model[0]).__name__ == "FSDPMlp"
+        unfuse(model)
+        assert isinstance(model[0], FSDPModule)
+        with recorded_ops() as ran:
+            losses(model)
+        assert ran == []
+
+
+@needs_gloo
+@pytest.mark.filterwarnings("ignore")  # DDP's own
+def test_ddp():
+    want = losses(Chain())
+    with alone():
+        model = Chain()
+        fuse(model)
+        assert losses(DistributedDataParallel(model, find_unused_parameters=True)) == pytest.approx(want, rel=1e-5)
+
+
+@needs_gloo
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+def test_tensor_parallelism(is_first):
+    """It hangs hooks on its layers, and so the lines run as they were written."""
+    want = Mlp()(X)
+    with alone():
+        mesh = init_device_mesh("cpu", (1,))
+        model = Mlp()
+        if is_first:
+            fuse(model)
+        parallelize_module(model, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
+        fuse(model)
+        with recorded_ops() as ran:
+            assert_close(model(X), want, rtol=0, atol=0)
+        assert ran == []
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_parametrized_parent():
+    model, plain = Mlp(), Mlp()
+    for it in (model, plain):
+        it.scale = nn.Parameter(torch.ones(()))
+    fuse(model)
+    kind = type(model)
+    parametrize.register_parametrization(model, "scale", Doubled())
+    assert_close(model(X), plain(X))
+    assert fuse(model).fused
+    parametrize.remove_parametrizations(model, "scale")
+    assert type(model) is kind
+    parametrize.register_parametrization(model, "scale", Doubled())
+    unfuse(model)
+    parametrize.remove_parametrizations(model, "scale")
+    assert type(model) is Mlp
+    parametrize.register_parametrization(plain, "scale", Doubled())
+    [site] = fuse(plain).left
+    assert site.reason == "its forward reads parametrized tensors of its own"
+
+
+def test_functional_call_and_vmap():
+    model = InMethod()
+    want = model(X)
+    fuse(model)
+    state = dict(model.named_parameters())
+    assert_close(torch.func.functional_call(model, state, (X,)), want, rtol=1e-5, atol=1e-5)
+    got = torch.func.vmap(lambda x: torch.func.functional_call(model, state, (x,)))(X)
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
+    doubled = {name: 2 * it.detach() for name, it in state.items()}
+    with recorded_ops() as ran:
+        assert not torch.equal(torch.func.functional_call(model, doubled, (X,)), want)
+    assert ran == ["mlp"]
