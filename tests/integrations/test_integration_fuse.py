@@ -174,3 +174,79 @@ def test_compiled(name):
     torch.compiler.reset()
     got = torch.compile(net, fullgraph=True, backend="eager")(**inputs).logits
     assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+LEFT_ALONE = {
+    "clip": ("CLIPTextModel", "CLIPTextConfig", BERT | {"hidden_act": "quick_gelu"}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", LLAMA | {"num_local_experts": 2}),
+    "qwen3 moe": (
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        LLAMA | {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_ALONE)
+def test_a_model_is_left_alone(name):
+    kind, config, options = LEFT_ALONE[name]
+    torch.manual_seed(0)
+    net = getattr(transformers, kind)(getattr(transformers, config)(**options)).eval()
+    classes = {it: type(it) for it in net.modules()}
+    want = net(**TEXT)[0]
+    report = fuse(net)
+    assert report.fused == []
+    assert report.left
+    assert {it: type(it) for it in net.modules()} == classes
+    assert_close(net(**TEXT)[0], want, rtol=0, atol=0)
+
+
+CHECKPOINTED = ["gpt2", "opt", "whisper", "llama"]  # in OPT and Whisper, the layer itself is fused
+
+
+@pytest.mark.parametrize("name", CHECKPOINTED)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(name, use_reentrant):
+    grads = []
+    for is_fused in (False, True):
+        net, inputs = model(name)
+        if is_fused:
+            fuse(net)
+        net.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+        grads.append(results(net, inputs))
+    assert max(relative_errors(*reversed(grads)).values()) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_saved_and_loaded(name, tmp_path):
+    net, inputs = model(name)
+    fuse(net)
+    net.save_pretrained(tmp_path)
+    loaded = type(net).from_pretrained(tmp_path).train()
+    assert loaded.config.architectures == [type(net).__name__]
+    fuse(loaded)
+    assert_close(loaded(**inputs).logits, net(**inputs).logits, rtol=0, atol=0)
+
+
+def test_it_generates_the_same():
+    net, inputs = model("gpt2")
+    texts = []
+    for _ in range(2):
+        texts.append(net.eval().generate(**inputs, max_new_tokens=4, do_sample=False))
+        fuse(net)
+    assert torch.equal(*texts)
+
+
+def test_trainer(tmp_path):
+    rows = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(8, 1)]
+    options = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
+    arguments = transformers.TrainingArguments(str(tmp_path), max_steps=6, seed=1, **options)
+    losses = []
+    for is_fused in (False, True):
+        net, _ = model("llama")
+        if is_fused:
+            assert fuse(net).fused
+        trainer = transformers.Trainer(net, arguments, train_dataset=rows)
+        trainer.train()
+        losses.append([it["loss"] for it in trainer.state.log_history if "loss" in it])
+    assert losses[1] == pytest.approx(losses[0], abs=2e-4)  # which Trainer rounds to
