@@ -6,11 +6,15 @@ import warnings
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
 from mpkernels.optim import AdamW
 from tests.networks import one_thread
+from tests.nn.fusing.models import recorded_ops
+from tests.processes import alone
 
 pytest.importorskip("transformers", reason="needs the extra integrations")
 with warnings.catch_warnings():
@@ -250,3 +254,27 @@ def test_trainer(tmp_path):
         trainer.train()
         losses.append([it["loss"] for it in trainer.state.log_history if "loss" in it])
     assert losses[1] == pytest.approx(losses[0], abs=2e-4)  # which Trainer rounds to
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+def test_fsdp2_around_layers_that_are_fused_themselves(is_first):
+    """Their class wraps the forward of each subclass, also of FSDP's."""
+    want = results(*model("opt"))
+    with alone():
+        net, inputs = model("opt")
+        layers = net.model.decoder.layers
+        kind = type(layers[0])
+        fuse(net if is_first else layers[0].fc1)
+        for module in (*layers, net):
+            fully_shard(module, mesh=init_device_mesh("cpu", (1,)))
+        fuse(net)
+        with recorded_ops() as ran:
+            got = results(net, inputs)
+        assert ran == ["mlp"] * 2
+        got = {name: it.full_tensor() if name != "logits" else it for name, it in got.items()}
+        assert max(relative_errors(got, want).values()) < 1e-5
+        unfuse(net)
+        assert isinstance(layers[0], kind)
+        with recorded_ops() as ran:
+            results(net, inputs)
+        assert ran == []

@@ -2,7 +2,7 @@
 
 from torch.nn import Module
 
-from mpkernels.nn.fusing.classes import fused_class, is_fused, plain_class
+from mpkernels.nn.fusing.classes import covers_fused_forward, fused_class, is_fused, plain_class
 from mpkernels.nn.fusing.plan import decide
 from mpkernels.nn.fusing.report import FusedSite, FuseReport, LeftSite, SavedBytes
 
@@ -49,11 +49,21 @@ def _fuse_one(name: str, module: Module, report: FuseReport) -> None:
 
 
 def unfuse(model: Module) -> None:
-    """Undo ``fuse``: give each module its own class again. Modules that were never fused stay as they are."""
+    """Undo ``fuse``: give each module its own class again. Modules that were never fused stay as they are.
+
+    A class that others have derived since is derived from the plain class instead. It is refused if it has a forward of
+    its own, as after ``to_mixed``: undo that first.
+    """
     _check_model("unfuse", model)
-    for module in model.modules():
-        if is_fused(type(module)):
-            module.__class__ = plain_class(type(module))
+    fused = [(name, module) for name, module in model.named_modules() if is_fused(type(module))]
+    for name, module in fused:
+        if covers_fused_forward(type(module)):
+            raise ValueError(
+                f"unfuse: model must not wrap the forward of a fused module, got {type(module).__bases__} around "
+                f"{name or 'the model'}: undo that first"
+            )
+    for _, module in fused:
+        module.__class__ = plain_class(type(module))
 
 
 def _check_model(name: str, model: Module) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from mpkernels.nn.fusing.plan import Plan, methods_of
-from mpkernels.nn.fusing.rewrite import NotRewritableError
+from mpkernels.nn.fusing.rewrite import NotRewritableError, is_made_for_subclasses
 
 
 class Record(NamedTuple):
@@ -40,14 +40,22 @@ def fused_class(plain: type, plan: Plan) -> type:
 
 def plain_class(kind: type) -> type:
     """Return the class as it is without any fused one. What others have derived from a fused class, as fully_shard and
-    parametrize do, is derived from its plain one."""
+    parametrize do, is derived from its plain one. It mustn't have a forward, which may call the fused one."""
     record = record_of(kind)
     if record is not None:
         return plain_class(record.plain)
     if not is_fused(kind):
         return kind
     space = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    if "forward" in space and is_made_for_subclasses(kind, space["forward"]):
+        del space["forward"]  # and is made anew
     return type(kind)(kind.__name__, tuple(map(plain_class, kind.__bases__)), space)
+
+
+def covers_fused_forward(kind: type) -> bool:
+    """Return whether others have derived a class with a forward of its own from a fused one."""
+    derived = [it for it in kind.__mro__ if record_of(it) is None and is_fused(it)]
+    return any("forward" in vars(it) and not is_made_for_subclasses(it, vars(it)["forward"]) for it in derived)
 
 
 def is_fused(kind: type) -> bool:
@@ -57,10 +65,10 @@ def is_fused(kind: type) -> bool:
 def _reduce(self: Any, protocol: Any) -> Any:
     """Pickle and copy the module by its plain class, since pickle finds no other by its name."""
     kind: Any = next(it for it in type(self).__mro__ if record_of(it) is not None)
-    plain, plan = record_of(kind) or (kind, ())
     reduced = super(kind, self).__reduce_ex__(protocol)
-    is_usual = isinstance(reduced, tuple) and reduced[:2] == (copyreg.__newobj__, (kind,))  # type: ignore[attr-defined]
-    return (restore, (plain, plan), *reduced[2:]) if is_usual else reduced
+    usual = copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]
+    is_usual = isinstance(reduced, tuple) and reduced[:2] == usual
+    return (restore, record_of(kind), *reduced[2:]) if is_usual else reduced
 
 
 def restore(plain: Any, plan: Plan) -> Any:

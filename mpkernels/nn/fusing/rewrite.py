@@ -22,18 +22,23 @@ class NotRewritableError(Exception):
 
 
 def original(kind: type, name: str) -> FunctionType:
-    """Return the function that this class's method was written as. HF's layers wrap their forward as the class is made,
-    and they wrap that of a subclass in the same way."""
+    """Return the function that this class's method was written as."""
     method = inspect.getattr_static(kind, name)
-    makers = [vars(it).get("__init_subclass__") for it in kind.__mro__]
-    made = [const for it in makers if isinstance(it, classmethod) for const in it.__func__.__code__.co_consts]
-    while isinstance(method, FunctionType) and method.__code__ in made:
-        method = method.__wrapped__  # type: ignore[attr-defined]
+    while is_made_for_subclasses(kind, method):
+        method = method.__wrapped__
     if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__"):
         raise NotRewritableError("is decorated")
     if method.__code__.co_freevars:
         raise NotRewritableError("is a closure, or calls super()")
     return method
+
+
+def is_made_for_subclasses(kind: type, method: Any) -> bool:
+    """Return whether a wrapper was put around this method as its class was made. HF's layers do so, for checkpointing,
+    and will wrap the method of a subclass in the same way."""
+    makers = [vars(it).get("__init_subclass__") for it in kind.__mro__]
+    made = [const for it in makers if isinstance(it, classmethod) for const in it.__func__.__code__.co_consts]
+    return isinstance(method, FunctionType) and method.__code__ in made and hasattr(method, "__wrapped__")
 
 
 @lru_cache(maxsize=1024)

@@ -19,7 +19,9 @@ from torch.nn.utils import parametrize
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from mpkernels.amp import to_full, to_mixed
 from mpkernels.nn import fuse, unfuse
+from mpkernels.optim import AdamW
 from tests.networks import one_thread
 from tests.nn.fusing.models import Chain, Gated, InMethod, Keywords, Mlp, TwoInARow, X, recorded_ops
 from tests.processes import alone, needs_gloo
@@ -269,3 +271,34 @@ def test_functional_call_and_vmap():
     with recorded_ops() as ran:
         assert not torch.equal(torch.func.functional_call(model, doubled, (X,)), want)
     assert ran == ["mlp"]
+
+
+def test_to_mixed_around_a_fused_model():
+    model = Mlp()
+    fuse(model)
+    kind, optimizer = type(model), AdamW(model.parameters())
+    to_mixed(model, optimizer=optimizer)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with recorded_ops() as ran:
+            assert each(X).dtype == torch.bfloat16
+        assert ran == ["mlp"]
+    with pytest.raises(ValueError, match=r"^unfuse: model must not wrap the forward .* around the model: undo that"):
+        unfuse(model)
+    to_full(model, optimizer)
+    assert type(model) is kind
+    unfuse(model)
+    assert type(model) is Mlp
+
+
+def test_autocast_is_at_least_as_near_to_fp64():
+    """As SEMANTICS' contract has it: 2 % and an eighth of bf16's eps beyond torch's own error."""
+    want = Mlp().double()(X.double())
+    errors = []
+    for is_fused in (False, True):
+        model = Mlp()
+        if is_fused:
+            fuse(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = model(X)
+        errors.append(((got.double() - want).norm() / want.norm()).item())
+    assert errors[1] <= 1.02 * errors[0] + 2**-7 / 8
