@@ -1,5 +1,7 @@
 """fuse(model): fused ops in place of linear layers, activations and gates, while all modules stay where they are."""
 
+from types import MethodType
+
 from torch.nn import Module
 
 from mpkernels.nn.fusing.classes import covers_fused_forward, fused_class, is_fused, plain_class
@@ -63,7 +65,10 @@ def unfuse(model: Module) -> None:
                 f"{name or 'the model'}: undo that first"
             )
     for _, module in fused:
-        module.__class__ = plain_class(type(module))
+        kind, own = type(module), vars(module).get("forward")
+        module.__class__ = plain_class(kind)
+        if getattr(own, "__func__", None) is kind.forward:  # as Accelerate leaves it when it unwraps a model
+            module.forward = MethodType(module.__class__.forward, module)
 
 
 def _check_model(name: str, model: Module) -> None:

@@ -118,6 +118,17 @@ def test_a_dry_run_changes_nothing():
     assert report.fused == fuse(model).fused
 
 
+def test_unfuse_of_a_model_that_accelerate_has_unwrapped():
+    """It leaves the model's forward in the model's own attributes."""
+    model = Mlp()
+    fuse(model)
+    model.forward = model.forward
+    unfuse(model)
+    with recorded_ops() as ran:
+        assert_close(model(X), Mlp()(X), rtol=0, atol=0)
+    assert ran == []
+
+
 def test_unfuse_of_what_was_never_fused():
     model = nn.Sequential(Chain())
     unfuse(model)
