@@ -43,6 +43,8 @@ def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
 
 def decide(module: Module, kind: type) -> Decision:
     """Decide for a module whose class is ``kind``, but for fused ones."""
+    if not (any(is_linear(it) for it in module.modules() if it is not module) or _holds_both(module)):
+        return Decision((), [], [])
     try:
         _refuse_foreign_forward(module, kind)
         decision = _sequential(module) if _is_sequential(kind) else _by_source(module, kind)
@@ -78,8 +80,7 @@ def _sequential(module: Module) -> Decision:
 
 def _by_source(module: Module, kind: type) -> Decision:
     decision = Decision((), [], [])
-    for name, function in _methods_in_reach(kind):
-        sites = sites_of(function)
+    for name, function, sites in _methods_in_reach(kind):
         chosen, left = partition(sites, [_why_left(site, module, function) for site in sites])
         decision = Decision(
             (*decision.plan, (name, tuple(chosen))) if chosen else decision.plan,
@@ -89,17 +90,18 @@ def _by_source(module: Module, kind: type) -> Decision:
     return decision
 
 
-def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType]]:
+def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType, list[Site]]]:
     """Yield forward and the methods that it may call, if they can be rewritten. Raise if forward can't."""
     names = ["forward"]
     for name in names:
         try:
             function = original(kind, name)
+            sites = sites_of(function)
         except NotRewritableError:
             if name == "forward":
                 raise
             continue
-        yield name, function
+        yield name, function, sites
         methods = [it for it in function.__code__.co_names if it not in names and not hasattr(Module, it)]
         names += [it for it in methods if isinstance(inspect.getattr_static(kind, it, None), FunctionType)]
 

@@ -84,12 +84,11 @@ _OTHERS = {getattr(functional, name) for name in ("elu", "selu", "celu", "leaky_
 
 def is_activation(value: object) -> bool:
     """Return whether this is an activation, one of ours or not. A site that does nothing needs no op."""
+    name = None if isinstance(value, str) else known_activation(value)
     if isinstance(value, FunctionType | BuiltinFunctionType):
-        return known_activation(value) is not None or value in _OTHERS
-    name = known_activation(value)
-    return name != "none" and (
-        name is not None or (type(value).__module__ in _HOMES and not isinstance(value, _NO_ACTIVATIONS))
-    )
+        return name is not None or value in _OTHERS
+    is_others = type(value).__module__ in _HOMES and not isinstance(value, _NO_ACTIVATIONS)
+    return name != "none" and (name is not None or is_others)
 
 
 def is_linear(value: object) -> bool:

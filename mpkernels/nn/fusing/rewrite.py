@@ -27,7 +27,7 @@ def original(kind: type, name: str) -> FunctionType:
     while is_made_for_subclasses(kind, method):
         method = method.__wrapped__
     if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__"):
-        raise NotRewritableError("is decorated")
+        raise NotRewritableError("is decorated, or no Python function")
     if method.__code__.co_freevars:
         raise NotRewritableError("is a closure, or calls super()")
     return method
@@ -56,9 +56,9 @@ def rewrite(function: FunctionType, chosen: Sequence[int]) -> FunctionType:
     code = _compile(function, tree, imports)
     helper = (CellType(calls),) if code.co_freevars else ()
     written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, helper)
-    written.__kwdefaults__, written.__annotations__ = function.__kwdefaults__, function.__annotations__
-    written.__qualname__, written.__module__ = function.__qualname__, function.__module__
-    written.__doc__ = function.__doc__
+    lazy = "__annotate__" if hasattr(function, "__annotate__") else "__annotations__"
+    for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
+        setattr(written, name, getattr(function, name))
     written.__dict__.update(vars(function))
     return written
 

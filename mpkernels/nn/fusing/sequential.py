@@ -1,10 +1,11 @@
 """torch.nn.Sequential, whose forward is a loop: the runs of its modules that one fused op can replace."""
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Dropout, Module
+from torch.nn import Dropout, Module, Sequential
 
 from mpkernels.nn.fusing import calls
 from mpkernels.nn.fusing.recognise import (
@@ -74,6 +75,7 @@ def runs_of(modules: Sequence[Module]) -> list[Run]:
 def forward_of(runs: Sequence[Run]) -> Callable[[Any, Any], Any]:
     by_start = {run.first: run for run in runs}
 
+    @wraps(Sequential.forward)  # whose source torch.jit.script reads
     def forward(self: Any, input: Any) -> Any:
         modules, at = [*self], 0
         while at < len(modules):

@@ -194,7 +194,7 @@ LEFT = {
     AnotherChunk: "its forward applies no",
     Local: "its forward applies no",
     Super: "its forward is a closure, or calls super()",
-    Decorated: "its forward is decorated",
+    Decorated: "its forward is decorated, or no Python function",
     WrappedSilently: "its forward is a closure, or calls super()",
     OfGlobals: "its forward has no source",
     Unknown: "act is no activation that mpkernels knows",

@@ -143,7 +143,11 @@ RECORDERS = {
 }
 
 
-@pytest.mark.parametrize("kind", [Mlp, Gated])
+def sequential():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+@pytest.mark.parametrize("kind", [Mlp, Gated, sequential])
 @pytest.mark.parametrize("record", RECORDERS.values(), ids=[*RECORDERS])
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # of torch.compile
 def test_recorded(record, kind):
@@ -304,3 +308,23 @@ def test_autocast_is_at_least_as_near_to_fp64():
             got = model(X)
         errors.append(((got.double() - want).norm() / want.norm()).item())
     assert errors[1] <= 1.02 * errors[0] + 2**-7 / 8
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # of torch.compile
+def test_a_compiled_model_may_be_fused_and_back():
+    model = Mlp()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    want = compiled(X)
+    fuse(compiled)
+    assert type(model) is not Mlp
+    assert_close(compiled(X), want, rtol=1e-5, atol=1e-6)
+    unfuse(compiled)
+    assert_close(compiled(X), want, rtol=0, atol=0)
+    torch.compiler.reset()
+
+
+def test_fx_sees_the_modules():
+    model = Mlp()
+    fuse(model)
+    calls = [it.target for it in torch.fx.symbolic_trace(model).graph.nodes if it.op == "call_module"]
+    assert calls == ["fc1", "act", "fc2"]
