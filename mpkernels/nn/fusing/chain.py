@@ -148,18 +148,17 @@ class Chain:
 
 def _assigned(statement: ast.stmt, name: str) -> ast.expr | None:
     """Return what a simple assignment gives to this name; for ``a, b = pair`` it is ``pair[0]`` and ``pair[1]``."""
-    if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
-        return statement.value
-    if not isinstance(statement, ast.Assign) or len(statement.targets) != 1:
+    if not isinstance(statement, ast.AnnAssign) and not (
+        isinstance(statement, ast.Assign) and len(statement.targets) == 1
+    ):
         return None
-    target = statement.targets[0]
+    target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
     if isinstance(target, ast.Name):
-        return statement.value
-    if isinstance(target, ast.Tuple) and all(isinstance(it, ast.Name) for it in target.elts) and len(target.elts) == 2:
-        names = [it.id for it in target.elts if isinstance(it, ast.Name)]
-        at = ast.Constant(len(names) - 1 - names[::-1].index(name))
-        return ast.Subscript(statement.value, at, ast.Load())
-    return None
+        return statement.value if target.id == name else None
+    parts = [dotted(it) for it in target.elts] if isinstance(target, ast.Tuple) else []
+    if len(parts) != 2 or statement.value is None or parts.count(name) != 1:
+        return None
+    return ast.Subscript(statement.value, ast.Constant(parts.index(name)), ast.Load())
 
 
 def _bound(statement: ast.stmt) -> set[str]:

@@ -62,7 +62,9 @@ class Site:
 
 def find_sites(function: ast.FunctionDef) -> list[Site]:
     """Return all candidates, which may overlap, in the same order for the same source."""
-    found = []
+    found: list[Site] = []
+    if any(isinstance(it, ast.Name) and it.id in ("locals", "eval", "exec") for it in ast.walk(function)):
+        return found  # which may read any name
     for block in Block.all_of(function):
         for last, statement in enumerate(block.statements):
             for expression in _expressions(statement):
@@ -168,11 +170,11 @@ class _Match:
         value = self.chain.follow(value)
         if value is None or not isinstance(node := value.node, ast.Call) or not self.chain.is_global(node.func):
             return None
-        keywords = {it.arg: it.value for it in node.keywords}
-        if len(node.args) != 1 or keywords.keys() != {"p", "training"}:
+        options = dict(zip(("p", "training"), node.args[1:], strict=False)) | {it.arg: it.value for it in node.keywords}
+        if not node.args or len(node.args) > 3 or options.keys() != {"p", "training"}:
             return None
-        self.dropout = Dropout(node.func, keywords["p"], keywords["training"], is_module=False)
-        self.read += [Place(each, value.index) for each in keywords.values()]
+        self.dropout = Dropout(node.func, options["p"], options["training"], is_module=False)
+        self.read += [Place(each, value.index) for each in options.values()]
         return Place(node.args[0], value.index)
 
     def activated(self, value: Place | None) -> Place | None:

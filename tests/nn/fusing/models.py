@@ -57,7 +57,7 @@ class ChainWithResidual(Mlp):
         x = self.norm(x)
         h = self.fc1(x)
         h = self.act(h)
-        h = F.dropout(h, p=self.rate, training=self.training)
+        h = F.dropout(h, self.rate, training=self.training)
         x = residual + self.fc2(h)
         return x * 2
 

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
 from tests.networks import one_thread
-from tests.nn.fusing.models import FORMS, Mlp, X, recorded_ops
+from tests.nn.fusing.models import FORMS, InBranchAndLoop, Mlp, X, recorded_ops
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
@@ -40,6 +40,18 @@ def test_a_form_is_fused(form, ops):
     with recorded_ops() as ran:
         assert_close(results(model), want, rtol=0, atol=0)
     assert ran == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # of torch.compile
+def test_a_form_is_compiled_and_traced(form):
+    model = form()
+    want = model(X)
+    fuse(model)
+    assert_close(torch.compile(model, backend="eager", fullgraph=True)(X), want, rtol=1e-5, atol=1e-5)
+    if form is not InBranchAndLoop:  # which asks for the shape
+        assert_close(torch.fx.symbolic_trace(model)(X), want, rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
 
 
 class HiddenIsUsedAgain(Mlp):
@@ -101,6 +113,19 @@ class StatementInBetween(Mlp):
         h = self.fc1(x)
         self.act = nn.ReLU()
         return self.act(h)
+
+
+class BoundInsideAnExpression(Mlp):
+    def forward(self, x):
+        _ = self.fc1(h := self.norm(x))
+        return self.act(h)
+
+
+class NamesAreRead(Mlp):
+    def forward(self, x):
+        h = self.fc1(x)
+        y = self.act(h)
+        return y + locals()["h"]
 
 
 class TheGateItself(Mlp):
@@ -189,6 +214,8 @@ LEFT = {
     BoundByAnAugmentedAssignment: "its forward applies no",
     ChangedInBetween: "its forward applies no",
     StatementInBetween: "its forward applies no",
+    BoundInsideAnExpression: "its forward applies no",
+    NamesAreRead: "its forward applies no",
     TheGateItself: "its forward applies no",
     UpIsActivated: "its forward applies no",
     AnotherChunk: "its forward applies no",

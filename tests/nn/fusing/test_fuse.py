@@ -14,6 +14,7 @@ from tests.nn.fusing.models import Chain, Mlp, Packed, X, recorded_ops
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
+RELU = nn.ReLU()
 SEQUENTIALS = {
     "lone activation": ([nn.Linear(8, 8), nn.GELU()], ["linear_act"]),
     "mlp": ([nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)], ["mlp"]),
@@ -22,6 +23,7 @@ SEQUENTIALS = {
         [nn.Linear(8, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 8), nn.Softmax(-1)],
         ["linear_act", "mlp"],
     ),
+    "one activation twice": ([nn.Linear(8, 8), RELU, nn.Linear(8, 8), RELU, nn.Linear(8, 8)], ["linear_act", "mlp"]),
     "dropout last": ([nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.0)], ["linear_act"]),
 }
 
