@@ -181,7 +181,4 @@ def _shared(site: Site) -> tuple[ast.expr, ast.expr]:
 
 def _call(name: str, arguments: list[ast.expr], site: Site) -> ast.expr:
     function = ast.Attribute(ast.Name(CALLS, ast.Load()), name, ast.Load())
-    call = ast.Call(function, deepcopy(arguments), [])
-    for node in ast.walk(call):
-        ast.copy_location(node, site.expression)
-    return call
+    return ast.copy_location(ast.Call(function, deepcopy(arguments), []), site.expression)

@@ -179,6 +179,25 @@ def test_a_hook_that_is_removed_leaves_the_fused_op():
         handle.remove()
 
 
+def test_an_input_of_a_subclass_sees_each_module():
+    model = Mlp()
+    fuse(model)
+    with recorded_ops() as ran:
+        assert type(model(X.as_subclass(OwnTensor))) is OwnTensor
+    assert ran == []
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # of torch.compile
+def test_a_layer_that_is_compiled_by_itself_is_called():
+    plain, fused = Mlp(), Mlp()
+    fuse(fused)
+    fused.fc1.compile(backend="eager")
+    with recorded_ops() as ran:
+        assert_close(fused(X), plain(X), rtol=0, atol=0)
+    assert ran == []
+    torch.compiler.reset()
+
+
 def test_quantize_dynamic():
     plain = Mlp()
     fused = copy.deepcopy(plain)

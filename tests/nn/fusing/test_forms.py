@@ -128,6 +128,26 @@ class NamesAreRead(Mlp):
         return y + locals()["h"]
 
 
+class SameNameForAnotherInput(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.act(self.fc1(x))
+        return x * self.up(x)
+
+
+class ReadAfterAnError(Mlp):
+    def forward(self, x):
+        try:
+            x = self.fc1(x)
+            x = self.act(x)
+        finally:
+            self.seen = x
+        return x
+
+
 class TheGateItself(Mlp):
     def forward(self, x):
         h = self.fc1(x)
@@ -216,6 +236,8 @@ LEFT = {
     StatementInBetween: "its forward applies no",
     BoundInsideAnExpression: "its forward applies no",
     NamesAreRead: "its forward applies no",
+    SameNameForAnotherInput: None,
+    ReadAfterAnError: "its forward applies no",
     TheGateItself: "its forward applies no",
     UpIsActivated: "its forward applies no",
     AnotherChunk: "its forward applies no",
@@ -241,6 +263,26 @@ def test_a_form_is_left_with_a_reason(form, reason):
         assert report.fused == []
         assert [site.reason for site in report.left] == [site.reason for site in report.left if reason in site.reason]
         assert len(report.left) == 1
+
+
+class OneLayerForGateAndUp(Mlp):
+    def forward(self, x):
+        return self.act(self.fc1(x)) * self.fc1(x)
+
+
+class AnotherDropout(Mlp):
+    def forward(self, x):
+        return self.fc2(F.alpha_dropout(self.act(self.fc1(x)), p=self.rate, training=self.training))
+
+
+@pytest.mark.parametrize("form", [OneLayerForGateAndUp, AnotherDropout])
+def test_a_part_is_fused(form):
+    model = form()
+    want = results(model)
+    fuse(model)
+    with recorded_ops() as ran:
+        assert_close(results(model), want, rtol=1e-5, atol=1e-5)
+    assert ran == ["linear_act"]
 
 
 def test_what_differs_from_its_source_is_left():
