@@ -75,6 +75,6 @@ def restore(plain: Any, plan: Plan) -> Any:
     """Return a new module of a fused class, which pickle and copy fill. It is plain where the class's source has
     changed since."""
     module = plain.__new__(plain)
-    with suppress(NotRewritableError, IndexError):
+    with suppress(NotRewritableError):
         module.__class__ = fused_class(plain, plan)
     return module

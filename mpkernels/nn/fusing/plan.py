@@ -25,7 +25,7 @@ from mpkernels.nn.fusing.rewrite import NotRewritableError, original, rewrite, s
 from mpkernels.nn.fusing.sites import Site, partition
 
 Plan = tuple[Any, ...]
-"""For each method, its name and the indexes of its chosen sites. For a Sequential, the chosen runs of its modules."""
+"""For each method, its name and its chosen sites: index and text. For a Sequential, the chosen runs of its modules."""
 
 
 class Decision(NamedTuple):
@@ -38,7 +38,7 @@ def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
     """Return the plan's methods, written anew, in the form that a class body has them."""
     if _is_sequential(kind):
         return {"forward": sequential.forward_of(plan)}
-    return {name: rewrite(original(kind, name), indexes) for name, indexes in plan}
+    return {name: rewrite(original(kind, name), chosen) for name, chosen in plan}
 
 
 def decide(module: Module, kind: type) -> Decision:
@@ -83,7 +83,9 @@ def _by_source(module: Module, kind: type) -> Decision:
     for name, function, sites in _methods_in_reach(kind):
         chosen, left = partition(sites, [_why_left(site, module, function) for site in sites])
         decision = Decision(
-            (*decision.plan, (name, tuple(chosen))) if chosen else decision.plan,
+            (*decision.plan, (name, tuple((index, sites[index].text) for index in chosen)))
+            if chosen
+            else decision.plan,
             decision.fused + [(sites[index].text, _computed_by(sites[index], module, function)) for index in chosen],
             decision.left + [(sites[index].text, reason) for index, reason in left],
         )

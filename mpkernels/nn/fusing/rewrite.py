@@ -47,11 +47,14 @@ def sites_of(function: FunctionType) -> list[Site]:
     return find_sites(_parse(function)[0])
 
 
-def rewrite(function: FunctionType, chosen: Sequence[int]) -> FunctionType:
-    """Return the function with fused calls at the sites with these indexes. Globals, defaults and line numbers stay."""
+def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]]) -> FunctionType:
+    """Return the function with fused calls at the sites with these indexes and texts. Globals, defaults and line
+    numbers stay."""
     tree, imports = _parse(function)
-    sites = find_sites(tree)
-    for site in sorted((sites[index] for index in chosen), key=lambda site: site.first, reverse=True):
+    sites = dict(enumerate(find_sites(tree)))
+    if any(index not in sites or sites[index].text != text for index, text in chosen):
+        raise NotRewritableError("has changed since it was fused")  # in a file that is loaded
+    for site in sorted((sites[index] for index, _ in chosen), key=lambda site: site.first, reverse=True):
         _replace(site)
     code = _compile(function, tree, imports)
     helper = (CellType(calls),) if code.co_freevars else ()

@@ -55,6 +55,16 @@ def test_a_copy_is_fused_alike(clone):
     assert type(copied[0]) is Chain
 
 
+def test_a_copy_is_plain_where_the_source_has_changed_since():
+    model = Chain()
+    fuse(model)
+    restore, (kind, plan), *_ = model.__reduce_ex__(2)
+    [(name, [(index, _)])] = plan
+    assert type(restore(kind, plan)) is type(model)
+    for changed in ((index, "fc1(act(x))"), (99, "")):
+        assert type(restore(kind, ((name, (changed,)),))) is Chain
+
+
 class WithState(Mlp):
     def __getstate__(self):
         return self.__dict__ | {"was_pickled": True}
