@@ -153,6 +153,32 @@ def pre_hooks_of(module: torch.nn.Module) -> list[Any]:
     return list(getattr(module, "_forward_pre_hooks", {}).values())
 
 
+_hooks_of_all_modules: tuple[Any, ...] = tuple(
+    _find("torch.nn.modules.module", f"_global_{kind}_hooks", {})
+    for kind in ("forward", "forward_pre", "backward", "backward_pre")
+)
+
+
+def are_all_modules_hooked() -> bool:
+    """Return whether hooks run around the forward of each module. Without torch's books of them: no."""
+    forward, forward_pre, backward, backward_pre = _hooks_of_all_modules
+    return bool(forward or forward_pre or backward or backward_pre)
+
+
+def runs_forward_alone(module: torch.nn.Module) -> bool:
+    """Return whether a call of the module runs its class's forward and no hooks of its own. Without the books of hooks:
+    it doesn't, and nothing is fused."""
+    own = vars(module)
+    return not (
+        own.get("_forward_hooks", True)
+        or own.get("_forward_pre_hooks", True)
+        or own.get("_backward_hooks", True)
+        or own.get("_backward_pre_hooks", True)
+        or getattr(module.forward, "__func__", None) is not type(module).forward  # which torch.compile guards
+        or getattr(module, "_compiled_call_impl", None) is not None
+    )
+
+
 def root_mesh(mesh: Any) -> Any:
     """Return the mesh that this one is a slice of. Without the method: itself, so that parameters on several slices
     need a process_group."""

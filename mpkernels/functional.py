@@ -26,7 +26,7 @@ from mpkernels.ops import _checks
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 from mpkernels.parts import columns_of, is_sharded, parts_of_columns
 
-__all__ = ["clear_cast_cache", "linear_act"]
+__all__ = ["clear_cast_cache", "gated_linear", "gated_mlp", "linear_act", "mlp"]
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = "gelu") -> Tensor:
@@ -123,3 +123,53 @@ def _check_shapes_and_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None and tensor.dtype != x.dtype and autocast_dtype(x) is None:
             raise TypeError(f"{op}: {name} must be {x.dtype}, got {tensor.dtype}")
+
+
+def gated_linear(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    activation: ActivationLike = "silu",
+) -> Tensor:
+    """Return ``activation(F.linear(x, gate_weight, gate_bias)) * F.linear(x, up_weight, up_bias)``."""
+    if up_weight is None:
+        gate_weight, up_weight = gate_weight.chunk(2)
+        gate_bias, up_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
+    return linear_act(x, gate_weight, gate_bias, activation) * torch.nn.functional.linear(x, up_weight, up_bias)
+
+
+def mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    activation: ActivationLike = "gelu",
+    dropout: float = 0.0,
+    training: bool = True,
+    recompute: bool = False,
+) -> Tensor:
+    """Return ``F.linear(dropout(activation(F.linear(x, fc1_weight, fc1_bias))), fc2_weight, fc2_bias)``."""
+    hidden = torch.nn.functional.dropout(linear_act(x, fc1_weight, fc1_bias, activation), dropout, training)
+    return torch.nn.functional.linear(hidden, fc2_weight, fc2_bias)
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: ActivationLike = "silu",
+    dropout: float = 0.0,
+    training: bool = True,
+    recompute: bool = False,
+) -> Tensor:
+    """Return ``F.linear(dropout(gated_linear(x, ...)), down_weight, down_bias)``."""
+    hidden = gated_linear(x, gate_weight, up_weight, gate_bias, up_bias, activation)
+    hidden = torch.nn.functional.dropout(hidden, dropout, training)
+    return torch.nn.functional.linear(hidden, down_weight, down_bias)

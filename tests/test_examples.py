@@ -12,7 +12,7 @@ import pytest
 from tests import ROOT
 
 EXAMPLES = ROOT / "examples"
-NEEDS = {"huggingface_trainer": "transformers"}
+NEEDS = {"huggingface_trainer": "transformers", "fuse_gpt2": "transformers"}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 

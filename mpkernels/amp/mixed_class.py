@@ -1,5 +1,6 @@
 """A model's class with an autocast around its forward."""
 
+import copyreg
 import functools
 from typing import Any
 
@@ -18,8 +19,10 @@ class Mixed:
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here has no name to be found by
         reduced: Any = super().__reduce_ex__(protocol)
-        _, (_, *arguments), *rest = reduced
-        return _rebuild, (self._mixed_class, self._mixed_dtype, *arguments), *rest
+        make, arguments, *rest = reduced
+        if make is copyreg.__newobj__:  # type: ignore[attr-defined]
+            return _rebuild, (self._mixed_class, self._mixed_dtype, *arguments[1:]), *rest
+        return _rebuild_of, (make, arguments, self._mixed_dtype), *rest
 
 
 @functools.cache
@@ -36,6 +39,14 @@ def mixed_class(kind: Any, dtype: torch.dtype) -> type[nn.Module]:
 
 def _rebuild(kind: Any, dtype: torch.dtype, *arguments: Any) -> nn.Module:
     made: nn.Module = object.__new__(mixed_class(kind, dtype))
+    return made
+
+
+def _rebuild_of(make: Any, arguments: Any, dtype: torch.dtype) -> nn.Module:
+    """Rebuild a model whose own class, such as a fused one, has no name to be found by either."""
+    made: nn.Module = make(*arguments)
+    kind: Any = type(made)
+    made.__class__ = mixed_class(kind, dtype)
     return made
 
 

@@ -90,13 +90,20 @@ def activation_name(op: str, activation: object) -> str:
     if isinstance(activation, str):
         check_activation(op, activation)
         return activation
-    kind = activation if isinstance(activation, type) else type(activation)
-    of_transformers = _NAMES_IN_TRANSFORMERS if kind.__module__ == "transformers.activations" else {}
-    name = _NAMES.get(kind) or of_transformers.get(kind.__name__)
+    name = module_activation(activation)
     if name is None:
         raise _unknown(op, activation)
     if isinstance(activation, nn.Module) and (hooks := hooks_of(activation)):
         raise ValueError(f"{op}: activation must have no hooks, which nobody would call, got {', '.join(hooks)}")
+    return name
+
+
+def module_activation(activation: object) -> str | None:
+    """Return the name in ACTIVATIONS of a module, or of a module's class. Return None for anything else."""
+    kind = activation if isinstance(activation, type) else type(activation)
+    name = _NAMES.get(kind)
+    if name is None and kind.__module__ == "transformers.activations":
+        return _NAMES_IN_TRANSFORMERS.get(kind.__name__)
     is_approximate = isinstance(activation, nn.GELU) and activation.approximate == "tanh"
     return "gelu_tanh" if is_approximate else name
 

@@ -1,0 +1,76 @@
+"""fuse(model): fused ops in place of linear layers, activations and gates, while all modules stay where they are."""
+
+from types import MethodType
+
+from torch.nn import Module
+
+from mpkernels.nn.fusing.classes import covers_fused_forward, fused_class, is_fused, plain_class
+from mpkernels.nn.fusing.plan import decide
+from mpkernels.nn.fusing.report import FusedSite, FuseReport, LeftSite, SavedBytes
+
+__all__ = ["FuseReport", "FusedSite", "LeftSite", "SavedBytes", "fuse", "unfuse"]
+
+
+def fuse(model: Module, dry_run: bool = False) -> FuseReport:
+    """Have the model compute MLPs, gates and linear layers with activations by mpkernels' fused ops, in place.
+
+    No module is replaced. ``fuse`` rewrites the forward of modules that apply an activation to the output of a
+    ``torch.nn.Linear`` (or of GPT-2's ``Conv1D``), such as ``self.act(self.fc1(x))``, and gives these modules a
+    subclass with the new forward. Each call checks that the layers are still plain. If a layer has been wrapped,
+    quantised, pruned or hooked since, the original line runs. So adapters, quantisers and sharding work before and
+    after ``fuse``.
+
+    Args:
+        model: any module. Modules that are fused already stay as they are.
+        dry_run: report what would be fused, and change nothing.
+
+    Returns:
+        A report: ``report.fused``, ``report.left`` with reasons, ``report.saved_bytes(inputs)``; ``print`` it.
+    """
+    _check_model("fuse", model)
+    report = FuseReport(_model=model)
+    for name, module in model.named_modules():
+        _fuse_one(name, module, report)
+    if not dry_run:
+        for module, _, kind in report._classes:
+            module.__class__ = kind
+    return report
+
+
+def _fuse_one(name: str, module: Module, report: FuseReport) -> None:
+    kind = type(module)
+    plain = plain_class(kind)
+    plan, fused, left = decide(module, plain)
+    if plan and not is_fused(kind):
+        try:
+            report._classes.append((module, plain, fused_class(plain, plan)))
+        except TypeError as error:
+            fused, left = [], [(kind.__name__, f"its class allows no subclass: {error}")]
+    report.fused += [FusedSite(name, *each) for each in fused]
+    report.left += [LeftSite(name, *each) for each in left]
+
+
+def unfuse(model: Module) -> None:
+    """Undo ``fuse``: give each module its own class again. Modules that were never fused stay as they are.
+
+    A class that others have derived since is derived from the plain class instead. It is refused if it has a forward of
+    its own, as after ``to_mixed``: undo that first.
+    """
+    _check_model("unfuse", model)
+    fused = [(name, module) for name, module in model.named_modules() if is_fused(type(module))]
+    for name, module in fused:
+        if covers_fused_forward(type(module)):
+            raise ValueError(
+                f"unfuse: model must not wrap the forward of a fused module, got {type(module).__bases__} around "
+                f"{name or 'the model'}: undo that first"
+            )
+    for _, module in fused:
+        kind, own = type(module), vars(module).get("forward")
+        module.__class__ = plain_class(kind)
+        if getattr(own, "__func__", None) is kind.forward:  # as Accelerate leaves it when it unwraps a model
+            module.forward = MethodType(module.__class__.forward, module)
+
+
+def _check_model(name: str, model: Module) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(f"{name}: model must be a torch.nn.Module, got {type(model).__name__}")

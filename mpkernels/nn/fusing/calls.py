@@ -1,0 +1,71 @@
+"""What a rewritten forward calls: whether its layers still are plain, and the fused op over them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.compiler import is_compiling
+from torch.nn import Linear, Module
+
+from mpkernels import functional
+from mpkernels._torch_private import are_all_modules_hooked, is_jit_tracing
+from mpkernels.nn.fusing.recognise import (
+    PLAIN_TENSORS,
+    known_activation,
+    why_no_activation,
+    why_no_dropout,
+    why_no_layer,
+)
+
+Layers = Sequence[Module]
+
+
+def are_plain(x: Any, layers: Layers, activation: object, dropout: Module | None = None) -> bool:
+    """Return whether calls of these modules compute just what their classes say, so that one op can replace them. An x
+    that isn't evaluated yet is an Ellipsis."""
+    if (x is not ... and type(x) not in PLAIN_TENSORS) or why_no_activation(activation) is not None:
+        return False
+    for layer in layers:
+        if why_no_layer(layer) is not None:
+            return False
+    if dropout is not None and why_no_dropout(dropout) is not None:
+        return False
+    return not (are_all_modules_hooked() or (not is_compiling() and is_jit_tracing()))
+
+
+def _parameters(layer: Any) -> tuple[Tensor, Tensor | None]:
+    weight: Tensor = layer.weight
+    return (weight if type(layer) is Linear else weight.t()), layer.bias
+
+
+def _name(activation: object) -> str:
+    name = known_activation(activation)
+    assert name is not None  # are_plain has said so
+    return name
+
+
+def linear_act(x: Tensor, layers: Layers, activation: object) -> Tensor:
+    return functional.linear_act(x, *_parameters(layers[0]), _name(activation))
+
+
+def mlp(x: Tensor, layers: Layers, activation: object, dropout: float = 0.0, training: bool = False) -> Tensor:
+    fc1, fc2 = map(_parameters, layers)
+    return functional.mlp(x, *fc1, *fc2, _name(activation), dropout, training)
+
+
+def gated_linear(x: Tensor, layers: Layers, activation: object) -> Tensor:
+    """Gate and up may be two layers, or one that holds the rows of both."""
+    gate, gate_bias, up, up_bias = _gate_and_up(layers)
+    return functional.gated_linear(x, gate, up, gate_bias, up_bias, _name(activation))
+
+
+def gated_mlp(x: Tensor, layers: Layers, activation: object, dropout: float = 0.0, training: bool = False) -> Tensor:
+    gate, gate_bias, up, up_bias = _gate_and_up(layers[:-1])
+    down, down_bias = _parameters(layers[-1])
+    return functional.gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, _name(activation), dropout, training)
+
+
+def _gate_and_up(layers: Layers) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    gate, gate_bias = _parameters(layers[0])
+    up, up_bias = _parameters(layers[1]) if len(layers) == 2 else (None, None)
+    return gate, gate_bias, up, up_bias

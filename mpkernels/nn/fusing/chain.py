@@ -1,0 +1,190 @@
+"""Statements of a block as one expression: which assignment made a name, and whether the name is used elsewhere."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+def dotted(node: ast.AST) -> str:
+    """Return ``a.b.c`` for such an expression, nothing for others."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
+        return f"{before}.{node.attr}"
+    return ""
+
+
+def short(node: ast.AST) -> str:
+    """Return a dotted name without ``self.`` or the modules before a function."""
+    return dotted(node).partition(".")[2].removeprefix("nn.functional.").removeprefix("functional.") or dotted(node)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Statements that run one after the other in a function."""
+
+    function: ast.FunctionDef
+    statements: list[ast.stmt]
+    is_repeated: bool  #: by a loop
+    is_guarded: bool  #: by a try statement, so that names are read even after a return
+
+    @classmethod
+    def all_of(cls, function: ast.FunctionDef) -> Iterator["Block"]:
+        yield from cls(function, function.body, False, False)._and_inner()
+
+    def _and_inner(self) -> Iterator["Block"]:
+        yield self
+        for statement in self.statements:
+            if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                continue
+            is_repeated = self.is_repeated or isinstance(statement, ast.For | ast.While | ast.AsyncFor)
+            is_guarded = self.is_guarded or isinstance(statement, ast.Try)
+            parts = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
+            for inner in (getattr(part, name, None) for part in parts for name in ("body", "orelse", "finalbody")):
+                if inner:
+                    yield from Block(self.function, inner, is_repeated, is_guarded)._and_inner()
+
+    def binder(self, name: str, before: int) -> int:
+        """Return the index of the last statement before that one which binds the name, -1 if there is none."""
+        return next((at for at in reversed(range(before)) if name in _bound(self.statements[at])), -1)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An expression as it is evaluated by the statement with this index."""
+
+    node: ast.expr
+    index: int
+
+
+class Half(NamedTuple):
+    """One part of ``packed.chunk(2, dim=-1)``."""
+
+    call: ast.Call
+    which: object
+    packed: Place
+
+
+@dataclass
+class Chain:
+    """An expression in a statement of a block, with the assignments before it that it was followed back to."""
+
+    block: Block
+    last: int
+    used: set[int] = field(default_factory=set)
+
+    def is_own(self, node: ast.AST) -> bool:
+        """Return whether this is ``self.a`` or ``self.a.b``."""
+        arguments = self.block.function.args.args
+        return bool(arguments) and dotted(node).startswith(f"{arguments[0].arg}.")
+
+    def is_global(self, node: ast.AST) -> bool:
+        """Return whether this is a dotted name whose first part is no local variable."""
+        name = dotted(node).partition(".")[0]
+        return bool(name) and name not in _locals(self.block.function)
+
+    def follow(self, value: Place | None) -> Place | None:
+        """Return the expression that a name stands for, if a simple assignment of the block made it."""
+        while value is not None and isinstance(value.node, ast.Name):
+            at = self.block.binder(value.node.id, value.index)
+            made = _assigned(self.block.statements[at], value.node.id) if at >= 0 else None
+            if made is None:
+                return value
+            self.used.add(at)
+            value = Place(made, at)
+        return value
+
+    def half(self, value: Place | None) -> Half | None:
+        """Take the value apart if it is one half of a chunk in two."""
+        value = self.follow(value)
+        if value is None or not isinstance(value.node, ast.Subscript) or not isinstance(value.node.slice, ast.Constant):
+            return None
+        whole = self.follow(Place(value.node.value, value.index))
+        if whole is None or not isinstance(call := whole.node, ast.Call) or not isinstance(call.func, ast.Attribute):
+            return None
+        if call.func.attr != "chunk":
+            return None
+        packed, arguments = call.func.value, call.args
+        if dotted(packed) == "torch" and arguments:
+            packed, *arguments = arguments
+        written = [ast.unparse(it) for it in (*arguments, *call.keywords)]
+        is_half = written in (["2", "-1"], ["2", "dim=-1"])
+        return Half(call, value.node.slice.value, Place(packed, whole.index)) if is_half else None
+
+    def first_if_sound(self, expression: ast.expr, read: list[Place]) -> int | None:
+        """Return where the chain begins. Return None if other statements lie between, if the names that it makes are
+        used elsewhere, or if what it reads is bound anew on the way."""
+        first = min(self.used, default=self.last)
+        if self.used != set(range(first, self.last)):
+            return None
+        statements = self.block.statements
+        for place in read:
+            bound_on_the_way = set().union(*map(_bound, statements[first : place.index]))
+            if bound_on_the_way & {node.id for node in ast.walk(place.node) if isinstance(node, ast.Name)}:
+                return None
+        made = set().union(*map(_bound, statements[first : self.last]))
+        return None if any(name in made for name in self._loaded_elsewhere(expression, first)) else first
+
+    def _loaded_elsewhere(self, expression: ast.expr, first: int) -> Iterator[str]:
+        """Yield the names that are read where they could still have the values which the chain has given them."""
+        window = self.block.statements[first : self.last + 1]
+        inside = {id(node) for statement in window for node in ast.walk(statement)}
+        last = window[-1]
+        matched = {id(node) for node in ast.walk(expression)}
+        yield from (name for node, name in _loads(last) if id(node) not in matched)
+        if isinstance(last, ast.AugAssign):
+            yield from _bound(last)
+        ends = isinstance(last, ast.Return) and not self.block.is_guarded
+        kept = set() if self.block.is_guarded else _bound(last)
+        for node, name in _loads(self.block.function):
+            is_after = self.block.is_repeated or (node.lineno, node.col_offset) > (last.lineno, last.col_offset)
+            if id(node) not in inside and name not in kept and is_after and not ends:
+                yield name
+        for scope in ast.walk(self.block.function):
+            if isinstance(scope, ast.FunctionDef | ast.Lambda) and scope is not self.block.function:
+                yield from (name for _, name in _loads(scope))
+
+
+def _assigned(statement: ast.stmt, name: str) -> ast.expr | None:
+    """Return what a simple assignment gives to this name; for ``a, b = pair`` it is ``pair[0]`` and ``pair[1]``."""
+    if not isinstance(statement, ast.AnnAssign) and not (
+        isinstance(statement, ast.Assign) and len(statement.targets) == 1
+    ):
+        return None
+    target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
+    if isinstance(target, ast.Name):
+        return statement.value if target.id == name else None
+    parts = [dotted(it) for it in target.elts] if isinstance(target, ast.Tuple) else []
+    if len(parts) != 2 or statement.value is None or parts.count(name) != 1:
+        return None
+    return ast.Subscript(statement.value, ast.Constant(parts.index(name)), ast.Load())
+
+
+def _bound(statement: ast.stmt) -> set[str]:
+    names = set()
+    for node in ast.walk(statement):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            names.add(node.id)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs):
+            names.add(node.name or "")
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name.partition(".")[0])
+        elif isinstance(node, ast.MatchStar):
+            names.add(node.name or "")
+        elif isinstance(node, ast.MatchMapping):
+            names.add(node.rest or "")
+    return names
+
+
+def _locals(function: ast.FunctionDef) -> set[str]:
+    arguments = function.args
+    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    every = [*named, *(it for it in (arguments.vararg, arguments.kwarg) if it is not None)]
+    return {it.arg for it in every}.union(*map(_bound, function.body))
+
+
+def _loads(tree: ast.AST) -> Iterator[tuple[ast.Name, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
+            yield node, node.id

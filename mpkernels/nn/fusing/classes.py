@@ -1,0 +1,80 @@
+"""Subclasses with a rewritten forward, which take the place of a module's class."""
+
+import copyreg
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
+
+from mpkernels.nn.fusing.plan import Plan, methods_of
+from mpkernels.nn.fusing.rewrite import NotRewritableError, is_made_for_subclasses
+
+
+class Record(NamedTuple):
+    """What a class was fused from."""
+
+    plain: type
+    plan: Plan
+
+
+_RECORD = "mpkernels_fused"
+_made: WeakValueDictionary[Record, type] = WeakValueDictionary()
+
+
+def record_of(kind: type) -> Record | None:
+    """Return what a class was fused from. Return None if it is no fused class itself, whatever it inherits from."""
+    record: Record | None = vars(kind).get(_RECORD)
+    return record
+
+
+def fused_class(plain: type, plan: Plan) -> type:
+    """Return the subclass that runs the plan. Modules with the same class and plan share it, and so their compiled
+    code. Names stay, because tools look classes up by name."""
+    record = Record(plain, plan)
+    kind = _made.get(record)
+    if kind is None:
+        space = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
+        space |= {"__reduce_ex__": _reduce, _RECORD: record, **methods_of(plain, plan)}
+        kind = _made[record] = type(plain)(plain.__name__, (plain,), space)
+    return kind
+
+
+def plain_class(kind: type) -> type:
+    """Return the class as it is without any fused one. What others have derived from a fused class, as fully_shard and
+    parametrize do, is derived from its plain one. It mustn't have a forward, which may call the fused one."""
+    record = record_of(kind)
+    if record is not None:
+        return plain_class(record.plain)
+    if not is_fused(kind):
+        return kind
+    space = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    if "forward" in space and is_made_for_subclasses(kind, space["forward"]):
+        del space["forward"]  # and is made anew
+    return type(kind)(kind.__name__, tuple(map(plain_class, kind.__bases__)), space)
+
+
+def covers_fused_forward(kind: type) -> bool:
+    """Return whether others have derived a class with a forward of its own from a fused one."""
+    derived = [it for it in kind.__mro__ if record_of(it) is None and is_fused(it)]
+    return any("forward" in vars(it) and not is_made_for_subclasses(it, vars(it)["forward"]) for it in derived)
+
+
+def is_fused(kind: type) -> bool:
+    return any(record_of(it) is not None for it in kind.__mro__)
+
+
+def _reduce(self: Any, protocol: Any) -> Any:
+    """Pickle and copy the module by its plain class, since pickle finds no other by its name."""
+    kind: Any = next(it for it in type(self).__mro__ if record_of(it) is not None)
+    reduced = super(kind, self).__reduce_ex__(protocol)
+    usual = copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]
+    is_usual = isinstance(reduced, tuple) and reduced[:2] == usual
+    return (restore, record_of(kind), *reduced[2:]) if is_usual else reduced
+
+
+def restore(plain: Any, plan: Plan) -> Any:
+    """Return a new module of a fused class, which pickle and copy fill. It is plain where the class's source has
+    changed since."""
+    module = plain.__new__(plain)
+    with suppress(NotRewritableError):
+        module.__class__ = fused_class(plain, plan)
+    return module

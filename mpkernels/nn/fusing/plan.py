@@ -1,0 +1,151 @@
+"""Decide for one module which sites a fused op computes, and say why the others are left."""
+
+import builtins
+import inspect
+from collections.abc import Iterator
+from functools import reduce
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import Module, Sequential, functional
+from torch.nn.utils import parametrize
+
+from mpkernels.nn.fusing import sequential
+from mpkernels.nn.fusing.chain import dotted, short
+from mpkernels.nn.fusing.recognise import (
+    is_activation,
+    is_linear,
+    known_activation,
+    why_never,
+    why_no_activation,
+    why_no_dropout,
+)
+from mpkernels.nn.fusing.rewrite import NotRewritableError, original, rewrite, sites_of
+from mpkernels.nn.fusing.sites import Site, partition
+
+Plan = tuple[Any, ...]
+"""For each method, its name and its chosen sites: index and text. For a Sequential, the chosen runs of its modules."""
+
+
+class Decision(NamedTuple):
+    plan: Plan
+    fused: list[tuple[str, str]]  #: what stands there, and what computes it
+    left: list[tuple[str, str]]  #: what stands there, and why it is left
+
+
+def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
+    """Return the plan's methods, written anew, in the form that a class body has them."""
+    if _is_sequential(kind):
+        return {"forward": sequential.forward_of(plan)}
+    return {name: rewrite(original(kind, name), chosen) for name, chosen in plan}
+
+
+def decide(module: Module, kind: type) -> Decision:
+    """Decide for a module whose class is ``kind``, but for fused ones."""
+    if not (any(is_linear(it) for it in module.modules() if it is not module) or _holds_both(module)):
+        return Decision((), [], [])
+    try:
+        _refuse_foreign_forward(module, kind)
+        decision = _sequential(module) if _is_sequential(kind) else _by_source(module, kind)
+    except NotRewritableError as error:
+        decision = Decision((), [], [(_holds_both(module), f"its forward {error}")])
+    if not (decision.plan or decision.left):
+        reason = "its forward applies no activation to the output of a linear layer"
+        decision = decision._replace(left=[(_holds_both(module), reason)])
+    return decision._replace(left=[(text, reason) for text, reason in decision.left if text])
+
+
+def _is_sequential(kind: type) -> bool:
+    return inspect.getattr_static(kind, "forward") is Sequential.forward
+
+
+def _refuse_foreign_forward(module: Module, kind: type) -> None:
+    if "forward" in vars(module):
+        raise NotRewritableError("was replaced on this instance")
+    if isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule):
+        raise NotRewritableError("was generated")
+    if parametrize.is_parametrized(module) and type(module) is kind:  # and it wasn't fused before
+        raise NotRewritableError("reads parametrized tensors of its own")
+
+
+def _sequential(module: Module) -> Decision:
+    modules: list[Module] = [*module]  # type: ignore[misc]  # children() would skip a module's second place
+    runs = sequential.runs_of(modules)
+    chosen, left = partition(runs, [run.why_left(modules) for run in runs])
+    fused = [(runs[index].text(modules), runs[index].computed_by(modules)) for index in chosen]
+    plan = tuple(runs[index] for index in chosen)
+    return Decision(plan, fused, [(runs[index].text(modules), reason) for index, reason in left])
+
+
+def _by_source(module: Module, kind: type) -> Decision:
+    decision = Decision((), [], [])
+    for name, function, sites in _methods_in_reach(kind):
+        chosen, left = partition(sites, [_why_left(site, module, function) for site in sites])
+        decision = Decision(
+            (*decision.plan, (name, tuple((index, sites[index].text) for index in chosen)))
+            if chosen
+            else decision.plan,
+            decision.fused + [(sites[index].text, _computed_by(sites[index], module, function)) for index in chosen],
+            decision.left + [(sites[index].text, reason) for index, reason in left],
+        )
+    return decision
+
+
+def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType, list[Site]]]:
+    """Yield forward and the methods that it may call, if they can be rewritten. Raise if forward can't."""
+    names = ["forward"]
+    for name in names:
+        try:
+            function = original(kind, name)
+            sites = sites_of(function)
+        except NotRewritableError:
+            if name == "forward":
+                raise
+            continue
+        yield name, function, sites
+        methods = [it for it in function.__code__.co_names if it not in names and not hasattr(Module, it)]
+        names += [it for it in methods if isinstance(inspect.getattr_static(kind, it, None), FunctionType)]
+
+
+def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
+    """Return "" for a site that an op of ours can compute, the reason for one that it can't, and None for calls that
+    are something else, such as a norm after a linear layer."""
+    activation, dropout = _resolve(site.activation, module, function), None
+    layers = [_resolve(it, module, function) for it in site.layers]
+    if not is_activation(activation) or not all(map(is_linear, layers)):
+        return None
+    reasons = [(site.layers[at], why_never(layer)) for at, layer in enumerate(layers)]
+    reasons.append((site.activation, why_no_activation(activation)))
+    if site.is_tanh_form and activation is not functional.gelu:
+        return None
+    if site.dropout is not None:
+        dropout = _resolve(site.dropout.called, module, function)
+        if site.dropout.is_module:
+            reasons.append((site.dropout.called, why_no_dropout(dropout)))
+        elif dropout is not functional.dropout:
+            return None
+    return next((f"{short(role)} {why}" for role, why in reasons if why is not None), "")
+
+
+def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:
+    """Return the value of a dotted name, None where it has none."""
+    first, *names = dotted(expression).split(".")
+    known = {function.__code__.co_varnames[0]: module} if function.__code__.co_argcount else {}
+    value = known.get(first, function.__globals__.get(first, getattr(builtins, first, None)))
+    try:
+        return reduce(getattr, names, value)
+    except AttributeError:
+        return None
+
+
+def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
+    name = "gelu_tanh" if site.is_tanh_form else known_activation(_resolve(site.activation, module, function))
+    return f"{site.kind}, {name}"
+
+
+def _holds_both(module: Module) -> str:
+    """Return the class's name if the module itself holds an activation and a matrix to multiply with."""
+    held = [*module.children(), *vars(module).values()]
+    has_matrix = any(map(is_linear, held)) or any(it.ndim > 1 for it in module.parameters(recurse=False))
+    return type(module).__name__ if has_matrix and any(map(is_activation, held)) else ""

@@ -1,0 +1,97 @@
+"""What a module is: a linear layer, an activation, a dropout, and whether a call of it does nothing else."""
+
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+
+import torch
+from torch import Tensor
+from torch.nn import Dropout, Linear, Module, Parameter, functional
+
+from mpkernels._torch_private import runs_forward_alone
+from mpkernels.ops.linear.activations import ACTIVATIONS, module_activation
+from mpkernels.parts import is_sharded
+
+PLAIN_TENSORS = (Tensor, Parameter)  # no subclass: DTensors, quantised weights and stand-ins go the plain way
+
+
+_FUNCTIONS: dict[object, str] = {
+    **dict.fromkeys((torch.relu, functional.relu), "relu"),
+    functional.gelu: "gelu",
+    functional.silu: "silu",
+    **dict.fromkeys((torch.sigmoid, functional.sigmoid), "sigmoid"),
+    **dict.fromkeys((torch.tanh, functional.tanh), "tanh"),
+}
+
+
+def known_activation(value: object) -> str | None:
+    """Return the name in ACTIVATIONS of such a name, a module or a function of torch. Return None for anything else."""
+    if isinstance(value, str):
+        return value if value in ACTIVATIONS else None
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return _FUNCTIONS.get(value)
+    if isinstance(value, partial):
+        is_tanh_form = value.func is functional.gelu and not value.args and value.keywords == {"approximate": "tanh"}
+        return "gelu_tanh" if is_tanh_form else None
+    return None if isinstance(value, type) else module_activation(value)
+
+
+def why_no_layer(layer: Module) -> str | None:
+    """Return why this isn't a plain linear layer. None if it is one."""
+    if type(layer) is not Linear and not is_conv1d(layer):
+        return "is no plain torch.nn.Linear"
+    if not runs_forward_alone(layer):
+        return _WATCHED
+    bias = layer.bias
+    if type(layer.weight) not in PLAIN_TENSORS or (bias is not None and type(bias) not in PLAIN_TENSORS):
+        return _FOREIGN
+    return None
+
+
+def why_never(layer: Module) -> str | None:
+    """Return as why_no_layer does, but pass DTensors: fully_shard replaces them by plain tensors before a forward."""
+    reason = why_no_layer(layer)
+    return None if reason is _FOREIGN and is_sharded(layer.weight) else reason
+
+
+def why_no_activation(activation: object) -> str | None:
+    """Return why this isn't one of our activations, in a call as it was written. None if it is one."""
+    if known_activation(activation) is None:
+        return "is no activation that mpkernels knows"
+    return _WATCHED if isinstance(activation, Module) and not runs_forward_alone(activation) else None
+
+
+def why_no_dropout(dropout: Module) -> str | None:
+    """Return why this isn't a plain dropout. None if it is one."""
+    if type(dropout) is not Dropout:
+        return "is no plain torch.nn.Dropout"
+    return None if runs_forward_alone(dropout) else _WATCHED
+
+
+_FOREIGN = "holds tensors of another class"
+_WATCHED = "has hooks, or a forward of its own"
+
+
+def is_conv1d(layer: object) -> bool:
+    """Return whether this is the layer of GPT-2, whose weight is transposed."""
+    kind = type(layer)
+    return kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
+
+
+_NO_ACTIVATIONS = torch.nn.Softmax | torch.nn.LogSoftmax | torch.nn.Softmax2d | torch.nn.MultiheadAttention
+_HOMES = ("torch.nn.modules.activation", "transformers.activations")
+_OTHERS = {getattr(functional, name) for name in ("elu", "selu", "celu", "leaky_relu", "relu6", "mish", "hardswish")}
+
+
+def is_activation(value: object) -> bool:
+    """Return whether this is an activation, one of ours or not. A site that does nothing needs no op."""
+    name = None if isinstance(value, str) else known_activation(value)
+    if isinstance(value, FunctionType | BuiltinFunctionType):
+        return name is not None or value in _OTHERS
+    is_others = type(value).__module__ in _HOMES and not isinstance(value, _NO_ACTIVATIONS)
+    return name != "none" and (name is not None or is_others)
+
+
+def is_linear(value: object) -> bool:
+    """Return whether this is a linear layer, or one that somebody has wrapped."""
+    weight = getattr(value, "weight", None)
+    return isinstance(value, Linear) or is_conv1d(value) or getattr(weight, "ndim", 0) == 2

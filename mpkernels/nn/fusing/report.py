@@ -1,0 +1,105 @@
+"""What fuse has found in a model, as a table."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import Module
+
+from mpkernels._torch_private import storage_of
+
+
+class FusedSite(NamedTuple):
+    module: str
+    stood_there: str
+    computed_by: str
+
+
+class LeftSite(NamedTuple):
+    module: str
+    stood_there: str
+    reason: str
+
+
+class SavedBytes(NamedTuple):
+    plain: int
+    fused: int
+
+
+@dataclass
+class FuseReport:
+    """What ``fuse`` has found: the sites that it fused, and those that it left. ``print`` shows both as a table."""
+
+    fused: list[FusedSite] = field(default_factory=list)
+    left: list[LeftSite] = field(default_factory=list)
+    _model: Any = field(default=None, repr=False)
+    _classes: list[tuple[Module, type, type]] = field(default_factory=list, repr=False)
+
+    def saved_bytes(self, inputs: Any) -> SavedBytes:
+        """Return how many bytes a forward saves for the backward, plain and fused. Parameters and buffers don't count.
+
+        The model runs twice, on the same random numbers, as ``model(*inputs)``, or ``model(**inputs)`` for a mapping.
+        After a dry run, it is fused for this measurement only.
+        """
+        return SavedBytes(*(self._count(inputs, fused=fused) for fused in (False, True)))
+
+    def _count(self, inputs: Any, *, fused: bool) -> int:
+        own = {storage_of(it) for it in (*self._model.parameters(), *self._model.buffers())}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.layout is torch.strided and storage_of(tensor) not in own:
+                saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with self._with_classes(fused), torch.random.fork_rng(), torch.enable_grad(), saved_tensors_hooks(pack, _same):
+            outputs = _call(self._model, inputs)  # held, for the graph holds what is saved
+        del outputs
+        return sum(saved.values())
+
+    @contextmanager
+    def _with_classes(self, fused: bool) -> Iterator[None]:
+        before = [(module, type(module)) for module, _, _ in self._classes]
+        try:
+            for module, plain, kind in self._classes:
+                if type(module) in (plain, kind):
+                    module.__class__ = kind if fused else plain
+            yield
+        finally:
+            for module, kind in before:
+                module.__class__ = kind
+
+    def __str__(self) -> str:
+        parts = [
+            _table(("fused", "what stood there", "computed by"), self.fused),
+            _table(("left", "what stands there", "why"), self.left),
+        ]
+        return "\n\n".join(parts)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _call(model: Module, inputs: Any) -> Any:
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+
+
+def _table(head: tuple[str, str, str], sites: Sequence[tuple[str, str, str]]) -> str:
+    """One line for what stands in many layers alike: their numbers are shown as a star, with a count."""
+    counts: dict[tuple[str, ...], int] = {}
+    for module, *rest in sites:
+        key = (re.sub(r"\b\d+\b", "*", module) or "(the model)", *rest)
+        counts[key] = counts.get(key, 0) + 1
+    rows = [(f"{module} ({count})" if count > 1 else module, *rest) for (module, *rest), count in counts.items()]
+    rows = [head, *(rows or [("nothing", "", "")])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -1,0 +1,187 @@
+"""Write a function anew, with a fused call at chosen sites and everything else as it stood."""
+
+import __future__
+
+import ast
+import inspect
+import linecache
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import lru_cache
+from types import CellType, CodeType, FunctionType
+from typing import Any
+
+from mpkernels.nn.fusing import calls
+from mpkernels.nn.fusing.sites import Site, find_sites
+
+CALLS = "mpkernels_calls"  # what the module calls is called in a rewritten function
+
+
+class NotRewritableError(Exception):
+    """Says why a function is left alone."""
+
+
+def original(kind: type, name: str) -> FunctionType:
+    """Return the function that this class's method was written as."""
+    method = inspect.getattr_static(kind, name)
+    while is_made_for_subclasses(kind, method):
+        method = method.__wrapped__
+    if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__"):
+        raise NotRewritableError("is decorated, or no Python function")
+    if method.__code__.co_freevars:
+        raise NotRewritableError("is a closure, or calls super()")
+    return method
+
+
+def is_made_for_subclasses(kind: type, method: Any) -> bool:
+    """Return whether a wrapper was put around this method as its class was made. HF's layers do so, for checkpointing,
+    and will wrap the method of a subclass in the same way."""
+    makers = [vars(it).get("__init_subclass__") for it in kind.__mro__]
+    made = [const for it in makers if isinstance(it, classmethod) for const in it.__func__.__code__.co_consts]
+    return isinstance(method, FunctionType) and method.__code__ in made and hasattr(method, "__wrapped__")
+
+
+@lru_cache(maxsize=1024)
+def sites_of(function: FunctionType) -> list[Site]:
+    """Return all candidates in the function's source, which must be what runs."""
+    return find_sites(_parse(function)[0])
+
+
+def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]]) -> FunctionType:
+    """Return the function with fused calls at the sites with these indexes and texts. Globals, defaults and line
+    numbers stay."""
+    tree, imports = _parse(function)
+    sites = dict(enumerate(find_sites(tree)))
+    if any(index not in sites or sites[index].text != text for index, text in chosen):
+        raise NotRewritableError("has changed since it was fused")  # in a file that is loaded
+    for site in sorted((sites[index] for index, _ in chosen), key=lambda site: site.first, reverse=True):
+        _replace(site)
+    code = _compile(function, tree, imports)
+    helper = (CellType(calls),) if code.co_freevars else ()
+    written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, helper)
+    lazy = "__annotate__" if hasattr(function, "__annotate__") else "__annotations__"
+    for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
+        setattr(written, name, getattr(function, name))
+    written.__dict__.update(vars(function))
+    return written
+
+
+@lru_cache(maxsize=16)
+def _file(text: str) -> tuple[list[ast.stmt], dict[tuple[str, int], ast.FunctionDef]]:
+    """Return a file's imports and its functions, by name and first line."""
+    tree = ast.parse(text)
+    functions = [it for it in ast.walk(tree) if isinstance(it, ast.FunctionDef)]
+    first_lines = [min(it.lineno, *(each.lineno for each in it.decorator_list), it.lineno) for it in functions]
+    return _imports(tree.body), {(it.name, line): it for it, line in zip(functions, first_lines, strict=True)}
+
+
+def _imports(statements: list[ast.stmt]) -> list[ast.stmt]:
+    """Return the imports that bind names of the module, also those within if and try."""
+    found: list[ast.stmt] = []
+    for statement in statements:
+        if isinstance(statement, ast.Import | ast.ImportFrom):
+            found += [statement] if getattr(statement, "module", "") != "__future__" else []
+        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            parts = [statement, *getattr(statement, "handlers", ())]
+            for inner in (getattr(part, name, []) for part in parts for name in ("body", "orelse", "finalbody")):
+                found += _imports(inner)
+    return found
+
+
+def _parse(function: FunctionType) -> tuple[ast.FunctionDef, list[ast.stmt]]:
+    """Return the function's syntax tree, and the imports of its file, upon which Python 3.11 compiles calls."""
+    code = function.__code__
+    try:
+        imports, functions = _file("".join(linecache.getlines(code.co_filename, function.__globals__)))
+    except SyntaxError:
+        raise NotRewritableError("has no source") from None
+    node = deepcopy(functions.get((code.co_name, code.co_firstlineno)))
+    if node is None:
+        raise NotRewritableError("has no source")
+    if node.decorator_list:
+        raise NotRewritableError("is decorated")
+    if not _is_same(_compile(function, node, imports), code):
+        raise NotRewritableError("runs other code than its source says")
+    return node, imports
+
+
+def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.stmt]) -> CodeType:
+    """Compile within a class of the same name, for the sake of ``self.__private`` names, and within a function that has
+    ``calls`` as a local variable, so that the function needs no new global."""
+    names = function.__qualname__.split(".")
+    is_method = len(names) > 1 and names[-2].isidentifier()
+    name = names[-2] if is_method else "Outer"
+    tree = ast.parse(f"class {name}:\n def outer({CALLS}): pass")
+    tree.body[0].body[0].body = [node]  # type: ignore[attr-defined]
+    tree.body = [*imports, *tree.body]
+    futures = function.__code__.co_flags & __future__.annotations.compiler_flag
+    code: Any = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec", futures, True)
+    for inner in (name, "outer", node.name):
+        code = next(it for it in code.co_consts if isinstance(it, CodeType) and it.co_name == inner)
+    found: CodeType = code
+    return found
+
+
+def _is_same(one: CodeType, other: CodeType) -> bool:
+    """Return whether both compute the same, wherever they were compiled."""
+    parts = ("co_code", "co_names", "co_varnames", "co_cellvars", "co_freevars")
+    if [getattr(one, part) for part in parts] != [getattr(other, part) for part in parts]:
+        return False
+    return len(one.co_consts) == len(other.co_consts) and all(map(_is_same_constant, one.co_consts, other.co_consts))
+
+
+def _is_same_constant(one: Any, other: Any) -> bool:
+    if isinstance(one, CodeType) and isinstance(other, CodeType):
+        return _is_same(one, other)
+    if isinstance(one, str) and "<locals>" in one:  # the qualified name of an inner function, in Python 3.10
+        return isinstance(other, str) and one.split(".")[-1] == other.split(".")[-1]
+    return type(one) is type(other) and bool(one == other)
+
+
+def _replace(site: Site) -> None:
+    statements, last = site.block.statements, site.block.statements[site.last]
+    setattr(site.expression, _MARK, True)
+    if site.first == site.last:
+        choice = ast.copy_location(ast.IfExp(_test(site), _fused(site), site.expression), site.expression)
+        statements[site.last] = _Insert(choice).visit(last)
+    else:
+        fused = _Insert(_fused(site)).visit(deepcopy(last))
+        written = statements[site.first : site.last + 1]
+        choice_of_lines = ast.If(_test(site), [fused], written)
+        statements[site.first : site.last + 1] = [ast.copy_location(choice_of_lines, written[0])]
+    delattr(site.expression, _MARK)
+
+
+_MARK = "is_replaced_by_mpkernels"
+
+
+class _Insert(ast.NodeTransformer):
+    """Puts a node in the place of the marked one."""
+
+    def __init__(self, node: ast.expr) -> None:
+        self.node = node
+
+    def visit(self, node: ast.AST) -> Any:
+        return self.node if hasattr(node, _MARK) else super().visit(node)
+
+
+def _test(site: Site) -> ast.expr:
+    layers, activation = _shared(site)
+    x = site.x if isinstance(site.x, ast.Name) else ast.Constant(...)  # to be evaluated once, and not yet
+    dropout = [site.dropout.called] if site.dropout is not None and site.dropout.is_module else []
+    return _call("are_plain", [x, layers, activation, *dropout], site)
+
+
+def _fused(site: Site) -> ast.expr:
+    dropout = [] if site.dropout is None else [site.dropout.p, site.dropout.training]
+    return _call(site.kind, [site.x, *_shared(site), *dropout], site)
+
+
+def _shared(site: Site) -> tuple[ast.expr, ast.expr]:
+    activation = ast.Constant("gelu_tanh") if site.is_tanh_form else site.activation
+    return ast.Tuple(list(site.layers), ast.Load()), activation
+
+
+def _call(name: str, arguments: list[ast.expr], site: Site) -> ast.expr:
+    function = ast.Attribute(ast.Name(CALLS, ast.Load()), name, ast.Load())
+    return ast.copy_location(ast.Call(function, deepcopy(arguments), []), site.expression)

@@ -1,0 +1,220 @@
+"""Find the places in a function where one fused op can replace several calls: in the function's syntax tree alone,
+without a look at any module."""
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, Protocol
+
+from mpkernels.nn.fusing.chain import Block, Chain, Place, dotted, short
+
+KINDS = ("gated_mlp", "mlp", "gated_linear", "linear_act")  # what replaces most comes first
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Between the activation and the last layer: a module, or a call of a function with its p and training."""
+
+    called: ast.expr
+    p: ast.expr
+    training: ast.expr
+    is_module: bool
+
+
+@dataclass(frozen=True)
+class Site:
+    """Calls that one fused op can replace. It lies in statements ``first`` to ``last`` of a block: the last one holds
+    ``expression``, and the others compute what the expression reads."""
+
+    kind: str
+    block: Block
+    first: int
+    last: int
+    expression: ast.expr
+    x: ast.expr
+    layers: tuple[ast.expr, ...]
+    activation: ast.expr
+    is_tanh_form: bool
+    dropout: Dropout | None
+
+    @property
+    def text(self) -> str:
+        """What stands there, on one line and without ``self.``."""
+        *layers, activation = map(short, (*self.layers, self.activation))
+        hidden, packed = f"{activation}({layers[0]}(x))", ""
+        if self.kind.startswith("gated"):
+            is_packed = len(layers) - (self.kind == "gated_mlp") == 1
+            packed = f"gate, up = {layers[0]}(x).chunk(2); " if is_packed else ""
+            hidden = f"{activation}(gate) * up" if is_packed else f"{hidden} * {layers[1]}(x)"
+        if self.dropout is not None:
+            hidden = f"dropout({hidden})"
+        return packed + (f"{layers[-1]}({hidden})" if self.kind.endswith("mlp") else hidden)
+
+    def overlaps(self, other: "Site") -> bool:
+        if self.block.statements is not other.block.statements:
+            return False
+        if self.first == self.last == other.first == other.last:
+            both = ((self, other), (other, self))
+            return any(inner.expression is node for outer, inner in both for node in ast.walk(outer.expression))
+        return self.first <= other.last and other.first <= self.last
+
+
+def find_sites(function: ast.FunctionDef) -> list[Site]:
+    """Return all candidates, which may overlap, in the same order for the same source."""
+    found: list[Site] = []
+    if any(isinstance(it, ast.Name) and it.id in ("locals", "eval", "exec") for it in ast.walk(function)):
+        return found  # which may read any name
+    for block in Block.all_of(function):
+        for last, statement in enumerate(block.statements):
+            for expression in _expressions(statement):
+                found += [site for kind in KINDS for site in _matches(kind, block, last, expression)]
+    return found
+
+
+class Candidate(Protocol):
+    @property
+    def kind(self) -> str: ...
+
+    def overlaps(self, other: Any) -> bool: ...
+
+
+def partition(sites: Sequence[Candidate], verdicts: Sequence[str | None]) -> tuple[list[int], list[tuple[int, str]]]:
+    """Return the indexes of the sites to fuse, whose verdict is "", and those of the other sites with their verdicts.
+    None of them overlap."""
+    chosen = _apart(sites, [index for index, verdict in enumerate(verdicts) if verdict == ""], [])
+    left = _apart(sites, [index for index, verdict in enumerate(verdicts) if verdict], chosen)
+    return sorted(chosen), [(index, verdicts[index] or "") for index in sorted(left)]
+
+
+def _apart(sites: Sequence[Candidate], indexes: Sequence[int], taken: Sequence[int]) -> list[int]:
+    """Choose indexes of sites that don't overlap. Those that replace more are preferred, then the later ones: of
+    Linear, ReLU, Linear, ReLU, Linear a linear_act and an mlp."""
+    chosen: list[int] = []
+    for index in sorted(indexes, key=lambda index: (KINDS.index(sites[index].kind), -index)):
+        if not any(sites[index].overlaps(sites[other]) for other in (*taken, *chosen)):
+            chosen.append(index)
+    return chosen
+
+
+_SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
+_SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+
+
+def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
+    if not isinstance(statement, _SIMPLE) or statement.value is None:
+        return
+    waiting: list[ast.AST] = [statement.value]
+    while waiting:
+        node = waiting.pop(0)
+        if isinstance(node, ast.Call | ast.BinOp):
+            yield node
+        if not isinstance(node, _SCOPES):
+            waiting += ast.iter_child_nodes(node)
+
+
+def _matches(kind: str, block: Block, last: int, expression: ast.expr) -> Iterator[Site]:
+    """Yield each reading of the expression as this kind: with and without dropout, with the gate on either side."""
+    is_block = kind in ("mlp", "gated_mlp")
+    for has_dropout, gate_at in product((False, True)[: 1 + is_block], (0, 1)[: 1 + kind.startswith("gated")]):
+        match = _Match(Chain(block, last))
+        value: Place | None = Place(expression, last)
+        if is_block:
+            value = match.last_layer(value)
+        if has_dropout:
+            value = match.dropped(value)
+        matched = match.gated(value, gate_at) if kind.startswith("gated") else match.hidden(value)
+        if matched is not None and match.activation is not None:
+            x, layers = matched
+            first = match.chain.first_if_sound(expression, [x, *match.read])
+            if first is not None:
+                layers += (match.down,) if match.down is not None else ()
+                rest = (x.node, layers, match.activation, match.is_tanh_form, match.dropout)
+                yield Site(kind, block, first, last, expression, *rest)
+
+
+Layers = tuple[ast.expr, ...]
+
+
+class _Match:
+    """One attempt to read an expression as a site. Each method takes a place, None where an earlier one has failed, and
+    returns what the call there is applied to."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain = chain
+        self.down: ast.expr | None = None
+        self.activation: ast.expr | None = None
+        self.is_tanh_form = False
+        self.dropout: Dropout | None = None
+        self.read: list[Place] = []  # what else the fused call reads
+
+    def last_layer(self, value: Place | None) -> Place | None:
+        self.down, argument = self._module(value)
+        return argument
+
+    def _module(self, value: Place | None) -> tuple[ast.expr | None, Place | None]:
+        """Take ``self.layer(argument)`` apart."""
+        value = self.chain.follow(value)
+        if value is None or not isinstance(node := value.node, ast.Call) or len(node.args) != 1 or node.keywords:
+            return None, None
+        if not self.chain.is_own(node.func) or isinstance(node.args[0], ast.Starred):
+            return None, None
+        return node.func, Place(node.args[0], value.index)
+
+    def dropped(self, value: Place | None) -> Place | None:
+        called, argument = self._module(value)
+        if called is not None:
+            p, training = (ast.Attribute(called, name, ast.Load()) for name in ("p", "training"))
+            self.dropout = Dropout(called, p, training, is_module=True)
+            return argument
+        value = self.chain.follow(value)
+        if value is None or not isinstance(node := value.node, ast.Call) or not self.chain.is_global(node.func):
+            return None
+        options = dict(zip(("p", "training"), node.args[1:], strict=False)) | {it.arg: it.value for it in node.keywords}
+        if not node.args or len(node.args) > 3 or options.keys() != {"p", "training"}:
+            return None
+        self.dropout = Dropout(node.func, options["p"], options["training"], is_module=False)
+        self.read += [Place(each, value.index) for each in options.values()]
+        return Place(node.args[0], value.index)
+
+    def activated(self, value: Place | None) -> Place | None:
+        self.activation, argument = self._module(value)
+        if argument is not None:
+            return argument
+        value = self.chain.follow(value)
+        if value is None or not isinstance(node := value.node, ast.Call) or not self.chain.is_global(node.func):
+            return None
+        keywords = {it.arg: it.value.value if isinstance(it.value, ast.Constant) else ... for it in node.keywords}
+        self.is_tanh_form = keywords.get("approximate") == "tanh"
+        if keywords not in ({}, {"approximate": "tanh"}, {"approximate": "none"}) or len(node.args) != 1:
+            return None
+        self.activation = node.func
+        return Place(node.args[0], value.index)
+
+    def hidden(self, value: Place | None) -> tuple[Place, Layers] | None:
+        layer, x = self._module(self.activated(value))
+        return None if layer is None or x is None else (x, (layer,))
+
+    def gated(self, value: Place | None, gate_at: int) -> tuple[Place, Layers] | None:
+        value = self.chain.follow(value)
+        if value is None or not isinstance(node := value.node, ast.BinOp) or not isinstance(node.op, ast.Mult):
+            return None
+        sides = [Place(side, value.index) for side in (node.left, node.right)]
+        gate, up = self.activated(sides[gate_at]), sides[1 - gate_at]
+        return self._apart(gate, up) or self._packed(gate, up)
+
+    def _apart(self, gate: Place | None, up: Place) -> tuple[Place, Layers] | None:
+        (of_gate, x), (of_up, same_x) = self._module(gate), self._module(up)
+        if of_gate is None or of_up is None or x is None or same_x is None or dotted(of_gate) == dotted(of_up):
+            return None
+        is_same = isinstance(x.node, ast.Name) and isinstance(same_x.node, ast.Name) and x.node.id == same_x.node.id
+        self.read.append(same_x)
+        return (x, (of_gate, of_up)) if is_same else None
+
+    def _packed(self, gate: Place | None, up: Place) -> tuple[Place, Layers] | None:
+        """Match ``gate, up = self.layer(x).chunk(2, dim=-1)``."""
+        first, second = self.chain.half(gate), self.chain.half(up)
+        if first is None or second is None or first.call is not second.call or (first.which, second.which) != (0, 1):
+            return None
+        layer, x = self._module(first.packed)
+        return None if layer is None or x is None else (x, (layer,))

@@ -1,0 +1,127 @@
+"""Adapters and quantisers on the layers of a fused model, against the real libraries: they compute what they compute on
+the plain model, whether they come before fuse or after."""
+
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mpkernels.nn import fuse
+from tests.networks import one_thread
+from tests.nn.fusing.models import recorded_ops
+
+for library in ("transformers", "peft", "torchao"):
+    pytest.importorskip(library, reason="needs the extra integrations")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from peft import IA3Config, LoraConfig, get_peft_model
+    from torchao.float8 import convert_to_float8_training
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 64, "n_positions": 32, "resid_pdrop": 0.0}
+GPT2 |= {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+LLAMA = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+
+
+def gpt2():
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(**GPT2))
+
+
+def llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=64, **LLAMA))
+
+
+def with_peft(kind, **options):
+    def adapt(model):
+        torch.manual_seed(1)
+        return get_peft_model(model, kind(**options))
+
+    return adapt
+
+
+LORA = {"r": 4, "init_lora_weights": False}
+ALL_OF_LLAMA = {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+ADAPTERS = {
+    "LoRA, gpt2": (gpt2, with_peft(LoraConfig, target_modules=["c_fc", "c_proj"], fan_in_fan_out=True, **LORA), []),
+    "LoRA, llama": (llama, with_peft(LoraConfig, **ALL_OF_LLAMA, **LORA), []),
+    "LoRA, llama's gate": (llama, with_peft(LoraConfig, target_modules=["gate_proj"], **LORA), []),
+    "LoRA, attention": (llama, with_peft(LoraConfig, target_modules=["q_proj", "v_proj"], **LORA), ["gated_mlp"] * 2),
+    "DoRA, llama": (llama, with_peft(LoraConfig, use_dora=True, **ALL_OF_LLAMA, **LORA), []),
+    "IA3, llama": (
+        llama,
+        with_peft(IA3Config, target_modules=["down_proj"], feedforward_modules=["down_proj"], init_ia3_weights=False),
+        None,
+    ),
+    "LoRA on parameters": (
+        llama,
+        with_peft(LoraConfig, target_modules=[], target_parameters=["mlp.up_proj.weight"], **LORA),
+        [],
+    ),
+}
+
+
+def results(model):
+    model.zero_grad()
+    logits = model(TOKENS).logits
+    logits.square().mean().backward()
+    return [logits.detach(), *(it.grad for it in model.parameters() if it.grad is not None)]
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters(name, is_first):
+    make, adapt, ops = ADAPTERS[name]
+    want = results(adapt(make()))
+    model = make()
+    if is_first:
+        fuse(model)
+    model = adapt(model)
+    fuse(model)
+    with recorded_ops() as ran:
+        got = results(model)
+    exact = ran == []
+    assert_close(got, want, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6)
+    if is_first and ops is not None:
+        assert ran == ops
+
+
+def test_a_merged_adapter_leaves_the_fused_op():
+    model = llama()
+    fuse(model)
+    adapted = ADAPTERS["LoRA, llama"][1](model)
+    want = adapted(TOKENS).logits
+    merged = adapted.merge_and_unload()
+    with recorded_ops() as ran:
+        assert_close(merged(TOKENS).logits, want, rtol=1e-4, atol=1e-5)
+    assert ran == ["gated_mlp"] * 2
+
+
+def to_int8(model):
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+def to_float8(model):
+    return convert_to_float8_training(model, module_filter_fn=lambda module, name: "mlp" in name)
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+@pytest.mark.parametrize("convert", [to_int8, to_float8])
+def test_quantised_layers(convert, is_first):
+    want = convert(llama())(TOKENS).logits
+    model = llama()
+    fuse(model if is_first else torch.nn.Identity())
+    model = convert(model)
+    report = fuse(model)
+    assert is_first or report.fused == []
+    with recorded_ops() as ran:
+        assert_close(model(TOKENS).logits, want, rtol=0, atol=0)
+    assert ran == []

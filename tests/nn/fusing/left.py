@@ -1,0 +1,204 @@
+"""Modules that fuse leaves as they are, most of them because a fused op would compute something else."""
+
+import torch
+from torch import nn
+
+from tests.nn.fusing.models import Mlp
+
+
+class HiddenIsUsedAgain(Mlp):
+    def forward(self, x):
+        h = self.fc1(x)
+        y = self.act(h)
+        return self.fc2(y) + h.sum()
+
+
+class HiddenIsReturned(Mlp):
+    def forward(self, x):
+        h = self.fc1(x)
+        y = self.act(h)
+        return y, h
+
+
+class HiddenIsCaptured(Mlp):
+    def forward(self, x):
+        h = self.fc1(x)
+        later = lambda: h.sum()  # noqa: E731
+        y = self.act(h)
+        return y + later()
+
+
+class HiddenIsKeptByTheLoop(Mlp):
+    def forward(self, x):
+        h = None
+        for _ in range(2):
+            if h is not None:
+                x = x + h[..., :8]
+            h = self.fc1(x)
+            y = self.act(h)
+        return y
+
+
+class InputIsBoundAnew(Mlp):
+    def forward(self, x):
+        gate = self.act(self.fc1(x))
+        x = self.norm(x)
+        return gate * self.up(x)
+
+
+class BoundByAnAugmentedAssignment(Mlp):
+    def forward(self, x):
+        x = self.fc1(x)
+        x += self.act(x)
+        return x
+
+
+class ChangedInBetween(Mlp):
+    def forward(self, x):
+        h = self.fc1(x)
+        h += 1
+        return self.act(h)
+
+
+class StatementInBetween(Mlp):
+    def forward(self, x):
+        h = self.fc1(x)
+        self.act = nn.ReLU()
+        return self.act(h)
+
+
+class BoundInsideAnExpression(Mlp):
+    def forward(self, x):
+        _ = self.fc1(h := self.norm(x))
+        return self.act(h)
+
+
+class NamesAreRead(Mlp):
+    def forward(self, x):
+        h = self.fc1(x)
+        y = self.act(h)
+        return y + locals()["h"]
+
+
+class SameNameForAnotherInput(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.up = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        x = self.act(self.fc1(x))
+        return x * self.up(x)
+
+
+class ReadAfterAnError(Mlp):
+    def forward(self, x):
+        try:
+            x = self.fc1(x)
+            x = self.act(x)
+        finally:
+            self.seen = x
+        return x
+
+
+class TheGateItself(Mlp):
+    def forward(self, x):
+        h = self.fc1(x)
+        return h.tanh() * h
+
+
+class UpIsActivated(Mlp):
+    def forward(self, x):
+        up, gate = self.packed(x).chunk(2, dim=-1)
+        return self.act(gate) * up
+
+
+class AnotherChunk(Mlp):
+    def forward(self, x):
+        gate, up = self.packed(x).chunk(2, dim=1)
+        return self.act(gate) * up if up.shape == gate.shape else gate
+
+
+class Local(Mlp):
+    def forward(self, x):
+        torch = nn.Sequential()
+        torch.relu = nn.GELU()
+        return torch.relu(self.fc1(x))
+
+
+class Super(Mlp):
+    def forward(self, x):
+        return super().forward(x) + self.act(self.fc1(x)).sum()
+
+
+class Decorated(Mlp):
+    @torch.no_grad()
+    def forward(self, x):
+        return self.act(self.fc1(x))
+
+
+def _doubled(forward):
+    def double(self, x):
+        return 2 * forward(self, x)
+
+    return double
+
+
+class WrappedSilently(Mlp):
+    forward = _doubled(Mlp.forward)
+
+
+class OfGlobals(Mlp):
+    exec("def forward(self, x):\n    return self.act(self.fc1(x))")
+
+
+class OwnActivation(nn.GELU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Unknown(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ELU()
+
+
+class Subclassed(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.act = OwnActivation()
+
+
+class OtherLinear(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.fc1 = type("Own", (nn.Linear,), {"forward": lambda self, x: 2 * nn.Linear.forward(self, x)})(8, 16)
+
+    def forward(self, x):
+        return self.act(self.fc1(x))
+
+
+LEFT = {
+    HiddenIsUsedAgain: "its forward applies no",
+    HiddenIsReturned: "its forward applies no",
+    HiddenIsCaptured: "its forward applies no",
+    HiddenIsKeptByTheLoop: "its forward applies no",
+    InputIsBoundAnew: None,
+    BoundByAnAugmentedAssignment: "its forward applies no",
+    ChangedInBetween: "its forward applies no",
+    StatementInBetween: "its forward applies no",
+    BoundInsideAnExpression: "its forward applies no",
+    NamesAreRead: "its forward applies no",
+    SameNameForAnotherInput: None,
+    ReadAfterAnError: "its forward applies no",
+    TheGateItself: "its forward applies no",
+    UpIsActivated: "its forward applies no",
+    AnotherChunk: "its forward applies no",
+    Local: "its forward applies no",
+    Super: "its forward is a closure, or calls super()",
+    Decorated: "its forward is decorated, or no Python function",
+    WrappedSilently: "its forward is a closure, or calls super()",
+    OfGlobals: "its forward has no source",
+    Unknown: "act is no activation that mpkernels knows",
+    Subclassed: "its forward applies no",
+    OtherLinear: "fc1 is no plain torch.nn.Linear",
+}

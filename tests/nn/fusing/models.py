@@ -1,0 +1,182 @@
+"""Small modules in the ways that people write MLPs, and a record of the fused ops that ran."""
+
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import torch
+import torch.nn.functional as F  # noqa: N812, as most people import it
+from torch import nn
+
+from mpkernels import functional
+
+X = torch.randn(3, 5, 8, generator=torch.Generator().manual_seed(0))
+OPS = ("linear_act", "mlp", "gated_linear", "gated_mlp")
+
+
+@contextmanager
+def recorded_ops():
+    """Yield a list that gets the name of each op which fused modules call."""
+    ran = []
+
+    def record(name, op, *arguments):
+        ran.append(name)
+        with mock.patch.multiple(functional, **originals):  # an op that calls another one counts once
+            return op(*arguments)
+
+    originals = {name: getattr(functional, name) for name in OPS}
+    with mock.patch.multiple(functional, **{name: partial(record, name, op) for name, op in originals.items()}):
+        yield ran
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.fc2, self.up = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16, bias=False)
+        self.packed = nn.Linear(8, 32)
+        self.act, self.dropout, self.norm = nn.GELU(), nn.Dropout(0.0), nn.LayerNorm(8)
+        self.function, self.rate = F.silu, 0.0
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class Chain(Mlp):
+    def forward(self, x):
+        x = self.fc1(x)
+        x = self.act(x)
+        x = self.dropout(x)
+        x = self.fc2(x)
+        return self.dropout(x)
+
+
+class ChainWithResidual(Mlp):
+    def forward(self, x):
+        residual = x
+        x = self.norm(x)
+        h = self.fc1(x)
+        h = self.act(h)
+        h = F.dropout(h, self.rate, training=self.training)
+        x = residual + self.fc2(h)
+        return x * 2
+
+
+class Function(Mlp):
+    def forward(self, x):
+        return F.gelu(self.fc1(self.norm(x)), approximate="tanh")
+
+
+class FunctionOfInstance(Mlp):
+    def forward(self, x):
+        y = self.function(self.fc1(x))
+        return y.sum(-1)
+
+
+class TorchFunction(Mlp):
+    def forward(self, x):
+        hidden: torch.Tensor = torch.relu(self.fc1(x))
+        return self.fc2(hidden)
+
+
+class Gated(Mlp):
+    def forward(self, x):
+        return self.act(self.fc1(x)) * self.up(x)
+
+
+class GatedLast(Mlp):
+    def forward(self, x):
+        _, up = self.fc1(x), self.up(x)  # one statement for two names stays as it is
+        up = self.up(x)
+        return self.fc2(up * F.silu(self.fc1(x)))
+
+
+class GatedApart(Mlp):
+    def forward(self, x):
+        gate = self.act(self.fc1(x))
+        up = self.up(x)
+        x = gate * up
+        x = self.dropout(x)
+        return self.fc2(x)
+
+
+class Packed(Mlp):
+    def forward(self, x):
+        up = self.packed(x)
+        gate, up = up.chunk(2, dim=-1)
+        return self.fc2(up * self.function(gate))
+
+
+class PackedByTorch(Mlp):
+    def forward(self, x):
+        gate, up = torch.chunk(self.packed(x), 2, dim=-1)
+        return self.act(gate) * up
+
+
+class InMethod(Mlp):
+    def forward(self, x):
+        return x + self._block(x)
+
+    def _block(self, x):
+        return self.fc2(self.dropout(self.act(self.fc1(x))))
+
+
+class InBranchAndLoop(Mlp):
+    def forward(self, x):
+        for _ in range(2):
+            if x.ndim == 3:
+                h = self.fc1(x)
+                x = self.fc2(self.act(h))
+        return x
+
+
+class TwoInARow(Mlp):
+    def forward(self, x):
+        x = torch.relu(self.fc1(x))
+        x = torch.relu(self.fc2(x))
+        return self.up(x)
+
+
+class Nested(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Mlp()
+
+    def forward(self, x):
+        return self.inner.act(self.inner.fc1(x))
+
+
+class Private(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.__scale = 3.0
+
+    def forward(self, x):
+        return self.__scale * torch.tanh(self.fc1(x))
+
+
+class Keywords(Mlp):
+    def forward(self, x, *, scale=2.0, **options):
+        """Scale."""
+        return scale * self.act(self.fc1(x))
+
+
+FORMS = {
+    Mlp: ["mlp"],
+    Chain: ["mlp"],
+    ChainWithResidual: ["mlp"],
+    Function: ["linear_act"],
+    FunctionOfInstance: ["linear_act"],
+    TorchFunction: ["mlp"],
+    Gated: ["gated_linear"],
+    GatedLast: ["gated_mlp"],
+    GatedApart: ["gated_mlp"],
+    Packed: ["gated_mlp"],
+    PackedByTorch: ["gated_linear"],
+    InMethod: ["mlp"],
+    InBranchAndLoop: ["mlp", "mlp"],
+    TwoInARow: ["linear_act", "mlp"],
+    Nested: ["linear_act"],
+    Private: ["linear_act"],
+    Keywords: ["linear_act"],
+}

@@ -1,0 +1,127 @@
+"""Which forms of source are fused, and which are left because the fused op would compute something else."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch.testing import assert_close
+
+from mpkernels.nn import fuse, unfuse
+from tests.networks import one_thread
+from tests.nn.fusing.left import LEFT
+from tests.nn.fusing.models import FORMS, InBranchAndLoop, Mlp, X, recorded_ops
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def results(model, x=X):
+    model.zero_grad()
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.square().sum().backward()
+    return [y.detach(), x.grad, *(it.grad for it in model.parameters() if it.grad is not None)]
+
+
+@pytest.mark.parametrize(("form", "ops"), FORMS.items(), ids=lambda it: getattr(it, "__name__", ""))
+def test_a_form_is_fused(form, ops):
+    model = form()
+    want = results(model)
+    report = fuse(model)
+    assert type(model) is not form
+    with recorded_ops() as ran:
+        got = results(model)
+    assert ran == ops
+    reported = sorted(site.computed_by.split(",")[0] for site in report.fused if site.module == "")
+    assert reported == sorted(set(ops))
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
+    unfuse(model)
+    assert type(model) is form
+    with recorded_ops() as ran:
+        assert_close(results(model), want, rtol=0, atol=0)
+    assert ran == []
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # of torch.compile
+def test_a_form_is_compiled_and_traced(form):
+    model = form()
+    want = model(X)
+    fuse(model)
+    assert_close(torch.compile(model, backend="eager", fullgraph=True)(X), want, rtol=1e-5, atol=1e-5)
+    if form is not InBranchAndLoop:  # which asks for the shape
+        assert_close(torch.fx.symbolic_trace(model)(X), want, rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize(("form", "reason"), LEFT.items(), ids=lambda it: getattr(it, "__name__", ""))
+def test_a_form_is_left_with_a_reason(form, reason):
+    model = form()
+    want = model(X)
+    report = fuse(model)
+    assert_close(model(X), want, rtol=0 if reason else 1e-5, atol=0 if reason else 1e-6)
+    if reason is not None:
+        assert type(model) is form
+        assert report.fused == []
+        assert [site.reason for site in report.left] == [site.reason for site in report.left if reason in site.reason]
+        assert len(report.left) == 1
+
+
+class OneLayerForGateAndUp(Mlp):
+    def forward(self, x):
+        return self.act(self.fc1(x)) * self.fc1(x)
+
+
+class AnotherDropout(Mlp):
+    def forward(self, x):
+        return self.fc2(F.alpha_dropout(self.act(self.fc1(x)), p=self.rate, training=self.training))
+
+
+@pytest.mark.parametrize("form", [OneLayerForGateAndUp, AnotherDropout])
+def test_a_part_is_fused(form):
+    model = form()
+    want = results(model)
+    fuse(model)
+    with recorded_ops() as ran:
+        assert_close(results(model), want, rtol=1e-5, atol=1e-5)
+    assert ran == ["linear_act"]
+
+
+def test_what_differs_from_its_source_is_left():
+    """As after an edit of the file, or where a tool has changed the function."""
+
+    class Changed(Mlp):
+        def forward(self, x):
+            return self.act(self.fc1(x)) * 2.0
+
+    code = Changed.forward.__code__
+    Changed.forward.__code__ = code.replace(co_consts=tuple(3.0 if it == 2.0 else it for it in code.co_consts))
+    [site] = fuse(Changed()).left
+    assert site.reason == "its forward runs other code than its source says"
+
+
+def test_a_forward_of_the_instance_is_left():
+    model = Mlp()
+    model.forward = functools.partial(Mlp.forward, model)
+    [site] = fuse(model).left
+    assert site.reason == "its forward was replaced on this instance"
+    assert_close(model(X), Mlp.forward(model, X), rtol=0, atol=0)
+
+
+def test_the_other_part_of_a_site_is_fused_where_one_layer_is_not_plain():
+    model = Mlp()
+    model.fc2.register_forward_hook(lambda module, arguments, output: 2 * output)
+    assert [site.stood_there for site in fuse(model).fused] == ["act(fc1(x))"]
+
+
+def test_functions_of_torch_are_looked_up_in_each_call():
+    model = FORMS_BY_NAME["TorchFunction"]()
+    fuse(model)
+    with recorded_ops() as ran, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "relu", F.elu)
+        got = model(X)
+    assert ran == []
+    assert_close(got, model.fc2(F.elu(model.fc1(X))), rtol=0, atol=0)
+
+
+FORMS_BY_NAME = {form.__name__: form for form in FORMS}

@@ -1,0 +1,193 @@
+"""fuse and unfuse as users call them: containers of torch, the report, bad input."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.testing import assert_close
+
+from mpkernels.nn import fuse, unfuse
+from tests.networks import one_thread
+from tests.nn.fusing.models import Chain, Mlp, Packed, X, recorded_ops
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+RELU = nn.ReLU()
+SEQUENTIALS = {
+    "lone activation": ([nn.Linear(8, 8), nn.GELU()], ["linear_act"]),
+    "mlp": ([nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 8)], ["mlp"]),
+    "with dropout": ([nn.LayerNorm(8), nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.0), nn.Linear(16, 8)], ["mlp"]),
+    "a row": (
+        [nn.Linear(8, 9), nn.ReLU(), nn.Linear(9, 7), nn.Tanh(), nn.Linear(7, 8), nn.Softmax(-1)],
+        ["linear_act", "mlp"],
+    ),
+    "one activation twice": ([nn.Linear(8, 8), RELU, nn.Linear(8, 8), RELU, nn.Linear(8, 8)], ["linear_act", "mlp"]),
+    "dropout last": ([nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.0)], ["linear_act"]),
+}
+
+
+@pytest.mark.parametrize(("layers", "ops"), SEQUENTIALS.values(), ids=SEQUENTIALS)
+def test_sequential(layers, ops):
+    model = nn.Sequential(*copy.deepcopy(layers))
+    want = model(X)
+    report = fuse(model)
+    with recorded_ops() as ran:
+        assert_close(model(X), want, rtol=1e-5, atol=1e-6)
+    assert ran == ops
+    assert len(report.fused) == len(ops)
+    assert_close(torch.compile(model, backend="eager", fullgraph=True)(X), want, rtol=1e-5, atol=1e-6)
+    torch.compiler.reset()
+    unfuse(model)
+    assert type(model) is nn.Sequential
+
+
+def test_a_changed_sequential_runs_as_it_stands():
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    fuse(model)
+    assert_close(model[:2](X), model[1](model[0](X)), rtol=1e-5, atol=1e-6)
+    assert_close(model[1:](torch.randn(3, 16)).shape, torch.Size((3, 8)))
+    model.insert(1, nn.LayerNorm(16))
+    assert_close(model(X), model[3](model[2](model[1](model[0](X)))), rtol=0, atol=0)
+    handle = model[2].register_forward_hook(lambda module, arguments, y: 2 * y)
+    want = model[3](model[2](model[1](model[0](X))))
+    assert_close(model(X), want, rtol=0, atol=0)
+    handle.remove()
+
+
+class Backwards(nn.Sequential):
+    def forward(self, x):
+        for module in reversed([*self]):
+            x = module(x)
+        return x
+
+
+def test_a_sequential_with_another_forward_is_no_loop():
+    model = Backwards(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 16))
+    want = model(X)
+    assert fuse(model).fused == []
+    assert_close(model(X), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu", F.silu, nn.GELU()], ids=str)
+@pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
+def test_transformer_layers(kind, activation):
+    torch.manual_seed(0)
+    layer = kind(8, 2, 16, dropout=0.0, activation=activation, batch_first=True)
+    arguments = (X,) if kind is nn.TransformerEncoderLayer else (X, X)
+    want = layer(*arguments)
+    [site] = fuse(layer).fused
+    assert site.stood_there == "linear2(dropout(activation(linear1(x))))"
+    with recorded_ops() as ran:
+        assert_close(layer(*arguments), want, rtol=1e-5, atol=1e-5)
+    assert ran == ["mlp"]
+    with torch.no_grad(), recorded_ops() as ran:
+        assert_close(layer.eval()(*arguments), want, rtol=1e-5, atol=1e-5)
+    if kind is nn.TransformerEncoderLayer and activation in ("relu", "gelu"):
+        assert ran == []  # torch's fast path
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
+def test_a_whole_transformer_in_inference():
+    layer = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    want = encoder(X)
+    assert len(fuse(encoder).fused) == 2
+    mask = torch.zeros(3, 5, dtype=torch.bool)
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context:
+            assert_close(encoder(X, src_key_padding_mask=mask), want, rtol=1e-5, atol=1e-5)
+
+
+def test_fusing_twice_is_fusing_once():
+    model = nn.Sequential(Chain(), Packed())
+    first = fuse(model)
+    classes = [type(it) for it in model.modules()]
+    second = fuse(model)
+    assert [type(it) for it in model.modules()] == classes
+    assert second.fused == first.fused
+    assert second.left == first.left
+
+
+def test_a_dry_run_changes_nothing():
+    model = nn.Sequential(Chain(), Packed())
+    classes = [type(it) for it in model.modules()]
+    report = fuse(model, dry_run=True)
+    assert [type(it) for it in model.modules()] == classes
+    assert report.saved_bytes(X).plain > 0
+    assert [type(it) for it in model.modules()] == classes
+    assert report.fused == fuse(model).fused
+
+
+def test_unfuse_of_a_model_that_accelerate_has_unwrapped():
+    """It leaves the model's forward in the model's own attributes."""
+    model = Mlp()
+    fuse(model)
+    model.forward = model.forward
+    unfuse(model)
+    with recorded_ops() as ran:
+        assert_close(model(X), Mlp()(X), rtol=0, atol=0)
+    assert ran == []
+
+
+def test_unfuse_of_what_was_never_fused():
+    model = nn.Sequential(Chain())
+    unfuse(model)
+    assert [type(it) for it in model] == [Chain]
+
+
+@pytest.mark.parametrize("value", [None, Mlp, [Mlp()], "model"], ids=["None", "class", "list", "str"])
+@pytest.mark.parametrize("function", [fuse, unfuse])
+def test_what_is_no_module_is_refused(function, value):
+    with pytest.raises(TypeError, match=rf"^{function.__name__}: model must be a torch.nn.Module, got \w+$"):
+        function(value)
+
+
+class Unknown(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.act = nn.ELU()
+
+
+def test_the_report_is_a_table():
+    report = fuse(nn.Sequential(Chain(), Chain(), Packed(), Unknown()))
+    assert str(report) == (
+        "fused  what stood there                                         computed by\n"
+        "---------------------------------------------------------------------------\n"
+        "* (2)  fc2(dropout(act(fc1(x))))                                mlp, gelu\n"
+        "*      gate, up = packed(x).chunk(2); fc2(function(gate) * up)  gated_mlp, silu\n"
+        "\n"
+        "left  what stands there  why\n"
+        "----------------------------\n"
+        "*     fc2(act(fc1(x)))   act is no activation that mpkernels knows"
+    )
+
+
+def test_saved_bytes_are_counted_plain_and_fused():
+    """GPT-2's activation keeps 8 tensors of the hidden size; a lone linear_act keeps one."""
+
+    class Python(Mlp):
+        def forward(self, x):
+            return self.act(self.fc1(x))
+
+    model = Python()
+    report = fuse(model)
+    plain, fused = report.saved_bytes(X)
+    assert plain == fused == X.nbytes + X.nbytes * 2
+    assert report.saved_bytes((X,)) == report.saved_bytes({"x": X}) == (plain, fused)
+    assert type(model) is not Python
+
+
+def test_a_class_that_allows_no_subclass_is_left():
+    class Final(Mlp):
+        def __init_subclass__(cls):
+            raise TypeError("this class is final")
+
+        def forward(self, x):
+            return self.act(self.fc1(x))
+
+    model = Final()
+    [site] = fuse(model).left
+    assert site.reason == "its class allows no subclass: this class is final"
+    assert type(model) is Final

@@ -1,0 +1,89 @@
+"""FSDP2, DistributedDataParallel and tensor parallelism, before fuse and after."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing import assert_close
+
+from mpkernels.nn import fuse, unfuse
+from tests.networks import one_thread
+from tests.nn.fusing.models import Chain, Mlp, X, recorded_ops
+from tests.processes import alone, needs_gloo
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def losses(model):
+    """Of three steps."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(X).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@needs_gloo
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of a plain one too: torch.nn.Linear returns a view
+def test_fsdp2(is_first):
+    want = losses(nn.Sequential(Mlp(), Chain()))
+    with alone():
+        mesh = init_device_mesh("cpu", (1,))
+        model = nn.Sequential(Mlp(), Chain())
+        if is_first:
+            fuse(model)
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh)
+        report = fuse(model)
+        assert len(report.fused) == 2
+        with recorded_ops() as ran:
+            assert losses(model) == pytest.approx(want, rel=1e-5)
+        assert ran == 6 * ["mlp"]
+        assert isinstance(model[0], FSDPModule)
+        assert type(model[0]).__name__ == "FSDPMlp"
+        unfuse(model)
+        assert isinstance(model[0], FSDPModule)
+        with recorded_ops() as ran:
+            losses(model)
+        assert ran == []
+
+
+@needs_gloo
+@pytest.mark.filterwarnings("ignore")  # DDP's own
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+def test_ddp(is_first):
+    want = losses(Chain())
+    with alone():
+        model = Chain()
+        if is_first:
+            fuse(model)
+        model = DistributedDataParallel(model, find_unused_parameters=True)
+        fuse(model)
+        with recorded_ops() as ran:
+            assert losses(model) == pytest.approx(want, rel=1e-5)
+        assert ran == 3 * ["mlp"]
+
+
+@needs_gloo
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+def test_tensor_parallelism(is_first):
+    """It hangs hooks on its layers, and so the lines run as they were written."""
+    want = Mlp()(X)
+    with alone():
+        mesh = init_device_mesh("cpu", (1,))
+        model = Mlp()
+        if is_first:
+            fuse(model)
+        parallelize_module(model, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
+        fuse(model)
+        with recorded_ops() as ran:
+            assert_close(model(X), want, rtol=0, atol=0)
+        assert ran == []

@@ -1,0 +1,284 @@
+"""Copies, files and torch's tools, around a model that is fused."""
+
+import copy
+import gc
+import inspect
+import io
+import pickle
+import traceback
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from mpkernels.amp import to_full, to_mixed
+from mpkernels.nn import fuse, unfuse
+from mpkernels.optim import AdamW
+from tests.networks import one_thread
+from tests.nn.fusing.models import Chain, Gated, InMethod, Keywords, Mlp, TwoInARow, X, recorded_ops
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def through_a_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {
+    "deepcopy": copy.deepcopy,
+    "copy": copy.copy,
+    "torch.save": through_a_file,
+    **{f"pickle {it}": lambda model, it=it: pickle.loads(pickle.dumps(model, it)) for it in (2, 5)},
+}
+
+
+@pytest.mark.parametrize("clone", COPIES.values(), ids=COPIES)
+def test_a_copy_is_fused_alike(clone):
+    model = nn.Sequential(Chain(), TwoInARow())
+    fuse(model)
+    copied = clone(model)
+    assert [type(it) for it in copied.modules()] == [type(it) for it in model.modules()]
+    assert_close(copied(X), model(X), rtol=0, atol=0)
+    unfuse(copied)
+    assert type(copied[0]) is Chain
+
+
+def test_a_copy_is_plain_where_the_source_has_changed_since():
+    model = Chain()
+    fuse(model)
+    restore, (kind, plan), *_ = model.__reduce_ex__(2)
+    [(name, [(index, _)])] = plan
+    assert type(restore(kind, plan)) is type(model)
+    for changed in ((index, "fc1(act(x))"), (99, "")):
+        assert type(restore(kind, ((name, (changed,)),))) is Chain
+
+
+class WithState(Mlp):
+    def __getstate__(self):
+        return self.__dict__ | {"was_pickled": True}
+
+
+class WithReduce(Mlp):
+    def __reduce__(self):
+        return WithReduce, ()
+
+
+def test_a_modules_own_way_to_be_pickled_stays():
+    model = WithState()
+    fuse(model)
+    copied = copy.deepcopy(model)
+    assert copied.was_pickled
+    assert type(copied) is type(model)
+    model = WithReduce()
+    fuse(model)
+    assert type(pickle.loads(pickle.dumps(model))) is WithReduce
+
+
+def test_modules_of_a_class_share_the_fused_class_which_goes_with_them():
+    class Own(Mlp):  # fully_shard holds on to the classes of other tests
+        def forward(self, x):
+            return self.act(self.fc1(x))
+
+    one, other = Own(), Own()
+    fuse(one)
+    fuse(other)
+    assert type(one) is type(other) is not Own
+    kind = weakref.ref(type(one))
+    del one, other
+    gc.collect()
+    assert kind() is None
+
+
+def test_the_class_looks_as_before():
+    model = Keywords()
+    fuse(model)
+    kind = type(model)
+    assert (kind.__name__, kind.__qualname__, kind.__module__) == ("Keywords", "Keywords", Keywords.__module__)
+    assert inspect.signature(kind.forward) == inspect.signature(Keywords.forward)
+    assert kind.forward.__doc__ == "Scale."
+    assert kind.forward.__globals__ is Keywords.forward.__globals__
+    assert inspect.getsource(kind.forward) == inspect.getsource(Keywords.forward)
+    assert repr(model) == repr(Keywords())
+    assert_close(model(X, scale=3.0), Keywords()(X, scale=3.0))
+
+
+def test_a_traceback_shows_the_line_as_it_was_written():
+    lines = []
+    for is_fused in (False, True):
+        model = Chain()
+        if is_fused:
+            fuse(model)
+        model.fc2 = None
+        with pytest.raises(TypeError) as error:
+            model(X)
+        frame = next(it for it in traceback.extract_tb(error.value.__traceback__) if it.name == "forward")
+        lines.append((frame.filename, frame.lineno, frame.line))
+    assert lines[0] == lines[1]
+
+
+def test_parameters_hooks_and_ties_stay():
+    model = Mlp()
+    model.fc2.weight = nn.Parameter(model.fc1.weight.detach().T.clone())
+    model.other = nn.Linear(8, 16)
+    model.other.weight = model.fc1.weight
+    model.fc1.bias.requires_grad_(False)
+    seen = []
+    model.register_forward_hook(lambda module, arguments, y: seen.append(y.shape))
+    before, keys = dict(model.named_parameters()), list(model.state_dict())
+    fuse(model)
+    model(X).sum().backward()
+    assert seen == [X.shape]
+    assert list(model.state_dict()) == keys
+    assert all(it is before[name] for name, it in model.named_parameters())
+    assert model.other.weight is model.fc1.weight
+    assert model.fc1.bias.grad is None
+    assert model.fc1.weight.grad is not None
+
+
+RECORDERS = {
+    "jit.trace": lambda model, x: torch.jit.trace(model, x, check_trace=False),
+    "jit.script": lambda model, x: torch.jit.script(model),
+    "fx": lambda model, x: torch.fx.symbolic_trace(model),
+    "export": lambda model, x: torch.export.export(model, (x,)).module(),
+    "strict export": lambda model, x: torch.export.export(model, (x,), strict=True).module(),
+    "compile": lambda model, x: torch.compile(model, backend="aot_eager", fullgraph=True),
+}
+
+
+def sequential():
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+@pytest.mark.parametrize("kind", [Mlp, Gated, sequential])
+@pytest.mark.parametrize("record", RECORDERS.values(), ids=[*RECORDERS])
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # of torch.compile
+def test_recorded(record, kind):
+    model = kind().eval()
+    want = model(X)
+    fuse(model)
+    with recorded_ops() as ran:
+        recorded = record(model, X)
+    assert ran == []
+    assert_close(recorded(X), want, rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing(use_reentrant):
+    grads = []
+    for is_fused in (False, True):
+        model = Chain()
+        if is_fused:
+            fuse(model)
+        x = X.clone().requires_grad_()
+        checkpoint(model, x, use_reentrant=use_reentrant).square().sum().backward()
+        grads.append([x.grad, *(it.grad for it in model.parameters() if it.grad is not None)])
+    assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+def test_a_parametrized_parent():
+    model, plain = Mlp(), Mlp()
+    for it in (model, plain):
+        it.scale = nn.Parameter(torch.ones(()))
+    fuse(model)
+    kind = type(model)
+    parametrize.register_parametrization(model, "scale", Doubled())
+    assert_close(model(X), plain(X))
+    assert fuse(model).fused
+    parametrize.remove_parametrizations(model, "scale")
+    assert type(model) is kind
+    parametrize.register_parametrization(model, "scale", Doubled())
+    unfuse(model)
+    parametrize.remove_parametrizations(model, "scale")
+    assert type(model) is Mlp
+    parametrize.register_parametrization(plain, "scale", Doubled())
+    [site] = fuse(plain).left
+    assert site.reason == "its forward reads parametrized tensors of its own"
+
+
+def test_functional_call_and_vmap():
+    model = InMethod()
+    want = model(X)
+    fuse(model)
+    state = dict(model.named_parameters())
+    assert_close(torch.func.functional_call(model, state, (X,)), want, rtol=1e-5, atol=1e-5)
+    got = torch.func.vmap(lambda x: torch.func.functional_call(model, state, (x,)))(X)
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
+    doubled = {name: 2 * it.detach() for name, it in state.items()}
+    with recorded_ops() as ran:
+        assert not torch.equal(torch.func.functional_call(model, doubled, (X,)), want)
+    assert ran == ["mlp"]
+
+
+def test_to_mixed_around_a_fused_model():
+    model = Mlp()
+    fuse(model)
+    kind, optimizer = type(model), AdamW(model.parameters())
+    to_mixed(model, optimizer=optimizer)
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with recorded_ops() as ran:
+            assert each(X).dtype == torch.bfloat16
+        assert ran == ["mlp"]
+    with pytest.raises(ValueError, match=r"^unfuse: model must not wrap the forward .* around the model: undo that"):
+        unfuse(model)
+    to_full(model, optimizer)
+    assert type(model) is kind
+    unfuse(model)
+    assert type(model) is Mlp
+
+
+def test_autocast_is_at_least_as_near_to_fp64():
+    """As SEMANTICS' contract has it: 2 % and an eighth of bf16's eps beyond torch's own error."""
+    want = Mlp().double()(X.double())
+    errors = []
+    for is_fused in (False, True):
+        model = Mlp()
+        if is_fused:
+            fuse(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            got = model(X)
+        errors.append(((got.double() - want).norm() / want.norm()).item())
+    assert errors[1] <= 1.02 * errors[0] + 2**-7 / 8
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # of torch.compile
+def test_a_compiled_model_may_be_fused_and_back():
+    model = Mlp()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    want = compiled(X)
+    fuse(compiled)
+    assert type(model) is not Mlp
+    assert_close(compiled(X), want, rtol=1e-5, atol=1e-6)
+    unfuse(compiled)
+    assert_close(compiled(X), want, rtol=0, atol=0)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # of torch.compile
+def test_export_sees_the_modules(strict):
+    model = Mlp()
+    fuse(model)
+    nodes = torch.export.export(model, (X,), strict=strict).graph.nodes
+    paths = {path for node in nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
+    assert {path.split(".")[-1].removesuffix("']") for path in paths} >= {"fc1", "act", "fc2"}
+    torch.compiler.reset()
+
+
+def test_fx_sees_the_modules():
+    model = Mlp()
+    fuse(model)
+    calls = [it.target for it in torch.fx.symbolic_trace(model).graph.nodes if it.op == "call_module"]
+    assert calls == ["fc1", "act", "fc2"]
