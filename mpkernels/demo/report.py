@@ -1,23 +1,19 @@
-"""What is shown of two trainings: live, as a table, as a picture."""
+"""What is said of the trainings: while they run, and at the end."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
-from itertools import accumulate
-from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
-from mpkernels.demo.training import Training
+from mpkernels.demo.optimizer_step import TORCH_FUSED
+from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, Training, Way
 
-Sides = Sequence[Training]
-HEAD = ("", "step", "loss", "tokens/s", "ms/step", "loss scale", "skipped", "memory")
-COLORS = ("#d1662f", "#2f6fd1")  # apart for the colour-blind, too
-WINDOW = 10  # steps that a shown loss is the mean of
-PROMPT = "def "
+Seconds = dict[str, list[float]]
+HEAD = ("", "step", "held-out loss", "loss scale", "bytes a parameter")
+CLEARLY_FASTER = 1.4
 
 
 def missing(module: str, what: str) -> bool:
@@ -27,43 +23,41 @@ def missing(module: str, what: str) -> bool:
     return True
 
 
-def introduction(device: torch.device, corpus: int, parameters: int, precision: str, steps: int) -> str:
-    place = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+def place(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{torch.get_num_threads()} CPU threads"
+
+
+def introduction(device: torch.device, corpus: int, parameters: int) -> str:
     return (
-        f"A transformer of {parameters / 1e6:.1f} M parameters learns Python from {corpus / 1e6:.1f} MB of the\n"
-        f"standard library's sources: {steps} steps by torch.amp and by mpkernels in turns, {precision}, on {place}."
+        f"A transformer of {parameters / 1e6:.1f} M parameters learns Python from {corpus / 1e6:.1f} MB of sources\n"
+        f"of the standard library, in four ways side by side, on {place(device)}. First, off the clock, each way\n"
+        "warms up, and the selector times its kernels."
     )
 
 
-def mean_loss(side: Training) -> float:
-    recent = side.losses[-WINDOW:]
-    return sum(recent) / len(recent)
+def plan(steps: int, seconds: float) -> str:
+    return f"{steps} more steps of each follow, about {seconds:.0f} seconds in all."
 
 
-def step_seconds(side: Training) -> list[float]:
-    """Of each slice but the first, in which everything is done for the first time."""
-    return [seconds / steps for steps, seconds in side.seconds[1:] or side.seconds]
-
-
-def row(side: Training) -> tuple[str, ...]:
-    seconds = median(step_seconds(side))
-    scale = f"{side.scaler.get_scale():.0f}" if side.scaler.is_enabled() else "-"
-    speed = f"{side.tokens / seconds:,.0f}", f"{1e3 * seconds:.1f}"
-    memory = f"{side.meter.peak / 2**20:,.1f} MiB"
-    return side.side, str(len(side.losses)), f"{mean_loss(side):.4f}", *speed, scale, str(side.skipped_steps), memory
+def row(it: Training) -> tuple[str, ...]:
+    step, loss = it.held_out[-1]
+    scale = f"{it.scales[-1]:.0f}" if it.way.has_scaler else "none"
+    return it.way.name, str(step), f"{loss:.3f}", scale, f"{sum(it.bytes_per_parameter().values()):.1f}"
 
 
 def plain(rows: Sequence[Sequence[str]]) -> str:
     """In columns that keep their place from one call to the next."""
-    widths = [max(9, *map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [len(OURS_8_BIT.name), *(max(9, len(head)) for head in HEAD[1:])]
     return "\n".join("  ".join(map(str.rjust, cells, widths)) for cells in rows)
 
 
 @contextmanager
-def live(steps: int) -> Iterator[Callable[[Sides], None]]:
-    """A table that is redrawn in a terminal that rich can draw in; else a line now and then."""
+def live(steps: int) -> Iterator[Callable[[Sequence[Training]], None]]:
+    """A table that is redrawn in a terminal that rich can draw in; else lines."""
     if missing("rich", "live table") or not sys.stdout.isatty():
-        yield _lines(max(steps // 10, 1))
+        yield lambda trainings: print(plain([HEAD, *map(row, trainings)]), flush=True)
         return
     from rich.live import Live
     from rich.progress_bar import ProgressBar
@@ -71,81 +65,47 @@ def live(steps: int) -> Iterator[Callable[[Sides], None]]:
 
     with Live(refresh_per_second=4) as screen:
 
-        def show(sides: Sides) -> None:
-            table = Table(*HEAD, caption=ProgressBar(steps, len(sides[0].losses), width=60))  # type: ignore[arg-type]
-            for side in sides:
-                table.add_row(*row(side))
+        def show(trainings: Sequence[Training]) -> None:
+            bar = ProgressBar(steps, trainings[0].held_out[-1][0], width=60)
+            table = Table(*HEAD, caption=bar)  # type: ignore[arg-type]
+            for it in trainings:
+                table.add_row(*row(it))
             screen.update(table)
 
         yield show
 
 
-def _lines(every: int) -> Callable[[Sides], None]:
-    last = None
-
-    def show(sides: Sides) -> None:
-        nonlocal last
-        done = len(sides[0].losses)
-        if last is None or done - last >= every:
-            rows = [*map(row, sides)]
-            print(plain([HEAD, *rows] if last is None else rows), flush=True)
-            last = done
-
-    return show
-
-
-def table(sides: Sides, held_out: Sequence[float]) -> str:
-    rows = [(*row(side), f"{loss:.4f}") for side, loss in zip(sides, held_out, strict=True)]
-    theirs, ours = (median(step_seconds(side)) for side in sides)
-    memory = sides[1].meter.peak / sides[0].meter.peak
-    shares = f"A step of mpkernels takes {ours / theirs:.2f} of torch.amp's time and {memory:.2f} of its memory."
-    return f"\n{plain([(*HEAD, 'held-out loss'), *rows])}\n\n{shares}"
+def figures(trainings: Sequence[Training], seconds: Seconds) -> str:
+    """Three figures, and how to see each again."""
+    of_way = {it.way: it for it in trainings}
+    sizes = {way: sum(it.bytes_per_parameter().values()) for way, it in of_way.items()}
+    times = {name: median(each) for name, each in seconds.items()}
+    faster, faster_8 = (times[TORCH_FUSED] / times[way.name] for way in (OURS, OURS_8_BIT))
+    smaller, smaller_8 = (sizes[way] / sizes[FP32] for way in (OURS, OURS_8_BIT))
+    reason = _why_so_little(faster, smaller)
+    return f"""
+1. The optimizer's step is {faster:.2f} times as fast as torch's fused one ({faster_8:.2f} with 8-bit moments):
+   {1e3 * times[OURS.name]:.1f} ms, torch takes {1e3 * times[TORCH_FUSED]:.1f}, with unscaling and clipping.{reason}
+   python -m mpkernels bench --only 'step*moments*'
+2. Weights, grads and states take {smaller:.2f} of torch.amp's bytes ({smaller_8:.2f} with 8-bit moments).
+   pytest tests/optim/test_step_costs.py
+3. {_losses({way: it.held_out[-1][1] for way, it in of_way.items()})}
+   python -m mpkernels demo"""
 
 
-def plot(sides: Sides, path: Path) -> None:
-    if missing("matplotlib", path.name):
-        return
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    # A light ground of its own, so that a dark page changes nothing.
-    with pyplot.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = pyplot.subplots(2, 2, figsize=(9, 6), facecolor="#fafafa", layout="constrained")
-        for side, color, line in zip(sides, COLORS, ("-", "--"), strict=True):  # where they are equal, both are seen
-            _draw(axes, side, {"color": color, "linestyle": line})
-        for ax, (title, x, y) in zip(axes.flat, AXES, strict=True):
-            ax.set_title(title)
-            ax.set_xlabel(x)
-            ax.set_ylabel(y)
-            ax.set_facecolor("#fafafa")
-        axes[1, 0].set_ylim(bottom=0)
-        axes[0, 0].legend(frameon=False)
-        figure.savefig(path, dpi=150)
-        pyplot.close(figure)
-    print(f"Drawn: {path}")
+def _losses(of_way: dict[Way, float]) -> str:
+    ours, ours_8, fp32, bf16 = (of_way[way] for way in (OURS, OURS_8_BIT, FP32, BF16))
+    why = "where small updates are rounded away" if bf16 > ours else "which so few steps don't hurt yet"
+    return (
+        f"The held-out loss is {ours:.3f} ({ours_8:.3f} with 8-bit moments). With fp32 weights it is {fp32:.3f},\n"
+        f"   with bf16 weights and torch's AdamW, {why}, {bf16:.3f}."
+    )
 
 
-AXES = (
-    ("Loss over time", "seconds of its own training", "loss"),
-    ("Loss over steps", "step", "loss"),
-    ("Time of a step", "step", "ms"),
-    ("Memory at its peak", "", "MiB"),
-)
-
-
-def _draw(axes: Any, side: Training, style: dict[str, str]) -> None:
-    ends = list(accumulate(steps for steps, _ in side.seconds))
-    clock = list(accumulate(seconds for _, seconds in side.seconds))
-    smooth = [sum(side.losses[max(end - WINDOW, 0) : end]) / min(end, WINDOW) for end in ends]
-    axes[0, 0].plot(clock, smooth, **style, label=side.side)
-    axes[0, 1].plot(ends, smooth, **style)
-    axes[1, 0].plot(ends[-len(step_seconds(side)) :], [1e3 * each for each in step_seconds(side)], **style)
-    axes[1, 1].bar(side.side, side.meter.peak / 2**20, color=style["color"], width=0.5)
-
-
-def sample(side: Training, length: int = 240) -> str:
-    with side.autocast():
-        text = side.model.sample(PROMPT, length)
-    return f"\nWhat the model of mpkernels writes after {PROMPT!r}:\n\n{text}"
+def _why_so_little(faster: float, share: float) -> str:
+    if faster >= CLEARLY_FASTER:
+        return ""
+    return (
+        f"\n   By its bytes it would be {1 / share:.1f} times as fast or more. Here memory is not what limits it: the\n"
+        "   processor computes too slowly, other programs use it, or the parameters fit its cache."
+    )

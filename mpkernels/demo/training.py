@@ -1,88 +1,117 @@
-"""One training loop, and the names that one import or the other binds in it: they are all in which the two differ."""
+"""One model, trained in four ways that differ in the dtype of its weights and in who steps them."""
 
+import math
 from collections.abc import Sequence
-from time import perf_counter
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
 
 from mpkernels import amp, nn, optim
-from mpkernels.demo.memory import Meter
-from mpkernels.demo.model import LinearThenAct, Size, Transformer
+from mpkernels.demo.model import Size, Transformer
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-SIDES = ("torch.amp", "mpkernels")
-NAMES = {
-    "LinearAct":       (LinearThenAct,                  nn.LinearAct),
-    "autocast":        (torch.amp.autocast,             amp.autocast),
-    "GradScaler":      (torch.amp.GradScaler,           amp.GradScaler),
-    "clip_grad_norm_": (torch.nn.utils.clip_grad_norm_, amp.clip_grad_norm_),
-    "AdamW":           (torch.optim.AdamW,              optim.AdamW),
-}  # fmt: skip
+MAX_NORM = 1.0
+BETAS = 0.9, 0.95
+WARM_UP = 20  # steps until the learning rate is whole
+GROWTH_INTERVAL = 40  # steps, so that a short training sees the loss scale grow
+OVERFLOWING = "blocks.0.up.weight"  # whose grad gets an inf, at this place
+PLACE = (5, 7)
+
+
+class Way(NamedTuple):
+    name: str
+    weights: torch.dtype
+    is_ours: bool
+    moments: torch.dtype | None = None  # torch's are in the dtype of the weights
+
+    @property
+    def has_scaler(self) -> bool:
+        """Return whether a loss scale guards the training. torch's scaler refuses bf16 grads on CUDA."""
+        return self.is_ours or self.weights == torch.float32
+
+
+FP32 = Way("torch.amp, fp32 weights", torch.float32, is_ours=False)
+BF16 = Way("torch, bf16 weights", torch.bfloat16, is_ours=False)
+OURS = Way("mpkernels, bf16 moments", torch.bfloat16, is_ours=True, moments=torch.bfloat16)
+OURS_8_BIT = Way("mpkernels, 8-bit moments", torch.bfloat16, is_ours=True, moments=torch.int8)
+WAYS = (FP32, BF16, OURS, OURS_8_BIT)
 
 
 class Training:
-    """Of one side. What it has come to is in its lists: a loss for each step, seconds for each slice of steps."""
-
-    def __init__(self, side: str, size: Size, precision: str, device: torch.device, seed: int) -> None:
-        self.side, self.device, self.tokens = side, device, size.batch * size.context
-        self.names: Any = SimpleNamespace(**{name: both[SIDES.index(side)] for name, both in NAMES.items()})
-        self.losses: list[float] = []
-        self.seconds: list[tuple[int, float]] = []  # (steps, seconds)
-        self.meter = Meter(device)
+    def __init__(self, way: Way, size: Size, device: torch.device, seed: int) -> None:
+        self.way, self.device, self.steps = way, device, 0
+        self.held_out: list[tuple[int, float]] = []  # (step, loss)
+        self.scales: list[float] = []  # after each step
         torch.manual_seed(seed)
-        self.model = Transformer(size, self.names.LinearAct).to(device)
-        self.optimizer = self.names.AdamW(self.model.parameters(), lr=size.lr, fused=True)
-        self.scaler = self.names.GradScaler(device.type, enabled=precision == "fp16")
-        self.dtype = DTYPES[precision]
+        self.model = Transformer(size).to(device, way.weights)
+        if way.is_ours:
+            nn.fuse(self.model)
+        self.optimizer = self.new_optimizer(size.lr)
+        self.scaler: Any = (amp if way.is_ours else torch.amp).GradScaler(
+            device.type, growth_interval=GROWTH_INTERVAL, enabled=way.has_scaler
+        )
+        self.schedule = LambdaLR(self.optimizer, self.share_of_lr)
 
-    def autocast(self) -> Any:
-        is_mixed = self.dtype != torch.float32
-        return self.names.autocast(self.device.type, self.dtype if is_mixed else None, enabled=is_mixed)
+    def new_optimizer(self, lr: float, **options: Any) -> torch.optim.Optimizer:
+        parameters = self.model.parameters()
+        if self.way.is_ours:
+            assert self.way.moments is not None
+            return optim.AdamW(parameters, lr, BETAS, max_norm=MAX_NORM, state_dtype=self.way.moments)
+        return torch.optim.AdamW(parameters, lr, BETAS, **(options or {"fused": True}))
 
-    def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
+    def share_of_lr(self, step: int) -> float:
+        """Return the learning rate's share at a step: it rises from 0, then falls along half a cosine."""
+        done = min(step / self.steps, 1.0) if self.steps else 0.0  # the number of steps is known after the first ones
+        return min((step + 1) / WARM_UP, 1.0) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+
+    def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, torch.bfloat16):
+            logits = self.model(inputs)
+        return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+    def rehearse(self, inputs: Tensor, targets: Tensor) -> None:
+        """Do all but the step, so that everything that happens once has happened."""
+        self.loss(inputs, targets).backward()
         self.optimizer.zero_grad()
-        with self.autocast():
-            loss = functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.optimizer)
-        self.names.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        return loss.detach()
 
-    def train(self, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """A slice of steps. Nothing is read from the device before its end."""
-        with self.meter.watch(self.model, self.optimizer):
-            start = perf_counter()
-            losses = [self.step(inputs, targets) for inputs, targets in batches]
-            self.losses += torch.stack(losses).tolist()
-            self.seconds.append((len(batches), perf_counter() - start))
+    def step(self, inputs: Tensor, targets: Tensor, overflows: bool = False) -> None:
+        """Train on a batch. With ``overflows``, an inf in a grad costs each way this step: a loss scale skips it, and a
+        way without one leaves it out."""
+        self.optimizer.zero_grad()
+        self.scaler.scale(self.loss(inputs, targets)).backward()
+        if overflows:
+            grad = self.model.get_parameter(OVERFLOWING).grad
+            assert grad is not None
+            grad[PLACE] = torch.inf
+        if self.way.has_scaler or not overflows:
+            self.update(self.optimizer, self.scaler)
+        self.schedule.step()
+        self.scales.append(self.scaler.get_scale())
+
+    def update(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+        """Unscale and clip the grads, then step. Our optimizer does all three by itself."""
+        if not self.way.is_ours:
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
 
     @torch.no_grad()
-    def evaluate(self, batches: Sequence[tuple[Tensor, Tensor]]) -> float:
-        with self.autocast():
-            losses = [
-                functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten())
-                for inputs, targets in batches
-            ]
-        return float(torch.stack(losses).mean())
+    def evaluate(self, step: int, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
+        losses = torch.stack([self.loss(inputs, targets) for inputs, targets in batches])
+        self.held_out.append((step, float(losses.mean())))
 
-    @property
-    def skipped_steps(self) -> int:
-        """An optimizer counts the steps that it has taken; an overflow costs it one."""
-        taken = [int(state["step"]) for state in self.optimizer.state.values() if "step" in state]
-        return len(self.losses) - max(taken, default=0)
+    def bytes_per_parameter(self) -> dict[str, float]:
+        """Return what the tensors take that are kept from one step to the next."""
+        parameters = list(self.model.parameters())
+        states = [it for state in self.optimizer.state.values() for it in state.values() if isinstance(it, Tensor)]
+        grads = [it.grad for it in parameters if it.grad is not None]
+        kinds: dict[str, list[Tensor]] = {"weight": [*parameters], "grad": grads, "state": states}
+        count = sum(it.numel() for it in parameters)
+        return {kind: sum(it.nbytes for it in tensors) / count for kind, tensors in kinds.items()}
 
-    def state_dict(self) -> dict[str, Any]:
-        parts = {name: getattr(self, name).state_dict() for name in ("model", "optimizer", "scaler")}
-        return parts | {"losses": self.losses, "seconds": self.seconds, "peak": self.meter.peak}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name in ("model", "optimizer", "scaler"):
-            getattr(self, name).load_state_dict(state[name])
-        self.losses, self.meter.peak = list(state["losses"]), int(state["peak"])
-        self.seconds = [(int(steps), float(seconds)) for steps, seconds in state["seconds"]]
+    def overflow_report(self) -> str:
+        """Return which grads held an inf in the last skipped step, without the advice."""
+        return "\n".join(str(self.scaler.overflow_report(self.model)).splitlines()[:3])
