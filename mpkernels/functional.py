@@ -1,31 +1,30 @@
-"""linear_act as a function, with the shapes, autocast and gradients of torch.nn.functional."""
+"""Linear layers with an activation, gated layers and MLPs as functions, with the shapes, autocast and gradients of
+torch.nn.functional."""
 
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.overrides import is_tensor_like
 
 from mpkernels import selector
 from mpkernels._torch_private import (
-    FakeTensor,
     are_transforms_active,
     count_dispatch_modes,
     count_function_modes,
     derives_forward,
     is_any_autocast_enabled,
-    is_exporting,
     is_jit_tracing,
 )
 from mpkernels.linear import paths
+from mpkernels.linear.blocks import gated_linear, gated_mlp, mlp
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
 from mpkernels.linear.choice import autocast_dtype, kernel_for, key_of
+from mpkernels.linear.served import is_ours
 from mpkernels.ops import _checks
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 
-__all__ = ["clear_cast_cache", "linear_act"]
+__all__ = ["clear_cast_cache", "gated_linear", "gated_mlp", "linear_act", "mlp"]
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = "gelu") -> Tensor:
@@ -58,7 +57,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
 def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, given: ActivationLike) -> Tensor:
     activation = activation_name("linear_act", given)
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    if not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors)):
+    if not (is_ours(x, weight, bias) and (bias is None or bias.dim() < 2)) and all(map(is_tensor_like, tensors)):
         try:
             return paths.by_torch_afresh(x, weight, bias, activation)
         except RuntimeError:
@@ -69,23 +68,6 @@ def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, 
     dtype = autocast_dtype(x)
     kernel = kernel_for(key, x, weight, bias, activation, dtype)
     return paths.compute(kernel, x, weight, bias, activation, dtype)
-
-
-_SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
-
-
-def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether one of our kernels can compute this call. It needs dense, plain tensors and no forward-mode
-    derivatives. Nor may torch.export or torch.jit.trace record the call, because the record must run without us."""
-    return (
-        type(x) in _SERVED
-        and type(weight) in _SERVED
-        and (bias is None or (type(bias) in _SERVED and bias.dim() < 2))
-        and x.layout is weight.layout is torch.strided
-        and x.is_floating_point()
-        and not (x.is_nested or derives_forward() or is_exporting())
-        and (is_compiling() or not is_jit_tracing())
-    )
 
 
 def _is_watched() -> bool:

@@ -186,8 +186,8 @@ ERRORS = [
     (ops.linear_dact, (many, many, many, "gelu", torch.float16), TypeError,
      "linear_dact: bias_dtype must be torch.float32, got torch.float16"),
     (mpkernels.backends, ("unscale",), ValueError,
-     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, linear_dact, overflow_, "
-     "unscale_, update_scale_, got 'unscale'"),
+     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, linear_dact, linear_dgated, "
+     "linear_gated, overflow_, unscale_, update_scale_, got 'unscale'"),
     (mpkernels.backend("fastest").__enter__, (), ValueError,
      "backend: name must be one of native, triton, reference, got 'fastest'"),
 ]  # fmt: skip

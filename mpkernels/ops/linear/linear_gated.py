@@ -96,7 +96,8 @@ def _reference_backward(
     compute = torch.promote_types(dy.dtype, torch.float32)
     with without_autocast(dy):
         dh = dy.to(compute) if weight is None else dy.to(compute) @ weight.to(compute)
-        dgate, dup, h = gradients(dh, *z.to(compute).chunk(2, 1), activation)
+        gate, up = z.to(compute).chunk(2, 1)
+        dgate, dup, h = gradients(dh, gate, up, activation)
     return torch.cat((dgate, dup), 1).to(dy.dtype), h.to(dy.dtype) if wants_h else dy.new_empty(0)
 
 

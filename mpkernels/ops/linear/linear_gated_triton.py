@@ -3,7 +3,6 @@ linear_dgated: a product that takes both slopes, or one pass where there is no p
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
