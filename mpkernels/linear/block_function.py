@@ -91,35 +91,41 @@ def differentiable(
 
 
 class _Block(torch.autograd.Function):
-    """Its second result is what the backward keeps, through which a second backward finds its way to x and the
-    weights. The gradients of fp32 parameters are never rounded to 16 bits."""
+    """Its further results are what the backward keeps: z or h, through which a second backward finds its way to x and
+    the weights, and the dropout's mask. The gradients of fp32 parameters are never rounded to 16 bits."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    def forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         *parameters, casts, kind, kernel, shape = arguments
-        own = Parameters(*parameters)
-        its = own.replaced(casts)
+        its = Parameters(*parameters).replaced(casts)
         h, z = begin(kind, x, its, kernel, save=not kind.recompute)
         kept = x.new_empty(0) if kind.recompute else z if kind.keeps_z else h
-        mask, y = None, h
+        y, mask = h, x.new_empty(0, dtype=torch.bool)
         if its.out_weight is not None:
             if kind.dropout:
                 h, mask = torch.native_dropout(h, kind.dropout, True)
             y, _ = _linear_act.by(kernel)(h, its.out_weight, its.out_bias, "none", False)
-        ctx.kind, ctx.kernel, ctx.matrix = kind, kernel, y.shape
-        _save(ctx, x, own, its, kept, mask)
         # No view, which autograd would not let be changed in place.
-        return y if y.shape == shape else unsafe_view(y, shape), kept
+        return y if y.shape == shape else unsafe_view(y, shape), kept, mask
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, grad_of_kept: Tensor | None) -> tuple[Tensor | None, ...]:
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+        x, *parameters, casts, ctx.kind, ctx.kernel, _ = inputs
+        own = Parameters(*parameters)
+        its = own.replaced(casts)
+        ctx.mark_non_differentiable(output[2])
+        ctx.matrix = x.shape[0], its.sizes(ctx.kind)[2]
+        _save(ctx, x, own, its, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, grad_of_kept: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
         is_compiling = torch.compiler.is_compiling()
         if is_compiling or ctx.kind.recompute:
             grad_of_kept = None  # zeros of torch.compile's, which knows no second backward
         if dy is None and grad_of_kept is None:
             return (None,) * 11
         x, *parameters, kept, mask = ctx.saved_tensors
-        its = Parameters(*parameters)
+        its, mask = Parameters(*parameters), mask if ctx.kind.dropout else None
         dy = kept.new_zeros(ctx.matrix) if dy is None else dy.reshape(ctx.matrix)
         if grad_of_kept is None and (is_compiling or not torch.is_grad_enabled()):
             dz, dbias, *of_out = _backward_of_out(ctx, dy, x, its, kept, mask)
@@ -128,7 +134,7 @@ class _Block(torch.autograd.Function):
             return *_backward_by_torch(ctx, dy, x, its, kept, mask, grad_of_kept), *(None,) * 4
 
 
-def _save(ctx: Any, x: Tensor, own: Parameters, its: Parameters, kept: Tensor, mask: Tensor | None) -> None:
+def _save(ctx: Any, x: Tensor, own: Parameters, its: Parameters, kept: Tensor, mask: Tensor) -> None:
     """Save what the gradients that are wanted need."""
     ctx.set_materialize_grads(False)
     wants_x, *wants = ctx.needs_input_grad[:7]

@@ -22,8 +22,8 @@ def gated_linear(
     """Return ``activation(F.linear(x, gate_weight, gate_bias)) * F.linear(x, up_weight, up_bias)``: SwiGLU with silu,
     GEGLU with gelu or gelu_tanh, ReGLU with relu.
 
-    It is computed in fp32 and rounded once. For the backward, the results of both linear layers are saved, which is
-    half of what torch saves. Shapes, autocast, gradients of any order and torch.compile work as with torch's functions.
+    It is computed in fp32 and rounded once. For the backward, the results of both linear layers are saved, where
+    torch saves the activation's result, too. Shapes, autocast, gradients of any order and torch.compile work as with torch's functions.
     If plain torch is faster for a call, torch computes it and rounds in its own way.
 
     Args:
