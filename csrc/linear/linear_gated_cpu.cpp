@@ -1,12 +1,12 @@
 #include "linear/linear_gated.h"
-
 #include "linear/rows_cpu.h"
 
 namespace mpk::MPK_ISA {
 
 template <class A, class Z, class T>
 static void forward_rows(const GatedForward& pass, int64_t rows, int64_t columns) {
-  const T *const gate_bias = static_cast<const T*>(pass.gate_bias), *const up_bias = static_cast<const T*>(pass.up_bias);
+  const T *const gate_bias = static_cast<const T*>(pass.gate_bias), *const up_bias =
+                                                                        static_cast<const T*>(pass.up_bias);
   for (int64_t row = 0; row < rows; ++row) {
     const Z* const z = static_cast<const Z*>(pass.z) + row * 2 * columns;
     T* const saved = pass.saved ? static_cast<T*>(pass.saved) + row * 2 * columns : nullptr;
@@ -32,8 +32,8 @@ static void backward_rows(const GatedBackward& pass, int64_t rows, int64_t colum
     T* const dz = static_cast<T*>(pass.dz) + row * 2 * columns;
     T* const h = pass.h ? static_cast<T*>(pass.h) + row * columns : nullptr;
     for_each_vector(columns, [&](int64_t i, auto count) {
-      const auto of = Gated<A>::backward(load_some(dh + i, count), load_some(z + i, count),
-                                         load_some(z + columns + i, count));
+      const auto of =
+          Gated<A>::backward(load_some(dh + i, count), load_some(z + i, count), load_some(z + columns + i, count));
       store_some(dz + i, of.gate, count);
       store_some(dz + columns + i, of.up, count);
       if (h) store_some(h + i, of.h, count);

@@ -1,6 +1,5 @@
-#include "linear/linear_gated_cuda.h"
-
 #include "linear/linear_gated.h"
+#include "linear/linear_gated_cuda.h"
 #include "linear/rows_cuda.h"
 
 namespace mpk {
@@ -25,7 +24,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
                         Activation activation) {
   const Place<count> place(tiling);
   if (place.column >= tiling.columns) return;
-  const auto gate_shift = bias_at<T, count>(gate_bias, place.column), up_shift = bias_at<T, count>(up_bias, place.column);
+  const auto gate_shift = bias_at<T, count>(gate_bias, place.column),
+             up_shift = bias_at<T, count>(up_bias, place.column);
   with_activation(activation, [&](auto f) {
     for (int64_t row = place.row; row < place.end; row += place.lines) {
       const int64_t first = 2 * row * tiling.columns + place.column;
@@ -57,8 +57,7 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
       const auto known_gate = read<T, count>(gate, row, place.column), known_up = read<T, count>(up, row, place.column);
       Elements<T, count> dgate, dup, again;
       for (int i = 0; i < count; ++i) {
-        const auto of =
-            Gated<decltype(f)>::backward(widen(grad.at[i]), widen(known_gate.at[i]), widen(known_up.at[i]));
+        const auto of = Gated<decltype(f)>::backward(widen(grad.at[i]), widen(known_gate.at[i]), widen(known_up.at[i]));
         narrow(of.gate, dgate.at[i]);
         narrow(of.up, dup.at[i]);
         narrow(of.h, again.at[i]);
@@ -81,8 +80,8 @@ cudaError_t linear_gated_cuda(Dtype dtype, const float* z, const Strided& gate_b
   });
 }
 
-cudaError_t linear_dgated_cuda(Dtype dtype, const Strided& dh, const Strided& gate, const Strided& up, void* dz, void* h,
-                               int64_t rows, int64_t columns, Activation activation, cudaStream_t stream) {
+cudaError_t linear_dgated_cuda(Dtype dtype, const Strided& dh, const Strided& gate, const Strided& up, void* dz,
+                               void* h, int64_t rows, int64_t columns, Activation activation, cudaStream_t stream) {
   const Tiling tiling(rows, columns);
   return with_elements(dtype, tiling, [&](auto zero, auto count) {
     using T = decltype(zero);

@@ -52,12 +52,11 @@ static void linear_dgated_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const int64_t columns = it.columns();
   const auto pass = [&](const Matrix& dh, int64_t first) {
     const Matrix z = Matrix(it.z).rows_from(first, dh.rows);
-    require_success(
-        linear_dgated_cuda(it.dtype, strided(dh), strided(columns_from(z, 0, columns)),
-                           strided(columns_from(z, columns, columns)), Matrix(dz).at(first),
-                           it.wants_h ? Matrix(h).at(first) : nullptr, dh.rows, columns, it.activation,
-                           device.stream()),
-        it.kOp);
+    require_success(linear_dgated_cuda(it.dtype, strided(dh), strided(columns_from(z, 0, columns)),
+                                       strided(columns_from(z, columns, columns)), Matrix(dz).at(first),
+                                       it.wants_h ? Matrix(h).at(first) : nullptr, dh.rows, columns, it.activation,
+                                       device.stream()),
+                    it.kOp);
   };
   if (dz.size() > 0 && !it.weight) {
     pass(Matrix(it.dy), 0);

@@ -54,7 +54,8 @@ class GatedOnCpu {
 
   void in_fp32() const {
     const auto both = joined(gate_weight_, up_weight_);
-    const Widened gate_weight = widen(both ? *both : gate_weight_), up_weight = both ? gate_weight.borrowed() : widen(up_weight_);
+    const Widened gate_weight = widen(both ? *both : gate_weight_),
+                  up_weight = both ? gate_weight.borrowed() : widen(up_weight_);
     const int64_t columns = 2 * h_.columns, block = std::min(rows_in_block(columns), x_.rows);
     const bool in_place = it_.dtype == Dtype::f32 && it_.save;
     const ScratchMatrix scratch(in_place ? 0 : block, columns, aoti_torch_dtype_float32());

@@ -118,7 +118,9 @@ class _Block(torch.autograd.Function):
         _save(ctx, x, own, its, *output[1:])
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor | None, grad_of_kept: Tensor | None, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dy: Tensor | None, grad_of_kept: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
         is_compiling = torch.compiler.is_compiling()
         if is_compiling or ctx.kind.recompute:
             grad_of_kept = None  # zeros of torch.compile's, which knows no second backward

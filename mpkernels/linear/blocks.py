@@ -23,8 +23,8 @@ def gated_linear(
     GEGLU with gelu or gelu_tanh, ReGLU with relu.
 
     It is computed in fp32 and rounded once. For the backward, the results of both linear layers are saved, where
-    torch saves the activation's result, too. Shapes, autocast, gradients of any order and torch.compile work as with torch's functions.
-    If plain torch is faster for a call, torch computes it and rounds in its own way.
+    torch saves the activation's result, too. Shapes, autocast, gradients of any order and torch.compile work as with
+    torch's functions. If plain torch is faster for a call, torch computes it and rounds in its own way.
 
     Args:
         x: [..., K].

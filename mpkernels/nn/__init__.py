@@ -1,5 +1,6 @@
 """torch.nn's modules, fused."""
 
+from mpkernels.nn.blocks import MLP, GatedLinear
 from mpkernels.nn.linear_act import LinearAct
 
-__all__ = ["LinearAct"]
+__all__ = ["MLP", "GatedLinear", "LinearAct"]
