@@ -81,15 +81,16 @@ def linear_dgated_kernel(
         at = rows[:, None] * dy_row + columns[None, :] * dy_column
         dh = tl.load(dy + at, mask=inside, other=0).to(tl.float32)
     at = rows[:, None] * z_row + columns[None, :] * z_column
+    to = rows[:, None] * (2 * N) + columns[None, :]
     gate = tl.load(z + at, mask=inside, other=0).to(tl.float32)
-    up = tl.load(z + at + z_column * N, mask=inside, other=0).to(tl.float32)
     opened = activate(gate, ACTIVATION)
+    tl.store(dz + to + N, (dh * opened).to(dz.dtype.element_ty), mask=inside)
+    # Loaded behind a store, past which no load is moved: registers hold one of both at a time.
+    up = tl.load(z + at + z_column * N, mask=inside, other=0).to(tl.float32)
     if h is not None:
         tl.store(h + rows[:, None] * N + columns[None, :], (opened * up).to(h.dtype.element_ty), mask=inside)
-    at = rows[:, None] * (2 * N) + columns[None, :]
-    tl.store(dz + at + N, (dh * opened).to(dz.dtype.element_ty), mask=inside)
     dgate = activate_backward(dh * up, opened if SAVES_Y else gate, ACTIVATION)
-    tl.store(dz + at, dgate.to(dz.dtype.element_ty), mask=inside)
+    tl.store(dz + to, dgate.to(dz.dtype.element_ty), mask=inside)
 
 
 @implement(_linear_gated)

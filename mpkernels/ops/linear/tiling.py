@@ -76,13 +76,13 @@ def persistent_tile(activation: str, rows: int, columns: int, processors: int) -
 
 
 def gated_tile(chip: str, x: Tensor, gate_weight: Tensor, up_weight: Tensor, precision: str) -> Tile:
-    """Return the tile of two products at once: each holds as many numbers as a tile of one does, so it has half of
-    them."""
+    """Return the tile of two products at once, which holds two numbers where that of one holds one."""
     tiles = [tile(chip, x, weight, precision) for weight in (gate_weight, up_weight)]
     it = UNEVEN if UNEVEN in tiles else tiles[0]
-    return it._replace(BLOCK_N=max(16, it.BLOCK_N // 2))
+    return it._replace(BLOCK_N=it.BLOCK_N // 2)
 
 
 def dgated_tile(chip: str, dy: Tensor, weight: Tensor, z: Tensor, precision: str) -> Tile:
-    it = tile(chip, dy, weight, precision)
-    return it if z.stride(1) == 1 else UNEVEN
+    """Return the tile of a product whose ending holds five numbers, where that of linear_dact holds three."""
+    it = tile(chip, dy, weight, precision) if z.stride(1) == 1 else UNEVEN
+    return it._replace(BLOCK_N=it.BLOCK_N // 2)
