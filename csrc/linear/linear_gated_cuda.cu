@@ -17,9 +17,11 @@ __device__ Elements<float, count> bias_at(const Strided& bias, int64_t column) {
   return widened(read<T, count>(bias, 0, column));
 }
 
+static constexpr int kForwardBlocksAtOnce = 3;  // kBlocksAtOnce leaves too few registers for both biases
+
 // z may be saved.
 template <class T, int count>
-__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
+__global__ void __launch_bounds__(kThreads, kForwardBlocksAtOnce)
     linear_gated_kernel(const float* z, Strided gate_bias, Strided up_bias, T* h, T* saved, Tiling tiling,
                         Activation activation) {
   const Place<count> place(tiling);

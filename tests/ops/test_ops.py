@@ -191,7 +191,7 @@ ERRORS = [
     (_linear_gated, (many, many, many[:2], None, None, "silu", True), ValueError,
      "linear_gated: up_weight must have shape (3, 3), got (2, 3)"),
     (_linear_gated, (many, many, many, grad[:2], None, "silu", True), ValueError,
-     "linear_gated: gate_bias must have shape (3,), got (2,)"),
+     "linear_gated: gate_bias must have shape (3), got (2,)"),
     (_linear_gated, (many, many, many, None, grad.half(), "silu", True), TypeError,
      "linear_gated: up_bias must be torch.float32, got torch.float16"),
     (_linear_gated, (many, many, many, None, None, "swish", True), ValueError,

@@ -127,7 +127,7 @@ def linear_dgated_triton(
     dz = z.new_empty(rows, 2 * columns)
     h = z.new_empty(rows, columns) if wants_h else z.new_empty(0)
     if dz.numel():
-        tile = PASS if weight is None else tiling.dgated_tile(chip(), dy, weight, z, precision())
+        tile = PASS if weight is None else tiling.dgated_tile(chip(), dy, weight, z, activation, precision())
         linear_dgated_kernel[(tile.cover(rows, columns),)](
             dy, weight, z, dz, h if wants_h else None, rows, columns, dy.shape[1],
             *dy.stride(), *((0, 0) if weight is None else weight.stride()), *z.stride(),

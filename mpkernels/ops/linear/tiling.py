@@ -82,7 +82,8 @@ def gated_tile(chip: str, x: Tensor, gate_weight: Tensor, up_weight: Tensor, pre
     return it._replace(BLOCK_N=it.BLOCK_N // 2)
 
 
-def dgated_tile(chip: str, dy: Tensor, weight: Tensor, z: Tensor, precision: str) -> Tile:
+def dgated_tile(chip: str, dy: Tensor, weight: Tensor, z: Tensor, activation: str, precision: str) -> Tile:
     """Return the tile of a product whose ending holds five numbers, where that of linear_dact holds three."""
     it = tile(chip, dy, weight, precision) if z.stride(1) == 1 else UNEVEN
-    return it._replace(BLOCK_N=it.BLOCK_N // 2)
+    parts = 4 if chip == "sm_80" and activation == "gelu_tanh" else 2  # in the wider one its registers spill
+    return it._replace(BLOCK_N=max(16, it.BLOCK_N // parts))
