@@ -8,19 +8,12 @@ from torch import Tensor
 from torch.overrides import is_tensor_like
 
 from mpkernels import selector
-from mpkernels._torch_private import (
-    are_transforms_active,
-    count_dispatch_modes,
-    count_function_modes,
-    derives_forward,
-    is_any_autocast_enabled,
-    is_jit_tracing,
-)
+from mpkernels._torch_private import is_any_autocast_enabled
 from mpkernels.linear import paths
 from mpkernels.linear.blocks import gated_linear, gated_mlp, mlp
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
 from mpkernels.linear.choice import autocast_dtype, kernel_for, key_of
-from mpkernels.linear.served import is_ours
+from mpkernels.linear.served import is_ours, is_watched
 from mpkernels.ops import _checks
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 
@@ -48,7 +41,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     name: Any = activation  # where a call is known; one with a module never is
     if kernel == "torch":
         return paths.by_torch(x, weight, bias, name)
-    if kernel is None or _is_watched():
+    if kernel is None or is_watched():
         return _of_any_kind(key, x, weight, bias, activation)
     dtype = autocast_dtype(x) if is_any_autocast_enabled() else None
     return paths.by_ours(kernel, x, weight, bias, name, dtype)
@@ -68,17 +61,6 @@ def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, 
     dtype = autocast_dtype(x)
     kernel = kernel_for(key, x, weight, bias, activation, dtype)
     return paths.compute(kernel, x, weight, bias, activation, dtype)
-
-
-def _is_watched() -> bool:
-    """Return whether a mode, a transform or a tracer observes the ops that torch calls."""
-    return (
-        derives_forward()
-        or is_jit_tracing()
-        or are_transforms_active()
-        or count_dispatch_modes() > 0
-        or count_function_modes() > 0
-    )
 
 
 def _check_shapes_and_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

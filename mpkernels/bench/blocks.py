@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -28,8 +27,8 @@ def torchs_mlp(features: int, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, features))
 
 
-Make = Callable[[int, int], nn.Module]
-BLOCKS: dict[str, tuple[Make, Make, int]] = {  # ours, torch's, and how many products the forward has
+_Maker = Callable[[int, int], nn.Module]
+BLOCKS: dict[str, tuple[_Maker, _Maker, int]] = {  # ours, torch's, and how many products the forward has
     "gelu_mlp": (MLP, torchs_mlp, 2),
     "swiglu_mlp": (partial(MLP, bias=False, gated=True), TorchsGatedMLP, 3),
 }

@@ -2,10 +2,12 @@
 
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from mpkernels._torch_private import is_tracing
@@ -24,23 +26,32 @@ def compute(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dt
 
 def by_torch(kind: Kind, x: Tensor, own: Parameters) -> Tensor:
     if kind.recompute and torch.is_grad_enabled():
-        y: Tensor = checkpoint(partial(_by_torch, kind), x, *own, use_reentrant=False)
+        y: Tensor = checkpoint(partial(by_torch_plainly, kind), x, *own, use_reentrant=False)
         return y
-    return _by_torch(kind, x, *own)
+    return by_torch_plainly(kind, x, *own)
 
 
-def _by_torch(kind: Kind, x: Tensor, *parameters: Tensor | None) -> Tensor:
-    own = Parameters(*parameters)
-    z = functional.linear(x, own.weight, own.bias)
-    if not kind.is_gated:
-        h = AFRESH[kind.activation](z)
+def by_torch_plainly(
+    kind: tuple[Any, ...],
+    x: Tensor,
+    weight: Any,
+    bias: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    out_weight: Tensor | None,
+    out_bias: Tensor | None,
+) -> Tensor:
+    """Compute as a user of torch would, and keep what torch keeps."""
+    _, activation, is_gated, _, dropout, _ = kind
+    z = linear(x, weight, bias)
+    if not is_gated:
+        h = AFRESH[activation](z)
     else:
-        is_stacked = own.up_weight is None
-        gate, up = z.chunk(2, -1) if is_stacked else (z, functional.linear(x, own.up_weight, own.up_bias))
-        h = AFRESH[kind.activation](gate) * up
-    if own.out_weight is None:
+        gate, up = z.chunk(2, -1) if up_weight is None else (z, linear(x, up_weight, up_bias))
+        h = AFRESH[activation](gate) * up
+    if out_weight is None:
         return h
-    return functional.linear(functional.dropout(h, kind.dropout), own.out_weight, own.out_bias)
+    return linear(functional.dropout(h, dropout) if dropout else h, out_weight, out_bias)
 
 
 def _by_ours(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dtype | None) -> Tensor:

@@ -24,7 +24,7 @@ class Kind(NamedTuple):
     """What a block does with its parameters."""
 
     op: str  #: that the user has called
-    activation: str
+    activation: Any  #: its name, or what the user gave for it
     is_gated: bool
     is_stacked: bool  #: gate's and up's parameters are one matrix and one bias, gate's rows first
     dropout: float  #: of h

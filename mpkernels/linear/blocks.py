@@ -1,12 +1,17 @@
 """Gated layers and MLPs as functions."""
 
+from collections.abc import Hashable
+from typing import Any
+
 from torch import Tensor
 from torch.overrides import is_tensor_like
 
+from mpkernels import selector
+from mpkernels._torch_private import is_any_autocast_enabled
 from mpkernels.linear import block, block_choice
 from mpkernels.linear.block_function import Kind, Parameters
 from mpkernels.linear.choice import autocast_dtype
-from mpkernels.linear.served import is_ours
+from mpkernels.linear.served import is_ours, is_watched
 from mpkernels.ops import _checks
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 
@@ -33,9 +38,8 @@ def gated_linear(
         gate_bias, up_bias: [N]. Without up_weight, gate_bias is [2N].
         activation: as linear_act takes it.
     """
-    own = Parameters(gate_weight, gate_bias, up_weight, up_bias, None, None)
-    is_stacked = up_weight is None
-    return _compute(Kind("gated_linear", "", True, is_stacked, 0.0, False), x, own, activation)
+    kind = "gated_linear", activation, True, up_weight is None, 0.0, False
+    return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias, None, None)
 
 
 def mlp(
@@ -65,9 +69,8 @@ def mlp(
         dropout, training: as F.dropout takes them.
         recompute: save x alone, and compute the first linear layer anew in the backward.
     """
-    own = Parameters(fc1_weight, fc1_bias, None, None, fc2_weight, fc2_bias)
-    kind = Kind("mlp", "", False, False, dropout if training else 0.0, recompute)
-    return _compute(kind, x, own, activation)
+    kind = "mlp", activation, False, False, dropout if training else 0.0, recompute
+    return _compute(kind, x, fc1_weight, fc1_bias, None, None, fc2_weight, fc2_bias)
 
 
 def gated_mlp(
@@ -89,9 +92,8 @@ def gated_mlp(
     Beside x and the weights, the backward needs the results of gate's and up's linear layers: in 16 bits 4 bytes for
     each hidden feature, where torch saves 8. See ``gated_linear`` for the first arguments and ``mlp`` for the last.
     """
-    own = Parameters(gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
-    kind = Kind("gated_mlp", "", True, up_weight is None, dropout if training else 0.0, recompute)
-    return _compute(kind, x, own, activation)
+    kind = "gated_mlp", activation, True, up_weight is None, dropout if training else 0.0, recompute
+    return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
 
 
 _NAMES = {
@@ -101,8 +103,20 @@ _NAMES = {
 }
 
 
-def _compute(kind: Kind, x: Tensor, own: Parameters, activation: ActivationLike) -> Tensor:
-    kind = kind._replace(activation=activation_name(kind.op, activation))
+def _compute(kind: tuple[Any, ...], x: Tensor, *parameters: Tensor | None) -> Tensor:
+    """``kind`` becomes a Kind only where torch doesn't compute at once: that takes as long as the key does."""
+    key = block_choice.key_of(kind, x, parameters)
+    kernel = selector.by_key.get(key)
+    if kernel == "torch" and not kind[-1]:
+        return block.by_torch_plainly(kind, x, *parameters)
+    if kernel is None or is_watched():
+        return _of_any_kind(key, Kind(*kind), x, Parameters(*parameters))
+    dtype = autocast_dtype(x) if is_any_autocast_enabled() else None
+    return block.compute(kernel, Kind(*kind), x, Parameters(*parameters), dtype)
+
+
+def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, own: Parameters) -> Tensor:
+    kind = kind._replace(activation=activation_name(kind.op, kind.activation))
     if not 0 <= kind.dropout <= 1:
         raise ValueError(f"{kind.op}: dropout must be between 0 and 1, got {kind.dropout}")
     given = [it for it in (x, *own) if it is not None]
@@ -110,7 +124,7 @@ def _compute(kind: Kind, x: Tensor, own: Parameters, activation: ActivationLike)
         return block.by_torch(kind, x, own)
     _check(kind, x, own)
     dtype = autocast_dtype(x)
-    return block.compute(block_choice.kernel_for(kind, x, own, dtype), kind, x, own, dtype)
+    return block.compute(block_choice.kernel_for(key, kind, x, own, dtype), kind, x, own, dtype)
 
 
 def _check(kind: Kind, x: Tensor, own: Parameters) -> None:

@@ -22,7 +22,7 @@ from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import DEVICES, backends, forced
 from mpkernels.selector.case import Case
 
-_PLAIN = frozenset((Tensor, Parameter))
+PLAIN = frozenset((Tensor, Parameter))
 
 
 def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
@@ -33,7 +33,7 @@ def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -
     # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
     if is_dynamo_compiling() or forced or is_jit_tracing():
         return None
-    if type(x) is not Tensor or type(weight) not in _PLAIN or type(activation) is not str:
+    if type(x) is not Tensor or type(weight) not in PLAIN or type(activation) is not str:
         return None
     try:
         of_x = x.shape, x.stride(-1), x.layout, x.dtype, x.device
@@ -42,7 +42,7 @@ def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -
         return None
     trains, of_bias = weight.requires_grad or x.requires_grad, None
     if bias is not None:
-        if type(bias) not in _PLAIN:
+        if type(bias) not in PLAIN:
             return None
         of_bias, trains = (bias.shape, bias.dtype), trains or bias.requires_grad
     key = activation, of_x, of_weight, of_bias, trains and is_grad_enabled()

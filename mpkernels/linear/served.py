@@ -1,10 +1,18 @@
-"""Which calls our kernels can compute at all. Plain torch computes the others."""
+"""Which calls our kernels can compute at all, and which are observed."""
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from mpkernels._torch_private import FakeTensor, derives_forward, is_exporting, is_jit_tracing
+from mpkernels._torch_private import (
+    FakeTensor,
+    are_transforms_active,
+    count_dispatch_modes,
+    count_function_modes,
+    derives_forward,
+    is_exporting,
+    is_jit_tracing,
+)
 
 _SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
 
@@ -19,4 +27,15 @@ def is_ours(x: Tensor, *parameters: Tensor | None) -> bool:
         and x.is_floating_point()
         and not (x.is_nested or derives_forward() or is_exporting())
         and (is_compiling() or not is_jit_tracing())
+    )
+
+
+def is_watched() -> bool:
+    """Return whether a mode, a transform or a tracer observes the ops that torch calls."""
+    return (
+        derives_forward()
+        or is_jit_tracing()
+        or are_transforms_active()
+        or count_dispatch_modes() > 0
+        or count_function_modes() > 0
     )
