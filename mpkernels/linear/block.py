@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkernels._torch_private import is_tracing
 from mpkernels.linear import cast_cache
-from mpkernels.linear.block_function import Kind, Parameters, begin, differentiable
+from mpkernels.linear.block_function import differentiable
+from mpkernels.linear.block_kind import Kind, Parameters, begin
 from mpkernels.linear.paths import AFRESH, as_autocast_casts
 from mpkernels.ops import linear_act
 

@@ -16,7 +16,7 @@ from mpkernels._torch_private import (
     is_jit_tracing,
     is_tracing,
 )
-from mpkernels.linear.block_function import Kind, Parameters
+from mpkernels.linear.block_kind import Kind, Parameters
 from mpkernels.linear.block_trial import BlockTrial
 from mpkernels.linear.choice import PLAIN, autocast_dtype, known_kernel, names, rows_of
 from mpkernels.linear.trial import is_transposed

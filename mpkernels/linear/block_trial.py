@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mpkernels.linear import block
-from mpkernels.linear.block_function import Kind, Parameters
+from mpkernels.linear.block_kind import Kind, Parameters
 from mpkernels.linear.trial import FLOPS_ON_CPU, SAMPLES, is_transposed
 from mpkernels.selector.trial import Error
 

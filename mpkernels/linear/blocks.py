@@ -9,7 +9,7 @@ from torch.overrides import is_tensor_like
 from mpkernels import selector
 from mpkernels._torch_private import is_any_autocast_enabled
 from mpkernels.linear import block, block_choice
-from mpkernels.linear.block_function import Kind, Parameters
+from mpkernels.linear.block_kind import Kind, Parameters
 from mpkernels.linear.choice import autocast_dtype
 from mpkernels.linear.served import is_ours, is_watched
 from mpkernels.ops import _checks
