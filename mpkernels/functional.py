@@ -1,27 +1,19 @@
-"""linear_act as a function, with the shapes, autocast and gradients of torch.nn.functional."""
+"""Linear layers with an activation, gated layers and MLPs as functions, with the shapes, autocast and gradients of
+torch.nn.functional."""
 
 from collections.abc import Hashable
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 from torch.overrides import is_tensor_like
 
 from mpkernels import selector
-from mpkernels._torch_private import (
-    FakeTensor,
-    are_transforms_active,
-    count_dispatch_modes,
-    count_function_modes,
-    derives_forward,
-    is_any_autocast_enabled,
-    is_exporting,
-    is_jit_tracing,
-)
+from mpkernels._torch_private import is_any_autocast_enabled
 from mpkernels.linear import paths
+from mpkernels.linear.blocks import gated_linear, gated_mlp, mlp
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
 from mpkernels.linear.choice import autocast_dtype, kernel_for, key_of
+from mpkernels.linear.served import is_ours, is_watched
 from mpkernels.ops import _checks
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 from mpkernels.parts import columns_of, is_sharded, parts_of_columns
@@ -50,7 +42,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     name: Any = activation  # where a call is known; one with a module never is
     if kernel == "torch":
         return paths.by_torch(x, weight, bias, name)
-    if kernel is None or _is_watched():
+    if kernel is None or is_watched():
         return _of_any_kind(key, x, weight, bias, activation)
     dtype = autocast_dtype(x) if is_any_autocast_enabled() else None
     return paths.by_ours(kernel, x, weight, bias, name, dtype)
@@ -62,7 +54,7 @@ def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, 
     if is_sharded(weight) and (parts := parts_of_columns(x, weight, bias)) is not None:
         y: Tensor = columns_of(x, weight, linear_act(*parts, activation))
         return y
-    if not _is_ours(x, weight, bias) and all(map(is_tensor_like, tensors)):
+    if not (is_ours(x, weight, bias) and (bias is None or bias.dim() < 2)) and all(map(is_tensor_like, tensors)):
         try:
             return paths.by_torch_afresh(x, weight, bias, activation)
         except RuntimeError:
@@ -73,34 +65,6 @@ def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, 
     dtype = autocast_dtype(x)
     kernel = kernel_for(key, x, weight, bias, activation, dtype)
     return paths.compute(kernel, x, weight, bias, activation, dtype)
-
-
-_SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
-
-
-def _is_ours(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether one of our kernels can compute this call. It needs dense, plain tensors and no forward-mode
-    derivatives. Nor may torch.export or torch.jit.trace record the call, because the record must run without us."""
-    return (
-        type(x) in _SERVED
-        and type(weight) in _SERVED
-        and (bias is None or (type(bias) in _SERVED and bias.dim() < 2))
-        and x.layout is weight.layout is torch.strided
-        and x.is_floating_point()
-        and not (x.is_nested or derives_forward() or is_exporting())
-        and (is_compiling() or not is_jit_tracing())
-    )
-
-
-def _is_watched() -> bool:
-    """Return whether a mode, a transform or a tracer observes the ops that torch calls."""
-    return (
-        derives_forward()
-        or is_jit_tracing()
-        or are_transforms_active()
-        or count_dispatch_modes() > 0
-        or count_function_modes() > 0
-    )
 
 
 def _check_shapes_and_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:

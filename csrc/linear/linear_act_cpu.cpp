@@ -1,30 +1,7 @@
-#include "common/simd.h"
 #include "linear/linear_act.h"
+#include "linear/rows_cpu.h"
 
 namespace mpk::MPK_ISA {
-
-// Up to kLanes elements. A vector's worth in one go; what is left of a row, through a copy.
-template <class T>
-MPK_FN Floats load_some(const T* from, int64_t count) {
-  if (count >= kLanes) return load(from);
-  T some[kLanes]{};
-  memcpy(some, from, count * sizeof(T));
-  return load(some);
-}
-template <class T>
-MPK_FN void store_some(T* to, Floats x, int64_t count) {
-  if (count >= kLanes) return store(to, x);
-  T some[kLanes];
-  store(some, x);
-  memcpy(to, some, count * sizeof(T));
-}
-
-template <class Body>
-MPK_FN void for_each_vector(int64_t size, const Body& body) {
-  int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) body(i, std::integral_constant<int64_t, kLanes>{});
-  if (i < size) body(i, size - i);
-}
 
 template <class A, class Z, class T>
 static void forward_rows(const Forward& pass, int64_t rows, int64_t columns) {
@@ -57,14 +34,6 @@ static void backward_rows(const Backward& pass, int64_t rows, int64_t columns) {
       if (pass.sums) store_some(pass.sums + i, load_some(pass.sums + i, count) + dz, count);
     });
   }
-}
-
-// The ops' dtypes; fp64 is the reference's.
-template <class Body>
-static void with_float_or_half(Dtype dtype, const Body& body) {
-  with_dtype(dtype, [&](auto zero) {
-    if constexpr (!std::is_same_v<decltype(zero), double>) body(zero);
-  });
 }
 
 void linear_act_rows(const Forward& pass, int64_t rows, int64_t columns) {

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mpkernels
-from mpkernels.bench import linear, ops, peers, sharded, steps, training
+from mpkernels.bench import blocks, linear, ops, peers, sharded, steps, training
 from mpkernels.bench.pairs import Pair
 from mpkernels.bench.settings import Case, Place, Setting, lists, places
 
@@ -55,7 +55,8 @@ QUICK = [  # what says the most first, for a slow machine does not come to the e
 def all_cases() -> list[Benchmark]:
     on_each = (chain(_single_ops(place), _steps(place)) for place in places())
     best = places()[-1]  # whole networks: with all cores, and on the GPU where there is one
-    return [*chain.from_iterable(on_each), *_quick_steps(best), *_linear(best), *_training(best)]
+    rest = _quick_steps(best), _linear(best), _blocks(best), _training(best)
+    return [*chain.from_iterable(on_each), *chain.from_iterable(rest)]
 
 
 def select(benchmarks: list[Benchmark], only: list[str], without: list[str], quick: bool) -> list[Benchmark]:
@@ -155,6 +156,21 @@ def _linear(place: Place) -> Iterator[Benchmark]:
         yield Benchmark("linear_act", setting, prepare, "linear_act", "torch eager", variant)
     for peer, reason in peers.NOTHING_TO_COMPARE.items():
         yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", peer, missing=reason)
+
+
+def _blocks(place: Place) -> Iterator[Benchmark]:
+    for shape, (name, dtype) in product(blocks.SHAPES[place.device], product(blocks.BLOCKS, ("bf16", "fp32"))):
+        if dtype == "fp32" and place.device == "cuda":
+            continue
+        setting = Setting(place, dtype, linear.case(shape))
+        baseline, op = (
+            "torch eager" if dtype == "fp32" else EAGER,
+            "linear_act" if name == "gelu_mlp" else "linear_gated",
+        )
+        yield Benchmark(name, setting, partial(blocks.compare, setting, name), op, baseline)
+        if place.device == "cuda":
+            tuned = partial(blocks.compare, setting, name, compiled=True)
+            yield Benchmark(name, setting, tuned, op, "torch.compile max-autotune")
 
 
 def _training(place: Place) -> Iterator[Benchmark]:

@@ -1,12 +1,14 @@
 """A linear layer and its activation, forward and backward, beside nn.Linear and nn.GELU; fp32 weights, autocast. And
 the product in which a layer's backward meets the activation before it."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch.nn import Parameter, functional
+from torch.nn import Module, Parameter, functional
 
-from mpkernels.bench.networks import Layer, our_layer, torchs_layer
+from mpkernels.bench.networks import our_layer, torchs_layer
 from mpkernels.bench.pairs import Make, Pair, Run
 from mpkernels.bench.settings import DTYPES, Case, Setting
 from mpkernels.functional import linear_act
@@ -37,13 +39,16 @@ def case(shape: Shape) -> Case:
     return Case(str(shape), (shape,))
 
 
-def forward_and_backward(setting: Setting, layer: Layer, compiled: bool = False) -> Make:
-    (rows, inputs, outputs), device, dtype = setting.case.shapes[0], setting.place.device, DTYPES[setting.dtype]
+def forward_and_backward(
+    setting: Setting, layer: Callable[[int, int], Module], outputs: int, compiled: bool = False
+) -> Make:
+    """``layer`` makes a module of the case's two sizes; it yields ``outputs`` features."""
+    (rows, inputs, hidden), device, dtype = setting.case.shapes[0], setting.place.device, DTYPES[setting.dtype]
 
     def make() -> Run:
         torch.manual_seed(0)
         with torch.device(device):
-            module = layer(inputs, outputs, "gelu")
+            module = layer(inputs, hidden)
             x, dy = torch.randn(rows, inputs), torch.randn(rows, outputs, dtype=dtype)
         x = x.to(dtype).requires_grad_()
         forward = torch.compile(module, mode="max-autotune-no-cudagraphs") if compiled else module
@@ -62,8 +67,8 @@ def forward_and_backward(setting: Setting, layer: Layer, compiled: bool = False)
 def compare(setting: Setting, compiled: bool = False) -> Pair:
     rows, inputs, outputs = setting.case.shapes[0]
     return Pair(
-        forward_and_backward(setting, our_layer),
-        forward_and_backward(setting, torchs_layer, compiled),
+        forward_and_backward(setting, partial(our_layer, activation="gelu"), outputs),
+        forward_and_backward(setting, partial(torchs_layer, activation="gelu"), outputs, compiled),
         flops=3 * 2 * rows * inputs * outputs,  # the products for y, dx and dw
         clock="device",
         is_whole_step=False,

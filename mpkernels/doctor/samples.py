@@ -132,6 +132,35 @@ def linear_dact_of_nothing_saved(device: torch.device) -> tuple[Any, ...]:
     return dy, weight, torch.empty(0, device=device), "none", None
 
 
+def linear_gated(
+    device: torch.device, dtype: torch.dtype, activation: str, sizes: tuple[int, int, int] = (5, 7, 9), *specials: float
+) -> tuple[Any, ...]:
+    """Make a gate with a bias, and an up without."""
+    rows, features, outputs = sizes
+    x, weights, bias = matrices(dtype, device, (rows, features), (2 * outputs, features), (outputs,))
+    x[: len(specials), 0] = torch.tensor(specials)
+    return x, weights[:outputs], weights[outputs:], bias, None, activation, True
+
+
+def linear_gated_apart(device: torch.device) -> tuple[Any, ...]:
+    x, gate, up = matrices(F32, device, (5, 7), (9, 7), (9, 7))
+    return x, gate, up, None, None, "gelu_tanh", False
+
+
+def linear_dgated(
+    device: torch.device, dtype: torch.dtype, activation: str, sizes: tuple[int, int, int] = (5, 9, 7), *specials: float
+) -> tuple[Any, ...]:
+    rows, outputs, columns = sizes
+    dy, weight, z = matrices(dtype, device, (rows, outputs), (outputs, columns), (rows, 2 * columns))
+    z[: len(specials), 0] = torch.tensor(specials)
+    return dy, weight, z, activation, True
+
+
+def linear_dgated_of_h(device: torch.device) -> tuple[Any, ...]:
+    dh, z = matrices(B16, device, (5, 7), (5, 14))
+    return dh, None, z, "silu", False
+
+
 # Two sums of n terms in two orders differ by n roundings of the sum of magnitudes at most, two roundings to a dtype by
 # one of its eps; where terms cancel, the sum of magnitudes is some times the sum.
 SUMS = 1100 * torch.finfo(F64).eps
@@ -171,5 +200,18 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample(linear_dact_of_nothing_saved, ROUNDED[F32]),
         Sample(lambda device: linear_dact_in_tiles(device, F16), ROUNDED[F16]),
         Sample(lambda device: linear_dact_in_tiles(device, B16, torch.nan), ROUNDED[B16]),
+    ],
+    "linear_gated": [
+        Sample(lambda device: linear_gated(device, B16, "silu"), ROUNDED[B16]),
+        Sample(lambda device: linear_gated(device, F16, "gelu", (16, 24, 32)), ROUNDED[F16]),
+        Sample(lambda device: linear_gated(device, B16, "relu", (16, 24, 32), *SPECIALS), ROUNDED[B16]),
+        Sample(linear_gated_apart, ROUNDED[F32]),
+    ],
+    "linear_dgated": [
+        Sample(lambda device: linear_dgated(device, B16, "silu"), ROUNDED[B16]),
+        Sample(lambda device: linear_dgated(device, F16, "gelu", (128, 32, 64)), ROUNDED[F16]),
+        Sample(lambda device: linear_dgated(device, F32, "tanh"), ROUNDED[F32]),
+        Sample(lambda device: linear_dgated(device, B16, "relu", (16, 24, 32), torch.nan), ROUNDED[B16]),
+        Sample(linear_dgated_of_h, ROUNDED[B16]),
     ],
 }

@@ -22,7 +22,7 @@ from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import DEVICES, backends, forced
 from mpkernels.selector.case import Case
 
-_PLAIN = frozenset((Tensor, Parameter))
+PLAIN = frozenset((Tensor, Parameter))
 
 
 def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
@@ -33,7 +33,7 @@ def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -
     # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
     if is_dynamo_compiling() or forced or is_jit_tracing():
         return None
-    if type(x) is not Tensor or type(weight) not in _PLAIN or type(activation) is not str:
+    if type(x) is not Tensor or type(weight) not in PLAIN or type(activation) is not str:
         return None
     try:
         of_x = x.shape, x.stride(-1), x.layout, x.dtype, x.device
@@ -42,7 +42,7 @@ def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -
         return None
     trains, of_bias = weight.requires_grad or x.requires_grad, None
     if bias is not None:
-        if type(bias) not in _PLAIN:
+        if type(bias) not in PLAIN:
             return None
         of_bias, trains = (bias.shape, bias.dtype), trains or bias.requires_grad
     key = activation, of_x, of_weight, of_bias, trains and is_grad_enabled()
@@ -82,27 +82,33 @@ def kernel_for(
         is_odd = is_odd or within_functorch or weight.numel() * x.numel() == 0
     if is_odd:
         return "torch"
+    device, sizes = x.device, (weight.shape[-1], weight.shape[0])
     if is_tracing():
-        return _known_kernel(weight, dtypes, variant)
-    device = x.device
-    outputs, features = weight.shape
-    rows = 1 << (x.numel() // features - 1).bit_length()
-    case = Case("linear_act", device, (features, outputs), dtypes, variant, rows)
+        return known_kernel("linear_act", device, sizes, dtypes, variant)
+    rows = rows_of(x)
+    case = Case("linear_act", device, sizes, dtypes, variant, rows)
     prepare = partial(LinearTrial, rows, leaves, activation, trains, autocast)
-    return selector.choose(case, _names(device.type), prepare, key)
+    return selector.choose(case, names(device.type), prepare, key)
+
+
+def rows_of(x: Tensor) -> int:
+    """Return how many rows x has, rounded up to a power of two."""
+    return 1 << (x.numel() // x.shape[-1] - 1).bit_length()
 
 
 @constant_in_graphs
-def _known_kernel(weight: Tensor, dtypes: tuple[torch.dtype, ...], variant: str) -> str:
+def known_kernel(
+    op: str, device: torch.device, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], variant: str
+) -> str:
     """Return the choice for any number of rows: a graph serves several sizes."""
-    names, sizes = _names(weight.device.type), (weight.shape[-1], weight.shape[0])
+    available = names(device.type)
     if any(isinstance(size, torch.SymInt) for size in sizes):  # to compare it would make a constant of it
-        return names[0]
-    return selector.known(Case("linear_act", weight.device, sizes, dtypes, variant, rows=None), names)
+        return available[0]
+    return selector.known(Case(op, device, sizes, dtypes, variant, rows=None), available)
 
 
 @cache
-def _names(device_type: str) -> tuple[str, ...]:
+def names(device_type: str) -> tuple[str, ...]:
     """Return the kernels that are fit for use there; plain torch comes last."""
     if device_type not in DEVICES:
         return ("torch",)

@@ -13,7 +13,7 @@ from mpkernels._torch_private import are_transforms_active, is_tracing
 from mpkernels.linear import cast_cache
 from mpkernels.ops import linear_act as _linear_act
 
-_AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
+AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
     "relu": torch.relu,
     "relu2": lambda z: (y := torch.relu(z)) * y,  # CUDA's autocast makes fp32 of square(), which is pow
@@ -46,14 +46,14 @@ def compute(
 
 def by_torch_afresh(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """Compute with plain torch, and overwrite nothing."""
-    return _AFRESH[activation](functional.linear(x, weight, bias))
+    return AFRESH[activation](functional.linear(x, weight, bias))
 
 
 def by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
     """Compute with plain torch. Without autograd, nobody needs z any more, and the activation overwrites it."""
     z = functional.linear(x, weight, bias)
     if is_grad_enabled() or are_transforms_active():  # where in place has no batching rules
-        return _AFRESH[activation](z)
+        return AFRESH[activation](z)
     if activation == "none":
         return z
     return _IN_PLACE[activation](z)
@@ -71,15 +71,15 @@ def by_ours(
         bias = bias.expand(weight.shape[0])
     cast = None
     if dtype is not None:
-        x = _as_autocast_casts(x, dtype)
+        x = as_autocast_casts(x, dtype)
         if weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32) and not is_tracing():
             cast = cast_cache.cast(weight, dtype), None if bias is None else cast_cache.cast(bias, dtype)
         else:
-            weight = _as_autocast_casts(weight, dtype)
-            bias = None if bias is None else _as_autocast_casts(bias, dtype)
+            weight = as_autocast_casts(weight, dtype)
+            bias = None if bias is None else as_autocast_casts(bias, dtype)
     rows = x if len(sizes) == 2 else x.reshape(prod(sizes[:-1]), sizes[-1])
     return _linear_act(rows, weight, bias, activation, shape, cast, kernel)
 
 
-def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:
+def as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value

@@ -10,8 +10,8 @@ from torch import Tensor
 from mpkernels.linear import paths
 from mpkernels.selector.trial import Error
 
-_FLOPS_ON_CPU = 2**30  # where more rows take proportionally longer
-_SAMPLES = 64  # rows and features that are compared, the first and the last among them
+FLOPS_ON_CPU = 2**30  # where more rows take proportionally longer
+SAMPLES = 64  # rows and features that are compared, the first and the last among them
 _BLOCK = 1024  # rows or features that are in fp64 at a time
 
 
@@ -39,7 +39,7 @@ class LinearTrial:
         self._device, (outputs, features) = leaves[0].device, leaves[1].shape
         self.dtype = autocast or leaves[0].dtype
         if self._device.type == "cpu":
-            rows = min(rows, max(64, _FLOPS_ON_CPU // (2 * outputs * features)))
+            rows = min(rows, max(64, FLOPS_ON_CPU // (2 * outputs * features)))
         self._generator = torch.Generator(self._device).manual_seed(0)
         shapes = (rows, features), (outputs, features), (outputs,)
         scales = 1.0, features**-0.5, 1.0  # neither outputs nor gradients overflow
@@ -57,7 +57,7 @@ class LinearTrial:
         return self._normal(shape[::-1], scale).to(leaf.dtype).t()
 
     def _some_of(self, count: int) -> Tensor:
-        steps = torch.linspace(0, count - 1, min(count, _SAMPLES), dtype=torch.float64, device=self._device)
+        steps = torch.linspace(0, count - 1, min(count, SAMPLES), dtype=torch.float64, device=self._device)
         return steps.round().long()
 
     def run(self, name: str) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Finds the fastest way to compute a case on this machine: times each way once, and remembers the choice on disk.
 
-``linear_act`` uses the selector to choose between our kernels and plain torch. The selector times nothing in these
-cases:
+``linear_act``, ``gated_linear``, ``mlp`` and ``gated_mlp`` use the selector to choose between our kernels and plain
+torch. The selector times nothing in these cases:
 
 * while torch.compile traces or a CUDA graph is captured; choices that are known by then are used;
 * under ``mpkernels.backend``;

@@ -149,7 +149,7 @@ def by_triton(monkeypatch):
     pytest.importorskip("triton")
     if "triton" not in mpkernels.backends("linear_act"):
         pytest.skip("Triton is not interpreted here")
-    monkeypatch.setattr(choice, "_names", lambda device_type: ("triton", "torch"))
+    monkeypatch.setattr(choice, "names", lambda device_type: ("triton", "torch"))
     selector.pin("triton")
     return LinearAct(8, 6)
 

@@ -13,6 +13,7 @@ import mpkernels
 from mpkernels import ops
 from mpkernels.doctor.samples import SAMPLES, grads, unscale
 from mpkernels.ops import _registry
+from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 
 ARGUMENTS = {name: samples[0].arguments for name, samples in SAMPLES.items()}
 
@@ -185,9 +186,25 @@ ERRORS = [
      "linear_dact: activation must be one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got 'swish'"),
     (ops.linear_dact, (many, many, many, "gelu", torch.float16), TypeError,
      "linear_dact: bias_dtype must be torch.float32, got torch.float16"),
+    (_linear_gated, (grad, many, many, None, None, "silu", True), ValueError,
+     "linear_gated: x must have shape (any, any), got (3,)"),
+    (_linear_gated, (many, many, many[:2], None, None, "silu", True), ValueError,
+     "linear_gated: up_weight must have shape (3, 3), got (2, 3)"),
+    (_linear_gated, (many, many, many, grad[:2], None, "silu", True), ValueError,
+     "linear_gated: gate_bias must have shape (3), got (2,)"),
+    (_linear_gated, (many, many, many, None, grad.half(), "silu", True), TypeError,
+     "linear_gated: up_bias must be torch.float32, got torch.float16"),
+    (_linear_gated, (many, many, many, None, None, "swish", True), ValueError,
+     "linear_gated: activation must be one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got 'swish'"),
+    (_linear_dgated, (many, None, many, "silu", True), ValueError,
+     "linear_dgated: z must have gate's columns and as many of up, got shape (3, 3)"),
+    (_linear_dgated, (many, None, torch.ones(3, 4), "silu", True), ValueError,
+     "linear_dgated: dy must have shape (3, 2), got (3, 3)"),
+    (_linear_dgated, (many, many, torch.ones(3, 4), "silu", True), ValueError,
+     "linear_dgated: weight must have shape (3, 2), got (3, 3)"),
     (mpkernels.backends, ("unscale",), ValueError,
-     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, linear_dact, overflow_, "
-     "unscale_, update_scale_, got 'unscale'"),
+     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, linear_dact, linear_dgated, "
+     "linear_gated, overflow_, unscale_, update_scale_, got 'unscale'"),
     (mpkernels.backend("fastest").__enter__, (), ValueError,
      "backend: name must be one of native, triton, reference, got 'fastest'"),
 ]  # fmt: skip

@@ -16,6 +16,7 @@ import torch
 from mpkernels.ops import _registry, grad_stats, linear_dact, overflow_, unscale_, update_scale_
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
+from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 from tests import ROOT
 from tests.cases import DTYPES, random_grads
 from tests.linear_cases import before_a_layer, layer, saved_of
@@ -98,6 +99,24 @@ def linear_dact_fenced(fence, sizes, dtype, activation):
         assert all(it.isfinite().all() for it in results)
 
 
+def linear_gated_fenced(fence, sizes, dtype, activation):
+    for rows, features, outputs in (
+        (5, 33, 31),
+        (1, 8, sizes[-1]),
+        (sizes[-1], 8, 1),
+        (0, 3, 5),
+        (5, 0, 3),
+        (8, 16, 24),
+    ):
+        x, weight, bias, _ = layer(rows, features, 2 * outputs, dtype)
+        gate, up = (fence(it) for it in weight.chunk(2))
+        h, z = _linear_gated(fence(x), gate, up, fence(bias[:outputs]), None, activation, True)
+        of_h = _linear_dgated(fence(h), None, fence(z), activation, False)
+        dy, weight, _ = before_a_layer(rows, 7, outputs, dtype)
+        gradients = _linear_dgated(fence(dy), fence(weight), fence(z), activation, True)
+        assert all(it.isfinite().all() for it in (h, z, *of_h, *gradients))
+
+
 def overflow_fenced(fence, sizes, dtype):
     grads = [fence(grad) for grad in random_grads([dtype], sizes)]
     report = fence(torch.zeros(1 + len(grads), 6, dtype=torch.float64))
@@ -120,6 +139,8 @@ CASES = {
     "linear_act": (linear_act_fenced, LINEAR_CASES[::2]),
     "linear_act_backward": (linear_act_fenced, LINEAR_CASES[1::2]),
     "linear_dact": (linear_dact_fenced, LINEAR_CASES),
+    "linear_gated": (linear_gated_fenced, LINEAR_CASES[::2]),
+    "linear_dgated": (linear_gated_fenced, LINEAR_CASES[1::2]),
 }
 
 

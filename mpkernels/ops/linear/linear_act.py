@@ -148,7 +148,7 @@ def _compute(
     return y if y.shape == shape else unsafe_view(y, shape), saved
 
 
-def _grad_dtype(parameter: Tensor) -> torch.dtype:
+def grad_dtype(parameter: Tensor) -> torch.dtype:
     """``parameter.grad_dtype = torch.float32`` asks for fp32 of a 16-bit parameter; autograd makes other widths."""
     if parameter.dtype == torch.float32:
         return torch.float32
@@ -194,8 +194,8 @@ class _LinearAct(torch.autograd.Function):
             (weight if cast_weight is None else cast_weight) if x_needed else None,
             y if ACTIVATIONS[ctx.activation].saves == "y" else saved,
         )
-        ctx.weight_dtype = _grad_dtype(weight) if weight_needed else None
-        ctx.bias_dtype = _grad_dtype(bias) if bias_needed else None
+        ctx.weight_dtype = grad_dtype(weight) if weight_needed else None
+        ctx.bias_dtype = grad_dtype(bias) if bias_needed else None
         ctx.fp32_weight = None if cast_weight is None or weight.is_inference() else (weight, version_of(weight))
 
     @staticmethod
@@ -218,7 +218,7 @@ class _LinearAct(torch.autograd.Function):
             results = backward(dy, x, weight, saved, activation, weight_dtype, bias_dtype)
         else:
             if weight is not None and ctx.fp32_weight is not None:
-                weight = _unchanged(*ctx.fp32_weight).to(weight.dtype)
+                weight = unchanged("linear_act", *ctx.fp32_weight).to(weight.dtype)
             results = _reference_backward(dy, x, weight, saved, activation, weight_dtype, bias_dtype, grad_of_saved)
         dx, dweight, dbias = results
         return (
@@ -234,9 +234,9 @@ class _LinearAct(torch.autograd.Function):
 _apply = super(torch.autograd.Function, _LinearAct).apply
 
 
-def _unchanged(weight: Tensor, version: object) -> Tensor:
+def unchanged(op: str, weight: Tensor, version: object) -> Tensor:
     if version_of(weight) != version:
-        raise RuntimeError("linear_act: weight was modified in place before a second backward that needs its old value")
+        raise RuntimeError(f"{op}: a weight was modified in place before a second backward that needs its old value")
     return weight
 
 

@@ -73,3 +73,17 @@ def _is_even(matrix: Tensor) -> bool:
 def persistent_tile(activation: str, rows: int, columns: int, processors: int) -> Tile:
     fills = WIDE.cover(rows, columns) >= processors
     return WIDE if fills and activation != "gelu" else NARROW  # erf's registers spill in the wide one
+
+
+def gated_tile(chip: str, x: Tensor, gate_weight: Tensor, up_weight: Tensor, precision: str) -> Tile:
+    """Return the tile of two products at once, which holds two numbers where that of one holds one."""
+    tiles = [tile(chip, x, weight, precision) for weight in (gate_weight, up_weight)]
+    it = UNEVEN if UNEVEN in tiles else tiles[0]
+    return it._replace(BLOCK_N=it.BLOCK_N // 2)
+
+
+def dgated_tile(chip: str, dy: Tensor, weight: Tensor, z: Tensor, activation: str, precision: str) -> Tile:
+    """Return the tile of a product whose ending holds five numbers, where that of linear_dact holds three."""
+    it = tile(chip, dy, weight, precision) if z.stride(1) == 1 else UNEVEN
+    parts = 4 if chip == "sm_80" and activation == "gelu_tanh" else 2  # in the wider one its registers spill
+    return it._replace(BLOCK_N=max(16, it.BLOCK_N // parts))

@@ -78,8 +78,52 @@ def _dact(chip: str) -> Calls:
     yield dy, weight, saved.t().contiguous().t(), activation, FP32
 
 
+def _gated(chip: str) -> Calls:
+    def call(shape: tuple[int, int, int], dtype: torch.dtype, activation: str) -> tuple[Any, ...]:
+        rows, features, outputs = shape
+        x, weights, bias, _ = layer(rows, features, 2 * outputs, dtype)
+        return x, *weights.chunk(2), *bias.chunk(2), activation, True
+
+    yield call(FEW, FP16, "silu")
+    yield call(ODD, BF16, "gelu")
+    yield call(ONE_ROW, BF16, "gelu")
+    yield call(ONE_OUTPUT, BF16, "gelu")
+    yield call(MANY, FP32, "gelu")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield call(MANY, FP32, "gelu")
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    for activation in ACTIVATIONS if chip in ("sm_80", "sm_90") else ["silu", "gelu"]:
+        yield call(MANY, BF16, activation)
+    x, gate, up, *_ = call(MANY, BF16, "silu")
+    yield x, gate, up, None, None, "silu", False
+    yield x, gate.t().contiguous().t(), up.t().contiguous().t(), None, None, "silu", True
+
+
+def _dgated(chip: str) -> Calls:
+    def call(shape: tuple[int, int, int], dtype: torch.dtype, activation: str) -> tuple[Any, ...]:
+        _, weight, _, dy = layer(*shape, dtype)
+        return dy, weight, dy.new_empty(len(dy), 2 * weight.shape[1]), activation, True
+
+    yield call(FEW, FP16, "silu")
+    yield call(ODD, BF16, "gelu")
+    yield call(ONE_ROW, BF16, "gelu")
+    yield call(ONE_OUTPUT, BF16, "gelu")
+    yield call(MANY, FP32, "gelu")
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield call(MANY, FP32, "gelu")
+    torch.backends.cuda.matmul.fp32_precision = "none"
+    for activation in ACTIVATIONS if chip in ("sm_80", "sm_90") else ["silu", "gelu"]:
+        yield call(MANY, BF16, activation)
+    dy, weight, z, activation, _ = call(MANY, BF16, "silu")
+    yield dy, weight, z, activation, False
+    yield dy, weight, z.t().contiguous().t(), activation, True
+    yield z[:, ::2].contiguous(), None, z, activation, False  # dh at hand
+
+
 CALLS: dict[str, Callable[[str], Calls]] = {
     "linear_act": _forward,
     "linear_act_backward": _backward,
     "linear_dact": _dact,
+    "linear_gated": _gated,
+    "linear_dgated": _dgated,
 }

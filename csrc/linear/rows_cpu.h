@@ -1,0 +1,40 @@
+// Vectors along the rows of linear_act's matrices, and their dtypes.
+#pragma once
+
+#include "common/simd.h"
+#include "common/table.h"
+
+namespace mpk::MPK_ISA {
+
+// Up to kLanes elements. A vector's worth in one go; what is left of a row, through a copy.
+template <class T>
+MPK_FN Floats load_some(const T* from, int64_t count) {
+  if (count >= kLanes) return load(from);
+  T some[kLanes]{};
+  memcpy(some, from, count * sizeof(T));
+  return load(some);
+}
+template <class T>
+MPK_FN void store_some(T* to, Floats x, int64_t count) {
+  if (count >= kLanes) return store(to, x);
+  T some[kLanes];
+  store(some, x);
+  memcpy(to, some, count * sizeof(T));
+}
+
+template <class Body>
+MPK_FN void for_each_vector(int64_t size, const Body& body) {
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) body(i, std::integral_constant<int64_t, kLanes>{});
+  if (i < size) body(i, size - i);
+}
+
+// The ops' dtypes; fp64 is the reference's.
+template <class Body>
+void with_float_or_half(Dtype dtype, const Body& body) {
+  with_dtype(dtype, [&](auto zero) {
+    if constexpr (!std::is_same_v<decltype(zero), double>) body(zero);
+  });
+}
+
+}  // namespace mpk::MPK_ISA

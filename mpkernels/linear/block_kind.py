@@ -1,0 +1,65 @@
+"""What a block is: its kind, its parameters, and its products up to h, the input of the last layer."""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.linear_act import _linear_act
+from mpkernels.ops.linear.linear_gated import _linear_gated
+
+
+class Kind(NamedTuple):
+    """What a block does with its parameters."""
+
+    op: str  #: that the user has called
+    activation: Any  #: its name, or what the user gave for it
+    is_gated: bool
+    is_stacked: bool  #: gate's and up's parameters are one matrix and one bias, gate's rows first
+    dropout: float  #: of h
+    recompute: bool
+
+    @property
+    def keeps_z(self) -> bool:
+        """Return whether the backward needs z; else h will do."""
+        return self.is_gated or ACTIVATIONS[self.activation].saves == "z"
+
+
+class Parameters(NamedTuple):
+    """A tensor or None for each parameter, or something else that there is one of for each. A stacked block has no
+    ``up_weight``. Without ``out_weight``, h is the result."""
+
+    weight: Any
+    bias: Any
+    up_weight: Any
+    up_bias: Any
+    out_weight: Any
+    out_bias: Any
+
+    def sizes(self, kind: Kind) -> tuple[int, int, int]:
+        """Return the number of features of x, of h and of the result."""
+        hidden, inputs = self.weight.shape
+        hidden = hidden // 2 if kind.is_stacked else hidden
+        return inputs, hidden, hidden if self.out_weight is None else self.out_weight.shape[0]
+
+    def replaced(self, others: tuple[Tensor | None, ...] | None) -> "Parameters":
+        """Return these, but the others where there are any."""
+        if others is None:
+            return self
+        return Parameters(*(mine if other is None else other for mine, other in zip(self, others, strict=True)))
+
+
+def begin(kind: Kind, x: Tensor, its: Parameters, kernel: str, save: bool) -> tuple[Tensor, Tensor]:
+    """Return h, and z if it is to be saved and the backward needs it."""
+    h: Tensor
+    z: Tensor
+    weight, bias, up_weight, up_bias, *_ = its
+    if not kind.is_gated:
+        h, z = _linear_act.by(kernel)(x, weight, bias, kind.activation, save)
+        return h, z
+    if kind.is_stacked:
+        hidden = weight.shape[0] // 2
+        weight, up_weight = weight[:hidden], weight[hidden:]
+        bias, up_bias = (None, None) if bias is None else (bias[:hidden], bias[hidden:])
+    h, z = _linear_gated.by(kernel)(x, weight, up_weight, bias, up_bias, kind.activation, save)
+    return h, z

@@ -1,0 +1,111 @@
+"""A block for the selector to time, and to compare with what is exact."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from mpkernels.linear import block
+from mpkernels.linear.block_kind import Kind, Parameters
+from mpkernels.linear.trial import FLOPS_ON_CPU, SAMPLES, is_transposed
+from mpkernels.selector.trial import Error
+
+
+class BlockTrial:
+    """A call like the one at hand and its backward, on other data in the same layouts."""
+
+    def __init__(
+        self, rows: int, kind: Kind, x: Tensor, own: Parameters, trains: bool, autocast: torch.dtype | None
+    ) -> None:
+        self._kind, self._trains, self._autocast, self._device = kind, trains, autocast, x.device
+        self.dtype = autocast or x.dtype
+        inputs, hidden, outputs = own.sizes(kind)
+        if self._device.type == "cpu":
+            products = 2 * hidden * ((1 + kind.is_gated) * inputs + (outputs if own.out_weight is not None else 0))
+            rows = min(rows, max(64, FLOPS_ON_CPU // products))
+        self._generator = torch.Generator(self._device).manual_seed(0)
+        self._x = self._like(x, (rows, inputs))
+        self._own = Parameters(*(None if it is None else self._like(it, tuple(it.shape)) for it in own))
+        self._dy = self._normal((rows, outputs), rows**-0.5).to(self.dtype)
+        self._rows, self._hidden = self._some_of(rows), self._some_of(hidden)
+
+    def _normal(self, shape: tuple[int, ...], scale: float) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self._device) * scale
+
+    def _like(self, leaf: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Make one of a size that lets neither results nor gradients overflow."""
+        scale = 1.0 if len(shape) == 1 or leaf.dim() > 2 else shape[1] ** -0.5
+        made = self._normal(shape[::-1] if is_transposed(leaf) else shape, scale).to(leaf.dtype)
+        made = made.t() if is_transposed(leaf) else made
+        return made.requires_grad_(self._trains and leaf.requires_grad)
+
+    def _some_of(self, count: int) -> Tensor:
+        steps = torch.linspace(0, count - 1, min(count, SAMPLES), dtype=torch.float64, device=self._device)
+        return steps.round().long()
+
+    def run(self, name: str) -> list[Tensor]:
+        """Return y and the gradients that are wanted."""
+        # A cast for each call, as there is one for each step.
+        casting = torch.autocast(self._device.type, self._autocast, self._autocast is not None, cache_enabled=False)
+        with casting, torch.set_grad_enabled(self._trains):
+            y = block.compute(name, self._kind, self._x, self._own, self._autocast)
+        wanted = self._wanted(self._x, self._own)
+        return [y.detach(), *(torch.autograd.grad(y, wanted, self._dy) if wanted else ())]
+
+    @staticmethod
+    def _wanted(x: Tensor, own: Parameters) -> list[Tensor]:
+        return [it for it in (x, *own) if it is not None and it.requires_grad]
+
+    def errors(self, results: Sequence[Tensor]) -> list[Error]:
+        """Compare some rows of y and of x's gradient, and what some hidden features have of the parameters'. With a
+        dropout there is nothing to compare: each call drops others."""
+        if self._kind.dropout:
+            return [Error(0.0 if it.isfinite().all() else float("nan"), it.numel()) for it in results]
+        y, *gradients = results
+        parts = [y[self._rows]]
+        names = [name for name, it in zip(("x", *Parameters._fields), (self._x, *self._own), strict=True)
+                 if it is not None and it.requires_grad]  # fmt: skip
+        parts += [self._part(name, it) for name, it in zip(names, gradients, strict=True)]
+        pairs = zip(parts, self._exact, strict=True)
+        return [Error(((it - want).norm() / want.norm().clamp(min=1e-300)).item(), it.numel()) for it, want in pairs]
+
+    def _part(self, name: str, it: Tensor) -> Tensor:
+        """Return what belongs to the rows or the hidden features that are compared."""
+        if name == "x":
+            return it[self._rows]
+        if name == "out_bias":
+            return it
+        if name == "out_weight":
+            return it[:, self._hidden]
+        if not self._kind.is_stacked:
+            return it[self._hidden]
+        return it[torch.cat((self._hidden, self._hidden + it.shape[0] // 2))]
+
+    @cached_property
+    def _exact(self) -> list[Tensor]:
+        def wide(it: Tensor) -> Tensor:
+            return it.detach().to(self.dtype).double().requires_grad_(it.requires_grad)
+
+        x = wide(self._x)
+        own = Parameters(*(None if it is None else wide(it) for it in self._own))
+        parts = Parameters(
+            *(
+                None if it is None else wide(self._part(name, it)).requires_grad_(it.requires_grad)
+                for name, it in self._own._asdict().items()
+            )
+        )
+        some = x.detach()[self._rows].requires_grad_(x.requires_grad)
+        dy = self._dy.double()
+        plain = self._kind._replace(recompute=False)
+        with torch.autocast(self._device.type, enabled=False), torch.enable_grad():
+            y = block.by_torch(plain, some, own)
+            of_x = torch.autograd.grad(y, some, dy[self._rows]) if some.requires_grad else ()
+            of_parts = self._wanted(x.detach(), parts)
+            # Of each hidden feature, the parameters' gradients are made of dy and of what it is itself.
+            hidden = block.by_torch(plain, x.detach(), parts)
+            gradients = torch.autograd.grad(hidden, of_parts, self._slope(dy)) if of_parts else ()
+        return [y.detach(), *of_x, *gradients]
+
+    def _slope(self, dy: Tensor) -> Tensor:
+        return dy if self._own.out_weight is not None else dy[:, self._hidden]

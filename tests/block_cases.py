@@ -1,0 +1,96 @@
+"""Gated layers and MLPs, ours and as torch has them: the oracle in fp64, and the rival in the dtype at hand."""
+
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from mpkernels.functional import gated_linear, gated_mlp, mlp
+from tests.linear_cases import TORCH, relative_error
+
+
+class Block(NamedTuple):
+    """A function of x and its parameters, which come in one order for ours and for torch's."""
+
+    ours: object
+    torchs: object
+    shapes: object  # of the parameters, for K, H, N
+    bytes_saved: int  # of each hidden feature in 16 bits
+
+
+def _stacked(x, weight, bias):
+    return linear(x, weight, bias).chunk(2, -1)
+
+
+BLOCKS = {
+    "gated": Block(
+        lambda a, x, g, u, gb, ub, **k: gated_linear(x, g, u, gb, ub, a, **k),
+        lambda a, x, g, u, gb, ub: TORCH[a](linear(x, g, gb)) * linear(x, u, ub),
+        lambda k, h, n: [(h, k), (h, k), (h,), (h,)],
+        4,
+    ),
+    "gated stacked": Block(
+        lambda a, x, g, gb, **k: gated_linear(x, g, None, gb, activation=a, **k),
+        lambda a, x, g, gb: (lambda both: TORCH[a](both[0]) * both[1])(_stacked(x, g, gb)),
+        lambda k, h, n: [(2 * h, k), (2 * h,)],
+        4,
+    ),
+    "mlp": Block(
+        lambda a, x, w1, b1, w2, b2, **k: mlp(x, w1, b1, w2, b2, a, **k),
+        lambda a, x, w1, b1, w2, b2: linear(TORCH[a](linear(x, w1, b1)), w2, b2),
+        lambda k, h, n: [(h, k), (h,), (n, h), (n,)],
+        2,
+    ),
+    "mlp without bias": Block(
+        lambda a, x, w1, w2, **k: mlp(x, w1, None, w2, None, a, **k),
+        lambda a, x, w1, w2: linear(TORCH[a](linear(x, w1)), w2),
+        lambda k, h, n: [(h, k), (n, h)],
+        2,
+    ),
+    "gated mlp": Block(
+        lambda a, x, g, u, d, **k: gated_mlp(x, g, u, d, activation=a, **k),
+        lambda a, x, g, u, d: linear(TORCH[a](linear(x, g)) * linear(x, u), d),
+        lambda k, h, n: [(h, k), (h, k), (n, h)],
+        4,
+    ),
+    "gated mlp stacked": Block(
+        lambda a, x, g, gb, d, db, **k: gated_mlp(x, g, None, d, gb, None, db, a, **k),
+        lambda a, x, g, gb, d, db: linear((lambda b: TORCH[a](b[0]) * b[1])(_stacked(x, g, gb)), d, db),
+        lambda k, h, n: [(2 * h, k), (2 * h,), (n, h), (n,)],
+        4,
+    ),
+}
+MLPS = {name: it for name, it in BLOCKS.items() if "mlp" in name}
+
+
+def arguments(name, dtype, sizes=(6, 8, 10, 7), device="cpu", seed=0):
+    """x, the parameters, and dy: of a size that leaves z and h around 1."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, inputs, hidden, outputs = sizes
+    last = outputs if "mlp" in name else hidden
+    shapes = [(rows, inputs), *BLOCKS[name].shapes(inputs, hidden, outputs), (rows, last)]
+    made = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    made[1:-1] = [it / max(it.shape[1], 1) ** 0.5 if it.dim() == 2 else it for it in made[1:-1]]
+    return [it.to(dtype).to(device) for it in made]
+
+
+def results(function, activation, leaves, dy, **options):
+    """y and the gradients."""
+    leaves = [it.detach().requires_grad_() for it in leaves]
+    y = function(activation, *leaves, **options)
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
+
+
+def assert_contract(name, activation, leaves, dy, **options):
+    """SEMANTICS' error contract: as near to fp64 as torch in the same dtype, but for 2 % and luck in rounding."""
+    block = BLOCKS[name]
+    exact = results(block.torchs, activation, [it.double().cpu() for it in leaves], dy.double().cpu())
+    theirs = results(block.torchs, activation, [it.cpu() for it in leaves], dy.cpu())
+    ours = results(block.ours, activation, leaves, dy, **options)
+    eps = torch.finfo(dy.dtype).eps
+    for i, (mine, want, rival) in enumerate(zip(ours, exact, theirs, strict=True)):
+        assert (mine.shape, mine.dtype) == (rival.shape, rival.dtype)
+        # Of few numbers each has a say: the rival may be lucky with them, or a sum may cancel.
+        floor = 8 * eps if min(mine.numel(), len(dy)) < 64 else eps / 8 if dy.dtype != torch.float32 else 2 * eps
+        bound = 1.02 * relative_error(rival, want) + floor
+        assert relative_error(mine, want) <= bound, f"{i}: {relative_error(mine, want):.3g} > {bound:.3g}"

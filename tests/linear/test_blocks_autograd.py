@@ -1,0 +1,136 @@
+"""What blocks keep for their backward, and what comes of it: frozen parts, second backwards, dropouts."""
+
+import itertools
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from tests.block_cases import BLOCKS, MLPS, arguments, results
+from tests.linear_cases import relative_error
+
+B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+EVERY = pytest.mark.parametrize("name", BLOCKS)
+
+
+def saved_by(call):
+    saved = {}
+    with torch.autograd.graph.saved_tensors_hooks(lambda it: saved.setdefault(it.data_ptr(), it), lambda it: it):
+        y = call()
+    return saved, y
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@EVERY
+def test_bytes_saved_are_half_of_torchs_or_less(target, name, activation):
+    x, *parameters, _ = arguments(name, B16, (64, 3, 50, 4), target.device)
+    leaves = [it.requires_grad_() for it in (x, *parameters)]
+
+    def spent(function, **options):
+        saved, _ = saved_by(lambda: function(activation, *leaves, **options))
+        return sum(it.nbytes for address, it in saved.items() if address not in {it.data_ptr() for it in leaves})
+
+    hidden = 64 * 50
+    assert spent(BLOCKS[name].ours) == BLOCKS[name].bytes_saved * hidden
+    if name in MLPS:
+        if activation in ("silu", "gelu", "gelu_tanh"):
+            assert spent(BLOCKS[name].ours) * 2 <= spent(BLOCKS[name].torchs)
+        assert spent(BLOCKS[name].ours, recompute=True) == 0
+        assert spent(BLOCKS[name].ours, dropout=0.5) == (BLOCKS[name].bytes_saved + 1) * hidden
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("name", MLPS)
+def test_frozen_in_every_combination(target, name, recompute):
+    *leaves, dy = arguments(name, B16, device=target.device)
+    every = results(BLOCKS[name].ours, "gelu", leaves, dy, recompute=recompute)[1:]
+    for wanted in itertools.product([True, False], repeat=len(leaves)):
+        if not any(wanted):
+            continue
+        these = [it.detach().requires_grad_(need) for it, need in zip(leaves, wanted, strict=True)]
+        y = BLOCKS[name].ours("gelu", *these, recompute=recompute)
+        y.backward(dy)
+        for it, need, want in zip(these, wanted, every, strict=True):
+            assert (it.grad is not None) == need
+            if need and not (it is these[2] and name == "mlp"):  # whose sums another kernel may take
+                assert relative_error(it.grad, want) <= torch.finfo(B16).eps
+
+
+def test_a_frozen_block_keeps_no_x(target):
+    x, *parameters, _ = arguments("gated mlp", B16, device=target.device)
+    saved, _ = saved_by(lambda: BLOCKS["gated mlp"].ours("silu", x.requires_grad_(), *parameters))
+    assert x.data_ptr() not in saved
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu", "none"])
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+@EVERY
+def test_backward_twice_over_one_graph_and_a_second_backward(target, name, activation, options):
+    *leaves, dy = arguments(name, F32, device=target.device)
+    if options and name not in MLPS:
+        return
+
+    def penalty(function, leaves, dy, **options):
+        leaves = [it.detach().requires_grad_() for it in leaves]
+        y = function(activation, *leaves, **options)
+        first = torch.autograd.grad(y, leaves, dy, retain_graph=True)
+        again = torch.autograd.grad(y, leaves, dy, create_graph=True)
+        for one, other in zip(first, again, strict=True):
+            torch.testing.assert_close(one, other)
+        loss = sum(it.square().sum() for it in again)
+        return torch.autograd.grad(loss, leaves, materialize_grads=True, allow_unused=True)
+
+    got = penalty(BLOCKS[name].ours, leaves, dy, **options)
+    want = penalty(BLOCKS[name].torchs, [it.double().cpu() for it in leaves], dy.double().cpu())
+    for mine, oracle in zip(got, want, strict=True):
+        assert relative_error(mine, oracle) <= 32 * torch.finfo(F32).eps
+
+
+def test_what_is_kept_must_not_be_written_to(target):
+    *leaves, dy = (it.requires_grad_() for it in arguments("mlp", B16, device=target.device))
+    y = BLOCKS["mlp"].ours("gelu", *leaves)
+    with torch.no_grad():
+        leaves[3].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward(dy)
+
+
+def test_a_second_backward_after_a_step_is_refused():
+    *leaves, dy = (it.requires_grad_() for it in arguments("mlp", F32))
+    with mpkernels.backend("native"), torch.autocast("cpu", B16):
+        y = BLOCKS["mlp"].ours("gelu", *leaves)
+    with torch.no_grad():
+        leaves[1].mul_(2)
+    torch.autograd.grad(y, leaves[1], dy.to(B16), retain_graph=True)  # needs the cast alone
+    with pytest.raises(RuntimeError, match="mlp: a weight was modified in place before a second backward"):
+        torch.autograd.grad(y, leaves[0], dy.to(B16), create_graph=True)
+
+
+@pytest.mark.parametrize("p", [0.4, 1.0])
+@pytest.mark.parametrize("name", MLPS)
+def test_dropout(target, name, p):
+    """The gradients are those of the mask that forward drew."""
+    *leaves, dy = arguments(name, F32, (9, 8, 40, 7), target.device)
+    leaves = [it.requires_grad_() for it in leaves]
+
+    def y(**options):
+        torch.manual_seed(3)
+        return BLOCKS[name].ours("silu", *leaves, dropout=p, **options)
+
+    assert torch.equal(y(training=False), BLOCKS[name].ours("silu", *leaves))
+    assert not torch.equal(y(), y(training=False))
+    assert torch.equal(y(), y(recompute=True))
+    gradients = torch.autograd.grad(y(), leaves, dy)
+    again = torch.autograd.grad(y(recompute=True), leaves, dy)
+    twice = torch.autograd.grad(y(), leaves, dy, create_graph=True)
+    for got, other, third in zip(gradients, again, twice, strict=True):
+        torch.testing.assert_close(got, other)
+        torch.testing.assert_close(got, third)
+    step, direction = 1e-2, torch.randn_like(leaves[1])
+    with torch.no_grad():
+        leaves[1] += step * direction
+        above = (y() * dy).sum()
+        leaves[1] -= 2 * step * direction
+        below = (y() * dy).sum()
+    torch.testing.assert_close((above - below) / (2 * step), (gradients[1] * direction).sum(), rtol=0.01, atol=0.01)

@@ -1,0 +1,132 @@
+"""Blocks within torch.compile, torch.func and torch.export, the selector, the cast cache; and what is refused."""
+
+import re
+
+import pytest
+import torch
+from torch.nn import functional
+
+import mpkernels
+from mpkernels import selector
+from mpkernels.functional import gated_linear, gated_mlp, mlp
+from mpkernels.linear import block_choice, cast_cache
+from tests.block_cases import BLOCKS, arguments, results
+from tests.linear_cases import relative_error
+
+B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+EVERY = pytest.mark.parametrize("name", BLOCKS)
+
+
+@EVERY
+def test_autocast_casts_once(monkeypatch, name):
+    x, *parameters, _ = arguments(name, F32)
+    parameters = [torch.nn.Parameter(it.t().contiguous() if it.dim() == 2 else it) for it in parameters]
+    casts, cast = [], cast_cache.cast
+    monkeypatch.setattr(cast_cache, "cast", lambda *which: casts.append(cast(*which)) or casts[-1])
+    with mpkernels.backend("native"), torch.autocast("cpu", B16):
+        for _ in range(2):
+            BLOCKS[name].ours("silu", x, *(it.t() if it.dim() == 2 else it for it in parameters))
+    assert len({it.data_ptr() for it in casts}) == len(parameters)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize("dtype", [B16, F32], ids=str)
+@EVERY
+def test_compiles_without_a_graph_break(name, dtype, kernel):
+    *leaves, dy = arguments(name, dtype)
+    selector.pin(kernel)
+    try:
+        want = results(BLOCKS[name].ours, "gelu", leaves, dy)
+        compiled = torch.compile(BLOCKS[name].ours, fullgraph=True, backend="aot_eager")
+        for mine, eager in zip(results(compiled, "gelu", leaves, dy), want, strict=True):
+            assert relative_error(mine, eager) <= 4 * torch.finfo(dtype).eps
+    finally:
+        selector.pin(None)
+        torch.compiler.reset()
+
+
+@EVERY
+def test_func_transforms_and_export(name):
+    x, *parameters, dy = arguments(name, F64)
+    ours, torchs = BLOCKS[name][:2]
+    with mpkernels.backend("native"):
+        got, want = (torch.func.grad(lambda x, f=f: (f("silu", x, *parameters) * dy).sum())(x) for f in (ours, torchs))
+        torch.testing.assert_close(got, want)
+        got, want = (torch.func.vmap(lambda x, f=f: f("silu", x, *parameters))(x) for f in (ours, torchs))
+        torch.testing.assert_close(got, want)
+        _, tangent = torch.func.jvp(lambda x: ours("silu", x, *parameters), (x,), (torch.ones_like(x),))
+        assert tangent.isfinite().all()
+
+    class Module(torch.nn.Module):
+        def forward(self, x):
+            return ours("silu", x, *parameters)
+
+    exported = torch.export.export(Module(), (x,))
+    assert "mpkernels" not in str(exported.graph)
+    torch.testing.assert_close(exported.module()(x), torchs("silu", x, *parameters))
+
+
+@EVERY
+def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name):
+    *leaves, _ = (it.requires_grad_() for it in arguments(name, F32, (70, 24, 32, 16)))
+    trials = []
+    monkeypatch.setattr(
+        block_choice.selector, "choose", lambda case, names, prepare, key: trials.append(prepare()) or "torch"
+    )
+    for activation in ("silu", "relu"):
+        BLOCKS[name].ours(activation, *leaves)
+    assert len(trials) == 2
+    for trial in trials:
+        for kernel in ("native", "reference"):
+            with mpkernels.backend(kernel):
+                for error in trial.errors(trial.run("dispatched")):
+                    assert error.share < 16 * torch.finfo(F32).eps
+        assert max(it.share for it in trial.errors([0.9 * it for it in trial.run("torch")])) > 0.05
+
+
+x, up, down, bias = torch.ones(3, 4), torch.ones(6, 4), torch.ones(5, 6), torch.ones(6)
+ERRORS = [
+    (mlp, (x, up, bias, down, None, "swish"), ValueError,
+     "mlp: activation must be one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got 'swish'"),
+    (mlp, ([1.0], up, bias, down, None), TypeError, "mlp: x must be a tensor, got list"),
+    (mlp, (x, up, bias, None, None), TypeError, "mlp: fc2_weight must be a tensor, got NoneType"),
+    (mlp, (x[0, 0], up, bias, down, None), ValueError, "mlp: x must have at least one dimension, got a scalar"),
+    (mlp, (x, down, None, up, None), ValueError, "mlp: fc1_weight must have shape (any, 4), got (5, 6)"),
+    (mlp, (x, up, bias[:5], down, None), ValueError, "mlp: fc1_bias must have shape (6,), got (5,)"),
+    (mlp, (x, up, bias, down.t(), None), ValueError, "mlp: fc2_weight must have shape (any, 6), got (6, 5)"),
+    (mlp, (x, up, bias, down, bias), ValueError, "mlp: fc2_bias must have shape (5,), got (6,)"),
+    (mlp, (x, up.half(), bias, down, None), TypeError, "mlp: fc1_weight must be torch.float32, got torch.float16"),
+    (mlp, (x, up, bias, down, None, "gelu", 1.5), ValueError, "mlp: dropout must be between 0 and 1, got 1.5"),
+    (mlp, (x, up.to("meta"), bias, down, None), ValueError, "mlp: fc1_weight must be on cpu, got meta"),
+    (gated_linear, (x, up[:5]), ValueError, "gated_linear: gate_weight must have gate's rows and as many of up, got 5"),
+    (gated_linear, (x, up, None, None, bias), ValueError,
+     "gated_linear: up_bias must be None without up_weight: gate_bias holds both"),
+    (gated_linear, (x, up, up[:3]), ValueError, "gated_linear: up_weight must have shape (6, 4), got (3, 4)"),
+    (gated_linear, (x, up, up, bias, bias[:2]), ValueError, "gated_linear: up_bias must have shape (6,), got (2,)"),
+    (gated_mlp, (x, up, up, down.t()), ValueError, "gated_mlp: down_weight must have shape (any, 6), got (6, 5)"),
+    (gated_mlp, (x, up, None, down), ValueError, "gated_mlp: down_weight must have shape (any, 3), got (5, 6)"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+@pytest.mark.parametrize(("function", "given", "kind", "text"), ERRORS, ids=[text for *_, text in ERRORS])
+def test_errors_name_function_argument_wanted_and_got(function, given, kind, text, kernel):
+    selector.pin(kernel)
+    try:
+        with pytest.raises(kind, match=f"^{re.escape(text)}$"):
+            function(*given)
+    finally:
+        selector.pin(None)
+
+
+class OfAUser(torch.Tensor):
+    pass
+
+
+def test_what_no_kernel_takes_is_torchs():
+    got = mlp(x.as_subclass(OfAUser), up, bias, down, None)
+    assert type(got) is OfAUser
+    assert torch.equal(
+        got.as_subclass(torch.Tensor), functional.linear(functional.gelu(functional.linear(x, up, bias)), down)
+    )

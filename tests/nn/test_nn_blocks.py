@@ -1,0 +1,103 @@
+import copy
+import pickle
+import re
+
+import pytest
+import torch
+from torch.nn import functional
+
+from mpkernels import nn
+from tests.linear_cases import TORCH
+
+
+class Torchs(torch.nn.Module):
+    """The layers as torch.nn has them, whose names are ours with a dot."""
+
+    def __init__(self, module, layers):
+        super().__init__()
+        for name in layers:
+            outputs, inputs = getattr(module, f"{name}_weight").shape
+            bias = getattr(module, f"{name}_bias") is not None
+            setattr(self, name, torch.nn.Linear(inputs, outputs, bias))
+        self.layers, self.activation = layers, TORCH[module.activation]
+
+    def forward(self, x):
+        *first, last = [getattr(self, name) for name in self.layers]
+        if self.layers == ("gate", "up"):
+            return self.activation(first[0](x)) * last(x)
+        h = self.activation(first[0](x))
+        return last(h if len(first) == 1 else h * first[1](x))
+
+
+MAKERS = {
+    "GatedLinear": (lambda **k: nn.GatedLinear(7, 5, **k), ("gate", "up")),
+    "MLP": (lambda **k: nn.MLP(7, 9, 5, **k), ("fc1", "fc2")),
+    "gated MLP": (lambda **k: nn.MLP(7, 9, gated=True, **k), ("gate", "up", "down")),
+}
+EVERY = pytest.mark.parametrize(("make", "layers"), MAKERS.values(), ids=MAKERS)
+
+
+@EVERY
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", torch.nn.ReLU()], ids=str)
+def test_parameters_and_results_are_those_of_linears(target, make, layers, bias, activation):
+    torch.manual_seed(3)
+    ours = make(bias=bias, activation=activation)
+    torch.manual_seed(3)
+    theirs = Torchs(ours, layers)
+    assert not any(isinstance(it, torch.nn.Linear) for it in ours.modules())
+    assert [name.replace(".", "_") for name in theirs.state_dict()] == [*ours.state_dict()]
+    assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
+    x = torch.randn(2, 3, 7, device=target.device)
+    torch.testing.assert_close(ours.to(target.device)(x), theirs.to(target.device)(x))
+
+
+@EVERY
+def test_copies_pickles_and_moves(make, layers):
+    ours, x = make(), torch.randn(3, 7)
+    for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        assert torch.equal(copied(x), ours(x))
+    assert make(device="meta", dtype=torch.bfloat16).state_dict().keys() == ours.state_dict().keys()
+    assert ours.double()(x.double()).dtype == torch.float64
+    assert "activation=" in repr(ours)
+
+
+def test_dropout_is_for_training_alone():
+    ours, x = nn.MLP(7, 40, dropout=0.5), torch.randn(3, 7)
+    assert not torch.equal(ours(x), ours(x))
+    ours.eval()
+    assert torch.equal(ours(x), ours(x))
+    h = functional.gelu(functional.linear(x, ours.fc1_weight, ours.fc1_bias))
+    torch.testing.assert_close(ours(x), functional.linear(h, ours.fc2_weight, ours.fc2_bias))
+
+
+@EVERY
+@pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
+def test_trains(make, layers, options):
+    if layers == ("gate", "up") and options:
+        return
+    torch.manual_seed(0)
+    ours, x, target = make(**options), torch.randn(30, 7), torch.randn(30, 1)
+    optimizer, losses = torch.optim.SGD(ours.parameters(), lr=0.1), []
+    for _ in range(30):
+        loss = (ours(x)[:, :1] - target).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+KNOWN = "none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh"
+ERRORS = [
+    (lambda: nn.GatedLinear(7, 5, activation="swish"), f"GatedLinear: activation must be one of {KNOWN}, got 'swish'"),
+    (lambda: nn.MLP(7, 5, activation=3), f"MLP: activation must be one of {KNOWN}, got 3"),
+    (lambda: nn.MLP(7, 5, dropout=-0.1), "MLP: dropout must be between 0 and 1, got -0.1"),
+    (lambda: nn.MLP(7, 5)(torch.ones(2, 6)), "mlp: fc1_weight must have shape (any, 6), got (5, 7)"),
+]
+
+
+@pytest.mark.parametrize(("call", "text"), ERRORS, ids=[text for _, text in ERRORS])
+def test_errors_name_what_was_wanted_and_got(call, text):
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        call()
