@@ -70,7 +70,9 @@ def test_a_sequential_with_another_forward_is_no_loop():
     assert_close(model(X), want, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("activation", ["relu", "gelu", F.silu, nn.GELU()], ids=str)
+@pytest.mark.parametrize(
+    "activation", ["relu", "gelu", F.silu, nn.GELU()], ids=["relu", "gelu", "silu function", "GELU module"]
+)
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
 def test_transformer_layers(kind, activation):
     torch.manual_seed(0)
