@@ -40,7 +40,7 @@ def compiled(tmp_path_factory):
         pytest.skip(cuda.left_out)
     codes = {}
     command = shlex.join([*shlex.split(cuda.compile), "-O3", "-std=c++17"])
-    measure.cuda(command, SOURCE, lambda name, code: codes.update({(measure.demangled(name), code.chip): code}))
+    measure.cuda(command, SOURCE, False, lambda name, code: codes.update({(measure.demangled(name), code.chip): code}))
     return Compiled(codes)
 
 
