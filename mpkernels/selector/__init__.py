@@ -169,7 +169,8 @@ def warm_up(model: nn.Module, *inputs: Any, process_group: Any = None, **keyword
 
     Args:
         model: before FSDP or tensor parallelism cut it into parts; in DistributedDataParallel or torch.compile or not.
-        inputs, keywords: what it is called with. Its outputs may be nested in tuples, lists and dicts.
+        inputs: the arguments that it is called with. Its outputs may be nested in tuples, lists and dicts.
+        keywords: the keyword arguments that it is called with.
         process_group: of the ranks that call this, whose rank 0 times; None is all.
     """
     processes.given("selector.warm_up", process_group)
