@@ -12,6 +12,7 @@ import torch
 
 from mpkernels import amp, optim, selector
 from mpkernels.__main__ import main
+from mpkernels.bench import results
 from tests import ROOT
 from tests.networks import one_thread  # noqa: F401
 
@@ -99,10 +100,27 @@ def test_a_command_is_taken_as_it_stands(words, monkeypatch):
     assert len(asked) == 1
 
 
-def test_the_overflow_report_in_the_readme_is_what_its_call_prints():
-    readme = (ROOT / "README.md").read_text()
-    [call] = re.findall(r"`print\((scaler\.overflow_report\(.*?\))\)`", readme)
-    [sample] = re.findall(r"^```\n(The last step skipped.*?)^```", readme, re.MULTILINE | re.DOTALL)
+def test_install_has_the_commands_of_the_readme():
+    """Which CI runs."""
+    pages = (ROOT / "README.md").read_text(), (ROOT / "docs" / "install.md").read_text()
+    of_readme, of_install = ([line for line in page.splitlines() if line.startswith("python3 ")] for page in pages)
+    assert of_install == of_readme
+
+
+def test_the_figures_of_performance_are_those_of_the_raw_samples():
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "performance.md").read_text().splitlines()]
+    [at] = [i for i, row in enumerate(rows) if row[0] == "case"]
+    runs = [results.read(ROOT / "benchmarks" / "results" / f"{name}.json") for name in rows[at][1:]]
+    ratios = [{it.name: f"{it.ratio.median:.2f}" for it in run.results} for run in runs]
+    shown = rows[at + 2 : rows.index([""], at)]
+    assert len(shown) > 5
+    assert shown == [[name, *(it[name] for it in ratios)] for name, *_ in shown]
+
+
+def test_the_overflow_report_in_docs_is_what_its_call_prints():
+    page = (ROOT / "docs" / "overflow.md").read_text()
+    [call] = re.findall(r"`print\((scaler\.overflow_report\(.*?\))\)`", page)
+    [sample] = re.findall(r"^```\n(The last step skipped.*?)^```", page, re.MULTILINE | re.DOTALL)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     optimizer, scaler = optim.AdamW(model.parameters()), amp.GradScaler("cpu", init_scale=16384.0)
     scaler.scale(torch.ones(()))
