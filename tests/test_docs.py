@@ -4,13 +4,16 @@ What begins with ```py is for the eye: it needs other libraries.
 """
 
 import importlib
+import inspect
 import re
 import shlex
+from types import FunctionType
 
 import pytest
 import torch
 
-from mpkernels import amp, optim, selector
+import mpkernels
+from mpkernels import amp, checkpoint, doctor, functional, nn, ops, optim, selector
 from mpkernels.__main__ import main
 from mpkernels.bench import results
 from tests import ROOT
@@ -82,6 +85,30 @@ def test_block(name, tmp_path, monkeypatch):
 
 def _casting(forward):
     return lambda self, x: forward(self, x if torch.is_autocast_enabled("cpu") else x.to(self.weight.dtype))
+
+
+def public_objects():
+    """What the API page lists, with the methods and properties that are ours."""
+    for module in (mpkernels, optim, amp, checkpoint, functional, nn, ops, selector, doctor):
+        for name in module.__all__ if hasattr(module, "__all__") else _own(module):
+            it = getattr(module, name)
+            if (getattr(it, "__module__", None) or "").startswith("mpkernels"):
+                yield f"{module.__name__}.{name}", it
+                own = vars(it).items() if isinstance(it, type) else ()
+                yield from ((f"{name}.{key}", member) for key, member in own if not key.startswith("_"))
+
+
+def _own(module):
+    mine = (name for name, it in vars(module).items() if getattr(it, "__module__", "") == module.__name__)
+    return [name for name in mine if not name.startswith("_")]
+
+
+def test_every_argument_of_a_public_name_has_a_text_of_its_own():
+    """Sphinx would repeat the text of ``a, b: ...`` for each of them."""
+    texts = {name: inspect.getdoc(it) or "" for name, it in public_objects()}
+    assert len(texts) > 60
+    assert [name for name, text in texts.items() if re.search(r"^    \w+(, \w+)+: ", text, re.MULTILINE)] == []
+    assert [name for name, it in public_objects() if isinstance(it, type | FunctionType) and not texts[name]] == []
 
 
 def commands():
