@@ -60,7 +60,7 @@ def test_the_files_that_prove_a_page_are_there(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("page", [it for it in PAGES[1:] if it.stem != "index"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
 def test_a_page_begins_with_whom_it_is_for_and_an_example(page):
     title, whom, text = page.read_text().split("\n\n", 2)
     assert title.startswith("# ")
