@@ -33,7 +33,9 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     choices and lets you change them.
 
     Args:
-        x, weight, bias: the arguments of ``F.linear``.
+        x: the input, of any number of dimensions; its last one is in_features long.
+        weight: of shape (out_features, in_features).
+        bias: of shape (out_features,), or None.
         activation: none, relu, relu2 (the square of relu), gelu, gelu_tanh, silu, sigmoid or tanh. Or a module of torch
             or transformers that computes one of these, such as ``torch.nn.GELU()``.
     """

@@ -4,14 +4,18 @@ What begins with ```py is for the eye: it needs other libraries.
 """
 
 import importlib
+import inspect
 import re
 import shlex
+from types import FunctionType
 
 import pytest
 import torch
 
-from mpkernels import amp, optim, selector
+import mpkernels
+from mpkernels import amp, checkpoint, doctor, functional, nn, ops, optim, selector
 from mpkernels.__main__ import main
+from mpkernels.bench import results
 from tests import ROOT
 from tests.networks import one_thread  # noqa: F401
 
@@ -56,7 +60,7 @@ def test_the_files_that_prove_a_page_are_there(page):
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-@pytest.mark.parametrize("page", [it for it in PAGES[1:] if it.stem != "index"], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
 def test_a_page_begins_with_whom_it_is_for_and_an_example(page):
     title, whom, text = page.read_text().split("\n\n", 2)
     assert title.startswith("# ")
@@ -83,6 +87,30 @@ def _casting(forward):
     return lambda self, x: forward(self, x if torch.is_autocast_enabled("cpu") else x.to(self.weight.dtype))
 
 
+def public_objects():
+    """What the API page lists, with the methods and properties that are ours."""
+    for module in (mpkernels, optim, amp, checkpoint, functional, nn, ops, selector, doctor):
+        for name in module.__all__ if hasattr(module, "__all__") else _own(module):
+            it = getattr(module, name)
+            if (getattr(it, "__module__", None) or "").startswith("mpkernels"):
+                yield f"{module.__name__}.{name}", it
+                own = vars(it).items() if isinstance(it, type) else ()
+                yield from ((f"{name}.{key}", member) for key, member in own if not key.startswith("_"))
+
+
+def _own(module):
+    mine = (name for name, it in vars(module).items() if getattr(it, "__module__", "") == module.__name__)
+    return [name for name in mine if not name.startswith("_")]
+
+
+def test_every_argument_of_a_public_name_has_a_text_of_its_own():
+    """Sphinx would repeat the text of ``a, b: ...`` for each of them."""
+    texts = {name: inspect.getdoc(it) or "" for name, it in public_objects()}
+    assert len(texts) > 60
+    assert [name for name, text in texts.items() if re.search(r"^    \w+(, \w+)+: ", text, re.MULTILINE)] == []
+    assert [name for name, it in public_objects() if isinstance(it, type | FunctionType) and not texts[name]] == []
+
+
 def commands():
     """As README and docs have them, in blocks and in lines."""
     text = "\n".join(page.read_text() for page in PAGES)
@@ -99,10 +127,27 @@ def test_a_command_is_taken_as_it_stands(words, monkeypatch):
     assert len(asked) == 1
 
 
-def test_the_overflow_report_in_the_readme_is_what_its_call_prints():
-    readme = (ROOT / "README.md").read_text()
-    [call] = re.findall(r"`print\((scaler\.overflow_report\(.*?\))\)`", readme)
-    [sample] = re.findall(r"^```\n(The last step skipped.*?)^```", readme, re.MULTILINE | re.DOTALL)
+def test_install_has_the_commands_of_the_readme():
+    """Which CI runs."""
+    pages = (ROOT / "README.md").read_text(), (ROOT / "docs" / "install.md").read_text()
+    of_readme, of_install = ([line for line in page.splitlines() if line.startswith("python3 ")] for page in pages)
+    assert of_install == of_readme
+
+
+def test_the_figures_of_performance_are_those_of_the_raw_samples():
+    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "performance.md").read_text().splitlines()]
+    [at] = [i for i, row in enumerate(rows) if row[0] == "case"]
+    runs = [results.read(ROOT / "benchmarks" / "results" / f"{name}.json") for name in rows[at][1:]]
+    ratios = [{it.name: f"{it.ratio.median:.2f}" for it in run.results} for run in runs]
+    shown = rows[at + 2 : rows.index([""], at)]
+    assert len(shown) > 5
+    assert shown == [[name, *(it[name] for it in ratios)] for name, *_ in shown]
+
+
+def test_the_overflow_report_in_docs_is_what_its_call_prints():
+    page = (ROOT / "docs" / "overflow.md").read_text()
+    [call] = re.findall(r"`print\((scaler\.overflow_report\(.*?\))\)`", page)
+    [sample] = re.findall(r"^```\n(The last step skipped.*?)^```", page, re.MULTILINE | re.DOTALL)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     optimizer, scaler = optim.AdamW(model.parameters()), amp.GradScaler("cpu", init_scale=16384.0)
     scaler.scale(torch.ones(()))

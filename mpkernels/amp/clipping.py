@@ -41,7 +41,10 @@ def clip_grad_norm_(
     ``error_if_nonfinite``. ``AdamW(max_norm=...)`` clips inside its step instead, without writing to a grad.
 
     Args:
-        parameters, max_norm, norm_type, error_if_nonfinite: those of ``torch.nn.utils.clip_grad_norm_``.
+        parameters: a tensor or several, whose grads are clipped.
+        max_norm: the largest norm that the grads may have together.
+        norm_type: which norm; ``inf`` is allowed.
+        error_if_nonfinite: whether to raise if the norm is inf or NaN.
         foreach: has no effect; all grads are scaled together.
         process_group: the processes that each hold one part of the grads, as under FSDP1. All clip by their common
             norm. Every process has to call this function, even without grads.

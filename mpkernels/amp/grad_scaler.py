@@ -32,11 +32,16 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device: the type of device that you train on; None takes the machine's accelerator, or the CPU.
-        init_scale, growth_factor, backoff_factor, growth_interval, enabled: the arguments of torch.amp.GradScaler.
+        init_scale: the first scale.
+        growth_factor: what a dynamic scale is multiplied by when it grows.
+        backoff_factor: what a dynamic scale is multiplied by after an overflow.
+        growth_interval: after how many updates in a row without overflow a dynamic scale grows.
+        enabled: whether to scale at all. If False, each method passes on what it is given.
         scaling: how the scale moves. ``"dynamic"`` follows torch's rule; ``"static"`` stays at init_scale. A schedule
             is a callable that takes the number of updates so far and returns a scale, or a list of (first update,
             scale). With each of them, an overflow skips the step.
-        min_scale, max_scale: the bounds of a dynamic scale.
+        min_scale: what a dynamic scale never falls below.
+        max_scale: what a dynamic scale never rises above.
         hysteresis: how many overflows in a row it takes until a dynamic scale backs off. Each further overflow in the
             same row makes it back off again.
         process_group: the processes that each hold one part of the grads, as under FSDP1. If one of them finds an inf
@@ -76,16 +81,15 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def step_was_skipped(self) -> Tensor | None:
-        """Whether a step was skipped before the last update, because of an inf or NaN: a bool, 0-dim, on the host.
-        Reading it never waits for the device: while the device is still busy, the answer is about an earlier update.
+        """Whether a step was skipped before the last update because of an inf or NaN, as a bool, 0-dim, on the host.
+        Reading it never waits for the device. While the device is still busy, the answer is about an earlier update.
         None until the device has finished the first update."""
         overflows = self._was_skipped.read()
         return None if overflows is None else overflows[0] > 0
 
     @property
     def skipped_steps(self) -> Tensor | None:
-        """How many updates so far came after a skipped step: int32, 0-dim, on the device. None before the first
-        scale."""
+        """How many updates came after a skipped step, as int32, 0-dim, on the device. None before the first scale."""
         return None if self._overflows is None else self._overflows[1]
 
     def scale(self, outputs: Any) -> Any:

@@ -16,7 +16,7 @@ from mpkernels.demo.model import SIZES
 from mpkernels.demo.training import WAYS, Training
 
 SEED = 0
-STEPS = 300  # of each, where there is time
+STEPS = 500  # of each, where there is time
 ENOUGH = 90.0  # seconds of training
 FIRST = 4  # steps, from whose time the number of steps follows
 FEWEST = 20

@@ -38,7 +38,7 @@ def _losses(ax: Any, trainings: Sequence[Training], _: Seconds) -> None:
         style = {"linewidth": 4, "alpha": 0.5} if it.way == FP32 else {"linestyle": "--" if it.way.is_ours else "-"}
         ax.plot(steps, losses, color=COLORS[it.way], label=f"{it.way.name}: {losses[-1]:.3f}", **style)
     lowest = min(it.held_out[-1][1] for it in trainings)
-    ax.set_ylim(lowest - 0.03, lowest + 0.6)
+    ax.set_ylim(lowest - 0.02, lowest + 0.3)
     ax.set_title("Held-out loss")
     ax.set_xlabel("step")
     ax.legend(frameon=False)

@@ -14,9 +14,11 @@ TILE = 64  # columns: half of what a block of a matrix kernel has
 
 
 class Advice(NamedTuple):
-    where: str
-    problem: str
-    remedy: str
+    """A layer whose shape costs speed, and what to do about it. Print it for a sentence."""
+
+    where: str  #: the layer's name in the model, or its class
+    problem: str  #: which of its sizes is the reason
+    remedy: str  #: which size to take instead
 
     def __str__(self) -> str:
         return f"{self.where}: {self.problem}; {self.remedy}"

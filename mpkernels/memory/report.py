@@ -57,7 +57,8 @@ def memory_report(
     """Return what a training step of the model holds in memory. Print it for a table.
 
     Args:
-        model, optimizer: the ones that you train. They need not have stepped, and stay unchanged.
+        model: the model that you train. It stays unchanged.
+        optimizer: its optimizer, which need not have stepped, and stays unchanged.
         loss: a function that takes the model and returns the loss of a batch, under the autocast that you train with.
             It is run once, to measure activations and autocast's casts. Without it, the report leaves these open.
     """

@@ -20,7 +20,11 @@ class LinearAct(Module):
     initialises every ``torch.nn.Linear``, name LinearAct there, too.
 
     Args:
-        in_features, out_features, bias, device, dtype: the arguments of torch.nn.Linear.
+        in_features: how long the last dimension of the input is.
+        out_features: how long the last dimension of the output is.
+        bias: whether there is a bias.
+        device: where the parameters are made.
+        dtype: which dtype the parameters have.
         activation: none, relu, relu2 (the square of relu), gelu, gelu_tanh, silu, sigmoid or tanh. Or a module of torch
             or transformers that computes one of these, such as ``torch.nn.GELU()``.
     """

@@ -28,12 +28,18 @@ class AdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` for mixed precision: fp32 master weights, clipping and overflow checks inside the step.
 
     The optimizer trains every weight in fp32. For a bf16 or fp16 parameter it keeps that fp32 weight itself. ``step``
-    unscales, clips and skips on its own; it reads the grads and never rewrites them.
+    unscales, clips and skips on its own; it reads the grads and never rewrites them. foreach, capturable and fused are
+    accepted and have no effect, because every step is fused and can be captured in a CUDA graph.
 
     Args:
-        params, lr, betas, eps, weight_decay, amsgrad, maximize, foreach, capturable, differentiable, fused: the
-            arguments of torch.optim.AdamW. foreach, capturable and fused have no effect, because every step is fused
-            and capturable. differentiable=True runs torch's own step, and needs fp32 parameters.
+        params: the parameters, or groups of them, as torch.optim.AdamW takes them.
+        lr: the learning rate. A CUDA graph keeps a float's value, and reads a tensor's anew at each replay.
+        betas: the decay rates of the two moments; tensors are allowed, as for lr.
+        eps: a small number that is added to the denominator.
+        weight_decay: the decoupled weight decay: a step first multiplies each weight by 1 - lr * weight_decay.
+        amsgrad: whether to divide by the largest second moment so far.
+        maximize: whether to raise the loss instead of lowering it.
+        differentiable: whether to run torch's own step, through which autograd can go; needs fp32 parameters.
         master: how to keep the fp32 weight of a 16-bit parameter. ``"split"`` stores the 16 bits that the parameter
             lacks; ``"fp32"`` stores a full copy. Parameters in fp32 and fp64 need neither. A parameter group may
             set its own value.
@@ -47,9 +53,9 @@ class AdamW(torch.optim.AdamW):
             norm and skip together. Don't pass it under DistributedDataParallel, where every process has all grads.
     """
 
-    #: fp32, 0-dim, on the device: the norm of the last step's unscaled grads; None if the step did not compute it
+    #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
     grad_norm: Tensor | None = None
-    #: fp32, 0-dim, on the device: how many steps were skipped so far because of an inf or NaN
+    #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
     skipped_steps: Tensor | None = None
 
     _step_supports_amp_scaling = processes.TakesScale()  # torch's GradScaler hands over its scale and found_inf
@@ -87,19 +93,8 @@ class AdamW(torch.optim.AdamW):
         self._peers = processes.given("AdamW", process_group)
         zero.follow()
         self._start_afresh()
-        super().__init__(
-            params,
-            lr,
-            betas,
-            eps,
-            weight_decay,
-            amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-        )
+        switches: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
+        super().__init__(params, lr, betas, eps, weight_decay, amsgrad, differentiable=differentiable, **switches)
         group_options.leave_scaling_to_torch(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -132,10 +127,12 @@ class AdamW(torch.optim.AdamW):
 
     @property
     def step_was_skipped(self) -> Tensor | None:
-        """Whether the newest step that the device has finished was skipped, because of an inf or NaN: a bool, 0-dim, on
-        the host. Reading it never waits for the device. None if no step has finished yet, or if the last step did not
-        check its grads. A compiled step sets neither this nor grad_norm and skipped_steps, because torch.compile drops
-        the attributes that a step sets."""
+        """Whether the newest step that the device has finished was skipped because of an inf or NaN.
+
+        A bool, 0-dim, on the host. Reading it never waits for the device. None if no step has finished yet, or if the
+        last step did not check its grads. A compiled step sets neither this nor grad_norm and skipped_steps, because
+        torch.compile drops the attributes that a step sets.
+        """
         return None if (skipped := self._was_skipped.read()) is None else skipped > 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

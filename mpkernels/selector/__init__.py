@@ -156,21 +156,22 @@ def _best(times: dict[str, float]) -> str:
 
 
 def warm_up(model: nn.Module, *inputs: Any, process_group: Any = None, **keywords: Any) -> None:
-    """Choose for all that a step of the model needs, by one forward and backward that leave no trace.
+    """Choose a kernel for every call that one training step of the model makes, by running such a step.
 
-    In a process of several this alone times anything: on rank 0, whose choices all ranks then have, so that all compute
-    the same bits. Each of them must call it. For a process by itself it is what to call before a CUDA graph is captured
-    or torch.compile traces. Call it as the model will be called: under autocast if that is on, under ``torch.no_grad``
-    for inference, for each size of inputs. What it times is kept on disk, as ever.
+    In a group of several processes the selector times nothing else: rank 0 times, and all ranks get its choices, so
+    that all compute the same bits. Every rank must call this function. In one process, call it before you capture a
+    CUDA graph or compile the model. Call it as you will call the model: with each size of inputs, under autocast, under
+    ``torch.no_grad`` for inference. The choices are kept on disk.
 
-    Parameters, their grads, buffers such as BatchNorm's statistics, and torch's random numbers are afterwards as they
-    were, and no hook of an optimizer or of DistributedDataParallel runs. What a model keeps elsewhere, in attributes
-    say, can't be known.
+    Parameters, their grads, buffers and torch's random numbers are unchanged afterwards, and no hook of an optimizer or
+    of DistributedDataParallel runs. Tensors that a model keeps elsewhere, in plain attributes say, may change.
 
     Args:
-        model: before FSDP or tensor parallelism cut it into parts; in DistributedDataParallel or torch.compile or not.
-        inputs, keywords: what it is called with. Its outputs may be nested in tuples, lists and dicts.
-        process_group: of the ranks that call this, whose rank 0 times; None is all.
+        model: the model, not yet cut into parts by FSDP or tensor parallelism. It may be in DistributedDataParallel or
+            torch.compile.
+        inputs: the arguments that it is called with. Its outputs may be nested in tuples, lists and dicts.
+        keywords: the keyword arguments that it is called with.
+        process_group: the ranks that call this function; None is all. The group's rank 0 times.
     """
     processes.given("selector.warm_up", process_group)
     is_first = not processes.are_several() or distributed.get_rank(process_group) == 0

@@ -78,9 +78,12 @@ def update_scale_(
         scale: one fp32. A growth that would end in inf is left out.
         growth_tracker: one int32, the steps since the last overflow or growth.
         found_inf: one fp32; anything but 0 is an overflow.
-        growth_factor, backoff_factor, growth_interval: as torch has them.
+        growth_factor: what the scale is multiplied by when it grows.
+        backoff_factor: what the scale is multiplied by after an overflow.
+        growth_interval: after how many steps in a row without overflow the scale grows.
         overflows: two int32: how many there have been in a row, and in all.
-        min_scale, max_scale: how far the backoff and the growth may go.
+        min_scale: how far the backoff may go.
+        max_scale: how far the growth may go.
         hysteresis: how many overflows in a row it takes for the scale to back off; each further one in that row makes
             it back off again. Without an overflow the count starts afresh, as in TransformerEngine (Megatron's goes on
             until the scale grows).
