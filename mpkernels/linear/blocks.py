@@ -33,9 +33,11 @@ def gated_linear(
 
     Args:
         x: [..., K].
-        gate_weight, up_weight: [N, K], possibly transposed views of [K, N]. Without up_weight, gate_weight is
-            [2N, K]: gate's rows, and then up's, as in Phi-3 and Megatron. Nothing is copied.
-        gate_bias, up_bias: [N]. Without up_weight, gate_bias is [2N].
+        gate_weight: [N, K], possibly a transposed view of [K, N]. Without up_weight it is [2N, K]: gate's rows, and then
+            up's, as in Phi-3 and Megatron. Nothing is copied.
+        up_weight: the weight that makes the other factor, [N, K].
+        gate_bias: [N], or [2N] without up_weight.
+        up_bias: [N].
         activation: as linear_act takes it.
     """
     kind = "gated_linear", activation, True, up_weight is None, 0.0, False
@@ -63,10 +65,13 @@ def mlp(
 
     Args:
         x: [..., K].
-        fc1_weight, fc1_bias, fc2_weight, fc2_bias: [H, K], [H] or None, [N, H], [N] or None. The weights may be
-            transposed views, as ``weight.t()`` of GPT-2's Conv1D.
+        fc1_weight: [H, K], possibly a transposed view, as ``weight.t()`` of GPT-2's Conv1D.
+        fc1_bias: [H].
+        fc2_weight: [N, H], possibly a transposed view, too.
+        fc2_bias: [N].
         activation: as linear_act takes it.
-        dropout, training: as F.dropout takes them.
+        dropout: the probability of dropping a hidden feature.
+        training: whether to drop any.
         recompute: save x alone, and compute the first linear layer anew in the backward.
     """
     kind = "mlp", activation, False, False, dropout if training else 0.0, recompute

@@ -43,7 +43,11 @@ class GatedLinear(_Layers):
     two ``torch.nn.Linear``, the gate's first.
 
     Args:
-        in_features, out_features, bias, device, dtype: the arguments of torch.nn.Linear, for both layers.
+        in_features: how many features x has.
+        out_features: how many features the result has.
+        bias: whether both linear layers have a bias.
+        device: of the parameters.
+        dtype: of the parameters, too.
         activation: as LinearAct takes it.
     """
 
@@ -90,10 +94,12 @@ class MLP(_Layers):
     order.
 
     Args:
-        in_features, hidden_features, out_features: how many features x, the activation and the result have. Without
-            out_features, the result has as many as x.
+        in_features: how many features x has.
+        hidden_features: how many features the activation has.
+        out_features: how many features the result has; by default as many as x.
         bias: whether each layer has a bias.
-        device, dtype: of the parameters.
+        device: of the parameters.
+        dtype: of the parameters, too.
         activation: as LinearAct takes it; gelu by default, silu where gated.
         gated: make a gated MLP.
         dropout: the probability of dropping what the activation, and the gate, yield. For training alone.
