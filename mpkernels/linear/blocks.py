@@ -33,8 +33,8 @@ def gated_linear(
 
     Args:
         x: [..., K].
-        gate_weight: [N, K], possibly a transposed view of [K, N]. Without up_weight it is [2N, K]: gate's rows, and then
-            up's, as in Phi-3 and Megatron. Nothing is copied.
+        gate_weight: [N, K], possibly a transposed view of [K, N]. Without up_weight it is [2N, K]: gate's rows, and
+            then up's, as in Phi-3 and Megatron. Nothing is copied.
         up_weight: the weight that makes the other factor, [N, K].
         gate_bias: [N], or [2N] without up_weight.
         up_bias: [N].
