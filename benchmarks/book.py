@@ -150,7 +150,8 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
 
 def readme(text: str, runs: dict[str, Run]) -> str:
     """Return README with its figures and its table anew."""
-    found = list(map(_front, {run.device: run for _, run in sorted(runs.items(), key=_age)}.values()))
+    newest = {run.device: (name, run) for name, run in sorted(runs.items(), key=_age)}
+    found = [_front(*it) for it in newest.values()]
     parts = {"figures": front.figures(found), "results": list(table(*front.rows(found)))[:-1]}
     for name, lines in parts.items():
         begin = BEGIN.format(name)
@@ -166,8 +167,8 @@ def _age(item: tuple[str, Run]) -> tuple[str, str]:
     return item[1].date, item[0]
 
 
-def _front(run: Run) -> tuple[Run, Groups]:
-    return run, group(result for result in run.results if result.place == front.place_of(run))
+def _front(name: str, run: Run) -> front.Front:
+    return front.Front(name, run, group(result for result in run.results if result.place == front.place_of(run)))
 
 
 def pages(root: Path) -> dict[Path, str]:

@@ -1,6 +1,7 @@
 """README's figures and its rows of results, from the newest run of each machine."""
 
 from statistics import median
+from typing import NamedTuple
 
 from mpkernels.bench.results import Result, Run
 
@@ -12,18 +13,25 @@ ROWS = {
     "a linear layer and its activation under autocast": "linear_act vs torch.amp eager",
     "the norm of all grads, and whether they are finite": "grad_stats vs torch",
 }
-Groups = dict[str, list[Result]]
 
 
-def figures(runs: list[tuple[Run, Groups]]) -> list[str]:
+class Front(NamedTuple):
+    """A run as README shows it."""
+
+    name: str  # of its raw file
+    run: Run
+    groups: dict[str, list[Result]]  # by what is compared with what
+
+
+def figures(runs: list[Front]) -> list[str]:
     """Return one figure for each machine."""
-    return [f"  * {_ratio(groups[ROWS[STEP]])} on {machine(run)}" for run, groups in runs]
+    return [f"  * {_ratio(it.groups[ROWS[STEP]])} on {_machine(it)}" for it in runs]
 
 
-def rows(runs: list[tuple[Run, Groups]]) -> tuple[list[str], list[list[str]]]:
+def rows(runs: list[Front]) -> tuple[list[str], list[list[str]]]:
     """Return the header and the cells of README's table."""
-    header = ["times torch's speed: median (least to most) of all cases", *(machine(run) for run, _ in runs)]
-    return header, [[name, *(_ratio(groups.get(title, [])) for _, groups in runs)] for name, title in ROWS.items()]
+    header = ["times torch's speed: median (least to most) of all cases", *map(_machine, runs)]
+    return header, [[name, *(_ratio(it.groups.get(title, [])) for it in runs)] for name, title in ROWS.items()]
 
 
 def place_of(run: Run) -> str:
@@ -31,10 +39,11 @@ def place_of(run: Run) -> str:
     return max({result.place for result in run.results}, key=lambda it: (it == "cuda", len(it), it))
 
 
-def machine(run: Run) -> str:
-    place = place_of(run)
+def _machine(it: Front) -> str:
+    run, place = it.run, place_of(it.run)
     threads = "" if place == "cuda" else f", {place.removeprefix('cpu-')} cores"
-    return f"{run.device.replace('(R)', '')}{threads}, torch {run.machine['torch']}"
+    name = f"{run.device.replace('(R)', '')}{threads}, torch {run.machine['torch']}"
+    return f"{name} ([samples](benchmarks/results/{it.name}.json))"
 
 
 def _ratio(found: list[Result]) -> str:

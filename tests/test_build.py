@@ -5,7 +5,6 @@ import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 import sysconfig
 from importlib import metadata
@@ -17,6 +16,7 @@ import pytest
 
 import mpkernels
 from tests import ROOT
+from tests.builds import attempt, copy_checkout, python
 
 PIP_WHEEL = ("-m", "pip", "wheel", "-v", "--no-deps", "--wheel-dir=wheels", ".")
 
@@ -42,26 +42,6 @@ class Built(NamedTuple):
     tree: Path
     said: str
     wheel: Path
-
-
-def attempt(*command: str, cwd: Path, **env: str) -> tuple[int, str]:
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # conftest.py's
-    done = subprocess.run(
-        command, cwd=cwd, env=inherited | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )
-    return done.returncode, done.stdout
-
-
-def python(*arguments: str, cwd: Path, **env: str) -> str:
-    status, said = attempt(sys.executable, *arguments, cwd=cwd, **env)
-    assert status == 0, said
-    return said
-
-
-def copy_checkout(to: Path) -> Path:
-    """What git would track. It isn't asked, because .ci/run tests a copy that is no repository."""
-    ignored = [Path(line).name for line in (ROOT / ".gitignore").read_text().split()]
-    return shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".git", *ignored))
 
 
 def modules(tree: Path) -> set[str]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from mpkernels.amp import inf_check, scalings
+from mpkernels.amp import handover, inf_check, scalings
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.distributed import processes
 from mpkernels.ops import update_scale_
@@ -19,8 +19,6 @@ from mpkernels.overflow.ledger import Ledgers
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
 from mpkernels.parameters import put_on
-
-_HANDED_OVER = ("grad_scale", "found_inf", "outcome", "peers")  # what an optimizer holds of a scaler's during a step
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -147,10 +145,10 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step as torch does. If the step raises, remove the attributes that the scaler has set on the optimizer."""
         self._ledgers.take_up(optimizer, self._overflows)
-        attributes = _attributes(optimizer)
-        before = {name: attributes[name] for name in _HANDED_OVER if name in attributes}
+        attributes = handover.attributes_of(optimizer)
+        before = {name: attributes[name] for name in handover.NAMES if name in attributes}
         try:
-            if _is_a_wrapper(optimizer):
+            if handover.is_a_wrapper(optimizer):
                 optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
                 try:
                     return super().step(optimizer, *args, **kwargs)
@@ -160,7 +158,7 @@ class GradScaler(torch.amp.GradScaler):
                 return self._step_unchecked(optimizer, *args, **kwargs)
             return super().step(optimizer, *args, **kwargs)
         except BaseException:
-            _take_back(optimizer)
+            handover.take_back(optimizer)
             attributes.update(before)
             raise
 
@@ -173,7 +171,7 @@ class GradScaler(torch.amp.GradScaler):
         return getattr(optimizer, "_finds_inf", False) and (state is None or state["stage"] is OptState.READY)
 
     def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        _attributes(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
+        handover.attributes_of(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
         scale, _ = self._check_scale_growth_tracker("step")
         preset, peers = getattr(optimizer, "grad_scale", None), inf_check.given_peers(self, optimizer)
         if peers is not None:
@@ -183,7 +181,7 @@ class GradScaler(torch.amp.GradScaler):
         # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
         outcome = optimizer.outcome = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
         result: float | None = optimizer.step(*args, **kwargs)
-        _take_back(optimizer)
+        handover.take_back(optimizer)
         found_infs = {} if outcome is None else {device: outcome[1]}
         self._per_optimizer_states[id(optimizer)] = {"stage": OptState.STEPPED, "found_inf_per_device": found_infs}
         return result
@@ -284,21 +282,3 @@ class GradScaler(torch.amp.GradScaler):
 
 
 _CHECKS = GradScaler._unscale_grads_, GradScaler._check_inf_per_device
-
-
-def _is_a_wrapper(optimizer: Optimizer) -> bool:
-    """Return whether this optimizer forwards attribute reads to another one. The inner optimizer would never see the
-    attributes that a scaler sets on the outer one."""
-    flag, kind = "_step_supports_amp_scaling", type(optimizer)
-    is_own = hasattr(kind, flag) or flag in _attributes(optimizer)
-    return not is_own and getattr(optimizer, flag, False) and kind.__setattr__ is object.__setattr__
-
-
-def _take_back(optimizer: Optimizer) -> None:
-    for name in _HANDED_OVER:
-        _attributes(optimizer).pop(name, None)
-
-
-def _attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an object's own attributes; of a class with __slots__, none."""
-    return getattr(optimizer, "__dict__", {})
