@@ -4,10 +4,12 @@
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from benchmarks import chart, counted, front, predicted, scale
 from mpkernels.bench import results, roofline, show
@@ -103,7 +105,7 @@ def of_run(name: str, run: Run) -> Iterator[str]:
         yield from ("Left out:", "", *(f"* {case}: {reason}" for case, reason in run.skipped.items()), "")
 
 
-def book(runs: dict[str, Run], scaled: Iterable[Path] = ()) -> str:
+def book(runs: dict[str, Run], scaled: Iterable[Path] = (), models: Iterable[Path] = ()) -> str:
     lines = [
         "# Results",
         "",
@@ -124,7 +126,29 @@ def book(runs: dict[str, Run], scaled: Iterable[Path] = ()) -> str:
     lines += ["## Predicted, not measured", ""]
     for text, header, cells in predicted.tables():
         lines += [text, "", *table(header, cells)]
-    return "\n".join([*lines, *past_one_device(scaled)])
+    return "\n".join([*lines, *past_one_device(scaled), *whole_models(models)])
+
+
+def whole_models(measured: Iterable[Path]) -> Iterator[str]:
+    """Yield what benchmarks/models.py has measured."""
+    for path in measured:
+        yield from (f"## Whole models, fused: {path.stem}", "")
+        yield (
+            "A forward and backward of models of transformers with 4 layers and 4 x 512 tokens (ViT: 8 images), fused "
+            f"/ as they are, in turns ([models.py](models.py), [samples](results/models/{path.name})). x torch: the "
+            "median of pairs (least to most). Peak: the most that was allocated at a time beside weights."
+        )
+        yield ""
+        rows = map(_of_model, json.loads(path.read_text())["rows"])
+        yield from table(["model", "in", "computed by", "x torch", "peak", "share"], rows)
+
+
+def _of_model(row: dict[str, Any]) -> list[str]:
+    pairs = sorted(theirs / ours for ours, theirs in zip(row["seconds"]["ours"], row["seconds"]["theirs"], strict=True))
+    ours, theirs = row["peak"]["ours"], row["peak"]["theirs"]
+    speed = f"{median(pairs):.2f} ({pairs[0]:.2f} to {pairs[-1]:.2f})"
+    sizes = f"{show.size(ours)} / {show.size(theirs)}"
+    return [row["model"], row["dtype"], ", ".join(row["sites"]), speed, sizes, f"{ours / theirs:.2f}"]
 
 
 def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
@@ -176,7 +200,7 @@ def pages(root: Path) -> dict[Path, str]:
     here = root / "benchmarks"
     runs = {path.stem: results.read(path) for path in sorted((here / "results").glob("*.json"))}
     charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}
-    text = book(runs, sorted((here / "results" / "scale").glob("*.json")))
+    text = book(runs, *(sorted((here / "results" / name).glob("*.json")) for name in ("scale", "models")))
     return {here / "RESULTS.md": text, root / "README.md": readme((root / "README.md").read_text(), runs), **charts}
 
 

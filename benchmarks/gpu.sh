@@ -54,9 +54,9 @@ sanitizer=(env PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --error-exitco
 tools=(memcheck racecheck synccheck)
 step=("step*cuda*1x1e9" "update_scale_*cuda" "overflow_*cuda bf16" "grad_stats*cuda bf16" "unscale_*cuda bf16"
   "step*cuda" "grad_stats*cuda" "unscale_*cuda" "overflow_*cuda")
-linear=("linear_act*cuda* 8192x" "linear_dact*cuda* 8192x" "linear_act*cuda" "linear_dact*cuda")
+linear=("linear_act*cuda* 8192x" "linear_dact*cuda* 8192x" "linear_act*cuda" "linear_dact*cuda" "*_mlp*cuda")
 train=("train*cuda*gpt2" "train*cuda")
-tuned=("linear_act*cuda*compile" "train*cuda*compile")
+tuned=("linear_act*cuda*compile" "*_mlp*cuda*compile" "train*cuda*compile")
 if [[ -n $rehearse ]]; then
   device=cpu workers=1
   describe=(true)
