@@ -218,14 +218,19 @@ def uncompiled() -> Any:
     return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
 
 
+def may_be_compiled() -> bool:
+    """Return whether something has imported torch.compile, which takes a second."""
+    return torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
+
+
 def as_written(name: str, function: Function) -> Function:
-    """Return a function that torch.compile runs as it is, with all that it calls, or refuses with fullgraph=True. Where
-    nothing has imported torch.compile, the same function: that import takes a second."""
+    """Return a function that torch.compile runs as it is, with all that it calls, or refuses with fullgraph=True."""
     if torch.compiler.is_compiling():
         raise RuntimeError(
             f"{name} of DTensors must not be part of a full graph: torch.compile can't trace their meshes"
         )
-    return torch.compiler.disable(function) if "torch._dynamo" in sys.modules else function
+    written: Function = torch.compiler.disable(function)
+    return written
 
 
 _TRACING = [getattr(_kinds_of_modes, name, None) for name in ("FAKE", "PROXY", "FUNCTIONAL")]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 from torch.nn import Module
 
-from mpkernels._torch_private import as_written
+from mpkernels._torch_private import as_written, may_be_compiled
 from mpkernels.distributed import meshes, processes
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim import checkpoint, group_options, masters, param_state, verdicts, zero
@@ -149,7 +149,8 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            take_step = as_written("AdamW: step", self._step) if are_any_sharded(params_of(self)) else self._step
+            is_as_written = may_be_compiled() and are_any_sharded(params_of(self))
+            take_step = as_written("AdamW: step", self._step) if is_as_written else self._step
             try:
                 take_step()
             except (RuntimeError, TypeError) as error:

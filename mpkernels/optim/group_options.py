@@ -43,7 +43,7 @@ def check_group(optimizer: Any, group: dict[str, Any]) -> None:
         raise ValueError(f"AdamW: master must be 'split' or 'fp32', got {group['master']!r}")
     if group["state_dtype"] not in _STATE_DTYPES:
         raise ValueError(
-            f"AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {group['state_dtype']}"
+            f"AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {group['state_dtype']!r}"
         )
     if not group.get("decoupled_weight_decay", True):
         raise ValueError("AdamW: a group must have decoupled_weight_decay=True, got False, which is Adam's")
