@@ -15,11 +15,8 @@ ONE_ROW, ONE_OUTPUT = (1, 64, 512), (256, 64, 1)  # Triton makes a constant of a
 Calls = Iterator[tuple[Any, ...]]
 
 
-def _forward(chip: str) -> Calls:
-    def call(shape: tuple[int, int, int], dtype: torch.dtype, activation: str) -> tuple[Any, ...]:
-        x, weight, bias, _ = layer(*shape, dtype)
-        return x, weight, bias, activation, True
-
+def _each_tile(call: Callable[[tuple[int, int, int], torch.dtype, str], tuple[Any, ...]]) -> Calls:
+    """Yield what every product is compiled for, whatever its activation."""
     yield call(FEW, FP16, "silu")
     yield call(ODD, BF16, "gelu")
     yield call(ONE_ROW, BF16, "gelu")
@@ -28,6 +25,14 @@ def _forward(chip: str) -> Calls:
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     yield call(MANY, FP32, "gelu")
     torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def _forward(chip: str) -> Calls:
+    def call(shape: tuple[int, int, int], dtype: torch.dtype, activation: str) -> tuple[Any, ...]:
+        x, weight, bias, _ = layer(*shape, dtype)
+        return x, weight, bias, activation, True
+
+    yield from _each_tile(call)
     if chip in ("sm_80", "sm_90"):  # sm_90 has a kernel of its own for these
         for activation in ACTIVATIONS:
             yield call(MANY, BF16, activation)
@@ -63,14 +68,7 @@ def _dact(chip: str) -> Calls:
         saved = dy.new_empty(len(dy) if ACTIVATIONS[activation].saves else 0, weight.shape[1])
         return dy, weight, saved if len(saved) else dy.new_empty(0), activation, FP32
 
-    yield call(FEW, FP16, "silu")
-    yield call(ODD, BF16, "gelu")
-    yield call(ONE_ROW, BF16, "gelu")
-    yield call(ONE_OUTPUT, BF16, "gelu")
-    yield call(MANY, FP32, "gelu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    yield call(MANY, FP32, "gelu")
-    torch.backends.cuda.matmul.fp32_precision = "none"
+    yield from _each_tile(call)
     for activation in ACTIVATIONS if chip in ("sm_80", "sm_90") else ["gelu"]:
         yield call(MANY, BF16, activation)
     dy, weight, saved, activation, _ = call(MANY, BF16, "gelu_tanh")
@@ -84,14 +82,7 @@ def _gated(chip: str) -> Calls:
         x, weights, bias, _ = layer(rows, features, 2 * outputs, dtype)
         return x, *weights.chunk(2), *bias.chunk(2), activation, True
 
-    yield call(FEW, FP16, "silu")
-    yield call(ODD, BF16, "gelu")
-    yield call(ONE_ROW, BF16, "gelu")
-    yield call(ONE_OUTPUT, BF16, "gelu")
-    yield call(MANY, FP32, "gelu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    yield call(MANY, FP32, "gelu")
-    torch.backends.cuda.matmul.fp32_precision = "none"
+    yield from _each_tile(call)
     for activation in ACTIVATIONS if chip in ("sm_80", "sm_90") else ["silu", "gelu"]:
         yield call(MANY, BF16, activation)
     x, gate, up, *_ = call(MANY, BF16, "silu")
@@ -104,14 +95,7 @@ def _dgated(chip: str) -> Calls:
         _, weight, _, dy = layer(*shape, dtype)
         return dy, weight, dy.new_empty(len(dy), 2 * weight.shape[1]), activation, True
 
-    yield call(FEW, FP16, "silu")
-    yield call(ODD, BF16, "gelu")
-    yield call(ONE_ROW, BF16, "gelu")
-    yield call(ONE_OUTPUT, BF16, "gelu")
-    yield call(MANY, FP32, "gelu")
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
-    yield call(MANY, FP32, "gelu")
-    torch.backends.cuda.matmul.fp32_precision = "none"
+    yield from _each_tile(call)
     for activation in ACTIVATIONS if chip in ("sm_80", "sm_90") else ["silu", "gelu"]:
         yield call(MANY, BF16, activation)
     dy, weight, z, activation, _ = call(MANY, BF16, "silu")
