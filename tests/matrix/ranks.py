@@ -35,8 +35,12 @@ def _on_rank(rank: int, modules: list[str], cells: list[Cell], folder: Path) -> 
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     found = []
+    met = distributed.FileStore(str(folder / "met"), WORLD)
     for i, (tool, drop_in) in enumerate(cells):
-        # Its own group for each: a process that has raised leaves the other one waiting.
+        # Its own group for each: a process that has raised leaves the other one waiting, for as long as a group waits
+        # to be joined. So both meet before they join the next.
+        met.set(f"{i} {rank}", "here")
+        met.wait([f"{i} {other}" for other in range(WORLD)], timedelta(minutes=5))
         store = distributed.FileStore(str(folder / f"store {i}"), WORLD)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
         found.append(judge(tool, DROP_INS[drop_in], parts=(rank,)))
