@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "common/huge_pages.h"
 #include "common/numeric.h"
 #include "common/torch_abi.h"
 
@@ -38,7 +39,10 @@ class Tensor {
     const AOTITorchError error =
         aoti_torch_empty_strided(ndim, sizes, strides, dtype, device().first, device().second, &empty);
     require(error == 0, "mpkernels", "torch could not allocate a tensor");
-    return Tensor(reinterpret_cast<StableIValue>(empty));
+    Tensor result(reinterpret_cast<StableIValue>(empty));
+    if (result.device().first == aoti_torch_device_type_cpu())
+      ask_for_huge_pages(result.data(), result.size() * aoti_torch_dtype_element_size(dtype));
+    return result;
   }
   // Memory of somebody else's, who must outlive it.
   static Tensor over(void* data, int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,

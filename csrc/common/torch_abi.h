@@ -65,6 +65,7 @@ int32_t aoti_torch_dtype_uint8();
 int32_t aoti_torch_dtype_int8();
 int32_t aoti_torch_dtype_int16();
 int32_t aoti_torch_dtype_int32();
+size_t aoti_torch_dtype_element_size(int32_t dtype);
 int32_t aoti_torch_layout_strided();
 int32_t aoti_torch_device_type_cpu();
 // Only a torch with CUDA has this one: a strong reference would keep the library from loading beside a CPU torch.

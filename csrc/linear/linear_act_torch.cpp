@@ -76,14 +76,17 @@ class BackwardOnCpu {
         dx_(dx_result_),
         dweight_(dweight_result_),
         in_halves_(multiplies_halves(it_.dtype)),
-        rounds_dz_(in_halves_ && (it_.wants_dx() || it_.wants_dweight())),
-        dy_(contiguous(Matrix(it_.dy))),
+        is_dz_dy_(saves(it_.activation) == Saves::nothing && (in_halves_ || it_.dtype == Dtype::f32)),
+        rounds_dz_(in_halves_ && !is_dz_dy_ && (it_.wants_dx() || it_.wants_dweight())),
+        dy_(is_dz_dy_ && !it_.wants_dbias() ? Widened{Matrix(it_.dy), nullptr} : contiguous(Matrix(it_.dy))),
         saved_(saves(it_.activation) == Saves::nothing ? dy_.borrowed() : contiguous(Matrix(it_.saved))),
         rounded_dz_(rounds_dz_ ? it_.rows() : 0, it_.outputs(), it_.dy.dtype()),
         pass_(it_.activation, it_.dtype, it_.rows(), it_.outputs(), it_.wants_dbias()) {
-    in_fp32(/*multiply_dx=*/it_.wants_dx() && !in_halves_, /*multiply_dweight=*/it_.wants_dweight() && !in_halves_);
-    if (in_halves_ && it_.wants_dx()) multiply(dx_, rounded_dz_.view, Matrix(*it_.weight));
-    if (in_halves_ && it_.wants_dweight()) multiply_dweight_in_halves();
+    const bool at_once = in_halves_ || is_dz_dy_;
+    in_fp32(/*multiply_dx=*/it_.wants_dx() && !at_once, /*multiply_dweight=*/it_.wants_dweight() && !at_once);
+    const Matrix dz = is_dz_dy_ ? Matrix(it_.dy) : rounded_dz_.view;
+    if (at_once && it_.wants_dx()) multiply(dx_, dz, Matrix(*it_.weight));
+    if (at_once && it_.wants_dweight()) multiply_dweight(dz.transposed(), Matrix(*it_.x));
     if (it_.wants_dbias()) pass_.add_up(Matrix(dbias_result_));
   }
 
@@ -127,9 +130,9 @@ class BackwardOnCpu {
     if (narrow_dweight) narrow(wide_dweight.view, dweight_);
   }
 
-  void multiply_dweight_in_halves() const {
-    const Matrix dz = rounded_dz_.view.transposed(), x(*it_.x);
-    if (has_narrow_dweight()) return multiply(dweight_, dz, x);
+  // In halves, an fp32 product is the sum of two that are rounded.
+  void multiply_dweight(const Matrix& dz, const Matrix& x) const {
+    if (!in_halves_ || has_narrow_dweight()) return multiply(dweight_, dz, x);
     const ScratchMatrix high(dweight_.rows, dweight_.columns, x.torch_dtype),
         low(dweight_.rows, dweight_.columns, x.torch_dtype);
     multiply(high.view, dz, x);
@@ -152,7 +155,7 @@ class BackwardOnCpu {
   const LinearActBackwardArguments it_;
   Tensor dx_result_, dweight_result_, dbias_result_;
   const Matrix dx_, dweight_;
-  const bool in_halves_, rounds_dz_;
+  const bool in_halves_, is_dz_dy_, rounds_dz_;
   const Widened dy_, saved_;
   const ScratchMatrix rounded_dz_;
   const BackwardPass pass_;

@@ -3,23 +3,18 @@
 
 #include <cstdlib>
 
+#include "common/huge_pages.h"
 #include "common/torch.h"
 #include "linear/matrix.h"
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
 namespace mpk {
 
-// Memory for one call, of a thread's own stock: what comes fresh from the system is paid for page by page, which on a
-// virtual machine takes longer than the work that is done in it.
+// Memory for one call, of a thread's own stock.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) {
-    constexpr int64_t huge_page = 2 << 20;
     if (bytes == 0) return;
-    bytes = (bytes + huge_page - 1) / huge_page * huge_page;
+    bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
     auto& stock = Stock::of_this_thread();
     const auto fits = [&](const Piece& piece) { return piece.bytes >= bytes && piece.bytes <= 2 * bytes; };
     const auto found = std::find_if(stock.pieces.begin(), stock.pieces.end(), fits);
@@ -28,11 +23,9 @@ class Scratch {
       stock.pieces.erase(found);
       return;
     }
-    piece_ = {std::aligned_alloc(huge_page, bytes), bytes};
+    piece_ = {std::aligned_alloc(kHugePage, bytes), bytes};
     require(piece_.memory, "mpkernels", "out of memory");
-#ifdef MADV_HUGEPAGE
-    madvise(piece_.memory, bytes, MADV_HUGEPAGE);
-#endif
+    ask_for_huge_pages(piece_.memory, bytes);
   }
   Scratch(const Scratch&) = delete;
   ~Scratch() {

@@ -16,7 +16,7 @@ from mpkernels._torch_private import (
     is_jit_tracing,
     is_tracing,
 )
-from mpkernels.linear.block_kind import Kind, Parameters
+from mpkernels.linear.block_kind import ROUNDING, Kind, Parameters
 from mpkernels.linear.block_trial import BlockTrial
 from mpkernels.linear.choice import PLAIN, autocast_dtype, known_kernel, names, rows_of
 from mpkernels.linear.trial import is_transposed
@@ -57,12 +57,13 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, own: Parameters, autocast: 
     trains = torch.is_grad_enabled() and any(it.requires_grad for it in given)
     variant = _variant(kind, x, own, trains)
     dtypes = tuple(dict.fromkeys((autocast or x.dtype, *(it.dtype for it in given))))
+    also = (ROUNDING,) if x.is_cpu and trains and torch.float32 in dtypes[1:] else ()
     if is_tracing():
-        return known_kernel(kind.op, x.device, own.sizes(kind), dtypes, variant)
+        return known_kernel(kind.op, x.device, own.sizes(kind), dtypes, variant, *also)
     rows = rows_of(x)
     case = Case(kind.op, x.device, own.sizes(kind), dtypes, variant, rows)
     prepare = partial(BlockTrial, rows, kind, x, own, trains, autocast)
-    return selector.choose(case, names(x.device.type), prepare, key)
+    return selector.choose(case, names(x.device.type, *also), prepare, key)
 
 
 def _variant(kind: Kind, x: Tensor, own: Parameters, trains: bool) -> str:

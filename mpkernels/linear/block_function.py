@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mpkernels._torch_private import unsafe_view, version_of
-from mpkernels.linear.block_kind import Kind, Parameters, begin
+from mpkernels.linear.block_kind import ROUNDING, Kind, Parameters, begin
 from mpkernels.linear.paths import AFRESH
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops.linear.activations import ACTIVATIONS
@@ -37,7 +37,8 @@ def differentiable(
 
 class _Block(torch.autograd.Function):
     """Its further results are what the backward keeps: z or h, through which a second backward finds its way to x and
-    the weights, and the dropout's mask. The gradients of fp32 parameters are never rounded to 16 bits."""
+    the weights, and the dropout's mask. The gradients of fp32 parameters are never rounded to 16 bits, but with
+    ROUNDING."""
 
     @staticmethod
     def forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,7 +86,11 @@ def _save(ctx: Any, x: Tensor, own: Parameters, its: Parameters, kept: Tensor, m
     """Save what the gradients that are wanted need."""
     ctx.set_materialize_grads(False)
     wants_x, *wants = ctx.needs_input_grad[:7]
-    ctx.dtypes = Parameters(*(grad_dtype(it) if want else None for it, want in zip(own, wants, strict=True)))
+
+    def dtype_of_gradient(of: Tensor) -> torch.dtype:
+        return x.dtype if ctx.kernel == ROUNDING and of.dim() == 2 else grad_dtype(of)
+
+    ctx.dtypes = Parameters(*(dtype_of_gradient(it) if want else None for it, want in zip(own, wants, strict=True)))
     # For a second backward. fp32 ones aren't saved: they may be stepped before the backward, which needs their casts.
     ctx.fp32 = [
         None if mine is cast or mine.is_inference() else (mine, version_of(mine))

@@ -8,6 +8,10 @@ from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_act import _linear_act
 from mpkernels.ops.linear.linear_gated import _linear_gated
 
+# The C++ kernels, but the gradients of fp32 weights are rounded to 16 bits on their way, as torch rounds them: a CPU
+# needs two products for what is not rounded, and torch would be chosen instead, which keeps twice as much.
+ROUNDING = "native, gradients rounded"
+
 
 class Kind(NamedTuple):
     """What a block does with its parameters."""

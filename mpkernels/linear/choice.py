@@ -98,22 +98,28 @@ def rows_of(x: Tensor) -> int:
 
 @constant_in_graphs
 def known_kernel(
-    op: str, device: torch.device, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], variant: str
+    op: str,
+    device: torch.device,
+    sizes: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    variant: str,
+    *also: str,
 ) -> str:
     """Return the choice for any number of rows: a graph serves several sizes."""
-    available = names(device.type)
+    available = names(device.type, *also)
     if any(isinstance(size, torch.SymInt) for size in sizes):  # to compare it would make a constant of it
         return available[0]
     return selector.known(Case(op, device, sizes, dtypes, variant, rows=None), available)
 
 
 @cache
-def names(device_type: str) -> tuple[str, ...]:
-    """Return the kernels that are fit for use there; plain torch comes last."""
+def names(device_type: str, *also: str) -> tuple[str, ...]:
+    """Return the kernels that are fit for use there, and ``also`` another way to use them; plain torch comes last."""
     if device_type not in DEVICES:
         return ("torch",)
     unfit = ("reference", "triton") if device_type == "cpu" else ("reference",)  # Triton is interpreted there
-    return *(name for name in backends("linear_act", device_type) if name not in unfit), "torch"
+    ours = [name for name in backends("linear_act", device_type) if name not in unfit]
+    return (*ours, *also, "torch") if ours else ("torch",)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -10,7 +10,9 @@ import mpkernels
 from mpkernels import selector
 from mpkernels.functional import gated_linear, gated_mlp, mlp
 from mpkernels.linear import block_choice, cast_cache
+from mpkernels.linear.block_kind import ROUNDING
 from tests.block_cases import BLOCKS, arguments, results
+from tests.linear.test_blocks_autograd import saved_by
 from tests.linear_cases import relative_error
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -83,6 +85,42 @@ def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name)
                 for error in trial.errors(trial.run("dispatched")):
                     assert error.share < 16 * torch.finfo(F32).eps
         assert max(it.share for it in trial.errors([0.9 * it for it in trial.run("torch")])) > 0.05
+
+
+@pytest.mark.parametrize("dtype", [F16, B16], ids=str)
+@EVERY
+def test_gradients_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
+    """As near to fp64 as torch under autocast, and half of what it saves."""
+    monkeypatch.setattr(block_choice.selector, "choose", lambda case, names, *_: names[names.index(ROUNDING)])
+    *leaves, dy = arguments(name, F32, (65, 24, 33, 21))
+    block = BLOCKS[name]
+    with torch.autocast("cpu", dtype=dtype):
+        saved, _ = saved_by(lambda: block.ours("silu", *(it.clone().requires_grad_() for it in leaves)))
+        got, theirs = (results(f, "silu", leaves, dy.to(dtype)) for f in block[:2])
+    exact = results(block.torchs, "silu", [it.to(dtype).double() for it in leaves], dy.to(dtype).double())
+    for i, (mine, rival, want) in enumerate(zip(got, theirs, exact, strict=True)):
+        assert mine.dtype == rival.dtype
+        assert relative_error(mine, want) <= 1.02 * relative_error(rival, want) + torch.finfo(dtype).eps / 2
+        if i > 1 and mine.dim() == 2:
+            assert torch.equal(mine, mine.to(dtype).float())
+    casts = [it.numel() for it in leaves]
+    hidden = sum(it.nbytes for it in saved.values() if it.numel() not in casts)
+    assert hidden == block.bytes_saved * 65 * 33
+
+
+def test_gradients_are_rounded_only_where_torch_rounds_them(monkeypatch):
+    offered = []
+    monkeypatch.setattr(block_choice.selector, "choose", lambda case, names, *_: offered.append(names) or "torch")
+    x, *parameters, _ = arguments("mlp", F32)
+    in_halves = [it.bfloat16().requires_grad_() for it in parameters]
+    for autocast, these in ((True, parameters), (False, parameters), (False, in_halves)):
+        for it in these:
+            it.requires_grad_()
+        with torch.autocast("cpu", enabled=autocast):
+            BLOCKS["mlp"].ours("silu", x.to(these[0].dtype), *these)
+            with torch.no_grad():
+                BLOCKS["mlp"].ours("silu", x.to(these[0].dtype), *these)
+    assert offered == [("native", ROUNDING, "torch"), *[("native", "torch")] * 5]
 
 
 x, up, down, bias = torch.ones(3, 4), torch.ones(6, 4), torch.ones(5, 6), torch.ones(6)
