@@ -40,8 +40,10 @@ class Tensor {
         aoti_torch_empty_strided(ndim, sizes, strides, dtype, device().first, device().second, &empty);
     require(error == 0, "mpkernels", "torch could not allocate a tensor");
     Tensor result(reinterpret_cast<StableIValue>(empty));
-    if (result.device().first == aoti_torch_device_type_cpu())
-      ask_for_huge_pages(result.data(), result.size() * aoti_torch_dtype_element_size(dtype));
+    constexpr int64_t kMappedAnew = 32 << 20;  // by malloc each time; less than that it keeps for the next
+    const int64_t bytes = result.size() * aoti_torch_dtype_element_size(dtype);
+    if (bytes >= kMappedAnew && result.device().first == aoti_torch_device_type_cpu())
+      ask_for_huge_pages(result.data(), bytes);
     return result;
   }
   // Memory of somebody else's, who must outlive it.

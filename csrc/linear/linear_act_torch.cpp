@@ -30,7 +30,7 @@ class ForwardOnCpu {
       multiply_add(rounded_z(), x_, weight_.transposed(), bias_.view.repeated(x_.rows));
     else
       multiply(rounded_z(), x_, weight_.transposed());
-    activate(rounded_z(), 0, nullptr);
+    if (it_.activation != Activation::none) activate(rounded_z(), 0, nullptr);
   }
 
   void in_fp32() {

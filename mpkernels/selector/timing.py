@@ -10,6 +10,7 @@ from torch import Tensor
 from mpkernels.selector.trial import Error, Trial, first_off
 
 FEWEST_ROUNDS, MOST_ROUNDS, ENOUGH_SECONDS = 5, 50, 0.2
+CLOSE, CLOSE_SECONDS = 0.03, 2.0  # where the two fastest differ by less than this share, more rounds tell them apart
 HOPELESS = 3.0  # times the fastest's time, after a first run: not timed any further
 BRIEF_SECONDS = 1e-3  # too short to tell the hopeless from one whom the machine held up
 LIMIT_SECONDS = 10.0  # of kernels that take milliseconds; plain torch on a slow CPU takes a second or two
@@ -66,17 +67,29 @@ def _unfit(trial: Trial, name: str, torchs: list[Error], device: torch.device) -
 
 
 def _times(trial: Trial, names: Sequence[str], device: torch.device) -> dict[str, float]:
+    if device.type == "cpu":
+        torch.empty(31 << 20, dtype=torch.uint8)  # malloc keeps memory from now on, as in a process that trains
     first = {name: _seconds(trial, name, device) for name in names}
     most = max(HOPELESS * min(first.values()), BRIEF_SECONDS)
     times: dict[str, list[float]] = {name: [] for name in names if first[name] <= most}
     start = perf_counter()
     for rounds in range(MOST_ROUNDS):
-        if rounds >= FEWEST_ROUNDS and perf_counter() - start > ENOUGH_SECONDS:
+        enough = CLOSE_SECONDS if rounds and _is_close(times) else ENOUGH_SECONDS
+        if rounds >= FEWEST_ROUNDS and perf_counter() - start > enough:
             break
         for name, of_one in times.items():
             of_one.append(_seconds(trial, name, device))
-    # What else the machine does only ever adds to a time, and to half of them where it is busy.
-    return {name: sorted(of_one)[len(of_one) // 4] for name, of_one in times.items()}
+    return {name: _typical(of_one) for name, of_one in times.items()}
+
+
+def _typical(seconds: list[float]) -> float:
+    """What else the machine does only ever adds to a time, and to half of them where it is busy."""
+    return sorted(seconds)[len(seconds) // 4]
+
+
+def _is_close(times: dict[str, list[float]]) -> bool:
+    fastest, *others = sorted(map(_typical, times.values()))
+    return bool(others) and others[0] < fastest * (1 + CLOSE)
 
 
 def _seconds(trial: Trial, name: str, device: torch.device) -> float:

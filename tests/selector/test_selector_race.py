@@ -33,6 +33,23 @@ def test_the_faster_wins_though_it_is_held_up_every_second_time(monkeypatch):
     assert timing.race(Trial(), NAMES, CPU) == ({"native": 3e-4, "torch": 2e-4}, {})
 
 
+@pytest.mark.parametrize(("native", "rounds"), [(100, 10), (105, 5)])
+def test_a_close_race_is_run_for_longer(monkeypatch, native, rounds):
+    """Both take a tenth of a second: within 3 % of each other for two seconds, else for as few rounds as there may be."""
+    milliseconds, now = {"native": native, "torch": 101}, [0.0]
+
+    def run(trial, name, device):
+        trial.run(name)
+        now[0] += milliseconds[name] / 1e3
+        return milliseconds[name] / 1e3
+
+    monkeypatch.setattr(timing, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(timing, "_seconds", run)
+    trial = Trial()
+    timing._times(trial, NAMES, CPU)
+    assert trial.runs.count("torch") == 1 + rounds
+
+
 @pytest.fixture
 def device(monkeypatch):
     """Of which a test says how many seconds a kernel's first runs take, and all after them. Each question takes one."""
