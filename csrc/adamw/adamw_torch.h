@@ -46,8 +46,9 @@ class AdamwPlan {
   void fill_rows(const TensorList& params, const TensorList& grads, size_t groups, Lender& lender) {
     require(groups == groups_, kOp, "group_sizes do not go with the hyperparameters");
     require(params.count() == count() && grads.count() == count(), kOp, "params, grads and steps are not equally long");
+    const auto device = like().device();
     for (int32_t i = 0; i < count(); ++i) {
-      if (before_[i].was_plain && is_as_before(i, params[i], grads[i])) {
+      if (before_[i].was_plain && grads[i].device() == device && is_as_before(i, params[i], grads[i])) {
         rows_[i].grad = grads[i].const_data();
         continue;
       }
@@ -91,6 +92,7 @@ class AdamwPlan {
     return memcmp(&a, &b, sizeof(AdamwRow)) == 0;
   }
 
+  // But for its grad's device. All else lies where it did, on the same device therefore.
   bool is_as_before(int32_t i, const Tensor& param, const Tensor& grad) const {
     const AdamwRow& row = rows_[i];
     const Before& before = before_[i];
@@ -102,8 +104,7 @@ class AdamwPlan {
       return !address || is_at(list[i], address, dtype);
     };
     return is_at(param, row.param, before.param_dtype) && grad.is_contiguous() && grad.dtype() == before.grad_dtype &&
-           grad.device() == param.device() && have_same_shape(grad, param) &&
-           is_state_at(exp_avgs_, row.exp_avg, before.state_dtype) &&
+           have_same_shape(grad, param) && is_state_at(exp_avgs_, row.exp_avg, before.state_dtype) &&
            is_state_at(exp_avg_sqs_, row.exp_avg_sq, before.state_dtype) &&
            is_state_at(max_exp_avg_sqs_, row.max_exp_avg_sq, before.state_dtype) &&
            is_state_at(masters_, row.master, before.master_dtype) && (!row.scales || scales_[i].data() == row.scales) &&

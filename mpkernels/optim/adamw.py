@@ -149,28 +149,28 @@ class AdamW(torch.optim.AdamW):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            is_as_written = may_be_compiled() and are_any_sharded(params_of(self))
-            take_step = as_written("AdamW: step", self._step) if is_as_written else self._step
+            params = params_of(self)
+            sharded = are_any_sharded(params)
+            take_step = as_written("AdamW: step", self._step) if sharded and may_be_compiled() else self._step
             try:
-                take_step()
+                take_step(params, sharded)
             except (RuntimeError, TypeError) as error:
-                for param in params_of(self):
+                for param in params:
                     refuse_sparse(param.grad)
                 if isinstance(error, NotImplementedError):
-                    refuse_unserved("AdamW", "params", params_of(self))
+                    refuse_unserved("AdamW", "params", params)
                 if not any(plan.has_moved for plan in self._plans):
                     raise
                 self._foundations = None
-                take_step()
+                take_step(params, sharded)
             if self._release is not None:
                 self._release.after_step()
         return loss
 
-    def _step(self) -> None:
-        params = params_of(self)
+    def _step(self, params: list[Tensor], sharded: bool) -> None:
         verdicts.raise_if_one_has_failed(self)
         try:
-            grads = settled_grads(params)
+            grads = settled_grads(params) if sharded else [param.grad for param in params]
             self._compare_loaded()
             plans = self._plans_for(params, grads)
             verdict, processes = verdicts.found_here(self, plans, params, grads)

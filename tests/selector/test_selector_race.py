@@ -35,7 +35,7 @@ def test_the_faster_wins_though_it_is_held_up_every_second_time(monkeypatch):
 
 @pytest.mark.parametrize(("native", "rounds"), [(100, 10), (105, 5)])
 def test_a_close_race_is_run_for_longer(monkeypatch, native, rounds):
-    """Both take a tenth of a second: within 3 % of each other for two seconds, else for as few rounds as there may be."""
+    """Both take a tenth of a second. Within 3 % of each other they run for two seconds, else as little as they may."""
     milliseconds, now = {"native": native, "torch": 101}, [0.0]
 
     def run(trial, name, device):
