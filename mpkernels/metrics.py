@@ -42,7 +42,7 @@ class Metrics:
         """Return ``grad_norm``, ``skipped_steps`` and ``loss_scale`` of the newest step that the device has finished.
 
         What a step did not compute is left out: the norm and the count without guard, ``max_norm`` or scaler, the scale
-        without a scaler. The dict is empty until the device has finished the first step."""
+        without a scaler. The dict is empty until the device has finished a step that came after these Metrics."""
         arrived = self._readback.read()
         return {} if arrived is None else dict(zip(self._names, arrived.tolist(), strict=True))
 
