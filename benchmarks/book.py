@@ -4,14 +4,12 @@
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from benchmarks import chart, counted, front, predicted, scale
+from benchmarks import chart, counted, front, models, predicted, scale
 from mpkernels.bench import results, roofline, show
 from mpkernels.bench.results import Result, Run
 
@@ -84,6 +82,7 @@ COLUMNS: dict[str, Cell] = {
     "": _verdict,
     "counted": _counted,
     "peak memory, ours / theirs": _both("peak memory", show.size),
+    "saved for backward, ours / theirs": _both("saved", show.size),
     "launches": _both("launches", str),
     "host waits": _both("host waits", str),
 }
@@ -105,7 +104,7 @@ def of_run(name: str, run: Run) -> Iterator[str]:
         yield from ("Left out:", "", *(f"* {case}: {reason}" for case, reason in run.skipped.items()), "")
 
 
-def book(runs: dict[str, Run], scaled: Iterable[Path] = (), models: Iterable[Path] = ()) -> str:
+def book(runs: dict[str, Run], scaled: Iterable[Path] = (), fused: Iterable[Path] = ()) -> str:
     lines = [
         "# Results",
         "",
@@ -126,7 +125,7 @@ def book(runs: dict[str, Run], scaled: Iterable[Path] = (), models: Iterable[Pat
     lines += ["## Predicted, not measured", ""]
     for text, header, cells in predicted.tables():
         lines += [text, "", *table(header, cells)]
-    return "\n".join([*lines, *past_one_device(scaled), *whole_models(models)])
+    return "\n".join([*lines, *past_one_device(scaled), *whole_models(fused)])
 
 
 def whole_models(measured: Iterable[Path]) -> Iterator[str]:
@@ -135,20 +134,13 @@ def whole_models(measured: Iterable[Path]) -> Iterator[str]:
         yield from (f"## Whole models, fused: {path.stem}", "")
         yield (
             "A forward and backward of models of transformers with 4 layers and 4 x 512 tokens (ViT: 8 images), fused "
-            f"/ as they are, in turns ([models.py](models.py), [samples](results/models/{path.name})). x torch: the "
-            "median of pairs (least to most). Peak: the most that was allocated at a time beside weights."
+            f"/ as they are (share), in turns ([models.py](models.py), [samples](results/models/{path.name})). "
+            "x torch: the median of pairs (least to most). Peak: the most that was allocated at a time beside weights. "
+            "Saved: what the forward keeps for the backward, beside weights and inputs. Compiled: by torch.compile, "
+            "whose own time does not count."
         )
         yield ""
-        rows = map(_of_model, json.loads(path.read_text())["rows"])
-        yield from table(["model", "in", "computed by", "x torch", "peak", "share"], rows)
-
-
-def _of_model(row: dict[str, Any]) -> list[str]:
-    pairs = sorted(theirs / ours for ours, theirs in zip(row["seconds"]["ours"], row["seconds"]["theirs"], strict=True))
-    ours, theirs = row["peak"]["ours"], row["peak"]["theirs"]
-    speed = f"{median(pairs):.2f} ({pairs[0]:.2f} to {pairs[-1]:.2f})"
-    sizes = f"{show.size(ours)} / {show.size(theirs)}"
-    return [row["model"], row["dtype"], ", ".join(row["sites"]), speed, sizes, f"{ours / theirs:.2f}"]
+        yield from table(*models.table(path))
 
 
 def past_one_device(measured: Iterable[Path]) -> Iterator[str]:

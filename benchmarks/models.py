@@ -1,122 +1,137 @@
-"""Whole models of transformers, fused by ``mpkernels.nn.fuse``, beside themselves: time and memory of a forward and
-backward.
+"""Whole models, fused by ``mpkernels.nn.fuse``, beside themselves, both as they are and under torch.compile: time and
+memory of a forward and backward.
 
-``python -m benchmarks.models NAME`` measures, and writes results/models/NAME.json for the book. The models have their
-usual width, and are cut to 4 layers and a small vocabulary.
+``python -m benchmarks.models NAME`` measures those of architectures.py, and writes results/models/NAME.json for the
+book.
 """
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
+from functools import partial
+from importlib import metadata
 from pathlib import Path
+from statistics import median
 from time import perf_counter
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor
 from torch.nn import Module
-from torch.profiler import profile
 
-from mpkernels.bench import machine
+from mpkernels.bench import counting, machine, show
+from mpkernels.bench.pairs import Run
 from mpkernels.nn import fuse
 
 FOLDER = Path(__file__).parent / "results" / "models"
-ROUNDS = 7
-VOCABULARY, TOKENS = 1024, (4, 512)
-WIDTH = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072}
+ROUNDS, WARM_UP = 7, 3  # the selector times its ways, and torch compiles
 DTYPES = {"bf16 autocast": True, "fp32": False}
-Inputs = dict[str, Tensor]
+
+Maker = Callable[[], tuple[Module, dict[str, Tensor]]]  # of a model and its inputs
+Row = dict[str, Any]
 
 
-def words() -> Inputs:
-    ids = torch.randint(VOCABULARY, TOKENS, generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids}
-
-
-def images() -> Inputs:
-    generator = torch.Generator().manual_seed(0)
-    return {
-        "pixel_values": torch.randn(8, 3, 224, 224, generator=generator),
-        "labels": torch.zeros(8, dtype=torch.int64),
+def measure(make: Maker, is_mixed: bool) -> Row:
+    """Return what computes the fused model; and of each side seconds of rounds in turns, what a step needs at its peak
+    beside the weights, and what its forward saves for the backward."""
+    torch.manual_seed(0)
+    plain, batch = make()
+    fused = deepcopy(plain.train())
+    report = fuse(fused)
+    models = {"ours": fused, "theirs": plain}
+    models |= {f"{side} compiled": torch.compile(model) for side, model in models.items()}
+    steps = {side: partial(step, model, batch, is_mixed) for side, model in models.items()}
+    for run in [*steps.values()] * WARM_UP:
+        run()
+    found = {
+        "sites": sorted({site.computed_by for site in report.fused}),
+        "seconds": seconds_in_turns(steps),
+        "peak": {side: counting.peak_beside(run) for side, run in steps.items()},
+        "saved": {side: counting.saved_bytes(run) for side, run in steps.items()},
     }
+    torch.compiler.reset()  # or torch would silently compile no more after eight models of one kind
+    return found
 
 
-def gpt2() -> Module:
-    shape = {"n_embd": 768, "n_layer": 4, "n_head": 12, "n_positions": TOKENS[1], "vocab_size": VOCABULARY}
-    no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**shape, **no_dropout, bos_token_id=0, eos_token_id=0))
+def step(model: Module, batch: Mapping[str, Tensor], is_mixed: bool) -> None:
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+        loss = model(**batch).loss
+    loss.backward()
+    model.zero_grad()
 
 
-def bert() -> Module:
-    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
-    return transformers.BertForMaskedLM(transformers.BertConfig(**WIDTH, **no_dropout, vocab_size=VOCABULARY))
+def seconds_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
+    seconds: dict[str, list[float]] = {side: [] for side in runs}
+    for _ in range(ROUNDS):
+        for side, run in runs.items():
+            start = perf_counter()
+            run()
+            seconds[side].append(perf_counter() - start)
+    return seconds
 
 
-def llama() -> Module:
-    shape = WIDTH | {"intermediate_size": 2048}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, vocab_size=VOCABULARY))
+def times(theirs: str, ours: str) -> Callable[[Row], str]:
+    """Return the column that says how many times as fast as ``theirs`` ``ours`` is: median, least to most of rounds."""
+
+    def cell(row: Row) -> str:
+        seconds = row["seconds"]
+        if not seconds.keys() >= {theirs, ours}:
+            return ""
+        ratios = sorted(one / other for one, other in zip(seconds[theirs], seconds[ours], strict=True))
+        return f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+
+    return cell
 
 
-def vit() -> Module:
-    return transformers.ViTForImageClassification(transformers.ViTConfig(**WIDTH))
+def sizes(key: str, theirs: str, ours: str) -> Callable[[Row], str]:
+    """Return the column that says how many bytes both sides have, and the share of ours in theirs."""
+
+    def cell(row: Row) -> str:
+        sides = row.get(key, {})
+        if theirs not in sides:
+            return ""
+        return f"{show.size(sides[ours])} / {show.size(sides[theirs])} ({sides[ours] / sides[theirs]:.2f})"
+
+    return cell
 
 
-MODELS: dict[str, tuple[Callable[[], Module], Callable[[], Inputs]]] = {
-    "GPT-2": (gpt2, words),
-    "BERT": (bert, words),
-    "Llama": (llama, words),
-    "ViT": (vit, images),
+AS_THEY_ARE = "theirs", "ours"
+COMPILED = "theirs compiled", "ours compiled"
+COLUMNS: dict[str, Callable[[Row], str]] = {
+    "model": lambda row: row["model"],
+    "in": lambda row: row["dtype"],
+    "computed by": lambda row: ", ".join(row["sites"]),
+    "x torch": times(*AS_THEY_ARE),
+    "torch.compile: x torch": times("theirs", "theirs compiled"),
+    "both compiled: x torch": times(*COMPILED),
+    "peak": sizes("peak", *AS_THEY_ARE),
+    "peak, compiled": sizes("peak", *COMPILED),
+    "saved": sizes("saved", *AS_THEY_ARE),
+    "saved, compiled": sizes("saved", *COMPILED),
 }
 
 
-def measure(name: str, is_mixed: bool) -> dict[str, Any]:
-    """Return seconds of rounds in turns, and what a step needs at its peak beside the weights."""
-    make, inputs = MODELS[name]
-    torch.manual_seed(0)
-    plain = make().train()
-    sides = {"ours": deepcopy(plain), "theirs": plain}
-    report = fuse(sides["ours"])
-    batch = inputs()
-
-    def step(model: Module) -> None:
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-            loss = model(**batch).loss
-        loss.backward()
-        model.zero_grad()
-
-    for model in sides.values():
-        step(model)  # the selector times its ways
-    peaks = {side: peak(lambda model=model: step(model)) for side, model in sides.items()}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    for _ in range(ROUNDS):
-        for side, model in sides.items():
-            start = perf_counter()
-            step(model)
-            seconds[side].append(perf_counter() - start)
-    sites = sorted({site.computed_by for site in report.fused})
-    return {"model": name, "sites": sites, "seconds": seconds, "peak": peaks}
+def table(path: Path) -> tuple[Iterable[str], Iterable[Iterable[str]]]:
+    """Return the header and the rows of what was measured. An older file lacks some columns."""
+    rows = json.loads(path.read_text())["rows"]
+    cells = {header: [column(row) for row in rows] for header, column in COLUMNS.items()}
+    used = {header: column for header, column in cells.items() if any(column)}
+    return used, zip(*used.values(), strict=True)
 
 
-def peak(run: Callable[[], None]) -> int:
-    """Return the most bytes that were allocated at a time, as torch's profiler notes them."""
-    with profile(profile_memory=True) as noted:
-        run()
-    now = most = 0
-    events = noted.profiler.kineto_results.events()
-    for event in sorted((it for it in events if it.name() == "[memory]"), key=lambda it: it.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
-
-
-def main(name: str) -> None:
-    rows = [{"dtype": dtype, **measure(model, it)} for model in MODELS for dtype, it in DTYPES.items()]
+def main(name: str, models: Mapping[str, Maker]) -> None:
+    rows = [
+        {"dtype": dtype, "model": model, **measure(make, is_mixed)}
+        for model, make in models.items()
+        for dtype, is_mixed in DTYPES.items()
+    ]
     FOLDER.mkdir(exist_ok=True)
-    found = {"machine": machine.describe(), "transformers": transformers.__version__, "rows": rows}
+    found = {"machine": machine.describe(), "transformers": metadata.version("transformers"), "rows": rows}
     (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    from benchmarks.architectures import MODELS
+
+    main(sys.argv[1], MODELS)

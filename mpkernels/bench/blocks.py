@@ -1,25 +1,26 @@
-"""MLPs, forward and backward, beside the same of torch's layers; fp32 weights, autocast."""
+"""MLPs, forward and backward, beside the same of others' layers; fp32 weights, autocast."""
 
-from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor, nn
-from torch.nn import functional
 
-from mpkernels.bench.linear import Shape, forward_and_backward
-from mpkernels.bench.pairs import Pair
+from mpkernels.bench import peers
+from mpkernels.bench.linear import MakeLayer, Shape, forward_and_backward
+from mpkernels.bench.pairs import Make, Pair
 from mpkernels.bench.settings import Setting
 from mpkernels.nn import MLP
 
 
 class TorchsGatedMLP(nn.Module):
-    def __init__(self, features: int, hidden: int) -> None:
+    def __init__(self, features: int, hidden: int, activation: nn.Module) -> None:
         super().__init__()
+        self.activation = activation
         self.gate, self.up = (nn.Linear(features, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, features, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        y: Tensor = self.down(self.activation(self.gate(x)) * self.up(x))
         return y
 
 
@@ -27,10 +28,22 @@ def torchs_mlp(features: int, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, features))
 
 
-_Maker = Callable[[int, int], nn.Module]
-BLOCKS: dict[str, tuple[_Maker, _Maker, int]] = {  # ours, torch's, and how many products the forward has
-    "gelu_mlp": (MLP, torchs_mlp, 2),
-    "swiglu_mlp": (partial(MLP, bias=False, gated=True), TorchsGatedMLP, 3),
+class Block(NamedTuple):
+    ours: MakeLayer
+    torchs: MakeLayer
+    op: str  # that does the work
+    products: int  # of the forward
+
+
+def _gated(activation: str, torchs: nn.Module) -> Block:
+    ours = partial(MLP, bias=False, gated=True, activation=activation)
+    return Block(ours, partial(TorchsGatedMLP, activation=torchs), "linear_gated", 3)
+
+
+BLOCKS = {
+    "gelu_mlp": Block(MLP, torchs_mlp, "linear_act", 2),
+    "swiglu_mlp": _gated("silu", nn.SiLU()),
+    "geglu_mlp": _gated("gelu_tanh", nn.GELU(approximate="tanh")),
 }
 SHAPES = {
     "cpu": [Shape(64, 768, 3072), Shape(512, 768, 3072)],
@@ -38,12 +51,23 @@ SHAPES = {
 }
 
 
-def compare(setting: Setting, name: str, compiled: bool = False) -> Pair:
+def _side(setting: Setting, layer: MakeLayer, compiled: bool = False) -> Make:
+    return forward_and_backward(setting, layer, setting.case.shapes[0][1], compiled)
+
+
+def ours(setting: Setting, name: str, compiled: bool = False) -> Make:
+    return _side(setting, BLOCKS[name].ours, compiled)
+
+
+def torchs(setting: Setting, name: str, compiled: bool = False) -> Make:
+    return _side(setting, BLOCKS[name].torchs, compiled)
+
+
+def ligers(setting: Setting, name: str) -> Make:
+    return _side(setting, partial(peers.ligers_block, name))
+
+
+def compare(setting: Setting, name: str, ours: Make, theirs: Make) -> Pair:
     rows, features, hidden = setting.case.shapes[0]
-    ours, torchs, products = BLOCKS[name]
-    return Pair(
-        forward_and_backward(setting, ours, features),
-        forward_and_backward(setting, torchs, features, compiled),
-        flops=3 * products * 2 * rows * features * hidden,
-        clock="device",
-    )
+    flops = 3 * BLOCKS[name].products * 2 * rows * features * hidden
+    return Pair(ours, theirs, flops=flops, clock="device", is_counted=True)

@@ -37,6 +37,8 @@ class Benchmark(NamedTuple):
 BEST = "torch.amp fused"
 DEFAULT = "torch.amp default"
 EAGER = "torch.amp eager"
+TUNED = "torch.compile max-autotune"
+LIGER = "liger-kernel"
 QUICK_LIST = Case("4x2.5M", ((2_500_000,),) * 4)  # out of most caches; where threads wait for cores, few ops wait
 QUICK = [  # what says the most first, for a slow machine does not come to the end
     f"step {{place}} bf16 {QUICK_LIST.name} vs {BEST}",
@@ -100,7 +102,7 @@ def _steps(place: Place) -> Iterator[Benchmark]:
         if dtype == "fp32" and case == "100x500k":
             for name, peer in peers.PEERS.items():
                 variant = "moments-8bit" if peer.moments == torch.int8 else ""
-                missing = peers.why_not(name, place.device)
+                missing = peers.why_not(peer.module, peer.needs_cuda, place.device)
                 yield _step(
                     setting,
                     name,
@@ -148,29 +150,30 @@ def _linear(place: Place) -> Iterator[Benchmark]:
             yield Benchmark("linear_dact", setting, partial(linear.compare_dact, setting), "linear_dact")
             if place.device == "cuda" and shape.rows in linear.MOST_TUNING:
                 tuned = partial(linear.compare, setting, compiled=True)
-                yield Benchmark("linear_act", setting, tuned, "linear_act", "torch.compile max-autotune")
+                yield Benchmark("linear_act", setting, tuned, "linear_act", TUNED)
     for shape, activation, trains in product(linear.SMALL, ("gelu", "silu"), (True, False)):
         setting = Setting(place, "fp32", linear.case(shape))
         prepare = partial(linear.compare_function, setting, activation, trains)
         variant = f"function-{activation}{'' if trains else '-inference'}"
         yield Benchmark("linear_act", setting, prepare, "linear_act", "torch eager", variant)
-    for peer, reason in peers.NOTHING_TO_COMPARE.items():
-        yield Benchmark("linear_act", setting, partial(linear.compare, setting), "linear_act", peer, missing=reason)
 
 
 def _blocks(place: Place) -> Iterator[Benchmark]:
-    for shape, (name, dtype) in product(blocks.SHAPES[place.device], product(blocks.BLOCKS, ("bf16", "fp32"))):
-        if dtype == "fp32" and place.device == "cuda":
-            continue
+    dtypes = ("bf16",) if place.device == "cuda" else ("bf16", "fp32")
+    for shape, (name, block), dtype in product(blocks.SHAPES[place.device], blocks.BLOCKS.items(), dtypes):
         setting = Setting(place, dtype, linear.case(shape))
-        baseline, op = (
-            "torch eager" if dtype == "fp32" else EAGER,
-            "linear_act" if name == "gelu_mlp" else "linear_gated",
-        )
-        yield Benchmark(name, setting, partial(blocks.compare, setting, name), op, baseline)
-        if place.device == "cuda":
-            tuned = partial(blocks.compare, setting, name, compiled=True)
-            yield Benchmark(name, setting, tuned, op, "torch.compile max-autotune")
+        ours, torchs = (partial(side, setting, name) for side in (blocks.ours, blocks.torchs))
+        sides = {
+            ("torch eager" if dtype == "fp32" else EAGER, ""): (ours(), torchs()),
+            (TUNED, ""): (ours(), torchs(compiled=True)),
+            (TUNED, "compiled"): (ours(compiled=True), torchs(compiled=True)),
+        }
+        if name in peers.LIGERS_BLOCKS:
+            sides[LIGER, ""] = ours(), blocks.ligers(setting, name)
+        for (baseline, variant), pair in sides.items():
+            missing = peers.why_not(peers.LIGER, True, place.device) if baseline == LIGER else ""
+            prepare = partial(blocks.compare, setting, name, *pair)
+            yield Benchmark(name, setting, prepare, block.op, baseline, variant, missing)
 
 
 def _training(place: Place) -> Iterator[Benchmark]:

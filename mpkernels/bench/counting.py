@@ -1,13 +1,16 @@
-"""What a whole step costs besides time, as torch's profilers see it: memory at its peak; on CUDA launches and waits."""
+"""What a run costs besides time, as torch's profilers and hooks see it: memory at its peak, and what is saved for the
+backward; on CUDA launches and waits."""
 
 import gc
-from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from mpkernels.bench.pairs import Make
+from mpkernels.bench.pairs import Make, Run
 
 Counts = dict[str, int]
 
@@ -18,23 +21,56 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def count(make: Make, device: str) -> Counts:
-    """Of one side alone, from before it is built: weights and states are in its peak. What a C++ library keeps for
-    itself (oneDNN's and cuBLAS's workspaces) is not."""
+    """Of one side alone. Weights and states are in its peak; what a C++ library keeps for itself (oneDNN's and cuBLAS's
+    workspaces) is not, nor is what the first run needs, which makes the states and compiles."""
     gc.collect()
     return _count_on_cuda(make) if device == "cuda" else _count_on_cpu(make)
 
 
+def saved_bytes(run: Run) -> int:
+    """Return how many bytes a run saves for its backward, each storage once. What lives on after the run does not
+    count: parameters and inputs."""
+    saved: dict[StorageWeakRef, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[StorageWeakRef(storage)] = storage.nbytes()
+        return tensor
+
+    with saved_tensors_hooks(note, lambda it: it):
+        run()
+    gc.collect()
+    return sum(size for storage, size in saved.items() if storage.expired())
+
+
+def peak_beside(run: Run) -> int:
+    """Return the most bytes that a run allocates on the CPU at a time, beside what was there before."""
+    return max(accumulate(_allocations(run)), default=0)
+
+
 def _count_on_cpu(make: Make) -> Counts:
-    def build() -> None:
-        run = make()
-        for _ in range(2):  # the first makes the states
-            run()
+    runs: list[Run] = []
 
-    changes = [record.cpu_memory_usage() for record in _records(build) if record.kind() == "memory_alloc"]
-    return {"peak memory": max(accumulate(changes), default=0)}
+    def first() -> None:
+        runs.append(make())
+        runs[0]()
+        gc.collect()
+
+    held = sum(_allocations(first))
+    return {"peak memory": held + peak_beside(runs[0]), **_saved(runs[0])}
 
 
-def _records(run: Callable[[], object]) -> list[Any]:
+def _saved(run: Run) -> Counts:
+    size = saved_bytes(run)
+    return {"saved": size} if size else {}  # an optimizer's step has no backward
+
+
+def _allocations(run: Run) -> list[int]:
+    """Return the bytes of each allocation, in order, and below 0 of what is freed."""
+    return [record.cpu_memory_usage() for record in _records(run) if record.kind() == "memory_alloc"]
+
+
+def _records(run: Run) -> list[Any]:
     nothing_more = False, True, False, False, False, torch._C._profiler._ExperimentalConfig()  # but memory
     _legacy._enable_profiler_legacy(_legacy.ProfilerConfig(_legacy.ProfilerState.CPU, *nothing_more))
     try:
@@ -46,15 +82,16 @@ def _records(run: Callable[[], object]) -> list[Any]:
 
 def _count_on_cuda(make: Make) -> Counts:
     torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run = make()
-    for _ in range(2):
-        run()
+    run()
+    torch.cuda.reset_peak_memory_stats()
+    run()
     torch.cuda.synchronize()
     peak = torch.cuda.max_memory_allocated() - before
     with torch.profiler.profile() as profiled:
         run()
     names = [event.name for event in profiled.events()]
     launches = sum("LaunchKernel" in name for name in names)
-    return {"peak memory": peak, "host waits": sum(name in WAITS for name in names), "launches": launches}
+    waits = sum(name in WAITS for name in names)
+    return {"peak memory": peak, "host waits": waits, "launches": launches, **_saved(run)}

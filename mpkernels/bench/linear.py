@@ -24,6 +24,8 @@ class Shape(NamedTuple):
         return "x".join(map(str, self))
 
 
+MakeLayer = Callable[[int, int], Module]
+
 LAYERS = [(768, 3072), (1024, 4096), (4096, 11008), (4096, 14336), (4096, 16384)]
 ROWS = [2**exponent for exponent in range(6, 17)]
 SHAPES = {
@@ -39,9 +41,7 @@ def case(shape: Shape) -> Case:
     return Case(str(shape), (shape,))
 
 
-def forward_and_backward(
-    setting: Setting, layer: Callable[[int, int], Module], outputs: int, compiled: bool = False
-) -> Make:
+def forward_and_backward(setting: Setting, layer: MakeLayer, outputs: int, compiled: bool = False) -> Make:
     """``layer`` makes a module of the case's two sizes; it yields ``outputs`` features."""
     (rows, inputs, hidden), device, dtype = setting.case.shapes[0], setting.place.device, DTYPES[setting.dtype]
 
@@ -71,7 +71,6 @@ def compare(setting: Setting, compiled: bool = False) -> Pair:
         forward_and_backward(setting, partial(torchs_layer, activation="gelu"), outputs, compiled),
         flops=3 * 2 * rows * inputs * outputs,  # the products for y, dx and dw
         clock="device",
-        is_whole_step=False,
     )
 
 

@@ -21,10 +21,10 @@ def run_one(benchmark: Benchmark, run: Run, seconds: float, builds: int = BUILDS
     place, device = benchmark.setting.place, benchmark.setting.place.device
     with _threads(place):
         pair = benchmark.prepare()
-        counts = {}
-        if pair.is_whole_step and not earlier:
-            counts = {"ours": count(pair.ours, device), "theirs": count(pair.theirs, device)}
         samples = measure(pair, device, seconds, builds)
+        counts = {}
+        if pair.is_counted and not earlier:  # after the selector's first timing, which a profiler would slow down
+            counts = {"ours": count(pair.ours, device), "theirs": count(pair.theirs, device)}
         _keep_best(run.copy_speeds, str(place), machine.copy_speed(device))
         if pair.flops:
             dtype = benchmark.setting.dtype

@@ -29,7 +29,7 @@ class Pair(NamedTuple):
     moved: int = 0  # bytes that a call of ours has to read and write
     flops: int = 0  # of a call
     clock: str = "device"
-    is_whole_step: bool = False  # its peak memory, launches and waits are looked at, too
+    is_counted: bool = False  # its memory, launches and waits, too
 
 
 class Interval(NamedTuple):

@@ -1,13 +1,14 @@
-"""Other libraries' optimizers, measured where they are installed."""
+"""Other libraries' optimizers and MLPs, measured where they are installed."""
 
 import importlib
 import importlib.util
 from collections.abc import Iterable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Parameter
+from torch.nn import Module, Parameter
 
 from mpkernels.bench.steps import MakeOptimizer
 
@@ -29,18 +30,16 @@ PEERS = {
     "apex": Peer("apex.optimizers", "FusedAdam", {}, needs_cuda=True),
     "transformer-engine": Peer("transformer_engine.pytorch.optimizers", "FusedAdam", {}, needs_cuda=True),
 }
-NOTHING_TO_COMPARE = {"liger-kernel": "it has neither an optimizer nor a linear layer with its activation"}
+LIGER = "liger_kernel.transformers"
+LIGERS_BLOCKS = {"swiglu_mlp": ("LigerSwiGLUMLP", "silu"), "geglu_mlp": ("LigerGEGLUMLP", "gelu_pytorch_tanh")}
 
 
-def why_not(name: str, device: str) -> str:
+def why_not(module: str, needs_cuda: bool, device: str) -> str:
     """The reason why a peer is left out here; empty where it is not."""
-    peer = PEERS[name]
-    package = peer.module.partition(".")[0]
-    if importlib.util.find_spec(package) is None:
-        return f"{package} is not installed"
-    if peer.needs_cuda and device != "cuda":
+    package = module.partition(".")[0]
+    if needs_cuda and device != "cuda":
         return f"{package} needs CUDA"
-    return ""
+    return f"{package} is not installed" if importlib.util.find_spec(package) is None else ""
 
 
 def maker(name: str) -> MakeOptimizer:
@@ -52,3 +51,11 @@ def _make(peer: Peer, params: Iterable[Parameter]) -> torch.optim.Optimizer:
         params, **peer.options
     )
     return optimizer
+
+
+def ligers_block(name: str, features: int, hidden: int) -> Module:
+    """Return Liger's MLP, which takes its sizes from a model's configuration."""
+    kind, activation = LIGERS_BLOCKS[name]
+    config = SimpleNamespace(hidden_size=features, intermediate_size=hidden, hidden_act=activation)
+    block: Module = getattr(importlib.import_module(LIGER), kind)(config)
+    return block

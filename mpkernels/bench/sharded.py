@@ -25,7 +25,7 @@ def compare(setting: Setting) -> Pair:
         lambda: steps.torchs_step(_parameters(setting), "cpu", steps.fused).finish,
         moved=int(steps.bytes_of_our_step(torch.float32) * elements),
         clock=setting.case.clock,
-        is_whole_step=True,
+        is_counted=True,
     )
 
 

@@ -95,7 +95,7 @@ def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, **options
         lambda: torchs_step(parameters(setting, torch.float32), device, theirs, options.get("clips", True)).finish,
         moved=int(moved),
         clock=clock,
-        is_whole_step=True,
+        is_counted=True,
     )
 
 

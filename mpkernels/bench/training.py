@@ -87,7 +87,7 @@ def torchs_fp32(setting: Setting) -> Make:
 
 
 def compare(setting: Setting, ours: Make, theirs: Make) -> Pair:
-    return Pair(ours, theirs, flops=flops(setting), clock="loop", is_whole_step=True)
+    return Pair(ours, theirs, flops=flops(setting), clock="loop", is_counted=True)
 
 
 def flops(setting: Setting) -> int:

@@ -12,7 +12,6 @@ import torch
 from benchmarks import book, counted
 from mpkernels.bench import command, measuring, roofline, show, steps
 from mpkernels.bench.cases import all_cases
-from mpkernels.bench.counting import count
 from mpkernels.bench.pairs import Pair, measure, median_interval
 from mpkernels.bench.results import Result, Run
 from mpkernels.bench.roofline import GPUS, Work
@@ -54,20 +53,6 @@ def test_turns_are_taken_together():
     assert (both.name, both.counts) == (first.name, first.counts)
     assert (both.ours_us, both.torch_us) == ([1.0] * 6 + [3.0] * 18, [2.0] * 6 + [3.0] * 18)
     assert both.waited == 0.125  # of all samples
-
-
-def test_peak_memory_is_that_of_the_tensors():
-    def make():
-        kept = torch.zeros(1000)
-
-        def run():
-            for _ in range(2):  # the second comes when the first is gone
-                doubled = kept * kept
-                del doubled
-
-        return run
-
-    assert count(make, "cpu") == {"peak memory": 2 * 4000}
 
 
 @pytest.mark.parametrize(
