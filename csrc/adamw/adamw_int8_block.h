@@ -5,11 +5,6 @@
 
 namespace mpk {
 
-static __device__ float largest_of_warp(float value) {
-  for (int lanes = 16; lanes > 0; lanes /= 2) value = maximum(value, __shfl_xor_sync(0xffffffff, value, lanes));
-  return value;
-}
-
 template <int count, class Decode>
 __device__ Elements<float, count> decoded(const Elements<int8_t, count>& codes, const Decode& decode) {
   Elements<float, count> values;
@@ -50,7 +45,7 @@ __device__ void step_coded(const Arrays& arrays, uint32_t begin, uint32_t size, 
   const auto place = [&](int k) { return begin + (k * 32 + threadIdx.x % 32) * count; };
   const auto is_inside = [&](int k) { return count > 1 || place(k) < size; };
   const int kinds = arrays.amsgrad ? 3 : 2;
-  float scale[3]{}, largest[3]{};
+  float scale[3]{};
   Moments<float, count> all[shares]{};
 #pragma unroll
   for (int first = 0; first < shares; first += at_once) {
@@ -69,16 +64,18 @@ __device__ void step_coded(const Arrays& arrays, uint32_t begin, uint32_t size, 
       if (is_inside(first + k)) step_coded(arrays, place(first + k), raw[k], scale, all[first + k], by);
     }
   }
+  uint32_t largest[3]{};  // bits in place of floats: whole numbers have an instruction for a warp's largest
   for (const Moments<float, count>& moments : all) {
     for (int i = 0; i < count; ++i) {
-      largest[0] = maximum(largest[0], absolute(moments.exp_avg.at[i]));
-      largest[1] = maximum(largest[1], moments.exp_avg_sq.at[i]);
-      largest[2] = maximum(largest[2], moments.largest.at[i]);
+      largest[0] = larger(largest[0], magnitude(moments.exp_avg.at[i]));
+      largest[1] = larger(largest[1], magnitude(moments.exp_avg_sq.at[i]));
+      largest[2] = larger(largest[2], magnitude(moments.largest.at[i]));
     }
   }
   float inverse[3]{};
   for (int which = 0; which < kinds; ++which) {
-    scale[which] = scale_of(largest_of_warp(largest[which]));  // by now all lanes have read the old one
+    const uint32_t of_warp = __reduce_max_sync(0xffffffff, largest[which]);  // by now all lanes have read the old scale
+    scale[which] = scale_of(bit_cast<float>(of_warp));
     inverse[which] = inverse_of(scale[which]);
     if (threadIdx.x % 32 == 0) in_global(scales)[block + which * blocks] = scale[which];
   }

@@ -39,25 +39,19 @@ MPK_FN float scale_of(float largest) { return largest < kSmallestScale ? 0.0f : 
 
 MPK_FN float inverse_of(float scale) { return scale == 0 ? 0.0f : 1 / scale; }
 
-// The nearest whole number, and 0 for NaN, in an integer's bits.
-template <class F, class U = Bits<F>>
-MPK_FN U nearest(F x) {
-  const U whole = bit_cast<U>(x + kIntegers) - kIntegersBits;
-  return x == x ? whole : whole & 0u;
-}
-
+// A code is the last byte of these. NaN becomes 0: it is not larger than any number.
 template <class F, class U = Bits<F>>
 MPK_FN U encode_exp_avg(F value, float inverse) {
-  const U q = nearest(SquareRoot<F>::of(absolute(value) * inverse) * 127.0f);
-  return value < 0.0f ? 0u - q : q;
+  const F steps = larger(SquareRoot<F>::of(absolute(value) * inverse) * 127.0f, F{});
+  const U sign = bit_cast<U>(value) & 0x80000000u;
+  return bit_cast<U>(bit_cast<F>(bit_cast<U>(steps) | sign) + kIntegers);
 }
 
 // root is that of exp_avg_sq. The code is q - 128.
 template <class F, class U = Bits<F>>
 MPK_FN U encode_exp_avg_sq(F root, float inverse) {
-  const U q = nearest(SquareRoot<F>::of(root * inverse) * 255.0f);
-  const U at_least = (root > 0.0f) & (q == 0u) ? q + 1u : q;
-  return at_least - 128u;
+  const F steps = larger(SquareRoot<F>::of(root * inverse) * 255.0f, F{} + 1.0f);
+  return bit_cast<U>((root > 0.0f ? steps : F{}) + (kIntegers - 128.0f));
 }
 
 }  // namespace mpk

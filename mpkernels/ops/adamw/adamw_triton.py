@@ -13,11 +13,11 @@ from torch import Tensor
 
 from mpkernels.ops import _table
 from mpkernels.ops._registry import implement
-from mpkernels.ops._table import FP64, INT8
+from mpkernels.ops._table import BLOCK, FP64, INT8
 from mpkernels.ops.adamw.adamw import _adamw
 from mpkernels.ops.adamw.arguments import Arguments
 from mpkernels.ops.adamw.block_int8_kernel import step_int8
-from mpkernels.ops.adamw.block_kernel import arrays_of, moved, step_span
+from mpkernels.ops.adamw.block_kernel import COUNT, arrays_of, moved, step_span
 from mpkernels.ops.adamw.scalars_kernel import GROUP, is_skipped, rounded, scalars_of, write_outcome
 from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
 
@@ -66,7 +66,8 @@ def adamw_kernel(
         step_span(arrays, size, scalars, True)
     elif HAS_INT8 and arrays[9] == INT8:
         scales = tl.load(row + 15).to(tl.pointer_type(tl.float32))
-        step_int8(arrays, begin, size, tl.load(row), scales, rounded(scalars))
+        whole: tl.constexpr = COUNT if HAS_LARGEST else BLOCK  # three moments of BLOCK spill
+        step_int8(arrays, begin, size, tl.load(row), scales, rounded(scalars), whole)
     else:
         step_span(arrays, size, rounded(scalars), False)
 

@@ -47,13 +47,14 @@ def step_int8_block(arrays, at, mask, block, blocks, scales, scalars):
 
 
 @triton.jit
-def step_int8(arrays, begin, size, elements, scales, scalars):
-    """Blocks of codes begin where the parameter does: no head is peeled."""
-    lanes, of_count = tl.arange(0, COUNT), tl.arange(0, COUNT // QUANTIZED)
+def step_int8(arrays, begin, size, elements, scales, scalars, WHOLE: tl.constexpr):
+    """WHOLE elements at once where the arrays are aligned. Blocks of codes begin where the parameter does: no head is
+    peeled."""
     blocks, first = tl.cdiv(elements, QUANTIZED).to(tl.int32), (begin // QUANTIZED).to(tl.int32)
-    whole = tl.where(are_aligned(arrays), size // COUNT * COUNT, 0)
-    for i in range(0, whole, COUNT):
-        step_int8_block(arrays, i + lanes, None, first + i // QUANTIZED + of_count, blocks, scales, scalars)
+    whole = tl.where(are_aligned(arrays), size // WHOLE * WHOLE, 0)
+    for i in range(0, whole, WHOLE):
+        block = first + i // QUANTIZED + tl.arange(0, WHOLE // QUANTIZED)
+        step_int8_block(arrays, i + tl.arange(0, WHOLE), None, block, blocks, scales, scalars)
     for i in range(whole, size, COUNT):
-        block = first + i // QUANTIZED + of_count
-        step_int8_block(arrays, i + lanes, i + lanes < size, block, blocks, scales, scalars)
+        at, block = i + tl.arange(0, COUNT), first + i // QUANTIZED + tl.arange(0, COUNT // QUANTIZED)
+        step_int8_block(arrays, at, at < size, block, blocks, scales, scalars)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from mpkernels.ops.adamw import int8
-from mpkernels.ops.adamw.split_kernel import NEAREST, NEAREST_BITS
+from mpkernels.ops.adamw.split_kernel import NEAREST
 
 QUANTIZED = tl.constexpr(int8.QUANTIZED)
 SMALLEST_SCALE = tl.constexpr(int8.SMALLEST_SCALE)
@@ -35,12 +35,16 @@ def encode(values, mask, squared: tl.constexpr):
     if squared:
         numbers = tl.sqrt_rn(numbers)
     numbers = in_blocks(numbers)
-    is_nan = numbers != numbers
-    largest = tl.max(tl.where(is_nan, 0.0, tl.abs(numbers)), 1)
-    largest = tl.where(tl.max(is_nan.to(tl.int32), 1) != 0, float("nan"), largest)
+    bits = numbers.to(tl.int32, bitcast=True)
+    magnitudes = bits & 0x7FFFFFFF  # as integers, by which NaN comes after inf, and inf after all numbers
+    largest = tl.max(magnitudes, 1).to(tl.float32, bitcast=True)
     scales = tl.where(largest < SMALLEST_SCALE, 0.0, largest)
     inverse = tl.where(scales == 0, 0.0, tl.div_rn(1.0, tl.where(scales == 0, 1.0, scales)))
-    steps = tl.sqrt_rn(tl.abs(numbers) * inverse[:, None]) * (255 if squared else 127)
-    q = tl.where(steps == steps, (steps + NEAREST).to(tl.int32, bitcast=True) - NEAREST_BITS, 0)
-    q = tl.where((numbers > 0) & (q == 0), 1, q) - 128 if squared else tl.where(numbers < 0, -q, q)
-    return tl.reshape(q, values.shape).to(tl.int8), scales
+    roots = tl.sqrt_rn(magnitudes.to(tl.float32, bitcast=True) * inverse[:, None])
+    if squared:
+        steps = tl.where(numbers > 0, tl.maximum(roots * 255, 1.0), 0.0)
+    else:
+        steps = tl.maximum(roots * 127, 0.0)  # NaN is 0
+        steps = (steps.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
+    codes = (steps + (NEAREST - 128 if squared else NEAREST)).to(tl.int32, bitcast=True)  # a code is the last byte
+    return tl.reshape(codes, values.shape).to(tl.int8), scales

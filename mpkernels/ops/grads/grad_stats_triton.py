@@ -48,7 +48,9 @@ def stats_of_span(address, size, T: tl.constexpr):
         sumsq, bad = add(fourth, sumsq, bad)
     for begin in range(whole, left, BLOCK):
         sumsq, bad = add(tl.load(grads + begin + lanes, mask=begin + lanes < left, other=0), sumsq, bad)
-    total = tl.sum(tl.gather(sumsq, (lanes + BLOCK - head) % BLOCK, 0))
+    if head > 0:  # else the gather would change nothing, and ask for shared memory
+        sumsq = tl.gather(sumsq, (lanes + BLOCK - head) % BLOCK, 0)
+    total = tl.sum(sumsq)
     is_bad = tl.max(bad.to(tl.float64)) if T.is_fp64() else is_non_finite(total).to(tl.float64)
     return total, is_bad
 

@@ -87,6 +87,13 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, emulati
   const unsigned last = emulation::last_of_segment(width, place), self = emulation::lane(), source = self ^ lane_mask;
   return emulation::shuffle("__shfl_xor_sync", mask, value, source > last ? self : source, place);
 }
+inline unsigned __reduce_max_sync(unsigned mask, unsigned value, emulation::Place place = {}) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) {
+    const unsigned other = __shfl_xor_sync(mask, value, lanes, 32, place);
+    value = other > value ? other : value;
+  }
+  return value;
+}
 
 // ---- atomics: threads switch only where they wait, so an update in steps is atomic
 
