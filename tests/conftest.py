@@ -3,6 +3,9 @@ import zlib
 from functools import partial
 
 import pytest
+
+os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch is imported: threads that spin while they wait take a third
+
 import torch
 
 if not torch.cuda.is_available():
@@ -19,6 +22,8 @@ interpreter.round_bf16_as_hardware_does()
 interpreter.poison_lanes_masked_off()
 interpreter.check_what_is_said_of_alignment()
 interpreter.patch_the_language_once_a_launch()
+interpreter.check_no_overflow_in_vain()
+interpreter.look_up_numpys_dtypes()
 selector.make_deterministic()  # a test knows which kernel it tests
 
 
@@ -33,8 +38,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Of ``-n auto``. Each takes a gigabyte or two."""
-    return min(os.cpu_count(), 8)
+    """Of ``-n auto``. Each takes a gigabyte or two, and now and then waits for processes: hence one more than cores."""
+    return min(os.cpu_count() + 1, 8)
 
 
 def pytest_configure(config):

@@ -16,6 +16,7 @@ needs_gloo = pytest.mark.skipif(not distributed.is_gloo_available(), reason="nee
 PRELOADED = (
     *("mpkernels.amp", "mpkernels.nn", "mpkernels.optim", "torch.distributed.checkpoint.state_dict"),
     *("torch.distributed.fsdp.sharded_grad_scaler", "torch.distributed.tensor.parallel", "torch.distributed.optim"),
+    "torch._dynamo",  # which an optimizer's first step imports
 )
 
 

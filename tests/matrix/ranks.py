@@ -34,6 +34,7 @@ def _on_rank(rank: int, modules: list[str], cells: list[Cell], folder: Path) -> 
         importlib.import_module(module)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    gc.freeze()  # FSDP1's handles are looked for among all objects that might refer to a parameter: not in what is here
     found = []
     met = distributed.FileStore(str(folder / "met"), WORLD)
     for i, (tool, drop_in) in enumerate(cells):

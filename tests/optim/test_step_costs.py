@@ -121,7 +121,6 @@ ROWS_A_LAUNCH = 369  # of those that a plan takes to the device when it is made
         ({"guard": True, "state_dtype": I8}, 5, 2),
         ({"max_norm": 1.0}, 1, 2),
         ({"max_norm": 1.0}, 148, 2),
-        ({"max_norm": 1.0}, 1000, 2),
         ({"max_norm": 1.0}, 3500, 2),
         ({"max_norm": 1.0}, 3501, 4),  # as many addresses as a launch takes, and one more
     ],

@@ -5,7 +5,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -27,6 +27,9 @@ class Job(NamedTuple):
     name: str
     measure: Callable[..., Any]
     arguments: tuple[Any, ...]
+
+
+Begun = tuple[Job, Future[Any]]
 
 
 def main() -> int:
@@ -75,7 +78,6 @@ def measure_all(cuda: setup.Cuda, may_reuse: bool) -> tuple[dict[str, Section], 
     """What each compiler makes of its kernels, what a block of each case's launches does, and what went wrong. nvcc
     takes a minute, so what a build in this checkout has left may be reused."""
     launched, problems = launches.record()
-    launched = [*dict.fromkeys((*launched, *traced.triton_launches()))]
     sections = {"triton": Section(triton.__version__, {})}
     with (
         tempfile.TemporaryDirectory() as cache,
@@ -84,29 +86,43 @@ def measure_all(cuda: setup.Cuda, may_reuse: bool) -> tuple[dict[str, Section], 
     ):
         os.environ["TRITON_CACHE_DIR"] = cache  # empty, so that nothing stale passes
         keep = partial(traced.keep_code, Path(codes))
-        jobs = [Job("triton", f"{it.name} on {it.chip}", measure.triton, (it, keep)) for it in launched]
+        begun = []
         if cuda.compile:
-            sources = sorted(Path("csrc").rglob("*_cuda.cu"))
-            jobs += [
-                Job("nvcc", str(source), measure.cuda, (cuda.compile, source, may_reuse, keep)) for source in sources
-            ]
-            targets.emulation_library()  # which tells of launches: built here, lest each process build one
+            begun += [_begin(pool, it) for it in _by_nvcc(cuda, may_reuse, keep)]
             version = setup.ask(shlex.split(cuda.compile)[0], "--version")[1]
             sections["nvcc"] = Section(re.findall(r"V([\d.]+)", version)[0], {})
-        for job, measured in _results(pool, jobs, problems):
+        begun += [_begin(pool, _by_triton(it, keep)) for it in launched]
+        more = dict.fromkeys(traced.triton_launches())  # takes a while, in which those are compiled
+        begun += [_begin(pool, _by_triton(it, keep)) for it in more if it not in launched]
+        if cuda.compile:
+            targets.emulation_library()  # which tells of launches: built here, lest each process build one
+        for job, measured in _results(begun, problems):
             kernels: Kernels = sections[job.compiler].kernels
             problems += [f"{' on '.join(it)}: two launches look alike" for it in kernels.keys() & measured.keys()]
             kernels.update(measured)
         counted = {compiler: Traces(section.version, {}) for compiler, section in sections.items()}
         cases = [(compiler, case, code) for case, it in CASES.items() for compiler in it.compilers for code in CODES]
         jobs = [Job(it[0], " ".join(it), traced.trace, (*it, Path(codes))) for it in cases if it[0] in sections]
-        for job, rows in _results(pool, jobs, problems):
+        for job, rows in _results([_begin(pool, it) for it in jobs], problems):
             counted[job.compiler].rows[job.arguments[1:3]] = rows
     return sections, counted, problems
 
 
-def _results(pool: ProcessPoolExecutor, jobs: list[Job], problems: list[str]) -> Iterator[tuple[Job, Any]]:
-    for job, result in [(job, pool.submit(job.measure, *job.arguments)) for job in jobs]:
+def _by_triton(launch: launches.Launch, keep: measure.Keep) -> Job:
+    return Job("triton", f"{launch.name} on {launch.chip}", measure.triton, (launch, keep))
+
+
+def _by_nvcc(cuda: setup.Cuda, may_reuse: bool, keep: measure.Keep) -> list[Job]:
+    sources = sorted(Path("csrc").rglob("*_cuda.cu"))
+    return [Job("nvcc", str(it), measure.cuda, (cuda.compile, it, may_reuse, keep)) for it in sources]
+
+
+def _begin(pool: ProcessPoolExecutor, job: Job) -> Begun:
+    return job, pool.submit(job.measure, *job.arguments)
+
+
+def _results(begun: list[Begun], problems: list[str]) -> Iterator[tuple[Job, Any]]:
+    for job, result in begun:
         try:
             yield job, result.result()
         except Exception as error:  # whatever a compiler throws
