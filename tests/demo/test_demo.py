@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -121,11 +122,13 @@ def test_a_small_gain_is_explained():
 
 def test_ctrl_c_ends_it_in_a_line(tmp_path):
     words = [*COMMAND, "--steps", "100000", "--out", str(tmp_path)]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ONE_THREAD) as run:
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell has put in the background ignores it
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(words, **pipes, env=ONE_THREAD, preexec_fn=listens) as run:
         while "more steps of each follow" not in run.stdout.readline():
             assert run.poll() is None
         run.send_signal(signal.SIGINT)
-        _, wrong = run.communicate()
+        _, wrong = run.communicate(timeout=120)
     assert (run.returncode, wrong) == (130, "mpkernels demo: interrupted, nothing was drawn\n")
 
 
