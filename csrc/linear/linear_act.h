@@ -19,8 +19,8 @@ struct Forward {
   void* saved;  // or null
 };
 
-// dy, saved -> dz in fp32, in dtype or both, and the sums of its columns. dy may be fp32 or of dtype; saved is of
-// dtype. A dz may be where dy is.
+// dy, saved -> dz in fp32, in dtype or both, and the sums of its columns; of a saved z, y anew. dy may be fp32 or of
+// dtype; saved and y are of dtype. A dz may be where dy is.
 struct Backward {
   Activation activation;
   Dtype dy_dtype, dtype;
@@ -28,6 +28,7 @@ struct Backward {
   const void* saved;  // not looked at if the activation saves nothing
   float* dz;          // or null
   void* narrow_dz;    // or null
+  void* y;            // or null
   float* sums;        // or null; one for each column, of these rows alone
 };
 

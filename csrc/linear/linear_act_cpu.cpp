@@ -27,8 +27,13 @@ static void backward_rows(const Backward& pass, int64_t rows, int64_t columns) {
     const D* const dy = static_cast<const D*>(pass.dy) + first;
     for_each_vector(columns, [&](int64_t i, auto count) {
       Floats dz = load_some(dy + i, count);
-      if constexpr (A::kSaves != Saves::nothing)
-        dz = A::backward(dz, load_some(static_cast<const T*>(pass.saved) + first + i, count));
+      if constexpr (A::kSaves != Saves::nothing) {
+        const Floats saved = load_some(static_cast<const T*>(pass.saved) + first + i, count);
+        dz = A::backward(dz, saved);
+        if constexpr (A::kSaves == Saves::z) {
+          if (pass.y) store_some(static_cast<T*>(pass.y) + first + i, A::forward(saved), count);
+        }
+      }
       if (pass.dz) store_some(pass.dz + first + i, dz, count);
       if (pass.narrow_dz) store_some(static_cast<T*>(pass.narrow_dz) + first + i, dz, count);
       if (pass.sums) store_some(pass.sums + i, load_some(pass.sums + i, count) + dz, count);

@@ -72,7 +72,7 @@ inline void narrow(const Matrix& wide, const Matrix& to) {
   });
 }
 
-// dz of dy and saved, some rows at a time, and the sums of its columns over all rows.
+// dz of dy and saved, some rows at a time, and y of a saved z; and the sums of dz's columns over all rows.
 class BackwardPass {
  public:
   BackwardPass(Activation activation, Dtype dtype, int64_t rows, int64_t columns, bool adds_up)
@@ -82,14 +82,16 @@ class BackwardPass {
         sums_(std::max<int64_t>(1, chunks_in(rows)), adds_up ? columns : 0, aoti_torch_dtype_float32()) {}
 
   // What it is given holds the rows from first on, a multiple of kRowsOfSum, and may be one and the same memory.
-  void run(int64_t first, const Matrix& dy, const Matrix& saved, const Matrix* dz, const Matrix* narrow_dz) const {
+  void run(int64_t first, const Matrix& dy, const Matrix& saved, const Matrix* dz, const Matrix* narrow_dz,
+           const Matrix* y) const {
     const auto linear_act_backward_rows = MPK_BEST(linear_act_backward_rows);
     parallel_for(std::max<int64_t>(1, chunks_in(dy.rows)), kRowsOfSum * dy.columns, [&](int64_t chunk, int64_t end) {
       for (; chunk < end; ++chunk) {
         const int64_t row = chunk * kRowsOfSum;
         linear_act_backward_rows(
             {activation_, dy.dtype, dtype_, dy.at(row), saved.at(row), dz ? static_cast<float*>(dz->at(row)) : nullptr,
-             narrow_dz ? narrow_dz->at(row) : nullptr, adds_up_ ? sums_of((first + row) / kRowsOfSum) : nullptr},
+             narrow_dz ? narrow_dz->at(row) : nullptr, y ? y->at(row) : nullptr,
+             adds_up_ ? sums_of((first + row) / kRowsOfSum) : nullptr},
             std::min(kRowsOfSum, dy.rows - row), dy.columns);
       }
     });

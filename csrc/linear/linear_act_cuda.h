@@ -17,9 +17,11 @@ struct Result {
 cudaError_t bias_act_cuda(Dtype dtype, const float* z, const Strided& bias, void* y, void* saved, int64_t rows,
                           int64_t columns, Activation activation, cudaStream_t stream);
 // dy, fp32 or of dtype, and saved -> dz unless null, and the sums of its columns before rounding: a row for each of
-// count_row_blocks(rows, columns), unless null. dz may be dy. There is a column at least.
-cudaError_t act_backward_cuda(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, const Result& sums,
-                              int64_t rows, int64_t columns, Activation activation, cudaStream_t stream);
+// count_row_blocks(rows, columns), unless null. Of a dy in fp32 and a saved z also y anew, unless null. dz may be dy.
+// There is a column at least.
+cudaError_t act_backward_cuda(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, void* y,
+                              const Result& sums, int64_t rows, int64_t columns, Activation activation,
+                              cudaStream_t stream);
 int64_t count_row_blocks(int64_t rows, int64_t columns);
 // Such rows of sums -> their sum.
 cudaError_t add_up_cuda(const float* rows_of_sums, const Result& sum, int64_t rows, int64_t columns,

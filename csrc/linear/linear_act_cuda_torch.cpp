@@ -57,11 +57,11 @@ MPK_CUDA_KERNEL(LinearActArguments::kOp, linear_act_on_cuda)
 static void pass_backward(const LinearActBackwardArguments& it, const Matrix& dy, const OwnMatrix* dz,
                           const Tensor& dbias, cudaStream_t stream) {
   const ColumnSums sums(dbias, count_row_blocks(it.rows(), it.outputs()));
-  require_success(
-      act_backward_cuda(it.dtype, strided(dy),
-                        saves(it.activation) == Saves::nothing ? Strided() : strided(Matrix(it.saved)),
-                        dz ? dz->view.data : nullptr, sums.of_block(0), it.rows(), it.outputs(), it.activation, stream),
-      it.kOp);
+  require_success(act_backward_cuda(it.dtype, strided(dy),
+                                    saves(it.activation) == Saves::nothing ? Strided() : strided(Matrix(it.saved)),
+                                    dz ? dz->view.data : nullptr, /*y=*/nullptr, sums.of_block(0), it.rows(),
+                                    it.outputs(), it.activation, stream),
+                  it.kOp);
   sums.add_up(it.kOp, stream);
 }
 

@@ -149,7 +149,8 @@ class BackwardOnCpu {
     if (!wide_dz && !rounds_dz_ && !it_.wants_dbias()) return;
     const Matrix dy = dy_.view.rows_from(first, rows);
     const Matrix rounded_dz = rounds_dz_ ? rounded_dz_.view.rows_from(first, rows) : dy;
-    pass_.run(first, dy, saved_.view.rows_from(first, rows), wide_dz, rounds_dz_ ? &rounded_dz : nullptr);
+    pass_.run(first, dy, saved_.view.rows_from(first, rows), wide_dz, rounds_dz_ ? &rounded_dz : nullptr,
+              /*y=*/nullptr);
   }
 
   const LinearActBackwardArguments it_;

@@ -25,6 +25,11 @@ inline void require_gradient_dtype(int32_t torch_dtype, const Tensor& like, cons
           "a gradient's dtype");
 }
 
+inline Tensor new_matrix(const Tensor& like, int64_t rows, int64_t columns, bool wanted = true) {
+  const int64_t sizes[] = {wanted ? rows : 0, columns};
+  return like.new_empty(wanted ? 2 : 1, sizes, like.dtype());
+}
+
 inline Tensor new_dbias(const Tensor& dy, int64_t columns, int32_t bias_dtype) {
   const int64_t size = bias_dtype == -1 ? 0 : columns;
   return dy.new_empty(1, &size, bias_dtype == -1 ? dy.dtype() : bias_dtype);

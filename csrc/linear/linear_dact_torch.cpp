@@ -10,7 +10,9 @@ class DactOnCpu {
       : it_(stack),
         dz_result_(it_.new_dz()),
         dbias_result_(it_.new_dbias()),
+        h_result_(it_.new_h()),
         dz_(dz_result_),
+        h_(h_result_),
         saved_(saves(it_.activation) == Saves::nothing ? Widened{dz_, nullptr} : contiguous(Matrix(it_.saved))),
         pass_(it_.activation, it_.dtype, dz_.rows, dz_.columns, it_.wants_dbias()) {
     multiplies_halves(it_.dtype) ? in_halves() : in_fp32();
@@ -20,13 +22,14 @@ class DactOnCpu {
   void return_to(StableIValue* stack) {
     stack[0] = dz_result_.release();
     stack[1] = dbias_result_.release();
+    stack[2] = h_result_.release();
   }
 
  private:
   // The product is rounded as torch rounds it, and dz once more.
   void in_halves() const {
     multiply(dz_, Matrix(it_.dy), Matrix(it_.weight));
-    pass_.run(0, dz_, saved_.view, nullptr, &dz_);
+    pass_.run(0, dz_, saved_.view, nullptr, &dz_, it_.wants_h ? &h_ : nullptr);
   }
 
   // At least one block: without a row, dbias is 0.
@@ -39,16 +42,17 @@ class DactOnCpu {
     int64_t first = 0;
     do {
       const int64_t rows = std::min(block, dz_.rows - first);
-      const Matrix dz = dz_.rows_from(first, rows), product = is_wide ? dz : scratch.view.rows_from(0, rows);
+      const Matrix dz = dz_.rows_from(first, rows), product = is_wide ? dz : scratch.view.rows_from(0, rows),
+                   h = it_.wants_h ? h_.rows_from(first, rows) : h_;
       multiply(product, widen(dy.rows_from(first, rows)).view, weight.view);
-      pass_.run(first, product, saved_.view.rows_from(first, rows), nullptr, &dz);
+      pass_.run(first, product, saved_.view.rows_from(first, rows), nullptr, &dz, it_.wants_h ? &h : nullptr);
       first += block;
     } while (first < dz_.rows);
   }
 
   const LinearDactArguments it_;
-  Tensor dz_result_, dbias_result_;
-  const Matrix dz_;
+  Tensor dz_result_, dbias_result_, h_result_;
+  const Matrix dz_, h_;
   const Widened saved_;
   const BackwardPass pass_;
 };

@@ -13,7 +13,8 @@ struct LinearDactArguments {
         weight(stack[1]),
         saved(stack[2]),
         activation(take_activation(stack[3])),
-        bias_dtype(take_optional_dtype(stack[4])) {
+        bias_dtype(take_optional_dtype(stack[4])),
+        wants_h(take_number<bool>(stack[5]) && saves(activation) == Saves::z) {
     require(find_dtype(dy.dtype(), &dtype) && dtype != Dtype::f64, kOp, "dy is none of fp16, bf16, fp32");
     require(is_matrix(dy, -1, -1, dy), kOp, "dy is not a matrix");
     require(is_matrix(weight, dy.sizes()[1], -1, dy), kOp, "weight does not fit dy");
@@ -24,15 +25,14 @@ struct LinearDactArguments {
   int64_t rows() const { return dy.sizes()[0]; }
   int64_t columns() const { return weight.sizes()[1]; }
   bool wants_dbias() const { return bias_dtype != -1; }
-  Tensor new_dz() const {
-    const int64_t sizes[] = {rows(), columns()};
-    return dy.new_empty(2, sizes, dy.dtype());
-  }
+  Tensor new_dz() const { return new_matrix(dy, rows(), columns()); }
+  Tensor new_h() const { return new_matrix(dy, rows(), columns(), wants_h); }
   Tensor new_dbias() const { return mpk::new_dbias(dy, columns(), bias_dtype); }
 
   Tensor dy, weight, saved;
   Activation activation;
   int32_t bias_dtype;  // of torch's; -1: not wanted
+  bool wants_h;
   Dtype dtype;
 };
 

@@ -20,11 +20,6 @@ inline std::optional<Matrix> joined(const Matrix& gate, const Matrix& up) {
   return gate.rows_from(0, 2 * gate.rows);
 }
 
-inline Tensor new_matrix(const Tensor& like, int64_t rows, int64_t columns, bool wanted = true) {
-  const int64_t sizes[] = {wanted ? rows : 0, columns};
-  return like.new_empty(wanted ? 2 : 1, sizes, like.dtype());
-}
-
 struct LinearGatedArguments {
   static constexpr const char* kOp = "linear_gated";
 

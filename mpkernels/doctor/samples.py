@@ -117,19 +117,19 @@ def linear_dact(
 ) -> tuple[Any, ...]:
     rows, outputs, columns = sizes
     dy, weight, saved = matrices(dtype, device, (rows, outputs), (outputs, columns), (1, columns))
-    return dy, weight, saved.expand(rows, columns), activation, F32
+    return dy, weight, saved.expand(rows, columns), activation, F32, True
 
 
 def linear_dact_in_tiles(device: torch.device, dtype: torch.dtype, *specials: float) -> tuple[Any, ...]:
     dy, weight, saved = matrices(dtype, device, (16, 24), (24, 32), (16, 32))
     for i, each in enumerate((dy, saved)):
         each[i, : len(specials)] = torch.tensor(specials)
-    return dy, weight, saved, "gelu_tanh", None
+    return dy, weight, saved, "gelu_tanh", None, False
 
 
 def linear_dact_of_nothing_saved(device: torch.device) -> tuple[Any, ...]:
     dy, weight = matrices(F32, device, (5, 9), (9, 7))
-    return dy, weight, torch.empty(0, device=device), "none", None
+    return dy, weight, torch.empty(0, device=device), "none", None, True
 
 
 def linear_gated(

@@ -13,7 +13,6 @@ from torch.nn import functional
 
 from mpkernels._torch_private import unsafe_view, version_of
 from mpkernels.linear.block_kind import ROUNDING, Kind, Parameters, begin
-from mpkernels.linear.paths import AFRESH
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward, grad_dtype, unchanged
@@ -127,9 +126,9 @@ def _backward_of_out(
     else:
         saved = kept if ACTIVATIONS[kind.activation].saves else nothing
         bias_dtype = dtypes.bias if mask is None else None
-        dz, dbias = _linear_dact.by(ctx.kernel)(dy, its.out_weight, saved, kind.activation, bias_dtype)
+        dz, dbias, h = _linear_dact.by(ctx.kernel)(dy, its.out_weight, saved, kind.activation, bias_dtype, wants_h)
         dbias = None if bias_dtype is None else dbias
-        h = AFRESH[kind.activation](kept) if kind.keeps_z and wants_h else kept
+        h = h if kind.keeps_z else kept
     if mask is not None:
         h = _dropped(h, mask, kind) if wants_h else h
         dz = _dropped(dz.view(len(mask), -1, mask.shape[1]), mask.unsqueeze(1), kind).view(dz.shape)

@@ -46,6 +46,15 @@ def test_recomputing_changes_no_bit(target, name, dtype):
     assert all(map(torch.equal, got, want))
 
 
+def test_the_backward_makes_no_pass_for_h(target):
+    """A kernel makes h where it reads z for the slope."""
+    *leaves, dy = arguments("mlp", B16, device=target.device)
+    y = BLOCKS["mlp"].ours("gelu", *(it.requires_grad_() for it in leaves))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        y.backward(dy)
+    assert "aten::gelu" not in {event.key for event in profile.key_averages()}
+
+
 @pytest.mark.parametrize("rows", [(2, 3), (2, 1, 3), (0, 3), ()], ids=str)
 @EVERY
 def test_any_number_of_dimensions(target, name, rows):

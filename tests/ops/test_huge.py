@@ -76,14 +76,15 @@ def test_a_matrix_spread_over_more_than_32_bits(target, memory, shape, strides):
     far = memory.as_strided(shape, strides).copy_(near)
     rows, columns = shape
     other, beside, bias = (integers(*it, device=target.device) for it in ((5, columns), (rows, columns), (rows,)))
+    rest = "relu2", torch.float32, True
     for op, arguments in (
         (_linear_act, lambda it: (it, other, None, "relu2", True)),
         (_linear_act, lambda it: (other, it, bias, "relu2", True)),
         (_linear_act_backward, lambda it: (it, None, None, beside, "relu2", None, torch.float32)),
         (_linear_act_backward, lambda it: (beside, None, None, it, "relu2", None, torch.float32)),
-        (_linear_dact, lambda it: (it, other.new_ones(columns, 4), other.new_ones(rows, 4), "relu2", torch.float32)),
-        (_linear_dact, lambda it: (other.new_ones(4, rows), it, other.new_ones(4, columns), "relu2", torch.float32)),
-        (_linear_dact, lambda it: (other.new_ones(rows, 4), other.new_ones(4, columns), it, "relu2", torch.float32)),
+        (_linear_dact, lambda it: (it, other.new_ones(columns, 4), other.new_ones(rows, 4), *rest)),
+        (_linear_dact, lambda it: (other.new_ones(4, rows), it, other.new_ones(4, columns), *rest)),
+        (_linear_dact, lambda it: (other.new_ones(rows, 4), other.new_ones(4, columns), it, *rest)),
     ):
         for got, want in zip(op(*arguments(far)), op.reference(*arguments(near)), strict=True):
             assert torch.equal(got, want)
@@ -109,10 +110,12 @@ def test_triton_writes_to_matrices_beyond_32_bits(target, memory):
     assert torch.equal(z.float(), product)
 
     strides = *x.stride(), *weight.t().stride(), 0, 0
+    ones = torch.ones(1, dtype=x.dtype, device=target.device)
     linear_dact_kernel[(1,)](
-        x, weight, None, memory, None, rows, width, 3, *strides, ACTIVATION="none", **as_product
-    )  # fmt: skip
-    assert torch.equal(y.float(), product)
+        x, weight, ones, memory, None, memory[64:], rows, width, 3, *strides, ACTIVATION="relu2", **as_product
+    )
+    assert torch.equal(y.float(), 2 * product)
+    assert (z == 1).all()
 
     dy = product.bfloat16()
     dact_kernel[(1, 1)](dy, None, memory, None, rows, width, *dy.stride(), 0, 0, 16, ACTIVATION="none", **block)

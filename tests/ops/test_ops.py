@@ -13,6 +13,7 @@ import mpkernels
 from mpkernels import ops
 from mpkernels.doctor.samples import SAMPLES, grads, unscale
 from mpkernels.ops import _registry
+from mpkernels.ops.linear.linear_dact import _linear_dact
 from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 
 ARGUMENTS = {name: samples[0].arguments for name, samples in SAMPLES.items()}
@@ -29,7 +30,7 @@ CALLS = [
     for it in samples
     if it is samples[0] or is_finite(it.arguments)
 ]
-PLAIN = ("unscale_", "grad_stats", "update_scale_", "linear_dact")  # what users call takes the op's own arguments
+PLAIN = ("unscale_", "grad_stats", "update_scale_")  # what users call takes the op's own arguments
 
 
 def test_every_op_is_tested_here():
@@ -186,6 +187,8 @@ ERRORS = [
      "linear_dact: activation must be one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got 'swish'"),
     (ops.linear_dact, (many, many, many, "gelu", torch.float16), TypeError,
      "linear_dact: bias_dtype must be torch.float32, got torch.float16"),
+    (_linear_dact, (many, many, many[:, :2], "gelu", None, True), ValueError,
+     "linear_dact: saved must have shape (3, 3), got (3, 2)"),
     (_linear_gated, (grad, many, many, None, None, "silu", True), ValueError,
      "linear_gated: x must have shape (any, any), got (3,)"),
     (_linear_gated, (many, many, many[:2], None, None, "silu", True), ValueError,

@@ -3,12 +3,13 @@
 It computes in fp32 and rounds each result once, where a kernel can; fp64 is the reference's alone, kernels refuse it.
 For kernels:
 
-``linear_dact(dy, weight, saved, activation, bias_dtype) -> (dz, dbias)``
+``linear_dact(dy, weight, saved, activation, bias_dtype, wants_h) -> (dz, dbias, h)``
     dy [M, N], weight [N, K]; saved [M, K] as ACTIVATIONS[activation].saves says: z or y of the layer before, or [0].
     One dtype of fp16, bf16, fp32, any strides, any size down to 0. dz = f'(saved) (dy weight) is [M, K], contiguous,
     in dy's dtype. dbias, [K], is the sum of dz's rows before they are rounded, in ``bias_dtype``, which is dy's dtype
-    or fp32; where that is None it is not wanted, and has shape [0]. Sums run in a fixed order. No result may share
-    memory with an argument.
+    or fp32; where that is None it is not wanted, and has shape [0]. Sums run in a fixed order. If ``wants_h`` and
+    saved is z, h = f(z) is [M, K], contiguous, in dy's dtype; else it has shape [0]. No result may share memory with an
+    argument.
 """
 
 from typing import Any
@@ -23,7 +24,9 @@ from mpkernels.ops._registry import define
 from mpkernels.ops.linear.activations import ACTIVATIONS, check_activation
 
 
-def _check(dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None) -> None:
+def _check(
+    dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None, wants_h: bool
+) -> None:
     op = "linear_dact"
     check_activation(op, activation)
     _checks.matrix(op, "dy", dy, None, None)
@@ -34,17 +37,21 @@ def _check(dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtyp
 
 
 def _reference(
-    dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor]:
+    dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None, wants_h: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    forward, backward, saves = ACTIVATIONS[activation]
     compute = torch.promote_types(dy.dtype, torch.float32)
     with without_autocast(dy):
-        dz = ACTIVATIONS[activation].backward(dy.to(compute) @ weight.to(compute), saved.to(compute))
+        known = saved.to(compute)
+        dz = backward(dy.to(compute) @ weight.to(compute), known)
         dbias = dy.new_empty(0) if bias_dtype is None else dz.sum(0).to(bias_dtype)
-    return dz.to(dy.dtype).contiguous(), dbias
+        h = forward(known) if wants_h and saves == "z" else dy.new_empty(0)
+    return dz.to(dy.dtype).contiguous(), dbias, h.to(dy.dtype).contiguous()
 
 
 _linear_dact = define(
-    "linear_dact(Tensor dy, Tensor weight, Tensor saved, str activation, ScalarType? bias_dtype) -> (Tensor, Tensor)",
+    "linear_dact(Tensor dy, Tensor weight, Tensor saved, str activation, ScalarType? bias_dtype, bool wants_h) "
+    "-> (Tensor, Tensor, Tensor)",
     check=_check,
 )(_reference)
 
@@ -66,7 +73,7 @@ def linear_dact(
     None as an empty tensor. Neither result carries a gradient.
     """
     computes_alone = isinstance(dy, Tensor) and dy.dtype == torch.float64
-    results: tuple[Tensor, Tensor] = (_linear_dact.reference if computes_alone else _linear_dact)(
-        dy, weight, saved, activation, bias_dtype
+    dz, dbias, _ = (_linear_dact.reference if computes_alone else _linear_dact)(
+        dy, weight, saved, activation, bias_dtype, False
     )
-    return results
+    return dz, dbias

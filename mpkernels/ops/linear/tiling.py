@@ -82,6 +82,12 @@ def gated_tile(chip: str, x: Tensor, gate_weight: Tensor, up_weight: Tensor, pre
     return it._replace(BLOCK_N=it.BLOCK_N // 2)
 
 
+def dact_tile(chip: str, dy: Tensor, weight: Tensor, saved: Tensor | None, makes_h: bool, precision: str) -> Tile:
+    """Return the tile of a product whose ending holds three numbers, or four if one of them is h."""
+    it = tile(chip, dy, weight, precision) if saved is None or saved.stride(1) == 1 else UNEVEN
+    return it._replace(BLOCK_N=it.BLOCK_N // 2) if makes_h else it  # in the wider one gelu's registers spill
+
+
 def dgated_tile(chip: str, dy: Tensor, weight: Tensor, z: Tensor, activation: str, precision: str) -> Tile:
     """Return the tile of a product whose ending holds five numbers, where that of linear_dact holds three."""
     it = tile(chip, dy, weight, precision) if z.stride(1) == 1 else UNEVEN

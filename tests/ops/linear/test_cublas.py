@@ -3,6 +3,7 @@
 import itertools
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -24,8 +25,9 @@ def backward(*arguments):
     return _registry._ops["linear_act_backward"](*arguments)
 
 
-def dact(*arguments):
-    return _registry._ops["linear_dact"](*arguments)
+def dact(*arguments, wants_h=False):
+    """dz and dbias, and h where it is wanted."""
+    return _registry._ops["linear_dact"](*arguments, wants_h)[: 2 + wants_h]
 
 
 def transposed(matrix):
@@ -68,11 +70,11 @@ def test_layouts_change_no_bit(emulated, shape, dtype):
 @pytest.mark.parametrize("shape", [(6, 5, 7), (6, 8, 16), (1, 8, 16), (6, 1, 16), (6, 8, 1)], ids=str)
 def test_layouts_change_no_bit_of_dact(emulated, shape, dtype):
     operands = before_a_layer(*shape, dtype)
-    wanted = dact(*operands, "silu", F32)
+    wanted = dact(*operands, "silu", F32, wants_h=True)
     for layout in LAYOUTS:
         for which in itertools.product([False, True], repeat=3):
             strange = [layout(it) if changes else it for it, changes in zip(operands, which, strict=True)]
-            assert all(map(torch.equal, dact(*strange, "silu", F32), wanted))
+            assert all(map(torch.equal, dact(*strange, "silu", F32, wants_h=True), wanted))
 
 
 @pytest.mark.parametrize("dtype", [B16, F32], ids=str)
@@ -131,6 +133,7 @@ def test_launches(emulated, monkeypatch):
         assert count(backward, dy, x, weight, dy.new_empty(0), "none", dtype, None) == 2
         assert count(backward, dy, None, None, dy, "gelu", None, dtype) == 1
         assert count(dact, x, weight.t(), dy, "gelu", dtype) == 2
+        assert count(partial(dact, wants_h=True), x, weight.t(), dy, "gelu", dtype) == 2
         assert count(dact, x.repeat(100, 1), weight.t(), dy.repeat(100, 1), "gelu", dtype) == 3
         assert count(dact, x.repeat(100, 1), weight.t(), dy.repeat(100, 1), "gelu", None) == 2
         many = dy.repeat(100, 1)

@@ -1,6 +1,7 @@
 """linear_dact's product that cublasLt ends, under emulation: where it is taken, and what it is."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -29,10 +30,11 @@ def test_error_contract(target, dtype, shape):
 def test_one_product_where_it_serves(emulated, dtype, activation, shape, monkeypatch):
     dy, weight, z = before_a_layer(*shape, dtype)
     saved = saved_of(z, activation)
-    for bias_dtype in (None, dtype, F32):
-        serves = activation == "gelu_tanh" and dtype != F32 and bias_dtype is None
+    for bias_dtype, wants_h in itertools.product((None, dtype, F32), (False, True)):
+        makes_h = wants_h and ACTIVATIONS[activation].saves == "z"
+        serves = activation == "gelu_tanh" and dtype != F32 and bias_dtype is None and not makes_h
         before, reasons = notes(monkeypatch)
-        _, count = launches(dact, dy, weight, saved, activation, bias_dtype)
+        _, count = launches(partial(dact, wants_h=wants_h), dy, weight, saved, activation, bias_dtype)
         after = notes(monkeypatch)
         assert (count == 1) == serves
         assert after[0].get("linear_dact", 0) - before.get("linear_dact", 0) == serves

@@ -95,17 +95,19 @@ def test_several_blocks(activation, dtype):
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 def test_several_blocks_of_dact(dtype):
     dy, weight, z = before_a_layer(70, 3, 140_001, dtype)
-    arguments = dy, weight, z, "silu", torch.float32
+    arguments = dy, weight, z, "silu", torch.float32, True
     for mine, references in zip(_linear_dact(*arguments), _linear_dact.reference(*arguments), strict=True):
         assert relative_error(mine, references) <= 8 * torch.finfo(dtype).eps
 
 
 def test_dact_takes_a_product_of_16_bits_where_those_are_fast(forced):
-    """torch rounds it, and dz is rounded once more."""
+    """torch rounds it, and dz is rounded once more; h is rounded once however z was made."""
     dy, weight, z = before_a_layer(130, 75, 97, torch.bfloat16)
-    dz, _ = _linear_dact(dy, weight, z, "gelu", None)
+    dz, _, h = _linear_dact(dy, weight, z, "gelu", None, True)
     want, _ = torchs_dact(dy.double(), weight.double(), z.double(), "gelu")
-    assert (relative_error(dz, want) < 0.3 * torch.finfo(torch.bfloat16).eps) == (forced == 0)
+    one_rounding = 0.3 * torch.finfo(torch.bfloat16).eps
+    assert (relative_error(dz, want) < one_rounding) == (forced == 0)
+    assert relative_error(h, torch.nn.functional.gelu(z.double())) < one_rounding
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -6,9 +6,17 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpkernels.ops import linear_dact
 from mpkernels.ops.linear.activations import ACTIVATIONS
-from mpkernels.ops.linear.linear_act import _linear_act_backward
+from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
 from mpkernels.ops.linear.linear_dact import _linear_dact
-from tests.linear_cases import assert_contract_of_dact, before_a_layer, integers, relative_error, saved_of, torchs_dact
+from tests.linear_cases import (
+    assert_contract_of_dact,
+    before_a_layer,
+    integers,
+    relative_error,
+    saved_of,
+    torchs_dact,
+    transposed,
+)
 from tests.ops.linear.test_linear_act import DTYPES, HALVES, INF, NAN, kinds, specials
 
 B16, F32 = torch.bfloat16, torch.float32
@@ -42,8 +50,8 @@ def test_fp64_is_computed_in_fp64(target, activation):
 
 
 def assert_exact(dy, weight, saved, activation="relu2"):
-    for bias_dtype in (dy.dtype, F32, None):
-        arguments = dy, weight, saved, activation, bias_dtype
+    for bias_dtype, wants_h in ((dy.dtype, True), (F32, False), (None, True)):
+        arguments = dy, weight, saved, activation, bias_dtype, wants_h
         for got, want in zip(_linear_dact(*arguments), _linear_dact.reference(*arguments), strict=True):
             assert got.is_contiguous()
             torch.testing.assert_close(got, want, rtol=0, atol=0)
@@ -76,7 +84,7 @@ def test_any_strides(target, dtype):
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ["none", "relu", "gelu"])
+@pytest.mark.parametrize("activation", ["none", "relu", "relu2"])
 def test_empty_in_any_dimension(target, shape, dtype, activation):
     *operands, z = before_a_layer(*shape, dtype, target.device)
     assert_exact(*operands, saved_of(z, activation), activation)
@@ -94,6 +102,40 @@ def test_what_is_not_finite_passes_as_in_fp64(target, activation, dtype):
         dz, dbias = (it.cpu() for it in linear_dact(*arguments, activation, F32))
         assert torch.equal(kinds(dz), kinds(want.to(dtype)))
         assert torch.equal(kinds(dbias), kinds(want.to(F32).sum(0)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_h_is_what_the_forward_makes_of_that_z(target, activation, dtype):
+    """The forward's product is one with 1: it is exact, also of what isn't finite."""
+    values = specials(dtype)
+    z = torch.cat((values, torch.linspace(-8, 8, 400 - len(values)).to(dtype))).unsqueeze(1).to(target.device)
+    one = torch.ones(1, 1, dtype=dtype, device=target.device)
+    want, _ = _linear_act(z, one, None, activation, False)
+    for columns in (1, 25, 40):  # one at a time, a whole pack and more, packs alone
+        saved = saved_of(z.view(-1, columns), activation)
+        dy, weight = one.expand(400 // columns, 1), one.expand(1, columns)
+        for layout in (saved, transposed(saved)) if saved.dim() == 2 else (saved,):
+            h = _linear_dact(dy, weight, layout, activation, None, True)[2]
+            assert h.dtype == dtype
+            if ACTIVATIONS[activation].saves != "z":
+                assert h.shape == (0,)
+                continue
+            assert h.is_contiguous()
+            torch.testing.assert_close(h, want.view(-1, columns), rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", [name for name, it in ACTIVATIONS.items() if it.saves == "z"])
+def test_h_changes_no_bit_of_the_other_results(target, activation, dtype):
+    """But in Triton, where tiles are narrower with it, of sums: they may be taken in another order."""
+    dy, weight = (integers(*it, dtype=dtype, device=target.device) for it in ((70, 33), (33, 40)))
+    z = before_a_layer(70, 33, 40, dtype, target.device)[2]
+    with_h, without = (_linear_dact(dy, weight, z, activation, F32, wants_h) for wants_h in (True, False))
+    assert [it.shape for it in with_h] == [(70, 40), (40,), (70, 40)]
+    assert without[2].shape == (0,)
+    assert torch.equal(with_h[0], without[0])
+    assert torch.equal(with_h[1], without[1]) or target.kernel == "triton"
 
 
 def test_rows_beyond_the_last_one_add_nothing(target):

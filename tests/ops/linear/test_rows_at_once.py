@@ -1,6 +1,8 @@
 """How many rows linear_act's CUDA C++ multiplies before a pass reads them: as the chip has it, emulated; and what comes
 of that."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -54,11 +56,12 @@ def test_sums_over_all_products(chip, bias_dtype):
     columns, at_once = chip
     rows = 2 * at_once + 77
     dy, weight, z = before_a_layer(rows, 1, columns, B16)
-    (dz, dbias), count = launches(dact, dy, weight, z, "silu", bias_dtype)
+    (dz, dbias, h), count = launches(partial(dact, wants_h=True), dy, weight, z, "silu", bias_dtype)
     assert count == 2 * 3 + 1
     assert torch.equal(dbias, dact(dy, weight, z, "silu", bias_dtype)[1])  # though blocks run in another order
-    wide_dz, wide_dbias = dact(dy.float(), weight.float(), z.float(), "silu", F32)
+    wide_dz, wide_dbias, wide_h = dact(dy.float(), weight.float(), z.float(), "silu", F32, wants_h=True)
     assert torch.equal(dz, wide_dz.to(B16))
+    assert torch.equal(h, wide_h.to(B16))
     error = (dbias - wide_dbias).abs()
     rounding = torch.finfo(bias_dtype).eps / 2 * wide_dbias.abs() if bias_dtype == B16 else 0
     assert (error <= 2 * rows**0.5 * torch.finfo(F32).eps * wide_dz.abs().sum(0) + rounding).all()

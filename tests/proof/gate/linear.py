@@ -66,14 +66,17 @@ def _dact(chip: str) -> Calls:
     def call(shape: tuple[int, int, int], dtype: torch.dtype, activation: str) -> tuple[Any, ...]:
         _, weight, _, dy = layer(*shape, dtype)
         saved = dy.new_empty(len(dy) if ACTIVATIONS[activation].saves else 0, weight.shape[1])
-        return dy, weight, saved if len(saved) else dy.new_empty(0), activation, FP32
+        return dy, weight, saved if len(saved) else dy.new_empty(0), activation, FP32, True
 
     yield from _each_tile(call)
     for activation in ACTIVATIONS if chip in ("sm_80", "sm_90") else ["gelu"]:
-        yield call(MANY, BF16, activation)
-    dy, weight, saved, activation, _ = call(MANY, BF16, "gelu_tanh")
-    yield dy, weight, saved, activation, None
-    yield dy, weight, saved.t().contiguous().t(), activation, FP32
+        *arguments, _ = call(MANY, BF16, activation)
+        yield *arguments, True
+        if ACTIVATIONS[activation].saves == "z":
+            yield *arguments, False
+    dy, weight, saved, activation, *_ = call(MANY, BF16, "gelu_tanh")
+    yield dy, weight, saved, activation, None, False
+    yield dy, weight, saved.t().contiguous().t(), activation, FP32, True
 
 
 def _gated(chip: str) -> Calls:
