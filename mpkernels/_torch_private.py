@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import reduce
+from types import MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -168,14 +169,15 @@ def are_all_modules_hooked() -> bool:
 def runs_forward_alone(module: torch.nn.Module) -> bool:
     """Return whether a call of the module runs its class's forward and no hooks of its own. Without the books of hooks:
     it doesn't, and nothing is fused."""
-    own = vars(module)
+    own, forward = vars(module), module.forward
     return not (
         own.get("_forward_hooks", True)
         or own.get("_forward_pre_hooks", True)
         or own.get("_backward_hooks", True)
         or own.get("_backward_pre_hooks", True)
-        or getattr(module.forward, "__func__", None) is not type(module).forward  # which torch.compile guards
         or getattr(module, "_compiled_call_impl", None) is not None
+    ) and (  # as torch.compile can follow it: of getattr(forward, "__func__", None) it makes None
+        isinstance(forward, MethodType) and forward.__func__ is type(module).forward and forward.__self__ is module
     )
 
 

@@ -126,9 +126,9 @@ def _backward_of_out(
     else:
         saved = kept if ACTIVATIONS[kind.activation].saves else nothing
         bias_dtype = dtypes.bias if mask is None else None
-        dz, dbias, h = _linear_dact.by(ctx.kernel)(dy, its.out_weight, saved, kind.activation, bias_dtype, wants_h)
+        dz, dbias, anew = _linear_dact.by(ctx.kernel)(dy, its.out_weight, saved, kind.activation, bias_dtype, wants_h)
         dbias = None if bias_dtype is None else dbias
-        h = h if kind.keeps_z else kept
+        h = anew if kind.keeps_z else kept
     if mask is not None:
         h = _dropped(h, mask, kind) if wants_h else h
         dz = _dropped(dz.view(len(mask), -1, mask.shape[1]), mask.unsqueeze(1), kind).view(dz.shape)

@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 from torch.nn import Linear, Module
 
 from mpkernels import functional
-from mpkernels._torch_private import are_all_modules_hooked, is_jit_tracing
+from mpkernels._torch_private import are_all_modules_hooked, is_exporting, is_jit_tracing
 from mpkernels.nn.fusing.recognise import (
     PLAIN_TENSORS,
     known_activation,
@@ -30,7 +30,7 @@ def are_plain(x: Any, layers: Layers, activation: object, dropout: Module | None
             return False
     if dropout is not None and why_no_dropout(dropout) is not None:
         return False
-    return not (are_all_modules_hooked() or (not is_compiling() and is_jit_tracing()))
+    return not (are_all_modules_hooked() or is_exporting() or (not is_compiling() and is_jit_tracing()))
 
 
 def _parameters(layer: Any) -> tuple[Tensor, Tensor | None]:

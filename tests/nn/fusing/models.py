@@ -29,6 +29,17 @@ def recorded_ops():
         yield ran
 
 
+def compiled(model):
+    """Return the model under torch.compile without a graph break, and a list that gets the text of each graph."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph.print_readable(print_output=False))
+        return graph
+
+    return torch.compile(model, backend=backend, fullgraph=True), graphs
+
+
 class Mlp(nn.Module):
     def __init__(self):
         super().__init__()

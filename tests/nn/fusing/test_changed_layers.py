@@ -63,6 +63,10 @@ def of_layer(change):
     return lambda model, name: change(getattr(model, name))
 
 
+def call_another(model, name):
+    getattr(model, name).forward = nn.Linear(8, getattr(model, name).out_features).forward
+
+
 CHANGES = {
     "wrapped": wrap,
     "forward hook": of_layer(lambda it: it.register_forward_hook(lambda module, arguments, y: y * 2)),
@@ -70,6 +74,7 @@ CHANGES = {
     "backward hook": of_layer(lambda it: it.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,))),
     "backward pre-hook": of_layer(lambda it: it.register_full_backward_pre_hook(lambda module, dy: (dy[0] * 2,))),
     "forward of the instance": replace_forward,
+    "forward of another layer": call_another,
     "prune": of_layer(lambda it: prune.l1_unstructured(it, "weight", 0.5)),
     "weight_norm": of_layer(lambda it: nn.utils.weight_norm(it).weight_g.data.mul_(2)),
     "parametrized weight_norm": of_layer(lambda it: parametrizations.weight_norm(it)),

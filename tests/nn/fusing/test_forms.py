@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from mpkernels.nn import fuse, unfuse
 from tests.networks import one_thread
 from tests.nn.fusing.left import LEFT
-from tests.nn.fusing.models import FORMS, InBranchAndLoop, Mlp, X, recorded_ops
+from tests.nn.fusing.models import FORMS, InBranchAndLoop, Mlp, X, compiled, recorded_ops
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
@@ -42,13 +42,19 @@ def test_a_form_is_fused(form, ops):
     assert ran == []
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "ops"), FORMS.items(), ids=lambda it: getattr(it, "__name__", ""))
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")  # of torch.compile
-def test_a_form_is_compiled_and_traced(form):
+def test_a_form_is_compiled_and_traced(form, ops):
     model = form()
-    want = model(X)
+    want = results(model)
     fuse(model)
-    assert_close(torch.compile(model, backend="eager", fullgraph=True)(X), want, rtol=1e-5, atol=1e-5)
+    run, graphs = compiled(model)
+    for mine, plain in zip(results(run), want, strict=True):
+        assert_close(mine, plain, rtol=1e-5, atol=1e-5)
+    first = {"mlp": "linear_act", "gated_mlp": "linear_gated", "gated_linear": "linear_gated"}
+    for op in ops:
+        assert f"mpkernels.{first.get(op, op)}.default(" in "".join(graphs)
+    want = want[0]
     if form is not InBranchAndLoop:  # which asks for the shape
         assert_close(torch.fx.symbolic_trace(model)(X), want, rtol=1e-5, atol=1e-5)
     torch.compiler.reset()
