@@ -13,6 +13,7 @@ if not torch.cuda.is_available():
 
 from mpkernels import selector
 from tests import libraries
+from tests.processes import why_no_gloo
 from tests.proof import interpreter
 from tests.targets import TARGETS, emulated_variable
 
@@ -52,6 +53,8 @@ def pytest_configure(config):
     asked = {name: TARGETS[name].why_missing for name in sorted(required - {EXTRA})}
     if EXTRA in required:
         asked |= {name: partial(libraries.why_missing, name) for name in libraries.NAMES}
+    if required:
+        asked["gloo"] = why_no_gloo
     missing = {name: why for name, why_missing in asked.items() if (why := why_missing())}
     if missing:
         raise pytest.UsageError(

@@ -9,7 +9,12 @@ import pytest
 import torch
 from torch import distributed
 
-needs_gloo = pytest.mark.skipif(not distributed.is_gloo_available(), reason="needs torch with gloo")
+
+def why_no_gloo():
+    return "" if distributed.is_available() and distributed.is_gloo_available() else "torch was built without it"
+
+
+needs_gloo = pytest.mark.skipif(why_no_gloo() != "", reason="needs torch with gloo")
 
 
 # What most checks import. A process starts as a copy of one that has imported this, in a tenth of the time.

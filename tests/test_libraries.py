@@ -1,4 +1,4 @@
-"""``--require=integrations`` lets no run begin that would skip a library."""
+"""``--require`` lets no run begin that would skip a library, or all tests in several processes."""
 
 from types import SimpleNamespace
 
@@ -15,6 +15,12 @@ def test_a_library_that_is_missing_ends_the_run(monkeypatch):
         conftest.pytest_configure(CONFIG)
     monkeypatch.setattr(libraries, "NAMES", ["pytest"])
     conftest.pytest_configure(CONFIG)
+
+
+def test_a_torch_without_gloo_ends_the_run(monkeypatch):
+    monkeypatch.setattr(conftest, "why_no_gloo", lambda: "torch was built without it")
+    with pytest.raises(pytest.UsageError, match=r"^--require: gloo can't run here: torch was built without it$"):
+        conftest.pytest_configure(SimpleNamespace(getoption=lambda _: "cpu-reference"))
 
 
 def test_without_it_the_module_is_skipped(monkeypatch):

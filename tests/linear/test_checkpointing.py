@@ -6,12 +6,11 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from mpkernels import nn as ours
 from mpkernels.amp import autocast, to_mixed
 from tests.networks import B16, F16, one_thread
 
 __all__ = ["one_thread"]  # a fixture that each test uses
-
-ours = pytest.importorskip("mpkernels.nn", reason="needs mpkernels.nn")
 
 
 def model():
