@@ -116,6 +116,18 @@ def test_results_repeat_to_the_last_bit(target):
         assert all(map(torch.equal, run, runs[0]))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_sum_does_not_depend_on_where_the_grad_begins(target, dtype):
+    """To the last bit, but in CUDA C++, whose threads take what precedes the first aligned element by themselves."""
+    values = (torch.randn(3001) * torch.logspace(-4, 3, 3001)).to(dtype)
+    sums = []
+    for begin in range(9):
+        grad = torch.empty(3020, dtype=dtype, device=target.device)[begin : begin + 3001].copy_(values)
+        sums.append(grad_stats([grad]).sumsq.item())
+    is_by_cuda = target.kernel == "cuda" or (target.kernel, target.device.type) == ("native", "cuda")
+    assert max(sums) - min(sums) <= (1e-14 * max(sums) if is_by_cuda else 0)
+
+
 def test_grads_are_only_read(target):
     grads = clones(random_grads(), target.device)
     before = [grad.clone() for grad in grads]
