@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-os.environ["OMP_WAIT_POLICY"] = "passive"  # read when torch is imported: threads that spin while they wait take a third
+os.environ["OMP_WAIT_POLICY"] = "passive"  # read with torch: threads that spin while they wait take others' time
 
 import torch
 

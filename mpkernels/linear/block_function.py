@@ -30,8 +30,7 @@ def differentiable(
 ) -> Tensor:
     """Return the block's result of matrix x, in the ``shape`` that is wanted. ``casts``: for each parameter its value
     in x's dtype, where its own is fp32."""
-    apply: Any = _Block.apply if torch.compiler.is_compiling() else _apply
-    y: Tensor = apply(x, *own, casts, kind, kernel, shape)[0]
+    y: Tensor = _Block.apply(x, *own, casts, kind, kernel, shape)[0]  # type: ignore[no-untyped-call]
     return y
 
 
@@ -80,9 +79,6 @@ class _Block(torch.autograd.Function):
             return *_backward_of_first(ctx, dz, dbias, x, its), *of_out, *(None,) * 4
         with without_autocast(dy):
             return *_backward_by_torch(ctx, dy, x, its, kept, mask, grad_of_kept), *(None,) * 4
-
-
-_apply = super(torch.autograd.Function, _Block).apply  # as linear_act has it: without a look at forward's signature
 
 
 def _save(ctx: Any, x: Tensor, own: Parameters, its: Parameters, kept: Tensor, mask: Tensor) -> None:

@@ -90,13 +90,13 @@ def patch_the_language_once_a_launch():
 
 def check_no_overflow_in_vain():
     """Each sum and product of integers is computed once more in int64, and what that shows is dropped outside of debug
-    mode: 20 % of a step's time."""
+    mode."""
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 def look_up_numpys_dtypes():
-    """It makes a table of all dtypes for each one that is asked for: 10 % of what is left."""
+    """It makes a table of all dtypes for each one that is asked for."""
     theirs, known = interpreter._get_np_dtype, {}
 
     def get_np_dtype(dtype):
