@@ -55,7 +55,6 @@ def test_blocks_are_beside_eager_compiled_and_liger():
     assert lines("cpu", "fp32") == tuned | ligers | {(name, "", "torch eager") for name in blocks.BLOCKS}
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 @pytest.mark.parametrize("name", blocks.BLOCKS)
 def test_a_block_is_measured_beside_the_same_of_torchs(name, monkeypatch):
     quickly = partial(torch.compile, backend="aot_eager")

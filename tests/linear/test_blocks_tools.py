@@ -31,7 +31,6 @@ def test_autocast_casts_once(monkeypatch, name):
     assert len({it.data_ptr() for it in casts}) == len(parameters)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("dtype", [B16, F32], ids=str)
 @EVERY

@@ -216,7 +216,6 @@ def test_threads_that_end_each_others_blocks(layer):
     assert all(torch.equal(it, want) for it in got)
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 def test_nothing_is_kept_while_torch_traces(layer):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
         forward(layer, backward=False)

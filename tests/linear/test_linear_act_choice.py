@@ -251,7 +251,6 @@ def test_ever_new_sizes_do_not_pile_up(monkeypatch):
         assert len(selector.by_key) == rows % 4
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 def test_torch_compile_is_not_bound_to_what_was_chosen():
     """A graph that had looked at it would be compiled anew once there is a choice."""
     layer, graphs = LinearAct(8, 6), []

@@ -209,7 +209,6 @@ def test_symbols_are_not_compared_with_sizes_that_are_known():
     torch.testing.assert_close(called(dict(layer.named_parameters()), x), layer(x))
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 def test_a_compiled_graph_asks_nothing_of_rows_that_depend_on_data():
     layer, x = LinearAct(3, 4), torch.randn(6, 3)
     compiled = torch.compile(lambda x, rows: layer(x[rows.nonzero().squeeze(1)]), fullgraph=True, backend="aot_eager")

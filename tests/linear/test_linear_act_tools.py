@@ -37,7 +37,6 @@ def test_activations_as_modules(target, name, module):
     assert LinearAct(7, 5, activation=type(module)).activation == name.removesuffix("_tanh")
 
 
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # torch.compile does it itself
 def test_a_module_as_activation_compiles():
     weight, module = torch.randn(5, 7), torch.nn.GELU(approximate="tanh")
     compiled = torch.compile(lambda x: linear_act(x, weight, None, module), fullgraph=True, backend="aot_eager")
