@@ -1,6 +1,5 @@
 """The examples run as they stand, and show what they say."""
 
-import importlib.util
 import os
 import re
 import runpy
@@ -12,14 +11,14 @@ import pytest
 from tests import ROOT
 
 EXAMPLES = ROOT / "examples"
-NEEDS = {"huggingface_trainer": "transformers", "fuse_gpt2": "transformers"}
+NEEDS = {"huggingface_trainer": ["transformers", "accelerate"], "fuse_gpt2": ["transformers"]}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_runs(path):
-    if path.stem in NEEDS and importlib.util.find_spec(NEEDS[path.stem]) is None:
-        pytest.skip(f"needs {NEEDS[path.stem]}")
+    for library in NEEDS.get(path.stem, []):
+        pytest.importorskip(library, reason="needs the extra integrations")
     launcher = TORCHRUN if "torchrun" in path.read_text() else []
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}  # the models are small, and the cores shared
     command = [sys.executable, *launcher, str(path)]

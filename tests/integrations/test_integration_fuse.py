@@ -242,6 +242,7 @@ def test_it_generates_the_same():
 
 
 def test_trainer(tmp_path):
+    pytest.importorskip("accelerate", reason="needs the extra integrations")
     rows = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(8, 1)]
     options = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
     arguments = transformers.TrainingArguments(str(tmp_path), max_steps=6, seed=1, **options)
