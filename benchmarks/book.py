@@ -1,4 +1,4 @@
-"""Writes the results' book from the raw files: RESULTS.md, its charts and the table in README.
+"""Writes the results' book from the raw files: RESULTS.md, its charts and the tables in README.
 
 ``python -m benchmarks.book`` writes, ``python -m benchmarks.book --check`` fails where something has drifted.
 """
@@ -6,6 +6,7 @@
 import argparse
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -164,11 +165,12 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
         yield from table(["DTensors", "ranks", "ours / torch", "x torch", "collectives"], scale.measured(path))
 
 
-def readme(text: str, runs: dict[str, Run]) -> str:
-    """Return README with its figures and its table anew."""
+def readme(text: str, runs: dict[str, Run], fused: Iterable[Path] = ()) -> str:
+    """Return README with its figures and its tables anew."""
     newest = {run.device: (name, run) for name, run in sorted(runs.items(), key=_age)}
     found = [_front(*it) for it in newest.values()]
     parts = {"figures": front.figures(found), "results": list(table(*front.rows(found)))[:-1]}
+    parts["models"] = list(chain.from_iterable(table(*models.summary(path)) for path in fused))[:-1]
     for name, lines in parts.items():
         begin = BEGIN.format(name)
         before, found_begin, rest = text.partition(begin)
@@ -192,8 +194,9 @@ def pages(root: Path) -> dict[Path, str]:
     here = root / "benchmarks"
     runs = {path.stem: results.read(path) for path in sorted((here / "results").glob("*.json"))}
     charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}
-    text = book(runs, *(sorted((here / "results" / name).glob("*.json")) for name in ("scale", "models")))
-    return {here / "RESULTS.md": text, root / "README.md": readme((root / "README.md").read_text(), runs), **charts}
+    scaled, fused = (sorted((here / "results" / name).glob("*.json")) for name in ("scale", "models"))
+    front_page = readme((root / "README.md").read_text(), runs, fused)
+    return {here / "RESULTS.md": book(runs, scaled, fused), root / "README.md": front_page, **charts}
 
 
 def main(words: list[str], root: Path = ROOT) -> int:
