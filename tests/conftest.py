@@ -20,6 +20,7 @@ from tests.targets import TARGETS, emulated_variable
 EXTRA = "integrations"  # of pyproject.toml
 
 interpreter.round_bf16_as_hardware_does()
+interpreter.prefer_numbers_to_nan()
 interpreter.poison_lanes_masked_off()
 interpreter.check_what_is_said_of_alignment()
 interpreter.patch_the_language_once_a_launch()

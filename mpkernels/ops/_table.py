@@ -169,7 +169,8 @@ def head_of(address, width):
 @triton.jit
 def head_mask(lanes, head, size):
     """Tell which lanes of the block that ends where the aligned elements begin hold some of so many."""
-    return (lanes >= BLOCK - head) & (lanes < BLOCK - head + size)
+    place = lanes - BLOCK + head
+    return (place >= 0) & (place < size)
 
 
 @triton.jit

@@ -135,8 +135,9 @@ def _may_measure(device: torch.device) -> bool:
 
 
 def _measure(case: Case, names: Sequence[str], prepare: Callable[[], Trial]) -> Choice:
-    try:
-        with torch.inference_mode(False), torch.enable_grad(), unseen():
+    devices = [case.device] if case.device.type == "cuda" else []
+    try:  # a dropout that is timed takes no random number from the caller, who may want the same ones again
+        with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), unseen():
             times, left_out = race(prepare(), names, case.device)
     except torch.OutOfMemoryError:
         return Choice(names[0], {})  # the call itself may still find room

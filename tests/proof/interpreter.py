@@ -1,5 +1,6 @@
 """Triton's interpreter, mended. It cuts fp32 off to bf16, where every chip rounds to nearest even; it gives a 0 to
-lanes that are masked off, where a chip gives them anything; it believes what kernels say of alignment; it is slow."""
+lanes that are masked off, where a chip gives them anything; in 3.7 its max of a number and NaN is NaN; it
+believes what kernels say of alignment; it is slow."""
 
 from dataclasses import replace
 
@@ -28,6 +29,12 @@ def round_bf16_as_hardware_does():
         return interpreter.TensorHandle(cast(src.data), dst_type.scalar) if cast else theirs(self, src, dst_type)
 
     interpreter.InterpreterBuilder.cast_impl = cast_impl
+
+
+def prefer_numbers_to_nan():
+    builder = interpreter.InterpreterBuilder
+    builder.create_maxnumf = lambda self, one, other: self.binary_op(one, other, np.fmax)
+    builder.create_minnumf = lambda self, one, other: self.binary_op(one, other, np.fmin)
 
 
 def poison_lanes_masked_off():

@@ -39,6 +39,16 @@ def test_ours_may_take_one_per_cent_more_if_that_is_above_two_microseconds(monke
     assert selector.choose(CASE, NAMES, Ways(native=0, torch=0)) == chosen
 
 
+def test_what_is_timed_takes_none_of_the_callers_random_numbers():
+    """Or a checkpointed block would drop other elements when it is computed again."""
+    ways = Ways(native=1, torch=2)
+    ways.also["native"] = lambda: torch.rand(3)
+    state = torch.get_rng_state()
+    selector.choose(CASE, NAMES, ways)
+    assert ways.were_timed
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_a_choice_is_remembered_on_disk():
     assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
     another_process()

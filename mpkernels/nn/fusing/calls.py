@@ -33,6 +33,13 @@ def are_plain(x: Any, layers: Layers, activation: object, dropout: Module | None
     return not (are_all_modules_hooked() or is_exporting() or (not is_compiling() and is_jit_tracing()))
 
 
+def are_halves(layers: Layers) -> bool:
+    """Return whether a gate and what it multiplies are equally wide, so that neither is broadcast. They are two layers,
+    or one that holds both."""
+    first, *second = (_parameters(it)[0].shape[0] for it in layers)
+    return second == [first] if second else first % 2 == 0
+
+
 def _parameters(layer: Any) -> tuple[Tensor, Tensor | None]:
     weight: Tensor = layer.weight
     return (weight if type(layer) is Linear else weight.t()), layer.bias

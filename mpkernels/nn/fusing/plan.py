@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module, Sequential, functional
 from torch.nn.utils import parametrize
 
-from mpkernels.nn.fusing import sequential
+from mpkernels.nn.fusing import calls, sequential
 from mpkernels.nn.fusing.chain import dotted, short
 from mpkernels.nn.fusing.recognise import (
     is_activation,
@@ -125,7 +125,11 @@ def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
             reasons.append((site.dropout.called, why_no_dropout(dropout)))
         elif dropout is not functional.dropout:
             return None
-    return next((f"{short(role)} {why}" for role, why in reasons if why is not None), "")
+    reason = next((f"{short(role)} {why}" for role, why in reasons if why is not None), "")
+    gates = layers[: len(site.gates)]
+    if gates and not reason and not calls.are_halves(gates):
+        return f"{short(site.layers[0])} is not as wide as what it multiplies"
+    return reason
 
 
 def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:

@@ -169,7 +169,11 @@ def _test(site: Site) -> ast.expr:
     layers, activation = _shared(site)
     x = site.x if isinstance(site.x, ast.Name) else ast.Constant(...)  # to be evaluated once, and not yet
     dropout = [site.dropout.called] if site.dropout is not None and site.dropout.is_module else []
-    return _call("are_plain", [x, layers, activation, *dropout], site)
+    are_plain = _call("are_plain", [x, layers, activation, *dropout], site)
+    if not site.gates:
+        return are_plain
+    are_halves = _call("are_halves", [ast.Tuple(list(site.gates), ast.Load())], site)
+    return ast.copy_location(ast.BoolOp(ast.And(), [are_plain, are_halves]), site.expression)
 
 
 def _fused(site: Site) -> ast.expr:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from mpkernels.nn.fusing.chain import Block, Chain, Place, dotted, short
 
+_READ_ANY = ("locals", "eval", "exec")
 KINDS = ("gated_mlp", "mlp", "gated_linear", "linear_act")  # what replaces most comes first
 
 
@@ -39,12 +40,17 @@ class Site:
     dropout: Dropout | None
 
     @property
+    def gates(self) -> tuple[ast.expr, ...]:
+        """The layers that make a gate and what it multiplies."""
+        return self.layers[: -1 if self.kind.endswith("mlp") else None] if self.kind.startswith("gated") else ()
+
+    @property
     def text(self) -> str:
         """What stands there, on one line and without ``self.``."""
         *layers, activation = map(short, (*self.layers, self.activation))
         hidden, packed = f"{activation}({layers[0]}(x))", ""
         if self.kind.startswith("gated"):
-            is_packed = len(layers) - (self.kind == "gated_mlp") == 1
+            is_packed = len(self.gates) == 1
             packed = f"gate, up = {layers[0]}(x).chunk(2); " if is_packed else ""
             hidden = f"{activation}(gate) * up" if is_packed else f"{hidden} * {layers[1]}(x)"
         if self.dropout is not None:
@@ -63,8 +69,9 @@ class Site:
 def find_sites(function: ast.FunctionDef) -> list[Site]:
     """Return all candidates, which may overlap, in the same order for the same source."""
     found: list[Site] = []
-    if any(isinstance(it, ast.Name) and it.id in ("locals", "eval", "exec") for it in ast.walk(function)):
-        return found  # which may read any name
+    for node in ast.walk(function):
+        if isinstance(node, ast.Global | ast.Nonlocal) or (isinstance(node, ast.Name) and node.id in _READ_ANY):
+            return found  # others may read what is assigned here
     for block in Block.all_of(function):
         for last, statement in enumerate(block.statements):
             for expression in _expressions(statement):

@@ -80,6 +80,13 @@ class NamesAreRead(Mlp):
         return y + locals()["h"]
 
 
+class GlobalIsAssigned(Mlp):
+    def forward(self, x):
+        global hidden
+        hidden = self.fc1(x)
+        return self.act(hidden)
+
+
 class SameNameForAnotherInput(Mlp):
     def __init__(self):
         super().__init__()
@@ -188,6 +195,7 @@ LEFT = {
     StatementInBetween: "its forward applies no",
     BoundInsideAnExpression: "its forward applies no",
     NamesAreRead: "its forward applies no",
+    GlobalIsAssigned: "its forward applies no",
     SameNameForAnotherInput: None,
     ReadAfterAnError: "its forward applies no",
     TheGateItself: "its forward applies no",

@@ -95,6 +95,20 @@ class Gated(Mlp):
         return self.act(self.fc1(x)) * self.up(x)
 
 
+class GatedByOneNumber(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 1)
+
+    def forward(self, x):
+        return torch.sigmoid(self.gate(x)) * self.up(x)
+
+
+class GatingOneNumber(GatedByOneNumber):
+    def forward(self, x):
+        return self.fc2(self.gate(x) * self.act(self.fc1(x)))
+
+
 class GatedLast(Mlp):
     def forward(self, x):
         _, up = self.fc1(x), self.up(x)  # one statement for two names stays as it is
@@ -180,6 +194,8 @@ FORMS = {
     FunctionOfInstance: ["linear_act"],
     TorchFunction: ["mlp"],
     Gated: ["gated_linear"],
+    GatedByOneNumber: ["linear_act"],
+    GatingOneNumber: ["linear_act"],
     GatedLast: ["gated_mlp"],
     GatedApart: ["gated_mlp"],
     Packed: ["gated_mlp"],

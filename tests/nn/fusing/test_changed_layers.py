@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
 from tests.networks import one_thread
-from tests.nn.fusing.models import Chain, GatedApart, Mlp, Packed, X, recorded_ops
+from tests.nn.fusing.models import Chain, Gated, GatedApart, Mlp, Packed, X, recorded_ops
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
@@ -65,6 +65,18 @@ def of_layer(change):
 
 def call_another(model, name):
     getattr(model, name).forward = nn.Linear(8, getattr(model, name).out_features).forward
+
+
+@pytest.mark.parametrize("form", [Gated, GatedApart, Packed])
+@pytest.mark.parametrize("name", ["fc1", "up", "packed"])
+def test_a_gate_that_is_as_wide_no_more_is_broadcast(form, name):
+    model = form()
+    fuse(model)
+    setattr(model, name, nn.Linear(8, 3 if name == "packed" else 1))
+    plain = copy.deepcopy(model)
+    unfuse(plain)
+    plain.fc2 = model.fc2 = nn.Linear(2, 8) if form is Packed and name == "packed" else model.fc2
+    assert_close(model(X), plain(X), rtol=1e-5, atol=1e-6)
 
 
 CHANGES = {
