@@ -170,3 +170,18 @@ def test_an_inf_that_nobody_guards_against():
             optimizer.step()
             assert str(optimizer.state[weight]["exp_avg"].item()) == (expected if of_torch else "inf")
             assert weight.isnan().all()
+
+
+def test_a_small_grad_after_a_large_one():
+    """docs/differences.md: for a beta1 of 0.5 or less."""
+    for beta1 in (0.0, 0.25, 0.5, 0.9):
+        ours, theirs = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+        optimizers = AdamW([ours], betas=(beta1, 0.999)), torch.optim.AdamW([theirs], betas=(beta1, 0.999))
+        for grad in (torch.tensor([30.0, -7.0]), torch.tensor([3e-7, 2e-6])):
+            for param, optimizer in zip((ours, theirs), optimizers, strict=True):
+                param.grad = grad.clone()
+                optimizer.step()
+        found, torchs = (it.state[param]["exp_avg"] for it, param in zip(optimizers, (ours, theirs), strict=True))
+        error_of_the_largest = 2 * torch.finfo(torch.float32).eps * torch.tensor([30.0, 7.0])
+        assert ((found - torchs).abs() <= error_of_the_largest).all()
+        assert beta1 > 0 or (found[0] == 0 and torchs[0] == grad[0])
