@@ -169,8 +169,8 @@ def head_of(address, width):
 @triton.jit
 def head_mask(lanes, head, size):
     """Tell which lanes of the block that ends where the aligned elements begin hold some of so many."""
-    place = lanes - BLOCK + head
-    return (place >= 0) & (place < size)
+    first = -head + BLOCK  # Triton 3.7's interpreter knows no constant minus a number
+    return (lanes >= first) & (lanes < first + size)
 
 
 @triton.jit
