@@ -86,12 +86,13 @@ def _set_order_of_emulated_threads(test):
     test.add_report_section("setup", "emulated CUDA", f"seed {seed}")
 
 
-@pytest.fixture
+@pytest.fixture(params=["cpu-cuda"])  # in the tests' ids, too: -k cuda finds all that look at CUDA C++
 def emulated(request):
     """As ``target``, for what is asked of the emulation alone."""
-    if why := TARGETS["cpu-cuda"].why_missing():
+    target = TARGETS[request.param]
+    if why := target.why_missing():
         pytest.skip(why)
     _set_order_of_emulated_threads(request.node)
-    with TARGETS["cpu-cuda"].active():
-        yield
+    with target.active():
+        yield target
     assert emulated_variable("emulation_cublaslt_descriptors").value == 0

@@ -1,13 +1,14 @@
-"""Whichever call to CUDA fails inside an op, its user hears of it."""
+"""What ops ask of CUDA: whichever call fails, the user hears of it; all work goes to the current stream."""
 
 import itertools
 
 import pytest
 import torch
 
+from mpkernels.doctor.samples import SAMPLES
 from mpkernels.ops import _registry
 from tests.ops.test_ops import ARGUMENTS
-from tests.targets import TARGETS, emulated_variable
+from tests.targets import emulated_variable
 
 
 def long_list(device):
@@ -19,12 +20,9 @@ def long_list(device):
 
 
 @pytest.fixture
-def calls_to_failure():
-    if why := TARGETS["cpu-cuda"].why_missing():
-        pytest.skip(why)
+def calls_to_failure(emulated):
     calls = emulated_variable("emulation_calls_to_failure")
-    with TARGETS["cpu-cuda"].active():
-        yield calls
+    yield calls
     calls.value = 0
 
 
@@ -52,3 +50,11 @@ def test_the_current_device_is_back_after_an_op_on_another(calls_to_failure, nam
     with pytest.raises(RuntimeError):
         _registry._ops[name](*make(torch.device("cpu")))
     assert device.value == 0
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_all_work_is_given_to_the_current_stream(emulated, name, monkeypatch):
+    """Nothing orders another stream after the one on which torch has written what the kernels read."""
+    monkeypatch.setattr(emulated_variable("emulation_stream"), "value", 1)
+    for sample in SAMPLES[name]:
+        _registry._ops[name](*sample.arguments(torch.device("cpu")))

@@ -158,7 +158,7 @@ def moved_to_another_group(model, optimizer):
     del params[-2]
     backward(model, 9)
     optimizer.step()
-    optimizer.param_groups[1]["params"].insert(0, params.pop(-2))
+    optimizer.param_groups[1]["params"].insert(0, params.pop())
 
 
 @change

@@ -14,15 +14,6 @@ from tests.targets import TARGETS, emulated_variable
 CHUNKS = (20_000, 5, 9_000)  # of several chunks, whose blocks hand their shares to the last one
 
 
-@pytest.fixture
-def emulated():
-    target = TARGETS["cpu-cuda"]
-    if why := target.why_missing():
-        pytest.skip(why)
-    with target.active():
-        yield target
-
-
 def weights_of(params):
     return torch.cat([param.detach().double().flatten() for param in params])
 
@@ -81,6 +72,20 @@ def test_each_parameter_steps_by_its_own_group(emulated, count):
             with_reference[1].step()
     assert torch.equal(optimizer.grad_norm, with_reference[1].grad_norm)
     assert same_bits(weights_of(params), weights_of(with_reference[0]))
+
+
+@pytest.mark.parametrize("count", [17, 61, 130])
+def test_a_skipped_step_counts_once_however_many_launches_it_takes(emulated, count):
+    params, optimizer = in_groups(count)
+    put_grads(params, 0)
+    params[count].grad[0] = torch.inf
+    optimizer.step()
+    assert optimizer.skipped_steps.item() == 1
+    assert optimizer.step_was_skipped
+    params[count].grad[0] = 1.0
+    optimizer.step()
+    assert optimizer.skipped_steps.item() == 1
+    assert not optimizer.step_was_skipped
 
 
 @pytest.mark.parametrize("call", range(1, 6))

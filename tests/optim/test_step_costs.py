@@ -13,7 +13,7 @@ from mpkernels.amp import GradScaler
 from mpkernels.ops import grad_stats, unscale_
 from mpkernels.optim import AdamW
 from tests.networks import B16, F16
-from tests.targets import TARGETS, emulated_variable
+from tests.targets import emulated_variable
 
 F32, I8 = torch.float32, torch.int8
 SIZE = 256 * 40  # whole blocks of 8-bit moments
@@ -95,11 +95,8 @@ class Given(NamedTuple):
 
 
 @pytest.fixture
-def given():
+def given(emulated):
     """By a call, on the emulation."""
-    target = TARGETS["cpu-cuda"]
-    if why := target.why_missing():
-        pytest.skip(why)
     counters = [emulated_variable(f"emulation_{name}") for name in Given._fields]
 
     def count(call):
@@ -107,8 +104,7 @@ def given():
         call()
         return Given(*(it.value - was for it, was in zip(counters, before, strict=True)))
 
-    with target.active():
-        yield count
+    return count
 
 
 ROWS_A_LAUNCH = 369  # of those that a plan takes to the device when it is made

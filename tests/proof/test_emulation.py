@@ -145,6 +145,11 @@ def test_what_is_no_race(library, name):
         assert run(library, name)[0] == "no error"
 
 
+def test_work_for_another_stream_than_the_current_one_is_refused(library, monkeypatch):
+    monkeypatch.setattr(ctypes.c_int.in_dll(library, "emulation_stream"), "value", 1)
+    assert "not given to the current stream" in run(library, "sound")[0]
+
+
 def test_blocks_take_turns_in_an_order_that_comes_again(library):
     first = seed(library).value
     turns = [run(library, "turns")[1] for _ in range(10)]

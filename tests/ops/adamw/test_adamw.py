@@ -1,4 +1,4 @@
-"""The op: every kernel gives the reference's bits."""
+"""The op: every kernel gives the reference's bits, and each step of a Model is compared with AdamW in fp64."""
 
 import itertools
 import math
@@ -10,6 +10,7 @@ from mpkernels.ops import grad_stats
 from mpkernels.ops.adamw.adamw import _adamw
 from mpkernels.ops.adamw.split import join, split
 from tests.cases import same_bits
+from tests.ops.adamw import oracle
 
 F32, F16, B16, F64, I8 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8
 WEIGHTS = [(F32, "none"), (B16, "split"), (B16, "fp32"), (F16, "split"), (F16, "fp32")]
@@ -56,6 +57,7 @@ class Model:
         first = len(self.params) // 3
         hyper = {"lr": [1e-2, 1e-3], "beta1": [0.9, 0.8], "beta2": [0.999, 0.99], "weight_decay": [0.01, 0.0]}
         hyper |= {"eps": [1e-8, 1e-6], "maximize": [False, True]} | changed
+        before = oracle.snapshot(self)
         _adamw(
             self.params, grads, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.masters, self.scales,
             self.steps,
@@ -63,6 +65,13 @@ class Model:
             device_scalar(found_inf), grad_stats(grads).total_sumsq if max_norm < math.inf else None,
             max_norm, None, None, report,
         )  # fmt: skip
+        for group, name in itertools.product((0, 1), ("lr", "beta1", "beta2")) if on_device else ():
+            tensor = on_device[3 * group + ("lr", "beta1", "beta2").index(name)]
+            hyper[name] = [tensor.item() if i == group and tensor.numel() else x for i, x in enumerate(hyper[name])]
+        signs = [-1 if it else 1 for it in hyper.pop("maximize")]
+        of_groups = [oracle.Hyper(*numbers) for numbers in zip(*hyper.values(), signs, strict=True)]
+        of_each = [of_groups[i >= first] for i in range(len(self.params))]
+        oracle.assert_step(before, oracle.snapshot(self), grads, of_each, grad_scale, found_inf, max_norm)
 
     def differences(self, other):
         return [

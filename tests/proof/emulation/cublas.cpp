@@ -58,8 +58,9 @@ int set_math_mode(Context* handle, int mode) {
   return success;
 }
 
-int set_stream(Context* handle, void*) {
+int set_stream(Context* handle, cudaStream_t stream) {
   if (emulation::fails_on_demand()) return internal_error;
+  if (!emulation::is_current(stream)) return invalid_value;
   handle->has_stream = true;
   handle->workspace = nullptr;
   return success;

@@ -102,9 +102,10 @@ float slope(float z) {
 
 int multiply(Context* handle, Product* it, const float* alpha, const void* a, Layout* a_layout, const void* b,
              Layout* b_layout, const float* beta, const void* c, Layout* c_layout, void* d, Layout* d_layout,
-             const Algorithm* algorithm, char* workspace, size_t bytes, void*) {
+             const Algorithm* algorithm, char* workspace, size_t bytes, cudaStream_t stream) {
   if (fails_on_demand()) return emulation_cublaslt_failure;
   if (!handle) return not_initialized;
+  if (!is_current(stream)) return execution_failed;  // which nobody takes for a refusal
   if (!live(it) || !live(a_layout) || !live(b_layout) || !live(c_layout) || !live(d_layout) || !alpha || !beta ||
       *beta != 0 || c != d || !is_valid(*it, *a_layout, *b_layout, *c_layout, *d_layout) || algorithm->mark != magic ||
       algorithm->problem != problem_of(*it, *a_layout, *b_layout, *d_layout) || bytes < algorithm->workspace)

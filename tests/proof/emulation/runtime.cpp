@@ -54,7 +54,7 @@ extern "C" __attribute__((visibility("default"))) int emulation_copies = 0;
 extern "C" __attribute__((visibility("default"))) int emulation_memsets = 0;
 extern "C" __attribute__((visibility("default"))) int emulation_allocations = 0;
 
-// Tests set it: which of its streams torch says is the current one.
+// Tests set it: which of its streams torch says is the current one. Work for another one is refused.
 extern "C" __attribute__((visibility("default"))) int emulation_stream = 0;
 
 // The current one. The tensors are torch's CPU tensors: on another, as on the second of two GPUs.
@@ -109,14 +109,21 @@ cudaError_t emulation::enqueue(const std::function<cudaError_t()>& work) {
 
 bool emulation::fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
 
+bool emulation::is_current(cudaStream_t stream) { return reinterpret_cast<intptr_t>(stream) == emulation_stream; }
+
+// Work is given to the device that has the tensors, and to its current stream: nothing orders another one after it.
+static cudaError_t check_place(cudaStream_t stream) {
+  if (emulation::fails_on_demand()) return cudaErrorMemoryAllocation;
+  if (emulation_device != kTensorsDevice) return cudaErrorInvalidDevice;
+  return emulation::is_current(stream) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+}
+
 cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel, const std::string& parameters,
                               const std::function<void()>& thread) {
   if (!config || !kernel) return remember(cudaErrorInvalidValue);
   const std::lock_guard<std::mutex> lock(one_launch);
-  if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
-  if (emulation_device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
-  const cudaError_t error = check(*config, kernel);
-  if (error != cudaSuccess) return remember(error);
+  if (const cudaError_t error = check_place(config->stream)) return remember(error);
+  if (const cudaError_t error = check(*config, kernel)) return remember(error);
   ++emulation_launches;
   emulation_blocks = config->gridDim.x;
   if (emulation_watcher && !emulation_watcher(kernel, parameters.data(), parameters.size(), config->gridDim.x,
@@ -154,6 +161,8 @@ const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorInvalidConfiguration";
     case cudaErrorInvalidDevice:
       return "cudaErrorInvalidDevice";
+    case cudaErrorInvalidResourceHandle:
+      return "cudaErrorInvalidResourceHandle";
     case cudaErrorLaunchFailure:
       return "cudaErrorLaunchFailure";
     case cudaErrorNotSupported:
@@ -176,6 +185,8 @@ const char* cudaGetErrorString(cudaError_t error) {
       return "invalid configuration argument";
     case cudaErrorInvalidDevice:
       return "invalid device ordinal";
+    case cudaErrorInvalidResourceHandle:
+      return "invalid resource handle: the work is not given to the current stream";
     case cudaErrorLaunchFailure:
       return last_failure;
     case cudaErrorNotSupported:
@@ -244,15 +255,13 @@ extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** str
 
 // ---- memory
 
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
-  if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
-  if (emulation_device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
+cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
+  if (const cudaError_t error = check_place(stream)) return remember(error);
   ++emulation_copies;
   return emulation::enqueue([=] { return memcpy(to, from, bytes), cudaSuccess; });
 }
-cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t) {
-  if (emulation::fails_on_demand()) return remember(cudaErrorMemoryAllocation);
-  if (emulation_device != kTensorsDevice) return remember(cudaErrorInvalidDevice);
+cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t stream) {
+  if (const cudaError_t error = check_place(stream)) return remember(error);
   ++emulation_memsets;
   return emulation::enqueue([=] { return memset(to, byte, bytes), cudaSuccess; });
 }
