@@ -94,6 +94,26 @@ def test_the_last_good_one_survives_an_error(tmp_path):
     assert os.listdir(tmp_path) == ["last.pt"]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="a folder can't be opened elsewhere")
+def test_everything_has_reached_the_disk_before_the_name_does(tmp_path, monkeypatch):
+    """A machine that loses its power between the two must not find an empty file under the name."""
+    happened, path = [], tmp_path / "last.pt"
+
+    def fsync(handle, fsync=os.fsync):
+        what = "folder" if os.path.samestat(os.fstat(handle), os.stat(tmp_path)) else os.fstat(handle).st_size
+        happened.append(("fsync", what))
+        fsync(handle)
+
+    def replace(old, new, replace=os.replace):
+        happened.append(("replace", os.fspath(new)))
+        replace(old, new)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    save(path, weight=torch.ones(1000))
+    assert happened == [("fsync", path.stat().st_size), ("replace", str(path)), ("fsync", "folder")]
+
+
 ENDLESS = """
 import sys, torch
 from mpkernels.checkpoint import save

@@ -3,7 +3,9 @@
 import copy
 import math
 import pickle
+from contextlib import nullcontext
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -31,6 +33,25 @@ def test_copies_share_the_group_and_pickles_are_refused():
             assert copy.deepcopy(it)._peers.group is group
             with pytest.raises(TypeError, match=r"process_group can't be pickled: save state_dict\(\)"):
                 pickle.dumps(it)
+
+
+@needs_gloo
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("of", ["scaler", "optimizer"])
+def test_a_scaler_leaves_nothing_behind_on_an_optimizer(of, fails):
+    """Later steps, under another scaler or none, would ask the processes of this one."""
+    with alone() as group:
+        param = torch.ones(2, requires_grad=True)
+        optimizer = AdamW([param], process_group=group if of == "optimizer" else None)
+        scaler = GradScaler("cpu", process_group=group if of == "scaler" else None)
+        before = set(vars(optimizer))
+        scaler.scale(param.sum()).backward()
+        if fails:
+            optimizer._step = mock.Mock(side_effect=RuntimeError("no luck"))
+        with pytest.raises(RuntimeError, match="no luck") if fails else nullcontext():
+            scaler.step(optimizer)
+        left = set(vars(optimizer)) - before
+        assert not left & {"grad_scale", "found_inf", "outcome", "peers"}
 
 
 @needs_gloo

@@ -1,5 +1,6 @@
 """``mpkernels doctor``, through the real command."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -100,6 +101,14 @@ def test_a_broken_kernel_is_found(body, says):
     assert run.returncode == 1
     assert f"FAILED: unscale_ on cpu, native: {says}" in run.stdout
     assert run.stdout.splitlines()[-1].startswith("Don't train with this build: 1 of ")
+
+
+def test_what_is_not_finite_must_be_the_same():
+    values = [float("inf"), -float("inf"), float("nan"), 1.0]
+    for a, b in itertools.product(values, values):
+        want, got = torch.tensor([1.0, a]), torch.tensor([1.0, b])
+        is_same = a == b or (a != a and b != b)
+        assert (selftest._difference([want], [got], 0.0) == "") == is_same, (a, b)
 
 
 GOOD, WRONG = (selftest.Result("adamw_", "cpu", "native", problem, 0.1) for problem in ("", "off by 1"))

@@ -100,8 +100,8 @@ def test_gradients_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
     for i, (mine, rival, want) in enumerate(zip(got, theirs, exact, strict=True)):
         assert mine.dtype == rival.dtype
         assert relative_error(mine, want) <= 1.02 * relative_error(rival, want) + torch.finfo(dtype).eps / 2
-        if i > 1 and mine.dim() == 2:
-            assert torch.equal(mine, mine.to(dtype).float())
+        if i > 1:
+            assert torch.equal(mine, mine.to(dtype).float()) == (mine.dim() == 2)  # a bias's are sums, kept in fp32
     casts = [it.numel() for it in leaves]
     hidden = sum(it.nbytes for it in saved.values() if it.numel() not in casts)
     assert hidden == block.bytes_saved * 65 * 33
@@ -120,6 +120,31 @@ def test_gradients_are_rounded_only_where_torch_rounds_them(monkeypatch):
             with torch.no_grad():
                 BLOCKS["mlp"].ours("silu", x.to(these[0].dtype), *these)
     assert offered == [("native", ROUNDING, "torch"), *[("native", "torch")] * 5]
+
+
+MLP = {"x": torch.ones(3, 4), "fc1_weight": torch.ones(6, 4), "fc1_bias": torch.ones(6), "fc2_weight": torch.ones(5, 6)}
+OTHER_CALLS = [
+    {"x": torch.ones(2, 4)},
+    {"x": torch.ones(4, 3).t()},
+    {"x": torch.ones(3, 4, dtype=B16)},
+    {"x": torch.ones(3, 4, device="meta")},
+    {"fc1_weight": torch.ones(7, 4)},
+    {"fc1_weight": torch.ones(4, 6).t()},
+    {"fc2_weight": torch.ones(5, 6, dtype=B16)},
+    {"fc1_bias": None},
+    *({name: it.clone().requires_grad_()} for name, it in MLP.items()),
+]
+
+
+@pytest.mark.parametrize("other", OTHER_CALLS, ids=lambda it: " ".join(it))
+def test_calls_are_told_apart(other):
+    def key(**changes):
+        x, *parameters = (MLP | changes).values()
+        return block_choice.key_of(("mlp", "gelu", 0.0, False), x, tuple(parameters))
+
+    assert None not in (key(), key(**other))
+    assert key() != key(**other)
+    assert key(**other) == key(**other)
 
 
 x, up, down, bias = torch.ones(3, 4), torch.ones(6, 4), torch.ones(5, 6), torch.ones(6)

@@ -101,6 +101,37 @@ def test_weights_written_after_a_load_win_with_one_warning(target, own, write):
         assert torch.equal(master.to(B16), param)
 
 
+@pytest.mark.parametrize(
+    "duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
+)
+def test_a_copy_made_before_the_first_step_warns_as_well(duplicate):
+    source = network(B16)
+    train(source, optimizer := AdamW(source.parameters(), lr=1e-2, master="fp32"), 3)
+    other = AdamW(source.parameters(), lr=1e-2, master="fp32")
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    twin, again = duplicate((source, other))
+    zero(twin[0].weight)
+    with pytest.warns(UserWarning, match="AdamW: 1 parameters are not the weights that the loaded masters"):
+        rest(twin, again)
+    assert (again.state[twin[0].weight]["master"] == 0).all()
+
+
+@pytest.mark.parametrize("own", SCHEMES)
+def test_a_released_step_warns_as_well(own):
+    weight = torch.nn.Parameter(torch.ones(3, dtype=B16))
+    options = {"lr": 0.0, "weight_decay": 0.0, "guard": False}
+    optimizer, other = AdamW([weight], master="fp32", **options), AdamW([weight], master=own, **options)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    weight.grad = None
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    zero(weight)
+    other.release_grads()
+    with pytest.warns(UserWarning, match="AdamW: 1 parameters are not the weights that the loaded masters"):
+        weight.sum().backward()
+    assert (weight == 0).all()
+
+
 def copied(model, optimizer):
     return copy.deepcopy((model, optimizer))
 

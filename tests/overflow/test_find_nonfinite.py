@@ -126,6 +126,17 @@ def test_a_module_that_is_used_twice():
     assert first_of(torch.nn.Sequential(shift, root), -torch.ones(1, 1)) is None
 
 
+def test_a_module_that_calls_itself():
+    """Of its calls, the one that ends first began last; what it was given is what counts."""
+
+    class Inside(torch.nn.Module):
+        def forward(self, x, depth):
+            return self(x / 0, depth - 1) if depth else x + 1
+
+    first = first_of(Inside(), torch.ones(2), 1)
+    assert (first.module, first.had_finite_inputs) == ("", False)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_checkpointed_modules(use_reentrant):
     class Model(torch.nn.Module):

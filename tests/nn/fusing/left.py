@@ -28,6 +28,24 @@ class HiddenIsCaptured(Mlp):
         return y + later()
 
 
+class HiddenIsCapturedBefore(Mlp):
+    def forward(self, x):
+        later = lambda: h.sum()  # noqa: E731
+        h = self.fc1(x)
+        y = self.act(h)
+        return y + later()
+
+
+class HiddenIsCapturedByAFunctionBefore(Mlp):
+    def forward(self, x):
+        def later():
+            return h.sum()
+
+        h = self.fc1(x)
+        y = self.act(h)
+        return y + later()
+
+
 class HiddenIsKeptByTheLoop(Mlp):
     def forward(self, x):
         h = None
@@ -188,6 +206,8 @@ LEFT = {
     HiddenIsUsedAgain: "its forward applies no",
     HiddenIsReturned: "its forward applies no",
     HiddenIsCaptured: "its forward applies no",
+    HiddenIsCapturedBefore: "its forward applies no",
+    HiddenIsCapturedByAFunctionBefore: "its forward applies no",
     HiddenIsKeptByTheLoop: "its forward applies no",
     InputIsBoundAnew: None,
     BoundByAnAugmentedAssignment: "its forward applies no",

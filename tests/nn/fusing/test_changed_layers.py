@@ -176,6 +176,57 @@ def test_another_activation_and_another_dropout_are_computed():
     assert ran == []
 
 
+def sequential():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, 8))
+
+
+def dropout_of(model):
+    return model.dropout if isinstance(model, Chain) else model[2]
+
+
+DROPOUT_CHANGES = {
+    "forward hook": lambda it: it.register_forward_hook(lambda module, arguments, y: y * 2),
+    "forward pre-hook": lambda it: it.register_forward_pre_hook(lambda module, arguments: arguments[0] * 2),
+    "backward hook": lambda it: it.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,)),
+    "forward of the instance": lambda it: setattr(it, "forward", lambda x: x + 1),
+}
+
+
+@pytest.mark.parametrize("make", [Chain, sequential], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("change", DROPOUT_CHANGES)
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+def test_a_changed_dropout_computes_as_in_the_plain_model(make, change, is_first):
+    plain, fused = make(), make()
+    fuse(fused if is_first else nn.Identity())
+    for model in (plain, fused):
+        DROPOUT_CHANGES[change](dropout_of(model))
+    fuse(fused)
+    with recorded_ops() as ran:
+        got = results(fused)
+    assert "mlp" not in ran
+    assert_close(got, results(plain), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [Chain, sequential], ids=lambda it: it.__name__)
+def test_a_dropout_has_a_mode_of_its_own(make):
+    """Whatever the mode of the layers beside it."""
+    model = make()
+    dropout_of(model).p = 0.5
+    want = model.eval()(X)
+    fuse(model)
+    model.train()
+    dropout_of(model).eval()
+    with recorded_ops() as ran:
+        assert_close(model(X), want, rtol=1e-5, atol=1e-6)
+    assert ran == ["mlp"]
+    model.eval()
+    dropout_of(model).train()
+    with recorded_ops() as ran:
+        assert not torch.allclose(model(X), want, rtol=1e-2, atol=1e-2)
+    assert ran == ["mlp"]
+
+
 def test_dropout_follows_the_modules_mode():
     fused = Chain()
     fused.dropout.p = 0.5

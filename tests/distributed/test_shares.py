@@ -1,0 +1,31 @@
+"""How much of a sum over all processes a part of a DTensor is. A fake process group stands for the other processes."""
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from benchmarks.scale import among
+from mpkernels.distributed.meshes import Parts
+
+
+@pytest.mark.parametrize(
+    ("placements", "parts"),
+    [
+        ([Shard(0), Shard(1)], 8),
+        ([Shard(0), Replicate()], 2),  # which four processes each hold
+        ([Replicate(), Shard(0)], 4),  # HSDP: which two processes each hold
+        ([Replicate(), Replicate()], 1),
+        (None, 1),  # a plain tensor
+    ],
+    ids=str,
+)
+def test_processes_that_hold_the_same_part_count_as_one(placements, parts):
+    """The sides of the mesh differ, so that one can't be taken for the other."""
+
+    def share():
+        mesh, local = init_device_mesh("cpu", (2, 4)), torch.ones(2, 2)
+        param = DTensor.from_local(local, mesh, placements, run_check=False) if placements else local
+        return Parts(None, 8).shares([param])
+
+    assert among(8, share) == [parts / 8]
