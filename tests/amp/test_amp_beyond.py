@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mpkernels.amp import GradScaler, autocast, inf_check
+from mpkernels.optim import AdamW
 from tests.amp.test_amp import OPTIMIZERS, SCALINGS, iterate, one_param
 from tests.cases import DTYPES
 from tests.networks import B16, F16, one_thread
@@ -151,3 +152,31 @@ def test_a_scaler_is_pickled_as_it_is():
             assert iterate(twin, param, optimizer, bad) == iterate(scaler, param, optimizer, bad)
             assert twin.state_dict() == scaler.state_dict()
             assert twin.skipped_steps.item() == scaler.skipped_steps.item() == 3
+
+
+@pytest.mark.parametrize("name", ["our AdamW", "torch's AdamW, fused"])
+def test_a_step_that_raises_leaves_what_the_user_has_set(name):
+    """As a loop that divides the grads by a number of its own does, through the attribute that torch's steps take."""
+    param, optimizer = one_param(OPTIMIZERS[name])
+    scaler, preset = GradScaler("cpu", init_scale=4.0), torch.full((), 2.0)
+    optimizer.grad_scale = preset
+    scaler.scale(param.sum()).backward()
+    optimizer.step = fail
+    with pytest.raises(RuntimeError, match="out of memory"):
+        scaler.step(optimizer)
+    assert optimizer.grad_scale is preset
+    assert not hasattr(optimizer, "found_inf")
+
+
+def test_a_scale_that_the_user_has_set_multiplies_the_scalers():
+    """As torch has it."""
+    param = torch.nn.Parameter(torch.ones(3))
+    optimizer, scaler = AdamW([param], max_norm=1e6), GradScaler("cpu", init_scale=4.0)
+    optimizer.grad_scale = torch.full((), 2.0)
+    scaler.scale(param.sum()).backward()
+    scaler.step(optimizer)
+    torch.testing.assert_close(optimizer.grad_norm, torch.tensor(3**0.5 / 2))
+
+
+def fail(*_, **__):
+    raise RuntimeError("out of memory")

@@ -77,6 +77,13 @@ def test_what_cannot_be_combined_raises(options, text):
         GradScaler("cpu", **options)
 
 
+def test_bounds_may_meet():
+    """The scale then stays where it is, and overflows are counted."""
+    scaler = GradScaler("cpu", init_scale=4.0, min_scale=4.0, max_scale=4.0, growth_interval=1)
+    assert scales(scaler, [0, 1, 0]) == [4.0, 4.0, 4.0]
+    assert scaler.skipped_steps.item() == 1
+
+
 def test_a_schedule_takes_no_other_scale():
     scaler = GradScaler("cpu", scaling=[(0, 8.0)])
     scales(scaler, [0])

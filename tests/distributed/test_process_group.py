@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 
 from mpkernels.amp import GradScaler, clip_grad_norm_
+from mpkernels.distributed.processes import Processes
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.processes import alone, needs_gloo
@@ -52,6 +53,17 @@ def test_a_scaler_leaves_nothing_behind_on_an_optimizer(of, fails):
             scaler.step(optimizer)
         left = set(vars(optimizer)) - before
         assert not left & {"grad_scale", "found_inf", "outcome", "peers"}
+
+
+@needs_gloo
+@pytest.mark.parametrize("has_failed", [False, True])
+@pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
+def test_all_skip_where_one_has_failed(found_inf, has_failed):
+    """On a GPU, whose host doesn't wait to hear of it, that is what keeps the others' weights where they are."""
+    with alone() as group:
+        sumsq, skips, failed = Processes(group).agree([torch.ones(1)], torch.tensor(2.0), found_inf, has_failed)
+    assert (sumsq.item(), failed.item()) == (2.0, float(has_failed))
+    assert skips.item() == float(bool(found_inf) or has_failed)  # 1 at most: torch's optimizers take 2 for 0
 
 
 @needs_gloo

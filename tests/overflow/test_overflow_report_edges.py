@@ -178,3 +178,21 @@ def test_several_devices_have_a_found_inf_each(target, bad):
     ledgers.fill(optimizer, {target.device: ([param], [grad])}, found_infs, scale, unscaled=False)
     ((_, (record,)),) = ledgers.records()
     assert (record.report[0, 0].item() > 0) == any(bad)
+
+
+@pytest.mark.parametrize("name", ["SGD", "our AdamW"])
+def test_the_last_parameter_comes_and_goes(name):
+    """A longer list that begins alike, and a shorter one, have reports of their own."""
+    params = params_of(2, 3, 4)
+    optimizer, scaler = OPTIMIZERS[name](params[:2]), GradScaler("cpu")
+    for seen in (params[:1], params[:2], params, params[:2]):
+        if seen is params:
+            optimizer.add_param_group({"params": params[2:]})
+        optimizer.zero_grad()
+        scaler.scale(sum(it.sum() for it in seen)).backward()
+        seen[-1].grad[1] = INF
+        scaler.step(optimizer)
+        scaler.update()
+        report = scaler.overflow_report()
+        assert [it.shape for it in report.gradients] == [tuple(it.shape) for it in seen]
+        assert [it.shape for it in report.culprits] == [tuple(seen[-1].shape)]
