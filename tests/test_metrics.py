@@ -86,6 +86,22 @@ def test_nobody_waits_where_the_scale_lies_on_the_host():
         assert metrics.read()["loss_scale"] == 4
 
 
+def test_numbers_that_were_on_their_way_get_no_other_names():
+    """A step that computes less than the one before it has fewer numbers."""
+    with late_device() as device:
+        optimizer = AdamW([parameter(DEVICE)], max_norm=1.0)
+        [param] = optimizer.param_groups[0]["params"]
+        metrics, param.grad = Metrics(optimizer), torch.full_like(param, 1.0)
+        optimizer.step()
+        device.arrive()
+        assert metrics.read().keys() == {"grad_norm", "skipped_steps"}
+        optimizer.max_norm, optimizer.guard = None, False
+        optimizer.step()
+        assert metrics.read() == {}
+        device.arrive()
+        assert metrics.read() == {"skipped_steps": 0.0}
+
+
 def test_a_captured_step_is_not_followed():
     with late_device() as device:
         optimizer = AdamW([parameter(DEVICE)], guard=True)
