@@ -77,6 +77,18 @@ def test_a_wrong_file_changes_nothing(tmp_path, spoil):
     assert all(map(same_bits, it["model"].parameters(), before))
 
 
+def test_a_large_file_is_checked_to_its_end(tmp_path):
+    """It is read in parts."""
+    path, weight = tmp_path / "last.pt", torch.arange(700_000)
+    save(path, weight=weight)
+    assert torch.equal(load(path)["weight"], weight)
+    data = path.read_bytes()
+    for place in (1 << 20, len(data) // 2, len(data) - 4096):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :])
+        with pytest.raises(ValueError, match="it is damaged"):
+            load(path)
+
+
 def test_what_the_file_lacks_changes_nothing(tmp_path):
     it = training(1)
     save(tmp_path / "last.pt", model=it["model"], step=1)
