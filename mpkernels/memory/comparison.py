@@ -51,6 +51,7 @@ def compare_memory(
     of_model = [param.device for param in model.parameters()]
     if not of_model:
         raise ValueError(f"compare_memory: model must have parameters to train, got {type(model).__name__}")
+    measure.refuse_meta("compare_memory", model)
     on = of_model[0] if device is None else torch.device(device)
     if policy is None:
         policy = Policy.best(on)
