@@ -43,8 +43,9 @@ def to_mixed(
 
     Autocast still computes with the unrounded parameters as with any fp32 weight.
 
-    Convert the model before you compile it or wrap it in DDP. FSDP refuses a mixture of two dtypes. Methods other than
-    forward, and the loss, need their own autocast.
+    Convert the model before you compile it or wrap it in DDP. FSDP refuses a mixture of two dtypes. A forward that is
+    set on the model later (``model.forward = ...``) runs under autocast as well. Methods other than forward, and the
+    loss, need their own autocast.
 
     Args:
         model: the model to convert. Its parameters must be fp32, or ``dtype`` already.
@@ -102,7 +103,10 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
             for key in masters.KEYS.values():
                 optimizer.state.get(param, {}).pop(key, None)
     optimizer._start_afresh()
+    own_forward = vars(model).pop("forward", None)
     model.__class__ = model._mixed_class
+    if own_forward is not None:
+        model.forward = own_forward.__wrapped__
     return model
 
 
