@@ -14,7 +14,7 @@ from mpkernels.ops._autocast import has_autocast
 class UnderAutocast:
     """A model's own forward, run under autocast. A deep copy of the model gets one of its own, as of a bound method."""
 
-    def __init__(self, model: nn.Module, forward: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, forward: Any, dtype: torch.dtype) -> None:
         functools.update_wrapper(self, forward)
         self._model, self._dtype = model, dtype
 

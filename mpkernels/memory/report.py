@@ -14,6 +14,7 @@ from mpkernels.memory.forward import Forward
 from mpkernels.optim import AdamW, masters, param_state
 from mpkernels.parameters import params_of, unwrapped
 from mpkernels.parts import part_of
+from mpkernels.tables import Report, Table
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -22,7 +23,7 @@ _MASTERS = set(masters.KEYS.values())
 
 
 @dataclass(frozen=True)
-class MemoryReport:
+class MemoryReport(Report):
     """The memory of a training step in this process, in bytes. Of a DTensor that is the part which lies here.
 
     ``predicted``: the size of each kind of tensor in a step, computed from shapes and dtypes.
@@ -45,11 +46,11 @@ class MemoryReport:
     def as_dict(self) -> dict[str, dict[str, int | None]]:
         return {"predicted": self.predicted, "measured": self.measured, "device": dict(self.device)}
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[str | Table]:
         rows = [[name, text(self.predicted[name]), text(self.measured[name])] for name in self.predicted]
         rows.append(["total", text(self.total), text(sum(filter(None, self.measured.values())))])
         rows += [[_OF_DEVICE.get(name, name), "", text(value)] for name, value in self.device.items()]
-        return table(["", "predicted", "measured"], rows)
+        return [Table(["", "predicted", "measured"], rows, holds_numbers=True)]
 
 
 def memory_report(
@@ -156,9 +157,3 @@ def _on_device(device: torch.device) -> dict[str, int]:
 
 def text(size: int | None) -> str:
     return "-" if size is None else f"{size / 2**20:,.2f} MiB"
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, *rows)]
-    return "\n".join("  ".join(line).rstrip() for line in lines)
