@@ -17,7 +17,12 @@ class Example(Report):
 
 
 def test_text():
-    assert str(Example()).splitlines() == ["Two rows & a sentence.", "         bytes", "weights      8", "<all>       16"]
+    assert str(Example()).splitlines() == [
+        "Two rows & a sentence.",
+        "         bytes",
+        "weights      8",
+        "<all>       16",
+    ]
 
 
 def test_html():

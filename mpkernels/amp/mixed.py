@@ -57,7 +57,8 @@ def to_mixed(
             stepped. An optimizer that you make after the conversion starts from the rounded weights.
     """
     if dtype not in _DTYPES:
-        raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
+        hint = "; Policy(name).convert(model) takes names" if isinstance(dtype, str) else ""
+        raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype!r}{hint}")
     _refuse_wrapped("to_mixed", model)
     if any(isinstance(module, Mixed) for module in model.modules()):
         raise ValueError("to_mixed: model must not be converted yet, got one that holds 16-bit weights from to_mixed")

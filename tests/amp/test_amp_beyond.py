@@ -151,3 +151,9 @@ def test_a_scaler_is_pickled_as_it_is():
             assert iterate(twin, param, optimizer, bad) == iterate(scaler, param, optimizer, bad)
             assert twin.state_dict() == scaler.state_dict()
             assert twin.skipped_steps.item() == scaler.skipped_steps.item() == 3
+
+
+def test_a_misspelt_option_is_named():
+    with pytest.raises(TypeError) as raised:
+        GradScaler("cpu", growth_intervall=100)
+    assert str(raised.value).endswith("unexpected keyword argument 'growth_intervall'. Did you mean 'growth_interval'?")
