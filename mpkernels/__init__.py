@@ -1,5 +1,6 @@
 """Fused mixed-precision training kernels for PyTorch, with torch's own names."""
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -35,7 +36,11 @@ _old_names.register()
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``mpkernels.doctor``, which uses all of the package, when it is asked for."""
+    """Import ``mpkernels.doctor``, which uses all of the package, when it is asked for. Find what lies one room further
+    as well: ``mpkernels.AdamW`` is ``mpkernels.optim.AdamW``."""
     if name == "doctor":
         return import_module("mpkernels.doctor")
-    raise AttributeError(f"module 'mpkernels' has no attribute {name!r}")
+    for room in (optim, amp, nn, functional):
+        if name in room.__all__:
+            return getattr(room, name)
+    raise AttributeError(f"module 'mpkernels' has no attribute {name!r}", name=name, obj=sys.modules[__name__])

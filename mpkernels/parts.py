@@ -75,6 +75,16 @@ def part_for(param: Any, whole: Any) -> Any:
     return whole
 
 
+def reshard(model: torch.nn.Module) -> None:
+    """Free the whole weights that FSDP2's outermost module keeps after a forward, for a backward that won't come."""
+    loaded = sys.modules.get("torch.distributed.fsdp")
+    if loaded is None:  # then nothing is wrapped by it
+        return
+    for module in model.modules():
+        if isinstance(module, loaded.FSDPModule):
+            module.reshard()
+
+
 def settled_grads(params: Sequence[Any]) -> list[Any]:
     """Return the grad of each parameter, placed as it is; None where there is none. Under sequence parallelism each
     process has a summand of a norm layer's grad."""

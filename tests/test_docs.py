@@ -1,13 +1,16 @@
-"""Every block of Python in README and docs/ runs as it stands, after the imports of those above it.
+"""Every block of Python in README and docs/ runs as it stands, after the imports of those above it. Its first line says
+what a reader has to have.
 
 What begins with ```py is for the eye: it needs other libraries.
 """
 
+import builtins
+import dis
 import importlib
 import inspect
 import re
 import shlex
-from types import FunctionType
+from types import CodeType, FunctionType
 
 import pytest
 import torch
@@ -21,6 +24,7 @@ from tests.networks import one_thread  # noqa: F401
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ANY_BLOCK = re.compile(r"^```(?:python|py)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 BLOCKS = {
     f"{page.name}-{number}": (page, number)
     for page in PAGES
@@ -72,15 +76,46 @@ def test_a_page_begins_with_whom_it_is_for_and_an_example(page):
 def test_block(name, tmp_path, monkeypatch):
     page, number = BLOCKS[name]
     *above, block = BLOCK.findall(page.read_text())[: number + 1]
-    imports = "\n".join(line for each in above for line in each.splitlines() if line.startswith(("import ", "from ")))
     monkeypatch.chdir(tmp_path)
     # A 16-bit model takes inputs of its dtype; a reader's come from a loader that knows.
     torch.nn.Linear.forward, forward = _casting(torch.nn.Linear.forward), torch.nn.Linear.forward
     try:
-        exec(compile(f"{imports}\n{block}", page.name, "exec"), of_a_reader())
+        exec(compile(f"{imports_of(above)}\n{block}", page.name, "exec"), of_a_reader())
     finally:
         torch.nn.Linear.forward = forward
         selector.make_deterministic()
+
+
+def imports_of(blocks):
+    lines = (line for block in blocks for line in block.splitlines())
+    return "\n".join(["import torch", *(line for line in lines if line.startswith(("import ", "from ")))])
+
+
+def needed(source):
+    """Return the names that the source reads before it sets them, in their order."""
+    names, known = {}, set(dir(builtins)) | {"__name__"}
+
+    def read(code):
+        for step in dis.get_instructions(code):
+            if step.opname in ("STORE_NAME", "STORE_GLOBAL"):
+                known.add(step.argval)
+            elif step.opname in ("LOAD_NAME", "LOAD_GLOBAL") and step.argval not in known:
+                names[step.argval] = None
+            elif isinstance(step.argval, CodeType):
+                read(step.argval)
+
+    read(compile(source, "block", "exec"))
+    return list(names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_block_says_what_it_needs(page):
+    blocks = ANY_BLOCK.findall(page.read_text())
+    for number, block in enumerate(blocks):
+        names = needed(f"{imports_of(blocks[:number])}\n{block}")
+        line = f"# yours: {', '.join(names)}" if names else ""
+        assert block.startswith(line), f"block {number} should begin with {line!r}"
+        assert line or not block.startswith("# yours"), f"block {number} needs nothing"
 
 
 def _casting(forward):

@@ -14,6 +14,7 @@ from mpkernels.amp import handover, inf_check, scalings
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.distributed import processes
 from mpkernels.ops import update_scale_
+from mpkernels.ops._checks import suggests_options
 from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledgers
 from mpkernels.overflow.readback import Readback
@@ -46,6 +47,7 @@ class GradScaler(torch.amp.GradScaler):
             or NaN, all skip the step, and so their scales stay equal. If AdamW has a process_group, the scaler uses it.
     """
 
+    @suggests_options
     def __init__(
         self,
         device: str | None = None,

@@ -43,8 +43,9 @@ def to_mixed(
 
     Autocast still computes with the unrounded parameters as with any fp32 weight.
 
-    Convert the model before you compile it or wrap it in DDP. FSDP refuses a mixture of two dtypes. Methods other than
-    forward, and the loss, need their own autocast.
+    Convert the model before you compile it or wrap it in DDP. FSDP refuses a mixture of two dtypes. A forward that is
+    set on the model later (``model.forward = ...``) runs under autocast as well. Methods other than forward, and the
+    loss, need their own autocast.
 
     Args:
         model: the model to convert. Its parameters must be fp32, or ``dtype`` already.
@@ -56,7 +57,8 @@ def to_mixed(
             stepped. An optimizer that you make after the conversion starts from the rounded weights.
     """
     if dtype not in _DTYPES:
-        raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
+        hint = "; Policy(name).convert(model) takes names" if isinstance(dtype, str) else ""
+        raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype!r}{hint}")
     _refuse_wrapped("to_mixed", model)
     if any(isinstance(module, Mixed) for module in model.modules()):
         raise ValueError("to_mixed: model must not be converted yet, got one that holds 16-bit weights from to_mixed")
@@ -102,7 +104,10 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
             for key in masters.KEYS.values():
                 optimizer.state.get(param, {}).pop(key, None)
     optimizer._start_afresh()
+    own_forward = vars(model).pop("forward", None)
     model.__class__ = model._mixed_class
+    if own_forward is not None:
+        model.forward = own_forward.__wrapped__
     return model
 
 

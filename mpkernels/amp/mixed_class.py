@@ -11,11 +11,29 @@ from mpkernels.amp.autocasting import machines_device
 from mpkernels.ops._autocast import has_autocast
 
 
+class UnderAutocast:
+    """A model's own forward, run under autocast. A deep copy of the model gets one of its own, as of a bound method."""
+
+    def __init__(self, model: Any, forward: Any, dtype: torch.dtype) -> None:
+        functools.update_wrapper(self, forward)
+        self._model, self._dtype = model, dtype
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.amp.autocast(_device_type(self._model), dtype=self._dtype):
+            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+
+
 class Mixed:
     """What ``to_mixed`` makes of a model's class: a subclass that has its name, and runs its forward under autocast."""
 
     _mixed_class: type[nn.Module]
     _mixed_dtype: torch.dtype
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Run a forward that is set on the model under autocast, too: TRL's losses and PEFT set theirs so."""
+        if name == "forward":
+            value = UnderAutocast(self, value, self._mixed_dtype)
+        super().__setattr__(name, value)
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here has no name to be found by
         reduced: Any = super().__reduce_ex__(protocol)

@@ -97,10 +97,14 @@ def _prose(found: Mapping[str, Any]) -> str:
     for name, advice in found["shapes"].items():
         of_one = [f"{it['where']}: {it['problem']}; {it['remedy']}" for it in advice]
         parts[f"tensor cores and {name}"] = of_one or ["every size is a multiple of 16 bytes"]
-    blocks = ["\n".join([title, *(f"  {line}" for line in lines)]) for title, lines in parts.items()]
+    blocks = [
+        "\n".join([title, *(f"  {line}" for entry in entries for line in entry.splitlines())])
+        for title, entries in parts.items()
+    ]
     return "\n\n".join([*blocks, found["verdict"]])
 
 
 def _table(rows: Mapping[str, str]) -> list[str]:
+    """Return a line for each row. Further lines of a value stand below its first one."""
     width = max(map(len, rows), default=0)
-    return [f"{name:{width}}  {value}" for name, value in rows.items()]
+    return [f"{name:{width}}  {value.replace(chr(10), chr(10) + ' ' * (width + 2))}" for name, value in rows.items()]

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from mpkernels._torch_private import map_leaves
@@ -34,9 +35,12 @@ def find_max_batch_size(
     Each size is tried by a real step: the size is doubled until a step runs out of memory, then bisected. The returned
     size has been run. Errors other than running out of memory pass through. RuntimeError if not even 1 fits.
 
-    On a CPU, running out of memory would kill the process. So no size is tried that might take more than 70 % of the
-    available memory, predicted from smaller sizes: the search begins with 1, whatever ``start`` is, and assumes that
-    twice the batch needs at most twice the memory.
+    On a CPU, running out of memory would kill the process. So after ``start``, no size is tried that might take more
+    than 70 % of the available memory, predicted from smaller sizes: the search assumes that twice the batch needs at
+    most twice the memory.
+
+    One process searches alone: where torch.distributed has several, one would run out of memory while the others wait
+    for it in a collective. So RuntimeError there.
 
     Args:
         model_or_step: a model, or a training step of your own. A model is trained by ``mpkernels.optim.AdamW`` under
@@ -44,7 +48,7 @@ def find_max_batch_size(
             afterwards. A step is a function that takes a batch and runs forward, backward and optimizer.
         input_shape: the shape of one example. Batches are then random numbers, in the dtype of the model's first
         weight.
-        start: the first size to try.
+        start: the first size to try. Some layers need more than one example: nn.BatchNorm1d in training takes 2.
         device: where the inputs lie. None takes the model's device, or for a step the machine's.
         max_batch: the largest size to try.
         make_batch: a function that takes a size and returns a batch, in place of ``input_shape``; for token numbers,
@@ -52,6 +56,8 @@ def find_max_batch_size(
         restore: further objects to restore afterwards: models, optimizers, anything with a ``state_dict``.
     """
     _check(start, max_batch, input_shape, make_batch)
+    if isinstance(model_or_step, nn.Module):
+        measure.refuse_meta("find_max_batch_size", model_or_step)
     device = torch.device(_device_of(model_or_step) if device is None else device)
     if make_batch is None:
         make_batch = partial(_random, tuple(input_shape or ()), device, _dtype_of(model_or_step))
@@ -63,7 +69,9 @@ def find_max_batch_size(
         with measure.restored(restore, device):
             step = _step_of(model_or_step, device) if isinstance(model_or_step, nn.Module) else model_or_step
             trial = partial(_fits, step, make_batch, device)
-            largest = _search_on_cpu(trial, max_batch) if device.type == "cpu" else _search(trial, start, max_batch)
+            largest = (
+                _search_on_cpu(trial, start, max_batch) if device.type == "cpu" else _search(trial, start, max_batch)
+            )
             del step, trial  # an optimizer, with its state
     finally:
         measure.clean_up()
@@ -73,6 +81,12 @@ def find_max_batch_size(
 
 
 def _check(start: int, max_batch: int, input_shape: Sequence[int] | None, make_batch: object) -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            f"find_max_batch_size: torch.distributed must not have several processes, got {dist.get_world_size()}. "
+            "Call it before init_process_group, with the model that you wrap afterwards; "
+            "then take the least of all processes"
+        )
     if start < 1 or max_batch < 1:
         raise ValueError(f"find_max_batch_size: start and max_batch must be above 0, got {start} and {max_batch}")
     if (input_shape is None) == (make_batch is None):
@@ -178,20 +192,20 @@ def _next(low: int, high: int, max_batch: int) -> int:
     return min(2 * low, max_batch) if high > max_batch else (low + high) // 2
 
 
-def _search_on_cpu(fits: Callable[[int], bool], max_batch: int) -> int:
+def _search_on_cpu(fits: Callable[[int], bool], start: int, max_batch: int) -> int:
     """Search as ``_search`` does, but count a size which may take too much as one that failed."""
     cpu = torch.device("cpu")
     measure.clean_up()
     began = before = measure.used(cpu)
-    low, high, batch = 0, max_batch + 1, 1
+    low, high, batch = 0, max_batch + 1, min(start, max_batch)
     while low < batch < high:
         measure.start_peak(cpu)
         if fits(batch):
-            low, took = batch, measure.peak(cpu) - before
+            is_first, low, took = low == 0, batch, measure.peak(cpu) - before
             may_take = _SHARE * (measure.available() + measure.used(cpu) - began) - (before - began)
             predicted = low * may_take / max(took, 1)  # what doesn't grow with the batch makes it less than that
             batch = int(min(_next(low, high, max_batch), predicted))
-            if low == 1:  # what libraries load and optimizers keep is there now, and will not grow
+            if is_first:  # what libraries load and optimizers keep is there now, and will not grow
                 measure.clean_up()
                 before = measure.used(cpu)
         else:

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from mpkernels.amp.mixed import to_mixed
 from mpkernels.amp.policy import Policy
 from mpkernels.memory import measure
-from mpkernels.memory.report import Loss, MemoryReport, memory_report, table, text
+from mpkernels.memory.report import Loss, MemoryReport, memory_report, text
 from mpkernels.optim import AdamW
+from mpkernels.tables import Report, Table
 
 
 @dataclass(frozen=True)
-class MemoryComparison:
+class MemoryComparison(Report):
     """A memory report for each way to train, and the measured peak of a step: how much the weights and the step added
     to the memory in use. On CUDA that is the memory allocated by torch; on a CPU the process's resident memory, which
     is coarse."""
@@ -26,13 +27,13 @@ class MemoryComparison:
     def as_dict(self) -> dict[str, dict[str, Any]]:
         return {way: report.as_dict() | {"peak": self.peaks[way]} for way, report in self.reports.items()}
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[str | Table]:
         reports = self.reports.values()
         rows = [[name, *(text(report.predicted[name]) for report in reports)] for name in next(iter(reports)).predicted]
         rows.append(["total", *(text(report.total) for report in reports)])
         of_process = any("resident" in report.device for report in reports)
         rows.append(["measured peak" + " of the process" * of_process, *map(text, self.peaks.values())])
-        return table(["", *self.reports], rows)
+        return [Table(["", *self.reports], rows, holds_numbers=True)]
 
 
 def compare_memory(
@@ -51,6 +52,7 @@ def compare_memory(
     of_model = [param.device for param in model.parameters()]
     if not of_model:
         raise ValueError(f"compare_memory: model must have parameters to train, got {type(model).__name__}")
+    measure.refuse_meta("compare_memory", model)
     on = of_model[0] if device is None else torch.device(device)
     if policy is None:
         policy = Policy.best(on)

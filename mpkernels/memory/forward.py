@@ -9,6 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from mpkernels._torch_private import DispatchMode, leaves_of, storage_of, to_copy
 from mpkernels.memory import measure
+from mpkernels.parts import part_of
 
 
 class Forward(DispatchMode):  # type: ignore[misc]
@@ -17,7 +18,7 @@ class Forward(DispatchMode):  # type: ignore[misc]
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.casts: list[Tensor] = []
-        self._known = {storage_of(it) for it in (*model.parameters(), *model.buffers())}
+        self._known = {storage_of(part_of(it)) for it in (*model.parameters(), *model.buffers())}
         self._saved: list[Tensor] = []
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}  # held weakly: what is freed does not count
 
@@ -56,4 +57,6 @@ class Forward(DispatchMode):  # type: ignore[misc]
 
 
 def _strided(values: Any) -> Iterator[Tensor]:
-    return (it for it in leaves_of(values) if isinstance(it, Tensor) and it.layout == torch.strided)
+    """Return the tensors among the values that lie in one piece of memory; of a DTensor, this process's part."""
+    tensors = (part_of(it) for it in leaves_of(values) if isinstance(it, Tensor))
+    return (it for it in tensors if it.layout == torch.strided)

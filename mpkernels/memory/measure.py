@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkernels._torch_private import storage_of
+from mpkernels.parts import part_of, reshard
 
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -34,9 +35,18 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the memory that they lie in, each byte once."""
-    storages = {storage_of(it): it.untyped_storage().nbytes() for it in tensors}
+    """Bytes of the memory that they, or this process's parts of them, lie in, each byte once."""
+    storages = {storage_of(it): it.untyped_storage().nbytes() for it in map(part_of, tensors)}
     return sum(storages.values())
+
+
+def refuse_meta(op: str, model: nn.Module) -> None:
+    """Raise if a model can't run for want of memory of its own."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{op}: model must have memory, got {name} on the meta device; to_empty(device=...) gives it some"
+            )
 
 
 def clean_up() -> None:
@@ -150,6 +160,7 @@ def _restored_module(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        reshard(module)
         with torch.no_grad():
             for param, value, grad in params:
                 param.copy_(value)

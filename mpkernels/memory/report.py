@@ -13,6 +13,8 @@ from mpkernels.memory import measure
 from mpkernels.memory.forward import Forward
 from mpkernels.optim import AdamW, masters, param_state
 from mpkernels.parameters import params_of, unwrapped
+from mpkernels.parts import part_of
+from mpkernels.tables import Report, Table
 
 Loss = Callable[[nn.Module], Tensor]
 
@@ -21,8 +23,8 @@ _MASTERS = set(masters.KEYS.values())
 
 
 @dataclass(frozen=True)
-class MemoryReport:
-    """The memory of a training step, in bytes.
+class MemoryReport(Report):
+    """The memory of a training step in this process, in bytes. Of a DTensor that is the part which lies here.
 
     ``predicted``: the size of each kind of tensor in a step, computed from shapes and dtypes.
     ``measured``: the size of the tensors that exist now. Cast cache and activations are what one forward has added: on
@@ -44,11 +46,11 @@ class MemoryReport:
     def as_dict(self) -> dict[str, dict[str, int | None]]:
         return {"predicted": self.predicted, "measured": self.measured, "device": dict(self.device)}
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[str | Table]:
         rows = [[name, text(self.predicted[name]), text(self.measured[name])] for name in self.predicted]
         rows.append(["total", text(self.total), text(sum(filter(None, self.measured.values())))])
         rows += [[_OF_DEVICE.get(name, name), "", text(value)] for name, value in self.device.items()]
-        return table(["", "predicted", "measured"], rows)
+        return [Table(["", "predicted", "measured"], rows, holds_numbers=True)]
 
 
 def memory_report(
@@ -60,7 +62,8 @@ def memory_report(
         model: the model that you train. It stays unchanged.
         optimizer: its optimizer, which need not have stepped, and stays unchanged.
         loss: a function that takes the model and returns the loss of a batch, under the autocast that you train with.
-            It is run once, to measure activations and autocast's casts. Without it, the report leaves these open.
+            It is run once, to measure activations and autocast's casts. Without it, the report leaves these open. A
+            model on the meta device, which can't run, is reported without it.
     """
     params = list(model.parameters())
     optimizer = unwrapped(optimizer)
@@ -68,18 +71,21 @@ def memory_report(
     grads = [param.grad for param in params if param.grad is not None]
     states = [] if optimizer is None else list(optimizer.state.values())
     measured: dict[str, int | None] = {
-        "parameters": measure.size(params),
-        "buffers": measure.size(model.buffers()),
+        "parameters": measure.size(it for it in params if not it.is_meta),
+        "buffers": measure.size(it for it in model.buffers() if not it.is_meta),
         "gradients": measure.size(grads),
         **_sizes(states),
     }
-    predicted = measured | {
+    predicted: dict[str, int | None] = {
+        "parameters": measure.size(params),
+        "buffers": measure.size(model.buffers()),
         "gradients": sum(_grad_size(param) for param in params if param.requires_grad),
         **(_sizes([]) if optimizer is None else _sizes_to_be(optimizer)),
     }
     for of_forward in ("cast cache", "activations"):
         predicted[of_forward] = measured[of_forward] = None
     if loss is not None:
+        measure.refuse_meta("memory_report", model)
         with measure.restored([model], device):
             cast_cache.clear()  # what an earlier forward has left there is this one's, too
             before = measure.used(device)
@@ -96,7 +102,7 @@ def memory_report(
 
 def _grad_size(param: Tensor) -> int:
     dtype = getattr(param, "grad_dtype", None) or param.dtype
-    return param.numel() * dtype.itemsize
+    return int(part_of(param).numel()) * dtype.itemsize
 
 
 def _sizes(states: Iterable[dict[str, Any]]) -> dict[str, int | None]:
@@ -114,7 +120,7 @@ def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
     params = [param for param in params_of(optimizer) if param.requires_grad]
     if isinstance(optimizer, AdamW):  # also after a load: masters are made at the first step
         return _sizes(
-            param_state.create(param.to("meta"), group["master"], group["state_dtype"], group["amsgrad"])
+            param_state.create(part_of(param).to("meta"), group["master"], group["state_dtype"], group["amsgrad"])
             for group in optimizer.param_groups
             for param in group["params"]
             if param.requires_grad
@@ -129,7 +135,7 @@ def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
 
 def _states_of_a_twin(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[dict[str, Any]]:
     """Return the states of a copy of the optimizer that has taken a step on the meta device, without memory."""
-    twins = [nn.Parameter(param.detach().to("meta")) for param in params]
+    twins = [nn.Parameter(part_of(param).detach().to("meta")) for param in params]
     for twin in twins:
         twin.grad = torch.empty_like(twin)
     kind: Any = type(optimizer)
@@ -151,9 +157,3 @@ def _on_device(device: torch.device) -> dict[str, int]:
 
 def text(size: int | None) -> str:
     return "-" if size is None else f"{size / 2**20:,.2f} MiB"
-
-
-def table(head: list[str], rows: list[list[str]]) -> str:
-    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-    lines = [[row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in (head, *rows)]
-    return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -1,11 +1,32 @@
-"""Checks of ops' arguments. Each error names the op, the argument, what was wanted and what came."""
+"""Checks of arguments. Each error names the op, the argument, what was wanted and what came."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+Init = TypeVar("Init", bound=Callable[..., None])
+
+
+def suggests_options(init: Init) -> Init:
+    """Have a constructor's error about an unknown option name the one that was meant, as Python does from 3.13 on."""
+    known = [name for name in inspect.signature(init).parameters if name != "self"]
+
+    @wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        for name in options.keys() - set(known):
+            like = get_close_matches(name, known, n=1)
+            hint = f". Did you mean {like[0]!r}?" if like else ""
+            raise TypeError(f"{init.__qualname__}() got an unexpected keyword argument {name!r}{hint}")
+        init(self, *args, **options)
+
+    return checked  # type: ignore[return-value]
 
 
 def tensor(op: str, name: str, value: object) -> None:

@@ -12,6 +12,7 @@ from torch.nn import Module
 from mpkernels._torch_private import as_written, may_be_compiled
 from mpkernels.distributed import meshes, processes
 from mpkernels.distributed.processes import Processes
+from mpkernels.ops._checks import suggests_options
 from mpkernels.optim import checkpoint, group_options, masters, param_state, verdicts, zero
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.plan import Foundations, Plan, Verdict
@@ -68,6 +69,7 @@ class AdamW(torch.optim.AdamW):
     _release: GradientRelease | None = None
     _is_loaded = False  # since the last step: the model may yet be loaded after it
 
+    @suggests_options
     def __init__(
         self,
         params: Iterable[Any],

@@ -1,9 +1,11 @@
 """AdamW's options beyond torch's, and their checks: those of the whole optimizer, and those of a parameter group."""
 
 from difflib import get_close_matches
+from numbers import Real
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from mpkernels.optim.masters import KEYS, needs_master
 
@@ -13,6 +15,10 @@ _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
 def check_global(max_norm: float | None, guard: bool | None) -> None:
+    if not (max_norm is None or isinstance(max_norm, Real | Tensor)) or isinstance(max_norm, bool):
+        raise TypeError(f"AdamW: max_norm must be a number above 0 or None, got {max_norm!r}")
+    if guard not in (None, True, False):
+        raise TypeError(f"AdamW: guard must be True, False or None, got {guard!r}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"AdamW: max_norm must be above 0, got {max_norm}")
     if max_norm is not None and guard is False:

@@ -12,11 +12,12 @@ from torch.optim import Optimizer
 from mpkernels.overflow.advice import Findings, advise
 from mpkernels.overflow.gradient import Gradient, gradient_of
 from mpkernels.overflow.ledger import Record
+from mpkernels.tables import Report, Table
 
 ROWS, WIDTH = 20, 44  # of the table: culprits, characters of a name
 
 
-class OverflowReport:
+class OverflowReport(Report):
     """A report on the last step that was skipped because of an inf or NaN. ``bool(report)`` is False if there was none.
 
     ``print(report)`` shows a table, ``as_dict()`` is for logs, ``log_to(writer, step)`` for TensorBoard.
@@ -107,22 +108,24 @@ class OverflowReport:
             for what, value in {"inf": it.infs, "nan": it.nans, "largest": it.largest, "zeros": it.zeros}.items():
                 writer.add_scalar(f"overflow/{what}/{it.name}", value, step)
 
-    def __str__(self) -> str:
+    def _parts(self) -> list[str | Table]:
         if not self:
-            return "No step has been skipped."
+            return ["No step has been skipped."]
         at = "" if self.scale is None else f" at scale {self.scale:g}"
-        lines = [f"The last step skipped{at}: {len(self.culprits)} of {len(self.gradients)} gradients are not finite."]
+        parts: list[str | Table] = [
+            f"The last step skipped{at}: {len(self.culprits)} of {len(self.gradients)} gradients are not finite."
+        ]
         if self.culprits:
-            lines += _table(self.culprits[:ROWS])
+            parts.append(_table(self.culprits[:ROWS]))
         if len(self.culprits) > ROWS:
-            lines.append(f"... and {len(self.culprits) - ROWS} more, in as_dict()")
+            parts.append(f"... and {len(self.culprits) - ROWS} more, in as_dict()")
         most = max(self.gradients, key=lambda it: it.zeros, default=None)
         if most is not None and self.zeros > 0:
-            lines.append(f"Zeros: {self.zeros:.1%} of all elements; most in {most.name}, {most.zeros:.1%}.")
-        return "\n".join([*lines, self.suggestion])
+            parts.append(f"Zeros: {self.zeros:.1%} of all elements; most in {most.name}, {most.zeros:.1%}.")
+        return [*parts, self.suggestion]
 
 
-def _table(gradients: Sequence[Gradient]) -> list[str]:
+def _table(gradients: Sequence[Gradient]) -> Table:
     cells: list[tuple[str, ...]] = [
         ("parameter", "group", "shape", "inf", "nan", "first at", "largest finite", "zeros")
     ]
@@ -134,8 +137,7 @@ def _table(gradients: Sequence[Gradient]) -> list[str]:
     if any(it.rank is not None for it in gradients):
         ranks = ["rank", *(str(it.rank) for it in gradients)]
         cells = [(row[0], rank, *row[1:]) for row, rank in zip(cells, ranks, strict=True)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+    return Table(cells[0], cells[1:])
 
 
 def _names(optimizer: Optimizer, model: torch.nn.Module | None) -> dict[int, tuple[str, int]]:

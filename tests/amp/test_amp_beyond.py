@@ -180,3 +180,9 @@ def test_a_scale_that_the_user_has_set_multiplies_the_scalers():
 
 def fail(*_, **__):
     raise RuntimeError("out of memory")
+
+
+def test_a_misspelt_option_is_named():
+    with pytest.raises(TypeError) as raised:
+        GradScaler("cpu", growth_intervall=100)
+    assert str(raised.value).endswith("unexpected keyword argument 'growth_intervall'. Did you mean 'growth_interval'?")

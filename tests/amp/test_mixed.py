@@ -4,6 +4,7 @@ import copy
 import inspect
 import io
 import pickle
+from types import MethodType
 
 import pytest
 import torch
@@ -240,6 +241,26 @@ def test_copies_are_mixed_too(copied):
 def test_forward_keeps_its_signature():
     assert inspect.signature(to_mixed(Tied()).forward) == inspect.signature(Tied().forward)
     assert to_mixed(Tied(), keep_fp32="*")(TOKENS, scale=2.0).dtype == B16
+
+
+def test_a_forward_that_is_set_later_runs_under_autocast_too():
+    inputs, model = torch.ones(4, 20), to_mixed(network())
+    wanted = -model(inputs)
+    model.forward = MethodType(lambda self, x: -self[3](self[2](self[1](self[0](x)))), model)
+    twin = copy.deepcopy(model)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for each in (model, twin, compiled):
+        assert_close(each(inputs), wanted, rtol=0, atol=0)
+        assert each(inputs).dtype == B16
+    with torch.no_grad():
+        twin[3].weight.zero_()
+        twin[3].bias.fill_(1)
+    assert twin(inputs).tolist() == [[-1.0] * 5] * 4
+    assert_close(model(inputs), wanted, rtol=0, atol=0)
+    own = model.forward.__wrapped__
+    to_full(model, AdamW(model.parameters()))
+    assert model.forward is own
+    assert model(inputs).dtype == F32
 
 
 def test_compiled_it_computes_the_same():

@@ -45,7 +45,7 @@ def test_the_largest_that_fits(monkeypatch, capacity, start, as_on):
         found = batch_size._search(
             lambda batch: batch_size._fits(step, torch.ones, torch.device("cpu"), batch), start, max_batch
         )
-        assert step.tried[0] == min(start, max_batch)
+    assert step.tried[0] == min(start, max_batch)
     assert found == min(capacity, max_batch)
     assert found in step.tried
     assert max(step.tried) <= max_batch
@@ -96,6 +96,17 @@ def test_not_even_one():
         mpkernels.find_max_batch_size(Step(0), (2,), device="cpu")
     with pytest.raises(ValueError, match="must be above 0, got 0 and 65536"):
         mpkernels.find_max_batch_size(Step(1), (2,), start=0)
+
+
+def test_a_layer_that_needs_two_examples():
+    model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30))
+    assert mpkernels.find_max_batch_size(model, (20,), start=2, max_batch=13) == 13
+
+
+def test_a_model_without_memory_is_refused():
+    model = nn.Sequential(nn.Linear(20, 30), nn.Linear(30, 5, device="meta"))
+    with pytest.raises(ValueError, match=r"^find_max_batch_size: model must have memory, got 1.weight on the meta"):
+        mpkernels.find_max_batch_size(model, (20,))
 
 
 def test_a_failed_step_holds_no_memory():

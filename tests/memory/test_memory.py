@@ -2,6 +2,7 @@
 
 import copy
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -79,6 +80,16 @@ def test_activations_and_casts():
     assert (half["cast cache"], half["activations"]) == (2 * WEIGHTS, 2 * ROWS * (IN + OUT) + 2 * 4 * OUT)
     mixed = mpkernels.memory_report(to_mixed(model()), loss=loss_of).predicted
     assert (mixed["cast cache"], mixed["activations"]) == (0, half["activations"])
+
+
+def test_a_model_on_the_meta_device_is_reported_without_a_forward():
+    net, twin = model().to("meta"), model()
+    report = mpkernels.memory_report(net, AdamW(net.parameters()))
+    assert report.predicted == mpkernels.memory_report(twin, AdamW(twin.parameters())).predicted
+    assert set(report.measured.values()) == {0, None}
+    for ask in (partial(mpkernels.memory_report, net, None), partial(mpkernels.compare_memory, net)):
+        with pytest.raises(ValueError, match=r"must have memory, got 0\.weight on the meta device; to_empty"):
+            ask(loss_of)
 
 
 def test_a_checkpointed_layer_saves_less():

@@ -1,6 +1,7 @@
 """AdamW's own options: in a group, in what it shows of itself, and beside torch's."""
 
 import copy
+import inspect
 import pickle
 
 import pytest
@@ -225,3 +226,25 @@ def test_a_plan_without_cpps_half_looks_at_no_grads(target):
     assert not plan.can_look_within_the_step()
     with pytest.raises(RuntimeError, match="adamw_: only a plan looks at grads within a step"):
         plan.step([torch.ones_like(param)], Verdict(comes_inside=True))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"weight_deacy": 0.1}, TypeError, "unexpected keyword argument 'weight_deacy'. Did you mean 'weight_decay'?"),
+        ({"state_type": B16}, TypeError, "unexpected keyword argument 'state_type'. Did you mean 'state_dtype'?"),
+        ({"zzz": 1}, TypeError, "unexpected keyword argument 'zzz'"),
+        ({"max_norm": "1"}, TypeError, "AdamW: max_norm must be a number above 0 or None, got '1'"),
+        ({"max_norm": True}, TypeError, "AdamW: max_norm must be a number above 0 or None, got True"),
+        ({"max_norm": 0}, ValueError, "AdamW: max_norm must be above 0, got 0"),
+        ({"guard": "on"}, TypeError, "AdamW: guard must be True, False or None, got 'on'"),
+    ],
+)  # fmt: skip
+def test_a_bad_option_is_named(options, error, text):
+    with pytest.raises(error) as raised:
+        AdamW([torch.ones(2, requires_grad=True)], **options)
+    assert str(raised.value).endswith(text)
+
+
+def test_the_signature_is_the_one_that_is_written():
+    assert list(inspect.signature(AdamW).parameters)[:4] == ["params", "lr", "betas", "eps"]

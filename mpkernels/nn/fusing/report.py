@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from mpkernels._torch_private import storage_of
+from mpkernels.tables import Report, Table
 
 
 class FusedSite(NamedTuple):
@@ -32,7 +33,7 @@ class SavedBytes(NamedTuple):
 
 
 @dataclass
-class FuseReport:
+class FuseReport(Report):
     """What ``fuse`` has found: the sites that it fused, and those that it left. ``print`` shows both as a table."""
 
     fused: list[FusedSite] = field(default_factory=list)
@@ -74,12 +75,9 @@ class FuseReport:
             for module, kind in before:
                 module.__class__ = kind
 
-    def __str__(self) -> str:
-        parts = [
-            _table(("fused", "what stood there", "computed by"), self.fused),
-            _table(("left", "what stands there", "why"), self.left),
-        ]
-        return "\n\n".join(parts)
+    def _parts(self) -> list[str | Table]:
+        fused = _table(("fused", "what stood there", "computed by"), self.fused)
+        return [fused, "", _table(("left", "what stands there", "why"), self.left)]
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -92,14 +90,11 @@ def _call(model: Module, inputs: Any) -> Any:
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
-def _table(head: tuple[str, str, str], sites: Sequence[tuple[str, str, str]]) -> str:
-    """One line for what stands in many layers alike: their numbers are shown as a star, with a count."""
+def _table(head: tuple[str, str, str], sites: Sequence[tuple[str, str, str]]) -> Table:
+    """Return one row for what stands in many layers alike: their numbers are shown as a star, with a count."""
     counts: dict[tuple[str, ...], int] = {}
     for module, *rest in sites:
         key = (re.sub(r"\b\d+\b", "*", module) or "(the model)", *rest)
         counts[key] = counts.get(key, 0) + 1
     rows = [(f"{module} ({count})" if count > 1 else module, *rest) for (module, *rest), count in counts.items()]
-    rows = [head, *(rows or [("nothing", "", "")])]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+    return Table(head, rows or [("nothing", "", "")])
