@@ -227,9 +227,10 @@ class AdamW(torch.optim.AdamW):
         if not self.state[param]:
             self.state[param] = param_state.create(param, group["master"], group["state_dtype"], group["amsgrad"])
         state: dict[str, Tensor] = self.state[param]
+        masters.drop_unfit(state, param)
         if param_state.has_other_moments(param, state, group["state_dtype"]):
             state = self.state[param] = param_state.adopt(param, state, group, group["state_dtype"])
-        masters.give(state, param, group["master"])  # the model may have turned 16-bit meanwhile
+        masters.give(state, param, group["master"])
         state["step"] = state["step"].to(torch.float32)  # which a user may have set
         return state
 
