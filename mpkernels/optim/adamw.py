@@ -245,9 +245,10 @@ class AdamW(torch.optim.AdamW):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of ours or torch's. Unlike torch, don't round the states to their parameter's dtype."""
-        with checkpoint.loading(self):
-            super().load_state_dict(state_dict)
+        """Load a state dict of ours or torch's, or leave everything as it is if that fails. Unlike torch, don't round
+        the states to their parameter's dtype."""
+        with checkpoint.loading(self) as stand_in:
+            super(AdamW, stand_in).load_state_dict(state_dict)
 
     def release_grads(self, scaler: torch.amp.GradScaler | None = None) -> GradientRelease:
         """From now on, free each grad inside the backward, so that the grads are never in memory all at once.
