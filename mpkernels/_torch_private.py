@@ -112,6 +112,19 @@ def is_fsdp1s(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
+# What runs the backward of a Python function. Without it: no backward seems to run inside another.
+_function_backward: Any = _find("torch.autograd.function", "BackwardCFunction.apply", None)
+
+
+def is_backward_nested() -> bool:
+    """Return whether the backward that calls this was started inside another one, by a function's own backward, as
+    reentrant checkpoints do."""
+    code, frame = getattr(_function_backward, "__code__", None), sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 def parts_in_place(tensors: Iterable[Any]) -> list[Any]:
     """Return the tensor that each DTensor holds; None for others. Without the attribute: None, so that a method of
     theirs makes a new view of each parameter at each call, and AdamW plans each step anew."""

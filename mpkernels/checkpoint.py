@@ -104,10 +104,10 @@ def _undo_of(it: Any) -> Undo:
 
 def _undo_of_module(module: nn.Module) -> Undo:
     modules = list(module.modules())
-    tensors = {id(it): it for each in modules for it in _loaded_in_place(each)}.values()
+    tensors = [it for each in modules for it in _own_tensors(each)]
     values = [part_of(it.detach()).to("cpu", copy=True) for it in tensors]
     extra = [(it, copy.deepcopy(it.get_extra_state())) for it in modules if type(it).get_extra_state is not _NO_EXTRA]
-    put_back = _undo_of_dicts([it for each in modules for it in (vars(each), each._parameters, each._buffers)])
+    put_back = _undo_of_dicts([it for each in modules for it in (vars(each), *vars(each).values())])
 
     @torch.no_grad()
     def undo() -> None:
@@ -120,12 +120,10 @@ def _undo_of_module(module: nn.Module) -> Undo:
     return undo
 
 
-def _loaded_in_place(module: nn.Module) -> Iterator[Tensor]:
-    """Yield the module's own tensors that a load writes to."""
-    saved = (it for name, it in module._buffers.items() if name not in module._non_persistent_buffers_set)
-    for tensor in (*module._parameters.values(), *saved):
-        if tensor is not None and not is_lazy(tensor) and not tensor.is_meta:
-            yield tensor
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    """Return those that can be written to: without lazy ones, and those that show one element in several places."""
+    found = [*nn.Module.parameters(module, recurse=False), *nn.Module.buffers(module, recurse=False)]
+    return [it for it in found if not (is_lazy(it) or it.is_meta or 0 in it.stride())]
 
 
 def _undo_of_optimizer(optimizer: Optimizer) -> Undo:

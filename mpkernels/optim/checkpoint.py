@@ -1,5 +1,6 @@
 """Saving and loading AdamW's state. Unlike torch, loading doesn't round a state to its parameter's dtype."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ def loading(optimizer: Any) -> Iterator[Any]:
     def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         vars(stand_in).update(_without_hooks(optimizer))  # which the user's hooks may have changed
         states = dict(loaded["state"])
+        _refuse_twice([number for saved in loaded["param_groups"] for number in saved["params"]])
         for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):  # torch compares lengths
             for param, number in zip(group["params"], saved["params"], strict=False):
                 if states.get(number):
@@ -74,6 +76,11 @@ def loading(optimizer: Any) -> Iterator[Any]:
 
 def _without_hooks(optimizer: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(optimizer).items() if key not in _HOOKS}
+
+
+def _refuse_twice(numbers: list[Any]) -> None:
+    if twice := [number for number, times in Counter(numbers).items() if times > 1]:
+        raise ValueError(f"AdamW.load_state_dict: param_groups must hold each parameter once, got {twice} twice")
 
 
 def _check(number: object, state: dict[str, Any], param: Tensor) -> None:

@@ -23,6 +23,19 @@ def create(param: Tensor, master: str, state_dtype: torch.dtype, amsgrad: bool) 
     return state
 
 
+def for_step(param: Tensor, state: State, group: Mapping[str, Any]) -> State:
+    """Return a parameter's state as the next step takes it: a new one where there is none, and one that follows the
+    group's options and the parameter's dtype, which may have changed."""
+    if not state:
+        return create(param, group["master"], group["state_dtype"], group["amsgrad"])
+    masters.drop_unfit(state, param)
+    if has_other_moments(param, state, group["state_dtype"]):
+        state = adopt(param, state, group, group["state_dtype"])
+    masters.give(state, param, group["master"])
+    state["step"] = state["step"].to(torch.float32)  # which a user may have set
+    return state
+
+
 def placed(param: Tensor, state: State) -> State:
     """Return a state of a parameter's part as that of the parameter: what has its shape is placed as it is."""
     shaped = *MOMENTS, *masters.KEYS.values()
