@@ -107,6 +107,13 @@ def flat_param_handle() -> type:
     return found
 
 
+def hooks_of_loading(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the user's hooks that run before and after load_state_dict. Without the attributes: none, and torch calls
+    the hooks with the stand-in that it loads."""
+    before = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {})
+    return before, getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
+
+
 def is_fsdp1s(param: Tensor) -> bool:
     """Return whether FSDP1 made this of other parameters. Without the mark: none is, and the group must be given."""
     return bool(getattr(param, "_fsdp_flattened", False))

@@ -8,10 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels._torch_private import is_fsdp1s
+from mpkernels._torch_private import hooks_of_loading, is_fsdp1s
 from mpkernels.optim import group_options, param_state
 
-_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "master_param")
 
 
@@ -45,10 +44,10 @@ def loading(optimizer: Any) -> Iterator[Any]:
     states_to_adopt: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
 
     def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        vars(stand_in).update(_without_hooks(optimizer))  # which the user's hooks may have changed
+        vars(stand_in).update(_without(hooks, optimizer))  # which the user's hooks may have changed
         states = dict(loaded["state"])
-        _refuse_twice([number for saved in loaded["param_groups"] for number in saved["params"]])
         for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):  # torch compares lengths
+            _refuse_twice(saved["params"])
             for param, number in zip(group["params"], saved["params"], strict=False):
                 if states.get(number):
                     _check(number, states[number], param)
@@ -60,27 +59,29 @@ def loading(optimizer: Any) -> Iterator[Any]:
     def of_users(hook: Any) -> Any:
         return lambda _, loaded: hook(optimizer, loaded)
 
-    before, after = _HOOKS
-    hooks = [*map(of_users, getattr(optimizer, before).values()), remember]
-    vars(stand_in).update({before: dict(enumerate(hooks)), after: {}})
+    before, after = hooks = hooks_of_loading(optimizer)
+    Optimizer.__setstate__(stand_in, _without(hooks, optimizer))
+    for hook in (*map(of_users, before.values()), remember):
+        stand_in.register_load_state_dict_pre_hook(hook)
+    own_hooks = hooks_of_loading(stand_in)
     yield stand_in
     for new, own in zip(stand_in.param_groups, optimizer.param_groups, strict=True):
         new.update({key: own[key] for key in group_options.OF_GROUPS})
     for param, state, saved, own in states_to_adopt:
         stand_in.state[param] = param_state.adopt(param, state, saved, own["state_dtype"])
     stand_in._is_loaded = True
-    vars(optimizer).update(_without_hooks(stand_in))
-    for hook in getattr(optimizer, after).values():
+    vars(optimizer).update(_without(own_hooks, stand_in))
+    for hook in after.values():
         hook(optimizer)
 
 
-def _without_hooks(optimizer: Any) -> dict[str, Any]:
-    return {key: value for key, value in vars(optimizer).items() if key not in _HOOKS}
+def _without(hooks: tuple[Any, ...], optimizer: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(optimizer).items() if not any(value is each for each in hooks)}
 
 
 def _refuse_twice(numbers: list[Any]) -> None:
     if twice := [number for number, times in Counter(numbers).items() if times > 1]:
-        raise ValueError(f"AdamW.load_state_dict: param_groups must hold each parameter once, got {twice} twice")
+        raise ValueError(f"AdamW.load_state_dict: a group must hold each parameter once, got {twice} twice")
 
 
 def _check(number: object, state: dict[str, Any], param: Tensor) -> None:

@@ -202,8 +202,6 @@ def test_a_checkpoint_that_has_a_parameter_twice_is_refused():
     theirs = torch.optim.AdamW([first, second, first])
     theirs.step()
     optimizer = AdamW(weights(3))
-    with pytest.raises(
-        ValueError, match=r"AdamW.load_state_dict: param_groups must hold each parameter once, got \[2\]"
-    ):
+    with pytest.raises(ValueError, match=r"AdamW.load_state_dict: a group must hold each parameter once, got \[2\]"):
         optimizer.load_state_dict(theirs.state_dict())
     assert not optimizer.state
