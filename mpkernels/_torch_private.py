@@ -107,9 +107,29 @@ def flat_param_handle() -> type:
     return found
 
 
+def hooks_of_loading(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the user's hooks that run before and after load_state_dict. Without the attributes: none, and torch calls
+    the hooks with the stand-in that it loads."""
+    before = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {})
+    return before, getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
+
+
 def is_fsdp1s(param: Tensor) -> bool:
     """Return whether FSDP1 made this of other parameters. Without the mark: none is, and the group must be given."""
     return bool(getattr(param, "_fsdp_flattened", False))
+
+
+# What runs the backward of a Python function. Without it: no backward seems to run inside another.
+_function_backward: Any = _find("torch.autograd.function", "BackwardCFunction.apply", None)
+
+
+def is_backward_nested() -> bool:
+    """Return whether the backward that calls this was started inside another one, by a function's own backward, as
+    reentrant checkpoints do."""
+    code, frame = getattr(_function_backward, "__code__", None), sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
 
 
 def parts_in_place(tensors: Iterable[Any]) -> list[Any]:

@@ -4,16 +4,24 @@ torch.load reads the file, too. Behind what torch.save writes come a mark with t
 checksum of all before it.
 """
 
+import copy
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
+from mpkernels.parts import part_of
+
+Undo = Callable[[], None]
+_NO_EXTRA = nn.Module.get_extra_state
 _MARK, _VERSION = b"mpkernels checkpoint ", b"0001"
 _DIGEST = hashlib.sha256
 _END = len(_MARK) + len(_VERSION) + _DIGEST().digest_size
@@ -65,16 +73,81 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any
 
     >>> step = load("last.pt", model=model, optimizer=optimizer, scaler=scaler)["step"]
 
-    Raises ValueError, before any object changes, if the file is no checkpoint, or not as it was written.
+    Raises ValueError, before any object changes, if the file is no checkpoint, or not as it was written. If an object
+    refuses its state, or the loading is interrupted, all objects are as before: parameters and buffers are copied to
+    the host meanwhile, optimizers get back the states that they had, everything else is set back by its own
+    ``load_state_dict``.
     """
     path = Path(path)
     _check(path)
     states: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
     if missing := objects.keys() - states.keys():
         raise ValueError(f"checkpoint.load: {path} must have {sorted(missing)}, got {sorted(states)}")
-    for name, it in objects.items():
-        it.load_state_dict(states[name])
+    with ExitStack() as undoing:
+        for it in objects.values():
+            undoing.callback(_undo_of(it))
+        for name, it in objects.items():
+            it.load_state_dict(states[name])
+        undoing.pop_all()
     return states
+
+
+def _undo_of(it: Any) -> Undo:
+    """Return a function that gives the object back the state that it has now."""
+    if isinstance(it, nn.Module):
+        return _undo_of_module(it)
+    if isinstance(it, Optimizer):
+        return _undo_of_optimizer(it)
+    before = copy.deepcopy(it.state_dict())
+    return lambda: it.load_state_dict(before)
+
+
+def _undo_of_module(module: nn.Module) -> Undo:
+    modules = list(module.modules())
+    tensors = [it for each in modules for it in _own_tensors(each)]
+    values = [part_of(it.detach()).to("cpu", copy=True) for it in tensors]
+    extra = [(it, copy.deepcopy(it.get_extra_state())) for it in modules if type(it).get_extra_state is not _NO_EXTRA]
+    put_back = _undo_of_dicts([it for each in modules for it in (vars(each), *vars(each).values())])
+
+    @torch.no_grad()
+    def undo() -> None:
+        put_back()
+        for tensor, value in zip(tensors, values, strict=True):
+            part_of(tensor.detach()).copy_(value)
+        for each, state in extra:
+            each.set_extra_state(state)
+
+    return undo
+
+
+def _own_tensors(module: nn.Module) -> list[Tensor]:
+    """Return those that can be written to: without lazy ones, and those that show one element in several places."""
+    found = [*nn.Module.parameters(module, recurse=False), *nn.Module.buffers(module, recurse=False)]
+    return [it for it in found if not (is_lazy(it) or it.is_meta or 0 in it.stride())]
+
+
+def _undo_of_optimizer(optimizer: Optimizer) -> Undo:
+    """A load replaces an optimizer's tensors, and writes to none."""
+    values = [it for each in vars(optimizer).values() for it in (each if isinstance(each, list | tuple) else [each])]
+    undos = [_undo_of_optimizer(it) for it in values if isinstance(it, Optimizer)]  # of a wrapper
+    undos.append(_undo_of_dicts([vars(optimizer), optimizer.state, *optimizer.param_groups]))
+
+    def undo() -> None:
+        for each in undos:
+            each()
+
+    return undo
+
+
+def _undo_of_dicts(dicts: Iterable[Any]) -> Undo:
+    pairs = [(it, dict(it)) for it in dicts if isinstance(it, dict)]
+
+    def undo() -> None:
+        for it, before in pairs:
+            it.clear()
+            it.update(before)
+
+    return undo
 
 
 class _Summed:

@@ -1,5 +1,6 @@
 """mpkernels.checkpoint: a file that is there whole or not at all, and an error that says what is wrong with another."""
 
+import itertools
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from mpkernels.checkpoint import load, save
 from mpkernels.optim import AdamW
 from tests import ROOT
 from tests.cases import same_bits
+from tests.faults import faults
 from tests.networks import B16, backward, network, one_thread
 
 __all__ = ["one_thread"]  # a fixture that each test uses
@@ -96,6 +98,99 @@ def test_what_the_file_lacks_changes_nothing(tmp_path):
         load(tmp_path / "last.pt", **it)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none.pt")
+
+
+class Counting(torch.nn.Module):
+    """Has what a module may have: parameters, buffers, and a state beside them."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer, self.calls = torch.nn.Linear(2, 2, dtype=B16), [seed]
+        self.register_buffer("mean", torch.full((2,), float(seed)))
+        self.register_buffer("aside", torch.full((2,), float(seed)), persistent=False)
+
+    def get_extra_state(self):
+        return self.calls
+
+    def set_extra_state(self, state):
+        self.calls.clear()
+        self.calls.extend(state)
+
+
+def all_of(seed, steps, kind=AdamW, **options):
+    model = Counting(seed)
+    optimizer = kind(model.parameters(), lr=0.1 * seed, **options)
+    its = {"model": model, "optimizer": optimizer, "scaler": GradScaler("cpu", init_scale=2.0**seed)}
+    its["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    for _ in range(steps):
+        its["scaler"].scale(model.layer(torch.eye(2, dtype=B16)).float().square().sum()).backward()
+        its["scaler"].step(optimizer)
+        its["scaler"].update()
+        its["scheduler"].step()
+    return its
+
+
+def facts_of(its):
+    """All that training would go on from, as text."""
+    model, optimizer = its["model"], its["optimizer"]
+    states = [optimizer.state.get(param, {}) for param in model.parameters()]
+    groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+    own = [model.state_dict(), model.aside, states, groups, its["scaler"].state_dict()]
+    return str(torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, own)), its["scheduler"].last_epoch
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # Python drops those of a generator's end
+@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.int8}, {"kind": torch.optim.AdamW}])
+def test_a_fault_while_it_loads_changes_nothing(tmp_path, options):
+    """Or comes so late that everything is loaded; and a second try loads."""
+    save(tmp_path / "last.pt", **all_of(2, 3, **options))
+    load(tmp_path / "last.pt", **(done := all_of(1, 1, **options)))
+    old, new, seen = facts_of(all_of(1, 1, **options)), facts_of(done), []
+    for number, fault in zip(itertools.count(), faults(every=5)):
+        its = all_of(1, 1, **options)
+        with fault:
+            load(tmp_path / "last.pt", **its)
+        seen.append(facts_of(its))
+        assert seen[-1] in (old, new), number
+        load(tmp_path / "last.pt", **its)
+        assert facts_of(its) == new, number
+    assert number > 200
+    assert old in seen
+    assert new in seen
+
+
+class Refusing:
+    def __init__(self):
+        self.state = [1]
+
+    def state_dict(self):
+        return {"state": self.state}
+
+    def load_state_dict(self, state):
+        self.state.append(2)
+        raise KeyError("not mine")
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": torch.optim.SGD, "momentum": 0.9}], ids=["ours", "torch's"])
+@pytest.mark.parametrize("refuses", ["model", "optimizer", "last", "first"])
+def test_if_one_refuses_none_is_changed(tmp_path, options, refuses):
+    saved, its = all_of(2, 3, **options), all_of(1, 1, **options)
+    before, kept = facts_of(its), list(its["optimizer"].state.values())
+    if refuses == "model":
+        saved["model"].mean = torch.ones(3)
+    elif refuses == "optimizer":
+        saved["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+    save(tmp_path / "last.pt", **saved, first={}, last=Refusing())
+    objects = {name: its[name] for name in sorted(its, reverse=refuses == "model")} | {"last": Refusing()}
+    if refuses == "first":  # and its own old state, too
+        objects = {"first": Refusing(), **objects}
+    with pytest.raises((RuntimeError, ValueError, KeyError)):
+        load(tmp_path / "last.pt", **objects)
+    assert facts_of(its) == before
+    assert all(now is then for now, then in zip(its["optimizer"].state.values(), kept, strict=True))
 
 
 def test_the_last_good_one_survives_an_error(tmp_path):

@@ -100,9 +100,11 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
     with torch.no_grad():
         optimizer._compare_loaded()
         for param in narrow.values():
-            _set(param, masters.true_weight(param, optimizer.state.get(param, {})).float())
+            state = optimizer.state.get(param, {})
+            masters.drop_unfit(state, param)
+            _set(param, masters.true_weight(param, state).float())
             for key in masters.KEYS.values():
-                optimizer.state.get(param, {}).pop(key, None)
+                state.pop(key, None)
     optimizer._start_afresh()
     own_forward = vars(model).pop("forward", None)
     model.__class__ = model._mixed_class
@@ -186,7 +188,9 @@ def _with_master(param: Tensor, goal: torch.dtype, optimizer: AdamW) -> Tensor:
     rounded, remainder = split(param.detach(), goal)
     scheme = group["master"]
     own = param_state.create(rounded, scheme, group["state_dtype"], group["amsgrad"])
+    masters.drop_unfit(optimizer.state[param], param)
     own.update(optimizer.state[param])
     own[masters.KEYS[scheme]] = remainder if scheme == "split" else param.detach()
+    masters.mark(own, rounded)
     optimizer.state[param] = own
     return rounded if scheme == "split" else param.to(goal)

@@ -101,10 +101,12 @@ class AdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does. It may set its own ``master`` and ``state_dtype``; a bad group is not kept."""
-        super().add_param_group(param_group)
+        with group_options.refusing_twice():
+            super().add_param_group(param_group)
         group = self.param_groups[-1]
         group_options.complete(self, group)
         try:
+            group_options.refuse_twice(group["params"])
             group_options.check_group(self, group)
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -213,6 +215,7 @@ class AdamW(torch.optim.AdamW):
 
     def _new_plans(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
         """Return a plan for each device, of the parameters that have a grad; each of those then has a state."""
+        group_options.refuse_twice(params)
         for group in self.param_groups:
             group_options.check_group(self, group)
         verdicts.find_parts(self, params)
@@ -226,13 +229,7 @@ class AdamW(torch.optim.AdamW):
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
-        if not self.state[param]:
-            self.state[param] = param_state.create(param, group["master"], group["state_dtype"], group["amsgrad"])
-        state: dict[str, Tensor] = self.state[param]
-        if param_state.has_other_moments(param, state, group["state_dtype"]):
-            state = self.state[param] = param_state.adopt(param, state, group, group["state_dtype"])
-        masters.give(state, param, group["master"])  # the model may have turned 16-bit meanwhile
-        state["step"] = state["step"].to(torch.float32)  # which a user may have set
+        self.state[param] = state = param_state.for_step(param, self.state[param], group)
         return state
 
     def overflow_report(self, model: Module | None = None, found: find_nonfinite | None = None) -> OverflowReport:
@@ -246,9 +243,10 @@ class AdamW(torch.optim.AdamW):
             return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of ours or torch's. Unlike torch, don't round the states to their parameter's dtype."""
-        with checkpoint.loading(self):
-            super().load_state_dict(state_dict)
+        """Load a state dict of ours or torch's, or leave everything as it is if that fails. Unlike torch, don't round
+        the states to their parameter's dtype."""
+        with checkpoint.loading(self) as stand_in:
+            super(AdamW, stand_in).load_state_dict(state_dict)
 
     def release_grads(self, scaler: torch.amp.GradScaler | None = None) -> GradientRelease:
         """From now on, free each grad inside the backward, so that the grads are never in memory all at once.
@@ -256,13 +254,15 @@ class AdamW(torch.optim.AdamW):
         The backward steps each parameter as soon as its grad is complete, and ``step`` has nothing left to do. With
         ``max_norm``, the guard or a scaler, the step needs all grads first. They are then kept until the step, in 16
         bits: the grads of fp32 parameters become bf16, which on CUDA only mpkernels' GradScaler accepts. If several
-        backwards come before a step, run all but the last one under ``with release.accumulate():``.
+        backwards come before a step, run all but the last one under ``with release.accumulate():``; a second grad of a
+        parameter that is stepped in the backward raises. Reentrant checkpoints' grads are kept until the step.
 
         DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the one the first backward
         raises, under the other this method does. ``scaler`` is the scaler that you train with, if there is one.
         """
         if self.defaults["differentiable"]:
             raise ValueError("AdamW: release_grads needs differentiable=False")
+        group_options.refuse_twice(params_of(self))
         is_guarded = verdicts.is_guarded(self, any(map(needs_master, params_of(self))))
         waits = is_guarded or (scaler is not None and scaler.is_enabled())
         if self._release is not None:

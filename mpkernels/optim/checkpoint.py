@@ -1,14 +1,14 @@
 """Saving and loading AdamW's state. Unlike torch, loading doesn't round a state to its parameter's dtype."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels._torch_private import is_fsdp1s
+from mpkernels._torch_private import hooks_of_loading, is_fsdp1s
 from mpkernels.optim import group_options, param_state
 
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "master_param")
@@ -34,40 +34,54 @@ def saving(optimizer: Optimizer) -> Iterator[None]:
 
 
 @contextmanager
-def loading(optimizer: Any) -> Iterator[None]:
-    """Make torch's load_state_dict, called inside this context, take the states as they were before torch casts them.
-    The optimizer's own master and state_dtype apply, not those of the checkpoint."""
-    states_to_adopt: list[tuple[Tensor, dict[str, Any], dict[str, Any]]] = []
-    options = [{key: group[key] for key in group_options.OF_GROUPS} for group in optimizer.param_groups]
+def loading(optimizer: Any) -> Iterator[Any]:
+    """Yield a stand-in for the optimizer, to call torch's load_state_dict on inside this context. At its end, the
+    optimizer takes over what was loaded, in one assignment; after an error, it is as it was before.
+
+    The states come as they were before torch casts them, and the optimizer's own master and state_dtype apply, not
+    those of the checkpoint."""
+    stand_in: Any = object.__new__(type(optimizer))
+    states_to_adopt: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
 
     def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        vars(stand_in).update(_without(hooks, optimizer))  # which the user's hooks may have changed
         states = dict(loaded["state"])
         for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):  # torch compares lengths
+            _refuse_twice(saved["params"])
             for param, number in zip(group["params"], saved["params"], strict=False):
                 if states.get(number):
                     _check(number, states[number], param)
-                    states_to_adopt.append((param, states[number], saved))
-                    # torch insists on a step, where Apex and TransformerEngine count once for the group.
-                    states[number] = {"step": 0.0} | states[number]
+                    states_to_adopt.append((param, states[number], saved, group))
+                    # All that torch insists on. Apex and TransformerEngine count once for the group.
+                    states[number] = {"step": states[number].get("step", 0.0)}
         return loaded | {"state": states}
 
-    def adopt(_: Optimizer) -> None:
-        dtypes: dict[Tensor, torch.dtype] = {}
-        for group, own in zip(optimizer.param_groups, options, strict=True):
-            group.update(own)
-            dtypes |= dict.fromkeys(group["params"], own["state_dtype"])
-        for param, state, saved in states_to_adopt:
-            optimizer.state[param] = param_state.adopt(param, state, saved, dtypes[param])
-        optimizer._start_afresh()
-        optimizer._is_loaded = True
+    def of_users(hook: Any) -> Any:
+        return lambda _, loaded: hook(optimizer, loaded)
 
-    last = optimizer.register_load_state_dict_pre_hook(remember)
-    first = optimizer.register_load_state_dict_post_hook(adopt, prepend=True)  # of all that come after torch's casts
-    try:
-        yield
-    finally:
-        last.remove()
-        first.remove()
+    before, after = hooks = hooks_of_loading(optimizer)
+    Optimizer.__setstate__(stand_in, _without(hooks, optimizer))
+    for hook in (*map(of_users, before.values()), remember):
+        stand_in.register_load_state_dict_pre_hook(hook)
+    own_hooks = hooks_of_loading(stand_in)
+    yield stand_in
+    for new, own in zip(stand_in.param_groups, optimizer.param_groups, strict=True):
+        new.update({key: own[key] for key in group_options.OF_GROUPS})
+    for param, state, saved, own in states_to_adopt:
+        stand_in.state[param] = param_state.adopt(param, state, saved, own["state_dtype"])
+    stand_in._is_loaded = True
+    vars(optimizer).update(_without(own_hooks, stand_in))
+    for hook in after.values():
+        hook(optimizer)
+
+
+def _without(hooks: tuple[Any, ...], optimizer: Any) -> dict[str, Any]:
+    return {key: value for key, value in vars(optimizer).items() if not any(value is each for each in hooks)}
+
+
+def _refuse_twice(numbers: list[Any]) -> None:
+    if twice := [number for number, times in Counter(numbers).items() if times > 1]:
+        raise ValueError(f"AdamW.load_state_dict: a group must hold each parameter once, got {twice} twice")
 
 
 def _check(number: object, state: dict[str, Any], param: Tensor) -> None:

@@ -21,16 +21,37 @@ def needs_master(param: Tensor) -> bool:
     return param.dtype in (torch.bfloat16, torch.float16)
 
 
+def unfit(param: Tensor, state: State) -> list[str]:
+    """Return the keys of masters that aren't this parameter's any more: the model was converted to fp32 or fp64, or to
+    the other 16-bit dtype, whose remainders mean something else. Its weights win."""
+    if not needs_master(param):
+        return [key for key in KEYS.values() if key in state]
+    remainder = state.get("remainder")
+    if remainder is None or getattr(remainder, "made_for", remainder.dtype) in (torch.int16, param.dtype):
+        return []  # a plain int16 has lost its mark, as where a user has moved it
+    return ["remainder"]
+
+
+def drop_unfit(state: State, param: Tensor) -> None:
+    for key in unfit(param, state):
+        del state[key]
+
+
+def mark(state: State, param: Tensor) -> None:
+    """Note on a remainder which 16-bit dtype it completes: its bits don't tell."""
+    if "remainder" in state:
+        state["remainder"].made_for = param.dtype  # type: ignore[attr-defined]
+
+
 def give(state: State, param: Tensor, scheme: str) -> None:
     """Put the parameter's master into its state, in the form of the scheme. The master comes from a loaded checkpoint
     if the state holds one; otherwise its value is the parameter's, exactly."""
-    if not needs_master(param):  # it may have been 16-bit
-        for key in KEYS.values():
-            state.pop(key, None)
+    if not needs_master(param):
         return
     if "remainder" in state and state["remainder"].dtype != torch.int16:
         # As a checkpoint has it, where a loader has put that into the state itself, as ZeRO's does.
         state["remainder"] = placed_as(param, part_of(state["remainder"]).view(torch.int16))
+        mark(state, param)
     if KEYS[scheme] in state:
         return
     kept = parts_in({key: state.pop(key) for key in KEYS.values() if key in state})
@@ -44,6 +65,7 @@ def give(state: State, param: Tensor, scheme: str) -> None:
             weight, remainder = split(weight, own.dtype)
             master.copy_(remainder)
     state[KEYS[scheme]] = placed_as(param, master)
+    mark(state, param)
     if kept:
         own.copy_(weight)  # the other neighbour on ties, which the schemes round differently
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpkernels.ops.adamw import int8
 from mpkernels.optim import masters
-from mpkernels.parts import part_for, part_of, parts_in, placed_as
+from mpkernels.parts import part_for, part_of, placed_as
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _ELSEWHERE = {"master_param": "master"}  # TransformerEngine's key -> ours
@@ -20,6 +20,19 @@ def create(param: Tensor, master: str, state_dtype: torch.dtype, amsgrad: bool) 
     """Return a state before the first step. The master is the parameter as it is, exactly."""
     state = placed(param, _without_master(part_of(param), state_dtype, amsgrad))
     masters.give(state, param, master)
+    return state
+
+
+def for_step(param: Tensor, state: State, group: Mapping[str, Any]) -> State:
+    """Return a parameter's state as the next step takes it: a new one where there is none, and one that follows the
+    group's options and the parameter's dtype, which may have changed."""
+    if not state:
+        return create(param, group["master"], group["state_dtype"], group["amsgrad"])
+    masters.drop_unfit(state, param)
+    if has_other_moments(param, state, group["state_dtype"]):
+        state = adopt(param, state, group, group["state_dtype"])
+    masters.give(state, param, group["master"])
+    state["step"] = state["step"].to(torch.float32)  # which a user may have set
     return state
 
 
@@ -53,21 +66,22 @@ def has_other_moments(param: Tensor, state: State, state_dtype: torch.dtype) -> 
     return state["exp_avg"].dtype != wanted or ("scales" in state) != (wanted == torch.int8)
 
 
-def decoded(state: State) -> State:
-    """Return the state with its moments as numbers that torch knows."""
+def decoded(param: Tensor, state: State) -> State:
+    """Return a parameter's state with its moments as numbers that torch knows."""
     if "scales" not in state:
         return state
     keys = [key for key in MOMENTS if key in state]
     scales = state["scales"].view(len(keys), -1)
-    moments = {key: int8.decode(state[key], scales[k], squared=k > 0) for k, key in enumerate(keys)}
-    return {key: value for key, value in (state | moments).items() if key != "scales"}
+    moments = {key: int8.decode(part_of(state[key]), scales[k], squared=k > 0) for k, key in enumerate(keys)}
+    return {key: value for key, value in (state | placed(param, moments)).items() if key != "scales"}
 
 
 def portable(param: Tensor, state: State, in_one_dtype: bool) -> State:
     """Return the state in the form that checkpoints hold. in_one_dtype: with every tensor of the parameter's shape
     widened to fp32."""
-    if "scales" in state:
-        state = placed(param, decoded(parts_in(state)))
+    unfit = masters.unfit(param, state)
+    state = {key: value for key, value in state.items() if key not in unfit} if unfit else state
+    state = decoded(param, state)
     if in_one_dtype:
         narrow = {key: state[key].float() for key in MOMENTS if key in state and state[key].itemsize == 2}
         return masters.saved_in_fp32(param, state) | narrow
@@ -81,7 +95,7 @@ def adopt(param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], sta
     """Return our state, made from a saved state of ours, torch's, Apex's or TransformerEngine's. ``group`` is the saved
     parameter group. Only moments are rounded, to state_dtype."""
     whole, param = param, part_of(param)
-    saved = decoded({_ELSEWHERE.get(key, key): value for key, value in saved.items()})
+    saved = decoded(whole, {_ELSEWHERE.get(key, key): value for key, value in saved.items()})
     saved |= {key: part_for(whole, saved[key]) for key in (*MOMENTS, *masters.KEYS.values()) if key in saved}
     state = _without_master(param, state_dtype, amsgrad="max_exp_avg_sq" in saved)
     state["step"].fill_(float(saved.get("step", group.get("step", 0))))  # Apex counts once for the whole group
@@ -94,4 +108,5 @@ def adopt(param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], sta
         else:
             state[key].copy_(saved[key])
     state = placed(whole, state | masters.loaded(param, saved))
+    masters.mark(state, whole)
     return state | {key: value for key, value in saved.items() if key not in state and key not in masters.KEYS.values()}

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import is_fsdp1s
+from mpkernels._torch_private import is_backward_nested, is_fsdp1s
 from mpkernels.distributed import ddp
 from mpkernels.parts import settled_grads
 
@@ -25,6 +25,7 @@ class GradientRelease:
         self._params = [param for param, _ in releases]
         self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
         self._is_accumulating = False
+        self._have_come: set[int] = set()  # the ids of those whose grads have come since the last step
         if any(map(is_fsdp1s, self._params)):
             raise ValueError("AdamW.release_grads: params must not be FSDP's, which frees grads itself; leave it out")
         ddp.watch()
@@ -38,10 +39,26 @@ class GradientRelease:
             if self._wrappers != ddp.made():
                 ddp.refuse("AdamW.release_grads", self._params)
                 self._wrappers = ddp.made()
-            if not self._is_accumulating:
-                release(param)
+            if self._is_accumulating:
+                return
+            if self.steps_alone:
+                self._refuse_second(param)
+                if is_backward_nested():
+                    return  # another checkpoint may use the parameter yet, and compute its forward anew
+            release(param)
 
         return after_accumulation
+
+    def _refuse_second(self, param: Tensor) -> None:
+        """Raise if the parameter has had a grad since the last step: in one step, it would be stepped twice."""
+        if id(param) in self._have_come:
+            place = next(i for i, each in enumerate(self._params) if each is param)
+            raise RuntimeError(
+                f"AdamW.release_grads: params[{place}] of shape {tuple(param.shape)} must get its grad once before "
+                "each step, got a second one; give reentrant checkpoints that share it use_reentrant=False, and run "
+                "all backwards before a step but the last inside the accumulate() of what release_grads returned"
+            )
+        self._have_come.add(id(param))
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -63,6 +80,7 @@ class GradientRelease:
             _set_width(param, self._widths[id(param)])
 
     def after_step(self) -> None:
+        self._have_come.clear()
         if self._hooks:
             for param in self._params:
                 param.grad = None

@@ -120,6 +120,23 @@ def test_post_hooks_of_the_user_have_the_last_word():
     assert (optimizer.state[weight]["exp_avg"] == 7).all()
 
 
+def test_hooks_of_the_user_see_the_optimizer_itself():
+    """One that comes before the load may still add the group that the checkpoint has."""
+    weights, seen = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
+    optimizer = AdamW([weights[0]])
+    both = AdamW([{"params": [weight]} for weight in weights])
+
+    def add_group(it, saved):
+        seen.append(it)
+        it.add_param_group({"params": [weights[1]], "state_dtype": B16})
+
+    optimizer.register_load_state_dict_pre_hook(add_group)
+    optimizer.register_load_state_dict_post_hook(seen.append)
+    optimizer.load_state_dict(both.state_dict())
+    assert seen == [optimizer, optimizer]
+    assert [group["state_dtype"] for group in optimizer.param_groups] == [torch.float32, B16]
+
+
 def hook_sets_a_state(optimizer, say):
     optimizer.register_state_dict_pre_hook(lambda it: it.state.__setitem__("test", 1))
     return optimizer.state_dict()

@@ -1,0 +1,60 @@
+"""A fault at each line and each call of some code, as Ctrl-C or a lack of memory may come anywhere."""
+
+import gc
+import itertools
+import sys
+
+import torch
+
+ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError)
+# Whose lines and calls count. Of what they call, deepcopy and no_grad for example, the call does.
+COUNTED = ("/mpkernels/", "/torch/optim/", "/torch/amp/", "/torch/nn/modules/module.py", "/contextlib.py")
+
+
+def _is_counted(frame):
+    return any(place in frame.f_code.co_filename.replace("\\", "/") for place in COUNTED)
+
+
+class _Fault:
+    """Raises the error at one of the lines and calls of Python code, and of the calls into C, that come."""
+
+    def __init__(self, place, error):
+        self.place, self.error, self.has_come = place, error, False
+
+    def __enter__(self):
+        gc.disable()  # finalizers hand on no error
+        sys.setprofile(self._on_call_into_c)
+        sys.settrace(self._on_line)
+
+    def __exit__(self, kind, error, traceback):
+        sys.settrace(None)
+        sys.setprofile(None)
+        gc.enable()
+        torch.set_grad_enabled(True)  # which torch.no_grad leaves off if it is interrupted
+        return self.has_come  # whatever it has become: modules wrap errors
+
+    def _count(self):
+        if self.place == 0 and not self.has_come:
+            self.has_come = True
+            raise self.error("injected")
+        self.place -= 1
+
+    def _on_line(self, frame, event, argument):
+        if not _is_counted(frame):
+            return None
+        if event in ("call", "line"):
+            self._count()
+        return self._on_line
+
+    def _on_call_into_c(self, frame, event, function):
+        if event == "c_call" and _is_counted(frame):
+            self._count()
+
+
+def faults(every=1):
+    """Yield contexts: in the first one, the first line of the code inside raises, then the second one, and so on, or
+    ``every`` so many. The last one is that in which nothing is left to raise."""
+    for place, error in zip(itertools.count(0, every), itertools.cycle(ERRORS)):
+        yield (fault := _Fault(place, error))
+        if not fault.has_come:
+            return

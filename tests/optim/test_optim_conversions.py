@@ -1,0 +1,185 @@
+"""A model that is converted to another dtype after some training: its weights win, and its state saves and loads."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import fully_shard
+
+from mpkernels import checkpoint
+from mpkernels.amp import to_full, to_mixed
+from mpkernels.ops.adamw.split import join
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+from tests.networks import B16, F16, network, one_thread, train
+from tests.processes import alone, needs_gloo
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+DTYPES = [B16, F16, torch.float32, torch.float64]
+CONVERSIONS = [(before, after) for before in DTYPES for after in DTYPES if before != after]
+OPTIONS = [
+    {"master": master, "state_dtype": state_dtype, "amsgrad": state_dtype == B16}
+    for master in ("split", "fp32")
+    for state_dtype in (torch.float32, B16, torch.int8)
+]
+MASTERS = {"remainder", "master"}
+
+
+def converted(before, after, **options):
+    """A model and its optimizer after three steps in one dtype, the model then in another."""
+    model = network(before)
+    optimizer = AdamW(model.parameters(), lr=1e-2, guard=False, **options)
+    train(model, optimizer, 3)
+    return model.to(after), optimizer
+
+
+def weights_of(model, optimizer):
+    """The weights that the next step starts from."""
+    found = []
+    for param in model.parameters():
+        state = optimizer.state[param]
+        if "remainder" in state:
+            assert state["remainder"].dtype == torch.int16
+            found.append(join(param.detach(), state["remainder"]))
+        else:
+            found.append(state.get("master", param.detach()))
+    return found
+
+
+def as_it_was(model, optimizer):
+    return model, optimizer
+
+
+def deep_copy(model, optimizer):
+    return copy.deepcopy((model, optimizer))
+
+
+def pickled(model, optimizer):
+    return pickle.loads(pickle.dumps((model, optimizer)))
+
+
+def loaded(model, optimizer):
+    other = copy.deepcopy(model)
+    again = AdamW(other.parameters(), **{key: optimizer.param_groups[0][key] for key in ("lr", *OPTIONS[0])})
+    again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    return other, again
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("before", "after"), CONVERSIONS, ids=str)
+def test_what_is_saved_of_a_converted_model_loads_into_it(tmp_path, before, after, options):
+    """And goes on from it as the optimizer that was there does, to the bit."""
+    model, optimizer = converted(before, after, **options)
+    other = network(after, seed=7)
+    again = AdamW(other.parameters(), guard=False, **options)
+    checkpoint.save(tmp_path / "last.pt", model=model, optimizer=optimizer)
+    for state in torch.load(tmp_path / "last.pt", weights_only=True)["optimizer"]["state"].values():
+        assert not MASTERS & state.keys() or after in (B16, F16)
+        assert state.get("remainder", state["exp_avg"]).dtype in (after, state["exp_avg"].dtype)
+    checkpoint.load(tmp_path / "last.pt", model=other, optimizer=again)
+    train(model, optimizer, 2)
+    train(other, again, 2)
+    assert all(map(same_bits, model.parameters(), other.parameters()))
+    assert all(map(same_bits, weights_of(model, optimizer), weights_of(other, again)))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("before", [B16, F16], ids=str)
+@pytest.mark.parametrize("after", [torch.float32, torch.float64], ids=str)
+def test_torchs_adamw_loads_it_too(before, after, options):
+    model, optimizer = converted(before, after, **options)
+    other = copy.deepcopy(model)
+    torchs = torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)
+    torchs.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert not any(MASTERS & state.keys() for state in torchs.state.values())
+    if options["state_dtype"] == torch.float32:
+        train(model, optimizer, 1)
+        train(other, torchs, 1)
+        torch.testing.assert_close(list(model.parameters()), list(other.parameters()), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:AdamW. .* parameters are not the weights that the loaded masters")
+@pytest.mark.parametrize("duplicate", [as_it_was, deep_copy, pickled, loaded], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("before", "after"), CONVERSIONS, ids=str)
+def test_the_next_step_starts_from_the_converted_weights(before, after, options, duplicate):
+    """Also where the state was copied, or loaded and not stepped, before the model was converted."""
+    model = network(before)
+    optimizer = AdamW(model.parameters(), lr=1e-2, guard=False, **options)
+    train(model, optimizer, 3)
+    model, optimizer = duplicate(model, optimizer)
+    model.to(after)
+    wanted = [param.detach().clone() for param in model.parameters()]
+    optimizer.param_groups[0] |= {"lr": 0.0, "weight_decay": 0.0}
+    train(model, optimizer, 1)
+    for param, weight, found in zip(model.parameters(), wanted, weights_of(model, optimizer), strict=True):
+        assert same_bits(param, weight)
+        if options["master"] == "split":  # a copy that rounds to its weight holds, as where somebody writes to weights
+            assert torch.equal(found.double(), weight.double()), param.shape
+        assert same_bits(found.to(after), weight)
+
+
+@pytest.mark.parametrize("before", [B16, F16], ids=str)
+@pytest.mark.parametrize("away", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_a_model_that_was_away_keeps_its_masters(before, away, master):
+    """To evaluate in a wider dtype and come back, with the state saved meanwhile, changes nothing of the training."""
+    model = network(before)
+    optimizer = AdamW(model.parameters(), lr=1e-2, master=master)
+    train(model, optimizer, 3)
+    stayed, others = copy.deepcopy((model, optimizer))
+    model.to(away)
+    optimizer.state_dict()
+    model.to(before)
+    train(model, optimizer, 2)
+    train(stayed, others, 2)
+    assert all(map(same_bits, model.parameters(), stayed.parameters()))
+    assert all(map(same_bits, weights_of(model, optimizer), weights_of(stayed, others)))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("before", "after"), CONVERSIONS, ids=str)
+def test_grads_are_released_of_a_converted_model(before, after, options):
+    model, optimizer = converted(before, after, **options)
+    other, again = copy.deepcopy((model, optimizer))
+    optimizer.release_grads()
+    for each in ((model, optimizer), (other, again)):
+        train(*each, 2)
+    assert all(map(same_bits, model.parameters(), other.parameters()))
+
+
+def test_a_converted_model_becomes_mixed_and_full_again():
+    """And takes up no master of an earlier life."""
+    for scheme in ("split", "fp32"):
+        model, optimizer = converted(B16, torch.float32, master="split")
+        optimizer.param_groups[0]["master"] = scheme
+        wanted = [param.detach().clone() + 2**-20 for param in model.parameters()]
+        for param, weight in zip(model.parameters(), wanted, strict=True):
+            param.data.copy_(weight)
+        to_mixed(model, optimizer=optimizer)
+        to_full(model, optimizer)
+        assert all(map(same_bits, model.parameters(), wanted))
+
+
+@needs_gloo
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_sharded_parameters(options):
+    with alone():
+        for before, after in CONVERSIONS:
+            model, other = fully_shard(network(before)), fully_shard(network(after, seed=7))
+            optimizer = AdamW(model.parameters(), lr=1e-2, guard=False, **options)
+            again = AdamW(other.parameters(), lr=1e-2, guard=False, **options)
+            train(model, optimizer, 2)
+            model.to(after)
+            saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+            assert after in (B16, F16) or not any(MASTERS & state.keys() for state in saved["state"].values())
+            other.load_state_dict(model.state_dict())
+            set_optimizer_state_dict(other, again, saved)
+            for each, its in ((model, optimizer), (other, again)):
+                for param in each.parameters():  # FSDP2 itself trains no model that was converted
+                    param.grad = torch.ones_like(param)
+                its.step()
+            for param, its in zip(model.parameters(), other.parameters(), strict=True):
+                assert same_bits(param.full_tensor(), its.full_tensor())

@@ -1,0 +1,207 @@
+"""What would step a parameter twice in one step is refused, before it moves."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+from tests.networks import B16, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+OPTIONS = [{"guard": False, **it} for it in ({}, {"master": "fp32"}, {"state_dtype": torch.int8}, {"amsgrad": True})]
+SECOND = r"AdamW.release_grads: params\[.\] of shape \(3, 3\) must get its grad once before each step, got a second one"
+
+
+def weights(count=3, dtype=torch.float32):
+    return [torch.nn.Parameter(torch.full((3, 3), 1.0 + i, dtype=dtype)) for i in range(count)]
+
+
+def reentrant(weight, x):
+    return checkpoint(lambda x: x @ weight, x, use_reentrant=True)
+
+
+def start(dtype):
+    return torch.eye(3, dtype=dtype, requires_grad=True)
+
+
+def shared_in_a_row(shared, other, x):
+    return reentrant(shared, reentrant(other, reentrant(shared, x)))
+
+
+def shared_side_by_side(shared, other, x):
+    return reentrant(shared, x) + reentrant(shared, reentrant(other, x))
+
+
+def shared_in_a_nested_one(shared, other, x):
+    return checkpoint(lambda x: reentrant(shared, reentrant(shared, x)), x @ other, use_reentrant=True)
+
+
+def tied(shared, other, x):
+    return reentrant(shared.t(), reentrant(other, reentrant(shared, x)))
+
+
+def inside_and_outside(shared, other, x):
+    """Its grad of the outer graph comes last, after that of the checkpoint."""
+    return reentrant(shared, x @ shared)
+
+
+USES = [shared_in_a_row, shared_side_by_side, tied, shared_in_a_nested_one, inside_and_outside]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # of the inner one, without a graph
+@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
+def test_a_parameter_that_reentrant_checkpoints_share(use, options, dtype):
+    params = weights(2, dtype)
+    optimizer = AdamW(params, **options)
+    optimizer.release_grads()
+    before = copy.deepcopy(params)
+    with pytest.raises(RuntimeError, match=SECOND):
+        use(*params, start(dtype)).sum().backward()
+    assert all(map(same_bits, params, before))
+    assert not optimizer.state
+
+
+def test_one_that_was_stepped_before_a_checkpoint_uses_it_is_refused_too():
+    """It has moved once by then: nothing tells beforehand what a reentrant checkpoint will use."""
+    params = weights(2)
+    optimizer = AdamW(params)
+    optimizer.release_grads()
+    with pytest.raises(RuntimeError, match=SECOND):
+        (reentrant(params[0], start(torch.float32)) @ params[0]).sum().backward()
+    assert optimizer.state[params[0]]["step"] == 1
+
+
+def once_each(first, second, third):
+    return reentrant(third, reentrant(first, start(first.dtype)) @ second)
+
+
+def non_reentrant(first, second, third):
+    x = start(first.dtype)
+    for weight in (first, second, first, third):
+        x = checkpoint(lambda x, weight=weight: x @ weight, x, use_reentrant=False)
+    return x
+
+
+def shared_without_checkpoints(first, second, third):
+    return first @ second @ first @ third
+
+
+@pytest.mark.parametrize("use", [once_each, non_reentrant, shared_without_checkpoints], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_comes_once_is_stepped_as_ever(use, options):
+    ours, plain = weights(), weights()
+    optimizers = AdamW(ours, **options), AdamW(plain, **options)
+    release = optimizers[0].release_grads()
+    for _ in range(3):
+        for params, optimizer in zip((ours, plain), optimizers, strict=True):
+            if params is ours:
+                with release.accumulate():
+                    use(*params).sum().backward()
+            else:
+                use(*params).sum().backward()
+            use(*params).sum().backward()
+            optimizer.step()
+            assert params is plain or all(param.grad is None for param in params)
+            optimizer.zero_grad()
+    assert all(map(same_bits, ours, plain))
+
+
+def test_of_a_checkpoint_that_shares_nothing_only_its_grads_wait():
+    params = weights()
+    optimizer = AdamW(params)
+    optimizer.release_grads()
+    once_each(*params).sum().backward()
+    assert [param.grad is None for param in params] == [False, True, False]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_second_backward_before_the_step(options):
+    """torch would add up the grads. Other parameters' grads may come in a second one."""
+    params = weights(2)
+    optimizer = AdamW(params, **options)
+    optimizer.release_grads()
+    params[0].sum().backward()
+    params[1].sum().backward()
+    before = copy.deepcopy(params)
+    with pytest.raises(RuntimeError, match=SECOND):
+        (params[0].sum() * params[1].sum()).backward()
+    assert all(map(same_bits, params, before))
+    optimizer.step()
+    optimizer.zero_grad()
+    params[0].sum().backward()
+    assert optimizer.state[params[0]]["step"] == 2
+
+
+def test_what_waits_for_the_step_may_come_twice():
+    """With the guard, max_norm or a scaler nothing is stepped in the backward."""
+    params = weights(2)
+    optimizer = AdamW(params, max_norm=1e9)
+    optimizer.release_grads()
+    shared_in_a_row(*params, start(torch.float32)).sum().backward()
+    optimizer.step()
+    assert [optimizer.state[param]["step"] for param in params] == [1, 1]
+
+
+TWICE = r"AdamW: params\[2\] of shape \(3, 3\) must be given once, got it as params\[0\], too"
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("foreach", [None, False, True])
+def test_a_parameter_twice_in_a_group_is_refused(named, foreach):
+    first, second = weights(2)
+    twice = [first, second, first]
+    given = [(str(i), it) for i, it in enumerate(twice)] if named else twice
+    with pytest.raises(ValueError, match=TWICE):
+        AdamW(given, foreach=foreach)
+    with pytest.raises(ValueError, match=TWICE):
+        AdamW(iter(given), differentiable=True)
+    optimizer = AdamW([("other", weights(1)[0])] if named else weights(1))
+    with pytest.raises(ValueError, match=TWICE):
+        optimizer.add_param_group({"params": given})
+    assert len(optimizer.param_groups) == 1
+
+
+def in_its_group(optimizer, first):
+    optimizer.param_groups[0]["params"].append(first)
+
+
+def in_another_group(optimizer, first):
+    optimizer.param_groups.append({**optimizer.param_groups[0], "params": [first]})
+
+
+@pytest.mark.parametrize("put", [in_its_group, in_another_group], ids=lambda it: it.__name__)
+def test_a_parameter_that_is_put_in_by_hand_a_second_time(put):
+    params = weights(2)
+    optimizer = AdamW(params)
+    for _ in range(2):
+        for param in params:
+            param.grad = torch.ones_like(param)
+        before = copy.deepcopy(params)
+        if len(optimizer.state) == 0:
+            optimizer.step()
+            before = copy.deepcopy(params)
+            put(optimizer, params[0])
+        with pytest.raises(ValueError, match=TWICE):
+            optimizer.step()
+        assert all(map(same_bits, params, before))
+    with pytest.raises(ValueError, match=TWICE):
+        optimizer.release_grads()
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_checkpoint_that_has_a_parameter_twice_is_refused():
+    first, second = weights(2)
+    for param in (first, second):
+        param.grad = torch.ones_like(param)
+    theirs = torch.optim.AdamW([first, second, first])
+    theirs.step()
+    optimizer = AdamW(weights(3))
+    with pytest.raises(ValueError, match=r"AdamW.load_state_dict: a group must hold each parameter once, got \[2\]"):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert not optimizer.state
