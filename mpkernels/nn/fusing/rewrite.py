@@ -3,7 +3,6 @@
 import __future__
 
 import ast
-import inspect
 import linecache
 from collections.abc import Sequence
 from copy import deepcopy
@@ -21,26 +20,6 @@ class NotRewritableError(Exception):
     """Says why a function is left alone."""
 
 
-def original(kind: type, name: str) -> FunctionType:
-    """Return the function that this class's method was written as."""
-    method = inspect.getattr_static(kind, name)
-    while is_made_for_subclasses(kind, method):
-        method = method.__wrapped__
-    if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__"):
-        raise NotRewritableError("is decorated, or no Python function")
-    if method.__code__.co_freevars:
-        raise NotRewritableError("is a closure, or calls super()")
-    return method
-
-
-def is_made_for_subclasses(kind: type, method: Any) -> bool:
-    """Return whether a wrapper was put around this method as its class was made. HF's layers do so, for checkpointing,
-    and will wrap the method of a subclass in the same way."""
-    makers = [vars(it).get("__init_subclass__") for it in kind.__mro__]
-    made = [const for it in makers if isinstance(it, classmethod) for const in it.__func__.__code__.co_consts]
-    return isinstance(method, FunctionType) and method.__code__ in made and hasattr(method, "__wrapped__")
-
-
 @lru_cache(maxsize=1024)
 def sites_of(function: FunctionType) -> list[Site]:
     """Return all candidates in the function's source, which must be what runs."""
@@ -52,7 +31,7 @@ def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]]) -> Functi
     numbers stay."""
     tree, imports = _parse(function)
     sites = dict(enumerate(find_sites(tree)))
-    if any(index not in sites or sites[index].text != text for index, text in chosen):
+    if any(index not in sites or sites[index].text != text or sites[index].reads is None for index, text in chosen):
         raise NotRewritableError("has changed since it was fused")  # in a file that is loaded
     for site in sorted((sites[index] for index, _ in chosen), key=lambda site: site.first, reverse=True):
         _replace(site)
@@ -98,8 +77,6 @@ def _parse(function: FunctionType) -> tuple[ast.FunctionDef, list[ast.stmt]]:
     node = deepcopy(functions.get((code.co_name, code.co_firstlineno)))
     if node is None:
         raise NotRewritableError("has no source")
-    if node.decorator_list:
-        raise NotRewritableError("is decorated")
     if not _is_same(_compile(function, node, imports), code):
         raise NotRewritableError("runs other code than its source says")
     return node, imports
@@ -140,19 +117,24 @@ def _is_same_constant(one: Any, other: Any) -> bool:
 
 def _replace(site: Site) -> None:
     statements, last = site.block.statements, site.block.statements[site.last]
+    held = _hold(site)
     setattr(site.expression, _MARK, True)
     if site.first == site.last:
-        choice = ast.copy_location(ast.IfExp(_test(site), _fused(site), site.expression), site.expression)
-        statements[site.last] = _Insert(choice).visit(last)
+        fused, test = _fused(site), _test(site, held)
+        choice = ast.copy_location(ast.IfExp(test, fused, _Named().visit(site.expression)), site.expression)
+        written: list[ast.stmt] = [_Insert(choice).visit(last)]
     else:
-        fused = _Insert(_fused(site)).visit(deepcopy(last))
-        written = statements[site.first : site.last + 1]
-        choice_of_lines = ast.If(_test(site), [fused], written)
-        statements[site.first : site.last + 1] = [ast.copy_location(choice_of_lines, written[0])]
+        fused_last = _Insert(_fused(site)).visit(deepcopy(last))
+        test, lines = _test(site, held), statements[site.first : site.last + 1]
+        written = [ast.copy_location(ast.If(test, [fused_last], [_Named().visit(it) for it in lines]), lines[0])]
+    if held and not isinstance(last, ast.Return):
+        written.append(ast.copy_location(ast.Assign([_name(held[-1], ast.Store())], ast.Constant(None)), last))
+    statements[site.first : site.last + 1] = written
     delattr(site.expression, _MARK)
 
 
 _MARK = "is_replaced_by_mpkernels"
+_NAME = "is_named_by_mpkernels"
 
 
 class _Insert(ast.NodeTransformer):
@@ -165,15 +147,37 @@ class _Insert(ast.NodeTransformer):
         return self.node if hasattr(node, _MARK) else super().visit(node)
 
 
-def _test(site: Site) -> ast.expr:
+class _Named(ast.NodeTransformer):
+    """Puts the name of what is held in the place of each expression that has one."""
+
+    def visit(self, node: ast.AST) -> Any:
+        return _name(node, ast.Load()) if hasattr(node, _NAME) else super().visit(node)
+
+
+def _hold(site: Site) -> list[ast.expr]:
+    """Give names to the head of a site, for what has been evaluated before x isn't to be evaluated again after it."""
+    for at, node in enumerate(site.head):
+        setattr(node, _NAME, f"{CALLS}_{at}")
+    return site.head
+
+
+def _name(held: ast.AST, context: ast.expr_context) -> ast.expr:
+    return ast.copy_location(ast.Name(getattr(held, _NAME), context), held)
+
+
+def _test(site: Site, held: list[ast.expr]) -> ast.expr:
     layers, activation = _shared(site)
-    x = site.x if isinstance(site.x, ast.Name) else ast.Constant(...)  # to be evaluated once, and not yet
-    dropout = [site.dropout.called] if site.dropout is not None and site.dropout.is_module else []
-    are_plain = _call("are_plain", [x, layers, activation, *dropout], site)
-    if not site.gates:
-        return are_plain
-    are_halves = _call("are_halves", [ast.Tuple(list(site.gates), ast.Load())], site)
-    return ast.copy_location(ast.BoolOp(ast.And(), [are_plain, are_halves]), site.expression)
+    dropout = ast.Constant(None) if site.dropout is None else site.dropout.called
+    parts = [_call("are_plain", [site.x, layers, activation, dropout], site)]
+    if site.gates:
+        gates = ast.Tuple(list(site.gates), ast.Load())
+        parts.append(_call("are_gates", [gates, *([] if site.chunk is None else [site.chunk])], site))
+    if operands := [it.node for it in site.reads or () if it.is_operand]:
+        parts.append(_call("are_ordinary", operands, site))
+    if held:  # a tuple that isn't empty is true
+        named = [ast.NamedExpr(_name(it, ast.Store()), it) for it in held]
+        parts.insert(0, ast.Tuple(list(named), ast.Load()))
+    return ast.copy_location(ast.BoolOp(ast.And(), parts) if len(parts) > 1 else parts[0], site.expression)
 
 
 def _fused(site: Site) -> ast.expr:
@@ -188,4 +192,5 @@ def _shared(site: Site) -> tuple[ast.expr, ast.expr]:
 
 def _call(name: str, arguments: list[ast.expr], site: Site) -> ast.expr:
     function = ast.Attribute(ast.Name(CALLS, ast.Load()), name, ast.Load())
-    return ast.copy_location(ast.Call(function, deepcopy(arguments), []), site.expression)
+    named = [_Named().visit(it) for it in deepcopy(arguments)]
+    return ast.copy_location(ast.Call(function, named, []), site.expression)
