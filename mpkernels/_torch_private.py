@@ -182,9 +182,9 @@ def runs_forward_alone(module: torch.nn.Module) -> bool:
         or "_call_impl" in own
     ):
         return False
-    if "forward" not in own:
+    if "forward" not in own and not torch.compiler.is_compiling():  # which notices a forward that comes later
         return True
-    forward = own["forward"]  # as torch.compile can follow it: of getattr(forward, "__func__", None) it makes None
+    forward = module.forward  # as torch.compile can follow it: of getattr(forward, "__func__", None) it makes None
     return isinstance(forward, MethodType) and forward.__func__ is type(module).forward and forward.__self__ is module
 
 

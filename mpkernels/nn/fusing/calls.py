@@ -1,7 +1,7 @@
 """What a rewritten forward calls: whether its layers still are plain, and the fused op over them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -42,6 +42,31 @@ def are_plain(x: Any, layers: Layers, activation: object, dropout: object = None
         or is_exporting()
         or (not is_compiling() and is_jit_tracing())
     )
+
+
+class Method(NamedTuple):
+    """A method of a plain class as it was when it was fused."""
+
+    kind: type
+    name: str
+    value: Any
+    written: Any  #: the function beneath the value's decorators
+
+
+def is_replaced(method: Method) -> bool:
+    """Return whether somebody has given the plain class another method since."""
+    return getattr(method.kind, method.name) is not method.value
+
+
+def by_replacement(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Call the new method. It has defaults of its own: what looks like a default of the old one isn't handed on."""
+    defaults, given = method.written.__defaults__ or (), list(arguments)
+    first = method.written.__code__.co_argcount - len(defaults)
+    while first < len(given) <= first + len(defaults) and given[-1] is defaults[len(given) - 1 - first]:
+        given.pop()
+    old = method.written.__kwdefaults__ or {}
+    kept = {name: value for name, value in named.items() if name not in old or value is not old[name]}
+    return getattr(method.kind, method.name)(*given, **kept)
 
 
 def are_gates(layers: Layers, chunk: object = TORCH_CHUNK) -> bool:

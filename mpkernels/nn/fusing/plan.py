@@ -41,7 +41,13 @@ def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
     """Return the plan's methods, written anew, in the form that a class body has them."""
     if _is_sequential(kind):
         return {"forward": sequential.forward_of(plan)}
-    return {name: redecorated(kind, name, rewrite(innermost(kind, name), chosen)) for name, chosen in plan}
+    return {name: _method(kind, name, chosen) for name, chosen in plan}
+
+
+def _method(kind: type, name: str, chosen: Any) -> FunctionType:
+    written = innermost(kind, name)
+    method = calls.Method(kind, name, getattr(kind, name), written)
+    return redecorated(kind, name, rewrite(written, chosen, method))
 
 
 def decide(module: Module, kind: type) -> Decision:

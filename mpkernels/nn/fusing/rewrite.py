@@ -3,6 +3,7 @@
 import __future__
 
 import ast
+import inspect
 import linecache
 from collections.abc import Sequence
 from copy import deepcopy
@@ -13,7 +14,10 @@ from typing import Any
 from mpkernels.nn.fusing import calls
 from mpkernels.nn.fusing.sites import Site, find_sites
 
-CALLS = "mpkernels_calls"  # what the module calls is called in a rewritten function
+CALLS, METHOD = (
+    "mpkernels_calls",
+    "mpkernels_method",
+)  # what these modules and methods are called in a rewritten function
 
 
 class NotRewritableError(Exception):
@@ -26,18 +30,20 @@ def sites_of(function: FunctionType) -> list[Site]:
     return find_sites(_parse(function)[0])
 
 
-def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]]) -> FunctionType:
+def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]], method: Any = None) -> FunctionType:
     """Return the function with fused calls at the sites with these indexes and texts. Globals, defaults and line
-    numbers stay."""
+    numbers stay. If somebody replaces the method, that is called instead."""
     tree, imports = _parse(function)
     sites = dict(enumerate(find_sites(tree)))
     if any(index not in sites or sites[index].text != text or sites[index].reads is None for index, text in chosen):
         raise NotRewritableError("has changed since it was fused")  # in a file that is loaded
     for site in sorted((sites[index] for index, _ in chosen), key=lambda site: site.first, reverse=True):
         _replace(site)
+    if method is not None and not function.__code__.co_flags & inspect.CO_GENERATOR:
+        tree.body.insert(0, _detour(tree))
     code = _compile(function, tree, imports)
-    helper = (CellType(calls),) if code.co_freevars else ()
-    written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, helper)
+    cells = tuple(CellType({CALLS: calls, METHOD: method}[name]) for name in code.co_freevars)
+    written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
     lazy = "__annotate__" if hasattr(function, "__annotate__") else "__annotations__"
     for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
         setattr(written, name, getattr(function, name))
@@ -88,7 +94,7 @@ def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.st
     names = function.__qualname__.split(".")
     is_method = len(names) > 1 and names[-2].isidentifier()
     name = names[-2] if is_method else "Outer"
-    tree = ast.parse(f"class {name}:\n def outer({CALLS}): pass")
+    tree = ast.parse(f"class {name}:\n def outer({CALLS}, {METHOD}): pass")
     tree.body[0].body[0].body = [node]  # type: ignore[attr-defined]
     tree.body = [*imports, *tree.body]
     futures = function.__code__.co_flags & __future__.annotations.compiler_flag
@@ -113,6 +119,19 @@ def _is_same_constant(one: Any, other: Any) -> bool:
     if isinstance(one, str) and "<locals>" in one:  # the qualified name of an inner function, in Python 3.10
         return isinstance(other, str) and one.split(".")[-1] == other.split(".")[-1]
     return type(one) is type(other) and bool(one == other)
+
+
+def _detour(function: ast.FunctionDef) -> ast.stmt:
+    """Return a statement that calls the method which has replaced this one since, with the same arguments."""
+    every = function.args
+    positional = [it.arg for it in (*every.posonlyargs, *every.args)] + [f"*{it.arg}" for it in (every.vararg,) if it]
+    named = [f"{it.arg!r}: {it.arg}" for it in every.kwonlyargs] + [f"**{it.arg}" for it in (every.kwarg,) if it]
+    arguments = f"({''.join(f'{it}, ' for it in positional)}), {{{', '.join(named)}}}"
+    text = f"if {CALLS}.is_replaced({METHOD}): return {CALLS}.by_replacement({METHOD}, {arguments})"
+    detour = ast.parse(text).body[0]
+    for node in ast.walk(detour):
+        ast.copy_location(node, function.body[0])
+    return detour
 
 
 def _replace(site: Site) -> None:
@@ -161,7 +180,7 @@ def _hold(site: Site) -> list[ast.expr]:
     return site.head
 
 
-def _name(held: ast.AST, context: ast.expr_context) -> ast.expr:
+def _name(held: ast.AST, context: ast.expr_context) -> ast.Name:
     return ast.copy_location(ast.Name(getattr(held, _NAME), context), held)
 
 

@@ -84,7 +84,7 @@ def forward_of(runs: Sequence[Run]) -> Callable[[Any, Any], Any]:
     @wraps(SEQUENTIAL_FORWARD)  # whose source torch.jit.script reads
     def forward(self: Any, input: Any) -> Any:
         if Sequential.forward is not SEQUENTIAL_FORWARD:  # somebody has replaced it since
-            return Sequential.forward(self, input)
+            return Sequential.forward(self, input)  # type: ignore[no-untyped-call]
         modules, at = modules_of(self), 0
         while at < len(modules):
             run = by_start.get(at)

@@ -32,17 +32,9 @@ class Tanh(Mlp):
         return F.tanh(self.fc1(x))
 
 
-class Chunked(Packed):
-    pass
-
-
 def sequential():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, 8))
-
-
-def doubled(function):
-    return lambda *arguments, **options: 2 * function(*arguments, **options)
 
 
 PATCHES = [
@@ -97,7 +89,7 @@ def test_a_patch_is_called(kind, owner, name, is_first):
         with recorded_ops() as ran:
             got = fused(X)
         assert calls.count(name) == times
-        if not {"dropout", "chunk"} & {name}:
+        if is_first or owner is nn.Linear:  # else the part of it that wasn't patched is fused
             assert ran == []
         assert_close(got, want, rtol=1e-5, atol=1e-5)
     if is_first:
