@@ -14,7 +14,7 @@ from mpkernels._torch_private import (
     is_function_mode_active,
     is_jit_tracing,
 )
-from mpkernels.nn.fusing.originals import TORCH_CHUNK, are_gates_original
+from mpkernels.nn.fusing.originals import GELU, TORCH_CHUNK, are_gates_original
 from mpkernels.nn.fusing.recognise import (
     PLAIN_TENSORS,
     known_activation,
@@ -67,6 +67,11 @@ def by_replacement(method: Method, arguments: tuple[Any, ...], named: dict[str, 
     old = method.written.__kwdefaults__ or {}
     kept = {name: value for name, value in named.items() if name not in old or value is not old[name]}
     return getattr(method.kind, method.name)(*given, **kept)
+
+
+def is_gelu(function: object) -> bool:
+    """Return whether a function that takes ``approximate`` is torch's own."""
+    return function is GELU
 
 
 def are_gates(layers: Layers, chunk: object = TORCH_CHUNK) -> bool:

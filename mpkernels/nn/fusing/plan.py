@@ -40,7 +40,7 @@ class Decision(NamedTuple):
 def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
     """Return the plan's methods, written anew, in the form that a class body has them."""
     if _is_sequential(kind):
-        return {"forward": sequential.forward_of(plan)}
+        return {"forward": sequential.forward_of(plan, kind)}
     return {name: _method(kind, name, chosen) for name, chosen in plan}
 
 

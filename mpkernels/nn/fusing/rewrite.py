@@ -185,9 +185,11 @@ def _name(held: ast.AST, context: ast.expr_context) -> ast.Name:
 
 
 def _test(site: Site, held: list[ast.expr]) -> ast.expr:
-    layers, activation = _shared(site)
+    layers, _ = _shared(site)
     dropout = ast.Constant(None) if site.dropout is None else site.dropout.called
-    parts = [_call("are_plain", [site.x, layers, activation, dropout], site)]
+    parts = [_call("are_plain", [site.x, layers, site.activation, dropout], site)]
+    if site.is_tanh_form:
+        parts.append(_call("is_gelu", [site.activation], site))
     if site.gates:
         gates = ast.Tuple(list(site.gates), ast.Load())
         parts.append(_call("are_gates", [gates, *([] if site.chunk is None else [site.chunk])], site))

@@ -5,10 +5,10 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Dropout, Module, Sequential
+from torch.nn import Dropout, Module
 
 from mpkernels.nn.fusing import calls
-from mpkernels.nn.fusing.originals import SEQUENTIAL_FORWARD
+from mpkernels.nn.fusing.originals import SEQUENTIAL_FORWARD, SEQUENTIAL_ITER
 from mpkernels.nn.fusing.recognise import (
     is_activation,
     is_linear,
@@ -78,13 +78,13 @@ def modules_of(module: Any) -> list[Module]:
     return [*vars(module)["_modules"].values()]
 
 
-def forward_of(runs: Sequence[Run]) -> Callable[[Any, Any], Any]:
+def forward_of(runs: Sequence[Run], kind: Any) -> Callable[[Any, Any], Any]:
     by_start = {run.first: run for run in runs}
 
     @wraps(SEQUENTIAL_FORWARD)  # whose source torch.jit.script reads
     def forward(self: Any, input: Any) -> Any:
-        if Sequential.forward is not SEQUENTIAL_FORWARD:  # somebody has replaced it since
-            return Sequential.forward(self, input)  # type: ignore[no-untyped-call]
+        if kind.forward is not SEQUENTIAL_FORWARD or kind.__iter__ is not SEQUENTIAL_ITER:  # they were replaced since
+            return kind.forward(self, input)
         modules, at = modules_of(self), 0
         while at < len(modules):
             run = by_start.get(at)

@@ -12,7 +12,7 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse
 from tests.networks import one_thread
-from tests.nn.fusing.models import Gated, Mlp, Packed, PackedByTorch, X, recorded_ops
+from tests.nn.fusing.models import Function, Gated, InMethod, Keywords, Mlp, Packed, PackedByTorch, X, recorded_ops
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
@@ -57,7 +57,10 @@ PATCHES = [
     (sequential, nn.Dropout, "forward"),
     (sequential, nn.Sequential, "forward"),
     (sequential, F, "linear"),
+    (Function, F, "gelu"),
     (Mlp, Mlp, "forward"),
+    (Keywords, Keywords, "forward"),
+    (InMethod, InMethod, "_block"),
 ]
 
 
@@ -166,3 +169,24 @@ def test_a_tensor_of_a_subclass_sees_each_function(kind):
     with recorded_ops() as ran:
         assert type(model(X)) is SeesFunctions
     assert (SeesFunctions.calls, ran) == (2, [])
+
+
+def test_a_function_may_be_another_one_of_torchs():
+    plain, fused = Function(), Function()
+    fuse(fused)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "gelu", lambda x, approximate: F.silu(x))
+        assert_close(fused(X), plain(X), rtol=0, atol=0)
+
+
+def test_a_new_forward_has_its_own_defaults():
+    plain, fused = Keywords(), Keywords()
+    fuse(fused)
+
+    def forward(self, x, *, scale=5.0, bias=1.0, **options):
+        return scale * self.act(self.fc1(x)) + bias
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Keywords, "forward", forward)
+        for options in ({}, {"scale": 3.0}, {"bias": 2.0}):
+            assert_close(fused(X, **options), plain(X, **options), rtol=0, atol=0)
