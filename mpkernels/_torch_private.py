@@ -42,6 +42,9 @@ def _maybe() -> bool:
 are_transforms_active: Callable[[], bool] = _find("torch._C", "_are_functorch_transforms_active", _maybe)
 count_dispatch_modes: Callable[[], int] = _find("torch._C", "_len_torch_dispatch_stack", _maybe)
 count_function_modes: Callable[[], int] = _find("torch._C", "_len_torch_function_stack", _maybe)
+_function_mode_at: Callable[[int], Any] = _find("torch._C", "_get_function_stack_at", lambda at: None)
+_DeviceContext: type = _find("torch.utils._device", "DeviceContext", _NoClass)
+_without_functions: Any = _find("torch._C", "DisableTorchFunction", nullcontext)
 _mode_of: Callable[[Any], Any] = _find("torch._C", "_get_dispatch_mode", lambda kind: kind)
 _kinds_of_modes: Any = _find("torch._C", "_TorchDispatchModeKey", None)
 is_jit_tracing: Callable[[], bool] = _find("torch._C", "_is_tracing", _maybe)
@@ -189,16 +192,36 @@ def are_all_modules_hooked() -> bool:
 def runs_forward_alone(module: torch.nn.Module) -> bool:
     """Return whether a call of the module runs its class's forward and no hooks of its own. Without the books of hooks:
     it doesn't, and nothing is fused."""
-    own, forward = vars(module), module.forward
-    return not (
+    own = vars(module)
+    if (
         own.get("_forward_hooks", True)
         or own.get("_forward_pre_hooks", True)
         or own.get("_backward_hooks", True)
         or own.get("_backward_pre_hooks", True)
-        or getattr(module, "_compiled_call_impl", None) is not None
-    ) and (  # as torch.compile can follow it: of getattr(forward, "__func__", None) it makes None
-        isinstance(forward, MethodType) and forward.__func__ is type(module).forward and forward.__self__ is module
-    )
+        or own.get("_compiled_call_impl") is not None
+        or "_call_impl" in own
+    ):
+        return False
+    if "forward" not in own and not torch.compiler.is_compiling():  # which notices a forward that comes later
+        return True
+    forward = module.forward  # as torch.compile can follow it: of getattr(forward, "__func__", None) it makes None
+    return isinstance(forward, MethodType) and forward.__func__ is type(module).forward and forward.__self__ is module
+
+
+def is_function_mode_active() -> bool:
+    """Return whether a TorchFunctionMode sees the functions of torch that are called. The one of a default device looks
+    at those alone that make tensors. Without the stack's entries: each counts."""
+    for at in range(count_function_modes()):  # noqa: SIM110, for torch.compile
+        if type(_function_mode_at(at)) is not _DeviceContext:
+            return True
+    return False
+
+
+@contextmanager
+def unseen_by_tensors() -> Iterator[None]:
+    """Hide everything inside this context from modes of functions and from tensors of subclasses."""
+    with _without_functions():
+        yield
 
 
 def root_mesh(mesh: Any) -> Any:

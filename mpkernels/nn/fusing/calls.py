@@ -1,14 +1,20 @@
 """What a rewritten forward calls: whether its layers still are plain, and the fused op over them."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Linear, Module
 
 from mpkernels import functional
-from mpkernels._torch_private import are_all_modules_hooked, is_exporting, is_jit_tracing
+from mpkernels._torch_private import (
+    are_all_modules_hooked,
+    is_exporting,
+    is_function_mode_active,
+    is_jit_tracing,
+)
+from mpkernels.nn.fusing.originals import GELU, TORCH_CHUNK, are_gates_original
 from mpkernels.nn.fusing.recognise import (
     PLAIN_TENSORS,
     known_activation,
@@ -20,17 +26,69 @@ from mpkernels.nn.fusing.recognise import (
 Layers = Sequence[Module]
 
 
-def are_plain(x: Any, layers: Layers, activation: object, dropout: Module | None = None) -> bool:
-    """Return whether calls of these modules compute just what their classes say, so that one op can replace them. An x
-    that isn't evaluated yet is an Ellipsis."""
-    if (x is not ... and type(x) not in PLAIN_TENSORS) or why_no_activation(activation) is not None:
+def are_plain(x: Any, layers: Layers, activation: object, dropout: object = None) -> bool:
+    """Return whether calls of these compute just what torch defines, and nobody watches, so that one op can replace
+    them."""
+    if type(x) not in PLAIN_TENSORS or why_no_activation(activation) is not None:
         return False
     for layer in layers:
         if why_no_layer(layer) is not None:
             return False
     if dropout is not None and why_no_dropout(dropout) is not None:
         return False
-    return not (are_all_modules_hooked() or is_exporting() or (not is_compiling() and is_jit_tracing()))
+    return not (
+        are_all_modules_hooked()
+        or is_function_mode_active()
+        or is_exporting()
+        or (not is_compiling() and is_jit_tracing())
+    )
+
+
+class Method(NamedTuple):
+    """A method of a plain class as it was when it was fused."""
+
+    kind: type
+    name: str
+    value: Any
+    written: Any  #: the function beneath the value's decorators
+
+
+def is_replaced(method: Method) -> bool:
+    """Return whether somebody has given the plain class another method since."""
+    return getattr(method.kind, method.name) is not method.value
+
+
+def by_replacement(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Call the new method. It has defaults of its own: what looks like a default of the old one isn't handed on."""
+    defaults, given = method.written.__defaults__ or (), list(arguments)
+    first = method.written.__code__.co_argcount - len(defaults)
+    while first < len(given) <= first + len(defaults) and given[-1] is defaults[len(given) - 1 - first]:
+        given.pop()
+    old = method.written.__kwdefaults__ or {}
+    kept = {name: value for name, value in named.items() if name not in old or value is not old[name]}
+    return getattr(method.kind, method.name)(*given, **kept)
+
+
+def is_gelu(function: object) -> bool:
+    """Return whether a function that takes ``approximate`` is torch's own."""
+    return function is GELU
+
+
+def are_gates(layers: Layers, chunk: object = TORCH_CHUNK) -> bool:
+    """Return whether a gate is multiplied by torch's own methods, after it was taken apart by them if one layer makes
+    both."""
+    return chunk is TORCH_CHUNK and are_gates_original(len(layers) == 1) and are_halves(layers)
+
+
+def are_ordinary(*values: object) -> bool:
+    """Return whether operators do nothing to these but compute."""
+    for value in values:  # noqa: SIM110, for torch.compile
+        if type(value) not in _ORDINARY:
+            return False
+    return True
+
+
+_ORDINARY = (*PLAIN_TENSORS, int, float, bool, type(None))
 
 
 def are_halves(layers: Layers) -> bool:

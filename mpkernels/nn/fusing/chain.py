@@ -27,7 +27,7 @@ class Block:
     function: ast.FunctionDef
     statements: list[ast.stmt]
     is_repeated: bool  #: by a loop
-    is_guarded: bool  #: by a try statement, so that names are read even after a return
+    is_guarded: bool  #: by a statement that may catch an error, so that names are read even after a return
 
     @classmethod
     def all_of(cls, function: ast.FunctionDef) -> Iterator["Block"]:
@@ -39,7 +39,7 @@ class Block:
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
                 continue
             is_repeated = self.is_repeated or isinstance(statement, ast.For | ast.While | ast.AsyncFor)
-            is_guarded = self.is_guarded or isinstance(statement, ast.Try)
+            is_guarded = self.is_guarded or _may_catch(statement)
             parts = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
             for inner in (getattr(part, name, None) for part in parts for name in ("body", "orelse", "finalbody")):
                 if inner:
@@ -64,6 +64,7 @@ class Half(NamedTuple):
     call: ast.Call
     which: object
     packed: Place
+    function: ast.expr | None  #: ``torch.chunk``, where that is called instead of the tensor's method
 
 
 @dataclass
@@ -105,12 +106,13 @@ class Chain:
             return None
         if call.func.attr != "chunk":
             return None
-        packed, arguments = call.func.value, call.args
-        if dotted(packed) == "torch" and arguments:
+        packed, arguments, function = call.func.value, call.args, None
+        if self.is_global(packed) and arguments:
             packed, *arguments = arguments
+            function = call.func
         written = [ast.unparse(it) for it in (*arguments, *call.keywords)]
         is_half = written in (["2", "-1"], ["2", "dim=-1"])
-        return Half(call, value.node.slice.value, Place(packed, whole.index)) if is_half else None
+        return Half(call, value.node.slice.value, Place(packed, whole.index), function) if is_half else None
 
     def first_if_sound(self, expression: ast.expr, read: list[Place]) -> int | None:
         """Return where the chain begins. Return None if other statements lie between, if the names that it makes are
@@ -142,8 +144,19 @@ class Chain:
             if id(node) not in inside and name not in kept and is_after and not ends:
                 yield name
         for scope in ast.walk(self.block.function):
-            if isinstance(scope, ast.FunctionDef | ast.Lambda) and scope is not self.block.function:
+            if isinstance(scope, _LATER) and scope is not self.block.function:
                 yield from (name for _, name in _loads(scope))
+
+
+_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp)  # they read names when they are run
+
+
+def _may_catch(statement: ast.stmt) -> bool:
+    """Return whether an error within the statement may end there: a context manager of torch lets each pass."""
+    if isinstance(statement, ast.With):
+        calls = [it.context_expr for it in statement.items]
+        return not all(isinstance(it, ast.Call) and dotted(it.func).startswith("torch.") for it in calls)
+    return isinstance(statement, ast.AsyncWith | ast.Try | getattr(ast, "TryStar", ast.Try))
 
 
 def _assigned(statement: ast.stmt, name: str) -> ast.expr | None:
@@ -175,6 +188,10 @@ def _bound(statement: ast.stmt) -> set[str]:
         elif isinstance(node, ast.MatchMapping):
             names.add(node.rest or "")
     return names
+
+
+def binds(statement: ast.stmt, name: str) -> bool:
+    return name in _bound(statement)
 
 
 def _locals(function: ast.FunctionDef) -> set[str]:

@@ -5,8 +5,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from mpkernels.nn.fusing.decorators import is_made_for_subclasses
 from mpkernels.nn.fusing.plan import Plan, methods_of
-from mpkernels.nn.fusing.rewrite import NotRewritableError, is_made_for_subclasses
+from mpkernels.nn.fusing.rewrite import NotRewritableError
 
 
 class Record(NamedTuple):

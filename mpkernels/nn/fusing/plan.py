@@ -1,18 +1,21 @@
 """Decide for one module which sites a fused op computes, and say why the others are left."""
 
+import ast
 import builtins
 import inspect
 from collections.abc import Iterator
-from functools import reduce
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module, Sequential, functional
+from torch.nn import Module
 from torch.nn.utils import parametrize
 
 from mpkernels.nn.fusing import calls, sequential
 from mpkernels.nn.fusing.chain import dotted, short
+from mpkernels.nn.fusing.decorators import innermost, redecorated
+from mpkernels.nn.fusing.looking import UNSEEN, has_plain_attributes, own_values, value_of
+from mpkernels.nn.fusing.originals import DROPOUT, GELU, SEQUENTIAL_FORWARD, SEQUENTIAL_ITER, TORCH_CHUNK
 from mpkernels.nn.fusing.recognise import (
     is_activation,
     is_linear,
@@ -21,7 +24,7 @@ from mpkernels.nn.fusing.recognise import (
     why_no_activation,
     why_no_dropout,
 )
-from mpkernels.nn.fusing.rewrite import NotRewritableError, original, rewrite, sites_of
+from mpkernels.nn.fusing.rewrite import NotRewritableError, rewrite, sites_of
 from mpkernels.nn.fusing.sites import Site, partition
 
 Plan = tuple[Any, ...]
@@ -37,8 +40,14 @@ class Decision(NamedTuple):
 def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
     """Return the plan's methods, written anew, in the form that a class body has them."""
     if _is_sequential(kind):
-        return {"forward": sequential.forward_of(plan)}
-    return {name: rewrite(original(kind, name), chosen) for name, chosen in plan}
+        return {"forward": sequential.forward_of(plan, kind)}
+    return {name: _method(kind, name, chosen) for name, chosen in plan}
+
+
+def _method(kind: type, name: str, chosen: Any) -> FunctionType:
+    written = innermost(kind, name)
+    method = calls.Method(kind, name, getattr(kind, name), written)
+    return redecorated(kind, name, rewrite(written, chosen, method))
 
 
 def decide(module: Module, kind: type) -> Decision:
@@ -57,7 +66,8 @@ def decide(module: Module, kind: type) -> Decision:
 
 
 def _is_sequential(kind: type) -> bool:
-    return inspect.getattr_static(kind, "forward") is Sequential.forward
+    forward, iterate = (inspect.getattr_static(kind, name, None) for name in ("forward", "__iter__"))
+    return forward is SEQUENTIAL_FORWARD and iterate is SEQUENTIAL_ITER
 
 
 def _refuse_foreign_forward(module: Module, kind: type) -> None:
@@ -65,12 +75,14 @@ def _refuse_foreign_forward(module: Module, kind: type) -> None:
         raise NotRewritableError("was replaced on this instance")
     if isinstance(module, torch.jit.ScriptModule | torch.fx.GraphModule):
         raise NotRewritableError("was generated")
+    if not has_plain_attributes(kind):
+        raise NotRewritableError("reads attributes by code of its class's own")
     if parametrize.is_parametrized(module) and type(module) is kind:  # and it wasn't fused before
         raise NotRewritableError("reads parametrized tensors of its own")
 
 
 def _sequential(module: Module) -> Decision:
-    modules: list[Module] = [*module]  # type: ignore[misc]  # children() would skip a module's second place
+    modules = sequential.modules_of(module)
     runs = sequential.runs_of(modules)
     chosen, left = partition(runs, [run.why_left(modules) for run in runs])
     fused = [(runs[index].text(modules), runs[index].computed_by(modules)) for index in chosen]
@@ -97,7 +109,7 @@ def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType, list[Site
     names = ["forward"]
     for name in names:
         try:
-            function = original(kind, name)
+            function = innermost(kind, name)
             sites = sites_of(function)
         except NotRewritableError:
             if name == "forward":
@@ -117,30 +129,36 @@ def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
         return None
     reasons = [(site.layers[at], why_never(layer)) for at, layer in enumerate(layers)]
     reasons.append((site.activation, why_no_activation(activation)))
-    if site.is_tanh_form and activation is not functional.gelu:
+    if site.is_tanh_form and activation is not GELU:
         return None
     if site.dropout is not None:
         dropout = _resolve(site.dropout.called, module, function)
         if site.dropout.is_module:
             reasons.append((site.dropout.called, why_no_dropout(dropout)))
-        elif dropout is not functional.dropout:
+        elif dropout is not DROPOUT:
             return None
+    if site.chunk is not None and _resolve(site.chunk, module, function) is not TORCH_CHUNK:
+        return None
     reason = next((f"{short(role)} {why}" for role, why in reasons if why is not None), "")
     gates = layers[: len(site.gates)]
     if gates and not reason and not calls.are_halves(gates):
         return f"{short(site.layers[0])} is not as wide as what it multiplies"
-    return reason
+    return reason or ("" if _only_reads(site, module, function) else "something else is evaluated between its calls")
+
+
+def _only_reads(site: Site, module: Module, function: FunctionType) -> bool:
+    """Return whether nothing happens between the calls but that names and attributes are read, by nobody's code."""
+    if site.reads is None:
+        return False
+    attributes = [it.node for it in site.reads if isinstance(it.node, ast.Attribute)]
+    return all(_resolve(it, module, function) is not UNSEEN for it in attributes)
 
 
 def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:
-    """Return the value of a dotted name, None where it has none."""
+    """Return the value of a dotted name, UNSEEN where it has none, or only code would tell."""
     first, *names = dotted(expression).split(".")
     known = {function.__code__.co_varnames[0]: module} if function.__code__.co_argcount else {}
-    value = known.get(first, function.__globals__.get(first, getattr(builtins, first, None)))
-    try:
-        return reduce(getattr, names, value)
-    except AttributeError:
-        return None
+    return value_of(known.get(first, function.__globals__.get(first, vars(builtins).get(first, UNSEEN))), names)
 
 
 def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
@@ -150,6 +168,9 @@ def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
 
 def _holds_both(module: Module) -> str:
     """Return the class's name if the module itself holds an activation and a matrix to multiply with."""
-    held = [*module.children(), *vars(module).values()]
-    has_matrix = any(map(is_linear, held)) or any(it.ndim > 1 for it in module.parameters(recurse=False))
+    own = own_values(module)
+    held = [*own.get("_modules", {}).values(), *own.values()]
+    has_matrix = any(map(is_linear, held)) or any(
+        it is not None and it.ndim > 1 for it in own.get("_parameters", {}).values()
+    )
     return type(module).__name__ if has_matrix and any(map(is_activation, held)) else ""

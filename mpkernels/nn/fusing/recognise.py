@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import Dropout, Linear, Module, Parameter, functional
 
 from mpkernels._torch_private import runs_forward_alone
+from mpkernels.nn.fusing.looking import own_values
+from mpkernels.nn.fusing.originals import DROPOUT, GELU, is_original
 from mpkernels.ops.linear.activations import ACTIVATIONS, module_activation
 from mpkernels.parts import is_sharded
 
@@ -25,14 +27,14 @@ _FUNCTIONS: dict[object, str] = {
 
 def known_activation(value: object) -> str | None:
     """Return the name in ACTIVATIONS of such a name, a module or a function of torch. Return None for anything else."""
-    if isinstance(value, str):
+    if type(value) is str:
         return value if value in ACTIVATIONS else None
-    if isinstance(value, FunctionType | BuiltinFunctionType):
+    if type(value) in _FUNCTION:
         return _FUNCTIONS.get(value)
-    if isinstance(value, partial):
-        is_tanh_form = value.func is functional.gelu and not value.args and value.keywords == {"approximate": "tanh"}
+    if type(value) is partial:
+        is_tanh_form = value.func is GELU and not value.args and value.keywords == {"approximate": "tanh"}
         return "gelu_tanh" if is_tanh_form else None
-    return None if isinstance(value, type) else module_activation(value)
+    return module_activation(value) if issubclass(type(value), Module) else None
 
 
 def why_no_layer(layer: Module) -> str | None:
@@ -41,6 +43,8 @@ def why_no_layer(layer: Module) -> str | None:
         return "is no plain torch.nn.Linear"
     if not runs_forward_alone(layer):
         return _WATCHED
+    if not is_original(layer):
+        return _PATCHED
     bias = layer.bias
     if type(layer.weight) not in PLAIN_TENSORS or (bias is not None and type(bias) not in PLAIN_TENSORS):
         return _FOREIGN
@@ -57,18 +61,24 @@ def why_no_activation(activation: object) -> str | None:
     """Return why this isn't one of our activations, in a call as it was written. None if it is one."""
     if known_activation(activation) is None:
         return "is no activation that mpkernels knows"
-    return _WATCHED if isinstance(activation, Module) and not runs_forward_alone(activation) else None
+    if isinstance(activation, Module) and not runs_forward_alone(activation):
+        return _WATCHED
+    return None if is_original(activation) else _PATCHED
 
 
-def why_no_dropout(dropout: Module) -> str | None:
-    """Return why this isn't a plain dropout. None if it is one."""
+def why_no_dropout(dropout: object) -> str | None:
+    """Return why this is neither a plain dropout nor torch's function. None if it is one."""
     if type(dropout) is not Dropout:
-        return "is no plain torch.nn.Dropout"
-    return None if runs_forward_alone(dropout) else _WATCHED
+        return None if dropout is DROPOUT else "is no plain torch.nn.Dropout"
+    if not runs_forward_alone(dropout):
+        return _WATCHED
+    return None if is_original(dropout) else _PATCHED
 
 
 _FOREIGN = "holds tensors of another class"
 _WATCHED = "has hooks, or a forward of its own"
+_PATCHED = "runs what somebody has put in place of torch's own"
+_FUNCTION = (FunctionType, BuiltinFunctionType)
 
 
 def is_conv1d(layer: object) -> bool:
@@ -84,14 +94,17 @@ _OTHERS = {getattr(functional, name) for name in ("elu", "selu", "celu", "leaky_
 
 def is_activation(value: object) -> bool:
     """Return whether this is an activation, one of ours or not. A site that does nothing needs no op."""
-    name = None if isinstance(value, str) else known_activation(value)
-    if isinstance(value, FunctionType | BuiltinFunctionType):
+    name = None if type(value) is str else known_activation(value)
+    if type(value) in _FUNCTION:
         return name is not None or value in _OTHERS
-    is_others = type(value).__module__ in _HOMES and not isinstance(value, _NO_ACTIVATIONS)
+    is_others = type(value).__module__ in _HOMES and not issubclass(type(value), _NO_ACTIVATIONS)
     return name != "none" and (name is not None or is_others)
 
 
 def is_linear(value: object) -> bool:
     """Return whether this is a linear layer, or one that somebody has wrapped."""
-    weight = getattr(value, "weight", None)
-    return isinstance(value, Linear) or is_conv1d(value) or getattr(weight, "ndim", 0) == 2
+    if issubclass(type(value), Linear) or is_conv1d(value):
+        return True
+    own = own_values(value)
+    weight = own.get("weight", own.get("_parameters", {}).get("weight"))
+    return "in_features" in own or (issubclass(type(weight), Tensor) and weight.ndim == 2)

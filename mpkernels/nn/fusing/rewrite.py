@@ -14,31 +14,14 @@ from typing import Any
 from mpkernels.nn.fusing import calls
 from mpkernels.nn.fusing.sites import Site, find_sites
 
-CALLS = "mpkernels_calls"  # what the module calls is called in a rewritten function
+CALLS, METHOD = (
+    "mpkernels_calls",
+    "mpkernels_method",
+)  # what these modules and methods are called in a rewritten function
 
 
 class NotRewritableError(Exception):
     """Says why a function is left alone."""
-
-
-def original(kind: type, name: str) -> FunctionType:
-    """Return the function that this class's method was written as."""
-    method = inspect.getattr_static(kind, name)
-    while is_made_for_subclasses(kind, method):
-        method = method.__wrapped__
-    if not isinstance(method, FunctionType) or hasattr(method, "__wrapped__"):
-        raise NotRewritableError("is decorated, or no Python function")
-    if method.__code__.co_freevars:
-        raise NotRewritableError("is a closure, or calls super()")
-    return method
-
-
-def is_made_for_subclasses(kind: type, method: Any) -> bool:
-    """Return whether a wrapper was put around this method as its class was made. HF's layers do so, for checkpointing,
-    and will wrap the method of a subclass in the same way."""
-    makers = [vars(it).get("__init_subclass__") for it in kind.__mro__]
-    made = [const for it in makers if isinstance(it, classmethod) for const in it.__func__.__code__.co_consts]
-    return isinstance(method, FunctionType) and method.__code__ in made and hasattr(method, "__wrapped__")
 
 
 @lru_cache(maxsize=1024)
@@ -47,18 +30,20 @@ def sites_of(function: FunctionType) -> list[Site]:
     return find_sites(_parse(function)[0])
 
 
-def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]]) -> FunctionType:
+def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]], method: Any = None) -> FunctionType:
     """Return the function with fused calls at the sites with these indexes and texts. Globals, defaults and line
-    numbers stay."""
+    numbers stay. If somebody replaces the method, that is called instead."""
     tree, imports = _parse(function)
     sites = dict(enumerate(find_sites(tree)))
-    if any(index not in sites or sites[index].text != text for index, text in chosen):
+    if any(index not in sites or sites[index].text != text or sites[index].reads is None for index, text in chosen):
         raise NotRewritableError("has changed since it was fused")  # in a file that is loaded
     for site in sorted((sites[index] for index, _ in chosen), key=lambda site: site.first, reverse=True):
         _replace(site)
+    if method is not None and not function.__code__.co_flags & inspect.CO_GENERATOR:
+        tree.body.insert(0, _detour(tree))
     code = _compile(function, tree, imports)
-    helper = (CellType(calls),) if code.co_freevars else ()
-    written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, helper)
+    cells = tuple(CellType({CALLS: calls, METHOD: method}[name]) for name in code.co_freevars)
+    written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
     lazy = "__annotate__" if hasattr(function, "__annotate__") else "__annotations__"
     for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
         setattr(written, name, getattr(function, name))
@@ -98,8 +83,6 @@ def _parse(function: FunctionType) -> tuple[ast.FunctionDef, list[ast.stmt]]:
     node = deepcopy(functions.get((code.co_name, code.co_firstlineno)))
     if node is None:
         raise NotRewritableError("has no source")
-    if node.decorator_list:
-        raise NotRewritableError("is decorated")
     if not _is_same(_compile(function, node, imports), code):
         raise NotRewritableError("runs other code than its source says")
     return node, imports
@@ -111,7 +94,7 @@ def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.st
     names = function.__qualname__.split(".")
     is_method = len(names) > 1 and names[-2].isidentifier()
     name = names[-2] if is_method else "Outer"
-    tree = ast.parse(f"class {name}:\n def outer({CALLS}): pass")
+    tree = ast.parse(f"class {name}:\n def outer({CALLS}, {METHOD}): pass")
     tree.body[0].body[0].body = [node]  # type: ignore[attr-defined]
     tree.body = [*imports, *tree.body]
     futures = function.__code__.co_flags & __future__.annotations.compiler_flag
@@ -138,21 +121,39 @@ def _is_same_constant(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
+def _detour(function: ast.FunctionDef) -> ast.stmt:
+    """Return a statement that calls the method which has replaced this one since, with the same arguments."""
+    every = function.args
+    positional = [it.arg for it in (*every.posonlyargs, *every.args)] + [f"*{it.arg}" for it in (every.vararg,) if it]
+    named = [f"{it.arg!r}: {it.arg}" for it in every.kwonlyargs] + [f"**{it.arg}" for it in (every.kwarg,) if it]
+    arguments = f"({''.join(f'{it}, ' for it in positional)}), {{{', '.join(named)}}}"
+    text = f"if {CALLS}.is_replaced({METHOD}): return {CALLS}.by_replacement({METHOD}, {arguments})"
+    detour = ast.parse(text).body[0]
+    for node in ast.walk(detour):
+        ast.copy_location(node, function.body[0])
+    return detour
+
+
 def _replace(site: Site) -> None:
     statements, last = site.block.statements, site.block.statements[site.last]
+    held = _hold(site)
     setattr(site.expression, _MARK, True)
     if site.first == site.last:
-        choice = ast.copy_location(ast.IfExp(_test(site), _fused(site), site.expression), site.expression)
-        statements[site.last] = _Insert(choice).visit(last)
+        fused, test = _fused(site), _test(site, held)
+        choice = ast.copy_location(ast.IfExp(test, fused, _Named().visit(site.expression)), site.expression)
+        written: list[ast.stmt] = [_Insert(choice).visit(last)]
     else:
-        fused = _Insert(_fused(site)).visit(deepcopy(last))
-        written = statements[site.first : site.last + 1]
-        choice_of_lines = ast.If(_test(site), [fused], written)
-        statements[site.first : site.last + 1] = [ast.copy_location(choice_of_lines, written[0])]
+        fused_last = _Insert(_fused(site)).visit(deepcopy(last))
+        test, lines = _test(site, held), statements[site.first : site.last + 1]
+        written = [ast.copy_location(ast.If(test, [fused_last], [_Named().visit(it) for it in lines]), lines[0])]
+    if held and not isinstance(last, ast.Return):
+        written.append(ast.copy_location(ast.Assign([_name(held[-1], ast.Store())], ast.Constant(None)), last))
+    statements[site.first : site.last + 1] = written
     delattr(site.expression, _MARK)
 
 
 _MARK = "is_replaced_by_mpkernels"
+_NAME = "is_named_by_mpkernels"
 
 
 class _Insert(ast.NodeTransformer):
@@ -165,15 +166,39 @@ class _Insert(ast.NodeTransformer):
         return self.node if hasattr(node, _MARK) else super().visit(node)
 
 
-def _test(site: Site) -> ast.expr:
-    layers, activation = _shared(site)
-    x = site.x if isinstance(site.x, ast.Name) else ast.Constant(...)  # to be evaluated once, and not yet
-    dropout = [site.dropout.called] if site.dropout is not None and site.dropout.is_module else []
-    are_plain = _call("are_plain", [x, layers, activation, *dropout], site)
-    if not site.gates:
-        return are_plain
-    are_halves = _call("are_halves", [ast.Tuple(list(site.gates), ast.Load())], site)
-    return ast.copy_location(ast.BoolOp(ast.And(), [are_plain, are_halves]), site.expression)
+class _Named(ast.NodeTransformer):
+    """Puts the name of what is held in the place of each expression that has one."""
+
+    def visit(self, node: ast.AST) -> Any:
+        return _name(node, ast.Load()) if hasattr(node, _NAME) else super().visit(node)
+
+
+def _hold(site: Site) -> list[ast.expr]:
+    """Give names to the head of a site, for what has been evaluated before x isn't to be evaluated again after it."""
+    for at, node in enumerate(site.head):
+        setattr(node, _NAME, f"{CALLS}_{at}")
+    return site.head
+
+
+def _name(held: ast.AST, context: ast.expr_context) -> ast.Name:
+    return ast.copy_location(ast.Name(getattr(held, _NAME), context), held)
+
+
+def _test(site: Site, held: list[ast.expr]) -> ast.expr:
+    layers, _ = _shared(site)
+    dropout = ast.Constant(None) if site.dropout is None else site.dropout.called
+    parts = [_call("are_plain", [site.x, layers, site.activation, dropout], site)]
+    if site.is_tanh_form:
+        parts.append(_call("is_gelu", [site.activation], site))
+    if site.gates:
+        gates = ast.Tuple(list(site.gates), ast.Load())
+        parts.append(_call("are_gates", [gates, *([] if site.chunk is None else [site.chunk])], site))
+    if operands := [it.node for it in site.reads or () if it.is_operand]:
+        parts.append(_call("are_ordinary", operands, site))
+    if held:  # a tuple that isn't empty is true
+        named = [ast.NamedExpr(_name(it, ast.Store()), it) for it in held]
+        parts.insert(0, ast.Tuple(list(named), ast.Load()))
+    return ast.copy_location(ast.BoolOp(ast.And(), parts) if len(parts) > 1 else parts[0], site.expression)
 
 
 def _fused(site: Site) -> ast.expr:
@@ -188,4 +213,5 @@ def _shared(site: Site) -> tuple[ast.expr, ast.expr]:
 
 def _call(name: str, arguments: list[ast.expr], site: Site) -> ast.expr:
     function = ast.Attribute(ast.Name(CALLS, ast.Load()), name, ast.Load())
-    return ast.copy_location(ast.Call(function, deepcopy(arguments), []), site.expression)
+    named = [_Named().visit(it) for it in deepcopy(arguments)]
+    return ast.copy_location(ast.Call(function, named, []), site.expression)

@@ -5,9 +5,10 @@ from functools import wraps
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Dropout, Module, Sequential
+from torch.nn import Dropout, Module
 
 from mpkernels.nn.fusing import calls
+from mpkernels.nn.fusing.originals import SEQUENTIAL_FORWARD, SEQUENTIAL_ITER
 from mpkernels.nn.fusing.recognise import (
     is_activation,
     is_linear,
@@ -72,18 +73,26 @@ def runs_of(modules: Sequence[Module]) -> list[Run]:
     return runs
 
 
-def forward_of(runs: Sequence[Run]) -> Callable[[Any, Any], Any]:
+def modules_of(module: Any) -> list[Module]:
+    """Return what torch's own iteration over a Sequential yields: a module in two places twice."""
+    return [*vars(module)["_modules"].values()]
+
+
+def forward_of(runs: Sequence[Run], kind: Any) -> Callable[[Any, Any], Any]:
     by_start = {run.first: run for run in runs}
 
-    @wraps(Sequential.forward)  # whose source torch.jit.script reads
+    @wraps(SEQUENTIAL_FORWARD)  # whose source torch.jit.script reads
     def forward(self: Any, input: Any) -> Any:
-        modules, at = [*self], 0
+        if kind.forward is not SEQUENTIAL_FORWARD or kind.__iter__ is not SEQUENTIAL_ITER:  # they were replaced since
+            return kind.forward(self, input)
+        modules, at = modules_of(self), 0
         while at < len(modules):
             run = by_start.get(at)
             if run is not None and run.is_plain(input, modules):
                 input, at = run.compute(input, modules), run.last + 1
             else:
                 input, at = modules[at](input), at + 1
+                modules = modules_of(self)  # which the call may have changed
         return input
 
     return forward

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
 
-from mpkernels.nn.fusing.chain import Block, Chain, Place, dotted, short
+from mpkernels.nn.fusing.chain import Block, Chain, Place, binds, dotted, short
+from mpkernels.nn.fusing.order import Read, reads_before, reads_of
 
-_READ_ANY = ("locals", "eval", "exec")
+_READ_ANY = ("locals", "vars", "dir", "eval", "exec")
 KINDS = ("gated_mlp", "mlp", "gated_linear", "linear_act")  # what replaces most comes first
 
 
@@ -38,6 +39,23 @@ class Site:
     activation: ast.expr
     is_tanh_form: bool
     dropout: Dropout | None
+    chunk: ast.expr | None  #: ``torch.chunk``, if that takes the gate and what it multiplies apart
+    reads: tuple[Read, ...] | None  #: what else is evaluated between the calls. None if it may do more than read
+
+    @property
+    def head(self) -> list[ast.expr]:
+        """Where x is an expression: what is evaluated in front of it, in the statement where it stands, and x."""
+        if isinstance(self.x, ast.Name):
+            return []
+        node: Any = self.expression if self.first == self.last else self.block.statements[self.first].value  # type: ignore[attr-defined]
+        found = []
+        while node is not self.x:
+            if isinstance(node.func, ast.Attribute) and any(it is self.x for it in ast.walk(node.func)):
+                node = node.func.value  # whose chunk is called
+            else:
+                found.append(node.func)
+                node = node.args[0]
+        return [*found, self.x]
 
     @property
     def gates(self) -> tuple[ast.expr, ...]:
@@ -72,6 +90,9 @@ def find_sites(function: ast.FunctionDef) -> list[Site]:
     for node in ast.walk(function):
         if isinstance(node, ast.Global | ast.Nonlocal) or (isinstance(node, ast.Name) and node.id in _READ_ANY):
             return found  # others may read what is assigned here
+    arguments = function.args.args
+    if arguments and any(binds(it, arguments[0].arg) for it in function.body):
+        return found  # self is something else
     for block in Block.all_of(function):
         for last, statement in enumerate(block.statements):
             for expression in _expressions(statement):
@@ -136,8 +157,25 @@ def _matches(kind: str, block: Block, last: int, expression: ast.expr) -> Iterat
             first = match.chain.first_if_sound(expression, [x, *match.read])
             if first is not None:
                 layers += (match.down,) if match.down is not None else ()
-                rest = (x.node, layers, match.activation, match.is_tanh_form, match.dropout)
+                before = [] if first == last else reads_before(block.statements[last], expression)
+                reads = _known_reads(match.chain, reads_of(match.options), before)
+                rest = (x.node, layers, match.activation, match.is_tanh_form, match.dropout, match.chunk, reads)
                 yield Site(kind, block, first, last, expression, *rest)
+
+
+def _known_reads(chain: Chain, *groups: list[Read] | None) -> tuple[Read, ...] | None:
+    """Return these reads. An attribute of a local variable, such as a tensor's method, is harmless if the variable is a
+    plain tensor. None if nobody knows what a read runs."""
+    known: list[Read] = []
+    for group in groups:
+        for read in [Read(ast.Constant(...), True)] if group is None else group:
+            if isinstance(read.node, ast.Name) or chain.is_own(read.node) or chain.is_global(read.node):
+                known.append(read)
+            elif read.is_operand or not isinstance(owner := getattr(read.node, "value", None), ast.Name):
+                return None
+            else:
+                known.append(Read(owner, True))
+    return tuple(known)
 
 
 Layers = tuple[ast.expr, ...]
@@ -153,6 +191,8 @@ class _Match:
         self.activation: ast.expr | None = None
         self.is_tanh_form = False
         self.dropout: Dropout | None = None
+        self.chunk: ast.expr | None = None
+        self.options: list[ast.expr] = []  # of a dropout
         self.read: list[Place] = []  # what else the fused call reads
 
     def last_layer(self, value: Place | None) -> Place | None:
@@ -181,7 +221,8 @@ class _Match:
         if not node.args or len(node.args) > 3 or options.keys() != {"p", "training"}:
             return None
         self.dropout = Dropout(node.func, options["p"], options["training"], is_module=False)
-        self.read += [Place(each, value.index) for each in options.values()]
+        self.options = [*options.values()]
+        self.read += [Place(each, value.index) for each in self.options]
         return Place(node.args[0], value.index)
 
     def activated(self, value: Place | None) -> Place | None:
@@ -224,4 +265,5 @@ class _Match:
         if first is None or second is None or first.call is not second.call or (first.which, second.which) != (0, 1):
             return None
         layer, x = self._module(first.packed)
+        self.chunk = first.function
         return None if layer is None or x is None else (x, (layer,))

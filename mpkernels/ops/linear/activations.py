@@ -104,7 +104,7 @@ def module_activation(activation: object) -> str | None:
     name = _NAMES.get(kind)
     if name is None and kind.__module__ == "transformers.activations":
         return _NAMES_IN_TRANSFORMERS.get(kind.__name__)
-    is_approximate = isinstance(activation, nn.GELU) and activation.approximate == "tanh"
+    is_approximate = type(activation) is nn.GELU and activation.approximate == "tanh"
     return "gelu_tanh" if is_approximate else name
 
 

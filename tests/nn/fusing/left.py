@@ -1,6 +1,7 @@
 """Modules that fuse leaves as they are, most of them because a fused op would compute something else."""
 
-import torch
+import functools
+
 from torch import nn
 
 from tests.nn.fusing.models import Mlp
@@ -155,8 +156,37 @@ class Super(Mlp):
         return super().forward(x) + self.act(self.fc1(x)).sum()
 
 
-class Decorated(Mlp):
-    @torch.no_grad()
+class Doubling:
+    """A decorator that keeps the function in no closure."""
+
+    def __init__(self, function):
+        functools.update_wrapper(self, function)
+
+    def __get__(self, module, kind):
+        return functools.partial(self, module)
+
+    def __call__(self, module, x):
+        return 2 * self.__wrapped__(module, x)
+
+
+class DecoratedByAnObject(Mlp):
+    @Doubling
+    def forward(self, x):
+        return self.act(self.fc1(x))
+
+
+def kept_in_a_list(function):
+    functions = [function]
+
+    @functools.wraps(function)
+    def doubled(self, x):
+        return 2 * functions[0](self, x)
+
+    return doubled
+
+
+class DecoratedOutsideOfACell(Mlp):
+    @kept_in_a_list
     def forward(self, x):
         return self.act(self.fc1(x))
 
@@ -223,7 +253,8 @@ LEFT = {
     AnotherChunk: "its forward applies no",
     Local: "its forward applies no",
     Super: "its forward is a closure, or calls super()",
-    Decorated: "its forward is decorated, or no Python function",
+    DecoratedByAnObject: "its forward is no Python function",
+    DecoratedOutsideOfACell: "its forward is decorated, and the decorator keeps it in no cell of its closure",
     WrappedSilently: "its forward is a closure, or calls super()",
     OfGlobals: "its forward has no source",
     Unknown: "act is no activation that mpkernels knows",

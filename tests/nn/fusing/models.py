@@ -171,6 +171,28 @@ class Nested(nn.Module):
         return self.inner.act(self.inner.fc1(x))
 
 
+class AfterOperators(Mlp):
+    """What is computed before the last layer only reads."""
+
+    def forward(self, x, scale=0.5):
+        h = self.act(self.fc1(x))
+        return torch.add(x * scale + self.rate, self.fc2(h), alpha=2)
+
+
+class AfterAMethod(Mlp):
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return x.add(self.fc2(h))
+
+
+class UnderAContext(Mlp):
+    def forward(self, x):
+        with torch.autocast("cpu", enabled=False):
+            x = self.fc1(x)
+            x = self.act(x)
+        return x + 0
+
+
 class Private(Mlp):
     def __init__(self):
         super().__init__()
@@ -204,6 +226,9 @@ FORMS = {
     InBranchAndLoop: ["mlp", "mlp"],
     TwoInARow: ["linear_act", "mlp"],
     Nested: ["linear_act"],
+    AfterOperators: ["mlp"],
+    AfterAMethod: ["mlp"],
+    UnderAContext: ["linear_act"],
     Private: ["linear_act"],
     Keywords: ["linear_act"],
 }

@@ -1,0 +1,74 @@
+"""Look values up without running anybody's code: no property, ``__getattr__`` or lazy module is asked."""
+
+from functools import reduce
+from types import FunctionType, MemberDescriptorType, ModuleType
+from typing import Any
+
+from torch.nn import Module
+
+from mpkernels.nn.fusing.originals import MODULE_GETATTR
+
+UNSEEN: Any = type("Unseen", (), {})()
+"""Stands for a value that isn't there, or that only code would tell."""
+
+
+def value_of(first: Any, names: list[str]) -> Any:
+    """Return ``first.a.b`` for the names a and b. UNSEEN if that can't be looked up."""
+    return reduce(_attribute, names, first)
+
+
+def has_plain_attributes(kind: type) -> bool:
+    """Return whether modules of this class find their attributes as torch's do, and run nothing else for it."""
+    return _defined(kind, "__getattribute__") is object.__getattribute__ and _defined(kind, "__getattr__") in (
+        MODULE_GETATTR,
+        UNSEEN,
+    )
+
+
+def own_values(value: Any) -> dict[str, Any]:
+    """Return what an object has as its own, without its class's. Nothing for objects that have no ``__dict__``."""
+    try:
+        own: dict[str, Any] = object.__getattribute__(value, "__dict__")
+    except AttributeError:
+        return {}
+    return own
+
+
+def _attribute(owner: Any, name: str) -> Any:
+    kind, own = type(owner), own_values(owner)
+    if owner is UNSEEN or issubclass(kind, type):
+        return UNSEEN
+    if issubclass(kind, ModuleType):
+        return own.get(name, UNSEEN)
+    if _defined(kind, "__getattribute__") is not object.__getattribute__:
+        return UNSEEN
+    of_class = _defined(kind, name)
+    if hasattr(type(of_class), "__set__") or hasattr(type(of_class), "__delete__"):  # it goes before own values
+        return of_class.__get__(owner, kind) if isinstance(of_class, MemberDescriptorType) else UNSEEN
+    if name in own:
+        return own[name]
+    if of_class is not UNSEEN:
+        return _of_class(of_class)
+    return _registered(kind, own, name)
+
+
+def _of_class(value: Any) -> Any:
+    if type(value) is staticmethod:
+        return value.__func__
+    return UNSEEN if hasattr(type(value), "__get__") and type(value) is not type else value
+
+
+def _registered(kind: type, own: dict[str, Any], name: str) -> Any:
+    """Return the parameter, buffer or module of this name, where torch's own __getattr__ would."""
+    if not issubclass(kind, Module) or not has_plain_attributes(kind):
+        return UNSEEN
+    books = (own.get(book, {}) for book in ("_parameters", "_buffers", "_modules"))
+    return next((book[name] for book in books if name in book), UNSEEN)
+
+
+def _defined(kind: type, name: str) -> Any:
+    return next((vars(it)[name] for it in kind.__mro__ if name in vars(it)), UNSEEN)
+
+
+def is_function(value: Any) -> bool:
+    return type(value) in (FunctionType, type(len))

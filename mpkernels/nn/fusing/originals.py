@@ -1,0 +1,119 @@
+"""Torch's own classes and functions as they were when this was imported, and whether somebody has put others in their
+place since. Those are to be called in a fused model, too, so the plain lines run there."""
+
+import os
+from collections.abc import Sequence
+from types import FunctionType, MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+_HOME = os.path.dirname(torch.__file__)
+Attribute = tuple[Any, str, Any]
+"""A module or class, the name of its attribute, and what that was."""
+
+
+def _own(owner: Any, name: str) -> Any:
+    """Return an attribute of torch's. What isn't torch's, for somebody was here before us, is never found again."""
+    value = getattr(owner, name)
+    is_foreign = isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(_HOME)
+    return object() if is_foreign else value
+
+
+def _all_of(*attributes: tuple[Any, str]) -> tuple[Attribute, ...]:
+    return tuple((owner, name, _own(owner, name)) for owner, name in attributes)
+
+
+def _are_in_place(attributes: Sequence[Attribute]) -> bool:
+    for owner, name, own in attributes:  # noqa: SIM110, for a generator takes as long as the rest
+        if getattr(owner, name) is not own:
+            return False
+    return True
+
+
+_CALL = [(name, _own(nn.Module, name)) for name in ("__call__", "_call_impl")]
+
+
+def _of_module(kind: type, forward: Any, functions: Sequence[Attribute]) -> tuple[Attribute, ...]:
+    return ((kind, "forward", forward), *((kind, *each) for each in _CALL), *functions)
+
+
+def _module(kind: type, *functions: tuple[Any, str]) -> tuple[Attribute, ...]:
+    return _of_module(kind, _own(kind, "forward"), _all_of(*functions))
+
+
+_TANH_OF_CUBE = ((torch, "tanh"), (torch, "pow"))
+# What a call of the module or function runs. It was read in torch 2.10 to 2.13, transformers 4.57 to 5.24.
+_RUNS: dict[object, tuple[Attribute, ...]] = {
+    nn.Linear: _module(nn.Linear, (functional, "linear")),
+    nn.Dropout: _module(nn.Dropout, (functional, "dropout")),
+    nn.ReLU: _module(nn.ReLU, (functional, "relu"), (torch, "relu"), (torch, "relu_")),
+    nn.GELU: _module(nn.GELU, (functional, "gelu")),
+    nn.SiLU: _module(nn.SiLU, (functional, "silu")),
+    nn.Sigmoid: _module(nn.Sigmoid, (torch, "sigmoid")),
+    nn.Tanh: _module(nn.Tanh, (torch, "tanh")),
+    functional.relu: _all_of((torch, "relu")),
+    functional.sigmoid: _all_of((Tensor, "sigmoid")),
+    functional.tanh: _all_of((Tensor, "tanh")),
+}
+_FUNCTIONS_IN_TRANSFORMERS: dict[str, tuple[tuple[Any, str], ...]] = {
+    "Conv1D": ((torch, "addmm"), (Tensor, "view"), (Tensor, "size")),
+    "ReLUSquaredActivation": ((functional, "relu"), (torch, "relu"), (torch, "square")),
+    "SiLUActivation": ((functional, "silu"),),
+    "GELUActivation": ((functional, "gelu"), (torch, "erf")),
+    **dict.fromkeys(("GELUTanh", "PytorchGELUTanh"), ((functional, "gelu"), *_TANH_OF_CUBE)),
+    **dict.fromkeys(("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"), _TANH_OF_CUBE),
+}
+_IN_TRANSFORMERS = {name: _all_of(*functions) for name, functions in _FUNCTIONS_IN_TRANSFORMERS.items()}
+_OF_TRANSFORMERS: dict[type, tuple[Attribute, ...]] = {}  # by class, as they are met
+GATE = _all_of((Tensor, "__mul__"))
+CHUNK = _all_of((Tensor, "chunk"), (torch, "chunk"))
+
+TORCH_CHUNK = _own(torch, "chunk")
+DROPOUT = _own(functional, "dropout")
+GELU = _own(functional, "gelu")
+MODULE_GETATTR = _own(nn.Module, "__getattr__")
+SEQUENTIAL_FORWARD = _own(nn.Sequential, "forward")
+SEQUENTIAL_ITER = _own(nn.Sequential, "__iter__")
+
+
+def is_original(called: Any) -> bool:
+    """Return whether a linear layer, an activation or a dropout, be it a module or a function of torch, computes what
+    torch or transformers define."""
+    kind = type(called)
+    runs = _RUNS.get(kind)
+    if runs is not None:
+        return _are_in_place(runs)
+    if not isinstance(called, nn.Module):
+        return _are_in_place(_RUNS.get(called, ()))
+    own = _OF_TRANSFORMERS.get(kind)
+    if own is None:
+        functions = _IN_TRANSFORMERS.get(kind.__name__, ())
+        own = _OF_TRANSFORMERS[kind] = _of_module(kind, _as_written(kind), functions)
+    return _are_in_place(own) and _is_inner_original(called)
+
+
+def are_gates_original(is_packed: bool) -> bool:
+    """Return whether tensors are multiplied, and taken apart if ``is_packed``, by torch's own methods."""
+    return _are_in_place(GATE) and (not is_packed or _are_in_place(CHUNK))
+
+
+def _as_written(kind: type) -> Any:
+    """Return the forward of a class that isn't torch's, if it stands in the class's own file."""
+    forward: Any = vars(kind).get("forward")
+    is_own = (
+        isinstance(forward, FunctionType)
+        and (forward.__qualname__, forward.__module__) == (f"{kind.__qualname__}.forward", kind.__module__)
+        and forward.__globals__.get("__file__") == forward.__code__.co_filename
+    )
+    return forward if is_own else object()
+
+
+def _is_inner_original(module: nn.Module) -> bool:
+    """Return whether the function that some of transformers' activations hold is one that their classes give them."""
+    act = vars(module).get("act")
+    if isinstance(act, MethodType):
+        return act.__self__ is module and act.__func__ is getattr(type(module), act.__name__, None)
+    return act is None or act is GELU or getattr(act, "func", None) is GELU

@@ -1,0 +1,158 @@
+"""fuse looks at a model without running anything of it."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+from torch.testing import assert_close
+
+from mpkernels.nn import fuse
+from tests.networks import one_thread
+from tests.nn.fusing.models import Mlp, X, recorded_ops
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+class Ran(Exception):  # noqa: N818
+    pass
+
+
+class RunsCode(Mlp):
+    @property
+    def weight(self):
+        raise Ran
+
+    @property
+    def own_act(self):
+        raise Ran
+
+    @property
+    def rate_now(self):
+        raise Ran
+
+    def forward(self, x):
+        x = x + self.fc2(self.own_act(self.fc1(x)))
+        h = self.act(self.fc1(x))
+        h = F.dropout(h, self.rate_now, self.training)
+        return self.rate_now * self.fc2(h)
+
+
+class Lazy:
+    """As a proxy of something that isn't there yet."""
+
+    @property
+    def __class__(self):
+        raise Ran
+
+    def __getattr__(self, name):
+        raise Ran
+
+
+class HoldsAProxy(Mlp):
+    def __init__(self):
+        super().__init__()
+        vars(self)["lazy"] = Lazy()  # for nn.Module's own __setattr__ asks it for its class
+
+    def forward(self, x):
+        return self.lazy.act(self.fc1(x)) + self.lazy.fc2(F.gelu(self.up(x)))
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.times = 0
+
+    def forward(self, weight):
+        self.times += 1
+        return 2 * weight
+
+
+class SeesAll(torch.Tensor):
+    is_made = False
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        if cls.is_made:
+            raise Ran
+        return super().__torch_function__(function, types, arguments, options)
+
+
+def of_a_subclass():
+    model = Mlp()
+    model.fc1.weight = nn.Parameter(model.fc1.weight.detach().as_subclass(SeesAll))
+    model.scales = nn.Parameter(torch.ones(2, 2).as_subclass(SeesAll))
+    return model
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+@pytest.mark.parametrize("kind", [RunsCode, HoldsAProxy, of_a_subclass], ids=lambda it: it.__name__)
+def test_no_code_of_the_users_runs(kind, dry_run, monkeypatch):
+    model = nn.Sequential(kind())
+    monkeypatch.setattr(SeesAll, "is_made", True)
+    report = fuse(model, dry_run)
+    assert not {"mlp, gelu", "gated_mlp, gelu"} & {site.computed_by for site in report.fused}
+
+
+@pytest.mark.parametrize("dry_run", [True, False])
+def test_parametrizations_are_not_run(dry_run):
+    model = nn.Sequential(Mlp(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).train()
+    for layer in (model[0].fc1, model[0].norm, model[1]):
+        parametrize.register_parametrization(layer, "weight", Counts())
+    for layer in (model[0].fc2, model[3]):
+        parametrizations.spectral_norm(layer)
+    before = {name: it.clone() for name, it in model.state_dict().items()}
+    counters = [it for it in model.modules() if isinstance(it, Counts)]
+    times = [it.times for it in counters]
+    report = fuse(model, dry_run)
+    assert [it.times for it in counters] == times
+    assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    assert "fc1 is no plain torch.nn.Linear" in {site.reason for site in report.left}
+
+
+class OwnGetattr(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.asked = []
+
+    def __getattr__(self, name):
+        if name != "asked":
+            self.asked.append(name)
+        return super().__getattr__(name)
+
+
+class OwnGetattribute(Mlp):
+    asked = ()
+
+    def __getattribute__(self, name):
+        if name != "asked" and not name.startswith("__"):
+            OwnGetattribute.asked += (name,)
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("kind", [OwnGetattr, OwnGetattribute])
+def test_attributes_that_code_finds_are_read_by_the_forward_alone(kind):
+    plain, fused = kind(), kind()
+    before = [it for it in fused.asked if "fc" in it or it == "act"]
+    [site] = fuse(fused).left
+    assert [it for it in fused.asked if "fc" in it or it == "act"] == before
+    assert site.reason == "its forward reads attributes by code of its class's own"
+    with recorded_ops() as ran:
+        assert_close(fused(X), plain(X), rtol=0, atol=0)
+    assert ran == []
+
+
+class StaticActivation(Mlp):
+    gelu, scale = staticmethod(F.gelu), 2.0
+
+    def forward(self, x):
+        h = self.gelu(self.fc1(x))
+        return self.scale * x + self.fc2(h)
+
+
+def test_what_a_class_holds_is_found():
+    plain, fused = StaticActivation(), StaticActivation()
+    fuse(fused)
+    with recorded_ops() as ran:
+        assert_close(fused(X), plain(X), rtol=1e-5, atol=1e-5)
+    assert ran == ["mlp"]

@@ -1,0 +1,300 @@
+"""A rewritten forward evaluates everything in the order in which it was written, as far as anyone can tell."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.testing import assert_close
+
+from mpkernels.nn import fuse
+from tests.networks import one_thread
+from tests.nn.fusing.models import Mlp, X, recorded_ops
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+BETWEEN = "something else is evaluated between its calls"
+
+
+class Effects(Mlp):
+    """Has methods that change what a forward reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.relu_, self.gate, self.scale = nn.ReLU(inplace=True), nn.Linear(8, 16), 0.5
+        self.other = nn.Linear(16, 8)
+        self.spare, self.seen = nn.Linear(8, 32), []
+
+    def swap(self, x):
+        self.fc1, self.gate = self.gate, self.fc1
+        return x * 1
+
+    def exchange(self):
+        self.fc2, self.other = self.other, self.fc2
+        return 0
+
+    def draw(self, x):
+        return torch.rand_like(x)
+
+    def train_no_more(self):
+        torch.set_grad_enabled(False)
+        return 0
+
+
+class InPlaceBefore(Effects):
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return self.relu_(x) + self.fc2(h)
+
+
+class InPlaceBeforeALayer(Effects):
+    def forward(self, x):
+        h = self.fc1(x)
+        return self.relu_(x).sum() + self.act(h)
+
+
+class MethodInPlace(Effects):
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return x.mul_(2) + self.fc2(h)
+
+
+class ViewInPlace(Effects):
+    def forward(self, x):
+        flat = x.view(-1)
+        h = self.act(self.fc1(x))
+        return flat.mul_(2).view_as(x) + self.fc2(h)
+
+
+class Walrus(Effects):
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return (x := x * 3) + self.fc2(h) + x
+
+
+class WalrusInAnArgument(Effects):
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return torch.add((x := x * 3), self.fc2(h)) - x
+
+
+class GatedInPlace(Effects):
+    def forward(self, x):
+        gate = self.act(self.fc1(x))
+        up = self.up(x)
+        return self.relu_(x).sum() + gate * up
+
+
+class GatedMlpInPlace(Effects):
+    def forward(self, x):
+        gate = self.act(self.fc1(x))
+        h = gate * self.up(x)
+        return x.neg_() + self.fc2(h)
+
+
+class PackedInPlace(Effects):
+    def forward(self, x):
+        gate, up = self.packed(x).chunk(2, dim=-1)
+        return x.neg_().sum() + self.act(gate) * up
+
+
+class LayerIsExchanged(Effects):
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return self.exchange() + self.fc2(h)
+
+
+class WeightIsChanged(Effects):
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return self.fc1.weight.detach().mul_(1.5).sum() + self.fc2(h)
+
+
+class NumbersAreDrawn(Effects):
+    def forward(self, x):
+        h = F.dropout(self.act(self.fc1(x)), 0.5, True)
+        return self.draw(x) + self.fc2(h)
+
+
+class RateIsComputed(Effects):
+    def forward(self, x):
+        h = F.dropout(self.act(self.fc1(x)), self.rate_of(x), self.training)
+        return self.fc2(h)
+
+    def rate_of(self, x):
+        x.mul_(2)
+        return 0.0
+
+
+class Augmented(Effects):
+    def forward(self, x):
+        parts = [x]
+        h = self.act(self.fc1(x))
+        parts[self.put(x)] += self.fc2(h)
+        return parts[0]
+
+    def put(self, x):
+        x.mul_(2)
+        return 0
+
+
+class Conditional(Effects):
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return self.fc2(h) if x.mul_(2).sum() else x
+
+
+class GradsAreSwitchedOff(Effects):
+    def forward(self, x):
+        with torch.enable_grad():
+            h = self.act(self.fc1(x))
+            return self.train_no_more() + self.fc2(h)
+
+
+class Comprehension(Effects):
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return sum([it.mul_(2).sum() for it in (x,)]) + self.fc2(h)
+
+
+class Property(Effects):
+    @property
+    def factor(self):
+        self.seen.append(self.fc2)
+        self.exchange()
+        return 2
+
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return self.factor * self.fc2(h)
+
+
+class Formatted(Effects):
+    def forward(self, x):
+        h = self.act(self.fc1(x))
+        return {f"{x.mul_(2).sum()}": self.fc2(h)}.popitem()[1]
+
+
+class ReadByAGenerator(Effects):
+    def forward(self, x):
+        later = (h.sum() for _ in range(1))  # noqa: F821
+        h = self.fc1(x)
+        y = self.act(h)
+        return y + next(later)
+
+
+class ReadAfterASuppressedError(Effects):
+    def forward(self, x):
+        with contextlib.suppress(TypeError):
+            x = self.fc1(x)
+            x = self.act(x) + torch.Size
+        return x
+
+
+class ReadByVars(Effects):
+    def forward(self, x):
+        h = self.fc1(x)
+        y = self.act(h)
+        return y + vars()["h"]
+
+
+KEPT = [
+    *(InPlaceBefore, InPlaceBeforeALayer, MethodInPlace, ViewInPlace, Walrus, WalrusInAnArgument, GatedInPlace),
+    *(GatedMlpInPlace, PackedInPlace, LayerIsExchanged, WeightIsChanged, NumbersAreDrawn, RateIsComputed, Augmented),
+    *(Conditional, GradsAreSwitchedOff, Comprehension, Property, Formatted, ReadByAGenerator),
+    *(ReadAfterASuppressedError, ReadByVars),
+]
+
+
+class SwapsItsLayer(Effects):
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(self.swap(x))))
+
+
+class SwapsItsLayerBefore(Effects):
+    def forward(self, x):
+        h = self.act(self.fc1(self.swap(x)))
+        return self.fc2(h)
+
+
+class SwapsItsPackedLayer(Effects):
+    def swap(self, x):
+        self.packed, self.spare = self.spare, self.packed
+        return x * 1
+
+    def forward(self, x):
+        gate, up = torch.chunk(self.packed(self.swap(x)), 2, dim=-1)
+        return up * self.act(gate)
+
+
+class ChangesItsInput(Effects):
+    def forward(self, x):
+        x = x * 1
+        y = self.relu_(x) + self.fc2(self.act(self.fc1(x)))
+        return y + self.fc2(self.act(self.fc1(x.mul_(2)))) + x
+
+
+class NumbersInOrder(Effects):
+    def forward(self, x):
+        return self.fc2(F.dropout(self.act(self.fc1(self.draw(x))), 0.0, False)) + self.draw(x)
+
+
+def outcome(model, is_training=True):
+    """Return the name of the error that a call raises, and: result, gradients, what became of the input and of the
+    modules, random numbers."""
+    x, error, y = X.clone().requires_grad_(is_training), "", None
+    with torch.random.fork_rng(), torch.set_grad_enabled(is_training):
+        torch.manual_seed(5)
+        given = x * 1
+        try:
+            y = model(given)
+            if y.requires_grad:
+                y.square().sum().backward()
+        except (RuntimeError, TypeError, UnboundLocalError) as raised:
+            error = type(raised).__name__
+        grads = [] if error else [x.grad, *(it.grad for it in model.parameters())]
+        tensors = [given, *grads, *model.state_dict().values(), torch.rand(2)]
+    return error, [None if it is None else it.detach() for it in (y, *tensors)]
+
+
+def assert_same(ours, theirs):
+    assert ours[0] == theirs[0]
+    assert_close(ours[1], theirs[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
+@pytest.mark.parametrize("kind", KEPT, ids=lambda it: it.__name__)
+def test_nothing_is_reordered(kind, is_training):
+    torch.manual_seed(0)
+    plain, fused = kind(), kind()
+    fused.load_state_dict(plain.state_dict())
+    fuse(fused)
+    assert_same(outcome(fused, is_training), outcome(plain, is_training))
+
+
+@pytest.mark.parametrize("kind", [InPlaceBeforeALayer, GatedMlpInPlace, PackedInPlace], ids=lambda it: it.__name__)
+def test_a_site_is_left_with_the_reason(kind):
+    left = [site.reason for site in fuse(kind()).left]
+    assert left == [BETWEEN] or (kind is GatedMlpInPlace and left == [])
+
+
+EXACT = {
+    SwapsItsLayer: ["mlp"],
+    SwapsItsLayerBefore: ["mlp"],
+    SwapsItsPackedLayer: ["gated_linear"],
+    ChangesItsInput: ["mlp", "mlp"],
+    NumbersInOrder: ["mlp"],
+}
+
+
+@pytest.mark.parametrize(("kind", "ops"), EXACT.items(), ids=lambda it: getattr(it, "__name__", ""))
+def test_an_expression_is_evaluated_once_and_in_its_place(kind, ops):
+    torch.manual_seed(0)
+    plain, fused = kind(), kind()
+    fused.load_state_dict(plain.state_dict())
+    fuse(fused)
+    with recorded_ops() as ran:
+        got = outcome(fused)
+    assert ran == ops
+    assert_same(got, outcome(plain))

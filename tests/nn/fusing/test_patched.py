@@ -1,0 +1,192 @@
+"""What somebody has put in the place of torch's classes and functions is called by a fused model as by a plain one,
+whether that was done before fuse or after."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.testing import assert_close
+
+from mpkernels.nn import fuse
+from tests.networks import one_thread
+from tests.nn.fusing.models import Function, Gated, InMethod, Keywords, Mlp, Packed, PackedByTorch, X, recorded_ops
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+class WithDropout(Mlp):
+    def forward(self, x):
+        return self.fc2(F.dropout(self.act(self.fc1(self.norm(x))), 0.0, self.training))
+
+
+class Relu(Mlp):
+    def forward(self, x):
+        return F.relu(self.fc1(x))
+
+
+class Tanh(Mlp):
+    def forward(self, x):
+        return F.tanh(self.fc1(x))
+
+
+def sequential():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, 8))
+
+
+PATCHES = [
+    (Mlp, nn.Linear, "forward"),
+    (Mlp, nn.GELU, "forward"),
+    (Mlp, nn.Module, "__call__"),
+    (Mlp, nn.Linear, "__call__"),
+    (Mlp, nn.Module, "_call_impl"),
+    (Mlp, F, "linear"),
+    (Mlp, F, "gelu"),
+    (WithDropout, F, "dropout"),
+    (Relu, F, "relu"),
+    (Relu, torch, "relu"),
+    (Tanh, torch.Tensor, "tanh"),
+    (Packed, torch.Tensor, "chunk"),
+    (PackedByTorch, torch, "chunk"),
+    (Gated, torch.Tensor, "__mul__"),
+    (Gated, F, "linear"),
+    (sequential, nn.Linear, "forward"),
+    (sequential, nn.Dropout, "forward"),
+    (sequential, nn.Sequential, "forward"),
+    (sequential, F, "linear"),
+    (Function, F, "gelu"),
+    (Mlp, Mlp, "forward"),
+    (Keywords, Keywords, "forward"),
+    (InMethod, InMethod, "_block"),
+]
+
+
+@contextmanager
+def patched(owner, name):
+    def replacement(*arguments, **options):
+        calls.append(name)
+        value = own(*arguments, **options)
+        return tuple(2.0 + it for it in value) if isinstance(value, tuple) else 2.0 + value
+
+    own, calls = getattr(owner, name), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, replacement)
+        yield calls
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["patched after fuse", "patched before"])
+@pytest.mark.parametrize(("kind", "owner", "name"), PATCHES, ids=lambda it: getattr(it, "__name__", it))
+def test_a_patch_is_called(kind, owner, name, is_first):
+    plain, fused = kind(), kind()
+    if is_first:
+        assert fuse(fused).fused
+    with patched(owner, name) as calls:
+        want, times = plain(X), len(calls)
+        assert times
+        if not is_first:
+            fuse(fused)
+        calls.clear()
+        with recorded_ops() as ran:
+            got = fused(X)
+        assert calls.count(name) == times
+        if is_first or owner is nn.Linear:  # else the part of it that wasn't patched is fused
+            assert ran == []
+        assert_close(got, want, rtol=1e-5, atol=1e-5)
+    if is_first:
+        with recorded_ops() as ran:
+            assert_close(fused(X), kind()(X), rtol=1e-5, atol=1e-5)
+        assert ran
+
+
+class Counting(TorchFunctionMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        self.calls.append(getattr(function, "__name__", str(function)))
+        return function(*arguments, **(options or {}))
+
+
+class SeesFunctions(torch.Tensor):
+    calls = 0
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        cls.calls += function is F.linear
+        return super().__torch_function__(function, types, arguments, options)
+
+
+class Marking(nn.Module):
+    def forward(self, x):
+        return x.as_subclass(SeesFunctions)
+
+
+class OfAnExpression(Mlp):
+    def __init__(self):
+        super().__init__()
+        self.mark = Marking()
+
+    def forward(self, x):
+        return self.fc2(self.act(self.fc1(self.mark(x))))
+
+
+class OfAnExpressionBefore(OfAnExpression):
+    def forward(self, x):
+        h = self.act(self.fc1(self.mark(x)))
+        return self.fc2(h)
+
+
+@pytest.mark.parametrize("kind", [Mlp, Gated, Packed, WithDropout, sequential])
+def test_a_mode_sees_each_function(kind):
+    plain, fused = kind(), kind()
+    fuse(fused)
+    seen = []
+    for model in (plain, fused):
+        with Counting() as mode, recorded_ops() as ran:
+            model(X)
+        assert ran == []
+        seen.append([it for it in mode.calls if it in ("linear", "gelu", "silu", "dropout", "mul", "chunk")])
+    assert seen[0] == seen[1] != []
+
+
+def test_the_mode_of_a_default_device_hides_nothing():
+    model = Mlp()
+    fuse(model)
+    with torch.device("cpu"), recorded_ops() as ran:
+        model(X)
+    assert ran == ["mlp"]
+
+
+@pytest.mark.parametrize("kind", [OfAnExpression, OfAnExpressionBefore])
+def test_a_tensor_of_a_subclass_sees_each_function(kind):
+    model = kind()
+    fuse(model)
+    SeesFunctions.calls = 0
+    with recorded_ops() as ran:
+        assert type(model(X)) is SeesFunctions
+    assert (SeesFunctions.calls, ran) == (2, [])
+
+
+def test_a_function_may_be_another_one_of_torchs():
+    plain, fused = Function(), Function()
+    fuse(fused)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(F, "gelu", lambda x, approximate: F.silu(x))
+        assert_close(fused(X), plain(X), rtol=0, atol=0)
+
+
+def test_a_new_forward_has_its_own_defaults():
+    plain, fused = Keywords(), Keywords()
+    fuse(fused)
+
+    def forward(self, x, *, scale=5.0, bias=1.0, **options):
+        return scale * self.act(self.fc1(x)) + bias
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Keywords, "forward", forward)
+        for options in ({}, {"scale": 3.0}, {"bias": 2.0}):
+            assert_close(fused(X, **options), plain(X, **options), rtol=0, atol=0)
