@@ -186,7 +186,9 @@ def _age(item: tuple[str, Run]) -> tuple[str, str]:
 
 
 def _front(name: str, run: Run) -> front.Front:
-    return front.Front(name, run, group(result for result in run.results if result.place == front.place_of(run)))
+    best = front.place_of(run)
+    groups, on_one = (group(it for it in run.results if it.place == place) for place in (best, "cpu-1"))
+    return front.Front(name, run, groups, {} if best == "cpu-1" else on_one)
 
 
 def pages(root: Path) -> dict[Path, str]:

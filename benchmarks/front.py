@@ -9,6 +9,9 @@ STEP = "the optimizer's step, with unscaling and clipping, beside torch's fused 
 ROWS = {
     STEP: "step vs torch.amp fused",
     "the same with 8-bit moments": "step moments-8bit vs torch.amp fused",
+    "clipping and step without a scaler: `AdamW(max_norm=...)`": "step vs torch fused",
+    "the same calls, only the imports changed": "step imports vs torch fused",
+    "the same where each step clips": "step imports-clipping vs torch fused",
     "a training step with bf16 weights, beside torch.amp with fused AdamW": "train split-master vs torch.amp fused",
     "a linear layer and its activation under autocast": "linear_act vs torch.amp eager",
     "the norm of all grads, and whether they are finite": "grad_stats vs torch",
@@ -21,17 +24,18 @@ class Front(NamedTuple):
     name: str  # of its raw file
     run: Run
     groups: dict[str, list[Result]]  # by what is compared with what
+    on_one_thread: dict[str, list[Result]]  # likewise; empty where that is all there is
 
 
 def figures(runs: list[Front]) -> list[str]:
     """Return one figure for each machine."""
-    return [f"  * {_ratio(it.groups[ROWS[STEP]])} on {_machine(it)}" for it in runs]
+    return [f"  * {_ratios(it, ROWS[STEP])}, on {_machine(it)}" for it in runs]
 
 
 def rows(runs: list[Front]) -> tuple[list[str], list[list[str]]]:
     """Return the header and the cells of README's table."""
     header = ["times torch's speed: median (least to most) of all cases", *map(_machine, runs)]
-    return header, [[name, *(_ratio(it.groups.get(title, [])) for it in runs)] for name, title in ROWS.items()]
+    return header, [[name, *(_ratios(it, title) for it in runs)] for name, title in ROWS.items()]
 
 
 def place_of(run: Run) -> str:
@@ -44,6 +48,11 @@ def _machine(it: Front) -> str:
     threads = "" if place == "cuda" else f", {place.removeprefix('cpu-')} cores"
     name = f"{run.device.replace('(R)', '')}{threads}, torch {run.machine['torch']}"
     return f"{name} ([samples](benchmarks/results/{it.name}.json))"
+
+
+def _ratios(it: Front, title: str) -> str:
+    one = it.on_one_thread.get(title)
+    return _ratio(it.groups.get(title, [])) + (f"; one thread {_ratio(one)}" if one else "")
 
 
 def _ratio(found: list[Result]) -> str:

@@ -86,6 +86,11 @@ MPK_FN V load_bytes(const void* from) {
   return v;
 }
 
+template <class V>
+MPK_FN void store_bytes(void* to, const V& v) {
+  memcpy(to, &v, sizeof v);
+}
+
 MPK_FN Floats load(const float* from) { return load_bytes<Floats>(from); }
 MPK_FN Doubles load(const double* from) { return load_bytes<Doubles>(from); }
 MPK_FN void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
@@ -184,23 +189,12 @@ template <class T>
 inline constexpr int kLanesOf = sizeof(Floats) / sizeof(Compute<T>);
 inline constexpr int kBlock = 32;
 
-// Asks for the memory that a later block will need. Memory is what these kernels wait for, and the hardware's own
-// prefetcher stops at the end of each page. Into the second cache: the first can wait for fewer lines at a time.
-inline constexpr int kAhead = 8192;  // bytes
-MPK_FN void prefetch_block_after(const void* block, int64_t bytes) {
-  for (int64_t line = 0; line < bytes; line += 64)
-    __builtin_prefetch(static_cast<const char*>(block) + kAhead + line, 0, 2);
-}
-
 // Calls body(pointer to kBlock elements) along data. The last, incomplete block is a copy that is filled up with pad,
 // and written back where T isn't const.
 template <class T, class Body>
 MPK_FN void for_each_block(T* data, int64_t size, std::remove_const_t<T> pad, const Body& body) {
   int64_t i = 0;
-  for (; i + kBlock <= size; i += kBlock) {
-    prefetch_block_after(data + i, kBlock * sizeof(T));
-    body(data + i);
-  }
+  for (; i + kBlock <= size; i += kBlock) body(data + i);
   if (i == size) return;
   std::remove_const_t<T> last[kBlock];
   for (auto& element : last) element = pad;

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import foreach_mul_
+from mpkernels._torch_private import foreach_mul_, is_tracing
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes, given
 from mpkernels.ops import grad_stats, unscale_
@@ -37,8 +37,9 @@ def clip_grad_norm_(
     * If the norm is inf or NaN, the grads stay unchanged. torch makes all of them NaN or 0, and nobody can tell any
       more which grad has overflowed.
 
-    One kernel launch reads the grads (norm_type 2), another one scales them. The host waits for the device only with
-    ``error_if_nonfinite``. ``AdamW(max_norm=...)`` clips inside its step instead, without writing to a grad.
+    One kernel launch reads the grads (norm_type 2), another one scales them; on a CPU, only if the norm is above
+    ``max_norm``. The host waits for the device only with ``error_if_nonfinite``. ``AdamW(max_norm=...)`` clips inside
+    its step instead, without writing to a grad.
 
     Args:
         parameters: a tensor or several, whose grads are clipped.
@@ -79,7 +80,9 @@ def clip_grad_norm_(
             "set `error_if_nonfinite=False`"
         )
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    _scale(numbers, coefficient.masked_fill_(norm.isfinite().logical_not(), 1.0))
+    coefficient.masked_fill_(norm.isfinite().logical_not(), 1.0)
+    if not _is_known_one(coefficient):
+        _scale(numbers, coefficient)
     return norm
 
 
@@ -92,7 +95,8 @@ def _norm(
 ) -> Tensor:
     """Return the norm, on the device of the first grad. With processes, return their common norm, on the device where
     they communicate. shares: how much each grad's square counts in the sum over processes, if some hold the same."""
-    dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32).to_real()
+    dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
+    dtype = dtype.to_real() if dtype.is_complex else dtype  # torch.compile can't trace to_real
     try:
         own = _own_norm(grads, norm_type, shares)
     except Exception:  # then the others don't clip, and the host of a CPU raises there, too
@@ -140,6 +144,12 @@ def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
     wide = torch.complex128 if grad.is_complex() else torch.float64
     norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=wide)
     return norm
+
+
+def _is_known_one(coefficient: Tensor) -> bool:
+    """Return whether the host knows that no grad changes. It would have to wait for any device but the CPU."""
+    is_known = type(coefficient) is Tensor and coefficient.device.type == "cpu" and not is_tracing()
+    return is_known and float(coefficient) == 1.0
 
 
 def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:

@@ -11,7 +11,7 @@ import torch
 import mpkernels
 from mpkernels.bench import blocks, linear, ops, peers, sharded, steps, training
 from mpkernels.bench.pairs import Pair
-from mpkernels.bench.settings import Case, Place, Setting, lists, places
+from mpkernels.bench.settings import LISTS_ANYWHERE, Case, Place, Setting, lists, places
 
 
 class Benchmark(NamedTuple):
@@ -37,14 +37,19 @@ class Benchmark(NamedTuple):
 BEST = "torch.amp fused"
 DEFAULT = "torch.amp default"
 EAGER = "torch.amp eager"
+WITHOUT_SCALER = "torch fused"
 TUNED = "torch.compile max-autotune"
 LIGER = "liger-kernel"
+LARGE = "100x500k", "1000x5k"
 QUICK_LIST = Case("4x2.5M", ((2_500_000,),) * 4)  # out of most caches; where threads wait for cores, few ops wait
+STEPS = [Case("20x350k", ((350_000,),) * 20), QUICK_LIST, *(it for it in LISTS_ANYWHERE if it.name in LARGE)]
 QUICK = [  # what says the most first, for a slow machine does not come to the end
     f"step {{place}} bf16 {QUICK_LIST.name} vs {BEST}",
     f"step {{place}} bf16 {QUICK_LIST.name} vs {DEFAULT}",
     f"step moments-8bit {{place}} bf16 {QUICK_LIST.name} vs {BEST}",
     f"step {{place}} fp32 {QUICK_LIST.name} vs {BEST}",
+    f"step {{one}} bf16 {QUICK_LIST.name} vs {WITHOUT_SCALER}",
+    f"step imports {{one}} fp32 {QUICK_LIST.name} vs {WITHOUT_SCALER}",
     f"step {{place}} bf16 1000x5k vs {BEST}",
     f"train {{place}} bf16 mlp-6x512-batch-128 vs {BEST}",
     f"linear_act {{place}} bf16 512x768x3072 vs {EAGER}",
@@ -69,7 +74,8 @@ def select(benchmarks: list[Benchmark], only: list[str], without: list[str], qui
     named = [it for it in wanted.values() if not any(fnmatch(it.name, f"*{pattern}*") for pattern in without)]
     if not quick:
         return named
-    order = [name.format(place=places()[-1]) for name in QUICK]  # with all cores, or on the GPU
+    first, best = places()[0], places()[-1]  # one thread; all, or the GPU
+    order = [name.format(place=best, one=first if best.device == "cpu" else best) for name in QUICK]
     return sorted((it for it in named if it.name in order), key=lambda it: order.index(it.name))
 
 
@@ -80,7 +86,7 @@ def _single_ops(place: Place) -> Iterator[Benchmark]:
     scale = Setting(place, "fp32", Case("a-scale"))
     yield Benchmark("update_scale_", scale, partial(ops.compare_update_scale, scale), "update_scale_")
     for setting in lists(place):
-        if setting.case.name in ("100x500k", "1000x5k"):
+        if setting.case.name in LARGE:
             for variant, found in (("skipped", 1.0), ("not-skipped", 0.0)):
                 prepare = partial(ops.compare_overflow, setting, found)
                 yield Benchmark("overflow_", setting, prepare, "overflow_", "grad_stats", variant)
@@ -90,7 +96,7 @@ def _steps(place: Place) -> Iterator[Benchmark]:
     for setting in lists(place):
         case, dtype = setting.case.name, setting.dtype
         yield _step(setting)
-        if dtype == "fp32" and case in ("100x500k", "1000x5k"):
+        if dtype == "fp32" and case in LARGE:
             yield _step(setting, DEFAULT, steps.default, clock="loop")  # it waits, which no graph can hold
         if dtype == "bf16" and case in ("100x500k", "1x1e9"):
             yield _step(setting, variant="master-fp32", master="fp32")
@@ -113,10 +119,22 @@ def _steps(place: Place) -> Iterator[Benchmark]:
                     state_dtype=peer.moments,
                 )
 
+    yield from _steps_without_scaler(place)
     if place.device == "cpu":
         setting = Setting(place, "fp32", sharded.CASE)
         prepare = partial(sharded.compare, setting)
         yield Benchmark("step", setting, prepare, "adamw_", BEST, "dtensors", sharded.why_not())
+
+
+def _steps_without_scaler(place: Place) -> Iterator[Benchmark]:
+    for case, dtype in product(STEPS, ("fp32", "bf16")):
+        setting = Setting(place, dtype, case)
+        prepare = partial(steps.compare_without_scaler, setting)
+        yield Benchmark("step", setting, prepare, "adamw_", WITHOUT_SCALER)
+        if dtype == "fp32" and place.device == "cpu":
+            for variant, share in (("imports", 1.0), ("imports-clipping", 0.999)):  # another run must have what to clip
+                prepare = partial(steps.compare_imports, setting, share)
+                yield Benchmark("step", setting, prepare, "adamw_", WITHOUT_SCALER, variant)
 
 
 def _quick_steps(place: Place) -> Iterator[Benchmark]:

@@ -14,6 +14,7 @@ BUILDS = 3  # unless one takes long: where the data happens to lie matters, too
 MOST_SAMPLES = 101  # more would only fill the results' file: a sample of a short run is the mean of several turns
 RUNS_IN_GRAPH = 20  # the shortest kernels take 3 us, and the way from an event to a kernel about as long
 STEPS_IN_LOOP = 3
+WIDE, BUSY = 0.1, 0.05  # above these, samples are in doubt
 
 Run = Callable[[], object]
 Make = Callable[[], Run]  # builds what a run needs, so that each of the two can be built, and looked at, alone
@@ -48,6 +49,10 @@ class Samples(NamedTuple):
     def ratio(self) -> Interval:
         """Their time over ours, sample by sample. Above 1, ours is faster."""
         return median_interval([theirs / ours for ours, theirs in zip(self.ours, self.theirs, strict=True)])
+
+    def doubts(self) -> list[str]:
+        low, middle, high = self.ratio()
+        return ["wide"] * (high - low > WIDE * middle) + ["busy"] * (self.waited > BUSY)
 
 
 def median_interval(values: list[float]) -> Interval:

@@ -14,9 +14,6 @@ from mpkernels.bench import machine
 from mpkernels.bench.counting import Counts
 from mpkernels.bench.pairs import FEWEST_SAMPLES, Interval, Samples
 
-WIDE = 0.1
-BUSY = 0.05
-
 
 @dataclass(frozen=True)
 class Result:
@@ -42,7 +39,11 @@ class Result:
     @property
     def ratio(self) -> Interval:
         """x torch: above 1, ours is faster."""
-        return Samples(self.ours_us, self.torch_us, self.waited).ratio()
+        return self._samples.ratio()
+
+    @property
+    def _samples(self) -> Samples:
+        return Samples(self.ours_us, self.torch_us, self.waited)
 
     @property
     def bytes_a_second(self) -> float:
@@ -54,8 +55,7 @@ class Result:
 
     @property
     def doubts(self) -> list[str]:
-        low, middle, high = self.ratio
-        return ["wide"] * (high - low > WIDE * middle) + ["busy"] * (self.waited > BUSY)
+        return self._samples.doubts()
 
     def and_more(self, later: "Result") -> "Result":
         """With the samples of another turn."""

@@ -1,6 +1,5 @@
 """What every op is measured at: a place, a dtype and a list of shapes."""
 
-import os
 from itertools import chain
 from typing import NamedTuple
 
@@ -68,12 +67,9 @@ LISTS_ANYWHERE = [
 ]
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def places() -> list[Place]:
-    on_cpu = [Place("cpu", threads) for threads in sorted({1, cores()})]
+    """Return one thread, as torchrun has it; as many as torch takes, by OMP_NUM_THREADS or the cores; the GPU."""
+    on_cpu = [Place("cpu", threads) for threads in sorted({1, torch.get_num_threads()})]
     return on_cpu + [Place("cuda", 1)] * torch.cuda.is_available()
 
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 
-from mpkernels.bench.results import BUSY, WIDE, Result, Run
+from mpkernels.bench.pairs import BUSY, WIDE, Interval
+from mpkernels.bench.results import Result, Run
 
 PLAIN = "plain output: rich is not installed (pip install 'mpkernels[bench]')"
 COLUMNS = "{:58} {:>9} {:>9} {:>11} {:>8}  {:26} {}"
@@ -94,14 +95,28 @@ def headline(run: Run) -> str:
     """What the run says, in one sentence."""
     first = next((it for it in run.results if it.op == "step" and it.counts and not it.variant), None)
     if first is None:
-        words = [verdict(it) for it in run.results]
-        return f"{words.count('faster')} of {len(words)} cases are faster than torch, {words.count('slower')} slower"
-    low, middle, high = first.ratio
-    least = f"at least {low:.2f}" if first.doubts else f"{middle:.2f}"
-    times = "" if low <= 1 <= high else f"{least} times "
-    memory = first.counts["ours"]["peak memory"] / first.counts["theirs"]["peak memory"]
+        words, doubtful = [verdict(it) for it in run.results], sum(bool(it.doubts) for it in run.results)
+        counted = f"{words.count('faster')} of {len(words)} cases are faster than torch, {words.count('slower')} slower"
+        return counted + f"; {doubtful} of them are in doubt" * bool(doubtful)
     what = f"AdamW's unscaled, clipped step in {first.dtype}"
-    return f"{what} is {times}as fast as {first.baseline}'s, in {memory:.0%} of its memory"
+    memory = first.counts["ours"]["peak memory"] / first.counts["theirs"]["peak memory"]
+    share = f"in {memory:.0%} of its memory"
+    if (times := figure(first.ratio, first.doubts)) is None:
+        return f"{what} runs {share}; how fast beside {first.baseline}'s can't be told, for other programs were at work"
+    wide = "; the samples are wide" * bool(first.doubts)
+    return f"{what} is {f'{times} times ' * bool(times)}as fast as {first.baseline}'s, {share}{wide}"
+
+
+def figure(ratio: Interval, doubts: list[str]) -> str | None:
+    """Return the ratio as a sentence may have it: empty where nobody is ahead, None where other programs were at work,
+    for then even the interval can't be believed."""
+    if "busy" in doubts:
+        return None
+    if ratio.low <= 1 <= ratio.high:
+        return ""
+    if not doubts:
+        return f"{ratio.median:.2f}"
+    return f"at least {ratio.low:.2f}" if ratio.low > 1 else f"at most {ratio.high:.2f}"
 
 
 def changes(old: Run, new: Run) -> str:

@@ -1,9 +1,10 @@
 """What follows backward in a training loop, from scaler to step: mpkernels.amp and mpkernels.optim beside torch.amp.
 
 Whole sequences on both sides: torch's is unscale_, clip_grad_norm_, step, update; ours is step and update, for the
-clipping happens in the step.
+clipping happens in the step. Without a scaler: clip_grad_norm_ and step beside our step, or beside the same two calls.
 """
 
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -97,6 +98,44 @@ def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, **options
         clock=clock,
         is_counted=True,
     )
+
+
+def compare_without_scaler(setting: Setting) -> Pair:
+    """``AdamW(max_norm=...)``, and torch's clip_grad_norm_ before its fused step."""
+    dtype = DTYPES[setting.dtype]
+    return Pair(
+        lambda: AdamW(parameters(setting, dtype), max_norm=MAX_NORM).step,
+        lambda: _clip_and_step(parameters(setting, torch.float32), fused, torch.nn.utils.clip_grad_norm_),
+        moved=int(bytes_of_our_step(dtype) * sum(map(_elements, setting.case.shapes))),
+        clock="loop",
+    )
+
+
+def compare_imports(setting: Setting, share: float) -> Pair:
+    """The same calls, of which only the imports differ. share: of their norm that the grads are clipped to in each run.
+    1 clips none, and then torch rewrites all of them, and we don't."""
+    dtype = DTYPES[setting.dtype]
+    rewritten = 2 * dtype.itemsize * (share < 1)
+    return Pair(
+        lambda: _clip_and_step(parameters(setting, dtype), AdamW, amp.clip_grad_norm_, share),
+        lambda: _clip_and_step(parameters(setting, torch.float32), fused, torch.nn.utils.clip_grad_norm_, share),
+        moved=int((bytes_of_our_step(dtype) + rewritten) * sum(map(_elements, setting.case.shapes))),
+    )
+
+
+def _clip_and_step(
+    params: list[Parameter], make: MakeOptimizer, clip: Callable[..., Tensor], share: float = 0.0
+) -> Run:
+    """share: as ``compare_imports`` has it, for a CPU, whose host needn't wait for a norm; 0: clip to MAX_NORM."""
+    optimizer, most = make(params), math.inf if share else MAX_NORM
+
+    def finish() -> None:
+        nonlocal most
+        norm = clip(params, most)
+        most = share * min(float(norm), most) if share else most
+        optimizer.step()
+
+    return finish
 
 
 def compare_reporting(setting: Setting) -> Pair:

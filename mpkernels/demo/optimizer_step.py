@@ -3,20 +3,29 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from mpkernels import amp
-from mpkernels.demo.training import FP32, Training
+from mpkernels.bench.pairs import Samples, seconds_waited
+from mpkernels.demo.training import FP32, Training, Way
 
 ROUNDS = 15
 WARM_UP = 2  # rounds
 TORCH_DEFAULT, TORCH_FUSED = "torch default", "torch fused"
 
 
-def measure(trainings: Sequence[Training]) -> dict[str, list[float]]:
-    """Return the seconds of each round. It takes the grads of the trainings' last step, whose models it spoils."""
+class Timed(NamedTuple):
+    seconds: dict[str, list[float]]  # of each round
+    waited: float  # for a core that another program had: seconds per second
+
+    def beside_torch(self, way: Way) -> Samples:
+        return Samples(self.seconds[way.name], self.seconds[TORCH_FUSED], self.waited)
+
+
+def measure(trainings: Sequence[Training]) -> Timed:
+    """Time the steps in turns. It takes the grads of the trainings' last step, whose models it spoils."""
     contenders: dict[str, Callable[[], None]] = {}
     for it in trainings:
         if it.way == FP32:
@@ -26,10 +35,12 @@ def measure(trainings: Sequence[Training]) -> dict[str, list[float]]:
         elif it.way.is_ours:
             contenders[it.way.name] = _step(it, it.optimizer, amp.GradScaler(it.device.type, init_scale=1.0))
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    waited, start = -seconds_waited(), perf_counter()
     for _ in range(WARM_UP + ROUNDS):
         for name, step in contenders.items():
             seconds[name].append(_time(step, trainings[0].device))
-    return {name: each[WARM_UP:] for name, each in seconds.items()}
+    waited = (waited + seconds_waited()) / (perf_counter() - start)
+    return Timed({name: each[WARM_UP:] for name, each in seconds.items()}, waited)
 
 
 def _step(training: Training, optimizer: torch.optim.Optimizer, scaler: Any) -> Callable[[], None]:

@@ -4,8 +4,9 @@ import math
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mpkernels.amp import clip_grad_norm_
+from mpkernels.amp import clip_grad_norm_, clipping
 from tests.cases import DTYPES, clones, odd_layouts, random_grads, same_bits
 from tests.networks import B16, F16, backward, network, one_thread
 
@@ -58,6 +59,33 @@ def test_a_norm_within_bounds_changes_no_bit(norm_type):
     before = [param.grad.clone() for param in params]
     clip_grad_norm_(params, 1e9, norm_type)
     assert all(same_bits(param.grad, grad) for param, grad in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize(("grad", "max_norm"), [(2.0, 5.0), (math.inf, 1.0), (math.nan, 1.0)])
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
+def test_grads_that_need_no_clipping_are_not_written_on_a_cpu(dtype, grad, max_norm):
+    """To write them takes as long as a third of the step."""
+    params = params_of([torch.full((4,), grad, dtype=dtype), torch.empty(0)])
+    versions = [param.grad._version for param in params]
+    clip_grad_norm_(params, max_norm)
+    assert [param.grad._version for param in params] == versions
+    clip_grad_norm_(params, 0.5)
+    assert (params[0].grad._version > versions[0]) == math.isfinite(grad)
+
+
+def test_the_host_asks_no_other_device_whether_grads_need_clipping():
+    assert clipping._is_known_one(torch.ones(()))
+    assert not clipping._is_known_one(torch.ones((), device="meta"))
+    with FakeTensorMode():
+        assert not clipping._is_known_one(torch.ones(()))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e9])
+def test_it_is_one_graph_whatever_the_norm(max_norm):
+    ours, compiled = (params_of(random_grads((torch.float32, B16))) for _ in range(2))
+    clip = torch.compile(lambda: clip_grad_norm_(compiled, max_norm), fullgraph=True, backend="eager")
+    assert same_bits(clip(), clip_grad_norm_(ours, max_norm))
+    assert all(same_bits(a.grad, b.grad) for a, b in zip(ours, compiled, strict=True))
 
 
 def test_an_fp16_norm_beyond_65504_is_finite():

@@ -2,15 +2,18 @@
 
 import argparse
 import math
+import os
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from math import comb
 
 import pytest
 import torch
 
-from benchmarks import book, counted
-from mpkernels.bench import command, measuring, roofline, show, steps
+from benchmarks import book, counted, front
+from mpkernels.bench import cases, command, measuring, roofline, show, steps
 from mpkernels.bench.cases import all_cases
 from mpkernels.bench.pairs import Pair, measure, median_interval
 from mpkernels.bench.results import Result, Run
@@ -215,6 +218,10 @@ def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, tmp_path, faili
         ([200.0, 300.0, 400.0] * 3, "is at least 2.00 times as fast as torch's"),  # whose interval is wide
         ([99.0, 100.0, 101.0] * 3, "in bf16 is as fast as torch's"),
         ([50.0] * 9, "is 0.50 times as fast as torch's"),
+        (
+            [30.0, 50.0, 70.0] * 3,
+            "is at most 0.70 times as fast as torch's, in 88% of its memory; the samples are wide",
+        ),
     ],
 )
 def test_the_headline_says_no_more_than_was_measured(theirs, says):
@@ -223,6 +230,78 @@ def test_the_headline_says_no_more_than_was_measured(theirs, says):
     assert says in show.headline(Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[result(1.0, 1.0), step]))
 
 
+def test_the_headline_gives_no_figure_where_other_programs_were_at_work():
+    counts = {"ours": {"peak memory": 14}, "theirs": {"peak memory": 16}}
+    step = replace(result(100.0, 1591.0), op="step", waited=0.2, counts=counts)
+    said = show.headline(Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[step]))
+    assert said.startswith("AdamW's unscaled, clipped step in bf16 runs in 88% of its memory; how fast")
+    assert said.endswith("can't be told, for other programs were at work")
+    assert "15" not in said
+
+
 def test_the_headline_of_single_ops():
-    run = Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[result(1.0, theirs) for theirs in (0.5, 1.0, 2.0, 3.0)])
+    found = [result(1.0, theirs) for theirs in (0.5, 1.0, 2.0, 3.0)]
+    run = Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=found)
     assert show.headline(run) == "2 of 4 cases are faster than torch, 1 slower"
+    run.results[0] = replace(found[0], waited=0.2)
+    assert show.headline(run) == "2 of 4 cases are faster than torch, 1 slower; 1 of them are in doubt"
+
+
+@pytest.mark.parametrize("told", [None, "1"])
+def test_one_thread_is_measured_and_as_many_as_torch_takes(told):
+    """By OMP_NUM_THREADS, where that is set."""
+    code = "import torch; from mpkernels.bench.settings import places; print(torch.get_num_threads(), *places())"
+    environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} | ({"OMP_NUM_THREADS": told} if told else {})
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    threads, *places = done.stdout.split()
+    assert places == [f"cpu-{each}" for each in sorted({1, int(threads)})]
+    assert threads == (told or threads)
+
+
+@pytest.mark.parametrize("case", [case.name for case in cases.STEPS])
+def test_each_number_of_threads_is_measured_with_a_scaler_and_without(monkeypatch, case):
+    monkeypatch.setattr(cases, "places", lambda: [Place("cpu", 1), Place("cpu", 2)])
+    names = {it.name for it in all_cases()}
+    for place in ("cpu-1", "cpu-2"):
+        for step in ("bf16", "fp32"):
+            assert f"step {place} {step} {case} vs torch fused" in names
+        assert f"step imports {place} fp32 {case} vs torch fused" in names
+        assert f"step imports-clipping {place} fp32 {case} vs torch fused" in names
+        assert f"step {place} bf16 100x500k vs torch.amp fused" in names
+
+
+@pytest.mark.parametrize("share", [1.0, 0.999])
+def test_a_loop_whose_imports_are_changed_clips_in_each_run_or_in_none(monkeypatch, share):
+    sides = []
+    made = steps.parameters
+    monkeypatch.setattr(steps, "parameters", lambda *words: sides.append(made(*words)) or sides[-1])
+    setting = Setting(Place("cpu", 1), "fp32", Case("tiny", ((300,), (40,))))
+    pair = steps.compare_imports(setting, share)
+    runs = pair.ours(), pair.theirs()
+    first = [torch.cat([param.grad for param in params]).norm().item() for params in sides]
+    for number in range(4):  # the first clips none
+        for run in runs:
+            run()
+        norms = [torch.cat([param.grad for param in params]).norm().item() for params in sides]
+        assert norms == pytest.approx([norm * share**number for norm in first], rel=1e-5)
+    assert pair.moved == 340 * (32 if share == 1 else 40)
+
+
+def test_readme_shows_one_thread_beside_all():
+    def step(place, theirs, **more):
+        words = {"op": "step", "place": place, "baseline": "torch.amp fused"} | more
+        return replace(result(100.0, theirs), **words)
+
+    found = [
+        step("cpu-1", 150.0),
+        step("cpu-16", 250.0),
+        step("cpu-1", 110.0, variant="imports", baseline="torch fused"),
+    ]
+    run = Run("2026-11-25", {"gpu": None, "cpu": "Abacus", "torch": "2.13.0"}, results=found)
+    shown = book._front("abacus", run)
+    assert front.figures([shown])[0].startswith("  * **2.50**; one thread **1.50**, on Abacus, 16 cores")
+    rows = dict(front.rows([shown])[1])
+    assert rows["the same calls, only the imports changed"] == "not measured; one thread **1.10**"
+    alone = book._front("abacus", replace(run, results=found[:1]))
+    assert front.figures([alone])[0].startswith("  * **1.50**, on Abacus, 1 cores")
