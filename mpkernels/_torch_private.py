@@ -75,6 +75,13 @@ foreach_mul_: Callable[[list[Tensor], Tensor], object] = _find(
     "torch", "_foreach_mul_", lambda tensors, factor: [each.mul_(factor) for each in tensors]
 )
 
+# A number for each of many tensors in one launch. Without it: in as many.
+foreach_add_: Callable[[list[Tensor], list[int]], object] = _find(
+    "torch",
+    "_foreach_add_",
+    lambda tensors, numbers: [it.add_(n) for it, n in zip(tensors, numbers, strict=True)],
+)
+
 # A view that autograd takes for none, so that users may change the result in place. Without it: a copy.
 unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = _find(
     "torch", "ops.aten._unsafe_view", lambda tensor, shape: tensor.view(shape).clone()
