@@ -44,7 +44,7 @@ touch "$out/parts.txt"
 # The device boundary: here, and nowhere below, a rehearsal differs.
 device=cuda workers=$(nproc)
 describe=(nvidia-smi)
-targets=cuda-native,cuda-triton
+target=cuda- kernels=(native triton) # of which those are tested that run
 selected="cuda-native or cuda-triton or test_several_devices or test_cuda_never_waits or test_triton_pieces"
 selected+=" or test_linear_act_triton or test_triton_addresses or the_device"
 uses_device="def \w+\(.*\btarget\b|cuda\.is_available\(\)"
@@ -60,7 +60,7 @@ tuned=("linear_act*cuda*compile" "*_mlp*cuda*compile" "train*cuda*compile")
 if [[ -n $rehearse ]]; then
   device=cpu workers=1
   describe=(true)
-  targets=cpu-reference
+  target=cpu- kernels=(reference)
   selected="cpu-reference and huge"
   files=(tests/ops/test_huge.py tests/ops/grads/test_grad_stats.py)
   sanitizer=(env -u) tools=(memcheck) # runs what comes behind the tool's name
@@ -81,12 +81,16 @@ limited() {
   timeout --signal=INT --kill-after=15 "$left" "$@"
 }
 
-loads() {
+# Whether these kernels run here: a library that loads may have been built for other chips.
+launches() {
   python3 -c "
-import sys, mpkernels
-kernels = mpkernels.backends('adamw_', '$device')
-print('kernels:', *kernels)
-sys.exit('native' not in kernels)"
+import torch, mpkernels
+print('kernels:', *mpkernels.backends('adamw_', '$device'))
+found_inf, half = (torch.full((), it, device='$device') for it in (0.0, 0.5))
+with mpkernels.backend('$1'):
+    mpkernels.ops.unscale_([grad := torch.ones(8, device='$device')], found_inf, half)
+assert grad.tolist() == [0.5] * 8
+print('$1: runs')"
 }
 
 build() {
@@ -96,7 +100,7 @@ build() {
 from importlib.util import find_spec
 for module in ('pytest', 'hypothesis', 'expecttest', 'numpy', 'triton'):
     find_spec(module) or print('MISSING:', module, 'is not installed; put its wheel into benchmarks/wheels')"
-  loads || { limited python3 setup.py build_ext --inplace && loads; }
+  launches native || { limited python3 setup.py build_ext --inplace && launches native; }
 }
 
 # A process that loses the device to a kernel's illegal access ends, and another goes on behind that case.
@@ -123,7 +127,8 @@ run_tests() {
   touch "$out/test.txt"
   if [[ -n $asked ]]; then sed -i '/^PASSED/!d' "$out/test.txt"; else sed -i '/^CUT OFF/d' "$out/test.txt"; fi
   python3 -c "import expecttest" 2>/dev/null || selected="($selected) and not test_opcheck" # which torch makes of it
-  local file
+  local file kernel required=""
+  for kernel in "${kernels[@]}"; do ! launches "$kernel" || required+=",$target$kernel"; done
   for file in $(printf '%s\n' "${files[@]}" | awk '!seen[$0]++'); do
     ! grep -qE "^(PASSED|FAILED) $file" "$out/test.txt" || continue
     (($(jobs -rp | wc -l) < (workers < 8 ? workers : 8))) || wait -n || true
@@ -138,7 +143,7 @@ run_tests() {
 run_file() {
   local code=0 log part_ends=$ends
   ((ends - $(now) < 200)) || ends=$(($(now) + 200))
-  log=$(limited python3 -m pytest -q --no-header --maxfail=5 -p no:cacheprovider "--require=$targets" -k "$selected" \
+  log=$(limited python3 -m pytest -q --no-header --maxfail=5 -p no:cacheprovider "--require=${required#,}" -k "$selected" \
     "$1" 2>&1 | tail -60) || code=$?
   case $code in
     0 | 5) echo "PASSED $1: ${log##*$'\n'}" ;; # 5: it has nothing for a GPU

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import reduce
+from itertools import chain
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -75,6 +76,13 @@ has_kernel: Callable[[str, str], bool] = _find(
 # Grads of many parameters in one call. Without it: in as many.
 foreach_mul_: Callable[[list[Tensor], Tensor], object] = _find(
     "torch", "_foreach_mul_", lambda tensors, factor: [each.mul_(factor) for each in tensors]
+)
+
+# A number for each of many tensors in one launch. Without it: in as many.
+foreach_add_: Callable[[list[Tensor], list[int]], object] = _find(
+    "torch",
+    "_foreach_add_",
+    lambda tensors, numbers: [it.add_(n) for it, n in zip(tensors, numbers, strict=True)],
 )
 
 # A view that autograd takes for none, so that users may change the result in place. Without it: a copy.
@@ -187,6 +195,24 @@ def are_all_modules_hooked() -> bool:
     """Return whether hooks run around the forward of each module. Without torch's books of them: no."""
     forward, forward_pre, backward, backward_pre = _hooks_of_all_modules
     return bool(forward or forward_pre or backward or backward_pre)
+
+
+_hooks_of_all_steps: tuple[Any, ...] = tuple(
+    _find("torch.optim.optimizer", f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")
+)
+
+
+def hooks_around_step(optimizer: Any) -> Iterator[Any]:
+    """Return the hooks of an optimizer's step, its own and those of all. Without torch's books of them: none, and under
+    a scaler they see scaled grads."""
+    own = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post"))
+    return chain.from_iterable(book.values() for book in (*own, *_hooks_of_all_steps))
+
+
+def post_hooks_of_step(optimizer: Any) -> list[Any]:
+    """Return what is called after an optimizer's own step. Without the book: nothing, and Metrics miss a step that a
+    scaler has skipped, where there are hooks of others."""
+    return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())
 
 
 def runs_forward_alone(module: torch.nn.Module) -> bool:

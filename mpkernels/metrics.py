@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from mpkernels.optim import AdamW
+from mpkernels.optim.step_hooks import PassiveHook
 from mpkernels.overflow.readback import Readback
 from mpkernels.parameters import put_on, unwrapped
 
@@ -36,7 +37,7 @@ class Metrics:
         self._scaler = scaler
         self._names: tuple[str, ...] = ()
         self._readback = Readback()
-        self._hook = inner.register_step_post_hook(lambda stepped, *_: self._follow(stepped))
+        self._hook = inner.register_step_post_hook(PassiveHook(self._follow))
 
     def read(self) -> dict[str, float]:
         """Return ``grad_norm``, ``skipped_steps`` and ``loss_scale`` of the newest step that the device has finished.

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from mpkernels._torch_private import LOOKS_AT_GRADS
+from mpkernels.optim.step_hooks import PassiveHook
 from mpkernels.overflow.find_nonfinite import tensors_in
 
 Batch = TypeVar("Batch")
@@ -112,8 +113,8 @@ class Profile:
         forward = torch.nn.modules.module.register_module_forward_hook(
             lambda *_: self._leave(open_ranges), always_call=True
         )
-        step_pre = register_optimizer_step_pre_hook(lambda *_: open_ranges.append(_Range("step")))
-        step = register_optimizer_step_post_hook(lambda *_: open_ranges.pop().close())
+        step_pre = register_optimizer_step_pre_hook(PassiveHook(lambda _: open_ranges.append(_Range("step"))))
+        step = register_optimizer_step_post_hook(PassiveHook(lambda _: open_ranges.pop().close()))
         backward = torch.autograd.backward
         torch.autograd.backward = _ranged(backward, "backward")
         try:

@@ -1,7 +1,8 @@
 """A stand-in for a CUDA device: its tensors lie in the CPU's memory and say that they are on "cuda:0". A copy to the
 host that nobody waits for holds poison until it arrives: when a test says so, or something else waits for the device.
-While a graph is captured it refuses what CUDA and torch do."""
+While a graph is captured it refuses what CUDA and torch do, and all that comes after pinned memory was freed."""
 
+import weakref
 from contextlib import contextmanager
 from unittest import mock
 
@@ -45,7 +46,7 @@ class LateDevice(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.is_capturing = False
+        self.is_capturing = self._is_void = False
         self._arrivals = 0
         self._on_their_way = []  # tensors on the host, and what they will hold
         self._pinned_memory = set()
@@ -53,7 +54,8 @@ class LateDevice(TorchDispatchMode):
     def arrive(self):
         """Have all that was sent be there."""
         for copy, value in self._on_their_way:
-            copy.copy_(value)
+            if copy() is not None:
+                copy().copy_(value)
         self._on_their_way.clear()
         self._arrivals += 1
 
@@ -61,6 +63,8 @@ class LateDevice(TorchDispatchMode):
         return _Event(self)
 
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if self._is_void:
+            raise RuntimeError("operation failed due to a previous error during capture: pinned memory was freed")
         kwargs = dict(kwargs or {})
         if op is _PIN or kwargs.pop("pin_memory", False):
             return self._pinned(args[0].clone() if op is _PIN else op(*args, **kwargs))
@@ -98,7 +102,7 @@ class LateDevice(TorchDispatchMode):
                 raise RuntimeError("operation not permitted when stream is capturing: the host waits")
             self.arrive()
             return copy
-        self._on_their_way.append((copy, copy.clone()))
+        self._on_their_way.append((weakref.ref(copy), copy.clone()))
         poison = torch.nan if copy.is_floating_point() else -85
         return copy.copy_(~copy) if copy.dtype == torch.bool else copy.fill_(poison)
 
@@ -106,7 +110,11 @@ class LateDevice(TorchDispatchMode):
         if self.is_capturing:
             raise RuntimeError("operation not permitted when stream is capturing: pinned memory is taken")
         self._pinned_memory.add(tensor.untyped_storage().data_ptr())
+        weakref.finalize(tensor, self._freed)
         return tensor
+
+    def _freed(self):
+        self._is_void |= self.is_capturing
 
     def _refuse_to_capture(self, tensors):
         on_host = [it.untyped_storage().data_ptr() for it in tensors if not isinstance(it, LateTensor)]

@@ -11,15 +11,17 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mpkernels.amp import handover, inf_check, scalings
+from mpkernels.amp.attempts import Attempt, all_or_nothing
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.distributed import processes
 from mpkernels.ops import update_scale_
 from mpkernels.ops._checks import suggests_options
+from mpkernels.optim import step_hooks
 from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledgers
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
-from mpkernels.parameters import put_on
+from mpkernels.parameters import params_of, put_on
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -46,6 +48,8 @@ class GradScaler(torch.amp.GradScaler):
         process_group: the processes that each hold one part of the grads, as under FSDP1. If one of them finds an inf
             or NaN, all skip the step, and so their scales stay equal. If AdamW has a process_group, the scaler uses it.
     """
+
+    _tells_failure = True  # to the processes that unscale_ asks
 
     @suggests_options
     def __init__(
@@ -103,19 +107,37 @@ class GradScaler(torch.amp.GradScaler):
         return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
-        self._overflows = self._fill_overflows(torch.empty(2, dtype=torch.int32, device=dev))
+        overflows = self._fill_overflows(torch.empty(2, dtype=torch.int32, device=dev))
+        try:
+            super()._lazy_init_scale_growth_tracker(dev)
+        except BaseException:  # one without the other could not be used, nor made anew
+            self._scale = self._growth_tracker = None
+            raise
+        self._overflows = overflows
 
     def _fill_overflows(self, overflows: Tensor) -> Tensor:
         for i, count in enumerate(self._init_overflows):
             overflows[i].fill_(count)
         return overflows
 
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale as torch does. If that fails, the next call goes on where the grads still have the scale."""
+        try:
+            super().unscale_(optimizer)
+        except BaseException:
+            for attempt in self._attempts(optimizer).values():
+                attempt.note_failure()
+            raise
+
+    def _attempts(self, optimizer: Optimizer) -> dict[torch.device, Attempt]:
+        state: dict[str, Any] = self._per_optimizer_states.get(id(optimizer), {})  # torch adds one when it unscales
+        return state.setdefault("attempts", {})  # type: ignore[no-any-return]
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         grads = inf_check.grads_of(optimizer)
-        unscale = partial(inf_check.unscale_, grads, inv_scale)  # allow_fp16 or not
+        unscale = partial(inf_check.unscale_, grads, inv_scale, self._attempts(optimizer))  # allow_fp16 or not
         found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), unscale, inv_scale)
         self._note(optimizer, grads, found_infs, unscaled=True)
         return found_infs
@@ -170,22 +192,26 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled or self._scale is None or "closure" in kwargs or is_replaced:
             return False
         state = self._per_optimizer_states.get(id(optimizer))
-        return getattr(optimizer, "_finds_inf", False) and (state is None or state["stage"] is OptState.READY)
+        is_ready = state is None or state["stage"] is OptState.READY
+        return is_ready and getattr(optimizer, "_finds_inf", False) and not step_hooks.see_grads(optimizer)
 
     def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        handover.attributes_of(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
         scale, _ = self._check_scale_growth_tracker("step")
-        preset, peers = getattr(optimizer, "grad_scale", None), inf_check.given_peers(self, optimizer)
-        if peers is not None:
-            optimizer.peers = peers
-        device = inf_check.device_of_verdict(optimizer, peers, scale.device)
-        optimizer.grad_scale = scale if preset is None else scale * preset
-        # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
-        outcome = optimizer.outcome = None if device is None else torch.zeros(2, dtype=torch.float32, device=device)
-        result: float | None = optimizer.step(*args, **kwargs)
+        peers, state, result = inf_check.given_peers(self, optimizer), self._per_optimizer_states[id(optimizer)], None
+        attempt: Attempt | None = state.get("attempt")
+        if attempt is None or not attempt.was_done():
+            device = inf_check.device_of_verdict(optimizer, peers, scale.device)
+            attempt = state["attempt"] = None if device is None else Attempt(params_of(optimizer), device)
+            handover.give(optimizer, scale, peers, None if attempt is None else attempt.outcome)
+            try:
+                result = optimizer.step(*args, **kwargs)
+            except BaseException:
+                if attempt is not None:
+                    attempt.note_failure()
+                raise
         handover.take_back(optimizer)
-        found_infs = {} if outcome is None else {device: outcome[1]}
-        self._per_optimizer_states[id(optimizer)] = {"stage": OptState.STEPPED, "found_inf_per_device": found_infs}
+        state["found_inf_per_device"] = {} if attempt is None else {attempt.found_inf.device: attempt.found_inf}
+        state["stage"] = OptState.STEPPED
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -198,30 +224,20 @@ class GradScaler(torch.amp.GradScaler):
             for state in self._per_optimizer_states.values()
             for found_inf in state["found_inf_per_device"].values()
         ]
-        if new_scale is not None:
-            self._set(scale, new_scale)
-            scale, tracker = scale.clone(), tracker.clone()  # so that only overflows are counted
-        elif not found_infs:
+        if new_scale is None and not found_infs:
             raise AssertionError("No inf checks were recorded prior to update.")
-        if found_infs:
-            self._move(scale, tracker, found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum())
-        self._updates += 1
-        if self._schedule is not None:
-            scale.fill_(self._schedule(self._updates))
-        self._per_optimizer_states.clear()
-
-    def _set(self, scale: Tensor, new_scale: float | Tensor) -> None:
-        if self._schedule is not None:
+        if new_scale is not None and self._schedule is not None:
             raise ValueError(f"GradScaler.update: new_scale must be None with a schedule, got {new_scale!r}")
-        if isinstance(new_scale, int | float) and not isinstance(new_scale, bool):
-            scale.fill_(new_scale)
-            return
-        if not isinstance(new_scale, Tensor) or new_scale.numel() != 1 or new_scale.requires_grad:
-            raise AssertionError(
-                "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
-                "torch.FloatTensor with requires_grad=False."
-            )
-        scale.copy_(put_on(scale.device, new_scale.reshape(())))
+        with all_or_nothing(scale, tracker, self._overflows):
+            if new_scale is not None:
+                scalings.set_to(new_scale, scale)
+                scale, tracker = scale.clone(), tracker.clone()  # so that only overflows are counted
+            if found_infs:
+                self._move(scale, tracker, found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum())
+            if self._schedule is not None:
+                scale.fill_(self._schedule(self._updates + 1))
+            self._updates += 1
+            self._per_optimizer_states.clear()
 
     def _move(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
         overflows = self._overflows

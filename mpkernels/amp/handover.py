@@ -2,9 +2,23 @@
 
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkernels.distributed.processes import Processes
+
 NAMES = ("grad_scale", "found_inf", "outcome", "peers")
+
+
+def give(optimizer: Any, scale: Tensor, peers: Processes | None, outcome: Tensor | None) -> None:
+    """Set what our AdamW's step needs to unscale, to look for inf and NaN in all processes, and to tell of it."""
+    attributes_of(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
+    if peers is not None:
+        optimizer.peers = peers
+    preset = getattr(optimizer, "grad_scale", None)
+    optimizer.grad_scale = scale if preset is None else scale * preset
+    # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
+    optimizer.outcome = outcome
 
 
 def take_back(optimizer: Optimizer) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkernels._torch_private import values_of
+from mpkernels.amp.attempts import Attempt
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
@@ -21,13 +22,14 @@ FoundInf = dict[torch.device, Tensor]  # fp32, 0-dim, 0 or 1; one at most, as to
 Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their grads
 
 
-def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
-    """Unscale the grads in place, and return whether any of them is inf or NaN afterwards."""
-    found_infs = []
-    for device, (_, of_device) in grads.items():
-        found_infs.append(torch.zeros((), dtype=torch.float32, device=device))
-        unscale_list_(of_device, found_infs[-1], put_on(device, inv_scale))
-    return _together(found_infs, inv_scale.device)
+def unscale_(grads: Grads, inv_scale: Tensor, attempts: dict[torch.device, Attempt]) -> FoundInf:
+    """Unscale the grads in place, and return whether any of them is inf or NaN afterwards. Leave out the devices whose
+    grads an attempt has unscaled before it failed."""
+    for device, (params, of_device) in grads.items():
+        if device not in attempts or not attempts[device].was_done():
+            this = attempts[device] = Attempt(params, device)
+            unscale_list_([*of_device, this.mark], this.found_inf, put_on(device, inv_scale))
+    return _together([attempts[device].found_inf for device in grads], inv_scale.device)
 
 
 def look(grads: Grads, scale: Tensor) -> FoundInf:
@@ -103,6 +105,6 @@ def grads_of(optimizer: Optimizer) -> Grads:
 def _values(param: Tensor, grad: Tensor) -> Tensor:
     if not grad.is_sparse:
         return grad
-    if grad.dtype is torch.float16:
+    if grad.dtype is torch.float16 and not grad.is_coalesced():
         param.grad = grad = grad.coalesce()  # or the sum of an index's values might overflow later, unseen
     return values_of(grad)

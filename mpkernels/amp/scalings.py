@@ -1,8 +1,12 @@
-"""Checks GradScaler's options of how the loss scale moves, and makes schedules of them."""
+"""Checks GradScaler's options of how the loss scale moves, and makes schedules of them; sets a scale."""
 
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch import Tensor
+
+from mpkernels.parameters import put_on
 
 Schedule = Callable[[int], float]
 Scaling = str | Schedule | Sequence[tuple[int, float]]
@@ -50,6 +54,19 @@ def _schedule(scaling: Any) -> Schedule:
     _require(steps[0] == 0 and steps == sorted(set(steps)), "scaling", "steps that ascend from 0", scaling)
     _require(all(0 < scale < math.inf for _, scale in scaling), "scaling", "finite scales above 0", scaling)
     return Steps(scaling)
+
+
+def set_to(new_scale: float | Tensor, scale: Tensor) -> None:
+    """Give a scale the value of a number, or of a tensor of one element."""
+    if isinstance(new_scale, int | float) and not isinstance(new_scale, bool):
+        scale.fill_(new_scale)
+        return
+    if not isinstance(new_scale, Tensor) or new_scale.numel() != 1 or new_scale.requires_grad:
+        raise AssertionError(
+            "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
+            "torch.FloatTensor with requires_grad=False."
+        )
+    scale.copy_(put_on(scale.device, new_scale.reshape(())))
 
 
 class Steps:

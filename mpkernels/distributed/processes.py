@@ -96,24 +96,9 @@ def of_first_rank(op: str, value: Any, error: Exception | None, group: Any) -> A
     return everybody[0][0]
 
 
-class TakesScale:
-    """An optimizer's ``_step_supports_amp_scaling``: always True, and remembers the scaler that read it.
-
-    Scalers read this attribute before they set found_inf on the optimizer. torch's scalers then update by their own
-    found_inf, which covers this process alone. The step has to correct it, and no other attribute leads to the scaler.
-    """
-
-    def __get__(self, optimizer: Any, kind: type | None = None) -> bool:
-        if optimizer is not None and not torch.compiler.is_compiling() and are_several():
-            asker = sys._getframe(1).f_locals.get("self")
-            optimizer._scaler = asker if isinstance(asker, torch.amp.GradScaler) else None
-        return True
-
-
-def of_scaler(optimizer: Any) -> Processes | None:
+def of_scaler(optimizer: Any, scaler: Any) -> Processes | None:
     """Return the processes of the scaler that the optimizer steps under. With torch's ShardedGradScaler they only share
     found_inf, because their grads may be DDP's."""
-    scaler = optimizer._scaler if hasattr(optimizer, "found_inf") else None
     given: Processes | None = getattr(optimizer, "peers", None) or getattr(scaler, "_peers", None)
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
     if given is not None or sharded is None or not isinstance(scaler, sharded.ShardedGradScaler):

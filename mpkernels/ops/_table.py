@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mpkernels._torch_private import foreach_add_
+
 BLOCK = tl.constexpr(1024)  # elements a program holds at a time: of 128 threads each loads 16 bytes or more
 CHUNK_BYTES = 65536  # that a program takes of a tensor in all
 ROW = tl.constexpr(4)  # words a row has at least: size, first chunk, elements in a chunk, dtype; an op may add its own
@@ -25,9 +27,7 @@ CODES = {
 }  # fmt: skip
 KEPT = 256  # lists of tensors whose rows stay on the device
 _kept: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, int]] = {}  # and the stream that copied; latest last
-_captured: list[Tensor] = []  # a CUDA graph reads these again at every replay
-_spare = torch.empty(0, dtype=torch.int64, device="cpu")  # pinned, for those: a graph's capture allows taking none
-SPARE_TABLES = 16  # as large as the largest: what a few graphs of a training step capture
+_captured: dict[int, Tensor] = {}  # by id: rows that a CUDA graph reads at every replay, though nobody keeps them
 
 
 class Table(NamedTuple):
@@ -79,7 +79,7 @@ def _rows_on(device: torch.device, rows: tuple[int, ...], chunks: Sequence[int])
         if is_captured:
             return copy  # to be made by each replay, and by nothing before
     if is_captured:
-        _captured.append(copy)
+        _captured[id(copy)] = copy
     _kept[device, rows] = copy, home
     if len(_kept) > KEPT:
         del _kept[next(iter(_kept))]
@@ -87,26 +87,23 @@ def _rows_on(device: torch.device, rows: tuple[int, ...], chunks: Sequence[int])
 
 
 def _to_device(content: Sequence[int], device: torch.device) -> Tensor:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return _written(content, device)
     words = torch.tensor(content, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
-        words = _pinned(words)  # or the copy would wait for the device
+        words = words.pin_memory()  # or the copy would wait for the device
     return words.to(device, non_blocking=True)
 
 
-def _pinned(words: Tensor) -> Tensor:
-    global _spare
-    if not torch.cuda.is_current_stream_capturing():
-        if len(_spare) < SPARE_TABLES * len(words):
-            _spare = torch.empty(SPARE_TABLES * len(words), dtype=torch.int64, device="cpu", pin_memory=True)
-        return words.pin_memory()
-    if len(_spare) < len(words):
-        raise RuntimeError(
-            f"a CUDA graph's capture allows taking no pinned memory, and of {len(words)} words for a Triton kernel's "
-            f"list of tensors {len(_spare)} are at hand: make the same call before, outside of the capture"
-        )
-    captured, _spare = _spare[: len(words)].copy_(words), _spare[len(words) :]
-    _captured.append(captured)
-    return captured
+def _written(content: Sequence[int], device: torch.device) -> Tensor:
+    """Return the words in memory of the graph that is being captured. Its launches bring them by value, some 90 each: a
+    capture allows taking no pinned memory, and what a replay copies from would have to live as long as the graph."""
+    words = torch.zeros(len(content), dtype=torch.int64, device=device)
+    places = [i for i, word in enumerate(content) if word != 0]
+    if places:
+        of_each = words.unbind()
+        foreach_add_([of_each[i] for i in places], [content[i] for i in places])
+    return words
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from mpkernels._torch_private import as_written, may_be_compiled
 from mpkernels.distributed import meshes, processes
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops._checks import suggests_options
-from mpkernels.optim import checkpoint, group_options, masters, param_state, verdicts, zero
+from mpkernels.optim import checkpoint, group_options, masters, param_state, under_scaler, verdicts, zero
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.plan import Foundations, Plan, Verdict
 from mpkernels.optim.release import GradientRelease
@@ -59,7 +59,7 @@ class AdamW(torch.optim.AdamW):
     #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
     skipped_steps: Tensor | None = None
 
-    _step_supports_amp_scaling = processes.TakesScale()  # torch's GradScaler hands over its scale and found_inf
+    _step_supports_amp_scaling = under_scaler.TakesScale()  # torch's GradScaler hands over its scale and found_inf
     _finds_inf = True  # ours hands over its scale and `outcome`, where it then reads whether a step was skipped
     _peers: Processes | None = None  # that hold other parts of the grads
     _parts: meshes.Parts | None = None  # the processes that hold the other parts of DTensors
@@ -170,6 +170,8 @@ class AdamW(torch.optim.AdamW):
             if self._release is not None:
                 self._release.after_step()
         return loss
+
+    _own_step = step  # without hooks
 
     def _step(self, params: list[Tensor], sharded: bool) -> None:
         verdicts.raise_if_one_has_failed(self)

@@ -44,12 +44,13 @@ def of_all(
     optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], verdict: Verdict, processes: Processes | None
 ) -> Verdict:
     """Return the verdict of all processes. Raise if another one has failed; on a GPU, whose answer is on its way, skip
-    the step, and let the next one raise."""
+    the step, and let the next one raise. A CUDA graph skips it at each replay, and nobody raises."""
     if processes is None:
         return verdict
     sumsq_of_all, found_inf, failed = processes.agree(params, verdict.total_sumsq, verdict.found_inf)
     total_sumsq = sumsq_of_all if verdict.has_norm and processes.holds_parts else verdict.total_sumsq
-    if not torch.compiler.is_compiling():
+    is_captured = failed.is_cuda and torch.cuda.is_current_stream_capturing()
+    if not is_captured and not torch.compiler.is_compiling():
         optimizer._failed.send(failed)
         raise_if_one_has_failed(optimizer)
     hand_back(optimizer, found_inf)
@@ -103,14 +104,17 @@ def _asks(
     # A process without grads decides as the others do.
     has_16_bit = optimizer._has_16_bit_parameters if optimizer._has_parts else of_plans
     guarded = is_guarded(optimizer, has_16_bit, found_inf)
-    return guarded, _processes_of(optimizer, params) if guarded or found_inf is not None else None
+    if not guarded and found_inf is None:
+        return False, None
+    return guarded, processes_of(optimizer, params, optimizer._scaler if hasattr(optimizer, "found_inf") else None)
 
 
-def _processes_of(optimizer: Any, params: Sequence[Tensor]) -> Processes | None:
+def processes_of(optimizer: Any, params: Sequence[Tensor], scaler: Any) -> Processes | None:
+    """Return the processes that skip a step under this scaler together."""
     found: Processes | None = optimizer._parts or optimizer._peers
     if found is None and optimizer._has_parts:
         found = fsdp1.peers_of("AdamW", params, optimizer.max_norm is not None)
-    return found or of_scaler(optimizer)
+    return found or of_scaler(optimizer, scaler)
 
 
 def _look(

@@ -8,6 +8,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim.masters import needs_master
+from mpkernels.optim.step_hooks import PassiveHook
 from mpkernels.optim.verdicts import is_guarded
 from mpkernels.parameters import params_of
 
@@ -23,11 +24,11 @@ def follow() -> None:
 def _follow() -> None:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    def give_group(optimizer: Any, args: Any, kwargs: Any) -> None:
+    def give_group(optimizer: Any) -> None:
         inner: Any = getattr(optimizer, "optim", None)
         if isinstance(optimizer, ZeroRedundancyOptimizer) and getattr(inner, "_peers", optimizer) is None:
             params = params_of(optimizer)
             if is_guarded(inner, any(map(needs_master, params))):
                 inner._peers = Processes(optimizer.process_group, device=params[0].device)
 
-    register_optimizer_step_pre_hook(give_group)
+    register_optimizer_step_pre_hook(PassiveHook(give_group))

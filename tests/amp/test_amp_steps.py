@@ -89,6 +89,7 @@ def test_the_host_waits_for_nothing(make, unscales, options):
     assert scaler.skipped_steps.item() == 1
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @every_fused_one
 def test_cuda_never_waits_in_a_hundred_steps(make):
     if not torch.cuda.is_available():

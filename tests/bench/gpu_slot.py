@@ -18,7 +18,9 @@ case $words in
   date*) echo "$clock"; exit ;;
   nproc*) echo 1; exit ;;
   "python3 -c import expecttest") [[ ! -e {folder}/lacks_expecttest ]]; exit ;;
-  "python3 -c"*) [[ -e {folder}/library || $words != *backends* ]]; exit ;;
+  "python3 -c"*"backend('native')"*) [[ -e {folder}/library && ! -e {folder}/lacks_native ]]; exit ;;
+  "python3 -c"*"backend('triton')"*) [[ ! -e {folder}/lacks_triton ]]; exit ;;
+  "python3 -c"*) exit ;;
   "python3 setup.py"*) touch {folder}/library ;;
 esac
 while IFS='|' read -r pattern seconds status; do

@@ -1,6 +1,7 @@
 """The script for machines with a GPU: rehearsed on the CPU, and led through slots by stand-ins that count the time."""
 
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -91,6 +92,40 @@ def test_what_is_quick_is_done_in_one_call(slot):
 def test_a_library_that_loads_is_not_built_again(slot):
     assert any("setup.py" in it for it in slot.call("--part", "doctor")[2])
     assert not any("setup.py" in it for it in slot.call("--part", "doctor", out=slot.folder / "another")[2])
+
+
+@pytest.mark.parametrize(
+    ("lacks", "required"),
+    [
+        ([], "cuda-native,cuda-triton"),
+        (["triton"], "cuda-native"),
+        (["native"], "cuda-triton"),
+        (["native", "triton"], ""),
+    ],
+    ids=str,
+)
+def test_kernels_that_cannot_run_there_are_not_demanded(slot, lacks, required):
+    """A library that loads, but holds nothing for this chip, is built once more."""
+    (slot.folder / "library").touch()
+    for it in lacks:
+        (slot.folder / f"lacks_{it}").touch()
+    log = slot.call("--part", "test")[2]
+    tests = [shlex.split(it) for it in log if "-m pytest" in it]
+    assert tests
+    assert all(f"--require={required}" in it for it in tests)
+    assert any("setup.py" in it for it in log) == ("native" in lacks)
+
+
+def test_whether_kernels_run_is_tried():
+    """On this machine, which has no GPU."""
+    script = SCRIPT.read_text()
+    launches = re.search(r"^launches\(\) \{.*?^\}\n", script, re.DOTALL | re.MULTILINE)[0]
+    for device, kernel, runs in (("cpu", "native", True), ("cpu", "reference", True), ("meta", "native", False)):
+        command = f"device={device}\n{launches}launches {kernel}"
+        environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+        done = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert (done.returncode == 0) == runs, done.stderr
+        assert (f"{kernel}: runs" in done.stdout) == runs
 
 
 def test_what_needs_a_missing_package_is_left_out(slot):

@@ -1,5 +1,7 @@
 """A captured step replays as it would run: everything that changes from step to step is read on the device."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -71,6 +73,19 @@ def test_replayed_steps_are_eager_steps(dtype, options, capturing):
     assert [it["first"] for it in replayed["culprits"]] == [[0, 0]]
 
 
+@contextmanager
+def warming_up(device):
+    """On a stream of its own, as torch.cuda.graph asks for: after all that came before, and before all that follows."""
+    if device.type != "cuda":
+        yield
+        return
+    side = torch.cuda.Stream(device)
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        yield
+    torch.cuda.current_stream(device).wait_stream(side)
+
+
 def ours(params):
     return AdamW(params, lr=1e-2, max_norm=0.1)
 
@@ -120,8 +135,7 @@ def test_a_replayed_iteration_is_an_eager_one(make, step, options, capturing):
         step(scaler, optimizer, model)
         scaler.update()
 
-    side = torch.cuda.Stream() if device.type == "cuda" else None
-    with torch.cuda.stream(side):
+    with warming_up(device):
         for run in runs:
             iterate(*run)
     with captured(capturing) as graph:

@@ -112,12 +112,11 @@ def test_bad_input_changes_nothing(target, call):
     good = torch.ones(3, device=target.device)
     found_inf, inv_scale = torch.zeros((), device=target.device), torch.full((), 0.5, device=target.device)
     for bad in (
-        torch.ones(3, dtype=torch.int32),
-        torch.ones(3).to_sparse(),
-        torch.ones(1).expand(3),
-        torch.ones(3, device="meta"),
+        good.int(),
+        good.to_sparse(),
+        good[:1].clone().expand(3),  # which on its way to a device would become dense
+        good.to("meta"),
     ):
-        bad = bad if bad.is_meta else bad.to(target.device)
         with pytest.raises((TypeError, ValueError, RuntimeError)):
             call([good, bad], found_inf, inv_scale)
         assert good.tolist() == [1.0] * 3

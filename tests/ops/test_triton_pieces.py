@@ -7,6 +7,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpkernels
 from mpkernels.ops import _table, grad_stats
@@ -104,7 +105,7 @@ def test_rows_are_there_for_the_stream_that_copied_them_and_for_graphs(kept, mon
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
     monkeypatch.setattr(_table, "_to_device", lambda words, device: torch.tensor(words))
-    monkeypatch.setattr(_table, "_captured", [])
+    monkeypatch.setattr(_table, "_captured", {})
 
     def rows(size):
         return _table._rows_on(torch.device("cuda"), (size, 0, 8, 0), [2])
@@ -114,7 +115,8 @@ def test_rows_are_there_for_the_stream_that_copied_them_and_for_graphs(kept, mon
     assert rows(9) is first
     stream.cuda_stream, is_capturing = 2, True
     assert rows(9) is first
-    assert _table._captured == [first]  # whatever is no longer kept, the graph reads it
+    assert rows(9) is first
+    assert [*_table._captured.values()] == [first]  # whatever is no longer kept, the graph reads it
     assert rows(10) is not rows(10)  # each is filled by its own graph's replays
     is_capturing = False
     assert rows(9) is not first
@@ -150,27 +152,43 @@ def test_masters_are_split_and_joined_to_the_bit(dtype, code):
 
 @pytest.fixture
 def capturing(monkeypatch):
-    """A device that captures a graph, and some grads there."""
-    monkeypatch.setattr(_table, "_spare", _table._spare[:0])
-    monkeypatch.setattr(_table, "_captured", [])
+    """A device that captures a graph, and the grads of a large model there."""
+    monkeypatch.setattr(_table, "_captured", {})
     with late_device() as device:
-        yield device, [torch.ones(5, device=LATE), torch.ones(40_000, device=LATE)]
+        yield device, [torch.ones(1 + i % 5, device=LATE) for i in range(200)]
 
 
-def test_what_a_captured_call_brings_is_copied_from_memory_that_was_pinned_before(capturing, kept):
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_captured_calls_bring_their_words_by_value(capturing, kept, is_warm):
+    """However many there are: no pinned memory is taken, which a capture refuses, and nothing is kept for each."""
     device, grads = capturing
-    eager = _table.build(grads, [16, 32], beside=[7])
+    addresses = [2**62 + 16 * i for i in range(200)]  # which no float holds
+    eager = _table.build(grads, addresses, beside=[7]) if is_warm else None
     device.is_capturing = True
-    for _ in range(_table.SPARE_TABLES):
-        captured = _table.build(grads, [16, 32], beside=[8])
-        assert captured.rows is eager.rows
-        assert captured.call.memory.tolist() == [16, 32, 0, 0, 0, 8]
-    pinned = [each for each in _table._captured if each.device.type == "cpu"]
-    assert len({each.data_ptr() for each in pinned}) == _table.SPARE_TABLES  # each replay reads its own
+    tables = [_table.build(grads, addresses, beside=[call]) for call in range(50)]
+    device.is_capturing = False
+    for call, table in enumerate(tables):
+        assert table.call.memory.tolist() == [*addresses, *[0] * 201, call]
+        assert table.rows.memory.tolist() == tables[0].rows.memory.tolist()
+        assert eager is None or table.rows is eager.rows
+    assert len({table.call.data_ptr() for table in tables}) == 50  # each is written by its own replay
+    assert len(_table._captured) == (1 if is_warm else 0)
+    assert eager is None or _table.build(grads, addresses).rows is eager.rows
 
 
-def test_a_capture_that_nothing_came_before_is_told_so(capturing, kept):
+def test_words_are_written_in_few_launches(capturing, kept):
     device, grads = capturing
     device.is_capturing = True
-    with pytest.raises(RuntimeError, match="of 5 words for a Triton kernel's list of tensors 0 are at hand: make the"):
-        _table.build(grads, [16, 32])
+    with Counting() as ops:
+        _table.build(grads, [16] * 200)
+    assert len(ops.names) <= 8
+
+
+class Counting(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.names.append(op.name())
+        return op(*args, **(kwargs or {}))

@@ -16,15 +16,26 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 
 
 def made(dtype=torch.float32, sizes=SIZES, device="cpu", **options):
-    generator = torch.Generator().manual_seed(0)
-    params = [Parameter(torch.randn(size, generator=generator).to(device, dtype)) for size in sizes]
+    params = [Parameter(it.to(device, dtype)) for it in drawn(0, [(size,) for size in sizes])]
     return params, AdamW(params, lr=0.1, **options)
 
 
 def put_grads(params, seed):
-    generator = torch.Generator().manual_seed(seed)
-    for param in params:
-        param.grad = torch.randn(param.shape, generator=generator).to(param.device, param.dtype)
+    for param, grad in zip(params, drawn(seed, [param.shape for param in params]), strict=True):
+        param.grad = grad.to(param.device, param.dtype)
+
+
+def drawn(seed, shapes):
+    """The same on each machine, whichever device is the default one."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    return [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
+
+
+def test_what_is_drawn_does_not_depend_on_the_default_device():
+    with torch.device("meta"):
+        (param,), _ = made(sizes=(4,))
+        put_grads([param], 1)
+    assert (param.device, param.grad.device) == (torch.device("cpu"), torch.device("cpu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)

@@ -62,7 +62,7 @@ def grads_of_another_dtype(params, optimizer):
 
 
 def a_zero_tensor(params, optimizer):
-    params[1].grad = torch._efficientzerotensor(params[1].shape)
+    params[1].grad = torch._efficientzerotensor(params[1].shape, device=params[1].device)
 
 
 def a_longer_one(params, optimizer):

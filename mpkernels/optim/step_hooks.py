@@ -1,0 +1,41 @@
+"""What runs around AdamW's step, or in its place: hooks, and a subclass's own step."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.optim import Optimizer
+
+from mpkernels._torch_private import hooks_around_step, post_hooks_of_step
+
+_RUNS_HOOKS = Optimizer.profile_hook_step(lambda self: None).__code__  # of the function that torch puts around a step
+
+
+class PassiveHook:
+    """A hook of ours that doesn't look at grads, so that they may still be scaled. It hears of skipped steps, too."""
+
+    def __init__(self, function: Callable[[Any], object]) -> None:
+        self._function = function
+
+    def __call__(self, optimizer: Any, args: Any = (), kwargs: Any = None) -> None:
+        self._function(optimizer)
+
+
+def see_grads(optimizer: Any) -> bool:
+    """Return whether others may look at the grads in a step: hooks of the optimizer or of all, or a subclass's step.
+    Functions that are set on the optimizer itself, as by LR schedulers, torch.compile and Accelerate, are not meant."""
+    kind = type(optimizer)
+    step = getattr(kind, "step", None)
+    while getattr(step, "__code__", None) is _RUNS_HOOKS:
+        step = step.__wrapped__  # type: ignore[union-attr]
+    return step is not getattr(kind, "_own_step", None) or not all(map(_is_passive, hooks_around_step(optimizer)))
+
+
+def _is_passive(hook: Any) -> bool:
+    return isinstance(hook, PassiveHook) or getattr(hook, "__module__", None) == "torch.profiler"  # which counts steps
+
+
+def tell_of_skip(optimizer: Any) -> None:
+    """Call the hooks of ours that follow the optimizer's steps, after one that a scaler has not taken."""
+    for hook in post_hooks_of_step(optimizer):
+        if isinstance(hook, PassiveHook):
+            hook(optimizer)

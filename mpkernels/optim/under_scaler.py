@@ -1,0 +1,83 @@
+"""AdamW's side of the contract with scalers, torch's and ours: who unscales the grads, and who skips the step."""
+
+import sys
+from typing import Any
+
+import torch
+from torch.amp import GradScaler
+from torch.amp.grad_scaler import OptState
+
+from mpkernels.distributed.processes import are_several
+from mpkernels.optim import step_hooks, verdicts
+from mpkernels.parameters import params_of, sum_of
+
+
+class TakesScale:
+    """An optimizer's ``_step_supports_amp_scaling``: whether its step unscales the grads and skips by itself.
+
+    It doesn't where hooks or a subclass's step would see scaled grads. A scaler's ``step`` reads this attribute before
+    it calls the optimizer, which no other way tells of the scaler. So that is the time to unscale such grads and to
+    look at them in all processes, of which torch's scaler knows nothing.
+
+    The optimizer remembers the scaler: torch's update by a found_inf that covers this process alone, and the step of
+    several processes has to correct it.
+    """
+
+    def __get__(self, optimizer: Any, kind: type | None = None) -> bool:
+        if optimizer is None:
+            return True
+        are_seen = step_hooks.see_grads(optimizer)
+        if torch.compiler.is_compiling() or not (are_seen or are_several()):
+            return not are_seen
+        asker = sys._getframe(1)
+        scaler = asker.f_locals.get("self")
+        optimizer._scaler = scaler if isinstance(scaler, GradScaler) else None
+        if not are_seen or optimizer._scaler is None or asker.f_code.co_name != "step":
+            return not are_seen
+        return _can_step(optimizer, optimizer._scaler)
+
+
+def _can_step(optimizer: Any, scaler: Any) -> bool:
+    """Unscale the grads, unless the user has, and return whether those of all processes are finite. If not, leave
+    behind what a skipped step does. The host waits for the device."""
+    params, state = params_of(optimizer), scaler._per_optimizer_states[id(optimizer)]
+    if any(it.is_cuda for it in params) and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "AdamW: a step with hooks or of a subclass can't be captured in a CUDA graph under a scaler, because the "
+            "host must know whether to skip them; remove them, and clip by max_norm"
+        )
+    verdicts.find_parts(optimizer, params)
+    processes = verdicts.processes_of(optimizer, params, scaler)
+    try:
+        if state["stage"] is OptState.READY:
+            _unscale(scaler, optimizer, state)
+    except Exception:
+        if processes is not None and not getattr(scaler, "_tells_failure", False):
+            processes.agree(params, None, None, has_failed=True)
+        raise
+    found_infs = list(state["found_inf_per_device"].values())
+    if processes is not None:
+        _, found_inf, failed = processes.agree(params, None, sum_of(found_infs) if found_infs else None)
+        if failed.item() > 0:
+            raise RuntimeError("AdamW: unscaling the grads has failed in another process, whose error says why")
+        found_infs, state["found_inf_per_device"] = [found_inf], {found_inf.device: found_inf}
+    if not found_infs or sum_of(found_infs).item() == 0:
+        return True
+    optimizer.found_inf = sum_of(found_infs).clamp(max=1)
+    try:
+        optimizer._own_step()
+    finally:
+        del optimizer.found_inf
+    step_hooks.tell_of_skip(optimizer)
+    return False
+
+
+def _unscale(scaler: Any, optimizer: Any, state: dict[str, Any]) -> None:
+    if type(scaler).unscale_ is not GradScaler.unscale_:
+        scaler.unscale_(optimizer)
+        return
+    # As it does, but for fp16, which it takes from optimizers that unscale by themselves.
+    inv_scale = scaler._scale.double().reciprocal().float()
+    found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
+    state["found_inf_per_device"] = scaler._unscale_grads_(optimizer, inv_scale, found_inf, True)
+    state["stage"] = OptState.UNSCALED
