@@ -103,7 +103,6 @@ MPK_FN Words widen(Halves h) { return bit_cast<Words>(_mm512_cvtepu16_epi32(bit_
 MPK_FN Halves narrow(Words w) { return bit_cast<Halves>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(w))); }
 MPK_FN Doubles low_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_castps512_ps256(x)); }
 MPK_FN Doubles high_doubles(Floats x) { return _mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)); }
-MPK_FN Doubles add_exact_square(Doubles sum, Doubles x) { return _mm512_fmadd_pd(x, x, sum); }
 MPK_FN Floats load(const int8_t* from) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load_bytes<__m128i>(from))); }
 MPK_FN void store(int8_t* to, Words x) {
   const __m128i codes = _mm512_cvtepi32_epi8(bit_cast<__m512i>(x));
@@ -122,7 +121,6 @@ MPK_FN Halves narrow(Words w) {
 }
 MPK_FN Doubles low_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_castps256_ps128(x)); }
 MPK_FN Doubles high_doubles(Floats x) { return _mm256_cvtps_pd(_mm256_extractf128_ps(x, 1)); }
-MPK_FN Doubles add_exact_square(Doubles sum, Doubles x) { return _mm256_fmadd_pd(x, x, sum); }
 MPK_FN Floats load(const int8_t* from) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_cvtsi64_si128(load_bytes<int64_t>(from))));
 }
@@ -143,7 +141,6 @@ MPK_FN Words widen(Halves h) { return __builtin_convertvector(h, Words); }
 MPK_FN Halves narrow(Words w) { return __builtin_convertvector(w, Halves); }
 MPK_FN Doubles low_doubles(Floats x) { return Doubles{x[0], x[1]}; }
 MPK_FN Doubles high_doubles(Floats x) { return Doubles{x[2], x[3]}; }
-MPK_FN Doubles add_exact_square(Doubles sum, Doubles x) { return sum + x * x; }
 MPK_FN Floats load(const int8_t* from) { return __builtin_convertvector(load_bytes<Codes>(from), Floats); }
 MPK_FN void store(int8_t* to, Words x) {
   const Codes codes = __builtin_convertvector(x, Codes);
@@ -201,15 +198,6 @@ MPK_FN void for_each_block(T* data, int64_t size, std::remove_const_t<T> pad, co
   memcpy(last, data + i, (size - i) * sizeof(T));
   body(last);
   if constexpr (!std::is_const_v<T>) memcpy(data + i, last, (size - i) * sizeof(T));
-}
-
-template <size_t count>
-MPK_FN double sum_of_lanes(const Doubles (&vectors)[count]) {
-  double sum = 0;
-  for (const Doubles& vector : vectors) {
-    for (int lane = 0; lane < kLanesOf<double>; ++lane) sum += vector[lane];
-  }
-  return sum;
 }
 
 template <class Mask>

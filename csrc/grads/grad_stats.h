@@ -10,8 +10,9 @@
 
 namespace mpk {
 
-// Sums are fp64, where the square of an fp32 is exact and cannot overflow (that of an fp64 can: hence the flag).
-// Chunks are summed in a fixed order, whichever thread took which, so that a result repeats to the last bit.
+// The squares of a pack, 8 consecutive elements counted from the grad's first one, are added in fp32, in pairs, and
+// those sums in fp64, of which some chips do a 64th as much. All of an fp64 grad is fp64. Chunks are summed in a fixed
+// order, whichever thread took which, so that a result repeats to the last bit.
 struct Stats {
   double sumsq;
   double bad;  // 0: all finite
@@ -19,9 +20,32 @@ struct Stats {
 
 MPK_FN Stats merge(const Stats& a, const Stats& b) { return {a.sumsq + b.sumsq, a.bad + b.bad}; }
 
-template <class D>
-MPK_FN D square(D x) {
-  return x * x;
+inline constexpr int kSumPack = 8;
+
+template <class C>
+MPK_FN C sum_of_squares(const C (&x)[kSumPack]) {
+  C squares[kSumPack];
+  for (int i = 0; i < kSumPack; ++i) squares[i] = x[i] * x[i];
+  return ((squares[0] + squares[1]) + (squares[2] + squares[3])) +
+         ((squares[4] + squares[5]) + (squares[6] + squares[7]));
+}
+
+// Whether a pack's sum in fp32, of which these are the bits, is not from 2^-100 to 2^100: then squares may have
+// underflown or overflown.
+template <class U>
+MPK_FN auto is_beyond_fp32(const U& sum) {
+  constexpr uint32_t least = (127 - 100) << 23, most = (127 + 100) << 23;
+  return sum - least > most - least;
+}
+
+// The sum of such a pack: in fp64, where the square of an fp32 is exact and cannot overflow. Most are zeros.
+MPK_FN double wide_sum_of_squares(const float (&x)[kSumPack]) {
+  uint32_t bits = 0;
+  for (const float each : x) bits |= magnitude(each);
+  if (bits == 0) return 0;
+  double wide[kSumPack];
+  for (int i = 0; i < kSumPack; ++i) wide[i] = x[i];
+  return sum_of_squares(wide);
 }
 
 struct GradStats {

@@ -3,43 +3,153 @@
 
 namespace mpk::MPK_ISA {
 
-static Stats stats_of(const double* grads, int64_t size) {
-  Doubles sums[kBlock / kLanesOf<double>]{};
-  decltype(is_non_finite<double>(sums[0])) bad{};
-  for_each_block(grads, size, /*pad=*/0.0, [&](const double* block) {
-    for (Doubles& sum : sums) {
-      const Doubles x = load(block + (&sum - sums) * kLanesOf<double>);
-      sum += square(x);
-      bad |= is_non_finite<double>(x);
+// A block is 8 packs. They come in pairs of neighbours, a lane of four for each pair: so all additions in fp64 join
+// whole vectors, and are the same with every instruction set.
+inline constexpr int kPair = 2 * kSumPack, kPairs = 4, kBlockOfPacks = kPairs * kPair;
+typedef double Quad __attribute__((vector_size(32)));
+
+#if defined(__AVX2__)
+typedef float Lanes __attribute__((vector_size(32)));
+typedef uint32_t LaneWords __attribute__((vector_size(32)));
+
+// Of each 16 bytes, the sums of u's two neighbours and of v's.
+static MPK_FN Lanes add_neighbours(Lanes u, Lanes v) {
+  return _mm256_shuffle_ps(u, v, 0x88) + _mm256_shuffle_ps(u, v, 0xdd);
+}
+static MPK_FN bool is_any(LaneWords mask) {
+  return !_mm256_testz_si256(bit_cast<__m256i>(mask), bit_cast<__m256i>(mask));
+}
+static MPK_FN Lanes load_lanes(const float* from) { return load_bytes<Lanes>(from); }
+static MPK_FN Lanes load_lanes(const fp16* from) { return _mm256_cvtph_ps(load_bytes<__m128i>(from)); }
+static MPK_FN Quad sum_of_pairs(const Lanes (&sums)[1]) {
+  return _mm256_cvtps_pd(_mm256_castps256_ps128(sums[0])) + _mm256_cvtps_pd(_mm256_extractf128_ps(sums[0], 1));
+}
+#else
+typedef Floats Lanes;
+typedef Words LaneWords;
+
+static MPK_FN Lanes add_neighbours(Lanes u, Lanes v) {
+  return Lanes{u[0], u[2], v[0], v[2]} + Lanes{u[1], u[3], v[1], v[3]};
+}
+static MPK_FN bool is_any(LaneWords mask) { return any(mask); }
+template <class T>
+static MPK_FN Lanes load_lanes(const T* from) {
+  return load(from);
+}
+static MPK_FN Quad sum_of_pairs(const Lanes (&sums)[2]) {
+  const Doubles of_each[] = {low_doubles(sums[0]) + low_doubles(sums[1]),
+                             high_doubles(sums[0]) + high_doubles(sums[1])};
+  return bit_cast<Quad>(of_each);
+}
+#endif
+inline constexpr int kSums = 8 * sizeof(float) / sizeof(Lanes);
+
+// What an element adds, or in bf16 two neighbours, which take one instruction each to widen where they are.
+template <class T>
+static MPK_FN Lanes squares(const T* from) {
+  const Lanes x = load_lanes(from);
+  return x * x;
+}
+static MPK_FN Lanes squares(const bf16* from) {
+  const LaneWords neighbours = load_bytes<LaneWords>(from);
+  const Lanes first = bit_cast<Lanes>(neighbours << 16), second = bit_cast<Lanes>(neighbours & 0xffff0000u);
+  return first * first + second * second;
+}
+
+// Of each 16 bytes of four vectors that begin so many pairs of packs apart, the sum.
+template <class T>
+static MPK_FN Lanes sums_of_four(const T* from) {
+  return add_neighbours(add_neighbours(squares(from), squares(from + kPair)),
+                        add_neighbours(squares(from + 2 * kPair), squares(from + 3 * kPair)));
+}
+
+// The first packs of the four pairs, then the second ones.
+template <class T>
+static MPK_FN void sums_of_packs(const T* block, Lanes (&sums)[kSums]) {
+  constexpr bool has_two_in_a_word = std::is_same_v<T, bf16>;
+#if defined(__AVX2__)
+  if constexpr (has_two_in_a_word) {
+    sums[0] = sums_of_four(block);
+  } else {
+    const Lanes first = sums_of_four(block), second = sums_of_four(block + kSumPack);
+    sums[0] = _mm256_permute2f128_ps(first, second, 0x20) + _mm256_permute2f128_ps(first, second, 0x31);
+  }
+#else
+  for (int i = 0; i < kSums; ++i) {
+    const T* const pack = block + i * kSumPack;
+    sums[i] = sums_of_four(pack);
+    if constexpr (!has_two_in_a_word) sums[i] += sums_of_four(pack + kSumPack / 2);
+  }
+#endif
+}
+
+template <class T>
+static bool is_zero(const T* block) {
+  constexpr uint64_t magnitudes = sizeof(T) == 4 ? 0x7fffffff7fffffff : 0x7fff7fff7fff7fff;
+  uint64_t words[kBlockOfPacks * sizeof(T) / sizeof(uint64_t)], bits = 0;
+  memcpy(words, block, sizeof words);
+  for (const uint64_t word : words) bits |= word & magnitudes;
+  return bits == 0;
+}
+
+static MPK_FN float widen(float x) { return x; }
+static MPK_FN float widen(bf16 x) { return bit_cast<float>(fp32_bits_of_bf16<uint32_t>(x.bits)); }
+static MPK_FN float widen(fp16 x) { return bit_cast<float>(fp32_bits_of_fp16<float>(x.bits)); }
+
+// The same sums, in fp64 those that fp32 has lost something of.
+template <class T>
+static __attribute__((noinline)) Quad careful_sum_of_pairs(const T* block, const Lanes (&sums)[kSums]) {
+  if (is_zero(block)) return Quad{};
+  float narrow[2][kPairs];
+  memcpy(narrow, sums, sizeof narrow);
+  double wide[2][kPairs];
+  for (int which = 0; which < 2; ++which) {
+    for (int pair = 0; pair < kPairs; ++pair) {
+      float x[kSumPack];
+      for (int i = 0; i < kSumPack; ++i) x[i] = widen(block[pair * kPair + which * kSumPack + i]);
+      const float sum = narrow[which][pair];
+      wide[which][pair] = is_beyond_fp32(bit_cast<uint32_t>(sum)) ? wide_sum_of_squares(x) : sum;
     }
-  });
-  return {sum_of_lanes(sums), any(bad) ? 1.0 : 0.0};
+  }
+  return bit_cast<Quad>(wide[0]) + bit_cast<Quad>(wide[1]);
 }
 
-// Squares of narrower formats are exact in fp64: an fma gives the same bits as a product and a sum.
-static MPK_FN void add_squares(Doubles* sums, Floats x) {
-  sums[0] = add_exact_square(sums[0], low_doubles(x));
-  sums[1] = add_exact_square(sums[1], high_doubles(x));
-}
+struct Sum {
+  Quad sum{};
 
-// In the narrower formats the sum itself tells: the square of a finite one can't overflow fp64.
+  template <class T>
+  MPK_FN void add(const T* block) {
+    Lanes sums[kSums];
+    sums_of_packs(block, sums);
+    LaneWords beyond{};
+    for (const Lanes& each : sums) beyond |= bit_cast<LaneWords>(is_beyond_fp32(bit_cast<LaneWords>(each)));
+    sum += __builtin_expect(is_any(beyond), 0) ? careful_sum_of_pairs(block, sums) : sum_of_pairs(sums);
+  }
+  MPK_FN void add(const double* block) {
+    for (int i = 0; i < kBlockOfPacks; i += kSumPack) {
+      double x[kSumPack];
+      memcpy(x, block + i, sizeof x);
+      for (const double each : x) bad |= is_non_finite<double>(each);
+      sum[0] += sum_of_squares(x);
+    }
+  }
+  uint64_t bad = 0;  // of fp64; in the narrower formats the sum tells: the square of a finite one can't overflow it
+};
+
 template <class T>
 static Stats stats_of(const T* grads, int64_t size) {
-  constexpr int count = kBlock / kLanesOf<double>;
-  Doubles sums[count]{};
-  for_each_block(grads, size, /*pad=*/T{}, [&](const T* block) {
-    if constexpr (std::is_same_v<T, bf16>) {  // two a word, which take one instruction each to widen where they are
-      for (int i = 0; i < kBlock / 2; i += kLanes) {
-        const Words pairs = load_bytes<Words>(block + 2 * i);
-        add_squares(sums + i / kLanesOf<double>, bit_cast<Floats>(pairs << 16));
-        add_squares(sums + count / 2 + i / kLanesOf<double>, bit_cast<Floats>(pairs & 0xffff0000u));
-      }
-    } else {
-      for (int i = 0; i < kBlock; i += kLanes) add_squares(sums + i / kLanesOf<double>, load(block + i));
-    }
-  });
-  const double sumsq = sum_of_lanes(sums);
-  return {sumsq, is_non_finite<double>(sumsq) ? 1.0 : 0.0};
+  Sum of_blocks;
+  int64_t i = 0;
+  for (; i + kBlockOfPacks <= size; i += kBlockOfPacks) of_blocks.add(grads + i);
+  if (i < size) {
+    T last[kBlockOfPacks]{};
+    memcpy(last, grads + i, (size - i) * sizeof(T));
+    of_blocks.add(last);
+  }
+  const Quad& sum = of_blocks.sum;
+  const double sumsq = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  const bool is_finite = sizeof(T) == sizeof(double) ? of_blocks.bad == 0 : !is_non_finite<double>(sumsq);
+  return {sumsq, is_finite ? 0.0 : 1.0};
 }
 
 Stats grad_stats_span(Dtype dtype, const void* grads, int64_t size) {

@@ -7,6 +7,68 @@ static __device__ Stats block_sum(const Stats& share) { return {block_sum(share.
 
 static __device__ Stats load_past_l1(const Stats* stats) { return {__ldcg(&stats->sumsq), __ldcg(&stats->bad)}; }
 
+template <class T>
+struct PackOf {
+  T elements[kSumPack];
+};
+template <class T>
+struct Held {
+  uint4 words[sizeof(PackOf<T>) / sizeof(uint4)];
+};
+
+// A pack, of which only `left` elements may be there; 0 stands for the others.
+template <class T>
+static __device__ __forceinline__ Held<T> load_pack(const T* data, int64_t left, bool is_aligned) {
+  Held<T> held{};
+  if (is_aligned && left >= kSumPack) {
+    for (size_t i = 0; i < sizeof held / sizeof(uint4); ++i) held.words[i] = reinterpret_cast<const uint4*>(data)[i];
+  } else if (left > 0) {
+    PackOf<T> pack{};
+#pragma unroll
+    for (int i = 0; i < kSumPack; ++i) {
+      if (i < left) pack.elements[i] = data[i];
+    }
+    held = bit_cast<Held<T>>(pack);
+  }
+  return held;
+}
+
+template <class T>
+static __device__ __forceinline__ double sum_of_pack(const Held<T>& held, bool& bad) {
+  const auto pack = bit_cast<PackOf<T>>(held);
+  Compute<T> x[kSumPack];
+#pragma unroll
+  for (int i = 0; i < kSumPack; ++i) {
+    x[i] = widen(pack.elements[i]);
+    if (sizeof(T) == sizeof(double)) bad |= is_non_finite<T>(x[i]);
+  }
+  const auto sum = sum_of_squares(x);
+  if constexpr (sizeof(T) < sizeof(double)) {
+    if (is_beyond_fp32(bit_cast<uint32_t>(sum))) return wide_sum_of_squares(x);
+  }
+  return sum;
+}
+
+// What this thread adds to the sum of its block's data. bad: of fp64, whether it has met an inf or NaN.
+template <class T>
+static __device__ __forceinline__ double share_of_sum(const T* data, int64_t size, bool& bad) {
+  constexpr int at_once = kPacksInFlight * sizeof(uint4) / sizeof(PackOf<T>);
+  data = in_global(data);
+  const bool is_aligned = reinterpret_cast<uintptr_t>(data) % sizeof(uint4) == 0;
+  double sum = 0;
+  for (int64_t first = threadIdx.x * kSumPack; first < size; first += at_once * kThreads * kSumPack) {
+    Held<T> held[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      const int64_t at = first + i * kThreads * kSumPack;
+      held[i] = load_pack(data + at, size - at, is_aligned);
+    }
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) sum += sum_of_pack(held[i], bad);
+  }
+  return sum;
+}
+
 // One block a chunk; the last block of a tensor adds up its chunks, and the last of all the tensors.
 template <class Rows>
 __global__ void __launch_bounds__(kThreads)
@@ -17,18 +79,8 @@ __global__ void __launch_bounds__(kThreads)
 
   const Stats share = with_dtype(row.dtype, [&](auto zero) {
     using T = decltype(zero);
-    double sumsq = 0;
     bool bad = false;
-    for_each_element(static_cast<const T*>(row.at(span.begin)), span.size, [&](const T& grad) {
-      const Compute<T> x = widen(grad);
-      const double wide = x;
-      if constexpr (sizeof(T) < sizeof(double)) {
-        sumsq = fma(wide, wide, sumsq);  // the square is exact, so the bits are those of a product and a sum
-      } else {
-        sumsq += square(wide);
-        bad |= is_non_finite<T>(x);
-      }
-    });
+    const double sumsq = share_of_sum(static_cast<const T*>(row.at(span.begin)), span.size, bad);
     if (sizeof(T) < sizeof(double)) bad = is_non_finite<double>(sumsq);  // which nothing finite makes it
     return Stats{sumsq, bad ? 1.0 : 0.0};
   });

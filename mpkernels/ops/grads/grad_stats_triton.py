@@ -17,50 +17,160 @@ from mpkernels.ops._table import (
     FP16,
     FP32,
     chunks_of,
-    head_mask,
-    head_of,
     is_last_one_out,
     is_non_finite,
     load_span,
 )
-from mpkernels.ops.grads.grad_stats import _grad_stats
+from mpkernels.ops.grads.grad_stats import LEAST, MOST, _grad_stats
+
+
+PACK = tl.constexpr(8)  # grad_stats.py says why
+PACKS = tl.constexpr(128)  # of a block
+LEAST_SUM, MOST_SUM = tl.constexpr(LEAST), tl.constexpr(MOST)
 
 
 @triton.jit
-def stats_of_span(address, size, T: tl.constexpr):
-    """Each lane adds up every BLOCKth element in order, wherever the first aligned one is: so the bits stay."""
-    head = head_of(address, T.primitive_bitwidth // 8)
-    grads = tl.multiple_of((address + head * (T.primitive_bitwidth // 8)).to(tl.pointer_type(T)), 16)
-    lanes = tl.arange(0, BLOCK)
-    left = tl.maximum(size - head, 0)
-    whole = left // (4 * BLOCK) * (4 * BLOCK)
-    sumsq = tl.zeros([BLOCK], tl.float64)
-    bad = tl.zeros([BLOCK], tl.int1)
-    if head > 0:
-        sumsq, bad = add(tl.load(grads - BLOCK + lanes, mask=head_mask(lanes, head, size), other=0), sumsq, bad)
+def stats_of_span(address, size, T: tl.constexpr, IS_BF16: tl.constexpr):
+    """Each lane adds up every PACKSth pack, in order. If fp32 has lost something of one, all are added up again."""
+    grads = address.to(tl.pointer_type(T))
+    sumsq = tl.zeros([PACKS], tl.float64)
+    lost = tl.zeros([PACKS], tl.int1)
+    whole = tl.where(address % 16 == 0, size // (4 * BLOCK) * (4 * BLOCK), 0)
     for begin in range(0, whole, 4 * BLOCK):
-        at = grads + begin + lanes
-        first, second = tl.load(at), tl.load(at + BLOCK)
-        third, fourth = tl.load(at + 2 * BLOCK), tl.load(at + 3 * BLOCK)
-        sumsq, bad = add(first, sumsq, bad)
-        sumsq, bad = add(second, sumsq, bad)
-        sumsq, bad = add(third, sumsq, bad)
-        sumsq, bad = add(fourth, sumsq, bad)
-    for begin in range(whole, left, BLOCK):
-        sumsq, bad = add(tl.load(grads + begin + lanes, mask=begin + lanes < left, other=0), sumsq, bad)
-    if head > 0:  # else the gather would change nothing, and ask for shared memory
-        sumsq = tl.gather(sumsq, (lanes + BLOCK - head) % BLOCK, 0)
+        at = tl.multiple_of(grads + begin, 16)
+        first, second = load_packs(at, T), load_packs(at + BLOCK, T)
+        third, fourth = load_packs(at + 2 * BLOCK, T), load_packs(at + 3 * BLOCK, T)
+        sumsq, lost = add(first, sumsq, lost, IS_BF16)
+        sumsq, lost = add(second, sumsq, lost, IS_BF16)
+        sumsq, lost = add(third, sumsq, lost, IS_BF16)
+        sumsq, lost = add(fourth, sumsq, lost, IS_BF16)
+    for begin in range(whole, size, BLOCK):
+        sumsq, lost = add(load_some_packs(grads, begin, size, T), sumsq, lost, IS_BF16)
+    if tl.max(lost.to(tl.int32)) != 0:
+        sumsq = tl.zeros([PACKS], tl.float64)
+        for begin in range(0, size, BLOCK):
+            sumsq += careful_sums(load_some_packs(grads, begin, size, T), IS_BF16)
     total = tl.sum(sumsq)
-    is_bad = tl.max(bad.to(tl.float64)) if T.is_fp64() else is_non_finite(total).to(tl.float64)
-    return total, is_bad
+    return total, is_non_finite(total).to(tl.float64)
 
 
 @triton.jit
-def add(grad, sumsq, bad):
-    wide = grad.to(tl.float64)
-    if grad.dtype.is_fp64():  # of any other the squares stay finite
-        bad |= is_non_finite(wide)
-    return sumsq + wide * wide, bad
+def stats_of_fp64(address, size):
+    grads = address.to(tl.pointer_type(tl.float64))
+    sumsq = tl.zeros([PACKS], tl.float64)
+    bad = tl.zeros([PACKS], tl.int1)
+    for begin in range(0, size, BLOCK):
+        for part in tl.static_range(PACK // 2):
+            at = begin + tl.arange(0, PACKS)[:, None] * PACK + 2 * part + tl.arange(0, 2)[None, :]
+            first, second = tl.split(tl.load(grads + at, mask=at < size, other=0))
+            bad |= is_non_finite(first) | is_non_finite(second)
+            pair = first * first + second * second
+            if part == 0:
+                sums = pair
+            elif part == 1:
+                sums += pair
+            elif part == 2:
+                last = pair
+            else:
+                sumsq += sums + (last + pair)
+    return tl.sum(sumsq), tl.max(bad.to(tl.int32)).to(tl.float64)
+
+
+@triton.jit
+def places(begin, width: tl.constexpr):
+    return begin + tl.arange(0, PACKS)[:, None] * PACK + tl.arange(0, width)[None, :]
+
+
+@triton.jit
+def load_packs(grads, T: tl.constexpr):
+    """Load a block's packs, all of which are there, 16 bytes at a time: in halves, or whole ones twice."""
+    width: tl.constexpr = 128 // T.primitive_bitwidth
+    first = tl.load(grads + places(0, width))
+    second = first
+    if width < PACK:
+        second = tl.load(grads + places(width, width))
+    return first, second
+
+
+@triton.jit
+def load_some_packs(grads, begin, size, T: tl.constexpr):
+    """Load what is there of a block's packs, wherever it lies."""
+    width: tl.constexpr = 128 // T.primitive_bitwidth
+    at = places(begin, width)
+    first = tl.load(grads + at, mask=at < size, other=0)
+    second = first
+    if width < PACK:
+        second = tl.load(grads + at + width, mask=at + width < size, other=0)
+    return first, second
+
+
+@triton.jit
+def widen(x, IS_BF16: tl.constexpr):
+    """bf16 comes as integers, for chips that don't know it."""
+    if IS_BF16:
+        wide = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = x.to(tl.float32)
+    return wide
+
+
+@triton.jit
+def neighbours(x):
+    """Return the first and the second of each two neighbours in a row."""
+    return tl.split(tl.reshape(x, [PACKS, x.shape[1] // 2, 2]))
+
+
+@triton.jit
+def sums_of_rows(x):
+    for _ in tl.static_range(3):
+        if x.shape[1] > 1:
+            first, second = neighbours(x)
+            x = first + second
+    return tl.reshape(x, [PACKS])
+
+
+@triton.jit
+def sums_of_squares(packs, C: tl.constexpr, IS_BF16: tl.constexpr):
+    first, second = widen(packs[0], IS_BF16).to(C), widen(packs[1], IS_BF16).to(C)
+    sums = sums_of_rows(first * first)
+    if first.shape[1] < PACK:
+        sums += sums_of_rows(second * second)
+    return sums
+
+
+@triton.jit
+def is_beyond_fp32(sums):
+    return ((sums >= LEAST_SUM) & (sums <= MOST_SUM)) == 0
+
+
+@triton.jit
+def bits_of_rows(x):
+    for _ in tl.static_range(3):
+        if x.shape[1] > 1:
+            first, second = neighbours(x)
+            x = first | second
+    return tl.reshape(x, [PACKS])
+
+
+@triton.jit
+def are_zero(packs, IS_BF16: tl.constexpr):
+    """Tell which packs are, but for their signs."""
+    bits = bits_of_rows(widen(packs[0], IS_BF16).to(tl.int32, bitcast=True))
+    if packs[0].shape[1] < PACK:
+        bits |= bits_of_rows(widen(packs[1], IS_BF16).to(tl.int32, bitcast=True))
+    return (bits << 1) == 0
+
+
+@triton.jit
+def add(packs, sumsq, lost, IS_BF16: tl.constexpr):
+    sums = sums_of_squares(packs, tl.float32, IS_BF16)
+    return sumsq + sums.to(tl.float64), lost | (is_beyond_fp32(sums) & (are_zero(packs, IS_BF16) == 0))
+
+
+@triton.jit
+def careful_sums(packs, IS_BF16: tl.constexpr):
+    narrow, wide = sums_of_squares(packs, tl.float32, IS_BF16), sums_of_squares(packs, tl.float64, IS_BF16)
+    return tl.where(is_beyond_fp32(narrow), wide, narrow.to(tl.float64))
 
 
 @triton.jit
@@ -79,13 +189,13 @@ def grad_stats_kernel(rows, call, tensors, chunks, sumsq, nonfinite, total_sumsq
     chunk = tl.program_id(0)
     tensor, row, address, size, dtype = load_span(rows, call, tensors, chunk)
     if dtype == FP32:
-        share, bad = stats_of_span(address, size, tl.float32)
+        share, bad = stats_of_span(address, size, tl.float32, False)
     elif dtype == FP16:
-        share, bad = stats_of_span(address, size, tl.float16)
+        share, bad = stats_of_span(address, size, tl.float16, False)
     elif dtype == BF16:
-        share, bad = stats_of_span(address, size, tl.bfloat16)
+        share, bad = stats_of_span(address, size, tl.int16, True)
     else:
-        share, bad = stats_of_span(address, size, tl.float64)
+        share, bad = stats_of_fp64(address, size)
     bad_of_chunk = of_chunk + chunks
     tl.store(of_chunk + chunk, share)
     tl.store(bad_of_chunk + chunk, bad)

@@ -42,7 +42,7 @@ def lines(grads: Sequence[Tensor], order: Sequence[Tensor], scale: Tensor | None
     """Return the report about these grads, each in the order of the memory of the other tensor."""
     zero = grads[0].new_zeros((), dtype=torch.float64)
     divisor = zero if scale is None else scale.reshape(()).double()
-    of_grads = [_line(_flat(*pair), zero) for pair in zip(grads, order, strict=True)]
+    of_grads = [_line(in_order_of_memory(*pair).double(), zero) for pair in zip(grads, order, strict=True)]
     heading = [zero + 1, divisor, zero + 1 if scale is None or unscaled else divisor, zero, zero, zero]
     return torch.stack([torch.stack(line) for line in (heading, *of_grads)])
 
@@ -64,10 +64,12 @@ def _line(x: Tensor, zero: Tensor) -> list[Tensor]:
     ]
 
 
-def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return the dimensions in the order in which ``like`` fills its memory, or in their own if there are gaps."""
+def in_order_of_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
+    """Return the elements in the order in which ``like``, or else the tensor itself, fills its memory; in that of
+    indices if there are gaps."""
+    like = tensor if like is None else like
     dims = order_of_memory(like)
-    return (tensor.permute(dims) if like.permute(dims).is_contiguous() else tensor).reshape(-1).double()
+    return (tensor.permute(dims) if like.permute(dims).is_contiguous() else tensor).reshape(-1)
 
 
 def order_of_memory(tensor: Tensor) -> list[int]:
