@@ -169,6 +169,27 @@ def are_all_modules_hooked() -> bool:
     return bool(forward or forward_pre or backward or backward_pre)
 
 
+# What a module calls itself by, beside ``__call__``. Without it: that alone is looked at.
+CALLED_BY = tuple(name for name in ("__call__", "_call_impl") if hasattr(torch.nn.Module, name))
+
+
+def parameters_in(own: dict[str, Any]) -> Any:
+    """Return what stands in a module's ``__dict__`` as its parameters, which no parametrization is run for. Without the
+    book: nothing, and layers are known by their classes."""
+    return own.get("_parameters", {})
+
+
+def modules_in(own: dict[str, Any]) -> Any:
+    """Return what stands in a module's ``__dict__`` as its children. Without the book: nothing is, nor fused."""
+    return own.get("_modules", {})
+
+
+def buffers_in(own: dict[str, Any]) -> Any:
+    """Return what stands in a module's ``__dict__`` as its buffers. Without the book: nothing, so that what reads one
+    is left."""
+    return own.get("_buffers", {})
+
+
 def runs_forward_alone(module: torch.nn.Module) -> bool:
     """Return whether a call of the module runs its class's forward and no hooks of its own. Without the books of hooks:
     it doesn't, and nothing is fused."""
