@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from mpkernels._torch_private import buffers_in, modules_in, parameters_in
+from mpkernels._torch_private import books_of
 from mpkernels.nn.fusing.originals import MODULE_GETATTR
 
 UNSEEN: Any = type("Unseen", (), {})()
@@ -63,8 +63,7 @@ def _registered(kind: type, own: dict[str, Any], name: str) -> Any:
     """Return the parameter, buffer or module of this name, where torch's own __getattr__ would."""
     if not issubclass(kind, Module) or not has_plain_attributes(kind):
         return UNSEEN
-    books = (parameters_in(own), buffers_in(own), modules_in(own))
-    return next((book[name] for book in books if name in book), UNSEEN)
+    return next((book[name] for book in books_of(own) if name in book), UNSEEN)
 
 
 def _defined(kind: type, name: str) -> Any:
