@@ -45,7 +45,8 @@ count_dispatch_modes: Callable[[], int] = _find("torch._C", "_len_torch_dispatch
 count_function_modes: Callable[[], int] = _find("torch._C", "_len_torch_function_stack", _maybe)
 _function_mode_at: Callable[[int], Any] = _find("torch._C", "_get_function_stack_at", lambda at: None)
 _DeviceContext: type = _find("torch.utils._device", "DeviceContext", _NoClass)
-_without_functions: Any = _find("torch._C", "DisableTorchFunction", nullcontext)
+# Hides what is done from function modes and tensors of subclasses. Without it: they see what fuse looks at.
+without_functions: Any = _find("torch._C", "DisableTorchFunction", nullcontext)
 _mode_of: Callable[[Any], Any] = _find("torch._C", "_get_dispatch_mode", lambda kind: kind)
 _kinds_of_modes: Any = _find("torch._C", "_TorchDispatchModeKey", None)
 is_jit_tracing: Callable[[], bool] = _find("torch._C", "_is_tracing", _maybe)
@@ -215,6 +216,16 @@ def post_hooks_of_step(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())
 
 
+# What a module calls itself by, beside ``__call__``. Without it: that alone is looked at.
+CALLED_BY = tuple(name for name in ("__call__", "_call_impl") if hasattr(torch.nn.Module, name))
+
+
+def books_of(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a module's parameters, buffers and children as its ``__dict__`` has them, so that no parametrization is
+    run. Without these books: nothing, and nothing is fused."""
+    return [own.get(book, {}) for book in ("_parameters", "_buffers", "_modules")]
+
+
 def runs_forward_alone(module: torch.nn.Module) -> bool:
     """Return whether a call of the module runs its class's forward and no hooks of its own. Without the books of hooks:
     it doesn't, and nothing is fused."""
@@ -241,13 +252,6 @@ def is_function_mode_active() -> bool:
         if type(_function_mode_at(at)) is not _DeviceContext:
             return True
     return False
-
-
-@contextmanager
-def unseen_by_tensors() -> Iterator[None]:
-    """Hide everything inside this context from modes of functions and from tensors of subclasses."""
-    with _without_functions():
-        yield
 
 
 def root_mesh(mesh: Any) -> Any:
