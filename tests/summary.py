@@ -8,19 +8,19 @@ OUTCOMES = ("passed", "failed", "error", "skipped")
 
 def pytest_report_header(config):
     if config.args_source is type(config).ArgsSource.TESTPATHS:
-        return "all tests: 9 to 13 minutes on two quiet cores; several times as long on a machine that is busy otherwise"
+        return "all tests: 9 to 13 minutes on two quiet cores; several times as long on a busy machine"
     return None
 
 
 def pytest_terminal_summary(terminalreporter):
     reports = [(outcome, it) for outcome in OUTCOMES for it in terminalreporter.stats.get(outcome, [])]
-    if lines := tested(reports):
+    if lines := lines_of(reports):
         terminalreporter.section("which kernels these tests ran")
         for line in lines:
             terminalreporter.write_line(line)
 
 
-def tested(reports):
+def lines_of(reports):
     """Return a line for each target whose tests were asked for, from pytest's reports by their outcome."""
     counts, reasons = defaultdict(Counter), {}
     for outcome, report in reports:

@@ -1,5 +1,6 @@
 """The test command says how long it takes, and which kernels it has tested."""
 
+import copy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -7,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests import ROOT
-from tests.summary import tested
+from tests.summary import lines_of, pytest_report_header
 
 TEST = "tests/ops/linear/test_linear_act.py"
 
@@ -24,7 +25,7 @@ def test_a_line_for_each_target():
     outcomes = ["passed"] * 3 + ["failed"] + ["error"]
     reports = [(outcome, report("cpu-native")) for outcome in outcomes]
     reports += [skipped("cpu-native", "has no such layout"), skipped("cuda-native"), skipped("cuda-native")]
-    assert tested([*reports, ("passed", report(None))]) == [
+    assert lines_of([*reports, ("passed", report(None))]) == [
         "cpu-native      3 passed, 1 failed, 1 error, 1 skipped",
         "cuda-native     did not run here: torch sees no CUDA device (2 tests)",
         "No kernel ran on a GPU; docs/proof.md says what stands in for one.",
@@ -32,26 +33,26 @@ def test_a_line_for_each_target():
 
 
 def test_where_a_gpu_was_there_nothing_stands_in_for_it():
-    assert tested([("passed", report("cuda-triton"))]) == ["cuda-triton     1 passed"]
+    assert lines_of([("passed", report("cuda-triton"))]) == ["cuda-triton     1 passed"]
 
 
 def test_nothing_is_said_of_tests_that_run_no_target():
-    assert tested([("passed", report(None)), skipped(None)]) == []
+    assert lines_of([("passed", report(None)), skipped(None)]) == []
 
 
-@pytest.mark.parametrize("workers", [[], ["-n", "2"]], ids=["one process", "workers"])
-def test_it_is_said_at_the_end(workers):
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *workers, TEST]
+def test_workers_tell_what_they_lines_of():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", TEST]
     command += ["-k", "test_overflow_becomes_inf and (reference or cuda-native)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.partition("which kernels these tests ran")[2].splitlines()[1:]
     assert said[0] == "cpu-reference   1 passed"
     assert said[1].startswith("cuda-native     ")
-    assert "minutes" not in done.stdout.partition("collected")[0]  # this is no run of all
 
 
-def test_all_tests_say_beforehand_how_long_they_take():
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-q", "--ignore=tests", "-p", "no:cacheprovider"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert "9 to 13 minutes on two quiet cores" in done.stdout, done.stdout + done.stderr
+@pytest.mark.parametrize("are_all", [True, False])
+def test_who_runs_all_tests_is_told_how_long_it_takes(pytestconfig, are_all):
+    sources = pytest.Config.ArgsSource
+    config = copy.copy(pytestconfig)
+    config.args_source = sources.TESTPATHS if are_all else sources.ARGS
+    assert ("minutes on two quiet cores" in (pytest_report_header(config) or "")) == are_all

@@ -79,7 +79,8 @@ def kernel_for(
     leaves = [x, weight] if bias is None else [x, weight, bias]
     trains = _trains(x, weight, bias)
     layouts = "".join(f", {name}.t()" for name, it in (("x", x), ("weight", weight)) if is_transposed(it))
-    variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}{layouts}{in_tf32(x.device, dtypes[0])}"
+    variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}{layouts}"
+    variant += in_tf32(x.device, dtypes[0])
     is_odd = torch.float64 in dtypes or weight.dim() != 2
     if not is_compiling():  # where a look at sizes would make conditions of the graph
         is_odd = is_odd or within_functorch or weight.numel() * x.numel() == 0

@@ -97,7 +97,9 @@ def block(kind: Kind, x: Tensor, own: Parameters, dy: Tensor) -> ExactBlock:
         dx = plus(dx, product(dup, given(own.up_weight)))
     pairs = (dz, inputs), (dup, inputs), (into if has_out else None, h)
     found = [it for slope, of in pairs for it in ((None, None) if slope is None else _of_layer(slope, of))]
-    return ExactBlock(y, dx, Parameters(*(it if mine is not None else None for it, mine in zip(found, own, strict=True))))
+    return ExactBlock(
+        y, dx, Parameters(*(it if mine is not None else None for it, mine in zip(found, own, strict=True)))
+    )
 
 
 def _of_layer(dz: Exact, x: Exact) -> tuple[Exact, Exact]:
@@ -112,6 +114,4 @@ def _largest(it: Exact) -> Tensor:
 def errors(results: Iterable[Tensor], exact: Iterable[Exact]) -> list[Error]:
     """Return how far each result is off."""
     shares = [(result - it.value).norm() / it.norm() for result, it in zip(results, exact, strict=True)]
-    return [
-        Error(share, it.value.numel()) for share, it in zip(torch.stack(shares).tolist(), exact, strict=True)
-    ]
+    return [Error(share, it.value.numel()) for share, it in zip(torch.stack(shares).tolist(), exact, strict=True)]

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mpkernels import selector
 from mpkernels.distributed import processes
 from mpkernels.functional import linear_act, mlp
-from mpkernels.linear import choice
+from mpkernels.linear import block_choice, choice
 from tests.selector.ways import CASE, NAMES, Ways, afresh, another_process  # noqa: F401
 
 ON_CUDA = CASE._replace(device=torch.device("cuda", 0))
@@ -78,26 +78,36 @@ def test_a_kernel_that_is_there_later_is_tried():
     assert selector.choose(CASE, ("triton", "torch"), no_room) == "triton"  # what is known of these is still known
 
 
-@pytest.mark.parametrize("is_block", [False, True], ids=["layer", "block"])
-def test_a_choice_on_a_gpu_depends_on_tf32(monkeypatch, is_block):
+@pytest.fixture(params=["ieee", "tf32"])
+def precision(request):
+    torch.backends.cuda.matmul.fp32_precision = request.param
+    yield request.param
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("call", [linear_act, mlp])
+def test_a_choice_on_a_gpu_depends_on_tf32(monkeypatch, precision, call, device, dtype):
+    """Tensors without memory need no GPU; what is known counts for them."""
     cases = []
-    monkeypatch.setattr(selector, "choose", lambda case, *_: cases.append(case) or "torch")
-    monkeypatch.setattr(choice, "names", lambda *_: NAMES)
-    for precision in ("ieee", "tf32"):
-        torch.backends.cuda.matmul.fp32_precision = precision
-        try:
-            for dtype in (torch.float32, torch.bfloat16):
-                for device in ("cuda", "cpu"):
-                    call(is_block, dtype, device)
-        finally:
-            torch.backends.cuda.matmul.fp32_precision = "none"
-    assert ["TF32" in str(it) for it in cases] == [False] * 4 + [True] + [False] * 3
-
-
-def call(is_block, dtype, device):
+    monkeypatch.setattr(selector, "known", lambda case, _: cases.append(str(case)) or "torch")
     with FakeTensorMode(), torch.no_grad():
         x, weight = (torch.empty(8, 8, dtype=dtype, device=device) for _ in range(2))
-        mlp(x, weight, None, weight, None) if is_block else linear_act(x, weight)
+        call(x, weight, *((None, weight, None) if call is mlp else ()))
+    is_other = precision == "tf32" and device == "cuda" and dtype == torch.float32
+    assert ["TF32" in it for it in cases] == [is_other]
+
+
+def test_what_is_remembered_of_a_call_on_a_gpu_depends_on_tf32():
+    x, kind = torch.empty(8, 8, device="meta"), ("mlp", "gelu", False, False, 0.0, False)
+    keys = []
+    for allowed in ("ieee", "tf32"):
+        torch.backends.cuda.matmul.fp32_precision = allowed
+        keys += choice.key_of(x, x, None, "gelu"), block_choice.key_of(kind, x, (x, None, None, None, x, None))
+        torch.backends.cuda.matmul.fp32_precision = "none"
+    assert None not in keys
+    assert len(set(keys)) == 4
 
 
 def test_threads_do_not_time_each_other():
