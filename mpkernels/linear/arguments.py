@@ -41,7 +41,7 @@ def width(who: str, name: str, value: object, wanted: str = "an int") -> None:
 def probability(who: str, name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
         raise TypeError(f"{who}: {name} must be a number, got {value!r}{hint(value)}")
-    if not 0 <= value <= 1:
+    if not 0 <= float(value) <= 1:
         raise ValueError(f"{who}: {name} must be between 0 and 1, got {value}")
 
 
