@@ -107,15 +107,16 @@ class RowMemory {
 };
 #endif
 
+inline constexpr uint64_t kTorch2_10 = uint64_t{2} << 56 | uint64_t{10} << 48;  // whose C ABI is used
+
 // A kernel takes the arguments off the stack, which it then owns, and puts the results there.
 using Kernel = void (*)(StableIValue* stack, uint64_t arguments, uint64_t results);
 
 struct Registration {
   Registration(const char* library, const char* dispatch_key, const char* op, Kernel kernel) {
-    constexpr uint64_t torch_2_10 = uint64_t{2} << 56 | uint64_t{10} << 48;
     TorchLibraryHandle handle = nullptr;
     const bool is_registered = aoti_torch_library_init_impl(library, dispatch_key, __FILE__, __LINE__, &handle) == 0 &&
-                               torch_library_impl(handle, op, kernel, torch_2_10) == 0;
+                               torch_library_impl(handle, op, kernel, kTorch2_10) == 0;
     require(is_registered, op, "torch has not taken the kernel");
   }
 };
