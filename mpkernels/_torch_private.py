@@ -73,12 +73,12 @@ has_kernel: Callable[[str, str], bool] = _find(
 def find_kernel(op: str, key: str) -> Callable[..., Any] | None:
     """Return the kernel that C++ has attached to an op, to be called directly. Without the function: nothing, and where
     it can't run on one of the machine's devices, the reference runs on the others, too."""
-    find = getattr(torch.library, "get_kernel", None)
-    keys = _find("torch._C", "DispatchKeySet", None)
-    if find is None or keys is None:
+    find, keys = _find("torch.library", "get_kernel", None), _find("torch._C", "DispatchKeySet", None)
+    own_key = _find("torch._C", f"DispatchKey.{key}", None)
+    if None in (find, keys, own_key):
         return None
     call = find(op, key).call_boxed
-    return lambda *arguments: call(keys(getattr(torch._C.DispatchKey, key)), *arguments)
+    return lambda *arguments: call(keys(own_key), *arguments)
 
 
 def when_cuda_begins(call: Callable[[], None]) -> None:

@@ -14,7 +14,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.library import Library
 
 from mpkernels._torch_private import below_autograd, count_dispatch_modes, keys_below_autograd
 from mpkernels.ops import _devices, _stack
@@ -23,7 +22,7 @@ from mpkernels.ops._stack import DEVICES, NAMESPACE, forced
 
 BACKENDS = ("native", "triton", "reference")
 
-_library = Library(NAMESPACE, "DEF")
+_library = _stack.definitions
 _ops: dict[str, "Op"] = {}
 _triton_kernels: dict[str, Callable[..., Any]] = {}
 

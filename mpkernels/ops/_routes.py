@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.library import Library
 
 from mpkernels._torch_private import find_kernel, has_kernel
 from mpkernels.ops import _devices, _registry, _stack
@@ -28,7 +27,7 @@ def attach_defaults() -> None:
     _devices.decide(go_by_devices)
 
 
-_by_device: dict[str, Library] = {}  # device type -> routes
+_by_device: dict[str, object] = {}  # device type -> routes
 
 
 def go_by_devices(device_type: str) -> None:

@@ -1,4 +1,4 @@
-"""Kernels on the dispatcher's own stack, above those that are attached for good."""
+"""The dispatcher's own stack of kernels, by torch.library, which nothing else here touches."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,6 +12,8 @@ DEVICES = {
     "cpu": "CPU",
     "cuda": "CUDA",
 }  # torch.device.type -> dispatch key, where kernels other than the reference exist
+
+definitions = Library(NAMESPACE, "DEF")
 
 Kernels = dict[tuple[str, str], Callable[..., Any]]  # (op, device type) -> kernel
 forced: list[Kernels] = []  # innermost last; only the innermost is on the dispatcher's stack

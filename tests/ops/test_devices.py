@@ -139,7 +139,7 @@ def native():
 
 
 def unscale():
-    grads, found_inf = [torch.tensor([2.0, -3.0]), torch.tensor([3e38])], torch.zeros(())
+    grads, found_inf = [torch.tensor([2.0, -3.0]), torch.tensor([float("inf")])], torch.zeros(())
     mpkernels.ops.unscale_(grads, found_inf, torch.tensor(4.0))
     return [*grads, found_inf]
 
