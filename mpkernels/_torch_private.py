@@ -74,6 +74,28 @@ has_kernel: Callable[[str, str], bool] = _find(
     "torch._C", "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False
 )
 
+
+def find_kernel(op: str, key: str) -> Callable[..., Any] | None:
+    """Return the kernel that C++ has attached to an op, to be called directly. Without the function: nothing, and where
+    it can't run on one of the machine's devices, the reference runs on the others, too."""
+    find, keys = _find("torch.library", "get_kernel", None), _find("torch._C", "DispatchKeySet", None)
+    own_key = _find("torch._C", f"DispatchKey.{key}", None)
+    if None in (find, keys, own_key):
+        return None
+    call = find(op, key).call_boxed
+    return lambda *arguments: call(keys(own_key), *arguments)
+
+
+def when_cuda_begins(call: Callable[[], None]) -> None:
+    """Call this once torch has begun to use CUDA, but nobody else has, or now if it has. Without the queue: only if it
+    has, and otherwise the first launch tells what can't run on a device."""
+    queue = _find("torch.cuda", "_lazy_call", None)
+    if queue is not None and torch.backends.cuda.is_built():
+        queue(call)
+    elif torch.cuda.is_initialized():
+        call()
+
+
 # Grads of many parameters in one call. Without it: in as many.
 foreach_mul_: Callable[[list[Tensor], Tensor], object] = _find(
     "torch", "_foreach_mul_", lambda tensors, factor: [each.mul_(factor) for each in tensors]

@@ -47,12 +47,12 @@ TableOf<Row> lay_out_on_cuda(std::vector<Row>& rows) {
 
 inline void require_success(cudaError_t error, const char* op) {
   if (error == cudaSuccess) return;
-  const bool is_not_for_this = error == cudaErrorInsufficientDriver || error == cudaErrorNoKernelImageForDevice;
+  const bool is_not_for_this = error == cudaErrorInsufficientDriver || error == cudaErrorCallRequiresNewerDriver ||
+                               error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion;
   require(false, op,
           std::string("CUDA says ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error) +
-              (is_not_for_this ? ". Build mpkernels with an nvcc that knows this GPU and is no newer than its driver; "
-                                 "meanwhile mpkernels.backend(\"triton\") works"
-                               : ""));
+              // By which ops/_devices.py knows it, and uses other kernels.
+              (is_not_for_this ? ". The compiled kernels can't run on this device" : ""));
 }
 
 // Of the device that a tensor is on. CUDA has these in memory: nothing is gained by keeping them here.

@@ -20,7 +20,7 @@ from mpkernels.linear.block_kind import ROUNDING, Kind, Parameters
 from mpkernels.linear.block_trial import BlockTrial
 from mpkernels.linear.choice import PLAIN, autocast_dtype, in_tf32, known_kernel, names, rows_of
 from mpkernels.linear.trial import is_transposed
-from mpkernels.ops._registry import forced
+from mpkernels.ops._stack import forced
 from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case
 
@@ -66,7 +66,7 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, own: Parameters, autocast: 
     rows = rows_of(x)
     case = Case(kind.op, x.device, own.sizes(kind), dtypes, variant, rows)
     prepare = partial(BlockTrial, rows, kind, x, own, trains, autocast)
-    return selector.choose(case, names(x.device.type, *also), prepare, key)
+    return selector.choose(case, names(x.device, *also), prepare, key)
 
 
 def _variant(kind: Kind, x: Tensor, own: Parameters, trains: bool) -> str:

@@ -1,7 +1,7 @@
 """Chooses what computes a linear_act: the fastest of our kernels and plain torch."""
 
 from collections.abc import Hashable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
@@ -19,7 +19,8 @@ from mpkernels._torch_private import (
 )
 from mpkernels.linear.trial import LinearTrial, is_transposed
 from mpkernels.ops._autocast import has_autocast
-from mpkernels.ops._registry import DEVICES, backends, forced
+from mpkernels.ops._registry import kernels_on
+from mpkernels.ops._stack import DEVICES, forced
 from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case
 
@@ -92,7 +93,7 @@ def kernel_for(
     rows = rows_of(x)
     case = Case("linear_act", device, sizes, dtypes, variant, rows)
     prepare = partial(LinearTrial, rows, leaves, activation, trains, autocast)
-    return selector.choose(case, names(device.type), prepare, key)
+    return selector.choose(case, names(device), prepare, key)
 
 
 @constant_in_graphs
@@ -116,19 +117,18 @@ def known_kernel(
     *also: str,
 ) -> str:
     """Return the choice for any number of rows: a graph serves several sizes."""
-    available = names(device.type, *also)
+    available = names(device, *also)
     if any(isinstance(size, torch.SymInt) for size in sizes):  # to compare it would make a constant of it
         return selector.unmeasured(device, available)
     return selector.known(Case(op, device, sizes, dtypes, variant, rows=None), available)
 
 
-@cache
-def names(device_type: str, *also: str) -> tuple[str, ...]:
+def names(device: torch.device, *also: str) -> tuple[str, ...]:
     """Return the kernels that are fit for use there, and ``also`` another way to use them; plain torch comes last."""
-    if device_type not in DEVICES:
+    if device.type not in DEVICES:
         return ("torch",)
-    unfit = ("reference", "triton") if device_type == "cpu" else ("reference",)  # Triton is interpreted there
-    ours = [name for name in backends("linear_act", device_type) if name not in unfit]
+    unfit = ("reference", "triton") if device.type == "cpu" else ("reference",)  # Triton is interpreted there
+    ours = [name for name in kernels_on(device, "linear_act") if name not in unfit]
     return (*ours, *also, "torch") if ours else ("torch",)
 
 
