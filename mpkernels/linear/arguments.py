@@ -1,6 +1,7 @@
 """Checks of what users give to layers and to their functions. Each error names who was called, the argument, what was
 wanted, what came, and where it belongs if that is plain."""
 
+from collections.abc import Mapping
 from numbers import Real
 
 from torch import Tensor
@@ -21,7 +22,7 @@ def flag(who: str, name: str, value: object) -> None:
         raise TypeError(f"{who}: {name} must be a bool, got {value!r}{hint(value)}")
 
 
-def layer(who: str, widths: dict[str, object], bias: object, device: object, dtype: object) -> None:
+def layer(who: str, widths: Mapping[str, object], bias: object, device: object, dtype: object) -> None:
     """Check what all layers are made of; torch looks at sizes, devices and dtypes that are some."""
     for name, value in widths.items():
         width(who, name, value)
