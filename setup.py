@@ -4,6 +4,7 @@ The C++ declares the few functions of torch's stable ABI that it calls. So the b
 and one library serves every torch and every Python that pyproject.toml admits.
 """
 
+import ctypes
 import json
 import os
 import platform
@@ -13,6 +14,8 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,24 +25,28 @@ TOOLS_MISSING = "mpkernels: to build without isolation, first run: pip install -
 if int(setuptools.__version__.partition(".")[0]) < 77:  # an older one fails on pyproject.toml with a riddle
     raise SystemExit(TOOLS_MISSING)
 
-from setuptools.command import bdist_wheel, build_ext  # noqa: E402
+from setuptools.command import bdist_wheel, build, build_ext  # noqa: E402
 
 # Contraction is off for both compilers: only then can kernels agree bit for bit.
-NVCC_FLAGS = "-DMPK_CUDA --fmad=false -Xcompiler -fPIC,-fvisibility=hidden,-ffp-contract=off"
+NVCC_FLAGS = (
+    "--threads 4 -Xfatbin -compress-all -DMPK_CUDA --fmad=false -Xcompiler -fPIC,-fvisibility=hidden,-ffp-contract=off"
+)
 CXX_FLAGS = "-fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-psabi -Werror=unused-result"
 COMMON_FLAGS = "-std=c++17 -O3 -I csrc"
-ARCHS = ("80", "90", "100")
+ARCHS = ("75", "80", "90", "100", "120")
 ISAS = {"baseline": ""}
 if platform.machine() in ("x86_64", "AMD64"):
     CXX_FLAGS += " -DMPK_X86"
     ISAS |= {"avx2": "-march=x86-64-v3", "avx512": "-march=x86-64-v4 -mprefer-vector-width=512"}
 
+TOOLKITS = Path("/usr/local")  # where NVIDIA's installers put them
 BUILD = "build/native"
 LIBRARY = f"{BUILD}/_native.so"
 
 
 class Cuda(NamedTuple):
     left_out: str = ""  # the reason; then all else is empty
+    note: str = ""
     compiler: str = ""
     built_for: tuple[str, ...] = ()
     compile: str = ""
@@ -69,8 +76,10 @@ def find_cxx() -> list[str]:
 
 def find_cuda(cxx: list[str]) -> Cuda:
     named = [f"{os.environ[name]}/bin/nvcc" for name in ("CUDA_HOME", "CUDA_PATH") if name in os.environ]
+    others = sorted(map(str, TOOLKITS.glob("cuda-*/bin/nvcc")), key=_numbers, reverse=True)
+    paths = filter(None, map(shutil.which, (*named, "nvcc", f"{TOOLKITS}/cuda/bin/nvcc", *others)))
     left_out = []
-    for nvcc in filter(None, map(shutil.which, (*named, "nvcc", "/usr/local/cuda/bin/nvcc"))):
+    for nvcc in dict.fromkeys(paths):
         cuda = ask_nvcc(nvcc, cxx)
         if cuda.compile:
             return cuda
@@ -78,31 +87,72 @@ def find_cuda(cxx: list[str]) -> Cuda:
     return Cuda("; ".join(dict.fromkeys(left_out)) or "no nvcc found")
 
 
+def _numbers(text: str) -> list[int]:
+    return [*map(int, re.findall(r"\d+", text))]
+
+
+def driver_version() -> tuple[int, int] | None:
+    """The CUDA that this machine's driver was made for. None where there is no driver, as where images are built."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return None
+    return None if failed or not version.value else (version.value // 1000, version.value % 1000 // 10)
+
+
 def ask_nvcc(nvcc: str, cxx: list[str]) -> Cuda:
     release = re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version")[1])
     if not release or (int(release[1]), int(release[2])) < (12, 1):  # 12.1 brought 32 KB of kernel parameters
         return Cuda(f"{nvcc} is {release[0] if release else 'broken'}, CUDA 12.1 or newer is needed")
-    host = [word for word in cxx if not word.startswith("-")][-1]  # "ccache g++ -m64": g++
+    version, driver = f"{release[1]}.{release[2]}", driver_version()
+    if driver and driver[0] < int(release[1]):
+        return Cuda(
+            f"{nvcc} is of CUDA {version}, whose programs the driver that is here, made for CUDA "
+            f"{driver[0]}.{driver[1]}, can't run: update the driver, or install a CUDA toolkit {driver[0]}.x"
+        )
+    known = ask(nvcc, "--list-gpu-arch")[1].split()
+    archs = [arch for arch in ARCHS if f"compute_{arch}" in known]
+    host, complaint = find_host(nvcc, [word for word in cxx if not word.startswith("-")][-1])  # "ccache g++ -m64": g++
+    if complaint:
+        return Cuda(f"{nvcc} works with no C++ compiler that is here: {complaint}")
     # nvcc may be a script that calls another; the dry run tells where the real one keeps its files.
-    works, dryrun = ask(nvcc, "-ccbin", host, "--dryrun", "-x", "cu", "-c", os.devnull)
-    if not works:
-        return Cuda(f"{nvcc} does not work with {host}: {dryrun.splitlines()[-1]}")
+    dryrun = ask(nvcc, "-ccbin", host, "--dryrun", "-x", "cu", "-c", os.devnull)[1]
     found = dict(re.findall(r"^#\$ (INCLUDES|LIBRARIES)=(.*)$", dryrun, re.MULTILINE))
     includes, libraries = found.get("INCLUDES", ""), found.get("LIBRARIES", "")
     if not any(Path(flag[2:], "libcudart_static.a").exists() for flag in shlex.split(libraries)):
         return Cuda(f"{nvcc} has no libcudart_static.a")
-    known = ask(nvcc, "--list-gpu-arch")[1].split()
-    archs = [arch for arch in ARCHS if f"compute_{arch}" in known]
-    codes = [f"-gencode arch=compute_{arch},code=sm_{arch}" for arch in archs]
-    codes += [f"-gencode arch=compute_{archs[-1]},code=compute_{archs[-1]}"]  # PTX, for later chips
+    codes = [("sm", arch) for arch in archs]
+    # PTX, which a driver translates for chips in between, and for later ones.
+    codes += [("compute", arch) for arch in dict.fromkeys((archs[0], archs[-1]))]
+    flags = [f"-gencode arch=compute_{arch},code={kind}_{arch}" for kind, arch in codes]
+    is_newer = driver is not None and driver < (int(release[1]), int(release[2]))
     return Cuda(
-        compiler=f"nvcc {release[1]}.{release[2]}",
-        built_for=tuple(f"sm_{arch}" for arch in archs),
-        compile=f"{shlex.join([nvcc, '-ccbin', host])} {NVCC_FLAGS} {' '.join(codes)}",
+        # Within one major version an older driver runs the code, but doesn't translate a newer compiler's PTX.
+        note=f", for the driver is older: only on {', '.join(f'sm_{it}' for it in archs)} and their like" * is_newer,
+        compiler=f"nvcc {version}",
+        built_for=tuple(f"{kind}_{arch}" for kind, arch in codes),
+        compile=f"{shlex.join([nvcc, '-ccbin', host])} {NVCC_FLAGS} {' '.join(flags)}",
         includes=f"-DMPK_CUDA {includes}",
         # Static, because torch brings a cudart of whichever major version it was built with.
         libraries=f"{libraries} -lcudart_static -ldl -lrt -lpthread",
     )
+
+
+def find_host(nvcc: str, cxx: str) -> tuple[str, str]:
+    """The C++ compiler that nvcc is to use, or what it said of the first one: each nvcc refuses compilers that are
+    newer than itself. Something is compiled, for a dry run doesn't look."""
+    complaints = []
+    with tempfile.TemporaryDirectory() as scratch:
+        source, built = Path(scratch, "nothing.cu"), Path(scratch, "nothing.o")
+        source.write_text("#include <cmath>\n#include <cuda_runtime.h>\n__global__ void nothing() {}\n")
+        for host in filter(shutil.which, dict.fromkeys((cxx, "g++-14", "g++-13", "g++-12"))):
+            works, said = ask(nvcc, "-ccbin", host, "-std=c++17", "-c", str(source), "-o", str(built))
+            if works:
+                return host, ""
+            lines = said.splitlines() or ["nothing"]
+            complaints.append(f"with {host} it says {next((it for it in lines if 'error' in it), lines[-1])}")
+    return "", "; ".join(complaints)
 
 
 def jobs_in_memory() -> int:
@@ -117,13 +167,24 @@ def jobs_in_memory() -> int:
     return max(1, min(fits))
 
 
+def write_if_new(path: Path, text: str) -> None:
+    """A file that is newer than an object has that compiled anew."""
+    os.makedirs(path.parent, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+# An object is compiled anew if its sources or its command have changed. The commands lie in files of ours, and ninja is
+# to go by nothing but times (generator, and no deps): its own notes are lost between versions of ninja, so that pip's
+# would compile all that another front end has compiled.
 def ninja_file(cxx: str, cuda: Cuda) -> str:
     objects, edges = [], []
 
     def add(sources: str, command: str, variant: str = "") -> None:
         for source in sorted(Path("csrc").rglob(sources)):
             objects.append(f"{BUILD}/{source.stem}{variant}.o")
-            edges.append(f"build {objects[-1]}: compile {source}\n  compile = {command}\n")
+            edges.append(f"build {objects[-1]}: compile {source} | {objects[-1]}.by\n  compile = {command}\n")
+            write_if_new(Path(f"{objects[-1]}.by"), f"{command} {COMMON_FLAGS}\n")
 
     if cuda.compile:
         add("*_cuda.cu", cuda.compile)
@@ -146,7 +207,7 @@ pool memory
 rule compile
   command = $compile {COMMON_FLAGS} -MD -MF $out.d -c $in -o $out
   depfile = $out.d
-  deps = gcc
+  generator = 1
   pool = memory
 rule link
   command = {cxx} -shared -o $out $in $flags
@@ -174,9 +235,11 @@ class BuildNative(build_ext.build_ext):
     def run(self) -> None:
         cxx = find_cxx()
         cuda = find_cuda(cxx)
-        sources = runpy.run_path("mpkernels/_sources.py")["fingerprint"](
-            Path()
-        )  # before, for one may be edited meanwhile
+        # Before, for one may be edited meanwhile.
+        sources = runpy.run_path("mpkernels/_sources.py")["fingerprint"](Path())
+        what = f"CUDA kernels with {cuda.compiler}, some 3 minutes of one core" if cuda.compile else "no CUDA kernels"
+        say(f"compiles CPU kernels with {shlex.join(cxx)}, some 1 minute of one core; {what}")
+        start = time.monotonic()
         run_ninja(ninja_file(shlex.join(cxx), cuda))
         info = {
             "cpu": {"built_for": [*ISAS], "compiler": ask(*cxx, "--version")[1].splitlines()[0], "left_out": ""},
@@ -190,7 +253,17 @@ class BuildNative(build_ext.build_ext):
         for part, it in info.items():
             built = f"built for {', '.join(it['built_for'])} with {it['compiler']}"
             outcome = f"left out: {it['left_out']}" if it["left_out"] else built
-            print(f"mpkernels: {part.upper()} kernels: {outcome}", flush=True)
+            say(f"{part.upper()} kernels: {outcome}{cuda.note * (part == 'cuda')}")
+        say(f"built in {time.monotonic() - start:.0f} s")
+
+
+def say(text: str) -> None:
+    print(f"mpkernels: {text}", flush=True)
+
+
+class Build(build.build):
+    # Compile first: what fails for want of a compiler is to have copied nothing.
+    sub_commands = sorted(build.build.sub_commands, key=lambda command: command[0] != "build_ext")
 
 
 class AnyPythonWheel(bdist_wheel.bdist_wheel):
@@ -201,5 +274,5 @@ class AnyPythonWheel(bdist_wheel.bdist_wheel):
 if __name__ == "__main__":
     native = setuptools.Extension("mpkernels._native", sorted(map(str, Path("csrc").rglob("*.[ch]*"))))
     shutil.rmtree("build/lib", ignore_errors=True)  # or a module deleted since the last build would be shipped
-    commands = {"build_ext": BuildNative, "bdist_wheel": AnyPythonWheel}
+    commands = {"build": Build, "build_ext": BuildNative, "bdist_wheel": AnyPythonWheel}
     setuptools.setup(ext_modules=[native], cmdclass=commands, options={"build": {"build_lib": "build/lib"}})

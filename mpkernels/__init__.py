@@ -9,7 +9,8 @@ from mpkernels.memory.batch_size import find_max_batch_size
 from mpkernels.memory.comparison import compare_memory
 from mpkernels.memory.report import memory_report
 from mpkernels.metrics import Metrics
-from mpkernels.ops._registry import attach_defaults, backend, backends
+from mpkernels.ops._registry import backends
+from mpkernels.ops._routes import attach_defaults, backend
 from mpkernels.profiling import profile
 
 __all__ = [

@@ -62,6 +62,14 @@ def load() -> None:
     torch.ops.load_library(str(LIBRARY))
 
 
+def ask_driver() -> tuple[int, int] | None:
+    """Return the error, or 0, with which the library's CUDA runtime meets the driver that is here, and the CUDA that
+    this driver was made for, such as 13000. Return None if the library has no CUDA kernels."""
+    ask = None if LIBRARY is None else getattr(ctypes.CDLL(str(LIBRARY)), "mpkernels_ask_driver", None)
+    version = ctypes.c_int()
+    return None if ask is None else (ask(ctypes.byref(version)), version.value)
+
+
 def cublaslt_notes() -> tuple[dict[str, int], dict[str, int]] | None:
     """Return two counts: how many products of each op ran with a cublasLt epilogue, and, for each reason, how many ran
     without one. Return None if the library has no CUDA kernels."""

@@ -45,7 +45,8 @@ count_dispatch_modes: Callable[[], int] = _find("torch._C", "_len_torch_dispatch
 count_function_modes: Callable[[], int] = _find("torch._C", "_len_torch_function_stack", _maybe)
 _function_mode_at: Callable[[int], Any] = _find("torch._C", "_get_function_stack_at", lambda at: None)
 _DeviceContext: type = _find("torch.utils._device", "DeviceContext", _NoClass)
-_without_functions: Any = _find("torch._C", "DisableTorchFunction", nullcontext)
+# Hides what is done from function modes and tensors of subclasses. Without it: they see what fuse looks at.
+without_functions: Any = _find("torch._C", "DisableTorchFunction", nullcontext)
 _mode_of: Callable[[Any], Any] = _find("torch._C", "_get_dispatch_mode", lambda kind: kind)
 _kinds_of_modes: Any = _find("torch._C", "_TorchDispatchModeKey", None)
 is_jit_tracing: Callable[[], bool] = _find("torch._C", "_is_tracing", _maybe)
@@ -72,6 +73,28 @@ keys_below_autograd: Any = _find("torch._C", "_after_ADInplaceOrView_keyset", No
 has_kernel: Callable[[str, str], bool] = _find(
     "torch._C", "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False
 )
+
+
+def find_kernel(op: str, key: str) -> Callable[..., Any] | None:
+    """Return the kernel that C++ has attached to an op, to be called directly. Without the function: nothing, and where
+    it can't run on one of the machine's devices, the reference runs on the others, too."""
+    find, keys = _find("torch.library", "get_kernel", None), _find("torch._C", "DispatchKeySet", None)
+    own_key = _find("torch._C", f"DispatchKey.{key}", None)
+    if None in (find, keys, own_key):
+        return None
+    call = find(op, key).call_boxed
+    return lambda *arguments: call(keys(own_key), *arguments)
+
+
+def when_cuda_begins(call: Callable[[], None]) -> None:
+    """Call this once torch has begun to use CUDA, but nobody else has, or now if it has. Without the queue: only if it
+    has, and otherwise the first launch tells what can't run on a device."""
+    queue = _find("torch.cuda", "_lazy_call", None)
+    if queue is not None and torch.backends.cuda.is_built():
+        queue(call)
+    elif torch.cuda.is_initialized():
+        call()
+
 
 # Grads of many parameters in one call. Without it: in as many.
 foreach_mul_: Callable[[list[Tensor], Tensor], object] = _find(
@@ -215,6 +238,16 @@ def post_hooks_of_step(optimizer: Any) -> list[Any]:
     return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())
 
 
+# What a module calls itself by, beside ``__call__``. Without it: that alone is looked at.
+CALLED_BY = tuple(name for name in ("__call__", "_call_impl") if hasattr(torch.nn.Module, name))
+
+
+def books_of(own: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a module's parameters, buffers and children as its ``__dict__`` has them, so that no parametrization is
+    run. Without these books: nothing, and nothing is fused."""
+    return [own.get(book, {}) for book in ("_parameters", "_buffers", "_modules")]
+
+
 def runs_forward_alone(module: torch.nn.Module) -> bool:
     """Return whether a call of the module runs its class's forward and no hooks of its own. Without the books of hooks:
     it doesn't, and nothing is fused."""
@@ -241,13 +274,6 @@ def is_function_mode_active() -> bool:
         if type(_function_mode_at(at)) is not _DeviceContext:
             return True
     return False
-
-
-@contextmanager
-def unseen_by_tensors() -> Iterator[None]:
-    """Hide everything inside this context from modes of functions and from tensors of subclasses."""
-    with _without_functions():
-        yield
 
 
 def root_mesh(mesh: Any) -> Any:

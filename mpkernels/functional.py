@@ -9,12 +9,11 @@ from torch.overrides import is_tensor_like
 
 from mpkernels import selector
 from mpkernels._torch_private import is_any_autocast_enabled
-from mpkernels.linear import paths
+from mpkernels.linear import arguments, paths
 from mpkernels.linear.blocks import gated_linear, gated_mlp, mlp
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
 from mpkernels.linear.choice import autocast_dtype, kernel_for, key_of
 from mpkernels.linear.served import is_ours, is_watched
-from mpkernels.ops import _checks
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 from mpkernels.parts import columns_of, is_sharded, parts_of_columns
 
@@ -71,8 +70,8 @@ def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, 
 
 def _check_shapes_and_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     op = "linear_act"
-    _checks.tensor(op, "x", x)
-    _checks.tensor(op, "weight", weight)
+    arguments.tensor(op, "x", x)
+    arguments.tensor(op, "weight", weight)
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
     if weight.dim() not in (1, 2):
@@ -82,7 +81,7 @@ def _check_shapes_and_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> 
             f"{op}: x must have weight's {weight.shape[-1]} features in its last dimension, got shape {tuple(x.shape)}"
         )
     if bias is not None:
-        _checks.tensor(op, "bias", bias)
+        arguments.tensor(op, "bias", bias)
         features = weight.shape[0] if weight.dim() == 2 else 1
         if bias.dim() > 1 or bias.numel() not in (1, features):
             raise ValueError(f"{op}: bias must have shape ({features},), got {tuple(bias.shape)}")

@@ -2,6 +2,7 @@ import os
 import zlib
 from functools import partial
 
+import hypothesis
 import pytest
 
 os.environ["OMP_WAIT_POLICY"] = "passive"  # read with torch: threads that spin while they wait take others' time
@@ -15,6 +16,7 @@ from mpkernels import selector
 from tests import libraries
 from tests.processes import why_no_gloo
 from tests.proof import interpreter
+from tests.summary import TARGET, pytest_report_header, pytest_terminal_summary  # noqa: F401
 from tests.targets import TARGETS, emulated_variable
 
 EXTRA = "integrations"  # of pyproject.toml
@@ -26,6 +28,8 @@ interpreter.check_what_is_said_of_alignment()
 interpreter.patch_the_language_once_a_launch()
 interpreter.check_no_overflow_in_vain()
 interpreter.look_up_numpys_dtypes()
+hypothesis.settings.register_profile("same for all", derandomize=True, deadline=None)  # and in each run
+hypothesis.settings.load_profile("same for all")
 selector.make_deterministic()  # a test knows which kernel it tests
 
 
@@ -71,6 +75,7 @@ def pytest_generate_tests(metafunc):
 @pytest.fixture
 def target(request):
     """Every op runs this target's kernel as long as the test lasts."""
+    request.node.user_properties.append((TARGET, str(request.param)))
     if why := request.param.why_missing():
         pytest.skip(why)
     if request.param.kernel == "cuda":
@@ -90,6 +95,7 @@ def _set_order_of_emulated_threads(test):
 def emulated(request):
     """As ``target``, for what is asked of the emulation alone."""
     target = TARGETS[request.param]
+    request.node.user_properties.append((TARGET, request.param))
     if why := target.why_missing():
         pytest.skip(why)
     _set_order_of_emulated_threads(request.node)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import mpkernels
-from mpkernels.ops import _registry
+from mpkernels.ops import _registry, _stack
 from tests import ROOT
 from tests.proof import emulation
 
@@ -98,4 +98,4 @@ _emulated_schemas: list[torch.library.Library] = []  # they live as long as this
 def _emulated() -> AbstractContextManager[None]:
     names = (*_registry._ops, *_registry._native_calls)
     kernels = {(name, "cpu"): getattr(getattr(torch.ops, EMULATED), name).default for name in names}
-    return _registry.force(kernels)
+    return _stack.force(kernels)

@@ -74,7 +74,7 @@ __device__ void step_coded(const Arrays& arrays, uint32_t begin, uint32_t size, 
   }
   float inverse[3]{};
   for (int which = 0; which < kinds; ++which) {
-    const uint32_t of_warp = __reduce_max_sync(0xffffffff, largest[which]);  // by now all lanes have read the old scale
+    const uint32_t of_warp = warp_max(largest[which]);  // by now all lanes have read the old scale
     scale[which] = scale_of(bit_cast<float>(of_warp));
     inverse[which] = inverse_of(scale[which]);
     if (threadIdx.x % 32 == 0) in_global(scales)[block + which * blocks] = scale[which];

@@ -20,13 +20,23 @@ __device__ __forceinline__ float widen(fp16 x) {
 __device__ __forceinline__ void narrow(float wide, fp16& x) {
   asm("cvt.rn.f16.f32 %0, %1;" : "=h"(x.bits) : "f"(wide));
 }
-__device__ __forceinline__ void narrow(float wide, bf16& x) {
-  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(wide));
-}
 #else
 inline float widen(fp16 x) { return bit_cast<float>(fp32_bits_of_fp16<float>(x.bits)); }
 inline void narrow(float wide, fp16& x) { x.bits = fp16_bits_of_fp32<float>(bit_cast<uint32_t>(wide)); }
-inline void narrow(float wide, bf16& x) { x.bits = bf16_bits_of_fp32(bit_cast<uint32_t>(wide)); }
+#endif
+
+// sm_80 brought an instruction for each of these two. The emulation runs what older chips do.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+__device__ __forceinline__ void narrow(float wide, bf16& x) {
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(wide));
+}
+static __device__ uint32_t warp_max(uint32_t value) { return __reduce_max_sync(0xffffffff, value); }
+#else
+__device__ __forceinline__ void narrow(float wide, bf16& x) { x.bits = bf16_bits_of_fp32(bit_cast<uint32_t>(wide)); }
+static __device__ uint32_t warp_max(uint32_t value) {
+  for (int lanes = 16; lanes > 0; lanes /= 2) value = larger(value, __shfl_xor_sync(0xffffffff, value, lanes));
+  return value;
+}
 #endif
 __device__ __forceinline__ float widen(bf16 x) { return bit_cast<float>(fp32_bits_of_bf16<uint32_t>(x.bits)); }
 template <class T>

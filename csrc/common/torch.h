@@ -47,12 +47,12 @@ TableOf<Row> lay_out_on_cuda(std::vector<Row>& rows) {
 
 inline void require_success(cudaError_t error, const char* op) {
   if (error == cudaSuccess) return;
-  const bool is_not_for_this = error == cudaErrorInsufficientDriver || error == cudaErrorNoKernelImageForDevice;
+  const bool is_not_for_this = error == cudaErrorInsufficientDriver || error == cudaErrorCallRequiresNewerDriver ||
+                               error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion;
   require(false, op,
           std::string("CUDA says ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error) +
-              (is_not_for_this ? ". Build mpkernels with an nvcc that knows this GPU and is no newer than its driver; "
-                                 "meanwhile mpkernels.backend(\"triton\") works"
-                               : ""));
+              // By which ops/_devices.py knows it, and uses other kernels.
+              (is_not_for_this ? ". The compiled kernels can't run on this device" : ""));
 }
 
 // Of the device that a tensor is on. CUDA has these in memory: nothing is gained by keeping them here.
@@ -107,15 +107,16 @@ class RowMemory {
 };
 #endif
 
+inline constexpr uint64_t kTorch2_10 = uint64_t{2} << 56 | uint64_t{10} << 48;  // whose C ABI is used
+
 // A kernel takes the arguments off the stack, which it then owns, and puts the results there.
 using Kernel = void (*)(StableIValue* stack, uint64_t arguments, uint64_t results);
 
 struct Registration {
   Registration(const char* library, const char* dispatch_key, const char* op, Kernel kernel) {
-    constexpr uint64_t torch_2_10 = uint64_t{2} << 56 | uint64_t{10} << 48;
     TorchLibraryHandle handle = nullptr;
     const bool is_registered = aoti_torch_library_init_impl(library, dispatch_key, __FILE__, __LINE__, &handle) == 0 &&
-                               torch_library_impl(handle, op, kernel, torch_2_10) == 0;
+                               torch_library_impl(handle, op, kernel, kTorch2_10) == 0;
     require(is_registered, op, "torch has not taken the kernel");
   }
 };

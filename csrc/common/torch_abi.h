@@ -25,6 +25,8 @@ extern "C" {
 [[nodiscard]] AOTITorchError torch_library_impl(TorchLibraryHandle self, const char* name,
                                                 void (*fn)(StableIValue*, uint64_t, uint64_t),
                                                 uint64_t extension_build_version);
+[[nodiscard]] AOTITorchError torch_call_dispatcher(const char* opName, const char* overloadName, StableIValue* stack,
+                                                   uint64_t extension_build_version);
 [[nodiscard]] AOTITorchError torch_list_size(StableListHandle list_handle, size_t* size);
 [[nodiscard]] AOTITorchError torch_list_get_item(StableListHandle list_handle, size_t index, StableIValue* element);
 [[nodiscard]] AOTITorchError torch_delete_list(StableListHandle list_handle);

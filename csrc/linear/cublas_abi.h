@@ -16,7 +16,8 @@ using Handle = struct Context*;
 using Status = int;
 enum Operation : int { kPlain = 0, kTransposed = 1 };
 enum Type : int { kFp32 = 0, kFp16 = 2, kBf16 = 14 };
-inline constexpr int kComputeInFp32 = 68;  // fp32 operands too, whatever torch's allow_tf32 says
+inline constexpr int kComputeInFp32 = 68;
+inline constexpr int kComputeInTf32 = 77;  // of fp32 operands alone; sums are in fp32
 inline constexpr int kDefaultAlgorithm = -1;
 inline constexpr int kReduceInFp32 = 16;  // else partial sums of a product may meet in 16 bits
 

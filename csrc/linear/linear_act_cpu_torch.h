@@ -8,11 +8,12 @@
 
 namespace mpk {
 
-inline constexpr int64_t kRowsOfSum = 32;         // partial sums of so many rows, whatever the number of threads
-inline constexpr int64_t kBlockBytes = 16 << 20;  // of z or dz in fp32
+// Partial sums of so many rows, whatever the number of threads: n equal ones, one after another, lose n / 8 eps.
+inline constexpr int64_t kRowsOfSum = 16;
+inline constexpr int64_t kBlockBytes = 16 << 20, kLeastRows = 2 * kRowsOfSum;  // of z or dz in fp32
 
 inline int64_t rows_in_block(int64_t columns) {
-  return std::max<int64_t>(kBlockBytes / (4 * columns + 1) / kRowsOfSum * kRowsOfSum, kRowsOfSum);
+  return std::max<int64_t>(kBlockBytes / (4 * columns + 1) / kRowsOfSum * kRowsOfSum, kLeastRows);
 }
 
 // 16-bit matrices are widened, multiplied in fp32 and narrowed, for most CPUs take several times as long to multiply

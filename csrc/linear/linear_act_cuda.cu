@@ -30,50 +30,86 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   });
 }
 
-// The block's sum over its rows of each column. All of its threads take part.
+// The sums of a block's columns: a thread's in its registers, in fp64 where its rows are many; then the lines' in
+// pairs, so that equal rows, as of a mean's gradient, lose nothing that others would not.
 template <int count>
-__device__ void store_column_sums(const Elements<float, count>& share, const Place<count>& place, const Tiling& tiling,
-                                  const Result& sums) {
-  constexpr int apart = kThreads + 32 / count;  // so that lanes meet neither writing nor reading in one of 32 banks
-  __shared__ float shares[apart * count];
-  for (int i = 0; i < count; ++i) shares[i * apart + threadIdx.x] = share.at[i];
-  __syncthreads();
-  const int columns = tiling.across * count;
-  const int64_t column = place.first_column + threadIdx.x;
-  if (static_cast<int>(threadIdx.x) >= columns || column >= tiling.columns) return;
-  const float* own = shares + threadIdx.x % count * apart + threadIdx.x / count;
-  float sum = 0;
-  for (int line = 0; line < place.lines; ++line) sum += own[line * tiling.across];
-  store_as<1>(sums.dtype, sums.data, place.row_block * tiling.columns + column, {sum});
-}
+class ColumnSums {
+ public:
+  __device__ explicit ColumnSums(double (&memory)[kThreads * count]) : memory_(memory) {}
+
+  __device__ void add(int i, float value) { sum_.at[i] += value; }
+  __device__ void end_row() {
+    if (++rows_ % kRowsOfSum != 0) return;
+    for (int i = 0; i < count; ++i) {
+      double& total = memory_[i * kThreads + threadIdx.x];
+      total = (rows_ > kRowsOfSum ? total : 0) + sum_.at[i];
+    }
+    sum_ = {};
+  }
+  // All of the block's threads take part.
+  __device__ void store(const Place<count>& place, const Tiling& tiling, const Result& sums) {
+    if (rows_ >= kRowsOfSum) {
+      for (int i = 0; i < count; ++i) sum_.at[i] = static_cast<float>(memory_[i * kThreads + threadIdx.x] + sum_.at[i]);
+    }
+    __syncthreads();                              // the memory is the lines' from here on
+    constexpr int apart = kThreads + 32 / count;  // so that lanes meet neither writing nor reading in one of 32 banks
+    static_assert(apart * sizeof(float) <= kThreads * sizeof(double));
+    float* const shares = reinterpret_cast<float*>(memory_);
+    for (int i = 0; i < count; ++i) shares[i * apart + threadIdx.x] = sum_.at[i];
+    __syncthreads();
+    for (int threads = kThreads / 2; threads >= tiling.across; threads /= 2) {
+      if (static_cast<int>(threadIdx.x) < threads) {
+        for (int i = 0; i < count; ++i) shares[i * apart + threadIdx.x] += shares[i * apart + threadIdx.x + threads];
+      }
+      __syncthreads();
+    }
+    const int64_t column = place.first_column + threadIdx.x;
+    if (static_cast<int>(threadIdx.x) >= tiling.across * count || column >= tiling.columns) return;
+    const float sum = shares[threadIdx.x % count * apart + threadIdx.x / count];
+    store_as<1>(sums.dtype, sums.data, place.row_block * tiling.columns + column, {sum});
+  }
+
+ private:
+  double (&memory_)[kThreads * count];
+  Elements<float, count> sum_{};
+  int64_t rows_ = 0;
+};
 
 // dz and its sums over the rows of each block, where they are wanted, and y of a saved z: a kernel of its own, for the
 // activation taken anew would cost instructions where nobody wants y.
+// y in fp32 takes more registers than kBlocksAtOnce leaves.
 template <class D, class T, int count, bool makes_y>
-__global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
+__global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ? 2 : kBlocksAtOnce)
     act_backward_kernel(Strided dy, Strided saved, T* dz, T* y, Result sums, Tiling tiling, Activation activation) {
+  __shared__ double memory[kThreads * count];
   const Place<count> place(tiling);
-  Elements<float, count> sum{};
+  ColumnSums<count> column_sums(memory);
   if (place.column < tiling.columns) {
     with_activation(activation, [&](auto f) {
+      constexpr Saves kSaves = decltype(f)::kSaves;
       for (int64_t row = place.row; row < place.end; row += place.lines) {
-        const auto grad = read<D, count>(dy, row, place.column);
-        Elements<T, count> known{};
-        if (saved.data) known = read<T, count>(saved, row, place.column);
-        Elements<T, count> rounded, again;
+        Elements<D, count> grad;
+        Elements<T, count> known{}, rounded, again;
+        const Reading<D, count> of_dy{dy, grad};
+        if constexpr (kSaves == Saves::nothing) {
+          read_all<count>(row, place.column, of_dy);
+        } else {
+          read_all<count>(row, place.column, of_dy, Reading<T, count>{saved, known});
+        }
         for (int i = 0; i < count; ++i) {
           const float of_saved = widen(known.at[i]), wide = f.backward(widen(grad.at[i]), of_saved);
-          sum.at[i] += wide;
+          column_sums.add(i, wide);
           narrow(wide, rounded.at[i]);
-          if constexpr (makes_y && decltype(f)::kSaves == Saves::z) narrow(f.forward(of_saved), again.at[i]);
+          if constexpr (makes_y && kSaves == Saves::z) narrow(f.forward(of_saved), again.at[i]);
         }
+        column_sums.end_row();
         const int64_t first = row * tiling.columns + place.column;
         if (dz) store(dz + first, rounded);
-        if constexpr (makes_y && decltype(f)::kSaves == Saves::z) store(y + first, again);
+        if constexpr (makes_y && kSaves == Saves::z) store(y + first, again);
       }
     });
   }
-  if (sums.data) store_column_sums(sum, place, tiling, sums);
+  if (sums.data) column_sums.store(place, tiling, sums);
 }
 
 cudaError_t bias_act_cuda(Dtype dtype, const float* z, const Strided& bias, void* y, void* saved, int64_t rows,

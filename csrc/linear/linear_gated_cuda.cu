@@ -55,8 +55,10 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   if (place.column >= tiling.columns) return;
   with_activation(activation, [&](auto f) {
     for (int64_t row = place.row; row < place.end; row += place.lines) {
-      const auto grad = read<D, count>(dh, row, place.column);
-      const auto known_gate = read<T, count>(gate, row, place.column), known_up = read<T, count>(up, row, place.column);
+      Elements<D, count> grad;
+      Elements<T, count> known_gate, known_up;
+      read_all<count>(row, place.column, Reading<D, count>{dh, grad}, Reading<T, count>{gate, known_gate},
+                      Reading<T, count>{up, known_up});
       Elements<T, count> dgate, dup, again;
       for (int i = 0; i < count; ++i) {
         const auto of = Gated<decltype(f)>::backward(widen(grad.at[i]), widen(known_gate.at[i]), widen(known_up.at[i]));

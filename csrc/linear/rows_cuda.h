@@ -8,6 +8,7 @@ namespace mpk {
 
 inline constexpr int kElements = 8;      // of a thread in one row: 16 bytes in 16-bit formats, 32 in fp32
 inline constexpr int kBlocksAtOnce = 4;  // on a multiprocessor; room for more is bought with spilled registers
+inline constexpr int kRowsOfSum = 16;    // that are added up in fp32, one after another: an eps for each 8 equal ones
 
 // A block's threads stand in lines, `across` of them side by side, each before `count` adjacent columns; the lines take
 // turns at the block's rows. It depends on the matrix's shape alone, and so does the order of sums.
@@ -68,6 +69,26 @@ __device__ Elements<T, count> read(const Strided& from, int64_t row, int64_t col
   Elements<T, count> elements;
   for (int i = 0; i < count; ++i) elements.at[i] = in_global(first)[i * from.column_stride];
   return elements;
+}
+
+// Where one of several matrices is read to.
+template <class T, int count>
+struct Reading {
+  const Strided& from;
+  Elements<T, count>& to;
+};
+
+// Reads the same place of all. The loads of packed ones are all on their way before a value is taken apart: behind a
+// branch of its own, each would wait for the one before it.
+template <int count, class... T>
+__device__ void read_all(int64_t row, int64_t column, const Reading<T, count>&... each) {
+  if constexpr (count > 1) {
+    if ((each.from.is_packed && ...)) {
+      ((each.to = load<count>(static_cast<const T*>(each.from.data) + row * each.from.row_stride + column)), ...);
+      return;
+    }
+  }
+  ((each.to = read<T, count>(each.from, row, column)), ...);
 }
 
 // Calls body with a value of the elements' type, and how many of them a thread takes at once.

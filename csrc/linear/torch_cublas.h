@@ -46,6 +46,14 @@ Handle create_handle(const char* op, Status (*create)(Handle*), const char* func
 
 }  // namespace cublas
 
+// As torch is set; in Python, for its C ABI does not tell.
+inline bool uses_tf32(const char* op) {
+  StableIValue answer = 0;
+  require(torch_call_dispatcher("mpkernels::uses_tf32", "", &answer, kTorch2_10) == 0, op,
+          "torch could not say whether TF32 is allowed");
+  return static_cast<bool>(answer & 0xff);
+}
+
 // A contiguous matrix that owns its memory, on the device of another tensor.
 struct OwnMatrix {
   OwnMatrix(const Tensor& like, int64_t rows, int64_t columns, int32_t torch_dtype)
@@ -123,7 +131,7 @@ class Cublas {
     check(functions_.set_workspace(handle_, workspace_.data(), cublas::kWorkspace), "cublasSetWorkspace_v2");
   }
 
-  // out = a b, summed in fp32 and rounded once; out is contiguous.
+  // out = a b, summed in fp32 and rounded once; out is contiguous. fp32 operands are rounded to TF32 where torch's are.
   void multiply(const Matrix& out, const Matrix& a, const Matrix& b) const {
     if (out.rows == 0 || out.columns == 0) return;
     if (a.columns == 0) {
@@ -136,12 +144,15 @@ class Cublas {
     // out^T = b^T a^T
     check(functions_.gemm(handle_, operation(b), operation(a), out.columns, out.rows, a.columns, &one, b.data,
                           type_of(b.dtype), leading_dimension(b), a.data, type_of(a.dtype), leading_dimension(a), &zero,
-                          out.data, type_of(out.dtype), leading_dimension(out), kComputeInFp32, kDefaultAlgorithm),
+                          out.data, type_of(out.dtype), leading_dimension(out), compute_type(a), kDefaultAlgorithm),
           "cublasGemmEx_64");
   }
   cudaStream_t stream() const { return stream_; }
 
  private:
+  int compute_type(const Matrix& operand) const {
+    return operand.dtype == Dtype::f32 && uses_tf32(op_) ? cublas::kComputeInTf32 : cublas::kComputeInFp32;
+  }
   void check(cublas::Status status, const char* function) const { cublas::require_success(status, op_, function); }
 
   const char* op_;

@@ -1,7 +1,6 @@
 """What keeps GradScaler's methods from doing a thing twice, where a call has failed and is tried again."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from weakref import ref
 
 import torch
@@ -17,34 +16,46 @@ class Attempt:
     of the op it came from.
     """
 
-    def __init__(self, params: Sequence[Tensor], device: torch.device) -> None:
+    def __init__(self, params: Callable[[], Sequence[Tensor]], device: torch.device) -> None:
         #: -1 and 0. Of a step: where it writes the norm, and whether it was skipped
         self.outcome = torch.arange(-1.0, 1.0, dtype=torch.float32, device=device)
-        self.mark, self.found_inf = self.outcome.unbind()
+        self.found_inf = self.outcome[1]
         self._params = params
-        self._grads_then: list[tuple[ref[Tensor], object] | None] | None = None
+        self._grads_then: list[tuple[Callable[[], Tensor | None], object]] | None = None
+
+    @property
+    def mark(self) -> Tensor:
+        return self.outcome[0]
 
     def note_failure(self) -> None:
-        self._grads_then = [_state_of(param.grad) for param in self._params]
+        grads = [param.grad for param in self._params()]
+        self._grads_then = [(_nothing, None) if it is None else (ref(it), version_of(it)) for it in grads]
 
     def was_done(self) -> bool:
         """Return whether the call has failed after the op, and no grad has changed since. Waits for the device."""
-        then = self._grads_then
-        return then is not None and then == [_state_of(it.grad) for it in self._params] and self.mark.item() != -1
+        then, grads = self._grads_then, [param.grad for param in self._params()]
+        if then is None or len(then) != len(grads):
+            return False
+        are_same = all(
+            grad is old() and (grad is None or version_of(grad) == version)
+            for grad, (old, version) in zip(grads, then, strict=True)
+        )
+        return are_same and self.mark.item() != -1
 
 
-@contextmanager
-def all_or_nothing(*tensors: Tensor | None) -> Iterator[None]:
-    """Put back what the tensors hold now if an error ends this context."""
-    there = [it for it in tensors if it is not None]
-    before = [it.clone() for it in there]
-    try:
-        yield
-    except BaseException:
-        for tensor, value in zip(there, before, strict=True):
+class AllOrNothing:
+    """A context that puts back what the tensors held before it, if an error ends it."""
+
+    def __init__(self, *tensors: Tensor | None) -> None:
+        self._before = [(it, it.clone()) for it in tensors if it is not None]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        for tensor, value in self._before if error is not None else ():
             tensor.copy_(value)
-        raise
 
 
-def _state_of(grad: Tensor | None) -> tuple[ref[Tensor], object] | None:
-    return None if grad is None else (ref(grad), version_of(grad))
+def _nothing() -> None:
+    return None

@@ -155,12 +155,16 @@ def _is_known_one(coefficient: Tensor) -> bool:
 def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
     for of_device in by_device(grads, grads).values():
         factor = put_on(of_device[0].device, coefficient)
-        wide = [grad for grad in of_device if grad.dtype == torch.float64]
-        narrow = [grad for grad in of_device if grad.dtype != torch.float64]
-        if wide:
-            foreach_mul_(wide, factor.double())
-        if narrow:  # multiplied in fp32 and rounded once; torch would round the coefficient to 16 bits first
-            unscale_(narrow, torch.zeros((), dtype=torch.float32, device=factor.device), factor.float())
+        of_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for grad in of_device:
+            # On a CPU torch's product takes 0.85 of the time of unscale_, which looks for inf, too.
+            is_torchs = grad.dtype == torch.float64 or (grad.dtype == torch.float32 and grad.device.type == "cpu")
+            of_dtype.setdefault(grad.dtype if is_torchs else torch.float16, []).append(grad)
+        for dtype, same in of_dtype.items():
+            if dtype != torch.float16:
+                foreach_mul_(same, factor.to(dtype))
+            else:  # multiplied in fp32 and rounded once; torch would round the coefficient to 16 bits first
+                unscale_(same, torch.zeros((), dtype=torch.float32, device=factor.device), factor.float())
 
 
 def _real(grads: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mpkernels.amp import handover, inf_check, scalings
-from mpkernels.amp.attempts import Attempt, all_or_nothing
+from mpkernels.amp.attempts import AllOrNothing, Attempt
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.distributed import processes
 from mpkernels.ops import update_scale_
@@ -201,7 +201,7 @@ class GradScaler(torch.amp.GradScaler):
         attempt: Attempt | None = state.get("attempt")
         if attempt is None or not attempt.was_done():
             device = inf_check.device_of_verdict(optimizer, peers, scale.device)
-            attempt = state["attempt"] = None if device is None else Attempt(params_of(optimizer), device)
+            attempt = state["attempt"] = None if device is None else Attempt(partial(params_of, optimizer), device)
             handover.give(optimizer, scale, peers, None if attempt is None else attempt.outcome)
             try:
                 result = optimizer.step(*args, **kwargs)
@@ -228,7 +228,7 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError("No inf checks were recorded prior to update.")
         if new_scale is not None and self._schedule is not None:
             raise ValueError(f"GradScaler.update: new_scale must be None with a schedule, got {new_scale!r}")
-        with all_or_nothing(scale, tracker, self._overflows):
+        with AllOrNothing(scale, tracker, self._overflows):
             if new_scale is not None:
                 scalings.set_to(new_scale, scale)
                 scale, tracker = scale.clone(), tracker.clone()  # so that only overflows are counted
@@ -236,8 +236,8 @@ class GradScaler(torch.amp.GradScaler):
                 self._move(scale, tracker, found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum())
             if self._schedule is not None:
                 scale.fill_(self._schedule(self._updates + 1))
-            self._updates += 1
-            self._per_optimizer_states.clear()
+        self._updates += 1
+        self._per_optimizer_states.clear()
 
     def _move(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
         overflows = self._overflows

@@ -1,6 +1,7 @@
 """Finds out whether an optimizer's grads hold an inf or NaN. The answer stays on the device of the scale."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ def unscale_(grads: Grads, inv_scale: Tensor, attempts: dict[torch.device, Attem
     grads an attempt has unscaled before it failed."""
     for device, (params, of_device) in grads.items():
         if device not in attempts or not attempts[device].was_done():
-            this = attempts[device] = Attempt(params, device)
+            this = attempts[device] = Attempt(partial(list, params), device)
             unscale_list_([*of_device, this.mark], this.found_inf, put_on(device, inv_scale))
     return _together([attempts[device].found_inf for device in grads], inv_scale.device)
 

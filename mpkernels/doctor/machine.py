@@ -10,7 +10,7 @@ import torch
 import mpkernels
 from mpkernels import _extension
 from mpkernels.bench.machine import describe as describe_for_bench
-from mpkernels.ops import _registry
+from mpkernels.ops import _devices, _registry, _stack
 from mpkernels.selector import disk, machine
 
 
@@ -48,7 +48,7 @@ def kernels() -> dict[str, dict[str, list[str]]]:
     return {op: {device: mpkernels.backends(op, device) for device in DEVICES} for op in sorted(_registry._ops)}
 
 
-DEVICES = tuple(_registry.DEVICES)
+DEVICES = tuple(_stack.DEVICES)
 
 
 def why_not() -> dict[str, str]:
@@ -60,6 +60,9 @@ def why_not() -> dict[str, str]:
             reasons[f"native on {device}"] = "the compiled library is missing"
         elif left_out:
             reasons[f"native on {device}"] = f"left out of the build: {left_out}"
+    if torch.cuda.is_available():
+        torch.cuda.init()  # by which _devices learns what there is
+    reasons |= {f"native on {device}": why for device, why in _devices.left_out.items()}
     if importlib.util.find_spec("triton") is None:
         reasons["triton"] = "it is not installed"
     elif not _registry._triton_runs_on("cpu"):
@@ -93,6 +96,7 @@ def better_kernels() -> list[str]:
     if _extension.LIBRARY is None:
         advice.append("a C++ compiler, then mpkernels again: without compiled kernels the slow reference runs")
     if torch.cuda.is_available():
+        advice += [f"mpkernels again, for {device}: {why}" for device, why in _devices.left_out.items()]
         if builds().get("cuda", {}).get("left_out"):
             advice.append("nvcc from CUDA 12.1 or newer, then mpkernels again: for the kernels in CUDA C++")
         if importlib.util.find_spec("triton") is None:

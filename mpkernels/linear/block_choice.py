@@ -18,9 +18,10 @@ from mpkernels._torch_private import (
 )
 from mpkernels.linear.block_kind import ROUNDING, Kind, Parameters
 from mpkernels.linear.block_trial import BlockTrial
-from mpkernels.linear.choice import PLAIN, autocast_dtype, known_kernel, names, rows_of
+from mpkernels.linear.choice import PLAIN, autocast_dtype, in_tf32, known_kernel, names, rows_of
 from mpkernels.linear.trial import is_transposed
-from mpkernels.ops._registry import forced
+from mpkernels.ops._stack import forced
+from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case
 
 
@@ -38,6 +39,8 @@ def key_of(kind: tuple[Any, ...], x: Tensor, parameters: tuple[Tensor | None, ..
                 key += it.shape, it.stride(-1), it.dtype, it.requires_grad
             else:
                 return None
+        if not x.is_cpu:
+            key.append(uses_tf32())
     except (RuntimeError, IndexError):  # nested, sparse, without dimensions
         return None
     if is_any_autocast_enabled() or is_deterministic():
@@ -55,7 +58,7 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, own: Parameters, autocast: 
     if not is_compiling() and 0 in (x.numel(), *own.sizes(kind)):  # where a look would make conditions of the graph
         return "torch"
     trains = torch.is_grad_enabled() and any(it.requires_grad for it in given)
-    variant = _variant(kind, x, own, trains)
+    variant = _variant(kind, x, own, trains) + in_tf32(x.device, autocast or x.dtype)
     dtypes = tuple(dict.fromkeys((autocast or x.dtype, *(it.dtype for it in given))))
     also = (ROUNDING,) if x.is_cpu and trains and torch.float32 in dtypes[1:] else ()
     if is_tracing():
@@ -63,7 +66,7 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, own: Parameters, autocast: 
     rows = rows_of(x)
     case = Case(kind.op, x.device, own.sizes(kind), dtypes, variant, rows)
     prepare = partial(BlockTrial, rows, kind, x, own, trains, autocast)
-    return selector.choose(case, names(x.device.type, *also), prepare, key)
+    return selector.choose(case, names(x.device, *also), prepare, key)
 
 
 def _variant(kind: Kind, x: Tensor, own: Parameters, trains: bool) -> str:

@@ -6,8 +6,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mpkernels.linear import block
+from mpkernels.linear import block, exact
 from mpkernels.linear.block_kind import Kind, Parameters
+from mpkernels.linear.exact import Exact
 from mpkernels.linear.trial import SAMPLES, is_transposed
 from mpkernels.selector.trial import Error
 
@@ -69,8 +70,7 @@ class BlockTrial:
         names = [name for name, it in zip(("x", *Parameters._fields), (self._x, *self._own), strict=True)
                  if it is not None and it.requires_grad]  # fmt: skip
         parts += [self._part(name, it) for name, it in zip(names, gradients, strict=True)]
-        pairs = zip(parts, self._exact, strict=True)
-        return [Error(((it - want).norm() / want.norm().clamp(min=1e-300)).item(), it.numel()) for it, want in pairs]
+        return exact.errors(parts, self._exact)
 
     def _part(self, name: str, it: Tensor) -> Tensor:
         """Return what belongs to the rows or the hidden features that are compared."""
@@ -85,29 +85,20 @@ class BlockTrial:
         return it[torch.cat((self._hidden, self._hidden + it.shape[0] // 2))]
 
     @cached_property
-    def _exact(self) -> list[Tensor]:
-        def wide(it: Tensor) -> Tensor:
-            return it.detach().to(self.dtype).double().requires_grad_(it.requires_grad)
-
-        x = wide(self._x)
-        own = Parameters(*(None if it is None else wide(it) for it in self._own))
-        parts = Parameters(
-            *(
-                None if it is None else wide(self._part(name, it)).requires_grad_(it.requires_grad)
-                for name, it in self._own._asdict().items()
-            )
+    def _exact(self) -> list[Exact]:
+        """Return the rows of y and of x's gradient, and the parameters' gradients. Those of a hidden feature are made
+        of x, of dy and of what belongs to the feature itself."""
+        x, dy = self._x.detach().to(self.dtype).double(), self._dy.double()
+        own = {name: it.detach().to(self.dtype).double() for name, it in self._own._asdict().items() if it is not None}
+        some = {name: self._part(name, it) for name, it in own.items()}
+        of_rows = exact.block(self._kind, x[self._rows], _parameters(own), dy[self._rows])
+        of_hidden = exact.block(
+            self._kind, x, _parameters(some), dy if self._own.out_weight is not None else dy[:, self._hidden]
         )
-        some = x.detach()[self._rows].requires_grad_(x.requires_grad)
-        dy = self._dy.double()
-        plain = self._kind._replace(recompute=False)
-        with torch.autocast(self._device.type, enabled=False), torch.enable_grad():
-            y = block.by_torch(plain, some, own)
-            of_x = torch.autograd.grad(y, some, dy[self._rows]) if some.requires_grad else ()
-            of_parts = self._wanted(x.detach(), parts)
-            # Of each hidden feature, the parameters' gradients are made of dy and of what it is itself.
-            hidden = block.by_torch(plain, x.detach(), parts)
-            gradients = torch.autograd.grad(hidden, of_parts, self._slope(dy)) if of_parts else ()
-        return [y.detach(), *of_x, *gradients]
+        gradients = of_rows.dx, *of_hidden.gradients
+        wanted = [it is not None and it.requires_grad for it in (self._x, *self._own)]
+        return [of_rows.y, *(it for it, want in zip(gradients, wanted, strict=True) if want)]
 
-    def _slope(self, dy: Tensor) -> Tensor:
-        return dy if self._own.out_weight is not None else dy[:, self._hidden]
+
+def _parameters(tensors: dict[str, Tensor]) -> Parameters:
+    return Parameters(*(tensors.get(name) for name in Parameters._fields))

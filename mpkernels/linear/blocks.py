@@ -8,11 +8,10 @@ from torch.overrides import is_tensor_like
 
 from mpkernels import selector
 from mpkernels._torch_private import is_any_autocast_enabled
-from mpkernels.linear import block, block_choice
+from mpkernels.linear import arguments, block, block_choice
 from mpkernels.linear.block_kind import Kind, Parameters
 from mpkernels.linear.choice import autocast_dtype
 from mpkernels.linear.served import is_ours, is_watched
-from mpkernels.ops import _checks
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 
 
@@ -74,7 +73,7 @@ def mlp(
         training: whether to drop any.
         recompute: save x alone, and compute the first linear layer anew in the backward.
     """
-    kind = "mlp", activation, False, False, dropout if training else 0.0, recompute
+    kind = "mlp", activation, False, False, *_options("mlp", dropout, training, recompute)
     return _compute(kind, x, fc1_weight, fc1_bias, None, None, fc2_weight, fc2_bias)
 
 
@@ -97,8 +96,17 @@ def gated_mlp(
     Beside x and the weights, the backward needs the results of gate's and up's linear layers: in 16 bits 4 bytes for
     each hidden feature, where torch saves 8. See ``gated_linear`` for the first arguments and ``mlp`` for the last.
     """
-    kind = "gated_mlp", activation, True, up_weight is None, dropout if training else 0.0, recompute
+    kind = "gated_mlp", activation, True, up_weight is None, *_options("gated_mlp", dropout, training, recompute)
     return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
+
+
+def _options(op: str, dropout: float, training: bool, recompute: bool) -> tuple[float, bool]:
+    """Return the dropout that applies, and ``recompute``."""
+    if type(dropout) is not float or type(training) is not bool or type(recompute) is not bool or not 0 <= dropout <= 1:
+        arguments.probability(op, "dropout", dropout)
+        arguments.flag(op, "training", training)
+        arguments.flag(op, "recompute", recompute)
+    return dropout if training else 0.0, recompute
 
 
 _NAMES = {
@@ -122,8 +130,6 @@ def _compute(kind: tuple[Any, ...], x: Tensor, *parameters: Tensor | None) -> Te
 
 def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, own: Parameters) -> Tensor:
     kind = kind._replace(activation=activation_name(kind.op, kind.activation))
-    if not 0 <= kind.dropout <= 1:
-        raise ValueError(f"{kind.op}: dropout must be between 0 and 1, got {kind.dropout}")
     given = [it for it in (x, *own) if it is not None]
     if not is_ours(x, *own) and all(map(is_tensor_like, given)):
         return block.by_torch(kind, x, own)
@@ -137,7 +143,7 @@ def _check(kind: Kind, x: Tensor, own: Parameters) -> None:
     op = kind.op
     for name, it in (("x", x), *zip(names, own, strict=True)):
         if it is not None or ("weight" in name and name != "up_weight"):
-            _checks.tensor(op, name, it)
+            arguments.tensor(op, name, it)
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
     if own.weight.dim() != 2 or own.weight.shape[1] != x.shape[-1]:

@@ -1,7 +1,7 @@
 """Chooses what computes a linear_act: the fastest of our kernels and plain torch."""
 
 from collections.abc import Hashable
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
@@ -19,7 +19,9 @@ from mpkernels._torch_private import (
 )
 from mpkernels.linear.trial import LinearTrial, is_transposed
 from mpkernels.ops._autocast import has_autocast
-from mpkernels.ops._registry import DEVICES, backends, forced
+from mpkernels.ops._registry import kernels_on
+from mpkernels.ops._stack import DEVICES, forced
+from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case
 
 PLAIN = frozenset((Tensor, Parameter))
@@ -45,7 +47,9 @@ def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -
         if type(bias) not in PLAIN:
             return None
         of_bias, trains = (bias.shape, bias.dtype), trains or bias.requires_grad
-    key = activation, of_x, of_weight, of_bias, trains and is_grad_enabled()
+    key: Hashable = (activation, of_x, of_weight, of_bias, trains and is_grad_enabled())
+    if not x.is_cpu:
+        key = key, uses_tf32()
     if not (is_any_autocast_enabled() or is_deterministic()):
         return key
     kind = "cpu" if x.is_cpu else "cuda"
@@ -77,6 +81,7 @@ def kernel_for(
     trains = _trains(x, weight, bias)
     layouts = "".join(f", {name}.t()" for name, it in (("x", x), ("weight", weight)) if is_transposed(it))
     variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}{layouts}"
+    variant += in_tf32(x.device, dtypes[0])
     is_odd = torch.float64 in dtypes or weight.dim() != 2
     if not is_compiling():  # where a look at sizes would make conditions of the graph
         is_odd = is_odd or within_functorch or weight.numel() * x.numel() == 0
@@ -88,7 +93,13 @@ def kernel_for(
     rows = rows_of(x)
     case = Case("linear_act", device, sizes, dtypes, variant, rows)
     prepare = partial(LinearTrial, rows, leaves, activation, trains, autocast)
-    return selector.choose(case, names(device.type), prepare, key)
+    return selector.choose(case, names(device), prepare, key)
+
+
+@constant_in_graphs
+def in_tf32(device: torch.device, dtype: torch.dtype) -> str:
+    """Return what is added to a case whose products may round their operands."""
+    return ", in TF32" if device.type == "cuda" and dtype == torch.float32 and uses_tf32() else ""
 
 
 def rows_of(x: Tensor) -> int:
@@ -106,19 +117,18 @@ def known_kernel(
     *also: str,
 ) -> str:
     """Return the choice for any number of rows: a graph serves several sizes."""
-    available = names(device.type, *also)
+    available = names(device, *also)
     if any(isinstance(size, torch.SymInt) for size in sizes):  # to compare it would make a constant of it
-        return available[0]
+        return selector.unmeasured(device, available)
     return selector.known(Case(op, device, sizes, dtypes, variant, rows=None), available)
 
 
-@cache
-def names(device_type: str, *also: str) -> tuple[str, ...]:
+def names(device: torch.device, *also: str) -> tuple[str, ...]:
     """Return the kernels that are fit for use there, and ``also`` another way to use them; plain torch comes last."""
-    if device_type not in DEVICES:
+    if device.type not in DEVICES:
         return ("torch",)
-    unfit = ("reference", "triton") if device_type == "cpu" else ("reference",)  # Triton is interpreted there
-    ours = [name for name in backends("linear_act", device_type) if name not in unfit]
+    unfit = ("reference", "triton") if device.type == "cpu" else ("reference",)  # Triton is interpreted there
+    ours = [name for name in kernels_on(device, "linear_act") if name not in unfit]
     return (*ours, *also, "torch") if ours else ("torch",)
 
 

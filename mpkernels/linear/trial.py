@@ -2,25 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from mpkernels.linear import paths
+from mpkernels.linear import exact, paths
+from mpkernels.linear.exact import Exact, given
 from mpkernels.selector.trial import Error
 
 FLOPS_ON_CPU = 2**30  # where more rows take proportionally longer
 SAMPLES = 64  # rows and features that are compared, the first and the last among them
 _BLOCK = 1024  # rows or features that are in fp64 at a time
-
-
-class _Exact(NamedTuple):
-    """Numbers without an error, and the squares of the size that the error of each is in proportion to: that of a sum
-    is of the size of what is added up, however little is left of it."""
-
-    value: Tensor
-    squares: Tensor
 
 
 class LinearTrial:
@@ -73,14 +65,10 @@ class LinearTrial:
         y, *gradients = results
         places = self._rows, self._features, self._features
         parts = [y[self._rows], y[:, self._features], *(it[at] for it, at in zip(gradients, places, strict=False))]
-        distances = [(part - it.value).norm() for part, it in zip(parts, self._exact, strict=True)]
-        norms = [(it.value.square() + it.squares).sum().sqrt() for it in self._exact]
-        norms = [torch.where(it > 0, it, 1) for it in norms]
-        shares = torch.stack(distances) / torch.stack(norms)
-        return [Error(share, part.numel()) for share, part in zip(shares.tolist(), parts, strict=True)]
+        return exact.errors(parts, self._exact)
 
     @cached_property
-    def _exact(self) -> list[_Exact]:
+    def _exact(self) -> list[Exact]:
         """Return the rows of y, its features, the rows of x's gradient, the features of weight's and bias's."""
         x, weight, *bias = (leaf.detach().to(self.dtype) for leaf in self._leaves)
         rows, features = self._rows, self._features
@@ -98,28 +86,17 @@ class LinearTrial:
             joined += [_joined(_added, by_rows, i) for i in range(2, 3 + len(bias))]
         return joined
 
-    def _in_fp64(self, x: Tensor, weight: Tensor, bias: list[Tensor], dy: Tensor) -> list[_Exact]:
-        """Return y and the gradients of x, weight and bias. Their errors come from z, and from the slope there, which
-        kernels may work out from a y that was rounded, so that its error is of the size of dy."""
+    def _in_fp64(self, x: Tensor, weight: Tensor, bias: list[Tensor], dy: Tensor) -> list[Exact]:
+        """Return y and the gradients of x, weight and bias."""
         x, weight, dy, *bias = (it.double() for it in (x, weight, dy, *bias))
-        z = sum(bias, x @ weight.t()).requires_grad_()
-        identity = torch.eye(len(weight), dtype=z.dtype, device=z.device)
-        with torch.autocast(self._device.type, enabled=False), torch.enable_grad():
-            y = paths.compute("torch", z, identity, None, self._activation, None)
-        [slope] = torch.autograd.grad(y, z, torch.ones_like(y))
-        z_squares = x.square() @ weight.square().t() + sum(it.square() for it in bias)
-        dz, dz_squares = dy * slope, dy.square() * slope.square().clamp(min=1)
-        return [
-            _Exact(y.detach(), slope.square() * z_squares),
-            _Exact(dz @ weight, dz_squares @ weight.square()),
-            _Exact(dz.t() @ x, dz_squares.t() @ x.square()),
-            _Exact(dz.sum(0), dz_squares.sum(0)),
-        ]
+        y, slope = exact.activated(self._activation, exact.linear(given(x), weight, bias[0] if bias else None))
+        dz = exact.times(given(dy), slope)
+        return [y, exact.product(dz, given(weight)), exact.product(dz.t(), given(x)), exact.summed(dz)]
 
 
-def _joined(join: Callable[..., Tensor], blocks: list[list[_Exact]], i: int, *dim: int) -> _Exact:
+def _joined(join: Callable[..., Tensor], blocks: list[list[Exact]], i: int, *dim: int) -> Exact:
     """Join the i-th result of each block."""
-    return _Exact(*(join(parts, *dim) for parts in zip(*(block[i] for block in blocks), strict=True)))
+    return Exact(*(join(parts, *dim) for parts in zip(*(block[i] for block in blocks), strict=True)))
 
 
 def _added(parts: Sequence[Tensor]) -> Tensor:

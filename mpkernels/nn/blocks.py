@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
 from mpkernels import functional
+from mpkernels.linear import arguments
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 
 
@@ -66,6 +67,8 @@ class GatedLinear(_Layers):
         *,
         activation: ActivationLike = "silu",
     ) -> None:
+        widths = {"in_features": in_features, "out_features": out_features}
+        arguments.layer(type(self).__name__, widths, bias, device, dtype)
         super().__init__(activation)
         self.in_features, self.out_features = in_features, out_features
         for layer in ("gate", "up"):
@@ -131,10 +134,14 @@ class MLP(_Layers):
         dropout: float = 0.0,
         recompute: bool = False,
     ) -> None:
-        super().__init__(("silu" if gated else "gelu") if activation is None else activation)
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"MLP: dropout must be between 0 and 1, got {dropout}")
+        who, widths = type(self).__name__, {"in_features": in_features, "hidden_features": hidden_features}
+        arguments.layer(who, widths, bias, device, dtype)
         out_features = in_features if out_features is None else out_features
+        arguments.width(who, "out_features", out_features, "an int or None")
+        arguments.flag(who, "gated", gated)
+        arguments.flag(who, "recompute", recompute)
+        arguments.probability(who, "dropout", dropout)
+        super().__init__(("silu" if gated else "gelu") if activation is None else activation)
         self.in_features, self.hidden_features, self.out_features = in_features, hidden_features, out_features
         self.gated, self.dropout, self.recompute = gated, dropout, recompute
         for layer in ("gate", "up") if gated else ("fc1",):

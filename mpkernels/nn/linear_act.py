@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import Linear, Module, Parameter
 
 from mpkernels import functional
+from mpkernels.linear import arguments
 from mpkernels.ops.linear.activations import ActivationLike, activation_name, hooks_of
 
 
@@ -45,6 +46,8 @@ class LinearAct(Module):
         activation: ActivationLike = "gelu",
     ) -> None:
         super().__init__()
+        widths = {"in_features": in_features, "out_features": out_features}
+        arguments.layer(type(self).__name__, widths, bias, device, dtype)
         self.in_features, self.out_features = in_features, out_features
         self.activation = activation_name("LinearAct", activation)
         self.weight = Parameter(torch.empty(out_features, in_features, device=device, dtype=dtype))
@@ -64,7 +67,12 @@ class LinearAct(Module):
         A Linear with hooks, parametrizations or further tensors is refused, because these would be lost. Convert the
         layer before you add them.
         """
-        _refuse_what_would_be_lost("LinearAct.from_linear: linear", linear, Linear)
+        who = "LinearAct.from_linear"
+        if not isinstance(linear, Module):
+            got = f"{linear!r}{arguments.hint(linear)}"
+            raise TypeError(f"{who}: linear must be a torch.nn.Linear, got {got}")
+        _refuse_what_would_be_lost(f"{who}: linear", linear, Linear)
+        activation = activation_name(who, activation)
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", activation=activation)
         return _share(linear, made)
 

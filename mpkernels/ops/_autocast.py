@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels.ops._registry import DEVICES
+from mpkernels.ops._stack import DEVICES
 
 
 def has_autocast(device_type: str) -> bool:

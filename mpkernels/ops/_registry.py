@@ -9,25 +9,20 @@ ops/<family>/<op>_triton.py. Nobody imports a kernel.
 import functools
 import importlib
 import importlib.util
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from itertools import chain
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.library import Library
 
-from mpkernels._torch_private import below_autograd, count_dispatch_modes, has_kernel, keys_below_autograd
+from mpkernels._torch_private import below_autograd, count_dispatch_modes, keys_below_autograd
+from mpkernels.ops import _devices, _stack
+from mpkernels.ops._devices import ANY_TRITON, Capability, capabilities, left_out
+from mpkernels.ops._stack import DEVICES, NAMESPACE, forced
 
-NAMESPACE = "mpkernels"
 BACKENDS = ("native", "triton", "reference")
-DEVICES = {
-    "cpu": "CPU",
-    "cuda": "CUDA",
-}  # torch.device.type -> dispatch key, where kernels other than the reference exist
 
-_library = Library(NAMESPACE, "DEF")
+_library = _stack.definitions
 _ops: dict[str, "Op"] = {}
 _triton_kernels: dict[str, Callable[..., Any]] = {}
 
@@ -35,8 +30,11 @@ _triton_kernels: dict[str, Callable[..., Any]] = {}
 class Op:
     """A declared op. Calling it runs the kernel that the dispatcher picks."""
 
-    def __init__(self, schema: str, reference: Callable[..., Any], check: Callable[..., None]) -> None:
+    def __init__(
+        self, schema: str, reference: Callable[..., Any], check: Callable[..., None], triton_needs: Capability
+    ) -> None:
         self.name = schema.partition("(")[0]
+        self.triton_needs = triton_needs
         self.triton_module = f"{reference.__module__}_triton"
         self.schema = schema
         self.reference = _python_kernel(reference, check)
@@ -64,9 +62,11 @@ class Op:
                 result = self.overload(*arguments)
             self._tell_autograd(arguments)
             return result
-        except (RuntimeError, TypeError):
+        except (RuntimeError, TypeError) as error:
             self._check(*arguments)
-            raise
+            if not _devices.gives_way(error, arguments):
+                raise
+        return self(*arguments)
 
     def triton(self, *arguments: Any) -> Any:
         """The Triton kernel. Triton is imported by the first call, since that takes longer than all else here."""
@@ -88,7 +88,7 @@ class Op:
         _library.impl(name, self.reference, "CompositeExplicitAutograd")
         _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
         for device_type, key in DEVICES.items():
-            if "triton" in backends(self.name, device_type):
+            if "triton" in kernels_on(torch.device(device_type), self.name):
                 _library.impl(name, self.triton, key)
         overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
         return overload
@@ -105,11 +105,14 @@ class Op:
                 torch.autograd.graph.increment_version(arguments[i])
 
 
-def define(schema: str, *, check: Callable[..., None]) -> Callable[[Callable[..., Any]], Op]:
-    """Declares an op by its schema and the decorated reference. ``check`` raises the error that a user should see."""
+def define(
+    schema: str, *, check: Callable[..., None], triton_needs: Capability = ANY_TRITON
+) -> Callable[[Callable[..., Any]], Op]:
+    """Declares an op by its schema and the decorated reference. ``check`` raises the error that a user should see.
+    NVIDIA's chips of a lower capability than ``triton_needs`` don't run the op's Triton kernel."""
 
     def declare(reference: Callable[..., Any]) -> Op:
-        op = Op(schema, reference, check)
+        op = Op(schema, reference, check, triton_needs)
         _ops[op.name] = op
         return op
 
@@ -125,13 +128,15 @@ class NativeCall:
         _library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
         self.overload: Any = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         _native_calls[self.name] = self
+        _stack.off_stack.add(self.name)
 
-    def on(self, device_type: str) -> Callable[..., Any] | None:
-        """Return the C++ function for a device type; None if another kernel than C++'s runs the op now."""
+    def on(self, device: torch.device) -> Callable[..., Any] | None:
+        """Return the C++ function for a device; None if another kernel than C++'s runs the op now."""
         innermost = forced[-1] if forced else {}
-        if (self.op.name, device_type) in innermost:
-            return innermost.get((self.name, device_type))
-        return self.overload if (self.name, device_type) in _native else None
+        if (self.op.name, device.type) in innermost:
+            return innermost.get((self.name, device.type))
+        is_there = (self.name, device.type) in _native and device not in left_out
+        return self.overload if is_there else None
 
 
 _native_calls: dict[str, NativeCall] = {}
@@ -141,24 +146,10 @@ def implement(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers the decorated launcher as the op's Triton kernel."""
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
-        _triton_kernels[op.name] = _python_kernel(_on_their_device(launcher), op._check)
+        _triton_kernels[op.name] = _python_kernel(_devices.on_their_device(launcher), op._check)
         return launcher
 
     return register
-
-
-def _on_their_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device, whichever the tensors' is."""
-
-    def launch(*arguments: Any) -> Any:
-        of_each = (argument if isinstance(argument, list) else (argument,) for argument in arguments)
-        first = next(filter(torch.is_tensor, chain.from_iterable(of_each)), None)
-        if first is None or not first.is_cuda:
-            return launcher(*arguments)
-        with torch.cuda.device(first.device):
-            return launcher(*arguments)
-
-    return launch
 
 
 def _python_kernel(function: Callable[..., Any], check: Callable[..., None]) -> Callable[..., Any]:
@@ -172,8 +163,11 @@ def _python_kernel(function: Callable[..., Any], check: Callable[..., None]) -> 
     return kernel
 
 
+_is_installed = functools.cache(importlib.util.find_spec)
+
+
 def _triton_runs_on(device_type: str) -> bool:
-    if importlib.util.find_spec("triton") is None:
+    if _is_installed("triton") is None:
         return False
     if device_type == "cuda":
         return True
@@ -190,85 +184,25 @@ def backends(op: str, device: str | torch.device = "cpu") -> list[str]:
     """
     if op not in _ops:
         raise ValueError(f"backends: op must be one of {', '.join(sorted(_ops))}, got {op!r}")
-    device_type = torch.device(device).type
-    available = ["reference"]
-    if device_type in DEVICES:
-        has_triton = importlib.util.find_spec(_ops[op].triton_module) is not None
-        if has_triton and _triton_runs_on(device_type):
-            available.insert(0, "triton")
-        if (op, device_type) in _native:
-            available.insert(0, "native")
-    return available
+    device = torch.device(device)
+    if device.type == "cuda" and torch.cuda.is_available():
+        torch.cuda.init()  # by which _devices learns what there is
+        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    return kernels_on(device, op)
+
+
+def kernels_on(device: torch.device, op: str) -> list[str]:
+    """As ``backends`` does. A device without an index stands for one that runs all that there is."""
+    needs = _ops[op].triton_needs
+    runs = {
+        "native": (op, device.type) in _native and device not in left_out,
+        "triton": device.type in DEVICES
+        and _is_installed(_ops[op].triton_module) is not None
+        and _triton_runs_on(device.type)
+        and capabilities.get(device, needs) >= needs,
+        "reference": True,
+    }
+    return [name for name in BACKENDS if runs[name]]
 
 
 _native: set[tuple[str, str]] = set()  # (op, device type) that the loaded library serves
-
-
-def attach_defaults() -> None:
-    """Register which ops the loaded library serves, and attach Triton to the CUDA ops that it lacks. Call it once the
-    library is loaded, or known to be absent."""
-    for name in (*_ops, *_native_calls):
-        serves_all = name in _native_calls and has_kernel(f"{NAMESPACE}::{name}", "CompositeExplicitAutograd")
-        for device_type, key in DEVICES.items():
-            if serves_all or has_kernel(f"{NAMESPACE}::{name}", key):
-                _native.add((name, device_type))
-    for op in _ops.values():
-        if backends(op.name, "cuda")[0] == "triton":
-            _library.impl(op.name, op.triton, "CUDA")
-
-
-Kernels = dict[tuple[str, str], Callable[..., Any]]  # (op, device type) -> kernel
-forced: list[Kernels] = []  # innermost last; only the innermost is on the dispatcher's stack
-_pushed: Library | None = None
-
-
-def _push_innermost() -> None:
-    global _pushed
-    _pushed = None  # with which its kernels go
-    _pushed = Library(NAMESPACE, "IMPL")
-    with warnings.catch_warnings():  # torch warns that a kernel is overridden, which is what is wanted
-        warnings.simplefilter("ignore", UserWarning)
-        for (op, device_type), kernel in forced[-1].items() if forced else ():
-            if op in _native_calls:  # called by NativeCall.on alone
-                continue
-            _pushed.impl(op, kernel, DEVICES[device_type], allow_override=True)
-
-
-@contextmanager
-def force(kernels: Kernels) -> Iterator[None]:
-    """Puts kernels on the dispatcher's stack, above the ones that are attached."""
-    forced.append(kernels)
-    _push_innermost()
-    try:
-        yield
-    finally:
-        forced[:] = [each for each in forced if each is not kernels]  # another thread's may have come on top
-        _push_innermost()
-
-
-@contextmanager
-def backend(name: str) -> Iterator[None]:
-    """Make every op run its ``"native"``, ``"triton"`` or ``"reference"`` kernel inside this context: for tests and bug
-    hunts.
-
-    The choice applies to all threads. An op without such a kernel raises NotImplementedError.
-    """
-    if name not in BACKENDS:
-        raise ValueError(f"backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
-    kernels: Kernels = {}
-    for op in _ops.values():
-        for device_type in DEVICES:
-            available = backends(op.name, device_type)
-            if name not in available:
-                kernels[op.name, device_type] = _refusal(op.name, name, device_type, available)
-            elif name != "native":  # which lies on the stack already
-                kernels[op.name, device_type] = getattr(op, name)
-    with force(kernels):
-        yield
-
-
-def _refusal(op: str, backend: str, device_type: str, available: list[str]) -> Callable[..., Any]:
-    def refuse(*arguments: Any) -> Any:
-        raise NotImplementedError(f"{op}: no {backend} kernel on {device_type}, only {', '.join(available)}")
-
-    return refuse

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from mpkernels._torch_private import for_real
 from mpkernels.distributed.meshes import Parts
+from mpkernels.ops._devices import gives_way
 from mpkernels.ops.adamw import adamw as op
 from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
 from mpkernels.optim.masters import needs_master
@@ -99,7 +100,7 @@ class Plan:
 
     def _by_plan(self) -> Callable[..., None] | None:
         is_possible = self._may_be_native and not torch.compiler.is_compiling()
-        return op.by_plan.on(self.device.type) if is_possible else None
+        return op.by_plan.on(self.device) if is_possible else None
 
     def step(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
@@ -119,13 +120,24 @@ class Plan:
             self._increment_versions([])
             return
         if self._native is None or self._native.by_plan is not by_plan:  # other kernels run now than last time
-            self._native = _NativePlan(by_plan, self.device.type, self._lists)
+            self._native = _NativePlan(by_plan, self.device, self._lists)
         try:
             by_plan(self._native.number, params, own, *shared, verdict.comes_inside)
-        except RuntimeError:
+        except RuntimeError as error:
             op._adamw._check(params, own, *self._lists, *shared)
-            raise
-        self._increment_versions(params)
+            if not gives_way(error, params):
+                raise
+            self.step(grads, self._seen(grads, verdict), max_norm, skipped_steps)
+        else:
+            self._increment_versions(params)
+
+    def _seen(self, grads: list[Any], verdict: Verdict) -> Verdict:
+        """Return what the step would have seen of the grads, had it come to that."""
+        if not verdict.comes_inside:
+            return verdict
+        stats = self.look(grads)
+        found_inf = stats.found_inf if verdict.found_inf is None else stats.found_inf + verdict.found_inf
+        return verdict._replace(found_inf=found_inf, total_sumsq=stats.total_sumsq, comes_inside=False)
 
     def _increment_versions(self, params: list[Tensor]) -> None:
         """Tell autograd that these have changed, and the DTensors whose parts they are."""
@@ -166,8 +178,8 @@ class Plan:
 class _NativePlan:
     """C++'s half of a plan, which holds on to the states. It ends with this object."""
 
-    def __init__(self, by_plan: Callable[..., None], device_type: str, lists: tuple[Any, ...]) -> None:
-        make, forget = op.plan.on(device_type), op.forget.on(device_type)
+    def __init__(self, by_plan: Callable[..., None], device: torch.device, lists: tuple[Any, ...]) -> None:
+        make, forget = op.plan.on(device), op.forget.on(device)
         if make is None or forget is None:
             raise RuntimeError("AdamW: the compiled kernels lack adamw_plan or adamw_forget; build them anew")
         self.by_plan, self.number = by_plan, make(*lists)

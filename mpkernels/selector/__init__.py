@@ -7,8 +7,11 @@ torch. The selector times nothing in these cases:
 * under ``mpkernels.backend``;
 * under ``torch.use_deterministic_algorithms``, because kernels differ in rounding;
 * in a group of several processes, which must choose alike and may wait for each other: ``warm_up`` times there.
+
+Where nothing was timed, plain torch computes on a GPU, and the C++ kernel on a CPU.
 """
 
+import threading
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -76,19 +79,18 @@ def forget() -> None:
 
 
 def choose(case: Case, names: Sequence[str], prepare: Callable[[], Trial], key: Hashable = None) -> str:
-    """Return the fastest of ``names`` for a case, or the first one if nothing may be timed. ``prepare`` returns the
-    code to time. ``by_key`` remembers the choice under ``key``, so that later calls find it without asking."""
+    """Return the fastest of ``names`` for a case; if nothing may be timed, what ``unmeasured`` returns. ``prepare``
+    returns the code to time. ``by_key`` remembers the choice under ``key``, so that later calls find it without
+    asking."""
     kept = by_key  # as they are now: who has a say while this is timed is heard
-    if (name := _settled(names)) is None:
+    case = case._replace(kernels=tuple(names))
+    if (name := _settled(case)) is None:
         if _asked is not None:
             _asked[case] = None
-        choice = _known.get(case) or _find_out(case, names, prepare)
-        if choice is not None:
-            name = _known.setdefault(case, choice).name
-        elif processes.are_several():
-            name = names[0]  # until warm_up, which asks again
-        else:
-            return names[0]
+        choice = _known.get(case) or _find_out(case, prepare)
+        name = unmeasured(case.device, names) if choice is None else choice.name
+        if choice is None and not processes.are_several():  # where it holds until warm_up, which asks again
+            return name
     if key is not None:
         kept[key] = name
         if len(kept) > _MOST_CALLS:
@@ -103,26 +105,37 @@ def _ask_again() -> None:
 
 def known(case: Case, names: Sequence[str]) -> str:
     """Return what was last chosen for such a case with any number of rows."""
-    if (name := _settled(names)) is not None:
+    case = case._replace(kernels=tuple(names))
+    if (name := _settled(case)) is not None:
         return name
     like = [choice.name for other, choice in _known.items() if other._replace(rows=None) == case]
-    return like[-1] if like else names[0]
+    return like[-1] if like else unmeasured(case.device, names)
 
 
-def _settled(names: Sequence[str]) -> str | None:
-    """Return the choice where it needs no look at the case."""
-    if _pinned is not None:
-        return _pinned if _pinned in names else names[0]
-    if len(names) == 1 or _is_deterministic or torch.are_deterministic_algorithms_enabled():
-        return names[0]
-    return None
+def unmeasured(device: torch.device, names: Sequence[str]) -> str:
+    """Return what computes where nothing was measured: on a GPU plain torch, which comes last, else the first."""
+    return names[0] if device.type == "cpu" else names[-1]
 
 
-def _find_out(case: Case, names: Sequence[str], prepare: Callable[[], Trial]) -> Choice | None:
-    choice = disk.load(str(case), case.device)
-    if choice is not None and choice.name in names:
-        return choice
-    return _measure(case, names, prepare) if _may_measure(case.device) else None
+def _settled(case: Case) -> str | None:
+    """Return the choice where it needs no measurement."""
+    if _pinned is not None and _pinned in case.kernels:
+        return _pinned
+    is_fixed = _pinned is not None or _is_deterministic or torch.are_deterministic_algorithms_enabled()
+    return unmeasured(case.device, case.kernels) if is_fixed or len(case.kernels) == 1 else None
+
+
+_measuring = threading.RLock()  # threads, as DataParallel's, would time each other
+
+
+def _find_out(case: Case, prepare: Callable[[], Trial]) -> Choice | None:
+    choice = disk.load(case.key(), case.device)
+    if choice is not None and choice.name in case.kernels:
+        return _known.setdefault(case, choice)
+    if not _may_measure(case.device):
+        return None
+    with _measuring:
+        return _known.get(case) or _known.setdefault(case, _measure(case, prepare))
 
 
 def _may_measure(device: torch.device) -> bool:
@@ -134,18 +147,18 @@ def _may_measure(device: torch.device) -> bool:
         return not torch.cuda.is_current_stream_capturing()
 
 
-def _measure(case: Case, names: Sequence[str], prepare: Callable[[], Trial]) -> Choice:
+def _measure(case: Case, prepare: Callable[[], Trial]) -> Choice:
     devices = [case.device] if case.device.type == "cuda" else []
     try:  # a dropout that is timed takes no random number from the caller, who may want the same ones again
         with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), unseen():
-            times, left_out = race(prepare(), names, case.device)
+            times, left_out = race(prepare(), case.kernels, case.device)
     except torch.OutOfMemoryError:
-        return Choice(names[0], {})  # the call itself may still find room
+        return Choice(unmeasured(case.device, case.kernels), {})  # the call itself may still find room
     for name, reason in left_out.items():
         text = f"mpkernels: the {name} kernel is left out of {case}: {reason}"
         warnings.warn(text, RuntimeWarning, stacklevel=2)
     choice = Choice(_best(times), left_out)
-    disk.save(str(case), case.device, choice, times)
+    disk.save(case.key(), case.device, choice, times)
     return choice
 
 

@@ -14,10 +14,15 @@ class Case(NamedTuple):
     dtypes: tuple[torch.dtype, ...]
     variant: str
     rows: int | None
+    kernels: tuple[str, ...] = ()  # that are to be had; with others, another may be the fastest
 
     def __str__(self) -> str:
         dtypes = ",".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
         return f"{self.op} {self.variant} {self.rows}x{'x'.join(map(str, self.sizes))} {dtypes}"
+
+    def key(self) -> str:
+        """Return the description that the disk knows it by."""
+        return f"{self} of {' '.join(self.kernels)}"
 
     def anywhere(self) -> "Case":
         """Return the case on no device in particular: other ranks have others."""

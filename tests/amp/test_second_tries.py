@@ -127,6 +127,7 @@ def test_the_next_iteration_is_no_second_try(method, in_place, is_late):
             assert number > 2
             return
         before = [(param.detach().clone(), steps_of(run, param)) for param in run.params]
+        old = [param.grad for param in run.params]  # which somebody may keep
         run.optimizer.zero_grad(set_to_none=not in_place)
         for param in run.params:
             grad = torch.full_like(param, run.scaler.get_scale())
@@ -137,6 +138,7 @@ def test_the_next_iteration_is_no_second_try(method, in_place, is_late):
         for param, (weight, steps) in zip(run.params, before, strict=True):
             assert (param < weight).all(), number
             assert steps_of(run, param) == steps + 1
+        assert all(grad is param.grad for grad, param in zip(old, run.params, strict=True)) == in_place
 
 
 def steps_of(run, param):

@@ -16,7 +16,9 @@ from tests.races import won_by
 
 pytestmark = needs_gloo
 ON_DISK = ("torch", "native")  # of each rank, for layers with 6 outputs
-CASE = Case("linear_act", torch.device("cpu"), (8, 6), (torch.float32,) * 3, "gelu + bias, with grad", 8)
+CASE = Case(
+    "linear_act", torch.device("cpu"), (8, 6), (torch.float32,) * 3, "gelu + bias, with grad", 8, ("native", "torch")
+)
 
 
 def as_rank(folder, rank, winner="torch"):
@@ -29,7 +31,7 @@ def as_rank(folder, rank, winner="torch"):
 
     selector.race = race
     disk.path = lambda: folder / str(rank) / "choices.json"
-    disk.save(str(CASE), CASE.device, Choice(ON_DISK[rank], {}), {})
+    disk.save(CASE.key(), CASE.device, Choice(ON_DISK[rank], {}), {})
     return raced
 
 

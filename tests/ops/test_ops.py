@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 import mpkernels
 from mpkernels import ops
 from mpkernels.doctor.samples import SAMPLES, grads, unscale
-from mpkernels.ops import _registry
+from mpkernels.ops import _devices, _registry
 from mpkernels.ops.linear.linear_dact import _linear_dact
 from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 
@@ -69,7 +69,7 @@ def test_the_default_device_is_none_of_its_business(target, name, make):
 def test_triton_launches_on_the_tensors_device(monkeypatch):
     current = []
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext(current.append(device)))
-    launch = _registry._on_their_device(lambda *arguments: len(arguments))
+    launch = _devices.on_their_device(lambda *arguments: len(arguments))
     with torch._subclasses.FakeTensorMode():
         there = torch.empty(2, device="cuda:1")
         assert launch([there, there], torch.empty(())) == 2

@@ -138,7 +138,7 @@ def test_a_plan_that_is_none_is_refused(number):
     shared = *plan._hyperparameters(), None, None, None, 1.0, None, None, None, False
     torch.ops.mpkernels.adamw_forget(number)  # no harm
     with pytest.raises(RuntimeError, match=f"there is no plan {number}"):
-        op.by_plan.on("cpu")(number, params, [param.grad for param in params], *shared)
+        op.by_plan.on(torch.device("cpu"))(number, params, [param.grad for param in params], *shared)
     optimizer.step()
 
 

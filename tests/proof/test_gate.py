@@ -105,7 +105,7 @@ def checkout(tmp_path, monkeypatch):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
         os.utime(path, (10, 10 + (path == built)))
-    built.with_name("build.ninja").write_text(f"build {built}: compile {source}\n  compile = nvcc -O3\n\n")
+    built.with_name("build.ninja").write_text(f"build {built}: compile {source} | {built}.by\n  compile = nvcc -O3\n\n")
     return source, built
 
 

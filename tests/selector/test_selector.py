@@ -100,7 +100,7 @@ def test_other_versions_and_machines_are_timed_anew(monkeypatch):
 def test_a_corrupt_file_is_no_error(text):
     path = disk.path()
     path.parent.mkdir()
-    path.write_text(text.replace("KEY", disk._key(str(CASE), CASE.device)), "latin-1")
+    path.write_text(text.replace("KEY", disk._key(CASE.key(), CASE.device)), "latin-1")
     assert selector.choose(CASE, NAMES, Ways(native=2, torch=1)) == "torch"
     another_process()
     assert selector.choose(CASE, NAMES, Ways(native=1, torch=2)) == "torch"  # it has been mended

@@ -8,8 +8,8 @@ from mpkernels.selector import disk, timing
 from mpkernels.selector.case import Case
 from mpkernels.selector.trial import Error
 
-CASE = Case("op", torch.device("cpu"), (3, 5), (torch.float32,), "gelu", 8)
 NAMES = ("native", "torch")
+CASE = Case("op", torch.device("cpu"), (3, 5), (torch.float32,), "gelu", 8, NAMES)
 
 
 class Clock:

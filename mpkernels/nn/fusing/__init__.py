@@ -4,7 +4,7 @@ from types import MethodType
 
 from torch.nn import Module
 
-from mpkernels._torch_private import unseen_by_tensors
+from mpkernels._torch_private import without_functions
 from mpkernels.nn.fusing.classes import covers_fused_forward, fused_class, is_fused, plain_class
 from mpkernels.nn.fusing.plan import decide
 from mpkernels.nn.fusing.report import FusedSite, FuseReport, LeftSite, SavedBytes
@@ -30,7 +30,7 @@ def fuse(model: Module, dry_run: bool = False) -> FuseReport:
     """
     _check_model("fuse", model)
     report = FuseReport(_model=model)
-    with unseen_by_tensors():
+    with without_functions():
         for name, module in model.named_modules():
             _fuse_one(name, module, report)
     if not dry_run:

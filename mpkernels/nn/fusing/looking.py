@@ -1,11 +1,12 @@
 """Look values up without running anybody's code: no property, ``__getattr__`` or lazy module is asked."""
 
 from functools import reduce
-from types import FunctionType, MemberDescriptorType, ModuleType
+from types import MemberDescriptorType, ModuleType
 from typing import Any
 
 from torch.nn import Module
 
+from mpkernels._torch_private import books_of
 from mpkernels.nn.fusing.originals import MODULE_GETATTR
 
 UNSEEN: Any = type("Unseen", (), {})()
@@ -62,13 +63,8 @@ def _registered(kind: type, own: dict[str, Any], name: str) -> Any:
     """Return the parameter, buffer or module of this name, where torch's own __getattr__ would."""
     if not issubclass(kind, Module) or not has_plain_attributes(kind):
         return UNSEEN
-    books = (own.get(book, {}) for book in ("_parameters", "_buffers", "_modules"))
-    return next((book[name] for book in books if name in book), UNSEEN)
+    return next((book[name] for book in books_of(own) if name in book), UNSEEN)
 
 
 def _defined(kind: type, name: str) -> Any:
     return next((vars(it)[name] for it in kind.__mro__ if name in vars(it)), UNSEEN)
-
-
-def is_function(value: Any) -> bool:
-    return type(value) in (FunctionType, type(len))

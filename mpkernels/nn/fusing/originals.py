@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mpkernels._torch_private import CALLED_BY
+
 _HOME = os.path.dirname(torch.__file__)
 Attribute = tuple[Any, str, Any]
 """A module or class, the name of its attribute, and what that was."""
@@ -33,7 +35,7 @@ def _are_in_place(attributes: Sequence[Attribute]) -> bool:
     return True
 
 
-_CALL = [(name, _own(nn.Module, name)) for name in ("__call__", "_call_impl")]
+_CALL = [(name, _own(nn.Module, name)) for name in CALLED_BY]
 
 
 def _of_module(kind: type, forward: Any, functions: Sequence[Attribute]) -> tuple[Attribute, ...]:

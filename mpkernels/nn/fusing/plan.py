@@ -11,6 +11,7 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
+from mpkernels._torch_private import books_of
 from mpkernels.nn.fusing import calls, sequential
 from mpkernels.nn.fusing.chain import dotted, short
 from mpkernels.nn.fusing.decorators import innermost, redecorated
@@ -169,8 +170,7 @@ def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
 def _holds_both(module: Module) -> str:
     """Return the class's name if the module itself holds an activation and a matrix to multiply with."""
     own = own_values(module)
-    held = [*own.get("_modules", {}).values(), *own.values()]
-    has_matrix = any(map(is_linear, held)) or any(
-        it is not None and it.ndim > 1 for it in own.get("_parameters", {}).values()
-    )
+    parameters, _, children = books_of(own)
+    held = [*children.values(), *own.values()]
+    has_matrix = any(map(is_linear, held)) or any(it is not None and it.ndim > 1 for it in parameters.values())
     return type(module).__name__ if has_matrix and any(map(is_activation, held)) else ""

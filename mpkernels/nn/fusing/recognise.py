@@ -2,12 +2,13 @@
 
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import Dropout, Linear, Module, Parameter, functional
 
-from mpkernels._torch_private import runs_forward_alone
+from mpkernels._torch_private import books_of, runs_forward_alone
 from mpkernels.nn.fusing.looking import own_values
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, is_original
 from mpkernels.ops.linear.activations import ACTIVATIONS, module_activation
@@ -106,5 +107,5 @@ def is_linear(value: object) -> bool:
     if issubclass(type(value), Linear) or is_conv1d(value):
         return True
     own = own_values(value)
-    weight = own.get("weight", own.get("_parameters", {}).get("weight"))
+    weight: Any = own.get("weight", books_of(own)[0].get("weight"))
     return "in_features" in own or (issubclass(type(weight), Tensor) and weight.ndim == 2)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Dropout, Module
 
+from mpkernels._torch_private import books_of
 from mpkernels.nn.fusing import calls
 from mpkernels.nn.fusing.originals import SEQUENTIAL_FORWARD, SEQUENTIAL_ITER
 from mpkernels.nn.fusing.recognise import (
@@ -75,7 +76,7 @@ def runs_of(modules: Sequence[Module]) -> list[Run]:
 
 def modules_of(module: Any) -> list[Module]:
     """Return what torch's own iteration over a Sequential yields: a module in two places twice."""
-    return [*vars(module)["_modules"].values()]
+    return [*books_of(vars(module))[-1].values()]
 
 
 def forward_of(runs: Sequence[Run], kind: Any) -> Callable[[Any, Any], Any]:

@@ -16,6 +16,7 @@ from mpkernels.ops.linear.activations_kernel import activate, activate_backward
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
 from mpkernels.ops.linear.product_kernel import add_bias, chip, multiply, precision, refuse_fp64, tile_of
 
+MOST_ADDED = 16  # numbers one after another in fp32: an eps for each 8 equal ones
 PARTS = 128  # partial sums for the bias: enough programs for any chip, and little to add up in the end
 PART_ROWS = 64
 BLOCK = {"BLOCK_M": 16, "BLOCK_N": 128}
@@ -116,6 +117,7 @@ def _dact(dy: Tensor, saved: Tensor, activation: str, multiplies: bool, adds_up:
     """dz, and the sums of its columns over some rows each; of both only what is asked for."""
     rows, columns = dy.shape
     part_rows = max(PART_ROWS, triton.next_power_of_2(triton.cdiv(rows, PARTS)))
+    part_rows = min(part_rows, MOST_ADDED * BLOCK["BLOCK_M"])
     parts = triton.cdiv(rows, part_rows)
     has_slope = ACTIVATIONS[activation].saves != ""
     dz = torch.empty_like(dy, memory_format=torch.contiguous_format) if has_slope and multiplies else None

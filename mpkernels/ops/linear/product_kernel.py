@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mpkernels.ops.linear.tf32 import uses_tf32
+
 GROUP = tl.constexpr(8)
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -66,7 +68,7 @@ def chip() -> str:
 
 def precision() -> str:
     """Return the precision of fp32's products: TF32 only where torch may."""
-    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee"
+    return "tf32" if uses_tf32() else "ieee"
 
 
 def refuse_fp64(op: str, tensor: Tensor) -> None:

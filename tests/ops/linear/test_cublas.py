@@ -140,6 +140,38 @@ def test_launches(emulated, monkeypatch):
         assert count(backward, many, None, None, many, "gelu", None, dtype) == 2
 
 
+@pytest.fixture
+def tf32():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+def in_tf32(tensor):
+    """Tensor cores take 10 bits behind the leading one."""
+    mantissa, exponent = torch.frexp(tensor.double())
+    return (torch.ldexp((mantissa * 2**11).round(), exponent - 11)).float()
+
+
+def test_fp32_products_honour_tf32(emulated, tf32):
+    x, weight, bias, dy = layer(6, 40, 7, F32)
+    nothing = dy.new_empty(0)
+    y, _ = forward(x, weight, bias, "none", False)
+    dx, dweight, _ = backward(dy, x, weight, nothing, "none", F32, None)
+    dz, _ = dact(x, weight.t(), nothing, "none", None)
+    x_, weight_, dy_ = map(in_tf32, (x, weight, dy))
+    torch.testing.assert_close(y, x_ @ weight_.t() + bias, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close((dx, dweight, dz), (dy_ @ weight_, dy_.t() @ x_, x_ @ weight_.t()), rtol=1e-5, atol=1e-5)
+    assert (dz - x @ weight.t()).abs().max() > 1e-4
+
+
+def test_16_bits_are_the_same_under_tf32(emulated, request):
+    x, weight, bias, _ = layer(6, 40, 7, B16)
+    plain = forward(x, weight, bias, "silu", True)
+    request.getfixturevalue("tf32")
+    assert all(map(torch.equal, forward(x, weight, bias, "silu", True), plain))
+
+
 def test_each_status_of_cublas_is_an_error(emulated):
     failure, said = emulated_variable("emulation_calls_to_failure"), set()
     for call in itertools.count(1):

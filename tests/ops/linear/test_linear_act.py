@@ -134,6 +134,22 @@ def test_bias_gradients_are_summed_in_fp32(target, dtype):
     assert results(linear_act, *arguments, "none")[3].item() == torch.tensor(2500.0).to(dtype).item()
 
 
+@pytest.mark.parametrize("rows", [52, 1000, 3000])
+def test_bias_gradients_of_equal_rows(target, rows, monkeypatch):
+    """As a mean's are. Added one after another, all would be rounded to the same side: n of them by n / 8 eps."""
+    if target.kernel == "triton":
+        monkeypatch.setattr("mpkernels.ops.linear.linear_act_triton.PARTS", 1)  # as of many more rows
+    eps, nothing = torch.finfo(torch.float32).eps, torch.empty(0, device=target.device)
+    for value in torch.linspace(0.5, 1, 5 if target.is_interpreted else 23)[1:-1]:
+        dy, exact = value.expand(rows, 3).to(target.device), value.double() * rows
+        bound = 1.02 * (dy.sum(0).cpu() - exact).abs() + 2 * eps * exact
+        got = _linear_act_backward(dy, None, None, nothing, "none", None, torch.float32)[2]
+        assert ((got.cpu() - exact).abs() <= bound).all()
+        one = torch.ones(1, 3, device=target.device)
+        got = linear_dact(dy[:, :1], one, nothing, "none", torch.float32)[1]
+        assert ((got.cpu() - exact).abs() <= bound).all()
+
+
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_y_is_rounded_once(target, dtype):
     """Not of a z that is rounded, too. Evenly spread errors are eps / sqrt(12)."""

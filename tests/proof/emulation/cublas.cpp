@@ -83,8 +83,8 @@ int gemm(Context* handle, int op_a, int op_b, int64_t m, int64_t n, int64_t k, c
   if (!handle->has_stream || !handle->workspace || handle->math_mode != fp32_reduction) return internal_error;
   mpk::Dtype a_dtype, b_dtype, c_dtype;
   if (!find_dtype(a_type, &a_dtype) || !find_dtype(b_type, &b_dtype) || !find_dtype(c_type, &c_dtype) ||
-      a_type != b_type || (c_type != a_type && c_dtype != mpk::Dtype::f32) || compute != compute_in_fp32 ||
-      algorithm != -1) {
+      a_type != b_type || (c_type != a_type && c_dtype != mpk::Dtype::f32) ||
+      (compute != compute_in_fp32 && (compute != compute_in_tf32 || a_dtype != mpk::Dtype::f32)) || algorithm != -1) {
     return not_supported;
   }
   const auto valid = [](int op, int64_t ld, int64_t rows, int64_t columns) {
@@ -97,8 +97,12 @@ int gemm(Context* handle, int op_a, int op_b, int64_t m, int64_t n, int64_t k, c
   ++emulation_launches;
   emulation::enqueue([=, by = *alpha, keep = *beta, context = *handle] {
     context.workspace[0] = context.workspace[context.workspace_bytes - 1] = 0;
-    const auto wide_a = widened(a, a_dtype, m, k, op_a == 0 ? 1 : lda, op_a == 0 ? lda : 1);
-    const auto wide_b = widened(b, b_dtype, n, k, op_b == 0 ? ldb : 1, op_b == 0 ? 1 : ldb);
+    auto wide_a = widened(a, a_dtype, m, k, op_a == 0 ? 1 : lda, op_a == 0 ? lda : 1);
+    auto wide_b = widened(b, b_dtype, n, k, op_b == 0 ? ldb : 1, op_b == 0 ? 1 : ldb);
+    if (compute == compute_in_tf32) {
+      round_to_tf32(&wide_a);
+      round_to_tf32(&wide_b);
+    }
     mpk::with_dtype(c_dtype, [&](auto zero) {
       auto* const to = static_cast<decltype(zero)*>(c);
       for (int64_t column = 0; column < n; ++column) {

@@ -228,6 +228,7 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 }
 
 cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
+cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = emulation_device, cudaSuccess; }
 cudaError_t cudaDeviceSynchronize() {
   return emulation_is_capturing ? remember(cudaErrorStreamCaptureUnsupported) : cudaSuccess;

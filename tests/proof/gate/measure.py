@@ -16,6 +16,7 @@ from triton.runtime import driver
 
 import setup
 from tests.proof.gate import ptx_release
+from tests.proof.gate.chips import CODES
 from tests.proof.gate.launches import Launch, NoGpu
 from tests.proof.gate.table import INSTRUCTIONS, Kernels, Numbers
 from tests.proof.sass import code
@@ -34,7 +35,7 @@ def triton(launch: Launch, keep: Keep) -> Kernels:
         with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
             Path(cubin.name).write_bytes(compiled.asm["cubin"])
             (numbers,) = _of_cubin(cubin.name).values()
-            for found in _codes(cubin.name, launch.chip).values():
+            for found in _codes(cubin.name, launch.chip).values() if launch.chip in CODES else ():
                 keep(launch.specialised, replace(found, shared=found.shared + compiled.metadata.shared))
     return {(launch.name, launch.chip): numbers | {"shared": compiled.metadata.shared}}
 
@@ -50,7 +51,7 @@ def cuda(command: str, source: Path, may_reuse: bool, keep: Keep) -> Kernels:
         output(knobs.nvidia.cuobjdump.path, "-xelf", "all", str(built.resolve()), cwd=scratch)
         for cubin in Path(scratch).glob("*.cubin"):
             chip = cubin.suffixes[-2][1:]  # unscale_cuda.1.sm_80.cubin
-            for mangled, found in _codes(str(cubin), chip).items():
+            for mangled, found in _codes(str(cubin), chip).items() if chip in CODES else ():
                 keep(mangled, found)
             for mangled, numbers in _of_cubin(str(cubin)).items():
                 kernels[f"{source.stem}.{demangled(mangled)}", chip] = numbers
@@ -62,7 +63,7 @@ def built_before(command: str, source: Path) -> Path | None:
     built, plan = Path(setup.BUILD, f"{source.stem}.o"), Path(setup.BUILD, "build.ninja")
     if not (built.exists() and plan.exists()):
         return None
-    is_by_command = f"build {built}: compile {source}\n  compile = {command}\n" in plan.read_text()
+    is_by_command = f"build {built}: compile {source} | {built}.by\n  compile = {command}\n" in plan.read_text()
     changed = max(it.stat().st_mtime for it in (Path("setup.py"), *Path("csrc").rglob("*.*")))
     return built if is_by_command and built.stat().st_mtime > changed else None
 

@@ -18,7 +18,9 @@ INSTRUCTIONS = {
     "MFMA": "v_mfma",
     "USETMAXREG": "USETMAXREG",  # warps that copy give their registers to warps that compute
 }
-SHARED_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}  # bytes for one block
+SHARED_LIMIT = {  # bytes for one block
+    "sm_75": 65_536, "sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376, "gfx942": 65_536,
+}  # fmt: skip
 
 Numbers = dict[str, int]
 Kernels = dict[tuple[str, str], Numbers]  # (kernel, chip) -> numbers

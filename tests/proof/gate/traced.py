@@ -16,7 +16,7 @@ from triton import knobs
 from triton.runtime import driver
 
 import mpkernels
-from mpkernels.ops import _registry
+from mpkernels.ops import _registry, _stack
 from tests import targets
 from tests.proof.gate import launches
 from tests.proof.gate.cases import CASES, ORDINARY
@@ -149,7 +149,7 @@ def watch_triton(chip: str, take: Take) -> Iterator[None]:
 
     kernels = {op.name: op.triton for op in _registry._ops.values() if op.triton_module in launches._triton_modules()}
     knobs.runtime.jit_cache_hook = note
-    with _noted(last), _registry.force({(name, "cpu"): kernel for name, kernel in kernels.items()}):
+    with _noted(last), _stack.force({(name, "cpu"): kernel for name, kernel in kernels.items()}):
         yield
 
 

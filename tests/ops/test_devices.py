@@ -1,0 +1,227 @@
+"""A device that the compiled kernels can't run on gets the next kernel of each op, with one warning."""
+
+import warnings
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels import _extension
+from mpkernels.doctor import machine
+from mpkernels.ops import _devices, _registry, _routes, _stack
+from mpkernels.ops.adamw import adamw as adamw_op
+from mpkernels.optim import AdamW
+
+CPU = torch.device("cpu")
+BUILT_FOR = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_75", "compute_120"]
+GOOD = (0, 13000)
+CANT = "CUDA says cudaErrorNoKernelImageForDevice: no image. The compiled kernels can't run on this device"
+
+
+@pytest.fixture(autouse=True)
+def state():
+    """What has been decided of devices, as it was before the test once that is over."""
+    kept = _devices.capabilities, _devices.left_out, _devices._warned
+    before = [it.copy() for it in kept]
+    yield
+    for it, content in zip(kept, before, strict=True):
+        it.clear()
+        it.update(content)
+    for device_type in ("cpu", "cuda"):
+        _routes.go_by_devices(device_type)
+
+
+@pytest.mark.parametrize(
+    "capability", [(7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 3), (11, 0), (12, 0), (12, 1), (13, 0)]
+)
+def test_a_chip_with_code_or_ptx_runs_it(capability):
+    assert _devices.why_not_native(capability, BUILT_FOR, "nvcc 13.0", GOOD) == ""
+
+
+@pytest.mark.parametrize(
+    ("capability", "built_for", "driver", "says"),
+    [
+        ((7, 0), BUILT_FOR, GOOD, "need compute capability 7.5, and it has 7.0"),
+        ((8, 0), ["sm_86", "compute_90"], GOOD, "need compute capability 8.6, and it has 8.0"),
+        ((9, 0), ["sm_80", "sm_100"], GOOD, "built for sm_80, sm_100: build mpkernels anew, with an nvcc that knows"),
+        ((13, 0), BUILT_FOR, (0, 12080), "the driver of CUDA 12.8 can't translate that of 13.0: update the driver, or"),
+        ((9, 0), BUILT_FOR, (35, 0), "too old for CUDA 13.0, which they are built with: update the driver, or build"),
+        ((9, 0), BUILT_FOR, (999, 0), "fails with error 999"),
+    ],
+)
+def test_another_is_told_what_to_do(capability, built_for, driver, says):
+    assert says in _devices.why_not_native(capability, built_for, "nvcc 13.0", driver)
+
+
+def test_an_older_driver_of_the_same_major_version_runs_code_that_is_there():
+    assert _devices.why_not_native((9, 0), BUILT_FOR, "nvcc 13.2", GOOD) == ""
+    assert _devices.why_not_native((11, 0), BUILT_FOR, "nvcc 13.2", GOOD) != ""  # PTX alone
+
+
+@pytest.fixture
+def machine_with(monkeypatch):
+    """Return what makes torch begin to use CUDA devices of these capabilities, beside a library built for BUILT_FOR."""
+    monkeypatch.setattr(_registry, "_native", {(op, kind) for op in _registry._ops for kind in ("cpu", "cuda")})
+    built = {"cuda": {"built_for": BUILT_FOR, "compiler": "nvcc 13.0", "left_out": ""}}
+    monkeypatch.setattr(_extension, "build_info", lambda _: built)
+    monkeypatch.setattr(_devices, "when_cuda_begins", lambda look: look())
+    monkeypatch.setattr(_devices, "_reroute", [])
+
+    def begin(*capabilities, driver=GOOD):
+        monkeypatch.setattr(_extension, "ask_driver", lambda: driver)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"chip {device.index}")
+        _devices.decide(_routes.go_by_devices)
+
+    return begin
+
+
+def kernels(op, device):
+    return _registry.kernels_on(torch.device(device), op)
+
+
+def test_each_device_has_the_kernels_that_run_on_it(machine_with):
+    machine_with((9, 0), (7, 5), (7, 0), (6, 1))
+    of_unscale = [kernels("unscale_", f"cuda:{i}") for i in range(4)]
+    assert of_unscale == [["native", "triton", "reference"]] * 2 + [["triton", "reference"], ["reference"]]
+    of_linear = [kernels("linear_act", f"cuda:{i}") for i in range(4)]
+    assert of_linear == [["native", "triton", "reference"], ["native", "reference"], ["reference"], ["reference"]]
+
+
+def test_where_all_can_run_nothing_is_put_between_the_dispatcher_and_the_kernels(machine_with, monkeypatch):
+    pushed = []
+    monkeypatch.setattr(_routes._stack, "push", lambda kernels: pushed.append(kernels))
+    machine_with((9, 0), (8, 6), (7, 5))
+    assert not any(pushed)
+    assert not _devices.left_out
+
+
+def test_a_driver_that_is_too_old_leaves_all_devices_to_the_next_kernel(machine_with):
+    machine_with((9, 0), (8, 0), driver=(35, 0))
+    assert kernels("adamw_", "cuda:0") == kernels("adamw_", "cuda:1") == ["triton", "reference"]
+
+
+def test_doctor_says_why(machine_with):
+    machine_with((9, 0), (7, 0))
+    assert "need compute capability 7.5" in machine.why_not()["native on cuda:1"]
+    assert "native on cuda:0" not in {*machine.why_not()} - {"native on cuda"}
+
+
+def test_of_two_devices_each_runs_its_own_kernel(machine_with, monkeypatch):
+    op, ran = _registry._ops["unscale_"], []
+    monkeypatch.setattr(_routes, "find_kernel", lambda *_: lambda *arguments: ran.append("native"))
+    monkeypatch.setattr(op, "triton", lambda *arguments: ran.append("triton"))
+    machine_with((9, 0), (7, 0))
+    run = _routes._route(op, "cuda")
+    with torch._subclasses.FakeTensorMode():
+        here, there = (torch.empty(2, device=f"cuda:{i}") for i in range(2))
+        run([here], here, here)
+        with pytest.warns(RuntimeWarning, match=r"can't run on cuda:1 \(chip 1\).*need compute capability 7.5"):
+            run([there], there, there)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run([there], there, there)
+        with mpkernels.backend("native"):
+            native = _stack.forced[-1]["unscale_", "cuda"]
+            native([here], here, here)
+            with pytest.raises(
+                NotImplementedError,
+                match="unscale_: the native kernel can't run on cuda:1, only triton, reference: they need compute",
+            ):
+                native([there], there, there)
+    assert ran == ["native", "triton", "triton", "native"]
+
+
+# ---- the same with kernels that run here: of the CPU, which is left out as a CUDA device would be
+
+
+@pytest.fixture
+def native():
+    if "native" not in mpkernels.backends("unscale_"):
+        pytest.skip("the compiled kernels are missing")
+
+
+def unscale():
+    grads, found_inf = [torch.tensor([2.0, -3.0]), torch.tensor([float("inf")])], torch.zeros(())
+    mpkernels.ops.unscale_(grads, found_inf, torch.tensor(4.0))
+    return [*grads, found_inf]
+
+
+def leave_out_the_cpu():
+    _devices.left_out[CPU] = "it is a test"
+    _routes.go_by_devices("cpu")
+
+
+@pytest.mark.usefixtures("native")
+def test_the_next_kernel_runs_in_the_place_of_c_plus_plus(monkeypatch):
+    want = unscale()
+    leave_out_the_cpu()
+    following, ran = mpkernels.backends("unscale_")[0], []
+    assert following != "native"
+    op = _registry._ops["unscale_"]
+    kernel = getattr(op, following)
+    monkeypatch.setattr(op, following, lambda *arguments: ran.append(following) or kernel(*arguments))
+    with pytest.warns(RuntimeWarning, match="can't run on cpu.*it is a test"):
+        got = unscale()
+    assert ran == [following]
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+    with mpkernels.backend("native"), pytest.raises(NotImplementedError, match="no native kernel on cpu, only"):
+        unscale()
+    with mpkernels.backend("reference"):
+        torch.testing.assert_close(unscale(), want, rtol=0, atol=0)
+
+
+def fail_where_possible(monkeypatch, call):
+    """Have C++'s kernel behave as on a chip that it has no code for."""
+    overload = call.overload
+
+    def run(*arguments):
+        if CPU not in _devices.left_out:
+            raise RuntimeError(f"{call.name}: {CANT}")
+        return overload(*arguments)
+
+    monkeypatch.setattr(call, "overload", run)
+
+
+@pytest.mark.usefixtures("native")
+def test_a_launch_that_finds_no_code_is_made_by_the_next_kernel(monkeypatch):
+    want = unscale()
+    fail_where_possible(monkeypatch, _registry._ops["unscale_"])
+    with pytest.warns(RuntimeWarning, match="cudaErrorNoKernelImageForDevice: build mpkernels anew"):
+        got = unscale()
+    unscale()  # without another warning, which would be an error
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+def weights_after(steps, grads):
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 300).bfloat16())
+    optimizer = AdamW([param], lr=1e-2, max_norm=0.5)
+    for i in range(steps):
+        param.grad = grads[i]
+        optimizer.step()
+    return param.detach(), optimizer.state[param]["exp_avg"], optimizer.skipped_steps
+
+
+@pytest.mark.usefixtures("native")
+@pytest.mark.parametrize("first", [1.0, float("inf")])
+def test_a_step_whose_launch_finds_no_code_is_made_by_the_next_kernel(monkeypatch, first):
+    grads = [torch.full((300,), it).bfloat16() for it in (first, 2.0)]
+    with mpkernels.backend("reference"):
+        want = weights_after(2, grads)
+    fail_where_possible(monkeypatch, adamw_op.by_plan)
+    with pytest.warns(RuntimeWarning, match="build mpkernels anew"):
+        got = weights_after(2, grads)
+    assert CPU in _devices.left_out
+    torch.testing.assert_close(got, want, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("native")
+def test_what_else_goes_wrong_is_raised(monkeypatch):
+    def run(*arguments):
+        raise RuntimeError("unscale_: CUDA says cudaErrorMemoryAllocation: out of memory")
+
+    monkeypatch.setattr(_registry._ops["unscale_"], "overload", run)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        unscale()
+    assert CPU not in _devices.left_out

@@ -1,0 +1,126 @@
+"""What setup.py decides before it compiles: which nvcc, which C++ compiler for it, what need not be compiled again."""
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import setup
+
+NVCC = """#!/bin/sh
+case "$*" in
+  *--version*) echo "Cuda compilation tools, release {version}, V{version}.1" ;;
+  *--list-gpu-arch*) echo compute_70 compute_75 compute_80 compute_90 {more} ;;
+  *--dryrun*) echo '#$ LIBRARIES="-L{toolkit}"' ;;
+  *"-ccbin {refused}"*) echo "host_config.h: error: unsupported GNU version"; exit 1 ;;
+esac
+"""
+
+
+@pytest.fixture
+def toolkits(tmp_path, monkeypatch):
+    """Return what installs an nvcc, which refuses some C++ compilers, on an otherwise empty PATH."""
+    monkeypatch.delenv("CUDA_HOME", raising=False)
+    monkeypatch.delenv("CUDA_PATH", raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setattr(setup, "TOOLKITS", tmp_path)
+    monkeypatch.setattr(setup, "driver_version", lambda: None)
+
+    def program(path, text):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+
+    def install(version, refused="nothing", more="", at=None):
+        toolkit = tmp_path / f"cuda-{version}"
+        script = NVCC.format(version=version, refused=refused, more=more, toolkit=toolkit)
+        program(at or toolkit / "bin" / "nvcc", script)
+        (toolkit / "libcudart_static.a").touch()
+        for name in ("g++-14", "g++-13", "g++-12", "new-g++"):
+            program(tmp_path / "bin" / name, "#!/bin/sh\n")
+
+    return install
+
+
+def find():
+    return setup.find_cuda(["new-g++"])
+
+
+def test_it_builds_for_each_chip_that_nvcc_knows_and_ptx_of_the_first_and_the_last(toolkits):
+    toolkits("12.4")
+    assert find().built_for == ("sm_75", "sm_80", "sm_90", "compute_75", "compute_90")
+    toolkits("12.9", more="compute_100 compute_120")
+    assert find().built_for == ("sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_75", "compute_120")
+
+
+def test_a_toolkit_of_a_newer_major_version_than_the_driver_is_passed_over(toolkits, monkeypatch):
+    toolkits("13.1")
+    assert find().compiler == "nvcc 13.1"  # there is no driver, as where images are built
+    monkeypatch.setattr(setup, "driver_version", lambda: (12, 4))
+    assert "13.1, whose programs the driver that is here, made for CUDA 12.4, can't run: update" in find().left_out
+    toolkits("12.9")
+    assert find().compiler == "nvcc 12.9"
+    assert "only on sm_75, sm_80, sm_90" in find().note
+    monkeypatch.setattr(setup, "driver_version", lambda: (12, 9))
+    assert find().note == ""
+
+
+def test_a_compiler_that_nvcc_refuses_is_replaced_by_one_that_it_takes(toolkits):
+    toolkits("12.4", refused="new-g++")
+    assert "-ccbin g++-14 " in find().compile
+
+
+def test_where_nvcc_takes_no_compiler_cuda_is_left_out(toolkits):
+    toolkits("12.4", refused="")
+    said = find().left_out
+    assert "with new-g++ it says host_config.h: error: unsupported GNU version; with g++-14 it says" in said
+    assert not find().compile
+
+
+@pytest.fixture
+def built(tmp_path, monkeypatch):
+    """A library of two sources, once built; returns what builds it again and tells which sources were compiled."""
+    ninja = shutil.which("ninja")
+    if ninja is None:
+        pytest.skip("ninja is missing")
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "two"):
+        Path("csrc").mkdir(exist_ok=True)
+        Path("csrc", f"{name}_torch.cpp").write_text(f"int {name}() {{ return 1; }}\n")
+
+    def build(cxx="g++"):
+        os.makedirs(setup.BUILD, exist_ok=True)
+        Path(setup.BUILD, "build.ninja").write_text(setup.ninja_file(cxx, setup.Cuda("none")))
+        said = subprocess.run(
+            [ninja, "-v", "-f", f"{setup.BUILD}/build.ninja"], capture_output=True, text=True, check=True
+        ).stdout
+        return [name for name in ("one", "two") if f"-c csrc/{name}_torch.cpp" in said]
+
+    assert build() == ["one", "two"]
+    return build
+
+
+def test_what_was_compiled_is_not_compiled_again(built):
+    assert built() == []
+    Path("csrc/two_torch.cpp").write_text("int two() { return 2; }\n")
+    assert built() == ["two"]
+    assert built("g++ -g0") == ["one", "two"]
+    assert built("g++ -g0") == []
+
+
+def test_nor_by_another_ninja_which_cannot_read_the_notes_of_this_one(built):
+    """As pip's own ninja leaves them."""
+    for notes in (".ninja_log", ".ninja_deps"):
+        Path(setup.BUILD, notes).unlink(missing_ok=True)
+    assert built() == []
+
+
+def test_a_changed_header_is_noticed_without_those_notes(built):
+    Path("csrc/common.h").write_text("\n")
+    Path("csrc/one_torch.cpp").write_text('#include "common.h"\nint one() { return 1; }\n')
+    assert built() == ["one"]
+    Path(setup.BUILD, ".ninja_log").unlink()
+    Path("csrc/common.h").write_text("// another\n")
+    assert built() == ["one"]

@@ -1,0 +1,58 @@
+"""The test command says how long it takes, and which kernels it has tested."""
+
+import copy
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests import ROOT
+from tests.summary import lines_of, pytest_report_header
+
+TEST = "tests/ops/linear/test_linear_act.py"
+
+
+def report(target, longrepr=None):
+    return SimpleNamespace(user_properties=[("target", target)] if target else [], longrepr=longrepr)
+
+
+def skipped(target, reason="torch sees no CUDA device"):
+    return "skipped", report(target, ("tests/conftest.py", 7, f"Skipped: {reason}"))
+
+
+def test_a_line_for_each_target():
+    outcomes = ["passed"] * 3 + ["failed"] + ["error"]
+    reports = [(outcome, report("cpu-native")) for outcome in outcomes]
+    reports += [skipped("cpu-native", "has no such layout"), skipped("cuda-native"), skipped("cuda-native")]
+    assert lines_of([*reports, ("passed", report(None))]) == [
+        "cpu-native      3 passed, 1 failed, 1 error, 1 skipped",
+        "cuda-native     did not run here: torch sees no CUDA device (2 tests)",
+        "No kernel ran on a GPU; docs/proof.md says what stands in for one.",
+    ]
+
+
+def test_where_a_gpu_was_there_nothing_stands_in_for_it():
+    assert lines_of([("passed", report("cuda-triton"))]) == ["cuda-triton     1 passed"]
+
+
+def test_nothing_is_said_of_tests_that_run_no_target():
+    assert lines_of([("passed", report(None)), skipped(None)]) == []
+
+
+def test_workers_tell_what_they_lines_of():
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", TEST]
+    command += ["-k", "test_overflow_becomes_inf and (reference or cuda-native)"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = done.stdout.partition("which kernels these tests ran")[2].splitlines()[1:]
+    assert said[0] == "cpu-reference   1 passed"
+    assert said[1].startswith("cuda-native     ")
+
+
+@pytest.mark.parametrize("are_all", [True, False])
+def test_who_runs_all_tests_is_told_how_long_it_takes(pytestconfig, are_all):
+    sources = pytest.Config.ArgsSource
+    config = copy.copy(pytestconfig)
+    config.args_source = sources.TESTPATHS if are_all else sources.ARGS
+    assert ("minutes on two quiet cores" in (pytest_report_header(config) or "")) == are_all
