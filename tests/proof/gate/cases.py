@@ -94,9 +94,9 @@ CASES = {
     "adamw_ bf16 split": Case(26, _step(BF16), ONE, least_of_copy=FAST),
     "adamw_ bf16 split, bf16 moments": Case(18, _step(BF16, BF16), ONE),
     "adamw_ bf16 split, 8-bit moments": Case(14 + SCALES, _step(BF16, torch.int8), ONE, least_of_copy=FAST_8_BIT),
-    # In fp64: a widening, a product and a sum; and a half for adding up the block.
-    "grad_stats fp32": Case(4, partial(stats, dtype=FP32), ONE, most_fp64=3.5, least_of_copy=FAST),
-    "grad_stats bf16": Case(2, partial(stats, dtype=BF16), ONE, most_fp64=3.5, least_of_copy=FAST),
+    # In fp64, for 8 elements: a widening and a sum, and as much again for adding up the block.
+    "grad_stats fp32": Case(4, partial(stats, dtype=FP32), ONE, most_fp64=4 / 8, least_of_copy=FAST),
+    "grad_stats bf16": Case(2, partial(stats, dtype=BF16), ONE, most_fp64=4 / 8, least_of_copy=FAST),
     "unscale_ fp32": Case(8, partial(unscale, dtype=FP32), ONE, least_of_copy=FAST),
     "unscale_ bf16": Case(4, partial(unscale, dtype=BF16), ONE, least_of_copy=FAST),
     "linear_act gelu": Case(8, partial(act, activation="gelu"), MATRIX, compilers=("nvcc",)),  # Triton's is a product
