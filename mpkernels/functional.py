@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import is_tensor_like
 
 from mpkernels import selector
-from mpkernels._torch_private import is_any_autocast_enabled
+from mpkernels._torch_private.modes import is_any_autocast_enabled
 from mpkernels.linear import arguments, paths
 from mpkernels.linear.blocks import gated_linear, gated_mlp, mlp
 from mpkernels.linear.cast_cache import clear as clear_cast_cache

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import offsets_of_part, parts_in_place
+from mpkernels._torch_private.sharded import offsets_of_part, parts_in_place
 
 
 def is_sharded(tensor: Any) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mpkernels._torch_private import LOOKS_AT_GRADS
+from mpkernels._torch_private.ops import LOOKS_AT_GRADS
 from mpkernels.optim.step_hooks import PassiveHook
 from mpkernels.overflow.find_nonfinite import tensors_in
 

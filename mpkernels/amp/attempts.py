@@ -6,7 +6,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import version_of
+from mpkernels._torch_private.tensors import version_of
 
 
 class Attempt:

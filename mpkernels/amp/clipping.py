@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import foreach_mul_, is_tracing
+from mpkernels._torch_private.ops import foreach_mul_
+from mpkernels._torch_private.tracing import is_tracing
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes, given
 from mpkernels.ops import grad_stats, unscale_

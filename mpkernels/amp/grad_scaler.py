@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from mpkernels.amp import handover, inf_check, scalings
+from mpkernels.amp import handover, inf_check, scalings, unchecked
 from mpkernels.amp.attempts import AllOrNothing, Attempt
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.distributed import processes
@@ -21,7 +21,7 @@ from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledgers
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
-from mpkernels.parameters import params_of, put_on
+from mpkernels.parameters import put_on
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -179,7 +179,7 @@ class GradScaler(torch.amp.GradScaler):
                 finally:
                     del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
             if self._leaves_check_to(optimizer, kwargs):
-                return self._step_unchecked(optimizer, *args, **kwargs)
+                return unchecked.step(self, optimizer, *args, **kwargs)
             return super().step(optimizer, *args, **kwargs)
         except BaseException:
             handover.take_back(optimizer)
@@ -194,25 +194,6 @@ class GradScaler(torch.amp.GradScaler):
         state = self._per_optimizer_states.get(id(optimizer))
         is_ready = state is None or state["stage"] is OptState.READY
         return is_ready and getattr(optimizer, "_finds_inf", False) and not step_hooks.see_grads(optimizer)
-
-    def _step_unchecked(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        scale, _ = self._check_scale_growth_tracker("step")
-        peers, state, result = inf_check.given_peers(self, optimizer), self._per_optimizer_states[id(optimizer)], None
-        attempt: Attempt | None = state.get("attempt")
-        if attempt is None or not attempt.was_done():
-            device = inf_check.device_of_verdict(optimizer, peers, scale.device)
-            attempt = state["attempt"] = None if device is None else Attempt(partial(params_of, optimizer), device)
-            handover.give(optimizer, scale, peers, None if attempt is None else attempt.outcome)
-            try:
-                result = optimizer.step(*args, **kwargs)
-            except BaseException:
-                if attempt is not None:
-                    attempt.note_failure()
-                raise
-        handover.take_back(optimizer)
-        state["found_inf_per_device"] = {} if attempt is None else {attempt.found_inf.device: attempt.found_inf}
-        state["stage"] = OptState.STEPPED
-        return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update as torch does; ``new_scale`` may be a float, an int or any tensor of one element."""

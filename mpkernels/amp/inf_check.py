@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels._torch_private import values_of
+from mpkernels._torch_private.tensors import values_of
 from mpkernels.amp.attempts import Attempt
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes

@@ -10,7 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
-from mpkernels._torch_private import SpectralParametrization, pre_hooks_of
+from mpkernels._torch_private.modules import SpectralParametrization, pre_hooks_of
 from mpkernels.amp.mixed_class import Mixed, mixed_class
 from mpkernels.ops.adamw.split import split
 from mpkernels.optim import AdamW, masters, param_state

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mpkernels._torch_private import has_amx, has_avx512_bf16
+from mpkernels._torch_private.devices import has_amx, has_avx512_bf16
 from mpkernels.amp.autocasting import autocast, machines_device
 from mpkernels.amp.grad_scaler import GradScaler
 from mpkernels.amp.mixed import Model, to_mixed

@@ -7,7 +7,7 @@ from weakref import WeakSet
 
 from torch import Tensor
 
-from mpkernels._torch_private import flat_param_handle, is_fsdp1s, originals_of
+from mpkernels._torch_private.sharded import flat_param_handle, is_fsdp1s, originals_of
 from mpkernels.distributed.processes import Processes, are_several
 
 _handles: WeakSet[Any] = WeakSet()  # FSDP's, one for each flat parameter; no parameter leads to its own

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import distributed
 
-from mpkernels._torch_private import root_mesh
+from mpkernels._torch_private.sharded import root_mesh
 from mpkernels.distributed.processes import Processes
 from mpkernels.parts import is_sharded
 

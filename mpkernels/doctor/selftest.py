@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import mpkernels
-from mpkernels._torch_private import leaves_of, map_leaves
+from mpkernels._torch_private.tensors import leaves_of, map_leaves
 from mpkernels.doctor.samples import SAMPLES, Sample
 from mpkernels.ops import _registry
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from mpkernels._torch_private import is_tracing
+from mpkernels._torch_private.tracing import is_tracing
 from mpkernels.linear import cast_cache
 from mpkernels.linear.block_function import differentiable
 from mpkernels.linear.block_kind import Kind, Parameters, begin

@@ -9,13 +9,8 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from mpkernels import selector
-from mpkernels._torch_private import (
-    are_transforms_active,
-    is_any_autocast_enabled,
-    is_deterministic,
-    is_jit_tracing,
-    is_tracing,
-)
+from mpkernels._torch_private.modes import are_transforms_active, is_any_autocast_enabled, is_deterministic
+from mpkernels._torch_private.tracing import is_jit_tracing, is_tracing
 from mpkernels.linear.block_kind import ROUNDING, Kind, Parameters
 from mpkernels.linear.block_trial import BlockTrial
 from mpkernels.linear.choice import PLAIN, autocast_dtype, in_tf32, known_kernel, names, rows_of

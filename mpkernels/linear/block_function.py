@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mpkernels._torch_private import unsafe_view, version_of
+from mpkernels._torch_private.ops import unsafe_view
+from mpkernels._torch_private.tensors import version_of
 from mpkernels.linear.block_kind import ROUNDING, Kind, Parameters, begin
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops.linear.activations import ACTIVATIONS

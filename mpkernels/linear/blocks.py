@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.overrides import is_tensor_like
 
 from mpkernels import selector
-from mpkernels._torch_private import is_any_autocast_enabled
+from mpkernels._torch_private.modes import is_any_autocast_enabled
 from mpkernels.linear import arguments, block, block_choice
 from mpkernels.linear.block_kind import Kind, Parameters
 from mpkernels.linear.choice import autocast_dtype

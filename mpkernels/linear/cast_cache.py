@@ -17,7 +17,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import base_of, unseen, version_of
+from mpkernels._torch_private.modes import unseen
+from mpkernels._torch_private.tensors import base_of, version_of
 
 
 class _Kept(NamedTuple):

@@ -9,14 +9,8 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from mpkernels import selector
-from mpkernels._torch_private import (
-    are_transforms_active,
-    constant_in_graphs,
-    is_any_autocast_enabled,
-    is_deterministic,
-    is_jit_tracing,
-    is_tracing,
-)
+from mpkernels._torch_private.modes import are_transforms_active, is_any_autocast_enabled, is_deterministic
+from mpkernels._torch_private.tracing import constant_in_graphs, is_jit_tracing, is_tracing
 from mpkernels.linear.trial import LinearTrial, is_transposed
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import kernels_on

@@ -9,7 +9,8 @@ from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import functional
 
-from mpkernels._torch_private import are_transforms_active, is_tracing
+from mpkernels._torch_private.modes import are_transforms_active
+from mpkernels._torch_private.tracing import is_tracing
 from mpkernels.linear import cast_cache
 from mpkernels.ops import linear_act as _linear_act
 

@@ -4,15 +4,9 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from mpkernels._torch_private import (
-    FakeTensor,
-    are_transforms_active,
-    count_dispatch_modes,
-    count_function_modes,
-    derives_forward,
-    is_exporting,
-    is_jit_tracing,
-)
+from mpkernels._torch_private.modes import are_transforms_active, count_dispatch_modes, count_function_modes
+from mpkernels._torch_private.tensors import derives_forward
+from mpkernels._torch_private.tracing import FakeTensor, is_exporting, is_jit_tracing
 
 _SERVED = frozenset((Tensor, torch.nn.Parameter, FakeTensor))
 

@@ -7,7 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mpkernels._torch_private import DispatchMode, leaves_of, storage_of, to_copy
+from mpkernels._torch_private.modes import DispatchMode
+from mpkernels._torch_private.ops import to_copy
+from mpkernels._torch_private.tensors import leaves_of, storage_of
 from mpkernels.memory import measure
 from mpkernels.parts import part_of
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkernels._torch_private import storage_of
+from mpkernels._torch_private.tensors import storage_of
 from mpkernels.parts import part_of, reshard
 
 _OUT_OF_MEMORY = (

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from mpkernels import _extension
-from mpkernels._torch_private import when_cuda_begins
+from mpkernels._torch_private.devices import when_cuda_begins
 from mpkernels.ops._stack import forced
 
 Capability = tuple[int, int]

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from mpkernels._torch_private import below_autograd, count_dispatch_modes, keys_below_autograd
+from mpkernels._torch_private.modes import count_dispatch_modes
+from mpkernels._torch_private.ops import below_autograd, keys_below_autograd
 from mpkernels.ops import _devices, _stack
 from mpkernels.ops._devices import ANY_TRITON, Capability, capabilities, left_out
 from mpkernels.ops._stack import DEVICES, NAMESPACE, forced

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from mpkernels._torch_private import find_kernel, has_kernel
+from mpkernels._torch_private.ops import find_kernel, has_kernel
 from mpkernels.ops import _devices, _registry, _stack
 from mpkernels.ops._devices import capabilities, device_of, left_out
 from mpkernels.ops._registry import BACKENDS, Op

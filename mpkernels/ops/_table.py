@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpkernels._torch_private import foreach_add_
+from mpkernels._torch_private.ops import foreach_add_
 
 BLOCK = tl.constexpr(1024)  # elements a program holds at a time: of 128 threads each loads 16 bytes or more
 CHUNK_BYTES = 65536  # that a program takes of a tensor in all

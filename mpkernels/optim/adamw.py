@@ -1,7 +1,6 @@
 """AdamW with fp32 master weights, under the names and options of torch.optim.AdamW."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,19 +8,19 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 from torch.nn import Module
 
-from mpkernels._torch_private import as_written, may_be_compiled
+from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import meshes, processes
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops._checks import suggests_options
 from mpkernels.optim import checkpoint, group_options, masters, param_state, under_scaler, verdicts, zero
-from mpkernels.optim.masters import needs_master
-from mpkernels.optim.plan import Foundations, Plan, Verdict
+from mpkernels.optim.plan import Foundations, Plan
 from mpkernels.optim.release import GradientRelease
+from mpkernels.optim.step_in_backward import steps_in_backward
 from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
-from mpkernels.parameters import by_device, group_of, params_of, refuse_sparse, refuse_unserved
+from mpkernels.parameters import by_device, params_of, refuse_sparse, refuse_unserved
 from mpkernels.parts import are_any_sharded, settled_grads
 
 
@@ -262,30 +261,11 @@ class AdamW(torch.optim.AdamW):
         DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the one the first backward
         raises, under the other this method does. ``scaler`` is the scaler that you train with, if there is one.
         """
-        if self.defaults["differentiable"]:
-            raise ValueError("AdamW: release_grads needs differentiable=False")
-        group_options.refuse_twice(params_of(self))
-        is_guarded = verdicts.is_guarded(self, any(map(needs_master, params_of(self))))
-        waits = is_guarded or (scaler is not None and scaler.is_enabled())
+        releases = steps_in_backward(self, scaler)
         if self._release is not None:
             self._release.remove()
-        self._release = GradientRelease(
-            (param, None if waits else partial(self._step_alone, i, j))
-            for i, group in enumerate(self.param_groups)
-            for j, param in enumerate(group["params"])
-            if param.requires_grad
-        )
+        self._release = GradientRelease(releases)
         return self._release
-
-    @torch.no_grad()
-    def _step_alone(self, group_number: int, place: int, param: Tensor) -> None:
-        group, (grad,) = group_of(self, param, group_number, place), settled_grads([param])
-        if group is None or grad is None:
-            return
-        self._compare_loaded()
-        plan = Plan([(group, param, self._state_of(param, grad, group))], [0], is_for_once=True)
-        plan.step([grad], Verdict())
-        param.grad = None
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow_writes()

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels._torch_private import hooks_of_loading, is_fsdp1s
+from mpkernels._torch_private.optimizers import hooks_of_loading
+from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels.optim import group_options, param_state
 
 _SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "master_param")

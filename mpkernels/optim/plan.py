@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import for_real
+from mpkernels._torch_private.modes import for_real
 from mpkernels.distributed.meshes import Parts
 from mpkernels.ops._devices import gives_way
 from mpkernels.ops.adamw import adamw as op

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import is_backward_nested, is_fsdp1s
+from mpkernels._torch_private.sharded import is_fsdp1s
+from mpkernels._torch_private.tensors import is_backward_nested
 from mpkernels.distributed import ddp
 from mpkernels.parts import settled_grads
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
-from mpkernels._torch_private import hooks_around_step, post_hooks_of_step
+from mpkernels._torch_private.optimizers import hooks_around_step, post_hooks_of_step
 
 _RUNS_HOOKS = Optimizer.profile_hook_step(lambda self: None).__code__  # of the function that torch puts around a step
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private import are_transforms_active
+from mpkernels._torch_private.modes import are_transforms_active
 from mpkernels.parameters import put_on
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import distributed, nn
 
-from mpkernels._torch_private import is_tracing, unseen
+from mpkernels._torch_private.modes import unseen
+from mpkernels._torch_private.tracing import is_tracing
 from mpkernels.distributed import processes
 from mpkernels.selector import disk
 from mpkernels.selector.case import Case, Choice

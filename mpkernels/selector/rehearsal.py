@@ -9,7 +9,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
-from mpkernels._torch_private import before_compile, is_fsdp1s, leaves_of, map_leaves, uncompiled
+from mpkernels._torch_private.sharded import is_fsdp1s
+from mpkernels._torch_private.tensors import leaves_of, map_leaves
+from mpkernels._torch_private.tracing import before_compile, uncompiled
 from mpkernels.parts import is_sharded
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from mpkernels.amp import to_mixed
 from mpkernels.optim import AdamW
-from tests.amp.test_mixed import F32, Tied
+from tests.amp.mixed_models import F32, Tied
 from tests.networks import B16
 
 

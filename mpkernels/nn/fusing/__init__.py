@@ -4,7 +4,7 @@ from types import MethodType
 
 from torch.nn import Module
 
-from mpkernels._torch_private import without_functions
+from mpkernels._torch_private.modes import without_functions
 from mpkernels.nn.fusing.classes import covers_fused_forward, fused_class, is_fused, plain_class
 from mpkernels.nn.fusing.plan import decide
 from mpkernels.nn.fusing.report import FusedSite, FuseReport, LeftSite, SavedBytes

@@ -8,12 +8,9 @@ from torch.compiler import is_compiling
 from torch.nn import Linear, Module
 
 from mpkernels import functional
-from mpkernels._torch_private import (
-    are_all_modules_hooked,
-    is_exporting,
-    is_function_mode_active,
-    is_jit_tracing,
-)
+from mpkernels._torch_private.modes import is_function_mode_active
+from mpkernels._torch_private.modules import are_all_modules_hooked
+from mpkernels._torch_private.tracing import is_exporting, is_jit_tracing
 from mpkernels.nn.fusing.originals import GELU, TORCH_CHUNK, are_gates_original
 from mpkernels.nn.fusing.recognise import (
     PLAIN_TENSORS,

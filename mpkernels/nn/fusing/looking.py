@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.nn import Module
 
-from mpkernels._torch_private import books_of
+from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing.originals import MODULE_GETATTR
 
 UNSEEN: Any = type("Unseen", (), {})()

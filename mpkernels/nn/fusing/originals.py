@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mpkernels._torch_private import CALLED_BY
+from mpkernels._torch_private.modules import CALLED_BY
 
 _HOME = os.path.dirname(torch.__file__)
 Attribute = tuple[Any, str, Any]
@@ -47,7 +47,7 @@ def _module(kind: type, *functions: tuple[Any, str]) -> tuple[Attribute, ...]:
 
 
 _TANH_OF_CUBE = ((torch, "tanh"), (torch, "pow"))
-# What a call of the module or function runs. It was read in torch 2.10 to 2.13, transformers 4.57 to 5.24.
+# What a call of the module or function runs. It was read in torch 2.13 and transformers 5.24.
 _RUNS: dict[object, tuple[Attribute, ...]] = {
     nn.Linear: _module(nn.Linear, (functional, "linear")),
     nn.Dropout: _module(nn.Dropout, (functional, "dropout")),

@@ -11,7 +11,7 @@ import torch
 from torch.nn import Module
 from torch.nn.utils import parametrize
 
-from mpkernels._torch_private import books_of
+from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls, sequential
 from mpkernels.nn.fusing.chain import dotted, short
 from mpkernels.nn.fusing.decorators import innermost, redecorated

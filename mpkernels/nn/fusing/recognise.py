@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Dropout, Linear, Module, Parameter, functional
 
-from mpkernels._torch_private import books_of, runs_forward_alone
+from mpkernels._torch_private.modules import books_of, runs_forward_alone
 from mpkernels.nn.fusing.looking import own_values
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, is_original
 from mpkernels.ops.linear.activations import ACTIVATIONS, module_activation

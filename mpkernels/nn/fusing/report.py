@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
-from mpkernels._torch_private import storage_of
+from mpkernels._torch_private.tensors import storage_of
 from mpkernels.tables import Report, Table
 
 

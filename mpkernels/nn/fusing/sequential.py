@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Dropout, Module
 
-from mpkernels._torch_private import books_of
+from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls
 from mpkernels.nn.fusing.originals import SEQUENTIAL_FORWARD, SEQUENTIAL_ITER
 from mpkernels.nn.fusing.recognise import (

@@ -21,7 +21,9 @@ from torch import Tensor
 from torch.nn import functional
 from torch.utils.flop_counter import register_flop_formula
 
-from mpkernels._torch_private import are_transforms_active, derives_forward, unsafe_view, version_of
+from mpkernels._torch_private.modes import are_transforms_active
+from mpkernels._torch_private.ops import unsafe_view
+from mpkernels._torch_private.tensors import derives_forward, version_of
 from mpkernels.ops import _checks
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._devices import TILED_TRITON

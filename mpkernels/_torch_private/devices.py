@@ -1,0 +1,22 @@
+"""What this machine's devices can do, and when they begin."""
+
+from collections.abc import Callable
+
+import torch
+
+from mpkernels._torch_private.finding import look_up
+
+
+def when_cuda_begins(call: Callable[[], None]) -> None:
+    """Call this once torch has begun to use CUDA, but nobody else has, or now if it has. Without the queue: only if it
+    has, and otherwise the first launch tells what can't run on a device."""
+    queue = look_up("torch.cuda", "_lazy_call", None)
+    if queue is not None and torch.backends.cuda.is_built():
+        queue(call)
+    elif torch.cuda.is_initialized():
+        call()
+
+
+# What multiplies bf16 here. Without them: Policy.best takes a CPU for one that doesn't.
+has_amx: Callable[[], bool] = look_up("torch.cpu", "_is_amx_tile_supported", lambda: False)
+has_avx512_bf16: Callable[[], bool] = look_up("torch.cpu", "_is_avx512_bf16_supported", lambda: False)

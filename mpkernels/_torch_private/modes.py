@@ -1,0 +1,64 @@
+"""Who watches the ops that are called: modes, transforms, autocast, and how to hide from them."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from mpkernels._torch_private.finding import NoClass, look_up, maybe
+
+# Whether a tracer, mode or transform observes the ops that are called. Without them: assumed so, and torch computes.
+are_transforms_active: Callable[[], bool] = look_up("torch._C", "_are_functorch_transforms_active", maybe)
+count_dispatch_modes: Callable[[], int] = look_up("torch._C", "_len_torch_dispatch_stack", maybe)
+count_function_modes: Callable[[], int] = look_up("torch._C", "_len_torch_function_stack", maybe)
+_function_mode_at: Callable[[int], Any] = look_up("torch._C", "_get_function_stack_at", lambda at: None)
+_DeviceContext: type = look_up("torch.utils._device", "DeviceContext", NoClass)
+# Hides what is done from function modes and tensors of subclasses. Without it: they see what fuse looks at.
+without_functions: Any = look_up("torch._C", "DisableTorchFunction", nullcontext)
+
+# Quicker than their public twins, which in a small layer count.
+is_any_autocast_enabled: Callable[[], bool] = look_up("torch._C", "_is_any_autocast_enabled", maybe)
+is_deterministic: Callable[[], bool] = look_up(
+    "torch._C", "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+
+# Hide ops from dispatch modes and transforms. Without them: modes see these ops, too.
+_without_dispatch_modes: Any = look_up("torch._C", "_DisableTorchDispatch", nullcontext)
+_without_transforms: Any = look_up("torch._C", "_DisableFuncTorch", nullcontext)
+_may_hook_saved: Callable[[], bool] = look_up("torch._C", "_autograd._saved_tensors_hooks_is_enabled", maybe)
+
+# What all ops are told to. Without it: memory_report counts nothing in a forward on a CPU.
+DispatchMode: Any = look_up("torch.utils._python_dispatch", "TorchDispatchMode", nullcontext)
+
+
+def is_function_mode_active() -> bool:
+    """Return whether a TorchFunctionMode sees the functions of torch that are called. The one of a default device looks
+    at those alone that make tensors. Without the stack's entries: each counts."""
+    for at in range(count_function_modes()):  # noqa: SIM110, for torch.compile
+        if type(_function_mode_at(at)) is not _DeviceContext:
+            return True
+    return False
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Hide everything inside this context from dispatch modes, and from activation checkpointing, which counts saved
+    tensors."""
+    hooks = saved_tensors_hooks(_same, _same) if _may_hook_saved() else nullcontext()
+    with _without_dispatch_modes(), hooks:
+        yield
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+@contextmanager
+def for_real() -> Iterator[None]:
+    """Hide everything inside this context from dispatch modes and transforms. Finalizers need it, because they may run
+    at any time."""
+    with _without_dispatch_modes(), _without_transforms():
+        yield

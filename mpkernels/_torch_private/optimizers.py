@@ -1,0 +1,32 @@
+"""Which hooks run around an optimizer's step and its loading."""
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from mpkernels._torch_private.finding import look_up
+
+
+def hooks_of_loading(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Return the user's hooks that run before and after load_state_dict. Without the attributes: none, and torch calls
+    the hooks with the stand-in that it loads."""
+    before = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {})
+    return before, getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
+
+
+_hooks_of_all_steps: tuple[Any, ...] = tuple(
+    look_up("torch.optim.optimizer", f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")
+)
+
+
+def hooks_around_step(optimizer: Any) -> Iterator[Any]:
+    """Return the hooks of an optimizer's step, its own and those of all. Without torch's books of them: none, and under
+    a scaler they see scaled grads."""
+    own = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post"))
+    return chain.from_iterable(book.values() for book in (*own, *_hooks_of_all_steps))
+
+
+def post_hooks_of_step(optimizer: Any) -> list[Any]:
+    """Return what is called after an optimizer's own step. Without the book: nothing, and Metrics miss a step that a
+    scaler has skipped, where there are hooks of others."""
+    return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())

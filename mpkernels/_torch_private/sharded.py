@@ -1,0 +1,45 @@
+"""Parameters of which this process holds a part: FSDP's, DTensors."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from mpkernels._torch_private.finding import NoClass, look_up
+
+
+def flat_param_handle() -> type:
+    """FSDP1's book of a flat parameter. Without it: FSDP's process group must be given."""
+    found: type = look_up("torch.distributed.fsdp._flat_param", "FlatParamHandle", NoClass)
+    return found
+
+
+def is_fsdp1s(param: Tensor) -> bool:
+    """Return whether FSDP1 made this of other parameters. Without the mark: none is, and the group must be given."""
+    return bool(getattr(param, "_fsdp_flattened", False))
+
+
+def parts_in_place(tensors: Iterable[Any]) -> list[Any]:
+    """Return the tensor that each DTensor holds; None for others. Without the attribute: None, so that a method of
+    theirs makes a new view of each parameter at each call, and AdamW plans each step anew."""
+    return [getattr(it, "_local_tensor", None) for it in tensors]
+
+
+def originals_of(flat: Any) -> list[Tensor]:
+    """Return the parameters that FSDP1 made views of its flat one. Without its lists: none, and the group must be
+    given."""
+    return [*(getattr(flat, "_params", None) or ()), *(getattr(flat, "_shared_params", None) or ())]
+
+
+def root_mesh(mesh: Any) -> Any:
+    """Return the mesh that this one is a slice of. Without the method: itself, so that parameters on several slices
+    need a process_group."""
+    find = getattr(mesh, "_get_root_mesh", None)
+    return mesh if find is None else find()
+
+
+def offsets_of_part(shape: Any, mesh: Any, placements: Any) -> tuple[int, ...]:
+    """Return where this process's part of a DTensor begins. Without the function: at 0, so that a report's indices are
+    those within the part."""
+    find = look_up("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", None)
+    return (0,) * len(shape) if find is None else tuple(find(shape, mesh, placements)[1])

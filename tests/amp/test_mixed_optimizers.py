@@ -1,0 +1,91 @@
+"""An optimizer beside to_mixed and to_full: its masters become the weights, and the weights its masters."""
+
+import copy
+import io
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mpkernels.amp import to_full, to_mixed
+from mpkernels.ops.adamw.split import join
+from mpkernels.optim import AdamW
+from tests.amp.mixed_models import F32
+from tests.networks import B16, network, one_thread, train
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_the_optimizer_goes_on_in_fp32(master):
+    """Three steps in 16 bits, then three in fp32: those are torch's, from the same weights and moments."""
+    model = to_mixed(network())
+    ours = AdamW(model.parameters(), lr=1e-3, master=master)
+    train(model, ours, 3)
+    state = ours.state[model[0].weight]
+    weight = state["master"].clone() if master == "fp32" else join(model[0].weight.detach(), state["remainder"])
+    to_full(model, ours)
+    assert torch.equal(model[0].weight, weight)
+    assert not torch.equal(weight, weight.bfloat16().float())
+    twin = copy.deepcopy(model)
+    theirs = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))
+    train(model, ours, 3)
+    train(twin, theirs, 3)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(a, b, rtol=1e-6, atol=1e-6)
+    to_mixed(model)  # and back again: masters grow anew
+    train(model, AdamW(model.parameters()), 1)
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_an_optimizer_that_is_there_already_gets_the_weights_as_they_were(master, steps):
+    model, twin = network(), network()
+    optimizers = [AdamW(it.parameters(), lr=1e-3, master=master) for it in (model, twin)]
+    for it, optimizer in zip((model, twin), optimizers, strict=True):
+        if steps:
+            train(it, optimizer, steps)
+    to_mixed(model, optimizer=optimizers[0])
+    assert model[0].weight.dtype == B16
+    to_full(model, optimizers[0])
+    assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+    to_mixed(model, optimizer=optimizers[0])
+    for seed in range(3):  # no step is lost in rounding
+        for of_model, of_twin in zip(model.parameters(), twin.parameters(), strict=True):
+            of_twin.grad = torch.randn(of_twin.shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+            of_model.grad = of_twin.grad.to(of_model.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    to_full(model, optimizers[0])
+    assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
+    with pytest.raises(TypeError, match=r"optimizer must be mpkernels.optim.AdamW, .* got torch.optim.sgd.SGD"):
+        to_mixed(twin, optimizer=torch.optim.SGD(twin.parameters()))
+    assert twin[0].weight.dtype == F32
+
+
+def test_before_a_step_and_frozen_the_weight_is_its_own_master():
+    model = to_mixed(network())
+    model[3].requires_grad_(False)
+    rounded = [param.detach().float() for param in model.parameters()]
+    to_full(model, AdamW([*model[0].parameters(), *model[2].parameters()]))
+    assert_close([param.detach() for param in model.parameters()], rounded, rtol=0, atol=0)
+
+
+def test_checkpoints_go_on_bit_for_bit():
+    model = to_mixed(network())
+    optimizer = AdamW(model.parameters())
+    train(model, optimizer, 2)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    other = to_mixed(network(seed=2))
+    other.load_state_dict(saved["model"])
+    again = AdamW(other.parameters())
+    again.load_state_dict(saved["optimizer"])
+    train(model, optimizer, 2)
+    train(other, again, 2)
+    to_full(model, optimizer)
+    to_full(other, again)
+    assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)

@@ -1,0 +1,144 @@
+"""The book, README's table and the headline say what was measured, and no more."""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from benchmarks import book, front
+from mpkernels.bench import show
+from mpkernels.bench.results import Result, Run
+from tests import ROOT
+
+
+@pytest.fixture
+def copy(tmp_path):
+    for path in ("README.md", "benchmarks/RESULTS.md"):
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / path, tmp_path / path)
+    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
+    return tmp_path
+
+
+def test_the_book_is_what_the_raw_files_say(capsys):
+    assert book.main(["--check"]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["README.md", "benchmarks/RESULTS.md"])
+def test_a_number_typed_by_hand_is_noticed(copy, capsys, name):
+    path = copy / name
+    text = path.read_text()
+    at = text.index("| ", text.index(book.BEGIN.format("results")) if name == "README.md" else text.index("|---"))
+    path.write_text(text[:at] + "| 9.99 " + text[at:])
+    assert book.main(["--check"], copy) == 1
+    assert f"{name} has drifted" in capsys.readouterr().out
+    assert book.main([], copy) == 0
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in book.ROOT.glob("benchmarks/results/*.json")))
+def test_changed_samples_are_noticed(copy, name):
+    path = copy / "benchmarks" / "results" / name
+    path.write_text(path.read_text().replace('us":[', 'us":[1,1,1,1,1,1,1,1,1,', 2))
+    assert book.main(["--check"], copy) == 1
+
+
+def test_a_chart_of_no_results_is_noticed(copy):
+    orphan = copy / "benchmarks" / "results" / "orphan.svg"
+    orphan.write_text("<svg/>")
+    assert book.main(["--check"], copy) == 1
+    assert book.main([], copy) == 0
+    assert not orphan.exists()
+
+
+def result(ours, theirs, **more):
+    return Result("op", "", "cuda", "bf16", "case", "native", 10**6, 0.0, [ours] * 6, [theirs] * 6, **more)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "verdict"), [(300.0, "3.00 [3.00, 3.00] | faster"), (50.0, "**slower**"), (100.0, "even")]
+)
+def test_losses_are_shown_beside_wins(theirs, verdict):
+    run = Run("2026-11-21", {"gpu": "NVIDIA H200"}, {"cuda": 2e10}, results=[result(100.0, theirs)])
+    page = book.book({"h200": run})
+    assert "| cuda bf16 case | native | 100 us |" in page
+    assert verdict in page
+    assert "| 10.0 GB/s | 50% |" in page  # 1 MB in 100 us
+
+
+def test_a_product_is_compared_with_one_of_its_dtype():
+    product = replace(result(100.0, 100.0), moved=0, flops=10**9)
+    speeds = {"cuda fp32": 1e13, "cuda bf16": 2e13}
+    run = Run("2026-11-21", {"gpu": "NVIDIA H200"}, gemm_speeds=speeds, results=[product])
+    assert "| 10 TFLOP/s | 50% |" in book.book({"h200": run})
+
+
+def test_a_training_step_short_of_its_aim_is_named():
+    slow, fast = replace(result(100.0, 149.0), op="train"), replace(result(100.0, 150.0), op="train", case="fast")
+    page = book.book({"h200": Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[slow, fast])})
+    assert "2 faster, 0 even, 0 slower. Short of 1.5 times: case.\n" in page
+
+
+def test_what_was_counted_stands_beside_what_was_measured():
+    counts = {"ours": {"peak memory": 14 * 10**9}, "theirs": {"peak memory": 16 * 10**9}}
+    step = Result(
+        "step", "", "cuda", "bf16", "1x1e9", "native", 28 * 10**9, 0.0, [6500.0] * 6, [11000.0] * 6, "torch.amp fused",
+        counts=counts,
+    )  # fmt: skip
+    page = book.book({"h200": Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[step])})
+    assert "| 1.69 [1.69, 1.69] | faster | 1.71 | 14 GB / 16 GB |" in page
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ([300.0] * 9, "AdamW's unscaled, clipped step in bf16 is 3.00 times as fast as torch's, in 88% of its memory"),
+        ([200.0, 300.0, 400.0] * 3, "is at least 2.00 times as fast as torch's"),  # whose interval is wide
+        ([99.0, 100.0, 101.0] * 3, "in bf16 is as fast as torch's"),
+        ([50.0] * 9, "is 0.50 times as fast as torch's"),
+        (
+            [30.0, 50.0, 70.0] * 3,
+            "is at most 0.70 times as fast as torch's, in 88% of its memory; the samples are wide",
+        ),
+    ],
+)
+def test_the_headline_says_no_more_than_was_measured(theirs, says):
+    counts = {"ours": {"peak memory": 14}, "theirs": {"peak memory": 16}}
+    step = replace(result(100.0, 100.0), op="step", ours_us=[100.0] * 9, torch_us=theirs, counts=counts)
+    assert says in show.headline(Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[result(1.0, 1.0), step]))
+
+
+def test_the_headline_gives_no_figure_where_other_programs_were_at_work():
+    counts = {"ours": {"peak memory": 14}, "theirs": {"peak memory": 16}}
+    step = replace(result(100.0, 1591.0), op="step", waited=0.2, counts=counts)
+    said = show.headline(Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=[step]))
+    assert said.startswith("AdamW's unscaled, clipped step in bf16 runs in 88% of its memory; how fast")
+    assert said.endswith("can't be told, for other programs were at work")
+    assert "15" not in said
+
+
+def test_the_headline_of_single_ops():
+    found = [result(1.0, theirs) for theirs in (0.5, 1.0, 2.0, 3.0)]
+    run = Run("2026-11-21", {"gpu": "NVIDIA H200"}, results=found)
+    assert show.headline(run) == "2 of 4 cases are faster than torch, 1 slower"
+    run.results[0] = replace(found[0], waited=0.2)
+    assert show.headline(run) == "2 of 4 cases are faster than torch, 1 slower; 1 of them are in doubt"
+
+
+def test_readme_shows_one_thread_beside_all():
+    def step(place, theirs, **more):
+        words = {"op": "step", "place": place, "baseline": "torch.amp fused"} | more
+        return replace(result(100.0, theirs), **words)
+
+    found = [
+        step("cpu-1", 150.0),
+        step("cpu-16", 250.0),
+        step("cpu-1", 110.0, variant="imports", baseline="torch fused"),
+    ]
+    run = Run("2026-11-25", {"gpu": None, "cpu": "Abacus", "torch": "2.13.0"}, results=found)
+    shown = book._front("abacus", run)
+    assert front.figures([shown])[0].startswith("  * **2.50**; one thread **1.50**, on Abacus, 16 cores")
+    rows = dict(front.rows([shown])[1])
+    assert rows["the same calls, only the imports changed"] == "not measured; one thread **1.10**"
+    alone = book._front("abacus", replace(run, results=found[:1]))
+    assert front.figures([alone])[0].startswith("  * **1.50**, on Abacus, 1 cores")

@@ -1,0 +1,163 @@
+"""AdamW's checkpoints under the hooks of users, and used as torch's own tests use theirs."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils._pytree import keystr, tree_flatten_with_path
+
+from mpkernels.optim import AdamW
+from tests.networks import B16, network, one_thread, train
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+def test_post_hooks_of_the_user_have_the_last_word():
+    model = network()
+    train(model, optimizer := AdamW(model.parameters()), 1)
+    weight = model[0].weight
+    optimizer.register_load_state_dict_post_hook(lambda it: it.state[weight]["exp_avg"].fill_(7.0))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert (optimizer.state[weight]["exp_avg"] == 7).all()
+
+
+def test_hooks_of_the_user_see_the_optimizer_itself():
+    """One that comes before the load may still add the group that the checkpoint has."""
+    weights, seen = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
+    optimizer = AdamW([weights[0]])
+    both = AdamW([{"params": [weight]} for weight in weights])
+
+    def add_group(it, saved):
+        seen.append(it)
+        it.add_param_group({"params": [weights[1]], "state_dtype": B16})
+
+    optimizer.register_load_state_dict_pre_hook(add_group)
+    optimizer.register_load_state_dict_post_hook(seen.append)
+    optimizer.load_state_dict(both.state_dict())
+    assert seen == [optimizer, optimizer]
+    assert [group["state_dtype"] for group in optimizer.param_groups] == [torch.float32, B16]
+
+
+def hook_sets_a_state(optimizer, say):
+    optimizer.register_state_dict_pre_hook(lambda it: it.state.__setitem__("test", 1))
+    return optimizer.state_dict()
+
+
+def hook_adds(optimizer, say):
+    optimizer.register_state_dict_post_hook(lambda _, saved: saved["state"].update(test=1))
+    optimizer.register_state_dict_post_hook(lambda _, saved: saved.update(version=2))
+    return optimizer.state_dict()
+
+
+def hook_replaces(optimizer, say):
+    optimizer.register_state_dict_post_hook(lambda _, saved: {"mine": list(saved["state"])})
+    return optimizer.state_dict()
+
+
+def hooks_in_order(optimizer, say):
+    for i in range(3):
+        optimizer.register_state_dict_pre_hook(lambda _, i=i: say(f"before {i}"), prepend=i == 2)
+        optimizer.register_state_dict_post_hook(lambda _, saved, i=i: say(f"after {i}"), prepend=i == 2)
+        optimizer.register_load_state_dict_pre_hook(lambda _, saved, i=i: say(f"load {i}"), prepend=i == 2)
+        optimizer.register_load_state_dict_post_hook(lambda _, i=i: say(f"loaded {i}"), prepend=i == 2)
+    for _ in range(2):
+        optimizer.load_state_dict(optimizer.state_dict())
+    return optimizer.state_dict()
+
+
+def load_hook_replaces(optimizer, say):
+    def halve(_, saved):
+        groups = [group | {"lr": 0.5} for group in saved["param_groups"]]
+        return saved | {
+            "state": {**saved["state"], "test": {"a": 1}, 0: copy.deepcopy(saved["state"][1])},
+            "param_groups": groups,
+        }
+
+    optimizer.register_load_state_dict_pre_hook(lambda _, saved: {"state": saved["state"], **saved["rest"]})
+    optimizer.register_load_state_dict_pre_hook(halve)
+    saved = optimizer.state_dict()
+    optimizer.load_state_dict({"state": saved["state"], "rest": {"param_groups": saved["param_groups"]}})
+    return optimizer.state_dict()
+
+
+def foreign_states(optimizer, say):
+    saved = optimizer.state_dict()
+    saved["state"] |= {"test": 1, "more": {"scales": torch.ones(2)}}
+    optimizer.load_state_dict(saved)
+    say(optimizer.state["test"])
+    return optimizer.state_dict()
+
+
+def an_old_checkpoint(optimizer, say):
+    """Steps were numbers, and groups had fewer options."""
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        state["step"] = int(state["step"])
+    for group in saved["param_groups"]:
+        for key in (
+            "maximize",
+            "foreach",
+            "capturable",
+            "differentiable",
+            "fused",
+            "amsgrad",
+            "decoupled_weight_decay",
+        ):
+            group.pop(key, None)
+    optimizer.load_state_dict(saved)
+    return optimizer.state_dict()
+
+
+def one_group_too_many(optimizer, say):
+    saved = optimizer.state_dict()
+    saved["param_groups"].append(saved["param_groups"][0])
+    with pytest.raises(ValueError, match="different number of parameter groups") as error:
+        optimizer.load_state_dict(saved)
+    return str(error.value)
+
+
+def one_parameter_too_few(optimizer, say):
+    saved = optimizer.state_dict()
+    del saved["param_groups"][0]["params"][-1]
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group") as error:
+        optimizer.load_state_dict(saved)
+    return str(error.value)
+
+
+USES = [
+    hook_sets_a_state,
+    hook_adds,
+    hook_replaces,
+    hooks_in_order,
+    load_hook_replaces,
+    foreign_states,
+    an_old_checkpoint,
+    one_group_too_many,
+    one_parameter_too_few,
+]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
+def test_used_as_torchs_own_tests_use_theirs(use):
+    """Said and saved is what torch says and saves, beside our options; and the next step is the same."""
+    results = []
+    for kind in (AdamW, torch.optim.AdamW):
+        params, said = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)], []
+        optimizer = kind([("a", params[0]), ("b", params[1])], lr=0.1)
+        for _ in range(2):
+            for i, param in enumerate(params):
+                param.grad = torch.full((3,), 1.0 + i)
+            optimizer.step()
+        saved = use(optimizer, said.append)
+        optimizer.step()
+        leaves, _ = tree_flatten_with_path((saved, said, params))
+        results.append({keystr(path): leaf for path, leaf in leaves})
+    ours, theirs = results
+    own = [path for path in ours if path.endswith(("['master']", "['state_dtype']"))]
+    assert all("['param_groups']" in path and ours.pop(path) in ("split", "torch.float32") for path in own)
+    assert ours.keys() == theirs.keys()
+    for path, leaf in ours.items():
+        if isinstance(leaf, torch.Tensor):
+            torch.testing.assert_close(leaf, theirs[path])
+        else:
+            assert leaf == theirs[path], path
