@@ -100,12 +100,10 @@ class AdamW(torch.optim.AdamW):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does. It may set its own ``master`` and ``state_dtype``; a bad group is not kept."""
-        with group_options.refusing_twice():
-            super().add_param_group(param_group)
+        super().add_param_group(param_group)
         group = self.param_groups[-1]
         group_options.complete(self, group)
         try:
-            group_options.refuse_twice(group["params"])
             group_options.check_group(self, group)
         except (TypeError, ValueError):
             self.param_groups.pop()

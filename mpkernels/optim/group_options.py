@@ -1,8 +1,6 @@
 """AdamW's options beyond torch's, and their checks: those of the whole optimizer, and those of a parameter group."""
 
-import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from difflib import get_close_matches
 from numbers import Real
 from typing import Any
@@ -26,14 +24,6 @@ def check_global(max_norm: float | None, guard: bool | None) -> None:
         raise ValueError(f"AdamW: max_norm must be above 0, got {max_norm}")
     if max_norm is not None and guard is False:
         raise ValueError("AdamW: max_norm needs the guard: a non-finite norm would clip every grad to NaN")
-
-
-@contextmanager
-def refusing_twice() -> Iterator[None]:
-    """Silence torch's warning of a parameter that a group has twice: ``refuse_twice`` raises."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate parameters")
-        yield
 
 
 def refuse_twice(params: Sequence[Tensor]) -> None:

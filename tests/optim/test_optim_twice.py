@@ -153,18 +153,19 @@ TWICE = r"AdamW: params\[2\] of shape \(3, 3\) must be given once, got it as par
 
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("foreach", [None, False, True])
-def test_a_parameter_twice_in_a_group_is_refused(named, foreach):
+def test_a_parameter_twice_in_a_group_is_refused_at_the_step(named, foreach):
+    """torch warns of it before."""
     first, second = weights(2)
     twice = [first, second, first]
     given = [(str(i), it) for i, it in enumerate(twice)] if named else twice
-    with pytest.raises(ValueError, match=TWICE):
-        AdamW(given, foreach=foreach)
-    with pytest.raises(ValueError, match=TWICE):
-        AdamW(iter(given), differentiable=True)
-    optimizer = AdamW([("other", weights(1)[0])] if named else weights(1))
-    with pytest.raises(ValueError, match=TWICE):
-        optimizer.add_param_group({"params": given})
-    assert len(optimizer.param_groups) == 1
+    with pytest.warns(UserWarning, match="a parameter group with duplicate parameters"):
+        optimizer = AdamW(given, foreach=foreach)
+    first.grad = torch.ones_like(first)
+    before = copy.deepcopy([first, second])
+    for _ in range(2):
+        with pytest.raises(ValueError, match=TWICE):
+            optimizer.step()
+    assert all(map(same_bits, [first, second], before))
 
 
 def in_its_group(optimizer, first):
