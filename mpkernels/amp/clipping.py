@@ -33,8 +33,8 @@ def clip_grad_norm_(
 
     It replaces ``torch.nn.utils.clip_grad_norm_``, and differs in two ways:
 
-    * The norm of 16-bit grads is summed in fp32 and fp64, and returned in fp32. torch's norm of fp16 grads becomes inf above
-      65504, and then every grad becomes 0.
+    * The norm of 16-bit grads is summed in fp32 and fp64, and returned in fp32. torch's norm of fp16 grads becomes inf
+      above 65504, and then every grad becomes 0.
     * If the norm is inf or NaN, the grads stay unchanged. torch makes all of them NaN or 0, and nobody can tell any
       more which grad has overflowed.
 

@@ -23,7 +23,6 @@ from mpkernels.ops._table import (
 )
 from mpkernels.ops.grads.grad_stats import LEAST, MOST, _grad_stats
 
-
 PACK = tl.constexpr(8)  # grad_stats.py says why
 PACKS = tl.constexpr(128)  # of a block
 LEAST_SUM, MOST_SUM = tl.constexpr(LEAST), tl.constexpr(MOST)
@@ -107,11 +106,7 @@ def load_some_packs(grads, begin, size, T: tl.constexpr):
 @triton.jit
 def widen(x, IS_BF16: tl.constexpr):
     """bf16 comes as integers, for chips that don't know it."""
-    if IS_BF16:
-        wide = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    else:
-        wide = x.to(tl.float32)
-    return wide
+    return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True) if IS_BF16 else x.to(tl.float32)
 
 
 @triton.jit
