@@ -24,7 +24,7 @@ def lines_of(reports):
     """Return a line for each target whose tests were asked for, from pytest's reports by their outcome."""
     counts, reasons = defaultdict(Counter), {}
     for outcome, report in reports:
-        for name in {value for key, value in report.user_properties if key == TARGET}:
+        for name in {value for key, value in getattr(report, "user_properties", ()) if key == TARGET}:
             counts[name][outcome] += 1
             if outcome == "skipped":
                 reasons.setdefault(name, _reason(report))

@@ -40,7 +40,12 @@ def test_nothing_is_said_of_tests_that_run_no_target():
     assert lines_of([("passed", report(None)), skipped(None)]) == []
 
 
-def test_workers_tell_what_they_lines_of():
+def test_a_file_that_could_not_be_read_has_no_targets():
+    """pytest reports it as an error, without the properties of a test."""
+    assert lines_of([("error", SimpleNamespace(longrepr="SyntaxError"))]) == []
+
+
+def test_workers_tell_what_they_tested():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", TEST]
     command += ["-k", "test_overflow_becomes_inf and (reference or cuda-native)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
