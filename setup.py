@@ -55,7 +55,7 @@ class Cuda(NamedTuple):
 
 
 def ask(*command: str) -> tuple[bool, str]:
-    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    run = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
     return run.returncode == 0, run.stdout.strip()
 
 
@@ -113,7 +113,10 @@ def ask_nvcc(nvcc: str, cxx: list[str]) -> Cuda:
         )
     known = ask(nvcc, "--list-gpu-arch")[1].split()
     archs = [arch for arch in ARCHS if f"compute_{arch}" in known]
-    host, complaint = find_host(nvcc, [word for word in cxx if not word.startswith("-")][-1])  # "ccache g++ -m64": g++
+    if not archs:
+        return Cuda(f"{nvcc} knows none of the chips {', '.join(ARCHS)}")
+    named = [word for word in cxx if not word.startswith("-") and shutil.which(word)]
+    host, complaint = find_host(nvcc, named[-1])  # of "ccache g++ -m64 -I include" it is g++
     if complaint:
         return Cuda(f"{nvcc} works with no C++ compiler that is here: {complaint}")
     # nvcc may be a script that calls another; the dry run tells where the real one keeps its files.
@@ -140,8 +143,8 @@ def ask_nvcc(nvcc: str, cxx: list[str]) -> Cuda:
 
 
 def find_host(nvcc: str, cxx: str) -> tuple[str, str]:
-    """The C++ compiler that nvcc is to use, or what it said of the first one: each nvcc refuses compilers that are
-    newer than itself. Something is compiled, for a dry run doesn't look."""
+    """Return the C++ compiler that nvcc is to use, or what it said of each: an nvcc refuses compilers that are newer
+    than itself. Something is compiled, for a dry run doesn't look."""
     complaints = []
     with tempfile.TemporaryDirectory() as scratch:
         source, built = Path(scratch, "nothing.cu"), Path(scratch, "nothing.o")

@@ -79,6 +79,20 @@ def test_where_nvcc_takes_no_compiler_cuda_is_left_out(toolkits):
     assert not find().compile
 
 
+def test_an_nvcc_that_knows_no_chip_of_ours_or_speaks_in_riddles_is_passed_over(toolkits, tmp_path):
+    toolkits("12.4")
+    nvcc = tmp_path / "cuda-12.4" / "bin" / "nvcc"
+    nvcc.write_text(
+        nvcc.read_text().replace("echo compute_70 compute_75 compute_80 compute_90", "printf '\\377'; exit 1;")
+    )
+    assert "knows none of the chips 75, 80" in find().left_out
+
+
+def test_the_compiler_is_found_among_a_launcher_and_options(toolkits):
+    toolkits("12.4")
+    assert "-ccbin new-g++ " in setup.find_cuda(["env", "new-g++", "-I", "/usr/include"]).compile
+
+
 @pytest.fixture
 def built(tmp_path, monkeypatch):
     """A library of two sources, once built; returns what builds it again and tells which sources were compiled."""

@@ -25,8 +25,8 @@ class Case(NamedTuple):
         return f"{self} of {' '.join(self.kernels)}"
 
     def anywhere(self) -> "Case":
-        """Return the case on no device in particular: other ranks have others."""
-        return self._replace(device=torch.device(self.device.type))
+        """Return the case on no device and with no kernels in particular: other ranks have others."""
+        return self._replace(device=torch.device(self.device.type), kernels=())
 
 
 class Choice(NamedTuple):

@@ -56,14 +56,17 @@ def is_replaced(method: Method) -> bool:
 
 
 def by_replacement(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Call the new method. It has defaults of its own: what looks like a default of the old one isn't handed on."""
-    defaults, given = method.written.__defaults__ or (), list(arguments)
-    first = method.written.__code__.co_argcount - len(defaults)
-    while first < len(given) <= first + len(defaults) and given[-1] is defaults[len(given) - 1 - first]:
-        given.pop()
-    old = method.written.__kwdefaults__ or {}
-    kept = {name: value for name, value in named.items() if name not in old or value is not old[name]}
-    return getattr(method.kind, method.name)(*given, **kept)
+    """Call the new method. It may have defaults and an order of its own: so what had a default is handed on by name,
+    unless it is that very default."""
+    code, defaults = method.written.__code__, method.written.__defaults__ or ()
+    names, end = code.co_varnames[: code.co_argcount], code.co_argcount
+    first = max(end - len(defaults), code.co_posonlyargcount)
+    if len(arguments) > end:  # then what comes before them has to have a place, too
+        first = end
+    old = dict(zip(names[end - len(defaults) :], defaults, strict=True)) | (method.written.__kwdefaults__ or {})
+    by_name = dict(zip(names[first:], arguments[first:end], strict=True)) | named
+    kept = {name: value for name, value in by_name.items() if name not in old or value is not old[name]}
+    return getattr(method.kind, method.name)(*arguments[:first], *arguments[end:], **kept)
 
 
 def is_gelu(function: object) -> bool:

@@ -92,8 +92,10 @@ def is_original(called: Any) -> bool:
         return _are_in_place(_RUNS.get(called, ()))
     own = _OF_TRANSFORMERS.get(kind)
     if own is None:
-        functions = _IN_TRANSFORMERS.get(kind.__name__, ())
-        own = _OF_TRANSFORMERS[kind] = _of_module(kind, _as_written(kind), functions)
+        forward = _as_written(kind)
+        if forward is None:
+            return False  # and look again another time: what is patched may be restored
+        own = _OF_TRANSFORMERS[kind] = _of_module(kind, forward, _IN_TRANSFORMERS.get(kind.__name__, ()))
     return _are_in_place(own) and _is_inner_original(called)
 
 
@@ -103,14 +105,14 @@ def are_gates_original(is_packed: bool) -> bool:
 
 
 def _as_written(kind: type) -> Any:
-    """Return the forward of a class that isn't torch's, if it stands in the class's own file."""
+    """Return the forward of a class that isn't torch's, if it stands in the class's own file; else None."""
     forward: Any = vars(kind).get("forward")
     is_own = (
         isinstance(forward, FunctionType)
         and (forward.__qualname__, forward.__module__) == (f"{kind.__qualname__}.forward", kind.__module__)
         and forward.__globals__.get("__file__") == forward.__code__.co_filename
     )
-    return forward if is_own else object()
+    return forward if is_own else None
 
 
 def _is_inner_original(module: nn.Module) -> bool:

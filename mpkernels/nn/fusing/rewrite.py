@@ -30,7 +30,7 @@ def sites_of(function: FunctionType) -> list[Site]:
     return find_sites(_parse(function)[0])
 
 
-def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]], method: Any = None) -> FunctionType:
+def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]], method: Any) -> FunctionType:
     """Return the function with fused calls at the sites with these indexes and texts. Globals, defaults and line
     numbers stay. If somebody replaces the method, that is called instead."""
     tree, imports = _parse(function)
@@ -39,8 +39,7 @@ def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]], method: A
         raise NotRewritableError("has changed since it was fused")  # in a file that is loaded
     for site in sorted((sites[index] for index, _ in chosen), key=lambda site: site.first, reverse=True):
         _replace(site)
-    if method is not None and not function.__code__.co_flags & inspect.CO_GENERATOR:
-        tree.body.insert(0, _detour(tree))
+    tree.body.insert(0, _detour(tree, bool(function.__code__.co_flags & inspect.CO_GENERATOR)))
     code = _compile(function, tree, imports)
     cells = tuple(CellType({CALLS: calls, METHOD: method}[name]) for name in code.co_freevars)
     written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
@@ -121,13 +120,14 @@ def _is_same_constant(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)
 
 
-def _detour(function: ast.FunctionDef) -> ast.stmt:
+def _detour(function: ast.FunctionDef, is_generator: bool) -> ast.stmt:
     """Return a statement that calls the method which has replaced this one since, with the same arguments."""
     every = function.args
     positional = [it.arg for it in (*every.posonlyargs, *every.args)] + [f"*{it.arg}" for it in (every.vararg,) if it]
     named = [f"{it.arg!r}: {it.arg}" for it in every.kwonlyargs] + [f"**{it.arg}" for it in (every.kwarg,) if it]
     arguments = f"({''.join(f'{it}, ' for it in positional)}), {{{', '.join(named)}}}"
-    text = f"if {CALLS}.is_replaced({METHOD}): return {CALLS}.by_replacement({METHOD}, {arguments})"
+    call = f"{CALLS}.by_replacement({METHOD}, {arguments})"
+    text = f"if {CALLS}.is_replaced({METHOD}): return {f'(yield from {call})' if is_generator else call}"
     detour = ast.parse(text).body[0]
     for node in ast.walk(detour):
         ast.copy_location(node, function.body[0])
