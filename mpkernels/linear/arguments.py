@@ -40,8 +40,9 @@ def width(who: str, name: str, value: object, wanted: str = "an int") -> None:
 
 
 def probability(who: str, name: str, value: object) -> None:
-    is_number = isinstance(value, (float, int, Real)) or (isinstance(value, Tensor) and value.numel() == 1)
-    if isinstance(value, bool) or not is_number:
+    if isinstance(value, Tensor) and value.numel() == 1:
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, (float, int, Real)):
         raise TypeError(f"{who}: {name} must be a number, got {value!r}{hint(value)}")
     if not 0 <= float(value) <= 1:
         raise ValueError(f"{who}: {name} must be between 0 and 1, got {value}")
