@@ -23,4 +23,4 @@ def test_submodules_need_no_import_of_their_own():
 def test_what_is_not_there_is_told_as_by_any_module():
     with pytest.raises(AttributeError, match=r"^module 'mpkernels' has no attribute 'optimizer'$"):
         mpkernels.optimizer  # noqa: B018
-    assert not hasattr(mpkernels, "GradScaler")
+    assert not hasattr(mpkernels, "Gradscaler")

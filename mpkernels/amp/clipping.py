@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._torch_private.modes import count_dispatch_modes
 from mpkernels._torch_private.ops import foreach_mul_
 from mpkernels._torch_private.tracing import is_tracing
 from mpkernels.distributed import fsdp1, meshes
@@ -148,8 +149,10 @@ def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
 
 
 def _is_known_one(coefficient: Tensor) -> bool:
-    """Return whether the host knows that no grad changes. It would have to wait for any device but the CPU."""
-    is_known = type(coefficient) is Tensor and coefficient.device.type == "cpu" and not is_tracing()
+    """Return whether the host knows that no grad changes. It would have to wait for any device but the CPU, and what a
+    mode or tracer writes down must not depend on it."""
+    is_watched = is_tracing() or count_dispatch_modes() > 0
+    is_known = type(coefficient) is Tensor and coefficient.device.type == "cpu" and not is_watched
     return is_known and float(coefficient) == 1.0
 
 

@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from mpkernels._torch_private.modules import SpectralParametrization, pre_hooks_of
-from mpkernels.amp.mixed_class import Mixed, mixed_class
+from mpkernels.amp.mixed_class import Mixed, mixed_class, own_forward_of
 from mpkernels.ops.adamw.split import split
 from mpkernels.optim import AdamW, masters, param_state
 from mpkernels.parameters import params_of, unwrapped
@@ -106,10 +106,10 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
             for key in masters.KEYS.values():
                 state.pop(key, None)
     optimizer._start_afresh()
-    own_forward = vars(model).pop("forward", None)
+    own_forward = own_forward_of(model)
     model.__class__ = model._mixed_class
     if own_forward is not None:
-        model.forward = own_forward.__wrapped__
+        model.forward = own_forward
     return model
 
 

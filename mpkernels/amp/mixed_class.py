@@ -2,6 +2,7 @@
 
 import copyreg
 import functools
+from types import MethodType
 from typing import Any
 
 import torch
@@ -12,15 +13,34 @@ from mpkernels.ops._autocast import has_autocast
 
 
 class UnderAutocast:
-    """A model's own forward, run under autocast. A deep copy of the model gets one of its own, as of a bound method."""
+    """A forward without a ``self`` that was set on a model, run under autocast."""
 
     def __init__(self, model: Any, forward: Any, dtype: torch.dtype) -> None:
         functools.update_wrapper(self, forward)
-        self._model, self._dtype = model, dtype
+        self._model, self._forward, self._dtype = model, forward, dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         with torch.amp.autocast(_device_type(self._model), dtype=self._dtype):
-            return self.__wrapped__(*args, **kwargs)  # type: ignore[attr-defined]
+            return self._forward(*args, **kwargs)
+
+
+def _under_autocast(function: Any, dtype: torch.dtype) -> Any:
+    @functools.wraps(function)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with torch.amp.autocast(_device_type(self), dtype=dtype):
+            return function(self, *args, **kwargs)
+
+    forward._before_autocast = function  # type: ignore[attr-defined]
+    return forward
+
+
+def own_forward_of(model: Any) -> Any:
+    """Return the forward that was set on a model, as it was set; None where there is none."""
+    forward = vars(model).get("forward")
+    if isinstance(forward, UnderAutocast):
+        return forward._forward
+    function = vars(getattr(forward, "__func__", forward)).get("_before_autocast") if forward is not None else None
+    return forward if function is None else MethodType(function, model)
 
 
 class Mixed:
@@ -30,8 +50,11 @@ class Mixed:
     _mixed_dtype: torch.dtype
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Run a forward that is set on the model under autocast, too: TRL's losses and PEFT set theirs so."""
-        if name == "forward":
+        """Run a forward that is set on the model under autocast, too: TRL's losses and Accelerate set theirs so. A
+        method of the model stays one, so that a deep copy of the model gets its own."""
+        if name == "forward" and isinstance(value, MethodType) and value.__self__ is self:
+            value = MethodType(_under_autocast(value.__func__, self._mixed_dtype), self)
+        elif name == "forward":
             value = UnderAutocast(self, value, self._mixed_dtype)
         super().__setattr__(name, value)
 
@@ -45,12 +68,12 @@ class Mixed:
 
 @functools.cache
 def mixed_class(kind: Any, dtype: torch.dtype) -> type[nn.Module]:
-    @functools.wraps(kind.forward)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with torch.amp.autocast(_device_type(self), dtype=dtype):
-            return kind.forward(self, *args, **kwargs)
-
-    body = {"forward": forward, "_mixed_class": kind, "_mixed_dtype": dtype, "__doc__": kind.__doc__}
+    body = {
+        "forward": _under_autocast(kind.forward, dtype),
+        "_mixed_class": kind,
+        "_mixed_dtype": dtype,
+        "__doc__": kind.__doc__,
+    }
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (Mixed, kind), body | names)
 

@@ -136,7 +136,10 @@ def test_quick_measures_a_case_in_turns(tmp_path):
     assert turns == ["1", "2", "3", "4"]
     assert len(pair["ours us"]) == len(pair["torch us"]) >= 4 * 6
     assert done.stdout.count("unscale_ cpu") == 1  # all turns together
-    assert re.search(r"\n\d of 1 cases are faster than torch, \d slower\.\nthe picture: .*\.png\n$", done.stdout)
+    assert re.search(
+        r"\n\d of 1 cases are faster than torch, \d slower(; 1 of them are in doubt)?\.\nthe picture: .*\.png\n$",
+        done.stdout,
+    )
     assert (tmp_path / "mpkernels-bench.png").read_bytes().startswith(b"\x89PNG")
 
 
