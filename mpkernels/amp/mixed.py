@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from mpkernels._torch_private.modules import SpectralParametrization, pre_hooks_of
-from mpkernels.amp.mixed_class import Mixed, mixed_class
+from mpkernels.amp.mixed_class import Mixed, UnderAutocast, mixed_class
 from mpkernels.ops.adamw.split import split
 from mpkernels.optim import AdamW, masters, param_state
 from mpkernels.parameters import params_of, unwrapped
@@ -106,9 +106,8 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
             for key in masters.KEYS.values():
                 state.pop(key, None)
     optimizer._start_afresh()
-    own_forward = vars(model).pop("forward", None)
     model.__class__ = model._mixed_class
-    if own_forward is not None:
+    if isinstance(own_forward := vars(model).get("forward"), UnderAutocast):  # not one put into the dict directly
         model.forward = own_forward.__wrapped__
     return model
 
