@@ -9,7 +9,7 @@ import hashlib
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from mpkernels.optim import AdamW
 from mpkernels.parts import part_of
 
 Undo = Callable[[], None]
 _NO_EXTRA = nn.Module.get_extra_state
+_REPLACING = (Optimizer.load_state_dict, AdamW.load_state_dict)  # which write to no tensor that is there
 _MARK, _VERSION = b"mpkernels checkpoint ", b"0001"
 _DIGEST = hashlib.sha256
 _END = len(_MARK) + len(_VERSION) + _DIGEST().digest_size
@@ -75,21 +77,32 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any
 
     Raises ValueError, before any object changes, if the file is no checkpoint, or not as it was written. If an object
     refuses its state, or the loading is interrupted, all objects are as before: parameters and buffers are copied to
-    the host meanwhile, optimizers get back the states that they had, everything else is set back by its own
-    ``load_state_dict``.
+    the host meanwhile, and so are the tensors of optimizers that have a ``load_state_dict`` of their own; other
+    optimizers get back the states that they had, everything else is set back by its own ``load_state_dict``. An object
+    without a ``state_dict`` can't be set back, so it is loaded last.
     """
     path = Path(path)
     _check(path)
     states: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
     if missing := objects.keys() - states.keys():
         raise ValueError(f"checkpoint.load: {path} must have {sorted(missing)}, got {sorted(states)}")
-    with ExitStack() as undoing:
-        for it in objects.values():
-            undoing.callback(_undo_of(it))
-        for name, it in objects.items():
+    undos = [_undo_of(it) for it in objects.values() if hasattr(it, "state_dict")]
+    try:
+        for name, it in sorted(objects.items(), key=lambda pair: not hasattr(pair[1], "state_dict")):
             it.load_state_dict(states[name])
-        undoing.pop_all()
+    except BaseException as error:
+        _undo_all(undos, error)
+        raise
     return states
+
+
+def _undo_all(undos: list[Undo], error: BaseException) -> None:
+    """Call each of these. What one of them raises becomes the context of the error, which stays what the user sees."""
+    for undo in reversed(undos):
+        try:
+            undo()
+        except BaseException as failure:
+            failure.__context__, error.__context__ = error.__context__, failure
 
 
 def _undo_of(it: Any) -> Undo:
@@ -104,32 +117,31 @@ def _undo_of(it: Any) -> Undo:
 
 def _undo_of_module(module: nn.Module) -> Undo:
     modules = list(module.modules())
-    tensors = [it for each in modules for it in _own_tensors(each)]
-    values = [part_of(it.detach()).to("cpu", copy=True) for it in tensors]
+    put_back_tensors = _undo_of_tensors(it for each in modules for it in _own_tensors(each))
     extra = [(it, copy.deepcopy(it.get_extra_state())) for it in modules if type(it).get_extra_state is not _NO_EXTRA]
-    put_back = _undo_of_dicts([it for each in modules for it in (vars(each), *vars(each).values())])
+    # Not what else a module keeps in dicts, which may refuse to be written to.
+    dicts = [it for each in modules for it in (each._parameters, each._buffers, each._modules, vars(each))]
+    put_back_dicts = _undo_of_dicts(dicts)
 
-    @torch.no_grad()
     def undo() -> None:
-        put_back()
-        for tensor, value in zip(tensors, values, strict=True):
-            part_of(tensor.detach()).copy_(value)
+        put_back_tensors()
+        put_back_dicts()
         for each, state in extra:
             each.set_extra_state(state)
 
     return undo
 
 
-def _own_tensors(module: nn.Module) -> list[Tensor]:
-    """Return those that can be written to: without lazy ones, and those that show one element in several places."""
-    found = [*nn.Module.parameters(module, recurse=False), *nn.Module.buffers(module, recurse=False)]
-    return [it for it in found if not (is_lazy(it) or it.is_meta or 0 in it.stride())]
+def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
+    yield from nn.Module.parameters(module, recurse=False)
+    yield from nn.Module.buffers(module, recurse=False)
 
 
 def _undo_of_optimizer(optimizer: Optimizer) -> Undo:
-    """A load replaces an optimizer's tensors, and writes to none."""
     values = [it for each in vars(optimizer).values() for it in (each if isinstance(each, list | tuple) else [each])]
     undos = [_undo_of_optimizer(it) for it in values if isinstance(it, Optimizer)]  # of a wrapper
+    if getattr(optimizer.load_state_dict, "__func__", None) not in _REPLACING:
+        undos.append(_undo_of_tensors(_tensors_in([vars(optimizer), optimizer.state, optimizer.param_groups])))
     undos.append(_undo_of_dicts([vars(optimizer), optimizer.state, *optimizer.param_groups]))
 
     def undo() -> None:
@@ -137,6 +149,32 @@ def _undo_of_optimizer(optimizer: Optimizer) -> Undo:
             each()
 
     return undo
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for it in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(it)
+
+
+def _undo_of_tensors(tensors: Iterable[Tensor]) -> Undo:
+    """Return a function that writes back what these tensors hold now, where they can be written to."""
+    ours = list({id(it): it for it in tensors if _is_writable(it)}.values())
+    values = [part_of(it.detach()).to("cpu", copy=True) for it in ours]
+
+    @torch.no_grad()
+    def undo() -> None:
+        for tensor, value in zip(ours, values, strict=True):
+            part_of(tensor).copy_(value)  # not detached: to a detached COO tensor, copy_ gives new parts
+
+    return undo
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Return whether it is neither lazy nor shows one element in several places. Only strided ones have strides."""
+    return not (is_lazy(tensor) or tensor.is_meta or (tensor.layout == torch.strided and 0 in tensor.stride()))
 
 
 def _undo_of_dicts(dicts: Iterable[Any]) -> Undo:

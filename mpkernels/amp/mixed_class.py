@@ -34,13 +34,17 @@ def _under_autocast(function: Any, dtype: torch.dtype) -> Any:
     return forward
 
 
+_CODE = _under_autocast(lambda self: None, torch.bfloat16).__code__
+
+
 def own_forward_of(model: Any) -> Any:
     """Return the forward that was set on a model, as it was set; None where there is none."""
     forward = vars(model).get("forward")
     if isinstance(forward, UnderAutocast):
         return forward._forward
-    function = vars(getattr(forward, "__func__", forward)).get("_before_autocast") if forward is not None else None
-    return forward if function is None else MethodType(function, model)
+    function = getattr(forward, "__func__", None)
+    is_ours = getattr(function, "__code__", None) is _CODE  # a wrapper of a user's would have all its attributes
+    return MethodType(function._before_autocast, model) if is_ours else forward  # type: ignore[union-attr]
 
 
 class Mixed:

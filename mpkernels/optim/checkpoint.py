@@ -65,13 +65,17 @@ def loading(optimizer: Any) -> Iterator[Any]:
     for hook in (*map(of_users, before.values()), remember):
         stand_in.register_load_state_dict_pre_hook(hook)
     own_hooks = hooks_of_loading(stand_in)
-    yield stand_in
-    for new, own in zip(stand_in.param_groups, optimizer.param_groups, strict=True):
-        new.update({key: own[key] for key in group_options.OF_GROUPS})
-    for param, state, saved, own in states_to_adopt:
-        stand_in.state[param] = param_state.adopt(param, state, saved, own["state_dtype"])
-    stand_in._is_loaded = True
-    vars(optimizer).update(_without(own_hooks, stand_in))
+    try:
+        yield stand_in
+        for new, own in zip(stand_in.param_groups, optimizer.param_groups, strict=True):
+            new.update({key: own[key] for key in group_options.OF_GROUPS})
+        for param, state, saved, own in states_to_adopt:
+            stand_in.state[param] = param_state.adopt(param, state, saved, own["state_dtype"])
+        stand_in._is_loaded = True
+        vars(optimizer).update(_without(own_hooks, stand_in))
+    finally:  # the stand-in and its hook hold each other, and with them all that was loaded
+        states_to_adopt.clear()
+        vars(stand_in).clear()
     for hook in after.values():
         hook(optimizer)
 

@@ -1,6 +1,7 @@
 """The forward of a mixed model: under autocast, however it is called, copied or compiled."""
 
 import copy
+import functools
 import inspect
 import pickle
 from types import MethodType
@@ -52,6 +53,28 @@ def test_a_forward_that_is_set_later_runs_under_autocast_too():
     to_full(model, AdamW(model.parameters()))
     assert model.forward.__func__ is own
     assert model(inputs).dtype == F32
+
+
+def test_a_forward_put_into_the_dict_stays_there():
+    """Past ``__setattr__``, so that it isn't under autocast."""
+    model = to_mixed(network())
+
+    @functools.wraps(model.forward)
+    def forward(x):
+        return x
+
+    vars(model)["forward"] = forward
+    to_full(model, AdamW(model.parameters()))
+    assert model.forward is forward
+    assert {it.dtype for it in model.parameters()} == {F32}
+
+
+def test_a_plain_function_put_into_the_dict_stays_there():
+    model = to_mixed(network())
+    vars(model)["forward"] = forward = lambda x: x
+    to_full(model, AdamW(model.parameters()))
+    assert model.forward is forward
+    assert model.forward(1) == 1
 
 
 def test_compiled_it_computes_the_same():
