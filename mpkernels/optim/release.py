@@ -51,7 +51,7 @@ class GradientRelease:
         return after_accumulation
 
     def _refuse_second(self, param: Tensor) -> None:
-        """Raise if the parameter has had a grad since the last step or zero_grad: in one step, it would be stepped twice."""
+        """Raise if the parameter has had a grad since the last step or zero_grad: else one step would take it twice."""
         if id(param) in self._have_come:
             place = next(i for i, each in enumerate(self._params) if each is param)
             raise RuntimeError(
