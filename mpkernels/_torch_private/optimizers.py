@@ -1,7 +1,5 @@
 """Which hooks run around an optimizer's step and its loading."""
 
-from collections.abc import Iterator
-from itertools import chain
 from typing import Any
 
 from mpkernels._torch_private.finding import look_up
@@ -14,16 +12,20 @@ def hooks_of_loading(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     return before, getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
 
 
+_NONE: dict[int, Any] = {}
 _hooks_of_all_steps: tuple[Any, ...] = tuple(
     look_up("torch.optim.optimizer", f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")
 )
 
 
-def hooks_around_step(optimizer: Any) -> Iterator[Any]:
+def hooks_around_step(optimizer: Any) -> list[Any]:
     """Return the hooks of an optimizer's step, its own and those of all. Without torch's books of them: none, and under
     a scaler they see scaled grads."""
-    own = (getattr(optimizer, f"_optimizer_step_{kind}_hooks", {}) for kind in ("pre", "post"))
-    return chain.from_iterable(book.values() for book in (*own, *_hooks_of_all_steps))
+    before = getattr(optimizer, "_optimizer_step_pre_hooks", _NONE)
+    after = getattr(optimizer, "_optimizer_step_post_hooks", _NONE)
+    if not (before or after or any(_hooks_of_all_steps)):  # as nearly always, at each step
+        return []
+    return [hook for book in (before, after, *_hooks_of_all_steps) for hook in book.values()]
 
 
 def post_hooks_of_step(optimizer: Any) -> list[Any]:

@@ -170,6 +170,12 @@ class AdamW(torch.optim.AdamW):
 
     _own_step = step  # without hooks
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the grads as torch does. A backward that has failed under ``release_grads`` is forgotten."""
+        super().zero_grad(set_to_none)
+        if self._release is not None:
+            self._release.begin_anew()
+
     def _step(self, params: list[Tensor], sharded: bool) -> None:
         verdicts.raise_if_one_has_failed(self)
         try:

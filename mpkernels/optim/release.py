@@ -26,7 +26,7 @@ class GradientRelease:
         self._params = [param for param, _ in releases]
         self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
         self._is_accumulating = False
-        self._have_come: set[int] = set()  # the ids of those whose grads have come since the last step
+        self._have_come: set[int] = set()  # the ids of those whose grads have come since the last step or zero_grad
         if any(map(is_fsdp1s, self._params)):
             raise ValueError("AdamW.release_grads: params must not be FSDP's, which frees grads itself; leave it out")
         ddp.watch()
@@ -51,13 +51,14 @@ class GradientRelease:
         return after_accumulation
 
     def _refuse_second(self, param: Tensor) -> None:
-        """Raise if the parameter has had a grad since the last step: in one step, it would be stepped twice."""
+        """Raise if the parameter has had a grad since the last step or zero_grad: else one step would take it twice."""
         if id(param) in self._have_come:
             place = next(i for i, each in enumerate(self._params) if each is param)
             raise RuntimeError(
                 f"AdamW.release_grads: params[{place}] of shape {tuple(param.shape)} must get its grad once before "
                 "each step, got a second one; give reentrant checkpoints that share it use_reentrant=False, and run "
-                "all backwards before a step but the last inside the accumulate() of what release_grads returned"
+                "all backwards before a step but the last inside the accumulate() of what release_grads returned; "
+                "after a failed backward, call the optimizer's zero_grad() or step()"
             )
         self._have_come.add(id(param))
 
@@ -80,8 +81,12 @@ class GradientRelease:
         for param in self._params:
             _set_width(param, self._widths[id(param)])
 
-    def after_step(self) -> None:
+    def begin_anew(self) -> None:
+        """Let each parameter get its grad again, as after a step. A backward that has failed is given up thereby."""
         self._have_come.clear()
+
+    def after_step(self) -> None:
+        self.begin_anew()
         if self._hooks:
             for param in self._params:
                 param.grad = None

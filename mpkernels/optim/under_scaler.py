@@ -63,11 +63,14 @@ def _can_step(optimizer: Any, scaler: Any) -> bool:
         found_infs, state["found_inf_per_device"] = [found_inf], {found_inf.device: found_inf}
     if not found_infs or sum_of(found_infs).item() == 0:
         return True
+    if state.get("skip_is_taken"):  # a subclass of the scaler has asked before its super().step does
+        return False
     optimizer.found_inf = sum_of(found_infs).clamp(max=1)
     try:
         optimizer._own_step()
     finally:
         del optimizer.found_inf
+    state["skip_is_taken"] = True
     step_hooks.tell_of_skip(optimizer)
     return False
 

@@ -270,6 +270,22 @@ def test_those_who_ask_are_told_that_the_scaler_unscales(way):
 
 
 @every_scaler
+def test_a_skip_counts_once_however_often_a_scaler_asks(scaler_kind):
+    class Asks(scaler_kind):
+        def step(self, optimizer, *args, **kwargs):
+            self.is_taken = optimizer._step_supports_amp_scaling
+            return super().step(optimizer, *args, **kwargs)
+
+    scaler, optimizer = Asks("cpu"), AdamW([param := torch.nn.Parameter(torch.ones(3))])
+    optimizer.register_step_post_hook(lambda *_: None)
+    for skips, value in ((1, math.inf), (1, 1.0), (2, math.nan)):
+        param.grad = scaler.scale(torch.full((3,), value))
+        scaler.step(optimizer)
+        scaler.update()
+        assert (optimizer.skipped_steps, scaler.is_taken) == (skips, value == 1)
+
+
+@every_scaler
 def test_hooks_in_a_capture_are_refused_before_anything_is_done(scaler_kind):
     with late_device() as device:
         param = torch.nn.Parameter(torch.ones(3).to(DEVICE))

@@ -138,6 +138,48 @@ def test_a_second_backward_before_the_step(options):
     assert optimizer.state[params[0]]["step"] == 2
 
 
+class Fails(torch.autograd.Function):
+    """Whose backward runs out of memory."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise torch.OutOfMemoryError
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_a_failed_backward_is_given_up_by_zero_grad(options, set_to_none):
+    params = weights(2)
+    optimizer = AdamW(params, **options)
+    optimizer.release_grads()
+    for steps in range(1, 4):
+        with pytest.raises(torch.OutOfMemoryError):
+            (Fails.apply(start(torch.float32) @ params[0]) @ params[1]).sum().backward()
+        assert optimizer.state[params[1]]["step"] == 2 * steps - 1
+        optimizer.zero_grad(set_to_none)
+        (params[0] @ params[1]).sum().backward()
+        assert [optimizer.state[param]["step"] for param in params] == [steps, 2 * steps]
+        optimizer.step()
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
+@pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
+def test_a_refused_backward_is_given_up_by_zero_grad(use):
+    params = weights(2)
+    optimizer = AdamW(params)
+    optimizer.release_grads()
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=rf"{SECOND}.*call the optimizer's zero_grad\(\) or step\(\)"):
+            use(*params, start(torch.float32)).sum().backward()
+        optimizer.zero_grad()
+    (params[0] @ params[1]).sum().backward()
+    assert [optimizer.state[param]["step"] for param in params] == [1, 1]
+
+
 def test_what_waits_for_the_step_may_come_twice():
     """With the guard, max_norm or a scaler nothing is stepped in the backward."""
     params = weights(2)
