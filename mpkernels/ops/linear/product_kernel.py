@@ -63,7 +63,7 @@ def chip() -> str:
     target = triton.runtime.driver.active.get_current_target()
     if target.backend == "hip":
         return "gfx942"
-    return {9: "sm_90", 10: "sm_100"}.get(target.arch // 10, "sm_80")
+    return {9: "sm_90", 10: "sm_100", 12: "sm_120"}.get(target.arch // 10, "sm_80")
 
 
 def precision() -> str:

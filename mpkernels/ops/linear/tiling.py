@@ -45,6 +45,8 @@ TILES = {
         "fp32": Tile(64, 64, 32, 2, 4),
     },
 }
+# It has no more shared memory than 8.9, and two products at once spilled registers in sm_80's tile.
+TILES["sm_120"] = TILES["sm_80"] | {"16 bits": Tile(128, 64, 32, 4, 8)}
 UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one: the registers that their addresses take are many
 # Of programs that stay. Triton specialises their warps only if there are 4 and BLOCK_M is 128 or more.
 WIDE = Tile(128, 256, 64, 3, 4)
