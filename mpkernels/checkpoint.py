@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from mpkernels._torch_private.modules import books_of
 from mpkernels.optim import AdamW
 from mpkernels.parts import part_of
 
@@ -120,7 +121,7 @@ def _undo_of_module(module: nn.Module) -> Undo:
     put_back_tensors = _undo_of_tensors(it for each in modules for it in _own_tensors(each))
     extra = [(it, copy.deepcopy(it.get_extra_state())) for it in modules if type(it).get_extra_state is not _NO_EXTRA]
     # Not what else a module keeps in dicts, which may refuse to be written to.
-    dicts = [it for each in modules for it in (each._parameters, each._buffers, each._modules, vars(each))]
+    dicts = [it for each in modules for it in (*books_of(vars(each)), vars(each))]
     put_back_dicts = _undo_of_dicts(dicts)
 
     def undo() -> None:
