@@ -30,7 +30,7 @@ def _under_autocast(function: Any, dtype: torch.dtype) -> Any:
         with torch.amp.autocast(_device_type(self), dtype=dtype):
             return function(self, *args, **kwargs)
 
-    forward._before_autocast = function  # type: ignore[attr-defined]
+    forward.before_autocast = function  # type: ignore[attr-defined]
     return forward
 
 
@@ -44,7 +44,7 @@ def own_forward_of(model: Any) -> Any:
         return forward._forward
     function = getattr(forward, "__func__", None)
     is_ours = getattr(function, "__code__", None) is _CODE  # a wrapper of a user's would have all its attributes
-    return MethodType(function._before_autocast, model) if is_ours else forward  # type: ignore[union-attr]
+    return MethodType(function.before_autocast, model) if is_ours else forward  # type: ignore[union-attr]
 
 
 class Mixed:
