@@ -4,6 +4,7 @@ import gc
 import math
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -56,31 +57,40 @@ def are_close(a, b):
     return (a - b).abs().max() <= STEPS * 2**-23 * (2 * b.abs().max() + 8 * 1e-2)
 
 
-CASES = (  # dtype, optimizer, whether by a scaler, whether clip_grad_norm_ clips
-    (F32, ours(), True, False),
-    (F32, ours(), True, True),
-    (F32, ours(max_norm=0.1, amsgrad=True), False, False),
-    (F32, ours(max_norm=0.1), True, False),
-    (B16, ours(), False, False),
-    (F16, ours(), True, True),
-    (B16, ours(master="fp32", max_norm=0.1), False, False),
-    (B16, ours(state_dtype=B16), True, False),
-    (F32, torchs_fused, True, False),
-    (F32, torchs_fused, True, True),
-    (F32, lambda params: torch.optim.SGD(params, lr=0.1), True, False),
+CASES = (  # dtype, optimizer, whether by a scaler, what clips: clip_grad_norm_ in the loop, or the step
+    (F32, ours(), True, None),
+    (F32, ours(), True, "loop"),
+    (F32, ours(max_norm=0.1, amsgrad=True), False, "step"),
+    (F32, ours(max_norm=0.1), True, "step"),
+    (B16, ours(), False, None),
+    (F16, ours(), True, "loop"),
+    (B16, ours(master="fp32", max_norm=0.1), False, "step"),
+    (B16, ours(state_dtype=B16), True, None),
+    (F32, torchs_fused, True, None),
+    (F32, torchs_fused, True, "loop"),
+    (F32, lambda params: torch.optim.SGD(params, lr=0.1), True, None),
 )
 
 
+def is_told_alike(a, b):
+    """Return whether at most a norm's last bits differ: where parts begin within a pack of grad_stats, fp32 adds other
+    squares. What isn't a norm is a small whole number, or None."""
+    return a is b or same_bits(a, b) or (a.dtype == F32 and abs(a - b) <= 2.0**-22 * b)
+
+
 def as_one_process(rank):
-    for kind in KINDS:
-        for i, (dtype, make, is_scaled, clips) in enumerate(CASES):
-            alone, model = network(dtype), shard(network(dtype), kind)
-            scalers = (GradScaler("cpu", init_scale=64.0) if is_scaled else None for _ in range(2))
-            want = trained(alone, make, next(scalers), clips)
-            told = trained(model, make, next(scalers), clips, spoils=rank == 0)
-            assert all(a is b or same_bits(a, b) for a, b in zip(told, want, strict=True)), (kind, i, told, want)
-            for a, b in zip(wholes(model), wholes(alone), strict=True):
-                assert same_bits(a, b) or (make is torchs_fused and are_close(a, b)), (kind, i)
+    for kind, new, case in product(KINDS, (network, even_network), CASES):
+        dtype, make, is_scaled, clips = case
+        alone, model = new(dtype), shard(new(dtype), kind)
+        scalers = (GradScaler("cpu", init_scale=64.0) if is_scaled else None for _ in range(2))
+        want = trained(alone, make, next(scalers), clips == "loop")
+        told = trained(model, make, next(scalers), clips == "loop", spoils=rank == 0)
+        has_whole_packs = new is even_network
+        for a, b in zip(told, want, strict=True):
+            assert (a is b or same_bits(a, b)) if has_whole_packs else is_told_alike(a, b), (kind, case, a, b)
+        may_round = make is torchs_fused or not (has_whole_packs or clips is None)
+        for a, b in zip(wholes(model), wholes(alone), strict=True):
+            assert same_bits(a, b) or (may_round and are_close(a, b)), (kind, new, case)
 
 
 def moments_in_8_bits(rank):
