@@ -12,7 +12,7 @@ typedef double Quad __attribute__((vector_size(32)));
 typedef float Lanes __attribute__((vector_size(32)));
 typedef uint32_t LaneWords __attribute__((vector_size(32)));
 
-// Of each 16 bytes, the sums of u's two neighbours and of v's.
+// Adds neighbours: each 16 bytes of the result hold two sums of u, then two of v.
 static MPK_FN Lanes add_neighbours(Lanes u, Lanes v) {
   return _mm256_shuffle_ps(u, v, 0x88) + _mm256_shuffle_ps(u, v, 0xdd);
 }
@@ -56,7 +56,7 @@ static MPK_FN Lanes squares(const bf16* from) {
   return first * first + second * second;
 }
 
-// Of each 16 bytes of four vectors that begin so many pairs of packs apart, the sum.
+// Adds up each 16 bytes of four vectors, which begin a pair of packs apart.
 template <class T>
 static MPK_FN Lanes sums_of_four(const T* from) {
   return add_neighbours(add_neighbours(squares(from), squares(from + kPair)),

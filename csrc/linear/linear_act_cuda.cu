@@ -77,9 +77,11 @@ class ColumnSums {
 
 // dz and its sums over the rows of each block, where they are wanted, and y of a saved z: a kernel of its own, for the
 // activation taken anew would cost instructions where nobody wants y.
-// y in fp32 takes more registers than kBlocksAtOnce leaves.
+// y in fp32 takes more registers than kBlocksAtOnce leaves, and so do 8 elements a thread.
 template <class D, class T, int count, bool makes_y>
-__global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ? 2 : count == 8 ? 3 : kBlocksAtOnce)
+__global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ? 2
+                                            : count == 8                       ? 3
+                                                                               : kBlocksAtOnce)
     act_backward_kernel(Strided dy, Strided saved, T* dz, T* y, Result sums, Tiling tiling, Activation activation) {
   __shared__ double memory[kThreads * count];
   const Place<count> place(tiling);
