@@ -50,10 +50,10 @@ def _can_step(optimizer: Any, scaler: Any) -> bool:
         )
     verdicts.find_parts(optimizer, params)
     processes = verdicts.processes_of(optimizer, params, scaler)
-    is_scaled = state["stage"] is OptState.READY
+    step_unscales = state.setdefault("step_unscales", state["stage"] is OptState.READY)  # also if it is tried again
     state["step_asks"], optimizer._agreed = processes is not None, None
     try:
-        if is_scaled:
+        if state["stage"] is OptState.READY:
             _unscale(scaler, optimizer, state)
     except Exception:
         if processes is not None:
@@ -63,8 +63,8 @@ def _can_step(optimizer: Any, scaler: Any) -> bool:
     optimizer.found_inf = sum_of(found_infs).clamp(max=1) if found_infs else 0.0
     try:
         if processes is not None:
-            looks = is_scaled and getattr(scaler, "_leaves_check", False)
-            found_inf = _found_by_all(optimizer, params, scaler._scale if is_scaled else None, looks)
+            looks = step_unscales and getattr(scaler, "_leaves_check", False)
+            found_inf = _found_by_all(optimizer, params, scaler._scale if step_unscales else None, looks)
             optimizer.found_inf, state["found_inf_per_device"] = found_inf, {found_inf.device: found_inf}
         if float(optimizer.found_inf) == 0:
             return True

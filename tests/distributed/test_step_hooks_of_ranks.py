@@ -112,6 +112,10 @@ def nudge(optimizer, *_):
             param.grad.data.mul_(0.5)  # of which the grad's version knows nothing
 
 
+def raise_it(*_):
+    raise MemoryError
+
+
 def hooked(params, register, hook, is_hooked=True, **options):
     optimizer = AdamW(params, lr=0.1, **options)
     if is_hooked:
@@ -165,6 +169,28 @@ def a_hook_that_changes_the_norm_of_one(rank):
         with pytest.raises(RuntimeError, match="a hook has changed the grads") if rank == 1 else nullcontext():
             scaler.step(optimizer)
         assert (params[0].tolist() == [1.0] * 3) == (rank == 1)
+
+
+def an_error_where_no_hook_is(rank):
+    """The process with a hook has unscaled by then. At the second try all tell the same norm again. (torch's scaler
+    leaves its scale on an optimizer that fails, and would hand over its square.)"""
+    ends = []
+    for fails in (False, True):
+        params = [torch.nn.Parameter(torch.ones(3))]
+        options = {"max_norm": 0.5, "process_group": distributed.group.WORLD}
+        optimizer, scaler = hooked(params, PRE, nothing, rank == 1, **options), GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        params[0].grad = torch.full((3,), 6.0)
+        if fails:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 0:
+                    patch.setattr(AdamW, "_compare_loaded", raise_it)
+                with pytest.raises(MemoryError if rank == 0 else RuntimeError):
+                    scaler.step(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        ends.append((params[0].tolist(), optimizer.grad_norm.item()))
+    assert ends[0] == ends[1]
 
 
 def dtensors(rank):
@@ -223,13 +249,9 @@ def an_error_in_one_process(rank):
         scaler.scale(torch.ones(()))
         params[0].grad = torch.full((3,), 6.0)
         with pytest.MonkeyPatch.context() as patch:
-
-            def fail(*_):
-                raise MemoryError
-
             if rank == 1:
-                patch.setattr(inf_check, "unscale_list_", fail)
-                patch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", fail)
+                patch.setattr(inf_check, "unscale_list_", raise_it)
+                patch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", raise_it)
             with pytest.raises(MemoryError if rank == 1 else RuntimeError):
                 scaler.step(optimizer)
         assert (params[0].tolist(), optimizer.seen) == ([1.0] * 3, [])
@@ -241,7 +263,7 @@ def an_error_in_one_process(rank):
 
 CHECKS = (
     *(parts_of_a_group, hooks_on_one_rank, hooks_that_change_the_norm),
-    *(a_hook_that_changes_the_norm_of_one, an_error_in_one_process),
+    *(a_hook_that_changes_the_norm_of_one, an_error_in_one_process, an_error_where_no_hook_is),
 )
 
 
