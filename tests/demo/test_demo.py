@@ -62,7 +62,9 @@ def test_it_names_the_injected_overflow(whole):
 def test_it_ends_with_three_figures_and_how_to_see_them_again(whole):
     said = whole[1]
     fast = r"The optimizer's step is ((at least |at most )?\d+\.\d\d times )?as fast as torch's fused one \(.*\):$"
-    busy = r"How fast .* can't be told: other programs were at work\.\n   Threads waited for a core (\d+)% of the time\.$"
+    busy = (
+        r"How fast .* can't be told: other programs were at work\.\n   Threads waited for a core (\d+)% of the time\.$"
+    )
     told = re.search(rf"^1\. (?:{fast}|{busy})", said, re.MULTILINE)
     assert told
     assert told[3] is None or int(told[3]) >= 5  # what a quiet machine must say is tested below
