@@ -1,0 +1,168 @@
+// The driver's functions that torch calls: the same library stands in for libcuda.so.1.
+#include <dlfcn.h>
+#include <sys/mman.h>
+
+#include <cstring>
+
+#include "machine.h"
+
+using namespace standin;
+
+namespace {
+
+struct Mapping {
+  size_t bytes;
+  int device;
+  bool is_accessible;
+};
+struct Handle {
+  size_t bytes;
+  int device;
+};
+std::map<CUdeviceptr, Mapping> mappings;
+std::map<CUmemGenericAllocationHandle, Handle> handles;
+std::map<CUdeviceptr, size_t> reserved;
+
+constexpr size_t kGranularity = 2 << 20;
+CUresult unsupported() { return CUDA_ERROR_NOT_SUPPORTED; }
+CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(uintptr_t(0x1000 + device)); }
+CUresult as_result(cudaError_t error) { return static_cast<CUresult>(error); }  // the numbers are the same
+
+template <class Each>
+CUresult for_each_mapping(CUdeviceptr from, size_t bytes, const Each& each) {
+  auto it = mappings.find(from);
+  for (size_t past = 0; past < bytes;) {
+    if (it == mappings.end() || it->first != from + past) return CUDA_ERROR_INVALID_VALUE;
+    past += it->second.bytes;
+    const auto next = std::next(it);
+    each(it);
+    it = next;
+  }
+  return CUDA_SUCCESS;
+}
+
+}  // namespace
+
+API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
+API CUresult cuDriverGetVersion(int* version) { return as_result(cudaDriverGetVersion(version)); }
+API CUresult cuDeviceGetCount(int* count) { return as_result(cudaGetDeviceCount(count)); }
+API CUresult cuDeviceGet(CUdevice* device, int ordinal) {
+  *device = ordinal;
+  return ordinal >= 0 && ordinal < settings().devices ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
+}
+API CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute attribute, CUdevice device) {
+  if (attribute == CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED) return *value = 1, CUDA_SUCCESS;
+  return as_result(cudaDeviceGetAttribute(value, static_cast<cudaDeviceAttr>(attribute), device));
+}
+API CUresult cuDevicePrimaryCtxGetState(CUdevice, unsigned* flags, int* is_active) {
+  *flags = 0, *is_active = 1;
+  return CUDA_SUCCESS;
+}
+API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
+  *context = context_of(device);
+  return CUDA_SUCCESS;
+}
+API CUresult cuCtxGetCurrent(CUcontext* context) {
+  *context = context_of(current_device);
+  return CUDA_SUCCESS;
+}
+API CUresult cuCtxSetCurrent(CUcontext context) {
+  return as_result(cudaSetDevice(static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 0x1000));
+}
+API CUresult cuGetErrorString(CUresult error, const char** text) {
+  *text = cudaGetErrorString(static_cast<cudaError_t>(error));
+  return CUDA_SUCCESS;
+}
+
+// ---- addresses that are chosen first and given memory later, as expandable segments do
+
+API CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+  *bytes = kGranularity;
+  return CUDA_SUCCESS;
+}
+API CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t, CUdeviceptr, unsigned long long) {
+  const Lock lock(machine());
+  void* const at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (at == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
+  *address = reinterpret_cast<CUdeviceptr>(at);
+  reserved[*address] = bytes;
+  return CUDA_SUCCESS;
+}
+API CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
+  const Lock lock(machine());
+  const auto it = reserved.find(address);
+  const auto first = mappings.lower_bound(address);
+  if (it == reserved.end() || it->second != bytes || (first != mappings.end() && first->first < address + bytes))
+    return CUDA_ERROR_INVALID_VALUE;
+  munmap(reinterpret_cast<void*>(address), bytes);
+  reserved.erase(it);
+  return CUDA_SUCCESS;
+}
+API CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* wanted,
+                         unsigned long long) {
+  const Lock lock(machine());
+  if (bytes % kGranularity || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE) return CUDA_ERROR_INVALID_VALUE;
+  if (!reserve_bytes(wanted->location.id, static_cast<int64_t>(bytes))) return CUDA_ERROR_OUT_OF_MEMORY;
+  static CUmemGenericAllocationHandle last = 0;
+  handles[*handle = ++last] = {bytes, wanted->location.id};
+  return CUDA_SUCCESS;
+}
+API CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
+  const Lock lock(machine());
+  const auto it = handles.find(handle);
+  if (it == handles.end()) return CUDA_ERROR_INVALID_VALUE;
+  reserve_bytes(it->second.device, -static_cast<int64_t>(it->second.bytes));
+  handles.erase(it);
+  return CUDA_SUCCESS;
+}
+API CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
+                      unsigned long long) {
+  const Lock lock(machine());
+  const auto it = handles.find(handle);
+  if (it == handles.end() || offset != 0 || bytes != it->second.bytes || mappings.count(at))
+    return CUDA_ERROR_INVALID_VALUE;
+  mappings[at] = {bytes, it->second.device, false};
+  return CUDA_SUCCESS;
+}
+API CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc* who, size_t count) {
+  const Lock lock(machine());
+  return for_each_mapping(at, bytes, [=](auto it) {
+    Mapping& mapping = it->second;
+    for (size_t i = 0; i < count; ++i) {
+      if (who[i].location.id != mapping.device || mapping.is_accessible) continue;
+      map_memory(reinterpret_cast<void*>(it->first), mapping.bytes, mapping.device);
+      mapping.is_accessible = true;
+    }
+  });
+}
+API CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
+  const Lock lock(machine());
+  finish_all();
+  return for_each_mapping(at, bytes, [](auto it) {
+    unmap_memory(reinterpret_cast<void*>(it->first), it->second.bytes, it->second.device);
+    mappings.erase(it);
+  });
+}
+API CUresult cuMemGetAddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr address) {
+  const Lock lock(machine());
+  const Located* const it = locate(reinterpret_cast<void*>(address));
+  if (!it) return CUDA_ERROR_NOT_FOUND;
+  if (base) *base = it->first;
+  if (bytes) *bytes = it->second.bytes;
+  return CUDA_SUCCESS;
+}
+
+API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
+                                                 cudaDriverEntryPointQueryResult* status) {
+  Dl_info here;
+  dladdr(reinterpret_cast<void*>(unsupported), &here);
+  void* const self = dlopen(here.dli_fname, RTLD_LAZY | RTLD_NOLOAD);
+  *function = dlsym(self, name);
+  if (!*function) *function = dlsym(self, (std::string(name) + "_v2").c_str());
+  // torch goes without these where it does not find them, and asks for the others at once.
+  bool is_optional = false;
+  for (const char* each : {"Logs", "Multicast", "Green", "DevResource"}) is_optional |= strstr(name, each) != nullptr;
+  if (!*function && !is_optional) *function = reinterpret_cast<void*>(unsupported);
+  if (status) *status = *function ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
+  return cudaSuccess;
+}
