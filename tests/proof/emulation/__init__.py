@@ -48,7 +48,7 @@ def build(directory: Path, csrc: Path = CSRC) -> Path:
         if library.exists():
             return library
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            built = _link(compiler, _compile(compiler, sources, csrc, Path(scratch)))
+            built = _link(compiler, compile_all(compiler, sources, csrc, Path(scratch)))
             built.replace(library)  # at once, or what breaks off would leave half a library
     return library
 
@@ -69,7 +69,7 @@ def _fingerprint(compiler: list[str], csrc: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(compiler: list[str], sources: list[Path], csrc: Path, scratch: Path) -> list[Path]:
+def compile_all(compiler: list[str], sources: list[Path], csrc: Path, scratch: Path) -> list[Path]:
     def compile_one(source: Path) -> Path:
         compiled = scratch / f"{source.name}.o"
         flags = [*FLAGS, *KERNEL_FLAGS] if source.suffix == ".cu" else FLAGS

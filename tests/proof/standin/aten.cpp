@@ -51,6 +51,10 @@ void enqueue(const std::string& name, std::function<void()> run) {
   C10_CUDA_CHECK(standin_enqueue(stream, work, drop, new Work{name, std::move(run)}));
 }
 
+void keep_wrapped(const at::Tensor& from, const at::Tensor& to) {  // a Python number, which gives way in promotion
+  if (from.unsafeGetTensorImpl()->is_wrapped_number()) to.unsafeGetTensorImpl()->set_wrapped_number(true);
+}
+
 // CPU tensors over the memory of CUDA tensors, which own it. Tensors that share memory share it here, too.
 class Aliases {
  public:
@@ -64,7 +68,7 @@ class Aliases {
     auto alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(shared), DispatchKeySet(DispatchKey::CPU),
                                                           tensor.dtype());
     alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-    alias.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+    keep_wrapped(tensor, alias);
     if (tensor.is_conj()) alias._set_conj(true);
     if (tensor.is_neg()) alias._set_neg(true);
     return alias;
@@ -77,7 +81,7 @@ class Aliases {
 at::Tensor copy_of(const at::Tensor& tensor) {  // of the host's, which may change it after the call
   const OnDevice here;
   at::Tensor copy = tensor.clone();
-  copy.unsafeGetTensorImpl()->set_wrapped_number(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+  keep_wrapped(tensor, copy);
   return copy;
 }
 

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <sstream>
 #include <utility>
@@ -43,8 +44,7 @@ Settings read_settings() {
   Settings all;
   Dl_info here;
   dladdr(reinterpret_cast<void*>(read_settings), &here);
-  const std::string library = here.dli_fname;
-  std::ifstream file(library.substr(0, library.rfind('/') + 1) + "settings");
+  std::ifstream file(std::filesystem::canonical(here.dli_fname).replace_filename("settings"));
   for (std::string name, value; file >> name >> value;) {
     const auto known = kSettings.find(name);
     if (known == kSettings.end()) say("no setting is called %s", name.c_str()), abort();

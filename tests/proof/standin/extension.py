@@ -1,0 +1,27 @@
+"""Compiles the extension for the stand-in, in the copy of the checkout: setup.py's way, but with g++ and the emulation
+where nvcc and the chip would be."""
+
+import runpy
+import sys
+from pathlib import Path
+
+from tests.proof import emulation
+
+COMPILER = "the emulation of nvcc 13.2"  # newer than torch's runtime, as drivers may be older than the toolkit
+
+
+def main(includes: str, *linked: str) -> None:
+    setup = runpy.run_path("setup.py", run_name="standin")
+    archs = setup["ARCHS"]
+    cuda = setup["Cuda"](
+        compiler=COMPILER,
+        built_for=(*(f"sm_{arch}" for arch in archs), f"compute_{archs[0]}", f"compute_{archs[-1]}"),
+        compile=" ".join(["g++ -x c++", *emulation.FLAGS, *emulation.KERNEL_FLAGS]),
+        includes=f"-DMPK_CUDA {includes}",
+        libraries=" ".join(["-Wl,-Bsymbolic", *linked]),
+    )
+    setup["build_library"](setup["find_cxx"](), cuda, Path("mpkernels/_native.so"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
