@@ -53,9 +53,8 @@ def main(arguments: Sequence[str]) -> int:
         home = str(environment.directory / "home")
         variables = os.environ | {"HOME": home, "XDG_CACHE_HOME": home}
         target = "cuda-triton" if options.triton else "cuda-native"
-        if options.triton:
-            variables["TRITON_INTERPRET"] = "1"
-        command = [str(environment.python), "-m", "pytest", f"--require={target}", "-k", target, *rest]
+        selection = ["-p", "tests.proof.standin.selection", f"--on={target}", f"--require={target}"]
+        command = [str(environment.python), "-m", "pytest", *selection, *(rest or ["tests", "-n", "auto"])]
         return subprocess.run(command, cwd=environment.tree, env=variables).returncode
 
 

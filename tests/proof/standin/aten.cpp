@@ -1,5 +1,5 @@
-// aten on the stand-in: torch's CPU kernels compute on the same memory, as work of the current stream. What results look
-// like is asked of the Meta kernels. Where those don't know, the host waits, as it does for CUDA's own kernels.
+// aten on the stand-in: torch's CPU kernels compute on the same memory, as work of the current stream. What results
+// look like is asked of the Meta kernels. Where those don't know, the host waits, as it does for CUDA's own kernels.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/MemoryOverlap.h>
@@ -28,8 +28,9 @@ struct OnDevice {
   c10::impl::ForceDispatchKeyGuard below{
       DispatchKeySet(DispatchKey::BackendSelect),
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
-          DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot, DispatchKey::FuncTorchDynamicLayerFrontMode,
-                          DispatchKey::FuncTorchDynamicLayerBackMode, DispatchKey::Functionalize})};
+          DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot,
+                          DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode,
+                          DispatchKey::Functionalize})};
 };
 
 struct Work {
@@ -131,7 +132,9 @@ struct Random {
   }
 };
 
-std::optional<int> find_generator(const c10::FunctionSchema& schema) { return schema.argumentIndexWithName("generator"); }
+std::optional<int> find_generator(const c10::FunctionSchema& schema) {
+  return schema.argumentIndexWithName("generator");
+}
 
 std::shared_ptr<Random> random_for(const c10::OperatorHandle& op, const Stack& arguments) {
   const std::optional<int> place = find_generator(op.schema());
@@ -217,6 +220,7 @@ std::vector<int> written_arguments(const c10::FunctionSchema& schema) {
 
 // Nothing where Meta can't tell.
 std::optional<Stack> ask_meta(const c10::OperatorHandle& op, const Stack& arguments) {
+  if (op.schema().name() == "aten::_to_sparse") return std::nullopt;  // how many elements there are
   try {
     const OnDevice here;
     Stack on_meta_device = mapped(arguments, c10::kMeta, on_meta);
@@ -265,34 +269,24 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   const auto alias = [&](const at::Tensor& it) { return it.is_cuda() ? aliases.of(it) : copy_of(it); };
 
   // In place, and where nothing is returned, everything is there.
-  const bool is_there = is_in_place || written.empty();
-  const auto like = is_there ? arguments : ask_meta(op, arguments);
-  const auto looks = like ? *like : compute_now(op, mapped(arguments, c10::kCPU, alias), random);
+  const auto looks = is_in_place || written.empty() ? arguments : ask_meta(op, arguments);
+  const Stack known = looks ? *looks : compute_now(op, mapped(arguments, c10::kCPU, alias), random);
   Stack results, targets;
   for (size_t i = 0; i < written.size(); ++i) {
-    if (written[i] < 0) {
-      results.push_back(mapped(looks[i], [&](const at::Tensor& it) {
-        return at::empty_strided(it.sizes(), it.strides(), at::device(device).dtype(it.dtype()));
-      }));
-      targets.push_back(mapped(results.back(), alias));
-      continue;
-    }
-    results.push_back(arguments[written[i]]);
-    targets.emplace_back();
-    if (is_in_place || !results.back().isTensor()) continue;
-    const at::Tensor &out = results.back().toTensor(), shape = looks[i].toTensor();
+    const bool is_made = written[i] < 0;
+    results.push_back(!is_made ? arguments[written[i]] : mapped(known[i], [&](const at::Tensor& it) {
+      return looks ? at::empty_strided(it.sizes(), it.strides(), at::device(device).dtype(it.dtype())) : it.to(device);
+    }));
+    targets.push_back(is_made && looks ? mapped(results.back(), alias) : IValue());
+    if (is_made || is_in_place || !results.back().isTensor()) continue;
+    const at::Tensor &out = results.back().toTensor(), shape = known[i].toTensor();
     if (out.sizes() != shape.sizes()) out.resize_(shape.sizes());
   }
-  if (like) {
+  if (looks) {
     aliases = {};  // storages may have grown
-    const Stack on_cpu = mapped(arguments, c10::kCPU, alias);
-    enqueue(name_of(op), [=] {
+    enqueue(name_of(op), [=, on_cpu = mapped(arguments, c10::kCPU, alias)] {
       const Stack made = call_on_cpu(op, on_cpu, random.get());
       for (size_t i = 0; i < targets.size(); ++i) copy_each(targets[i], made[i]);
-    });
-  } else {
-    enqueue(name_of(op), [=] {
-      for (size_t i = 0; i < targets.size(); ++i) copy_each(targets[i], looks[i]);
     });
   }
   torch::jit::drop(*stack, count);

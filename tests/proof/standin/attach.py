@@ -19,8 +19,6 @@ def attach() -> None:
     import torch
     import torch._meta_registrations  # what C++ has no Meta kernels for
 
-    if not torch.cuda.device_count():
-        return
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CUDA")
     names = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
     replaced = sorted(name for name in names - KEPT if not name.startswith(KEPT_FAMILIES))
@@ -28,3 +26,9 @@ def attach() -> None:
     torch.backends.cudnn.enabled = False
     for kind in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
+    torch._C._broadcast_coalesced = _broadcast  # which else NCCL would do, as DataParallel asks it
+    torch.cuda.nccl.is_available = lambda tensors: False
+
+
+def _broadcast(tensors, devices, buffer_size):
+    return [[tensor.to(f"cuda:{device}") for tensor in tensors] for device in devices]

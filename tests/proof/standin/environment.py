@@ -73,19 +73,24 @@ class Environment:
         text = "".join(path.read_text() for path in sources)
         wanted = {name for path in (self.packages / "torch/lib").glob("lib*.so") for name in _undefined(path)}
         lacking = sorted(name for name in wanted if not re.search(rf"\b{name}\(", text))
-        refusal = 'extern "C" __attribute__((visibility("default"))) int {0}() {{ return refuse("{0}"); }}\n'
-        refusals.write_text(
-            "#include <cstdio>\nstatic int refuse(const char* name) {\n"
-            '  return fprintf(stderr, "stand-in: nobody stands in for %s\\n", name), 801;  // cudaErrorNotSupported\n}\n'
-            + "".join(map(refusal.format, lacking))
-        )
+        refusal = 'API int {0}() {{ return standin_refuse("{0}"); }}\n'
+        head = '#define API extern "C" __attribute__((visibility("default")))\nAPI int standin_refuse(const char*);\n'
+        refusals.write_text(head + "".join(map(refusal.format, lacking)))
         links = [f"-Wl,-soname,{CUDART}", f"-Wl,--version-script={versions}", "-ldl", "-lpthread"]
         _run("g++", "-std=c++17", *FLAGS, *self._includes(), *sources, refusals, "-o", target, *links)
 
     def _build_aten(self) -> None:
         target, torch = self.library / ATEN, self.packages / "torch"
         includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", *self._includes()]
-        links = [self.library / CUDART, f"-L{torch}/lib", "-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda", f"-Wl,-rpath,{torch}/lib"]
+        links = [
+            self.library / CUDART,
+            f"-L{torch}/lib",
+            "-ltorch_cpu",
+            "-ltorch_cuda",
+            "-lc10",
+            "-lc10_cuda",
+            f"-Wl,-rpath,{torch}/lib",
+        ]
         with _made_of(target, HERE / "aten.cpp", Path(__file__)) as is_outdated:
             if is_outdated:
                 _run("g++", "-std=c++20", "-w", *FLAGS, *includes, HERE / "aten.cpp", "-o", target, *links)

@@ -1,5 +1,5 @@
-// Stands where tests/proof/emulation/runtime.cpp does: the same emulated kernels, as work of the stand-in's streams. All
-// else that they ask of CUDA they ask of the stand-in.
+// Stands where tests/proof/emulation/runtime.cpp does: the same emulated kernels, as work of the stand-in's streams.
+// All else that they ask of CUDA they ask of the stand-in.
 #include "../emulation/runtime.h"
 
 extern "C" {

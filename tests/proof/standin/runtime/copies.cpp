@@ -36,8 +36,8 @@ cudaError_t copy(void* to, const void* from, size_t bytes, cudaMemcpyKind kind, 
   };
   const bool is_captured = stream->capture != nullptr;
   const bool is_pageable = !source && !is_captured;
-  const auto staged = std::make_shared<std::string>(is_pageable ? static_cast<const char*>(from) : "",
-                                                    is_pageable ? bytes : 0);
+  const auto staged =
+      std::make_shared<std::string>(is_pageable ? static_cast<const char*>(from) : "", is_pageable ? bytes : 0);
   const cudaError_t error = enqueue(stream, [=] { move(is_pageable ? staged->data() : from); });
   if (error != cudaSuccess || is_captured) return error;
   if (host == Host::waits || (!to_device && !target)) {
@@ -76,16 +76,6 @@ API cudaError_t cudaMemcpyPeerAsync(void* to, int to_device, const void* from, i
   if (!target || !source || target->second.device != to_device || source->second.device != from_device)
     return fail(cudaErrorInvalidValue, "memory of other devices");
   return copy(to, from, bytes, cudaMemcpyDeviceToDevice, stream, Host::goes_on);
-}
-API cudaError_t cudaMemcpy2DAsync(void* to, size_t to_pitch, const void* from, size_t from_pitch, size_t width,
-                                  size_t height, cudaMemcpyKind kind, cudaStream_t stream) {
-  const Lock lock(machine());
-  cudaError_t error = cudaSuccess;
-  for (size_t row = 0; row < height && error == cudaSuccess; ++row) {
-    error = copy(static_cast<char*>(to) + row * to_pitch, static_cast<const char*>(from) + row * from_pitch, width, kind,
-                 stream, Host::goes_on);
-  }
-  return error;
 }
 API cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t stream) {
   const Lock lock(machine());

@@ -1,7 +1,6 @@
-// Devices, what they say of themselves, and torch's own kernels, which nobody computes: aten.cpp replaces aten's.
+// Devices, and what they say of themselves. They are alike, but for their capability.
 #include <cstdio>
 #include <cstring>
-#include <unordered_map>
 
 #include "machine.h"
 
@@ -18,25 +17,6 @@ int capability_of(int device) {
   return all[std::min<size_t>(device, all.size() - 1)];
 }
 
-std::unordered_map<const void*, std::string>& kernel_names() {
-  static auto& all = *new std::unordered_map<const void*, std::string>;
-  return all;
-}
-struct Configuration {
-  dim3 grid, block;
-  size_t shared;
-  void* stream;
-};
-thread_local std::vector<Configuration> configurations;
-
-cudaError_t launch(const void* kernel, cudaStream_t stream) {
-  const Lock lock(machine());
-  const auto found = kernel_names().find(kernel);
-  const std::string name = found == kernel_names().end() ? "?" : found->second;
-  if (name.find("spin_kernel") != std::string::npos) return enqueue(find_stream(stream), [] {});  // torch.cuda._sleep
-  return fail(cudaErrorInvalidDeviceFunction, ("nobody computes the kernel " + name).c_str());
-}
-
 }  // namespace
 
 API cudaError_t cudaGetDeviceCount(int* count) {
@@ -46,23 +26,14 @@ API cudaError_t cudaGetDeviceCount(int* count) {
   *count = settings().devices;
   return cudaSuccess;
 }
-API cudaError_t cudaGetDevice(int* device) {
-  *device = current_device;
-  return cudaSuccess;
-}
+API cudaError_t cudaGetDevice(int* device) { return *device = current_device, cudaSuccess; }
 API cudaError_t cudaSetDevice(int device) {
   if (!is_device(device)) return fail(cudaErrorInvalidDevice);
   current_device = device;
   return outcome();
 }
-API cudaError_t cudaDriverGetVersion(int* version) {
-  *version = settings().driver;
-  return cudaSuccess;
-}
-API cudaError_t cudaRuntimeGetVersion(int* version) {
-  *version = CUDART_VERSION;
-  return cudaSuccess;
-}
+API cudaError_t cudaDriverGetVersion(int* version) { return *version = settings().driver, cudaSuccess; }
+API cudaError_t cudaRuntimeGetVersion(int* version) { return *version = CUDART_VERSION, cudaSuccess; }
 API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* it, int device) {
   if (!is_device(device)) return fail(cudaErrorInvalidDevice);
   *it = {};
@@ -117,8 +88,6 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   *least = 0, *greatest = -5;
   return cudaSuccess;
 }
-API cudaError_t cudaProfilerStart() { return cudaSuccess; }
-API cudaError_t cudaProfilerStop() { return cudaSuccess; }
 
 // The one pool of each device. What it may keep, and which device it lets in, is nothing to the stand-in.
 API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
@@ -128,14 +97,14 @@ API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
 API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return outcome(); }
 API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr, void* value) {
   const Lock lock(machine());
-  *static_cast<uint64_t*>(value) = settings().memory - free_bytes(static_cast<int>(reinterpret_cast<uintptr_t>(pool)) - 1);
+  *static_cast<uint64_t*>(value) =
+      settings().memory - free_bytes(static_cast<int>(reinterpret_cast<uintptr_t>(pool)) - 1);
   return outcome();
 }
 API cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return outcome(); }
 API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return outcome(); }
 
-// ---- kernels, as nvcc's code registers and launches them
-
+// Of torch's kernels none can be launched: the call that would is one that nobody stands in for.
 API void** __cudaRegisterFatBinary(void*) {
   static void* handle;
   return &handle;
@@ -143,41 +112,5 @@ API void** __cudaRegisterFatBinary(void*) {
 API void __cudaRegisterFatBinaryEnd(void**) {}
 API void __cudaUnregisterFatBinary(void**) {}
 API char __cudaInitModule(void**) { return 1; }
-API void __cudaRegisterFunction(void**, const char* host, char*, const char* name, int, uint3*, uint3*, dim3*, dim3*,
-                                int*) {
-  kernel_names()[host] = name;
-}
+API void __cudaRegisterFunction(void**, const char*, char*, const char*, int, uint3*, uint3*, dim3*, dim3*, int*) {}
 API void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
-API unsigned __cudaPushCallConfiguration(dim3 grid, dim3 block, size_t shared, CUstream_st* stream) {
-  configurations.push_back({grid, block, shared, stream});
-  return 0;
-}
-API cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* shared, void* stream) {
-  const Configuration it = configurations.back();
-  configurations.pop_back();
-  *grid = it.grid, *block = it.block, *shared = it.shared, *static_cast<void**>(stream) = it.stream;
-  return cudaSuccess;
-}
-API cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
-  *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(host));
-  return cudaSuccess;
-}
-API cudaError_t __cudaLaunchKernel(cudaKernel_t kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
-  return launch(kernel, stream);
-}
-API cudaError_t cudaLaunchKernel(const void* kernel, dim3, dim3, void**, size_t, cudaStream_t stream) {
-  return launch(kernel, stream);
-}
-API cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel, void**) {
-  return launch(kernel, config->stream);
-}
-API cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* it, const void*) {
-  *it = {};
-  it->maxThreadsPerBlock = 1024, it->binaryVersion = it->ptxVersion = capability_of(current_device);
-  return cudaSuccess;
-}
-API cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-API cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, const void*, int, size_t) {
-  *blocks = 1;
-  return cudaSuccess;
-}

@@ -10,17 +10,12 @@ using namespace standin;
 
 namespace {
 
-struct Mapping {
-  size_t bytes;
-  int device;
-  bool is_accessible;
-};
-struct Handle {
+struct Memory {
   size_t bytes;
   int device;
 };
-std::map<CUdeviceptr, Mapping> mappings;
-std::map<CUmemGenericAllocationHandle, Handle> handles;
+std::map<CUmemGenericAllocationHandle, Memory> handles;
+std::map<CUdeviceptr, Memory> mappings;
 std::map<CUdeviceptr, size_t> reserved;
 
 constexpr size_t kGranularity = 2 << 20;
@@ -62,10 +57,7 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice device) {
   *context = context_of(device);
   return CUDA_SUCCESS;
 }
-API CUresult cuCtxGetCurrent(CUcontext* context) {
-  *context = context_of(current_device);
-  return CUDA_SUCCESS;
-}
+API CUresult cuCtxGetCurrent(CUcontext* context) { return *context = context_of(current_device), CUDA_SUCCESS; }
 API CUresult cuCtxSetCurrent(CUcontext context) {
   return as_result(cudaSetDevice(static_cast<int>(reinterpret_cast<uintptr_t>(context)) - 0x1000));
 }
@@ -76,7 +68,8 @@ API CUresult cuGetErrorString(CUresult error, const char** text) {
 
 // ---- addresses that are chosen first and given memory later, as expandable segments do
 
-API CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*, CUmemAllocationGranularity_flags) {
+API CUresult cuMemGetAllocationGranularity(size_t* bytes, const CUmemAllocationProp*,
+                                           CUmemAllocationGranularity_flags) {
   *bytes = kGranularity;
   return CUDA_SUCCESS;
 }
@@ -121,25 +114,23 @@ API CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericA
   const auto it = handles.find(handle);
   if (it == handles.end() || offset != 0 || bytes != it->second.bytes || mappings.count(at))
     return CUDA_ERROR_INVALID_VALUE;
-  mappings[at] = {bytes, it->second.device, false};
+  mappings[at] = it->second;
   return CUDA_SUCCESS;
 }
 API CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc* who, size_t count) {
   const Lock lock(machine());
   return for_each_mapping(at, bytes, [=](auto it) {
-    Mapping& mapping = it->second;
-    for (size_t i = 0; i < count; ++i) {
-      if (who[i].location.id != mapping.device || mapping.is_accessible) continue;
-      map_memory(reinterpret_cast<void*>(it->first), mapping.bytes, mapping.device);
-      mapping.is_accessible = true;
-    }
+    void* const there = reinterpret_cast<void*>(it->first);
+    for (size_t i = 0; i < count; ++i)
+      if (who[i].location.id == it->second.device && !locate(there))
+        add_device_memory(there, it->second.bytes, it->second.device);
   });
 }
 API CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
   const Lock lock(machine());
   finish_all();
   return for_each_mapping(at, bytes, [](auto it) {
-    unmap_memory(reinterpret_cast<void*>(it->first), it->second.bytes, it->second.device);
+    remove_device_memory(reinterpret_cast<void*>(it->first), it->second.bytes);
     mappings.erase(it);
   });
 }

@@ -81,9 +81,9 @@ const Text kTexts[] = {
     TEXT(cudaErrorStreamCaptureUnmatched, "capture was not ended in the same stream as it began"),
     TEXT(cudaErrorStreamCaptureUnjoined, "capturing stream has unjoined work"),
     TEXT(cudaErrorStreamCaptureIsolation, "dependency created on uncaptured work in another stream"),
-    TEXT(cudaErrorStreamCaptureImplicit, "operation would make the legacy stream depend on a capturing blocking stream"),
-    TEXT(cudaErrorStreamCaptureWrongThread,
-         "attempt to terminate a thread-local capture sequence from another thread"),
+    TEXT(cudaErrorStreamCaptureImplicit,
+         "operation would make the legacy stream depend on a capturing blocking stream"),
+    TEXT(cudaErrorStreamCaptureWrongThread, "attempt to terminate a thread-local capture sequence from another thread"),
     TEXT(cudaErrorCapturedEvent, "operation not permitted on an event last recorded in a capturing stream"),
 };
 const Text& text_of(cudaError_t error) {
@@ -130,3 +130,9 @@ API cudaError_t cudaGetLastError() { return std::exchange(last_error, failure); 
 API cudaError_t cudaPeekAtLastError() { return last_error; }
 API const char* cudaGetErrorName(cudaError_t error) { return text_of(error).name; }
 API const char* cudaGetErrorString(cudaError_t error) { return text_of(error).text; }
+
+API cudaError_t standin_fail(cudaError_t error) { return fail(error); }
+API cudaError_t standin_refuse(const char* function) {
+  say("nobody stands in for %s", function);
+  return fail(cudaErrorNotSupported);
+}

@@ -20,13 +20,14 @@
 
 namespace standin {
 
+constexpr int kMostDevices = 32;
 enum class Order { lazy, eager, random };
 
 // Read from the file `settings` beside the library, which the command writes: a name and a value in each line.
 struct Settings {
   int devices = 1, driver = 13020;
   std::vector<int> capabilities = {90};  // of the devices in turn; the last one's goes on
-  size_t memory = size_t{6} << 30;  // of each device
+  size_t memory = size_t{6} << 30;       // of each device
   Order order = Order::lazy;
   bool peers = true;     // whether a device can be let into another's memory
   bool protects = true;  // device memory from the host; Triton's interpreter reads it
@@ -58,12 +59,10 @@ const Located* locate(const void* address);
 // Whether all of it lies in one allocation, or in no allocation at all.
 bool is_within(const void* address, size_t bytes);
 void* allocate(int device, size_t bytes);  // null where memory is out
-void note(void* address, size_t bytes, cudaMemoryType type, int device);
-void forget(void* address);
 size_t free_bytes(int device);
 // For the driver's calls, which choose an address first and give it memory later.
-void map_memory(void* at, size_t bytes, int device);
-void unmap_memory(void* at, size_t bytes, int device);
+void add_device_memory(void* at, size_t bytes, int device);
+void remove_device_memory(void* at, size_t bytes);
 bool reserve_bytes(int device, int64_t bytes);  // fewer of them, too; false where memory is out
 
 // Opens the memory that a device can reach, and another's where a copy leads there, for as long as it lives.
@@ -138,7 +137,7 @@ struct Capture {
   std::map<Stream*, Clock> clocks;  // of its streams
 };
 cudaError_t add(Capture& capture, Stream* stream, Work work);
-cudaError_t join(Stream* stream, Event* event);  // the stream waits for an event that was recorded in a capture
+cudaError_t join(Stream* stream, Event* event);    // the stream waits for an event that was recorded in a capture
 cudaError_t record(Stream* stream, Event* event);  // in the capture that the stream is in
 // Ends captures with which a call can't go on, and says so: calls that CUDA names potentially unsafe, and those that
 // wait for a device or touch the legacy stream.

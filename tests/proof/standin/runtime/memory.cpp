@@ -1,9 +1,9 @@
-// Device memory lies in one arena of the host's for each device, out of the host's reach while no device works. It
-// begins as NaN, and behind each allocation comes a page of nothing. Pinned memory is the host's.
+// Device memory is the host's, but out of its reach while no device works. It begins as NaN, and what lies behind it is
+// nobody's, or a page that is never open.
 #include <sys/mman.h>
 
-#include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "machine.h"
 
@@ -19,83 +19,36 @@ std::map<uintptr_t, Range>& ranges() {
   return all;
 }
 
-struct Arena {
-  char* base;
-  size_t used = 0, taken = 0;
-  std::map<size_t, size_t> gaps;  // offset, bytes
-  std::map<char*, size_t> mapped;  // by the driver's calls, elsewhere
-};
-std::vector<Arena>& arenas() {
-  static auto& all = *[] {
-    auto* const it = new std::vector<Arena>(settings().devices);
-    for (Arena& arena : *it) {
-      void* const at = mmap(nullptr, 4 * settings().memory, settings().protects ? PROT_NONE : PROT_READ | PROT_WRITE,
-                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-      if (at == MAP_FAILED) say("the host has no address space"), abort();
-      arena.base = static_cast<char*>(at);
-    }
-    return it;
-  }();
-  return all;
-}
-
+size_t taken[kMostDevices];
 unsigned open_devices = 0;  // a bit for each
-bool peer_is_enabled[32][32];
+bool peer_is_enabled[kMostDevices][kMostDevices];
 
-void protect(char* at, size_t bytes, bool is_open) {
-  if (bytes && settings().protects) mprotect(at, bytes, is_open ? PROT_READ | PROT_WRITE : PROT_NONE);
+bool is_open(int device) { return !settings().protects || open_devices >> device & 1; }
+void protect(const Located& it) {
+  const int rights = is_open(it.second.device) ? PROT_READ | PROT_WRITE : PROT_NONE;
+  mprotect(reinterpret_cast<void*>(it.first), it.second.bytes, rights);
 }
 void open(unsigned wanted) {
-  for (int i = 0; i < settings().devices; ++i) {
-    const bool is_open = wanted >> i & 1;
-    if (is_open == (open_devices >> i & 1)) continue;
-    const Arena& arena = arenas()[i];
-    protect(arena.base, arena.used, is_open);
-    for (const auto& [at, bytes] : arena.mapped) protect(at, bytes, is_open);
-  }
-  open_devices = wanted;
+  const unsigned changed = wanted ^ std::exchange(open_devices, wanted);
+  if (!changed || !settings().protects) return;
+  for (const Located& it : ranges())
+    if (it.second.type == cudaMemoryTypeDevice && changed >> it.second.device & 1) protect(it);
 }
 
-size_t find_gap(Arena& arena, size_t size) {
-  for (const auto [offset, bytes] : arena.gaps) {
-    if (bytes < size) continue;
-    arena.gaps.erase(offset);
-    if (bytes > size) arena.gaps[offset + size] = bytes - size;
-    return offset;
-  }
-  arena.used += size;
-  return arena.used - size;
+void* map_pages(size_t bytes, int rights) {
+  void* const at = mmap(nullptr, bytes, rights, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return at == MAP_FAILED ? nullptr : at;
 }
 
-void leave_gap(Arena& arena, size_t offset, size_t size) {
-  const auto it = arena.gaps.emplace(offset, size).first;
-  const auto next = std::next(it);
-  if (next != arena.gaps.end() && offset + size == next->first) it->second += next->second, arena.gaps.erase(next);
-  if (it == arena.gaps.begin()) return;
-  const auto previous = std::prev(it);
-  if (previous->first + previous->second == offset) previous->second += it->second, arena.gaps.erase(it);
-}
-
-cudaError_t release(void* address) {
+cudaError_t release(void* address, cudaMemoryType type, bool is_ours = true) {
   const Located* const it = locate(address);
-  if (!it || it->first != reinterpret_cast<uintptr_t>(address) || it->second.type != cudaMemoryTypeDevice)
+  if (!it || it->first != reinterpret_cast<uintptr_t>(address) || it->second.type != type)
     return fail(cudaErrorInvalidValue, "what is freed was not allocated");
-  Arena& arena = arenas()[it->second.device];
   const size_t size = in_pages(it->second.bytes) + kPage;
-  madvise(address, size, MADV_DONTNEED);
-  leave_gap(arena, static_cast<char*>(address) - arena.base, size);
-  arena.taken -= size;
-  forget(address);
-  return cudaSuccess;
-}
-
-cudaError_t release_host(void* address, bool is_ours) {
-  const Located* const it = locate(address);
-  if (!it || it->second.type != cudaMemoryTypeHost) return fail(cudaErrorInvalidValue, "not pinned memory");
-  finish_all();
-  if (is_ours) munmap(address, in_pages(it->second.bytes));
-  forget(address);
-  return cudaSuccess;
+  if (type == cudaMemoryTypeDevice) taken[it->second.device] -= size;
+  if (is_ours) munmap(address, size);
+  ranges().erase(it->first);
+  return outcome();
 }
 
 }  // namespace
@@ -107,24 +60,39 @@ Working::Working(int device, int other) : before_(open_devices) {
 }
 Working::~Working() { open(before_); }
 
+// Tests set it: at 1 the next allocation fails, at 2 the one after it.
+extern "C" {
+__attribute__((visibility("default"))) int standin_allocations_to_failure = 0;
+}
+
 void* standin::allocate(int device, size_t bytes) {
-  Arena& arena = arenas()[device];
+  if (standin_allocations_to_failure > 0 && --standin_allocations_to_failure == 0) return nullptr;
   const size_t size = in_pages(bytes) + kPage;
-  if (size > free_bytes(device) || arena.used + size > 4 * settings().memory) return nullptr;
-  char* const at = arena.base + find_gap(arena, size);
-  arena.taken += size;
-  note(at, bytes, cudaMemoryTypeDevice, device);
-  protect(at, size, open_devices >> device & 1);
-  const Working now(device);
-  memset(at, 0xff, bytes);
+  void* const at = size > free_bytes(device) ? nullptr : map_pages(size, PROT_NONE);
+  if (!at) return nullptr;
+  taken[device] += size;
+  add_device_memory(at, in_pages(bytes), device);
+  ranges()[reinterpret_cast<uintptr_t>(at)].bytes = bytes;
   return at;
 }
-size_t standin::free_bytes(int device) { return settings().memory - arenas()[device].taken; }
+size_t standin::free_bytes(int device) { return settings().memory - taken[device]; }
 
-void standin::note(void* address, size_t bytes, cudaMemoryType type, int device) {
-  ranges()[reinterpret_cast<uintptr_t>(address)] = {bytes, type, device};
+void standin::add_device_memory(void* at, size_t bytes, int device) {
+  mprotect(at, bytes, PROT_READ | PROT_WRITE);
+  memset(at, 0xff, bytes);
+  protect(
+      *ranges().insert_or_assign(reinterpret_cast<uintptr_t>(at), Range{bytes, cudaMemoryTypeDevice, device}).first);
 }
-void standin::forget(void* address) { ranges().erase(reinterpret_cast<uintptr_t>(address)); }
+void standin::remove_device_memory(void* at, size_t bytes) {
+  ranges().erase(reinterpret_cast<uintptr_t>(at));
+  madvise(at, bytes, MADV_DONTNEED);
+  mprotect(at, bytes, PROT_NONE);
+}
+bool standin::reserve_bytes(int device, int64_t bytes) {
+  if (bytes > static_cast<int64_t>(free_bytes(device))) return false;
+  taken[device] += bytes;
+  return true;
+}
 
 const Located* standin::locate(const void* address) {
   const auto at = reinterpret_cast<uintptr_t>(address);
@@ -139,26 +107,6 @@ bool standin::is_within(const void* address, size_t bytes) {
   return !it || reinterpret_cast<uintptr_t>(address) + bytes <= it->first + it->second.bytes;
 }
 
-void standin::map_memory(void* at, size_t bytes, int device) {
-  Arena& arena = arenas()[device];
-  arena.mapped[static_cast<char*>(at)] = bytes;
-  note(at, bytes, cudaMemoryTypeDevice, device);
-  mprotect(at, bytes, PROT_READ | PROT_WRITE);
-  memset(at, 0xff, bytes);
-  protect(static_cast<char*>(at), bytes, open_devices >> device & 1);
-}
-void standin::unmap_memory(void* at, size_t bytes, int device) {
-  arenas()[device].mapped.erase(static_cast<char*>(at));
-  forget(at);
-  mprotect(at, bytes, PROT_NONE);
-  madvise(at, bytes, MADV_DONTNEED);
-}
-bool standin::reserve_bytes(int device, int64_t bytes) {
-  if (bytes > 0 && size_t(bytes) > free_bytes(device)) return false;
-  arenas()[device].taken += bytes;
-  return true;
-}
-
 API cudaError_t cudaMalloc(void** address, size_t bytes) {
   const Lock lock(machine());
   REFUSE_IF_UNSAFE();
@@ -170,7 +118,7 @@ API cudaError_t cudaFree(void* address) {
   if (!address) return outcome();
   REFUSE_IF_UNSAFE();
   finish_all();
-  return release(address);
+  return release(address, cudaMemoryTypeDevice);
 }
 API cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t handle) {
   const Lock lock(machine());
@@ -187,7 +135,7 @@ API cudaError_t cudaFreeAsync(void* address, cudaStream_t handle) {
   const Lock lock(machine());
   Stream* const stream = find_stream(handle);
   // What a graph has allocated is the graph's for as long as the process lives: its nodes hold the address.
-  return stream && stream->capture ? outcome() : enqueue(stream, [=] { release(address); });
+  return stream && stream->capture ? outcome() : enqueue(stream, [=] { release(address, cudaMemoryTypeDevice); });
 }
 API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   const Lock lock(machine());
@@ -198,27 +146,29 @@ API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
 API cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
   const Lock lock(machine());
   REFUSE_IF_UNSAFE();
-  *address = mmap(nullptr, in_pages(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (*address == MAP_FAILED) return fail(cudaErrorMemoryAllocation);
+  *address = map_pages(in_pages(bytes) + kPage, PROT_READ | PROT_WRITE);
+  if (!*address) return fail(cudaErrorMemoryAllocation);
   memset(*address, 0xff, bytes);
-  note(*address, bytes, cudaMemoryTypeHost, current_device);
+  ranges()[reinterpret_cast<uintptr_t>(*address)] = {bytes, cudaMemoryTypeHost, current_device};
   return outcome();
 }
 API cudaError_t cudaFreeHost(void* address) {
   const Lock lock(machine());
   REFUSE_IF_UNSAFE();
-  return address ? release_host(address, true) : outcome();
+  finish_all();
+  return address ? release(address, cudaMemoryTypeHost) : outcome();
 }
 API cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
   const Lock lock(machine());
   REFUSE_IF_UNSAFE();
-  note(address, bytes, cudaMemoryTypeHost, current_device);
+  ranges()[reinterpret_cast<uintptr_t>(address)] = {bytes, cudaMemoryTypeHost, current_device};
   return outcome();
 }
 API cudaError_t cudaHostUnregister(void* address) {
   const Lock lock(machine());
   REFUSE_IF_UNSAFE();
-  return release_host(address, false);
+  finish_all();
+  return release(address, cudaMemoryTypeHost, false);
 }
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* it, const void* address) {
   const Lock lock(machine());

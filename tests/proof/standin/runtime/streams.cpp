@@ -1,9 +1,9 @@
 // Streams and events. A stream's work is done when the host waits for it, or for what waits for it, and in random order
 // now and then before; never sooner than it must be, in lazy order.
-#include "machine.h"
-
 #include <chrono>
 #include <cstdlib>
+
+#include "machine.h"
 
 using namespace standin;
 
@@ -60,7 +60,7 @@ cudaError_t refuse_if_captured(Stream* stream) {
   if (stream->capture)
     return void_capture(*stream->capture, cudaErrorStreamCaptureUnsupported, "a captured stream is waited for");
   return stream->is_legacy ? standin::refuse_if_captured(stream->device, true, cudaErrorStreamCaptureImplicit,
-                                                "the legacy stream is waited for")
+                                                         "the legacy stream is waited for")
                            : cudaSuccess;
 }
 
@@ -79,16 +79,14 @@ Stream* standin::find_stream(cudaStream_t handle) {
 }
 
 void standin::finish(Stream* stream, uint64_t until) {
+  if (stream->done >= until) return;
+  const Working open(stream->device);
   while (stream->done < until) {
     if (stream->queue.empty()) say("a stream waits for itself"), abort();
     const Item item = std::move(stream->queue.front());
     stream->queue.pop_front();
-    if (item.stream) {
-      finish(item.stream, item.until);
-    } else {
-      const Working open(stream->device);
-      item.work();
-    }
+    if (item.stream) finish(item.stream, item.until);
+    if (item.work) item.work();
     ++stream->done;
   }
 }
@@ -125,7 +123,7 @@ cudaError_t standin::enqueue(Stream* stream, Work work) {
   return cudaSuccess;
 }
 
-// For who computes what torch's kernels would: work(context) when the stream comes to it, drop(context) afterwards.
+// For those who compute what kernels would: work(context) when the stream comes to it, drop(context) afterwards.
 API cudaError_t standin_enqueue(cudaStream_t handle, void (*work)(void*), void (*drop)(void*), void* context) {
   const Lock lock(machine());
   const std::shared_ptr<void> kept(context, drop);
@@ -133,7 +131,6 @@ API cudaError_t standin_enqueue(cudaStream_t handle, void (*work)(void*), void (
   if (stream && stream->device != current_device) return fail(cudaErrorInvalidResourceHandle, "of another device");
   return enqueue(stream, [kept, work] { work(kept.get()); });
 }
-API cudaError_t standin_fail(cudaError_t error) { return fail(error); }
 API void standin_kernel_failed(const char* why) { kernel_failed(cudaErrorLaunchFailure, why); }
 
 // ---- streams
@@ -195,10 +192,6 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t which, unsi
 API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
   const Lock lock(machine());
   return enqueue(find_stream(stream), [=] { function(data); });
-}
-API cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
-  const Lock lock(machine());
-  return enqueue(find_stream(stream), [=] { function(stream, cudaSuccess, data); });
 }
 API cudaError_t cudaDeviceSynchronize() {
   const Lock lock(machine());
