@@ -1,5 +1,5 @@
-"""A whole training step in a CUDA graph: captured after eager steps whose outcome is still on its way, in each mode, and
-replayed between eager steps. It trains as the eager loop does, bit for bit."""
+"""A training step in a CUDA graph: captured in each mode, after eager steps whose outcome is on its way still, and
+replayed between others. It trains as the eager loop does, bit for bit."""
 
 import pytest
 import torch
@@ -29,26 +29,27 @@ def captured(step, mode="global", stream=None):
 def test_replays_train_as_eager_steps(way, mode, stream, place):
     if place >= torch.cuda.device_count():
         pytest.skip("there is one CUDA device")
-    results = []
-    for uses_graph in (False, True):
-        with torch.cuda.device(place):
-            here = torch.device("cuda", place)
-            loop, x = Loop(here, **way), batch(0, here)
-            side = on_side(here)
-            with torch.cuda.stream(side):
-                for _ in range(2):
-                    loop.step(x)
-            capturing = side if stream == "same" else torch.cuda.Stream(here)
-            capturing.wait_stream(side)
-            torch.cuda.current_stream().wait_stream(side)
-            replay = captured(lambda: loop.step(x), mode, capturing).replay if uses_graph else lambda: loop.step(x)
-            for step in range(5):
-                x.copy_(batch(step))
-                if step == 2:
-                    x[0, 0] = float("inf")
-                loop.step(x) if step == 3 else replay()
-            results.append(loop.results())
-    assert_same(*results)
+    device = torch.device("cuda", place)
+
+    def train(uses_graph):
+        loop, x = Loop(device, **way), batch(0, device)
+        side = on_side(device)
+        with torch.cuda.stream(side):
+            for _ in range(2):
+                loop.step(x)
+        capturing = side if stream == "same" else torch.cuda.Stream(device)
+        capturing.wait_stream(side)
+        torch.cuda.current_stream().wait_stream(side)
+        replay = captured(lambda: loop.step(x), mode, capturing).replay if uses_graph else lambda: loop.step(x)
+        for step in range(5):
+            x.copy_(batch(step))
+            if step == 2:
+                x[0, 0] = float("inf")
+            loop.step(x) if step == 3 else replay()
+        return loop.results()
+
+    with torch.cuda.device(device):
+        assert_same(train(True), train(False))
 
 
 @pytest.mark.parametrize("asked", ["metrics", "optimizer", "scaler"])
@@ -134,8 +135,8 @@ def test_graphed_callables(layer):
 
 def test_a_graph_outlives_the_plan_it_was_captured_with():
     """The plan of a step is made anew when other parameters have grads. What the graph reads of the old one stays."""
-    results = []
-    for uses_graph in (False, True):
+
+    def train(uses_graph):
         params = [nn.Parameter(torch.full((50 + i,), 1.0, device=CUDA)) for i in range(3)]
         grads = [torch.full_like(param, 0.5) for param in params]
         optimizer = AdamW(params, lr=0.1, max_norm=1.0)
@@ -152,16 +153,15 @@ def test_a_graph_outlives_the_plan_it_was_captured_with():
         others = [torch.full((1000,), 7.0, device=CUDA) for _ in range(50)]
         replay()
         assert all(bool((it == 7).all()) for it in others)
-        results.append([param.detach().cpu() for param in params])
-    assert all(map(torch.equal, *results))
+        return [param.detach().cpu() for param in params]
+
+    assert all(map(torch.equal, train(True), train(False)))
 
 
-def test_scalers_of_torch_and_ours_around_a_captured_step_of_torchs():
-    results = []
-    for scaler_class in (GradScaler, torch.amp.GradScaler):
+def test_a_captured_step_of_torchs_under_either_scaler():
+    def train(scaler):
         param = nn.Parameter(torch.ones(64, device=CUDA))
         optimizer = torch.optim.AdamW([param], lr=torch.tensor(0.1, device=CUDA), fused=True, capturable=True)
-        scaler = scaler_class("cuda", init_scale=8.0)
         param.grad = torch.zeros_like(param)
 
         def step():
@@ -174,7 +174,8 @@ def test_scalers_of_torch_and_ours_around_a_captured_step_of_torchs():
         with torch.cuda.stream(side):
             step()
         torch.cuda.current_stream().wait_stream(side)
-        graph = captured(step)
-        graph.replay()
-        results.append(param.detach().cpu())
-    torch.testing.assert_close(*results)
+        captured(step).replay()
+        return param.detach().cpu()
+
+    ours, theirs = (train(scaler_class("cuda", init_scale=8.0)) for scaler_class in (GradScaler, torch.amp.GradScaler))
+    torch.testing.assert_close(ours, theirs)

@@ -1,6 +1,8 @@
 """Side streams, threads, and a host that never waits."""
 
+import math
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -72,15 +74,21 @@ def test_nothing_waits():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_skip_is_known_once_it_has_arrived():
-    param = nn.Parameter(torch.ones(4, device=CUDA))
-    optimizer = AdamW([param], guard=True)
-    for grad in (1.0, float("inf")):
-        param.grad = torch.full_like(param, grad)
-        optimizer.step()
-        assert optimizer.step_was_skipped is None or bool(optimizer.step_was_skipped) in (False, True)
-    torch.cuda.synchronize()
-    assert bool(optimizer.step_was_skipped) is True
+@pytest.mark.parametrize("place", [0, 1], ids=["on a side stream", "on a device that is not the current one"])
+def test_an_outcome_is_told_once_it_has_arrived(place):
+    """Not before, when the pinned memory that it is copied to holds anything."""
+    if place >= torch.cuda.device_count():
+        pytest.skip("there is one CUDA device")
+    loop = Loop(torch.device("cuda", place), max_norm=1.0)
+    with torch.cuda.stream(on_side()) if place == 0 else nullcontext():
+        for step in range(4):
+            loop.step(batch(step), poisons=step == 3)
+            told = loop.metrics.read(), loop.optimizer.step_was_skipped, loop.scaler.step_was_skipped
+            assert all(math.isfinite(value) for value in told[0].values())
+            assert all(it is None or bool(it) is False for it in told[1:])
+    torch.cuda.synchronize(place)
+    assert (bool(loop.optimizer.step_was_skipped), bool(loop.scaler.step_was_skipped)) == (True, True)
+    assert loop.metrics.read()["skipped_steps"] == 1
 
 
 def test_release_grads_on_a_side_stream():

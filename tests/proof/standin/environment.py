@@ -1,5 +1,5 @@
-"""Builds what the stand-in runs in: a virtual environment with torch's CUDA build, in which the stand-in takes the place
-of CUDA's runtime, and a copy of this checkout with an extension whose kernels are emulated."""
+"""Builds what the stand-in runs in: a virtual environment with torch's CUDA build, where the stand-in is CUDA's
+runtime, and a copy of this checkout with an extension whose kernels are emulated."""
 
 import hashlib
 import re
@@ -15,9 +15,10 @@ from tests.proof import emulation
 
 HERE = Path(__file__).parent
 TORCH = "2.14.1"
-REQUIREMENTS = f"torch=={TORCH} nvidia-cuda-crt~=13.0.0 ninja setuptools>=77 numpy pytest pytest-xdist".split() + (
-    "pytest-benchmark hypothesis expecttest matplotlib rich".split()
-)
+REQUIREMENTS = f"""
+torch=={TORCH} nvidia-cuda-crt~=13.0.0 ninja setuptools>=77 numpy pytest pytest-xdist pytest-benchmark hypothesis
+expecttest matplotlib rich
+""".split()
 CUDART, DRIVER, ATEN = "libcudart.so.13", "libcuda.so.1", "aten.so"
 IGNORED = {"build", "__pycache__", "_native.so", "_build_info.json", "dist"}
 FLAGS = ["-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-missing-field-initializers"]
@@ -82,15 +83,8 @@ class Environment:
     def _build_aten(self) -> None:
         target, torch = self.library / ATEN, self.packages / "torch"
         includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", *self._includes()]
-        links = [
-            self.library / CUDART,
-            f"-L{torch}/lib",
-            "-ltorch_cpu",
-            "-ltorch_cuda",
-            "-lc10",
-            "-lc10_cuda",
-            f"-Wl,-rpath,{torch}/lib",
-        ]
+        links = [self.library / CUDART, f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
+        links += [f"-l{name}" for name in ("torch_cpu", "torch_cuda", "c10", "c10_cuda")]
         with _made_of(target, HERE / "aten.cpp", Path(__file__)) as is_outdated:
             if is_outdated:
                 _run("g++", "-std=c++20", "-w", *FLAGS, *includes, HERE / "aten.cpp", "-o", target, *links)
@@ -136,7 +130,7 @@ class Environment:
 
 def _files(root: Path) -> Iterator[Path]:
     for path in root.iterdir():
-        if path.name in IGNORED or path.name.startswith(".") and path.name != ".ci":
+        if path.name in IGNORED or (path.name.startswith(".") and path.name != ".ci"):
             continue
         if path.is_dir():
             yield from _files(path)

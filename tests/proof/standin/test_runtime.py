@@ -6,16 +6,18 @@ import importlib.util
 import os
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("standin_attach") is None, reason="CUDA is the real one")
+ATTACHED = importlib.util.find_spec("standin_attach")
+pytestmark = pytest.mark.skipif(ATTACHED is None, reason="CUDA is the real one")
 
-INVALID_VALUE, INVALID_HANDLE, ILLEGAL_STATE, NOT_READY, NO_PEER, IS_PEER = 1, 400, 401, 600, 217, 704
+OUT_OF_MEMORY, INVALID_VALUE, NO_PEER, INVALID_HANDLE, ILLEGAL_STATE, IS_PEER = 2, 1, 217, 400, 401, 704
 UNSUPPORTED, INVALIDATED, MERGE, UNMATCHED, UNJOINED, ISOLATION, IMPLICIT, CAPTURED, WRONG_THREAD = range(900, 909)
 MODES = GLOBAL, THREAD_LOCAL, RELAXED = range(3)  # of cudaStreamCaptureMode
-D2H = 2
+TO_HOST = 2
 
 
 def cuda(function, *arguments):
@@ -33,16 +35,17 @@ def made(function, *arguments):
     return handle.value
 
 
-def is_lazy():
-    import standin_attach
+def malloc(count=512):
+    return cuda("Malloc", ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(count))
 
-    with open(os.path.join(os.path.dirname(standin_attach.__file__), "settings")) as file:
-        return "order lazy" in file.read()
+
+def wait(stream, event):
+    return cuda("StreamWaitEvent", stream, event, ctypes.c_uint(0))
 
 
 @pytest.fixture
-def lazy():
-    if not is_lazy():
+def _lazy():
+    if "order lazy" not in Path(ATTACHED.origin).with_name("settings").read_text():
         pytest.skip("work may be done early in this order")
 
 
@@ -59,82 +62,55 @@ def streams():
     return [made("StreamCreateWithFlags", ctypes.c_uint(1)) for _ in range(3)]
 
 
-# ---- memory
-
-
 def test_the_host_reaches_no_device_memory(ones):
     libc, (_, end) = ctypes.CDLL(None, use_errno=True), os.pipe()
     assert libc.write(end, ctypes.c_void_p(ones.data_ptr()), 4) == -1
     assert ctypes.get_errno() == errno.EFAULT
 
 
-def test_new_memory_is_nan():
-    assert torch.empty(1000, device="cuda").isnan().any() or torch.cuda.memory_reserved() > 0
+def free_bytes():
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    assert cuda("MemGetInfo", ctypes.byref(free), ctypes.byref(total)) == 0
+    return free.value
+
+
+def test_memory_is_new_comes_back_and_ends():
+    before, host = free_bytes(), (ctypes.c_float * 16)()
     address = made("Malloc", ctypes.c_size_t(64))
-    host = (ctypes.c_float * 16)()
-    assert cuda("Memcpy", host, address, ctypes.c_size_t(64), D2H) == 0
-    assert all(it != it for it in host)
-    assert cuda("Free", address) == 0
+    assert free_bytes() < before
+    assert cuda("Memcpy", host, address, ctypes.c_size_t(64), TO_HOST) == 0
+    assert all(it != it for it in host)  # NaN
+    assert cuda("Memcpy", host, address, ctypes.c_size_t(65), TO_HOST) == INVALID_VALUE  # beyond it
+    assert cuda("Memcpy", address, host, ctypes.c_size_t(64), TO_HOST) == INVALID_VALUE  # another way
+    assert [cuda("Free", address), free_bytes(), cuda("Free", address)] == [0, before, INVALID_VALUE]
+    assert malloc(before + 1) == OUT_OF_MEMORY
 
 
-def test_memory_comes_back_and_ends():
-    def free_bytes():
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        assert cuda("MemGetInfo", ctypes.byref(free), ctypes.byref(total)) == 0
-        return free.value
-
-    before, address = free_bytes(), ctypes.c_void_p()
-    assert cuda("Malloc", ctypes.byref(address), ctypes.c_size_t(before + 1)) == 2
-    taken = made("Malloc", ctypes.c_size_t(1 << 20))
-    assert free_bytes() <= before - (1 << 20)
-    assert cuda("Free", taken) == 0
-    assert free_bytes() == before
-    assert cuda("Free", taken) == INVALID_VALUE
-
-
-def test_no_copy_goes_beyond_an_allocation_or_another_way():
-    address, host = made("Malloc", ctypes.c_size_t(100)), ctypes.create_string_buffer(200)
-    assert cuda("Memcpy", host, address, ctypes.c_size_t(101), D2H) == INVALID_VALUE
-    assert cuda("Memcpy", address, host, ctypes.c_size_t(100), D2H) == INVALID_VALUE
-    assert cuda("Free", address) == 0
-
-
-def test_pinned_memory_arrives_when_the_stream_comes_to_it(ones, lazy):
+@pytest.mark.usefixtures("_lazy")
+def test_pinned_memory_arrives_and_is_read_when_the_stream_comes_to_it(ones):
     early = ones.to("cpu", non_blocking=True)
-    assert early.is_pinned()
-    assert early.isnan().all()
+    assert (early.is_pinned(), early.isnan().all()) == (True, True)
     torch.cuda.synchronize()
     assert early.tolist() == [1.0] * 4
-
-
-def test_pinned_memory_is_read_late_and_pageable_memory_at_once(lazy):
     pinned, pageable = torch.ones(4).pin_memory(), torch.ones(4)
     copies = [it.to("cuda", non_blocking=True) for it in (pinned, pageable)]
     pinned.fill_(7), pageable.fill_(7)
     assert [it.tolist() for it in copies] == [[7.0] * 4, [1.0] * 4]
 
 
-# ---- streams and events
-
-
-def test_a_stream_that_does_not_wait_sees_what_was(ones, lazy):
-    side = torch.cuda.Stream()
-    ones.fill_(3)
-    with torch.cuda.stream(side):
-        assert (ones + 0).tolist() == [1.0] * 4
-        side.wait_stream(torch.cuda.default_stream())
-        assert (ones + 0).tolist() == [3.0] * 4
-
-
+@pytest.mark.usefixtures("_lazy")
 @pytest.mark.parametrize(("flags", "waits"), [(0, True), (1, False)])
-def test_blocking_streams_wait_for_the_legacy_stream(ones, flags, waits, lazy):
+def test_only_blocking_streams_wait_for_the_legacy_stream(ones, flags, waits):
     side = torch.cuda.ExternalStream(made("StreamCreateWithFlags", ctypes.c_uint(flags)))
     ones.fill_(3)
     with torch.cuda.stream(side):
         assert (ones + 0).tolist() == [3.0 if waits else 1.0] * 4
+        side.wait_stream(torch.cuda.default_stream())
+        assert (ones + 0).tolist() == [3.0] * 4
 
 
-def test_an_event_is_done_after_its_stream(ones, lazy):
+@pytest.mark.usefixtures("_lazy")
+def test_an_event_is_done_after_its_stream(ones):
     fresh, event, last = (torch.cuda.Event(enable_timing=True) for _ in range(3))
     assert fresh.query()  # never recorded
     event.record()
@@ -143,20 +119,14 @@ def test_an_event_is_done_after_its_stream(ones, lazy):
     last.synchronize()
     assert event.query()
     assert event.elapsed_time(last) >= 0
-
-
-def test_who_polls_gets_an_answer(ones):
-    event = torch.cuda.Event()
     event.record()
-    assert any(event.query() for _ in range(20))
+    assert any(event.query() for _ in range(20))  # who polls gets an answer
 
 
 def test_handles_that_are_gone_are_invalid(streams):
     event = made("EventCreate")
-    assert cuda("EventDestroy", event) == 0
-    assert cuda("EventQuery", event) == INVALID_HANDLE
-    assert cuda("StreamDestroy", streams[0]) == 0
-    assert cuda("StreamSynchronize", streams[0]) == INVALID_HANDLE
+    assert [cuda("EventDestroy", event), cuda("EventQuery", event)] == [0, INVALID_HANDLE]
+    assert [cuda("StreamDestroy", streams[0]), cuda("StreamSynchronize", streams[0])] == [0, INVALID_HANDLE]
 
 
 # ---- captures
@@ -167,12 +137,6 @@ def capture(stream, mode, ends=0):
     assert cuda("StreamBeginCapture", stream, ctypes.c_int(mode)) == 0
     yield
     assert cuda("StreamEndCapture", stream, ctypes.byref(ctypes.c_void_p())) == ends
-
-
-def malloc():
-    address = ctypes.c_void_p()
-    error = cuda("Malloc", ctypes.byref(address), ctypes.c_size_t(512))
-    return error
 
 
 def in_a_thread(function):
@@ -196,27 +160,19 @@ UNSAFE = {
     "free": lambda: cuda("Free", 1 << 40),
     "pinned": lambda: cuda("HostAlloc", ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(64), ctypes.c_uint(0)),
     "free pinned": lambda: cuda("FreeHost", 1 << 40),
+    "query": lambda: cuda("EventQuery", made("EventCreate")),
 }
 
 
 @pytest.mark.parametrize("call", UNSAFE)
-@pytest.mark.parametrize("where", ["here", "in another thread", "relaxed"])
+@pytest.mark.parametrize("how", [lambda it: it(), in_a_thread, relaxed], ids=["here", "in another thread", "relaxed"])
 @pytest.mark.parametrize("mode", MODES)
-def test_unsafe_calls_end_a_capture(streams, mode, where, call):
-    """cudaThreadExchangeStreamCaptureMode: forbidden in a thread that captures, but not relaxed; while another captures
+def test_unsafe_calls_end_a_capture(streams, mode, how, call):
+    """cudaThreadExchangeStreamCaptureMode: in a thread that captures, but not relaxed; while another thread captures
     globally; and never in a thread that is relaxed itself."""
-    how = {"here": lambda it: it(), "in another thread": in_a_thread, "relaxed": relaxed}[where]
-    is_refused = mode == GLOBAL if where == "in another thread" else mode != RELAXED and where == "here"
-    with capture(streams[0], mode, ends=INVALIDATED if is_refused else 0):
-        assert (how(UNSAFE[call]) == UNSUPPORTED) == is_refused
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_an_event_is_not_asked_while_a_capture_forbids_it(streams, mode):
-    event = made("EventCreate")
-    is_refused = mode != RELAXED
-    with capture(streams[0], mode, ends=INVALIDATED if is_refused else 0):
-        assert cuda("EventQuery", event) == (UNSUPPORTED if is_refused else 0)
+    refusing = {in_a_thread: [GLOBAL], relaxed: []}.get(how, [GLOBAL, THREAD_LOCAL])
+    with capture(streams[0], mode, ends=INVALIDATED if mode in refusing else 0):
+        assert (how(UNSAFE[call]) == UNSUPPORTED) == (mode in refusing)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -236,28 +192,26 @@ def test_no_capture_is_waited_for(streams, mode):
 
 def test_captures_are_bounded(streams):
     first, second, third = streams
-    event = made("EventCreate")
+    event, blocking = made("EventCreate"), made("StreamCreate")
+    memory = made("Malloc", ctypes.c_size_t(8))
     assert cuda("StreamBeginCapture", 0, ctypes.c_int(GLOBAL)) == UNSUPPORTED  # the legacy stream
     with capture(first, RELAXED):
         assert cuda("StreamBeginCapture", first, ctypes.c_int(RELAXED)) == ILLEGAL_STATE
-    assert cuda("EventRecord", event, second) == 0
-    with capture(first, RELAXED, ends=INVALIDATED):  # nothing outside is waited for
-        assert cuda("StreamWaitEvent", first, event, ctypes.c_uint(0)) == ISOLATION
+    cuda("EventRecord", event, second)
+    with capture(first, RELAXED, ends=INVALIDATED):
+        assert wait(first, event) == ISOLATION
     with capture(first, RELAXED, ends=INVALIDATED), capture(second, RELAXED, ends=INVALIDATED):
-        assert cuda("EventRecord", event, first) == 0
-        assert cuda("StreamWaitEvent", second, event, ctypes.c_uint(0)) == MERGE
+        cuda("EventRecord", event, first)
+        assert wait(second, event) == MERGE
     with capture(first, RELAXED, ends=UNJOINED):
-        assert cuda("EventRecord", event, first) == 0
-        assert cuda("StreamWaitEvent", third, event, ctypes.c_uint(0)) == 0
-        assert cuda("EventRecord", made("EventCreate"), third) == 0
-        memory = made("Malloc", ctypes.c_size_t(8))
+        cuda("EventRecord", event, first)
+        assert wait(third, event) == 0
         assert cuda("MemsetAsync", memory, ctypes.c_int(0), ctypes.c_size_t(8), third) == 0
     with capture(first, RELAXED, ends=INVALIDATED):
-        cuda("EventRecord", event, first), cuda("StreamWaitEvent", third, event, ctypes.c_uint(0))
+        cuda("EventRecord", event, first), wait(third, event)
         assert cuda("StreamEndCapture", third, ctypes.byref(ctypes.c_void_p())) == UNMATCHED
     with capture(first, GLOBAL):
         assert in_a_thread(lambda: cuda("StreamEndCapture", first, ctypes.byref(ctypes.c_void_p()))) == WRONG_THREAD
-    blocking = made("StreamCreate")
     with capture(blocking, RELAXED, ends=INVALIDATED):
         assert cuda("StreamSynchronize", 0) == IMPLICIT
 
@@ -276,26 +230,18 @@ def test_what_is_captured_is_done_in_each_replay(ones):
     before = noise.tolist()
     graph.replay()
     assert ones.tolist() == [9.0] * 4
-    assert noise.tolist() != before  # another offset of the generator
+    assert noise.tolist() != before  # the generator has gone on
 
 
-# ---- devices
-
-
-def test_peers_are_let_in_once():
+def test_devices_are_apart():
     if torch.cuda.device_count() < 2:
-        pytest.skip("one device")
+        pytest.skip("there is one device")
     can = ctypes.c_int()
-    assert cuda("DeviceCanAccessPeer", ctypes.byref(can), ctypes.c_int(0), ctypes.c_int(1)) == 0
-    assert cuda("DeviceEnablePeerAccess", ctypes.c_int(1), ctypes.c_uint(0)) in (
-        (0, IS_PEER) if can.value else (NO_PEER,)
-    )
-    assert cuda("DeviceEnablePeerAccess", ctypes.c_int(1), ctypes.c_uint(0)) == (IS_PEER if can.value else NO_PEER)
-    assert torch.ones(3, device="cuda:1").to("cuda:0").add(1).tolist() == [2.0] * 3
-
-
-def test_a_stream_of_another_device_is_refused():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one device")
+    cuda("DeviceCanAccessPeer", ctypes.byref(can), ctypes.c_int(0), ctypes.c_int(1))
+    first, second = (cuda("DeviceEnablePeerAccess", ctypes.c_int(1), ctypes.c_uint(0)) for _ in range(2))
+    assert first in ((0, IS_PEER) if can.value else (NO_PEER,))
+    assert second == (IS_PEER if can.value else NO_PEER)
+    there = torch.ones(3, device="cuda:1")
+    assert there.to("cuda:0").add(1).tolist() == [2.0] * 3
     with pytest.raises(RuntimeError, match="same device"):
-        torch.ones(3, device="cuda:1") + torch.ones(3, device="cuda:0")
+        there + torch.ones(3, device="cuda:0")

@@ -14,9 +14,7 @@ struct Memory {
   size_t bytes;
   int device;
 };
-std::map<CUmemGenericAllocationHandle, Memory> handles;
 std::map<CUdeviceptr, Memory> mappings;
-std::map<CUdeviceptr, size_t> reserved;
 
 constexpr size_t kGranularity = 2 << 20;
 CUresult unsupported() { return CUDA_ERROR_NOT_SUPPORTED; }
@@ -40,7 +38,6 @@ CUresult for_each_mapping(CUdeviceptr from, size_t bytes, const Each& each) {
 
 API CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
 API CUresult cuDriverGetVersion(int* version) { return as_result(cudaDriverGetVersion(version)); }
-API CUresult cuDeviceGetCount(int* count) { return as_result(cudaGetDeviceCount(count)); }
 API CUresult cuDeviceGet(CUdevice* device, int ordinal) {
   *device = ordinal;
   return ordinal >= 0 && ordinal < settings().devices ? CUDA_SUCCESS : CUDA_ERROR_INVALID_DEVICE;
@@ -78,44 +75,34 @@ API CUresult cuMemAddressReserve(CUdeviceptr* address, size_t bytes, size_t, CUd
   void* const at = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
   *address = reinterpret_cast<CUdeviceptr>(at);
-  reserved[*address] = bytes;
   return CUDA_SUCCESS;
 }
 API CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes) {
   const Lock lock(machine());
-  const auto it = reserved.find(address);
   const auto first = mappings.lower_bound(address);
-  if (it == reserved.end() || it->second != bytes || (first != mappings.end() && first->first < address + bytes))
-    return CUDA_ERROR_INVALID_VALUE;
+  if (first != mappings.end() && first->first < address + bytes) return CUDA_ERROR_INVALID_VALUE;
   munmap(reinterpret_cast<void*>(address), bytes);
-  reserved.erase(it);
   return CUDA_SUCCESS;
 }
 API CUresult cuMemCreate(CUmemGenericAllocationHandle* handle, size_t bytes, const CUmemAllocationProp* wanted,
                          unsigned long long) {
   const Lock lock(machine());
-  if (bytes % kGranularity || wanted->location.type != CU_MEM_LOCATION_TYPE_DEVICE) return CUDA_ERROR_INVALID_VALUE;
-  if (!reserve_bytes(wanted->location.id, static_cast<int64_t>(bytes))) return CUDA_ERROR_OUT_OF_MEMORY;
-  static CUmemGenericAllocationHandle last = 0;
-  handles[*handle = ++last] = {bytes, wanted->location.id};
+  const int device = wanted->location.id;
+  if (bytes % kGranularity) return CUDA_ERROR_INVALID_VALUE;
+  if (!reserve_bytes(device, static_cast<int64_t>(bytes))) return CUDA_ERROR_OUT_OF_MEMORY;
+  *handle = reinterpret_cast<CUmemGenericAllocationHandle>(new Memory{bytes, device});
   return CUDA_SUCCESS;
 }
 API CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
   const Lock lock(machine());
-  const auto it = handles.find(handle);
-  if (it == handles.end()) return CUDA_ERROR_INVALID_VALUE;
-  reserve_bytes(it->second.device, -static_cast<int64_t>(it->second.bytes));
-  handles.erase(it);
+  const std::unique_ptr<Memory> it(reinterpret_cast<Memory*>(handle));
+  reserve_bytes(it->device, -static_cast<int64_t>(it->bytes));
   return CUDA_SUCCESS;
 }
-API CUresult cuMemMap(CUdeviceptr at, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
-                      unsigned long long) {
+API CUresult cuMemMap(CUdeviceptr at, size_t, size_t, CUmemGenericAllocationHandle handle, unsigned long long) {
   const Lock lock(machine());
-  const auto it = handles.find(handle);
-  if (it == handles.end() || offset != 0 || bytes != it->second.bytes || mappings.count(at))
-    return CUDA_ERROR_INVALID_VALUE;
-  mappings[at] = it->second;
-  return CUDA_SUCCESS;
+  const bool is_new = mappings.emplace(at, *reinterpret_cast<Memory*>(handle)).second;
+  return is_new ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 API CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc* who, size_t count) {
   const Lock lock(machine());

@@ -91,7 +91,6 @@ struct Item {
 struct Stream {
   int device;
   unsigned flags;
-  int priority;
   bool is_legacy = false, is_destroyed = false;
   uint64_t enqueued = 0, done = 0;
   int queries = 0;

@@ -35,18 +35,26 @@ void open(unsigned wanted) {
     if (it.second.type == cudaMemoryTypeDevice && changed >> it.second.device & 1) protect(it);
 }
 
+// At a multiple of what a large page has: to open and close many small pages would take most of the time.
 void* map_pages(size_t bytes, int rights) {
-  void* const at = mmap(nullptr, bytes, rights, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  return at == MAP_FAILED ? nullptr : at;
+  constexpr size_t kLarge = 2 << 20;
+  void* const all = mmap(nullptr, bytes + kLarge, rights, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (all == MAP_FAILED) return nullptr;
+  const size_t before = -reinterpret_cast<uintptr_t>(all) % kLarge;
+  char* const at = static_cast<char*>(all) + before;
+  if (before) munmap(all, before);
+  munmap(at + bytes, kLarge - before);
+  if (bytes > kLarge) madvise(at, bytes, MADV_HUGEPAGE);
+  return at;
 }
 
-cudaError_t release(void* address, cudaMemoryType type, bool is_ours = true) {
+cudaError_t release(void* address, cudaMemoryType type) {
   const Located* const it = locate(address);
   if (!it || it->first != reinterpret_cast<uintptr_t>(address) || it->second.type != type)
     return fail(cudaErrorInvalidValue, "what is freed was not allocated");
   const size_t size = in_pages(it->second.bytes) + kPage;
   if (type == cudaMemoryTypeDevice) taken[it->second.device] -= size;
-  if (is_ours) munmap(address, size);
+  munmap(address, size);
   ranges().erase(it->first);
   return outcome();
 }
@@ -157,18 +165,6 @@ API cudaError_t cudaFreeHost(void* address) {
   REFUSE_IF_UNSAFE();
   finish_all();
   return address ? release(address, cudaMemoryTypeHost) : outcome();
-}
-API cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
-  const Lock lock(machine());
-  REFUSE_IF_UNSAFE();
-  ranges()[reinterpret_cast<uintptr_t>(address)] = {bytes, cudaMemoryTypeHost, current_device};
-  return outcome();
-}
-API cudaError_t cudaHostUnregister(void* address) {
-  const Lock lock(machine());
-  REFUSE_IF_UNSAFE();
-  finish_all();
-  return release(address, cudaMemoryTypeHost, false);
 }
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* it, const void* address) {
   const Lock lock(machine());

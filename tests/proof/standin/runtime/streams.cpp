@@ -14,14 +14,11 @@ namespace {
 std::vector<Stream*> streams;  // none is ever deleted: handles of destroyed ones are told apart
 std::set<Event*> events;
 
-Stream* make_stream(int device, unsigned flags, int priority) {
-  streams.push_back(new Stream{device, flags, priority});
-  return streams.back();
-}
+Stream* make_stream(int device, unsigned flags) { return streams.emplace_back(new Stream{device, flags}); }
 Stream* legacy_stream(int device) {
   static std::map<int, Stream*> all;
   Stream*& it = all[device];
-  if (!it) it = make_stream(device, 0, 0), it->is_legacy = true;
+  if (!it) it = make_stream(device, 0), it->is_legacy = true;
   return it;
 }
 
@@ -43,11 +40,7 @@ Event* find_event(cudaEvent_t handle) {
   return events.count(it) ? it : nullptr;
 }
 
-// Who polls gets an answer in the end.
-template <class T>
-bool is_asked_often_enough(T* it) {
-  return ++it->queries % 4 == 0;
-}
+bool is_asked_often_enough(int& queries) { return ++queries % 4 == 0; }  // who polls gets an answer in the end
 
 cudaError_t refuse_if_captured(Event* event) {
   if (!event) return fail(cudaErrorInvalidResourceHandle);
@@ -68,11 +61,6 @@ cudaError_t refuse_if_captured(Stream* stream) {
 
 Stream* standin::find_stream(cudaStream_t handle) {
   if (!handle || handle == cudaStreamLegacy) return legacy_stream(current_device);
-  if (handle == cudaStreamPerThread) {
-    thread_local std::map<int, Stream*> own;
-    Stream*& it = own[current_device];
-    return it ? it : it = make_stream(current_device, 0, 0);
-  }
   for (Stream* it : streams)
     if (it == reinterpret_cast<Stream*>(handle)) return it->is_destroyed ? nullptr : it;
   return nullptr;
@@ -135,9 +123,9 @@ API void standin_kernel_failed(const char* why) { kernel_failed(cudaErrorLaunchF
 
 // ---- streams
 
-API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int priority) {
+API cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned flags, int) {
   const Lock lock(machine());
-  *stream = reinterpret_cast<cudaStream_t>(make_stream(current_device, flags, priority));
+  *stream = reinterpret_cast<cudaStream_t>(make_stream(current_device, flags));
   return outcome();
 }
 API cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
@@ -149,13 +137,6 @@ API cudaError_t cudaStreamDestroy(cudaStream_t handle) {
   Stream* const stream = find_stream(handle);
   if (!stream || stream->is_legacy) return fail(cudaErrorInvalidResourceHandle);
   stream->is_destroyed = true;  // its work is done all the same
-  return outcome();
-}
-API cudaError_t cudaStreamGetPriority(cudaStream_t handle, int* priority) {
-  const Lock lock(machine());
-  const Stream* const stream = find_stream(handle);
-  if (!stream) return fail(cudaErrorInvalidResourceHandle);
-  *priority = stream->priority;
   return outcome();
 }
 API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
@@ -174,7 +155,7 @@ API cudaError_t cudaStreamQuery(cudaStream_t handle) {
   Stream* const stream = find_stream(handle);
   if (const cudaError_t error = refuse_if_captured(stream)) return error;
   REFUSE_IF_UNSAFE();
-  if (stream->is_pending() && is_asked_often_enough(stream)) finish(stream, stream->enqueued);
+  if (stream->is_pending() && is_asked_often_enough(stream->queries)) finish(stream, stream->enqueued);
   return stream->is_pending() ? fail(cudaErrorNotReady) : outcome();
 }
 API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t which, unsigned) {
@@ -188,10 +169,6 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t which, unsi
     return void_capture(*stream->capture, cudaErrorStreamCaptureIsolation, "it would wait for what is not captured");
   wait_for(stream, event->stream, event->until);
   return outcome();
-}
-API cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
-  const Lock lock(machine());
-  return enqueue(find_stream(stream), [=] { function(data); });
 }
 API cudaError_t cudaDeviceSynchronize() {
   const Lock lock(machine());
@@ -238,7 +215,7 @@ API cudaError_t cudaEventQuery(cudaEvent_t which) {
   Event* const event = find_event(which);
   if (const cudaError_t error = refuse_if_captured(event)) return error;
   REFUSE_IF_UNSAFE();
-  if (!event->is_done() && is_asked_often_enough(event)) finish(event->stream, event->until);
+  if (!event->is_done() && is_asked_often_enough(event->queries)) finish(event->stream, event->until);
   return event->is_done() ? outcome() : fail(cudaErrorNotReady);
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t which) {
