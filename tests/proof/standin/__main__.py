@@ -47,16 +47,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings(options: argparse.Namespace) -> str:
+    """In the order in which runtime/machine.cpp reads them."""
     major, minor = map(int, options.driver.split("."))
-    values = {
-        "order": options.order,
-        "devices": options.devices,
-        "capability": options.capability.replace(".", ""),
-        "driver": 1000 * major + 10 * minor,
-        "peers": int(not options.no_peers),
-        "protects": int(not options.triton),  # the interpreter reads device memory as the host's
-    }
-    return "".join(f"{name} {value}\n" for name, value in values.items())
+    protects = not options.triton  # the interpreter reads device memory as the host's
+    capabilities = options.capability.replace(".", "").split(",")
+    numbers = options.devices, 1000 * major + 10 * minor, int(not options.no_peers), int(protects), *capabilities
+    return f"{options.order} {' '.join(map(str, numbers))}\n"
 
 
 def run(environment: Environment, options: argparse.Namespace, arguments: Sequence[str]) -> int:

@@ -132,12 +132,8 @@ struct Random {
   }
 };
 
-std::optional<int> find_generator(const c10::FunctionSchema& schema) {
-  return schema.argumentIndexWithName("generator");
-}
-
 std::shared_ptr<Random> random_for(const c10::OperatorHandle& op, const Stack& arguments) {
-  const std::optional<int> place = find_generator(op.schema());
+  const std::optional<int> place = op.schema().argumentIndexWithName("generator");
   if (!place && !op.hasTag(at::Tag::nondeterministic_seeded)) return nullptr;
   const bool is_given = place && arguments[*place].isGenerator();
   auto* const generator = at::get_generator_or_default<at::CUDAGeneratorImpl>(
@@ -176,7 +172,8 @@ Stack call(const c10::OperatorHandle& op, DispatchKey key, Stack arguments) {
 Stack call_on_cpu(const c10::OperatorHandle& op, Stack arguments, const Random* random) {
   if (!random) return call(op, DispatchKey::CPU, std::move(arguments));
   if (random->is_argument) {
-    arguments[*find_generator(op.schema())] = at::make_generator<at::CPUGeneratorImpl>(random->seed());
+    arguments[*op.schema().argumentIndexWithName("generator")] =
+        at::make_generator<at::CPUGeneratorImpl>(random->seed());
     return call(op, DispatchKey::CPU, std::move(arguments));
   }
   at::Generator shared = at::detail::getDefaultCPUGenerator();
@@ -224,7 +221,7 @@ std::optional<Stack> ask_meta(const c10::OperatorHandle& op, const Stack& argume
   try {
     const OnDevice here;
     Stack on_meta_device = mapped(arguments, c10::kMeta, on_meta);
-    if (const auto place = find_generator(op.schema())) on_meta_device[*place] = IValue();
+    if (const auto place = op.schema().argumentIndexWithName("generator")) on_meta_device[*place] = IValue();
     return call(op, DispatchKey::Meta, std::move(on_meta_device));
   } catch (const std::exception&) {
     return std::nullopt;
@@ -237,8 +234,6 @@ Stack compute_now(const c10::OperatorHandle& op, const Stack& on_cpu, const std:
   enqueue(name_of(op), [=] {
     try {
       *results = call_on_cpu(op, on_cpu, random.get());
-    } catch (const c10::Error& it) {
-      *error = it.what_without_backtrace();
     } catch (const std::exception& it) {
       *error = it.what();
     }
@@ -312,12 +307,11 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
 
 struct Silent : c10::WarningHandler {
   void process(const c10::Warning&) override {}  // that torch's own kernels are replaced
-};
+} silent;
 
 }  // namespace
 
 extern "C" __attribute__((visibility("default"))) void standin_attach(const char* names) {
-  Silent silent;
   const c10::WarningUtils::WarningHandlerGuard guard(&silent);
   static torch::Library library(torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
   std::istringstream words(names);

@@ -21,7 +21,6 @@ expecttest matplotlib rich
 """.split()
 CUDART, DRIVER, ATEN = "libcudart.so.13", "libcuda.so.1", "aten.so"
 IGNORED = {"build", "__pycache__", "_native.so", "_build_info.json", "dist"}
-FLAGS = ["-O1", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-missing-field-initializers"]
 
 
 class UnavailableError(Exception):
@@ -63,31 +62,36 @@ class Environment:
     def _build_runtime(self) -> None:
         """Compile the library. A function that torch needs and the stand-in lacks says so when it is called."""
         sources = sorted((HERE / "runtime").glob("*.cpp"))
-        target = self.library / CUDART
-        with _made_of(target, *sources, HERE / "runtime/machine.h", Path(__file__)) as is_outdated:
-            if is_outdated:
-                self._compile_runtime(sources, target)
-
-    def _compile_runtime(self, sources: list[Path], target: Path) -> None:
-        versions, refusals = self.library / "versions", self.library / "refusals.cpp"
-        versions.write_text(f"{CUDART} {{ global: *; }};\n")
-        text = "".join(path.read_text() for path in sources)
-        wanted = {name for path in (self.packages / "torch/lib").glob("lib*.so") for name in _undefined(path)}
-        lacking = sorted(name for name in wanted if not re.search(rf"\b{name}\(", text))
-        refusal = 'API int {0}() {{ return standin_refuse("{0}"); }}\n'
-        head = '#define API extern "C" __attribute__((visibility("default")))\nAPI int standin_refuse(const char*);\n'
-        refusals.write_text(head + "".join(map(refusal.format, lacking)))
-        links = [f"-Wl,-soname,{CUDART}", f"-Wl,--version-script={versions}", "-ldl", "-lpthread"]
-        _run("g++", "-std=c++17", *FLAGS, *self._includes(), *sources, refusals, "-o", target, *links)
+        with _made_of(self.library / CUDART, *sources, HERE / "runtime/machine.h", Path(__file__)) as is_outdated:
+            if not is_outdated:
+                return
+            text = "".join(path.read_text() for path in sources)
+            wanted = {name for path in (self.packages / "torch/lib").glob("lib*.so") for name in _undefined(path)}
+            lacking = sorted(name for name in wanted if not re.search(rf"\b{name}\(", text))
+            refusals, versions = self.library / "refusals.cpp", self.library / "versions"
+            refusal = 'int {0}() {{ return standin_refuse("{0}"); }}\n'.format
+            body = "int standin_refuse(const char*);\n" + "".join(map(refusal, lacking))
+            refusals.write_text(f'#pragma GCC visibility push(default)\nextern "C" {{\n{body}}}\n')
+            versions.write_text(f"{CUDART} {{ global: *; }};\n")
+            links = [f"-Wl,-soname,{CUDART}", f"-Wl,--version-script={versions}", "-ldl", "-lpthread"]
+            _compile("c++17", *self._includes(), *sources, refusals, *links, target=self.library / CUDART)
 
     def _build_aten(self) -> None:
-        target, torch = self.library / ATEN, self.packages / "torch"
+        torch = self.packages / "torch"
         includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", *self._includes()]
-        links = [self.library / CUDART, f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
-        links += [f"-l{name}" for name in ("torch_cpu", "torch_cuda", "c10", "c10_cuda")]
-        with _made_of(target, HERE / "aten.cpp", Path(__file__)) as is_outdated:
+        links = [self.library / CUDART, f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-ltorch_cpu", "-ltorch_cuda"]
+        with _made_of(self.library / ATEN, HERE / "aten.cpp", Path(__file__)) as is_outdated:
             if is_outdated:
-                _run("g++", "-std=c++20", "-w", *FLAGS, *includes, HERE / "aten.cpp", "-o", target, *links)
+                _compile(
+                    "c++20",
+                    "-w",
+                    *includes,
+                    HERE / "aten.cpp",
+                    *links,
+                    "-lc10",
+                    "-lc10_cuda",
+                    target=self.library / ATEN,
+                )
 
     def _includes(self) -> list[str]:
         return [f"-I{self.packages / 'nvidia/cu13/include'}"]
@@ -98,7 +102,7 @@ class Environment:
         shutil.copy(HERE / "attach.py", self.library / "standin_attach.py")
         info = self.library / "standin-0.dist-info"
         info.mkdir(exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: standin\nVersion: 0\n")
+        (info / "METADATA").write_text("Name: standin\nVersion: 0\n")
         (info / "entry_points.txt").write_text("[torch.backends]\nstandin = standin_attach:attach\n")
         (self.packages / "standin.pth").write_text(f"{self.library}\n")
 
@@ -147,6 +151,10 @@ def _made_of(target: Path, *sources: Path) -> Iterator[bool]:
     note = target.with_name(f"{target.name}.sha256")
     yield not note.exists() or note.read_text() != digest.hexdigest()
     note.write_text(digest.hexdigest())
+
+
+def _compile(language: str, *arguments: object, target: Path) -> None:
+    _run("g++", f"-std={language}", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", *arguments, "-o", target)
 
 
 def _undefined(library: Path) -> set[str]:

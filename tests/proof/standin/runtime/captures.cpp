@@ -161,9 +161,8 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureS
     if (error != cudaSuccess) return error;
   }
   Capture* const it = stream->capture.get();
-  *status = !it           ? cudaStreamCaptureStatusNone
-            : it->is_void ? cudaStreamCaptureStatusInvalidated
-                          : cudaStreamCaptureStatusActive;
+  const cudaStreamCaptureStatus active[] = {cudaStreamCaptureStatusActive, cudaStreamCaptureStatusInvalidated};
+  *status = it ? active[it->is_void] : cudaStreamCaptureStatusNone;
   if (id) *id = it ? it->id : 0;
   if (graph) *graph = reinterpret_cast<cudaGraph_t>(it);
   if (dependencies) *dependencies = nullptr;
@@ -176,8 +175,7 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStat
 }
 
 API cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t*, size_t* count) {
-  *count = reinterpret_cast<Graph*>(graph)->capture->nodes.size();
-  return outcome();
+  return *count = reinterpret_cast<Graph*>(graph)->capture->nodes.size(), outcome();
 }
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* executable, cudaGraph_t graph, unsigned long long) {
   *executable = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<Graph*>(graph)));
@@ -193,8 +191,4 @@ API cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
   delete reinterpret_cast<Graph*>(graph);
   return outcome();
 }
-API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t executable) {
-  const Lock lock(machine());
-  delete reinterpret_cast<Graph*>(executable);
-  return outcome();
-}
+API cudaError_t cudaGraphExecDestroy(cudaGraphExec_t it) { return cudaGraphDestroy(reinterpret_cast<cudaGraph_t>(it)); }

@@ -9,7 +9,6 @@
 #include <cstring>
 #include <filesystem>
 #include <fstream>
-#include <sstream>
 #include <utility>
 
 using namespace standin;
@@ -19,38 +18,18 @@ namespace {
 thread_local cudaError_t last_error = cudaSuccess;
 cudaError_t failure = cudaSuccess;  // of a kernel
 
-void set_order(Settings& it, const std::string& value) {
-  it.order = value == "lazy" ? Order::lazy : value == "eager" ? Order::eager : Order::random;
-  if (it.order == Order::random) it.random.seed(1 + atoi(value.c_str() + strlen("random:")));
-}
-
-void set_capabilities(Settings& it, const std::string& value) {
-  std::istringstream words(value);
-  it.capabilities.clear();
-  for (std::string each; std::getline(words, each, ',');) it.capabilities.push_back(stoi(each));
-}
-
-const std::map<std::string, void (*)(Settings&, const std::string&)> kSettings = {
-    {"devices", [](Settings& it, const std::string& value) { it.devices = stoi(value); }},
-    {"capability", set_capabilities},
-    {"driver", [](Settings& it, const std::string& value) { it.driver = stoi(value); }},
-    {"memory", [](Settings& it, const std::string& value) { it.memory = stoull(value); }},
-    {"order", set_order},
-    {"peers", [](Settings& it, const std::string& value) { it.peers = stoi(value); }},
-    {"protects", [](Settings& it, const std::string& value) { it.protects = stoi(value); }},
-};
-
 Settings read_settings() {
-  Settings all;
+  Settings it;
+  std::string order = "lazy";
   Dl_info here;
   dladdr(reinterpret_cast<void*>(read_settings), &here);
   std::ifstream file(std::filesystem::canonical(here.dli_fname).replace_filename("settings"));
-  for (std::string name, value; file >> name >> value;) {
-    const auto known = kSettings.find(name);
-    if (known == kSettings.end()) say("no setting is called %s", name.c_str()), abort();
-    known->second(all, value);
-  }
-  return all;
+  file >> order >> it.devices >> it.driver >> it.peers >> it.protects;
+  for (int capability; file >> capability;) it.capabilities.push_back(capability);
+  it.order = order == "lazy" ? Order::lazy : order == "eager" ? Order::eager : Order::random;
+  if (it.order == Order::random) it.random.seed(1 + atoi(order.c_str() + strlen("random:")));
+  if (it.capabilities.empty()) it.capabilities = {90};
+  return it;
 }
 
 struct Text {

@@ -23,14 +23,15 @@ namespace standin {
 constexpr int kMostDevices = 32;
 enum class Order { lazy, eager, random };
 
-// Read from the file `settings` beside the library, which the command writes: a name and a value in each line.
+// Read from the file `settings` beside the library, where the command writes them: order, devices, driver, peers,
+// protects, capabilities.
 struct Settings {
+  Order order;
   int devices = 1, driver = 13020;
-  std::vector<int> capabilities = {90};  // of the devices in turn; the last one's goes on
-  size_t memory = size_t{6} << 30;       // of each device
-  Order order = Order::lazy;
-  bool peers = true;     // whether a device can be let into another's memory
-  bool protects = true;  // device memory from the host; Triton's interpreter reads it
+  bool peers = true;                // whether a device can be let into another's memory
+  bool protects = true;             // device memory from the host; Triton's interpreter reads it
+  std::vector<int> capabilities;    // of the devices in turn; the last one's goes on
+  size_t memory = size_t{6} << 30;  // of each device
   std::minstd_rand random;
 };
 Settings& settings();

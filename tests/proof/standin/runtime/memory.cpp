@@ -130,14 +130,9 @@ API cudaError_t cudaFree(void* address) {
 }
 API cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t handle) {
   const Lock lock(machine());
-  Stream* const stream = find_stream(handle);
-  if (!stream) return fail(cudaErrorInvalidResourceHandle);
-  *address = allocate(stream->device, bytes);
-  if (!*address) {
-    finish_all();  // what is freed on the way is free now
-    *address = allocate(stream->device, bytes);
-  }
-  return *address ? outcome() : fail(cudaErrorMemoryAllocation);
+  const Stream* const stream = find_stream(handle);
+  *address = stream ? allocate(stream->device, bytes) : nullptr;
+  return *address ? outcome() : fail(stream ? cudaErrorMemoryAllocation : cudaErrorInvalidResourceHandle);
 }
 API cudaError_t cudaFreeAsync(void* address, cudaStream_t handle) {
   const Lock lock(machine());
@@ -169,11 +164,10 @@ API cudaError_t cudaFreeHost(void* address) {
 API cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* it, const void* address) {
   const Lock lock(machine());
   const Located* const found = locate(address);
-  *it = {};
-  it->type = found ? found->second.type : cudaMemoryTypeUnregistered;
-  it->device = found ? found->second.device : -2;
-  it->devicePointer = found ? const_cast<void*>(address) : nullptr;
-  it->hostPointer = it->type == cudaMemoryTypeHost ? const_cast<void*>(address) : nullptr;
+  void* const pointer = const_cast<void*>(address);
+  *it = {cudaMemoryTypeUnregistered, -2, nullptr, nullptr, {}};
+  if (found) *it = {found->second.type, found->second.device, pointer, pointer, {}};
+  if (it->type == cudaMemoryTypeDevice) it->hostPointer = nullptr;
   return outcome();
 }
 
