@@ -8,6 +8,7 @@ from torch.utils.data import DataLoader
 
 from mpkernels import Metrics
 from mpkernels.amp import GradScaler, autocast
+from mpkernels.linear import cast_cache
 from mpkernels.nn import GatedLinear, LinearAct
 from mpkernels.optim import AdamW
 from tests.cuda.training import CUDA, WAYS, Loop, assert_same, batch, on_side
@@ -80,7 +81,10 @@ def test_pinned_batches_between_replays():
     loop, x = Loop(CUDA), batch(0, CUDA)
     batches = torch.stack([batch(step) for step in range(6)])
     loop.step(x)
+    torch.cuda.synchronize()
+    told = loop.metrics.read()
     graph = captured(lambda: loop.step(x))
+    assert loop.metrics.read() == told  # they follow no captured step
     eager = Loop(CUDA)
     eager.step(x)
     for (pinned,) in DataLoader([(it,) for it in batches], batch_size=None, pin_memory=True):
@@ -110,6 +114,20 @@ def test_a_capture_that_fails_leaves_the_optimizer_usable():
         it.optimizer.zero_grad()
         it.step(x)
     assert loop.results()[0] == wanted.results()[0]
+
+
+def test_a_replay_casts_the_weights_as_they_are_then():
+    """Not as they were in the autocast block around the capture, where a cast may have been made before."""
+    weight = nn.Parameter(torch.randn(32, 24, device=CUDA))
+    graph = torch.cuda.CUDAGraph()
+    with autocast("cuda", torch.bfloat16):
+        cast_cache.cast(weight, torch.bfloat16)
+        with torch.cuda.graph(graph):
+            got = cast_cache.cast(weight, torch.bfloat16) * 1
+    with torch.no_grad():
+        weight.mul_(2)
+    graph.replay()
+    assert torch.equal(got, weight.bfloat16())
 
 
 @pytest.mark.parametrize("layer", ["linear", "gated"])

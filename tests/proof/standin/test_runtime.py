@@ -212,6 +212,7 @@ def test_captures_are_bounded(streams):
         assert cuda("StreamEndCapture", third, ctypes.byref(ctypes.c_void_p())) == UNMATCHED
     with capture(first, GLOBAL):
         assert in_a_thread(lambda: cuda("StreamEndCapture", first, ctypes.byref(ctypes.c_void_p()))) == WRONG_THREAD
+    assert wait(second, event) == CAPTURED  # of a capture that is over
     with capture(blocking, RELAXED, ends=INVALIDATED):
         assert cuda("StreamSynchronize", 0) == IMPLICIT
 

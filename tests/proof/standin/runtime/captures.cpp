@@ -73,11 +73,13 @@ cudaError_t standin::refuse_if_unsafe(const char* function) {
   return error;
 }
 
-cudaError_t standin::refuse_if_captured(int device, bool only_blocking, cudaError_t error, const char* why) {
+cudaError_t standin::refuse_if_captured(int device, const Stream* legacy) {
   cudaError_t result = cudaSuccess;
+  const cudaError_t error = legacy ? cudaErrorStreamCaptureImplicit : cudaErrorStreamCaptureUnsupported;
   for (const auto& it : captures)
     for (const auto& [stream, _] : it->clocks)
-      if (stream->device == device && (!only_blocking || stream->is_blocking())) result = void_capture(*it, error, why);
+      if (stream->device == device && (!legacy || (legacy->is_legacy && stream->is_blocking())))
+        result = void_capture(*it, error, "the device or its legacy stream is used meanwhile");
   return result;
 }
 
@@ -100,7 +102,8 @@ cudaError_t standin::record(Stream* stream, Event* event) {
 
 cudaError_t standin::join(Stream* stream, Event* event) {
   const auto capture = event->capture.lock();
-  if (!capture) return fail(cudaErrorCapturedEvent, "of a capture that is over");
+  if (std::find(captures.begin(), captures.end(), capture) == captures.end())
+    return fail(cudaErrorCapturedEvent, "of a capture that is over");
   if (capture->is_void) return fail(cudaErrorStreamCaptureInvalidated);
   if (stream->capture && stream->capture != capture) {
     stream->capture->is_void = true;
@@ -155,11 +158,7 @@ API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t handle, cudaStreamCaptureS
   const Lock lock(machine());
   const Stream* const stream = find_stream(handle);
   if (!stream) return fail(cudaErrorInvalidResourceHandle);
-  if (stream->is_legacy) {
-    const cudaError_t error = refuse_if_captured(stream->device, true, cudaErrorStreamCaptureImplicit,
-                                                 "the legacy stream is asked whether it is captured");
-    if (error != cudaSuccess) return error;
-  }
+  if (const cudaError_t error = refuse_if_captured(stream->device, stream)) return error;
   Capture* const it = stream->capture.get();
   const cudaStreamCaptureStatus active[] = {cudaStreamCaptureStatusActive, cudaStreamCaptureStatusInvalidated};
   *status = it ? active[it->is_void] : cudaStreamCaptureStatusNone;

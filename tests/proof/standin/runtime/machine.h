@@ -142,7 +142,7 @@ cudaError_t record(Stream* stream, Event* event);  // in the capture that the st
 // Ends captures with which a call can't go on, and says so: calls that CUDA names potentially unsafe, and those that
 // wait for a device or touch the legacy stream.
 cudaError_t refuse_if_unsafe(const char* function);
-cudaError_t refuse_if_captured(int device, bool only_blocking, cudaError_t error, const char* why);
+cudaError_t refuse_if_captured(int device, const Stream* used = nullptr);  // harmless if it isn't the legacy one
 cudaError_t void_capture(Capture& capture, cudaError_t error, const char* why);
 
 #define REFUSE_IF_UNSAFE() \

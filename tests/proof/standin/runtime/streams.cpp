@@ -52,9 +52,7 @@ cudaError_t refuse_if_captured(Stream* stream) {
   if (!stream) return fail(cudaErrorInvalidResourceHandle);
   if (stream->capture)
     return void_capture(*stream->capture, cudaErrorStreamCaptureUnsupported, "a captured stream is waited for");
-  return stream->is_legacy ? standin::refuse_if_captured(stream->device, true, cudaErrorStreamCaptureImplicit,
-                                                         "the legacy stream is waited for")
-                           : cudaSuccess;
+  return standin::refuse_if_captured(stream->device, stream);
 }
 
 }  // namespace
@@ -96,10 +94,8 @@ cudaError_t standin::enqueue(Stream* stream, Work work) {
   if (!stream) return fail(cudaErrorInvalidResourceHandle);
   if (const cudaError_t error = outcome()) return error;
   if (stream->capture) return add(*stream->capture, stream, std::move(work));
+  if (const cudaError_t error = standin::refuse_if_captured(stream->device, stream)) return error;
   if (stream->is_legacy) {
-    const cudaError_t error =
-        refuse_if_captured(stream->device, true, cudaErrorStreamCaptureImplicit, "the legacy stream is given work");
-    if (error != cudaSuccess) return error;
     for (Stream* each : streams)
       if (each->device == stream->device && each->is_blocking()) wait_for(stream, each, each->enqueued);
   } else if (stream->is_blocking()) {
@@ -172,9 +168,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t which, unsi
 }
 API cudaError_t cudaDeviceSynchronize() {
   const Lock lock(machine());
-  const cudaError_t error = refuse_if_captured(current_device, false, cudaErrorStreamCaptureUnsupported,
-                                               "the device is waited for while a stream is captured");
-  if (error != cudaSuccess) return error;
+  if (const cudaError_t error = standin::refuse_if_captured(current_device)) return error;
   finish_device(current_device);
   return outcome();
 }
