@@ -119,11 +119,12 @@ def test_a_capture_that_fails_leaves_the_optimizer_usable():
 def test_a_replay_casts_the_weights_as_they_are_then():
     """Not as they were in the autocast block around the capture, where a cast may have been made before."""
     weight = nn.Parameter(torch.randn(32, 24, device=CUDA))
-    graph = torch.cuda.CUDAGraph()
-    with autocast("cuda", torch.bfloat16):
+    graph, stream = torch.cuda.CUDAGraph(), on_side()
+    with autocast("cuda", torch.bfloat16), torch.cuda.stream(stream):
         cast_cache.cast(weight, torch.bfloat16)
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, stream=stream):
             got = cast_cache.cast(weight, torch.bfloat16) * 1
+    torch.cuda.current_stream().wait_stream(stream)
     with torch.no_grad():
         weight.mul_(2)
     graph.replay()

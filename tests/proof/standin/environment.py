@@ -77,21 +77,13 @@ class Environment:
             _compile("c++17", *self._includes(), *sources, refusals, *links, target=self.library / CUDART)
 
     def _build_aten(self) -> None:
-        torch = self.packages / "torch"
-        includes = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", *self._includes()]
-        links = [self.library / CUDART, f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib", "-ltorch_cpu", "-ltorch_cuda"]
-        with _made_of(self.library / ATEN, HERE / "aten.cpp", Path(__file__)) as is_outdated:
+        target, torch = self.library / ATEN, self.packages / "torch"
+        flags = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-L{torch}/lib"]
+        links = [f"-Wl,-rpath,{torch}/lib", *(f"-l{it}" for it in ("torch_cpu", "torch_cuda", "c10", "c10_cuda"))]
+        with _made_of(target, HERE / "aten.cpp", Path(__file__)) as is_outdated:
             if is_outdated:
-                _compile(
-                    "c++20",
-                    "-w",
-                    *includes,
-                    HERE / "aten.cpp",
-                    *links,
-                    "-lc10",
-                    "-lc10_cuda",
-                    target=self.library / ATEN,
-                )
+                flags += self._includes()
+                _compile("c++20", "-w", *flags, HERE / "aten.cpp", self.library / CUDART, *links, target=target)
 
     def _includes(self) -> list[str]:
         return [f"-I{self.packages / 'nvidia/cu13/include'}"]
@@ -118,18 +110,15 @@ class Environment:
                 shutil.copy(ROOT / path, to)
 
     def _build_extension(self) -> None:
-        there = self.tree / "tests/proof"
-        sources = [path for path in sorted((there / "emulation").glob("*.cpp")) if path.stem != "runtime"]
-        sources.append(there / "standin/runtime_of_kernels.cpp")
-        objects = self.directory / "objects"
+        sources, objects = emulation.sources_with("on_streams"), self.directory / "objects"
         objects.mkdir(exist_ok=True)
-        headers = [path for path in _files(self.tree) if path.suffix == ".h"]
-        with _made_of(objects / "all", *sources, *headers) as are_outdated:
+        with _made_of(
+            objects / "all", *(path for path in _files(ROOT) if path.suffix in (".h", ".cpp"))
+        ) as are_outdated:
             if are_outdated:
-                emulation.compile_all(emulation.find_compiler(), sources, self.tree / "csrc", objects)
-        compiled = [objects / f"{path.name}.o" for path in sources]
-        module = "tests.proof.standin.extension"
-        _run(self.python, "-m", module, *self._includes(), *compiled, self.library / CUDART, cwd=self.tree)
+                emulation.compile_all(emulation.find_compiler(), sources, ROOT / "csrc", objects)
+        linked = [*(objects / f"{path.name}.o" for path in sources), self.library / CUDART]
+        _run(self.python, "-m", "tests.proof.emulation.extension", *self._includes(), *linked, cwd=self.tree)
 
 
 def _files(root: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ using namespace standin;
 namespace {
 
 constexpr int kMultiprocessors = 132;
-constexpr size_t kShared = 48 << 10, kSharedOptIn = 227 << 10, kSharedOfMultiprocessor = 228 << 10, kL2 = 50 << 20;
+constexpr size_t kShared = 48 << 10, kSharedOptIn = 227 << 10, kL2 = 50 << 20;
 
 bool is_device(int device) { return device >= 0 && device < settings().devices; }
 int capability_of(int device) {
@@ -48,7 +48,7 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* it, int device) {
   it->maxGridSize[0] = 0x7fffffff, it->maxGridSize[1] = it->maxGridSize[2] = 65535;
   it->maxThreadsPerMultiProcessor = 2048;
   it->sharedMemPerBlock = kShared, it->sharedMemPerBlockOptin = kSharedOptIn;
-  it->sharedMemPerMultiprocessor = kSharedOfMultiprocessor;
+  it->sharedMemPerMultiprocessor = 228 << 10;
   it->regsPerBlock = it->regsPerMultiprocessor = 65536;
   it->l2CacheSize = kL2;
   it->pciBusID = 1 + device;
@@ -61,8 +61,6 @@ API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int
       {cudaDevAttrMaxThreadsPerBlock, 1024},
       {cudaDevAttrMaxSharedMemoryPerBlock, kShared},
       {cudaDevAttrMaxSharedMemoryPerBlockOptin, kSharedOptIn},
-      {cudaDevAttrMaxSharedMemoryPerMultiprocessor, kSharedOfMultiprocessor},
-      {cudaDevAttrMaxRegistersPerBlock, 65536},
       {cudaDevAttrWarpSize, 32},
       {cudaDevAttrMultiProcessorCount, kMultiprocessors},
       {cudaDevAttrL2CacheSize, kL2},
@@ -74,7 +72,6 @@ API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int
       {cudaDevAttrClockRate, 1980000},
       {cudaDevAttrMemoryClockRate, 2619000},
       {cudaDevAttrGlobalMemoryBusWidth, 5120},
-      {cudaDevAttrPciBusId, 1 + device},
   };
   const auto found = values.find(attribute);
   *value = found == values.end() ? 0 : found->second;  // of features that it lacks, most
@@ -95,11 +92,8 @@ API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
   return outcome();
 }
 API cudaError_t cudaMemPoolSetAttribute(cudaMemPool_t, cudaMemPoolAttr, void*) { return outcome(); }
-API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t pool, cudaMemPoolAttr, void* value) {
-  const Lock lock(machine());
-  *static_cast<uint64_t*>(value) =
-      settings().memory - free_bytes(static_cast<int>(reinterpret_cast<uintptr_t>(pool)) - 1);
-  return outcome();
+API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* value) {
+  return *static_cast<uint64_t*>(value) = 0, outcome();
 }
 API cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return outcome(); }
 API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return outcome(); }

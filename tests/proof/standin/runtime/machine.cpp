@@ -99,10 +99,6 @@ cudaError_t standin::fail(cudaError_t error, const char* why) {
   return error;
 }
 
-void standin::kernel_failed(cudaError_t error, const char* why) {
-  say("a kernel failed: %s", why);
-  failure = error;
-}
 cudaError_t standin::outcome() { return fail(failure); }
 
 API cudaError_t cudaGetLastError() { return std::exchange(last_error, failure); }
@@ -114,4 +110,8 @@ API cudaError_t standin_fail(cudaError_t error) { return fail(error); }
 API cudaError_t standin_refuse(const char* function) {
   say("nobody stands in for %s", function);
   return fail(cudaErrorNotSupported);
+}
+API void standin_kernel_failed(const char* why) {
+  say("a kernel failed: %s", why);
+  failure = cudaErrorLaunchFailure;
 }

@@ -23,8 +23,7 @@ namespace standin {
 constexpr int kMostDevices = 32;
 enum class Order { lazy, eager, random };
 
-// Read from the file `settings` beside the library, where the command writes them: order, devices, driver, peers,
-// protects, capabilities.
+// Read from the file `settings` beside the library, where the command writes them.
 struct Settings {
   Order order;
   int devices = 1, driver = 13020;
@@ -44,9 +43,7 @@ using Lock = std::lock_guard<std::recursive_mutex>;
 [[gnu::format(printf, 1, 2)]] void say(const char* format, ...);
 // Returns the error, which cudaGetLastError will give out as well. The reason, if any, goes to stderr.
 cudaError_t fail(cudaError_t error, const char* why = "");
-// A kernel's failure is the end: all later calls return it.
-void kernel_failed(cudaError_t error, const char* why);
-cudaError_t outcome();  // success, or what a kernel has failed with
+cudaError_t outcome();  // success, or what a kernel has failed with: that is the end of all calls
 
 // ---- memory
 
@@ -71,7 +68,6 @@ class Working {
  public:
   explicit Working(int device, int other = -1);
   ~Working();
-  Working(const Working&) = delete;
 
  private:
   const unsigned before_;

@@ -115,7 +115,6 @@ API cudaError_t standin_enqueue(cudaStream_t handle, void (*work)(void*), void (
   if (stream && stream->device != current_device) return fail(cudaErrorInvalidResourceHandle, "of another device");
   return enqueue(stream, [kept, work] { work(kept.get()); });
 }
-API void standin_kernel_failed(const char* why) { kernel_failed(cudaErrorLaunchFailure, why); }
 
 // ---- streams
 

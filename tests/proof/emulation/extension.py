@@ -1,5 +1,5 @@
-"""Compiles the extension for the stand-in, in the copy of the checkout: setup.py's way, but with g++ and the emulation
-where nvcc and the chip would be."""
+"""Compiles the extension that setup.py does, in the current folder, with g++ and the emulation where nvcc and the chip
+would be. tests/proof/standin runs it."""
 
 import runpy
 import sys
@@ -11,7 +11,7 @@ COMPILER = "the emulation of nvcc 13.2"  # newer than torch's runtime, as driver
 
 
 def main(includes: str, *linked: str) -> None:
-    setup = runpy.run_path("setup.py", run_name="standin")
+    setup = runpy.run_path("setup.py", run_name="extension")
     archs = setup["ARCHS"]
     cuda = setup["Cuda"](
         compiler=COMPILER,
@@ -22,6 +22,7 @@ def main(includes: str, *linked: str) -> None:
         includes=f"-DMPK_CUDA {includes}",
         libraries=" ".join(["-Wl,-Bsymbolic", *linked]),
     )
+    Path(setup["LIBRARY"]).unlink(missing_ok=True)  # ninja knows nothing of what else is linked
     setup["build_library"](setup["find_cxx"](), cuda, Path("mpkernels/_native.so"))
 
 
