@@ -5,9 +5,6 @@ import os
 
 import pytest
 
-DRIVER = "Triton compiles for a driver, or Inductor does by Triton"
-MEMORY = "more memory than a host has"
-
 # What fails: it must fail as long as it stands here.
 FAILS: dict[str, str] = {}
 # What is not even begun.
