@@ -20,6 +20,7 @@ enum { fp32_reduction = 16 };
 struct Context {
   int math_mode = 0;
   bool has_stream = false;
+  cudaStream_t stream = nullptr;
   char* workspace = nullptr;  // forgotten when a stream is set
   size_t workspace_bytes = 0;
 };
@@ -62,6 +63,7 @@ int set_stream(Context* handle, cudaStream_t stream) {
   if (emulation::fails_on_demand()) return internal_error;
   if (!emulation::is_current(stream)) return invalid_value;
   handle->has_stream = true;
+  handle->stream = stream;
   handle->workspace = nullptr;
   return success;
 }
@@ -95,7 +97,7 @@ int gemm(Context* handle, int op_a, int op_b, int64_t m, int64_t n, int64_t k, c
     return invalid_value;
   }
   ++emulation_launches;
-  emulation::enqueue([=, by = *alpha, keep = *beta, context = *handle] {
+  return status_of(emulation::enqueue(handle->stream, [=, by = *alpha, keep = *beta, context = *handle] {
     context.workspace[0] = context.workspace[context.workspace_bytes - 1] = 0;
     auto wide_a = widened(a, a_dtype, m, k, op_a == 0 ? 1 : lda, op_a == 0 ? lda : 1);
     auto wide_b = widened(b, b_dtype, n, k, op_b == 0 ? ldb : 1, op_b == 0 ? 1 : ldb);
@@ -115,8 +117,7 @@ int gemm(Context* handle, int op_a, int op_b, int64_t m, int64_t n, int64_t k, c
       }
     });
     return cudaSuccess;
-  });
-  return success;
+  }));
 }
 
 const struct {
