@@ -6,9 +6,11 @@ import os
 import pytest
 
 # What fails: it must fail as long as it stands here.
-FAILS: dict[str, str] = {}
+FAILS = {
+    "tests/cuda/test_allocators.py::*expandable_segments:True*": "a fault of the stand-in: copies into a segment crash",
+}
 # What is not even begun.
-NOT_RUN: dict[str, str] = {}
+NOT_RUN = {"tests/ops/test_huge.py::*cuda-native*": "takes 8 GiB, and the stand-in's devices have 6"}
 ROOMS = ("tests/cuda/", "tests/proof/standin/")  # run whatever their names are
 
 
