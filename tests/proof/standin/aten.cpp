@@ -12,26 +12,14 @@
 
 #include <sstream>
 
+#include "views.h"
+
 extern "C" cudaError_t standin_enqueue(cudaStream_t, void (*work)(void*), void (*drop)(void*), void* context);
 extern "C" void standin_kernel_failed(const char* why);
 
+using namespace standin;
+
 namespace {
-
-using c10::DispatchKey;
-using c10::DispatchKeySet;
-using c10::IValue;
-using torch::jit::Stack;
-
-// Whatever the calling thread has switched on is not for what happens on the device.
-struct OnDevice {
-  at::NoGradGuard no_grad;
-  c10::impl::ForceDispatchKeyGuard below{
-      DispatchKeySet(DispatchKey::BackendSelect),
-      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
-          DispatchKeySet({DispatchKey::Python, DispatchKey::PythonTLSSnapshot,
-                          DispatchKey::FuncTorchDynamicLayerFrontMode, DispatchKey::FuncTorchDynamicLayerBackMode,
-                          DispatchKey::Functionalize})};
-};
 
 struct Work {
   std::string name;
@@ -50,70 +38,6 @@ void enqueue(const std::string& name, std::function<void()> run) {
   const auto drop = [](void* context) { delete static_cast<Work*>(context); };
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream().stream();
   C10_CUDA_CHECK(standin_enqueue(stream, work, drop, new Work{name, std::move(run)}));
-}
-
-void keep_wrapped(const at::Tensor& from, const at::Tensor& to) {  // a Python number, which gives way in promotion
-  if (from.unsafeGetTensorImpl()->is_wrapped_number()) to.unsafeGetTensorImpl()->set_wrapped_number(true);
-}
-
-// CPU tensors over the memory of CUDA tensors, which own it. Tensors that share memory share it here, too.
-class Aliases {
- public:
-  at::Tensor of(const at::Tensor& tensor) {
-    const c10::Storage& storage = tensor.storage();
-    c10::Storage& shared = storages_[storage.unsafeGetStorageImpl()];
-    if (!shared) {
-      const c10::Device cpu(c10::kCPU);
-      shared = c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), {storage.mutable_data(), cpu});
-    }
-    auto alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(shared), DispatchKeySet(DispatchKey::CPU),
-                                                          tensor.dtype());
-    alias.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-    keep_wrapped(tensor, alias);
-    if (tensor.is_conj()) alias._set_conj(true);
-    if (tensor.is_neg()) alias._set_neg(true);
-    return alias;
-  }
-
- private:
-  std::unordered_map<c10::StorageImpl*, c10::Storage> storages_;
-};
-
-at::Tensor copy_of(const at::Tensor& tensor) {  // of the host's, which may change it after the call
-  const OnDevice here;
-  at::Tensor copy = tensor.clone();
-  keep_wrapped(tensor, copy);
-  return copy;
-}
-
-at::Tensor on_meta(const at::Tensor& tensor) {
-  if (!tensor.is_cuda() && tensor.dim() == 0) return tensor;  // a number
-  return at::empty_strided(tensor.sizes(), tensor.strides(), at::device(c10::kMeta).dtype(tensor.dtype()));
-}
-
-// Replaces each tensor in a value.
-template <class Replace>
-IValue mapped(const IValue& value, const Replace& replace) {
-  const auto each = [&](const at::Tensor& it) { return it.defined() ? replace(it) : it; };
-  if (value.isTensor()) return each(value.toTensor());
-  if (value.isTensorList()) {
-    c10::List<at::Tensor> list;
-    for (const at::Tensor& it : value.toTensorVector()) list.push_back(each(it));
-    return list;
-  }
-  if (value.isOptionalTensorList()) {
-    c10::List<std::optional<at::Tensor>> list;
-    for (const std::optional<at::Tensor>& it : value.toOptionalTensorVector())
-      list.push_back(it ? std::optional<at::Tensor>(each(*it)) : std::nullopt);
-    return list;
-  }
-  return value;
-}
-template <class Replace>
-Stack mapped(const Stack& values, c10::DeviceType type, const Replace& replace) {
-  Stack all;
-  for (const IValue& it : values) all.push_back(it.isDevice() ? IValue(c10::Device(type)) : mapped(it, replace));
-  return all;
 }
 
 std::string name_of(const c10::OperatorHandle& op) {
@@ -143,7 +67,7 @@ std::shared_ptr<Random> random_for(const c10::OperatorHandle& op, const Stack& a
   return std::make_shared<Random>(Random{generator->philox_cuda_state(4), place.has_value()});
 }
 
-// What CUDA's kernels can do and CPU's can't.
+// Returns the op, and changes the arguments, so that the CPU's kernel does what only CUDA's can: wider results.
 c10::OperatorHandle suit(const c10::OperatorHandle& op, Stack& arguments) {
   const std::string& name = op.schema().name();
   if (const auto place = op.schema().argumentIndexWithName("half_to_float"); place && arguments[*place].toBool()) {
@@ -201,7 +125,8 @@ c10::Device device_of(const c10::OperatorHandle& op, const Stack& arguments) {
   return device.value_or(c10::Device(c10::kCUDA, c10::cuda::current_device()));
 }
 
-// Of each result, the argument that it is: what is written in place, or given as out=.
+// For each result: the place of the argument that an op writes in place or to out= and returns, or -1 if it makes a new
+// tensor.
 std::vector<int> written_arguments(const c10::FunctionSchema& schema) {
   std::vector<int> all;
   for (const auto& result : schema.returns()) {
@@ -215,7 +140,7 @@ std::vector<int> written_arguments(const c10::FunctionSchema& schema) {
   return all;
 }
 
-// Nothing where Meta can't tell.
+// Returns tensors without memory that look as the results will, or nothing where the Meta kernel can't tell.
 std::optional<Stack> ask_meta(const c10::OperatorHandle& op, const Stack& arguments) {
   if (op.schema().name() == "aten::_to_sparse") return std::nullopt;  // how many elements there are
   try {
@@ -263,7 +188,7 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   Aliases aliases;
   const auto alias = [&](const at::Tensor& it) { return it.is_cuda() ? aliases.of(it) : copy_of(it); };
 
-  // In place, and where nothing is returned, everything is there.
+  // An op that works in place or returns nothing makes no tensor, so there is none to be asked for.
   const auto looks = is_in_place || written.empty() ? arguments : ask_meta(op, arguments);
   const Stack known = looks ? *looks : compute_now(op, mapped(arguments, c10::kCPU, alias), random);
   Stack results, targets;

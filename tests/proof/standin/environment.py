@@ -80,7 +80,7 @@ class Environment:
         target, torch = self.library / ATEN, self.packages / "torch"
         flags = [f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", f"-L{torch}/lib"]
         links = [f"-Wl,-rpath,{torch}/lib", *(f"-l{it}" for it in ("torch_cpu", "torch_cuda", "c10", "c10_cuda"))]
-        with _made_of(target, HERE / "aten.cpp", Path(__file__)) as is_outdated:
+        with _made_of(target, HERE / "aten.cpp", HERE / "views.h", Path(__file__)) as is_outdated:
             if is_outdated:
                 flags += self._includes()
                 _compile("c++20", "-w", *flags, HERE / "aten.cpp", self.library / CUDART, *links, target=target)

@@ -29,7 +29,8 @@ void merge(Clock& into, const Clock& other) {
   for (const auto& [stream, until] : other) into[stream] = std::max(into[stream], until);
 }
 
-// Of what is not ordered, the origin's work is done first and other streams' as late as it may, or any in random order.
+// CUDA doesn't say which of a graph's branches runs first. Here that of the stream where the capture began does, and
+// the others as late as they may; with a random order, any.
 class Replay {
  public:
   explicit Replay(const Capture& capture) : capture_(capture), is_done_(capture.nodes.size()) {

@@ -98,7 +98,8 @@ API cudaError_t cudaMemPoolGetAttribute(cudaMemPool_t, cudaMemPoolAttr, void* va
 API cudaError_t cudaMemPoolTrimTo(cudaMemPool_t, size_t) { return outcome(); }
 API cudaError_t cudaMemPoolSetAccess(cudaMemPool_t, const cudaMemAccessDesc*, size_t) { return outcome(); }
 
-// Of torch's kernels none can be launched: the call that would is one that nobody stands in for.
+// torch registers its own kernels as it is loaded. They are machine code of GPUs and never run here: a launch of one
+// calls a function that the stand-in lacks, and is refused by name.
 API void** __cudaRegisterFatBinary(void*) {
   static void* handle;
   return &handle;
