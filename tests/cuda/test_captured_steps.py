@@ -152,29 +152,66 @@ def test_graphed_callables(layer):
     assert all(map(torch.equal, wanted, run(graphed)))
 
 
+class Parts:
+    """Parameters of several chunks, whose blocks hand their shares to the last one, and their grads."""
+
+    def __init__(self):
+        self.params = [nn.Parameter(torch.full((size,), 1.0, device=CUDA)) for size in (20_000, 5, 9_000)]
+        self.grads = [torch.full_like(param, 0.5) for param in self.params]
+        self.optimizer = AdamW(self.params, lr=0.1, max_norm=1.0)
+
+    def step(self, *used):
+        for i, (param, grad) in enumerate(zip(self.params, self.grads, strict=True)):
+            param.grad = grad if i in used else None
+        self.optimizer.step()
+
+    def weights(self):
+        return [param.detach().cpu() for param in self.params]
+
+
 def test_a_graph_outlives_the_plan_it_was_captured_with():
     """The plan of a step is made anew when other parameters have grads. What the graph reads of the old one stays."""
 
     def train(uses_graph):
-        params = [nn.Parameter(torch.full((50 + i,), 1.0, device=CUDA)) for i in range(3)]
-        grads = [torch.full_like(param, 0.5) for param in params]
-        optimizer = AdamW(params, lr=0.1, max_norm=1.0)
-
-        def step(*used):
-            for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-                param.grad = grad if i in used else None
-            optimizer.step()
-
-        step(0, 1, 2)
-        replay = captured(lambda: step(0, 1, 2)).replay if uses_graph else lambda: step(0, 1, 2)
+        parts = Parts()
+        parts.step(0, 1, 2)
+        replay = captured(lambda: parts.step(0, 1, 2)).replay if uses_graph else lambda: parts.step(0, 1, 2)
         replay()
-        step(0, 2)
+        parts.step(0, 2)
         others = [torch.full((1000,), 7.0, device=CUDA) for _ in range(50)]
         replay()
         assert all(bool((it == 7).all()) for it in others)
-        return [param.detach().cpu() for param in params]
+        return parts.weights()
 
     assert all(map(torch.equal, train(True), train(False)))
+
+
+def test_a_graph_keeps_its_rows_when_the_plan_gets_others():
+    parts = Parts()
+    parts.step(0, 1, 2)
+    graph = captured(lambda: parts.step(0, 1, 2))
+    captured_with = parts.params[1].data
+    parts.params[1].data = captured_with.clone()
+    parts.step(0, 1, 2)
+    before, moved = captured_with.clone(), parts.params[1].detach().clone()
+    graph.replay()
+    assert not torch.equal(captured_with, before)
+    assert torch.equal(parts.params[1], moved)
+
+
+def test_rows_captured_are_not_there_for_an_eager_step():
+    """A capture does nothing by itself."""
+    results = []
+    for captures in (True, False):
+        parts = Parts()
+        parts.step(0, 1, 2)
+        parts.step(0, 1)  # with another plan, so that the next has to take its rows to the device
+        if captures:
+            captured(lambda parts=parts: parts.step(0, 1, 2))
+        for _ in range(2):
+            parts.step(0, 1, 2)
+        results.append(parts.weights())
+    assert all(map(torch.equal, *results))
 
 
 def test_a_captured_step_of_torchs_under_either_scaler():
@@ -198,3 +235,15 @@ def test_a_captured_step_of_torchs_under_either_scaler():
 
     ours, theirs = (train(scaler_class("cuda", init_scale=8.0)) for scaler_class in (GradScaler, torch.amp.GradScaler))
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+def test_hooks_in_a_capture_are_refused_before_anything_is_done(scaler_class):
+    param = nn.Parameter(torch.ones(3, device=CUDA))
+    optimizer, scaler = AdamW([param], lr=0.5), scaler_class("cuda", init_scale=8.0)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    param.grad = scaler.scale(torch.ones_like(param))
+    with pytest.raises(RuntimeError, match="can't be captured in a CUDA graph under a scaler"):
+        captured(lambda: scaler.step(optimizer))
+    assert param.grad.tolist() == [8.0] * 3

@@ -91,8 +91,8 @@ def _link(compiler: list[str], objects: list[Path]) -> Path:
     scratch = objects[0].parent
     stub, library = scratch / "libtorch.so", scratch / "mpkernels_emulated.so"
     _run([*compiler, "-shared", "-Wl,-soname,libtorch.so", "-x", "c++", "/dev/null", "-o", str(stub)])
-    wrapped = [f"-Wl,--wrap=aoti_torch_{it}" for it in ("delete_tensor_object", "empty_strided")]  # runtime.cpp does
-    _run([*compiler, "-shared", *map(str, objects), *wrapped, "-Wl,--no-as-needed", str(stub), "-o", str(library)])
+    wrapped = "-Wl,--wrap=aoti_torch_empty_strided"  # runtime.cpp does
+    _run([*compiler, "-shared", *map(str, objects), wrapped, "-Wl,--no-as-needed", str(stub), "-o", str(library)])
     return library
 
 
