@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 from mpkernels import Metrics
 from mpkernels.amp import GradScaler, autocast
 from mpkernels.linear import cast_cache
-from mpkernels.nn import GatedLinear, LinearAct
+from mpkernels.nn import MLP, GatedLinear, LinearAct
 from mpkernels.optim import AdamW
 from tests.cuda.training import CUDA, WAYS, Loop, assert_same, batch, on_side
 
@@ -131,12 +131,32 @@ def test_a_replay_casts_the_weights_as_they_are_then():
     assert torch.equal(got, weight.bfloat16())
 
 
-@pytest.mark.parametrize("layer", ["linear", "gated"])
+LAYERS = {
+    "linear": lambda: LinearAct(24, 32, activation="gelu_tanh"),
+    "gated": lambda: GatedLinear(24, 32, activation="silu"),
+    "mlp": lambda: MLP(24, 32, activation="relu2"),
+    "gated mlp": lambda: MLP(24, 32, gated=True),
+}
+
+
+def test_each_replay_drops_others():
+    torch.manual_seed(0)
+    module, x = MLP(24, 32, dropout=0.5).to(CUDA), batch(0, CUDA)
+    module(x)
+    outputs = []
+    graph = captured(lambda: outputs.append(module(x)))
+    graph.replay()
+    first = outputs[0].clone()
+    graph.replay()
+    assert not torch.equal(outputs[0], first)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
 def test_graphed_callables(layer):
     """torch.cuda.make_graphed_callables captures a layer's forward and backward by itself."""
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     torch.manual_seed(0)
-    module = LinearAct(24, 32, activation="gelu_tanh") if layer == "linear" else GatedLinear(24, 32, activation="silu")
+    module = LAYERS[layer]()
     module.to(CUDA)
     x = batch(0, CUDA).requires_grad_()
     leaves = [x, *module.parameters()]
