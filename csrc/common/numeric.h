@@ -82,6 +82,24 @@ MPK_FN auto is_non_finite(const F& x) {
   return magnitude(x) > Word{kLargestFinite<T>};
 }
 
+// A number that the compiler knows. std::integral_constant's is no use in CUDA: it converts on the host alone.
+template <int number>
+struct Constant {
+  MPK_FN constexpr operator int() const { return number; }
+};
+
+// Calls body(i) for i = 0 .. count - 1, each a constant: arrays that are indexed by it stay in registers.
+#ifdef __CUDACC__
+#pragma nv_exec_check_disable  // a kernel's body is for the device alone
+#endif
+template <int count, class Body>
+MPK_FN void for_each_index(const Body& body) {
+  if constexpr (count > 0) {
+    for_each_index<count - 1>(body);
+    body(Constant<count - 1>{});
+  }
+}
+
 // simd.h adds the vectors.
 template <class F>
 struct SquareRoot {

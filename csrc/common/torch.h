@@ -125,13 +125,16 @@ struct Registration {
 #ifdef MPK_EMULATION
 #define MPK_LIBRARY "mpkernels_emulated"
 #define MPK_CPU_KERNEL(op, kernel)
-#define MPK_CUDA_KERNEL(op, kernel) static const mpk::Registration kernel##_for_cuda{MPK_LIBRARY, "CPU", op, &kernel};
+#define MPK_CUDA_KERNEL(op, kernel) MPK_REGISTER("CPU", op, kernel)
 #else
 #define MPK_LIBRARY "mpkernels"
-#define MPK_CPU_KERNEL(op, kernel) static const mpk::Registration kernel##_for_cpu{MPK_LIBRARY, "CPU", op, &kernel};
-#define MPK_CUDA_KERNEL(op, kernel) static const mpk::Registration kernel##_for_cuda{MPK_LIBRARY, "CUDA", op, &kernel};
+#define MPK_CPU_KERNEL(op, kernel) MPK_REGISTER("CPU", op, kernel)
+#define MPK_CUDA_KERNEL(op, kernel) MPK_REGISTER("CUDA", op, kernel)
 #endif
-#define MPK_KERNEL_WITHOUT_TENSORS(op, kernel) \
-  static const mpk::Registration kernel##_for_all{MPK_LIBRARY, "CompositeExplicitAutograd", op, &kernel};
+#define MPK_KERNEL_WITHOUT_TENSORS(op, kernel) MPK_REGISTER("CompositeExplicitAutograd", op, kernel)
+#define MPK_REGISTER(dispatch_key, op, kernel) MPK_REGISTER_AS(__COUNTER__, dispatch_key, op, kernel)
+#define MPK_REGISTER_AS(number, dispatch_key, op, kernel) MPK_REGISTRATION(number, dispatch_key, op, kernel)
+#define MPK_REGISTRATION(number, dispatch_key, op, kernel) \
+  static const mpk::Registration registration_##number{MPK_LIBRARY, dispatch_key, op, &kernel};
 
 }  // namespace mpk

@@ -45,7 +45,7 @@ class AdamW(torch.optim.AdamW):
             lacks; ``"fp32"`` stores a full copy. Parameters in fp32 and fp64 need neither. A parameter group may
             set its own value.
         state_dtype: the dtype of both moments: ``torch.float32``, ``torch.bfloat16`` or ``torch.int8``. int8 takes one
-            byte per value, plus one fp32 scale per 256 values (csrc/adamw/int8.h states the error). fp64 and complex
+            byte per value, plus one fp32 scale per 256 values (csrc/step/int8.h states the error). fp64 and complex
             parameters keep moments in their own dtype. A parameter group may set its own value.
         max_norm: the largest global norm of the grads. ``step`` clips them to it, as ``clip_grad_norm_`` would.
         guard: whether to skip a step whose grads hold an inf or NaN when no scaler does. None turns the guard on if

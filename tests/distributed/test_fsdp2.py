@@ -97,7 +97,7 @@ def as_one_process(rank):
 
 
 def moments_in_8_bits(rank):
-    """Blocks are those of the whole where each part is a multiple of 256; else each error is within csrc/adamw/int8.h's
+    """Blocks are those of the whole where each part is a multiple of 256; else each error is within csrc/step/int8.h's
     bound, for the largest magnitude of all."""
     for kind in KINDS:
         alone, model = even_network(B16), shard(even_network(B16), kind)

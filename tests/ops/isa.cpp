@@ -5,11 +5,12 @@
 #include <random>
 #include <vector>
 
-#include "adamw/adamw.h"
 #include "grads/grad_stats.h"
 #include "grads/overflow.h"
 #include "grads/unscale.h"
 #include "linear/linear_act.h"
+#include "step/rules/adamw.h"
+#include "step/step.h"
 
 using namespace mpk;
 
@@ -17,18 +18,18 @@ struct Variant {
   const char* name;
   bool (*unscale_span)(Dtype, void*, int64_t, float);
   Stats (*grad_stats_span)(Dtype, const void*, int64_t);
-  decltype(&baseline::adamw_span) adamw_span;
+  decltype(&baseline::step_span<Adamw>) adamw_span;
   decltype(&baseline::overflow_span) overflow_span;
   decltype(&baseline::linear_act_rows) linear_act_rows;
   decltype(&baseline::linear_act_backward_rows) linear_act_backward_rows;
 };
-#define MPK_VARIANT(isa) \
-  {#isa,                 \
-   isa::unscale_span,    \
-   isa::grad_stats_span, \
-   isa::adamw_span,      \
-   isa::overflow_span,   \
-   isa::linear_act_rows, \
+#define MPK_VARIANT(isa)  \
+  {#isa,                  \
+   isa::unscale_span,     \
+   isa::grad_stats_span,  \
+   isa::step_span<Adamw>, \
+   isa::overflow_span,    \
+   isa::linear_act_rows,  \
    isa::linear_act_backward_rows}
 
 static bool same(double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); }
@@ -52,29 +53,27 @@ static std::vector<double> stepped(const Variant& variant, Dtype dtype, Master m
   std::vector<double> memory(7 * 1200);
   const auto array = [&](int which) { return &memory[which * 1200]; };
   float step = 0;
-  AdamwRow row{array(0),
-               array(1),
-               array(2),
-               array(3),
-               array(4),
-               master == Master::none ? nullptr : array(5),
-               moments == Moments::int8 ? reinterpret_cast<float*>(array(6)) : nullptr,
-               &step,
-               size,
-               {},
-               0,
-               dtype,
-               dtype,
-               dtype == Dtype::f64        ? dtype
-               : moments == Moments::bf16 ? Dtype::b16
-                                          : Dtype::f32,
-               master};
-  const AdamwGroup group{0.01, 0.9, 0.999, 0.1, 1e-8, {}, {}, false};
+  StepRow row{array(0),
+              array(1),
+              {array(2), array(3), array(4)},
+              master == Master::none ? nullptr : array(5),
+              moments == Moments::int8 ? reinterpret_cast<float*>(array(6)) : nullptr,
+              &step,
+              size,
+              {},
+              0,
+              dtype,
+              dtype,
+              dtype == Dtype::f64        ? dtype
+              : moments == Moments::bf16 ? Dtype::b16
+                                         : Dtype::f32,
+              master};
+  const StepGroup<Adamw> group{{0.01, 0.9, 0.999, 0.1, 1e-8}, {}, {}, false};
   if (moments == Moments::int8) {
     memset(array(3), -128, size);
     memset(array(4), -128, size);
   }
-  const AdamwShared shared{nullptr, {}, nullptr, INFINITY, nullptr, nullptr, {}};
+  const StepShared shared{nullptr, {}, nullptr, INFINITY, nullptr, nullptr, {}};
   for (; step < 3; ++step) {
     for (int64_t i = 0; i < size; ++i) {
       const float grad = normal(random);
@@ -84,7 +83,7 @@ static std::vector<double> stepped(const Variant& variant, Dtype dtype, Master m
       if (dtype == Dtype::b16) reinterpret_cast<uint16_t*>(array(1))[i] = bf16_bits_of_fp32(bits);
       if (dtype == Dtype::f16) reinterpret_cast<uint16_t*>(array(1))[i] = fp16_bits_of_fp32<float>(bits);
     }
-    variant.adamw_span(row, {0, 0, 0, size}, adamw_scalars<double>(group, *row.step, shared));
+    variant.adamw_span(row, {0, 0, 0, size}, step_scalars(group, *row.step, shared));
   }
   return memory;
 }

@@ -53,7 +53,7 @@ def test_model_and_optimizer_load_in_any_order(target, own, saved, dtype, model_
     rest(resumed, other)
     for was, now in zip(before, true_weights(resumed, other), strict=True):
         if own == "split" and saved == "fp32" and dtype == F16:
-            assert ((was - now).abs() <= 2**-40).all()  # csrc/adamw/split.h
+            assert ((was - now).abs() <= 2**-40).all()  # csrc/step/split.h
         else:
             assert same_bits(was, now)
 

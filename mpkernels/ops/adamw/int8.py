@@ -1,4 +1,4 @@
-"""Moments in 8 bits, as csrc/adamw/int8.h has them and explains them: here in torch, as the specification."""
+"""Moments in 8 bits, as csrc/step/int8.h has them and explains them: here in torch, as the specification."""
 
 import torch
 from torch import Tensor

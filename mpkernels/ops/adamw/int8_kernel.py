@@ -1,4 +1,4 @@
-"""csrc/adamw/int8.h in Triton: moments as 8-bit codes with a scale for each QUANTIZED of them, and back."""
+"""csrc/step/int8.h in Triton: moments as 8-bit codes with a scale for each QUANTIZED of them, and back."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

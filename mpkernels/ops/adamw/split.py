@@ -1,4 +1,4 @@
-"""How a 16-bit weight's fp32 master is kept, as csrc/adamw/split.h explains it: here in torch, as the specification."""
+"""How a 16-bit weight's fp32 master is kept, as csrc/step/split.h explains it: here in torch, as the specification."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""csrc/adamw/split.h in Triton: a master weight as a 16-bit weight and a remainder, and back; and the copy of one."""
+"""csrc/step/split.h in Triton: a master weight as a 16-bit weight and a remainder, and back; and the copy of one."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

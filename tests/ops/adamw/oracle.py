@@ -115,7 +115,7 @@ def _point(at, i: int) -> Point:
 
 
 def _decoded(codes: Tensor, scales: Tensor, is_squared: bool) -> Tensor:
-    """Return 8-bit moments as csrc/adamw/int8.h describes them. They share scales in the order that they lie in."""
+    """Return 8-bit moments as csrc/step/int8.h describes them. They share scales in the order that they lie in."""
     flat = codes.as_strided((codes.numel(),), (1,)).double()
     root = (flat + 128) / 255 if is_squared else flat / 127
     values = scales.repeat_interleave(QUANTIZED)[: flat.numel()] * root * root.abs()

@@ -1,7 +1,7 @@
 // Proves split.h's guarantee over all 2^32 masters. Prints a line and exits with 1 at the first that breaks it. Where a
 // master comes back exactly, its weight is the nearest one, and on a tie the one further from zero: a remainder has 16
 // bits, so it is within half a unit in the last place, and -32768 has no positive twin.
-#include "adamw/split.h"
+#include "step/split.h"
 
 #include <atomic>
 #include <cmath>

@@ -1,4 +1,4 @@
-"""Moments in 8 bits: the error is what csrc/adamw/int8.h states, and a code decodes to what it is encoded from."""
+"""Moments in 8 bits: the error is what csrc/step/int8.h states, and a code decodes to what it is encoded from."""
 
 import pytest
 import torch

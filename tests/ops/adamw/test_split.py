@@ -1,4 +1,4 @@
-"""The guarantee of csrc/adamw/split.h, over all 2^32 masters; and that its twin in torch gives the same bits."""
+"""The guarantee of csrc/step/split.h, over all 2^32 masters; and that its twin in torch gives the same bits."""
 
 import platform
 import subprocess

@@ -11,9 +11,9 @@
 //
 // NaN stays NaN, with its sign, in both; its payload may change.
 //
-// Who writes to a weight leaves the remainder of another. The master still rounds to the weight: where no master has
-// both, the weight is the master. So it is with 0 and what is below it, with inf and what is beyond it, and in fp16
-// with what fp32 has no place for, and with powers of two, whose places below are half as wide.
+// If somebody writes to a weight, its remainder is that of another number. The joined master still rounds to the
+// weight: where no master has these two halves, the weight alone is the master. That is so beyond 0 and beyond inf, in
+// fp16 for sums that fp32 can't hold, and for powers of two, below which numbers lie half as far apart.
 #pragma once
 
 #include "common/numeric.h"
@@ -91,9 +91,9 @@ MPK_FN SplitFp16<F> split_fp16(Bits<F> master) {
   return {weight, (nearest & 0x7f800000u) == 0x7f800000u ? U{} : remainder & 0xffffu};
 }
 
-// The other way to keep a master: a whole copy beside the weight. Where it does not round to the weight, somebody has
-// written to that, and the weight wins. Bits are compared, so that neither NaN nor a subnormal that the CPU takes for 0
-// matters. `written` is the 16-bit weight, widened.
+// The other way to keep a master is a whole copy beside the weight. If the copy doesn't round to the weight, somebody
+// has written to the weight, which wins. Bits are compared, so that neither NaN nor a subnormal that the CPU takes for
+// 0 matters. `written` is the 16-bit weight, widened.
 template <class F, class U = Bits<F>>
 MPK_FN F copied_master(Dtype dtype, F copy, F written) {
   const U bits = bit_cast<U>(copy);

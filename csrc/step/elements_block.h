@@ -1,8 +1,8 @@
 // Some elements of a row in a CUDA thread: as they lie in memory, widened, stepped and stored.
 #pragma once
 
-#include "adamw/adamw_arrays.h"
 #include "common/elements.h"
+#include "step/arrays_block.h"
 
 namespace mpk {
 
@@ -11,8 +11,8 @@ struct RawWeights {
   Raw<count> param, master;
 };
 
-template <int count>
-__device__ RawWeights<count> load_weights(const Arrays& arrays, uint32_t first) {
+template <int count, class Rule>
+__device__ RawWeights<count> load_weights(const Arrays<Rule>& arrays, uint32_t first) {
   RawWeights<count> raw;
   raw.param = load_raw<count>(arrays.param_dtype, arrays.param, first);
   if (arrays.master_kind != Master::none) {
@@ -32,8 +32,8 @@ __device__ Elements<float, count> joined(Dtype dtype, const RawWeights<count>& r
   return master;
 }
 
-template <int count>
-__device__ Elements<float, count> widened_weights(const Arrays& arrays, const RawWeights<count>& raw) {
+template <int count, class Rule>
+__device__ Elements<float, count> widened_weights(const Arrays<Rule>& arrays, const RawWeights<count>& raw) {
   if (arrays.master_kind == Master::split) return joined(arrays.param_dtype, raw);
   auto weights = widened(arrays.param_dtype, raw.param);
   if (arrays.master_kind == Master::fp32) {
@@ -43,8 +43,8 @@ __device__ Elements<float, count> widened_weights(const Arrays& arrays, const Ra
   return weights;
 }
 
-template <int count>
-__device__ void store_weights(const Arrays& arrays, uint32_t first, const Elements<float, count>& weights) {
+template <int count, class Rule>
+__device__ void store_weights(const Arrays<Rule>& arrays, uint32_t first, const Elements<float, count>& weights) {
   if (arrays.master_kind == Master::split) {
     Elements<uint16_t, count> rounded, remainder;
     const auto split_all = [&](const auto& split) {
@@ -63,41 +63,38 @@ __device__ void store_weights(const Arrays& arrays, uint32_t first, const Elemen
   store_as(arrays.param_dtype, arrays.param, first, weights);
 }
 
-template <class C, int count>
-struct Moments {
-  Elements<C, count> exp_avg, exp_avg_sq, largest;
+template <class Rule, class C, int count>
+struct States {
+  Elements<C, count> at[Rule::kStates];
 };
 
-template <class C, int count>
-__device__ void step(Elements<C, count>& weights, const Elements<C, count>& grads, Moments<C, count>& moments,
-                     bool amsgrad, const AdamwScalars<C>& by) {
+template <class Rule, class C, int count>
+__device__ void step(Elements<C, count>& weights, const Elements<C, count>& grads, States<Rule, C, count>& states,
+                     bool has_optional, const StepScalars<Rule, C>& scalars) {
   for (int i = 0; i < count; ++i) {
-    const AdamwElement<C> before{weights.at[i], moments.exp_avg.at[i], moments.exp_avg_sq.at[i], moments.largest.at[i]};
-    const AdamwElement<C> after = adamw(before, grads.at[i], amsgrad, by);
-    weights.at[i] = after.param;
-    moments.exp_avg.at[i] = after.exp_avg;
-    moments.exp_avg_sq.at[i] = after.exp_avg_sq;
-    moments.largest.at[i] = after.max_exp_avg_sq;
+    C of_element[Rule::kStates];
+    for_each_index<Rule::kStates>([&](auto k) { of_element[k] = states.at[k].at[i]; });
+    Rule::step(weights.at[i], grads.at[i] * scalars.grad_factor, of_element, has_optional, scalars.of_rule);
+    for_each_index<Rule::kStates>([&](auto k) { states.at[k].at[i] = of_element[k]; });
   }
 }
 
 // What a thread reads for `count` elements, as it lies in memory.
-template <int count, class State>
+template <class Rule, int count, class State>
 struct RawElements {
   RawWeights<count> weights;
   Raw<count> grads;
-  State exp_avg, exp_avg_sq, largest;
+  State states[Rule::kStates];
 };
 
-template <int count, class LoadState>
-__device__ auto load_elements(const Arrays& arrays, uint32_t first, const LoadState& load_state) {
-  RawElements<count, decltype(load_state(arrays.exp_avg))> raw;
+template <int count, class Rule, class State, class LoadState>
+__device__ void load_elements(const Arrays<Rule>& arrays, uint32_t first, const LoadState& load_state,
+                              RawElements<Rule, count, State>& raw) {
   raw.weights = load_weights<count>(arrays, first);
   raw.grads = load_raw<count>(arrays.grad_dtype, arrays.grad, first);
-  raw.exp_avg = load_state(arrays.exp_avg);
-  raw.exp_avg_sq = load_state(arrays.exp_avg_sq);
-  if (arrays.amsgrad) raw.largest = load_state(arrays.largest);
-  return raw;
+  for_each_index<Rule::kStates>([&](auto i) {
+    if (arrays.has_state(i)) raw.states[i] = load_state(arrays.states[i]);
+  });
 }
 
 // Between loads and uses, and behind the stores, where whole warps go through packs. Else ptxas moves the last loads
@@ -107,11 +104,11 @@ __device__ void keep_order() {
   if constexpr (count > 1) __syncwarp();
 }
 
-template <int count, class State>
-__device__ void step(const Arrays& arrays, uint32_t first, const RawElements<count, State>& raw,
-                     Moments<float, count>& moments, const AdamwScalars<float>& by) {
+template <class Rule, int count, class State>
+__device__ void step(const Arrays<Rule>& arrays, uint32_t first, const RawElements<Rule, count, State>& raw,
+                     States<Rule, float, count>& states, const StepScalars<Rule, float>& scalars) {
   auto weights = widened_weights(arrays, raw.weights);
-  step(weights, widened(arrays.grad_dtype, raw.grads), moments, arrays.amsgrad, by);
+  step(weights, widened(arrays.grad_dtype, raw.grads), states, arrays.has_optional, scalars);
   store_weights(arrays, first, weights);
 }
 

@@ -1,13 +1,12 @@
-#include "adamw/adamw.h"
 #include "common/rows.h"
+#include "step/step.h"
 
 namespace mpk {
 
 // One block a row: constant memory is quick only where all lanes read the same.
 template <int capacity>
-__global__ void adamw_upload_kernel(const __grid_constant__ PageOf<AdamwRow, capacity> page, int32_t first,
-                                    AdamwKept to) {
-  const AdamwRow& row = page.rows[blockIdx.x];
+__global__ void step_upload_kernel(const __grid_constant__ PageOf<StepRow, capacity> page, int32_t first, KeptRows to) {
+  const StepRow& row = page.rows[blockIdx.x];
   const int32_t i = first + static_cast<int32_t>(blockIdx.x), chunks = chunks_of(row.size, page.chunk_size);
   for (int32_t chunk = threadIdx.x; chunk < chunks; chunk += kThreads) to.row_of_chunk[row.first_chunk + chunk] = i;
   if (threadIdx.x == 0) {
@@ -17,11 +16,11 @@ __global__ void adamw_upload_kernel(const __grid_constant__ PageOf<AdamwRow, cap
   }
 }
 
-cudaError_t adamw_upload_cuda(const TableOf<AdamwRow>& table, const AdamwKept& to, cudaStream_t stream) {
-  constexpr int capacity = kRowsInParameters<AdamwRow>;
+cudaError_t step_upload_cuda(const TableOf<StepRow>& table, const KeptRows& to, cudaStream_t stream) {
+  constexpr int capacity = kRowsInParameters<StepRow>;
   for (int32_t first = 0; first < table.count; first += capacity) {
-    const PageOf<AdamwRow, capacity> page(table, first);
-    const cudaError_t error = launch(adamw_upload_kernel<capacity>, page.count, stream, page, first, to);
+    const PageOf<StepRow, capacity> page(table, first);
+    const cudaError_t error = launch(step_upload_kernel<capacity>, page.count, stream, page, first, to);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

@@ -1,0 +1,68 @@
+// The CUDA kernel of a step. A rule's *_cuda.cu instantiates it.
+#pragma once
+
+#include "grads/overflow_block.h"
+#include "step/step_block.h"
+
+namespace mpk {
+
+// The hyperparameters of a launch's groups.
+template <class Rule, int capacity>
+struct GroupsAt {
+  GroupsAt(const StepLaunch& launched, const StepGroup<Rule>* all) : first(launched.first_group) {
+    memcpy(of, all + first, sizeof(StepGroup<Rule>) * (launched.end_group - first));
+  }
+  int64_t first;
+  StepGroup<Rule> of[capacity];
+};
+
+// One block a chunk; the last block of a parameter counts the step, which all of them have read by then.
+template <class Rule, Needs needs, int most_rows, int most_groups>
+__global__ void __launch_bounds__(kThreads, needs == Needs::all ? 2 : 3)
+    step_kernel(const __grid_constant__ StretchAt<most_rows> grads,
+                const __grid_constant__ GroupsAt<Rule, most_groups> groups, const StepRow* rows,
+                const __grid_constant__ StepShared shared, uint32_t* tickets, Overflow* of_chunk) {
+  if (grads.first_chunk + blockIdx.x == 0 && threadIdx.x == 0) write_outcome(shared);
+  const Span span = span_of_block(grads);
+  __shared__ StepRow row;  // in registers it costs a quarter of them
+  __shared__ RowScalars<Rule> of_row;
+  if (threadIdx.x == 0) {
+    row = rows[span.row];
+    row.grad = row_at(grads, span.row).data;
+    of_row = row_scalars(row, groups.of[row.group - groups.first], grads.chunk_size, tickets + span.row, shared);
+  }
+  __syncthreads();
+  if (of_row.is_skipped) {
+    if (shared.report.lines) overflow_block(grads, grad_of(row), span, shared.report, of_chunk, tickets);
+    return;
+  }
+  step_chunk<Rule, needs>(row, span, of_row);
+  if (last_one_out(of_row.ticket, of_row.chunks) && threadIdx.x == 0) *of_row.step = of_row.steps;
+}
+
+template <class Rule, Needs needs>
+cudaError_t launch_step(const StepLaunch& launched, void* const* grads, const StepGroup<Rule>* groups,
+                        const StepShared& shared, uint32_t* tickets, Overflow* of_chunk, cudaStream_t stream) {
+  const auto launch_for = [&](auto most_rows, auto most_groups) {
+    return launch(step_kernel<Rule, needs, most_rows, most_groups>, launched.grads.chunks(), stream,
+                  StretchAt<most_rows>(launched.grads, grads), GroupsAt<Rule, most_groups>(launched, groups),
+                  launched.rows, shared, tickets, of_chunk);
+  };
+  constexpr Constant<kSmallStretch> few_rows;
+  constexpr Constant<16> few_groups;
+  constexpr Constant<Stretch::kMostRows> many_rows;
+  constexpr Constant<StepLaunch::kMostGroups> many_groups;
+  const bool is_small = launched.grads.rows() <= few_rows && launched.end_group - launched.first_group <= few_groups;
+  return is_small ? launch_for(few_rows, few_groups) : launch_for(many_rows, many_groups);
+}
+
+template <class Rule>
+cudaError_t step_cuda(const StepLaunch& launched, void* const* grads, const StepGroup<Rule>* groups,
+                      const StepShared& shared, uint32_t* tickets, Overflow* of_chunk, cudaStream_t stream) {
+  const auto launch_for = launched.needs == Needs::common  ? launch_step<Rule, Needs::common>
+                          : launched.needs == Needs::codes ? launch_step<Rule, Needs::codes>
+                                                           : launch_step<Rule, Needs::all>;
+  return launch_for(launched, grads, groups, shared, tickets, of_chunk, stream);
+}
+
+}  // namespace mpk
