@@ -3,7 +3,7 @@
 import sys
 
 from mpkernels.amp import mixed_class, policy, scalings
-from mpkernels.ops.adamw import split
+from mpkernels.ops.step import split
 from mpkernels.overflow import ledger, readback, report
 
 _MODULES = {

@@ -109,7 +109,7 @@ def test_an_import_that_hides_is_found(line):
 def test_the_registry_and_the_checks_import_no_op():
     below = {"mpkernels._extension", "mpkernels.ops._stack", "mpkernels.ops._devices"}
     below |= {module for module in MODULES if room_of(module) == "_torch_private"}
-    of_ops = "_stack", "_devices", "_registry", "_checks", "_table", "linear.activations", "adamw.split", "adamw.int8"
+    of_ops = "_stack", "_devices", "_registry", "_checks", "_table", "linear.activations", "step.split", "step.int8"
     for module in of_ops:
         assert GRAPH[f"mpkernels.ops.{module}"] <= below, module
 

@@ -47,8 +47,8 @@ __device__ Elements<T, count> load_once(const T* address) {
   return bit_cast<Elements<T, count>>(raw);
 }
 
-// As they lie in memory, in 32 bits or in 16. Who reads several arrays loads them all before widening any, for a load
-// behind a dtype's branch would wait for those before it. So it would, too, if both widths had the same registers.
+// Elements as they lie in memory, in 32 bits or in 16. Load all arrays before widening any: a load after a dtype branch
+// waits for earlier ones, and so it would if both widths shared registers.
 template <int count>
 struct Raw {
   Elements<uint32_t, count> words;

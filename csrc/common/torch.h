@@ -31,9 +31,8 @@ void parallel_for_chunks(const TableOf<Row>& table, int64_t elements, const Body
 }
 
 #ifdef MPK_CUDA
-// CUDA: chunks of 128 KB, beside which it costs nothing to start on one; smaller ones, where so there are enough to
-// keep every chip busy; larger ones, where their partial sums would be many. By sizes alone, so that on all chips sums
-// come out alike.
+// CUDA: 128 KB hides a chunk's start-up. Smaller if there would be fewer than 1,024 chunks, larger if more than 16,384.
+// Only sizes decide, so that sums come out alike on all chips.
 template <class Row>
 TableOf<Row> lay_out_on_cuda(std::vector<Row>& rows) {
   constexpr int64_t enough_bytes = 128 << 10, enough_chunks = 1024, many_chunks = 16384;

@@ -12,7 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 from mpkernels._torch_private.modules import SpectralParametrization, pre_hooks_of
 from mpkernels.amp.mixed_class import Mixed, mixed_class, own_forward_of
-from mpkernels.ops.adamw.split import split
+from mpkernels.ops.step.split import split
 from mpkernels.optim import AdamW, masters, param_state
 from mpkernels.parameters import params_of, unwrapped
 

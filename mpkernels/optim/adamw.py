@@ -12,7 +12,7 @@ from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import meshes, processes
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops._checks import suggests_options
-from mpkernels.ops.adamw.adamw import write_outcome
+from mpkernels.ops.step.op import write_outcome
 from mpkernels.optim import checkpoint, group_options, masters, param_state, under_scaler, verdicts, zero
 from mpkernels.optim.plan import Foundations, Plan, Verdict
 from mpkernels.optim.release import GradientRelease

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels.ops.adamw.split import join, split
+from mpkernels.ops.step.split import join, split
 from mpkernels.parts import part_of, parts_in, placed_as
 
 KEYS = {"split": "remainder", "fp32": "master"}  # scheme -> key in a parameter's state

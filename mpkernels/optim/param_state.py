@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels.ops.adamw import int8
+from mpkernels.ops.step import int8
 from mpkernels.optim import masters
 from mpkernels.parts import part_for, part_of, placed_as
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from mpkernels._torch_private.modes import for_real
 from mpkernels.distributed.meshes import Parts
 from mpkernels.ops._devices import gives_way
-from mpkernels.ops.adamw import adamw as op
 from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
+from mpkernels.ops.step.rules.adamw import adamw_ as op
 from mpkernels.optim.masters import needs_master
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.parameters import put_on, real
@@ -116,7 +116,7 @@ class Plan:
                 raise RuntimeError("adamw_: only a plan looks at grads within a step")
             if list(map(_kind, self._wholes)) != self._kinds:
                 raise RuntimeError("adamw_: a parameter has changed its device or dtype since its state was made")
-            op._adamw(params, own, *self._lists, *shared)
+            op.step(params, own, *self._lists, *shared)
             self._increment_versions([])
             return
         if self._native is None or self._native.by_plan is not by_plan:  # other kernels run now than last time
@@ -124,7 +124,7 @@ class Plan:
         try:
             by_plan(self._native.number, params, own, *shared, verdict.comes_inside)
         except RuntimeError as error:
-            op._adamw._check(params, own, *self._lists, *shared)
+            op.step._check(params, own, *self._lists, *shared)
             if not gives_way(error, params):
                 raise
             self.step(grads, self._seen(grads, verdict), max_norm, skipped_steps)

@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from mpkernels.amp import to_full, to_mixed
-from mpkernels.ops.adamw.split import join
+from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.amp.mixed_models import F32, TOKENS, Tied, a_step
 from tests.networks import B16, F16, network, one_thread

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from mpkernels.amp import to_full, to_mixed
-from mpkernels.ops.adamw.split import join
+from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.amp.mixed_models import F32
 from tests.networks import B16, network, one_thread, train

@@ -9,7 +9,7 @@ import mpkernels
 from mpkernels import _extension
 from mpkernels.doctor import machine
 from mpkernels.ops import _devices, _registry, _routes, _stack
-from mpkernels.ops.adamw import adamw as adamw_op
+from mpkernels.ops.step.rules.adamw import adamw_ as adamw_op
 from mpkernels.optim import AdamW
 
 CPU = torch.device("cpu")

@@ -9,10 +9,10 @@ import triton.language as tl
 import mpkernels
 from mpkernels.ops import _table, grad_stats
 from mpkernels.ops._table import BF16, BLOCK, FP16, head_of
-from mpkernels.ops.adamw import split as reference
-from mpkernels.ops.adamw.split_kernel import join, split
 from mpkernels.ops.grads.grad_stats_triton import sum_of
 from mpkernels.ops.grads.overflow_kernel import write_line
+from mpkernels.ops.step import split as reference
+from mpkernels.ops.step.split_kernel import join, split
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled there, interpreted here
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from mpkernels.ops.adamw.split import join
+from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.networks import B16, backward, network, one_thread, train

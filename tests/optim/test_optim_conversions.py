@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard
 
 from mpkernels import checkpoint
 from mpkernels.amp import to_full, to_mixed
-from mpkernels.ops.adamw.split import join
+from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.networks import B16, F16, network, one_thread, train

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from mpkernels.ops.adamw.split import join
+from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from mpkernels.overflow.readback import Readback
 from tests.cases import same_bits

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mpkernels.amp import to_full, to_mixed
-from mpkernels.ops.adamw.split import join
+from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.networks import B16, F16, backward, network, one_thread, train

@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkernels.ops.adamw import adamw as op
+from mpkernels.ops.step.rules.adamw import adamw_ as op
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from mpkernels.ops.adamw.split import copied_master, join  # proven for every weight there is in test_split.py
+from mpkernels.ops.step.split import copied_master, join  # proven for every weight there is in test_split.py
 from tests.cases import same_bits
 
 F32, F64, I8 = torch.float32, torch.float64, torch.int8

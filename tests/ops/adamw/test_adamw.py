@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from mpkernels.ops import grad_stats
-from mpkernels.ops.adamw.adamw import _adamw
-from mpkernels.ops.adamw.split import join, split
+from mpkernels.ops.step.rules.adamw import adamw_
+from mpkernels.ops.step.split import join, split
 from tests.cases import same_bits
 from tests.ops.adamw import oracle
 
@@ -58,7 +58,7 @@ class Model:
         hyper = {"lr": [1e-2, 1e-3], "beta1": [0.9, 0.8], "beta2": [0.999, 0.99], "weight_decay": [0.01, 0.0]}
         hyper |= {"eps": [1e-8, 1e-6], "maximize": [False, True]} | changed
         before = oracle.snapshot(self)
-        _adamw(
+        adamw_.step(
             self.params, grads, self.exp_avgs, self.exp_avg_sqs, self.max_exp_avg_sqs, self.masters, self.scales,
             self.steps,
             [first, len(self.params) - first], *hyper.values(), list(on_device), device_scalar(grad_scale),
@@ -243,7 +243,7 @@ def test_layouts_that_differ(target):
         step = torch.zeros((), device=target.device)
         hyper = [0.1], [0.9], [0.99], [0.1], [1e-8], [False]
         rows = [param], [grad], [exp_avg], [exp_avg_sq], [], [], [], [step], [1]
-        _adamw(*rows, *hyper, [], None, None, None, math.inf, None, None, None)
+        adamw_.step(*rows, *hyper, [], None, None, None, math.inf, None, None, None)
         results.append([x.cpu().contiguous() for x in (param, exp_avg, exp_avg_sq)])
     assert all(same_bits(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels.ops.adamw.adamw import _adamw
-from mpkernels.ops.adamw.arguments import LISTS
+from mpkernels.ops.step.rules.adamw import ADAMW, adamw_
 from tests.cases import same_bits
 from tests.ops.adamw.test_adamw import B16, F16, F32, I8, WEIGHTS, Model, assert_same_steps
 
@@ -166,7 +165,7 @@ def test_what_a_step_tells(target, scale, found_inf, sumsq, max_norm):
     param, *states = (torch.ones(20_000, device=target.device) for _ in range(3))  # some chunks: who tells, tells once
     step, hyper = torch.zeros((), device=target.device), ([0.1], [0.9], [0.99], [0.1], [1e-8], [False])
     lists = [param], [torch.ones_like(param)], *([state] for state in states), [], [], [], [step], [1]
-    _adamw(*lists, *hyper, [], number(scale), number(found_inf), number(sumsq, torch.float64), max_norm, outcome,
+    adamw_.step(*lists, *hyper, [], number(scale), number(found_inf), number(sumsq, torch.float64), max_norm, outcome,
            skipped_steps, None)  # fmt: skip
     unscale = 1.0 if scale is None else torch.tensor(1 / scale).item()
     norm = -1.0 if sumsq is None else torch.tensor(math.sqrt(sumsq) * unscale).item()
@@ -183,8 +182,8 @@ def test_a_nan_norm_is_not_taken_for_a_small_one(target, max_norm):
     model.steps = [step.fill_(1.0) for step in model.steps]
     nan = torch.full((), math.nan, dtype=torch.float64, device=target.device)
     groups, hyper = [len(model.params)], ([0.1], [0.9], [0.99], [0.1], [1e-8], [False])
-    lists = (getattr(model, name) for name in LISTS[2:])
-    _adamw(model.params, model.grads(0), *lists, groups, *hyper, [], None, None, nan, max_norm, None, None, None)
+    lists = (getattr(model, name) for name in ADAMW.lists[2:])
+    adamw_.step(model.params, model.grads(0), *lists, groups, *hyper, [], None, None, nan, max_norm, None, None, None)
     assert {bool(param.isnan().all()) for param in model.params} == {max_norm == 1.0}
     assert {bool(param.isnan().any()) for param in model.params} == {max_norm == 1.0}
 
@@ -287,11 +286,13 @@ def test_flags_of_the_wrong_size(target, which):
         name: torch.zeros(3 if name == which else size, dtype=dtype, device=target.device)
         for name, (size, dtype) in FLAGS.items()
     }
-    lists = (getattr(model, name) for name in LISTS if name not in ("params", "grads"))
+    lists = (getattr(model, name) for name in ADAMW.lists if name not in ("params", "grads"))
     hypers = [2], [0.1], [0.9], [0.99], [0.0], [1e-8], [False], []
     before = flags["grad_scale"], flags["found_inf"], flags["total_sumsq"], math.inf
     with pytest.raises(ValueError, match=f"adamw_: {which} must"):
-        _adamw(model.params, model.grads(0), *lists, *hypers, *before, flags["outcome"], flags["skipped_steps"], None)
+        adamw_.step(
+            model.params, model.grads(0), *lists, *hypers, *before, flags["outcome"], flags["skipped_steps"], None
+        )
 
 
 def test_on_device_that_is_too_short(target):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpkernels.ops.adamw import int8
+from mpkernels.ops.step import int8
 from tests.cases import same_bits
 
 SQUARED = pytest.mark.parametrize("squared", [False, True], ids=["exp_avg", "exp_avg_sq"])

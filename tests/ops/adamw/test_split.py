@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mpkernels.ops.adamw.split import join, split
+from mpkernels.ops.step.split import join, split
 from tests import ROOT
 from tests.cases import same_bits
 from tests.proof.emulation import find_compiler

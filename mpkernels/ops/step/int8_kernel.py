@@ -5,8 +5,8 @@
 import triton
 import triton.language as tl
 
-from mpkernels.ops.adamw import int8
-from mpkernels.ops.adamw.split_kernel import NEAREST
+from mpkernels.ops.step import int8
+from mpkernels.ops.step.split_kernel import NEAREST
 
 QUANTIZED = tl.constexpr(int8.QUANTIZED)
 SMALLEST_SCALE = tl.constexpr(int8.SMALLEST_SCALE)

@@ -1,0 +1,172 @@
+"""A step of a span, in Triton: of each block all is loaded, then computed, then stored."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator,assignment"
+
+import triton
+import triton.language as tl
+
+from mpkernels.ops._bits_kernel import both, load_raw, pointers, round_to_16, spread, store_raw, widen
+from mpkernels.ops._table import BLOCK, FP32, head_of, width_of
+from mpkernels.ops.step.split_kernel import copied_master, join, split
+
+COUNT = tl.constexpr(BLOCK.value // 2)  # elements of a block: registers hold all its arrays
+MASKED = tl.constexpr(BLOCK.value // 8)  # where a mask or an odd address lets a thread load one element at a time
+
+
+@triton.jit
+def word(row, number: tl.constexpr, KNOWN: tl.constexpr):
+    """Return a word of a row. If it is known to the compiler, so is what follows from it: loads that never happen."""
+    return tl.load(row + number) if KNOWN is None else tl.full([], KNOWN, tl.int64)
+
+
+@triton.jit
+def arrays_of(
+    row, grad, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr, WEIGHT_DTYPE: tl.constexpr,
+    HAS_OPTIONAL: tl.constexpr, HAS_REMAINDER: tl.constexpr, STATES: tl.constexpr, NEEDED: tl.constexpr,
+):  # fmt: skip
+    """Return the addresses of the arrays, those of the states as a tuple, 0 for those that aren't there, and four
+    dtypes."""
+    param, has_copies = tl.load(row + 4), DTYPE is None or WEIGHT_DTYPE is None or DTYPE != WEIGHT_DTYPE
+    states = ()
+    for i in tl.static_range(STATES):
+        states += (word(row, 5 + i, None if i < NEEDED or HAS_OPTIONAL else 0),)
+    return (
+        param, grad, states, tl.load(row + 8) if has_copies else param, word(row, 9, None if HAS_REMAINDER else 0),
+        word(row, 3, DTYPE), word(row, 11, GRAD_DTYPE), word(row, 12, STATE_DTYPE), word(row, 13, WEIGHT_DTYPE),
+    )  # fmt: skip
+
+
+@triton.jit
+def has_optional(states, at, NEEDED: tl.constexpr):
+    """Tell, in each lane, whether the states that the rule can do without are there."""
+    is_there = False
+    if len(states) > NEEDED:
+        is_there = spread(states[len(states) - 1], at) != 0
+    return is_there
+
+
+@triton.jit
+def moved(arrays, count, NEEDED: tl.constexpr):
+    """Return the arrays from a later element on."""
+    param, grad, states, weight, remainder, dtype, grad_dtype, state_dtype, weight_dtype = arrays
+    of_state, after = count * width_of(state_dtype), ()
+    for i in tl.static_range(len(states)):
+        if i < NEEDED:
+            after += (states[i] + of_state,)
+        else:
+            after += (tl.where(states[i] != 0, states[i] + of_state, 0),)
+    return (
+        param + count * width_of(dtype), grad + count * width_of(grad_dtype), after,
+        weight + count * width_of(weight_dtype), tl.where(remainder != 0, remainder + count * 2, 0),
+        dtype, grad_dtype, state_dtype, weight_dtype,
+    )  # fmt: skip
+
+
+@triton.jit
+def are_aligned(arrays):
+    param, grad, states, weight, remainder, _, _, _, _ = arrays
+    joined = param | grad
+    for i in tl.static_range(len(states)):
+        joined |= states[i]
+    return (joined | weight | remainder) % 16 == 0
+
+
+@triton.jit
+def load_weight(arrays, at, mask):
+    """Return the bits of an fp32 weight or master, of a 16-bit weight, of its remainder: of each that is there."""
+    param, _, _, weight, remainder, dtype, _, _, weight_dtype = arrays
+    aligned: tl.constexpr = mask is None
+    words = tl.load(pointers(weight, at, tl.int32, aligned), mask=both(mask, spread(weight_dtype, at) == FP32))
+    halves = tl.load(pointers(param, at, tl.int16, aligned), mask=both(mask, spread(dtype, at) != FP32))
+    remainders = tl.load(pointers(remainder, at, tl.int16, aligned), mask=both(mask, spread(remainder, at) != 0))
+    return words, halves, remainders
+
+
+@triton.jit
+def weight_of(words, halves, remainders, arrays):
+    param, _, _, weight_at, remainder, dtype, _, _, _ = arrays
+    if remainder != 0:
+        weight = join(halves, remainders, dtype)
+    elif weight_at != param:
+        weight = copied_master(words.to(tl.float32, bitcast=True), halves, dtype)
+    else:
+        weight = widen(words, halves, dtype)
+    return weight
+
+
+@triton.jit
+def store_weight(weight, arrays, at, mask):
+    param, _, _, weight_at, remainder, dtype, _, _, weight_dtype = arrays
+    aligned: tl.constexpr = mask is None
+    if remainder != 0:
+        halves, remainders = split(weight, dtype)
+    else:
+        halves = round_to_16(weight, dtype)
+        remainders = halves
+    words = weight.to(tl.int32, bitcast=True)
+    tl.store(pointers(weight_at, at, tl.int32, aligned), words, mask=both(mask, spread(weight_dtype, at) == FP32))
+    tl.store(pointers(param, at, tl.int16, aligned), halves, mask=both(mask, spread(dtype, at) != FP32))
+    tl.store(pointers(remainder, at, tl.int16, aligned), remainders, mask=both(mask, spread(remainder, at) != 0))
+
+
+@triton.jit
+def step_block(arrays, at, mask, scalars, NEEDED: tl.constexpr, STEP: tl.constexpr):
+    _, grad_at, states_at, _, _, _, grad_dtype, dtype, _ = arrays
+    aligned: tl.constexpr = mask is None
+    optional = has_optional(states_at, at, NEEDED)
+    words, halves, remainders = load_weight(arrays, at, mask)
+    grad_words, grad_halves = load_raw(grad_at, grad_dtype, None, at, mask, aligned)
+    raw, states = (), ()
+    for i in tl.static_range(len(states_at)):
+        raw += (load_raw(states_at[i], dtype, None if i < NEEDED else optional, at, mask, aligned),)
+    factor, of_rule = scalars
+    weight, grad = weight_of(words, halves, remainders, arrays), widen(grad_words, grad_halves, grad_dtype) * factor
+    for i in tl.static_range(len(states_at)):
+        states += (widen(raw[i][0], raw[i][1], dtype),)
+    weight, states = STEP(weight, grad, states, optional, of_rule)
+    for i in tl.static_range(len(states_at)):
+        store_raw(states[i], states_at[i], dtype, None if i < NEEDED else optional, at, mask, aligned)
+    store_weight(weight, arrays, at, mask)
+
+
+@triton.jit
+def step_fp64_block(arrays, at, mask, scalars, NEEDED: tl.constexpr, STEP: tl.constexpr):
+    """All arrays are fp64."""
+    param, grad_at, states_at, _, _, _, _, _, _ = arrays
+    aligned: tl.constexpr = mask is None
+    optional = has_optional(states_at, at, NEEDED)
+    weight = tl.load(pointers(param, at, tl.float64, aligned), mask=mask)
+    grad = tl.load(pointers(grad_at, at, tl.float64, aligned), mask=mask)
+    states = ()
+    for i in tl.static_range(len(states_at)):
+        there = mask if i < NEEDED else both(mask, optional)
+        states += (tl.load(pointers(states_at[i], at, tl.float64, aligned), mask=there),)
+    factor, of_rule = scalars
+    weight, states = STEP(weight, grad * factor, states, optional, of_rule)
+    tl.store(pointers(param, at, tl.float64, aligned), weight, mask=mask)
+    for i in tl.static_range(len(states_at)):
+        there = mask if i < NEEDED else both(mask, optional)
+        tl.store(pointers(states_at[i], at, tl.float64, aligned), states[i], mask=there)
+
+
+@triton.jit
+def step_any_block(arrays, at, mask, scalars, IS_FP64: tl.constexpr, NEEDED: tl.constexpr, STEP: tl.constexpr):
+    if IS_FP64:
+        step_fp64_block(arrays, at, mask, scalars, NEEDED, STEP)
+    else:
+        step_block(arrays, at, mask, scalars, NEEDED, STEP)
+
+
+@triton.jit
+def step_span(arrays, size, scalars, IS_FP64: tl.constexpr, NEEDED: tl.constexpr, STEP: tl.constexpr):
+    count: tl.constexpr = MASKED if IS_FP64 else COUNT  # of fp64 two a thread spill under Triton 3.6
+    head = tl.minimum(head_of(arrays[0], width_of(arrays[5])), size)
+    after_head = moved(arrays, head, NEEDED)
+    whole = tl.where(are_aligned(after_head), (size - head) // count * count, 0)
+    for i in range(0, whole, count):
+        step_any_block(after_head, i + tl.arange(0, count), None, scalars, IS_FP64, NEEDED, STEP)
+    done = head + whole
+    for block in range(tl.where(head > 0, -1, 0), tl.cdiv(size - done, MASKED)):
+        at = tl.where(block < 0, 0, done + block * MASKED) + tl.arange(0, MASKED)
+        mask = at < tl.where(block < 0, head, size)
+        step_any_block(arrays, at, mask, scalars, IS_FP64, NEEDED, STEP)

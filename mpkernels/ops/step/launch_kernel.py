@@ -1,0 +1,155 @@
+"""A step in Triton: one program a chunk; the last program of a parameter to read its step counts it up."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from mpkernels.ops import _table
+from mpkernels.ops._table import BLOCK, FP64, INT8
+from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
+from mpkernels.ops.step.arguments import Arguments, entry
+from mpkernels.ops.step.block_int8_kernel import step_int8
+from mpkernels.ops.step.block_kernel import COUNT, arrays_of, moved, step_span
+from mpkernels.ops.step.op import order_like
+from mpkernels.ops.step.rule import Rule
+from mpkernels.ops.step.scalars_kernel import is_skipped, rounded, scalars_of, write_outcome
+
+# Words of a row after the common ones: addresses of param, of three states or 0, of the weight (param or its fp32
+# master), of the remainder or 0, of step; dtypes of grad, states and weight; the group; the address of scales or 0.
+MOST_STATES = 3
+ROW = tl.constexpr(_table.ROW.value + 9 + MOST_STATES)
+CHUNK = 16384  # elements; a program reads 14 bytes or more for each, of all arrays together
+
+
+@triton.jit
+def report_span(rows, call, tensors, report, of_chunk, grad_scale):
+    chunk = tl.program_id(0)
+    tensor, row, begin, size = _table.find_span(rows, tensors, chunk, ROW)
+    overflow_program(
+        chunk, row, tensor, begin, size, tl.load(call + tensor), tl.load(row + 11), call + tensors + tensor,
+        report, of_chunk, grad_scale, False,
+    )  # fmt: skip
+
+
+@triton.jit
+def begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk):
+    """Return whether the step is skipped, after writing and reporting what there is to tell of it."""
+    skipped = is_skipped(grad_scale, found_inf, total_sumsq)
+    if tl.program_id(0) == 0:
+        write_outcome(skipped, grad_scale, total_sumsq, outcome, skipped_steps)
+    if report is not None and skipped:
+        report_span(rows, call, tensors, report, of_chunk, grad_scale)
+    return skipped
+
+
+@triton.jit
+def step_chunk(
+    rows, call, tensors, grad_scale, total_sumsq,
+    HAS_FP64: tl.constexpr, HAS_INT8: tl.constexpr, HAS_OPTIONAL: tl.constexpr, HAS_REMAINDER: tl.constexpr,
+    DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr, WEIGHT_DTYPE: tl.constexpr,
+    STATES: tl.constexpr, NEEDED: tl.constexpr, NOT_NEGATIVE: tl.constexpr, TENSORS: tl.constexpr,
+    HYPERPARAMETERS: tl.constexpr, SCALARS: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
+    """Step what this program takes. The last seven arguments are the rule's: what ``Rule`` says, and its functions."""
+    tensor, row, begin, size = _table.find_span(rows, tensors, tl.program_id(0), ROW)
+    step = tl.load(row + 10).to(tl.pointer_type(tl.float32))
+    steps_before = tl.load(step)
+    if _table.is_last_one_out(call + tensors + tensor, _table.chunks_of(row)):  # the others have read the count
+        tl.store(step, steps_before + 1)
+    group = call + 2 * tensors + 1 + tl.load(row + 14) * (2 * TENSORS + HYPERPARAMETERS + 2)
+    scalars = scalars_of(group, steps_before, grad_scale, total_sumsq, TENSORS, HYPERPARAMETERS, SCALARS)
+    arrays = arrays_of(
+        row, tl.load(call + tensor), DTYPE, GRAD_DTYPE, STATE_DTYPE, WEIGHT_DTYPE, HAS_OPTIONAL, HAS_REMAINDER,
+        STATES, NEEDED,
+    )  # fmt: skip
+    arrays = moved(arrays, begin, NEEDED)
+    if HAS_FP64 and arrays[5] == FP64:
+        step_span(arrays, size, scalars, True, NEEDED, STEP)
+    elif HAS_INT8 and arrays[7] == INT8:
+        scales = tl.load(row + 15).to(tl.pointer_type(tl.float32))
+        whole: tl.constexpr = COUNT if HAS_OPTIONAL else BLOCK  # three states of BLOCK spill
+        step_int8(arrays, begin, size, tl.load(row), scales, rounded(scalars), whole, NEEDED, NOT_NEGATIVE, STEP)
+    else:
+        step_span(arrays, size, rounded(scalars), False, NEEDED, STEP)
+
+
+def not_negative_bits(rule: Rule) -> int:
+    """Return a bit for each of the rule's states: 1 where it is never negative."""
+    return sum((state in rule.not_negative) << i for i, state in enumerate(rule.states))
+
+
+def row_words(rule: Rule, it: Arguments, i: int, group: int, arrays: Sequence[Tensor], grad: Tensor) -> list[int]:
+    """Return what a row holds after the common words. arrays: param, states, master, as the kernel takes them."""
+    param, *states, master = arrays
+    is_split = master.dtype == torch.int16
+    weight = param if is_split or not master.numel() else master
+    addresses = [tensor.data_ptr() for tensor in (param, *states)] + [0] * (MOST_STATES - len(states))
+    scales = entry(it.scales, i)
+    dtypes = [_table.CODES[tensor.dtype] for tensor in (grad, states[0] if states else param, weight)]
+    remainder = master.data_ptr() if is_split else 0
+    words = weight.data_ptr(), remainder, it.steps[i].data_ptr(), *dtypes, group
+    return [*addresses, *words, 0 if scales is None else scales.data_ptr()]
+
+
+def facts_of(rule: Rule, params: Sequence[Tensor], own: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Return what the compiler may know of all rows: a kernel for fp64 alone, say, has no registers for others."""
+    _, *states, _, remainder, _, grad_dtype, state_dtype, weight_dtype, _, _ = map(set, zip(*own, strict=True))
+    dtype = {_table.CODES[param.dtype] for param in params}
+    dtypes = {"DTYPE": dtype, "GRAD_DTYPE": grad_dtype, "STATE_DTYPE": state_dtype, "WEIGHT_DTYPE": weight_dtype}
+    optional = states[rule.needed : len(rule.states)]
+    return {
+        "HAS_FP64": FP64.value in dtype, "HAS_INT8": INT8.value in state_dtype,
+        "HAS_OPTIONAL": any(addresses != {0} for addresses in optional), "HAS_REMAINDER": remainder != {0},
+        **{name: min(codes) if len(codes) == 1 else None for name, codes in dtypes.items()},
+    }  # fmt: skip
+
+
+def group_words(rule: Rule, call: Arguments) -> list[int]:
+    groups = len(call.group_sizes)
+    sign = [-1.0 if it else 1.0 for it in call.maximize]
+    numbers = (*call.hyperparameters, sign, [call.max_norm] * groups)
+    by_value = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64).t()
+    tensors = [(it.data_ptr(), _table.CODES[it.dtype]) for it in call.on_device] or [(0, 0)] * (rule.tensors * groups)
+    pairs = torch.tensor(tensors, device="cpu").view(-1, rule.tensors, 2)
+    by_tensor = pairs.transpose(1, 2).reshape(-1, 2 * rule.tensors)
+    words: list[int] = torch.cat((by_tensor, by_value), 1).flatten().tolist()
+    return words
+
+
+def launch(rule: Rule, kernel: Any, *arguments: Any) -> None:
+    """Run a rule's kernel over the arguments of its op."""
+    call = Arguments.of(rule, arguments)
+    if not call.params:
+        return
+    nothing = call.params[0].new_empty(0)  # whose address is 0
+    loans: list[tuple[Tensor, Tensor]] = []
+    flat, own, grads = [], [], []
+    for i, group in enumerate(call.group_of_each()):
+        like = order_like(call, i)
+        arrays = []
+        for of_rows in (call.params, *call.states, call.masters):
+            tensor = entry(of_rows, i)
+            arrays.append(nothing if tensor is None else _table.lend(tensor, like))
+            if tensor is not None:
+                loans.append((tensor, arrays[-1]))
+        flat.append(arrays[0])
+        grads.append(_table.lend(call.grads[i], like))
+        own.append(row_words(rule, call, i, group, arrays, grads[i]))
+    rows, words, tensors, chunks = _table.build(
+        flat, [it.data_ptr() for it in grads], beside=group_words(rule, call), own=own, chunk=CHUNK
+    )
+    of_chunk = None if call.report is None else call.report.new_empty(chunks * FIELDS.value)
+    kernel[(chunks,)](
+        rows, words, tensors, call.grad_scale, call.found_inf, call.total_sumsq, call.outcome, call.skipped_steps,
+        call.report, of_chunk, IS_CLIPPED=call.max_norm < math.inf, **facts_of(rule, flat, own), enable_fp_fusion=False,
+    )  # fmt: skip
+    for original, copy in loans:
+        if copy is not original:
+            original.copy_(copy)

@@ -1,0 +1,197 @@
+"""The ops of a rule: one step over any list of parameters, with everything that mixed precision adds to it."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels.ops._registry import NativeCall, define
+from mpkernels.ops.grads.overflow import lines
+from mpkernels.ops.step import int8
+from mpkernels.ops.step.arguments import Arguments, entry, schemas
+from mpkernels.ops.step.check import check
+from mpkernels.ops.step.rule import Rule
+from mpkernels.ops.step.split import copied_master, join, split
+
+
+class StepOps:
+    """A rule's op, ``step``, and the same over states that C++ keeps under a number, because handing over all lists
+    takes longer than stepping small tensors: ``plan`` returns that number, ``by_plan`` steps, after a check of the
+    grads if it is ``guarded``, and ``forget`` lets the states go."""
+
+    def __init__(self, rule: Rule) -> None:
+        schema, plan, by_plan, forget = schemas(rule)
+
+        def reference(*arguments: Any) -> None:
+            _step(rule, *arguments)
+
+        reference.__module__ = rule.step.__module__  # beside which the Triton kernel lies
+        self.rule = rule
+        self.step = define(schema, check=partial(check, rule))(reference)
+        self.plan, self.by_plan, self.forget = (NativeCall(self.step, it) for it in (plan, by_plan, forget))
+
+    def __call__(
+        self,
+        *rows_and_groups: object,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        total_sumsq: Tensor | None = None,
+        max_norm: float = math.inf,
+        outcome: Tensor | None = None,
+        skipped_steps: Tensor | None = None,
+        report: Tensor | None = None,
+    ) -> None:
+        """Take one step over lists of parameters. ``mpkernels.optim`` fills the lists in.
+
+        Args:
+            rows_and_groups: the schema's arguments from params to on_device. Lists go parameter by parameter, in groups
+                of group_sizes. An entry of masters, scales or a list of states that the rule can do without is empty
+                where a parameter has none, and the whole list where no parameter has one. A master is fp32, or an
+                int16 remainder (split.py); states are fp32, bf16, or int8 with scales (int8.py), those of the first
+                state first. on_device is empty, or holds the first hyperparameters of each group (``rule.tensors``):
+                one fp32 or fp64 where it is a tensor, else an empty tensor.
+            grad_scale: one fp32; grads are divided by it.
+            found_inf: one fp32; nothing moves, no step is counted, unless it is 0.
+            total_sumsq: one fp64, of the grads as they are; with it the grads are clipped to max_norm, and nothing
+                moves if their norm without grad_scale is beyond fp32.
+            outcome: two fp32; the first becomes the norm of the unscaled grads if total_sumsq is given, the second 1 if
+                the step is skipped, else 0.
+            skipped_steps: one fp32, counted up if the step is skipped.
+            report: as ``overflow_`` has it, filled if the step is skipped; the order of memory is the parameter's.
+        """
+        self.step(*rows_and_groups, grad_scale, found_inf, total_sumsq, max_norm, outcome, skipped_steps, report)
+
+
+def _step(rule: Rule, *arguments: Any) -> None:
+    """Take a step by the rule, in plain torch."""
+    it = Arguments.of(rule, arguments)
+    if not it.params:
+        return
+    is_skipped = write_outcome(it.grad_scale, it.found_inf, it.total_sumsq, it.outcome, it.skipped_steps)
+    if it.report is not None and is_skipped is not None:
+        facts = lines(it.grads, [order_like(it, i) for i in range(len(it.params))], it.grad_scale, unscaled=False)
+        it.report.copy_(torch.where(is_skipped, facts, it.report))
+    for i, group in enumerate(it.group_of_each()):
+        if it.params[i].numel() > 0:
+            for old, new in _stepped(rule, it, i, group):
+                _put(old, new, is_skipped)
+        _put(it.steps[i], it.steps[i] + 1, is_skipped)
+
+
+def order_like(it: Arguments, i: int) -> Tensor:
+    """Return the tensor in whose order of memory a parameter is stepped. Codes must keep theirs: neighbours share a
+    scale."""
+    states = it.states_of(i)
+    return states[0] if states and states[0].dtype == torch.int8 else it.params[i]
+
+
+def _stepped(rule: Rule, it: Arguments, i: int, group: int) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs: each tensor of a parameter that a step replaces, and by what."""
+    states, scales = it.states_of(i), entry(it.scales, i)
+    if scales is not None:
+        scales = scales.view(-1, -(-it.params[i].numel() // int8.QUANTIZED))
+    weight = _weight(it, i)
+    factor, scalars = _scalars(rule, it, i, group)
+    rounded = type(scalars)(*(scalar.to(weight.dtype) for scalar in scalars))
+    grad = it.grads[i].to(weight.dtype) * factor.to(weight.dtype)
+    weight, after = rule.step(weight, grad, _decoded(rule, states, scales), rounded)
+    return _new_weight(it, i, weight) + _encoded(rule, states, after, scales)
+
+
+def _scalars(rule: Rule, it: Arguments, i: int, group: int) -> tuple[Tensor, Any]:
+    """Return what grads are multiplied by, and the rule's scalars, in fp64."""
+    step = it.steps[i].reshape(()).double() + 1
+    values = [torch.full_like(step, of_groups[group]) for of_groups in it.hyperparameters]
+    for k, tensor in enumerate(it.on_device[rule.tensors * group :][: rule.tensors]):
+        if tensor.numel():
+            values[k] = tensor.reshape(()).double()
+    factor = _unscale_factor(step, it.grad_scale)
+    if it.total_sumsq is not None and it.max_norm < math.inf:
+        factor = factor * (it.max_norm / (_unscaled_norm(it.grad_scale, it.total_sumsq) + 1e-6)).clamp(max=1)
+    return -factor if it.maximize[group] else factor, rule.scalars(*values, step)
+
+
+def _unscale_factor(like: Tensor, grad_scale: Tensor | None) -> Tensor:
+    if grad_scale is None:
+        return torch.ones_like(like.reshape(()), dtype=torch.float64)
+    return (1 / grad_scale.reshape(()).double()).float().double()
+
+
+def _unscaled_norm(grad_scale: Tensor | None, total_sumsq: Tensor) -> Tensor:
+    return total_sumsq.reshape(()).sqrt() * _unscale_factor(total_sumsq, grad_scale)
+
+
+def _is_skipped(grad_scale: Tensor | None, found_inf: Tensor | None, total_sumsq: Tensor | None) -> Tensor | None:
+    """A scale below 1 can make finite grads overflow when they are unscaled: their norm is then beyond fp32."""
+    is_skipped = None if found_inf is None else found_inf.reshape(()) != 0
+    if grad_scale is not None and total_sumsq is not None:
+        is_beyond = _unscaled_norm(grad_scale, total_sumsq) > torch.finfo(torch.float32).max
+        is_skipped = is_beyond if is_skipped is None else is_skipped | is_beyond
+    return is_skipped
+
+
+def write_outcome(
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    total_sumsq: Tensor | None,
+    outcome: Tensor | None,
+    skipped_steps: Tensor | None,
+) -> Tensor | None:
+    """Return whether the step is skipped. Write that and the norm of the unscaled grads to ``outcome``, and count it
+    in ``skipped_steps``."""
+    is_skipped = _is_skipped(grad_scale, found_inf, total_sumsq)
+    if outcome is not None and total_sumsq is not None:
+        outcome[0] = _unscaled_norm(grad_scale, total_sumsq)
+    if outcome is not None:
+        outcome[1] = 0.0 if is_skipped is None else is_skipped.float()
+    if skipped_steps is not None and is_skipped is not None:
+        skipped_steps.add_(is_skipped.float())
+    return is_skipped
+
+
+def _weight(it: Arguments, i: int) -> Tensor:
+    """Return the true weight, in the computing dtype."""
+    param, master = it.params[i], entry(it.masters, i)
+    if master is None:
+        return param.to(torch.promote_types(param.dtype, torch.float32))
+    return (copied_master if master.dtype == torch.float32 else join)(param, master)
+
+
+def _new_weight(it: Arguments, i: int, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs: what is to be replaced, and by what."""
+    param, master = it.params[i], entry(it.masters, i)
+    if master is None:
+        return [(param, weight)]
+    if master.dtype == torch.float32:
+        return [(param, weight), (master, weight)]
+    return list(zip((param, master), split(weight, param.dtype), strict=True))
+
+
+def _decoded(rule: Rule, states: Sequence[Tensor], scales: Tensor | None) -> list[Tensor]:
+    if scales is None:
+        return [state.to(torch.promote_types(state.dtype, torch.float32)) for state in states]
+    keys = zip(rule.states, states, scales, strict=False)
+    return [int8.decode(state, of_state, squared=key in rule.not_negative) for key, state, of_state in keys]
+
+
+def _encoded(
+    rule: Rule, states: Sequence[Tensor], values: Sequence[Tensor], scales: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Return pairs: what is to be replaced, and by what. Codes share a scale with neighbours in memory."""
+    if scales is None:
+        return list(zip(states, values, strict=True))
+    pairs = []
+    for key, state, of_state, value in zip(rule.states, states, scales, values, strict=False):
+        dense = torch.empty_like(state, dtype=value.dtype).copy_(value)
+        codes, new_scales = int8.encode(dense, squared=key in rule.not_negative)
+        pairs += [(state, codes), (of_state, new_scales)]
+    return pairs
+
+
+def _put(old: Tensor, new: Tensor, is_skipped: Tensor | None) -> None:
+    """Replace a tensor's content, unless the step is skipped."""
+    new = new.to(old.dtype)
+    old.copy_(new if is_skipped is None else torch.where(is_skipped, old, new))

@@ -1,0 +1,39 @@
+"""What an optimizer's rule says of itself. The machinery of a step asks this and names no rule."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Rule(NamedTuple):
+    name: str  # the op's, without its underscore
+    states: tuple[str, ...]  # the states of a parameter, by their keys; the op takes a list of each: exp_avgs
+    needed: int  # so many of these are always there; those that follow depend on an option
+    not_negative: tuple[str, ...]  # the states that never are; their 8-bit codes are those of roots
+    hyperparameters: tuple[str, ...]  # of a group
+    tensors: int  # so many of these, from the first one on, may be tensors on the device
+    # Takes the hyperparameters of a group and the number of this step, 1 at the first one, as 0-dim fp64 tensors or
+    # floats. Returns a named tuple of what all elements of a parameter share, likewise.
+    scalars: Callable[..., Any]
+    # Takes the weight, the unscaled grad, the states that are there and the scalars, in the computing dtype. Returns
+    # the new weight and the new states.
+    step: Callable[[Tensor, Tensor, list[Tensor], Any], tuple[Tensor, list[Tensor]]]
+
+    @property
+    def op(self) -> str:
+        return f"{self.name}_"
+
+    @property
+    def lists(self) -> tuple[str, ...]:
+        """Return the names of the op's arguments that go parameter by parameter, in their order."""
+        return "params", "grads", *self.state_lists, "masters", "scales", "steps"
+
+    @property
+    def state_lists(self) -> tuple[str, ...]:
+        return tuple(f"{state}s" for state in self.states)
+
+    @property
+    def optional_lists(self) -> tuple[str, ...]:
+        """Return the names of the lists in which an entry may be empty, as may be the whole list."""
+        return *self.state_lists[self.needed :], "masters", "scales"
