@@ -187,7 +187,7 @@ def _with_master(param: Tensor, goal: torch.dtype, optimizer: AdamW) -> Tensor:
         return param.to(goal)
     rounded, remainder = split(param.detach(), goal)
     scheme = group["master"]
-    own = param_state.create(rounded, scheme, group["state_dtype"], group["amsgrad"])
+    own = param_state.create(optimizer._rule, rounded, group)
     masters.drop_unfit(optimizer.state[param], param)
     own.update(optimizer.state[param])
     own[masters.KEYS[scheme]] = remainder if scheme == "split" else param.detach()

@@ -120,7 +120,7 @@ def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
     params = [param for param in params_of(optimizer) if param.requires_grad]
     if isinstance(optimizer, AdamW):  # also after a load: masters are made at the first step
         return _sizes(
-            param_state.create(part_of(param).to("meta"), group["master"], group["state_dtype"], group["amsgrad"])
+            param_state.create(optimizer._rule, part_of(param).to("meta"), group)
             for group in optimizer.param_groups
             for param in group["params"]
             if param.requires_grad

@@ -10,13 +10,14 @@ from torch.optim import Optimizer
 
 from mpkernels._torch_private.optimizers import hooks_of_loading
 from mpkernels._torch_private.sharded import is_fsdp1s
+from mpkernels.ops.step.rule import Rule
 from mpkernels.optim import group_options, param_state
 
-_SHAPED = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "master_param")
+_MASTERS = ("remainder", "master", "master_param")
 
 
 @contextmanager
-def saving(optimizer: Optimizer) -> Iterator[None]:
+def saving(optimizer: Any) -> Iterator[None]:
     """Make torch's state_dict, called inside this context, return portable states. The user's hooks run after ours."""
 
     def make_plain(_: Optimizer, saved: dict[str, Any]) -> None:
@@ -25,7 +26,7 @@ def saving(optimizer: Optimizer) -> Iterator[None]:
             packed["state_dtype"] = str(group["state_dtype"])  # torch.distributed.checkpoint takes no dtype
             for param, number in zip(group["params"], packed["params"], strict=True):
                 if number in states:
-                    states[number] = param_state.portable(param, states[number], is_fsdp1s(param))
+                    states[number] = param_state.portable(optimizer._rule, param, states[number], is_fsdp1s(param))
 
     hook = optimizer.register_state_dict_post_hook(make_plain, prepend=True)
     try:
@@ -51,7 +52,7 @@ def loading(optimizer: Any) -> Iterator[Any]:
             _refuse_twice(saved["params"])
             for param, number in zip(group["params"], saved["params"], strict=False):
                 if states.get(number):
-                    _check(number, states[number], param)
+                    _check(optimizer._rule.ops.rule, number, states[number], param)
                     states_to_adopt.append((param, states[number], saved, group))
                     # All that torch insists on. Apex and TransformerEngine count once for the group.
                     states[number] = {"step": states[number].get("step", 0.0)}
@@ -70,7 +71,7 @@ def loading(optimizer: Any) -> Iterator[Any]:
         for new, own in zip(stand_in.param_groups, optimizer.param_groups, strict=True):
             new.update({key: own[key] for key in group_options.OF_GROUPS})
         for param, state, saved, own in states_to_adopt:
-            stand_in.state[param] = param_state.adopt(param, state, saved, own["state_dtype"])
+            stand_in.state[param] = param_state.adopt(optimizer._rule, param, state, saved, own["state_dtype"])
         stand_in._is_loaded = True
         vars(optimizer).update(_without(own_hooks, stand_in))
     finally:  # the stand-in and its hook hold each other, and with them all that was loaded
@@ -89,11 +90,12 @@ def _refuse_twice(numbers: list[Any]) -> None:
         raise ValueError(f"AdamW.load_state_dict: a group must hold each parameter once, got {twice} twice")
 
 
-def _check(number: object, state: dict[str, Any], param: Tensor) -> None:
-    if not {"exp_avg", "exp_avg_sq"} <= state.keys():
-        got = ", ".join(map(str, state))
-        raise ValueError(f"AdamW.load_state_dict: state[{number!r}] must have exp_avg and exp_avg_sq, got {got}")
-    for key in _SHAPED:
+def _check(rule: Rule, number: object, state: dict[str, Any], param: Tensor) -> None:
+    needed = rule.states[: rule.needed]
+    if not set(needed) <= state.keys():
+        wanted, got = " and ".join(needed), ", ".join(map(str, state))
+        raise ValueError(f"AdamW.load_state_dict: state[{number!r}] must have {wanted}, got {got}")
+    for key in (*rule.states, *_MASTERS):
         if key in state and state[key].shape != param.shape:
             raise ValueError(
                 f"AdamW.load_state_dict: state[{number!r}][{key!r}] must have its parameter's shape "

@@ -1,6 +1,6 @@
-"""AdamW's state of one parameter: made when its first grad comes, or converted from a checkpoint."""
+"""The state of one parameter: made when its first grad comes, or converted from a checkpoint."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,82 +8,85 @@ from torch import Tensor
 
 from mpkernels.ops.step import int8
 from mpkernels.optim import masters
+from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.parts import part_for, part_of, placed_as
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 _ELSEWHERE = {"master_param": "master"}  # TransformerEngine's key -> ours
 
 State = dict[str, Tensor]
 
 
-def create(param: Tensor, master: str, state_dtype: torch.dtype, amsgrad: bool) -> State:
+def create(rule: OptimizerRule, param: Tensor, group: Mapping[str, Any]) -> State:
     """Return a state before the first step. The master is the parameter as it is, exactly."""
-    state = placed(param, _without_master(part_of(param), state_dtype, amsgrad))
-    masters.give(state, param, master)
+    state = placed(rule, param, _without_master(rule, part_of(param), group["state_dtype"], rule.keys(group)))
+    masters.give(state, param, group["master"])
     return state
 
 
-def for_step(param: Tensor, state: State, group: Mapping[str, Any]) -> State:
+def for_step(rule: OptimizerRule, param: Tensor, state: State, group: Mapping[str, Any]) -> State:
     """Return a parameter's state as the next step takes it: a new one where there is none, and one that follows the
     group's options and the parameter's dtype, which may have changed."""
     if not state:
-        return create(param, group["master"], group["state_dtype"], group["amsgrad"])
+        return create(rule, param, group)
     masters.drop_unfit(state, param)
-    if has_other_moments(param, state, group["state_dtype"]):
-        state = adopt(param, state, group, group["state_dtype"])
+    if _is_kept_otherwise(rule, param, state, group["state_dtype"]):
+        state = adopt(rule, param, state, group, group["state_dtype"])
     masters.give(state, param, group["master"])
     state["step"] = state["step"].to(torch.float32)  # which a user may have set
     return state
 
 
-def placed(param: Tensor, state: State) -> State:
+def placed(rule: OptimizerRule, param: Tensor, state: State) -> State:
     """Return a state of a parameter's part as that of the parameter: what has its shape is placed as it is."""
-    shaped = *MOMENTS, *masters.KEYS.values()
+    shaped = *rule.ops.rule.states, *masters.KEYS.values()
     return {key: placed_as(param, value) if key in shaped else value for key, value in state.items()}
 
 
-def _without_master(param: Tensor, state_dtype: torch.dtype, amsgrad: bool) -> State:
+def _without_master(rule: OptimizerRule, param: Tensor, state_dtype: torch.dtype, keys: Sequence[str]) -> State:
     state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
-    keys, dtype = MOMENTS[: 3 if amsgrad else 2], _moment_dtype(param, state_dtype)
+    dtype = _dtype_kept(param, state_dtype)
     for key in keys:
         state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
     if dtype == torch.int8:
         for key in keys:
-            state[key].fill_(0 if key == "exp_avg" else -128)  # the codes of 0
+            state[key].fill_(-128 if rule.is_squared(key) else 0)  # the codes of 0
         blocks = len(keys) * -(-param.numel() // int8.QUANTIZED)
         state["scales"] = torch.zeros(blocks, dtype=torch.float32, device=param.device)
     return state
 
 
-def _moment_dtype(param: Tensor, state_dtype: torch.dtype) -> torch.dtype:
+def _dtype_kept(param: Tensor, state_dtype: torch.dtype) -> torch.dtype:
     return param.dtype if param.dtype == torch.float64 or param.is_complex() else state_dtype
 
 
-def has_other_moments(param: Tensor, state: State, state_dtype: torch.dtype) -> bool:
-    """Return whether the moments aren't kept as state_dtype says: the group's option has changed, or a loader has put
-    the moments of a checkpoint in place."""
-    wanted = _moment_dtype(param, state_dtype)
-    return state["exp_avg"].dtype != wanted or ("scales" in state) != (wanted == torch.int8)
+def _is_kept_otherwise(rule: OptimizerRule, param: Tensor, state: State, state_dtype: torch.dtype) -> bool:
+    """Return whether the states aren't kept as state_dtype says: the group's option has changed, or a loader has put
+    those of a checkpoint in place."""
+    wanted = _dtype_kept(param, state_dtype)
+    return state[rule.ops.rule.states[0]].dtype != wanted or ("scales" in state) != (wanted == torch.int8)
 
 
-def decoded(param: Tensor, state: State) -> State:
-    """Return a parameter's state with its moments as numbers that torch knows."""
+def decoded(rule: OptimizerRule, param: Tensor, state: State) -> State:
+    """Return a parameter's state in numbers that torch knows."""
     if "scales" not in state:
         return state
-    keys = [key for key in MOMENTS if key in state]
+    keys = [key for key in rule.ops.rule.states if key in state]
     scales = state["scales"].view(len(keys), -1)
-    moments = {key: int8.decode(part_of(state[key]), scales[k], squared=k > 0) for k, key in enumerate(keys)}
-    return {key: value for key, value in (state | placed(param, moments)).items() if key != "scales"}
+    values = {
+        key: int8.decode(part_of(state[key]), of_key, rule.is_squared(key))
+        for key, of_key in zip(keys, scales, strict=True)
+    }
+    return {key: value for key, value in (state | placed(rule, param, values)).items() if key != "scales"}
 
 
-def portable(param: Tensor, state: State, in_one_dtype: bool) -> State:
+def portable(rule: OptimizerRule, param: Tensor, state: State, in_one_dtype: bool) -> State:
     """Return the state in the form that checkpoints hold. in_one_dtype: with every tensor of the parameter's shape
     widened to fp32."""
     unfit = masters.unfit(param, state)
     state = {key: value for key, value in state.items() if key not in unfit} if unfit else state
-    state = decoded(param, state)
+    state = decoded(rule, param, state)
     if in_one_dtype:
-        narrow = {key: state[key].float() for key in MOMENTS if key in state and state[key].itemsize == 2}
+        narrow = {key: state[key].float() for key in rule.ops.rule.states if key in state and state[key].itemsize == 2}
         return masters.saved_in_fp32(param, state) | narrow
     if "remainder" in state:
         return state | {"remainder": masters.saved_as(param, state["remainder"])}
@@ -91,22 +94,25 @@ def portable(param: Tensor, state: State, in_one_dtype: bool) -> State:
 
 
 @torch.no_grad()
-def adopt(param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], state_dtype: torch.dtype) -> State:
+def adopt(
+    rule: OptimizerRule, param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], state_dtype: torch.dtype
+) -> State:
     """Return our state, made from a saved state of ours, torch's, Apex's or TransformerEngine's. ``group`` is the saved
-    parameter group. Only moments are rounded, to state_dtype."""
-    whole, param = param, part_of(param)
-    saved = decoded(whole, {_ELSEWHERE.get(key, key): value for key, value in saved.items()})
-    saved |= {key: part_for(whole, saved[key]) for key in (*MOMENTS, *masters.KEYS.values()) if key in saved}
-    state = _without_master(param, state_dtype, amsgrad="max_exp_avg_sq" in saved)
+    parameter group. Masters are never rounded, the other states to state_dtype."""
+    names, whole, param = rule.ops.rule.states, param, part_of(param)
+    saved = decoded(rule, whole, {_ELSEWHERE.get(key, key): value for key, value in saved.items()})
+    saved |= {key: part_for(whole, saved[key]) for key in (*names, *masters.KEYS.values()) if key in saved}
+    keys = [*names[: rule.ops.rule.needed], *(key for key in names[rule.ops.rule.needed :] if key in saved)]
+    state = _without_master(rule, param, state_dtype, keys)
     state["step"].fill_(float(saved.get("step", group.get("step", 0))))  # Apex counts once for the whole group
-    for k, key in enumerate(key for key in MOMENTS if key in state):
+    for k, key in enumerate(keys):
         if "scales" in state:
             values = torch.empty_like(state[key], dtype=torch.float32).copy_(saved[key])
-            codes, scales = int8.encode(values, squared=k > 0)
+            codes, scales = int8.encode(values, rule.is_squared(key))
             state[key].copy_(codes)
-            state["scales"].view(sum(key in state for key in MOMENTS), -1)[k] = scales
+            state["scales"].view(len(keys), -1)[k] = scales
         else:
             state[key].copy_(saved[key])
-    state = placed(whole, state | masters.loaded(param, saved))
+    state = placed(rule, whole, state | masters.loaded(param, saved))
     masters.mark(state, whole)
     return state | {key: value for key, value in saved.items() if key not in state and key not in masters.KEYS.values()}

@@ -15,8 +15,9 @@ from mpkernels._torch_private.modes import for_real
 from mpkernels.distributed.meshes import Parts
 from mpkernels.ops._devices import gives_way
 from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
-from mpkernels.ops.step.rules.adamw import adamw_ as op
+from mpkernels.ops.step.op import StepOps
 from mpkernels.optim.masters import needs_master
+from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.parameters import put_on, real
 from mpkernels.parts import are_any_sharded, parts_in, parts_of
@@ -26,7 +27,7 @@ State = dict[str, Tensor]
 
 
 class Verdict(NamedTuple):
-    """What is known of the grads of all devices and processes before the step, as adamw_ takes it."""
+    """What is known of the grads of all devices and processes before the step, as a step takes it."""
 
     grad_scale: Tensor | None = None
     found_inf: Tensor | None = None
@@ -41,6 +42,7 @@ class Plan:
 
     def __init__(
         self,
+        rule: OptimizerRule,
         all_rows: Sequence[tuple[Group, Tensor, State]],
         places: list[int],
         ledger: Ledger | None = None,
@@ -50,6 +52,7 @@ class Plan:
         """Make a plan of the optimizer's rows at ``places``. ``ledger`` holds the reports on skipped steps, and
         ``parts`` says how much each parameter counts in a norm over processes. ``is_for_once``: the plan makes a
         single step, so C++ need not keep its states."""
+        self._rule, self._ops = rule, rule.ops
         self._places, self._takes_all = places, len(places) == len(all_rows)
         rows = [all_rows[i] for i in places]
         groups, params, states = zip(*((group, param, parts_in(state)) for group, param, state in rows), strict=True)
@@ -63,7 +66,7 @@ class Plan:
         self.has_16_bit_parameters = any(map(needs_master, params))
         self.groups, sizes = _runs_of(groups)
         nothing = torch.empty(0, device=self.device)
-        self._lists = *_lists_of(groups, states, nothing), sizes
+        self._lists = *_lists_of(rule, groups, states, nothing), sizes
         shares = [1.0] if parts is None else parts.shares(params)
         self._shares = None if set(shares) == {1.0} else torch.tensor(shares, dtype=torch.float64, device=self.device)
         self._native: _NativePlan | None = None
@@ -100,7 +103,7 @@ class Plan:
 
     def _by_plan(self) -> Callable[..., None] | None:
         is_possible = self._may_be_native and not torch.compiler.is_compiling()
-        return op.by_plan.on(self.device) if is_possible else None
+        return self._ops.by_plan.on(self.device) if is_possible else None
 
     def step(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
@@ -113,18 +116,20 @@ class Plan:
         by_plan = self._by_plan()
         if by_plan is None:
             if verdict.comes_inside:
-                raise RuntimeError("adamw_: only a plan looks at grads within a step")
+                raise RuntimeError(f"{self._ops.rule.op}: only a plan looks at grads within a step")
             if list(map(_kind, self._wholes)) != self._kinds:
-                raise RuntimeError("adamw_: a parameter has changed its device or dtype since its state was made")
-            op.step(params, own, *self._lists, *shared)
+                raise RuntimeError(
+                    f"{self._ops.rule.op}: a parameter has changed its device or dtype since its state was made"
+                )
+            self._ops.step(params, own, *self._lists, *shared)
             self._increment_versions([])
             return
         if self._native is None or self._native.by_plan is not by_plan:  # other kernels run now than last time
-            self._native = _NativePlan(by_plan, self.device, self._lists)
+            self._native = _NativePlan(self._ops, by_plan, self.device, self._lists)
         try:
             by_plan(self._native.number, params, own, *shared, verdict.comes_inside)
         except RuntimeError as error:
-            op.step._check(params, own, *self._lists, *shared)
+            self._ops.step._check(params, own, *self._lists, *shared)
             if not gives_way(error, params):
                 raise
             self.step(grads, self._seen(grads, verdict), max_norm, skipped_steps)
@@ -144,19 +149,17 @@ class Plan:
         torch.autograd.graph.increment_version([*params, *self._wholes] if self._is_sharded else params)
 
     def _hyperparameters(self) -> tuple[Any, ...]:
-        groups = self.groups
-        betas = [group["betas"] for group in groups]
-        of_each = [group["lr"] for group in groups], [beta1 for beta1, _ in betas], [beta2 for _, beta2 in betas]
+        of_each = list(zip(*map(self._rule.hyperparameters, self.groups), strict=True))
+        count = self._ops.rule.tensors
         return (
-            *([0.0 if self._is_read_in_place(x) else float(x) for x in row] for row in of_each),
-            [float(group["weight_decay"]) for group in groups],
-            [float(group["eps"]) for group in groups],
-            [bool(group["maximize"]) for group in groups],
-            self._on_device(of_each),
+            *([0.0 if self._is_read_in_place(x) else float(x) for x in values] for values in of_each[:count]),
+            *(list(map(float, values)) for values in of_each[count:]),
+            [bool(group["maximize"]) for group in self.groups],
+            self._on_device(of_each[:count]),
         )
 
-    def _on_device(self, of_each: tuple[list[Any], ...]) -> list[Tensor]:
-        """Return lr and both betas of each group, in turn: those that are tensors, and nothing for the others."""
+    def _on_device(self, of_each: Sequence[Sequence[Any]]) -> list[Tensor]:
+        """Return these hyperparameters of each group, in turn: those that are tensors, and nothing for the others."""
         hypers = list(chain.from_iterable(zip(*of_each, strict=True)))
         if not any(map(self._is_read_in_place, hypers)):
             return []
@@ -178,10 +181,14 @@ class Plan:
 class _NativePlan:
     """C++'s half of a plan, which holds on to the states. It ends with this object."""
 
-    def __init__(self, by_plan: Callable[..., None], device: torch.device, lists: tuple[Any, ...]) -> None:
-        make, forget = op.plan.on(device), op.forget.on(device)
+    def __init__(
+        self, ops: StepOps, by_plan: Callable[..., None], device: torch.device, lists: tuple[Any, ...]
+    ) -> None:
+        make, forget = ops.plan.on(device), ops.forget.on(device)
         if make is None or forget is None:
-            raise RuntimeError("AdamW: the compiled kernels lack adamw_plan or adamw_forget; build them anew")
+            raise RuntimeError(
+                f"mpkernels: the compiled kernels lack {ops.plan.name} or {ops.forget.name}; build them anew"
+            )
         self.by_plan, self.number = by_plan, make(*lists)
         self.end = weakref.finalize(self, _unseen, forget, self.number)
 
@@ -198,19 +205,21 @@ def _runs_of(groups: Sequence[Group]) -> tuple[list[Group], list[int]]:
     return [run[0] for run in runs], list(map(len, runs))
 
 
-def _lists_of(groups: Sequence[Group], states: Sequence[State], nothing: Tensor) -> tuple[list[Tensor], ...]:
-    """Return the states as adamw_ takes them: a list of each kind, which is empty if no parameter has that kind."""
-    largest = [
-        state["max_exp_avg_sq"] if group["amsgrad"] else nothing for group, state in zip(groups, states, strict=True)
+def _lists_of(
+    rule: OptimizerRule, groups: Sequence[Group], states: Sequence[State], nothing: Tensor
+) -> tuple[list[Tensor], ...]:
+    """Return the states as a step takes them: a list of each kind, which is empty if no parameter has that kind."""
+    keys = list(map(rule.keys, groups))
+    kept = [
+        [state[key] if key in its_keys else nothing for its_keys, state in zip(keys, states, strict=True)]
+        for key in rule.ops.rule.states
     ]
     masters = [state.get("remainder", state.get("master", nothing)) for state in states]
     scales = [state.get("scales", nothing) for state in states]
-    optional = (
-        list(map(real, kind)) if any(each is not nothing for each in kind) else []
-        for kind in (largest, masters, scales)
+    lists = (
+        list(map(real, kind)) if any(each is not nothing for each in kind) else [] for kind in (*kept, masters, scales)
     )
-    moments = ([real(state[name]) for state in states] for name in ("exp_avg", "exp_avg_sq"))
-    return *moments, *optional, [state["step"] for state in states]
+    return *lists, [state["step"] for state in states]
 
 
 def _kind(param: Tensor) -> tuple[torch.device, torch.dtype]:
@@ -222,10 +231,15 @@ class Foundations:
     the same object and the same parameters have grads. C++ checks each tensor's memory anew in each step."""
 
     def __init__(
-        self, groups: list[Group], params: list[Tensor], grads: list[Tensor | None], states: dict[Tensor, State]
+        self,
+        rule: OptimizerRule,
+        groups: list[Group],
+        params: list[Tensor],
+        grads: list[Tensor | None],
+        states: dict[Tensor, State],
     ) -> None:
-        self._groups, self._params = list(groups), params
-        self._shape_of_groups = _shape(groups)
+        self._rule, self._groups, self._params = rule, list(groups), params
+        self._shape_of_groups = _shape(rule, groups)
         self._without_grad = _are_none(grads)
         self._keys, self._states = list(states), list(states.values())  # a user may keep something else there
         # Views, which show what the states hold now. To make them anew takes a third of the time of ``hold``.
@@ -239,7 +253,7 @@ class Foundations:
             _are_same(groups, self._groups)
             and _are_same(params, self._params)
             and _are_none(grads) == self._without_grad
-            and _shape(groups) == self._shape_of_groups
+            and _shape(self._rule, groups) == self._shape_of_groups
             and _are_same(states, self._keys)
             and _are_same(states.values(), self._states)
             and all(map(is_, chain.from_iterable(self._held_now), self._held))
@@ -257,8 +271,9 @@ def _are_none(grads: list[Tensor | None]) -> list[bool]:
     return list(map(is_, grads, repeat(None)))
 
 
-def _shape(groups: list[Group]) -> list[tuple[Any, ...]]:
+def _shape(rule: OptimizerRule, groups: list[Group]) -> list[tuple[Any, ...]]:
     """Return what of the groups decides which states there are. A new key may be one that a group must not have."""
     return [
-        (len(group), len(group["params"]), group["amsgrad"], group["master"], group["state_dtype"]) for group in groups
+        (len(group), len(group["params"]), rule.has_optional(group), group["master"], group["state_dtype"])
+        for group in groups
     ]

@@ -36,6 +36,6 @@ def _step_alone(optimizer: Any, group_number: int, place: int, param: Tensor) ->
     if group is None or grad is None:
         return
     optimizer._compare_loaded()
-    plan = Plan([(group, param, optimizer._state_of(param, grad, group))], [0], is_for_once=True)
+    plan = Plan(optimizer._rule, [(group, param, optimizer._state_of(param, grad, group))], [0], is_for_once=True)
     plan.step([grad], Verdict())
     param.grad = None

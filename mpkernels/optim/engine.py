@@ -1,0 +1,250 @@
+"""What all optimizers of this room do: masters, clipping, checks, the step itself, checkpoints. It names no rule."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.cuda import is_current_stream_capturing
+from torch.nn import Module
+
+from mpkernels._torch_private.tracing import as_written, may_be_compiled
+from mpkernels.distributed import meshes, processes
+from mpkernels.distributed.processes import Processes
+from mpkernels.ops.step.op import write_outcome
+from mpkernels.optim import checkpoint, group_options, masters, param_state, under_scaler, verdicts, zero
+from mpkernels.optim.optimizer_rule import OptimizerRule
+from mpkernels.optim.plan import Foundations, Plan, Verdict
+from mpkernels.optim.release import GradientRelease
+from mpkernels.optim.step_in_backward import steps_in_backward
+from mpkernels.overflow.find_nonfinite import find_nonfinite
+from mpkernels.overflow.ledger import Ledger
+from mpkernels.overflow.readback import Readback
+from mpkernels.overflow.report import OverflowReport
+from mpkernels.parameters import by_device, params_of, refuse_sparse, refuse_unserved
+from mpkernels.parts import are_any_sharded, settled_grads
+
+
+class Engine(torch.optim.Optimizer):
+    """The optimizers' common part. A class that inherits from this and from one of torch's adds a constructor and
+    ``_rule``."""
+
+    #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
+    grad_norm: Tensor | None = None
+    #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
+    skipped_steps: Tensor | None = None
+
+    _rule: OptimizerRule
+    _step_supports_amp_scaling = under_scaler.TakesScale()  # torch's GradScaler hands over its scale and found_inf
+    _finds_inf = True  # ours hands over its scale and `outcome`, where it then reads whether a step was skipped
+    _peers: Processes | None = None  # that hold other parts of the grads
+    _parts: meshes.Parts | None = None  # the processes that hold the other parts of DTensors
+    _has_parts = False  # whether other processes hold parts of the parameters: DTensors, or FSDP1's
+    _has_16_bit_parameters = False
+    _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
+    _agreed: verdicts.Agreed | None = None  # what all processes know of the grads before hooks run
+    _release: GradientRelease | None = None
+    _is_loaded = False  # since the last step: the model may yet be loaded after it
+
+    def _take_options(
+        self, master: str, state_dtype: torch.dtype, max_norm: float | None, guard: bool | None, process_group: Any
+    ) -> None:
+        """Check and keep the options beyond torch's, before torch's constructor."""
+        group_options.check_global(max_norm, guard)
+        self.master, self.state_dtype, self.max_norm, self.guard = master, state_dtype, max_norm, guard
+        self._peers = processes.given("AdamW", process_group)
+        zero.follow()
+        self._start_afresh()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group as torch does. It may set its own ``master`` and ``state_dtype``; a bad group is not kept."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        group_options.complete(self, group)
+        try:
+            group_options.check_group(self, group)
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+
+    def __repr__(self) -> str:
+        name, rest = super().__repr__().split("\n", 1)
+        group = self._peers and self._peers.group
+        return f"{name}\nmax_norm: {self.max_norm}, guard: {self.guard}, process_group: {group}\n{rest}"
+
+    def _start_afresh(self) -> None:
+        """Forget everything that was derived from the parameters and their states."""
+        self._forget_plans()
+        self._was_skipped = Readback()
+        self._failed = Readback()  # how many processes could not take the last step
+        self._ledger = Ledger()
+
+    def _forget_plans(self) -> None:
+        """Have the next step make plans anew, and a step that has failed not be tried again."""
+        self._plans: list[Plan] = []
+        self._foundations: Foundations | None = None
+
+    @property
+    def step_was_skipped(self) -> Tensor | None:
+        """Whether the newest step that the device has finished was skipped because of an inf or NaN.
+
+        A bool, 0-dim, on the host. Reading it never waits for the device. None if no step has finished yet, or if the
+        last step did not check its grads. A compiled step sets neither this nor grad_norm and skipped_steps, because
+        torch.compile drops the attributes that a step sets.
+        """
+        return None if (skipped := self._was_skipped.read()) is None else skipped > 0
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step with the grads of all parameters, or skip it if the guard or a scaler finds an inf or NaN.
+
+        Args:
+            closure: a function that runs forward and backward and returns the loss. ``step`` returns its result.
+        """
+        if self.defaults["differentiable"]:
+            theirs = super().step.__func__  # type: ignore[attr-defined]
+            return (theirs.__wrapped__ if hasattr(theirs, "hooked") else theirs)(self, closure)  # our hooks have run
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            params = params_of(self)
+            sharded = are_any_sharded(params)
+            take_step = as_written("AdamW: step", self._step) if sharded and may_be_compiled() else self._step
+            try:
+                take_step(params, sharded)
+            except (RuntimeError, TypeError) as error:
+                for param in params:
+                    refuse_sparse(param.grad)
+                if isinstance(error, NotImplementedError):
+                    refuse_unserved("AdamW", "params", params)
+                if not any(plan.has_moved for plan in self._plans):
+                    raise
+                self._foundations = None
+                take_step(params, sharded)
+            if self._release is not None:
+                self._release.after_step()
+        return loss
+
+    _own_step = step  # without hooks
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the grads as torch does. A backward that has failed under ``release_grads`` is forgotten."""
+        super().zero_grad(set_to_none)
+        if self._release is not None:
+            self._release.begin_anew()
+
+    def _step(self, params: list[Tensor], sharded: bool) -> None:
+        plans, grads, own, processes = self._look(params, sharded)
+        verdict = verdicts.of_all(self, params, own, processes)
+        for i, plan in enumerate(plans):  # of which the first tells the outcome
+            of_plan = verdict if i == 0 else verdict._replace(outcome=None)
+            plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else self.skipped_steps)
+        if not plans and verdict.outcome is not None:
+            write_outcome(*verdict[:4], self.skipped_steps)  # as adamw_ would, which has nothing to step
+        if not torch.compiler.is_compiling():
+            verdicts.note_outcome(self, verdict)
+
+    def _look(self, params: list[Tensor], sharded: bool) -> tuple[list[Plan], list[Any], Verdict, Processes | None]:
+        """Return the plans, the grads, this process's verdict on them, and the processes that have to agree on one."""
+        verdicts.raise_if_one_has_failed(self)
+        try:
+            grads = settled_grads(params) if sharded else [param.grad for param in params]
+            self._compare_loaded()
+            plans = self._plans_for(params, grads)
+            return plans, grads, *verdicts.found_here(self, plans, params, grads)
+        except Exception:
+            verdicts.tell_failure(self, params)
+            raise
+
+    def _compare_loaded(self) -> None:
+        if not self._is_loaded or torch.compiler.is_compiling():
+            return
+        if any(it.is_cuda for it in params_of(self)) and is_current_stream_capturing():
+            return  # to compare waits for the device; kernels take up what was written all the same, without a word
+        self._is_loaded = False
+        masters.compare_loaded(params_of(self), self.state)
+
+    def _follow_writes(self) -> None:
+        """Bring the masters up to date with the weights, before somebody reads the state without the weights."""
+        if not self._is_loaded:
+            masters.align(params_of(self), self.state)
+
+    def _plans_for(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
+        """Return one plan for each device. Reuse the plans of the last step if they still fit."""
+        if torch.compiler.is_compiling():
+            return self._new_plans(params, grads)
+        # One plan's kernels look at all its parameters before any moves; several can't wait for each other.
+        moved = [it.has_moved if len(self._plans) > 1 else it.first_has_moved for it in self._plans]
+        known = self._foundations
+        if known is None or any(moved) or not known.hold(self.param_groups, params, grads, self.state):
+            self._plans = self._new_plans(params, grads)
+            self._foundations = Foundations(self._rule, self.param_groups, params, grads, self.state)
+        return self._plans
+
+    def _new_plans(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
+        """Return a plan for each device, of the parameters that have a grad; each of those then has a state."""
+        group_options.refuse_twice(params)
+        for group in self.param_groups:
+            group_options.check_group(self, group)
+        verdicts.find_parts(self, params)
+        group_of = [group for group in self.param_groups for _ in group["params"]]
+        places = [i for i, grad in enumerate(grads) if grad is not None]
+        for i in places:
+            self._state_of(params[i], grads[i], group_of[i])
+        rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
+        of_devices = by_device((params[i] for i in places), places)
+        return [Plan(self._rule, rows, it, self._ledger, self._parts) for it in of_devices.values()]
+
+    def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
+        refuse_sparse(grad)
+        self.state[param] = state = param_state.for_step(self._rule, param, self.state[param], group)
+        return state
+
+    def overflow_report(self, model: Module | None = None, found: find_nonfinite | None = None) -> OverflowReport:
+        """Return a report like ``GradScaler.overflow_report``'s, about the last step that the guard skipped."""
+        return OverflowReport([(self, self._ledger.records())], model, found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state dict that torch's AdamW can load, too. 8-bit moments are decoded to fp32, without loss."""
+        self._follow_writes()
+        with checkpoint.saving(self):
+            return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of ours or torch's, or leave everything as it is if that fails. Unlike torch, don't round
+        the states to their parameter's dtype."""
+        with checkpoint.loading(self) as stand_in:
+            super(Engine, stand_in).load_state_dict(state_dict)
+
+    def release_grads(self, scaler: torch.amp.GradScaler | None = None) -> GradientRelease:
+        """From now on, free each grad inside the backward, so that the grads are never in memory all at once.
+
+        The backward steps each parameter as soon as its grad is complete, and ``step`` has nothing left to do. With
+        ``max_norm``, the guard or a scaler, the step needs all grads first. They are then kept until the step, in 16
+        bits: the grads of fp32 parameters become bf16, which on CUDA only mpkernels' GradScaler accepts. If several
+        backwards come before a step, run all but the last one under ``with release.accumulate():``; a second grad of a
+        parameter that is stepped in the backward raises. Reentrant checkpoints' grads are kept until the step.
+
+        DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the one the first backward
+        raises, under the other this method does. ``scaler`` is the scaler that you train with, if there is one.
+        """
+        releases = steps_in_backward(self, scaler)
+        if self._release is not None:
+            self._release.remove()
+        self._release = GradientRelease(releases)
+        return self._release
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._follow_writes()
+        return super().__getstate__() | {key: self.__dict__[key] for key in _OWN if key in self.__dict__}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            group_options.complete(self, group)
+        group_options.leave_scaling_to_torch(self)
+        self._start_afresh()
+
+
+_OWN = ("master", "state_dtype", "max_norm", "guard", "_peers", "grad_norm", "skipped_steps", "_is_loaded")

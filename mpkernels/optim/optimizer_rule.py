@@ -1,0 +1,23 @@
+"""How the parameter groups of an optimizer go with a rule of mpkernels.ops. The rest of this room names no rule."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from mpkernels.ops.step.op import StepOps
+
+Group = Mapping[str, Any]
+
+
+class OptimizerRule(NamedTuple):
+    ops: StepOps
+    hyperparameters: Callable[[Group], tuple[Any, ...]]  # of a group, in the order in which the rule names them
+    has_optional: Callable[[Group], bool]  # whether a group's parameters have the states that the rule can do without
+
+    def keys(self, group: Group) -> tuple[str, ...]:
+        """Return the keys of a parameter's states."""
+        rule = self.ops.rule
+        return rule.states if self.has_optional(group) else rule.states[: rule.needed]
+
+    def is_squared(self, key: str) -> bool:
+        """Return whether a state is never negative, so that its 8-bit code is that of a root."""
+        return key in self.ops.rule.not_negative
