@@ -12,7 +12,6 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; there it makes kernels run on the CPU
 
-from mpkernels import selector
 from tests import libraries
 from tests.processes import why_no_gloo
 from tests.proof import interpreter
@@ -30,7 +29,6 @@ interpreter.check_no_overflow_in_vain()
 interpreter.look_up_numpys_dtypes()
 hypothesis.settings.register_profile("same for all", derandomize=True, deadline=None)  # and in each run
 hypothesis.settings.load_profile("same for all")
-selector.make_deterministic()  # a test knows which kernel it tests
 
 
 def pytest_addoption(parser):

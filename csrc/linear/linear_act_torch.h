@@ -1,8 +1,11 @@
 // linear_act's arguments, as a kernel takes them off the stack. What is wrong with them is worked out in Python.
 #pragma once
 
+#include <optional>
+
 #include "common/torch.h"
-#include "linear/linear_act.h"
+#include "linear/activation.h"
+#include "linear/matrix.h"
 
 namespace mpk {
 
@@ -30,6 +33,10 @@ inline Tensor new_matrix(const Tensor& like, int64_t rows, int64_t columns, bool
   return like.new_empty(wanted ? 2 : 1, sizes, like.dtype());
 }
 
+inline std::optional<Matrix> as_matrix(const std::unique_ptr<Tensor>& tensor) {
+  return tensor ? std::optional<Matrix>(*tensor) : std::nullopt;
+}
+
 inline Tensor new_dbias(const Tensor& dy, int64_t columns, int32_t bias_dtype) {
   const int64_t size = bias_dtype == -1 ? 0 : columns;
   return dy.new_empty(1, &size, bias_dtype == -1 ? dy.dtype() : bias_dtype);
@@ -55,14 +62,8 @@ struct LinearActArguments {
   int64_t features() const { return x.sizes()[1]; }
   int64_t outputs() const { return weight.sizes()[0]; }
   bool saves_z() const { return save && saves(activation) == Saves::z; }
-  Tensor new_nothing() const {
-    const int64_t size = 0;
-    return x.new_empty(1, &size, x.dtype());
-  }
-  Tensor new_output() const {
-    const int64_t sizes[] = {rows(), outputs()};
-    return x.new_empty(2, sizes, x.dtype());
-  }
+  Tensor new_nothing() const { return new_matrix(x, 0, 0, /*wanted=*/false); }
+  Tensor new_output() const { return new_matrix(x, rows(), outputs()); }
 
   Tensor x, weight;
   std::unique_ptr<Tensor> bias;
@@ -81,7 +82,8 @@ struct LinearActBackwardArguments {
         saved(stack[3]),
         activation(take_activation(stack[4])),
         weight_dtype(take_optional_dtype(stack[5])),
-        bias_dtype(take_optional_dtype(stack[6])) {
+        bias_dtype(take_optional_dtype(stack[6])),
+        by_columns(take_number<bool>(stack[7])) {
     require(find_dtype(dy.dtype(), &dtype) && dtype != Dtype::f64, kOp, "dy is none of fp16, bf16, fp32");
     require(is_matrix(dy, -1, -1, dy), kOp, "dy is not a matrix");
     require(!x || is_matrix(*x, rows(), -1, dy), kOp, "x does not fit dy");
@@ -97,9 +99,11 @@ struct LinearActBackwardArguments {
   bool wants_dx() const { return weight != nullptr; }
   bool wants_dweight() const { return weight_dtype != -1; }
   bool wants_dbias() const { return bias_dtype != -1; }
-  Tensor new_dx() const { return new_gradient(wants_dx(), rows(), wants_dx() ? weight->sizes()[1] : 0, dy.dtype()); }
+  Tensor new_dx() const { return new_matrix(dy, rows(), wants_dx() ? weight->sizes()[1] : 0, wants_dx()); }
   Tensor new_dweight() const {
-    return new_gradient(wants_dweight(), outputs(), wants_dweight() ? x->sizes()[1] : 0, weight_dtype);
+    if (!wants_dweight()) return new_matrix(dy, 0, 0, /*wanted=*/false);
+    const int64_t sizes[] = {outputs(), x->sizes()[1]}, strides[] = {1, outputs()};
+    return by_columns ? dy.new_empty(2, sizes, strides, weight_dtype) : dy.new_empty(2, sizes, weight_dtype);
   }
   Tensor new_dbias() const { return mpk::new_dbias(dy, outputs(), bias_dtype); }
 
@@ -108,13 +112,8 @@ struct LinearActBackwardArguments {
   Tensor saved;
   Activation activation;
   int32_t weight_dtype, bias_dtype;  // of torch's; -1: not wanted
+  bool by_columns;                   // dweight's columns lie one after another, as the weight's do
   Dtype dtype;
-
- private:
-  Tensor new_gradient(bool wanted, int64_t rows, int64_t columns, int32_t torch_dtype) const {
-    const int64_t sizes[] = {wanted ? rows : 0, columns};
-    return dy.new_empty(wanted ? 2 : 1, sizes, wanted ? torch_dtype : dy.dtype());
-  }
 };
 
 }  // namespace mpk

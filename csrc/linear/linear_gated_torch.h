@@ -1,17 +1,9 @@
 // linear_gated's and linear_dgated's arguments, as a kernel takes them off the stack.
 #pragma once
 
-#include <optional>
-
 #include "linear/linear_act_torch.h"
-#include "linear/linear_gated.h"
-#include "linear/matrix.h"
 
 namespace mpk {
-
-inline Matrix columns_from(const Matrix& matrix, int64_t first, int64_t count) {
-  return matrix.transposed().rows_from(first, count).transposed();
-}
 
 // Both as one matrix, where they are the halves of one.
 inline std::optional<Matrix> joined(const Matrix& gate, const Matrix& up) {

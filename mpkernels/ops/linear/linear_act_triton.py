@@ -98,6 +98,7 @@ def linear_act_backward_triton(
     activation: str,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
+    by_columns: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     refuse_fp64("linear_act_backward", dy)
     dx, dweight, dbias = (dy.new_empty(0) for _ in range(3))
@@ -107,7 +108,7 @@ def linear_act_backward_triton(
         if weight is not None:
             dx = torch.mm(dz, weight)
         if weight_dtype is not None and x is not None:
-            dweight = _mm(dz.t(), x, weight_dtype)
+            dweight = _mm(x.t(), dz, weight_dtype).t() if by_columns else _mm(dz.t(), x, weight_dtype)
     if bias_dtype is not None:
         dbias = sums.sum(0).to(bias_dtype)
     return dx, dweight, dbias

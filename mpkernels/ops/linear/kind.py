@@ -1,4 +1,4 @@
-"""What a block is: its kind, its parameters, and its products up to h, the input of the last layer."""
+"""What a linear block is: one or two linear layers, with an activation, a gate and a dropout between them."""
 
 from typing import Any, NamedTuple
 
@@ -8,8 +8,8 @@ from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_act import _linear_act
 from mpkernels.ops.linear.linear_gated import _linear_gated
 
-# The C++ kernels, but the gradients of fp32 weights are rounded to 16 bits on their way, as torch rounds them: a CPU
-# needs two products for what is not rounded, and torch would be chosen instead, which keeps twice as much.
+# The C++ kernels, but gradients of fp32 weights are rounded to 16 bits on their way, as torch rounds them: a CPU needs
+# two products for one that is not.
 ROUNDING = "native, gradients rounded"
 
 
@@ -18,10 +18,10 @@ class Kind(NamedTuple):
 
     op: str  #: that the user has called
     activation: Any  #: its name, or what the user gave for it
-    is_gated: bool
-    is_stacked: bool  #: gate's and up's parameters are one matrix and one bias, gate's rows first
-    dropout: float  #: of h
-    recompute: bool
+    is_gated: bool = False
+    is_stacked: bool = False  #: gate's and up's parameters are one matrix and one bias, gate's rows first
+    dropout: float = 0.0  #: of h
+    recompute: bool = False
 
     @property
     def keeps_z(self) -> bool:
@@ -35,10 +35,10 @@ class Parameters(NamedTuple):
 
     weight: Any
     bias: Any
-    up_weight: Any
-    up_bias: Any
-    out_weight: Any
-    out_bias: Any
+    up_weight: Any = None
+    up_bias: Any = None
+    out_weight: Any = None
+    out_bias: Any = None
 
     def sizes(self, kind: Kind) -> tuple[int, int, int]:
         """Return the number of features of x, of h and of the result."""
@@ -54,7 +54,7 @@ class Parameters(NamedTuple):
 
 
 def begin(kind: Kind, x: Tensor, its: Parameters, kernel: str, save: bool) -> tuple[Tensor, Tensor]:
-    """Return h, and z if it is to be saved and the backward needs it."""
+    """Return h, the input of the last layer, and z if it is to be saved and the backward needs it."""
     h: Tensor
     z: Tensor
     weight, bias, up_weight, up_bias, *_ = its

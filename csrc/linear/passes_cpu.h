@@ -1,10 +1,11 @@
-// What linear_act and linear_dact do on the CPU around the products that torch makes.
+// What the linear ops do on the CPU around the products that torch makes.
 #pragma once
 
 #include <atomic>
 
-#include "linear/linear_act_torch.h"
-#include "linear/torch_matrix.h"
+#include "linear/linear_act.h"
+#include "linear/linear_gated.h"
+#include "linear/products.h"
 
 namespace mpk {
 
@@ -17,9 +18,7 @@ inline int64_t rows_in_block(int64_t columns) {
 }
 
 // 16-bit matrices are widened, multiplied in fp32 and narrowed, for most CPUs take several times as long to multiply
-// them as they are. Where there are instructions for it, it is torch that multiplies them, and what is rounded is
-// rounded as torch rounds it: z, dz on its way to dx and to a 16-bit dweight, and the product that linear_dact begins
-// with.
+// them as they are. Where there are instructions for it, torch multiplies them as they are, as on a GPU.
 inline std::atomic<int32_t> halves_forced{-1};  // by tests: 0 or 1
 
 inline bool multiplies_halves(Dtype dtype) {
@@ -82,7 +81,7 @@ class BackwardPass {
         adds_up_(adds_up),
         sums_(std::max<int64_t>(1, chunks_in(rows)), adds_up ? columns : 0, aoti_torch_dtype_float32()) {}
 
-  // What it is given holds the rows from first on, a multiple of kRowsOfSum, and may be one and the same memory.
+  // What it is given is contiguous, holds the rows from first on, a multiple of kRowsOfSum, and may be the same memory.
   void run(int64_t first, const Matrix& dy, const Matrix& saved, const Matrix* dz, const Matrix* narrow_dz,
            const Matrix* y) const {
     const auto linear_act_backward_rows = MPK_BEST(linear_act_backward_rows);
@@ -118,6 +117,57 @@ class BackwardPass {
   const Dtype dtype_;
   const bool adds_up_;
   const ScratchMatrix sums_;
+};
+
+// The passes around torch's products of 16-bit matrices.
+class CpuPasses {
+ public:
+  CpuPasses(const char*, const Tensor&) {}
+
+  void activate(Activation activation, const Matrix& z, const Matrix& y) const {
+    const auto linear_act_rows = MPK_BEST(linear_act_rows);
+    parallel_for(z.rows, z.columns, [&](int64_t row, int64_t last) {
+      linear_act_rows({activation, z.dtype, y.dtype, z.at(row), nullptr, y.at(row), nullptr}, last - row, z.columns);
+    });
+  }
+  // dz and y are not wanted where they are null, nor are the sums of dz's columns.
+  void differentiate(Activation activation, const Matrix& dy, const Matrix& saved, const Matrix* dz, const Matrix* y,
+                     const Matrix* dbias) const {
+    const Widened from = contiguous(dy),
+                  known = saves(activation) == Saves::nothing ? from.borrowed() : contiguous(saved);
+    const BackwardPass pass(activation, dy.dtype, dy.rows, dy.columns, dbias != nullptr);
+    pass.run(0, from.view, known.view, nullptr, dz, y);
+    if (dbias) pass.add_up(*dbias);
+  }
+  void gate(Activation activation, const Matrix& z, const Matrix& h) const {
+    const auto linear_gated_rows = MPK_BEST(linear_gated_rows);
+    parallel_for(z.rows, z.columns, [&](int64_t row, int64_t last) {
+      linear_gated_rows({activation, z.dtype, h.dtype, z.at(row), nullptr, nullptr, h.at(row), nullptr}, last - row,
+                        h.columns);
+    });
+  }
+  // dh may be fp32.
+  void differentiate_gate(Activation activation, const Matrix& dh, const Matrix& z, const Matrix& dz,
+                          const Matrix* h) const {
+    const Widened from = contiguous(dh), known = contiguous(z);
+    const auto linear_dgated_rows = MPK_BEST(linear_dgated_rows);
+    parallel_for(dh.rows, dz.columns, [&](int64_t row, int64_t last) {
+      linear_dgated_rows({activation, dh.dtype, dz.dtype, from.view.at(row), known.view.at(row), dz.at(row),
+                          h ? h->at(row) : nullptr},
+                         last - row, dh.columns);
+    });
+  }
+  // As the sum of two products that are rounded.
+  void multiply_to_fp32(const Matrix& out, const Matrix& a, const Matrix& b) const {
+    const ScratchMatrix high(out.rows, out.columns, a.torch_dtype), low(out.rows, out.columns, a.torch_dtype);
+    multiply(high.view, a, b);
+    multiply_onto(low.view, a, b, high.view, -1);
+    const auto add_span = MPK_BEST(add_span);
+    parallel_for(out.rows, out.columns, [&](int64_t first, int64_t last) {
+      add_span(a.dtype, high.view.at(first), low.view.at(first), static_cast<float*>(out.at(first)),
+               (last - first) * out.columns);
+    });
+  }
 };
 
 }  // namespace mpk

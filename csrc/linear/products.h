@@ -1,4 +1,5 @@
-// Matrices on the CPU, multiplied by torch's own kernels.
+// Products of matrices: torch makes them all, so that its switches and each chip's best library count here, too. torch is
+// given views of bare memory, at which neither autograd nor autocast look.
 #pragma once
 
 #include <cstdlib>
@@ -72,14 +73,41 @@ class ScratchMatrix : Scratch {
   const Matrix view;
 };
 
-inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
-  const Tensor result = out.tensor(), left = a.tensor(), right = b.tensor();
-  require(aoti_torch_cpu_mm_out(result.handle(), left.handle(), right.handle()) == 0, "mpkernels",
-          "torch could not multiply two matrices");
+template <size_t arguments>
+void multiply_by(const char* op, const char* overload, StableIValue (&stack)[arguments]) {
+  require(torch_call_dispatcher(op, overload, stack, kTorch2_10) == 0, op, "torch could not multiply two matrices");
+  Tensor{stack[0]};  // the result, once more
 }
 
-// out = a b + times c, where c may be out.
-inline void multiply_add(const Matrix& out, const Matrix& a, const Matrix& b, const Matrix& c, double times = 1) {
+// out = a b
+inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
+  if (out.column_stride != 1 && out.row_stride == 1)  // torch would make a copy of some
+    return multiply(out.transposed(), b.transposed(), a.transposed());
+  StableIValue stack[] = {a.tensor().release(), b.tensor().release(), out.tensor().release()};
+  multiply_by("aten::mm", "out", stack);
+}
+
+// out = a weight^T + bias, a row or null, rounded once. This is addmm; aten::addmm itself takes numbers of a kind that
+// torch's stable ABI lacks.
+inline void multiply_and_add(const Matrix& out, const Matrix& a, const Matrix& weight, const Matrix* bias) {
+  if (!bias) return multiply(out, a, weight.transposed());
+  auto* const of_bias = new StableIValue(bias->vector().release());  // torch deletes it
+  StableIValue stack[] = {a.tensor().release(), weight.tensor().release(), reinterpret_cast<StableIValue>(of_bias),
+                          out.tensor().release()};
+  multiply_by("aten::linear", "out", stack);
+}
+
+// out = a b in fp32, of 16-bit matrices: torch has it on CUDA.
+inline void multiply_to_fp32(const Matrix& out, const Matrix& a, const Matrix& b) {
+  if (out.column_stride != 1 && out.row_stride == 1)
+    return multiply_to_fp32(out.transposed(), b.transposed(), a.transposed());
+  StableIValue stack[] = {a.tensor().release(), b.tensor().release(), 0, out.tensor().release()};
+  memcpy(&stack[2], &out.torch_dtype, sizeof(out.torch_dtype));
+  multiply_by("aten::mm", "dtype_out", stack);
+}
+
+// out = a b + times c, where c may be out; on the CPU.
+inline void multiply_onto(const Matrix& out, const Matrix& a, const Matrix& b, const Matrix& c, double times = 1) {
   const Tensor result = out.tensor(), left = a.tensor(), right = b.tensor(), sum = c.tensor();
   require(aoti_torch_cpu_addmm_out(result.handle(), sum.handle(), left.handle(), right.handle(), times, 1) == 0,
           "mpkernels", "torch could not multiply two matrices");
