@@ -6,9 +6,9 @@ import torch
 from torch.nn.functional import linear
 
 from mpkernels.functional import gated_linear, gated_mlp, mlp
-from mpkernels.linear import exact
-from mpkernels.linear.block_kind import Kind, Parameters
-from mpkernels.selector.trial import Error, first_off
+from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.selector.timing import Error, first_off
+from tests import exact
 from tests.linear_cases import TORCH, relative_error
 
 

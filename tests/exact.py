@@ -6,9 +6,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels.linear.block_kind import Kind, Parameters
+from mpkernels.ops.linear.kind import Kind, Parameters
 from mpkernels.ops.linear.activations import ACTIVATIONS
-from mpkernels.selector.trial import Error
+from mpkernels.selector.timing import Error
 
 
 class Exact(NamedTuple):

@@ -37,18 +37,6 @@ static void activate_in_fp32(const LinearActArguments& it, const Matrix* saved, 
   }
 }
 
-template <class Body>
-static void forward(StableIValue* stack, const Body& compute) {
-  const LinearActArguments it(stack);
-  Tensor y = it.new_output(), saved = it.saves_z() ? it.new_output() : it.new_nothing();
-  if (y.size() > 0) {
-    const Matrix of_saved(saved);
-    compute(it, it.saves_z() ? &of_saved : nullptr, Matrix(y));
-  }
-  stack[0] = y.release();
-  stack[1] = saved.release();
-}
-
 static void linear_act_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
   forward(stack, [](const LinearActArguments& it, const Matrix* saved, const Matrix& y) {
     multiplies_halves(it.dtype) ? activate_product<CpuPasses>(it, saved ? *saved : y, y)
@@ -58,9 +46,12 @@ static void linear_act_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
 MPK_CPU_KERNEL(LinearActArguments::kOp, linear_act_on_cpu)
 
 #ifdef MPK_CUDA
+void activate_product_on_cuda(const LinearActArguments& it, const Matrix& z, const Matrix& y) {
+  activate_product<CudaPasses>(it, z, y);
+}
 static void linear_act_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   forward(stack, [](const LinearActArguments& it, const Matrix* saved, const Matrix& y) {
-    activate_product<CudaPasses>(it, saved ? *saved : y, y);
+    activate_product_on_cuda(it, saved ? *saved : y, y);
   });
 }
 MPK_CUDA_KERNEL(LinearActArguments::kOp, linear_act_on_cuda)
@@ -95,7 +86,8 @@ static void multiply_slopes(const LinearActBackwardArguments& it, const Gradient
   if (!it.wants_dweight()) return;
   // Transposed, where the weight is: then its rows lie in line, too.
   const Matrix x(*it.x), found(to.of_weight), dweight = it.by_columns ? found.transposed() : found,
-               left = it.by_columns ? x.transposed() : dz.transposed(), right = it.by_columns ? dz : x;
+                                              left = it.by_columns ? x.transposed() : dz.transposed(),
+                                              right = it.by_columns ? dz : x;
   if (dweight.dtype == it.dtype)
     multiply(dweight, left, right);
   else
@@ -190,7 +182,8 @@ MPK_CUDA_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cuda)
 }  // namespace mpk
 
 extern "C" {
-// For the rule of what computes, in Python: whether this CPU's 16-bit products are left to torch; dtype as Dtype has it.
+// For the rule of what computes, in Python: whether this CPU's 16-bit products are left to torch; dtype as Dtype has
+// it.
 __attribute__((visibility("default"))) int32_t mpkernels_multiplies_halves(int32_t dtype) {
   return mpk::multiplies_halves(static_cast<mpk::Dtype>(dtype));
 }

@@ -72,6 +72,21 @@ struct LinearActArguments {
   Dtype dtype;
 };
 
+// Calls compute with the arguments, with z where it is saved, else null, and with y, unless that is empty.
+template <class Body>
+void forward(StableIValue* stack, const Body& compute) {
+  const LinearActArguments it(stack);
+  Tensor y = it.new_output(), saved = it.saves_z() ? it.new_output() : it.new_nothing();
+  if (y.size() > 0) {
+    const Matrix of_saved(saved);
+    compute(it, it.saves_z() ? &of_saved : nullptr, Matrix(y));
+  }
+  stack[0] = y.release();
+  stack[1] = saved.release();
+}
+
+void activate_product_on_cuda(const LinearActArguments& it, const Matrix& z, const Matrix& y);
+
 struct LinearActBackwardArguments {
   static constexpr const char* kOp = "linear_act_backward";
 

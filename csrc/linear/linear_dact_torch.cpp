@@ -7,19 +7,6 @@
 
 namespace mpk {
 
-struct Slopes {
-  explicit Slopes(const LinearDactArguments& it)
-      : of_z(it.new_dz()), of_bias(it.new_dbias()), of_h(it.new_h()), dz(of_z), dbias(of_bias), h(of_h) {}
-  void return_to(StableIValue* stack) {
-    stack[0] = of_z.release();
-    stack[1] = of_bias.release();
-    stack[2] = of_h.release();
-  }
-
-  Tensor of_z, of_bias, of_h;
-  const Matrix dz, dbias, h;
-};
-
 // The product is rounded as torch rounds it, and dz once more, in its place.
 template <class Passes>
 static void differentiate_product(const LinearDactArguments& it, const Slopes& to) {
@@ -60,10 +47,13 @@ static void linear_dact_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
 MPK_CPU_KERNEL(LinearDactArguments::kOp, linear_dact_on_cpu)
 
 #ifdef MPK_CUDA
+void differentiate_product_on_cuda(const LinearDactArguments& it, const Slopes& to) {
+  differentiate_product<CudaPasses>(it, to);
+}
 static void linear_dact_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const LinearDactArguments it(stack);
   Slopes to(it);
-  differentiate_product<CudaPasses>(it, to);
+  differentiate_product_on_cuda(it, to);
   to.return_to(stack);
 }
 MPK_CUDA_KERNEL(LinearDactArguments::kOp, linear_dact_on_cuda)

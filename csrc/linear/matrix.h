@@ -48,9 +48,7 @@ struct Matrix {
     part.rows = count;
     return part;
   }
-  Matrix columns_from(int64_t first, int64_t count) const {
-    return transposed().rows_from(first, count).transposed();
-  }
+  Matrix columns_from(int64_t first, int64_t count) const { return transposed().rows_from(first, count).transposed(); }
   void* at(int64_t row) const { return static_cast<char*>(data) + row * row_stride * width_of(dtype); }
   bool is_contiguous() const {
     return rows * columns == 0 || ((columns == 1 || column_stride == 1) && (rows == 1 || row_stride == columns));

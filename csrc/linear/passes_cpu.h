@@ -152,9 +152,9 @@ class CpuPasses {
     const Widened from = contiguous(dh), known = contiguous(z);
     const auto linear_dgated_rows = MPK_BEST(linear_dgated_rows);
     parallel_for(dh.rows, dz.columns, [&](int64_t row, int64_t last) {
-      linear_dgated_rows({activation, dh.dtype, dz.dtype, from.view.at(row), known.view.at(row), dz.at(row),
-                          h ? h->at(row) : nullptr},
-                         last - row, dh.columns);
+      linear_dgated_rows(
+          {activation, dh.dtype, dz.dtype, from.view.at(row), known.view.at(row), dz.at(row), h ? h->at(row) : nullptr},
+          last - row, dh.columns);
     });
   }
   // As the sum of two products that are rounded.

@@ -38,12 +38,12 @@ def key_of(kind: tuple[Any, ...], x: Tensor, parameters: tuple[Tensor | None, ..
     if is_dynamo_compiling() or forced or is_jit_tracing() or type(x) is not Tensor or type(kind[1]) is not str:
         return None
     try:
-        key = [kind, x.shape, x.stride(-1), x.dtype, x.device, x.requires_grad, is_grad_enabled()]
+        key = [kind, x.shape, x.stride(-1), x.layout, x.dtype, x.device, x.requires_grad, is_grad_enabled()]
         for it in parameters:
             if it is None:
                 key.append(None)
             elif type(it) in _PLAIN:
-                key += it.shape, it.stride()[-1:], it.dtype, it.requires_grad
+                key += it.shape, it.stride()[-1:], it.layout, it.dtype, it.requires_grad
             else:
                 return None
         if not x.is_cpu:

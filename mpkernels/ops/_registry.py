@@ -76,10 +76,16 @@ class Op:
         return _triton_kernels[self.name](*arguments)
 
     def by(self, kernel: str) -> Callable[..., Any]:
-        """Return a function that runs the named kernel. For "triton" that is the op under its second name, unless
-        torch.compile or a dispatch mode is active, which only know the first name."""
-        is_heard = torch.compiler.is_compiling() or count_dispatch_modes() > 0
-        return self._by_triton if kernel == "triton" and not is_heard else self
+        """Return a function that runs the named kernel. For "triton" and "cublaslt" that is the op under a second name,
+        unless torch.compile or a dispatch mode is active, which only know the first name."""
+        if kernel == "reference":
+            return self.reference
+        if kernel not in ("triton", "cublaslt") or torch.compiler.is_compiling() or count_dispatch_modes() > 0:
+            return self
+        if kernel == "triton":
+            return self._by_triton
+        call = _native_calls.get(f"{self.name}_by_{kernel}")
+        return (call and call.on(torch.device("cuda"))) or self
 
     @functools.cached_property
     def _by_triton(self) -> Callable[..., Any]:

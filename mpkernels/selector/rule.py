@@ -39,6 +39,18 @@ TABLE = (
 )
 
 
+HEAD = "device", "computes in", "functions", "activations", "from rows", "computed by", "measured"
+
+
+def table() -> list[list[str]]:
+    """Return the table's cells, for people."""
+    return [
+        [line.device, " or ".join(line.numbers), ", ".join(line.ops), ", ".join(line.activations) or "any",
+         str(line.least_rows), line.kernel, line.measured]
+        for line in TABLE
+    ]  # fmt: skip
+
+
 def kernel(case: Case) -> str:
     return next((line.kernel for line in TABLE if line.fits(case)), "torch")
 

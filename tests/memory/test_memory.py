@@ -198,7 +198,7 @@ def test_linear_act_saves_as_much_as_torch(target, activation, dtype):
     def loss(net):
         with torch.autocast(target.device.type, dtype=dtype or B16, enabled=dtype is not None):
             y = net(INPUTS.to(target.device))
-            return (y if isinstance(net, LinearAct) else paths.AFRESH[activation](y)).float().sum()
+            return (y if isinstance(net, LinearAct) else paths._AFRESH[activation](y)).float().sum()
 
     ours, theirs = (
         mpkernels.memory_report(net.to(target.device), loss=loss).predicted["activations"]

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mpkernels.ops import _checks
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._devices import TILED_TRITON
-from mpkernels.ops._registry import define
+from mpkernels.ops._registry import NativeCall, define
 from mpkernels.ops.linear.activations import ACTIVATIONS, check_activation
 
 
@@ -58,6 +58,12 @@ _linear_act = define(
 )(_reference)
 
 
+NativeCall(
+    _linear_act,
+    "linear_act_by_cublaslt(Tensor x, Tensor weight, Tensor? bias, str activation, bool save) -> (Tensor, Tensor)",
+)
+
+
 def _check_backward(
     dy: Tensor,
     x: Tensor | None,
@@ -66,7 +72,7 @@ def _check_backward(
     activation: str,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
-    by_columns: bool,
+    by_columns: bool = False,
 ) -> None:
     op = "linear_act_backward"
     check_activation(op, activation)
@@ -91,7 +97,7 @@ def _reference_backward(
     activation: str,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
-    by_columns: bool,
+    by_columns: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     compute = torch.promote_types(dy.dtype, torch.float32)
     dx, dweight, dbias = (dy.new_empty(0) for _ in range(3))
@@ -112,7 +118,7 @@ def weight_gradient(dz: Tensor, x: Tensor, by_columns: bool) -> Tensor:
 
 _linear_act_backward = define(
     "linear_act_backward(Tensor dy, Tensor? x, Tensor? weight, Tensor saved, str activation, "
-    "ScalarType? weight_dtype, ScalarType? bias_dtype, bool by_columns) -> (Tensor, Tensor, Tensor)",
+    "ScalarType? weight_dtype, ScalarType? bias_dtype, bool by_columns=False) -> (Tensor, Tensor, Tensor)",
     check=_check_backward,
     triton_needs=TILED_TRITON,
 )(_reference_backward)

@@ -98,7 +98,7 @@ def linear_act_backward_triton(
     activation: str,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
-    by_columns: bool,
+    by_columns: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     refuse_fp64("linear_act_backward", dy)
     dx, dweight, dbias = (dy.new_empty(0) for _ in range(3))

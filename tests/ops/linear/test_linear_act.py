@@ -153,8 +153,8 @@ def test_bias_gradients_of_equal_rows(target, rows, monkeypatch):
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_y_is_rounded_once(target, dtype):
     """Not of a z that is rounded, too. Evenly spread errors are eps / sqrt(12)."""
-    if str(target) == "cpu-native":
-        pytest.skip("may leave z to torch: test_linear_act_cpu knows both ways")
+    if target.kernel in ("native", "cuda"):
+        pytest.skip("leaves z to torch, on some CPUs: test_linear_act_cpu knows both ways")
     x, weight, bias, dy = layer(130, 97, 75, dtype, target.device)
     exact = results(linear_act, *(it.double() for it in (x, weight, bias, dy)), "gelu")[0]
     y = results(linear_act, x, weight, bias, dy, "gelu")[0]

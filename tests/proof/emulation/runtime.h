@@ -4,7 +4,7 @@
 
 #include "cuda_runtime.h"
 
-extern "C" int emulation_launches;  // of kernels, products by cuBLAS among them
+extern "C" int emulation_launches;  // of kernels, products among them
 
 namespace emulation {
 

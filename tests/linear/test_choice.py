@@ -13,31 +13,31 @@ from mpkernels import selector
 from mpkernels.functional import linear_act
 from mpkernels.linear import paths
 from mpkernels.nn import LinearAct
-from mpkernels.selector import disk
+from mpkernels.selector import rule
 from tests.cases import same_bits
 from tests.linear_cases import TORCH, torchs, transposed
-from tests.races import run_by_all, won_by
 
 B16, F16 = torch.bfloat16, torch.float16
 
 
 @pytest.fixture(autouse=True)
-def asked(monkeypatch, tmp_path):
-    """The cases that the selector was asked for; plain torch is the fastest in each."""
+def asked(monkeypatch):
+    """The cases that the selector was asked for; plain torch computes each."""
     asked, ask = [], selector.choose
 
-    def choose(case, names, prepare, call):
+    def choose(case, *rest):
         asked.append(case)
-        return ask(case, names, prepare, call)
+        return ask(case, *rest)
 
-    for name, value in (("_is_deterministic", False), ("_known", {}), ("by_key", {})):
-        monkeypatch.setattr(selector, name, value)
+    for name in ("by_key", "_chosen", "tuned"):
+        monkeypatch.setattr(selector, name, {})
     monkeypatch.setattr(selector, "choose", choose)
-    monkeypatch.setattr(selector, "race", won_by("torch"))
-    monkeypatch.setattr(disk, "path", lambda: tmp_path / "choices.json")
-    disk._read.cache_clear()
-    yield asked
-    disk._read.cache_clear()
+    monkeypatch.setattr(rule, "TABLE", ())
+    return asked
+
+
+def computed_by(monkeypatch, name):
+    monkeypatch.setattr(rule, "kernel", lambda case: name)
 
 
 def has_asked(asked):
@@ -48,7 +48,7 @@ def has_asked(asked):
 
 @pytest.mark.parametrize("best", ["torch", "native"])
 def test_nobody_asks_twice(asked, monkeypatch, best):
-    monkeypatch.setattr(selector, "race", won_by(best))
+    computed_by(monkeypatch, best)
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     want = functional.gelu(functional.linear(x, layer.weight, layer.bias))
     for shape in ((5, 8), (5, 1, 8)):
@@ -95,27 +95,11 @@ def test_torch_writes_over_z_where_no_backward_needs_it(activation):
     assert not any(name.endswith("_") for name in heard.names)
 
 
-@pytest.mark.parametrize("trains", [True, False])
-def test_what_is_timed_keeps_for_a_backward_what_the_call_does(monkeypatch, trains):
-    timed, compute = [], paths.compute
-
-    def compute_and_tell(*arguments):
-        timed.append(torch.is_grad_enabled())
-        return compute(*arguments)
-
-    monkeypatch.setattr(selector, "race", run_by_all)
-    monkeypatch.setattr(paths, "compute", compute_and_tell)
-    with torch.set_grad_enabled(trains):
-        LinearAct(8, 6)(torch.randn(5, 8))
-    assert timed == [trains] * len(timed)
-    assert len(timed) > 2
-
-
 def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):
-    monkeypatch.setattr(selector, "race", won_by("native"))
+    computed_by(monkeypatch, "native")
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
-    monkeypatch.setattr(paths, "_linear_act", None)
+    monkeypatch.setattr(paths, "by_ours", None)
     torch.func.grad(lambda x: layer(x).sum())(x)
 
 
@@ -136,7 +120,6 @@ def test_what_a_choice_depends_on_is_seen(asked):
         "x's dtype": lambda: within(torch.autocast("cpu", B16), lambda: layer(x.to(B16))),
         "autocast's dtype": lambda: within(torch.autocast("cpu", F16), lambda: layer(x)),
         "gradients": lambda: within(torch.no_grad(), lambda: layer(x)),
-        "deterministic": lambda: within(Deterministic(), lambda: layer(x)),
         "the other device's autocast": lambda: within(AutocastOnCuda(), lambda: layer(x[:3])),
         "both devices' autocast": lambda: within(torch.autocast("cpu", B16), lambda: layer(x[:3])),
     }
@@ -172,19 +155,7 @@ class AutocastOnCuda(nullcontext):
         torch.set_autocast_enabled("cuda", False)
 
 
-class Deterministic(nullcontext):
-    def __enter__(self):
-        torch.use_deterministic_algorithms(True)
-
-    def __exit__(self, *_):
-        torch.use_deterministic_algorithms(False)
-
-
-CHANGES = {
-    "forget": selector.forget,
-    "pin": lambda: selector.pin("torch"),
-    "make_deterministic": selector.make_deterministic,
-}
+CHANGES = {"forget": selector.forget, "pin": lambda: selector.pin("torch")}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
@@ -199,15 +170,10 @@ def test_who_has_a_say_is_heard(asked, monkeypatch, change):
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_who_has_a_say_is_heard_also_while_something_is_timed(asked, monkeypatch, change):
+def test_who_has_a_say_is_heard_also_while_a_call_is_looked_at(asked, monkeypatch, change):
     """By another thread."""
-
-    def race(*arguments):
-        change()
-        return won_by("native")(*arguments)
-
     monkeypatch.setattr(selector, "_pinned", None)
-    monkeypatch.setattr(selector, "race", race)
+    monkeypatch.setattr(rule, "kernel", lambda case: change() or "native")
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
     has_asked(asked)
@@ -221,12 +187,12 @@ def test_backend_is_heard():
     with mpkernels.backend("reference"):
         ours = layer(x)
     assert type(torchs.grad_fn).__name__ == "GeluBackward0"
-    assert type(ours.grad_fn).__name__ == "_LinearActBackward"
+    assert type(ours.grad_fn).__name__ == "_BlockBackward"
 
 
 @pytest.mark.parametrize("best", ["torch", "native"])
 def test_errors_are_the_same_the_second_time(monkeypatch, best):
-    monkeypatch.setattr(selector, "race", won_by(best))
+    computed_by(monkeypatch, best)
     layer, x = LinearAct(8, 6), torch.randn(6, 8)
     layer(x)
     with pytest.raises(ValueError, match="linear_act: x must have weight's 8 features in its last dimension"):
