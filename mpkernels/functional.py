@@ -154,7 +154,7 @@ def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, own: Parameters) -> Tenso
     is_broad = is_lone and isinstance(own.bias, Tensor) and own.bias.dim() > 1
     if (is_broad or not is_ours(x, *own)) and all(map(is_tensor_like, (it for it in (x, *own) if it is not None))):
         try:
-            return paths.compute("torch", kind, x, own, None)
+            return paths.afresh(kind, x, own)
         except RuntimeError:
             if type(x) is Tensor and not x.is_nested:
                 arguments.block(kind, x, own)

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels.ops.linear.kind import Kind, Parameters
 from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.kind import Kind, Parameters
 from mpkernels.selector.timing import Error
 
 

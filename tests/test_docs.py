@@ -17,9 +17,9 @@ import torch
 
 import mpkernels
 from mpkernels import amp, checkpoint, doctor, functional, nn, ops, optim, selector
-from mpkernels.selector import disk
 from mpkernels.__main__ import main
 from mpkernels.bench import results
+from mpkernels.selector import disk
 from tests import ROOT
 from tests.networks import one_thread  # noqa: F401
 

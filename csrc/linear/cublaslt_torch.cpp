@@ -10,7 +10,7 @@
 #include <mutex>
 
 #include "linear/linear_dact_torch.h"
-#include "linear/products.h"
+#include "linear/products_torch.h"
 
 namespace mpk {
 

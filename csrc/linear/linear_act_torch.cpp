@@ -1,8 +1,8 @@
 #include "linear/linear_act_torch.h"
 
-#include "linear/passes_cpu.h"
+#include "linear/passes_cpu_torch.h"
 #ifdef MPK_CUDA
-#include "linear/passes_cuda.h"
+#include "linear/passes_cuda_torch.h"
 #endif
 
 namespace mpk {

@@ -25,15 +25,15 @@ struct Matrix {
         device(tensor.device()) {
     find_dtype(torch_dtype, &dtype);
   }
-  // Contiguous, in the host's memory.
-  Matrix(void* data, int64_t rows, int64_t columns, int32_t torch_dtype)
+  // Contiguous.
+  Matrix(void* data, int64_t rows, int64_t columns, int32_t torch_dtype, std::pair<int32_t, int32_t> device)
       : data(data),
         rows(rows),
         columns(columns),
         row_stride(columns),
         column_stride(1),
         torch_dtype(torch_dtype),
-        device(aoti_torch_device_type_cpu(), -1) {
+        device(device) {
     find_dtype(torch_dtype, &dtype);
   }
   Matrix transposed() const {

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
@@ -51,7 +51,8 @@ def key_of(kind: tuple[Any, ...], x: Tensor, parameters: tuple[Tensor | None, ..
     except (RuntimeError, IndexError):  # nested, sparse, without dimensions
         return None
     if is_any_autocast_enabled():
-        key.append(autocast_dtype(x))
+        device_type = "cpu" if x.is_cpu else "cuda"
+        key.append(get_autocast_dtype(device_type) if is_autocast_enabled(device_type) else None)
     return tuple(key)
 
 
@@ -94,14 +95,14 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, own: Parameters, autocast: 
     if is_tracing():
         return _known(*of_case)
     rows = x.numel() // x.shape[-1]
-    case = _case(*of_case, rows=1 << (rows - 1).bit_length())
+    case = _case(*of_case)._replace(rows=1 << (rows - 1).bit_length())
     return selector.choose(case, key, partial(Trial, rows, kind, x, own, trains, autocast))
 
 
 @constant_in_graphs
 def _known(*of_case: Any) -> str:
     """Return the choice for any number of rows: a graph serves several sizes."""
-    case = _case(*of_case, rows=None)
+    case = _case(*of_case)
     if any(isinstance(size, torch.SymInt) for size in case.sizes):  # to compare it would make a constant of it
         case = case._replace(sizes=())
     return selector.choose(case)
@@ -109,19 +110,20 @@ def _known(*of_case: Any) -> str:
 
 def _case(
     op: str, device: torch.device, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], activation: str,
-    trains: bool, details: str, rows: int | None,
+    trains: bool, details: str,
 ) -> Case:  # fmt: skip
+    """Return the case for any number of rows."""
     if device.type == "cuda" and dtypes[0] == torch.float32 and uses_tf32():
         details += ", in TF32"
     if device.type not in DEVICES:
-        return Case(op, device, sizes, dtypes, activation, trains, details, rows, ("torch",))
+        return Case(op, device, sizes, dtypes, activation, trains, details, None, ("torch",))
     unfit = ("reference", "triton") if device.type == "cpu" else ("reference",)  # Triton is interpreted there
     ours = [name for name in kernels_on(device, "linear_act") if name not in unfit]
     if "native" in ours and device.type == "cpu" and trains and torch.float32 in dtypes[1:]:
         ours.append(ROUNDING)
     if "native" in ours and device.type == "cuda" and activation == "gelu_tanh" and not op.startswith("gated"):
         ours.append("cublaslt")
-    return Case(op, device, sizes, dtypes, activation, trains, details, rows, (*ours, "torch"))
+    return Case(op, device, sizes, dtypes, activation, trains, details, None, (*ours, "torch"))
 
 
 def _details(kind: Kind, x: Tensor, own: Parameters, trains: bool) -> str:

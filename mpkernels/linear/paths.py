@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
@@ -43,10 +44,15 @@ def compute(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dt
     """Compute by the named kernel, or by plain torch. ``dtype`` is autocast's."""
     if kernel != "torch":
         return by_ours(kernel, kind, x, own, dtype)
-    if kind.recompute and torch.is_grad_enabled():
+    return afresh(kind, x, own) if is_compiling() or kind.recompute else by_torch(kind, x, *own)
+
+
+def afresh(kind: Kind, x: Tensor, own: Parameters) -> Tensor:
+    """Compute with plain torch, and overwrite nothing."""
+    if kind.recompute and is_grad_enabled():
         y: Tensor = checkpoint(partial(by_torch, kind), x, *own, use_reentrant=False)
         return y
-    return by_torch(kind, x, *own)
+    return by_torch(kind, x, *own, overwrites=False)
 
 
 def by_torch(
@@ -58,14 +64,15 @@ def by_torch(
     up_bias: Tensor | None,
     out_weight: Tensor | None,
     out_bias: Tensor | None,
+    *,
+    overwrites: bool = True,
 ) -> Tensor:
     """Compute as a user of torch would, and keep what torch keeps. Without autograd, nobody needs z any more, and the
-    activation overwrites it."""
+    activation overwrites it, where in place has its rules."""
     _, activation, is_gated, _, dropout, _ = kind
     z = linear(x, weight, bias)
-    # Under torch.compile, which knows best, and transforms, where in place has no batching rules, nothing is overwritten.
-    afresh = is_grad_enabled() or are_transforms_active() or type(z) is not Tensor
-    activate = (_AFRESH if afresh else _IN_PLACE)[activation]
+    is_afresh = is_grad_enabled() or not overwrites or are_transforms_active()
+    activate = (_AFRESH if is_afresh else _IN_PLACE)[activation]
     if not is_gated:
         h = activate(z)
     else:

@@ -1,8 +1,8 @@
 """What computes a linear layer or block: a kernel of ours or plain torch.
 
-It follows a table, ``rule``, from what can be seen of a call: the device, the dtype, the CPU's instructions, the sizes,
-whether it trains. So it is the same in every run and process. ``mpkernels.tune`` times the ways for a model instead, and
-``pin`` forces one. Nothing else times anything.
+It follows a table, ``rule``, from what can be seen of a call: the device, the dtype, the CPU's instructions, the sizes.
+So it is the same in every run and process. ``mpkernels.tune`` times the ways for a model instead, and ``pin`` forces
+one. Nothing else times anything.
 """
 
 from collections.abc import Callable, Hashable

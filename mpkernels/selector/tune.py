@@ -42,9 +42,7 @@ def _ratio(it: Timed, name: str) -> str:
     return f"{it.seconds['torch'] / it.seconds[name]:.2f}" if name in it.seconds else ""
 
 
-def tune(
-    model: nn.Module, *inputs: Any, process_group: Any = None, again: bool = False, **keywords: Any
-) -> TuneReport:
+def tune(model: nn.Module, *inputs: Any, process_group: Any = None, again: bool = False, **keywords: Any) -> TuneReport:
     """Time the ways to compute each linear layer and block of one training step, and use the fastest ones from now on.
 
     Without this, calls follow the table in the docs of the selector. The step runs forward and, where autograd is on,
@@ -93,7 +91,8 @@ def tune(
 @contextmanager
 def _asking() -> Iterator[dict[Case, Any]]:
     """Yield the cases that are asked for within, of which none counts as known by its key."""
-    selector._asked = asked = {}
+    asked: dict[Case, Any] = {}
+    selector._asked = asked
     selector.ask_again()
     try:
         yield asked

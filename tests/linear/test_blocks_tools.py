@@ -72,9 +72,7 @@ def test_func_transforms_and_export(name):
 def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name):
     *leaves, _ = (it.requires_grad_() for it in arguments(name, F32, (70, 24, 32, 16)))
     trials = []
-    monkeypatch.setattr(
-        choice.selector, "choose", lambda case, key, prepare: trials.append(prepare()) or "torch"
-    )
+    monkeypatch.setattr(choice.selector, "choose", lambda case, key, prepare: trials.append(prepare()) or "torch")
     for activation in ("silu", "relu"):
         BLOCKS[name].ours(activation, *leaves)
     assert len(trials) == 2

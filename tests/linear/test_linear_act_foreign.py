@@ -127,7 +127,7 @@ def by_triton(monkeypatch):
     if "triton" not in mpkernels.backends("linear_act"):
         pytest.skip("Triton is not interpreted here")
     case_of = choice._case
-    monkeypatch.setattr(choice, "_case", lambda *of, **rows: case_of(*of, **rows)._replace(kernels=("triton", "torch")))
+    monkeypatch.setattr(choice, "_case", lambda *of: case_of(*of)._replace(kernels=("triton", "torch")))
     selector.pin("triton")
     return LinearAct(8, 6)
 

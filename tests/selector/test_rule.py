@@ -135,7 +135,7 @@ def test_pin_forces_what_is_there():
 def test_what_is_gone_says_what_to_call_now():
     with pytest.raises(RuntimeError, match=r"selector.warm_up is gone.*mpkernels.tune\(model, \*inputs\) does"):
         selector.warm_up(torch.nn.Linear(2, 2), x)
-    with pytest.raises(RuntimeError, match="selector.make_deterministic is gone.*leave it out"):
+    with pytest.raises(RuntimeError, match=r"selector.make_deterministic is gone.*leave it out"):
         selector.make_deterministic()
 
 

@@ -44,9 +44,7 @@ def linear_act(
     return compute(Kind("linear_act", activation), x, Parameters(weight, bias), casts, kernel, shape)
 
 
-def compute(
-    kind: Kind, x: Tensor, own: Parameters, casts: Casts, kernel: str, shape: tuple[int, ...]
-) -> Tensor:
+def compute(kind: Kind, x: Tensor, own: Parameters, casts: Casts, kernel: str, shape: tuple[int, ...]) -> Tensor:
     """Return the block's result for matrix x, in the ``shape`` that is wanted."""
     wants = torch.is_grad_enabled() and any(it is not None and it.requires_grad for it in (x, *own[:4]))
     if wants or are_transforms_active() or derives_forward():

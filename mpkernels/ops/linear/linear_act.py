@@ -1,7 +1,7 @@
 """linear_act: y = f(x W^T + b) and its backward, each one op.
 
-Both compute in fp32 and round each result once. Where torch multiplies 16-bit matrices as they are, z and dz are rounded
-as torch rounds them. fp64 is the reference's alone, kernels refuse it. For kernels:
+Both compute in fp32 and round each result once. Where torch multiplies 16-bit matrices as they are, z and dz are
+rounded as torch rounds them. fp64 is the reference's alone, kernels refuse it. For kernels:
 
 ``linear_act(x, weight, bias, activation, save) -> (y, saved)``
     x [M, K], weight [N, K], bias [N] or None: one dtype of fp16, bf16, fp32, any strides, any size down to 0.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._registry import implement
-from mpkernels.ops.linear import hopper_kernel, tiling
+from mpkernels.ops.linear import tiling
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.activations_kernel import activate, activate_backward
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
@@ -77,11 +77,7 @@ def linear_act_triton(
         return y, saved
     bias = None if bias is None else bias.contiguous()
     z = saved if saved.numel() else None
-    on = chip()
-    if on == "sm_90" and rows > tiling.FEW_ROWS and hopper_kernel.takes(x, weight):
-        hopper_kernel.launch(x, weight, bias, y, z, activation)
-        return y, saved
-    tile = tiling.tile(on, x, weight, precision())
+    tile = tiling.tile(chip(), x, weight, precision())
     linear_act_kernel[(tile.cover(rows, columns),)](
         x, weight, bias, y, z, rows, columns, depth, *x.stride(), *weight.stride(),
         ACTIVATION=activation, PRECISION=precision(), **tile._asdict(), enable_fp_fusion=False,

@@ -48,9 +48,6 @@ TILES = {
 # It has no more shared memory than 8.9, and two products at once spilled registers in sm_80's tile.
 TILES["sm_120"] = TILES["sm_80"] | {"16 bits": Tile(128, 64, 32, 4, 8)}
 UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one: the registers that their addresses take are many
-# Of programs that stay. Triton specialises their warps only if there are 4 and BLOCK_M is 128 or more.
-WIDE = Tile(128, 256, 64, 3, 4)
-NARROW = Tile(128, 128, 64, 4, 4)
 
 
 def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
@@ -70,11 +67,6 @@ def _is_even(matrix: Tensor) -> bool:
     inner = 0 if matrix.stride(0) == 1 else 1
     sixteens = matrix.shape[inner], matrix.stride(1 - inner), matrix.data_ptr()
     return matrix.stride(inner) == 1 and all(each % 16 == 0 for each in sixteens)
-
-
-def persistent_tile(activation: str, rows: int, columns: int, processors: int) -> Tile:
-    fills = WIDE.cover(rows, columns) >= processors
-    return WIDE if fills and activation != "gelu" else NARROW  # erf's registers spill in the wide one
 
 
 def gated_tile(chip: str, x: Tensor, gate_weight: Tensor, up_weight: Tensor, precision: str) -> Tile:

@@ -3,7 +3,7 @@
 
 #include "linear/linear_act_cuda.h"
 #include "linear/linear_gated_cuda.h"
-#include "linear/products.h"
+#include "linear/products_torch.h"
 
 namespace mpk {
 

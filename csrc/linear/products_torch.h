@@ -68,7 +68,7 @@ class Scratch {
 class ScratchMatrix : Scratch {
  public:
   ScratchMatrix(int64_t rows, int64_t columns, int32_t torch_dtype)
-      : Scratch(rows * columns * 4), view(get(), rows, columns, torch_dtype) {}
+      : Scratch(rows * columns * 4), view(get(), rows, columns, torch_dtype, {aoti_torch_device_type_cpu(), -1}) {}
 
   const Matrix view;
 };

@@ -5,7 +5,7 @@
 
 #include "linear/linear_act.h"
 #include "linear/linear_gated.h"
-#include "linear/products.h"
+#include "linear/products_torch.h"
 
 namespace mpk {
 
