@@ -37,7 +37,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
         activation: none, relu, relu2 (the square of relu), gelu, gelu_tanh, silu, sigmoid or tanh. Or a module of torch
             or transformers that computes one of these, such as ``torch.nn.GELU()``.
     """
-    return _compute(("linear_act", activation, False, False, 0.0, False), x, weight, bias, None, None, None, None)
+    return _compute(("linear_act", activation, False, False, 0.0, False), x, weight, bias)
 
 
 def gated_linear(
@@ -64,7 +64,7 @@ def gated_linear(
         activation: as linear_act takes it.
     """
     kind = "gated_linear", activation, True, up_weight is None, 0.0, False
-    return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias, None, None)
+    return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias)
 
 
 def mlp(
@@ -161,8 +161,9 @@ def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, own: Parameters) -> Tenso
             raise
     arguments.block(kind, x, own)
     if own.weight.dim() == 1:  # which F.linear takes without a bias alone
-        bias = None if own.bias is None else own.bias.reshape(1)
-        return _of_any_kind(None, kind, x, Parameters(own.weight.unsqueeze(0), bias)).squeeze(-1)
+        if own.bias is None:
+            return paths.afresh(kind, x, own)
+        return paths.afresh(kind, x, Parameters(own.weight.unsqueeze(0), own.bias.reshape(1))).squeeze(-1)
     if is_lone and own.bias is not None and own.bias.shape != own.weight.shape[:1]:  # of one element, for all features
         key, own = None, own._replace(bias=own.bias.expand(own.weight.shape[0]))
     dtype = autocast_dtype(x)

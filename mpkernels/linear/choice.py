@@ -43,7 +43,7 @@ def key_of(kind: tuple[Any, ...], x: Tensor, parameters: tuple[Tensor | None, ..
             if it is None:
                 key.append(None)
             elif type(it) in _PLAIN:
-                key += it.shape, it.stride()[-1:], it.layout, it.dtype, it.requires_grad
+                key += it.shape, it.stride(-1), it.layout, it.dtype, it.requires_grad
             else:
                 return None
         if not x.is_cpu:

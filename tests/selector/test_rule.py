@@ -13,7 +13,7 @@ from tests import ROOT
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = "native", "triton", ROUNDING, "torch"
-CPU = Case("mlp", torch.device("cpu"), (768, 3072, 768), (F32,), "gelu", True, "", 512, KERNELS)
+CPU = Case("mlp", torch.device("cpu"), (768, 3072, 768), (F32,), "silu", True, "", 512, KERNELS)
 
 
 @pytest.fixture(autouse=True)
@@ -49,10 +49,21 @@ def test_a_lone_layer_is_torchs_where_the_cpu_multiplies_its_numbers(monkeypatch
         assert rule.kernel(CPU._replace(op="linear_act", dtypes=dtypes)) == "torch"
 
 
-def test_an_mlp_of_many_rows_keeps_half_in_fp32():
-    assert rule.kernel(CPU) == "native"
-    assert rule.kernel(CPU._replace(rows=None)) == "native"  # a graph serves any number of rows
-    assert rule.kernel(CPU._replace(rows=1)) == "torch"
+@pytest.mark.parametrize("op", ["mlp", "gated_mlp"])
+def test_an_mlp_of_many_rows_that_trains_keeps_half_in_fp32(op):
+    case = CPU._replace(op=op)
+    assert rule.kernel(case) == "native"
+    assert rule.kernel(case._replace(rows=None)) == "native"  # a graph serves any number of rows
+    for other in (case._replace(rows=1), case._replace(trains=False), case._replace(activation="gelu")):
+        assert rule.kernel(other) == "torch"
+
+
+@pytest.mark.parametrize(("dtypes", "name"), [((B16, F32), ROUNDING), ((F16,), "native")], ids=str)
+def test_an_mlp_keeps_half_in_16_bits_and_rounds_fp32_gradients_as_torch_does(monkeypatch, dtypes, name):
+    monkeypatch.setattr(rule, "multiplies_halves", lambda dtype: True)
+    kernels = KERNELS if F32 in dtypes else tuple(it for it in KERNELS if it != ROUNDING)
+    assert rule.kernel(CPU._replace(dtypes=dtypes, kernels=kernels)) == name
+    assert rule.kernel(CPU._replace(dtypes=dtypes, kernels=kernels, trains=False)) == "torch"
 
 
 def test_a_kernel_that_is_not_there_is_not_chosen():
@@ -82,7 +93,7 @@ def test_each_line_names_a_file_that_is_there():
 
 x, up, down, bias = torch.randn(512, 64), torch.randn(256, 64), torch.randn(64, 256), torch.randn(256)
 CALLS = {
-    "linear_act": lambda x=x: linear_act(x, up, bias),
+    "linear_act": lambda x=x: linear_act(x, up, bias, "silu"),
     "gated_linear": lambda x=x: gated_linear(x, up, up),
     "mlp": lambda x=x: mlp(x, up, bias, down, None),
     "gated_mlp": lambda x=x: gated_mlp(x, up, up, down),

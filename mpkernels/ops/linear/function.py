@@ -46,10 +46,10 @@ def linear_act(
 
 def compute(kind: Kind, x: Tensor, own: Parameters, casts: Casts, kernel: str, shape: tuple[int, ...]) -> Tensor:
     """Return the block's result for matrix x, in the ``shape`` that is wanted."""
-    wants = torch.is_grad_enabled() and any(it is not None and it.requires_grad for it in (x, *own[:4]))
-    if wants or are_transforms_active() or derives_forward():
-        is_plain = not (torch.compiler.is_compiling() or are_transforms_active())
-        apply: Any = _apply if is_plain else _Block.apply
+    wants, transforms = torch.is_grad_enabled(), are_transforms_active()
+    wants = wants and any(it is not None and it.requires_grad for it in (x, *own[:4]))
+    if wants or transforms or derives_forward():
+        apply: Any = _Block.apply if transforms or torch.compiler.is_compiling() else _apply
         y: Tensor = apply(x, *own, casts, kind, kernel, shape)[0]
         return y
     with torch.no_grad():
@@ -84,10 +84,11 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
-        x, *parameters, casts, ctx.kind, ctx.kernel, _ = inputs
+        x, *parameters, casts, ctx.kind, ctx.kernel, shape = inputs
         own = Parameters(*parameters)
         its, (y, kept, mask) = own.replaced(casts), output
         ctx.matrix = x.shape[0], its.sizes(ctx.kind)[2]
+        ctx.shape = None if shape == ctx.matrix else shape
         ctx.set_materialize_grads(False)
         if mask is not None:
             ctx.mark_non_differentiable(mask)
@@ -104,9 +105,12 @@ class _Block(torch.autograd.Function):
             return (None,) * 11
         x, *parameters, kept, mask = ctx.saved_tensors
         its = Parameters(*parameters)
-        dy = grad_of_kept.new_zeros(ctx.matrix) if dy is None else dy.reshape(ctx.matrix)  # type: ignore[union-attr]
         is_lone = not (ctx.kind.is_gated or ctx.has_out)
-        kept = kept.reshape(ctx.matrix) if is_lone and kept is not None else kept  # y came in the shape that was wanted
+        if dy is None:
+            dy = grad_of_kept.new_zeros(ctx.matrix)  # type: ignore[union-attr]
+        elif ctx.shape is not None:  # which y came in; in a small layer, a reshape takes as long as a kernel
+            dy = dy.reshape(ctx.matrix)
+            kept = kept.reshape(ctx.matrix) if is_lone and kept is not None else kept
         if grad_of_kept is None and (is_compiling or not torch.is_grad_enabled()):
             if is_lone:
                 saved = dy.new_empty(0) if kept is None else kept
@@ -125,23 +129,24 @@ _apply = super(torch.autograd.Function, _Block).apply
 def _save(ctx: Any, x: Tensor, own: Parameters, its: Parameters, kept: Tensor | None, mask: Tensor | None) -> None:
     """Save what the gradients that are wanted need."""
     wants_x, *wants = ctx.needs_input_grad[:7]
-    ctx.has_out = own.out_weight is not None
-
-    def dtype_of_gradient(of: Tensor) -> torch.dtype:
-        return x.dtype if ctx.kernel == ROUNDING and of.dim() == 2 else grad_dtype(of)
-
-    ctx.dtypes = Parameters(*(dtype_of_gradient(it) if want else None for it, want in zip(own, wants, strict=True)))
-    ctx.by_columns = [it is not None and lies_by_columns(it) for it in own[::2]]
-    # For a second backward. fp32 ones aren't saved: they may be stepped before the backward, which needs their casts.
-    ctx.fp32 = [
-        None if mine is cast or mine.is_inference() else (mine, version_of(mine))
-        for mine, cast in zip(own, its, strict=True)
-    ]
+    ctx.has_out, dtypes, fp32 = own.out_weight is not None, [], []
+    for mine, cast, want in zip(own, its, wants, strict=True):
+        is_rounded = want and ctx.kernel == ROUNDING and mine.dim() == 2
+        dtypes.append((x.dtype if is_rounded else grad_dtype(mine)) if want else None)
+        # For a second backward. fp32 ones aren't saved: they may be stepped before the backward, which needs casts.
+        fp32.append(None if mine is cast or mine.is_inference() else (mine, version_of(mine)))
+    ctx.dtypes, ctx.fp32 = Parameters(*dtypes), fp32
+    ctx.by_columns = [dtypes[at] is not None and lies_by_columns(own[at]) for at in (0, 2, 4)]
     again = ctx.kind.recompute
-    needed = Parameters(wants_x or again, again, wants_x or again, again, True, False)
+    weight, bias, up_weight, up_bias, out_weight, _ = its
     ctx.save_for_backward(
         x if again or ctx.dtypes.weight or ctx.dtypes.up_weight else None,
-        *(it if need else None for it, need in zip(its, needed, strict=True)),
+        weight if wants_x or again else None,
+        bias if again else None,
+        up_weight if wants_x or again else None,
+        up_bias if again else None,
+        out_weight,
+        None,
         kept,
         mask,
     )
