@@ -12,6 +12,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; there it makes kernels run on the CPU
 
+from mpkernels import selector
 from tests import libraries
 from tests.processes import why_no_gloo
 from tests.proof import interpreter
@@ -68,6 +69,12 @@ def pytest_configure(config):
 def pytest_generate_tests(metafunc):
     if "target" in metafunc.fixturenames:
         metafunc.parametrize("target", TARGETS.values(), ids=str, indirect=True)
+
+
+@pytest.fixture(autouse=True)
+def our_kernels():
+    """A test knows which kernel it tests. What tests the table of what computes asks for it."""
+    selector.pin("native")
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ def asked(monkeypatch):
 
     for name in ("by_key", "_chosen", "tuned"):
         monkeypatch.setattr(selector, name, {})
+    monkeypatch.setattr(selector, "_pinned", None)
     monkeypatch.setattr(selector, "choose", choose)
     monkeypatch.setattr(rule, "TABLE", ())
     return asked

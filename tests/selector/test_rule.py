@@ -27,6 +27,7 @@ def afresh(monkeypatch):
     monkeypatch.setattr(disk, "_read", fail)
     for name in ("by_key", "_chosen", "tuned"):
         monkeypatch.setattr(selector, name, {})
+    monkeypatch.setattr(selector, "_pinned", None)
 
 
 @pytest.fixture(params=[False, True], ids=["widened", "halves"])

@@ -30,6 +30,7 @@ def timed(monkeypatch, tmp_path):
 
     for name in ("by_key", "_chosen", "tuned"):
         monkeypatch.setattr(selector, name, {})
+    monkeypatch.setattr(selector, "_pinned", None)
     monkeypatch.setattr(tune, "time_ways", time_ways)
     monkeypatch.setattr(disk, "path", lambda: tmp_path / "home" / "tuned.json")
     return timed
