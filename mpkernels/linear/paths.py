@@ -1,6 +1,5 @@
 """The ways to compute a block: by plain torch, or by our kernels with what autocast would cast."""
 
-from collections.abc import Callable
 from functools import partial
 from math import prod
 from typing import Any
@@ -16,28 +15,8 @@ from mpkernels._torch_private.modes import are_transforms_active
 from mpkernels._torch_private.tracing import is_tracing
 from mpkernels.linear import cast_cache
 from mpkernels.ops.linear import function
+from mpkernels.ops.linear.activations import AFRESH, IN_PLACE
 from mpkernels.ops.linear.kind import Kind, Parameters
-
-_AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": torch.relu,
-    "relu2": lambda z: (y := torch.relu(z)) * y,  # CUDA's autocast makes fp32 of square(), which is pow
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "silu": functional.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
-_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": torch.relu_,
-    "relu2": lambda z: z.relu_().square_(),
-    "gelu": torch.ops.aten.gelu_.default,
-    "gelu_tanh": partial(torch.ops.aten.gelu_.default, approximate="tanh"),
-    "silu": partial(functional.silu, inplace=True),
-    "sigmoid": torch.sigmoid_,
-    "tanh": torch.tanh_,
-}
 
 
 def compute(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dtype | None) -> Tensor:
@@ -72,7 +51,7 @@ def by_torch(
     _, activation, is_gated, _, dropout, _ = kind
     z = linear(x, weight, bias)
     is_afresh = is_grad_enabled() or not overwrites or are_transforms_active()
-    activate = (_AFRESH if is_afresh else _IN_PLACE)[activation]
+    activate = (AFRESH if is_afresh else IN_PLACE)[activation]
     if not is_gated:
         h = activate(z)
     else:

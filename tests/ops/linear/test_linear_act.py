@@ -173,6 +173,26 @@ def test_bias_gradients_are_sums_of_dz_before_it_is_rounded(target, dtype):
     assert ((dbias - dz.sum(0)).abs() <= 32 * torch.finfo(torch.float32).eps / 2 * dz.abs().sum(0)).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_a_weights_gradient_lies_as_the_weight_does(target, activation, dtype):
+    """Then it adds up without a detour. One that overlaps itself, or has gaps, gets a contiguous one."""
+    x, weight, bias, dy = layer(9, 8, 6, dtype, target.device)
+    wide = torch.cat([weight, weight], 1)
+    for it, stride in (
+        (weight, (8, 1)),
+        (weight.t().contiguous().t(), (1, 6)),
+        (wide[:, :8], (8, 1)),
+        (weight[:1].expand(6, 8), (8, 1)),
+        (weight[:, :1].expand(6, 8), (8, 1)),
+    ):
+        for shift in (bias, None):
+            dweight = results(linear_act, x, it, shift, dy, activation)[2]
+            assert dweight.stride() == stride
+            want = results(torchs, x, it, shift, dy, activation)[2]
+            assert relative_error(dweight, want) <= 4 * torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_bias_of_another_size(target, size):
     """The op by itself: linear_act has looked at it before."""
