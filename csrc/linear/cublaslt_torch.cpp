@@ -29,11 +29,8 @@ inline constexpr uint32_t kReduceInComputeType = 2;  // else partial sums of a p
 inline constexpr uint32_t kAlignment = 16;           // of every pointer and row: what the widest loads need
 inline constexpr uint64_t kWorkspace = uint64_t{32} << 20;
 
-struct Algorithm {
-  uint64_t opaque[8];
-};
 struct Heuristic {
-  Algorithm algorithm;
+  uint64_t algorithm[8];
   size_t workspace;  // bytes
   Status status;
   float waves;
@@ -57,13 +54,6 @@ void call(const char* name, Arguments... arguments) {
   if (status == kInvalidValue || status == kArchitectureMismatch || status == kNotSupported) throw Refusal{};
   require(status == 0, name, "cublasLt fails with status " + std::to_string(status));
 }
-
-// Keeps what is allocated out of a CUDA graph that may be being captured.
-struct Relaxed {
-  Relaxed() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }  // which fails for no mode that there is
-  ~Relaxed() { (void)cudaThreadExchangeStreamCaptureMode(&mode); }
-  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-};
 
 struct Owned {
   explicit Owned(const char* destroy) : destroy(destroy) {}
@@ -134,8 +124,10 @@ inline bool multiply(const Tensor& there, cudaStream_t stream, const Matrix& out
     const std::lock_guard<std::mutex> lock(known.mutex);
     const int32_t device = there.device().second;
     if (!known.handles[device]) {
-      const Relaxed capture;
+      cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // what it allocates is no part of a CUDA graph
+      (void)cudaThreadExchangeStreamCaptureMode(&mode);           // which fails for no mode that there is
       call("cublasLtCreate", &known.handles[device]);
+      (void)cudaThreadExchangeStreamCaptureMode(&mode);
     }
     Proposal& proposal =
         known.proposals[{device, epilogue, z_line, static_cast<int64_t>(out.dtype), out.rows, out.columns, a.columns,
@@ -163,8 +155,8 @@ inline bool multiply(const Tensor& there, cudaStream_t stream, const Matrix& out
     point_to(bias ? bias->data : nullptr, z ? z->data : nullptr);
     const auto read = [](const void* it) { return it; };
     call("cublasLtMatmul", known.handles[device], product.it, read(&one), read(b.data), of_b.it, read(a.data), of_a.it,
-         read(&zero), read(out.data), of_out.it, out.data, of_out.it, &std::as_const(proposal.it.algorithm),
-         workspace.data(), proposal.it.workspace, stream);
+         read(&zero), read(out.data), of_out.it, out.data, of_out.it, read(proposal.it.algorithm), workspace.data(),
+         proposal.it.workspace, stream);
   } catch (const Refusal&) {
     return false;
   }

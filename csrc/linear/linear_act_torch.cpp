@@ -11,8 +11,7 @@ namespace mpk {
 template <class Passes>
 static void activate_product(const LinearActArguments& it, const Matrix& z, const Matrix& y) {
   const Passes passes(it.kOp, it.x);
-  const std::optional<Matrix> bias = as_matrix(it.bias);
-  multiply_and_add(z, Matrix(it.x), Matrix(it.weight), bias ? &*bias : nullptr);
+  multiply_and_add(z, Matrix(it.x), Matrix(it.weight), as_matrix(it.bias));
   if (it.activation != Activation::none) passes.activate(it.activation, z, y);
 }
 
@@ -21,12 +20,12 @@ static void activate_in_fp32(const LinearActArguments& it, const Matrix* saved, 
   const Matrix x(it.x);
   const Widened weight = widen(Matrix(it.weight)), bias = contiguous(it.bias ? Matrix(*it.bias) : y);
   const int64_t block = std::min(rows_in_block(y.columns), x.rows);
-  const bool is_wide = it.dtype == Dtype::f32;
-  const ScratchMatrix scratch(is_wide ? 0 : block, y.columns, aoti_torch_dtype_float32());
+  const ScratchMatrix scratch(it.dtype == Dtype::f32 ? 0 : block, y.columns, aoti_torch_dtype_float32());
   const auto linear_act_rows = MPK_BEST(linear_act_rows);
   for (int64_t first = 0; first < x.rows; first += block) {
     const int64_t rows = std::min(block, x.rows - first);
-    const Matrix z = is_wide ? (saved ? *saved : y).rows_from(first, rows) : scratch.view.rows_from(0, rows);
+    const Matrix z =
+        it.dtype == Dtype::f32 ? (saved ? *saved : y).rows_from(first, rows) : scratch.view.rows_from(0, rows);
     multiply(z, widen(x.rows_from(first, rows)).view, weight.view.transposed());
     parallel_for(rows, z.columns, [&](int64_t begin, int64_t end) {
       const int64_t row = first + begin;

@@ -59,11 +59,9 @@ struct LinearActArguments {
             kOp, "bias does not fit weight");
   }
   int64_t rows() const { return x.sizes()[0]; }
-  int64_t features() const { return x.sizes()[1]; }
   int64_t outputs() const { return weight.sizes()[0]; }
   bool saves_z() const { return save && saves(activation) == Saves::z; }
-  Tensor new_nothing() const { return new_matrix(x, 0, 0, /*wanted=*/false); }
-  Tensor new_output() const { return new_matrix(x, rows(), outputs()); }
+  Tensor new_output(bool wanted = true) const { return new_matrix(x, rows(), outputs(), wanted); }
 
   Tensor x, weight;
   std::unique_ptr<Tensor> bias;
@@ -76,7 +74,7 @@ struct LinearActArguments {
 template <class Body>
 void forward(StableIValue* stack, const Body& compute) {
   const LinearActArguments it(stack);
-  Tensor y = it.new_output(), saved = it.saves_z() ? it.new_output() : it.new_nothing();
+  Tensor y = it.new_output(), saved = it.new_output(/*wanted=*/it.saves_z());
   if (y.size() > 0) {
     const Matrix of_saved(saved);
     compute(it, it.saves_z() ? &of_saved : nullptr, Matrix(y));

@@ -23,13 +23,13 @@ static void differentiate_in_fp32(const LinearDactArguments& it, const Slopes& t
   const Widened weight = widen(Matrix(it.weight)),
                 saved = saves(it.activation) == Saves::nothing ? Widened{all, nullptr} : contiguous(Matrix(it.saved));
   const int64_t block = std::max<int64_t>(1, std::min(rows_in_block(all.columns), all.rows));
-  const bool is_wide = it.dtype == Dtype::f32;
-  const ScratchMatrix scratch(is_wide ? 0 : block, all.columns, aoti_torch_dtype_float32());
+  const ScratchMatrix scratch(it.dtype == Dtype::f32 ? 0 : block, all.columns, aoti_torch_dtype_float32());
   const BackwardPass pass(it.activation, it.dtype, all.rows, all.columns, it.wants_dbias());
   int64_t first = 0;
   do {
     const int64_t rows = std::min(block, all.rows - first);
-    const Matrix dz = all.rows_from(first, rows), product = is_wide ? dz : scratch.view.rows_from(0, rows),
+    const Matrix dz = all.rows_from(first, rows),
+                 product = it.dtype == Dtype::f32 ? dz : scratch.view.rows_from(0, rows),
                  h = it.wants_h ? to.h.rows_from(first, rows) : to.h;
     multiply(product, widen(dy.rows_from(first, rows)).view, weight.view);
     pass.run(first, product, saved.view.rows_from(first, rows), nullptr, &dz, it.wants_h ? &h : nullptr);

@@ -12,21 +12,15 @@ template <class Passes>
 static void gate_products(const LinearGatedArguments& it, const Matrix& z, const Matrix& h) {
   const Passes passes(it.kOp, it.x);
   const Matrix x(it.x), gate(it.gate_weight), up(it.up_weight);
-  const std::optional<Matrix> gate_bias = as_matrix(it.gate_bias), up_bias = as_matrix(it.up_bias),
-                              both = joined(gate, up);
-  const std::optional<Matrix> bias =
-      gate_bias && up_bias ? joined(gate_bias->transposed(), up_bias->transposed()) : std::nullopt;
-  const auto multiply_half = [&](int64_t first, const Matrix& weight, const std::optional<Matrix>& shift) {
-    multiply_and_add(z.columns_from(first, h.columns), x, weight, shift ? &*shift : nullptr);
-  };
-  if (both && !gate_bias && !up_bias) {
-    multiply_and_add(z, x, *both, nullptr);
-  } else if (both && bias) {
-    const Matrix shift = bias->transposed();
-    multiply_and_add(z, x, *both, &shift);
+  const std::optional<Matrix> gate_bias = as_matrix(it.gate_bias), up_bias = as_matrix(it.up_bias);
+  std::optional<Matrix> weight = joined(gate, up), bias;
+  if (gate_bias && up_bias) bias = joined(gate_bias->transposed(), up_bias->transposed());
+  if (bias) bias = bias->transposed();
+  if (weight && (bias || !(gate_bias || up_bias))) {
+    multiply_and_add(z, x, *weight, bias);
   } else {
-    multiply_half(0, gate, gate_bias);
-    multiply_half(h.columns, up, up_bias);
+    multiply_and_add(z.columns_from(0, h.columns), x, gate, gate_bias);
+    multiply_and_add(z.columns_from(h.columns, h.columns), x, up, up_bias);
   }
   passes.gate(it.activation, z, h);
 }

@@ -31,7 +31,6 @@ struct LinearGatedArguments {
     require_bias(up_bias.get(), "up_bias does not fit up_weight");
   }
   int64_t rows() const { return x.sizes()[0]; }
-  int64_t features() const { return x.sizes()[1]; }
   int64_t outputs() const { return gate_weight.sizes()[0]; }
   Tensor new_h() const { return new_matrix(x, rows(), outputs()); }
   Tensor new_z(bool wanted) const { return new_matrix(x, rows(), 2 * outputs(), wanted); }

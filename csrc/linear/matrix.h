@@ -14,7 +14,6 @@ struct Matrix {
   std::pair<int32_t, int32_t> device;  // type, index
   Dtype dtype;
 
-  // Also of an argument that is only read.
   explicit Matrix(const Tensor& tensor)
       : data(const_cast<void*>(tensor.const_data())),
         rows(tensor.ndim() == 2 ? tensor.sizes()[0] : 1),  // one dimension: a row

@@ -41,7 +41,7 @@ class CudaPasses {
     check(linear_dgated_cuda(dh.dtype, strided(dh), gate, up, dz.data, h ? h->data : nullptr, dh.rows, dh.columns,
                              activation, device_.stream()));
   }
-  void multiply_to_fp32(const Matrix& out, const Matrix& a, const Matrix& b) const { mpk::multiply_to_fp32(out, a, b); }
+  void multiply_to_fp32(const Matrix& out, const Matrix& a, const Matrix& b) const { multiply(out, a, b); }
 
  private:
   void check(cudaError_t error) const { require_success(error, op_); }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <optional>
 
 #include "common/huge_pages.h"
 #include "common/torch.h"
@@ -79,31 +80,28 @@ void multiply_by(const char* op, const char* overload, StableIValue (&stack)[arg
   Tensor{stack[0]};  // the result, once more
 }
 
-// out = a b
+// out = a b, in their dtype; on CUDA also in fp32, of 16-bit matrices.
 inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
   if (out.column_stride != 1 && out.row_stride == 1)  // torch would make a copy of some
     return multiply(out.transposed(), b.transposed(), a.transposed());
-  StableIValue stack[] = {a.tensor().release(), b.tensor().release(), out.tensor().release()};
-  multiply_by("aten::mm", "out", stack);
+  if (out.dtype == a.dtype) {
+    StableIValue stack[] = {a.tensor().release(), b.tensor().release(), out.tensor().release()};
+    return multiply_by("aten::mm", "out", stack);
+  }
+  StableIValue stack[] = {a.tensor().release(), b.tensor().release(), 0, out.tensor().release()};
+  memcpy(&stack[2], &out.torch_dtype, sizeof(out.torch_dtype));
+  multiply_by("aten::mm", "dtype_out", stack);
 }
 
-// out = a weight^T + bias, a row or null, rounded once. This is addmm; aten::addmm itself takes numbers of a kind that
-// torch's stable ABI lacks.
-inline void multiply_and_add(const Matrix& out, const Matrix& a, const Matrix& weight, const Matrix* bias) {
+// out = a weight^T + bias, if there is one, a row, rounded once. This is addmm; aten::addmm itself takes numbers of a
+// kind that torch's stable ABI lacks.
+inline void multiply_and_add(const Matrix& out, const Matrix& a, const Matrix& weight,
+                             const std::optional<Matrix>& bias) {
   if (!bias) return multiply(out, a, weight.transposed());
   auto* const of_bias = new StableIValue(bias->vector().release());  // torch deletes it
   StableIValue stack[] = {a.tensor().release(), weight.tensor().release(), reinterpret_cast<StableIValue>(of_bias),
                           out.tensor().release()};
   multiply_by("aten::linear", "out", stack);
-}
-
-// out = a b in fp32, of 16-bit matrices: torch has it on CUDA.
-inline void multiply_to_fp32(const Matrix& out, const Matrix& a, const Matrix& b) {
-  if (out.column_stride != 1 && out.row_stride == 1)
-    return multiply_to_fp32(out.transposed(), b.transposed(), a.transposed());
-  StableIValue stack[] = {a.tensor().release(), b.tensor().release(), 0, out.tensor().release()};
-  memcpy(&stack[2], &out.torch_dtype, sizeof(out.torch_dtype));
-  multiply_by("aten::mm", "dtype_out", stack);
 }
 
 // out = a b + times c, where c may be out; on the CPU.
