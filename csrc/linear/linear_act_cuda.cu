@@ -3,7 +3,6 @@
 
 namespace mpk {
 
-// y may be z.
 template <class T, int count>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
     act_kernel(const T* z, T* y, Tiling tiling, Activation activation) {
