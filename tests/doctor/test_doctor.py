@@ -75,8 +75,7 @@ def test_the_version():
 BROKEN = """
     import sys
     from mpkernels.__main__ import main
-    from mpkernels.selector import rule
-from mpkernels.ops import _registry, _stack
+    from mpkernels.ops import _registry, _stack
 
     def broken(grads, found_inf, inv_scale):
         {body}
