@@ -231,6 +231,21 @@ def run_ninja(text: str) -> None:
         raise SystemExit("mpkernels: the build failed; the compiler's words are above")
 
 
+def build_library(cxx: list[str], cuda: Cuda, installed: Path) -> dict[str, dict]:
+    """Build the library, and write beside it what it was built of and for, which is returned, too."""
+    sources = runpy.run_path("mpkernels/_sources.py")["fingerprint"](Path())  # now: one may be edited meanwhile
+    run_ninja(ninja_file(shlex.join(cxx), cuda))
+    info = {
+        "cpu": {"built_for": [*ISAS], "compiler": ask(*cxx, "--version")[1].splitlines()[0], "left_out": ""},
+        "cuda": {"built_for": cuda.built_for, "compiler": cuda.compiler, "left_out": cuda.left_out},
+    }
+    os.makedirs(installed.parent, exist_ok=True)
+    installed.unlink(missing_ok=True)  # a running process may have the old one mapped
+    shutil.copy(LIBRARY, installed)
+    installed.with_name("_build_info.json").write_text(json.dumps({"sources": sources} | info, indent=2) + "\n")
+    return info
+
+
 class BuildNative(build_ext.build_ext):
     def get_ext_filename(self, fullname: str) -> str:
         return fullname.replace(".", "/") + ".so"  # of CPython only its stable ABI, so no tag of CPython's
@@ -238,21 +253,10 @@ class BuildNative(build_ext.build_ext):
     def run(self) -> None:
         cxx = find_cxx()
         cuda = find_cuda(cxx)
-        # Before, for one may be edited meanwhile.
-        sources = runpy.run_path("mpkernels/_sources.py")["fingerprint"](Path())
         what = f"CUDA kernels with {cuda.compiler}, some 3 minutes of one core" if cuda.compile else "no CUDA kernels"
         say(f"compiles CPU kernels with {shlex.join(cxx)}, some 1 minute of one core; {what}")
         start = time.monotonic()
-        run_ninja(ninja_file(shlex.join(cxx), cuda))
-        info = {
-            "cpu": {"built_for": [*ISAS], "compiler": ask(*cxx, "--version")[1].splitlines()[0], "left_out": ""},
-            "cuda": {"built_for": cuda.built_for, "compiler": cuda.compiler, "left_out": cuda.left_out},
-        }
-        installed = Path(self.get_ext_fullpath("mpkernels._native"))
-        os.makedirs(installed.parent, exist_ok=True)
-        installed.unlink(missing_ok=True)  # a running process may have the old one mapped
-        shutil.copy(LIBRARY, installed)
-        installed.with_name("_build_info.json").write_text(json.dumps({"sources": sources} | info, indent=2) + "\n")
+        info = build_library(cxx, cuda, Path(self.get_ext_fullpath("mpkernels._native")))
         for part, it in info.items():
             built = f"built for {', '.join(it['built_for'])} with {it['compiler']}"
             outcome = f"left out: {it['left_out']}" if it["left_out"] else built

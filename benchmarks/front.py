@@ -28,8 +28,8 @@ class Front(NamedTuple):
 
 
 def figures(runs: list[Front]) -> list[str]:
-    """Return one figure for each machine."""
-    return [f"  * {_ratios(it, ROWS[STEP])}, on {_machine(it)}" for it in runs]
+    """Return one figure for each machine that has measured it."""
+    return [f"  * {_ratios(it, ROWS[STEP])}, on {_machine(it)}" for it in runs if ROWS[STEP] in it.groups]
 
 
 def rows(runs: list[Front]) -> tuple[list[str], list[list[str]]]:

@@ -76,7 +76,8 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any
 
     >>> step = load("last.pt", model=model, optimizer=optimizer, scaler=scaler)["step"]
 
-    Raises ValueError, before any object changes, if the file is no checkpoint, or not as it was written. If an object
+    Raises ValueError, before any object changes, if the file is no checkpoint, or not as it was written, or if a module
+    has nested tensors or mkldnn's in its state, to which torch can't load. If an object
     refuses its state, or the loading is interrupted, all objects are as before: parameters and buffers are copied to
     the host meanwhile, and so are the tensors of optimizers that have a ``load_state_dict`` of their own; other
     optimizers get back the states that they had, everything else is set back by its own ``load_state_dict``. An object
@@ -87,6 +88,8 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any
     states: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
     if missing := objects.keys() - states.keys():
         raise ValueError(f"checkpoint.load: {path} must have {sorted(missing)}, got {sorted(states)}")
+    for name, it in objects.items():
+        _refuse_opaque(name, it)
     undos = [_undo_of(it) for it in objects.values() if hasattr(it, "state_dict")]
     try:
         for name, it in sorted(objects.items(), key=lambda pair: not hasattr(pair[1], "state_dict")):
@@ -95,6 +98,22 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any
         _undo_all(undos, error)
         raise
     return states
+
+
+def _refuse_opaque(name: str, it: Any) -> None:
+    """Say which of a module's tensors torch can't load to. One that its ``state_dict`` leaves out stays as it is."""
+    if not (isinstance(it, nn.Module) and any(map(_is_opaque, (*it.parameters(), *it.buffers())))):
+        return
+    for key, value in it.state_dict().items():
+        if isinstance(value, Tensor) and _is_opaque(value):
+            what = "a nested tensor" if value.is_nested else "mkldnn's"
+            raise ValueError(
+                f"checkpoint.load: {name} must hold plain tensors, got {what} for {key!r}, to which torch can't load"
+            )
+
+
+def _is_opaque(tensor: Tensor) -> bool:
+    return tensor.is_nested or tensor.is_mkldnn
 
 
 def _undo_all(undos: list[Undo], error: BaseException) -> None:
@@ -175,7 +194,12 @@ def _undo_of_tensors(tensors: Iterable[Tensor]) -> Undo:
 
 def _is_writable(tensor: Tensor) -> bool:
     """Return whether it is neither lazy nor shows one element in several places. Only strided ones have strides."""
-    return not (is_lazy(tensor) or tensor.is_meta or (tensor.layout == torch.strided and 0 in tensor.stride()))
+    return not (
+        _is_opaque(tensor)
+        or is_lazy(tensor)
+        or tensor.is_meta
+        or (tensor.layout == torch.strided and 0 in tensor.stride())
+    )
 
 
 def _undo_of_dicts(dicts: Iterable[Any]) -> Undo:

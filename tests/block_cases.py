@@ -102,8 +102,9 @@ def sizes(name, activation, leaves, dy):
 
 
 def assert_contract(name, activation, leaves, dy, **options):
-    """SEMANTICS' error contract: as near to fp64 as torch in the same dtype, but for 2 % and luck in rounding."""
-    block, dtype = BLOCKS[name], dy.dtype
+    """SEMANTICS' error contract: as near to fp64 as torch in the same dtype, but for 2 % and a floor. The floor of few
+    numbers, and of fp32, is a share of the summands' size, for a sum may cancel."""
+    block, dtype, eps = BLOCKS[name], dy.dtype, torch.finfo(dy.dtype).eps
     wanted = results(block.torchs, activation, [it.double().cpu() for it in leaves], dy.double().cpu())
     theirs = results(block.torchs, activation, [it.cpu() for it in leaves], dy.cpu())
     ours = results(block.ours, activation, leaves, dy, **options)
@@ -112,8 +113,11 @@ def assert_contract(name, activation, leaves, dy, **options):
         assert (mine.shape, mine.dtype) == (rival.shape, rival.dtype)
         numbers = min(mine.numel(), len(dy))
         if numbers >= 64 and dtype != torch.float32:  # too many for luck, and for all of them to cancel
-            bound = 1.02 * relative_error(rival, want) + torch.finfo(dtype).eps / 8
+            bound = 1.02 * relative_error(rival, want) + eps / 8
             assert relative_error(mine, want) <= bound, f"{i}: {relative_error(mine, want):.3g} > {bound:.3g}"
             continue
-        errors = [Error(((it.cpu() - want).norm() / size).item(), numbers) for it in (mine, rival)]
-        assert (off := first_off(*([it] for it in errors), dtype)) is None, f"{i}: {off}"
+        off, rivals = (((it.cpu() - want).norm() / size).item() for it in (mine, rival))
+        bound = 1.02 * rivals + 2 * eps
+        if dtype != torch.float32:  # a single number is rounded three times in a gated MLP, and torch's may be lucky
+            bound = 1.02 * rivals + eps / 8 + 2 * (eps + rivals) / max(1, numbers) ** 0.5
+        assert off <= bound, f"{i}: {off:.3g} > {bound:.3g}"

@@ -1,4 +1,5 @@
 import os
+import sys
 import zlib
 from functools import partial
 
@@ -59,6 +60,8 @@ def pytest_configure(config):
         asked |= {name: partial(libraries.why_missing, name) for name in libraries.NAMES}
     if required:
         asked["gloo"] = why_no_gloo
+    if "cpu-cuda" in required:  # built here; pytest itself says nothing before
+        print("tests: compiling the CUDA kernels for the CPU, unless they are, in some minutes", file=sys.stderr)
     missing = {name: why for name, why_missing in asked.items() if (why := why_missing())}
     if missing:
         raise pytest.UsageError(

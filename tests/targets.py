@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import mpkernels
-from mpkernels.ops import _registry, _stack
+from mpkernels.ops import _devices, _registry, _stack
 from tests import ROOT
 from tests.proof import emulation
 
@@ -38,6 +38,7 @@ class Target:
             return "torch sees no CUDA device"
         if self.kernel == "cuda":
             return _why_not_emulated()
+        _devices.look_now()
         for op in _registry._ops:
             if self.kernel not in mpkernels.backends(op, self.device):
                 return f"{op} has only {', '.join(mpkernels.backends(op, self.device))}"

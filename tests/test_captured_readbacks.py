@@ -111,10 +111,10 @@ class Agreeing(Processes):
     def __init__(self, failed=0.0):
         self.group, self.holds_parts, self.failed = None, True, failed
 
-    def agree(self, params, total_sumsq, found_inf, has_failed=False):
+    def agree(self, params, total_sumsq, found_inf, has_failed=False, may_change=False):
         found_inf = torch.zeros((), device=DEVICE) if found_inf is None else found_inf
         failed = torch.full((), self.failed, dtype=torch.float64, device=DEVICE)
-        return total_sumsq, torch.maximum(found_inf, failed.float()), failed
+        return total_sumsq, torch.maximum(found_inf, failed.float()), failed, torch.zeros_like(failed)
 
     def device_of(self, params):
         return DEVICE

@@ -140,3 +140,36 @@ def test_an_optimizer_that_loads_by_writing_is_set_back(tmp_path, make):
     assert now.tolist() == [1, 1]
     load(tmp_path / "last.pt", it=optimizer)
     assert next(iter(optimizer.state.values()))["momentum_buffer"].tolist() == [2, 2]
+
+
+NESTED = [torch.ones(2, 3), torch.ones(4, 3)]
+OPAQUE = {
+    "a nested tensor": lambda: torch.nested.nested_tensor(NESTED),
+    "a nested tensor, jagged": lambda: torch.nested.nested_tensor(NESTED, layout=torch.jagged),
+    "mkldnn's": lambda: torch.ones(2, 3).to_mkldnn(),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", OPAQUE)
+def test_a_buffer_that_torch_can_not_load_to_is_refused_before_anything_changes(tmp_path, name):
+    model, other = linear(1.0), linear(2.0)
+    model.register_buffer("odd", OPAQUE[name]())
+    other.register_buffer("odd", torch.zeros(2, 3))
+    save(tmp_path / "last.pt", first=other, model=other)
+    first, told = linear(1.0), name.partition(",")[0]
+    with pytest.raises(ValueError, match=f"checkpoint.load: model must hold plain tensors, got {told} for 'odd'"):
+        load(tmp_path / "last.pt", first=first, model=model)
+    assert first.weight.item() == model.weight.item() == 1
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("name", OPAQUE)
+def test_such_a_buffer_that_is_not_saved_stays_as_it_is(tmp_path, name):
+    model = linear(1.0)
+    model.register_buffer("odd", odd := OPAQUE[name](), persistent=False)
+    refused(tmp_path / "last.pt", linear(2.0), model)
+    assert model.weight.item() == 1
+    load(tmp_path / "last.pt", it=model)
+    assert model.weight.item() == 2
+    assert model.odd is odd

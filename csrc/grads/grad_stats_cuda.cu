@@ -3,7 +3,11 @@
 
 namespace mpk {
 
-static __device__ Stats block_sum(const Stats& share) { return {block_sum(share.sumsq), block_sum(share.bad)}; }
+// bad is joined without fp64, of which some chips have little.
+static __device__ Stats block_sum(double sumsq, bool bad) {
+  const double sum = block_sum(sumsq);
+  return {sum, __syncthreads_or(bad) ? 1.0 : 0.0};
+}
 
 static __device__ Stats load_past_l1(const Stats* stats) { return {__ldcg(&stats->sumsq), __ldcg(&stats->bad)}; }
 
@@ -77,14 +81,15 @@ __global__ void __launch_bounds__(kThreads)
   const Row& row = row_at(grads, span.row);
   const int32_t tensor = span.row, tensors = grads.count;
 
-  const Stats share = with_dtype(row.dtype, [&](auto zero) {
+  bool bad = false;
+  const double share = with_dtype(row.dtype, [&](auto zero) {
     using T = decltype(zero);
-    bool bad = false;
     const double sumsq = share_of_sum(static_cast<const T*>(row.at(span.begin)), span.size, bad);
-    if (sizeof(T) < sizeof(double)) bad = is_non_finite<double>(sumsq);  // which nothing finite makes it
-    return Stats{sumsq, bad ? 1.0 : 0.0};
+    // Nothing finite makes it inf or NaN. It has no sign that would have to be taken off, which is done in fp64.
+    if (sizeof(T) < sizeof(double)) bad = bit_cast<uint64_t>(sumsq) > kLargestFinite<double>;
+    return sumsq;
   });
-  const Stats sum = block_sum(share);
+  const Stats sum = block_sum(share, bad);
   if (threadIdx.x == 0) of_chunk[span.chunk] = sum;
   const int32_t chunks = chunks_of(row.size, grads.chunk_size);
   if (!last_one_out(tickets + tensor, chunks)) return;
@@ -93,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int32_t i = threadIdx.x; i < chunks; i += kThreads) {
     of_tensor = merge(of_tensor, load_past_l1(of_chunk + row.first_chunk + i));
   }
-  of_tensor = block_sum(of_tensor);
+  of_tensor = block_sum(of_tensor.sumsq, of_tensor.bad > 0);
   if (threadIdx.x == 0) {
     stats.sumsq[tensor] = of_tensor.sumsq;
     stats.nonfinite[tensor] = of_tensor.bad > 0 ? 1.0f : 0.0f;
@@ -104,7 +109,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int32_t i = threadIdx.x; i < tensors; i += kThreads) {
     total = merge(total, {__ldcg(stats.sumsq + i), __ldcg(stats.nonfinite + i)});
   }
-  total = block_sum(total);
+  total = block_sum(total.sumsq, total.bad > 0);
   if (threadIdx.x == 0) {
     *stats.total_sumsq = total.sumsq;
     *stats.found_inf = total.bad > 0 ? 1.0f : 0.0f;

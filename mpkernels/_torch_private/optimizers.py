@@ -18,14 +18,15 @@ _hooks_of_all_steps: tuple[Any, ...] = tuple(
 )
 
 
-def hooks_around_step(optimizer: Any) -> list[Any]:
-    """Return the hooks of an optimizer's step, its own and those of all. Without torch's books of them: none, and under
-    a scaler they see scaled grads."""
+def hooks_around_step(optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """Return the hooks before and after an optimizer's step, its own and those of all. Without torch's books of them:
+    none, and under a scaler they see scaled grads."""
     before = getattr(optimizer, "_optimizer_step_pre_hooks", _NONE)
     after = getattr(optimizer, "_optimizer_step_post_hooks", _NONE)
     if not (before or after or any(_hooks_of_all_steps)):  # as nearly always, at each step
-        return []
-    return [hook for book in (before, after, *_hooks_of_all_steps) for hook in book.values()]
+        return [], []
+    before_all, after_all = _hooks_of_all_steps
+    return [*before.values(), *before_all.values()], [*after.values(), *after_all.values()]
 
 
 def post_hooks_of_step(optimizer: Any) -> list[Any]:

@@ -110,7 +110,7 @@ def _norm(
     if norm_type != 2:
         return (own if processes is None else processes.norm(params, own, norm_type)).to(dtype)
     if processes is not None:
-        own, _, failed = processes.agree(params, own, None)
+        own, _, failed, _ = processes.agree(params, own, None)
         processes.refuse_if_failed("clip_grad_norm_", failed)
         own = own.masked_fill(failed > 0, math.nan)
     return own.sqrt().to(dtype)

@@ -49,8 +49,6 @@ class GradScaler(torch.amp.GradScaler):
             or NaN, all skip the step, and so their scales stay equal. If AdamW has a process_group, the scaler uses it.
     """
 
-    _tells_failure = True  # to the processes that unscale_ asks
-
     @suggests_options
     def __init__(
         self,
@@ -138,7 +136,9 @@ class GradScaler(torch.amp.GradScaler):
     ) -> dict[torch.device, Tensor]:
         grads = inf_check.grads_of(optimizer)
         unscale = partial(inf_check.unscale_, grads, inv_scale, self._attempts(optimizer))  # allow_fp16 or not
-        found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), unscale, inv_scale)
+        step_asks = self._per_optimizer_states[id(optimizer)].get("step_asks")  # the processes
+        peers = None if step_asks else inf_check.peers_of(self, optimizer)
+        found_infs = inf_check.of_all(peers, unscale, inv_scale)
         self._note(optimizer, grads, found_infs, unscaled=True)
         return found_infs
 
@@ -154,7 +154,8 @@ class GradScaler(torch.amp.GradScaler):
                     found_infs[device] = torch.maximum(found_inf, found_infs.get(device, found_inf))
             return found_infs
 
-        found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), look, scale)
+        step_asks = getattr(optimizer, "_finds_inf", False)
+        found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), look, scale, step_asks)
         self._note(optimizer, grads, found_infs, unscaled=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs
@@ -186,10 +187,13 @@ class GradScaler(torch.amp.GradScaler):
             attributes.update(before)
             raise
 
-    def _leaves_check_to(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
+    @property
+    def _leaves_check(self) -> bool:
         kind = type(self)
-        is_replaced = (kind._unscale_grads_, kind._check_inf_per_device) != _CHECKS
-        if not self._enabled or self._scale is None or "closure" in kwargs or is_replaced:
+        return (kind._unscale_grads_, kind._check_inf_per_device) == _CHECKS
+
+    def _leaves_check_to(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
+        if not self._enabled or self._scale is None or "closure" in kwargs or not self._leaves_check:
             return False
         state = self._per_optimizer_states.get(id(optimizer))
         is_ready = state is None or state["stage"] is OptState.READY

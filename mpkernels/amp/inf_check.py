@@ -69,9 +69,11 @@ def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
     return given_peers(scaler, optimizer) or meshes.peers_of(params) or fsdp1.peers_of("GradScaler", params)
 
 
-def of_all(processes: Processes | None, find: Callable[[], FoundInf], scale: Tensor) -> FoundInf:
-    """Return whether the grads of any process hold an inf or NaN. If one can't find out, all raise; on a GPU, where the
-    host doesn't wait, the others skip the step."""
+def of_all(
+    processes: Processes | None, find: Callable[[], FoundInf], scale: Tensor, step_asks: bool = False
+) -> FoundInf:
+    """Return whether the grads of any process hold an inf or NaN; of this one, if the step will ask the others. If one
+    can't find out, all raise; on a GPU, where the host doesn't wait, the others skip the step."""
     if processes is None:
         return find()
     try:
@@ -79,7 +81,9 @@ def of_all(processes: Processes | None, find: Callable[[], FoundInf], scale: Ten
     except Exception:
         processes.agree([scale], None, None, has_failed=True)
         raise
-    _, found_inf, failed = processes.agree([scale], None, sum(found_infs.values()))
+    if step_asks:
+        return found_infs
+    _, found_inf, failed, _ = processes.agree([scale], None, sum(found_infs.values()))
     processes.refuse_if_failed("GradScaler: the look at the grads", failed)
     return {found_inf.device: found_inf}
 

@@ -12,6 +12,7 @@ import mpkernels
 from mpkernels.bench import blocks, linear, ops, peers, sharded, steps, training
 from mpkernels.bench.pairs import Pair
 from mpkernels.bench.settings import LISTS_ANYWHERE, Case, Place, Setting, lists, places
+from mpkernels.ops import _devices
 
 
 class Benchmark(NamedTuple):
@@ -31,6 +32,7 @@ class Benchmark(NamedTuple):
 
     @property
     def kernel(self) -> str:
+        _devices.look_now()
         return mpkernels.backends(self.kernel_of, self.setting.place.device)[0]
 
 

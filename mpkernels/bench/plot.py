@@ -1,6 +1,7 @@
 """Ratios as bars with their intervals, in mid-tones on nothing: it can be read on a light page and on a dark one."""
 
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from mpkernels.bench.results import Result, Run
@@ -20,7 +21,8 @@ def draw(run: Run, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(12, 1.8 + 0.42 * len(run.results)), layout="constrained")
     for row, result in enumerate(run.results):
         low, middle, high = result.ratio
-        axes.barh(row, middle - 1, left=1, color=COLOURS[verdict(result)], height=0.62)
+        colour, alpha = COLOURS[verdict(result)], 0.4 if result.doubts else 1.0
+        axes.barh(row, middle - 1, left=1, color=colour, alpha=alpha, height=0.62)
         axes.errorbar(middle, row, xerr=[[middle - low], [high - middle]], fmt="none", capsize=3, ecolor=GREY)
         axes.text(max(high, 1) * 1.03, row, _numbers(result), va="center", fontsize=9, **INK)
     axes.axvline(1, linewidth=1, **INK)
@@ -34,14 +36,14 @@ def draw(run: Run, path: Path) -> None:
     axes.tick_params(colors=GREY, which="both")
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["bottom", "left"]].set_color(GREY)
-    figure.suptitle(headline(run), x=0.01, ha="left", fontsize=12, weight="bold", **INK)
+    figure.suptitle(fill(headline(run), 100), x=0.01, ha="left", fontsize=12, weight="bold", **INK)
     axes.set_title(_machine(run), loc="right", fontsize=9, **INK)
     figure.savefig(path, transparent=True, dpi=120)
     pyplot.close(figure)
 
 
 def _numbers(result: Result) -> str:
-    ratio = f"{result.ratio.median:.2f}x"
+    ratio = ", ".join([f"{result.ratio.median:.2f}x", *result.doubts])
     peaks = [size(counted["peak memory"]) for counted in result.counts.values()]  # of ours and theirs
     return f"{ratio}, {' instead of '.join(peaks)}" if len({*peaks}) == 2 else ratio
 

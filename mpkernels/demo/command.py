@@ -76,7 +76,7 @@ class Run:
         print(report.plan(steps - FIRST, (steps - FIRST) * seconds), flush=True)
         self.train(steps)
         timed = optimizer_step.measure(self.trainings)
-        picture.draw(self.trainings, timed.seconds, self.path)
+        picture.draw(self.trainings, timed, self.path)
         print(report.figures(self.trainings, timed))
         if self.path.exists():
             print(f"Drawn: {self.path}")

@@ -5,14 +5,15 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
-from mpkernels.demo.report import Seconds, missing, place
+from mpkernels.demo.optimizer_step import Timed
+from mpkernels.demo.report import missing, place
 from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, OVERFLOWING, WAYS, Training
 
 COLORS = {FP32: "#5b5b5b", BF16: "#d1662f", OURS: "#2f6fd1", OURS_8_BIT: "#27a0a5"}  # apart for the colour-blind, too
 SHADES = {"weight": 1.0, "grad": 0.6, "state": 0.3}
 
 
-def draw(trainings: Sequence[Training], seconds: Seconds, path: Path) -> None:
+def draw(trainings: Sequence[Training], timed: Timed, path: Path) -> None:
     if missing("matplotlib", path.name):
         return
     import matplotlib
@@ -26,12 +27,12 @@ def draw(trainings: Sequence[Training], seconds: Seconds, path: Path) -> None:
         figure.suptitle(f"One training, four ways, on {place(trainings[0].device)}")
         for ax, panel in zip(axes.flat, (_losses, _bytes, _times, _scales), strict=True):
             ax.set_facecolor("#fafafa")
-            panel(ax, trainings, seconds)
+            panel(ax, trainings, timed)
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
 
 
-def _losses(ax: Any, trainings: Sequence[Training], _: Seconds) -> None:
+def _losses(ax: Any, trainings: Sequence[Training], _: Timed) -> None:
     for it in trainings:
         steps, losses = zip(*it.held_out, strict=True)
         # Where curves coincide, each is seen: the first is wide, the others are dashed.
@@ -44,7 +45,7 @@ def _losses(ax: Any, trainings: Sequence[Training], _: Seconds) -> None:
     ax.legend(frameon=False)
 
 
-def _bytes(ax: Any, trainings: Sequence[Training], _: Seconds) -> None:
+def _bytes(ax: Any, trainings: Sequence[Training], _: Timed) -> None:
     for it in trainings:
         bottom = 0.0
         for kind, size in it.bytes_per_parameter().items():
@@ -56,22 +57,23 @@ def _bytes(ax: Any, trainings: Sequence[Training], _: Seconds) -> None:
     _break_names(ax, [way.name for way in WAYS])
 
 
-def _times(ax: Any, trainings: Sequence[Training], seconds: Seconds) -> None:
+def _times(ax: Any, trainings: Sequence[Training], timed: Timed) -> None:
     colors = {it.way.name: COLORS[it.way] for it in trainings}
-    for name, each in seconds.items():
+    for name, each in timed.seconds.items():
         low, middle, high = (1e3 * it for it in quantiles(each, n=4))
         color = colors.get(name, COLORS[FP32])
         ax.bar(name, middle, color=color, alpha=0.8, width=0.6, yerr=[[middle - low], [high - middle]], capsize=3)
         ax.text(name, high, f"{1e3 * median(each):.1f}", ha="center", va="bottom", fontweight="bold")
-    ax.set_title("Unscale, clip and step: ms, with quartiles")
-    _break_names(ax, list(seconds))
+    doubt = "\nbut other programs were at work" * ("busy" in timed.beside_torch(OURS).doubts())
+    ax.set_title(f"Unscale, clip and step: ms, with quartiles{doubt}")
+    _break_names(ax, list(timed.seconds))
 
 
 def _break_names(ax: Any, names: Sequence[str]) -> None:
     ax.set_xticks(range(len(names)), [name.replace(", ", ",\n").replace("torch ", "torch\n") for name in names])
 
 
-def _scales(ax: Any, trainings: Sequence[Training], _: Seconds) -> None:
+def _scales(ax: Any, trainings: Sequence[Training], _: Timed) -> None:
     scales = next(it.scales for it in trainings if it.way == OURS)
     ax.step(range(1, len(scales) + 1), scales, where="post", color=COLORS[OURS])
     ax.set_yscale("log", base=2)

@@ -12,7 +12,6 @@ from mpkernels.bench.show import figure
 from mpkernels.demo.optimizer_step import TORCH_FUSED, Timed
 from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, Training, Way
 
-Seconds = dict[str, list[float]]
 HEAD = ("", "step", "held-out loss", "loss scale", "bytes a parameter")
 CLEARLY_FASTER = 1.4
 

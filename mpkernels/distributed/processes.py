@@ -30,17 +30,21 @@ class Processes:
         total_sumsq: Tensor | None,
         found_inf: Tensor | float | None,
         has_failed: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        may_change: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return the sum of squares over all processes; 1 if any of them has found an inf or NaN or has failed, else 0;
-        and how many have failed. Every process must call this, even without grads, or where an exception ends its step.
-        ``params`` only determine the device. The host doesn't wait."""
+        how many have failed; and in how many hooks may yet change the grads. Every process must call this, even without
+        grads, or where an exception ends its step. ``params`` only determine the device. The host doesn't wait."""
         there = self.device_of(params)
         nothing = torch.zeros((), dtype=torch.float64, device=there)
-        numbers = total_sumsq, found_inf, float(has_failed)
+        numbers = total_sumsq, found_inf, float(has_failed), float(may_change)
         sums = torch.stack([nothing if it is None else _number(it, there) for it in numbers])
         distributed.all_reduce(sums, group=self.group)
         skips = (sums[1] + sums[2]).clamp(max=1).float()  # torch's optimizers take any other number than 1 for 0
-        return sums[0], skips, sums[2]
+        return sums[0], skips, sums[2], sums[3]
+
+    def size(self) -> int:
+        return distributed.get_world_size(self.group)
 
     def norm(self, params: Sequence[Tensor], norm: Tensor | float, norm_type: float) -> Tensor:
         """Return the norm over all processes, each of which passes the norm of its own grads."""
@@ -100,10 +104,14 @@ def of_scaler(optimizer: Any, scaler: Any) -> Processes | None:
     """Return the processes of the scaler that the optimizer steps under. With torch's ShardedGradScaler they only share
     found_inf, because their grads may be DDP's."""
     given: Processes | None = getattr(optimizer, "peers", None) or getattr(scaler, "_peers", None)
-    sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
-    if given is not None or sharded is None or not isinstance(scaler, sharded.ShardedGradScaler):
+    if given is not None or not is_torchs_sharded(scaler):
         return given
     return Processes(scaler.process_group or distributed.group.WORLD, holds_parts=False)
+
+
+def is_torchs_sharded(scaler: Any) -> bool:
+    loaded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")  # else there can be none
+    return loaded is not None and isinstance(scaler, loaded.ShardedGradScaler)
 
 
 def hand_back(optimizer: Any, found_inf: Tensor) -> None:

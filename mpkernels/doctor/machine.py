@@ -45,6 +45,7 @@ def builds() -> dict[str, Any]:
 
 def kernels() -> dict[str, dict[str, list[str]]]:
     """Of each op on each device. The first is the one that is used."""
+    _devices.look_now()
     return {op: {device: mpkernels.backends(op, device) for device in DEVICES} for op in sorted(_registry._ops)}
 
 
@@ -60,8 +61,7 @@ def why_not() -> dict[str, str]:
             reasons[f"native on {device}"] = "the compiled library is missing"
         elif left_out:
             reasons[f"native on {device}"] = f"left out of the build: {left_out}"
-    if torch.cuda.is_available():
-        torch.cuda.init()  # by which _devices learns what there is
+    _devices.look_now()
     reasons |= {f"native on {device}": why for device, why in _devices.left_out.items()}
     if importlib.util.find_spec("triton") is None:
         reasons["triton"] = "it is not installed"

@@ -10,7 +10,7 @@ from torch import Tensor
 import mpkernels
 from mpkernels._torch_private.tensors import leaves_of, map_leaves
 from mpkernels.doctor.samples import SAMPLES, Sample
-from mpkernels.ops import _registry
+from mpkernels.ops import _devices, _registry
 
 
 class Result(NamedTuple):
@@ -23,6 +23,7 @@ class Result(NamedTuple):
 
 def run() -> list[Result]:
     """Triton's interpreter, which can run its kernels on a CPU, is left out: it doesn't round as chips do."""
+    _devices.look_now()
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [
         _test(op, torch.device(device), kernel)

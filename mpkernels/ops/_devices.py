@@ -49,6 +49,12 @@ def decide(reroute: Callable[[str], None]) -> None:
 _reroute: list[Callable[[str], None]] = []
 
 
+def look_now() -> None:
+    """Have torch begin to use CUDA, where there is a device."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+
+
 def why_not_native(capability: Capability, built_for: Sequence[str], compiler: str, driver: tuple[int, int]) -> str:
     """Return why the compiled kernels can't run on such a device, and what to do; nothing if they can.
 

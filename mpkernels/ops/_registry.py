@@ -188,13 +188,14 @@ def backends(op: str, device: str | torch.device = "cpu") -> list[str]:
 
     >>> mpkernels.backends("unscale_", "cuda")
     ['native', 'triton', 'reference']
+
+    What a GPU can't run is known once torch has begun to use CUDA, which asking doesn't do.
     """
     if op not in _ops:
         raise ValueError(f"backends: op must be one of {', '.join(sorted(_ops))}, got {op!r}")
     device = torch.device(device)
-    if device.type == "cuda" and torch.cuda.is_available():
-        torch.cuda.init()  # by which _devices learns what there is
-        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+    if device.type == "cuda" and device.index is None and torch.cuda.is_initialized():
+        device = torch.device("cuda", torch.cuda.current_device())
     return kernels_on(device, op)
 
 

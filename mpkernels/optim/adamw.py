@@ -12,8 +12,9 @@ from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import meshes, processes
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops._checks import suggests_options
+from mpkernels.ops.adamw.adamw import write_outcome
 from mpkernels.optim import checkpoint, group_options, masters, param_state, under_scaler, verdicts, zero
-from mpkernels.optim.plan import Foundations, Plan
+from mpkernels.optim.plan import Foundations, Plan, Verdict
 from mpkernels.optim.release import GradientRelease
 from mpkernels.optim.step_in_backward import steps_in_backward
 from mpkernels.overflow.find_nonfinite import find_nonfinite
@@ -65,6 +66,7 @@ class AdamW(torch.optim.AdamW):
     _has_parts = False  # whether other processes hold parts of the parameters: DTensors, or FSDP1's
     _has_16_bit_parameters = False
     _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
+    _agreed: verdicts.Agreed | None = None  # what all processes know of the grads before hooks run
     _release: GradientRelease | None = None
     _is_loaded = False  # since the last step: the model may yet be loaded after it
 
@@ -177,21 +179,27 @@ class AdamW(torch.optim.AdamW):
             self._release.begin_anew()
 
     def _step(self, params: list[Tensor], sharded: bool) -> None:
+        plans, grads, own, processes = self._look(params, sharded)
+        verdict = verdicts.of_all(self, params, own, processes)
+        for i, plan in enumerate(plans):  # of which the first tells the outcome
+            of_plan = verdict if i == 0 else verdict._replace(outcome=None)
+            plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else self.skipped_steps)
+        if not plans and verdict.outcome is not None:
+            write_outcome(*verdict[:4], self.skipped_steps)  # as adamw_ would, which has nothing to step
+        if not torch.compiler.is_compiling():
+            verdicts.note_outcome(self, verdict)
+
+    def _look(self, params: list[Tensor], sharded: bool) -> tuple[list[Plan], list[Any], Verdict, Processes | None]:
+        """Return the plans, the grads, this process's verdict on them, and the processes that have to agree on one."""
         verdicts.raise_if_one_has_failed(self)
         try:
             grads = settled_grads(params) if sharded else [param.grad for param in params]
             self._compare_loaded()
             plans = self._plans_for(params, grads)
-            verdict, processes = verdicts.found_here(self, plans, params, grads)
+            return plans, grads, *verdicts.found_here(self, plans, params, grads)
         except Exception:
             verdicts.tell_failure(self, params)
             raise
-        verdict = verdicts.of_all(self, plans, params, verdict, processes)
-        for i, plan in enumerate(plans):  # of which the first tells the outcome
-            of_plan = verdict if i == 0 else verdict._replace(outcome=None)
-            plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else self.skipped_steps)
-        if not torch.compiler.is_compiling():
-            verdicts.note_outcome(self, verdict)
 
     def _compare_loaded(self) -> None:
         if not self._is_loaded or torch.compiler.is_compiling():

@@ -23,11 +23,22 @@ class PassiveHook:
 def see_grads(optimizer: Any) -> bool:
     """Return whether others may look at the grads in a step: hooks of the optimizer or of all, or a subclass's step.
     Functions that are set on the optimizer itself, as by LR schedulers, torch.compile and Accelerate, are not meant."""
+    before, after = hooks_around_step(optimizer)
+    return _has_own_step(optimizer) or not all(map(_is_passive, before + after))
+
+
+def may_change_grads(optimizer: Any) -> bool:
+    """Return whether others come before the step that uses the grads."""
+    before, _ = hooks_around_step(optimizer)
+    return _has_own_step(optimizer) or not all(map(_is_passive, before))
+
+
+def _has_own_step(optimizer: Any) -> bool:
     kind = type(optimizer)
     step = getattr(kind, "step", None)
     while getattr(step, "__code__", None) is _RUNS_HOOKS:
         step = step.__wrapped__  # type: ignore[union-attr]
-    return step is not getattr(kind, "_own_step", None) or not all(map(_is_passive, hooks_around_step(optimizer)))
+    return step is not getattr(kind, "_own_step", None)
 
 
 def _is_passive(hook: Any) -> bool:

@@ -4,12 +4,14 @@ import sys
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
-from mpkernels.distributed.processes import are_several
+from mpkernels.distributed.processes import are_several, is_torchs_sharded
 from mpkernels.optim import step_hooks, verdicts
-from mpkernels.parameters import params_of, sum_of
+from mpkernels.parameters import params_of, put_on, sum_of
+from mpkernels.parts import are_any_sharded
 
 
 class TakesScale:
@@ -48,25 +50,26 @@ def _can_step(optimizer: Any, scaler: Any) -> bool:
         )
     verdicts.find_parts(optimizer, params)
     processes = verdicts.processes_of(optimizer, params, scaler)
+    step_unscales = state.setdefault("step_unscales", state["stage"] is OptState.READY)  # also if it is tried again
+    state["step_asks"], optimizer._agreed = processes is not None, None
     try:
         if state["stage"] is OptState.READY:
             _unscale(scaler, optimizer, state)
     except Exception:
-        if processes is not None and not getattr(scaler, "_tells_failure", False):
+        if processes is not None:
             processes.agree(params, None, None, has_failed=True)
         raise
     found_infs = list(state["found_inf_per_device"].values())
-    if processes is not None:
-        _, found_inf, failed = processes.agree(params, None, sum_of(found_infs) if found_infs else None)
-        if failed.item() > 0:
-            raise RuntimeError("AdamW: unscaling the grads has failed in another process, whose error says why")
-        found_infs, state["found_inf_per_device"] = [found_inf], {found_inf.device: found_inf}
-    if not found_infs or sum_of(found_infs).item() == 0:
-        return True
-    if state.get("skip_is_taken"):  # a subclass of the scaler has asked before its super().step does
-        return False
-    optimizer.found_inf = sum_of(found_infs).clamp(max=1)
+    optimizer.found_inf = sum_of(found_infs).clamp(max=1) if found_infs else 0.0
     try:
+        if processes is not None:
+            looks = step_unscales and getattr(scaler, "_leaves_check", False)
+            found_inf = _found_by_all(optimizer, params, scaler._scale if step_unscales else None, looks)
+            optimizer.found_inf, state["found_inf_per_device"] = found_inf, {found_inf.device: found_inf}
+        if float(optimizer.found_inf) == 0:
+            return True
+        if state.get("skip_is_taken"):  # a subclass of the scaler has asked before its super().step does
+            return False
         optimizer._own_step()
     finally:
         del optimizer.found_inf
@@ -75,11 +78,38 @@ def _can_step(optimizer: Any, scaler: Any) -> bool:
     return False
 
 
+@torch.no_grad()
+def _found_by_all(optimizer: Any, params: list[Tensor], scale: Tensor | None, looks: bool) -> Tensor:
+    """Agree with the processes now, and not in the step: those without hooks, which agree inside it, do so as often.
+    scale: what they still have on the grads whose norm they tell. looks: whether they tell one without max_norm."""
+    scaler, device = optimizer._scaler, params[0].device if params else torch.device("cpu")
+    if looks:
+        optimizer.outcome = torch.empty(2, dtype=torch.float32, device=device)
+    try:
+        own, processes = optimizer._look(params, are_any_sharded(params))[2:]
+    finally:
+        if looks:
+            del optimizer.outcome
+    unit = torch.ones((), dtype=torch.float64) if scale is None else put_on(device, scale).double().square()
+    there = own if own.total_sumsq is None else own._replace(total_sumsq=own.total_sumsq * unit)
+    has_norm = optimizer.max_norm is not None or optimizer.guard is True
+    may_change = has_norm and step_hooks.may_change_grads(optimizer)
+    found_inf, sumsq_of_all, changing = verdicts.ask(optimizer, params, there, processes, may_change)
+    optimizer._scaler = scaler
+    optimizer._agreed = verdicts.Agreed(
+        found_inf,
+        own.total_sumsq,
+        None if sumsq_of_all is None else sumsq_of_all / unit,
+        may_change and changing.item() == processes.size(),
+    )
+    return found_inf
+
+
 def _unscale(scaler: Any, optimizer: Any, state: dict[str, Any]) -> None:
-    if type(scaler).unscale_ is not GradScaler.unscale_:
+    if type(scaler).unscale_ is not GradScaler.unscale_ and not is_torchs_sharded(scaler):
         scaler.unscale_(optimizer)
         return
-    # As it does, but for fp16, which it takes from optimizers that unscale by themselves.
+    # As it does, but for fp16, which it takes from optimizers that unscale by themselves, and without asking others.
     inv_scale = scaler._scale.double().reciprocal().float()
     found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
     state["found_inf_per_device"] = scaler._unscale_grads_(optimizer, inv_scale, found_inf, True)

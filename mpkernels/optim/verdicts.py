@@ -1,14 +1,13 @@
 """What AdamW finds out about its grads before it uses them: their norm, and whether the step must be skipped."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes, hand_back, of_scaler
-from mpkernels.ops.adamw.adamw import write_outcome
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.plan import Plan, Verdict
 from mpkernels.parameters import put_on, sum_of
@@ -40,24 +39,57 @@ def found_here(
     return Verdict(grad_scale, found_inf, total_sumsq, outcome, guarded, comes_inside), processes
 
 
-def of_all(
-    optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], verdict: Verdict, processes: Processes | None
-) -> Verdict:
-    """Return the verdict of all processes. Raise if another one has failed; on a GPU, whose answer is on its way, skip
-    the step, and let the next one raise. A CUDA graph skips it at each replay, and nobody raises."""
+class Agreed(NamedTuple):
+    """What all processes have found, before a step that hooks run around."""
+
+    found_inf: Tensor
+    own_sumsq: Tensor | None  # of this process's grads then
+    sumsq_of_all: Tensor | None
+    may_all_change: bool  # the grads, in hooks or in steps of their own, of which the norm is to be found anew
+
+    def is_final(self) -> bool:
+        return self.own_sumsq is None or not self.may_all_change or self.found_inf.item() > 0
+
+    def with_own(self, now: Verdict) -> Verdict:
+        before, after = self.own_sumsq, now.total_sumsq
+        if before is None or after is None or self.found_inf.item() > 0 or before.item() == after.item():
+            return now._replace(found_inf=self.found_inf, total_sumsq=self.sumsq_of_all if now.has_norm else None)
+        raise RuntimeError(
+            "AdamW: a hook has changed the grads in this process, after all processes had agreed on their norm; "
+            "register it in all processes, or clip without max_norm"
+        )
+
+
+def of_all(optimizer: Any, params: Sequence[Tensor], verdict: Verdict, processes: Processes | None) -> Verdict:
+    """Return the verdict of all processes."""
     if processes is None:
         return verdict
-    sumsq_of_all, found_inf, failed = processes.agree(params, verdict.total_sumsq, verdict.found_inf)
+    agreed: Agreed | None = optimizer._agreed
+    if agreed is not None:
+        optimizer._agreed = None
+        if hasattr(optimizer, "found_inf") and agreed.is_final():
+            hand_back(optimizer, agreed.found_inf)
+            return agreed.with_own(verdict)
+    found_inf, total_sumsq, _ = ask(optimizer, params, verdict, processes)
+    return verdict._replace(found_inf=found_inf, total_sumsq=total_sumsq)
+
+
+def ask(
+    optimizer: Any, params: Sequence[Tensor], verdict: Verdict, processes: Processes, may_change: bool = False
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return found_inf and the sum of squares of all processes, and in how many hooks may yet change the grads. Raise
+    if another one has failed; on a GPU, whose answer is on its way, skip the step, and let the next one raise. A CUDA
+    graph skips it at each replay, and nobody raises."""
+    sumsq_of_all, found_inf, failed, changing = processes.agree(
+        params, verdict.total_sumsq, verdict.found_inf, may_change=may_change
+    )
     total_sumsq = sumsq_of_all if verdict.has_norm and processes.holds_parts else verdict.total_sumsq
     is_captured = failed.is_cuda and torch.cuda.is_current_stream_capturing()
     if not is_captured and not torch.compiler.is_compiling():
         optimizer._failed.send(failed)
         raise_if_one_has_failed(optimizer)
     hand_back(optimizer, found_inf)
-    verdict = verdict._replace(found_inf=found_inf, total_sumsq=total_sumsq)
-    if not plans:
-        write_outcome(*verdict[:4], optimizer.skipped_steps)  # as adamw_ would, which has nothing to step
-    return verdict
+    return found_inf, total_sumsq, changing
 
 
 def raise_if_one_has_failed(optimizer: Any) -> None:

@@ -77,7 +77,7 @@ def assert_second_tries(method, make, is_late, error=KeyboardInterrupt, **option
         except error:
             failing.call(method)
         else:
-            assert number > (0 if method == "update" else 2)  # an update is a single op
+            assert number == 1 if method == "update" else number > 2  # an update is a single op, all else are numbers
             return
         for it in AFTER[method]:
             failing.call(it)

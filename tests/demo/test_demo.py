@@ -61,7 +61,13 @@ def test_it_names_the_injected_overflow(whole):
 
 def test_it_ends_with_three_figures_and_how_to_see_them_again(whole):
     said = whole[1]
-    assert re.search(r"^1\. (The|How fast the) optimizer's step is .*torch's fused one", said, re.MULTILINE)
+    fast = r"The optimizer's step is ((at least |at most )?\d+\.\d\d times )?as fast as torch's fused one \(.*\):$"
+    busy = (
+        r"How fast .* can't be told: other programs were at work\.\n   Threads waited for a core (\d+)% of the time\.$"
+    )
+    told = re.search(rf"^1\. (?:{fast}|{busy})", said, re.MULTILINE)
+    assert told
+    assert told[3] is None or int(told[3]) >= 5  # what a quiet machine must say is tested below
     assert re.search(
         r"^2\. Weights, grads and states take 0\.63 of torch\.amp's bytes \(0\.50 with", said, re.MULTILINE
     )

@@ -1,4 +1,5 @@
-"""FSDP2 and HSDP: four processes train as one does, bit for bit."""
+"""FSDP2 and HSDP: four processes train as one does, bit for bit; where parts cut packs of grad_stats and a norm clips,
+but for last bits."""
 
 import gc
 import math
@@ -74,7 +75,8 @@ CASES = (  # dtype, optimizer, whether by a scaler, what clips: clip_grad_norm_ 
 
 def is_told_alike(a, b):
     """Return whether at most a norm's last bits differ: where parts begin within a pack of grad_stats, fp32 adds other
-    squares. What isn't a norm is a small whole number, or None."""
+    squares, and each of the two norms may be off by 2^-23, half of a pack's four roundings. Scales and counts are whole
+    numbers, which this holds to the last bit."""
     return a is b or same_bits(a, b) or (a.dtype == F32 and abs(a - b) <= 2.0**-22 * b)
 
 
@@ -88,6 +90,7 @@ def as_one_process(rank):
         has_whole_packs = new is even_network
         for a, b in zip(told, want, strict=True):
             assert (a is b or same_bits(a, b)) if has_whole_packs else is_told_alike(a, b), (kind, case, a, b)
+        # Weights that are clipped by a norm with other last bits have other last bits, too. Nothing else may round.
         may_round = make is torchs_fused or not (has_whole_packs or clips is None)
         for a, b in zip(wholes(model), wholes(alone), strict=True):
             assert same_bits(a, b) or (may_round and are_close(a, b)), (kind, new, case)

@@ -61,7 +61,7 @@ def test_a_scaler_leaves_nothing_behind_on_an_optimizer(of, fails):
 def test_all_skip_where_one_has_failed(found_inf, has_failed):
     """On a GPU, whose host doesn't wait to hear of it, that is what keeps the others' weights where they are."""
     with alone() as group:
-        sumsq, skips, failed = Processes(group).agree([torch.ones(1)], torch.tensor(2.0), found_inf, has_failed)
+        sumsq, skips, failed, _ = Processes(group).agree([torch.ones(1)], torch.tensor(2.0), found_inf, has_failed)
     assert (sumsq.item(), failed.item()) == (2.0, float(has_failed))
     assert skips.item() == float(bool(found_inf) or has_failed)  # 1 at most: torch's optimizers take 2 for 0
 

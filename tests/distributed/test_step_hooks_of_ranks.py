@@ -1,7 +1,10 @@
 """Where hooks or a subclass's step have the grads unscaled first, an inf of one process costs all of them the step."""
 
 import math
+from contextlib import nullcontext
 from functools import partial
+from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -10,7 +13,9 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import Replicate, Shard
 
 from mpkernels.amp import GradScaler, inf_check
+from mpkernels.distributed.processes import Processes
 from mpkernels.optim import AdamW
+from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of
 from tests.distributed.test_meshes import params_on
 from tests.distributed.test_processes import OURS, SHARDED, TORCHS, assert_parts_are_of_the_whole, trained
@@ -38,37 +43,154 @@ def looking(kind, params, **options):
     return optimizer
 
 
-def parts_of_a_group(rank):
-    """One of the processes has no grad. Squares are added up for the norm, as without hooks."""
+class Replaces(GradScaler):
+    def _check_inf_per_device(self, optimizer):
+        return super()._check_inf_per_device(optimizer)
+
+
+REPLACING = partial(Replaces, "cpu", init_scale=4.0, growth_interval=2)
+
+
+def without_hooks(kind, params, **options):
+    optimizer = kind(params, lr=0.1, **options)
+    optimizer.seen = []
+    return optimizer
+
+
+def ways_to_give_a_group():
+    """For the scaler, and for the optimizer."""
     given = {"process_group": distributed.group.WORLD}
-    for scaler, scalers, options in (
+    return (
         (OURS, given, {"max_norm": 0.5}),
         (OURS, {}, {"max_norm": 0.5, **given}),
         (OURS, given, {}),
+        (OURS, given, {"guard": True}),
+        (REPLACING, given, {"max_norm": 0.5}),
         (TORCHS, {}, {"max_norm": 0.5, **given}),
         (TORCHS, {}, given),
         (SHARDED, {}, {"max_norm": 0.5, **given}),
         (SHARDED, given, {}),
-    ):
+    )
+
+
+def unscale_first(scaler, optimizer):
+    scaler.unscale_(optimizer)
+
+
+def leave_scaled(scaler, optimizer):
+    pass
+
+
+def parts_of_a_group(rank):
+    """One of the processes has no grad. Squares are added up for the norm, as without hooks."""
+    for scaler, scalers, options in ways_to_give_a_group():
         for kind in (AdamW, Looks):
-            for unscales in (False, True):
+            for before_step in (leave_scaled, unscale_first):
                 made = []
 
                 def make(params, kind=kind, made=made, **options):
                     made.append(looking(kind, params, **options))
                     return made[-1]
 
-                def before_step(scaler, optimizer, unscales=unscales):
-                    if unscales:
-                        scaler.unscale_(optimizer)
-
                 parts = trained(rank, torch.float32, partial(make, **options), scaler(**scalers), before_step)
-                alone = partial(make, **{key: it for key, it in options.items() if key == "max_norm"})
-                whole = trained(None, torch.float32, alone, (OURS if scaler is OURS else TORCHS)(), before_step)
+                alone = partial(make, **{key: it for key, it in options.items() if key != "process_group"})
+                whole = trained(None, torch.float32, alone, (TORCHS if scaler is SHARDED else scaler)(), before_step)
                 assert_parts_are_of_the_whole(rank, parts, whole)
                 assert parts[1][::4] == [4.0, 2.0, 2.0, 4.0]  # the scale
                 assert [len(it.seen) for it in made] == [3, 3]
                 assert all(largest <= 9 / 8 for it in made for largest in it.seen)
+
+
+def nothing(*_):
+    pass
+
+
+def nudge(optimizer, *_):
+    """Change the norm."""
+    for param in optimizer.param_groups[0]["params"]:
+        if param.grad is not None:
+            param.grad.data.mul_(0.5)  # of which the grad's version knows nothing
+
+
+def raise_it(*_):
+    raise MemoryError
+
+
+def hooked(params, register, hook, is_hooked=True, **options):
+    optimizer = AdamW(params, lr=0.1, **options)
+    if is_hooked:
+        register(optimizer, hook)
+    return optimizer
+
+
+PRE, POST = AdamW.register_step_pre_hook, AdamW.register_step_post_hook
+
+
+def hooks_on_one_rank(rank):
+    """As one that writes a log. The processes ask one another as often with hooks as without."""
+    for scaler, scalers, options in ways_to_give_a_group():
+        for before_step in (leave_scaled, unscale_first):
+            ends, counts = [], []
+            for register, hooked_ranks in ((POST, ()), (POST, (0,)), (PRE, (2,)), (PRE, (0, 1, 2))):
+                make = partial(hooked, register=register, hook=nothing, is_hooked=rank in hooked_ranks, **options)
+                with mock.patch.object(Processes, "agree", autospec=True, side_effect=Processes.agree) as agree:
+                    params, told = trained(rank, torch.float32, make, scaler(**scalers), before_step)
+                ends.append((params, told[::4], told[2::4], told[3::4]))
+                counts.append(agree.call_count)
+            assert 0 < counts[0] == counts[1] == counts[2]
+            assert counts[3] - counts[0] == (3 if "max_norm" in options or "guard" in options else 0)  # steps taken
+            for params, *told in ends[1:]:
+                assert all(map(same_bits, params, ends[0][0]))
+                assert told == list(ends[0][1:])
+
+
+def hooks_that_change_the_norm(rank):
+    """What they leave is what max_norm clips."""
+    for scaler, scalers, options in ways_to_give_a_group():
+        for before_step in (leave_scaled, unscale_first):
+            alone = {key: it for key, it in options.items() if key != "process_group"}
+            ends = [
+                trained(who, torch.float32, partial(hooked, register=PRE, hook=nudge, **given), kind(), before_step)
+                for who, given, kind in (
+                    (rank, options, partial(scaler, **scalers)),
+                    (None, alone, TORCHS if scaler is SHARDED else scaler),
+                )
+            ]
+            assert_parts_are_of_the_whole(rank, *ends)
+
+
+def a_hook_that_changes_the_norm_of_one(rank):
+    given = {"process_group": distributed.group.WORLD}
+    for kind in (GradScaler, torch.amp.GradScaler):
+        params = [torch.nn.Parameter(torch.ones(3))]
+        optimizer, scaler = hooked(params, PRE, nudge, rank == 1, max_norm=0.5, **given), kind("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        params[0].grad = torch.full((3,), 6.0)
+        with pytest.raises(RuntimeError, match="a hook has changed the grads") if rank == 1 else nullcontext():
+            scaler.step(optimizer)
+        assert (params[0].tolist() == [1.0] * 3) == (rank == 1)
+
+
+def an_error_where_no_hook_is(rank):
+    """The process with a hook has unscaled by then. At the second try all tell the same norm again. (torch's scaler
+    leaves its scale on an optimizer that fails, and would hand over its square.)"""
+    ends = []
+    for fails in (False, True):
+        params = [torch.nn.Parameter(torch.ones(3))]
+        options = {"max_norm": 0.5, "process_group": distributed.group.WORLD}
+        optimizer, scaler = hooked(params, PRE, nothing, rank == 1, **options), GradScaler("cpu", init_scale=4.0)
+        scaler.scale(torch.ones(()))
+        params[0].grad = torch.full((3,), 6.0)
+        if fails:
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == 0:
+                    patch.setattr(AdamW, "_compare_loaded", raise_it)
+                with pytest.raises(MemoryError if rank == 0 else RuntimeError):
+                    scaler.step(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        ends.append((params[0].tolist(), optimizer.grad_norm.item()))
+    assert ends[0] == ends[1]
 
 
 def dtensors(rank):
@@ -76,10 +198,10 @@ def dtensors(rank):
     mesh = mesh_of("two dimensions")
     placed = (mesh["rows"], [Shard(0)]), (mesh["columns"], [Shard(0)]), (mesh, [Replicate(), Shard(1)])
     for scaler_kind in (GradScaler, torch.amp.GradScaler):
-        for kind in (AdamW, Looks):
+        for kind, make in ((AdamW, looking), (Looks, looking), (AdamW, looking if rank == 2 else without_hooks)):
             for of_params in (placed, [(mesh_of("fsdp2"), [Shard(1)])]):
                 params = params_on(*of_params)
-                optimizer, scaler = looking(kind, params), scaler_kind("cpu", init_scale=4.0)
+                optimizer, scaler = make(kind, params, max_norm=1e9), scaler_kind("cpu", init_scale=4.0)
                 scaler.scale(torch.ones(()))
                 if rank == 3:
                     part_of(params[-1].grad)[0, 0] = math.inf
@@ -91,14 +213,19 @@ def dtensors(rank):
                     param.grad.zero_().add_(3.0)
                 scaler.step(optimizer)
                 scaler.update()
-                assert (scaler.get_scale(), optimizer.seen) == (2.0, [1.5])
+                assert (scaler.get_scale(), optimizer.seen) == (2.0, [1.5] if make is looking else [])
                 assert all((part_of(param) < 1).all() for param in params)
 
 
 def fsdp1(rank):
-    for dtype, scaler_kind in ((torch.float32, ShardedGradScaler), (torch.float32, GradScaler), (B16, GradScaler)):
+    """With hooks in both processes, and in the first alone."""
+    kinds = (torch.float32, ShardedGradScaler), (torch.float32, GradScaler), (B16, GradScaler)
+    for (dtype, scaler_kind), hooked_ranks in product(kinds, ((0, 1), (0,))):
         whole, model = network(dtype), sharded(dtype)
-        optimizers = [looking(AdamW, it.parameters(), max_norm=0.5) for it in (whole, model)]
+        optimizers = [
+            looking(AdamW, whole.parameters(), max_norm=0.5),
+            (looking if rank in hooked_ranks else without_hooks)(AdamW, model.parameters(), max_norm=0.5),
+        ]
         scalers = [kind("cpu", init_scale=4.0) for kind in (GradScaler, scaler_kind)]
         for step in range(3):
             for it, optimizer, scaler in zip((whole, model), optimizers, scalers, strict=True):
@@ -108,7 +235,7 @@ def fsdp1(rank):
                     spoil(it)
                 scaler.step(optimizer)
                 scaler.update()
-        assert [len(it.seen) for it in optimizers] == [2, 2]
+        assert [len(it.seen) for it in optimizers] == [2, 2 * (rank in hooked_ranks)]
         assert [it.get_scale() for it in scalers] == [2.0, 2.0]
         assert_same_weights(model, whole)
 
@@ -122,13 +249,9 @@ def an_error_in_one_process(rank):
         scaler.scale(torch.ones(()))
         params[0].grad = torch.full((3,), 6.0)
         with pytest.MonkeyPatch.context() as patch:
-
-            def fail(*_):
-                raise MemoryError
-
             if rank == 1:
-                patch.setattr(inf_check, "unscale_list_", fail)
-                patch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", fail)
+                patch.setattr(inf_check, "unscale_list_", raise_it)
+                patch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", raise_it)
             with pytest.raises(MemoryError if rank == 1 else RuntimeError):
                 scaler.step(optimizer)
         assert (params[0].tolist(), optimizer.seen) == ([1.0] * 3, [])
@@ -138,7 +261,10 @@ def an_error_in_one_process(rank):
         assert (params[0] < 1).all()
 
 
-CHECKS = parts_of_a_group, an_error_in_one_process
+CHECKS = (
+    *(parts_of_a_group, hooks_on_one_rank, hooks_that_change_the_norm),
+    *(a_hook_that_changes_the_norm_of_one, an_error_in_one_process, an_error_where_no_hook_is),
+)
 
 
 @needs_gloo

@@ -133,6 +133,27 @@ def test_of_two_devices_each_runs_its_own_kernel(machine_with, monkeypatch):
     assert ran == ["native", "triton", "triton", "native"]
 
 
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)], ids=str)
+def test_asking_for_kernels_does_not_begin_to_use_cuda(monkeypatch, device):
+    """Else processes that are forked later couldn't use it."""
+
+    def refuse(*arguments):
+        raise AssertionError("CUDA was initialised")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    for name in ("init", "_lazy_init", "current_device", "get_device_capability"):
+        monkeypatch.setattr(torch.cuda, name, refuse)
+    assert mpkernels.backends("unscale_", device)[-1] == "reference"
+
+
+def test_once_cuda_is_in_use_kernels_are_those_of_the_current_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    _devices.left_out[torch.device("cuda", 1)] = "it is a test"
+    assert "native" not in mpkernels.backends("unscale_", "cuda")
+
+
 # ---- the same with kernels that run here: of the CPU, which is left out as a CUDA device would be
 
 

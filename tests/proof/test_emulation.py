@@ -175,7 +175,7 @@ def test_of_those_who_need_the_library_at_once_one_builds_it(tmp_path, monkeypat
         built[-1].touch()
         return built[-1]
 
-    monkeypatch.setattr(emulation, "_compile", lambda *_: [])
+    monkeypatch.setattr(emulation, "compile_all", lambda *_: [])
     monkeypatch.setattr(emulation, "_link", link)
     with ThreadPoolExecutor(3) as pool:
         libraries = [*pool.map(emulation.build, [tmp_path] * 3)]

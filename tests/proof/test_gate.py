@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.proof.gate import measure, table, traces
+from tests.proof.gate.prediction import Traced
 from tests.proof.gate.table import SHARED_LIMIT, Section, regressions
+from tests.proof.sass.counts import TOTALS, UNITS, Time
 
 GOOD = {"registers": 40, "spills": 0, "stack": 0, "shared": 1024, "load128": 4, "HGMMA": 8}
 KERNEL = "kernel", "sm_90"
@@ -125,3 +127,21 @@ def test_an_object_older_than_its_sources_is_not_reused(checkout, changed):
 def test_where_nothing_was_built_nothing_is_reused(checkout):
     checkout[1].unlink()
     assert measure.built_before("nvcc -O3", checkout[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("packs", "block", "missed"), [(0, 0, ""), (1, 0, "fp64 in the loop"), (0, 1, "fp64 of the block")]
+)
+def test_grad_stats_may_add_once_in_fp64_for_8_elements_and_once_for_each_lane_and_warp(packs, block, missed):
+    """A block of 8 warps: 16 packs a lane, each converted and added; then 5 sums over a warp and 7 over the warps."""
+    counts = dict.fromkeys([*TOTALS, "alu", *UNITS, *Time._fields, *(f"head_{it}" for it in Time._fields)], 0)
+    counts |= {
+        "loaded": 8 * 32 * 16 * 8 * 4,
+        "head_cycles": 1,
+        "fp64_after_data": 8 * (32 + packs),
+        "fp64_after_exchange": 8 * (12 + block),
+    }
+    found = traces.requirements("nvcc", "grad_stats fp32", "sm_90", [Traced("kernel", [1526], 256, 32, 0, counts)])
+    assert [it.name for it in found if "fp64" in it.name and not it.holds] == [
+        f"nvcc, grad_stats fp32, sm_90: {name}" for name in [missed] if name
+    ]

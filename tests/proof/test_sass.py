@@ -82,7 +82,9 @@ def test_a_copy(compiled, chip):
     assert counts["short_trips"] == 0
     assert counts["wavefronts"] == WARPS * rounds * (4 + 4) * 4
     assert traced.in_flight == 64
-    assert [counts[it] for it in ("fp64", "fp64_after_data", "divergent_constants", "bank_conflicts")] == [0] * 4
+    assert [
+        counts[it] for it in ("fp64", "fp64_after_data", "fp64_after_exchange", "divergent_constants", "bank_conflicts")
+    ] == [0] * 5
     assert_stored(memory, target, source)
 
 
@@ -140,6 +142,30 @@ def test_lanes_that_part_meet_again():
     lane = np.arange(32)
     assert (numbers[0] == np.where(lane < 16, 2 * lane, lane)).all()
     assert (numbers[1] == (lane >= 16)).all()
+
+
+VOTES = """
+    /*0000*/  S2R R0, SR_TID.X ;
+    /*0010*/  ISETP.GE.U32.AND P0, PT, R0, 0x3f, PT ;
+    /*0020*/  BAR.RED.OR.DEFER_BLOCKING 0x0, P0 ;
+    /*0030*/  B2R.RESULT RZ, P1 ;
+    /*0040*/  ISETP.GE.U32.AND P0, PT, R0, 0x40, PT ;
+    /*0050*/  BAR.RED.OR.DEFER_BLOCKING 0x0, P0 ;
+    /*0060*/  B2R.RESULT RZ, P2 ;
+    /*0070*/  EXIT ;
+"""
+
+
+def test_warps_vote_where_they_meet():
+    """Only the last lane of the second warp says yes, and only the first time."""
+    answers = {}
+
+    def watch(instruction, warp):
+        answers[warp.number] = [bool(warp.predicates["P"][i].all()) for i in (1, 2)]
+
+    code = Code("sm_90", 8, 0, 0x210, VOTES, {})
+    run_block(code, Launch(b"", (1,), 64), (0,), {0: watch, 1: watch}, lambda: None)
+    assert answers == {0: [True, False], 1: [True, False]}
 
 
 def blend(compiled, kernel, chip="sm_90"):

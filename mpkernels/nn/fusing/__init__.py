@@ -5,7 +5,7 @@ from types import MethodType
 from torch.nn import Module
 
 from mpkernels._torch_private.modes import without_functions
-from mpkernels.nn.fusing.classes import covers_fused_forward, fused_class, is_fused, plain_class
+from mpkernels.nn.fusing.classes import become, covers_fused_forward, fused_class, is_fused, is_stale, plain_class
 from mpkernels.nn.fusing.plan import decide
 from mpkernels.nn.fusing.report import FusedSite, FuseReport, LeftSite, SavedBytes
 
@@ -34,16 +34,35 @@ def fuse(model: Module, dry_run: bool = False) -> FuseReport:
         for name, module in model.named_modules():
             _fuse_one(name, module, report)
     if not dry_run:
-        for module, _, kind in report._classes:
-            module.__class__ = kind
+        _install(model, report)
     return report
+
+
+def _install(model: Module, report: FuseReport) -> None:
+    """Give each module its new class, or say why it refuses one. If something else fails, none has changed."""
+    before = [(module, type(module)) for module, _, _ in report._classes]
+    names = {module: name for name, module in model.named_modules()}
+    try:
+        for entry in [*report._classes]:
+            module, _, kind = entry
+            try:
+                become(module, kind)
+            except (TypeError, AttributeError) as error:  # its memory is laid out otherwise, or __class__ is its own
+                report._classes.remove(entry)
+                refusing = [it for it in report.fused if it.module == names[module]]
+                report.fused = [it for it in report.fused if it not in refusing]
+                report.left.append(LeftSite(names[module], type(module).__name__, f"takes no other class: {error}"))
+    except BaseException:
+        for module, kind in before:
+            become(module, kind)
+        raise
 
 
 def _fuse_one(name: str, module: Module, report: FuseReport) -> None:
     kind = type(module)
     plain = plain_class(kind)
     plan, fused, left = decide(module, plain)
-    if plan and not is_fused(kind):
+    if plan and (not is_fused(kind) or is_stale(kind)):
         try:
             report._classes.append((module, plain, fused_class(plain, plan)))
         except TypeError as error:
@@ -68,9 +87,9 @@ def unfuse(model: Module) -> None:
             )
     for _, module in fused:
         kind, own = type(module), vars(module).get("forward")
-        module.__class__ = plain_class(kind)
+        become(module, plain_class(kind))
         if getattr(own, "__func__", None) is kind.forward:  # as Accelerate leaves it when it unwraps a model
-            module.forward = MethodType(module.__class__.forward, module)
+            object.__setattr__(module, "forward", MethodType(type(module).forward, module))
 
 
 def _check_model(name: str, model: Module) -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from mpkernels.nn.fusing.decorators import is_made_for_subclasses
-from mpkernels.nn.fusing.plan import Plan, methods_of
+from mpkernels.nn.fusing.plan import Methods, Plan, methods_now, methods_of
 from mpkernels.nn.fusing.rewrite import NotRewritableError
 
 
@@ -17,8 +17,8 @@ class Record(NamedTuple):
     plan: Plan
 
 
-_RECORD = "mpkernels_fused"
-_made: WeakValueDictionary[Record, type] = WeakValueDictionary()
+_RECORD, _METHODS = "mpkernels_fused", "mpkernels_fused_methods"
+_made: WeakValueDictionary[tuple[Record, Methods], type] = WeakValueDictionary()
 
 
 def record_of(kind: type) -> Record | None:
@@ -29,14 +29,28 @@ def record_of(kind: type) -> Record | None:
 
 def fused_class(plain: type, plan: Plan) -> type:
     """Return the subclass that runs the plan. Modules with the same class and plan share it, and so their compiled
-    code. Names stay, because tools look classes up by name."""
-    record = Record(plain, plan)
-    kind = _made.get(record)
+    code. Names stay, because tools look classes up by name. Raise a TypeError if the class allows no subclass."""
+    record, methods = Record(plain, plan), methods_now(plain, plan)
+    kind = _made.get((record, methods))
     if kind is None:
         space = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-        space |= {"__reduce_ex__": _reduce, _RECORD: record, **methods_of(plain, plan)}
-        kind = _made[record] = type(plain)(plain.__name__, (plain,), space)
+        space |= {"__reduce_ex__": _reduce, _RECORD: record, _METHODS: methods, **methods_of(plain, plan)}
+        try:
+            kind = _made[record, methods] = type(plain)(plain.__name__, (plain,), space)
+        except Exception as error:  # whatever its __init_subclass__ or its metaclass raises
+            raise TypeError(str(error)) from error
     return kind
+
+
+def is_stale(kind: type) -> bool:
+    """Return whether somebody has given the plain class other methods since it was fused to this one."""
+    record = record_of(kind)
+    return record is not None and methods_now(*record) != vars(kind)[_METHODS]
+
+
+def become(module: Any, kind: type) -> None:
+    """Give a module this class, past any ``__setattr__`` of its own."""
+    object.__setattr__(module, "__class__", kind)
 
 
 def plain_class(kind: type) -> type:
@@ -76,6 +90,6 @@ def restore(plain: Any, plan: Plan) -> Any:
     """Return a new module of a fused class, which pickle and copy fill. It is plain where the class's source has
     changed since."""
     module = plain.__new__(plain)
-    with suppress(NotRewritableError):
-        module.__class__ = fused_class(plain, plan)
+    with suppress(NotRewritableError, TypeError, AttributeError):
+        become(module, fused_class(plain, plan))
     return module

@@ -4,6 +4,7 @@ import inspect
 from types import CellType, FunctionType
 from typing import Any
 
+from mpkernels.nn.fusing.calls import Method, is_replaced
 from mpkernels.nn.fusing.rewrite import NotRewritableError
 
 
@@ -18,6 +19,16 @@ def redecorated(kind: type, name: str, function: FunctionType) -> FunctionType:
     for wrapper in reversed(wrappers):
         written, function = wrapper, _around(function, wrapper, written)
     return function
+
+
+def unless_replaced(method: Method, decorated: FunctionType) -> FunctionType:
+    """Return the decorated method, but that a new one is called in its place, without the old one's decorators."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        current = getattr(method.kind, method.name) if is_replaced(method) else decorated
+        return current(*arguments, **named)
+
+    return _dressed(call, decorated)
 
 
 def is_made_for_subclasses(kind: type, method: Any) -> bool:
@@ -57,8 +68,14 @@ def _around(function: FunctionType, wrapper: FunctionType, before: FunctionType)
     """Return the wrapper around this function instead of the one before. All else that it holds is shared with it."""
     cells = tuple(CellType(function) if _holds(cell, before) else cell for cell in wrapper.__closure__ or ())
     copied = FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, cells)
+    return _dressed(copied, wrapper)
+
+
+def _dressed(function: Any, wrapper: FunctionType) -> FunctionType:
+    """Give the function all that the wrapper is known by, and share its attributes: counters go on in both."""
     lazy = "__annotate__" if hasattr(wrapper, "__annotate__") else "__annotations__"
-    for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
-        setattr(copied, name, getattr(wrapper, name))
-    copied.__dict__ = vars(wrapper)  # counters and the like go on in both
-    return copied
+    for name in ("__name__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
+        setattr(function, name, getattr(wrapper, name))
+    function.__dict__ = vars(wrapper)
+    dressed: FunctionType = function
+    return dressed

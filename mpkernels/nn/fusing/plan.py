@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls, sequential
 from mpkernels.nn.fusing.chain import dotted, short
-from mpkernels.nn.fusing.decorators import innermost, redecorated
+from mpkernels.nn.fusing.decorators import innermost, redecorated, unless_replaced
 from mpkernels.nn.fusing.looking import UNSEEN, has_plain_attributes, own_values, value_of
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, SEQUENTIAL_FORWARD, SEQUENTIAL_ITER, TORCH_CHUNK
 from mpkernels.nn.fusing.recognise import (
@@ -31,6 +31,9 @@ from mpkernels.nn.fusing.sites import Site, partition
 Plan = tuple[Any, ...]
 """For each method, its name and its chosen sites: index and text. For a Sequential, the chosen runs of its modules."""
 
+Methods = tuple[Any, ...]
+"""What a plan was made of. Somebody may give the class others."""
+
 
 class Decision(NamedTuple):
     plan: Plan
@@ -45,10 +48,18 @@ def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
     return {name: _method(kind, name, chosen) for name, chosen in plan}
 
 
+def methods_now(kind: type, plan: Plan) -> Methods:
+    """Return the plan's methods as the class has them, under all decorators."""
+    names = ("forward", "__iter__") if isinstance(plan[0], sequential.Run) else [name for name, _ in plan]
+    return tuple(inspect.getattr_static(kind, name, None) for name in names)
+
+
 def _method(kind: type, name: str, chosen: Any) -> FunctionType:
     written = innermost(kind, name)
     method = calls.Method(kind, name, getattr(kind, name), written)
-    return redecorated(kind, name, rewrite(written, chosen, method))
+    rewritten = rewrite(written, chosen, method)
+    decorated = redecorated(kind, name, rewritten)
+    return rewritten if decorated is rewritten else unless_replaced(method, decorated)
 
 
 def decide(module: Module, kind: type) -> Decision:

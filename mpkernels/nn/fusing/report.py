@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
 from mpkernels._torch_private.tensors import storage_of
+from mpkernels.nn.fusing.classes import become
 from mpkernels.tables import Report, Table
 
 
@@ -69,11 +70,11 @@ class FuseReport(Report):
         try:
             for module, plain, kind in self._classes:
                 if type(module) in (plain, kind):
-                    module.__class__ = kind if fused else plain
+                    become(module, kind if fused else plain)
             yield
         finally:
             for module, kind in before:
-                module.__class__ = kind
+                become(module, kind)
 
     def _parts(self) -> list[str | Table]:
         fused = _table(("fused", "what stood there", "computed by"), self.fused)

@@ -197,3 +197,24 @@ def test_compiled(kind):
     assert_close(run(X), want, rtol=1e-5, atol=1e-5)
     assert "mpkernels." in "".join(graphs)
     torch.compiler.reset()
+
+
+def test_a_decorated_forward_that_is_replaced_runs_without_the_old_decorators():
+    class Old(Mlp):
+        @noted("outer")
+        @noted("inner")
+        def forward(self, x, factor=1.0):
+            return self.fc2(self.act(self.fc1(x))) * factor
+
+    def new(self, x, *, power=2):
+        return x**power
+
+    model = Old()
+    assert fuse(model).fused
+    Old.forward = new
+    calls.clear()
+    assert torch.equal(model(X, power=3), X**3)
+    assert calls == []
+    Old.forward = noted("new")(new)
+    assert torch.equal(model(X), X**2)
+    assert calls == ["new"]

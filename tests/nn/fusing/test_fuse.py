@@ -8,7 +8,8 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.testing import assert_close
 
-from mpkernels.nn import fuse, unfuse
+from mpkernels.nn import fuse, fusing, unfuse
+from mpkernels.nn.fusing import classes
 from tests.networks import one_thread
 from tests.nn.fusing.models import Chain, Mlp, Packed, X, compiled, recorded_ops
 
@@ -194,3 +195,77 @@ def test_a_class_that_allows_no_subclass_is_left():
     [site] = fuse(model).left
     assert site.reason == "its class allows no subclass: this class is final"
     assert type(model) is Final
+
+
+class Sealed(Mlp):
+    """Refuses new attributes once it is made."""
+
+    def __init__(self):
+        super().__init__()
+        object.__setattr__(self, "is_sealed", True)
+
+    def __setattr__(self, name, value):
+        if "is_sealed" in vars(self):
+            raise RuntimeError(f"{name} can't be set")
+        super().__setattr__(name, value)
+
+
+def test_a_module_that_lets_nothing_be_set_is_fused_and_unfused():
+    model = nn.Sequential(Mlp(), Sealed(), Mlp())
+    want = model(X)
+    assert [it.module for it in fuse(model).fused] == ["0", "1", "2"]
+    with recorded_ops() as ran:
+        assert_close(model(X), want)
+    assert ran == 3 * ["mlp"]
+    unfuse(model)
+    assert [type(it) for it in model] == [Mlp, Sealed, Mlp]
+
+
+class Masked(Mlp):
+    """Says that it is of another class, and lets nobody set that."""
+
+    @property
+    def __class__(self):
+        return Mlp
+
+
+def test_a_module_that_takes_no_other_class_is_left_and_the_others_are_fused():
+    model = nn.Sequential(Mlp(), Masked(), Mlp())
+    report = fuse(model)
+    assert [it.module for it in report.fused] == ["0", "2"]
+    [left] = report.left
+    assert left.module == "1"
+    assert left.reason.startswith("takes no other class: ")
+    assert type(model[1]) is Masked
+    assert report.saved_bytes(X)
+
+
+def test_if_fuse_is_interrupted_nothing_has_changed(monkeypatch):
+    def become(module, kind):
+        if module is model[1] and kind is not Mlp:
+            raise KeyboardInterrupt
+        classes.become(module, kind)
+
+    model = nn.Sequential(Mlp(), Mlp(), Mlp())
+    monkeypatch.setattr(fusing, "become", become)
+    with pytest.raises(KeyboardInterrupt):
+        fuse(model)
+    assert [type(it) for it in model] == 3 * [Mlp]
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError, RuntimeError, KeyError])
+def test_a_class_that_allows_no_subclass_is_left_whatever_it_raises(error):
+    class Final(Mlp):
+        def __init_subclass__(cls):
+            raise error("this class is final")
+
+        def forward(self, x):
+            return self.act(self.fc1(x))
+
+    model = nn.Sequential(Final(), Mlp())
+    report = fuse(model)
+    assert [it.module for it in report.fused] == ["1"]
+    [site] = report.left
+    assert site.reason.startswith("its class allows no subclass: ")
+    assert "this class is final" in site.reason
+    assert type(model[0]) is Final

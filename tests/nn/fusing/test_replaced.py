@@ -6,6 +6,7 @@ from torch import nn
 
 from mpkernels.nn import fuse
 from tests.networks import one_thread
+from tests.nn.fusing.models import Mlp, recorded_ops
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
@@ -92,3 +93,49 @@ def test_what_was_patched_and_restored_is_fused_again():
     finally:
         kind.forward = written
     assert fuse(model()).fused
+
+
+def test_a_forward_that_was_written_anew_is_fused_anew():
+    """As in a notebook, whose cell is run again: with the same source, or with another."""
+
+    def again(self, x):
+        return self.fc2(self.act(self.fc1(x)))
+
+    def other(self, x):
+        return self.act(self.fc1(x))
+
+    class Net(Mlp):
+        pass
+
+    first = Net()
+    assert fuse(first).fused
+    for forward, op in ((again, "mlp"), (other, "linear_act"), (again, "mlp")):
+        Net.forward = forward
+        second = Net()
+        want = [forward(it, X) for it in (first, second)]
+        for model, expected in zip((first, second), want, strict=True):
+            assert fuse(model).fused
+            with recorded_ops() as ran:
+                got = model(X)
+            assert ran == [op]
+            torch.testing.assert_close(got, expected)
+
+
+def test_a_method_that_was_written_anew_is_fused_anew():
+    class Net(Mlp):
+        def forward(self, x):
+            return self.hidden(x)
+
+        def hidden(self, x):
+            return self.act(self.fc1(x))
+
+    def hidden(self, x):
+        return self.act(self.fc1(x))
+
+    assert fuse(Net()).fused
+    Net.hidden = hidden
+    model = Net()
+    assert fuse(model).fused
+    with recorded_ops() as ran:
+        model(X)
+    assert ran == ["linear_act"]

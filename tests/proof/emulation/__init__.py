@@ -40,7 +40,7 @@ def build(directory: Path, csrc: Path = CSRC) -> Path:
         raise FileNotFoundError(f"emulation: no *_cuda.cu in {csrc}")
     # Of an inline function in several objects the linker keeps the first copy: here the emulation's own, whose accesses
     # are nobody's business, then those of kernels.
-    sources = [*sorted(HERE.glob("*.cpp")), *kernels, *sorted(csrc.rglob("*_torch.cpp"))]
+    sources = [*sources_with("runtime"), *kernels, *sorted(csrc.rglob("*_torch.cpp"))]
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / f"mpkernels_emulated-{_fingerprint(compiler, csrc)}.so"
     with (directory / "lock").open("w") as lock:
@@ -48,9 +48,15 @@ def build(directory: Path, csrc: Path = CSRC) -> Path:
         if library.exists():
             return library
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
-            built = _link(compiler, _compile(compiler, sources, csrc, Path(scratch)))
+            built = _link(compiler, compile_all(compiler, sources, csrc, Path(scratch)))
             built.replace(library)  # at once, or what breaks off would leave half a library
     return library
+
+
+def sources_with(runtime: str) -> list[Path]:
+    """Return the emulation's own sources, with one of its two runtimes. With ``on_streams``, torch makes products."""
+    others = {"runtime": ("on_streams",), "on_streams": ("runtime", "products")}[runtime]
+    return [path for path in sorted(HERE.glob("*.cpp")) if path.stem not in others]
 
 
 def find_compiler() -> list[str]:
@@ -69,7 +75,7 @@ def _fingerprint(compiler: list[str], csrc: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def _compile(compiler: list[str], sources: list[Path], csrc: Path, scratch: Path) -> list[Path]:
+def compile_all(compiler: list[str], sources: list[Path], csrc: Path, scratch: Path) -> list[Path]:
     def compile_one(source: Path) -> Path:
         compiled = scratch / f"{source.name}.o"
         flags = [*FLAGS, *KERNEL_FLAGS] if source.suffix == ".cu" else FLAGS

@@ -17,6 +17,7 @@ enum Status {
   internal_error = 14,
   not_supported = 15,
 };
+inline int status_of(cudaError_t error) { return error == cudaSuccess ? success : execution_failed; }
 enum { compute_in_fp32 = 68 };
 
 inline bool find_dtype(int type, mpk::Dtype* dtype) {

@@ -126,7 +126,7 @@ int multiply(Context* handle, Product* it, const float* alpha, const void* a, La
   mpk::Dtype in, out;
   find_dtype(a_layout->type, &in), find_dtype(d_layout->type, &out);
   ++emulation_launches;
-  enqueue([=, by = *alpha, product = *it, ldd = d_layout->ld] {
+  return status_of(enqueue(stream, [=, by = *alpha, product = *it, ldd = d_layout->ld] {
     if (bytes > 0) workspace[0] = workspace[bytes - 1] = 0;
     const auto wide_a = widened(a, in, m, k, ta ? lda : 1, ta ? 1 : lda);
     const auto wide_b = widened(b, in, n, k, tb ? 1 : ldb, tb ? ldb : 1);
@@ -149,8 +149,7 @@ int multiply(Context* handle, Product* it, const float* alpha, const void* a, La
       }
     });
     return cudaSuccess;
-  });
-  return success;
+  }));
 }
 
 const struct {

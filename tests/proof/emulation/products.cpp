@@ -58,7 +58,7 @@ extern "C" AOTITorchError __wrap_torch_call_dispatcher(const char* op, const cha
   product->tensors.emplace_back(stack[std::string("out") == overload && product->op == "aten::mm" ? 2 : 3]);
   if (emulation::fails_on_demand()) return 1;
   ++emulation_launches;
-  if (emulation::enqueue([product] { return product->run(); }) != cudaSuccess) return 1;
+  if (emulation::enqueue(/*stream=*/nullptr, [product] { return product->run(); }) != cudaSuccess) return 1;
   AtenTensorHandle result = nullptr;
   const AOTITorchError error = aoti_torch_new_tensor_handle(product->tensors.back().handle(), &result);
   stack[0] = reinterpret_cast<StableIValue>(result);

@@ -10,36 +10,17 @@
 
 #include "common/torch_abi.h"
 
+using emulation::kSharedBytes, emulation::kSharedBytesOptIn, emulation::remember;
+
 namespace {
 
-constexpr size_t kSharedBytes = 48 << 10, kSharedBytesOptIn = 227 << 10;  // compute capability 9.0
-
-std::mutex one_launch;  // guards what follows, too
-std::map<const void*, size_t> opted_in_shared_bytes;
+std::mutex one_launch;          // guards what follows, too
 const char* last_failure = "";  // never freed: CUDA's callers keep the pointer
 
 thread_local cudaError_t last_error = cudaSuccess;
 
-cudaError_t remember(cudaError_t error) {
-  if (error != cudaSuccess) last_error = error;
-  return error;
-}
-
 std::vector<std::function<cudaError_t()>> captured;
 std::vector<AtenTensorHandle> in_use_by_captured;
-
-cudaError_t check(const cudaLaunchConfig_t& config, const void* kernel) {
-  const dim3 grid = config.gridDim, block = config.blockDim;
-  if (config.numAttrs != 0) return cudaErrorNotSupported;
-  if (grid.x == 0 || grid.y == 0 || grid.z == 0 || block.x == 0 || block.y == 0 || block.z == 0 ||
-      grid.x > 0x7fffffff || grid.y > 0xffff || grid.z > 0xffff || block.x > 1024 || block.y > 1024 || block.z > 64 ||
-      block.x * block.y * block.z > 1024) {
-    return cudaErrorInvalidConfiguration;
-  }
-  const auto opted_in = opted_in_shared_bytes.find(kernel);
-  const size_t limit = opted_in == opted_in_shared_bytes.end() ? kSharedBytes : opted_in->second;
-  return config.dynamicSmemBytes > limit ? cudaErrorInvalidValue : cudaSuccess;
-}
 
 }  // namespace
 
@@ -101,7 +82,12 @@ extern "C" AOTITorchError __wrap_aoti_torch_delete_tensor_object(AtenTensorHandl
   return 0;
 }
 
-cudaError_t emulation::enqueue(const std::function<cudaError_t()>& work) {
+cudaError_t emulation::remember(cudaError_t error) {
+  if (error != cudaSuccess) last_error = error;
+  return error;
+}
+
+cudaError_t emulation::enqueue(cudaStream_t, const std::function<cudaError_t()>& work) {
   if (!emulation_is_capturing) return work();
   captured.push_back(work);
   return cudaSuccess;
@@ -123,28 +109,20 @@ cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kern
   if (!config || !kernel) return remember(cudaErrorInvalidValue);
   const std::lock_guard<std::mutex> lock(one_launch);
   if (const cudaError_t error = check_place(config->stream)) return remember(error);
-  if (const cudaError_t error = check(*config, kernel)) return remember(error);
+  if (const cudaError_t error = check_launch(*config, kernel)) return remember(error);
   ++emulation_launches;
   emulation_blocks = config->gridDim.x;
   if (emulation_watcher && !emulation_watcher(kernel, parameters.data(), parameters.size(), config->gridDim.x,
                                               config->blockDim.x, config->dynamicSmemBytes)) {
     return cudaSuccess;
   }
-  return emulation::enqueue([config = *config, thread] {
+  return enqueue(config->stream, [config = *config, thread] {
     const std::string failure = run_grid(config.gridDim, config.blockDim, config.dynamicSmemBytes, thread);
     if (failure.empty()) return cudaSuccess;
     last_failure = strdup(("unspecified launch failure: " + failure).c_str());
     fprintf(stderr, "emulated CUDA: %s\n", last_failure);
     return remember(cudaErrorLaunchFailure);
   });
-}
-
-cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
-  const std::lock_guard<std::mutex> lock(one_launch);
-  if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
-  if (value < 0 || size_t(value) > kSharedBytesOptIn) return remember(cudaErrorInvalidValue);
-  opted_in_shared_bytes[kernel] = value;
-  return cudaSuccess;
 }
 
 // ---- errors
@@ -259,12 +237,12 @@ extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** str
 cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t stream) {
   if (const cudaError_t error = check_place(stream)) return remember(error);
   ++emulation_copies;
-  return emulation::enqueue([=] { return memcpy(to, from, bytes), cudaSuccess; });
+  return emulation::enqueue(stream, [=] { return memcpy(to, from, bytes), cudaSuccess; });
 }
 cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t stream) {
   if (const cudaError_t error = check_place(stream)) return remember(error);
   ++emulation_memsets;
-  return emulation::enqueue([=] { return memset(to, byte, bytes), cudaSuccess; });
+  return emulation::enqueue(stream, [=] { return memset(to, byte, bytes), cudaSuccess; });
 }
 cudaError_t cudaMalloc(void** address, size_t bytes) {
   constexpr size_t kAlignment = 256;

@@ -15,6 +15,13 @@ bool fails_on_demand();
 bool is_current(cudaStream_t stream);
 
 // What a call leaves to the stream: done at once, or at each replay where the stream is being captured.
-cudaError_t enqueue(const std::function<cudaError_t()>& work);
+cudaError_t enqueue(cudaStream_t stream, const std::function<cudaError_t()>& work);
+
+// Returns the error, which cudaGetLastError will give out as well.
+cudaError_t remember(cudaError_t error);
+
+// What CUDA refuses of a launch, whatever the kernel.
+cudaError_t check_launch(const cudaLaunchConfig_t& config, const void* kernel);
+constexpr size_t kSharedBytes = 48 << 10, kSharedBytesOptIn = 227 << 10;  // compute capability 9.0
 
 }  // namespace emulation

@@ -23,7 +23,7 @@ class Case(NamedTuple):
     bytes: float  # that an element costs, counted from the op's definition
     call: Callable[[list[int]], list[Tensor]]  # takes sizes; returns what it has changed and the reference can tell
     sizes: list[int]
-    most_fp64: float = 0  # operations an element
+    most_fp64: float = 0  # operations an element, of which a thread's own sum is made; the block's sum is bounded apart
     least_of_copy: float = 0  # that is required
     compilers: tuple[str, ...] = ("nvcc", "triton")
 
@@ -94,9 +94,9 @@ CASES = {
     "adamw_ bf16 split": Case(26, _step(BF16), ONE, least_of_copy=FAST),
     "adamw_ bf16 split, bf16 moments": Case(18, _step(BF16, BF16), ONE),
     "adamw_ bf16 split, 8-bit moments": Case(14 + SCALES, _step(BF16, torch.int8), ONE, least_of_copy=FAST_8_BIT),
-    # In fp64, for 8 elements: a widening and a sum, and as much again for adding up the block.
-    "grad_stats fp32": Case(4, partial(stats, dtype=FP32), ONE, most_fp64=4 / 8, least_of_copy=FAST),
-    "grad_stats bf16": Case(2, partial(stats, dtype=BF16), ONE, most_fp64=4 / 8, least_of_copy=FAST),
+    # In fp64, for 8 elements: a conversion and a sum.
+    "grad_stats fp32": Case(4, partial(stats, dtype=FP32), ONE, most_fp64=2 / 8, least_of_copy=FAST),
+    "grad_stats bf16": Case(2, partial(stats, dtype=BF16), ONE, most_fp64=2 / 8, least_of_copy=FAST),
     "unscale_ fp32": Case(8, partial(unscale, dtype=FP32), ONE, least_of_copy=FAST),
     "unscale_ bf16": Case(4, partial(unscale, dtype=BF16), ONE, least_of_copy=FAST),
     "linear_act gelu": Case(8, partial(act, activation="gelu"), MATRIX, compilers=("nvcc",)),  # Triton's is a product

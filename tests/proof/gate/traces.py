@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Iterator
+from math import log2
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ MUST_BE_AS_FAST_AS_A_COPY = ("A100", "H100", "H200")
 ROUNDING = 1.03  # a case's last block is a little shorter than the counted one; a matrix's sums need 2 % more
 
 LESS_IS_BETTER = ("registers", "shared", "instructions", "moved", "trips", "short_trips", "head_cycles")
-LESS_IS_BETTER += ("fp64_after_data", "divergent_constants", "bank_conflicts")
+LESS_IS_BETTER += ("fp64_after_data", "fp64_after_exchange", "divergent_constants", "bank_conflicts")
 MORE_IS_BETTER = ("wide",)
 
 Key = tuple[str, str]  # case, code
@@ -108,14 +109,20 @@ def judge(found: dict[str, str], shortfalls: list[str]) -> tuple[list[str], list
 
 def requirements(compiler: str, case: str, code: str, rows: list[Traced]) -> Iterator[Requirement]:
     wanted, place = CASES[case], f"{compiler}, {case}, {code}"
-    found = _sum(rows, "fp64_after_data") * LANES / wanted.elements
+    moved = sum(it.data for it in rows)
+    found = _sum(rows, "fp64_after_data") * LANES * wanted.bytes / moved
     yield Requirement(f"{place}: fp64 in the loop", found <= wanted.most_fp64, f"{found:.2f} operations an element")
+    for it in rows:
+        warps = -(-it.block // LANES)
+        most = int(log2(LANES)) + warps - 1 if wanted.most_fp64 else 0  # one sum over a warp, one over the warps' sums
+        found = it.counts["fp64_after_exchange"] / warps
+        yield Requirement(f"{place}: fp64 of the block", found <= most, f"{found:.1f} operations a thread")
     for name in ("divergent_constants", "bank_conflicts"):
         count = _sum(rows, name)
         yield Requirement(f"{place}: {name.replace('_', ' ')}", not count, str(count))
-    moved = sum(it.data for it in rows) / wanted.elements
-    is_as_counted = wanted.bytes / ROUNDING <= moved <= wanted.bytes * ROUNDING
-    yield Requirement(f"{place}: bytes", is_as_counted, f"{moved:.2f} an element, {wanted.bytes:.2f} were counted")
+    of_each = moved / wanted.elements
+    is_as_counted = wanted.bytes / ROUNDING <= of_each <= wanted.bytes * ROUNDING
+    yield Requirement(f"{place}: bytes", is_as_counted, f"{of_each:.2f} an element, {wanted.bytes:.2f} were counted")
     for chip in MUST_BE_AS_FAST_AS_A_COPY:
         if wanted.least_of_copy and CHIPS[chip].code == code:
             it = of_case(case, rows, chip)

@@ -129,6 +129,22 @@ def _vote(warp: Warp, it: Instruction) -> None:
         warp.put_predicate(result, np.full(LANES, answer[it.modifiers[0]]))
 
 
+@meaning("BAR")
+def _meet_block(warp: Warp, it: Instruction) -> None:
+    """The block's warps may vote there. One that is not run is taken to vote as the others do."""
+    warp.meetings += 1
+    if "RED" in it.modifiers:
+        if "OR" not in it.modifiers:
+            raise NotImplementedError(f"no meaning for {it.text}")
+        vote = bool((warp.predicate(it.operands[-1]) & warp.active).any())
+        warp.shared.votes[warp.meetings] = warp.shared.votes.get(warp.meetings, False) | vote
+
+
+@meaning("B2R")
+def _result_of_vote(warp: Warp, it: Instruction) -> None:
+    warp.put_predicate(it.operands[-1], np.full(LANES, warp.shared.votes[warp.meetings]))
+
+
 @meaning("BRA", "CALL")
 def _branch(warp: Warp, it: Instruction) -> None:
     lanes = warp.active
@@ -198,7 +214,7 @@ def _exit(warp: Warp, it: Instruction) -> None:
 
 
 @meaning(
-    "NOP", "YIELD", "BAR", "WARPSYNC", "ENDCOLLECTIVE", "MEMBAR", "ERRBAR", "CGAERRBAR", "CCTL", "DEPBAR", "LDGDEPBAR",
+    "NOP", "YIELD", "WARPSYNC", "ENDCOLLECTIVE", "MEMBAR", "ERRBAR", "CGAERRBAR", "CCTL", "DEPBAR", "LDGDEPBAR",
     "UCGABAR_ARV", "UCGABAR_WAIT", "ACQBULK", "PREEXIT", "FENCE", "LDTRAM", "NANOSLEEP", "CCTLL",
 )  # fmt: skip
 def _nothing(warp: Warp, it: Instruction) -> None:

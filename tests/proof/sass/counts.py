@@ -47,7 +47,8 @@ TOTALS = {
     "moved": "bytes of the sectors that these touch",
     "wide": "bytes of data in accesses of 16 bytes a lane",
     "wavefronts": "turns that data and shared memory take in the load and store unit",
-    "fp64_after_data": "fp64 operations after data was first asked for",
+    "fp64_after_data": "fp64 operations after data was first asked for, with what a lane has itself",
+    "fp64_after_exchange": "likewise, after lanes have begun to exchange what they have",
     "divergent_constants": "reads of constant memory at more than one address",
     "bank_conflicts": "turns that shared memory takes beyond the least",
 }
@@ -85,6 +86,7 @@ class WarpCost:
         self.totals: Counter[str] = Counter()
         self.time = Time()
         self.head: Time | None = None
+        self._has_exchanged = False
         self._pending: dict[Register, Wait] = {}
         self._last_wait = {"trips": -1, "short_trips": -1}
         self._near: dict[int, int] = {}  # sectors that L1 has: which instruction asked for it
@@ -118,7 +120,8 @@ class WarpCost:
             else:
                 self._count_on_chip(access)
         if self.head and (unit == "fp64" or (unit == "special" and "F64" in instruction.modifiers)):
-            self.totals["fp64_after_data"] += 1
+            self.totals["fp64_after_exchange" if self._has_exchanged else "fp64_after_data"] += 1
+        self._has_exchanged |= instruction.name == "SHFL" and self.head is not None
         for register in warp.step.writes:
             self._pending[register] = Wait(self.time.cycles + CYCLES[unit], kind, at)
 

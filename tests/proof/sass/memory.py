@@ -38,6 +38,7 @@ class Memory:
 class Shared:
     def __init__(self) -> None:
         self.content = bytearray(256 << 10)
+        self.votes: dict[int, bool] = {}  # by the number of the block's meeting: whether any lane has said yes
 
     def read(self, address: int, size: int) -> bytes:
         address &= 0xFFFFFF  # above it is the number of the block in its cluster

@@ -47,6 +47,7 @@ class Warp(Registers):
         self.alive = np.arange(LANES) + warp * LANES < launch.block
         self.waits_at = np.full(LANES, -1)  # the barrier
         self.meets: dict[int, Lanes] = {}  # barrier -> its lanes
+        self.meetings = 0  # of the block, so far
         self.active = self.alive
 
     def run(self, watch: Watcher, most: int = 200_000) -> Iterator[None]:

@@ -22,6 +22,9 @@ enum cudaError_t {
   cudaErrorNotSupported = 801,
   cudaErrorStreamCaptureUnsupported = 900,
 };
+
+extern "C" {  // as CUDA's own: tests/proof/standin has them in a library
+
 // The text of cudaErrorLaunchFailure goes on to say what the kernel did wrong.
 const char* cudaGetErrorString(cudaError_t error);
 const char* cudaGetErrorName(cudaError_t error);
@@ -75,6 +78,9 @@ cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpy
 cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t stream = nullptr);
 cudaError_t cudaMalloc(void** address, size_t bytes);
 cudaError_t cudaFree(void* address);
+
+}  // extern "C"
+
 template <class T>
 cudaError_t cudaMalloc(T** address, size_t bytes) {
   return cudaMalloc(reinterpret_cast<void**>(address), bytes);

@@ -1,0 +1,15 @@
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def _cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("torch sees no CUDA device")
+
+
+@pytest.fixture
+def devices():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there are no two CUDA devices")
+    return [torch.device("cuda", index) for index in range(2)]

@@ -1,0 +1,83 @@
+"""Each allocation of a call fails in turn. Nothing may be half done, and the call works when it is made again.
+
+test_allocators.py runs this in a process whose torch caches no memory, so that CUDA's stand-in sees each allocation."""
+
+import ctypes
+import re
+
+import pytest
+import torch
+from torch.utils._pytree import tree_map_only
+
+from mpkernels import checkpoint
+from tests.cuda.training import CUDA, Loop, batch
+
+
+@pytest.fixture
+def to_failure():
+    return ctypes.c_int.in_dll(ctypes.CDLL("libcudart.so.13"), "standin_allocations_to_failure")
+
+
+def ready(options, steps):
+    """Return a loop after some steps, and with the grads of the next one."""
+    loop = Loop(CUDA, **options)
+    loop.metrics.remove()  # a hook behind the step: what fails there fails after it
+    for step in range(steps):
+        loop.step(batch(step, CUDA))
+    loop.optimizer.zero_grad()
+    loss = torch.stack([param.float().square().mean() for param in loop.layers.parameters()]).sum()
+    loop.scaler.scale(loss).backward()
+    return loop
+
+
+def state_of(loop):
+    """Return all but the grads, which unscale_ may have begun with: it knows how far it has come."""
+    states = loop.optimizer.state_dict()["state"].values()
+    held = [it for state in states for it in state.values() if torch.is_tensor(it)]
+    return [it.detach().cpu() for it in (*loop.layers.parameters(), *held)], loop.scaler.get_scale()
+
+
+def grads_of(loop):
+    return [None if param.grad is None else param.grad.cpu() for param in loop.layers.parameters()], 0
+
+
+def assert_same(one, other):
+    assert one[1] == other[1]
+    assert all(map(torch.equal, one[0], other[0]))
+
+
+CALLS = {
+    "step": lambda loop, saved, path: loop.optimizer.step(),
+    "step under a scaler": lambda loop, saved, path: loop.scaler.step(loop.optimizer),
+    "unscale_": lambda loop, saved, path: loop.scaler.unscale_(loop.optimizer),
+    "load_state_dict": lambda loop, saved, path: loop.optimizer.load_state_dict(saved),
+    "save": lambda loop, saved, path: checkpoint.save(path, model=loop.layers, optimizer=loop.optimizer),
+}
+INT8 = {"state_dtype": torch.int8}
+CASES = [*((call, {"max_norm": 0.5}, 2) for call in CALLS), ("step", INT8, 0), ("step under a scaler", {}, 0)]
+
+
+@pytest.mark.parametrize(("name", "options", "steps"), CASES)
+def test_each_allocation(name, options, steps, to_failure, tmp_path):
+    call = CALLS[name]
+    saved = tree_map_only(torch.Tensor, lambda it: it.cpu(), ready(options, 1).optimizer.state_dict())
+    wanted = ready(options, steps)
+    call(wanted, saved, tmp_path / "wanted")
+    for number in range(1, 1000):
+        loop = ready(options, steps)
+        before = state_of(loop)
+        to_failure.value = number
+        try:
+            call(loop, saved, tmp_path / "it")
+            break
+        except RuntimeError as error:
+            if not re.search("out of memory|could not allocate", str(error)):
+                raise
+        finally:
+            to_failure.value = 0
+        if steps > 0:  # else states may have been made
+            assert_same(state_of(loop), before)
+        call(loop, saved, tmp_path / "it")
+        assert_same(state_of(loop), state_of(wanted))
+        assert_same(grads_of(loop), grads_of(wanted))
+    assert number > 1 or name == "save"

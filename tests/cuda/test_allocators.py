@@ -1,0 +1,31 @@
+"""torch's allocators other than the usual one, and memory that runs out. Each has a process of its own: torch asks once
+which allocator to use."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests import ROOT
+
+
+def run(*arguments, **variables):
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:True", "backend:cudaMallocAsync"])
+def test_training_and_captures(settings):
+    files = [f"tests/cuda/test_{name}.py" for name in ("captured_steps", "streams")]
+    tests = "(replays and another and global and first) or pinned or outlives or (turns and clips)"
+    run(*files, "-k", tests, PYTORCH_ALLOC_CONF=settings)
+
+
+def test_memory_that_runs_out_leaves_nothing_half_done():
+    if not hasattr(ctypes.CDLL("libcudart.so.13"), "standin_allocations_to_failure"):
+        pytest.skip("CUDA is the real one, and counts no allocations")
+    run("tests/cuda/out_of_memory.py", PYTORCH_NO_CUDA_MEMORY_CACHING="1")

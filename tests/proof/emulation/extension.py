@@ -1,0 +1,30 @@
+"""Compiles the extension that setup.py does, in the current folder, with g++ and the emulation where nvcc and the chip
+would be. tests/proof/standin runs it."""
+
+import runpy
+import sys
+from pathlib import Path
+
+from tests.proof import emulation
+
+COMPILER = "the emulation of nvcc 13.2"  # newer than torch's runtime, as drivers may be older than the toolkit
+
+
+def main(includes: str, *linked: str) -> None:
+    setup = runpy.run_path("setup.py", run_name="extension")
+    archs = setup["ARCHS"]
+    cuda = setup["Cuda"](
+        compiler=COMPILER,
+        built_for=(*(f"sm_{arch}" for arch in archs), f"compute_{archs[0]}", f"compute_{archs[-1]}"),
+        compile=" ".join(
+            ["g++ -x c++", *emulation.FLAGS]
+        ),  # races within a kernel are the emulation's own tests' to find
+        includes=f"-DMPK_CUDA {includes}",
+        libraries=" ".join(["-Wl,-Bsymbolic", *linked]),
+    )
+    Path(setup["LIBRARY"]).unlink(missing_ok=True)  # ninja knows nothing of what else is linked
+    setup["build_library"](setup["find_cxx"](), cuda, Path("mpkernels/_native.so"))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
