@@ -11,7 +11,7 @@ from mpkernels import selector
 from mpkernels._torch_private.modes import is_any_autocast_enabled
 from mpkernels.linear import arguments, paths
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
-from mpkernels.linear.choice import autocast_dtype, is_ours, is_watched, kernel_for, key_of
+from mpkernels.linear.choice import autocast_dtype, is_left_to_torch, is_ours, is_watched, kernel_for, key_of
 from mpkernels.ops.linear.activations import ActivationLike, activation_name
 from mpkernels.ops.linear.kind import Kind, Parameters
 from mpkernels.parts import columns_of, is_sharded, parts_of_columns
@@ -37,7 +37,13 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
         activation: none, relu, relu2 (the square of relu), gelu, gelu_tanh, silu, sigmoid or tanh. Or a module of torch
             or transformers that computes one of these, such as ``torch.nn.GELU()``.
     """
-    return _compute(("linear_act", activation, False, False, 0.0, False), x, weight, bias)
+    kind = "linear_act", activation, False, False, 0.0, False
+    if is_left_to_torch(activation, x, weight, bias):
+        try:
+            return paths.by_torch(kind, x, weight, bias)
+        except RuntimeError:  # what torch refuses gets a closer look
+            pass
+    return _compute(kind, x, weight, bias)
 
 
 def gated_linear(
@@ -133,16 +139,18 @@ def _options(op: str, dropout: float, training: bool, recompute: bool) -> tuple[
     return dropout if training else 0.0, recompute
 
 
-def _compute(kind: tuple[Any, ...], x: Tensor, *parameters: Tensor | None) -> Tensor:
+def _compute(kind: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor | None) -> Tensor:
     """``kind`` becomes a Kind only where torch doesn't compute at once: that takes as long as the key does."""
-    key = key_of(kind, x, parameters)
+    key = key_of(kind, x, weight, bias, others)
     kernel = selector.by_key.get(key)
     if kernel == "torch" and not kind[-1]:
-        return paths.by_torch(kind, x, *parameters)
+        return paths.by_torch(kind, x, weight, bias, *others)
+    own = Parameters(weight, bias, *others)
     if kernel is None or is_watched():
-        return _of_any_kind(key, Kind(*kind), x, Parameters(*parameters))
-    dtype = autocast_dtype(x) if is_any_autocast_enabled() else None
-    return paths.compute(kernel, Kind(*kind), x, Parameters(*parameters), dtype)
+        return _of_any_kind(key, Kind(*kind), x, own)
+    if kernel == "torch":
+        return paths.afresh(Kind(*kind), x, own)
+    return paths.by_ours(kernel, Kind(*kind), x, own, autocast_dtype(x) if is_any_autocast_enabled() else None)
 
 
 def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, own: Parameters) -> Tensor:

@@ -7,7 +7,6 @@ from torch.nn.functional import linear
 
 from mpkernels.functional import gated_linear, gated_mlp, mlp
 from mpkernels.ops.linear.kind import Kind, Parameters
-from mpkernels.selector.timing import Error, first_off
 from tests import exact
 from tests.linear_cases import TORCH, relative_error
 

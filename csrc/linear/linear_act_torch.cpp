@@ -146,7 +146,7 @@ class SlopesInFp32 {
   // Of the rows from first on, added to those before.
   void multiply_dweight(const Matrix& dweight, const Matrix& dz, const Matrix& x, int64_t first) const {
     const Matrix left = (it_.by_columns ? x : dz).transposed(), &right = it_.by_columns ? dz : x;
-    first == 0 ? multiply(dweight, left, right) : multiply_onto(dweight, left, right, dweight);
+    first == 0 ? multiply(dweight, left, right) : multiply_onto(dweight, left, right, dweight.tensor());
   }
 
   const LinearActBackwardArguments& it_;

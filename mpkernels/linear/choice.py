@@ -30,30 +30,51 @@ _PLAIN = frozenset((Tensor, Parameter))
 _SERVED = frozenset((Tensor, Parameter, FakeTensor))
 
 
-def key_of(kind: tuple[Any, ...], x: Tensor, parameters: tuple[Tensor | None, ...]) -> Hashable:
+def key_of(
+    kind: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, others: tuple[Tensor | None, ...]
+) -> Hashable:
     """Return a key for ``selector.by_key`` that holds everything the choice of a kernel depends on. Return None for a
     call that needs a closer look, such as one on tensor subclasses. Bad arguments have keys, too, under which nothing
     is found, because every check here slows down small layers."""
     # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
     if is_dynamo_compiling() or forced or is_jit_tracing() or type(x) is not Tensor or type(kind[1]) is not str:
         return None
-    try:
-        key = [kind, x.shape, x.stride(-1), x.layout, x.dtype, x.device, x.requires_grad, is_grad_enabled()]
-        for it in parameters:
-            if it is None:
-                key.append(None)
-            elif type(it) in _PLAIN:
-                key += it.shape, it.stride(-1), it.layout, it.dtype, it.requires_grad
-            else:
+    if type(weight) not in _PLAIN:
+        return None
+    try:  # without loops, for the same reason
+        of_x = x.shape, x.stride(-1), x.layout, x.dtype, x.device, x.requires_grad
+        of_weight = weight.shape, weight.stride(-1), weight.layout, weight.dtype, weight.requires_grad
+        key: tuple[Any, ...] = kind, of_x, of_weight, is_grad_enabled(), None
+        if bias is not None:
+            if type(bias) not in _PLAIN:
                 return None
+            key = *key[:-1], (bias.shape, bias.layout, bias.dtype, bias.requires_grad)
+        for it in others:
+            if it is not None and type(it) not in _PLAIN:
+                return None
+            key = *key, None if it is None else (it.shape, it.stride(-1), it.layout, it.dtype, it.requires_grad)
         if not x.is_cpu:
-            key.append(uses_tf32())
+            key = *key, uses_tf32()
     except (RuntimeError, IndexError):  # nested, sparse, without dimensions
         return None
     if is_any_autocast_enabled():
         device_type = "cpu" if x.is_cpu else "cuda"
-        key.append(get_autocast_dtype(device_type) if is_autocast_enabled(device_type) else None)
-    return tuple(key)
+        key = *key, get_autocast_dtype(device_type) if is_autocast_enabled(device_type) else None
+    return key
+
+
+def is_left_to_torch(activation: object, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether torch is known to compute such a ``linear_act``, whatever its sizes: in small layers, ``key_of``
+    takes as long as the activation."""
+    return (
+        not is_dynamo_compiling()  # first, or its graphs would depend on what comes next
+        and type(activation) is str
+        and type(x) is Tensor
+        and (activation, x.dtype, x.device) in selector.left_to_torch
+        and type(weight) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
+        and not (is_any_autocast_enabled() or forced or is_jit_tracing())
+    )
 
 
 def is_ours(x: Tensor, *parameters: Tensor | None) -> bool:
@@ -96,6 +117,8 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, own: Parameters, autocast: 
         return _known(*of_case)
     rows = x.numel() // x.shape[-1]
     case = _case(*of_case)._replace(rows=1 << (rows - 1).bit_length())
+    if key is not None and kind.op == "linear_act" and autocast is None:
+        selector.leave_to_torch(case)
     return selector.choose(case, key, partial(Trial, rows, kind, x, own, trains, autocast))
 
 

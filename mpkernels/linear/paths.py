@@ -78,8 +78,11 @@ def by_ours(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dt
             )
         )
         casts = casts if any(cast is not None for cast in casts) else None
-    rows = x if len(sizes) == 2 else x.reshape(prod(sizes[:-1]), sizes[-1])
-    return function.compute(kind, rows, own, casts, kernel, (*sizes[:-1], own.sizes(kind)[2]))
+    outputs = own.sizes(kind)[2]
+    if len(sizes) == 2:
+        return function.compute(kind, x, own, casts, kernel, (sizes[0], outputs))
+    rows = x.reshape(prod(sizes[:-1]), sizes[-1])
+    return function.compute(kind, rows, own, casts, kernel, (*sizes[:-1], outputs))
 
 
 def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -14,6 +14,7 @@ from mpkernels.selector.case import Case
 __all__ = ["choices", "forget", "make_deterministic", "pin", "warm_up"]
 
 by_key: dict[Hashable, str] = {}  # what was chosen for calls that ``choose`` was told of: they need not ask again
+left_to_torch: set[tuple[str, Any, Any]] = set()  # activation, dtype and device of the linear_acts that torch computes
 _MOST_CALLS = 4096
 _chosen: dict[Case, str] = {}  # in this process
 tuned: dict[Case, str] = {}  # by ``mpkernels.tune``
@@ -82,6 +83,13 @@ def _tuned_for_any_rows(case: Case) -> str | None:
     return next((name for other, name in reversed(tuned.items()) if other._replace(rows=None) == case), None)
 
 
+def leave_to_torch(case: Case) -> None:
+    """Remember that torch computes such a call whatever its sizes and layouts, if so it is."""
+    is_open = bool(tuned) or _asked is not None or _pinned not in ("torch", None)
+    if not is_open and (_pinned or rule.leaves_to_torch(case)):
+        left_to_torch.add((case.activation, case.dtypes[0], case.device))
+
+
 def ask_again() -> None:
-    global by_key, _chosen
-    by_key, _chosen = {}, {}  # not cleared: other threads may be reading them
+    global by_key, left_to_torch, _chosen
+    by_key, left_to_torch, _chosen = {}, set(), {}  # not cleared: other threads may be reading them

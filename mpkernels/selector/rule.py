@@ -66,6 +66,11 @@ def kernel(case: Case) -> str:
     return next((line.kernel for line in TABLE if line.fits(case)), "torch")
 
 
+def leaves_to_torch(case: Case) -> bool:
+    """Return whether no line fits a case of any size."""
+    return not any(it.fits(case._replace(rows=None, trains=True, kernels=(it.kernel,))) for it in TABLE)
+
+
 def _numbers(case: Case) -> str:
     dtype = case.dtypes[0]
     if dtype.itemsize != 2:

@@ -22,18 +22,19 @@ B16, F16 = torch.bfloat16, torch.float16
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
-    """The cases that the selector was asked for; plain torch computes each."""
+    """The cases that the selector was asked for. Plain torch computes each, though it might be another's."""
     asked, ask = [], selector.choose
 
     def choose(case, *rest):
         asked.append(case)
         return ask(case, *rest)
 
-    for name in ("by_key", "_chosen", "tuned"):
-        monkeypatch.setattr(selector, name, {})
+    for name, empty in {"by_key": {}, "_chosen": {}, "tuned": {}, "left_to_torch": set()}.items():
+        monkeypatch.setattr(selector, name, empty)
     monkeypatch.setattr(selector, "_pinned", None)
     monkeypatch.setattr(selector, "choose", choose)
     monkeypatch.setattr(rule, "TABLE", ())
+    monkeypatch.setattr(rule, "leaves_to_torch", lambda case: False)
     return asked
 
 
@@ -139,6 +140,34 @@ def test_whether_a_gradient_is_wanted_is_seen(asked, trained):
     {"x": x, "weight": layer.weight, "bias": layer.bias}[trained].requires_grad_()
     layer(x)
     assert has_asked(asked)
+
+
+OTHERS_THAN_TORCHS = {
+    "another activation": lambda layer, x: linear_act(x, layer.weight, layer.bias, "silu"),
+    "another dtype": lambda layer, x: LinearAct(8, 6, dtype=B16)(x.to(B16)),
+    "autocast": lambda layer, x: within(torch.autocast("cpu", B16), lambda: layer(x)),
+    "a parameter for x": lambda layer, x: layer(Parameter(x)),
+    "what is pinned": lambda layer, x: selector.pin("native") or layer(x),
+    "what torch refuses": lambda layer, x: layer(x.t()),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS_THAN_TORCHS.values(), ids=OTHERS_THAN_TORCHS)
+def test_what_no_line_of_the_table_fits_is_torchs_in_every_size(asked, monkeypatch, other):
+    monkeypatch.setattr(rule, "leaves_to_torch", lambda case: case.activation == "gelu")
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    layer(x)
+    has_asked(asked)
+    monkeypatch.setattr("mpkernels.functional._compute", lambda *_: asked.append("a closer look"))
+    for call in (
+        lambda: layer(x[:2]),
+        lambda: linear_act(x, transposed(layer.weight)),
+        torch.no_grad()(lambda: layer(x)),
+    ):
+        assert call().shape[1] == 6
+        assert not has_asked(asked)
+    other(layer, x)
+    assert asked == ["a closer look"]
 
 
 def within(context, call):

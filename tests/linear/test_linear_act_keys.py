@@ -31,7 +31,7 @@ OTHERS = [
 
 def key(**changes):
     x, weight, bias, activation = (CALL | changes).values()
-    return key_of(("linear_act", activation, False, False, 0.0, False), x, (weight, bias, None, None, None, None))
+    return key_of(("linear_act", activation, False, False, 0.0, False), x, weight, bias, ())
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=repr)

@@ -50,6 +50,15 @@ def test_a_lone_layer_is_torchs_where_the_cpu_multiplies_its_numbers(monkeypatch
         assert rule.kernel(CPU._replace(op="linear_act", dtypes=dtypes)) == "torch"
 
 
+def test_what_is_torchs_in_every_size_is_what_no_line_fits(has_instructions):
+    alone = CPU._replace(op="linear_act", rows=1, trains=False)
+    assert rule.leaves_to_torch(alone)
+    for other in (alone._replace(activation="gelu"), alone._replace(op="mlp")):
+        assert not rule.leaves_to_torch(other)
+    assert rule.leaves_to_torch(alone._replace(dtypes=(B16,))) == has_instructions
+    assert not rule.leaves_to_torch(alone._replace(device=torch.device("cuda")))
+
+
 @pytest.mark.parametrize("op", ["mlp", "gated_mlp"])
 def test_an_mlp_of_many_rows_that_trains_keeps_half_in_fp32(op):
     case = CPU._replace(op=op)

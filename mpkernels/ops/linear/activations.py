@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mpkernels._torch_private.ops import gelu_
+
 
 class Activation(NamedTuple):
     forward: Callable[[Tensor], Tensor]  #: z -> y
@@ -79,8 +81,8 @@ IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
     "relu": torch.relu_,
     "relu2": lambda z: z.relu_().square_(),
-    "gelu": torch.ops.aten.gelu_.default,
-    "gelu_tanh": partial(torch.ops.aten.gelu_.default, approximate="tanh"),
+    "gelu": gelu_,
+    "gelu_tanh": partial(gelu_, approximate="tanh"),
     "silu": partial(functional.silu, inplace=True),
     "sigmoid": torch.sigmoid_,
     "tanh": torch.tanh_,

@@ -1,5 +1,6 @@
 """What a linear block is: one or two linear layers, with an activation, a gate and a dropout between them."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -46,15 +47,15 @@ class Parameters(NamedTuple):
         hidden = hidden // 2 if kind.is_stacked else hidden
         return inputs, hidden, hidden if self.out_weight is None else self.out_weight.shape[0]
 
-    def replaced(self, others: tuple[Tensor | None, ...] | None) -> "Parameters":
-        """Return these, but the others where there are any."""
-        if others is None:
-            return self
-        return Parameters(*(mine if other is None else other for mine, other in zip(self, others, strict=True)))
+
+def replaced(own: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return these tensors, but the others where there are any."""
+    return [mine if other is None else other for mine, other in zip(own, others, strict=True)]
 
 
-def begin(kind: Kind, x: Tensor, its: Parameters, kernel: str, save: bool) -> tuple[Tensor, Tensor]:
-    """Return h, the input of the last layer, and z if it is to be saved and the backward needs it."""
+def begin(kind: Kind, x: Tensor, its: Sequence[Any], kernel: str, save: bool) -> tuple[Tensor, Tensor]:
+    """Return h, the input of the last layer, and z if it is to be saved and the backward needs it. ``its`` are the
+    Parameters."""
     h: Tensor
     z: Tensor
     weight, bias, up_weight, up_bias, *_ = its

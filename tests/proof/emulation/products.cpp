@@ -40,7 +40,7 @@ struct Product {
     for (int64_t row = 0; row < out.rows; ++row) {
       for (int64_t column = 0; column < out.columns; ++column) {
         static_cast<float*>(out.data)[row * out.row_stride + column * out.column_stride] =
-            emulation::dot(&left[row * a.columns], &right[column * a.columns], a.columns);
+            emulation::dot(left.data() + row * a.columns, right.data() + column * a.columns, a.columns);
       }
     }
   }
