@@ -22,6 +22,7 @@ from mpkernels.linear.trial import Trial, is_transposed
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import kernels_on
 from mpkernels.ops._stack import DEVICES, forced
+from mpkernels.ops.linear import tiling
 from mpkernels.ops.linear.kind import ROUNDING, Kind, Parameters
 from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case
@@ -144,6 +145,8 @@ def _case(
     ours = [name for name in kernels_on(device, "linear_act") if name not in unfit]
     if "native" in ours and device.type == "cpu" and trains and torch.float32 in dtypes[1:]:
         ours.append(ROUNDING)
+    if "triton" in ours and dtypes[0].itemsize == 2:
+        ours += tiling.OTHERS
     if "native" in ours and device.type == "cuda" and activation == "gelu_tanh" and not op.startswith("gated"):
         ours.append("cublaslt")
     return Case(op, device, sizes, dtypes, activation, trains, details, None, (*ours, "torch"))
