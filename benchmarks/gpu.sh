@@ -66,7 +66,7 @@ if [[ -n $rehearse ]]; then
   files=(tests/ops/test_huge.py tests/ops/grads/test_grad_stats.py)
   sanitizer=(env -u) tools=(memcheck) # runs what comes behind the tool's name
   step=("unscale_ cpu-1 fp32 1x2^20")
-  linear=("linear_act*bf16 64x768x3072*eager") ruled=("linear_act 768")
+  linear=("linear_act*bf16 64x768x3072*eager") ruled=(--only "linear_act silu 64x256x1024 bfloat16")
   train=("train cpu*mlp-6x512*default")
   tuned=("update_scale_ cpu-1")
 fi

@@ -24,7 +24,6 @@ from mpkernels.ops.linear.linear_gated import _linear_dgated, gradients
 
 Casts = tuple[Tensor | None, ...] | None  # of each parameter that is fp32, its value in x's dtype
 _Gradients = tuple[Tensor | None, ...]
-_WEIGHTS = 0, 2, 4  # among the Parameters
 
 
 def linear_act(
@@ -51,7 +50,10 @@ def compute(kind: Kind, x: Tensor, own: Parameters, casts: Casts, kernel: str, s
     transforms = are_transforms_active()
     if transforms or derives_forward() or (torch.is_grad_enabled() and (own.weight.requires_grad or _wants(x, own))):
         apply: Any = _Block.apply if transforms or torch.compiler.is_compiling() else _apply
-        y: Tensor = apply(x, *own, casts, kind, kernel, shape)[0]
+        if kind.op == "linear_act":  # as few arguments as there are: each costs a small layer time
+            y: Tensor = apply(x, *own[:2], None if casts is None else casts[:2], kind, kernel, shape)[0]
+        else:
+            y = apply(x, *own, casts, kind, kernel, shape)[0]
         return y
     h, _ = begin(kind, x, own if casts is None else replaced(own, casts), kernel, save=False)
     if own.out_weight is None:
@@ -93,12 +95,12 @@ class _Block(torch.autograd.Function):
         *parameters, casts, kind, kernel, shape = arguments
         its = parameters if casts is None else replaced(parameters, casts)
         h, z = begin(kind, x, its, kernel, not kind.recompute)
-        y, mask, out_weight = h, None, its[4]
-        if out_weight is not None:
+        y, mask, has_out = h, None, len(its) > 2 and its[4] is not None
+        if has_out:
             if kind.dropout:
                 h, mask = torch.native_dropout(h, kind.dropout, True)
-            y, _ = _linear_act.by(kernel)(h, out_weight, its[5], "none", False)
-        kept = None if kind.recompute else z if kind.keeps_z else h if out_weight is not None else None
+            y, _ = _linear_act.by(kernel)(h, its[4], its[5], "none", False)
+        kept = None if kind.recompute else z if kind.keeps_z else h if has_out else None
         # No view, which autograd would not let be changed in place; and before y is saved, to see it changed.
         return y if y.shape == shape else unsafe_view(y, shape), kept, mask
 
@@ -106,11 +108,11 @@ class _Block(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
         x, *own, casts, kind, kernel, shape = inputs
         y, kept, mask = output
-        wants_x, *wants = ctx.needs_input_grad[:7]
+        wants_x, *wants = ctx.needs_input_grad[: 1 + len(own)]
         dtypes = [grad_dtype(mine) if want else None for mine, want in zip(own, wants, strict=True)]
         if kernel == ROUNDING:
-            dtypes = [x.dtype if it and at in _WEIGHTS else it for at, it in enumerate(dtypes)]
-        has_out, again = own[4] is not None, kind.recompute
+            dtypes = [x.dtype if it and at % 2 == 0 else it for at, it in enumerate(dtypes)]
+        has_out, again = len(own) > 2 and own[4] is not None, kind.recompute
         by_columns = [it is not None and lies_by_columns(own[2 * at]) for at, it in enumerate(dtypes[::2])]
         its, fp32 = (own, None) if casts is None else (replaced(own, casts), _noted(own, casts))
         ctx.call = kind, kernel, (x.shape[0], shape[-1]), shape, has_out, wants_x, dtypes, by_columns, fp32
@@ -119,14 +121,14 @@ class _Block(torch.autograd.Function):
             ctx.mark_non_differentiable(mask)
         if kept is None and not (has_out or again) and ACTIVATIONS[kind.activation].saves == "y":
             kept = y
+        weight, bias, *others = its
+        if others and not again:
+            others = [others[0] if wants_x else None, None, others[2], None]
         ctx.save_for_backward(
-            x if again or dtypes[0] or dtypes[2] else None,
-            its[0] if wants_x or again else None,
-            its[1] if again else None,
-            its[2] if wants_x or again else None,
-            its[3] if again else None,
-            its[4],
-            None,
+            x if again or dtypes[0] or (others and dtypes[2]) else None,
+            weight if wants_x or again else None,
+            bias if again else None,
+            *others,
             kept,
             mask,
         )
@@ -136,8 +138,9 @@ class _Block(torch.autograd.Function):
         call, is_compiling = _Call(*ctx.call), torch.compiler.is_compiling()
         if is_compiling or call.kind.recompute:
             grad_of_kept = None  # zeros of torch.compile's, which knows no second backward
+        rest = (None,) * 4
         if dy is None and grad_of_kept is None:
-            return (None,) * 11
+            return None, *(None for _ in call.dtypes), *rest
         x, *parameters, kept, mask = ctx.saved_tensors
         its = Parameters(*parameters)
         is_lone = not (call.kind.is_gated or call.has_out)
@@ -149,11 +152,12 @@ class _Block(torch.autograd.Function):
         if grad_of_kept is None and (is_compiling or not torch.is_grad_enabled()):
             if is_lone:
                 saved = dy.new_empty(0) if kept is None else kept
-                return *_layer(call, 0, dy, x, its.weight, saved, call.kind.activation), *(None,) * 8
+                found = _layer(call, 0, dy, x, its.weight, saved, call.kind.activation)
+                return *found, *(None for _ in call.dtypes[2:]), *rest
             dz, dbias, *of_out = _backward_of_out(call, dy, x, its, kept, mask)
-            return *_backward_of_first(call, dz, dbias, x, its), *of_out, *(None,) * 4
+            return *_backward_of_first(call, dz, dbias, x, its), *of_out, *rest
         with without_autocast(dy):
-            return *_backward_by_torch(call, dy, x, its, kept, mask, grad_of_kept), *(None,) * 4
+            return *_backward_by_torch(call, dy, x, its, kept, mask, grad_of_kept), *rest
 
 
 # What _Block.apply comes to where no transform is active, but for forward's signature, which it looks up each time:
@@ -253,7 +257,7 @@ def _backward_by_torch(
     """Return all gradients, differentiable themselves. ``grad_of_kept`` reaches z or h another way."""
     kind, compute = call.kind, torch.promote_types(dy.dtype, torch.float32)
     if call.fp32 is not None:
-        pairs = zip(its, call.fp32, strict=True)
+        pairs = zip(its, call.fp32, strict=False)  # a lone layer has two
         its = Parameters(
             *(it if it is None or mine is None else _unchanged(kind.op, *mine).to(it.dtype) for it, mine in pairs)
         )
@@ -284,7 +288,7 @@ def _backward_by_torch(
     dgate, dup = dz.chunk(2, 1) if kind.is_gated and not kind.is_stacked else (dz, dz)
     layers: tuple[tuple[Tensor, Any], ...] = (dgate, wide_x), (dup, wide_x), (wide_dy, h)
     found: list[Tensor | None] = [dx]
-    for number, (slope, inputs) in enumerate(layers):
+    for number, (slope, inputs) in enumerate(layers[: len(call.dtypes) // 2]):
         weight_dtype, bias_dtype = call.dtypes[2 * number : 2 * number + 2]
         dweight = None if weight_dtype is None else weight_gradient(slope, inputs, call.by_columns[number])
         found.append(None if dweight is None else dweight.to(weight_dtype))

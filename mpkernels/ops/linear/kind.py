@@ -58,10 +58,11 @@ def begin(kind: Kind, x: Tensor, its: Sequence[Any], kernel: str, save: bool) ->
     Parameters."""
     h: Tensor
     z: Tensor
-    weight, bias, up_weight, up_bias, *_ = its
+    weight, bias, *others = its
     if not kind.is_gated:
         h, z = _linear_act.by(kernel)(x, weight, bias, kind.activation, save)
         return h, z
+    up_weight, up_bias, *_ = others
     if kind.is_stacked:
         hidden = weight.shape[0] // 2
         weight, up_weight = weight[:hidden], weight[hidden:]

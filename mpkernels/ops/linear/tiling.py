@@ -55,7 +55,7 @@ UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one: the registers
 # a chip lacks shared memory for.
 OTHERS = {
     f"triton {it.BLOCK_M}x{it.BLOCK_N}x{it.BLOCK_K}": it
-    for it in (Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 4), Tile(128, 256, 64, 3, 8), Tile(256, 128, 32, 4, 8))
+    for it in (Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 8), Tile(64, 256, 32, 4, 8), Tile(256, 64, 32, 4, 8))
 }
 
 
