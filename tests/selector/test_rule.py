@@ -64,8 +64,15 @@ def test_an_mlp_of_many_rows_that_trains_keeps_half_in_fp32(op):
     case = CPU._replace(op=op)
     assert rule.kernel(case) == "native"
     assert rule.kernel(case._replace(rows=None)) == "native"  # a graph serves any number of rows
-    for other in (case._replace(rows=1), case._replace(trains=False), case._replace(activation="gelu")):
+    narrow = case._replace(sizes=(256, 1024, 256))
+    assert rule.kernel(narrow) == "native"
+    for other in (case._replace(rows=1), case._replace(trains=False), narrow._replace(activation="gelu")):
         assert rule.kernel(other) == "torch"
+
+
+def test_a_lone_gelu_is_ours_in_few_rows_alone():
+    case = CPU._replace(op="linear_act", activation="gelu")
+    assert [rule.kernel(case._replace(rows=rows)) for rows in (1, 64, 128, None)] == ["native"] * 2 + ["torch"] * 2
 
 
 @pytest.mark.parametrize(("dtypes", "name"), [((B16, F32), ROUNDING), ((F16,), "native")], ids=str)
@@ -97,8 +104,10 @@ def test_the_docs_have_the_table():
 
 def test_each_line_names_a_file_that_is_there():
     for line in rule.TABLE:
-        for name in (it for it in line.measured.split() if it.endswith(".json")):
-            assert (ROOT / "benchmarks" / "results" / name).exists(), name
+        name = line.measured.partition(":")[0]
+        assert (ROOT / "benchmarks" / "results" / name).is_file() or (
+            line.device == "cuda" and name.startswith("none yet;")
+        )
 
 
 x, up, down, bias = torch.randn(512, 64), torch.randn(256, 64), torch.randn(64, 256), torch.randn(256)

@@ -266,7 +266,7 @@ def test_the_hopeless_are_run_no_more_than_needed(monkeypatch):
     found = time_of(monkeypatch, ways)
     assert found.best == "triton"
     assert [*found.seconds] == ["triton", "torch"]  # torch is timed, for the ratios
-    assert ways.runs.count("native") == 2
+    assert ways.runs.count("native") == 3  # compared with fp64; then the faster of two counts, for machines are busy
 
 
 @pytest.mark.parametrize("error", [1.2e-3, float("nan"), float("inf")])

@@ -17,13 +17,14 @@ from mpkernels._torch_private.ops import unsafe_view
 from mpkernels._torch_private.tensors import derives_forward, version_of
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops.linear.activations import ACTIVATIONS
-from mpkernels.ops.linear.kind import ROUNDING, Kind, Parameters, begin, replaced
+from mpkernels.ops.linear.kind import ROUNDING, Kind, Parameters, begin, grad_dtype, lies_by_columns, replaced
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward, weight_gradient
 from mpkernels.ops.linear.linear_dact import _linear_dact
 from mpkernels.ops.linear.linear_gated import _linear_dgated, gradients
 
 Casts = tuple[Tensor | None, ...] | None  # of each parameter that is fp32, its value in x's dtype
 _Gradients = tuple[Tensor | None, ...]
+_Dtypes = tuple[torch.dtype | None, ...]
 
 
 def linear_act(
@@ -55,7 +56,7 @@ def compute(kind: Kind, x: Tensor, own: Parameters, casts: Casts, kernel: str, s
         else:
             y = apply(x, *own, casts, kind, kernel, shape)[0]
         return y
-    h, _ = begin(kind, x, own if casts is None else replaced(own, casts), kernel, save=False)
+    h, _ = begin(kind, x, kernel, False, *(own if casts is None else replaced(own, casts)))
     if own.out_weight is None:
         return h if h.shape == shape else unsafe_view(h, shape)
     h = functional.dropout(h, kind.dropout) if kind.dropout else h
@@ -78,8 +79,8 @@ class _Call(NamedTuple):
     shape: tuple[int, ...]  #: that y was returned in
     has_out: bool
     wants_x: bool
-    dtypes: list[torch.dtype | None]  #: of the gradients that are wanted, one for each of the Parameters
-    by_columns: list[bool]  #: whether a weight's gradient lies so
+    dtypes: _Dtypes  #: of the gradients that are wanted, one for each of the Parameters
+    by_columns: tuple[bool, ...]  #: whether a weight's gradient lies so
     fp32: list[tuple[Tensor, object] | None] | None
 
 
@@ -90,11 +91,14 @@ class _Block(torch.autograd.Function):
 
     generate_vmap_rule = True
 
+    # What a lone layer comes through has no loops: in a small one, each takes as long as its kernel.
     @staticmethod
-    def forward(x: Tensor, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        *parameters, casts, kind, kernel, shape = arguments
-        its = parameters if casts is None else replaced(parameters, casts)
-        h, z = begin(kind, x, its, kernel, not kind.recompute)
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        *others, casts, kind, kernel, shape = arguments
+        its = (weight, bias, *others) if casts is None else replaced((weight, bias, *others), casts)
+        h, z = begin(kind, x, kernel, not kind.recompute, *its)
         y, mask, has_out = h, None, len(its) > 2 and its[4] is not None
         if has_out:
             if kind.dropout:
@@ -106,26 +110,31 @@ class _Block(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
-        x, *own, casts, kind, kernel, shape = inputs
-        y, kept, mask = output
-        wants_x, *wants = ctx.needs_input_grad[: 1 + len(own)]
-        dtypes = [grad_dtype(mine) if want else None for mine, want in zip(own, wants, strict=True)]
+        x, weight, bias, *others, casts, kind, kernel, shape = inputs
+        (y, kept, mask), again = output, kind.recompute
+        wants_x, wants_weight, wants_bias, *wants = ctx.needs_input_grad
+        dtypes: _Dtypes = (grad_dtype(weight) if wants_weight else None, grad_dtype(bias) if wants_bias else None)
+        by_columns: tuple[bool, ...] = (wants_weight and lies_by_columns(weight),)
+        has_out, fp32 = False, None
+        if others:
+            has_out = others[2] is not None
+            dtypes += tuple(grad_dtype(it) if want else None for it, want in zip(others, wants, strict=False))
+            by_columns += tuple(want and lies_by_columns(it) for it, want in zip(others[::2], wants[::2], strict=False))
         if kernel == ROUNDING:
-            dtypes = [x.dtype if it and at % 2 == 0 else it for at, it in enumerate(dtypes)]
-        has_out, again = len(own) > 2 and own[4] is not None, kind.recompute
-        by_columns = [it is not None and lies_by_columns(own[2 * at]) for at, it in enumerate(dtypes[::2])]
-        its, fp32 = (own, None) if casts is None else (replaced(own, casts), _noted(own, casts))
+            dtypes = tuple(x.dtype if it and at % 2 == 0 else it for at, it in enumerate(dtypes))
+        if casts is not None:
+            fp32 = _noted((weight, bias, *others), casts)
+            weight, bias, *others = replaced((weight, bias, *others), casts)
         ctx.call = kind, kernel, (x.shape[0], shape[-1]), shape, has_out, wants_x, dtypes, by_columns, fp32
         ctx.set_materialize_grads(False)
         if mask is not None:
             ctx.mark_non_differentiable(mask)
         if kept is None and not (has_out or again) and ACTIVATIONS[kind.activation].saves == "y":
             kept = y
-        weight, bias, *others = its
         if others and not again:
             others = [others[0] if wants_x else None, None, others[2], None]
         ctx.save_for_backward(
-            x if again or dtypes[0] or (others and dtypes[2]) else None,
+            x if again or wants_weight or (others and dtypes[2]) else None,
             weight if wants_x or again else None,
             bias if again else None,
             *others,
@@ -138,7 +147,7 @@ class _Block(torch.autograd.Function):
         call, is_compiling = _Call(*ctx.call), torch.compiler.is_compiling()
         if is_compiling or call.kind.recompute:
             grad_of_kept = None  # zeros of torch.compile's, which knows no second backward
-        rest = (None,) * 4
+        rest = None, None, None, None
         if dy is None and grad_of_kept is None:
             return None, *(None for _ in call.dtypes), *rest
         x, *parameters, kept, mask = ctx.saved_tensors
@@ -153,7 +162,7 @@ class _Block(torch.autograd.Function):
             if is_lone:
                 saved = dy.new_empty(0) if kept is None else kept
                 found = _layer(call, 0, dy, x, its.weight, saved, call.kind.activation)
-                return *found, *(None for _ in call.dtypes[2:]), *rest
+                return (*found, *rest) if len(call.dtypes) == 2 else (*found, *rest, *rest)
             dz, dbias, *of_out = _backward_of_out(call, dy, x, its, kept, mask)
             return *_backward_of_first(call, dz, dbias, x, its), *of_out, *rest
         with without_autocast(dy):
@@ -173,21 +182,6 @@ def _noted(own: Sequence[Tensor | None], casts: tuple[Tensor | None, ...]) -> li
         None if cast is None or mine is None or mine.is_inference() else (mine, version_of(mine))
         for mine, cast in pairs
     ]
-
-
-def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """``parameter.grad_dtype = torch.float32`` asks for fp32 of a 16-bit parameter; autograd makes other widths."""
-    if parameter.dtype == torch.float32:
-        return torch.float32
-    if torch.compiler.is_compiling() or are_transforms_active() or not parameter.is_leaf:
-        return parameter.dtype
-    return torch.float32 if parameter.grad_dtype == torch.float32 else parameter.dtype
-
-
-def lies_by_columns(weight: Tensor) -> bool:
-    """Return whether the matrix is the transpose of a contiguous one. Its gradient then lies likewise, which adds up
-    without a detour."""
-    return weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
 
 
 def _layer(
@@ -212,7 +206,7 @@ def _backward_of_out(
     """Return the gradients of z, of its bias if a kernel sums it up on the way, and of the last layer's parameters."""
     kind, dtypes, nothing = call.kind, call.dtypes, dy.new_empty(0)
     if kind.recompute:
-        h, z = begin(kind, x, its, call.kernel, save=True)
+        h, z = begin(kind, x, call.kernel, True, *its)
         kept = z if kind.keeps_z else h
     wants_h, dbias = dtypes[4] is not None, None
     if kind.is_gated:

@@ -3,8 +3,10 @@
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from mpkernels._torch_private.modes import are_transforms_active
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_act import _linear_act
 from mpkernels.ops.linear.linear_gated import _linear_gated
@@ -53,16 +55,32 @@ def replaced(own: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> l
     return [mine if other is None else other for mine, other in zip(own, others, strict=True)]
 
 
-def begin(kind: Kind, x: Tensor, its: Sequence[Any], kernel: str, save: bool) -> tuple[Tensor, Tensor]:
-    """Return h, the input of the last layer, and z if it is to be saved and the backward needs it. ``its`` are the
-    Parameters."""
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """``parameter.grad_dtype = torch.float32`` asks for fp32 of a 16-bit parameter; autograd makes other widths."""
+    if parameter.dtype == torch.float32:
+        return torch.float32
+    if torch.compiler.is_compiling() or are_transforms_active() or not parameter.is_leaf:
+        return parameter.dtype
+    return torch.float32 if parameter.grad_dtype == torch.float32 else parameter.dtype
+
+
+def lies_by_columns(weight: Tensor) -> bool:
+    """Return whether the matrix is the transpose of a contiguous one. Its gradient then lies likewise, which adds up
+    without a detour."""
+    return weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
+
+
+def begin(
+    kind: Kind, x: Tensor, kernel: str, save: bool,
+    weight: Any, bias: Any, up_weight: Any = None, up_bias: Any = None, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return h, the input of the last layer, and z if it is to be saved and the backward needs it. The Parameters come
+    last."""
     h: Tensor
     z: Tensor
-    weight, bias, *others = its
     if not kind.is_gated:
         h, z = _linear_act.by(kernel)(x, weight, bias, kind.activation, save)
         return h, z
-    up_weight, up_bias, *_ = others
     if kind.is_stacked:
         hidden = weight.shape[0] // 2
         weight, up_weight = weight[:hidden], weight[hidden:]
