@@ -51,7 +51,6 @@ extern "C" {
                                                                 const int64_t* strides_ptr, int64_t storage_offset,
                                                                 int32_t dtype, int32_t device_type,
                                                                 int32_t device_index, AtenTensorHandle* ret);
-[[nodiscard]] AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2);
 [[nodiscard]] AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self,
                                                       AtenTensorHandle mat1, AtenTensorHandle mat2, double beta,
                                                       double alpha);

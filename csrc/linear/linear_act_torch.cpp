@@ -181,8 +181,7 @@ MPK_CUDA_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cuda)
 }  // namespace mpk
 
 extern "C" {
-// For the rule of what computes, in Python: whether this CPU's 16-bit products are left to torch; dtype as Dtype has
-// it.
+// For the table of what computes, in Python: whether this CPU's 16-bit products are left to torch. dtype is a Dtype.
 __attribute__((visibility("default"))) int32_t mpkernels_multiplies_halves(int32_t dtype) {
   return mpk::multiplies_halves(static_cast<mpk::Dtype>(dtype));
 }

@@ -22,6 +22,11 @@ inline bool is_matrix(const Tensor& tensor, int64_t rows, int64_t columns, const
          tensor.device() == like.device();
 }
 
+inline bool is_bias(const std::unique_ptr<Tensor>& it, int64_t size, const Tensor& like) {  // or none
+  return !it || (it->is_strided() && it->ndim() == 1 && it->size() == size && it->dtype() == like.dtype() &&
+                 it->device() == like.device());
+}
+
 // A gradient's dtype is that of like, fp32, or -1: it is not wanted.
 inline void require_gradient_dtype(int32_t torch_dtype, const Tensor& like, const char* op) {
   require(torch_dtype == -1 || torch_dtype == like.dtype() || torch_dtype == aoti_torch_dtype_float32(), op,
@@ -54,9 +59,7 @@ struct LinearActArguments {
     require(find_dtype(x.dtype(), &dtype) && dtype != Dtype::f64, kOp, "x is none of fp16, bf16, fp32");
     require(is_matrix(x, -1, -1, x), kOp, "x is not a matrix");
     require(is_matrix(weight, -1, x.sizes()[1], x), kOp, "weight does not fit x");
-    require(!bias || (bias->is_strided() && bias->ndim() == 1 && bias->size() == weight.sizes()[0] &&
-                      bias->dtype() == x.dtype() && bias->device() == x.device()),
-            kOp, "bias does not fit weight");
+    require(is_bias(bias, outputs(), x), kOp, "bias does not fit weight");
   }
   int64_t rows() const { return x.sizes()[0]; }
   int64_t outputs() const { return weight.sizes()[0]; }

@@ -1,8 +1,7 @@
 // The two passes of linear_gated and linear_dgated on CUDA: over z, after the products that make it, and over dh.
 #pragma once
 
-#include "linear/activation.h"
-#include "linear/strided.h"
+#include "linear/linear_act_cuda.h"
 
 namespace mpk {
 

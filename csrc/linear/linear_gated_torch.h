@@ -27,8 +27,8 @@ struct LinearGatedArguments {
     require(is_matrix(x, -1, -1, x), kOp, "x is not a matrix");
     require(is_matrix(gate_weight, -1, x.sizes()[1], x), kOp, "gate_weight does not fit x");
     require(is_matrix(up_weight, outputs(), x.sizes()[1], x), kOp, "up_weight does not fit gate_weight");
-    require_bias(gate_bias.get(), "gate_bias does not fit gate_weight");
-    require_bias(up_bias.get(), "up_bias does not fit up_weight");
+    require(is_bias(gate_bias, outputs(), x), kOp, "gate_bias does not fit gate_weight");
+    require(is_bias(up_bias, outputs(), x), kOp, "up_bias does not fit up_weight");
   }
   int64_t rows() const { return x.sizes()[0]; }
   int64_t outputs() const { return gate_weight.sizes()[0]; }
@@ -40,13 +40,6 @@ struct LinearGatedArguments {
   Activation activation;
   bool save;
   Dtype dtype;
-
- private:
-  void require_bias(const Tensor* bias, const char* otherwise) const {
-    require(!bias || (bias->is_strided() && bias->ndim() == 1 && bias->size() == outputs() &&
-                      bias->dtype() == x.dtype() && bias->device() == x.device()),
-            kOp, otherwise);
-  }
 };
 
 struct LinearDgatedArguments {

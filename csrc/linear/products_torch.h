@@ -74,29 +74,35 @@ class ScratchMatrix : Scratch {
   const Matrix view;
 };
 
-inline constexpr const char *kMultiply = "mpkernels", *kFailed = "torch could not multiply two matrices";
+inline void require_product(AOTITorchError error, const char* op = "mpkernels") {
+  require(error == 0, op, "torch could not multiply two matrices");
+}
 
 template <size_t arguments>
 void multiply_by(const char* op, const char* overload, StableIValue (&stack)[arguments]) {
-  require(torch_call_dispatcher(op, overload, stack, kTorch2_10) == 0, op, kFailed);
+  require_product(torch_call_dispatcher(op, overload, stack, kTorch2_10), op);
   Tensor{stack[0]};  // the result, once more
 }
 
-// On CPUs torch's op is called as it is: for the dispatcher to find it by name takes as long as a small product.
-inline bool needs_no_dispatcher(const Matrix& it) {
+// Emulated, a CPU's memory stands for CUDA's.
+inline bool is_on_cpu(const Matrix& it) {
 #ifdef MPK_EMULATION
-  return false;  // its memory is a CPU's, but stands for CUDA's
+  return false;
 #else
   return it.device.first == aoti_torch_device_type_cpu();
 #endif
 }
 
+// out = a b + times c, where c may be out, or a row for all of out's; on the CPU, by torch's op as it is: for the
+// dispatcher to find it by name takes as long as a small product.
+inline void multiply_onto(const Matrix& out, const Matrix& a, const Matrix& b, const Tensor& c, double times = 1) {
+  const Tensor result = out.tensor(), left = a.tensor(), right = b.tensor();
+  require_product(aoti_torch_cpu_addmm_out(result.handle(), c.handle(), left.handle(), right.handle(), times, 1));
+}
+
 // out = a b, in their dtype; on CUDA also in fp32, of 16-bit matrices.
 inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
-  if (needs_no_dispatcher(out)) {
-    const Tensor result = out.tensor(), left = a.tensor(), right = b.tensor();
-    return require(aoti_torch_cpu_mm_out(result.handle(), left.handle(), right.handle()) == 0, kMultiply, kFailed);
-  }
+  if (is_on_cpu(out)) return multiply_onto(out, a, b, out.tensor(), /*times=*/0);
   if (out.column_stride != 1 && out.row_stride == 1)  // torch would make a copy of some
     return multiply(out.transposed(), b.transposed(), a.transposed());
   if (out.dtype == a.dtype) {
@@ -108,19 +114,12 @@ inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
   multiply_by("aten::mm", "dtype_out", stack);
 }
 
-// out = a b + times c, where c may be out, or a row for all of out's; on the CPU.
-inline void multiply_onto(const Matrix& out, const Matrix& a, const Matrix& b, const Tensor& c, double times = 1) {
-  const Tensor result = out.tensor(), left = a.tensor(), right = b.tensor();
-  require(aoti_torch_cpu_addmm_out(result.handle(), c.handle(), left.handle(), right.handle(), times, 1) == 0,
-          kMultiply, kFailed);
-}
-
 // out = a weight^T + bias, if there is one, a row, rounded once. This is addmm; aten::addmm itself takes numbers of a
 // kind that torch's stable ABI lacks.
 inline void multiply_and_add(const Matrix& out, const Matrix& a, const Matrix& weight,
                              const std::optional<Matrix>& bias) {
   if (!bias) return multiply(out, a, weight.transposed());
-  if (needs_no_dispatcher(out)) return multiply_onto(out, a, weight.transposed(), bias->vector());
+  if (is_on_cpu(out)) return multiply_onto(out, a, weight.transposed(), bias->vector());
   auto* const of_bias = new StableIValue(bias->vector().release());  // torch deletes it
   StableIValue stack[] = {a.tensor().release(), weight.tensor().release(), reinterpret_cast<StableIValue>(of_bias),
                           out.tensor().release()};
