@@ -2,7 +2,6 @@
 torch.nn.functional."""
 
 from collections.abc import Hashable
-from typing import Any
 
 from torch import Tensor
 from torch.overrides import is_tensor_like
@@ -12,9 +11,11 @@ from mpkernels._torch_private.modes import is_any_autocast_enabled
 from mpkernels.linear import arguments, paths
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
 from mpkernels.linear.choice import autocast_dtype, is_left_to_torch, is_ours, is_watched, kernel_for, key_of
-from mpkernels.ops.linear.activations import ActivationLike, activation_name
+from mpkernels.ops.linear.activations import ACTIVATIONS, ActivationLike, activation_name
 from mpkernels.ops.linear.kind import Kind, Parameters
 from mpkernels.parts import columns_of, is_sharded, parts_of_columns
+
+_LONE = {name: Kind("linear_act", name) for name in ACTIVATIONS}  # made once: small layers are slowed down by all else
 
 __all__ = ["clear_cast_cache", "gated_linear", "gated_mlp", "linear_act", "mlp"]
 
@@ -37,7 +38,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
         activation: none, relu, relu2 (the square of relu), gelu, gelu_tanh, silu, sigmoid or tanh. Or a module of torch
             or transformers that computes one of these, such as ``torch.nn.GELU()``.
     """
-    kind = "linear_act", activation, False, False, 0.0, False
+    kind = (_LONE.get(activation) if type(activation) is str else None) or Kind("linear_act", activation)
     if is_left_to_torch(activation, x, weight, bias):
         try:
             return paths.by_torch(kind, x, weight, bias)
@@ -69,7 +70,7 @@ def gated_linear(
         up_bias: [N].
         activation: as linear_act takes it.
     """
-    kind = "gated_linear", activation, True, up_weight is None, 0.0, False
+    kind = Kind("gated_linear", activation, True, up_weight is None)
     return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias)
 
 
@@ -103,7 +104,7 @@ def mlp(
         training: whether to drop any.
         recompute: save x alone, and compute the first linear layer anew in the backward.
     """
-    kind = "mlp", activation, False, False, *_options("mlp", dropout, training, recompute)
+    kind = Kind("mlp", activation, False, False, *_options("mlp", dropout, training, recompute))
     return _compute(kind, x, fc1_weight, fc1_bias, None, None, fc2_weight, fc2_bias)
 
 
@@ -126,7 +127,7 @@ def gated_mlp(
     Beside x and the weights, the backward needs the results of gate's and up's linear layers: in 16 bits 4 bytes for
     each hidden feature, where torch saves 8. See ``gated_linear`` for the first arguments and ``mlp`` for the last.
     """
-    kind = "gated_mlp", activation, True, up_weight is None, *_options("gated_mlp", dropout, training, recompute)
+    kind = Kind("gated_mlp", activation, True, up_weight is None, *_options("gated_mlp", dropout, training, recompute))
     return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
 
 
@@ -139,18 +140,17 @@ def _options(op: str, dropout: float, training: bool, recompute: bool) -> tuple[
     return dropout if training else 0.0, recompute
 
 
-def _compute(kind: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor | None) -> Tensor:
-    """``kind`` becomes a Kind only where torch doesn't compute at once: that takes as long as the key does."""
+def _compute(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor | None) -> Tensor:
     key = key_of(kind, x, weight, bias, others)
     kernel = selector.by_key.get(key)
-    if kernel == "torch" and not kind[-1]:
+    if kernel == "torch" and not kind.recompute:
         return paths.by_torch(kind, x, weight, bias, *others)
     own = Parameters(weight, bias, *others)
     if kernel is None or is_watched():
-        return _of_any_kind(key, Kind(*kind), x, own)
+        return _of_any_kind(key, kind, x, own)
     if kernel == "torch":
-        return paths.afresh(Kind(*kind), x, own)
-    return paths.by_ours(kernel, Kind(*kind), x, own, autocast_dtype(x) if is_any_autocast_enabled() else None)
+        return paths.afresh(kind, x, own)
+    return paths.by_ours(kernel, kind, x, own, autocast_dtype(x) if is_any_autocast_enabled() else None)
 
 
 def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, own: Parameters) -> Tensor:

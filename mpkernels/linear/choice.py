@@ -31,14 +31,12 @@ _PLAIN = frozenset((Tensor, Parameter))
 _SERVED = frozenset((Tensor, Parameter, FakeTensor))
 
 
-def key_of(
-    kind: tuple[Any, ...], x: Tensor, weight: Tensor, bias: Tensor | None, others: tuple[Tensor | None, ...]
-) -> Hashable:
+def key_of(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, others: tuple[Tensor | None, ...]) -> Hashable:
     """Return a key for ``selector.by_key`` that holds everything the choice of a kernel depends on. Return None for a
     call that needs a closer look, such as one on tensor subclasses. Bad arguments have keys, too, under which nothing
     is found, because every check here slows down small layers."""
     # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
-    if is_dynamo_compiling() or forced or is_jit_tracing() or type(x) is not Tensor or type(kind[1]) is not str:
+    if is_dynamo_compiling() or forced or is_jit_tracing() or type(x) is not Tensor or type(kind.activation) is not str:
         return None
     if type(weight) not in _PLAIN:
         return None

@@ -35,7 +35,7 @@ def afresh(kind: Kind, x: Tensor, own: Parameters) -> Tensor:
 
 
 def by_torch(
-    kind: tuple[Any, ...],
+    kind: Kind,
     x: Tensor,
     weight: Any,
     bias: Tensor | None,

@@ -10,7 +10,7 @@ import mpkernels
 from mpkernels import selector
 from mpkernels.functional import gated_linear, gated_mlp, mlp
 from mpkernels.linear import cast_cache, choice
-from mpkernels.ops.linear.kind import ROUNDING
+from mpkernels.ops.linear.kind import ROUNDING, Kind
 from tests.block_cases import BLOCKS, arguments, results
 from tests.linear.test_blocks_autograd import saved_by
 from tests.linear_cases import relative_error
@@ -138,7 +138,7 @@ OTHER_CALLS = [
 def test_calls_are_told_apart(other):
     def key(**changes):
         x, *parameters = (MLP | changes).values()
-        return choice.key_of(("mlp", "gelu", 0.0, False), x, *parameters[:2], tuple(parameters[2:]))
+        return choice.key_of(Kind("mlp", "gelu"), x, *parameters[:2], tuple(parameters[2:]))
 
     assert None not in (key(), key(**other))
     assert key() != key(**other)

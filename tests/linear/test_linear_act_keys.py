@@ -7,6 +7,7 @@ from torch.nn import Parameter
 
 import mpkernels
 from mpkernels.linear.choice import key_of
+from mpkernels.ops.linear.kind import Kind
 
 X, WEIGHT, BIAS = torch.ones(2, 3), Parameter(torch.ones(4, 3)), Parameter(torch.ones(4))
 CALL = {"x": X, "weight": WEIGHT, "bias": BIAS, "activation": "gelu"}
@@ -31,7 +32,7 @@ OTHERS = [
 
 def key(**changes):
     x, weight, bias, activation = (CALL | changes).values()
-    return key_of(("linear_act", activation, False, False, 0.0, False), x, weight, bias, ())
+    return key_of(Kind("linear_act", activation), x, weight, bias, ())
 
 
 @pytest.mark.parametrize("other", OTHERS, ids=repr)

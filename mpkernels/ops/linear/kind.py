@@ -67,7 +67,7 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 def lies_by_columns(weight: Tensor) -> bool:
     """Return whether the matrix is the transpose of a contiguous one. Its gradient then lies likewise, which adds up
     without a detour."""
-    return weight.dim() == 2 and not weight.is_contiguous() and weight.t().is_contiguous()
+    return not weight.is_contiguous() and weight.dim() == 2 and weight.t().is_contiguous()
 
 
 def begin(
