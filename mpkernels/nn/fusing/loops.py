@@ -1,0 +1,42 @@
+"""Find loops that call one module after another, in the function's syntax tree alone."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mpkernels.nn.fusing.chain import Block, Chain, short
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``for layer in self.layers: x = layer(x)``."""
+
+    block: Block
+    statement: ast.For
+    modules: ast.expr
+    value: str  #: the name of what they are called on
+
+    @property
+    def text(self) -> str:
+        return short(self.modules)
+
+
+def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
+    """Yield those whose modules are the function's own, and who leave nothing behind but the last result."""
+    for block in Block.all_of(function):
+        for at, statement in enumerate(block.statements):
+            value = _result(statement)
+            if value and isinstance(statement, ast.For) and Chain(block, at).is_own(statement.iter):
+                name = ast.unparse(statement.target)
+                if sum(isinstance(it, ast.Name) and it.id == name for it in ast.walk(function)) == 2:
+                    yield Loop(block, statement, statement.iter, value)
+
+
+def _result(statement: ast.stmt) -> str:
+    """Return x of ``for layer in ...: x = layer(x)``. "" for other statements."""
+    if not isinstance(statement, ast.For) or statement.orelse or not isinstance(statement.target, ast.Name):
+        return ""
+    match statement.body:
+        case [ast.Assign([ast.Name(made)], ast.Call(ast.Name(called), [ast.Name(taken)], []))]:
+            return made if called == statement.target.id != made == taken else ""
+    return ""
