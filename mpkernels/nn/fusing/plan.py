@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 from torch.nn.utils import parametrize
 
 from mpkernels._torch_private.modules import books_of
@@ -69,6 +69,8 @@ def _method(kind: type, name: str, chosen: Any) -> FunctionType:
 
 def decide(module: Module, kind: type) -> Decision:
     """Decide for a module whose class is ``kind``, but for fused ones."""
+    if inspect.getattr_static(kind, "forward") is Module.forward:  # it has none, as a ModuleList: who holds it is asked
+        return Decision((), [], [])
     if not (any(is_linear(it) for it in module.modules() if it is not module) or _holds_both(module)):
         return Decision((), [], [])
     try:
@@ -192,9 +194,10 @@ def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
 
 
 def _holds_both(module: Module) -> str:
-    """Return the class's name if the module itself has an activation and a matrix to multiply with."""
+    """Return the class's name if the module, or a list in it, has an activation and a matrix to multiply with."""
     own = own_values(module)
     parameters, _, children = books_of(own)
-    has_matrix = any(map(is_linear, (*children.values(), *own.values())))
+    listed = [it for each in children.values() if type(each) is ModuleList for it in sequential.modules_of(each)]
+    has_matrix = any(map(is_linear, (*children.values(), *own.values(), *listed)))
     has_matrix = has_matrix or any(it is not None and it.ndim > 1 for it in parameters.values())
-    return type(module).__name__ if has_matrix and uses_activation(module) else ""
+    return type(module).__name__ if has_matrix and (uses_activation(module) or any(map(is_activation, listed))) else ""

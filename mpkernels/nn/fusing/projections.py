@@ -3,10 +3,10 @@ FeedForward."""
 
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 
 from mpkernels._torch_private.modules import books_of, runs_forward_alone
-from mpkernels.nn.fusing import calls
 from mpkernels.nn.fusing.looking import FUSED, own_values
 from mpkernels.nn.fusing.originals import is_original
 from mpkernels.nn.fusing.recognise import PATCHED, WATCHED, is_linear, uses_activation
@@ -38,11 +38,9 @@ def why_no_projection(module: Any) -> str | None:
     return None if is_original(module, type(module) if record is None else record.plain) else PATCHED
 
 
-def is_plain(x: Any, module: Module) -> bool:
-    """Return whether the call of a projection does what it does on most devices."""
-    if why_no_projection(module) is not None or x.device.type in _ELSEWHERE:
-        return False
-    return not is_gated(module) or calls.are_gates([taken_apart(module)[0]])
+def is_usual_on(x: Tensor) -> bool:
+    """Return whether projections compute on this tensor's device what they do on most."""
+    return x.device.type not in _ELSEWHERE
 
 
 def taken_apart(projection: Any) -> tuple[Module, object]:

@@ -48,13 +48,16 @@ class Run(NamedTuple):
         return [modules[self.first]] if self.has_projection else []
 
     def is_plain(self, x: Any, modules: Sequence[Module]) -> bool:
-        if self.last >= len(modules) or (self.has_projection and not self._is_projected(x, modules[self.first])):
+        if self.last >= len(modules):
             return False
-        return calls.are_plain(x, *self.parts(modules))
-
-    def _is_projected(self, x: Any, module: Module) -> bool:
         is_gated = self.kind == "gated_mlp"
-        return projections.is_plain(x, module) and projections.is_gated(module) == is_gated
+        for first in self.projection(modules):
+            if projections.why_no_projection(first) is not None or projections.is_gated(first) != is_gated:
+                return False
+        layers, activation, between = self.parts(modules)
+        if not calls.are_plain(x, layers, activation, between):
+            return False
+        return not self.has_projection or (projections.is_usual_on(x) and (not is_gated or calls.are_gates(layers[:1])))
 
     def compute(self, x: Tensor, modules: Sequence[Module]) -> Tensor:
         layers, activation, between = self.parts(modules)
