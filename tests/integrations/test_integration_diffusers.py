@@ -1,4 +1,4 @@
-"""fuse on diffusers' FeedForward, against the real library: by itself, in blocks and whole models, and with adapters."""
+"""fuse on diffusers' FeedForward, against the real library: alone, in blocks and whole models, and with adapters."""
 
 import copy
 import pickle

@@ -20,6 +20,7 @@ from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, SEQUENTIAL_FORWARD, SEQUENTIAL_ITER, TORCH_CHUNK
 from mpkernels.nn.fusing.recognise import (
     is_activation,
+    is_layer,
     is_linear,
     known_activation,
     uses_activation,
@@ -71,7 +72,7 @@ def decide(module: Module, kind: type) -> Decision:
     """Decide for a module whose class is ``kind``, but for fused ones."""
     if inspect.getattr_static(kind, "forward") is Module.forward:  # it has none, as a ModuleList: who holds it is asked
         return Decision((), [], [])
-    if not (any(is_linear(it) for it in module.modules() if it is not module) or _holds_both(module)):
+    if not (any(is_layer(it) for it in module.modules() if it is not module) or _holds_both(module)):
         return Decision((), [], [])
     try:
         _refuse_foreign_forward(module, kind)
@@ -152,9 +153,9 @@ def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
     are something else, such as a norm after a linear layer."""
     activation = _resolve(site.activation, module, function)
     layers, between = ([_resolve(it, module, function) for it in each] for each in (site.layers, site.between))
-    if not is_activation(activation) or not all(map(is_linear, layers)):
+    if not is_activation(activation) or not all(map(is_layer, layers)):
         return None
-    if any(is_activation(it) or is_linear(it) for it in between):
+    if any(is_activation(it) or is_layer(it) for it in between):
         return None
     reasons = [(site.layers[at], why_never(layer)) for at, layer in enumerate(layers)]
     reasons.append((site.activation, why_no_activation(activation)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Dropout, Identity, Linear, Module, Parameter, functional
+from torch.nn import Conv1d, Conv2d, Conv3d, Dropout, Identity, Linear, Module, Parameter, functional
 
 from mpkernels._torch_private.modules import books_of, runs_forward_alone
 from mpkernels.nn.fusing.looking import own_values
@@ -124,6 +124,12 @@ def uses_activation(module: object) -> bool:
     classes = [it for it in type(module).__mro__ if it not in Module.__mro__]
     methods = [it for kind in classes for it in vars(kind).values() if isinstance(it, FunctionType)]
     return any(not _NAMES.isdisjoint(it.__code__.co_names) for it in methods)
+
+
+def is_layer(value: object) -> bool:
+    """Return whether this is a linear layer, or one that a convolution of size 1 computes."""
+    is_convolution = issubclass(type(value), Conv1d | Conv2d | Conv3d)
+    return is_linear(value) or (is_convolution and set(getattr(value, "kernel_size", ())) == {1})
 
 
 def is_linear(value: object) -> bool:

@@ -13,7 +13,7 @@ from mpkernels.nn.fusing import calls, projections
 from mpkernels.nn.fusing.originals import LIST_ITER, SEQUENTIAL_FORWARD, SEQUENTIAL_ITER
 from mpkernels.nn.fusing.recognise import (
     is_activation,
-    is_linear,
+    is_layer,
     known_activation,
     why_dropped_twice,
     why_never,
@@ -93,14 +93,14 @@ def runs_of(modules: Sequence[Module]) -> list[Run]:
     for at, module in enumerate(modules):
         if projections.is_projection(module):
             kind, after = "gated_mlp" if projections.is_gated(module) else "mlp", at + 1
-        elif is_linear(module) and is_activation(modules[min(at + 1, len(modules) - 1)]):
+        elif is_layer(module) and is_activation(modules[min(at + 1, len(modules) - 1)]):
             kind, after = "mlp", at + 2
             runs.append(Run("linear_act", at, at + 1))
         else:
             continue
         while after < len(modules) and isinstance(modules[after], Dropout | Identity):
             after += 1
-        if after < len(modules) and is_linear(modules[after]):
+        if after < len(modules) and is_layer(modules[after]):
             runs.append(Run(kind, at, after, projections.is_projection(module)))
     return runs
 

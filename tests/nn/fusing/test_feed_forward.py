@@ -202,7 +202,18 @@ def test_vmap_and_functional_call():
     assert_close(got, want, rtol=1e-5, atol=1e-5)
 
 
+class OfConvolutions(TimmMlp):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Conv1d(5, 16, 1), nn.Conv1d(16, 5, 1)
+
+
 LEFT = {
+    "1 x 1 convolutions": (OfConvolutions, "fc1 is no plain torch.nn.Linear"),
+    "a list of convolutions": (
+        lambda: nn.Sequential(nn.Conv1d(5, 4, 1), nn.ReLU(), nn.Conv1d(4, 5, 1)),
+        "Conv1d is no plain torch.nn.Linear",
+    ),
     "gate on either side": (TimmGluMlp, "its forward applies no activation to the output of a linear layer in a form"),
     "another GELU": (
         lambda: FeedForward(as_diffusers.ApproximateGELU),
