@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mpkernels.nn.fusing.chain import Block, Chain, short
+from mpkernels.nn.fusing.chain import Block, Chain, inner_scopes, loads, short
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,15 @@ class Loop:
 
 
 def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
-    """Yield those whose modules are the function's own, and who leave nothing behind but the last result."""
+    """Yield those whose modules are the function's own, and of which nobody reads more than the last result."""
+    names = [it.id for it in ast.walk(function) if isinstance(it, ast.Name)]
+    read_later = {name for scope in inner_scopes(function) for _, name in loads(scope)}
     for block in Block.all_of(function):
         for at, statement in enumerate(block.statements):
             value = _result(statement)
             if value and isinstance(statement, ast.For) and Chain(block, at).is_own(statement.iter):
-                name = ast.unparse(statement.target)
-                if sum(isinstance(it, ast.Name) and it.id == name for it in ast.walk(function)) == 2:
+                is_read = block.is_guarded or value in read_later or names.count(ast.unparse(statement.target)) > 2
+                if not is_read:
                     yield Loop(block, statement, statement.iter, value)
 
 

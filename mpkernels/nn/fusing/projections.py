@@ -4,7 +4,7 @@ FeedForward."""
 from typing import Any
 
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Sequential
 
 from mpkernels._torch_private.modules import books_of, runs_forward_alone
 from mpkernels.nn.fusing.looking import FUSED, own_values
@@ -12,13 +12,13 @@ from mpkernels.nn.fusing.originals import is_original
 from mpkernels.nn.fusing.recognise import PATCHED, WATCHED, is_linear, uses_activation
 
 _HOME = "diffusers.models.activations"
-_IS_GATED = {"GELU": False, "LinearActivation": False, "GEGLU": True, "SwiGLU": True}  # the gate is the second half
+_IS_GATED = {"GELU": False, "LinearActivation": False, "GEGLU": True, "SwiGLU": True}  # by the layer's second half
 _ELSEWHERE = ("mps", "npu")  # devices on which their forward may run something else
 
 
 def is_projection(value: object) -> bool:
     """Return whether this is such a module, or may be one that mpkernels doesn't know."""
-    if not issubclass(type(value), Module) or is_linear(value):
+    if not issubclass(type(value), Module) or issubclass(type(value), Sequential) or is_linear(value):
         return False
     children = books_of(own_values(value))[-1].values()
     return _is_known(value) or (sum(map(is_linear, children)) == 1 and uses_activation(value))
@@ -31,7 +31,7 @@ def is_gated(projection: Module) -> bool:
 def why_no_projection(module: Any) -> str | None:
     """Return why a call of this isn't known to be that of a linear layer and an activation. None if it is."""
     if not _is_known(module):
-        return "is no linear layer with an activation that mpkernels knows"
+        return "is none of the modules that fuse takes apart into a layer and an activation"
     if not runs_forward_alone(module) or "gelu" in vars(module):
         return WATCHED
     record = getattr(type(module), FUSED, None)

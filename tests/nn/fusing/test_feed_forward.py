@@ -217,7 +217,7 @@ LEFT = {
     "gate on either side": (TimmGluMlp, "its forward applies no activation to the output of a linear layer in a form"),
     "another GELU": (
         lambda: FeedForward(as_diffusers.ApproximateGELU),
-        "ApproximateGELU is no linear layer with an activation that mpkernels knows",
+        "ApproximateGELU is none of the modules that fuse takes apart into a layer and an activation",
     ),
 }
 

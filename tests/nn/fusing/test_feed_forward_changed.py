@@ -228,7 +228,25 @@ class EndsOtherwise(Looped):
         return x
 
 
-@pytest.mark.parametrize("kind", [ReadsItsLayer, CallsTwice, EndsOtherwise])
+class ReadAfterAnError(Looped):
+    def forward(self, x):
+        try:
+            for layer in self.layers:
+                x = layer(x)
+        finally:
+            self.seen = x
+        return x
+
+
+class ReadByAFunction(Looped):
+    def forward(self, x):
+        self.now = lambda: x
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("kind", [ReadsItsLayer, CallsTwice, EndsOtherwise, ReadAfterAnError, ReadByAFunction])
 def test_another_loop_is_left_with_a_reason(kind):
     model = kind()
     want = model(X)
