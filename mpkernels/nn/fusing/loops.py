@@ -23,14 +23,16 @@ class Loop:
 
 def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
     """Yield those whose modules are the function's own, and of which nobody reads more than the last result."""
-    names = [it.id for it in ast.walk(function) if isinstance(it, ast.Name)]
+    blocks = [*Block.all_of(function)]
+    inside = {id(it) for block in blocks for loop in block.statements if _result(loop) for it in ast.walk(loop)}
+    read = {name for node, name in loads(function) if id(node) not in inside}
     read_later = {name for scope in inner_scopes(function) for _, name in loads(scope)}
-    for block in Block.all_of(function):
+    for block in blocks:
         for at, statement in enumerate(block.statements):
             value = _result(statement)
             if value and isinstance(statement, ast.For) and Chain(block, at).is_own(statement.iter):
-                is_read = block.is_guarded or value in read_later or names.count(ast.unparse(statement.target)) > 2
-                if not is_read:
+                is_seen = block.is_guarded or value in read_later or ast.unparse(statement.target) in read
+                if not is_seen:
                     yield Loop(block, statement, statement.iter, value)
 
 

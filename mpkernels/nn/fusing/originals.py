@@ -98,7 +98,10 @@ def is_original(called: Any, kind: Any = None) -> bool:
         forward = _as_written(kind)
         if forward is None:
             return False  # and look again another time: what is patched may be restored
-        functions = (*_IN_LIBRARIES.get(kind.__name__, ()), *_methods_within(kind, forward))
+        methods = _methods_within(kind, forward)
+        if methods is None:
+            return False
+        functions = *_IN_LIBRARIES.get(kind.__name__, ()), *methods
         own = _OF_LIBRARIES[kind] = _of_module(kind, forward, functions)
     return _are_in_place(own) and _is_inner_original(called)
 
@@ -119,10 +122,11 @@ def _as_written(kind: type) -> Any:
     return forward if is_own else None
 
 
-def _methods_within(kind: type, forward: FunctionType) -> list[Attribute]:
-    """Return the methods of the class that its forward names."""
-    own = [(name, vars(kind).get(name)) for name in forward.__code__.co_names]
-    return [(kind, name, it) for name, it in own if isinstance(it, FunctionType)]
+def _methods_within(kind: type, forward: FunctionType) -> list[Attribute] | None:
+    """Return the methods of the class that its forward names. None if one of them doesn't stand in the same file."""
+    named = [(kind, name, vars(kind).get(name)) for name in forward.__code__.co_names]
+    own: list[Attribute] = [it for it in named if isinstance(it[-1], FunctionType)]
+    return own if all(it.__globals__ is forward.__globals__ for _, _, it in own) else None
 
 
 def _is_inner_original(module: nn.Module) -> bool:

@@ -45,10 +45,10 @@ def is_usual_on(x: Tensor) -> bool:
 
 def taken_apart(projection: Any) -> tuple[Module, object]:
     """Return the linear layer and the activation."""
-    if type(projection).__name__ in ("GELU", "GEGLU"):
-        is_tanh = getattr(projection, "approximate", "none") == "tanh"
-        return projection.proj, "gelu_tanh" if is_tanh else "gelu"
-    return projection.proj, projection.activation
+    name = type(projection).__name__
+    if name == "GELU":
+        return projection.proj, {"none": "gelu", "tanh": "gelu_tanh"}.get(projection.approximate)
+    return projection.proj, "gelu" if name == "GEGLU" else projection.activation
 
 
 def _is_known(value: object) -> bool:

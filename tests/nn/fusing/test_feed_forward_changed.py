@@ -204,6 +204,48 @@ def test_a_list_may_become_longer_shorter_and_another():
         assert ran == []
 
 
+def test_a_loop_after_another_with_the_same_names():
+    class Twice(Looped):
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    model = Twice()
+    want = model(X)
+    fuse(model)
+    with recorded_ops() as ran:
+        assert_close(model(X), want, rtol=1e-5, atol=1e-6)
+    assert ran == ["mlp"] * 2
+
+
+@pytest.mark.parametrize("approximate", ["tanh", "no such"])
+def test_the_form_of_gelu_is_read_in_each_call(approximate):
+    plain, fused = made("diffusers' GELU"), made("diffusers' GELU")
+    fuse(fused)
+    plain.net[0].approximate = fused.net[0].approximate = approximate
+    if approximate == "tanh":
+        assert_close(fused(X), plain(X), rtol=1e-5, atol=1e-6)
+        return
+    with pytest.raises(RuntimeError, match="approximate"):
+        fused(X)
+
+
+def test_a_method_that_was_patched_before_anything_was_fused(monkeypatch):
+    kind = type("GELU", (as_diffusers.GELU,), {"__module__": as_diffusers.GELU.__module__})
+    for name in ("forward", "gelu"):  # a class that fuse hasn't met
+        setattr(kind, name, vars(as_diffusers.GELU)[name])
+    kind.gelu = lambda self, gate: torch.relu(gate)
+    model = FeedForward(kind)
+    want = model(X)
+    fuse(model)
+    with recorded_ops() as ran:
+        assert torch.equal(model(X), want)
+    assert ran == []
+
+
 class ReadsItsLayer(Looped):
     def forward(self, x):
         for layer in self.layers:
