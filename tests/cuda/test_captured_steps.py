@@ -198,7 +198,7 @@ def test_a_graph_outlives_the_plan_it_was_captured_with():
         replay = captured(lambda: parts.step(0, 1, 2)).replay if uses_graph else lambda: parts.step(0, 1, 2)
         replay()
         parts.step(0, 2)
-        others = [torch.full((1000,), 7.0, device=CUDA) for _ in range(50)]
+        others = [torch.full((size,), 7.0, device=CUDA) for size in (20, 60, 150, 1000) for _ in range(50)]
         replay()
         assert all(bool((it == 7).all()) for it in others)
         return parts.weights()
