@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mpkernels.ops import _stack
-from tests.targets import CUDA, EMULATED, emulated_function, emulated_variable
+from tests.targets import CUDA
 
 
 @contextmanager
@@ -21,8 +21,6 @@ def captured(target):
             yield graph
         return
     graph = _Graph()
-    if target.kernel == "cuda":
-        emulated_function("emulation_forget_captured")()  # an earlier graph's
     with graph, _interpreted_kernels_kept(graph):
         yield graph
 
@@ -46,8 +44,6 @@ class _Graph(TorchDispatchMode):
             kernel = _stack.forced[-1][op.name().partition("::")[2], "cpu"]
             with self:
                 return kernel(*args, **kwargs)
-        if op.namespace == EMULATED:
-            return self._keep_launches(op, args, kwargs)
         if op.namespace != "aten" or self._is_for_host(op, args, kwargs):
             return self._compute_on_host(op, args, kwargs)
         if op is torch.ops.aten._local_scalar_dense.default:
@@ -67,22 +63,6 @@ class _Graph(TorchDispatchMode):
         results = op(*args, **kwargs)
         self.on_host.update(map(_memory, _tensors(results)))
         self.kept.append(results)
-        return results
-
-    def _keep_launches(self, op, args, kwargs):
-        capturing, count = emulated_variable("emulation_is_capturing"), emulated_function("emulation_captured")
-        capturing.value, first = 1, count()
-        try:
-            results = op(*args, **kwargs)
-        finally:
-            capturing.value = 0
-        launches = range(first, count())
-        self.kept.append(results)
-
-        def launch():
-            assert emulated_function("emulation_replay")(launches.start, launches.stop) == 0
-
-        self.steps.append(launch)
         return results
 
     @torch.no_grad()

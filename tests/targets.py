@@ -2,7 +2,8 @@
 
 import ctypes
 import functools
-from collections.abc import Callable, Iterator
+import os
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +31,7 @@ class Target:
     @property
     def is_interpreted(self) -> bool:
         """Some milliseconds for each Triton program."""
-        return str(self) == "cpu-triton"
+        return self.kernel == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
     def why_missing(self) -> str | None:
         """None where this machine can run the target."""
@@ -72,11 +73,6 @@ def emulation_library() -> Path:
 def emulated_variable(name: str) -> ctypes.c_int:
     """Of the emulation, for tests to read and set."""
     return ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), name)
-
-
-def emulated_function(name: str) -> Callable[..., int]:
-    function: Callable[..., int] = getattr(ctypes.CDLL(str(emulation_library())), name)
-    return function
 
 
 @functools.cache

@@ -8,7 +8,6 @@ import torch
 from mpkernels import Metrics
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from tests.late_device import DEVICE, late_device
 from tests.networks import backward, network, one_thread
 
 __all__ = ["one_thread"]  # a fixture that each test uses
@@ -56,64 +55,6 @@ def test_what_a_step_does_not_compute_is_left_out():
     optimizer.guard = False
     optimizer.step()
     assert metrics.read().keys() == {"skipped_steps"}
-
-
-def test_nobody_waits_and_nothing_is_read_before_it_has_arrived():
-    with late_device() as device:
-        optimizer, scaler = AdamW([parameter(DEVICE)], max_norm=1.0), GradScaler("cpu", init_scale=4.0)
-        metrics = Metrics(optimizer, scaler)
-        for value in (1.0, torch.inf):
-            step(optimizer, scaler, value)
-            assert metrics.read() == {}
-        assert device._arrivals == 0
-        device.arrive()
-        assert metrics.read()["skipped_steps"] == 1
-        step(optimizer, scaler, torch.inf)
-        assert metrics.read()["skipped_steps"] == 1  # the next is on its way
-        device.arrive()
-        assert metrics.read()["skipped_steps"] == 2
-
-
-def test_nobody_waits_where_the_scale_lies_on_the_host():
-    with late_device() as device:
-        optimizer, scaler = AdamW([parameter(DEVICE)], guard=True), GradScaler("cpu", init_scale=4.0)
-        scaler.scale(torch.ones(()))
-        [param] = optimizer.param_groups[0]["params"]
-        metrics, param.grad = Metrics(optimizer, scaler), torch.full_like(param, 1.0)
-        optimizer.step()
-        assert (metrics.read(), device._arrivals) == ({}, 0)
-        device.arrive()
-        assert metrics.read()["loss_scale"] == 4
-
-
-def test_numbers_that_were_on_their_way_get_no_other_names():
-    """A step that computes less than the one before it has fewer numbers."""
-    with late_device() as device:
-        optimizer = AdamW([parameter(DEVICE)], max_norm=1.0)
-        [param] = optimizer.param_groups[0]["params"]
-        metrics, param.grad = Metrics(optimizer), torch.full_like(param, 1.0)
-        optimizer.step()
-        device.arrive()
-        assert metrics.read().keys() == {"grad_norm", "skipped_steps"}
-        optimizer.max_norm, optimizer.guard = None, False
-        optimizer.step()
-        assert metrics.read() == {}
-        device.arrive()
-        assert metrics.read() == {"skipped_steps": 0.0}
-
-
-def test_a_captured_step_is_not_followed():
-    with late_device() as device:
-        optimizer = AdamW([parameter(DEVICE)], guard=True)
-        [param] = optimizer.param_groups[0]["params"]
-        metrics, param.grad = Metrics(optimizer), torch.full_like(param, 1.0)
-        with pytest.MonkeyPatch.context() as patched:
-            patched.setattr(torch.cuda, "is_available", lambda: True)
-            device.is_capturing = True
-            optimizer.step()
-            device.is_capturing = False
-            device.arrive()
-            assert metrics.read() == {}
 
 
 def test_loggers_and_torchs_profiler_take_them(tmp_path):

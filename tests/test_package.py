@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -24,3 +25,10 @@ def test_what_is_not_there_is_told_as_by_any_module():
     with pytest.raises(AttributeError, match=r"^module 'mpkernels' has no attribute 'optimizer'$"):
         mpkernels.optimizer  # noqa: B018
     assert not hasattr(mpkernels, "Gradscaler")
+
+
+def test_one_function_decides_who_waits_for_a_copy_to_the_host():
+    """Besides it: who reads later, and a copy to the device out of memory that nobody writes to."""
+    root = Path(mpkernels.__file__).parent
+    found = [path.relative_to(root) for path in root.rglob("*.py") if "non_blocking" in path.read_text()]
+    assert sorted(map(str, found)) == ["ops/_table.py", "overflow/readback.py", "parameters.py"]

@@ -1,7 +1,7 @@
 """autocast around an op and within it."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -14,6 +14,16 @@ def has_autocast(device_type: str) -> bool:
     return device_type in DEVICES or torch.amp.is_autocast_available(device_type)
 
 
-def without_autocast(like: Tensor) -> AbstractContextManager[Any]:
+@contextmanager
+def without_autocast(like: Tensor) -> Iterator[None]:
+    """Compute in the dtypes that are there. The end of a torch.autocast would forget all threads' casts where it is the
+    outermost one, as it is in the threads that go backward on GPUs."""
     device = like.device.type
-    return torch.autocast(device, enabled=False) if has_autocast(device) else nullcontext()
+    if not has_autocast(device) or not torch.is_autocast_enabled(device):
+        yield
+        return
+    torch.set_autocast_enabled(device, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device, True)

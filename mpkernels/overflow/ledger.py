@@ -60,17 +60,17 @@ class Ledger:
 def _only(params: Iterable[Tensor], record: Record) -> Record:
     """Return the record's lines of these."""
     wanted = set(map(id, params))
-    places = [i for i, param in enumerate(record.params) if id(param) in wanted]
-    at = put_on(record.report.device, torch.tensor([0, *(1 + i for i in places)], device="cpu"))
-    return record._replace(params=[record.params[i] for i in places], report=record.report.index_select(0, at))
+    kept = [param for param in record.params if id(param) in wanted]
+    return record._replace(params=kept, report=_among(kept, record))
 
 
 def _among(params: list[Tensor], record: Record) -> Tensor:
-    """Return the record's lines at the places that its parameters have among all these."""
-    place = {id(param): i for i, param in enumerate(params)}
-    places = [0, *(1 + place[id(param)] for param in record.params)]
-    at = put_on(record.report.device, torch.tensor(places, device="cpu"))
-    return record.report.new_zeros(1 + len(params), len(FIELDS)).index_copy_(0, at, record.report)
+    """Return the record's lines at the places that its parameters have among all these. No index goes to the device: a
+    CUDA graph's capture would refuse that."""
+    heading, *lines = record.report.unbind()
+    line = {id(param): line for param, line in zip(record.params, lines, strict=True)}
+    none = torch.zeros_like(heading)
+    return torch.stack([heading, *(line.get(id(param), none) for param in params)])
 
 
 class Ledgers:

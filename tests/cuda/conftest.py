@@ -6,6 +6,8 @@ import torch
 def _cuda():
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
+    yield
+    torch.cuda.set_stream(torch.cuda.default_stream())  # a capture that fails leaves its own behind
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""torch's allocators other than the usual one, and memory that runs out. Each has a process of its own: torch asks once
+"""torch's allocators other than the usual one, and calls that break off. Each has a process of its own: torch asks once
 which allocator to use."""
 
 import ctypes
@@ -25,7 +25,7 @@ def test_training_and_captures(settings):
     run(*files, "-k", tests, PYTORCH_ALLOC_CONF=settings)
 
 
-def test_memory_that_runs_out_leaves_nothing_half_done():
+def test_a_call_that_breaks_off_leaves_nothing_half_done():
     if not hasattr(ctypes.CDLL("libcudart.so.13"), "standin_allocations_to_failure"):
-        pytest.skip("CUDA is the real one, and counts no allocations")
-    run("tests/cuda/out_of_memory.py", PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        pytest.skip("CUDA is the real one, and breaks nothing off")
+    run("tests/cuda/broken_off.py", PYTORCH_NO_CUDA_MEMORY_CACHING="1")

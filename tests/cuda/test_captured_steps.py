@@ -1,6 +1,8 @@
 """A training step in a CUDA graph: captured in each mode, after eager steps whose outcome is on its way still, and
 replayed between others. It trains as the eager loop does, bit for bit."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,7 +11,7 @@ from torch.utils.data import DataLoader
 from mpkernels import Metrics
 from mpkernels.amp import GradScaler, autocast
 from mpkernels.linear import cast_cache
-from mpkernels.nn import GatedLinear, LinearAct
+from mpkernels.nn import MLP, GatedLinear, LinearAct
 from mpkernels.optim import AdamW
 from tests.cuda.training import CUDA, WAYS, Loop, assert_same, batch, on_side
 
@@ -131,12 +133,32 @@ def test_a_replay_casts_the_weights_as_they_are_then():
     assert torch.equal(got, weight.bfloat16())
 
 
-@pytest.mark.parametrize("layer", ["linear", "gated"])
+LAYERS = {
+    "linear": lambda: LinearAct(24, 32, activation="gelu_tanh"),
+    "gated": lambda: GatedLinear(24, 32, activation="silu"),
+    "mlp": lambda: MLP(24, 32, activation="relu2"),
+    "gated mlp": lambda: MLP(24, 32, gated=True),
+}
+
+
+def test_each_replay_drops_others():
+    torch.manual_seed(0)
+    module, x = MLP(24, 32, dropout=0.5).to(CUDA), batch(0, CUDA)
+    module(x)
+    outputs = []
+    graph = captured(lambda: outputs.append(module(x)))
+    graph.replay()
+    first = outputs[0].clone()
+    graph.replay()
+    assert not torch.equal(outputs[0], first)
+
+
+@pytest.mark.parametrize("layer", LAYERS)
 def test_graphed_callables(layer):
     """torch.cuda.make_graphed_callables captures a layer's forward and backward by itself."""
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     torch.manual_seed(0)
-    module = LinearAct(24, 32, activation="gelu_tanh") if layer == "linear" else GatedLinear(24, 32, activation="silu")
+    module = LAYERS[layer]()
     module.to(CUDA)
     x = batch(0, CUDA).requires_grad_()
     leaves = [x, *module.parameters()]
@@ -152,29 +174,70 @@ def test_graphed_callables(layer):
     assert all(map(torch.equal, wanted, run(graphed)))
 
 
+class Parts:
+    """Parameters of several chunks, whose blocks hand their shares to the last one, and their grads."""
+
+    def __init__(self):
+        self.params = [nn.Parameter(torch.full((size,), 1.0, device=CUDA)) for size in (20_000, 5, 9_000)]
+        self.grads = [torch.full_like(param, 0.5) for param in self.params]
+        self.optimizer = AdamW(self.params, lr=0.1, max_norm=1.0)
+
+    def step(self, *used):
+        for i, (param, grad) in enumerate(zip(self.params, self.grads, strict=True)):
+            param.grad = grad if i in used else None
+        self.optimizer.step()
+
+    def weights(self):
+        return [param.detach().cpu() for param in self.params]
+
+
 def test_a_graph_outlives_the_plan_it_was_captured_with():
     """The plan of a step is made anew when other parameters have grads. What the graph reads of the old one stays."""
 
     def train(uses_graph):
-        params = [nn.Parameter(torch.full((50 + i,), 1.0, device=CUDA)) for i in range(3)]
-        grads = [torch.full_like(param, 0.5) for param in params]
-        optimizer = AdamW(params, lr=0.1, max_norm=1.0)
-
-        def step(*used):
-            for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
-                param.grad = grad if i in used else None
-            optimizer.step()
-
-        step(0, 1, 2)
-        replay = captured(lambda: step(0, 1, 2)).replay if uses_graph else lambda: step(0, 1, 2)
-        replay()
-        step(0, 2)
-        others = [torch.full((1000,), 7.0, device=CUDA) for _ in range(50)]
-        replay()
-        assert all(bool((it == 7).all()) for it in others)
-        return [param.detach().cpu() for param in params]
+        parts, stream = Parts(), on_side()
+        with torch.cuda.stream(stream):  # of the steps before, whose plan it would else not get
+            parts.step(0, 1, 2)
+            replay = partial(parts.step, 0, 1, 2)
+            if uses_graph:
+                replay = captured(replay, stream=stream).replay
+            replay()
+            parts.step(0, 2)
+            others = [torch.full((size,), 7.0, device=CUDA) for size in (20, 60, 150, 1000) for _ in range(50)]
+            replay()
+            assert all(bool((it == 7).all()) for it in others)
+            return parts.weights()
 
     assert all(map(torch.equal, train(True), train(False)))
+
+
+def test_a_graph_keeps_its_rows_when_the_plan_gets_others():
+    parts = Parts()
+    parts.step(0, 1, 2)
+    graph = captured(lambda: parts.step(0, 1, 2))
+    captured_with = parts.params[1].data
+    parts.params[1].data = captured_with.clone()
+    parts.step(0, 1, 2)
+    before, moved = captured_with.clone(), parts.params[1].detach().clone()
+    graph.replay()
+    assert not torch.equal(captured_with, before)
+    assert torch.equal(parts.params[1], moved)
+
+
+def test_rows_captured_are_not_there_for_an_eager_step():
+    """On the stream of the capture, which does nothing by itself."""
+    results = []
+    for captures in (True, False):
+        parts, stream = Parts(), on_side()
+        with torch.cuda.stream(stream):
+            parts.step(0, 1, 2)
+            parts.step(0, 1)  # with another plan, so that the next has to take its rows to the device
+            if captures:
+                captured(lambda parts=parts: parts.step(0, 1, 2), stream=stream)
+            for _ in range(2):
+                parts.step(0, 1, 2)
+            results.append(parts.weights())
+    assert all(map(torch.equal, *results))
 
 
 def test_a_captured_step_of_torchs_under_either_scaler():
@@ -198,3 +261,15 @@ def test_a_captured_step_of_torchs_under_either_scaler():
 
     ours, theirs = (train(scaler_class("cuda", init_scale=8.0)) for scaler_class in (GradScaler, torch.amp.GradScaler))
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+@pytest.mark.parametrize("scaler_class", [GradScaler, torch.amp.GradScaler])
+def test_hooks_in_a_capture_are_refused_before_anything_is_done(scaler_class):
+    param = nn.Parameter(torch.ones(3, device=CUDA))
+    optimizer, scaler = AdamW([param], lr=0.5), scaler_class("cuda", init_scale=8.0)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    param.grad = scaler.scale(torch.ones_like(param))
+    with pytest.raises(RuntimeError, match="can't be captured in a CUDA graph under a scaler"):
+        captured(lambda: scaler.step(optimizer))
+    assert param.grad.tolist() == [8.0] * 3

@@ -5,7 +5,7 @@ from torch import nn
 
 from mpkernels import Metrics
 from mpkernels.amp import GradScaler, autocast, clip_grad_norm_
-from mpkernels.nn import LinearAct
+from mpkernels.nn import MLP, GatedLinear, LinearAct
 from mpkernels.optim import AdamW
 
 CUDA = torch.device("cuda", 0)
@@ -14,7 +14,13 @@ CUDA = torch.device("cuda", 0)
 def network(*places, dtype=torch.float32):
     """Return layers, each on the next of these places."""
     torch.manual_seed(0)
-    layers = [LinearAct(24, 32, activation="gelu_tanh"), LinearAct(32, 16, activation="silu"), nn.Linear(16, 4)]
+    layers = [
+        LinearAct(24, 32, activation="gelu_tanh"),
+        GatedLinear(32, 16),
+        MLP(16, 24, activation="gelu"),
+        MLP(16, 24, gated=True),
+        nn.Linear(16, 4),
+    ]
     return nn.ModuleList(layer.to(places[i % len(places)], dtype) for i, layer in enumerate(layers))
 
 

@@ -191,6 +191,25 @@ def test_a_transposed_weight_is_cast_once_in_a_block(target):
         assert casts.count == 1
 
 
+def test_going_backward_in_a_thread_forgets_no_cast(target):
+    """As on GPUs, where autograd has a thread for each device."""
+    weight = torch.nn.Parameter(torch.randn(7, 5, device=target.device))
+    with torch.autocast(target.device.type, dtype=B16), Casts(weight.shape, weight.t().shape) as casts:
+        for _ in range(3):
+            loss = functional.linear_act(torch.ones(3, 7, device=target.device), weight.t(), None, "silu").sum()
+            thread = threading.Thread(target=backward_in, args=(target, loss))
+            thread.start()
+            thread.join()
+    assert casts.count == 1
+    assert weight.grad is not None
+
+
+def backward_in(target, loss):
+    torch.set_autocast_enabled(target.device.type, True)  # in this thread
+    with target.active():
+        loss.backward()
+
+
 def test_nothing_outlives_its_block(layer):
     with autocast():
         forward(layer)

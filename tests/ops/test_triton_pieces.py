@@ -1,13 +1,10 @@
 """Pieces of the Triton kernels that whole ops reach only at sizes too slow to interpret."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
 import triton
 import triton.language as tl
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpkernels
 from mpkernels.ops import _table, grad_stats
@@ -16,8 +13,6 @@ from mpkernels.ops.adamw import split as reference
 from mpkernels.ops.adamw.split_kernel import join, split
 from mpkernels.ops.grads.grad_stats_triton import sum_of
 from mpkernels.ops.grads.overflow_kernel import write_line
-from tests.late_device import DEVICE as LATE
-from tests.late_device import late_device
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # compiled there, interpreted here
 
@@ -100,29 +95,6 @@ def test_rows_stay_on_the_device_as_long_as_the_list_is_the_same(kept):
     assert _table.build(grads, [16, 32], chunk=8192).rows is not first.rows
 
 
-def test_rows_are_there_for_the_stream_that_copied_them_and_for_graphs(kept, monkeypatch):
-    stream, is_capturing = SimpleNamespace(cuda_stream=1), False
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: is_capturing)
-    monkeypatch.setattr(_table, "_to_device", lambda words, device: torch.tensor(words))
-    monkeypatch.setattr(_table, "_captured", {})
-
-    def rows(size):
-        return _table._rows_on(torch.device("cuda"), (size, 0, 8, 0), [2])
-
-    first = rows(9)
-    assert first.tolist() == [9, 0, 8, 0, 0, 0]
-    assert rows(9) is first
-    stream.cuda_stream, is_capturing = 2, True
-    assert rows(9) is first
-    assert rows(9) is first
-    assert [*_table._captured.values()] == [first]  # whatever is no longer kept, the graph reads it
-    assert rows(10) is not rows(10)  # each is filled by its own graph's replays
-    is_capturing = False
-    assert rows(9) is not first
-    assert rows(9) is rows(9)
-
-
 def test_no_more_rows_stay_than_some(kept, monkeypatch):
     monkeypatch.setattr(_table, "KEPT", 2)
     lists = [[torch.ones(size, device=DEVICE)] for size in (1, 2, 3)]
@@ -148,47 +120,3 @@ def test_masters_are_split_and_joined_to_the_bit(dtype, code):
     assert torch.equal(weights, want[0].view(torch.int16))
     assert torch.equal(remainders, want[1])
     assert torch.equal(joined.view(torch.int32), reference.join(*want).view(torch.int32))
-
-
-@pytest.fixture
-def capturing(monkeypatch):
-    """A device that captures a graph, and the grads of a large model there."""
-    monkeypatch.setattr(_table, "_captured", {})
-    with late_device() as device:
-        yield device, [torch.ones(1 + i % 5, device=LATE) for i in range(200)]
-
-
-@pytest.mark.parametrize("is_warm", [False, True])
-def test_captured_calls_bring_their_words_by_value(capturing, kept, is_warm):
-    """However many there are: no pinned memory is taken, which a capture refuses, and nothing is kept for each."""
-    device, grads = capturing
-    addresses = [2**62 + 16 * i for i in range(200)]  # which no float holds
-    eager = _table.build(grads, addresses, beside=[7]) if is_warm else None
-    device.is_capturing = True
-    tables = [_table.build(grads, addresses, beside=[call]) for call in range(50)]
-    device.is_capturing = False
-    for call, table in enumerate(tables):
-        assert table.call.memory.tolist() == [*addresses, *[0] * 201, call]
-        assert table.rows.memory.tolist() == tables[0].rows.memory.tolist()
-        assert eager is None or table.rows is eager.rows
-    assert len({table.call.data_ptr() for table in tables}) == 50  # each is written by its own replay
-    assert len(_table._captured) == (1 if is_warm else 0)
-    assert eager is None or _table.build(grads, addresses).rows is eager.rows
-
-
-def test_words_are_written_in_few_launches(capturing, kept):
-    device, grads = capturing
-    device.is_capturing = True
-    with Counting() as ops:
-        _table.build(grads, [16] * 200)
-    assert len(ops.names) <= 8
-
-
-class Counting(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        self.names.append(op.name())
-        return op(*args, **(kwargs or {}))

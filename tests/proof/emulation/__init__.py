@@ -91,7 +91,7 @@ def _link(compiler: list[str], objects: list[Path]) -> Path:
     scratch = objects[0].parent
     stub, library = scratch / "libtorch.so", scratch / "mpkernels_emulated.so"
     _run([*compiler, "-shared", "-Wl,-soname,libtorch.so", "-x", "c++", "/dev/null", "-o", str(stub)])
-    names = "aoti_torch_delete_tensor_object", "aoti_torch_empty_strided", "torch_call_dispatcher"
+    names = "aoti_torch_empty_strided", "torch_call_dispatcher"
     wrapped = [f"-Wl,--wrap={name}" for name in names]  # runtime.cpp and products.cpp do
     _run([*compiler, "-shared", *map(str, objects), *wrapped, "-Wl,--no-as-needed", str(stub), "-o", str(library)])
     return library

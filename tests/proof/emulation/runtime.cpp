@@ -19,9 +19,6 @@ const char* last_failure = "";  // never freed: CUDA's callers keep the pointer
 
 thread_local cudaError_t last_error = cudaSuccess;
 
-std::vector<std::function<cudaError_t()>> captured;
-std::vector<AtenTensorHandle> in_use_by_captured;
-
 }  // namespace
 
 // Tests set it: at 1 the next call that gives a stream work will fail, at 2 the one after it.
@@ -48,23 +45,6 @@ extern "C" __attribute__((visibility("default"))) int (*emulation_watcher)(const
                                                                            size_t bytes, unsigned grid, unsigned block,
                                                                            size_t shared) = nullptr;
 
-// Tests set it while they capture the stream: what it is given is then kept, and not done.
-extern "C" __attribute__((visibility("default"))) int emulation_is_capturing = 0;
-
-// Tests read how much is kept, have some of it done, and let go of it all.
-extern "C" __attribute__((visibility("default"))) int emulation_captured() { return captured.size(); }
-extern "C" __attribute__((visibility("default"))) int emulation_replay(int begin, int end) {
-  for (int i = begin; i < end; ++i) {
-    const cudaError_t error = captured[i]();
-    if (error != cudaSuccess) return error;
-  }
-  return cudaSuccess;
-}
-extern "C" __attribute__((visibility("default"))) void emulation_forget_captured() {
-  captured.clear();
-  for (AtenTensorHandle tensor : std::exchange(in_use_by_captured, {})) aoti_torch_delete_tensor_object(tensor);
-}
-
 extern "C" AOTITorchError __real_aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t,
                                                           int32_t, AtenTensorHandle*);
 extern "C" AOTITorchError __wrap_aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t* strides,
@@ -74,24 +54,12 @@ extern "C" AOTITorchError __wrap_aoti_torch_empty_strided(int64_t ndim, const in
   return __real_aoti_torch_empty_strided(ndim, sizes, strides, dtype, device_type, device_index, empty);
 }
 
-// Memory that is allocated during a capture stays the graph's.
-extern "C" AOTITorchError __real_aoti_torch_delete_tensor_object(AtenTensorHandle tensor);
-extern "C" AOTITorchError __wrap_aoti_torch_delete_tensor_object(AtenTensorHandle tensor) {
-  if (!emulation_is_capturing) return __real_aoti_torch_delete_tensor_object(tensor);
-  in_use_by_captured.push_back(tensor);
-  return 0;
-}
-
 cudaError_t emulation::remember(cudaError_t error) {
   if (error != cudaSuccess) last_error = error;
   return error;
 }
 
-cudaError_t emulation::enqueue(cudaStream_t, const std::function<cudaError_t()>& work) {
-  if (!emulation_is_capturing) return work();
-  captured.push_back(work);
-  return cudaSuccess;
-}
+cudaError_t emulation::enqueue(cudaStream_t, const std::function<cudaError_t()>& work) { return work(); }
 
 bool emulation::fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
 
@@ -208,12 +176,10 @@ cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int dev
 cudaError_t cudaGetDeviceCount(int* count) { return *count = 1, cudaSuccess; }
 cudaError_t cudaDriverGetVersion(int* version) { return *version = 13000, cudaSuccess; }
 cudaError_t cudaGetDevice(int* device) { return *device = emulation_device, cudaSuccess; }
-cudaError_t cudaDeviceSynchronize() {
-  return emulation_is_capturing ? remember(cudaErrorStreamCaptureUnsupported) : cudaSuccess;
-}
-cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaDeviceSynchronize(); }
+cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
+cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
-  *status = emulation_is_capturing ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {

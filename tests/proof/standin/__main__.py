@@ -14,7 +14,7 @@ from tests import ROOT
 from tests.proof.standin.environment import Environment, UnavailableError
 
 NEW = "tests/cuda tests/proof/standin"
-FALLS_BACK = "-W ignore:mpkernels:RuntimeWarning"  # which is said, and meant
+FALLS_BACK = "-W ignore:mpkernels:RuntimeWarning -W ignore::UserWarning"  # as it and torch say
 ROUNDS = (  # options, and what runs with them
     ("", "tests"),
     ("--triton", "tests/ops tests/optim tests/amp tests/doctor --part=0/8"),
@@ -25,7 +25,7 @@ ROUNDS = (  # options, and what runs with them
     ("--triton --capability=9.0,11.0 --driver=13.0", f"tests/cuda/test_devices.py --part=2/3 {FALLS_BACK}"),
 )
 REST = (  # by --all
-    ("--triton", "tests --ignore=tests/cuda"),
+    ("--triton", "tests --ignore=tests/cuda --ignore=tests/proof/standin"),
     ("--order=eager", "tests"),
     *((f"--order=random:{seed}", NEW) for seed in range(20)),
     *((f"--capability={each}", NEW) for each in ("7.5", "8.6", "8.9", "12.0")),

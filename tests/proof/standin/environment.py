@@ -19,7 +19,7 @@ REQUIREMENTS = f"""
 torch=={TORCH} nvidia-cuda-crt~=13.0.0 ninja setuptools>=77 numpy pytest pytest-xdist pytest-benchmark hypothesis
 expecttest matplotlib rich
 """.split()
-CUDART, DRIVER, ATEN = "libcudart.so.13", "libcuda.so.1", "aten.so"
+CUDART, ATEN = "libcudart.so.13", "aten.so"
 IGNORED = {"build", "__pycache__", "_native.so", "_build_info.json", "dist"}
 
 
@@ -90,7 +90,8 @@ class Environment:
 
     def _attach(self) -> None:
         _link(self.packages / "nvidia/cu13/lib" / CUDART, self.library / CUDART)
-        _link(self.packages / "torch/lib" / DRIVER, self.library / CUDART)
+        for name in ("libcuda.so.1", "libnvidia-ml.so.1"):  # of the driver
+            _link(self.packages / "torch/lib" / name, self.library / CUDART)
         shutil.copy(HERE / "attach.py", self.library / "standin_attach.py")
         info = self.library / "standin-0.dist-info"
         info.mkdir(exist_ok=True)

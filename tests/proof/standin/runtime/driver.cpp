@@ -1,4 +1,4 @@
-// The driver's functions that torch calls: the same library stands in for libcuda.so.1.
+// The driver's functions that torch calls: the same library stands in for libcuda.so.1, and for libnvidia-ml.so.1.
 #include <dlfcn.h>
 #include <sys/mman.h>
 
@@ -129,6 +129,17 @@ API CUresult cuMemGetAddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr 
   if (bytes) *bytes = it->second.bytes;
   return CUDA_SUCCESS;
 }
+
+// torch asks NVML whether a segment can be shared with other machines, and which processes hold memory where that is out.
+API int nvmlInit_v2() { return 0; }
+API int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { return *device = &mappings, 0; }
+API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return 0; }  // that there is no fabric stands there before
+#define UNSUPPORTED(function) \
+  API int function() { return 3; }
+UNSUPPORTED(nvmlDeviceGetComputeRunningProcesses)
+UNSUPPORTED(nvmlDeviceGetNvLinkRemoteDeviceType)
+UNSUPPORTED(nvmlDeviceGetNvLinkRemotePciInfo_v2)
+UNSUPPORTED(nvmlSystemGetCudaDriverVersion_v2)
 
 API cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                                  cudaDriverEntryPointQueryResult* status) {

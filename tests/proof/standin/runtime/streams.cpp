@@ -1,6 +1,7 @@
 // Streams and events. A stream's work is done when the host waits for it, or for what waits for it, and in random order
 // now and then before; never sooner than it must be, in lazy order.
 #include <chrono>
+#include <csignal>
 #include <cstdlib>
 
 #include "machine.h"
@@ -8,6 +9,11 @@
 using namespace standin;
 
 thread_local int standin::current_device = 0;
+
+// Tests set it: at 1 Ctrl-C is pressed while the host waits the next time, at 2 the time after it.
+extern "C" {
+__attribute__((visibility("default"))) int standin_waits_to_interrupt = 0;
+}
 
 namespace {
 
@@ -38,6 +44,10 @@ void take_turns(Stream* stream) {
 Event* find_event(cudaEvent_t handle) {
   auto* const it = reinterpret_cast<Event*>(handle);
   return events.count(it) ? it : nullptr;
+}
+
+void interrupt_if_wanted() {
+  if (standin_waits_to_interrupt > 0 && --standin_waits_to_interrupt == 0) raise(SIGINT);
 }
 
 bool is_asked_often_enough(int& queries) { return ++queries % 4 == 0; }  // who polls gets an answer in the end
@@ -136,6 +146,7 @@ API cudaError_t cudaStreamDestroy(cudaStream_t handle) {
 }
 API cudaError_t cudaStreamSynchronize(cudaStream_t handle) {
   const Lock lock(machine());
+  interrupt_if_wanted();
   Stream* const stream = find_stream(handle);
   if (const cudaError_t error = refuse_if_captured(stream)) return error;
   if (stream->is_legacy) {
@@ -167,6 +178,7 @@ API cudaError_t cudaStreamWaitEvent(cudaStream_t handle, cudaEvent_t which, unsi
 }
 API cudaError_t cudaDeviceSynchronize() {
   const Lock lock(machine());
+  interrupt_if_wanted();
   if (const cudaError_t error = standin::refuse_if_captured(current_device)) return error;
   finish_device(current_device);
   return outcome();
@@ -213,6 +225,7 @@ API cudaError_t cudaEventQuery(cudaEvent_t which) {
 }
 API cudaError_t cudaEventSynchronize(cudaEvent_t which) {
   const Lock lock(machine());
+  interrupt_if_wanted();
   Event* const event = find_event(which);
   if (const cudaError_t error = refuse_if_captured(event)) return error;
   REFUSE_IF_UNSAFE();

@@ -1,9 +1,11 @@
-"""Each allocation of a call fails in turn. Nothing may be half done, and the call works when it is made again.
+"""A call breaks off at each of its allocations, and at each of its waits. Nothing may be half done, and the call works
+when it is made again.
 
 test_allocators.py runs this in a process whose torch caches no memory, so that CUDA's stand-in sees each allocation."""
 
 import ctypes
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,9 +15,36 @@ from mpkernels import checkpoint
 from tests.cuda.training import CUDA, Loop, batch
 
 
-@pytest.fixture
-def to_failure():
-    return ctypes.c_int.in_dll(ctypes.CDLL("libcudart.so.13"), "standin_allocations_to_failure")
+@contextmanager
+def out_of_memory(number):
+    """Let the allocation of this number fail."""
+    countdown = ctypes.c_int.in_dll(ctypes.CDLL("libcudart.so.13"), "standin_allocations_to_failure")
+    countdown.value = number
+    try:
+        yield
+    except RuntimeError as error:
+        if not re.search("out of memory|could not allocate", str(error)):
+            raise
+        raise BrokenOffError from error
+    finally:
+        countdown.value = 0
+
+
+@contextmanager
+def interrupted(number):
+    """Press Ctrl-C while the host waits for the time of this number."""
+    countdown = ctypes.c_int.in_dll(ctypes.CDLL("libcudart.so.13"), "standin_waits_to_interrupt")
+    countdown.value = number
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        raise BrokenOffError from error
+    finally:
+        countdown.value = 0
+
+
+class BrokenOffError(Exception):
+    pass
 
 
 def ready(options, steps):
@@ -41,9 +70,8 @@ def grads_of(loop):
     return [None if param.grad is None else param.grad.cpu() for param in loop.layers.parameters()], 0
 
 
-def assert_same(one, other):
-    assert one[1] == other[1]
-    assert all(map(torch.equal, one[0], other[0]))
+def is_same(one, other):
+    return one[1] == other[1] and len(one[0]) == len(other[0]) and all(map(torch.equal, one[0], other[0]))
 
 
 CALLS = {
@@ -57,8 +85,9 @@ INT8 = {"state_dtype": torch.int8}
 CASES = [*((call, {"max_norm": 0.5}, 2) for call in CALLS), ("step", INT8, 0), ("step under a scaler", {}, 0)]
 
 
+@pytest.mark.parametrize("breaks", [out_of_memory, interrupted])
 @pytest.mark.parametrize(("name", "options", "steps"), CASES)
-def test_each_allocation(name, options, steps, to_failure, tmp_path):
+def test_each_call(name, options, steps, breaks, tmp_path):
     call = CALLS[name]
     saved = tree_map_only(torch.Tensor, lambda it: it.cpu(), ready(options, 1).optimizer.state_dict())
     wanted = ready(options, steps)
@@ -66,18 +95,17 @@ def test_each_allocation(name, options, steps, to_failure, tmp_path):
     for number in range(1, 1000):
         loop = ready(options, steps)
         before = state_of(loop)
-        to_failure.value = number
         try:
-            call(loop, saved, tmp_path / "it")
+            with breaks(number):
+                call(loop, saved, tmp_path / "it")
             break
-        except RuntimeError as error:
-            if not re.search("out of memory|could not allocate", str(error)):
-                raise
-        finally:
-            to_failure.value = 0
+        except BrokenOffError:
+            assert {path.name for path in tmp_path.iterdir()} <= {"wanted", "it"}
+        is_done = is_same(state_of(loop), state_of(wanted)) and is_same(grads_of(loop), grads_of(wanted))
         if steps > 0:  # else states may have been made
-            assert_same(state_of(loop), before)
-        call(loop, saved, tmp_path / "it")
-        assert_same(state_of(loop), state_of(wanted))
-        assert_same(grads_of(loop), grads_of(wanted))
-    assert number > 1 or name == "save"
+            assert is_same(state_of(loop), before) or (is_done and breaks is interrupted)
+        if not is_done:
+            call(loop, saved, tmp_path / "it")
+        assert is_same(state_of(loop), state_of(wanted))
+        assert is_same(grads_of(loop), grads_of(wanted))
+    assert number > 1 or name == "save" or breaks is interrupted  # a step never waits, a save allocates nothing
