@@ -79,7 +79,8 @@ def compile_all(compiler: list[str], sources: list[Path], csrc: Path, scratch: P
     def compile_one(source: Path) -> Path:
         compiled = scratch / f"{source.name}.o"
         flags = [*FLAGS, *KERNEL_FLAGS] if source.suffix == ".cu" else FLAGS
-        _run([*compiler, *flags, f"-I{csrc}", "-x", "c++", "-c", str(source), "-o", str(compiled)])
+        includes = f"-I{csrc}", f"-I{CSRC}"  # products.cpp reads matrices as kernels do, whichever are compiled
+        _run([*compiler, *flags, *includes, "-x", "c++", "-c", str(source), "-o", str(compiled)])
         return compiled
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
