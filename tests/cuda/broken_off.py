@@ -9,9 +9,11 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from mpkernels import checkpoint
+from mpkernels.nn import LinearAct
 from tests.cuda.training import CUDA, Loop, batch
 
 
@@ -49,7 +51,9 @@ class BrokenOffError(Exception):
 
 def ready(options, steps):
     """Return a loop after some steps, and with the grads of the next one."""
-    loop = Loop(CUDA, **options)
+    torch.manual_seed(0)
+    layers = nn.ModuleList([LinearAct(24, 8), nn.Linear(8, 4)]).to(CUDA)  # few, for each allocation takes a run
+    loop = Loop(CUDA, layers=layers, **options)
     loop.metrics.remove()  # a hook behind the step: what fails there fails after it
     for step in range(steps):
         loop.step(batch(step, CUDA))
