@@ -143,7 +143,7 @@ class SlopesInFp32 {
     if (narrows_dweight) narrow(wide_dweight.view, dweight_);
   }
 
-  // Of the rows from first on, added to those before.
+  // Adds what some rows of dz and x contribute to dweight. The first rows overwrite it.
   void multiply_dweight(const Matrix& dweight, const Matrix& dz, const Matrix& x, int64_t first) const {
     const Matrix left = (it_.by_columns ? x : dz).transposed(), &right = it_.by_columns ? dz : x;
     first == 0 ? multiply(dweight, left, right) : multiply_onto(dweight, left, right, dweight.tensor());

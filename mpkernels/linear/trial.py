@@ -29,7 +29,7 @@ class Trial:
             rows = min(rows, max(64, FLOPS_ON_CPU // products))
         self._generator = torch.Generator(self._device).manual_seed(0)
         self._x = self._like(x, (rows, inputs), 1.0)
-        # Of a size that lets neither results nor gradients overflow.
+        # Scaled so that results and gradients are near 1: neither overflows in 16 bits.
         scales = [1.0 if it is None or it.dim() == 1 else it.shape[1] ** -0.5 for it in own]
         made = zip(own, scales, strict=True)
         self._own = Parameters(*(None if it is None else self._like(it, tuple(it.shape), by) for it, by in made))
