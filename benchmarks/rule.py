@@ -1,8 +1,8 @@
 """The ways to compute linear layers and MLPs, timed in turns: what mpkernels/selector/rule.py takes a chip's lines of.
 
 ``python -m benchmarks.rule cuda`` prints what each way is in torch's speed, and ``--json FILE`` keeps it. On a CPU,
-``python -m benchmarks.rule cpu --threads 1`` does so for a grid of small and middling sizes. Run it twice on a quiet
-machine: a line of the table counts what both runs say.
+``python -m benchmarks.rule cpu --threads 1`` does so for a grid of small and middling sizes. A line of the table quotes
+what its file holds; run it twice on a quiet machine before you write one.
 """
 
 import argparse

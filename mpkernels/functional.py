@@ -3,7 +3,7 @@ torch.nn.functional."""
 
 from collections.abc import Hashable
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from torch.overrides import is_tensor_like
 
 from mpkernels import selector
@@ -42,6 +42,8 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     if is_left_to_torch(activation, x, weight, bias):
         try:
             return paths.by_torch(kind, x, weight, bias)
+        except OutOfMemoryError:
+            raise
         except RuntimeError:  # what torch refuses gets a closer look
             pass
     return _compute(kind, x, weight, bias)

@@ -57,7 +57,6 @@ extern "C" {
 [[nodiscard]] AOTITorchError aoti_torch_copy_(AtenTensorHandle self, AtenTensorHandle src, int32_t non_blocking);
 [[nodiscard]] AOTITorchError torch_parallel_for(int64_t begin, int64_t end, int64_t grain_size, ParallelFunc func,
                                                 void* ctx);
-bool aoti_torch_grad_mode_is_enabled();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_float32();

@@ -1,6 +1,6 @@
 // Products that cublasLt ends before it rounds: in a bias and gelu_tanh, with z beside it, or in gelu_tanh's slope at
-// z. They are linear_act and linear_dact under second names, which nobody calls that has not measured or asked for it.
-// Where cublasLt can't or won't, product and pass compute. It is the one that torch has brought into the process.
+// z. They are linear_act and linear_dact under second names, which mpkernels.tune alone chooses. Where cublasLt can't
+// or won't, product and pass compute. cublasLt comes from the library that torch has loaded.
 #ifdef MPK_CUDA
 
 #include <dlfcn.h>

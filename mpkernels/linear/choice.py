@@ -1,4 +1,4 @@
-"""Whom a call is left to: a kernel of ours, or plain torch. The choice itself is the selector's."""
+"""Makes the key and the case of a call, by which the selector chooses between torch and a kernel of ours."""
 
 from collections.abc import Hashable
 from functools import partial
@@ -13,8 +13,8 @@ from mpkernels import selector
 from mpkernels._torch_private.modes import (
     are_transforms_active,
     count_dispatch_modes,
-    count_function_modes,
     is_any_autocast_enabled,
+    is_function_mode_active,
 )
 from mpkernels._torch_private.tensors import derives_forward
 from mpkernels._torch_private.tracing import FakeTensor, constant_in_graphs, is_exporting, is_jit_tracing, is_tracing
@@ -91,13 +91,7 @@ def is_ours(x: Tensor, *parameters: Tensor | None) -> bool:
 
 def is_watched() -> bool:
     """Return whether a mode, a transform or a tracer observes the ops that torch calls."""
-    return (
-        derives_forward()
-        or is_jit_tracing()
-        or are_transforms_active()
-        or count_dispatch_modes() > 0
-        or count_function_modes() > 0
-    )
+    return derives_forward() or are_transforms_active() or count_dispatch_modes() > 0 or is_function_mode_active()
 
 
 def kernel_for(key: Hashable, kind: Kind, x: Tensor, own: Parameters, autocast: torch.dtype | None) -> str:
@@ -111,7 +105,9 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, own: Parameters, autocast: 
         return "torch"
     trains = is_grad_enabled() and any(it.requires_grad for it in given)
     dtypes = tuple(dict.fromkeys((autocast or x.dtype, *(it.dtype for it in given))))
-    of_case = kind.op, x.device, own.sizes(kind), dtypes, kind.activation, trains, _details(kind, x, own, trains)
+    rounds = trains and dtypes[0].itemsize == 2 and any(it is not None and it.dtype == torch.float32 for it in own)
+    details = _details(kind, x, own, trains)
+    of_case = kind.op, x.device, own.sizes(kind), dtypes, kind.activation, trains, details, rounds
     if is_tracing():
         return _known(*of_case)
     rows = x.numel() // x.shape[-1]
@@ -132,16 +128,16 @@ def _known(*of_case: Any) -> str:
 
 def _case(
     op: str, device: torch.device, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], activation: str,
-    trains: bool, details: str,
+    trains: bool, details: str, rounds: bool,
 ) -> Case:  # fmt: skip
-    """Return the case for any number of rows."""
+    """Return the case for any number of rows. ``rounds`` says whether autocast casts a parameter that trains."""
     if device.type == "cuda" and dtypes[0] == torch.float32 and uses_tf32():
         details += ", in TF32"
     if device.type not in DEVICES:
         return Case(op, device, sizes, dtypes, activation, trains, details, None, ("torch",))
     unfit = ("reference", "triton") if device.type == "cpu" else ("reference",)  # Triton is interpreted there
     ours = [name for name in kernels_on(device, "linear_act") if name not in unfit]
-    if "native" in ours and device.type == "cpu" and trains and torch.float32 in dtypes[1:]:
+    if "native" in ours and device.type == "cpu" and rounds and op != "linear_act":
         ours.append(ROUNDING)
     if "triton" in ours and dtypes[0].itemsize == 2:
         ours += tiling.OTHERS
@@ -158,7 +154,7 @@ def _details(kind: Kind, x: Tensor, own: Parameters, trains: bool) -> str:
     parts += [f"{name}.t()" for name, it in (("x", x), *named) if it is not None and is_transposed(it)]
     parts += ["dropout"] if kind.dropout else []
     parts += ["recomputing"] if trains and kind.recompute else []
-    parts += [f"{name} frozen" for name, it in named if trains and it is not None and not it.requires_grad]
+    parts += [f"{name} frozen" for name, it in (("x", x), *named) if trains and it is not None and not it.requires_grad]
     return "".join(f", {part}" for part in parts)
 
 

@@ -79,9 +79,8 @@ class Trial:
 
     @cached_property
     def _exact(self) -> dict[str, tuple[Tensor, Tensor]]:
-        """Return y and the gradients without an error, and the size that the error of each is in proportion to: what
-        it is, or what its sum is made of, however little is left of that. How far noise in all that a sum is made of
-        moves it tells."""
+        """Return y and the gradients in fp64, each with the scale of its error: its norm or, if that is larger, the
+        norm of its summands. Noise in the inputs measures the summands, because sums may cancel."""
         plain, *noisy = (self._in_fp64(noise) for noise in (0.0, *(_NOISE,) * _DRAWS))
         found = {}
         for name, value in plain.items():
@@ -91,8 +90,8 @@ class Trial:
         return found
 
     def _in_fp64(self, noise: float) -> dict[str, Tensor]:
-        """Return the rows of y and of x's gradient, and the parameters' gradients, of which those of a hidden feature
-        are made of x, of dy and of what belongs to the feature itself."""
+        """Return y and x's gradient for the sampled rows, and the parameters' gradients for the sampled hidden
+        features. A feature's gradients need only x, dy and that feature's parameters."""
 
         def given(it: Tensor) -> Tensor:
             wide = it.detach().to(self.dtype).double()

@@ -13,7 +13,7 @@ from mpkernels.selector.case import Case
 
 __all__ = ["choices", "forget", "make_deterministic", "pin", "warm_up"]
 
-by_key: dict[Hashable, str] = {}  # what was chosen for calls that ``choose`` was told of: they need not ask again
+by_key: dict[Hashable, str] = {}  # the kernel of each call by its key, so that later calls needn't ask
 left_to_torch: set[tuple[str, Any, Any]] = set()  # activation, dtype and device of the linear_acts that torch computes
 _MOST_CALLS = 4096
 _chosen: dict[Case, str] = {}  # in this process
@@ -38,7 +38,7 @@ def choices() -> dict[str, str]:
     >>> mpkernels.selector.choices()
     {'mlp gelu, bias, out_bias, with grad 512x768x3072x768 float32': 'native'}
     """
-    return {str(case): name for case, name in _chosen.items()}
+    return {str(case): name for case, name in list(_chosen.items())}  # a copy: other threads may choose meanwhile
 
 
 def forget() -> None:
@@ -62,9 +62,10 @@ def make_deterministic() -> NoReturn:
 def choose(case: Case, key: Hashable = None, trial: Callable[[], Any] | None = None) -> str:
     """Return what computes a case: what is pinned, else what was tuned, else what the table says. ``by_key`` remembers
     it under ``key``, so that later calls find it without asking. ``trial`` returns code to time the case with."""
-    kept, chosen = by_key, _chosen  # as they are now: who has a say meanwhile is heard
-    if _asked is not None and trial is not None and len(case.kernels) > 1:
-        _asked[case] = trial
+    # Taken first: pin and tune replace these dicts, so that a choice from before goes with them.
+    kept, chosen, asked = by_key, _chosen, _asked
+    if asked is not None and trial is not None and len(case.kernels) > 1:
+        asked[case] = trial
     name = tuned.get(case) or _tuned_for_any_rows(case) or rule.kernel(case)
     if _pinned is not None and _pinned in case.kernels:
         name = _pinned
@@ -80,14 +81,15 @@ def _tuned_for_any_rows(case: Case) -> str | None:
     """Return what was last tuned for such a case, in a graph that serves any number of rows."""
     if case.rows is not None or not tuned:
         return None
-    return next((name for other, name in reversed(tuned.items()) if other._replace(rows=None) == case), None)
+    return next((name for other, name in reversed(list(tuned.items())) if other._replace(rows=None) == case), None)
 
 
 def leave_to_torch(case: Case) -> None:
-    """Remember that torch computes such a call whatever its sizes and layouts, if so it is."""
+    """Remember that torch computes such a call in any size and layout, if no line, tuning or pin says otherwise."""
+    kept = left_to_torch  # taken first, as in ``choose``
     is_open = bool(tuned) or _asked is not None or _pinned not in ("torch", None)
     if not is_open and (_pinned or rule.leaves_to_torch(case)):
-        left_to_torch.add((case.activation, case.dtypes[0], case.device))
+        kept.add((case.activation, case.dtypes[0], case.device))
 
 
 def ask_again() -> None:

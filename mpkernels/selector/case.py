@@ -24,6 +24,6 @@ class Case(NamedTuple):
         sizes = "x".join(map(str, ("any" if self.rows is None else self.rows, *self.sizes)))
         return f"{self.op} {variant} {sizes} {dtypes}"
 
-    def anywhere(self) -> "Case":
-        """Return the case on no device and with no kernels in particular: other ranks have others."""
+    def for_all_ranks(self) -> "Case":
+        """Return the case without the device's index and the kernels, which differ between ranks."""
         return self._replace(device=torch.device(self.device.type), kernels=())

@@ -28,6 +28,8 @@ def load(case: Case) -> Timed | None:
     times, left_out = (kept.get("us"), kept.get("left_out")) if isinstance(kept, dict) else (None, None)
     if not (isinstance(times, dict) and "torch" in times and isinstance(left_out, dict)):
         return None
+    if not all(isinstance(it, int | float) and it > 0 for it in times.values()):
+        return None
     return Timed({name: each / 1e6 for name, each in times.items()}, left_out)
 
 

@@ -73,14 +73,14 @@ def tune(model: nn.Module, *inputs: Any, process_group: Any = None, again: bool 
     asked: dict[Case, Any] = {}
     try:
         with _asking() as asked:
-            _rehearse(model, inputs, keywords)
+            _run_step(model, inputs, keywords)
         if is_first:
             found = {case: _timed(case, make, again) for case, make in asked.items()}
     except Exception as raised:  # the others must hear of it
         error = raised
-    of_first = {case.anywhere(): it for case, it in found.items()}
+    of_first = {case.for_all_ranks(): it for case, it in found.items()}
     of_first = processes.of_first_rank("tune", of_first, error, process_group)
-    known = {case: of_first[case.anywhere()] for case in asked if case.anywhere() in of_first}
+    known = {case: of_first[case.for_all_ranks()] for case in asked if case.for_all_ranks() in of_first}
     for case, it in known.items():
         selector.tuned.pop(case, None)  # the newest comes last
         selector.tuned[case] = it.best
@@ -111,7 +111,7 @@ def _timed(case: Case, make_trial: Any, again: bool) -> Timed:
     return it
 
 
-def _rehearse(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+def _run_step(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
     """Run a step that leaves no trace. The model gets parameters that share the memory of its own, and copies of
     buffers and inputs: so grads and BatchNorm's statistics stay, and no hook of an optimizer or of
     DistributedDataParallel hears of it. torch's random numbers go on as if nothing had been."""

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
+from torch.testing import assert_close
 from torch.utils._pytree import tree_map_only
 
 from mpkernels import checkpoint
@@ -102,11 +103,18 @@ def test_each_call(name, options, steps, breaks, tmp_path):
             break
         except BrokenOffError:
             assert {path.name for path in tmp_path.iterdir()} <= {"wanted", "it"}
+            if (tmp_path / "it").exists():
+                checkpoint.load(tmp_path / "it")  # raises if it isn't whole
         is_done = is_same(state_of(loop), state_of(wanted)) and is_same(grads_of(loop), grads_of(wanted))
         if steps > 0:  # else states may have been made
             assert is_same(state_of(loop), before) or (is_done and breaks is CTRL_C)
-        if not is_done:
+        if not is_done or name == "save":
             call(loop, saved, tmp_path / "it")
         assert is_same(state_of(loop), state_of(wanted))
         assert is_same(grads_of(loop), grads_of(wanted))
-    assert number > 1 or name == "save" or breaks is CTRL_C  # a step never waits, a save allocates nothing
+    else:
+        pytest.fail("each try broke off")
+    if name == "save":
+        assert_close(checkpoint.load(tmp_path / "it"), checkpoint.load(tmp_path / "wanted"), rtol=0, atol=0)
+    waits = {"save", "load_state_dict"} if breaks is CTRL_C else CALLS.keys() - {"save"}  # a save allocates nothing
+    assert (number > 1) == (name in waits)

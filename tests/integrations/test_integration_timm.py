@@ -17,9 +17,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     try:
         import timm
-        from timm.layers import GatedMlp, GluMlp, Mlp, SwiGLU
     except (ImportError, RuntimeError) as error:  # of torchvision, whose ops are missing
         pytest.skip(f"needs timm: {error}", allow_module_level=True)
+    from timm.layers import GatedMlp, GluMlp, Mlp, SwiGLU
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 

@@ -120,6 +120,29 @@ def test_gradients_are_rounded_only_where_torch_rounds_them(monkeypatch):
     assert offered == [("native", ROUNDING, "torch"), *[("native", "torch")] * 5]
 
 
+def test_a_gradient_that_is_asked_for_in_fp32_is_not_rounded(monkeypatch):
+    """Beside a weight in fp32, whose gradient is."""
+    monkeypatch.setattr(choice.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
+    x, fc1, fc1_bias, fc2, fc2_bias, _ = arguments("mlp", F32, (65, 24, 33, 21))
+    fc1 = fc1.bfloat16().requires_grad_()
+    fc1.grad_dtype = F32
+    for it in (fc1_bias, fc2, fc2_bias):
+        it.requires_grad_()
+    with torch.autocast("cpu"):
+        BLOCKS["mlp"].ours("silu", x, fc1, fc1_bias, fc2, fc2_bias).float().square().sum().backward()
+    assert not torch.equal(fc1.grad, fc1.grad.bfloat16().float())
+    assert torch.equal(fc2.grad, fc2.grad.bfloat16().float())
+
+
+def test_an_fp32_input_alone_rounds_nothing(monkeypatch):
+    offered = []
+    monkeypatch.setattr(choice.selector, "choose", lambda case, *_: offered.append(case.kernels) or "torch")
+    x, *parameters, _ = arguments("mlp", F32)
+    with torch.autocast("cpu"):
+        BLOCKS["mlp"].ours("silu", x, *(it.bfloat16().requires_grad_() for it in parameters))
+    assert offered == [("native", "torch")]
+
+
 MLP = {"x": torch.ones(3, 4), "fc1_weight": torch.ones(6, 4), "fc1_bias": torch.ones(6), "fc2_weight": torch.ones(5, 6)}
 OTHER_CALLS = [
     {"x": torch.ones(2, 4)},

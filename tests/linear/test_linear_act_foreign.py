@@ -22,7 +22,7 @@ B16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def nothing_known(monkeypatch):
-    for name, value in (("_chosen", {}), ("tuned", {}), ("by_key", {}), ("_pinned", None)):
+    for name, value in (("_chosen", {}), ("tuned", {}), ("by_key", {}), ("left_to_torch", set()), ("_pinned", None)):
         monkeypatch.setattr(selector, name, value)
 
 

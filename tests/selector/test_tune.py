@@ -137,7 +137,7 @@ def test_a_checkpoint_that_computes_again_in_the_backward(timed):
 def test_on_a_gpu_it_is_offered_each_of_tritons_tiles(monkeypatch):
     monkeypatch.setattr(choice, "kernels_on", lambda device, op: ["native", "triton", "reference"])
     sizes = "linear_act", torch.device("cuda"), (8, 6, 6)
-    plain, *tiles, lt, torchs = choice._case(*sizes, (B16,), "gelu_tanh", True, "").kernels
+    plain, *tiles, lt, torchs = choice._case(*sizes, (B16,), "gelu_tanh", True, "", False).kernels
     assert (plain, tiles, lt, torchs) == ("native", ["triton", *tiling.OTHERS], "cublaslt", "torch")
     assert choice._case(*sizes, (torch.float32,), "gelu", True, "").kernels == ("native", "triton", "torch")
 

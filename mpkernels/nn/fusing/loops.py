@@ -24,8 +24,9 @@ class Loop:
 def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
     """Yield those whose modules are the function's own, and of which nobody reads more than the last result."""
     blocks = [*Block.all_of(function)]
-    inside = {id(it) for block in blocks for loop in block.statements if _result(loop) for it in ast.walk(loop)}
-    read = {name for node, name in loads(function) if id(node) not in inside}
+    # Each loop reads its own module by calling it. Any other read wants it when the loop is over, or in another loop.
+    called = {id(it.body[0].value.func) for block in blocks for it in block.statements if _result(it)}  # type: ignore
+    read = {name for node, name in loads(function) if id(node) not in called}
     read_later = {name for scope in inner_scopes(function) for _, name in loads(scope)}
     for block in blocks:
         for at, statement in enumerate(block.statements):

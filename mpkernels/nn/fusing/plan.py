@@ -44,7 +44,7 @@ class Decision(NamedTuple):
     plan: Plan
     fused: list[tuple[str, str]]  #: what stands there, and what computes it
     left: list[tuple[str, str]]  #: what stands there, and why it is left
-    covered: Sequence[Module] = ()  #: modules that aren't called any more, for their caller computes them, too
+    covered: Sequence[Module] = ()  #: projections that their caller's MLP computes: they aren't fused by themselves
 
 
 def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
@@ -70,7 +70,8 @@ def _method(kind: type, name: str, chosen: Any) -> FunctionType:
 
 def decide(module: Module, kind: type) -> Decision:
     """Decide for a module whose class is ``kind``, but for fused ones."""
-    if inspect.getattr_static(kind, "forward") is Module.forward:  # it has none, as a ModuleList: who holds it is asked
+    has_forward = "forward" in vars(module) or inspect.getattr_static(kind, "forward") is not Module.forward
+    if not has_forward:  # as a ModuleList: the module that holds it is asked
         return Decision((), [], [])
     if not (any(is_layer(it) for it in module.modules() if it is not module) or _holds_both(module)):
         return Decision((), [], [])

@@ -4,7 +4,7 @@ without a look at any module."""
 import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, product
+from itertools import product
 from typing import Any, Protocol
 
 from mpkernels.nn.fusing.chain import Block, Chain, Place, binds, dotted, short
@@ -128,6 +128,7 @@ def _apart(sites: Sequence[Candidate], indexes: Sequence[int], taken: Sequence[i
     return chosen
 
 
+_MOST_BETWEEN = 4  # timm's GatedMlp has three: a dropout, a gate, a norm
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -164,8 +165,9 @@ def _matches(kind: str, block: Block, last: int, expression: ast.expr) -> Iterat
 
 
 def _passing(block: Block, last: int, expression: ast.expr) -> Iterator[int]:
-    """Yield 0, 1, 2 and so on, as long as so many calls stand within the one of the last layer."""
-    for passing in count():
+    """Yield 0, 1, 2 and so on, as long as so many calls stand within the one of the last layer, and no more than some:
+    each is tried with all that stands before it."""
+    for passing in range(1 + _MOST_BETWEEN):
         if _Match(Chain(block, last)).after(Place(expression, last), passing) is None:
             return
         yield passing

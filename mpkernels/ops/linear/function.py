@@ -120,8 +120,9 @@ class _Block(torch.autograd.Function):
             has_out = others[2] is not None
             dtypes += tuple(grad_dtype(it) if want else None for it, want in zip(others, wants, strict=False))
             by_columns += tuple(want and lies_by_columns(it) for it, want in zip(others[::2], wants[::2], strict=False))
-        if kernel == ROUNDING:
-            dtypes = tuple(x.dtype if it and at % 2 == 0 else it for at, it in enumerate(dtypes))
+        if kernel == ROUNDING and casts is not None:  # the weights that autocast has cast
+            pairs = enumerate(zip(dtypes, casts, strict=False))
+            dtypes = tuple(x.dtype if it and cast is not None and at % 2 == 0 else it for at, (it, cast) in pairs)
         if casts is not None:
             fp32 = _noted((weight, bias, *others), casts)
             weight, bias, *others = replaced((weight, bias, *others), casts)

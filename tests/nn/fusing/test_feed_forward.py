@@ -89,8 +89,7 @@ def test_the_dropout_draws_by_its_p_and_mode_in_each_call(name):
     last = [it for it in model.modules() if isinstance(it, nn.Linear)][-1]
     dropout = next(it for it in model.modules() if isinstance(it, nn.Dropout))
     last.weight, last.bias = nn.Parameter(torch.eye(16)), None
-    if name == "a loop":
-        model.forward = None  # whose residual would have another shape
+    if name == "a loop":  # whose residual would have another shape
         model = nn.Sequential(*model.layers)
     fuse(model)
     hidden = model(X)

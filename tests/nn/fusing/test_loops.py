@@ -119,7 +119,22 @@ class ReadByAFunction(Looped):
         return x
 
 
-@pytest.mark.parametrize("kind", [ReadsItsLayer, CallsTwice, EndsOtherwise, ReadAfterAnError, ReadByAFunction])
+class LoopsOverItsLayer(Looped):
+    def __init__(self):
+        super().__init__()
+        self.layers.append(nn.Linear(8, 8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        for other in [layer]:
+            x = other(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "kind", [ReadsItsLayer, CallsTwice, EndsOtherwise, ReadAfterAnError, ReadByAFunction, LoopsOverItsLayer]
+)
 def test_another_loop_is_left_with_a_reason(kind):
     model = kind()
     want = model(X)

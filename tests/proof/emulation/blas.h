@@ -12,7 +12,6 @@ enum Status {
   not_initialized = 1,
   alloc_failed = 3,
   invalid_value = 7,
-  arch_mismatch = 8,
   execution_failed = 13,
   internal_error = 14,
   not_supported = 15,

@@ -1,5 +1,4 @@
-// torch's products, as work that a stream is given. torch's CPU ops compute them, but for the one that CUDA alone has:
-// an fp32 product of 16-bit matrices.
+// torch's products: its CPU ops compute them, but for the one that CUDA alone has, an fp32 product of 16-bit matrices.
 #include <memory>
 
 #include "blas.h"
@@ -50,17 +49,17 @@ struct Product {
 
 extern "C" AOTITorchError __wrap_torch_call_dispatcher(const char* op, const char* overload, StableIValue* stack,
                                                        uint64_t version) {
-  const auto product = std::make_shared<Product>(Product{op, overload, {}, version});
-  product->tensors.emplace_back(stack[0]);
-  product->tensors.emplace_back(stack[1]);
-  if (product->op == "aten::linear")
-    product->tensors.emplace_back(*std::unique_ptr<StableIValue>(reinterpret_cast<StableIValue*>(stack[2])));
-  product->tensors.emplace_back(stack[std::string("out") == overload && product->op == "aten::mm" ? 2 : 3]);
+  Product product{op, overload, {}, version};
+  product.tensors.emplace_back(stack[0]);
+  product.tensors.emplace_back(stack[1]);
+  if (product.op == "aten::linear")
+    product.tensors.emplace_back(*std::unique_ptr<StableIValue>(reinterpret_cast<StableIValue*>(stack[2])));
+  product.tensors.emplace_back(stack[std::string("out") == overload && product.op == "aten::mm" ? 2 : 3]);
   if (emulation::fails_on_demand()) return 1;
   ++emulation_launches;
-  if (emulation::enqueue(/*stream=*/nullptr, [product] { return product->run(); }) != cudaSuccess) return 1;
+  if (product.run() != cudaSuccess) return 1;
   AtenTensorHandle result = nullptr;
-  const AOTITorchError error = aoti_torch_new_tensor_handle(product->tensors.back().handle(), &result);
+  const AOTITorchError error = aoti_torch_new_tensor_handle(product.tensors.back().handle(), &result);
   stack[0] = reinterpret_cast<StableIValue>(result);
   return error;
 }
