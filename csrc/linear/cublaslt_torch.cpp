@@ -18,6 +18,7 @@ namespace cublaslt {
 
 // The values are those of cublasLt.h, the same from CUDA 12.0 to 13.2.
 using Status = int;
+inline constexpr Status kInvalidValue = 7, kArchitectureMismatch = 8, kNotSupported = 15;
 using Handle = struct Context*;
 using Descriptor = struct Opaque*;  // of a product, of a matrix's layout, or of what is preferred
 inline constexpr int kFp32 = 0, kFp16 = 2, kBf16 = 14, kComputeInFp32 = 68;
@@ -37,11 +38,6 @@ struct Heuristic {
   int reserved[4];
 };
 static_assert(sizeof(Heuristic) == 96);
-struct Proposal {
-  bool is_made = false;
-  Heuristic it{};
-};
-
 struct Refusal {};  // there is another way, and nothing has been written
 
 // Calls a function of cublasLt's, each of whose arguments must have the very type that cublasLt.h declares.
@@ -49,7 +45,6 @@ template <class... Arguments>
 void call(const char* name, Arguments... arguments) {
   void* const library = dlopen("libtorch_cuda.so", RTLD_LAZY | RTLD_NOLOAD);  // dlsym looks into what that needs, too
   const auto function = reinterpret_cast<Status (*)(Arguments...)>(library ? dlsym(library, name) : nullptr);
-  constexpr Status kInvalidValue = 7, kArchitectureMismatch = 8, kNotSupported = 15;
   const Status status = function ? function(arguments...) : kNotSupported;
   if (status == kInvalidValue || status == kArchitectureMismatch || status == kNotSupported) throw Refusal{};
   require(status == 0, name, "cublasLt fails with status " + std::to_string(status));
@@ -118,21 +113,23 @@ inline bool multiply(const Tensor& there, cudaStream_t stream, const Matrix& out
     struct Known {
       std::mutex mutex;
       std::map<int32_t, Handle> handles;
-      std::map<std::array<int64_t, 11>, Proposal> proposals;
+      std::map<std::array<int64_t, 11>, Heuristic> proposals;
     };
     static Known& known = *new Known;
-    const std::lock_guard<std::mutex> lock(known.mutex);
     const int32_t device = there.device().second;
+    std::unique_lock<std::mutex> lock(known.mutex);
     if (!known.handles[device]) {
       cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;  // what it allocates is no part of a CUDA graph
       (void)cudaThreadExchangeStreamCaptureMode(&mode);           // which fails for no mode that there is
       call("cublasLtCreate", &known.handles[device]);
       (void)cudaThreadExchangeStreamCaptureMode(&mode);
     }
-    Proposal& proposal =
-        known.proposals[{device, epilogue, z_line, static_cast<int64_t>(out.dtype), out.rows, out.columns, a.columns,
-                         transposes_a, transposes_b, leading_dimension(a), leading_dimension(b)}];
-    if (!proposal.is_made) {
+    const Handle handle = known.handles[device];
+    const auto int64 = [](auto... all) { return std::array{static_cast<int64_t>(all)...}; };
+    const auto key = int64(device, epilogue, z_line, out.dtype, out.rows, out.columns, a.columns, transposes_a,
+                           transposes_b, leading_dimension(a), leading_dimension(b));
+    auto proposal = known.proposals.find(key);  // which stays where it is when others join it
+    if (proposal == known.proposals.end()) {
       Owned preference("cublasLtMatmulPreferenceDestroy");
       call("cublasLtMatmulPreferenceCreate", &preference.it);
       const auto prefer = [&](int attribute, auto value) {
@@ -144,19 +141,21 @@ inline bool multiply(const Tensor& there, cudaStream_t stream, const Matrix& out
       for (int each = kAlignmentOfA; each <= kAlignmentOfD; ++each) prefer(each, kAlignment);
       // Not read here, only looked at: how well is it aligned?
       point_to(reinterpret_cast<void*>(kAlignment), reinterpret_cast<void*>(kAlignment));
+      Heuristic made{};
       int count = 0;
-      call("cublasLtMatmulAlgoGetHeuristic", known.handles[device], product.it, of_b.it, of_a.it, of_out.it, of_out.it,
-           preference.it, 1, &proposal.it, &count);
-      if (count == 0 || proposal.it.status != 0) throw Refusal{};
-      proposal.is_made = true;
+      call("cublasLtMatmulAlgoGetHeuristic", handle, product.it, of_b.it, of_a.it, of_out.it, of_out.it, preference.it,
+           1, &made, &count);
+      if (count == 0 || made.status != 0) throw Refusal{};
+      proposal = known.proposals.emplace(key, made).first;
     }
-    const Tensor workspace = there.scratch(proposal.it.workspace);
+    const Heuristic& it = proposal->second;
+    lock.unlock();
+    const Tensor workspace = there.scratch(it.workspace);
     const float one = 1, zero = 0;
     point_to(bias ? bias->data : nullptr, z ? z->data : nullptr);
     const auto read = [](const void* it) { return it; };
-    call("cublasLtMatmul", known.handles[device], product.it, read(&one), read(b.data), of_b.it, read(a.data), of_a.it,
-         read(&zero), read(out.data), of_out.it, out.data, of_out.it, read(proposal.it.algorithm), workspace.data(),
-         proposal.it.workspace, stream);
+    call("cublasLtMatmul", handle, product.it, read(&one), read(b.data), of_b.it, read(a.data), of_a.it, read(&zero),
+         read(out.data), of_out.it, out.data, of_out.it, read(it.algorithm), workspace.data(), it.workspace, stream);
   } catch (const Refusal&) {
     return false;
   }

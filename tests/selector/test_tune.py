@@ -139,7 +139,7 @@ def test_on_a_gpu_it_is_offered_each_of_tritons_tiles(monkeypatch):
     sizes = "linear_act", torch.device("cuda"), (8, 6, 6)
     plain, *tiles, lt, torchs = choice._case(*sizes, (B16,), "gelu_tanh", True, "", False).kernels
     assert (plain, tiles, lt, torchs) == ("native", ["triton", *tiling.OTHERS], "cublaslt", "torch")
-    assert choice._case(*sizes, (torch.float32,), "gelu", True, "").kernels == ("native", "triton", "torch")
+    assert choice._case(*sizes, (torch.float32,), "gelu", True, "", False).kernels == ("native", "triton", "torch")
 
 
 def test_an_error_is_the_models(timed):
