@@ -9,8 +9,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpkernels
 from mpkernels import selector
-from mpkernels.nn import LinearAct
-from mpkernels.selector import disk, tune
+from mpkernels.nn import MLP, LinearAct
+from mpkernels.selector import disk, rule, tune
 from mpkernels.selector.timing import Timed
 from tests.processes import needs_gloo, spawn
 
@@ -41,6 +41,29 @@ def by_itself(folder, rank):
 
 def test_without_it_nothing_is_timed(tmp_path):
     spawn(partial(by_itself, tmp_path), tmp_path)
+
+
+def in_parallel(folder, rank):
+    """DistributedDataParallel, whose replicas must compute the same bits: each call as the table says."""
+    timed, seen = as_rank(folder, rank), []
+    choose = selector.choose
+
+    def recorded(case, *more):
+        seen.append((case, choose(case, *more)))
+        return seen[-1][1]
+
+    selector.choose = recorded
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(MLP(8, 32, activation="gelu_tanh"), LinearAct(8, 6)))
+    for rows in (4, 128):
+        model(torch.randn(rows, 8)).sum().backward()
+    assert [name for _, name in seen] == [rule.kernel(case) for case, _ in seen]
+    assert [name for _, name in seen] == ["torch", "native", "native", "torch"]
+    assert timed == []
+
+
+def test_ranks_that_train_together_follow_the_table(tmp_path):
+    spawn(partial(in_parallel, tmp_path), tmp_path)
 
 
 def tuned(folder, rank):

@@ -1,11 +1,15 @@
 """Who computes where nobody has tuned: what the table says, in every process and situation; and nothing is timed."""
 
+import threading
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 
 from mpkernels import _extension, selector
 from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
+from mpkernels.nn import MLP, LinearAct
 from mpkernels.ops.linear.kind import ROUNDING
 from mpkernels.selector import disk, rule
 from mpkernels.selector.case import Case
@@ -139,12 +143,78 @@ def test_the_choice_is_the_same_in_every_situation(call):
     assert choice_within(torch.compile(call, backend="eager", fullgraph=True)) == {want}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert choice_within(lambda: call(mode.from_tensor(x))) == {want}
+    assert choice_within(lambda: checkpoint(call, x, use_reentrant=False).sum().backward()) == {want}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_transforms_are_torchs(call):
+def test_transforms_and_exported_graphs_are_torchs(call):
     torch.func.vmap(call)(x.view(2, 256, 64))
     assert selector.choices() == {}
+    graph = torch.export.export(AsModule(call), (x,)).graph
+    assert selector.choices() == {}
+    called = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    assert called and all(name.startswith("aten.") for name in called)
+
+
+class AsModule(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x)
+
+
+LAYERS = {
+    "linear_act": lambda: LinearAct(64, 48, activation="gelu"),
+    "mlp": lambda: MLP(64, 256, activation="gelu_tanh"),
+    "gated_mlp": lambda: MLP(64, 256, gated=True, activation="silu", bias=False),
+}
+
+
+def trained(layer, rows, call=None):
+    """Return the choices and all numbers of one step."""
+    selector.ask_again()
+    own = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+    y = (call or layer)(own)
+    grads = torch.autograd.grad(y.square().mean(), [*layer.parameters()])
+    return selector.choices(), [y.detach(), *grads]
+
+
+@pytest.mark.parametrize("rows", [4, 256])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_other_parameters_for_a_call_choose_alike(make, rows):
+    layer = make()
+    choices, numbers = trained(layer, rows)
+    params = dict(layer.named_parameters())
+    again, others = trained(layer, rows, lambda x: torch.func.functional_call(layer, params, (x,)))
+    assert again == choices
+    assert all(map(torch.equal, others, numbers))
+
+
+@pytest.mark.parametrize("rows", [4, 256])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_a_busy_machine_changes_neither_choices_nor_bits(make, rows):
+    layer = make()
+    choices, numbers = trained(layer, rows)
+    stop = threading.Event()
+
+    def burn():
+        while not stop.is_set():
+            torch.randn(256, 256).mm(torch.randn(256, 256))
+
+    burners = [threading.Thread(target=burn) for _ in range(4)]
+    try:
+        for it in burners:
+            it.start()
+        for _ in range(5):
+            again, others = trained(layer, rows)
+            assert again == choices
+            assert all(map(torch.equal, others, numbers))
+    finally:
+        stop.set()
+        for it in burners:
+            it.join()
 
 
 def test_pin_forces_what_is_there():

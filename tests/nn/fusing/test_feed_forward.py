@@ -207,7 +207,14 @@ class OfConvolutions(TimmMlp):
         self.fc1, self.fc2 = nn.Conv1d(5, 16, 1), nn.Conv1d(16, 5, 1)
 
 
+def with_a_forward_of_its_own():
+    model = TimmMlp()
+    model.forward = lambda x, forward=model.forward: forward(x) * 2
+    return model
+
+
 LEFT = {
+    "a forward that an instance got": (with_a_forward_of_its_own, "was replaced on this instance"),
     "1 x 1 convolutions": (OfConvolutions, "fc1 is no plain torch.nn.Linear"),
     "a list of convolutions": (
         lambda: nn.Sequential(nn.Conv1d(5, 4, 1), nn.ReLU(), nn.Conv1d(4, 5, 1)),
@@ -229,6 +236,23 @@ def test_what_is_left_is_said(make, reason):
     assert report.fused == []
     assert any(site.module == "" and reason in site.reason for site in report.left), str(report)
     assert_close(results(model), want, rtol=0, atol=0)
+
+
+class FourBetween(TimmMlp):
+    def forward(self, x):
+        x = self.norm(self.norm(self.act(self.fc1(x))))
+        return self.fc2(self.norm(self.norm(x)))
+
+
+class FiveBetween(TimmMlp):
+    def forward(self, x):
+        x = self.norm(self.norm(self.norm(self.act(self.fc1(x)))))
+        return self.fc2(self.norm(self.norm(x)))
+
+
+@pytest.mark.parametrize(("kind", "computed_by"), [(FourBetween, "mlp, gelu"), (FiveBetween, "linear_act, gelu")])
+def test_it_looks_through_four_calls_and_no_more(kind, computed_by):
+    assert [site.computed_by for site in fuse(kind()).fused] == [computed_by]
 
 
 def test_two_dropouts_are_left():
