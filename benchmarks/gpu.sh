@@ -55,6 +55,7 @@ tools=(memcheck racecheck synccheck)
 step=("step*cuda*1x1e9" "update_scale_*cuda" "overflow_*cuda bf16" "grad_stats*cuda bf16" "unscale_*cuda bf16"
   "step*cuda" "grad_stats*cuda" "unscale_*cuda" "overflow_*cuda")
 linear=("linear_act*cuda* 8192x" "linear_dact*cuda* 8192x" "linear_act*cuda" "linear_dact*cuda" "*_mlp*cuda")
+ruled=() # all
 train=("train*cuda*gpt2" "train*cuda")
 tuned=("linear_act*cuda*compile" "*_mlp*cuda*compile" "train*cuda*compile")
 if [[ -n $rehearse ]]; then
@@ -65,7 +66,7 @@ if [[ -n $rehearse ]]; then
   files=(tests/ops/test_huge.py tests/ops/grads/test_grad_stats.py)
   sanitizer=(env -u) tools=(memcheck) # runs what comes behind the tool's name
   step=("unscale_ cpu-1 fp32 1x2^20")
-  linear=("linear_act*bf16 64x768x3072*eager")
+  linear=("linear_act*bf16 64x768x3072*eager") ruled=(--only "linear_act silu 64x256x1024 bfloat16")
   train=("train cpu*mlp-6x512*default")
   tuned=("update_scale_ cpu-1")
 fi
@@ -117,8 +118,9 @@ count_tried() { { cat "$out/results.json" 2>/dev/null || true; } | grep -cE '"ou
 
 measure_linear() {
   local code=0
+  # Torch, product and pass, Triton: the table of mpkernels/selector/rule.py for this chip. Then all linear cases.
+  limited python3 -m benchmarks.rule "$device" "${ruled[@]}" 2>&1 | tee "$out/rule.txt" || code=$?
   bench --only "${linear[@]}" --without compile || code=$?
-  cp ~/.cache/mpkernels/choices.json "$out/choices.json" 2>/dev/null || true # the selector's, and what it measured
   return $code
 }
 

@@ -25,7 +25,7 @@ from mpkernels.bench.pairs import Run
 from mpkernels.nn import fuse
 
 FOLDER = Path(__file__).parent / "results" / "models"
-ROUNDS, WARM_UP = 7, 3  # the selector times its ways, and torch compiles
+ROUNDS, WARM_UP = 7, 3  # torch compiles
 DTYPES = {"bf16 autocast": True, "fp32": False}
 
 Maker = Callable[[], tuple[Module, dict[str, Tensor]]]  # of a model and its inputs

@@ -12,6 +12,7 @@ from mpkernels.metrics import Metrics
 from mpkernels.ops._registry import backends
 from mpkernels.ops._routes import attach_defaults, backend
 from mpkernels.profiling import profile
+from mpkernels.selector.tune import tune
 
 __all__ = [
     "Metrics",
@@ -28,6 +29,7 @@ __all__ = [
     "optim",
     "profile",
     "selector",
+    "tune",
 ]
 __version__ = "0.1.0"
 

@@ -1,6 +1,7 @@
 """Finds and loads the compiled kernels."""
 
 import ctypes
+import functools
 import json
 import sys
 import warnings
@@ -70,17 +71,12 @@ def ask_driver() -> tuple[int, int] | None:
     return None if ask is None else (ask(ctypes.byref(version)), version.value)
 
 
-def cublaslt_notes() -> tuple[dict[str, int], dict[str, int]] | None:
-    """Return two counts: how many products of each op ran with a cublasLt epilogue, and, for each reason, how many ran
-    without one. Return None if the library has no CUDA kernels."""
-    notes = None if LIBRARY is None else getattr(ctypes.CDLL(str(LIBRARY)), "mpkernels_cublaslt_notes", None)
-    if notes is None:
-        return None
-    notes.restype = ctypes.c_char_p
-    lines = notes().decode().splitlines()
-    end = lines.index("")
-    products, refusals = (
-        {what: int(count) for count, _, what in (line.partition(" ") for line in part)}
-        for part in (lines[:end], lines[end + 1 :])
-    )
-    return products, refusals
+def multiplies_halves(dtype: torch.dtype) -> bool:
+    """Return whether this CPU has instructions for products in a 16-bit dtype, as far as oneDNN may use them."""
+    number = {torch.float16: 1, torch.bfloat16: 2}[dtype]  # Dtype's, in csrc/common/numeric.h
+    return LIBRARY is not None and bool(_handle().mpkernels_multiplies_halves(number))
+
+
+@functools.cache
+def _handle() -> ctypes.CDLL:
+    return ctypes.CDLL(str(LIBRARY))

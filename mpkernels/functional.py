@@ -2,34 +2,34 @@
 torch.nn.functional."""
 
 from collections.abc import Hashable
-from typing import Any
 
-from torch import Tensor
+from torch import OutOfMemoryError, Tensor
 from torch.overrides import is_tensor_like
 
 from mpkernels import selector
 from mpkernels._torch_private.modes import is_any_autocast_enabled
 from mpkernels.linear import arguments, paths
-from mpkernels.linear.blocks import gated_linear, gated_mlp, mlp
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
-from mpkernels.linear.choice import autocast_dtype, kernel_for, key_of
-from mpkernels.linear.served import is_ours, is_watched
-from mpkernels.ops.linear.activations import ActivationLike, activation_name
+from mpkernels.linear.choice import autocast_dtype, is_left_to_torch, is_ours, is_watched, kernel_for, key_of
+from mpkernels.ops.linear.activations import ACTIVATIONS, ActivationLike, activation_name
+from mpkernels.ops.linear.kind import Kind, Parameters
 from mpkernels.parts import columns_of, is_sharded, parts_of_columns
+
+_LONE = {name: Kind("linear_act", name) for name in ACTIVATIONS}  # made once: small layers are slowed down by all else
 
 __all__ = ["clear_cast_cache", "gated_linear", "gated_mlp", "linear_act", "mlp"]
 
 
 def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: ActivationLike = "gelu") -> Tensor:
-    """Return ``activation(F.linear(x, weight, bias))``, computed in fp32 and rounded once.
+    """Return ``activation(F.linear(x, weight, bias))``.
 
     Shapes, autocast, gradients of any order, torch.compile and torch.func work as with ``F.linear`` followed by the
-    activation. For the backward, one tensor of y's size is saved, as by torch. Under autocast, fp32 weights get fp32
-    gradients that were never rounded to 16 bits. 16-bit weights get such gradients with ``weight.grad_dtype =
-    torch.float32``.
+    activation. For the backward, one tensor of y's size is saved, as by torch. Where a kernel of ours computes, fp32
+    weights get fp32 gradients under autocast that were never rounded to 16 bits. 16-bit weights get such gradients with
+    ``weight.grad_dtype = torch.float32``. A gradient lies in memory as its weight does.
 
-    If plain torch is faster for a call, torch computes it and rounds in its own way. ``mpkernels.selector`` shows these
-    choices and lets you change them.
+    Which calls plain torch computes is written down in the docs of the selector. ``mpkernels.tune`` measures it for a
+    model.
 
     Args:
         x: the input, of any number of dimensions; its last one is in_features long.
@@ -38,53 +38,143 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
         activation: none, relu, relu2 (the square of relu), gelu, gelu_tanh, silu, sigmoid or tanh. Or a module of torch
             or transformers that computes one of these, such as ``torch.nn.GELU()``.
     """
-    key = key_of(x, weight, bias, activation)
-    kernel = selector.by_key.get(key)
-    name: Any = activation  # where a call is known; one with a module never is
-    if kernel == "torch":
-        return paths.by_torch(x, weight, bias, name)
-    if kernel is None or is_watched():
-        return _of_any_kind(key, x, weight, bias, activation)
-    dtype = autocast_dtype(x) if is_any_autocast_enabled() else None
-    return paths.by_ours(kernel, x, weight, bias, name, dtype)
-
-
-def _of_any_kind(key: Hashable, x: Tensor, weight: Tensor, bias: Tensor | None, given: ActivationLike) -> Tensor:
-    activation = activation_name("linear_act", given)
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    if is_sharded(weight) and (parts := parts_of_columns(x, weight, bias)) is not None:
-        y: Tensor = columns_of(x, weight, linear_act(*parts, activation))
-        return y
-    if not (is_ours(x, weight, bias) and (bias is None or bias.dim() < 2)) and all(map(is_tensor_like, tensors)):
+    kind = (_LONE.get(activation) if type(activation) is str else None) or Kind("linear_act", activation)
+    if is_left_to_torch(activation, x, weight, bias):
         try:
-            return paths.by_torch_afresh(x, weight, bias, activation)
+            return paths.by_torch(kind, x, weight, bias)
+        except OutOfMemoryError:
+            raise
+        except RuntimeError:  # what torch refuses gets a closer look
+            pass
+    return _compute(kind, x, weight, bias)
+
+
+def gated_linear(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None = None,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    activation: ActivationLike = "silu",
+) -> Tensor:
+    """Return ``activation(F.linear(x, gate_weight, gate_bias)) * F.linear(x, up_weight, up_bias)``: SwiGLU with silu,
+    GEGLU with gelu or gelu_tanh, ReGLU with relu.
+
+    For the backward, the results of both linear layers are saved, where torch saves the activation's result, too.
+    Shapes, autocast, gradients of any order and torch.compile work as with torch's functions.
+
+    Args:
+        x: [..., K].
+        gate_weight: [N, K], possibly a transposed view of [K, N]. Without up_weight it is [2N, K]: gate's rows, and
+            then up's, as in Phi-3 and Megatron. Nothing is copied.
+        up_weight: the weight that makes the other factor, [N, K].
+        gate_bias: [N], or [2N] without up_weight.
+        up_bias: [N].
+        activation: as linear_act takes it.
+    """
+    kind = Kind("gated_linear", activation, True, up_weight is None)
+    return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias)
+
+
+def mlp(
+    x: Tensor,
+    fc1_weight: Tensor,
+    fc1_bias: Tensor | None,
+    fc2_weight: Tensor,
+    fc2_bias: Tensor | None,
+    activation: ActivationLike = "gelu",
+    dropout: float = 0.0,
+    training: bool = True,
+    recompute: bool = False,
+) -> Tensor:
+    """Return ``F.linear(F.dropout(activation(F.linear(x, fc1_weight, fc1_bias)), dropout, training), fc2_weight,
+    fc2_bias)``.
+
+    Beside x and the weights, the backward needs one tensor: what the activation was taken of. In 16 bits these are 2
+    bytes for each hidden feature, where torch saves 4. The activation's result is computed anew, and its gradient
+    never reaches memory where a kernel can help it. A dropout saves its mask, another byte. Shapes, autocast, gradients
+    of any order and torch.compile work as with torch's functions.
+
+    Args:
+        x: [..., K].
+        fc1_weight: [H, K], possibly a transposed view, as ``weight.t()`` of GPT-2's Conv1D.
+        fc1_bias: [H].
+        fc2_weight: [N, H], possibly a transposed view, too.
+        fc2_bias: [N].
+        activation: as linear_act takes it.
+        dropout: the probability of dropping a hidden feature.
+        training: whether to drop any.
+        recompute: save x alone, and compute the first linear layer anew in the backward.
+    """
+    kind = Kind("mlp", activation, False, False, *_options("mlp", dropout, training, recompute))
+    return _compute(kind, x, fc1_weight, fc1_bias, None, None, fc2_weight, fc2_bias)
+
+
+def gated_mlp(
+    x: Tensor,
+    gate_weight: Tensor,
+    up_weight: Tensor | None,
+    down_weight: Tensor,
+    gate_bias: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    activation: ActivationLike = "silu",
+    dropout: float = 0.0,
+    training: bool = True,
+    recompute: bool = False,
+) -> Tensor:
+    """Return ``F.linear(F.dropout(gated_linear(x, ...), dropout, training), down_weight, down_bias)``, the MLP of
+    Llama.
+
+    Beside x and the weights, the backward needs the results of gate's and up's linear layers: in 16 bits 4 bytes for
+    each hidden feature, where torch saves 8. See ``gated_linear`` for the first arguments and ``mlp`` for the last.
+    """
+    kind = Kind("gated_mlp", activation, True, up_weight is None, *_options("gated_mlp", dropout, training, recompute))
+    return _compute(kind, x, gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias)
+
+
+def _options(op: str, dropout: float, training: bool, recompute: bool) -> tuple[float, bool]:
+    """Return the dropout that applies, and ``recompute``."""
+    if type(dropout) is not float or type(training) is not bool or type(recompute) is not bool or not 0 <= dropout <= 1:
+        arguments.probability(op, "dropout", dropout)
+        arguments.flag(op, "training", training)
+        arguments.flag(op, "recompute", recompute)
+    return dropout if training else 0.0, recompute
+
+
+def _compute(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor | None) -> Tensor:
+    key = key_of(kind, x, weight, bias, others)
+    kernel = selector.by_key.get(key)
+    if kernel == "torch" and not kind.recompute:
+        return paths.by_torch(kind, x, weight, bias, *others)
+    own = Parameters(weight, bias, *others)
+    if kernel is None or is_watched():
+        return _of_any_kind(key, kind, x, own)
+    if kernel == "torch":
+        return paths.afresh(kind, x, own)
+    return paths.by_ours(kernel, kind, x, own, autocast_dtype(x) if is_any_autocast_enabled() else None)
+
+
+def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, own: Parameters) -> Tensor:
+    kind = kind._replace(activation=activation_name(kind.op, kind.activation))
+    if kind.op == "linear_act" and is_sharded(own.weight) and (parts := parts_of_columns(x, *own[:2])) is not None:
+        y: Tensor = columns_of(x, own.weight, linear_act(*parts, kind.activation))
+        return y
+    is_lone = kind.op == "linear_act"
+    is_broad = is_lone and isinstance(own.bias, Tensor) and own.bias.dim() > 1
+    if (is_broad or not is_ours(x, *own)) and all(map(is_tensor_like, (it for it in (x, *own) if it is not None))):
+        try:
+            return paths.afresh(kind, x, own)
         except RuntimeError:
             if type(x) is Tensor and not x.is_nested:
-                _check_shapes_and_dtypes(x, weight, bias)
+                arguments.block(kind, x, own)
             raise
-    _check_shapes_and_dtypes(x, weight, bias)
+    arguments.block(kind, x, own)
+    if own.weight.dim() == 1:  # which F.linear takes without a bias alone
+        if own.bias is None:
+            return paths.afresh(kind, x, own)
+        return paths.afresh(kind, x, Parameters(own.weight.unsqueeze(0), own.bias.reshape(1))).squeeze(-1)
+    if is_lone and own.bias is not None and own.bias.shape != own.weight.shape[:1]:  # of one element, for all features
+        key, own = None, own._replace(bias=own.bias.expand(own.weight.shape[0]))
     dtype = autocast_dtype(x)
-    kernel = kernel_for(key, x, weight, bias, activation, dtype)
-    return paths.compute(kernel, x, weight, bias, activation, dtype)
-
-
-def _check_shapes_and_dtypes(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    op = "linear_act"
-    arguments.tensor(op, "x", x)
-    arguments.tensor(op, "weight", weight)
-    if x.dim() == 0:
-        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
-    if weight.dim() not in (1, 2):
-        raise ValueError(f"{op}: weight must have one or two dimensions, got shape {tuple(weight.shape)}")
-    if x.shape[-1] != weight.shape[-1]:
-        raise ValueError(
-            f"{op}: x must have weight's {weight.shape[-1]} features in its last dimension, got shape {tuple(x.shape)}"
-        )
-    if bias is not None:
-        arguments.tensor(op, "bias", bias)
-        features = weight.shape[0] if weight.dim() == 2 else 1
-        if bias.dim() > 1 or bias.numel() not in (1, features):
-            raise ValueError(f"{op}: bias must have shape ({features},), got {tuple(bias.shape)}")
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None and tensor.dtype != x.dtype and autocast_dtype(x) is None:
-            raise TypeError(f"{op}: {name} must be {x.dtype}, got {tensor.dtype}")
+    return paths.compute(kernel_for(key, kind, x, own, dtype), kind, x, own, dtype)

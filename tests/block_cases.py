@@ -6,8 +6,8 @@ import torch
 from torch.nn.functional import linear
 
 from mpkernels.functional import gated_linear, gated_mlp, mlp
-from mpkernels.linear import exact
-from mpkernels.linear.block_kind import Kind, Parameters
+from mpkernels.ops.linear.kind import Kind, Parameters
+from tests import exact
 from tests.linear_cases import TORCH, relative_error
 
 

@@ -1,6 +1,6 @@
-"""CUDA graphs, and what stands for them without a GPU: of a captured step nothing is done, all is kept, and a replay
-does it with the same arguments. So what a replay gets wrong was decided by the host, and what the host reads of a
-captured result is NaN."""
+"""CUDA graphs, and what stands for them where the reference or Triton's interpreter computes on the CPU: of a captured
+step nothing is done, all is kept, and a replay does it with the same arguments. So what a replay gets wrong was decided
+by the host, and what the host reads of a captured result is NaN."""
 
 from contextlib import contextmanager
 

@@ -19,6 +19,7 @@ import mpkernels
 from mpkernels import amp, checkpoint, doctor, functional, nn, ops, optim, selector
 from mpkernels.__main__ import main
 from mpkernels.bench import results
+from mpkernels.selector import disk
 from tests import ROOT
 from tests.networks import one_thread  # noqa: F401
 
@@ -77,13 +78,16 @@ def test_block(name, tmp_path, monkeypatch):
     page, number = BLOCKS[name]
     *above, block = BLOCK.findall(page.read_text())[: number + 1]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "tuned.json")
     # A 16-bit model takes inputs of its dtype; a reader's come from a loader that knows.
     torch.nn.Linear.forward, forward = _casting(torch.nn.Linear.forward), torch.nn.Linear.forward
     try:
         exec(compile(f"{imports_of(above)}\n{block}", page.name, "exec"), of_a_reader())
     finally:
         torch.nn.Linear.forward = forward
-        selector.make_deterministic()
+        selector.pin(None)
+        selector.tuned.clear()
+        selector.ask_again()
 
 
 def imports_of(blocks):

@@ -30,4 +30,6 @@ def test_without_it_the_module_is_skipped(monkeypatch):
 
 
 def test_they_are_the_extras():
-    assert {"transformers", "accelerate", "lightning", "peft", "torchao", "liger_kernel"} <= set(libraries.NAMES)
+    assert {"transformers", "accelerate", "lightning", "peft", "torchao", "diffusers", "liger_kernel"} <= set(
+        libraries.NAMES
+    )

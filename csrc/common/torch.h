@@ -54,13 +54,6 @@ inline void require_success(cudaError_t error, const char* op) {
               (is_not_for_this ? ". The compiled kernels can't run on this device" : ""));
 }
 
-// Of the device that a tensor is on. CUDA has these in memory: nothing is gained by keeping them here.
-inline int attribute_of_device(const char* op, const Tensor& there, cudaDeviceAttr attribute) {
-  int value = 0;
-  require_success(cudaDeviceGetAttribute(&value, attribute, there.device().second), op);
-  return value;
-}
-
 // Makes a tensor's device the current one as long as it lives, and knows torch's current stream there.
 class OnDeviceOf {
  public:

@@ -3,29 +3,18 @@
 
 namespace mpk {
 
-// z may be y.
 template <class T, int count>
 __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
-    bias_act_kernel(const float* z, Strided bias, T* y, T* saved, Tiling tiling, Activation activation) {
+    act_kernel(const T* z, T* y, Tiling tiling, Activation activation) {
   const Place<count> place(tiling);
   if (place.column >= tiling.columns) return;
-  Elements<float, count> shift{};
-  if (bias.data) {
-    const auto of_columns = read<T, count>(bias, 0, place.column);
-    for (int i = 0; i < count; ++i) shift.at[i] = widen(of_columns.at[i]);
-  }
   with_activation(activation, [&](auto f) {
     for (int64_t row = place.row; row < place.end; row += place.lines) {
       const int64_t first = row * tiling.columns + place.column;
-      const auto product = load<count>(z + first);
-      Elements<T, count> rounded_z, rounded_y;
-      for (int i = 0; i < count; ++i) {
-        const float shifted = product.at[i] + shift.at[i];
-        narrow(shifted, rounded_z.at[i]);
-        narrow(f.forward(shifted), rounded_y.at[i]);
-      }
-      if (saved) store(saved + first, rounded_z);
-      store(y + first, rounded_y);
+      const auto known = load<count>(z + first);
+      Elements<T, count> rounded;
+      for (int i = 0; i < count; ++i) narrow(f.forward(widen(known.at[i])), rounded.at[i]);
+      store(y + first, rounded);
     }
   });
 }
@@ -78,7 +67,7 @@ class ColumnSums {
 // dz and its sums over the rows of each block, where they are wanted, and y of a saved z: a kernel of its own, for the
 // activation taken anew would cost instructions where nobody wants y.
 // y in fp32 takes more registers than kBlocksAtOnce leaves, and so do 8 elements a thread.
-template <class D, class T, int count, bool makes_y>
+template <class T, int count, bool makes_y>
 __global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ? 2
                                             : count == 8                       ? 3
                                                                                : kBlocksAtOnce)
@@ -90,9 +79,8 @@ __global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ?
     with_activation(activation, [&](auto f) {
       constexpr Saves kSaves = decltype(f)::kSaves;
       for (int64_t row = place.row; row < place.end; row += place.lines) {
-        Elements<D, count> grad;
-        Elements<T, count> known{}, rounded, again;
-        const Reading<D, count> of_dy{dy, grad};
+        Elements<T, count> grad, known{}, rounded, again;
+        const Reading<T, count> of_dy{dy, grad};
         if constexpr (kSaves == Saves::nothing) {
           read_all<count>(row, place.column, of_dy);
         } else {
@@ -114,13 +102,13 @@ __global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ?
   if (sums.data) column_sums.store(place, tiling, sums);
 }
 
-cudaError_t bias_act_cuda(Dtype dtype, const float* z, const Strided& bias, void* y, void* saved, int64_t rows,
-                          int64_t columns, Activation activation, cudaStream_t stream) {
+cudaError_t act_cuda(Dtype dtype, const void* z, void* y, int64_t rows, int64_t columns, Activation activation,
+                     cudaStream_t stream) {
   const Tiling tiling(rows, columns);
   return with_elements(dtype, tiling, [&](auto zero, auto count) {
     using T = decltype(zero);
-    return launch(bias_act_kernel<T, count>, tiling.blocks(), stream, z, bias, static_cast<T*>(y),
-                  static_cast<T*>(saved), tiling, activation);
+    return launch(act_kernel<T, count>, tiling.blocks(), stream, static_cast<const T*>(z), static_cast<T*>(y), tiling,
+                  activation);
   });
 }
 
@@ -130,9 +118,7 @@ static cudaError_t act_backward(Dtype dtype, const Strided& dy, const Strided& s
                                 const Result& sums, const Tiling& tiling, Activation activation, cudaStream_t stream) {
   return with_elements(dtype, tiling, [&](auto zero, auto count) {
     using T = decltype(zero);
-    const auto kernel = y                        ? act_backward_kernel<float, T, count, true>
-                        : dy.dtype == Dtype::f32 ? act_backward_kernel<float, T, count, false>
-                                                 : act_backward_kernel<T, T, count, false>;
+    const auto kernel = y ? act_backward_kernel<T, count, true> : act_backward_kernel<T, count, false>;
     return launch(kernel, tiling.blocks(), stream, dy, saved, static_cast<T*>(dz), static_cast<T*>(y), sums, tiling,
                   activation);
   });

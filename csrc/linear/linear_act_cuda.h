@@ -1,24 +1,40 @@
-// The two passes of linear_act on CUDA: over z, after the product that makes it, and over dz, before those that need
-// it.
+// The passes of linear_act on CUDA: over z, after the product that makes it, and over dz, before those that need it.
 #pragma once
 
+#include <cuda_runtime.h>
+
+#include "common/table.h"
 #include "linear/activation.h"
-#include "linear/strided.h"
 
 namespace mpk {
+
+// A matrix in any layout, an expanded one among them.
+struct Strided {
+  Strided() = default;
+  Strided(const void* data, int64_t row_stride, int64_t column_stride, Dtype dtype)
+      : data(data),
+        row_stride(row_stride),
+        column_stride(column_stride),
+        dtype(dtype),
+        is_packed(column_stride == 1 && reinterpret_cast<uintptr_t>(data) % 16 == 0 &&
+                  row_stride * width_of(dtype) % 16 == 0) {}
+  const void* data = nullptr;
+  int64_t row_stride = 0, column_stride = 0;
+  Dtype dtype = Dtype::f32;
+  bool is_packed = false;  // 16 bytes of a row can be read at once
+};
 
 struct Result {
   void* data;  // or null
   Dtype dtype;
 };
 
-// z + bias -> y, and saved unless null, each rounded once. z may be y. bias is one row, or null. There is a row and a
-// column at least.
-cudaError_t bias_act_cuda(Dtype dtype, const float* z, const Strided& bias, void* y, void* saved, int64_t rows,
-                          int64_t columns, Activation activation, cudaStream_t stream);
-// dy, fp32 or of dtype, and saved -> dz unless null, and the sums of its columns before rounding: a row for each of
-// count_row_blocks(rows, columns), unless null. Of a dy in fp32 and a saved z also y anew, unless null. dz may be dy.
-// There is a column at least.
+// z -> y, which may be z; both are contiguous. Here and below, 16-bit results are rounded once, all is of dtype but
+// what says another one, and there is a row and a column at least.
+cudaError_t act_cuda(Dtype dtype, const void* z, void* y, int64_t rows, int64_t columns, Activation activation,
+                     cudaStream_t stream);
+// dy and saved -> dz, which may be dy, unless null; of a saved z also y anew, unless null; and the sums of dz's columns
+// before rounding, unless null: a row for each of count_row_blocks(rows, columns). There may be no row.
 cudaError_t act_backward_cuda(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, void* y,
                               const Result& sums, int64_t rows, int64_t columns, Activation activation,
                               cudaStream_t stream);

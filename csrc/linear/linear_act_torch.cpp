@@ -1,176 +1,193 @@
-#include "linear/linear_act_cpu_torch.h"
+#include "linear/linear_act_torch.h"
+
+#include "linear/passes_cpu_torch.h"
+#ifdef MPK_CUDA
+#include "linear/passes_cuda_torch.h"
+#endif
 
 namespace mpk {
 
-class ForwardOnCpu {
- public:
-  explicit ForwardOnCpu(const StableIValue* stack)
-      : it_(stack),
-        y_result_(it_.new_output()),
-        saved_result_(it_.saves_z() ? it_.new_output() : it_.new_nothing()),
-        x_(it_.x),
-        weight_(it_.weight),
-        y_(y_result_),
-        saved_(saved_result_),
-        bias_(contiguous(it_.bias ? Matrix(*it_.bias) : y_)) {
-    multiplies_halves(it_.dtype) ? in_halves() : in_fp32();
-  }
+// z is torch's product, rounded as torch rounds it; y is a pass over z, and where nobody saves z, in its place.
+template <class Passes>
+static void activate_product(const LinearActArguments& it, const Matrix& z, const Matrix& y) {
+  const Passes passes(it.kOp, it.x);
+  multiply_and_add(z, Matrix(it.x), Matrix(it.weight), as_matrix(it.bias));
+  if (it.activation != Activation::none) passes.activate(it.activation, z, y);
+}
 
-  void return_to(StableIValue* stack) {
-    stack[0] = y_result_.release();
-    stack[1] = saved_result_.release();
-  }
-
- private:
-  const Matrix& rounded_z() const { return it_.saves_z() ? saved_ : y_; }
-
-  // z has its bias already: it is rounded once.
-  void in_halves() {
-    if (it_.bias)
-      multiply_add(rounded_z(), x_, weight_.transposed(), bias_.view.repeated(x_.rows));
-    else
-      multiply(rounded_z(), x_, weight_.transposed());
-    if (it_.activation != Activation::none) activate(rounded_z(), 0, nullptr);
-  }
-
-  void in_fp32() {
-    const Widened weight = widen(weight_);
-    const int64_t block = std::min(rows_in_block(y_.columns), x_.rows);
-    const bool is_wide = it_.dtype == Dtype::f32;
-    const ScratchMatrix scratch(is_wide ? 0 : block, y_.columns, aoti_torch_dtype_float32());
-    for (int64_t first = 0; first < x_.rows; first += block) {
-      const int64_t rows = std::min(block, x_.rows - first);
-      const Matrix z = is_wide ? rounded_z().rows_from(first, rows) : scratch.view.rows_from(0, rows);
-      multiply(z, widen(x_.rows_from(first, rows)).view, weight.view.transposed());
-      activate(z, first, it_.bias ? bias_.view.data : nullptr);
-    }
-  }
-
-  // The rows from first on.
-  void activate(const Matrix& z, int64_t first, const void* bias) const {
-    const auto linear_act_rows = MPK_BEST(linear_act_rows);
-    parallel_for(z.rows, z.columns, [&](int64_t begin, int64_t end) {
+// In fp32, some rows at a time: z is rounded, if it is saved, and so is y, once.
+static void activate_in_fp32(const LinearActArguments& it, const Matrix* saved, const Matrix& y) {
+  const Matrix x(it.x);
+  const Widened weight = widen(Matrix(it.weight)), bias = contiguous(it.bias ? Matrix(*it.bias) : y);
+  const int64_t block = std::min(rows_in_block(y.columns), x.rows);
+  const ScratchMatrix scratch(it.dtype == Dtype::f32 ? 0 : block, y.columns, aoti_torch_dtype_float32());
+  const auto linear_act_rows = MPK_BEST(linear_act_rows);
+  for (int64_t first = 0; first < x.rows; first += block) {
+    const int64_t rows = std::min(block, x.rows - first);
+    const Matrix z =
+        it.dtype == Dtype::f32 ? (saved ? *saved : y).rows_from(first, rows) : scratch.view.rows_from(0, rows);
+    multiply(z, widen(x.rows_from(first, rows)).view, weight.view.transposed());
+    parallel_for(rows, z.columns, [&](int64_t begin, int64_t end) {
       const int64_t row = first + begin;
-      linear_act_rows(
-          {it_.activation, z.dtype, it_.dtype, z.at(begin), bias, y_.at(row), it_.saves_z() ? saved_.at(row) : nullptr},
-          end - begin, z.columns);
+      linear_act_rows({it.activation, z.dtype, it.dtype, z.at(begin), it.bias ? bias.view.data : nullptr, y.at(row),
+                       saved ? saved->at(row) : nullptr},
+                      end - begin, z.columns);
     });
   }
+}
 
-  const LinearActArguments it_;
-  Tensor y_result_, saved_result_;
-  const Matrix x_, weight_, y_, saved_;
-  const Widened bias_;
-};
-
-static void linear_act_on_cpu(StableIValue* stack, uint64_t, uint64_t) { ForwardOnCpu(stack).return_to(stack); }
+static void linear_act_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
+  forward(stack, [](const LinearActArguments& it, const Matrix* saved, const Matrix& y) {
+    multiplies_halves(it.dtype) ? activate_product<CpuPasses>(it, saved ? *saved : y, y)
+                                : activate_in_fp32(it, saved, y);
+  });
+}
 MPK_CPU_KERNEL(LinearActArguments::kOp, linear_act_on_cpu)
 
-class BackwardOnCpu {
- public:
-  explicit BackwardOnCpu(const StableIValue* stack)
-      : it_(stack),
-        dx_result_(it_.new_dx()),
-        dweight_result_(it_.new_dweight()),
-        dbias_result_(it_.new_dbias()),
-        dx_(dx_result_),
-        dweight_(dweight_result_),
-        in_halves_(multiplies_halves(it_.dtype)),
-        is_dz_dy_(saves(it_.activation) == Saves::nothing && (in_halves_ || it_.dtype == Dtype::f32)),
-        rounds_dz_(in_halves_ && !is_dz_dy_ && (it_.wants_dx() || it_.wants_dweight())),
-        dy_(is_dz_dy_ && !it_.wants_dbias() ? Widened{Matrix(it_.dy), nullptr} : contiguous(Matrix(it_.dy))),
-        saved_(saves(it_.activation) == Saves::nothing ? dy_.borrowed() : contiguous(Matrix(it_.saved))),
-        rounded_dz_(rounds_dz_ ? it_.rows() : 0, it_.outputs(), it_.dy.dtype()),
-        pass_(it_.activation, it_.dtype, it_.rows(), it_.outputs(), it_.wants_dbias()) {
-    const bool at_once = in_halves_ || is_dz_dy_;
-    in_fp32(/*multiply_dx=*/it_.wants_dx() && !at_once, /*multiply_dweight=*/it_.wants_dweight() && !at_once);
-    const Matrix dz = is_dz_dy_ ? Matrix(it_.dy) : rounded_dz_.view;
-    if (at_once && it_.wants_dx()) multiply(dx_, dz, Matrix(*it_.weight));
-    if (at_once && it_.wants_dweight()) multiply_dweight(dz.transposed(), Matrix(*it_.x));
-    if (it_.wants_dbias()) pass_.add_up(Matrix(dbias_result_));
+#ifdef MPK_CUDA
+void activate_product_on_cuda(const LinearActArguments& it, const Matrix& z, const Matrix& y) {
+  activate_product<CudaPasses>(it, z, y);
+}
+static void linear_act_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
+  forward(stack, [](const LinearActArguments& it, const Matrix* saved, const Matrix& y) {
+    activate_product_on_cuda(it, saved ? *saved : y, y);
+  });
+}
+MPK_CUDA_KERNEL(LinearActArguments::kOp, linear_act_on_cuda)
+#endif
+
+struct Gradients {
+  explicit Gradients(const LinearActBackwardArguments& it)
+      : of_x(it.new_dx()), of_weight(it.new_dweight()), of_bias(it.new_dbias()), dx(of_x), dbias(of_bias) {}
+  void return_to(StableIValue* stack) {
+    stack[0] = of_x.release();
+    stack[1] = of_weight.release();
+    stack[2] = of_bias.release();
   }
 
-  void return_to(StableIValue* stack) {
-    stack[0] = dx_result_.release();
-    stack[1] = dweight_result_.release();
-    stack[2] = dbias_result_.release();
+  Tensor of_x, of_weight, of_bias;
+  const Matrix dx, dbias;
+};
+
+// dz is rounded as torch rounds it, on its way to both products.
+template <class Passes>
+static void multiply_slopes(const LinearActBackwardArguments& it, const Gradients& to) {
+  const Passes passes(it.kOp, it.dy);
+  const bool has_slope = saves(it.activation) != Saves::nothing;
+  const bool makes_dz = has_slope && (it.wants_dx() || it.wants_dweight());
+  const int64_t sizes[] = {makes_dz ? it.rows() : 0, it.outputs()};
+  const Tensor own = it.dy.new_empty(2, sizes, it.dy.dtype());
+  const Matrix dy(it.dy), own_dz(own), dz = makes_dz ? own_dz : dy;
+  if (it.outputs() > 0 && (makes_dz || it.wants_dbias()))
+    passes.differentiate(it.activation, dy, has_slope ? Matrix(it.saved) : dy, makes_dz ? &own_dz : nullptr,
+                         /*y=*/nullptr, it.wants_dbias() ? &to.dbias : nullptr);
+  if (it.wants_dx()) multiply(to.dx, dz, Matrix(*it.weight));
+  if (!it.wants_dweight()) return;
+  // Transposed, where the weight is: then its rows lie in line, too.
+  const Matrix x(*it.x), found(to.of_weight), dweight = it.by_columns ? found.transposed() : found,
+                                              left = it.by_columns ? x.transposed() : dz.transposed(),
+                                              right = it.by_columns ? dz : x;
+  if (dweight.dtype == it.dtype)
+    multiply(dweight, left, right);
+  else
+    passes.multiply_to_fp32(dweight, left, right);
+}
+
+// In fp32, some rows at a time. At least one block: without a row, dweight and dbias are 0.
+class SlopesInFp32 {
+ public:
+  SlopesInFp32(const LinearActBackwardArguments& it, const Gradients& to)
+      : it_(it),
+        to_(to),
+        dweight_(it.by_columns ? Matrix(to.of_weight).transposed() : Matrix(to.of_weight)),
+        is_dz_dy_(saves(it.activation) == Saves::nothing && it.dtype == Dtype::f32),
+        dy_(is_dz_dy_ && !it.wants_dbias() ? Widened{Matrix(it.dy), nullptr} : contiguous(Matrix(it.dy))),
+        saved_(saves(it.activation) == Saves::nothing ? dy_.borrowed() : contiguous(Matrix(it.saved))),
+        pass_(it.activation, it.dtype, it.rows(), it.outputs(), it.wants_dbias()) {
+    if (is_dz_dy_) {
+      if (it.wants_dx()) multiply(to.dx, Matrix(it.dy), Matrix(*it.weight));
+      if (it.wants_dweight()) multiply_dweight(dweight_, Matrix(it.dy), Matrix(*it.x), /*first=*/0);
+    }
+    in_blocks(it.wants_dx() && !is_dz_dy_, it.wants_dweight() && !is_dz_dy_);
+    if (it.wants_dbias()) pass_.add_up(to.dbias);
   }
 
  private:
-  static int32_t fp32() { return aoti_torch_dtype_float32(); }
-  bool has_narrow_dweight() const { return it_.wants_dweight() && it_.weight_dtype != fp32(); }
-
-  // At least one block: without a row, dweight and dbias are 0.
-  void in_fp32(bool multiply_dx, bool multiply_dweight) const {
+  void in_blocks(bool makes_dx, bool makes_dweight) const {
+    const bool makes_dz = makes_dx || makes_dweight;
+    if (!makes_dz && !it_.wants_dbias()) return;
+    const int32_t fp32 = aoti_torch_dtype_float32();
     const int64_t block = std::max<int64_t>(1, std::min(rows_in_block(it_.outputs()), it_.rows()));
-    const Widened weight = multiply_dx ? widen(Matrix(*it_.weight)) : dy_.borrowed();
-    const bool wants_dz = multiply_dx || multiply_dweight, narrow_dx = multiply_dx && it_.dtype != Dtype::f32;
-    const bool narrow_dweight = multiply_dweight && has_narrow_dweight();
-    const ScratchMatrix wide_dz(wants_dz ? block : 0, it_.outputs(), fp32());
-    const ScratchMatrix wide_dx(narrow_dx ? block : 0, dx_.columns, fp32());
-    const ScratchMatrix wide_dweight(narrow_dweight ? dweight_.rows : 0, dweight_.columns, fp32());
-    const Matrix& dweight = narrow_dweight ? wide_dweight.view : dweight_;
+    const Widened weight = makes_dx ? widen(Matrix(*it_.weight)) : dy_.borrowed();
+    const bool narrows_dx = makes_dx && it_.dtype != Dtype::f32;
+    const bool narrows_dweight = makes_dweight && dweight_.dtype != Dtype::f32;
+    const ScratchMatrix wide_dz(makes_dz ? block : 0, it_.outputs(), fp32);
+    const ScratchMatrix wide_dx(narrows_dx ? block : 0, to_.dx.columns, fp32);
+    const ScratchMatrix wide_dweight(narrows_dweight ? dweight_.rows : 0, dweight_.columns, fp32);
     int64_t first = 0;
     do {
       const int64_t rows = std::min(block, it_.rows() - first);
       const Matrix dz = wide_dz.view.rows_from(0, rows);
-      differentiate(first, rows, wants_dz ? &dz : nullptr);
-      if (multiply_dx) {
-        const Matrix to = dx_.rows_from(first, rows), dx = narrow_dx ? wide_dx.view.rows_from(0, rows) : to;
+      pass_.run(first, dy_.view.rows_from(first, rows), saved_.view.rows_from(first, rows), makes_dz ? &dz : nullptr,
+                /*narrow_dz=*/nullptr, /*y=*/nullptr);
+      if (makes_dx) {
+        const Matrix to = to_.dx.rows_from(first, rows), dx = narrows_dx ? wide_dx.view.rows_from(0, rows) : to;
         multiply(dx, dz, weight.view);
-        if (narrow_dx) narrow(dx, to);
+        if (narrows_dx) narrow(dx, to);
       }
-      if (multiply_dweight) {
-        const Widened x = widen(Matrix(*it_.x).rows_from(first, rows));
-        first == 0 ? multiply(dweight, dz.transposed(), x.view)
-                   : multiply_add(dweight, dz.transposed(), x.view, dweight);
-      }
+      if (makes_dweight)
+        multiply_dweight(narrows_dweight ? wide_dweight.view : dweight_, dz,
+                         widen(Matrix(*it_.x).rows_from(first, rows)).view, first);
       first += block;
     } while (first < it_.rows());
-    if (narrow_dweight) narrow(wide_dweight.view, dweight_);
+    if (narrows_dweight) narrow(wide_dweight.view, dweight_);
   }
 
-  // In halves, an fp32 product is the sum of two that are rounded.
-  void multiply_dweight(const Matrix& dz, const Matrix& x) const {
-    if (!in_halves_ || has_narrow_dweight()) return multiply(dweight_, dz, x);
-    const ScratchMatrix high(dweight_.rows, dweight_.columns, x.torch_dtype),
-        low(dweight_.rows, dweight_.columns, x.torch_dtype);
-    multiply(high.view, dz, x);
-    multiply_add(low.view, dz, x, high.view, -1);
-    const auto add_span = MPK_BEST(add_span);
-    parallel_for(dweight_.rows, dweight_.columns, [&](int64_t first, int64_t last) {
-      add_span(x.dtype, high.view.at(first), low.view.at(first), static_cast<float*>(dweight_.at(first)),
-               (last - first) * dweight_.columns);
-    });
+  // Adds what some rows of dz and x contribute to dweight. The first rows overwrite it.
+  void multiply_dweight(const Matrix& dweight, const Matrix& dz, const Matrix& x, int64_t first) const {
+    const Matrix left = (it_.by_columns ? x : dz).transposed(), &right = it_.by_columns ? dz : x;
+    first == 0 ? multiply(dweight, left, right) : multiply_onto(dweight, left, right, dweight.tensor());
   }
 
-  // dz of the rows from first on, in each format that is wanted, and the sums of its columns.
-  void differentiate(int64_t first, int64_t rows, const Matrix* wide_dz) const {
-    if (!wide_dz && !rounds_dz_ && !it_.wants_dbias()) return;
-    const Matrix dy = dy_.view.rows_from(first, rows);
-    const Matrix rounded_dz = rounds_dz_ ? rounded_dz_.view.rows_from(first, rows) : dy;
-    pass_.run(first, dy, saved_.view.rows_from(first, rows), wide_dz, rounds_dz_ ? &rounded_dz : nullptr,
-              /*y=*/nullptr);
-  }
-
-  const LinearActBackwardArguments it_;
-  Tensor dx_result_, dweight_result_, dbias_result_;
-  const Matrix dx_, dweight_;
-  const bool in_halves_, is_dz_dy_, rounds_dz_;
+  const LinearActBackwardArguments& it_;
+  const Gradients& to_;
+  const Matrix dweight_;  // transposed, where the weight is: then its rows lie in line, too
+  const bool is_dz_dy_;
   const Widened dy_, saved_;
-  const ScratchMatrix rounded_dz_;
   const BackwardPass pass_;
 };
 
 static void linear_act_backward_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  BackwardOnCpu(stack).return_to(stack);
+  const LinearActBackwardArguments it(stack);
+  Gradients to(it);
+  if (multiplies_halves(it.dtype))
+    multiply_slopes<CpuPasses>(it, to);
+  else
+    SlopesInFp32(it, to);
+  to.return_to(stack);
 }
 MPK_CPU_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cpu)
 
+#ifdef MPK_CUDA
+static void linear_act_backward_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
+  const LinearActBackwardArguments it(stack);
+  Gradients to(it);
+  multiply_slopes<CudaPasses>(it, to);
+  to.return_to(stack);
+}
+MPK_CUDA_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cuda)
+#endif
+
 }  // namespace mpk
 
+extern "C" {
+// For the table of what computes, in Python: whether this CPU's 16-bit products are left to torch. dtype is a Dtype.
+__attribute__((visibility("default"))) int32_t mpkernels_multiplies_halves(int32_t dtype) {
+  return mpk::multiplies_halves(static_cast<mpk::Dtype>(dtype));
+}
 // For tests, of the way that this machine does not go: 1 and 0 as if it multiplied 16-bit matrices fast or slowly, -1
 // as it is.
-extern "C" __attribute__((visibility("default"))) void mpkernels_force_half_products(int32_t choice) {
+__attribute__((visibility("default"))) void mpkernels_force_half_products(int32_t choice) {
   mpk::halves_forced = choice;
+}
 }

@@ -1,8 +1,11 @@
 // linear_act's arguments, as a kernel takes them off the stack. What is wrong with them is worked out in Python.
 #pragma once
 
+#include <optional>
+
 #include "common/torch.h"
-#include "linear/linear_act.h"
+#include "linear/activation.h"
+#include "linear/matrix.h"
 
 namespace mpk {
 
@@ -19,6 +22,11 @@ inline bool is_matrix(const Tensor& tensor, int64_t rows, int64_t columns, const
          tensor.device() == like.device();
 }
 
+inline bool is_bias(const std::unique_ptr<Tensor>& it, int64_t size, const Tensor& like) {  // or none
+  return !it || (it->is_strided() && it->ndim() == 1 && it->size() == size && it->dtype() == like.dtype() &&
+                 it->device() == like.device());
+}
+
 // A gradient's dtype is that of like, fp32, or -1: it is not wanted.
 inline void require_gradient_dtype(int32_t torch_dtype, const Tensor& like, const char* op) {
   require(torch_dtype == -1 || torch_dtype == like.dtype() || torch_dtype == aoti_torch_dtype_float32(), op,
@@ -28,6 +36,10 @@ inline void require_gradient_dtype(int32_t torch_dtype, const Tensor& like, cons
 inline Tensor new_matrix(const Tensor& like, int64_t rows, int64_t columns, bool wanted = true) {
   const int64_t sizes[] = {wanted ? rows : 0, columns};
   return like.new_empty(wanted ? 2 : 1, sizes, like.dtype());
+}
+
+inline std::optional<Matrix> as_matrix(const std::unique_ptr<Tensor>& tensor) {
+  return tensor ? std::optional<Matrix>(*tensor) : std::nullopt;
 }
 
 inline Tensor new_dbias(const Tensor& dy, int64_t columns, int32_t bias_dtype) {
@@ -47,22 +59,12 @@ struct LinearActArguments {
     require(find_dtype(x.dtype(), &dtype) && dtype != Dtype::f64, kOp, "x is none of fp16, bf16, fp32");
     require(is_matrix(x, -1, -1, x), kOp, "x is not a matrix");
     require(is_matrix(weight, -1, x.sizes()[1], x), kOp, "weight does not fit x");
-    require(!bias || (bias->is_strided() && bias->ndim() == 1 && bias->size() == weight.sizes()[0] &&
-                      bias->dtype() == x.dtype() && bias->device() == x.device()),
-            kOp, "bias does not fit weight");
+    require(is_bias(bias, outputs(), x), kOp, "bias does not fit weight");
   }
   int64_t rows() const { return x.sizes()[0]; }
-  int64_t features() const { return x.sizes()[1]; }
   int64_t outputs() const { return weight.sizes()[0]; }
   bool saves_z() const { return save && saves(activation) == Saves::z; }
-  Tensor new_nothing() const {
-    const int64_t size = 0;
-    return x.new_empty(1, &size, x.dtype());
-  }
-  Tensor new_output() const {
-    const int64_t sizes[] = {rows(), outputs()};
-    return x.new_empty(2, sizes, x.dtype());
-  }
+  Tensor new_output(bool wanted = true) const { return new_matrix(x, rows(), outputs(), wanted); }
 
   Tensor x, weight;
   std::unique_ptr<Tensor> bias;
@@ -70,6 +72,21 @@ struct LinearActArguments {
   bool save;
   Dtype dtype;
 };
+
+// Calls compute with the arguments, with z where it is saved, else null, and with y, unless that is empty.
+template <class Body>
+void forward(StableIValue* stack, const Body& compute) {
+  const LinearActArguments it(stack);
+  Tensor y = it.new_output(), saved = it.new_output(/*wanted=*/it.saves_z());
+  if (y.size() > 0) {
+    const Matrix of_saved(saved);
+    compute(it, it.saves_z() ? &of_saved : nullptr, Matrix(y));
+  }
+  stack[0] = y.release();
+  stack[1] = saved.release();
+}
+
+void activate_product_on_cuda(const LinearActArguments& it, const Matrix& z, const Matrix& y);
 
 struct LinearActBackwardArguments {
   static constexpr const char* kOp = "linear_act_backward";
@@ -81,7 +98,8 @@ struct LinearActBackwardArguments {
         saved(stack[3]),
         activation(take_activation(stack[4])),
         weight_dtype(take_optional_dtype(stack[5])),
-        bias_dtype(take_optional_dtype(stack[6])) {
+        bias_dtype(take_optional_dtype(stack[6])),
+        by_columns(take_number<bool>(stack[7])) {
     require(find_dtype(dy.dtype(), &dtype) && dtype != Dtype::f64, kOp, "dy is none of fp16, bf16, fp32");
     require(is_matrix(dy, -1, -1, dy), kOp, "dy is not a matrix");
     require(!x || is_matrix(*x, rows(), -1, dy), kOp, "x does not fit dy");
@@ -97,9 +115,11 @@ struct LinearActBackwardArguments {
   bool wants_dx() const { return weight != nullptr; }
   bool wants_dweight() const { return weight_dtype != -1; }
   bool wants_dbias() const { return bias_dtype != -1; }
-  Tensor new_dx() const { return new_gradient(wants_dx(), rows(), wants_dx() ? weight->sizes()[1] : 0, dy.dtype()); }
+  Tensor new_dx() const { return new_matrix(dy, rows(), wants_dx() ? weight->sizes()[1] : 0, wants_dx()); }
   Tensor new_dweight() const {
-    return new_gradient(wants_dweight(), outputs(), wants_dweight() ? x->sizes()[1] : 0, weight_dtype);
+    if (!wants_dweight()) return new_matrix(dy, 0, 0, /*wanted=*/false);
+    const int64_t sizes[] = {outputs(), x->sizes()[1]}, strides[] = {1, outputs()};
+    return by_columns ? dy.new_empty(2, sizes, strides, weight_dtype) : dy.new_empty(2, sizes, weight_dtype);
   }
   Tensor new_dbias() const { return mpk::new_dbias(dy, outputs(), bias_dtype); }
 
@@ -108,13 +128,8 @@ struct LinearActBackwardArguments {
   Tensor saved;
   Activation activation;
   int32_t weight_dtype, bias_dtype;  // of torch's; -1: not wanted
+  bool by_columns;                   // dweight's columns lie one after another, as the weight's do
   Dtype dtype;
-
- private:
-  Tensor new_gradient(bool wanted, int64_t rows, int64_t columns, int32_t torch_dtype) const {
-    const int64_t sizes[] = {wanted ? rows : 0, columns};
-    return dy.new_empty(wanted ? 2 : 1, sizes, wanted ? torch_dtype : dy.dtype());
-  }
 };
 
 }  // namespace mpk

@@ -36,4 +36,19 @@ struct LinearDactArguments {
   Dtype dtype;
 };
 
+struct Slopes {
+  explicit Slopes(const LinearDactArguments& it)
+      : of_z(it.new_dz()), of_bias(it.new_dbias()), of_h(it.new_h()), dz(of_z), dbias(of_bias), h(of_h) {}
+  void return_to(StableIValue* stack) {
+    stack[0] = of_z.release();
+    stack[1] = of_bias.release();
+    stack[2] = of_h.release();
+  }
+
+  Tensor of_z, of_bias, of_h;
+  const Matrix dz, dbias, h;
+};
+
+void differentiate_product_on_cuda(const LinearDactArguments& it, const Slopes& to);
+
 }  // namespace mpk

@@ -49,7 +49,6 @@ struct GatedBackward {
   void* h;  // or null
 };
 
-// columns: of h
 MPK_FOR_EACH_ISA(void linear_gated_rows(const GatedForward& pass, int64_t rows, int64_t columns))
 MPK_FOR_EACH_ISA(void linear_dgated_rows(const GatedBackward& pass, int64_t rows, int64_t columns))
 

@@ -1,17 +1,9 @@
 // linear_gated's and linear_dgated's arguments, as a kernel takes them off the stack.
 #pragma once
 
-#include <optional>
-
 #include "linear/linear_act_torch.h"
-#include "linear/linear_gated.h"
-#include "linear/matrix.h"
 
 namespace mpk {
-
-inline Matrix columns_from(const Matrix& matrix, int64_t first, int64_t count) {
-  return matrix.transposed().rows_from(first, count).transposed();
-}
 
 // Both as one matrix, where they are the halves of one.
 inline std::optional<Matrix> joined(const Matrix& gate, const Matrix& up) {
@@ -35,11 +27,10 @@ struct LinearGatedArguments {
     require(is_matrix(x, -1, -1, x), kOp, "x is not a matrix");
     require(is_matrix(gate_weight, -1, x.sizes()[1], x), kOp, "gate_weight does not fit x");
     require(is_matrix(up_weight, outputs(), x.sizes()[1], x), kOp, "up_weight does not fit gate_weight");
-    require_bias(gate_bias.get(), "gate_bias does not fit gate_weight");
-    require_bias(up_bias.get(), "up_bias does not fit up_weight");
+    require(is_bias(gate_bias, outputs(), x), kOp, "gate_bias does not fit gate_weight");
+    require(is_bias(up_bias, outputs(), x), kOp, "up_bias does not fit up_weight");
   }
   int64_t rows() const { return x.sizes()[0]; }
-  int64_t features() const { return x.sizes()[1]; }
   int64_t outputs() const { return gate_weight.sizes()[0]; }
   Tensor new_h() const { return new_matrix(x, rows(), outputs()); }
   Tensor new_z(bool wanted) const { return new_matrix(x, rows(), 2 * outputs(), wanted); }
@@ -49,13 +40,6 @@ struct LinearGatedArguments {
   Activation activation;
   bool save;
   Dtype dtype;
-
- private:
-  void require_bias(const Tensor* bias, const char* otherwise) const {
-    require(!bias || (bias->is_strided() && bias->ndim() == 1 && bias->size() == outputs() &&
-                      bias->dtype() == x.dtype() && bias->device() == x.device()),
-            kOp, otherwise);
-  }
 };
 
 struct LinearDgatedArguments {

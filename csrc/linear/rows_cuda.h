@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/elements.h"
-#include "linear/strided.h"
+#include "linear/linear_act_cuda.h"
 
 namespace mpk {
 

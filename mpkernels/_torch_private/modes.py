@@ -4,7 +4,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -19,11 +18,8 @@ _DeviceContext: type = look_up("torch.utils._device", "DeviceContext", NoClass)
 # Hides what is done from function modes and tensors of subclasses. Without it: they see what fuse looks at.
 without_functions: Any = look_up("torch._C", "DisableTorchFunction", nullcontext)
 
-# Quicker than their public twins, which in a small layer count.
+# Quicker than its public twin, which in a small layer counts.
 is_any_autocast_enabled: Callable[[], bool] = look_up("torch._C", "_is_any_autocast_enabled", maybe)
-is_deterministic: Callable[[], bool] = look_up(
-    "torch._C", "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
-)
 
 # Hide ops from dispatch modes and transforms. Without them: modes see these ops, too.
 _without_dispatch_modes: Any = look_up("torch._C", "_DisableTorchDispatch", nullcontext)

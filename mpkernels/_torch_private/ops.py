@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mpkernels._torch_private.finding import look_up
@@ -44,6 +45,10 @@ foreach_add_: Callable[[list[Tensor], list[int]], object] = look_up(
 unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = look_up(
     "torch", "ops.aten._unsafe_view", lambda tensor, shape: tensor.view(shape).clone()
 )
+
+# gelu in place, by C++ as torch's other functions. Without it: by torch.ops, which in a small layer takes longer than
+# the layer.
+gelu_: Callable[..., Tensor] = look_up("torch", "_C._nn.gelu_", torch.ops.aten.gelu_.default)
 
 # The op that casts. Without it: memory_report counts no casts of autocast's.
 to_copy: Any = look_up("torch", "ops.aten._to_copy.default", None)

@@ -20,7 +20,7 @@ FakeTensor: type = look_up("torch._subclasses.fake_tensor", "FakeTensor", NoClas
 
 
 def before_compile(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return what torch.compile wrapped here. Without the attribute: nothing, and warm_up runs the compiled module."""
+    """Return what torch.compile wrapped here. Without the attribute: nothing, and tune runs the compiled module."""
     return getattr(module, "_orig_mod", None)
 
 

@@ -23,7 +23,7 @@ def run_one(benchmark: Benchmark, run: Run, seconds: float, builds: int = BUILDS
         pair = benchmark.prepare()
         samples = measure(pair, device, seconds, builds)
         counts = {}
-        if pair.is_counted and not earlier:  # after the selector's first timing, which a profiler would slow down
+        if pair.is_counted and not earlier:  # a second count would be the same
             counts = {"ours": count(pair.ours, device), "theirs": count(pair.theirs, device)}
         _keep_best(run.copy_speeds, str(place), machine.copy_speed(device))
         if pair.flops:

@@ -33,7 +33,7 @@ def introduction(device: torch.device, corpus: int, parameters: int) -> str:
     return (
         f"A transformer of {parameters / 1e6:.1f} M parameters learns Python from {corpus / 1e6:.1f} MB of sources\n"
         f"of the standard library, in four ways side by side, on {place(device)}. First, off the clock, each way\n"
-        "warms up, and the selector times its kernels."
+        "warms up."
     )
 
 

@@ -9,7 +9,9 @@ from typing import Any
 
 from torch import nn
 
-from mpkernels.doctor import cublaslt, machine, selftest, shapes, verdict
+from mpkernels.doctor import machine, selftest, shapes, verdict
+from mpkernels.selector import rule
+from mpkernels.tables import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,8 +36,7 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         "kernels": machine.kernels(),
         "why not": machine.why_not(),
         "self-test": [result._asdict() for result in tests],
-        "cublasLt": cublaslt.describe(tests),
-        "selector": machine.chosen(),
+        "rule": rule.table(),
         "to install": [*better, *machine.more_output()],
         "shapes": {name: [each._asdict() for each in of_one] for name, of_one in advice.items()},
         "verdict": verdict.of(tests, better, machine.gpu()),
@@ -87,11 +88,9 @@ def _prose(found: Mapping[str, Any]) -> str:
         "kernels of each op: the first is used, where there is such a device": _table(used),
         "why not others": _table(found["why not"]),
         "self-test": outcome,
-        "cublasLt, which ends products in CUDA C++": [
-            *_table(found["cublasLt"]["proof"]),
-            *(f"fell back {count} times: {why}" for why, count in found["cublasLt"]["fell back"].items()),
-        ],
-        "chosen by the selector, on this machine": _table(found["selector"]) or ["nothing yet"],
+        "what computes linear layers and MLPs: the first line that fits, else plain torch": Table(
+            rule.HEAD, found["rule"]
+        ).lines(),
         "to get more, install": found["to install"] or [machine.nothing_to_install()],
     }
     for name, advice in found["shapes"].items():

@@ -11,7 +11,7 @@ import mpkernels
 from mpkernels import _extension
 from mpkernels.bench.machine import describe as describe_for_bench
 from mpkernels.ops import _devices, _registry, _stack
-from mpkernels.selector import disk, machine
+from mpkernels.selector import machine
 
 
 def describe() -> dict[str, str]:
@@ -71,14 +71,6 @@ def why_not() -> dict[str, str]:
         built_for = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no GPU"
         reasons["anything on cuda"] = built_for
     return reasons
-
-
-def chosen() -> dict[str, str]:
-    """What the selector has measured on this machine with these versions, in any process."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    suffix = disk._key("", device)
-    kept = {case: disk.as_choice(it) for case, it in disk._read().items() if case.endswith(suffix)}
-    return {case.removesuffix(suffix): str(choice) for case, choice in kept.items() if choice is not None}
 
 
 def nothing_to_install() -> str:

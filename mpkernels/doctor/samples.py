@@ -107,6 +107,10 @@ def linear_backward(device: torch.device, dtype: torch.dtype, activation: str) -
     return dy, x, weight, saved.expand(5, 9), activation, F32, dtype
 
 
+def linear_backward_by_columns(device: torch.device) -> tuple[Any, ...]:
+    return *linear_backward(device, B16, "silu"), True
+
+
 def linear_backward_of_nothing(device: torch.device) -> tuple[Any, ...]:
     (dy,) = matrices(B16, device, (5, 9))
     return dy, None, None, torch.empty(0, dtype=B16, device=device), "none", None, None
@@ -191,6 +195,7 @@ SAMPLES: dict[str, list[Sample]] = {
     "linear_act_backward": [
         Sample(lambda device: linear_backward(device, B16, "gelu"), ROUNDED[B16]),
         Sample(lambda device: linear_backward(device, F32, "silu"), ROUNDED[F32]),
+        Sample(linear_backward_by_columns, ROUNDED[B16]),
         Sample(linear_backward_of_nothing),
     ],
     "linear_dact": [

@@ -4,10 +4,13 @@ wanted, what came, and where it belongs if that is plain."""
 from collections.abc import Mapping
 from numbers import Real
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 
+from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.kind import Kind, Parameters
 
 
 def tensor(who: str, name: str, value: object) -> None:
@@ -54,3 +57,54 @@ def hint(value: object) -> str:
         return f"; did you mean activation={value.lower()!r}?" if value.lower() in ACTIVATIONS else ""
     is_module = isinstance(value, Module) or (isinstance(value, type) and issubclass(value, Module))
     return f"; did you mean activation={value!r}?" if is_module else ""
+
+
+_NAMES = {
+    "linear_act": ("weight", "bias", "", "", "", ""),
+    "gated_linear": ("gate_weight", "gate_bias", "up_weight", "up_bias", "", ""),
+    "mlp": ("fc1_weight", "fc1_bias", "", "", "fc2_weight", "fc2_bias"),
+    "gated_mlp": ("gate_weight", "gate_bias", "up_weight", "up_bias", "down_weight", "down_bias"),
+}
+
+
+def block(kind: Kind, x: Tensor, own: Parameters) -> None:
+    """Check the tensors that a function is called with."""
+    op, names = kind.op, Parameters(*_NAMES[kind.op])
+    for name, it in (("x", x), *zip(names, own, strict=True)):
+        if it is not None or ("weight" in name and name != "up_weight"):
+            tensor(op, name, it)
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
+    _first_weight(kind, names.weight, x, own.weight)
+    rows = own.weight.shape[0] if own.weight.dim() == 2 else 1
+    if kind.is_stacked and rows % 2:
+        raise ValueError(f"{op}: {names.weight} must have gate's rows and as many of up, got {rows}")
+    if kind.is_stacked and own.up_bias is not None:
+        raise ValueError(f"{op}: up_bias must be None without up_weight: gate_bias holds both")
+    hidden = rows // 2 if kind.is_stacked else rows
+    outputs = hidden if own.out_weight is None else own.out_weight.shape[0]
+    shapes: Parameters = Parameters(None, (rows,), tuple(own.weight.shape), (rows,), ("any", hidden), (outputs,))
+    for name, it, shape in zip(names, own, shapes, strict=True):
+        if it is None or shape is None or (op == "linear_act" and it.numel() == 1 and it.dim() < 2):
+            continue
+        if it.dim() != len(shape) or any(want not in ("any", got) for want, got in zip(shape, it.shape, strict=True)):
+            wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
+            raise ValueError(f"{op}: {name} must have shape {wanted}, got {tuple(it.shape)}")
+    casts = has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type)
+    for name, it in zip(names, own, strict=True):
+        if it is not None and it.device != x.device:
+            raise ValueError(f"{op}: {name} must be on {x.device}, got {it.device}")
+        if it is not None and it.dtype != x.dtype and not casts:
+            raise TypeError(f"{op}: {name} must be {x.dtype}, got {it.dtype}")
+
+
+def _first_weight(kind: Kind, name: str, x: Tensor, weight: Tensor) -> None:
+    features, shape = x.shape[-1], tuple(weight.shape)
+    if kind.op != "linear_act":
+        if weight.dim() != 2 or shape[1] != features:
+            raise ValueError(f"{kind.op}: {name} must have shape (any, {features}), got {shape}")
+    elif weight.dim() not in (1, 2):
+        raise ValueError(f"{kind.op}: weight must have one or two dimensions, got shape {shape}")
+    elif shape[-1] != features:
+        wanted = f"weight's {shape[-1]} features in its last dimension"
+        raise ValueError(f"{kind.op}: x must have {wanted}, got shape {tuple(x.shape)}")

@@ -1,7 +1,8 @@
-"""Chooses what computes a linear_act: the fastest of our kernels and plain torch."""
+"""Makes the key and the case of a call, by which the selector chooses between torch and a kernel of ours."""
 
 from collections.abc import Hashable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, get_autocast_dtype, is_autocast_enabled, is_grad_enabled
@@ -9,121 +10,152 @@ from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn import Parameter
 
 from mpkernels import selector
-from mpkernels._torch_private.modes import are_transforms_active, is_any_autocast_enabled, is_deterministic
-from mpkernels._torch_private.tracing import constant_in_graphs, is_jit_tracing, is_tracing
-from mpkernels.linear.trial import LinearTrial, is_transposed
+from mpkernels._torch_private.modes import (
+    are_transforms_active,
+    count_dispatch_modes,
+    is_any_autocast_enabled,
+    is_function_mode_active,
+)
+from mpkernels._torch_private.tensors import derives_forward
+from mpkernels._torch_private.tracing import FakeTensor, constant_in_graphs, is_exporting, is_jit_tracing, is_tracing
+from mpkernels.linear.trial import Trial, is_transposed
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import kernels_on
 from mpkernels.ops._stack import DEVICES, forced
+from mpkernels.ops.linear import tiling
+from mpkernels.ops.linear.kind import ROUNDING, Kind, Parameters
 from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case
 
-PLAIN = frozenset((Tensor, Parameter))
+_PLAIN = frozenset((Tensor, Parameter))
+_SERVED = frozenset((Tensor, Parameter, FakeTensor))
 
 
-def key_of(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> Hashable:
+def key_of(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, others: tuple[Tensor | None, ...]) -> Hashable:
     """Return a key for ``selector.by_key`` that holds everything the choice of a kernel depends on. Return None for a
-    call that needs a closer look, such as one on tensor subclasses. Bad arguments are left to the kernels to find,
-    because every check here slows down small layers.
-    """
+    call that needs a closer look, such as one on tensor subclasses. Bad arguments have keys, too, under which nothing
+    is found, because every check here slows down small layers."""
     # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
-    if is_dynamo_compiling() or forced or is_jit_tracing():
+    if is_dynamo_compiling() or forced or is_jit_tracing() or type(x) is not Tensor or type(kind.activation) is not str:
         return None
-    if type(x) is not Tensor or type(weight) not in PLAIN or type(activation) is not str:
+    if type(weight) not in _PLAIN:
         return None
-    try:
-        of_x = x.shape, x.stride(-1), x.layout, x.dtype, x.device
-        of_weight = weight.shape, weight.stride(-1), weight.layout, weight.dtype
-    except (RuntimeError, IndexError):  # nested, without dimensions
+    try:  # without loops, for the same reason
+        of_x = x.shape, x.stride(-1), x.layout, x.dtype, x.device, x.requires_grad
+        of_weight = weight.shape, weight.stride(-1), weight.layout, weight.dtype, weight.requires_grad
+        key: tuple[Any, ...] = kind, of_x, of_weight, is_grad_enabled(), None
+        if bias is not None:
+            if type(bias) not in _PLAIN:
+                return None
+            key = *key[:-1], (bias.shape, bias.layout, bias.dtype, bias.requires_grad)
+        for it in others:
+            if it is not None and type(it) not in _PLAIN:
+                return None
+            key = *key, None if it is None else (it.shape, it.stride(-1), it.layout, it.dtype, it.requires_grad)
+        if not x.is_cpu:
+            key = *key, uses_tf32()
+    except (RuntimeError, IndexError):  # nested, sparse, without dimensions
         return None
-    trains, of_bias = weight.requires_grad or x.requires_grad, None
-    if bias is not None:
-        if type(bias) not in PLAIN:
-            return None
-        of_bias, trains = (bias.shape, bias.dtype), trains or bias.requires_grad
-    key: Hashable = (activation, of_x, of_weight, of_bias, trains and is_grad_enabled())
-    if not x.is_cpu:
-        key = key, uses_tf32()
-    if not (is_any_autocast_enabled() or is_deterministic()):
-        return key
-    kind = "cpu" if x.is_cpu else "cuda"
-    # is_autocast_enabled reads a name, which takes longer than all else here where caches are cold.
-    autocast = get_autocast_dtype(kind) if is_any_autocast_enabled() and is_autocast_enabled(kind) else None
-    return key, autocast, is_deterministic()
+    if is_any_autocast_enabled():
+        device_type = "cpu" if x.is_cpu else "cuda"
+        key = *key, get_autocast_dtype(device_type) if is_autocast_enabled(device_type) else None
+    return key
 
 
-def _trains(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    return is_grad_enabled() and (weight.requires_grad or x.requires_grad or (bias is not None and bias.requires_grad))
+def is_left_to_torch(activation: object, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether torch is known to compute such a ``linear_act``, whatever its sizes: in small layers, ``key_of``
+    takes as long as the activation."""
+    return (
+        not is_dynamo_compiling()  # first, or its graphs would depend on what comes next
+        and type(activation) is str
+        and type(x) is Tensor
+        and (activation, x.dtype, x.device) in selector.left_to_torch
+        and type(weight) in _PLAIN
+        and (bias is None or type(bias) in _PLAIN)
+        and not (is_any_autocast_enabled() or forced or is_jit_tracing())
+    )
 
 
-def kernel_for(
-    key: Hashable,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    autocast: torch.dtype | None,
-) -> str:
-    """Return a kernel of ours or plain torch, whichever is faster; under ``backend`` the dispatcher's choice."""
+def is_ours(x: Tensor, *parameters: Tensor | None) -> bool:
+    """Return whether one of our kernels can compute this call. It needs dense, plain tensors and no forward-mode
+    derivatives. Nor may torch.export or torch.jit.trace record the call, because the record must run without us."""
+    return (
+        type(x) in _SERVED
+        and all(it is None or (type(it) in _SERVED and it.layout is torch.strided) for it in parameters)
+        and x.layout is torch.strided
+        and x.is_floating_point()
+        and not (x.is_nested or derives_forward() or is_exporting())
+        and (is_compiling() or not is_jit_tracing())
+    )
+
+
+def is_watched() -> bool:
+    """Return whether a mode, a transform or a tracer observes the ops that torch calls."""
+    return derives_forward() or are_transforms_active() or count_dispatch_modes() > 0 or is_function_mode_active()
+
+
+def kernel_for(key: Hashable, kind: Kind, x: Tensor, own: Parameters, autocast: torch.dtype | None) -> str:
+    """Return the name of a kernel of ours, or of plain torch; under ``backend`` the dispatcher's choice."""
+    given = [it for it in (x, *own) if it is not None]
+    if torch.float64 in (autocast or x.dtype, *(it.dtype for it in given)) or are_transforms_active():
+        return "torch"
     if forced:
         return "dispatched"
-    within_functorch = are_transforms_active()
-    if key is not None and not within_functorch and (chosen := selector.by_key.get(key)) is not None:
-        return chosen
-    dtypes = autocast or x.dtype, x.dtype, weight.dtype
-    leaves = [x, weight] if bias is None else [x, weight, bias]
-    trains = _trains(x, weight, bias)
-    layouts = "".join(f", {name}.t()" for name, it in (("x", x), ("weight", weight)) if is_transposed(it))
-    variant = f"{activation}{'' if bias is None else ' + bias'}{', with grad' if trains else ''}{layouts}"
-    variant += in_tf32(x.device, dtypes[0])
-    is_odd = torch.float64 in dtypes or weight.dim() != 2
-    if not is_compiling():  # where a look at sizes would make conditions of the graph
-        is_odd = is_odd or within_functorch or weight.numel() * x.numel() == 0
-    if is_odd:
+    if not is_compiling() and 0 in (x.numel(), *own.sizes(kind)):  # where a look would make conditions of the graph
         return "torch"
-    device, sizes = x.device, (weight.shape[-1], weight.shape[0])
+    trains = is_grad_enabled() and any(it.requires_grad for it in given)
+    dtypes = tuple(dict.fromkeys((autocast or x.dtype, *(it.dtype for it in given))))
+    rounds = trains and dtypes[0].itemsize == 2 and any(it is not None and it.dtype == torch.float32 for it in own)
+    details = _details(kind, x, own, trains)
+    of_case = kind.op, x.device, own.sizes(kind), dtypes, kind.activation, trains, details, rounds
     if is_tracing():
-        return known_kernel("linear_act", device, sizes, dtypes, variant)
-    rows = rows_of(x)
-    case = Case("linear_act", device, sizes, dtypes, variant, rows)
-    prepare = partial(LinearTrial, rows, leaves, activation, trains, autocast)
-    return selector.choose(case, names(device), prepare, key)
+        return _known(*of_case)
+    rows = x.numel() // x.shape[-1]
+    case = _case(*of_case)._replace(rows=1 << (rows - 1).bit_length())
+    if key is not None and kind.op == "linear_act" and autocast is None:
+        selector.leave_to_torch(case)
+    return selector.choose(case, key, partial(Trial, rows, kind, x, own, trains, autocast))
 
 
 @constant_in_graphs
-def in_tf32(device: torch.device, dtype: torch.dtype) -> str:
-    """Return what is added to a case whose products may round their operands."""
-    return ", in TF32" if device.type == "cuda" and dtype == torch.float32 and uses_tf32() else ""
-
-
-def rows_of(x: Tensor) -> int:
-    """Return how many rows x has, rounded up to a power of two."""
-    return 1 << (x.numel() // x.shape[-1] - 1).bit_length()
-
-
-@constant_in_graphs
-def known_kernel(
-    op: str,
-    device: torch.device,
-    sizes: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    variant: str,
-    *also: str,
-) -> str:
+def _known(*of_case: Any) -> str:
     """Return the choice for any number of rows: a graph serves several sizes."""
-    available = names(device, *also)
-    if any(isinstance(size, torch.SymInt) for size in sizes):  # to compare it would make a constant of it
-        return selector.unmeasured(device, available)
-    return selector.known(Case(op, device, sizes, dtypes, variant, rows=None), available)
+    case = _case(*of_case)
+    if any(isinstance(size, torch.SymInt) for size in case.sizes):  # to compare it would make a constant of it
+        case = case._replace(sizes=())
+    return selector.choose(case)
 
 
-def names(device: torch.device, *also: str) -> tuple[str, ...]:
-    """Return the kernels that are fit for use there, and ``also`` another way to use them; plain torch comes last."""
+def _case(
+    op: str, device: torch.device, sizes: tuple[int, ...], dtypes: tuple[torch.dtype, ...], activation: str,
+    trains: bool, details: str, rounds: bool,
+) -> Case:  # fmt: skip
+    """Return the case for any number of rows. ``rounds`` says whether autocast casts a parameter that trains."""
+    if device.type == "cuda" and dtypes[0] == torch.float32 and uses_tf32():
+        details += ", in TF32"
     if device.type not in DEVICES:
-        return ("torch",)
+        return Case(op, device, sizes, dtypes, activation, trains, details, None, ("torch",))
     unfit = ("reference", "triton") if device.type == "cpu" else ("reference",)  # Triton is interpreted there
     ours = [name for name in kernels_on(device, "linear_act") if name not in unfit]
-    return (*ours, *also, "torch") if ours else ("torch",)
+    if "native" in ours and device.type == "cpu" and rounds and op != "linear_act":
+        ours.append(ROUNDING)
+    if "triton" in ours and dtypes[0].itemsize == 2:
+        ours += tiling.OTHERS
+    if "native" in ours and device.type == "cuda" and activation == "gelu_tanh" and not op.startswith("gated"):
+        ours.append("cublaslt")
+    return Case(op, device, sizes, dtypes, activation, trains, details, None, (*ours, "torch"))
+
+
+def _details(kind: Kind, x: Tensor, own: Parameters, trains: bool) -> str:
+    """Return what else the time of a call depends on."""
+    named = own._asdict().items()
+    parts = ["stacked"] if kind.is_stacked else []
+    parts += [name for name, it in named if it is not None and "bias" in name]
+    parts += [f"{name}.t()" for name, it in (("x", x), *named) if it is not None and is_transposed(it)]
+    parts += ["dropout"] if kind.dropout else []
+    parts += ["recomputing"] if trains and kind.recompute else []
+    parts += [f"{name} frozen" for name, it in (("x", x), *named) if trains and it is not None and not it.requires_grad]
+    return "".join(f", {part}" for part in parts)
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:

@@ -1,86 +1,89 @@
-"""The ways to compute a linear_act: by plain torch, or by a kernel of ours."""
+"""The ways to compute a block: by plain torch, or by our kernels with what autocast would cast."""
 
-from collections.abc import Callable
 from functools import partial
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import functional
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
 
 from mpkernels._torch_private.modes import are_transforms_active
 from mpkernels._torch_private.tracing import is_tracing
 from mpkernels.linear import cast_cache
-from mpkernels.ops import linear_act as _linear_act
-
-AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": torch.relu,
-    "relu2": lambda z: (y := torch.relu(z)) * y,  # CUDA's autocast makes fp32 of square(), which is pow
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "silu": functional.silu,
-    "sigmoid": torch.sigmoid,
-    "tanh": torch.tanh,
-}
-_IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
-    "none": lambda z: z,
-    "relu": torch.relu_,
-    "relu2": lambda z: z.relu_().square_(),
-    "gelu": torch.ops.aten.gelu_.default,
-    "gelu_tanh": partial(torch.ops.aten.gelu_.default, approximate="tanh"),
-    "silu": partial(functional.silu, inplace=True),
-    "sigmoid": torch.sigmoid_,
-    "tanh": torch.tanh_,
-}
+from mpkernels.ops.linear import function
+from mpkernels.ops.linear.activations import AFRESH, IN_PLACE
+from mpkernels.ops.linear.kind import Kind, Parameters
 
 
-def compute(
-    kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None
-) -> Tensor:
-    """Compute by the named kernel. ``dtype`` is autocast's."""
-    if kernel == "torch":
-        return (by_torch_afresh if is_compiling() else by_torch)(x, weight, bias, activation)
-    return by_ours(kernel, x, weight, bias, activation, dtype)
+def compute(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dtype | None) -> Tensor:
+    """Compute by the named kernel, or by plain torch. ``dtype`` is autocast's."""
+    if kernel != "torch":
+        return by_ours(kernel, kind, x, own, dtype)
+    return afresh(kind, x, own) if is_compiling() or kind.recompute else by_torch(kind, x, *own)
 
 
-def by_torch_afresh(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+def afresh(kind: Kind, x: Tensor, own: Parameters) -> Tensor:
     """Compute with plain torch, and overwrite nothing."""
-    return AFRESH[activation](functional.linear(x, weight, bias))
+    if kind.recompute and is_grad_enabled():
+        y: Tensor = checkpoint(partial(by_torch, kind), x, *own, use_reentrant=False)
+        return y
+    return by_torch(kind, x, *own, overwrites=False)
 
 
-def by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Compute with plain torch. Without autograd, nobody needs z any more, and the activation overwrites it."""
-    z = functional.linear(x, weight, bias)
-    if is_grad_enabled() or are_transforms_active():  # where in place has no batching rules
-        return AFRESH[activation](z)
-    if activation == "none":
-        return z
-    return _IN_PLACE[activation](z)
-
-
-def by_ours(
-    kernel: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str, dtype: torch.dtype | None
+def by_torch(
+    kind: Kind,
+    x: Tensor,
+    weight: Any,
+    bias: Tensor | None,
+    up_weight: Tensor | None = None,
+    up_bias: Tensor | None = None,
+    out_weight: Tensor | None = None,
+    out_bias: Tensor | None = None,
+    *,
+    overwrites: bool = True,
 ) -> Tensor:
+    """Compute as a user of torch would, and keep what torch keeps. Without autograd, nobody needs z any more, and the
+    activation overwrites it, where in place has its rules."""
+    _, activation, is_gated, _, dropout, _ = kind
+    z = linear(x, weight, bias)
+    is_afresh = is_grad_enabled() or not overwrites or are_transforms_active()
+    activate = (AFRESH if is_afresh else IN_PLACE)[activation]
+    if not is_gated:
+        h = activate(z)
+    else:
+        gate, up = z.chunk(2, -1) if up_weight is None else (z, linear(x, up_weight, up_bias))
+        h = activate(gate) * up
+    if out_weight is None:
+        return h
+    return linear(functional.dropout(h, dropout) if dropout else h, out_weight, out_bias)
+
+
+def by_ours(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dtype | None) -> Tensor:
     """Compute by a kernel of ours. ``dtype`` is autocast's."""
-    sizes = x.shape
-    shape = *sizes[:-1], *weight.shape[:-1]
-    if len(shape) != len(sizes):
-        weight = weight.unsqueeze(0)
-    if bias is not None and bias.shape != weight.shape[:1]:
-        bias = bias.expand(weight.shape[0])
-    cast = None
+    sizes, casts = x.shape, None
     if dtype is not None:
-        x = as_autocast_casts(x, dtype)
-        if weight.dtype == torch.float32 and (bias is None or bias.dtype == torch.float32) and not is_tracing():
-            cast = cast_cache.cast(weight, dtype), None if bias is None else cast_cache.cast(bias, dtype)
-        else:
-            weight = as_autocast_casts(weight, dtype)
-            bias = None if bias is None else as_autocast_casts(bias, dtype)
-    rows = x if len(sizes) == 2 else x.reshape(prod(sizes[:-1]), sizes[-1])
-    return _linear_act(rows, weight, bias, activation, shape, cast, kernel)
+        x = _as_autocast_casts(x, dtype)
+        keeps = not is_tracing()
+        casts = tuple(
+            cast_cache.cast(it, dtype) if keeps and it is not None and it.dtype == torch.float32 else None for it in own
+        )
+        own = Parameters(
+            *(
+                it if it is None or cast is not None else _as_autocast_casts(it, dtype)
+                for it, cast in zip(own, casts, strict=True)
+            )
+        )
+        casts = casts if any(cast is not None for cast in casts) else None
+    outputs = own.sizes(kind)[2]
+    if len(sizes) == 2:
+        return function.compute(kind, x, own, casts, kernel, (sizes[0], outputs))
+    rows = x.reshape(prod(sizes[:-1]), sizes[-1])
+    return function.compute(kind, rows, own, casts, kernel, (*sizes[:-1], outputs))
 
 
-def as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:
+def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:
     return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value

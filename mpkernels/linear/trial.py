@@ -1,106 +1,114 @@
-"""A linear_act for the selector to time, and to compare with what is exact."""
+"""A call to time, and to compare with fp64."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from mpkernels.linear import exact, paths
-from mpkernels.linear.exact import Exact, given
-from mpkernels.selector.trial import Error
+from mpkernels.linear import paths
+from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.selector.timing import Error
 
-FLOPS_ON_CPU = 2**30  # where more rows take proportionally longer
-SAMPLES = 64  # rows and features that are compared, the first and the last among them
-_BLOCK = 1024  # rows or features that are in fp64 at a time
+FLOPS_ON_CPU = 2**33  # where more rows take proportionally longer
+SAMPLES = 64  # rows and hidden features that are compared, the first and the last among them
+_NOISE, _DRAWS = 1e-9, 3  # so little that no relu turns
 
 
-class LinearTrial:
+class Trial:
     """A call like the one at hand and its backward, on other data in the same layouts."""
 
     def __init__(
-        self,
-        rows: int,
-        leaves: Sequence[Tensor],
-        activation: str,
-        trains: bool,
-        autocast: torch.dtype | None,
+        self, rows: int, kind: Kind, x: Tensor, own: Parameters, trains: bool, autocast: torch.dtype | None
     ) -> None:
-        """leaves: the call's x, weight and, if there is one, bias."""
-        self._activation, self._trains, self._autocast = activation, trains, autocast
-        self._device, (outputs, features) = leaves[0].device, leaves[1].shape
-        self.dtype = autocast or leaves[0].dtype
+        self._kind, self._trains, self._autocast, self._device = kind, trains, autocast, x.device
+        self.dtype = autocast or x.dtype
+        inputs, hidden, outputs = own.sizes(kind)
         if self._device.type == "cpu":
-            rows = min(rows, max(64, FLOPS_ON_CPU // (2 * outputs * features)))
+            products = 2 * hidden * ((1 + kind.is_gated) * inputs + (outputs if own.out_weight is not None else 0))
+            rows = min(rows, max(64, FLOPS_ON_CPU // products))
         self._generator = torch.Generator(self._device).manual_seed(0)
-        shapes = (rows, features), (outputs, features), (outputs,)
-        scales = 1.0, features**-0.5, 1.0  # neither outputs nor gradients overflow
-        made = [self._like(*each) for each in zip(leaves, shapes, scales, strict=False)]
-        self._leaves = [each.requires_grad_(trains) for each in made]
-        self._dy = self._normal((rows, outputs), rows**-0.5).to(self.dtype)
-        self._rows, self._features = self._some_of(rows), self._some_of(outputs)
+        self._x = self._like(x, (rows, inputs), 1.0)
+        # Scaled so that results and gradients are near 1: neither overflows in 16 bits.
+        scales = [1.0 if it is None or it.dim() == 1 else it.shape[1] ** -0.5 for it in own]
+        made = zip(own, scales, strict=True)
+        self._own = Parameters(*(None if it is None else self._like(it, tuple(it.shape), by) for it, by in made))
+        self._dy = (self._normal((rows, outputs)) * rows**-0.5).to(self.dtype)
+        self._rows, self._hidden = self._some_of(rows), self._some_of(hidden)
 
-    def _normal(self, shape: tuple[int, ...], scale: float) -> Tensor:
-        return torch.randn(shape, generator=self._generator, device=self._device) * scale
+    def _normal(self, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self._device)
 
     def _like(self, leaf: Tensor, shape: tuple[int, ...], scale: float) -> Tensor:
-        if not is_transposed(leaf):
-            return self._normal(shape, scale).to(leaf.dtype)
-        return self._normal(shape[::-1], scale).to(leaf.dtype).t()
+        made = (self._normal(shape[::-1] if is_transposed(leaf) else shape) * scale).to(leaf.dtype)
+        return (made.t() if is_transposed(leaf) else made).requires_grad_(self._trains and leaf.requires_grad)
 
     def _some_of(self, count: int) -> Tensor:
         steps = torch.linspace(0, count - 1, min(count, SAMPLES), dtype=torch.float64, device=self._device)
         return steps.round().long()
 
     def run(self, name: str) -> list[Tensor]:
-        """Return y and the gradients of x, weight and bias."""
-        x, weight, *bias = self._leaves
+        """Return y and the gradients that are wanted."""
         # A cast for each call, as there is one for each step.
         casting = torch.autocast(self._device.type, self._autocast, self._autocast is not None, cache_enabled=False)
         with casting, torch.set_grad_enabled(self._trains):
-            y = paths.compute(name, x, weight, bias[0] if bias else None, self._activation, self._autocast)
-        return [y.detach(), *(torch.autograd.grad(y, self._leaves, self._dy) if self._trains else ())]
+            y = paths.compute(name, self._kind, self._x, self._own, self._autocast)
+        wanted = [it for it in (self._x, *self._own) if it is not None and it.requires_grad]
+        return [y.detach(), *(torch.autograd.grad(y, wanted, self._dy) if wanted else ())]
 
     def errors(self, results: Sequence[Tensor]) -> list[Error]:
-        y, *gradients = results
-        places = self._rows, self._features, self._features
-        parts = [y[self._rows], y[:, self._features], *(it[at] for it, at in zip(gradients, places, strict=False))]
-        return exact.errors(parts, self._exact)
+        """Compare some rows of y and of x's gradient, and what some hidden features have of the parameters'. With a
+        dropout there is nothing to compare: each call drops others."""
+        if self._kind.dropout:
+            return [Error(0.0 if it.isfinite().all() else float("nan"), it.numel()) for it in results]
+        named = zip(("y", "x", *Parameters._fields), (self._dy, self._x, *self._own), strict=True)
+        names = [name for name, it in named if name == "y" or (it is not None and it.requires_grad)]
+        exact = [self._exact[name] for name in names]
+        parts = [self._part(name, it).double() for name, it in zip(names, results, strict=True)]
+        shares = [(part - want).norm() / size for part, (want, size) in zip(parts, exact, strict=True)]
+        return [Error(share, it.numel()) for share, it in zip(torch.stack(shares).tolist(), parts, strict=True)]
+
+    def _part(self, name: str, it: Tensor) -> Tensor:
+        """Return what belongs to the rows or the hidden features that are compared."""
+        if name in ("y", "x"):
+            return it[self._rows]
+        if name in ("out_weight", "out_bias"):
+            return it if name == "out_bias" else it[:, self._hidden]
+        hidden = self._hidden
+        return it[torch.cat((hidden, hidden + it.shape[0] // 2)) if self._kind.is_stacked else hidden]
 
     @cached_property
-    def _exact(self) -> list[Exact]:
-        """Return the rows of y, its features, the rows of x's gradient, the features of weight's and bias's."""
-        x, weight, *bias = (leaf.detach().to(self.dtype) for leaf in self._leaves)
-        rows, features = self._rows, self._features
-        by_features = [
-            self._in_fp64(x[rows], weight[at], [it[at] for it in bias], self._dy[rows][:, at])
-            for at in torch.arange(len(weight), device=self._device).split(_BLOCK)
-        ]
-        by_rows = [
-            self._in_fp64(x[at], weight[features], [it[features] for it in bias], self._dy[at][:, features])
-            for at in torch.arange(len(x), device=self._device).split(_BLOCK)
-        ]
-        joined = [_joined(torch.cat, by_features, 0, 1), _joined(torch.cat, by_rows, 0, 0)]
-        if self._trains:
-            joined.append(_joined(_added, by_features, 1))
-            joined += [_joined(_added, by_rows, i) for i in range(2, 3 + len(bias))]
-        return joined
+    def _exact(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Return y and the gradients in fp64, each with the scale of its error: its norm or, if that is larger, the
+        norm of its summands. Noise in the inputs measures the summands, because sums may cancel."""
+        plain, *noisy = (self._in_fp64(noise) for noise in (0.0, *(_NOISE,) * _DRAWS))
+        found = {}
+        for name, value in plain.items():
+            moved = torch.stack([(each[name] - value).norm() for each in noisy]).square().mean().sqrt() / _NOISE
+            size = torch.maximum(value.norm(), moved)
+            found[name] = value, torch.where(size > 0, size, 1)
+        return found
 
-    def _in_fp64(self, x: Tensor, weight: Tensor, bias: list[Tensor], dy: Tensor) -> list[Exact]:
-        """Return y and the gradients of x, weight and bias."""
-        x, weight, dy, *bias = (it.double() for it in (x, weight, dy, *bias))
-        y, slope = exact.activated(self._activation, exact.linear(given(x), weight, bias[0] if bias else None))
-        dz = exact.times(given(dy), slope)
-        return [y, exact.product(dz, given(weight)), exact.product(dz.t(), given(x)), exact.summed(dz)]
+    def _in_fp64(self, noise: float) -> dict[str, Tensor]:
+        """Return y and x's gradient for the sampled rows, and the parameters' gradients for the sampled hidden
+        features. A feature's gradients need only x, dy and that feature's parameters."""
 
+        def given(it: Tensor) -> Tensor:
+            wide = it.detach().to(self.dtype).double()
+            return wide * (1 + noise * self._normal(tuple(wide.shape)))
 
-def _joined(join: Callable[..., Tensor], blocks: list[list[Exact]], i: int, *dim: int) -> Exact:
-    """Join the i-th result of each block."""
-    return Exact(*(join(parts, *dim) for parts in zip(*(block[i] for block in blocks), strict=True)))
+        x, dy = given(self._x), given(self._dy)
+        own = {name: given(it) for name, it in self._own._asdict().items() if it is not None}
+        of_rows = self._derived(x[self._rows], own, dy[self._rows])
+        some = {name: self._part(name, it) for name, it in own.items()}
+        of_hidden = self._derived(x, some, dy if "out_weight" in own else dy[:, self._hidden])
+        return of_hidden | {name: of_rows[name] for name in ("y", "x")}
 
-
-def _added(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(parts)).sum(0)
+    def _derived(self, x: Tensor, own: dict[str, Tensor], dy: Tensor) -> dict[str, Tensor]:
+        leaves = {name: it.detach().requires_grad_() for name, it in {"x": x, **own}.items()}
+        with torch.enable_grad():
+            y = paths.by_torch(self._kind, leaves["x"], *(leaves.get(name) for name in Parameters._fields))
+        return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))}
 
 
 def is_transposed(tensor: Tensor) -> bool:

@@ -4,7 +4,7 @@ from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
 from mpkernels.ops.grads.overflow import overflow_
 from mpkernels.ops.grads.unscale import unscale_
 from mpkernels.ops.grads.update_scale import update_scale_
-from mpkernels.ops.linear.linear_act import linear_act
+from mpkernels.ops.linear.function import linear_act
 from mpkernels.ops.linear.linear_dact import linear_dact
 from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated  # noqa: F401  declared; called by linear alone
 from mpkernels.ops.step.rules.adamw import adamw_

@@ -58,7 +58,7 @@ class Ledger:
 
 
 def _only(params: Iterable[Tensor], record: Record) -> Record:
-    """Return the record's lines of these."""
+    """Return the record without parameters that aren't among these."""
     wanted = set(map(id, params))
     kept = [param for param in record.params if id(param) in wanted]
     return record._replace(params=kept, report=_among(kept, record))

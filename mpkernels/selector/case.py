@@ -1,4 +1,4 @@
-"""A case that the selector is asked for, and what it has chosen."""
+"""A case that the selector is asked for, and what was chosen for it."""
 
 from typing import NamedTuple
 
@@ -6,33 +6,24 @@ import torch
 
 
 class Case(NamedTuple):
-    """What the time of a call depends on. ``rows`` is rounded up to a power of two."""
+    """What the time of a call depends on."""
 
     op: str
     device: torch.device
-    sizes: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
-    variant: str
-    rows: int | None
-    kernels: tuple[str, ...] = ()  # that are to be had; with others, another may be the fastest
+    sizes: tuple[int, ...]  #: features of x, of h, of the result
+    dtypes: tuple[torch.dtype, ...]  #: first the one that is computed in
+    activation: str
+    trains: bool
+    details: str
+    rows: int | None  #: rounded up to a power of two; None where a graph serves any number
+    kernels: tuple[str, ...] = ()  #: that can be had, plain torch last
 
     def __str__(self) -> str:
         dtypes = ",".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
-        return f"{self.op} {self.variant} {self.rows}x{'x'.join(map(str, self.sizes))} {dtypes}"
+        variant = f"{self.activation}{self.details}{', with grad' if self.trains else ''}"
+        sizes = "x".join(map(str, ("any" if self.rows is None else self.rows, *self.sizes)))
+        return f"{self.op} {variant} {sizes} {dtypes}"
 
-    def key(self) -> str:
-        """Return the description that the disk knows it by."""
-        return f"{self} of {' '.join(self.kernels)}"
-
-    def anywhere(self) -> "Case":
-        """Return the case on no device and with no kernels in particular: other ranks have others."""
+    def for_all_ranks(self) -> "Case":
+        """Return the case without the device's index and the kernels, which differ between ranks."""
         return self._replace(device=torch.device(self.device.type), kernels=())
-
-
-class Choice(NamedTuple):
-    name: str
-    left_out: dict[str, str]  # why, of each kernel that must not be used
-
-    def __str__(self) -> str:
-        """As users are shown it."""
-        return "; ".join((self.name, *(f"without {kernel}: {reason}" for kernel, reason in self.left_out.items())))

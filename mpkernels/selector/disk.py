@@ -1,9 +1,8 @@
-"""The selector's memory on disk: a file for all machines and versions that share a home.
+"""What ``mpkernels.tune`` has found, on disk: a file for all machines and versions that share a home.
 
 It only saves time: a file that can't be read, written or understood is as good as none.
 """
 
-import functools
 import json
 import os
 import tempfile
@@ -15,40 +14,37 @@ from typing import Any
 import torch
 
 from mpkernels.selector import machine
-from mpkernels.selector.case import Choice
+from mpkernels.selector.case import Case
+from mpkernels.selector.timing import Timed
 
 
 def path() -> Path:
-    return Path.home() / ".cache" / "mpkernels" / "choices.json"
+    return Path.home() / ".cache" / "mpkernels" / "tuned.json"
 
 
-def load(case: str, device: torch.device) -> Choice | None:
-    return as_choice(_read().get(_key(case, device)))
-
-
-def as_choice(kept: Any) -> Choice | None:
+def load(case: Case) -> Timed | None:
     """Return what ``save`` wrote, if it is that."""
-    name, left_out = (kept.get("choice"), kept.get("left_out", {})) if isinstance(kept, dict) else (None, None)
-    return Choice(name, left_out) if isinstance(name, str) and isinstance(left_out, dict) else None
+    kept = _read().get(_key(case))
+    times, left_out = (kept.get("us"), kept.get("left_out")) if isinstance(kept, dict) else (None, None)
+    if not (isinstance(times, dict) and "torch" in times and isinstance(left_out, dict)):
+        return None
+    if not all(isinstance(it, int | float) and it > 0 for it in times.values()):
+        return None
+    return Timed({name: each / 1e6 for name, each in times.items()}, left_out)
 
 
-def save(case: str, device: torch.device, choice: Choice, seconds: dict[str, float]) -> None:
-    _read.cache_clear()  # others may have saved meanwhile
-    times = {name: round(1e6 * each, 1) for name, each in seconds.items()}
-    kept = {"choice": choice.name, "us": times} | ({"left_out": choice.left_out} if choice.left_out else {})
-    everything = _read() | {_key(case, device): kept}
+def save(case: Case, it: Timed) -> None:
+    times = {name: round(1e6 * each, 1) for name, each in it.seconds.items()}
+    everything = _read() | {_key(case): {"us": times, "left_out": it.left_out}}
     with suppress(OSError, RuntimeError):  # read-only, full, or no home
         _replace(path(), json.dumps(everything, indent=1))
-    _read.cache_clear()
 
 
 def clear() -> None:
     with suppress(OSError, RuntimeError):
         path().unlink(missing_ok=True)
-    _read.cache_clear()
 
 
-@functools.cache
 def _read() -> dict[str, Any]:
     try:
         everything = json.loads(path().read_text())
@@ -70,7 +66,6 @@ def _replace(target: Path, text: str) -> None:
         raise
 
 
-@functools.cache
 def _version(package: str) -> str:
     try:
         return f"{package} {metadata.version(package)}"
@@ -78,10 +73,11 @@ def _version(package: str) -> str:
         return f"no {package}"
 
 
-def _key(case: str, device: torch.device) -> str:
+def _key(case: Case) -> str:
     """Return the key of a case, with all that makes another choice likely."""
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+    if case.device.type == "cuda":
+        name = torch.cuda.get_device_name(case.device)
     else:
         name = f"{machine.name()} {machine.simd()}, {torch.get_num_threads()} threads"
-    return ", ".join((case, name, *map(_version, ("torch", "triton", "mpkernels"))))
+    versions = map(_version, ("torch", "triton", "mpkernels"))
+    return ", ".join((f"{case} of {' '.join(case.kernels)}", name, *versions))

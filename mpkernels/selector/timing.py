@@ -1,95 +1,95 @@
 """How long each of several ways to compute the same takes, of those that do compute the same."""
 
+import math
 from collections.abc import Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from mpkernels.selector.trial import Error, Trial, first_off
+FEWEST_ROUNDS, MOST_ROUNDS, ENOUGH_SECONDS = 5, 50, 0.5
+HOPELESS = 3.0  # times the fastest's time, in the faster of two runs: not timed any further
 
-FEWEST_ROUNDS, MOST_ROUNDS, ENOUGH_SECONDS = 5, 50, 0.2
-CLOSE, CLOSE_SECONDS = 0.03, 2.0  # where the two fastest differ by less than this share, more rounds tell them apart
-HOPELESS = 3.0  # times the fastest's time, after a first run: not timed any further
-BRIEF_SECONDS = 1e-3  # too short to tell the hopeless from one whom the machine held up
-LIMIT_SECONDS = 10.0  # of kernels that take milliseconds; plain torch on a slow CPU takes a second or two
+# Plain torch computes what it does faster by more than 1 % or 2 us: else a kernel of ours saves more for the backward.
+SHARE, SECONDS = 0.01, 2e-6
 
 
-class Race(NamedTuple):
-    seconds: dict[str, float]  # of nobody, where a kernel hangs
+class Error(NamedTuple):
+    """How far numbers are from what is exact, as a share of its norm."""
+
+    share: float
+    numbers: int
+
+
+class Trial(Protocol):
+    """A call like the one that is asked for, on data of its own."""
+
+    dtype: torch.dtype  # that it computes in
+
+    def run(self, name: str) -> Sequence[Tensor]:
+        """Compute by a kernel, or by plain torch."""
+
+    def errors(self, results: Sequence[Tensor]) -> list[Error]:
+        """Return how far results are off, or parts of them that tell."""
+
+
+class Timed(NamedTuple):
+    seconds: dict[str, float]
     left_out: dict[str, str]  # why, of each kernel that must not be used
 
-
-class _HangsError(Exception):
-    """Of a kernel that has not ended in time, by its name."""
-
-
-def race(trial: Trial, names: Sequence[str], device: torch.device) -> Race:
-    """Return the seconds that each takes, measured in turns, so that whatever else the machine does slows down all.
-
-    A kernel is left out if it raises, if its results are off, or if it takes longer than ``LIMIT_SECONDS``. What hangs
-    is not ended: no process can end a part of itself. A device is asked until the time is up whether it is done; if it
-    isn't, timing ends, but the kernel goes on, and whatever comes after it in its stream waits. On a CPU a kernel must
-    return before anybody can tell how long it took, as must a compiler, whose time does not count. A kernel that
-    is wrong at times, or with other data, passes.
-    """
-    left_out: dict[str, str] = {}
-    try:
-        return Race(_times(trial, _fit(trial, names, device, left_out), device), left_out)
-    except _HangsError as hangs:
-        return Race({}, left_out | {str(hangs): f"it has not ended after {LIMIT_SECONDS:.0f} s"})
+    @property
+    def best(self) -> str:
+        limit = self.seconds["torch"] + max(SHARE * self.seconds["torch"], SECONDS)
+        ours = {name: each for name, each in self.seconds.items() if name != "torch" and each <= limit}
+        return min(ours, key=ours.__getitem__, default="torch")
 
 
-def _fit(trial: Trial, names: Sequence[str], device: torch.device, left_out: dict[str, str]) -> list[str]:
-    """Return those that compute what torch does; if torch raises, it is the call that is wrong."""
-    torchs = trial.errors(_finished(trial, "torch", device))
+def time_ways(trial: Trial, names: Sequence[str], device: torch.device) -> Timed:
+    """Return the seconds that each takes, measured in turns, so that whatever else the machine does slows down all. A
+    kernel that raises, or whose results are off, is left out. If torch raises, it is the call that is wrong."""
+    torchs, left_out = trial.errors(_finished(trial, "torch", device)), {}
     for name in names:
         if name != "torch" and (reason := _unfit(trial, name, torchs, device)) is not None:
             left_out[name] = reason
-    return [name for name in names if name not in left_out]
+    first = {name: min(_seconds(trial, name, device) for _ in range(2)) for name in names if name not in left_out}
+    hopeful = [name for name, each in first.items() if name == "torch" or each <= HOPELESS * min(first.values())]
+    times: dict[str, list[float]] = {name: [] for name in hopeful}
+    start = perf_counter()
+    for rounds in range(MOST_ROUNDS):
+        if rounds >= FEWEST_ROUNDS and perf_counter() - start > ENOUGH_SECONDS:
+            break
+        for name, of_one in times.items():
+            of_one.append(_seconds(trial, name, device))
+    # What else the machine does only ever adds to a time, and to half of them where it is busy.
+    return Timed({name: sorted(of_one)[len(of_one) // 4] for name, of_one in times.items()}, left_out)
 
 
 def _unfit(trial: Trial, name: str, torchs: list[Error], device: torch.device) -> str | None:
     """Return why a kernel must not be used. This first run of it compiles and allocates, too."""
-    start = perf_counter()
     try:
-        results = _finished(trial, name, device)
-        seconds = perf_counter() - start
-        off = first_off(trial.errors(results), torchs, trial.dtype)
-    except (torch.OutOfMemoryError, _HangsError):
+        off = first_off(trial.errors(_finished(trial, name, device)), torchs, trial.dtype)
+    except torch.OutOfMemoryError:
         raise
     except Exception as error:  # need not fail the call, which another can compute
         return f"it can't run here: {error}"
-    if device.type == "cpu" and seconds > LIMIT_SECONDS:
-        return f"it took {seconds:.0f} s"
     return None if off is None else f"its result is off by {off[0].share:.1e}, torch's by {off[1].share:.1e}"
 
 
-def _times(trial: Trial, names: Sequence[str], device: torch.device) -> dict[str, float]:
-    if device.type == "cpu":
-        torch.empty(31 << 20, dtype=torch.uint8)  # malloc keeps memory from now on, as in a process that trains
-    first = {name: _seconds(trial, name, device) for name in names}
-    most = max(HOPELESS * min(first.values()), BRIEF_SECONDS)
-    times: dict[str, list[float]] = {name: [] for name in names if first[name] <= most}
-    start = perf_counter()
-    for rounds in range(MOST_ROUNDS):
-        enough = CLOSE_SECONDS if rounds and _is_close(times) else ENOUGH_SECONDS
-        if rounds >= FEWEST_ROUNDS and perf_counter() - start > enough:
-            break
-        for name, of_one in times.items():
-            of_one.append(_seconds(trial, name, device))
-    return {name: _typical(of_one) for name, of_one in times.items()}
+def first_off(ours: Sequence[Error], torchs: Sequence[Error], dtype: torch.dtype) -> tuple[Error, Error] | None:
+    """Return the first error of ours that exceeds the library's bound, and torch's beside it.
 
-
-def _typical(seconds: list[float]) -> float:
-    """What else the machine does only ever adds to a time, and to half of them where it is busy."""
-    return sorted(seconds)[len(seconds) // 4]
-
-
-def _is_close(times: dict[str, list[float]]) -> bool:
-    fastest, *others = sorted(map(_typical, times.values()))
-    return bool(others) and others[0] < fastest * (1 + CLOSE)
+    The bound is torch's error, 2 % of it and a floor; and luck: n numbers may be nearer than torch mostly comes by
+    a share of 1 / sqrt(n). Where torch's own error is not finite, as when something overflows, nothing can be told.
+    """
+    eps = torch.finfo(dtype).eps
+    floor = eps / 8 if dtype.itemsize == 2 else 2 * eps
+    luck = 2 * (eps + max((it.share for it in torchs if math.isfinite(it.share)), default=0.0))
+    for our, of_torch in zip(ours, torchs, strict=True):
+        bound = 1.02 * of_torch.share + floor + luck / math.sqrt(max(1, our.numbers))
+        if not our.share <= bound and math.isfinite(of_torch.share):
+            return our, of_torch
+    return None
 
 
 def _seconds(trial: Trial, name: str, device: torch.device) -> float:
@@ -104,10 +104,5 @@ def _finished(trial: Trial, name: str, device: torch.device) -> Sequence[Tensor]
     """Return results that are there."""
     results = trial.run(name)
     if device.type == "cuda":
-        done = torch.cuda.Event()
-        done.record(torch.cuda.current_stream(device))
-        start = perf_counter()
-        while not done.query():
-            if perf_counter() - start > LIMIT_SECONDS and name != "torch":
-                raise _HangsError(name)
+        torch.cuda.synchronize(device)
     return results

@@ -43,7 +43,7 @@ def test_each_side_is_timed_and_counted(monkeypatch, tmp_path):
         assert all(row["peak"][side] >= row["saved"][side] for side in SIDES)
     full, hidden = rows[1], 4 * ROWS * HIDDEN
     assert full["saved"]["theirs"] == 2 * hidden  # what GELU takes, and what the second layer takes
-    assert full["saved"]["ours"] in (hidden, 2 * hidden)  # the selector may have chosen torch
+    assert full["saved"]["ours"] in (hidden, 2 * hidden)  # the table may say torch
     path = tmp_path / "small.json"
     path.write_text(json.dumps({"rows": rows}))
     header, cells = models.table(path)

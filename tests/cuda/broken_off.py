@@ -6,50 +6,52 @@ test_allocators.py runs this in a process whose torch caches no memory, so that 
 import ctypes
 import re
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import pytest
 import torch
+from torch import nn
+from torch.testing import assert_close
 from torch.utils._pytree import tree_map_only
 
 from mpkernels import checkpoint
+from mpkernels.nn import LinearAct
 from tests.cuda.training import CUDA, Loop, batch
 
 
-@contextmanager
-def out_of_memory(number):
-    """Let the allocation of this number fail."""
-    countdown = ctypes.c_int.in_dll(ctypes.CDLL("libcudart.so.13"), "standin_allocations_to_failure")
-    countdown.value = number
-    try:
-        yield
-    except RuntimeError as error:
-        if not re.search("out of memory|could not allocate", str(error)):
-            raise
-        raise BrokenOffError from error
-    finally:
-        countdown.value = 0
+class Break(NamedTuple):
+    countdown: str  # a variable of the stand-in's: at 1 the next call of its kind breaks off
+    error: type[BaseException]
+    says: str
 
-
-@contextmanager
-def interrupted(number):
-    """Press Ctrl-C while the host waits for the time of this number."""
-    countdown = ctypes.c_int.in_dll(ctypes.CDLL("libcudart.so.13"), "standin_waits_to_interrupt")
-    countdown.value = number
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        raise BrokenOffError from error
-    finally:
-        countdown.value = 0
+    @contextmanager
+    def at(self, number):
+        """Turn the error of the call of this number into a BrokenOffError."""
+        countdown = ctypes.c_int.in_dll(ctypes.CDLL("libcudart.so.13"), self.countdown)
+        countdown.value = number
+        try:
+            yield
+        except self.error as error:
+            if not re.search(self.says, str(error)):
+                raise
+            raise BrokenOffError from error
+        finally:
+            countdown.value = 0
 
 
 class BrokenOffError(Exception):
     pass
 
 
+OUT_OF_MEMORY = Break("standin_allocations_to_failure", RuntimeError, "out of memory|could not allocate")
+CTRL_C = Break("standin_waits_to_interrupt", KeyboardInterrupt, "")
+
+
 def ready(options, steps):
     """Return a loop after some steps, and with the grads of the next one."""
-    loop = Loop(CUDA, **options)
+    torch.manual_seed(0)
+    layers = nn.ModuleList([LinearAct(24, 8), nn.Linear(8, 4)]).to(CUDA)  # few, for each allocation takes a run
+    loop = Loop(CUDA, layers=layers, **options)
     loop.metrics.remove()  # a hook behind the step: what fails there fails after it
     for step in range(steps):
         loop.step(batch(step, CUDA))
@@ -85,7 +87,7 @@ INT8 = {"state_dtype": torch.int8}
 CASES = [*((call, {"max_norm": 0.5}, 2) for call in CALLS), ("step", INT8, 0), ("step under a scaler", {}, 0)]
 
 
-@pytest.mark.parametrize("breaks", [out_of_memory, interrupted])
+@pytest.mark.parametrize("breaks", [OUT_OF_MEMORY, CTRL_C], ids=["out of memory", "Ctrl-C"])
 @pytest.mark.parametrize(("name", "options", "steps"), CASES)
 def test_each_call(name, options, steps, breaks, tmp_path):
     call = CALLS[name]
@@ -96,16 +98,23 @@ def test_each_call(name, options, steps, breaks, tmp_path):
         loop = ready(options, steps)
         before = state_of(loop)
         try:
-            with breaks(number):
+            with breaks.at(number):
                 call(loop, saved, tmp_path / "it")
             break
         except BrokenOffError:
             assert {path.name for path in tmp_path.iterdir()} <= {"wanted", "it"}
+            if (tmp_path / "it").exists():
+                checkpoint.load(tmp_path / "it")  # raises if it isn't whole
         is_done = is_same(state_of(loop), state_of(wanted)) and is_same(grads_of(loop), grads_of(wanted))
         if steps > 0:  # else states may have been made
-            assert is_same(state_of(loop), before) or (is_done and breaks is interrupted)
-        if not is_done:
+            assert is_same(state_of(loop), before) or (is_done and breaks is CTRL_C)
+        if not is_done or name == "save":
             call(loop, saved, tmp_path / "it")
         assert is_same(state_of(loop), state_of(wanted))
         assert is_same(grads_of(loop), grads_of(wanted))
-    assert number > 1 or name == "save" or breaks is interrupted  # a step never waits, a save allocates nothing
+    else:
+        pytest.fail("each try broke off")
+    if name == "save":
+        assert_close(checkpoint.load(tmp_path / "it"), checkpoint.load(tmp_path / "wanted"), rtol=0, atol=0)
+    waits = {"save", "load_state_dict"} if breaks is CTRL_C else CALLS.keys() - {"save"}  # a save allocates nothing
+    assert (number > 1) == (name in waits)

@@ -1,6 +1,8 @@
 """A training step in a CUDA graph: captured in each mode, after eager steps whose outcome is on its way still, and
 replayed between others. It trains as the eager loop does, bit for bit."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -193,15 +195,18 @@ def test_a_graph_outlives_the_plan_it_was_captured_with():
     """The plan of a step is made anew when other parameters have grads. What the graph reads of the old one stays."""
 
     def train(uses_graph):
-        parts = Parts()
-        parts.step(0, 1, 2)
-        replay = captured(lambda: parts.step(0, 1, 2)).replay if uses_graph else lambda: parts.step(0, 1, 2)
-        replay()
-        parts.step(0, 2)
-        others = [torch.full((1000,), 7.0, device=CUDA) for _ in range(50)]
-        replay()
-        assert all(bool((it == 7).all()) for it in others)
-        return parts.weights()
+        parts, stream = Parts(), on_side()
+        with torch.cuda.stream(stream):  # of the steps before, whose plan it would else not get
+            parts.step(0, 1, 2)
+            replay = partial(parts.step, 0, 1, 2)
+            if uses_graph:
+                replay = captured(replay, stream=stream).replay
+            replay()
+            parts.step(0, 2)
+            others = [torch.full((size,), 7.0, device=CUDA) for size in (20, 60, 150, 1000) for _ in range(50)]
+            replay()
+            assert all(bool((it == 7).all()) for it in others)
+            return parts.weights()
 
     assert all(map(torch.equal, train(True), train(False)))
 
@@ -220,17 +225,18 @@ def test_a_graph_keeps_its_rows_when_the_plan_gets_others():
 
 
 def test_rows_captured_are_not_there_for_an_eager_step():
-    """A capture does nothing by itself."""
+    """On the stream of the capture, which does nothing by itself."""
     results = []
     for captures in (True, False):
-        parts = Parts()
-        parts.step(0, 1, 2)
-        parts.step(0, 1)  # with another plan, so that the next has to take its rows to the device
-        if captures:
-            captured(lambda parts=parts: parts.step(0, 1, 2))
-        for _ in range(2):
+        parts, stream = Parts(), on_side()
+        with torch.cuda.stream(stream):
             parts.step(0, 1, 2)
-        results.append(parts.weights())
+            parts.step(0, 1)  # with another plan, so that the next has to take its rows to the device
+            if captures:
+                captured(lambda parts=parts: parts.step(0, 1, 2), stream=stream)
+            for _ in range(2):
+                parts.step(0, 1, 2)
+            results.append(parts.weights())
     assert all(map(torch.equal, *results))
 
 

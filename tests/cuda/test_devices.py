@@ -8,7 +8,7 @@ from torch import nn
 
 from mpkernels.functional import gated_linear, linear_act
 from mpkernels.optim import AdamW
-from tests.cuda.training import CUDA, WAYS, Loop, assert_alike, batch, forward, network
+from tests.cuda.training import CUDA, WAYS, Loop, assert_alike, batch, forward, network, on_side
 
 OTHER = torch.device("cuda", 1)
 PLACES = [(OTHER,), (CUDA, OTHER), (OTHER, CUDA), ("cpu", OTHER), (CUDA, "cpu")]
@@ -18,6 +18,15 @@ PLACES = [(OTHER,), (CUDA, OTHER), (OTHER, CUDA), ("cpu", OTHER), (CUDA, "cpu")]
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_training(devices, places, way):
     assert_alike(Loop(*places, **way).run().results(), Loop("cpu", **way).run().results())
+
+
+@pytest.mark.parametrize("way", WAYS, ids=str)
+@pytest.mark.parametrize("with_side", [CUDA, OTHER], ids=["the current device's", "the other's"])
+def test_each_device_has_a_current_stream(devices, with_side, way):
+    """Work for one device goes to its own, though another device is the current one."""
+    with torch.cuda.stream(on_side(with_side)), torch.cuda.device(CUDA):
+        got = Loop(OTHER, **way).run().results()
+    assert_alike(got, Loop("cpu", **way).run().results())
 
 
 CALLS = {

@@ -44,8 +44,8 @@ def on_side(place=CUDA):
 class Loop:
     """A loop under a loss scaler, as users write them; ``way`` says what else it does."""
 
-    def __init__(self, *places, unscales=False, clips=False, **options):
-        self.layers = network(*places)
+    def __init__(self, *places, unscales=False, clips=False, layers=None, **options):
+        self.layers = network(*places) if layers is None else layers
         self.optimizer = AdamW(self.layers.parameters(), lr=1e-2, **options)
         self.scaler = GradScaler("cuda", init_scale=2.0**12, growth_interval=2)
         self.metrics = Metrics(self.optimizer, self.scaler)

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import mpkernels
+from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from tests.block_cases import BLOCKS, MLPS, arguments, results
-from tests.linear_cases import relative_error
+from tests.linear_cases import relative_error, transposed
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EVERY = pytest.mark.parametrize("name", BLOCKS)
@@ -134,3 +135,30 @@ def test_dropout(target, name, p):
         leaves[1] -= 2 * step * direction
         below = (y() * dy).sum()
     torch.testing.assert_close((above - below) / (2 * step), (gradients[1] * direction).sum(), rtol=0.01, atol=0.01)
+
+
+LAYOUTS = {
+    "rows": lambda it: it,
+    "columns": transposed,
+    "a part of rows": lambda it: torch.cat((it, it), 1)[:, ::2],
+    "a part of columns": lambda it: transposed(torch.cat((it, it)))[: len(it)],
+    "one row": lambda it: it[:1].expand(len(it), -1),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["linear_act", "gated_linear", "mlp", "gated_mlp"])
+def test_a_weights_gradient_lies_as_the_weight_lies(target, name, layout):
+    """So that it is added to others in one run over memory. Where the weight has gaps or overlaps, by rows."""
+    lay = LAYOUTS[layout]
+    x, up, gate, down = (torch.randn(*shape, device=target.device) for shape in ((5, 8), (6, 8), (6, 8), (8, 6)))
+    up, gate, down = (lay(it).requires_grad_() for it in (up, gate, down))
+    calls = {
+        "linear_act": (lambda: linear_act(x, up, None, "silu"), (up,)),
+        "gated_linear": (lambda: gated_linear(x, gate, up), (gate, up)),
+        "mlp": (lambda: mlp(x, up, None, down, None), (up, down)),
+        "gated_mlp": (lambda: gated_mlp(x, gate, up, down), (gate, up, down)),
+    }
+    call, weights = calls[name]
+    for weight, grad in zip(weights, torch.autograd.grad(call().sum(), weights), strict=True):
+        assert grad.stride() == (weight.stride() if layout == "columns" else (weight.shape[1], 1))

@@ -9,8 +9,8 @@ from torch.nn import functional
 import mpkernels
 from mpkernels import selector
 from mpkernels.functional import gated_linear, gated_mlp, mlp
-from mpkernels.linear import block_choice, cast_cache
-from mpkernels.linear.block_kind import ROUNDING
+from mpkernels.linear import cast_cache, choice
+from mpkernels.ops.linear.kind import ROUNDING, Kind
 from tests.block_cases import BLOCKS, arguments, results
 from tests.linear.test_blocks_autograd import saved_by
 from tests.linear_cases import relative_error
@@ -72,9 +72,7 @@ def test_func_transforms_and_export(name):
 def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name):
     *leaves, _ = (it.requires_grad_() for it in arguments(name, F32, (70, 24, 32, 16)))
     trials = []
-    monkeypatch.setattr(
-        block_choice.selector, "choose", lambda case, names, prepare, key: trials.append(prepare()) or "torch"
-    )
+    monkeypatch.setattr(choice.selector, "choose", lambda case, key, prepare: trials.append(prepare()) or "torch")
     for activation in ("silu", "relu"):
         BLOCKS[name].ours(activation, *leaves)
     assert len(trials) == 2
@@ -90,7 +88,7 @@ def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name)
 @EVERY
 def test_gradients_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
     """As near to fp64 as torch under autocast, and half of what it saves."""
-    monkeypatch.setattr(block_choice.selector, "choose", lambda case, names, *_: names[names.index(ROUNDING)])
+    monkeypatch.setattr(choice.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
     *leaves, dy = arguments(name, F32, (65, 24, 33, 21))
     block = BLOCKS[name]
     with torch.autocast("cpu", dtype=dtype):
@@ -109,7 +107,7 @@ def test_gradients_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
 
 def test_gradients_are_rounded_only_where_torch_rounds_them(monkeypatch):
     offered = []
-    monkeypatch.setattr(block_choice.selector, "choose", lambda case, names, *_: offered.append(names) or "torch")
+    monkeypatch.setattr(choice.selector, "choose", lambda case, *_: offered.append(case.kernels) or "torch")
     x, *parameters, _ = arguments("mlp", F32)
     in_halves = [it.bfloat16().requires_grad_() for it in parameters]
     for autocast, these in ((True, parameters), (False, parameters), (False, in_halves)):
@@ -120,6 +118,29 @@ def test_gradients_are_rounded_only_where_torch_rounds_them(monkeypatch):
             with torch.no_grad():
                 BLOCKS["mlp"].ours("silu", x.to(these[0].dtype), *these)
     assert offered == [("native", ROUNDING, "torch"), *[("native", "torch")] * 5]
+
+
+def test_a_gradient_that_is_asked_for_in_fp32_is_not_rounded(monkeypatch):
+    """Beside a weight in fp32, whose gradient is."""
+    monkeypatch.setattr(choice.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
+    x, fc1, fc1_bias, fc2, fc2_bias, _ = arguments("mlp", F32, (65, 24, 33, 21))
+    fc1 = fc1.bfloat16().requires_grad_()
+    fc1.grad_dtype = F32
+    for it in (fc1_bias, fc2, fc2_bias):
+        it.requires_grad_()
+    with torch.autocast("cpu"):
+        BLOCKS["mlp"].ours("silu", x, fc1, fc1_bias, fc2, fc2_bias).float().square().sum().backward()
+    assert not torch.equal(fc1.grad, fc1.grad.bfloat16().float())
+    assert torch.equal(fc2.grad, fc2.grad.bfloat16().float())
+
+
+def test_an_fp32_input_alone_rounds_nothing(monkeypatch):
+    offered = []
+    monkeypatch.setattr(choice.selector, "choose", lambda case, *_: offered.append(case.kernels) or "torch")
+    x, *parameters, _ = arguments("mlp", F32)
+    with torch.autocast("cpu"):
+        BLOCKS["mlp"].ours("silu", x, *(it.bfloat16().requires_grad_() for it in parameters))
+    assert offered == [("native", "torch")]
 
 
 MLP = {"x": torch.ones(3, 4), "fc1_weight": torch.ones(6, 4), "fc1_bias": torch.ones(6), "fc2_weight": torch.ones(5, 6)}
@@ -140,7 +161,7 @@ OTHER_CALLS = [
 def test_calls_are_told_apart(other):
     def key(**changes):
         x, *parameters = (MLP | changes).values()
-        return block_choice.key_of(("mlp", "gelu", 0.0, False), x, tuple(parameters))
+        return choice.key_of(Kind("mlp", "gelu"), x, *parameters[:2], tuple(parameters[2:]))
 
     assert None not in (key(), key(**other))
     assert key() != key(**other)

@@ -12,6 +12,7 @@ import mpkernels
 from mpkernels.functional import linear_act
 from mpkernels.linear import paths
 from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.kind import Kind, Parameters
 from tests.linear_cases import layer, relative_error, results, torchs
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -120,7 +121,8 @@ def test_cudas_autocast_gives_its_dtype_whoever_computes(activation, mode, kerne
     """It makes fp32 of 16 bits in more ops than the CPU's. Tensors without memory need no GPU."""
     with FakeTensorMode(), mode(), CudasAutocast():
         arguments = (torch.empty(shape, device="cuda") for shape in ((3, 4), (5, 4), (5,)))
-        assert paths.compute(kernel, *arguments, activation, B16).dtype == B16
+        x, *own = arguments
+        assert paths.compute(kernel, Kind("linear_act", activation), x, Parameters(*own), B16).dtype == B16
 
 
 def test_autocast_leaves_fp64_alone(target):

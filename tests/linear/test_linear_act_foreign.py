@@ -1,6 +1,5 @@
 """What a layer of ours must leave as it is in code that was written for torch's."""
 
-import warnings
 from functools import partial
 
 import pytest
@@ -17,21 +16,14 @@ from mpkernels.functional import linear_act
 from mpkernels.linear import choice
 from mpkernels.nn import LinearAct
 from mpkernels.ops import _registry
-from mpkernels.selector import disk
-from mpkernels.selector.case import Case, Choice
-from tests.races import run_by_all, won_by
 
 B16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch, tmp_path):
-    for name, value in (("_is_deterministic", False), ("_known", {}), ("by_key", {}), ("_pinned", None)):
+def nothing_known(monkeypatch):
+    for name, value in (("_chosen", {}), ("tuned", {}), ("by_key", {}), ("left_to_torch", set()), ("_pinned", None)):
         monkeypatch.setattr(selector, name, value)
-    monkeypatch.setattr(disk, "path", lambda: tmp_path / "choices.json")
-    disk._read.cache_clear()
-    yield
-    disk._read.cache_clear()
 
 
 def sequential(layer):
@@ -80,32 +72,17 @@ def test_grads_of_any_strides(target):
     torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("slow", ["native", "torch"])
-def test_a_checkpoint_computes_the_same_twice(monkeypatch, slow):
+@pytest.mark.parametrize("kernel", ["native", "torch"])
+def test_a_checkpoint_computes_the_same_twice(kernel):
     """Though a mode listens to the first time alone: another kernel saves other tensors."""
-
-    def race(*arguments):
-        run_by_all(*arguments)
-        return won_by("torch" if slow == "native" else "native")(*arguments)
-
-    monkeypatch.setattr(selector, "race", race)
+    selector.pin(kernel)
     layer, x = LinearAct(8, 8, activation="relu"), torch.randn(4, 8, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
         y = checkpoint(layer, x, use_reentrant=False)
-    assert counter.get_total_flops() == 2 * 4 * 8 * 8  # and nothing of the selector's trial
+    assert counter.get_total_flops() == 2 * 4 * 8 * 8
     leaves = [x, layer.weight, layer.bias]
     got = torch.autograd.grad(y.square().sum(), leaves)
     torch.testing.assert_close(got, torch.autograd.grad(sequential(layer)(x).square().sum(), leaves))
-
-
-def test_trials_need_no_saved_tensor_hooks():
-    with (
-        warnings.catch_warnings(),
-        torch.autograd.graph.disable_saved_tensors_hooks("none here"),
-    ):
-        warnings.simplefilter("error")
-        LinearAct(8, 6)(torch.ones(7, 8))
-    assert len(selector.choices()) == 1
 
 
 def test_a_model_that_was_made_in_inference_mode():
@@ -145,11 +122,12 @@ def negative(*shape):
 
 @pytest.fixture
 def by_triton(monkeypatch):
-    """As where the selector has found Triton's kernel to be the fastest."""
+    """As where ``tune`` has found Triton's kernel to be the fastest."""
     pytest.importorskip("triton")
     if "triton" not in mpkernels.backends("linear_act"):
         pytest.skip("Triton is not interpreted here")
-    monkeypatch.setattr(choice, "names", lambda device_type: ("triton", "torch"))
+    case_of = choice._case
+    monkeypatch.setattr(choice, "_case", lambda *of: case_of(*of)._replace(kernels=("triton", "torch")))
     selector.pin("triton")
     return LinearAct(8, 6)
 
@@ -202,8 +180,9 @@ def test_sizes_stay_symbols(activation):
 
 def test_symbols_are_not_compared_with_sizes_that_are_known():
     layer, other, x = LinearAct(3, 4), LinearAct(5, 7), torch.randn(9, 3)
-    case = Case("linear_act", x.device, (5, 7), (torch.float32,) * 3, "gelu + bias, with grad", 8)
-    selector._known[case] = Choice("native", {})
+    other(torch.randn(6, 5))
+    [case] = selector._chosen
+    selector.tuned[case] = "native"
     traced = make_fx(lambda params, x: functional_call(layer, params, (x,)), tracing_mode="symbolic")
     called = traced(dict(other.named_parameters()), torch.randn(6, 5))
     torch.testing.assert_close(called(dict(layer.named_parameters()), x), layer(x))

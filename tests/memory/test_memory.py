@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkernels
 from mpkernels.amp import to_mixed
-from mpkernels.linear import paths
 from mpkernels.nn import LinearAct
+from mpkernels.ops.linear import activations
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.optim import AdamW
 from tests.networks import B16, one_thread
@@ -198,7 +198,7 @@ def test_linear_act_saves_as_much_as_torch(target, activation, dtype):
     def loss(net):
         with torch.autocast(target.device.type, dtype=dtype or B16, enabled=dtype is not None):
             y = net(INPUTS.to(target.device))
-            return (y if isinstance(net, LinearAct) else paths.AFRESH[activation](y)).float().sum()
+            return (y if isinstance(net, LinearAct) else activations.AFRESH[activation](y)).float().sum()
 
     ours, theirs = (
         mpkernels.memory_report(net.to(target.device), loss=loss).predicted["activations"]

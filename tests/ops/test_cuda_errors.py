@@ -33,8 +33,11 @@ def test_a_failed_call_is_an_error(calls_to_failure, name, make):
         try:
             _registry._ops[name](*make(torch.device("cpu")))
         except RuntimeError as error:
-            says = "CUDA says cudaErrorMemoryAllocation: out of memory", "cuBLAS says CUBLAS_STATUS_"
-            assert any(f"{name}: {it}" in str(error) for it in says)  # noqa: PT017
+            says = (
+                f"{name}: CUDA says cudaErrorMemoryAllocation: out of memory",
+                "torch could not multiply two matrices",
+            )
+            assert any(it in str(error) for it in says)  # noqa: PT017
         else:
             break
     assert calls_to_failure.value > 0, f"CUDA's call {call} failed, and nobody was told"

@@ -1,5 +1,6 @@
 """fuse(model): fused ops in place of linear layers, activations and gates, while all modules stay where they are."""
 
+from collections.abc import Sequence
 from types import MethodType
 
 from torch.nn import Module
@@ -30,9 +31,11 @@ def fuse(model: Module, dry_run: bool = False) -> FuseReport:
     """
     _check_model("fuse", model)
     report = FuseReport(_model=model)
+    covered: list[Module] = []
     with without_functions():
         for name, module in model.named_modules():
-            _fuse_one(name, module, report)
+            if not any(it is module for it in covered):
+                covered += _fuse_one(name, module, report)
     if not dry_run:
         _install(model, report)
     return report
@@ -58,17 +61,19 @@ def _install(model: Module, report: FuseReport) -> None:
         raise
 
 
-def _fuse_one(name: str, module: Module, report: FuseReport) -> None:
+def _fuse_one(name: str, module: Module, report: FuseReport) -> Sequence[Module]:
+    """Decide for one module. Return others that are computed with it, and so have nothing to be decided."""
     kind = type(module)
     plain = plain_class(kind)
-    plan, fused, left = decide(module, plain)
+    plan, fused, left, covered = decide(module, plain)
     if plan and (not is_fused(kind) or is_stale(kind)):
         try:
             report._classes.append((module, plain, fused_class(plain, plan)))
         except TypeError as error:
-            fused, left = [], [(kind.__name__, f"its class allows no subclass: {error}")]
+            fused, left, covered = [], [(kind.__name__, f"its class allows no subclass: {error}")], ()
     report.fused += [FusedSite(name, *each) for each in fused]
     report.left += [LeftSite(name, *each) for each in left]
+    return covered
 
 
 def unfuse(model: Module) -> None:

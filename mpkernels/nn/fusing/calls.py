@@ -11,27 +11,34 @@ from mpkernels import functional
 from mpkernels._torch_private.modes import is_function_mode_active
 from mpkernels._torch_private.modules import are_all_modules_hooked
 from mpkernels._torch_private.tracing import is_exporting, is_jit_tracing
-from mpkernels.nn.fusing.originals import GELU, TORCH_CHUNK, are_gates_original
+from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK, are_gates_original
 from mpkernels.nn.fusing.recognise import (
     PLAIN_TENSORS,
+    drops,
     known_activation,
     why_no_activation,
-    why_no_dropout,
     why_no_layer,
+    why_not_passing,
 )
 
 Layers = Sequence[Module]
+Between = Sequence[Any]
 
 
-def are_plain(x: Any, layers: Layers, activation: object, dropout: object = None) -> bool:
+def are_plain(x: Any, layers: Layers, activation: object, between: Between = ()) -> bool:
     """Return whether calls of these compute just what torch defines, and nobody watches, so that one op can replace
-    them."""
+    them. What is called between the activation and the last layer may drop once, and else passes on what it takes."""
     if type(x) not in PLAIN_TENSORS or why_no_activation(activation) is not None:
         return False
     for layer in layers:
         if why_no_layer(layer) is not None:
             return False
-    if dropout is not None and why_no_dropout(dropout) is not None:
+    dropping = 0
+    for it in between:
+        if why_not_passing(it) is not None:
+            return False
+        dropping += it is DROPOUT or drops(it)
+    if dropping > 1:
         return False
     return not (
         are_all_modules_hooked()
@@ -113,24 +120,53 @@ def linear_act(x: Tensor, layers: Layers, activation: object) -> Tensor:
     return functional.linear_act(x, *_parameters(layers[0]), _name(activation))
 
 
-def mlp(x: Tensor, layers: Layers, activation: object, dropout: float = 0.0, training: bool = False) -> Tensor:
+def mlp(
+    x: Tensor,
+    layers: Layers,
+    activation: object,
+    between: Between = (),
+    dropout: float = 0.0,
+    training: bool = False,
+) -> Tensor:
     fc1, fc2 = map(_parameters, layers)
-    return functional.mlp(x, *fc1, *fc2, _name(activation), dropout, training)
+    return functional.mlp(x, *fc1, *fc2, _name(activation), *_dropout(between, dropout, training))
 
 
-def gated_linear(x: Tensor, layers: Layers, activation: object) -> Tensor:
+def _dropout(between: Between, p: float, training: bool) -> tuple[float, bool]:
+    """Return p and training of the module that drops. Where none does, those of the function."""
+    for it in between:
+        if drops(it):
+            return it.p, True
+    return p, training
+
+
+def gated_linear(x: Tensor, layers: Layers, activation: object, is_gate_last: bool = False) -> Tensor:
     """Gate and up may be two layers, or one that holds the rows of both."""
-    gate, gate_bias, up, up_bias = _gate_and_up(layers)
+    gate, gate_bias, up, up_bias = _gate_and_up(layers, is_gate_last)
     return functional.gated_linear(x, gate, up, gate_bias, up_bias, _name(activation))
 
 
-def gated_mlp(x: Tensor, layers: Layers, activation: object, dropout: float = 0.0, training: bool = False) -> Tensor:
-    gate, gate_bias, up, up_bias = _gate_and_up(layers[:-1])
+def gated_mlp(
+    x: Tensor,
+    layers: Layers,
+    activation: object,
+    between: Between = (),
+    dropout: float = 0.0,
+    training: bool = False,
+    is_gate_last: bool = False,
+) -> Tensor:
+    gate, gate_bias, up, up_bias = _gate_and_up(layers[:-1], is_gate_last)
     down, down_bias = _parameters(layers[-1])
-    return functional.gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, _name(activation), dropout, training)
+    options = _name(activation), *_dropout(between, dropout, training)
+    return functional.gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, *options)
 
 
-def _gate_and_up(layers: Layers) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _gate_and_up(layers: Layers, is_gate_last: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     gate, gate_bias = _parameters(layers[0])
-    up, up_bias = _parameters(layers[1]) if len(layers) == 2 else (None, None)
+    if len(layers) == 2:
+        return gate, gate_bias, *_parameters(layers[1])
+    if not is_gate_last:
+        return gate, gate_bias, None, None  # the ops take both in one
+    up, gate = gate.chunk(2)
+    up_bias, gate_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
     return gate, gate_bias, up, up_bias

@@ -134,21 +134,25 @@ class Chain:
         inside = {id(node) for statement in window for node in ast.walk(statement)}
         last = window[-1]
         matched = {id(node) for node in ast.walk(expression)}
-        yield from (name for node, name in _loads(last) if id(node) not in matched)
+        yield from (name for node, name in loads(last) if id(node) not in matched)
         if isinstance(last, ast.AugAssign):
             yield from _bound(last)
         ends = isinstance(last, ast.Return) and not self.block.is_guarded
         kept = set() if self.block.is_guarded else _bound(last)
-        for node, name in _loads(self.block.function):
+        for node, name in loads(self.block.function):
             is_after = self.block.is_repeated or (node.lineno, node.col_offset) > (last.lineno, last.col_offset)
             if id(node) not in inside and name not in kept and is_after and not ends:
                 yield name
-        for scope in ast.walk(self.block.function):
-            if isinstance(scope, _LATER) and scope is not self.block.function:
-                yield from (name for _, name in _loads(scope))
+        for scope in inner_scopes(self.block.function):
+            yield from (name for _, name in loads(scope))
 
 
-_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp)  # they read names when they are run
+_LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp)
+
+
+def inner_scopes(function: ast.FunctionDef) -> list[ast.AST]:
+    """Return what reads the function's names when it is run, not where it stands."""
+    return [it for it in ast.walk(function) if isinstance(it, _LATER) and it is not function]
 
 
 def _may_catch(statement: ast.stmt) -> bool:
@@ -201,7 +205,7 @@ def _locals(function: ast.FunctionDef) -> set[str]:
     return {it.arg for it in every}.union(*map(_bound, function.body))
 
 
-def _loads(tree: ast.AST) -> Iterator[tuple[ast.Name, str]]:
+def loads(tree: ast.AST) -> Iterator[tuple[ast.Name, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
             yield node, node.id

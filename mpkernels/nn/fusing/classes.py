@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from mpkernels.nn.fusing.decorators import is_made_for_subclasses
+from mpkernels.nn.fusing.looking import FUSED
 from mpkernels.nn.fusing.plan import Methods, Plan, methods_now, methods_of
 from mpkernels.nn.fusing.rewrite import NotRewritableError
 
@@ -17,13 +18,13 @@ class Record(NamedTuple):
     plan: Plan
 
 
-_RECORD, _METHODS = "mpkernels_fused", "mpkernels_fused_methods"
+_METHODS = "mpkernels_fused_methods"
 _made: WeakValueDictionary[tuple[Record, Methods], type] = WeakValueDictionary()
 
 
 def record_of(kind: type) -> Record | None:
     """Return what a class was fused from. Return None if it is no fused class itself, whatever it inherits from."""
-    record: Record | None = vars(kind).get(_RECORD)
+    record: Record | None = vars(kind).get(FUSED)
     return record
 
 
@@ -34,7 +35,7 @@ def fused_class(plain: type, plan: Plan) -> type:
     kind = _made.get((record, methods))
     if kind is None:
         space = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-        space |= {"__reduce_ex__": _reduce, _RECORD: record, _METHODS: methods, **methods_of(plain, plan)}
+        space |= {"__reduce_ex__": _reduce, FUSED: record, _METHODS: methods, **methods_of(plain, plan)}
         try:
             kind = _made[record, methods] = type(plain)(plain.__name__, (plain,), space)
         except Exception as error:  # whatever its __init_subclass__ or its metaclass raises

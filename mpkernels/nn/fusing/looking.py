@@ -13,6 +13,10 @@ UNSEEN: Any = type("Unseen", (), {})()
 """Stands for a value that isn't there, or that only code would tell."""
 
 
+FUSED = "mpkernels_fused"
+"""The attribute of a fused class that says what it was made of."""
+
+
 def value_of(first: Any, names: list[str]) -> Any:
     """Return ``first.a.b`` for the names a and b. UNSEEN if that can't be looked up."""
     return reduce(_attribute, names, first)

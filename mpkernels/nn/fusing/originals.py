@@ -47,10 +47,11 @@ def _module(kind: type, *functions: tuple[Any, str]) -> tuple[Attribute, ...]:
 
 
 _TANH_OF_CUBE = ((torch, "tanh"), (torch, "pow"))
-# What a call of the module or function runs. It was read in torch 2.13 and transformers 5.24.
+# What a call of the module or function runs. It was read in torch 2.13, transformers 5.24 and diffusers 0.42.
 _RUNS: dict[object, tuple[Attribute, ...]] = {
     nn.Linear: _module(nn.Linear, (functional, "linear")),
     nn.Dropout: _module(nn.Dropout, (functional, "dropout")),
+    nn.Identity: _module(nn.Identity),
     nn.ReLU: _module(nn.ReLU, (functional, "relu"), (torch, "relu"), (torch, "relu_")),
     nn.GELU: _module(nn.GELU, (functional, "gelu")),
     nn.SiLU: _module(nn.SiLU, (functional, "silu")),
@@ -60,16 +61,17 @@ _RUNS: dict[object, tuple[Attribute, ...]] = {
     functional.sigmoid: _all_of((Tensor, "sigmoid")),
     functional.tanh: _all_of((Tensor, "tanh")),
 }
-_FUNCTIONS_IN_TRANSFORMERS: dict[str, tuple[tuple[Any, str], ...]] = {
+_FUNCTIONS_IN_LIBRARIES: dict[str, tuple[tuple[Any, str], ...]] = {
     "Conv1D": ((torch, "addmm"), (Tensor, "view"), (Tensor, "size")),
     "ReLUSquaredActivation": ((functional, "relu"), (torch, "relu"), (torch, "square")),
     "SiLUActivation": ((functional, "silu"),),
     "GELUActivation": ((functional, "gelu"), (torch, "erf")),
     **dict.fromkeys(("GELUTanh", "PytorchGELUTanh"), ((functional, "gelu"), *_TANH_OF_CUBE)),
+    **dict.fromkeys(("GELU", "GEGLU"), ((functional, "gelu"),)),  # diffusers' own
     **dict.fromkeys(("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"), _TANH_OF_CUBE),
 }
-_IN_TRANSFORMERS = {name: _all_of(*functions) for name, functions in _FUNCTIONS_IN_TRANSFORMERS.items()}
-_OF_TRANSFORMERS: dict[type, tuple[Attribute, ...]] = {}  # by class, as they are met
+_IN_LIBRARIES = {name: _all_of(*functions) for name, functions in _FUNCTIONS_IN_LIBRARIES.items()}
+_OF_LIBRARIES: dict[type, tuple[Attribute, ...]] = {}  # by class, as they are met
 GATE = _all_of((Tensor, "__mul__"))
 CHUNK = _all_of((Tensor, "chunk"), (torch, "chunk"))
 
@@ -79,23 +81,28 @@ GELU = _own(functional, "gelu")
 MODULE_GETATTR = _own(nn.Module, "__getattr__")
 SEQUENTIAL_FORWARD = _own(nn.Sequential, "forward")
 SEQUENTIAL_ITER = _own(nn.Sequential, "__iter__")
+LIST_ITER = _own(nn.ModuleList, "__iter__")
 
 
-def is_original(called: Any) -> bool:
+def is_original(called: Any, kind: Any = None) -> bool:
     """Return whether a linear layer, an activation or a dropout, be it a module or a function of torch, computes what
-    torch or transformers define."""
-    kind = type(called)
+    torch, transformers or diffusers define. ``kind`` is a module's class, but for fused ones."""
+    kind = kind or type(called)
     runs = _RUNS.get(kind)
     if runs is not None:
         return _are_in_place(runs)
     if not isinstance(called, nn.Module):
         return _are_in_place(_RUNS.get(called, ()))
-    own = _OF_TRANSFORMERS.get(kind)
+    own = _OF_LIBRARIES.get(kind)
     if own is None:
         forward = _as_written(kind)
         if forward is None:
             return False  # and look again another time: what is patched may be restored
-        own = _OF_TRANSFORMERS[kind] = _of_module(kind, forward, _IN_TRANSFORMERS.get(kind.__name__, ()))
+        methods = _methods_within(kind, forward)
+        if methods is None:
+            return False
+        functions = *_IN_LIBRARIES.get(kind.__name__, ()), *methods
+        own = _OF_LIBRARIES[kind] = _of_module(kind, forward, functions)
     return _are_in_place(own) and _is_inner_original(called)
 
 
@@ -113,6 +120,13 @@ def _as_written(kind: type) -> Any:
         and forward.__globals__.get("__file__") == forward.__code__.co_filename
     )
     return forward if is_own else None
+
+
+def _methods_within(kind: type, forward: FunctionType) -> list[Attribute] | None:
+    """Return the methods of the class that its forward names. None if one of them doesn't stand in the same file."""
+    named = [(kind, name, vars(kind).get(name)) for name in forward.__code__.co_names]
+    own: list[Attribute] = [it for it in named if isinstance(it[-1], FunctionType)]
+    return own if all(it.__globals__ is forward.__globals__ for _, _, it in own) else None
 
 
 def _is_inner_original(module: nn.Module) -> bool:

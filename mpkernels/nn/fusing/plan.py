@@ -3,12 +3,12 @@
 import ast
 import builtins
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn import Module
+from torch.nn import Module, ModuleList
 from torch.nn.utils import parametrize
 
 from mpkernels._torch_private.modules import books_of
@@ -16,20 +16,25 @@ from mpkernels.nn.fusing import calls, sequential
 from mpkernels.nn.fusing.chain import dotted, short
 from mpkernels.nn.fusing.decorators import innermost, redecorated, unless_replaced
 from mpkernels.nn.fusing.looking import UNSEEN, has_plain_attributes, own_values, value_of
+from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, SEQUENTIAL_FORWARD, SEQUENTIAL_ITER, TORCH_CHUNK
 from mpkernels.nn.fusing.recognise import (
     is_activation,
+    is_layer,
     is_linear,
     known_activation,
+    uses_activation,
+    why_dropped_twice,
     why_never,
     why_no_activation,
-    why_no_dropout,
+    why_not_passing,
 )
 from mpkernels.nn.fusing.rewrite import NotRewritableError, rewrite, sites_of
 from mpkernels.nn.fusing.sites import Site, partition
 
 Plan = tuple[Any, ...]
-"""For each method, its name and its chosen sites: index and text. For a Sequential, the chosen runs of its modules."""
+"""For each method, its name and its chosen sites: index, text and, for a loop, the chosen runs of its modules. For a
+Sequential, these runs."""
 
 Methods = tuple[Any, ...]
 """What a plan was made of. Somebody may give the class others."""
@@ -39,6 +44,7 @@ class Decision(NamedTuple):
     plan: Plan
     fused: list[tuple[str, str]]  #: what stands there, and what computes it
     left: list[tuple[str, str]]  #: what stands there, and why it is left
+    covered: Sequence[Module] = ()  #: projections that their caller's MLP computes: they aren't fused by themselves
 
 
 def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
@@ -64,15 +70,18 @@ def _method(kind: type, name: str, chosen: Any) -> FunctionType:
 
 def decide(module: Module, kind: type) -> Decision:
     """Decide for a module whose class is ``kind``, but for fused ones."""
-    if not (any(is_linear(it) for it in module.modules() if it is not module) or _holds_both(module)):
+    has_forward = "forward" in vars(module) or inspect.getattr_static(kind, "forward") is not Module.forward
+    if not has_forward:  # as a ModuleList: the module that holds it is asked
+        return Decision((), [], [])
+    if not (any(is_layer(it) for it in module.modules() if it is not module) or _holds_both(module)):
         return Decision((), [], [])
     try:
         _refuse_foreign_forward(module, kind)
-        decision = _sequential(module) if _is_sequential(kind) else _by_source(module, kind)
+        decision = _of_runs(sequential.modules_of(module)) if _is_sequential(kind) else _by_source(module, kind)
     except NotRewritableError as error:
         decision = Decision((), [], [(_holds_both(module), f"its forward {error}")])
     if not (decision.plan or decision.left):
-        reason = "its forward applies no activation to the output of a linear layer"
+        reason = "its forward applies no activation to the output of a linear layer in a form that fuse knows"
         decision = decision._replace(left=[(_holds_both(module), reason)])
     return decision._replace(left=[(text, reason) for text, reason in decision.left if text])
 
@@ -93,30 +102,38 @@ def _refuse_foreign_forward(module: Module, kind: type) -> None:
         raise NotRewritableError("reads parametrized tensors of its own")
 
 
-def _sequential(module: Module) -> Decision:
-    modules = sequential.modules_of(module)
+def _of_runs(modules: list[Module]) -> Decision:
+    """Decide for modules that are called one after another. The plan is the chosen runs."""
     runs = sequential.runs_of(modules)
     chosen, left = partition(runs, [run.why_left(modules) for run in runs])
     fused = [(runs[index].text(modules), runs[index].computed_by(modules)) for index in chosen]
     plan = tuple(runs[index] for index in chosen)
-    return Decision(plan, fused, [(runs[index].text(modules), reason) for index, reason in left])
+    covered = [it for run in plan for it in run.projection(modules)]
+    return Decision(plan, fused, [(runs[index].text(modules), reason) for index, reason in left], covered)
 
 
 def _by_source(module: Module, kind: type) -> Decision:
-    decision = Decision((), [], [])
-    for name, function, sites in _methods_in_reach(kind):
-        chosen, left = partition(sites, [_why_left(site, module, function) for site in sites])
-        decision = Decision(
-            (*decision.plan, (name, tuple((index, sites[index].text) for index in chosen)))
-            if chosen
-            else decision.plan,
-            decision.fused + [(sites[index].text, _computed_by(sites[index], module, function)) for index in chosen],
-            decision.left + [(sites[index].text, reason) for index, reason in left],
-        )
-    return decision
+    plan, fused, left, covered = [], [], [], list[Module]()
+    for name, function, found in _methods_in_reach(kind):
+        sites = {index: it for index, it in enumerate(found) if isinstance(it, Site)}
+        verdicts = [_why_left(it, module, function) for it in sites.values()]
+        chosen, others = partition([*sites.values()], verdicts)
+        entries: list[tuple[Any, ...]] = [(index, sites[index].text) for index in chosen]
+        fused += [(sites[index].text, _computed_by(sites[index], module, function)) for index in chosen]
+        left += [(sites[index].text, reason) for index, reason in others]
+        for index, loop in enumerate(found):
+            modules = _resolve(loop.modules, module, function) if isinstance(loop, Loop) else None
+            if isinstance(loop, Loop) and sequential.is_plain_list(modules):
+                decision = _of_runs(sequential.modules_of(modules))
+                entries += [(index, loop.text, decision.plan)] if decision.plan else []
+                fused += [(f"{loop.text}: {text}", by) for text, by in decision.fused]
+                left += [(f"{loop.text}: {text}", reason) for text, reason in decision.left]
+                covered += decision.covered
+        plan += [(name, tuple(entries))] if entries else []
+    return Decision(tuple(plan), fused, left, covered)
 
 
-def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType, list[Site]]]:
+def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType, list[Site | Loop]]]:
     """Yield forward and the methods that it may call, if they can be rewritten. Raise if forward can't."""
     names = ["forward"]
     for name in names:
@@ -135,26 +152,26 @@ def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType, list[Site
 def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
     """Return "" for a site that an op of ours can compute, the reason for one that it can't, and None for calls that
     are something else, such as a norm after a linear layer."""
-    activation, dropout = _resolve(site.activation, module, function), None
-    layers = [_resolve(it, module, function) for it in site.layers]
-    if not is_activation(activation) or not all(map(is_linear, layers)):
+    activation = _resolve(site.activation, module, function)
+    layers, between = ([_resolve(it, module, function) for it in each] for each in (site.layers, site.between))
+    if not is_activation(activation) or not all(map(is_layer, layers)):
+        return None
+    if any(is_activation(it) or is_layer(it) for it in between):
         return None
     reasons = [(site.layers[at], why_never(layer)) for at, layer in enumerate(layers)]
     reasons.append((site.activation, why_no_activation(activation)))
+    reasons += [(site.between[at], why_not_passing(it)) for at, it in enumerate(between)]
     if site.is_tanh_form and activation is not GELU:
         return None
-    if site.dropout is not None:
-        dropout = _resolve(site.dropout.called, module, function)
-        if site.dropout.is_module:
-            reasons.append((site.dropout.called, why_no_dropout(dropout)))
-        elif dropout is not DROPOUT:
-            return None
+    if site.dropout is not None and _resolve(site.dropout.called, module, function) is not DROPOUT:
+        return None
     if site.chunk is not None and _resolve(site.chunk, module, function) is not TORCH_CHUNK:
         return None
     reason = next((f"{short(role)} {why}" for role, why in reasons if why is not None), "")
     gates = layers[: len(site.gates)]
     if gates and not reason and not calls.are_halves(gates):
         return f"{short(site.layers[0])} is not as wide as what it multiplies"
+    reason = reason or why_dropped_twice(between) or ""
     return reason or ("" if _only_reads(site, module, function) else "something else is evaluated between its calls")
 
 
@@ -179,9 +196,10 @@ def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
 
 
 def _holds_both(module: Module) -> str:
-    """Return the class's name if the module itself holds an activation and a matrix to multiply with."""
+    """Return the class's name if the module, or a list in it, has an activation and a matrix to multiply with."""
     own = own_values(module)
     parameters, _, children = books_of(own)
-    held = [*children.values(), *own.values()]
-    has_matrix = any(map(is_linear, held)) or any(it is not None and it.ndim > 1 for it in parameters.values())
-    return type(module).__name__ if has_matrix and any(map(is_activation, held)) else ""
+    listed = [it for each in children.values() if type(each) is ModuleList for it in sequential.modules_of(each)]
+    has_matrix = any(map(is_linear, (*children.values(), *own.values(), *listed)))
+    has_matrix = has_matrix or any(it is not None and it.ndim > 1 for it in parameters.values())
+    return type(module).__name__ if has_matrix and (uses_activation(module) or any(map(is_activation, listed))) else ""

@@ -1,12 +1,13 @@
 """What a module is: a linear layer, an activation, a dropout, and whether a call of it does nothing else."""
 
+from collections.abc import Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Dropout, Linear, Module, Parameter, functional
+from torch.nn import Conv1d, Conv2d, Conv3d, Dropout, Identity, Linear, Module, Parameter, functional
 
 from mpkernels._torch_private.modules import books_of, runs_forward_alone
 from mpkernels.nn.fusing.looking import own_values
@@ -43,9 +44,9 @@ def why_no_layer(layer: Module) -> str | None:
     if type(layer) is not Linear and not is_conv1d(layer):
         return "is no plain torch.nn.Linear"
     if not runs_forward_alone(layer):
-        return _WATCHED
+        return WATCHED
     if not is_original(layer):
-        return _PATCHED
+        return PATCHED
     bias = layer.bias
     if type(layer.weight) not in PLAIN_TENSORS or (bias is not None and type(bias) not in PLAIN_TENSORS):
         return _FOREIGN
@@ -63,22 +64,34 @@ def why_no_activation(activation: object) -> str | None:
     if known_activation(activation) is None:
         return "is no activation that mpkernels knows"
     if isinstance(activation, Module) and not runs_forward_alone(activation):
-        return _WATCHED
-    return None if is_original(activation) else _PATCHED
+        return WATCHED
+    return None if is_original(activation) else PATCHED
 
 
-def why_no_dropout(dropout: object) -> str | None:
-    """Return why this is neither a plain dropout nor torch's function. None if it is one."""
-    if type(dropout) is not Dropout:
-        return None if dropout is DROPOUT else "is no plain torch.nn.Dropout"
-    if not runs_forward_alone(dropout):
-        return _WATCHED
-    return None if is_original(dropout) else _PATCHED
+def why_not_passing(value: object) -> str | None:
+    """Return why this is neither a plain dropout, as a module or as torch's function, nor a plain identity. None if it
+    is one."""
+    if type(value) is not Dropout and type(value) is not Identity:
+        return None if value is DROPOUT else "is no plain torch.nn.Dropout or torch.nn.Identity"
+    if not runs_forward_alone(value):
+        return WATCHED
+    return None if is_original(value) else PATCHED
+
+
+def why_dropped_twice(between: Sequence[Any]) -> str | None:
+    """Return why an op that drops once can't stand for all these dropouts and identities. None if it can."""
+    dropping = sum(it is DROPOUT or (type(it) is Dropout and it.p != 0) for it in between)
+    return "more than one dropout stands between its layers" if dropping > 1 else None
+
+
+def drops(value: object) -> bool:
+    """Return whether this is a module that drops, as its p and its mode are now."""
+    return type(value) is Dropout and value.training and value.p != 0
 
 
 _FOREIGN = "holds tensors of another class"
-_WATCHED = "has hooks, or a forward of its own"
-_PATCHED = "runs what somebody has put in place of torch's own"
+WATCHED = "has hooks, or a forward of its own"
+PATCHED = "runs what somebody has put in place of torch's own"
 _FUNCTION = (FunctionType, BuiltinFunctionType)
 
 
@@ -91,6 +104,7 @@ def is_conv1d(layer: object) -> bool:
 _NO_ACTIVATIONS = torch.nn.Softmax | torch.nn.LogSoftmax | torch.nn.Softmax2d | torch.nn.MultiheadAttention
 _HOMES = ("torch.nn.modules.activation", "transformers.activations")
 _OTHERS = {getattr(functional, name) for name in ("elu", "selu", "celu", "leaky_relu", "relu6", "mish", "hardswish")}
+_NAMES = {it.__name__ for it in (*_FUNCTIONS, *_OTHERS)}
 
 
 def is_activation(value: object) -> bool:
@@ -100,6 +114,22 @@ def is_activation(value: object) -> bool:
         return name is not None or value in _OTHERS
     is_others = type(value).__module__ in _HOMES and not issubclass(type(value), _NO_ACTIVATIONS)
     return name != "none" and (name is not None or is_others)
+
+
+def uses_activation(module: object) -> bool:
+    """Return whether a module holds an activation, or a method of its class names one."""
+    own = own_values(module)
+    if any(map(is_activation, (*books_of(own)[-1].values(), *own.values()))):
+        return True
+    classes = [it for it in type(module).__mro__ if it not in Module.__mro__]
+    methods = [it for kind in classes for it in vars(kind).values() if isinstance(it, FunctionType)]
+    return any(not _NAMES.isdisjoint(it.__code__.co_names) for it in methods)
+
+
+def is_layer(value: object) -> bool:
+    """Return whether this is a linear layer, or one that a convolution of size 1 computes."""
+    is_convolution = issubclass(type(value), Conv1d | Conv2d | Conv3d)
+    return is_linear(value) or (is_convolution and set(getattr(value, "kernel_size", ())) == {1})
 
 
 def is_linear(value: object) -> bool:

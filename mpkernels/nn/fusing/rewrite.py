@@ -11,13 +11,12 @@ from functools import lru_cache
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
-from mpkernels.nn.fusing import calls
+from mpkernels.nn.fusing import calls, sequential
+from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.sites import Site, find_sites
 
-CALLS, METHOD = (
-    "mpkernels_calls",
-    "mpkernels_method",
-)  # what these modules and methods are called in a rewritten function
+# what these modules and methods are called in a rewritten function
+CALLS, METHOD, LOOPS = "mpkernels_calls", "mpkernels_method", "mpkernels_loops"
 
 
 class NotRewritableError(Exception):
@@ -25,23 +24,30 @@ class NotRewritableError(Exception):
 
 
 @lru_cache(maxsize=1024)
-def sites_of(function: FunctionType) -> list[Site]:
+def sites_of(function: FunctionType) -> list[Site | Loop]:
     """Return all candidates in the function's source, which must be what runs."""
     return find_sites(_parse(function)[0])
 
 
-def rewrite(function: FunctionType, chosen: Sequence[tuple[int, str]], method: Any) -> FunctionType:
-    """Return the function with fused calls at the sites with these indexes and texts. Globals, defaults and line
-    numbers stay. If somebody replaces the method, that is called instead."""
+def rewrite(function: FunctionType, chosen: Sequence[tuple[Any, ...]], method: Any) -> FunctionType:
+    """Return the function with fused calls at the sites with these indexes and texts, and at runs of a loop's modules.
+    Globals, defaults and line numbers stay. If somebody replaces the method, that is called instead."""
     tree, imports = _parse(function)
     sites = dict(enumerate(find_sites(tree)))
-    if any(index not in sites or sites[index].text != text or sites[index].reads is None for index, text in chosen):
-        raise NotRewritableError("has changed since it was fused")  # in a file that is loaded
-    for site in sorted((sites[index] for index, _ in chosen), key=lambda site: site.first, reverse=True):
+    of_calls = []
+    for index, text, *runs in chosen:
+        site = sites.get(index)
+        if isinstance(site, Loop) and site.text == text and runs:
+            _replace_loop(site, *runs)
+        elif isinstance(site, Site) and site.text == text and site.reads is not None:
+            of_calls.append(site)
+        else:
+            raise NotRewritableError("has changed since it was fused")  # in a file that is loaded
+    for site in sorted(of_calls, key=lambda site: site.first, reverse=True):
         _replace(site)
     tree.body.insert(0, _detour(tree, bool(function.__code__.co_flags & inspect.CO_GENERATOR)))
     code = _compile(function, tree, imports)
-    cells = tuple(CellType({CALLS: calls, METHOD: method}[name]) for name in code.co_freevars)
+    cells = tuple(CellType({CALLS: calls, METHOD: method, LOOPS: sequential}[name]) for name in code.co_freevars)
     written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
     lazy = "__annotate__" if hasattr(function, "__annotate__") else "__annotations__"
     for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
@@ -93,7 +99,7 @@ def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.st
     names = function.__qualname__.split(".")
     is_method = len(names) > 1 and names[-2].isidentifier()
     name = names[-2] if is_method else "Outer"
-    tree = ast.parse(f"class {name}:\n def outer({CALLS}, {METHOD}): pass")
+    tree = ast.parse(f"class {name}:\n def outer({CALLS}, {METHOD}, {LOOPS}): pass")
     tree.body[0].body[0].body = [node]  # type: ignore[attr-defined]
     tree.body = [*imports, *tree.body]
     futures = function.__code__.co_flags & __future__.annotations.compiler_flag
@@ -132,6 +138,18 @@ def _detour(function: ast.FunctionDef, is_generator: bool) -> ast.stmt:
     for node in ast.walk(detour):
         ast.copy_location(node, function.body[0])
     return detour
+
+
+def _replace_loop(loop: Loop, runs: Sequence[Sequence[Any]]) -> None:
+    """Have plain runs of the loop's modules computed at once, if they are in a plain list."""
+    modules, value, plain = ast.unparse(loop.modules), loop.value, tuple(map(tuple, runs))
+    choice: Any = ast.parse(
+        f"if {LOOPS}.is_plain_list({modules}): {value} = {LOOPS}.run_all({modules}, {plain!r}, {value})"
+    ).body[0]
+    for node in ast.walk(choice):
+        ast.copy_location(node, loop.statement.body[0])
+    choice.orelse = [loop.statement]
+    loop.block.statements[loop.block.statements.index(loop.statement)] = choice
 
 
 def _replace(site: Site) -> None:
@@ -186,8 +204,8 @@ def _name(held: ast.AST, context: ast.expr_context) -> ast.Name:
 
 def _test(site: Site, held: list[ast.expr]) -> ast.expr:
     layers, _ = _shared(site)
-    dropout = ast.Constant(None) if site.dropout is None else site.dropout.called
-    parts = [_call("are_plain", [site.x, layers, site.activation, dropout], site)]
+    between = [ast.Tuple([*site.between], ast.Load())] if site.between else []
+    parts = [_call("are_plain", [site.x, layers, site.activation, *between], site)]
     if site.is_tanh_form:
         parts.append(_call("is_gelu", [site.activation], site))
     if site.gates:
@@ -202,8 +220,14 @@ def _test(site: Site, held: list[ast.expr]) -> ast.expr:
 
 
 def _fused(site: Site) -> ast.expr:
-    dropout = [] if site.dropout is None else [site.dropout.p, site.dropout.training]
-    return _call(site.kind, [site.x, *_shared(site), *dropout], site)
+    options: dict[str, ast.expr] = {}
+    if site.is_gate_last:
+        options["is_gate_last"] = ast.Constant(True)
+    if site.between:
+        options["between"] = ast.Tuple([*site.between], ast.Load())
+    if site.dropout is not None:
+        options |= {"dropout": site.dropout.p, "training": site.dropout.training}
+    return _call(site.kind, [site.x, *_shared(site)], site, **options)
 
 
 def _shared(site: Site) -> tuple[ast.expr, ast.expr]:
@@ -211,7 +235,8 @@ def _shared(site: Site) -> tuple[ast.expr, ast.expr]:
     return ast.Tuple(list(site.layers), ast.Load()), activation
 
 
-def _call(name: str, arguments: list[ast.expr], site: Site) -> ast.expr:
+def _call(name: str, arguments: list[ast.expr], site: Site, **options: ast.expr) -> ast.expr:
     function = ast.Attribute(ast.Name(CALLS, ast.Load()), name, ast.Load())
-    named = [_Named().visit(it) for it in deepcopy(arguments)]
-    return ast.copy_location(ast.Call(function, named, []), site.expression)
+    positional, named = ([_Named().visit(deepcopy(it)) for it in each] for each in (arguments, options.values()))
+    keywords = [ast.keyword(*each) for each in zip(options, named, strict=True)]
+    return ast.copy_location(ast.Call(function, positional, keywords), site.expression)

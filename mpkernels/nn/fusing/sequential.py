@@ -1,99 +1,139 @@
-"""torch.nn.Sequential, whose forward is a loop: the runs of its modules that one fused op can replace."""
+"""Modules that are called one after another, by torch.nn.Sequential or by a loop over a torch.nn.ModuleList: runs of
+them that one fused op can replace."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Dropout, Module
+from torch.nn import Dropout, Identity, Module, ModuleList
 
 from mpkernels._torch_private.modules import books_of
-from mpkernels.nn.fusing import calls
-from mpkernels.nn.fusing.originals import SEQUENTIAL_FORWARD, SEQUENTIAL_ITER
+from mpkernels.nn.fusing import calls, projections
+from mpkernels.nn.fusing.originals import LIST_ITER, SEQUENTIAL_FORWARD, SEQUENTIAL_ITER
 from mpkernels.nn.fusing.recognise import (
     is_activation,
-    is_linear,
+    is_layer,
     known_activation,
+    why_dropped_twice,
     why_never,
     why_no_activation,
-    why_no_dropout,
+    why_not_passing,
 )
 
 
 class Run(NamedTuple):
-    """Modules that follow each other: linear, activation and, for an mlp, perhaps a dropout and another linear."""
+    """Modules that follow each other: a linear layer and an activation, or a projection that is both; and for an MLP,
+    perhaps dropouts and identities and another linear layer."""
 
     kind: str
     first: int
     last: int
+    has_projection: bool = False
 
     def overlaps(self, other: "Run") -> bool:
         return self.first <= other.last and other.first <= self.last
 
-    def parts(self, modules: Sequence[Module]) -> tuple[list[Module], Module, Module | None]:
-        """Return linear layers, activation and dropout."""
-        own = modules[self.first : self.last + 1]
-        layers = [own[0], own[-1]] if self.kind == "mlp" else [own[0]]
-        return layers, own[1], own[2] if len(own) == 4 else None
+    def parts(self, modules: Sequence[Module]) -> tuple[list[Module], object, list[Module]]:
+        """Return linear layers, activation, and what stands between the activation and the last layer."""
+        layer, *rest = modules[self.first : self.last + 1]
+        activation: object
+        if self.has_projection:
+            layer, activation = projections.taken_apart(layer)
+        else:
+            activation, *rest = rest
+        return [layer, *rest[-1:]], activation, rest[:-1]
+
+    def projection(self, modules: Sequence[Module]) -> list[Module]:
+        return [modules[self.first]] if self.has_projection else []
 
     def is_plain(self, x: Any, modules: Sequence[Module]) -> bool:
-        return self.last < len(modules) and calls.are_plain(x, *self.parts(modules))
+        if self.last >= len(modules):
+            return False
+        is_gated = self.kind == "gated_mlp"
+        for first in self.projection(modules):
+            if projections.why_no_projection(first) is not None or projections.is_gated(first) != is_gated:
+                return False
+        layers, activation, between = self.parts(modules)
+        if not calls.are_plain(x, layers, activation, between):
+            return False
+        return not self.has_projection or (projections.is_usual_on(x) and (not is_gated or calls.are_gates(layers[:1])))
 
     def compute(self, x: Tensor, modules: Sequence[Module]) -> Tensor:
-        layers, activation, dropout = self.parts(modules)
+        layers, activation, between = self.parts(modules)
         if self.kind == "linear_act":
             return calls.linear_act(x, layers, activation)
-        if isinstance(dropout, Dropout):
-            return calls.mlp(x, layers, activation, dropout.p, dropout.training)
-        return calls.mlp(x, layers, activation)
+        if self.kind == "mlp":
+            return calls.mlp(x, layers, activation, between)
+        return calls.gated_mlp(x, layers, activation, between, is_gate_last=True)
 
     def why_left(self, modules: Sequence[Module]) -> str:
         """Return why an op of ours can't compute this. "" if it can."""
-        layers, activation, dropout = self.parts(modules)
-        reasons = [(layer, why_never(layer)) for layer in layers]
+        first = modules[self.first]
+        if self.has_projection and (reason := projections.why_no_projection(first)) is not None:
+            return f"{type(first).__name__} {reason}"
+        layers, activation, between = self.parts(modules)
+        reasons: list[tuple[object, str | None]] = [(layer, why_never(layer)) for layer in layers]
         reasons.append((activation, why_no_activation(activation)))
-        reasons += [] if dropout is None else [(dropout, why_no_dropout(dropout))]
-        return next((f"{type(module).__name__} {why}" for module, why in reasons if why is not None), "")
+        reasons += [(it, why_not_passing(it)) for it in between]
+        reason = next((f"{type(module).__name__} {why}" for module, why in reasons if why is not None), "")
+        return reason or why_dropped_twice(between) or ""
 
     def text(self, modules: Sequence[Module]) -> str:
         return ", ".join(type(it).__name__ for it in modules[self.first : self.last + 1])
 
     def computed_by(self, modules: Sequence[Module]) -> str:
-        return f"{self.kind}, {known_activation(modules[self.first + 1])}"
+        _, activation, _ = self.parts(modules)
+        return f"{self.kind}, {known_activation(activation)}"
 
 
 def runs_of(modules: Sequence[Module]) -> list[Run]:
     """Return all candidates, which may overlap."""
     runs = []
-    for at in range(len(modules) - 1):
-        if is_linear(modules[at]) and is_activation(modules[at + 1]):
+    for at, module in enumerate(modules):
+        if projections.is_projection(module):
+            kind, after = "gated_mlp" if projections.is_gated(module) else "mlp", at + 1
+        elif is_layer(module) and is_activation(modules[min(at + 1, len(modules) - 1)]):
+            kind, after = "mlp", at + 2
             runs.append(Run("linear_act", at, at + 1))
-            last = at + 3 if isinstance(modules[min(at + 2, len(modules) - 1)], Dropout) else at + 2
-            if last < len(modules) and is_linear(modules[last]):
-                runs.append(Run("mlp", at, last))
+        else:
+            continue
+        while after < len(modules) and isinstance(modules[after], Dropout | Identity):
+            after += 1
+        if after < len(modules) and is_layer(modules[after]):
+            runs.append(Run(kind, at, after, projections.is_projection(module)))
     return runs
 
 
 def modules_of(module: Any) -> list[Module]:
-    """Return what torch's own iteration over a Sequential yields: a module in two places twice."""
+    """Return what torch's own iteration over a Sequential or ModuleList yields: a module in two places twice."""
     return [*books_of(vars(module))[-1].values()]
 
 
-def forward_of(runs: Sequence[Run], kind: Any) -> Callable[[Any, Any], Any]:
-    by_start = {run.first: run for run in runs}
+def is_plain_list(modules: Any) -> bool:
+    """Return whether these are iterated over as torch does it."""
+    return type(modules) is ModuleList and ModuleList.__iter__ is LIST_ITER
 
+
+def run_all(container: Any, runs: Sequence[tuple[Any, ...]], value: Any) -> Any:
+    """Call the modules one after another, and a fused op in place of each run that is plain."""
+    by_start = {run[1]: Run(*run) for run in runs}
+    modules, at = modules_of(container), 0
+    while at < len(modules):
+        run = by_start.get(at)
+        if run is not None and run.is_plain(value, modules):
+            value, at = run.compute(value, modules), run.last + 1
+        else:
+            value, at = modules[at](value), at + 1
+            modules = modules_of(container)  # which the call may have changed
+    return value
+
+
+def forward_of(runs: Sequence[Run], kind: Any) -> Callable[[Any, Any], Any]:
     @wraps(SEQUENTIAL_FORWARD)  # whose source torch.jit.script reads
     def forward(self: Any, input: Any) -> Any:
         if kind.forward is not SEQUENTIAL_FORWARD or kind.__iter__ is not SEQUENTIAL_ITER:  # they were replaced since
             return kind.forward(self, input)
-        modules, at = modules_of(self), 0
-        while at < len(modules):
-            run = by_start.get(at)
-            if run is not None and run.is_plain(input, modules):
-                input, at = run.compute(input, modules), run.last + 1
-            else:
-                input, at = modules[at](input), at + 1
-                modules = modules_of(self)  # which the call may have changed
-        return input
+        return run_all(self, runs, input)
 
     return forward

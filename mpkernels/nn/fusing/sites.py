@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, Protocol
 
 from mpkernels.nn.fusing.chain import Block, Chain, Place, binds, dotted, short
+from mpkernels.nn.fusing.loops import Loop, find_loops
 from mpkernels.nn.fusing.order import Read, reads_before, reads_of
 
 _READ_ANY = ("locals", "vars", "dir", "eval", "exec")
@@ -16,12 +17,11 @@ KINDS = ("gated_mlp", "mlp", "gated_linear", "linear_act")  # what replaces most
 
 @dataclass(frozen=True)
 class Dropout:
-    """Between the activation and the last layer: a module, or a call of a function with its p and training."""
+    """A function that is called between the activation and the last layer, with its p and training."""
 
     called: ast.expr
     p: ast.expr
     training: ast.expr
-    is_module: bool
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,10 @@ class Site:
     layers: tuple[ast.expr, ...]
     activation: ast.expr
     is_tanh_form: bool
-    dropout: Dropout | None
+    between: tuple[ast.expr, ...]  #: what is called between the activation and the last layer, the last call first
+    dropout: Dropout | None  #: the one function among these
     chunk: ast.expr | None  #: ``torch.chunk``, if that takes the gate and what it multiplies apart
+    is_gate_last: bool  #: of the two that one layer makes
     reads: tuple[Read, ...] | None  #: what else is evaluated between the calls. None if it may do more than read
 
     @property
@@ -69,10 +71,11 @@ class Site:
         hidden, packed = f"{activation}({layers[0]}(x))", ""
         if self.kind.startswith("gated"):
             is_packed = len(self.gates) == 1
-            packed = f"gate, up = {layers[0]}(x).chunk(2); " if is_packed else ""
+            names = "up, gate" if self.is_gate_last else "gate, up"
+            packed = f"{names} = {layers[0]}(x).chunk(2); " if is_packed else ""
             hidden = f"{activation}(gate) * up" if is_packed else f"{hidden} * {layers[1]}(x)"
-        if self.dropout is not None:
-            hidden = f"dropout({hidden})"
+        for called in reversed(self.between):
+            hidden = f"{short(called)}({hidden})"
         return packed + (f"{layers[-1]}({hidden})" if self.kind.endswith("mlp") else hidden)
 
     def overlaps(self, other: "Site") -> bool:
@@ -84,9 +87,9 @@ class Site:
         return self.first <= other.last and other.first <= self.last
 
 
-def find_sites(function: ast.FunctionDef) -> list[Site]:
+def find_sites(function: ast.FunctionDef) -> list[Site | Loop]:
     """Return all candidates, which may overlap, in the same order for the same source."""
-    found: list[Site] = []
+    found: list[Site | Loop] = []
     for node in ast.walk(function):
         if isinstance(node, ast.Global | ast.Nonlocal) or (isinstance(node, ast.Name) and node.id in _READ_ANY):
             return found  # others may read what is assigned here
@@ -97,7 +100,7 @@ def find_sites(function: ast.FunctionDef) -> list[Site]:
         for last, statement in enumerate(block.statements):
             for expression in _expressions(statement):
                 found += [site for kind in KINDS for site in _matches(kind, block, last, expression)]
-    return found
+    return [*found, *find_loops(function)]
 
 
 class Candidate(Protocol):
@@ -125,6 +128,7 @@ def _apart(sites: Sequence[Candidate], indexes: Sequence[int], taken: Sequence[i
     return chosen
 
 
+_MOST_BETWEEN = 4  # timm's GatedMlp has three: a dropout, a gate, a norm
 _SIMPLE = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 _SCOPES = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
@@ -142,15 +146,12 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def _matches(kind: str, block: Block, last: int, expression: ast.expr) -> Iterator[Site]:
-    """Yield each reading of the expression as this kind: with and without dropout, with the gate on either side."""
-    is_block = kind in ("mlp", "gated_mlp")
-    for has_dropout, gate_at in product((False, True)[: 1 + is_block], (0, 1)[: 1 + kind.startswith("gated")]):
+    """Yield each reading of the expression as this kind: with any number of calls that may pass on what they take, with
+    the gate on either side."""
+    is_block, gates = kind in ("mlp", "gated_mlp"), (0, 1)[: 1 + kind.startswith("gated")]
+    for passing, gate_at in product(_passing(block, last, expression) if is_block else (0,), gates):
         match = _Match(Chain(block, last))
-        value: Place | None = Place(expression, last)
-        if is_block:
-            value = match.last_layer(value)
-        if has_dropout:
-            value = match.dropped(value)
+        value = match.after(Place(expression, last), passing) if is_block else Place(expression, last)
         matched = match.gated(value, gate_at) if kind.startswith("gated") else match.hidden(value)
         if matched is not None and match.activation is not None:
             x, layers = matched
@@ -159,8 +160,17 @@ def _matches(kind: str, block: Block, last: int, expression: ast.expr) -> Iterat
                 layers += (match.down,) if match.down is not None else ()
                 before = [] if first == last else reads_before(block.statements[last], expression)
                 reads = _known_reads(match.chain, reads_of(match.options), before)
-                rest = (x.node, layers, match.activation, match.is_tanh_form, match.dropout, match.chunk, reads)
-                yield Site(kind, block, first, last, expression, *rest)
+                found = match.activation, match.is_tanh_form, (*match.between,), match.dropout, match.chunk
+                yield Site(kind, block, first, last, expression, x.node, layers, *found, match.is_gate_last, reads)
+
+
+def _passing(block: Block, last: int, expression: ast.expr) -> Iterator[int]:
+    """Yield 0, 1, 2 and so on, as long as so many calls stand within the one of the last layer, and no more than some:
+    each is tried with all that stands before it."""
+    for passing in range(1 + _MOST_BETWEEN):
+        if _Match(Chain(block, last)).after(Place(expression, last), passing) is None:
+            return
+        yield passing
 
 
 def _known_reads(chain: Chain, *groups: list[Read] | None) -> tuple[Read, ...] | None:
@@ -190,14 +200,19 @@ class _Match:
         self.down: ast.expr | None = None
         self.activation: ast.expr | None = None
         self.is_tanh_form = False
+        self.between: list[ast.expr] = []
         self.dropout: Dropout | None = None
         self.chunk: ast.expr | None = None
+        self.is_gate_last = False
         self.options: list[ast.expr] = []  # of a dropout
         self.read: list[Place] = []  # what else the fused call reads
 
-    def last_layer(self, value: Place | None) -> Place | None:
-        self.down, argument = self._module(value)
-        return argument
+    def after(self, value: Place | None, passing: int) -> Place | None:
+        """Take the call of the last layer apart, and within it so many calls that may pass on what they take."""
+        self.down, value = self._module(value)
+        for _ in range(passing):
+            value = self._passed_on(value)
+        return value
 
     def _module(self, value: Place | None) -> tuple[ast.expr | None, Place | None]:
         """Take ``self.layer(argument)`` apart."""
@@ -208,19 +223,20 @@ class _Match:
             return None, None
         return node.func, Place(node.args[0], value.index)
 
-    def dropped(self, value: Place | None) -> Place | None:
+    def _passed_on(self, value: Place | None) -> Place | None:
+        """Take the call of a module apart, or that of a function with p and training."""
         called, argument = self._module(value)
         if called is not None:
-            p, training = (ast.Attribute(called, name, ast.Load()) for name in ("p", "training"))
-            self.dropout = Dropout(called, p, training, is_module=True)
+            self.between.append(called)
             return argument
         value = self.chain.follow(value)
         if value is None or not isinstance(node := value.node, ast.Call) or not self.chain.is_global(node.func):
             return None
         options = dict(zip(("p", "training"), node.args[1:], strict=False)) | {it.arg: it.value for it in node.keywords}
-        if not node.args or len(node.args) > 3 or options.keys() != {"p", "training"}:
+        if self.dropout or not node.args or len(node.args) > 3 or options.keys() != {"p", "training"}:
             return None
-        self.dropout = Dropout(node.func, options["p"], options["training"], is_module=False)
+        self.between.append(node.func)
+        self.dropout = Dropout(node.func, options["p"], options["training"])
         self.options = [*options.values()]
         self.read += [Place(each, value.index) for each in self.options]
         return Place(node.args[0], value.index)
@@ -260,10 +276,12 @@ class _Match:
         return (x, (of_gate, of_up)) if is_same else None
 
     def _packed(self, gate: Place | None, up: Place) -> tuple[Place, Layers] | None:
-        """Match ``gate, up = self.layer(x).chunk(2, dim=-1)``."""
+        """Match ``gate, up = self.layer(x).chunk(2, dim=-1)``, and the same with the gate last."""
         first, second = self.chain.half(gate), self.chain.half(up)
-        if first is None or second is None or first.call is not second.call or (first.which, second.which) != (0, 1):
+        if first is None or second is None or first.call is not second.call:
+            return None
+        if {first.which, second.which} != {0, 1}:
             return None
         layer, x = self._module(first.packed)
-        self.chunk = first.function
+        self.chunk, self.is_gate_last = first.function, first.which == 1
         return None if layer is None or x is None else (x, (layer,))

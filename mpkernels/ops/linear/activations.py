@@ -1,11 +1,15 @@
 """The activations that linear_act knows: formulas that lose nothing to cancellation, and let NaN pass."""
 
 from collections.abc import Callable
+from functools import partial
 from math import pi, sqrt
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+
+from mpkernels._torch_private.ops import gelu_
 
 
 class Activation(NamedTuple):
@@ -62,6 +66,27 @@ ACTIVATIONS = {
     "tanh": Activation(torch.tanh, lambda dy, y: dy * (1 - y * y), "y"),
 }
 
+# By torch's own functions, for plain torch to compute with: z -> y, afresh or in z's place.
+AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda z: z,
+    "relu": torch.relu,
+    "relu2": lambda z: (y := torch.relu(z)) * y,  # CUDA's autocast makes fp32 of square(), which is pow
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "silu": functional.silu,
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+}
+IN_PLACE: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda z: z,
+    "relu": torch.relu_,
+    "relu2": lambda z: z.relu_().square_(),
+    "gelu": gelu_,
+    "gelu_tanh": partial(gelu_, approximate="tanh"),
+    "silu": partial(functional.silu, inplace=True),
+    "sigmoid": torch.sigmoid_,
+    "tanh": torch.tanh_,
+}
 
 ActivationLike = str | nn.Module | type[nn.Module]
 _NAMES: dict[object, str] = {

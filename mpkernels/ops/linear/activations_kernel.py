@@ -56,49 +56,43 @@ def bounded_square(z):
 
 
 @triton.jit
-def activate(z, ACTIVATION: tl.constexpr):
+def of(ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, it, dy):
+    """The table: y of z, or dz of dy and of what ACTIVATIONS says that forward saves. ``it`` is z or what was saved."""
     if ACTIVATION == "none":
-        y = z
+        result = dy if BACKWARD else it
     elif ACTIVATION == "relu":
-        y = tl.where(z <= 0, 0.0, z)  # NaN passes
+        result = tl.where(it <= 0, 0.0, dy if BACKWARD else it)  # NaN passes
     elif ACTIVATION == "relu2":
-        y = tl.where(z <= 0, 0.0, z * z)
+        result = tl.where(it <= 0, 0.0, 2 * it * dy if BACKWARD else it * it)
     elif ACTIVATION == "gelu":
-        y = z * below(z)[0]
+        share, bell = below(it)
+        result = dy * (share + it * (bell * DENSITY)) if BACKWARD else it * share
     elif ACTIVATION == "gelu_tanh":
-        y = z * sigmoid(z * (LINEAR + CUBIC * bounded_square(z)))
+        square = bounded_square(it)
+        if BACKWARD:
+            s, one_minus_s = logistic(it * (LINEAR + CUBIC * square))
+            result = dy * (s + it * s * one_minus_s * (LINEAR + 3 * CUBIC * square))
+        else:
+            result = it * sigmoid(it * (LINEAR + CUBIC * square))
     elif ACTIVATION == "silu":
-        y = z * sigmoid(z)
+        if BACKWARD:
+            s, one_minus_s = logistic(it)
+            result = dy * (s * (1 + it * one_minus_s))
+        else:
+            result = it * sigmoid(it)
     elif ACTIVATION == "sigmoid":
-        y = sigmoid(z)
+        result = dy * it * (1 - it) if BACKWARD else sigmoid(it)
     else:
         tl.static_assert(ACTIVATION == "tanh")
-        y = tanh(z)
-    return y
+        result = dy * (1 - it * it) if BACKWARD else tanh(it)
+    return result
+
+
+@triton.jit
+def activate(z, ACTIVATION: tl.constexpr):
+    return of(ACTIVATION, False, z, z)
 
 
 @triton.jit
 def activate_backward(dy, saved, ACTIVATION: tl.constexpr):
-    """dz of dy and of what ACTIVATIONS says that forward saves."""
-    if ACTIVATION == "none":
-        dz = dy
-    elif ACTIVATION == "relu":
-        dz = tl.where(saved <= 0, 0.0, dy)
-    elif ACTIVATION == "relu2":
-        dz = tl.where(saved <= 0, 0.0, 2 * saved * dy)
-    elif ACTIVATION == "gelu":
-        share, bell = below(saved)
-        dz = dy * (share + saved * (bell * DENSITY))
-    elif ACTIVATION == "gelu_tanh":
-        square = bounded_square(saved)
-        s, one_minus_s = logistic(saved * (LINEAR + CUBIC * square))
-        dz = dy * (s + saved * s * one_minus_s * (LINEAR + 3 * CUBIC * square))
-    elif ACTIVATION == "silu":
-        s, one_minus_s = logistic(saved)
-        dz = dy * (s * (1 + saved * one_minus_s))
-    elif ACTIVATION == "sigmoid":
-        dz = dy * saved * (1 - saved)
-    else:
-        tl.static_assert(ACTIVATION == "tanh")
-        dz = dy * (1 - saved * saved)
-    return dz
+    return of(ACTIVATION, True, saved, dy)

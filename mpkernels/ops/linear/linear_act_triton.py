@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._registry import implement
-from mpkernels.ops.linear import hopper_kernel, tiling
+from mpkernels.ops.linear import tiling
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.activations_kernel import activate, activate_backward
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
@@ -77,11 +77,7 @@ def linear_act_triton(
         return y, saved
     bias = None if bias is None else bias.contiguous()
     z = saved if saved.numel() else None
-    on = chip()
-    if on == "sm_90" and rows > tiling.FEW_ROWS and hopper_kernel.takes(x, weight):
-        hopper_kernel.launch(x, weight, bias, y, z, activation)
-        return y, saved
-    tile = tiling.tile(on, x, weight, precision())
+    tile = tiling.tile(chip(), x, weight, precision())
     linear_act_kernel[(tile.cover(rows, columns),)](
         x, weight, bias, y, z, rows, columns, depth, *x.stride(), *weight.stride(),
         ACTIVATION=activation, PRECISION=precision(), **tile._asdict(), enable_fp_fusion=False,
@@ -98,6 +94,7 @@ def linear_act_backward_triton(
     activation: str,
     weight_dtype: torch.dtype | None,
     bias_dtype: torch.dtype | None,
+    by_columns: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     refuse_fp64("linear_act_backward", dy)
     dx, dweight, dbias = (dy.new_empty(0) for _ in range(3))
@@ -107,7 +104,7 @@ def linear_act_backward_triton(
         if weight is not None:
             dx = torch.mm(dz, weight)
         if weight_dtype is not None and x is not None:
-            dweight = _mm(dz.t(), x, weight_dtype)
+            dweight = _mm(x.t(), dz, weight_dtype).t() if by_columns else _mm(dz.t(), x, weight_dtype)
     if bias_dtype is not None:
         dbias = sums.sum(0).to(bias_dtype)
     return dx, dweight, dbias

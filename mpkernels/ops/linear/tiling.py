@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from mpkernels.ops._stack import of_thread
+
 
 class Tile(NamedTuple):
     BLOCK_M: int
@@ -48,9 +50,13 @@ TILES = {
 # It has no more shared memory than 8.9, and two products at once spilled registers in sm_80's tile.
 TILES["sm_120"] = TILES["sm_80"] | {"16 bits": Tile(128, 64, 32, 4, 8)}
 UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one: the registers that their addresses take are many
-# Of programs that stay. Triton specialises their warps only if there are 4 and BLOCK_M is 128 or more.
-WIDE = Tile(128, 256, 64, 3, 4)
-NARROW = Tile(128, 128, 64, 4, 4)
+
+# For many rows in 16 bits, where the chip's own may not be the best. ``mpkernels.tune`` times them, and leaves out what
+# a chip lacks shared memory for.
+OTHERS = {
+    f"triton {it.BLOCK_M}x{it.BLOCK_N}x{it.BLOCK_K}": it
+    for it in (Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 8), Tile(64, 256, 32, 4, 8), Tile(256, 64, 32, 4, 8))
+}
 
 
 def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
@@ -62,7 +68,9 @@ def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
         return TILES[chip]["tf32"]
     # Triton makes a constant of a 1, and 3.6 then spills in the larger tile.
     is_few = len(x) <= FEW_ROWS or len(weight) == 1
-    return TILES[chip]["16 bits, few rows" if is_few else "16 bits"]
+    if is_few:
+        return TILES[chip]["16 bits, few rows"]
+    return OTHERS.get(getattr(of_thread, "variant", None) or "", TILES[chip]["16 bits"])
 
 
 def _is_even(matrix: Tensor) -> bool:
@@ -70,11 +78,6 @@ def _is_even(matrix: Tensor) -> bool:
     inner = 0 if matrix.stride(0) == 1 else 1
     sixteens = matrix.shape[inner], matrix.stride(1 - inner), matrix.data_ptr()
     return matrix.stride(inner) == 1 and all(each % 16 == 0 for each in sixteens)
-
-
-def persistent_tile(activation: str, rows: int, columns: int, processors: int) -> Tile:
-    fills = WIDE.cover(rows, columns) >= processors
-    return WIDE if fills and activation != "gelu" else NARROW  # erf's registers spill in the wide one
 
 
 def gated_tile(chip: str, x: Tensor, gate_weight: Tensor, up_weight: Tensor, precision: str) -> Tile:

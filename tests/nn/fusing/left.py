@@ -132,12 +132,6 @@ class TheGateItself(Mlp):
         return h.tanh() * h
 
 
-class UpIsActivated(Mlp):
-    def forward(self, x):
-        up, gate = self.packed(x).chunk(2, dim=-1)
-        return self.act(gate) * up
-
-
 class AnotherChunk(Mlp):
     def forward(self, x):
         gate, up = self.packed(x).chunk(2, dim=1)
@@ -249,7 +243,6 @@ LEFT = {
     SameNameForAnotherInput: None,
     ReadAfterAnError: "its forward applies no",
     TheGateItself: "its forward applies no",
-    UpIsActivated: "its forward applies no",
     AnotherChunk: "its forward applies no",
     Local: "its forward applies no",
     Super: "its forward is a closure, or calls super()",

@@ -132,6 +132,12 @@ class Packed(Mlp):
         return self.fc2(up * self.function(gate))
 
 
+class PackedGateLast(Mlp):
+    def forward(self, x):
+        up, gate = self.packed(x).chunk(2, dim=-1)
+        return self.fc2(self.dropout(up * self.act(gate)))
+
+
 class PackedByTorch(Mlp):
     def forward(self, x):
         gate, up = torch.chunk(self.packed(x), 2, dim=-1)
@@ -221,6 +227,7 @@ FORMS = {
     GatedLast: ["gated_mlp"],
     GatedApart: ["gated_mlp"],
     Packed: ["gated_mlp"],
+    PackedGateLast: ["gated_mlp"],
     PackedByTorch: ["gated_linear"],
     InMethod: ["mlp"],
     InBranchAndLoop: ["mlp", "mlp"],

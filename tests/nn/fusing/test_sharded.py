@@ -11,6 +11,7 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
 from tests.networks import one_thread
+from tests.nn.fusing.feed_forwards import KINDS, made
 from tests.nn.fusing.models import Chain, Mlp, X, recorded_ops
 from tests.processes import alone, needs_gloo
 
@@ -54,6 +55,24 @@ def test_fsdp2(is_first):
         with recorded_ops() as ran:
             losses(model)
         assert ran == []
+
+
+@needs_gloo
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
+def test_fsdp2_around_the_mlps_of_timm_and_diffusers(name, is_first):
+    want = losses(made(name))
+    with alone():
+        mesh = init_device_mesh("cpu", (1,))
+        model = made(name)
+        if is_first:
+            fuse(model)
+        fully_shard(model, mesh=mesh)
+        assert len(fuse(model).fused) == 1
+        with recorded_ops() as ran:
+            assert losses(model) == pytest.approx(want, rel=1e-5)
+        assert ran == 3 * [KINDS[name][1]]
 
 
 @needs_gloo

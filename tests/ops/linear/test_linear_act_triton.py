@@ -5,12 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from mpkernels.functional import linear_act
-from mpkernels.ops.linear import linear_act_triton, tiling
-from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear import linear_act_triton, product_kernel, tiling
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
+from mpkernels.ops.linear.linear_dact import _linear_dact
+from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 from tests import linear_cases
-from tests.linear_cases import TORCH, assert_contract, layer
+from tests.linear_cases import TORCH
 from tests.targets import CPU, CUDA, TARGETS
 
 DEVICE = CUDA if torch.cuda.is_available() else CPU
@@ -80,73 +80,6 @@ def test_any_strides_of_what_is_saved(activation):
             assert torch.equal(got, want)
 
 
-@pytest.fixture
-def _on_hopper(monkeypatch):
-    """Persistent programs, wherever they can run: under the interpreter too."""
-    if DEVICE == CUDA and linear_act_triton.chip() != "sm_90":
-        pytest.skip("needs a Hopper GPU or the interpreter")
-    monkeypatch.setattr(linear_act_triton, "chip", lambda: "sm_90")
-
-
-@pytest.fixture
-def persistent(_on_hopper, monkeypatch):
-    """The tiles that it ran with."""
-    tiles, choose = [], tiling.persistent_tile
-    monkeypatch.setattr(tiling, "persistent_tile", lambda *it: tiles.append(choose(*it)) or tiles[-1])
-    return tiles
-
-
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_persistent_programs(persistent, dtype):
-    """Four tiles for two programs and two narrow ones, ragged in every dimension."""
-    for shape in ((130, 72, 264), (65, 8, 136)):
-        x, weight, bias, dy = matrices(*shape, dtype)
-        assert_exact(x, weight, bias, dy)
-        arguments = x, weight, None, "relu", True
-        y, nothing = _linear_act(*arguments)
-        assert torch.equal(y, _linear_act.reference(*arguments)[0])
-        assert nothing.shape == (0,)
-    assert len(persistent) == 4
-    if DEVICE == CPU:
-        assert set(persistent) == {tiling.WIDE, tiling.NARROW}
-
-
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_error_contract_of_persistent_programs(persistent, activation):
-    assert_contract(linear_act, *layer(130, 72, 264, torch.bfloat16, DEVICE), activation)
-    assert persistent
-
-
-def test_what_persistent_programs_leave_to_others(persistent):
-    x, weight, bias, dy = matrices(80, 32, 40)
-    wide = integers(80, 40)
-    for mine, theirs in (
-        (x[:64], weight),  # few rows
-        (x, weight[:36]),  # rows of y that are no multiple of 16 bytes
-        (wide[:, 1:33], weight),  # misaligned, from the first row on
-        (integers(80, 36)[:, :32], weight),  # or from the second
-        (x.t().contiguous().t(), weight),
-        (integers(80, 64)[:, ::2], weight),
-        (x[:1].expand(80, 32), weight),
-        (x[:, :0], weight[:, :0]),
-        (wide[:, :1], integers(40, 8)[:, :1]),
-        (x.float(), weight.float()),
-    ):
-        assert_exact(mine, theirs, None, dy[: len(mine), : len(theirs)].to(mine.dtype))
-    assert not persistent
-    assert_exact(wide[:, 8:], weight, bias, dy)
-    assert persistent
-
-
-def test_the_users_allocator_is_left_alone(persistent):
-    from triton.runtime import _allocation
-
-    before = _allocation._allocator.get()
-    assert_exact(*matrices(80, 32, 40))
-    assert persistent
-    assert _allocation._allocator.get() is before
-
-
 @pytest.mark.parametrize("chip", tiling.TILES)
 def test_choice_of_tiles(chip):
     kinds = tiling.TILES[chip]
@@ -167,11 +100,28 @@ def test_choice_of_tiles(chip):
         assert tiling.tile(chip, *operands, "ieee") == tiling.UNEVEN
 
 
-def test_choice_of_persistent_tiles():
-    """The wide one where it fills the chip, and does not spill."""
-    choose = tiling.persistent_tile
-    assert choose("silu", 256, 512, 4) == tiling.WIDE
-    assert choose("silu", 256, 512, 5) == choose("gelu", 256, 512, 4) == tiling.NARROW
+@pytest.mark.parametrize("name", tiling.OTHERS)
+def test_another_tile_may_be_asked_for(monkeypatch, name):
+    used, cover = [], tiling.Tile.cover
+    monkeypatch.setattr(tiling.Tile, "cover", lambda it, *sizes: used.append(it) or cover(it, *sizes))
+    x, weight, bias, dy = matrices(144, 32, 80)
+    up, out = integers(80, 32, seed=5), integers(80, 96, seed=6)
+    z, both = integers(144, 96, seed=7), integers(144, 192, seed=8)
+    calls = {
+        _linear_act: (x, weight, bias, "relu2", True),
+        _linear_gated: (x, weight, up, bias, None, "relu2", True),
+        _linear_dact: (dy, out, z, "relu2", torch.float32, True),
+        _linear_dgated: (dy, out, both, "relu2", True),
+    }
+    for op, arguments in calls.items():
+        got, want = op.by(name)(*arguments), op.reference(*arguments)
+        assert all(map(torch.equal, got, want))
+    assert {(it.BLOCK_M, it.BLOCK_K) for it in used} == {(tiling.OTHERS[name].BLOCK_M, tiling.OTHERS[name].BLOCK_K)}
+    used.clear()
+    _linear_act(x, weight, bias, "relu2", True)
+    _linear_act.by(name)(x[:64], weight, bias, "relu2", True)
+    kinds = tiling.TILES[product_kernel.chip()]
+    assert used == [kinds["16 bits"], kinds["16 bits, few rows"]]
 
 
 def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):

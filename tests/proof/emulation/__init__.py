@@ -54,9 +54,9 @@ def build(directory: Path, csrc: Path = CSRC) -> Path:
 
 
 def sources_with(runtime: str) -> list[Path]:
-    """Return the emulation's own sources, with one of its two runtimes."""
-    other = {"runtime": "on_streams", "on_streams": "runtime"}[runtime]
-    return [path for path in sorted(HERE.glob("*.cpp")) if path.stem != other]
+    """Return the emulation's own sources, with one of its two runtimes. With ``on_streams``, torch makes products."""
+    others = {"runtime": ("on_streams",), "on_streams": ("runtime", "products")}[runtime]
+    return [path for path in sorted(HERE.glob("*.cpp")) if path.stem not in others]
 
 
 def find_compiler() -> list[str]:
@@ -79,7 +79,8 @@ def compile_all(compiler: list[str], sources: list[Path], csrc: Path, scratch: P
     def compile_one(source: Path) -> Path:
         compiled = scratch / f"{source.name}.o"
         flags = [*FLAGS, *KERNEL_FLAGS] if source.suffix == ".cu" else FLAGS
-        _run([*compiler, *flags, f"-I{csrc}", "-x", "c++", "-c", str(source), "-o", str(compiled)])
+        includes = f"-I{csrc}", f"-I{CSRC}"  # products.cpp reads matrices as kernels do, whichever are compiled
+        _run([*compiler, *flags, *includes, "-x", "c++", "-c", str(source), "-o", str(compiled)])
         return compiled
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -91,8 +92,9 @@ def _link(compiler: list[str], objects: list[Path]) -> Path:
     scratch = objects[0].parent
     stub, library = scratch / "libtorch.so", scratch / "mpkernels_emulated.so"
     _run([*compiler, "-shared", "-Wl,-soname,libtorch.so", "-x", "c++", "/dev/null", "-o", str(stub)])
-    wrapped = "-Wl,--wrap=aoti_torch_empty_strided"  # runtime.cpp does
-    _run([*compiler, "-shared", *map(str, objects), wrapped, "-Wl,--no-as-needed", str(stub), "-o", str(library)])
+    names = "aoti_torch_empty_strided", "torch_call_dispatcher"
+    wrapped = [f"-Wl,--wrap={name}" for name in names]  # runtime.cpp and products.cpp do
+    _run([*compiler, "-shared", *map(str, objects), *wrapped, "-Wl,--no-as-needed", str(stub), "-o", str(library)])
     return library
 
 

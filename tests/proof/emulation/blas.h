@@ -1,7 +1,6 @@
-// What cublas.cpp and cublaslt.cpp share.
+// What products.cpp and cublaslt.cpp share.
 #pragma once
 
-#include <cmath>
 #include <vector>
 
 #include "common/cuda.h"
@@ -13,13 +12,12 @@ enum Status {
   not_initialized = 1,
   alloc_failed = 3,
   invalid_value = 7,
-  arch_mismatch = 8,
   execution_failed = 13,
   internal_error = 14,
   not_supported = 15,
 };
 inline int status_of(cudaError_t error) { return error == cudaSuccess ? success : execution_failed; }
-enum { compute_in_fp32 = 68, compute_in_tf32 = 77 };
+enum { compute_in_fp32 = 68 };
 
 inline bool find_dtype(int type, mpk::Dtype* dtype) {
   *dtype = type == 2 ? mpk::Dtype::f16 : type == 14 ? mpk::Dtype::b16 : mpk::Dtype::f32;
@@ -41,14 +39,6 @@ inline std::vector<float> widened(const void* data, mpk::Dtype dtype, int64_t li
   return wide;
 }
 
-// To 10 bits behind the leading one, half away from zero, as tensor cores take fp32.
-inline void round_to_tf32(std::vector<float>* values) {
-  for (float& value : *values) {
-    const uint32_t bits = mpk::bit_cast<uint32_t>(value);
-    if (std::isfinite(value)) value = mpk::bit_cast<float>((bits + 0x1000) & ~uint32_t{0x1fff});
-  }
-}
-
 // Sixteen partial sums, as a GPU's threads hold parts of a long one.
 inline float dot(const float* a, const float* b, int64_t size) {
   constexpr int parts = 16;
@@ -68,7 +58,5 @@ inline bool may_allocate() {
   cudaThreadExchangeStreamCaptureMode(&mode);
   return relaxed;
 }
-
-void* find_in_cublaslt(const char* function);
 
 }  // namespace emulation

@@ -1,6 +1,11 @@
-// cublasLt on the CPU: what csrc/linear/cublaslt_abi.h finds. It refuses what the real one refuses, and what would be
-// wrong here; it computes in fp32.
+// cublasLt on the CPU: what csrc/linear/cublaslt_torch.cpp finds. It refuses what the real one refuses, and what would
+// be wrong here; it computes in fp32.
 #include "cublaslt.h"
+
+#include <dlfcn.h>
+
+#include <cmath>
+#include <string>
 
 // Tests set these: which status a call fails with on demand, how many algorithms there are for a problem and with which
 // status they are proposed, how many of the functions below the library has. And they read how many descriptors there
@@ -166,7 +171,12 @@ const struct {
 
 }  // namespace
 
-void* emulation::find_in_cublaslt(const char* function) {
+// Hidden like all else here: only this library's own calls arrive.
+void* dlopen(const char* name, int) noexcept {
+  static int library;
+  return std::string(name) == "libtorch_cuda.so" ? &library : nullptr;
+}
+void* dlsym(void*, const char* function) noexcept {
   for (int i = 0; i < emulation_cublaslt_functions; ++i) {
     if (!strcmp(functions[i].name, function)) return functions[i].function;
   }

@@ -4,7 +4,7 @@
 
 #include "cuda_runtime.h"
 
-extern "C" int emulation_launches;  // of kernels, products by cuBLAS among them
+extern "C" int emulation_launches;  // of kernels, products among them
 
 namespace emulation {
 
@@ -14,7 +14,7 @@ bool fails_on_demand();
 // Whether torch says that this is the current stream.
 bool is_current(cudaStream_t stream);
 
-// What a call leaves to the stream: done at once, or at each replay where the stream is being captured.
+// What a call leaves to the stream: done at once, or, on the stand-in for a GPU, when the stream comes to it.
 cudaError_t enqueue(cudaStream_t stream, const std::function<cudaError_t()>& work);
 
 // Returns the error, which cudaGetLastError will give out as well.

@@ -33,13 +33,9 @@ def _forward(chip: str) -> Calls:
         return x, weight, bias, activation, True
 
     yield from _each_tile(call)
-    if chip in ("sm_80", "sm_90"):  # sm_90 has a kernel of its own for these
-        for activation in ACTIVATIONS:
-            yield call(MANY, BF16, activation)
-    else:
-        yield call(MANY, BF16, "gelu")
+    for activation in ACTIVATIONS if chip in ("sm_80", "sm_90") else ["gelu"]:
+        yield call(MANY, BF16, activation)
     if chip == "sm_90":
-        yield call((128, 64, 256), FP16, "gelu_tanh")
         x, weight, _, activation, _ = call(MANY, BF16, "gelu_tanh")
         yield x, weight, None, activation, False
         yield x.t().contiguous().t(), weight, None, activation, False

@@ -15,7 +15,6 @@ from triton import knobs
 from triton.runtime import driver
 
 import setup
-from tests.proof.gate import ptx_release
 from tests.proof.gate.chips import CODES
 from tests.proof.gate.launches import Launch, NoGpu
 from tests.proof.gate.table import INSTRUCTIONS, Kernels, Numbers
@@ -28,7 +27,6 @@ def triton(launch: Launch, keep: Keep) -> Kernels:
     driver.set_active(NoGpu(launch.chip))
     kernel = getattr(importlib.import_module(launch.module), launch.kernel)
     compiled = kernel.preload(launch.specialization)
-    ptx_release.refuse_early(compiled.asm.get("ptx", ""))
     if "amdgcn" in compiled.asm:
         numbers = _of_amdgcn(compiled.asm["amdgcn"])
     else:

@@ -114,8 +114,7 @@ API CUresult cuMemSetAccess(CUdeviceptr at, size_t bytes, const CUmemAccessDesc*
   });
 }
 API CUresult cuMemUnmap(CUdeviceptr at, size_t bytes) {
-  const Lock lock(machine());
-  finish_all();
+  const Lock lock(machine());  // and waits for nothing: work that comes to this memory later fails
   return for_each_mapping(at, bytes, [](auto it) {
     remove_device_memory(reinterpret_cast<void*>(it->first), it->second.bytes);
     mappings.erase(it);
@@ -130,10 +129,11 @@ API CUresult cuMemGetAddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr 
   return CUDA_SUCCESS;
 }
 
-// torch asks NVML whether a segment can be shared with other machines, and which processes hold memory where that is out.
+// torch asks NVML whether a segment can be shared with other machines, and which processes hold memory where that is
+// out.
 API int nvmlInit_v2() { return 0; }
 API int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { return *device = &mappings, 0; }
-API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return 0; }  // that there is no fabric stands there before
+API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return 0; }  // torch hands in zeros, which say that there is none
 #define UNSUPPORTED(function) \
   API int function() { return 3; }
 UNSUPPORTED(nvmlDeviceGetComputeRunningProcesses)

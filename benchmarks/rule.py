@@ -1,0 +1,99 @@
+"""The ways to compute linear layers and MLPs, timed in turns: what mpkernels/selector/rule.py takes a chip's lines of.
+
+``python -m benchmarks.rule cuda`` prints what each way is in torch's speed, and ``--json FILE`` keeps it. On a CPU,
+``python -m benchmarks.rule cpu --threads 1`` does so for a grid of small and middling sizes. A line of the table quotes
+what its file holds; run it twice on a quiet machine before you write one.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import mpkernels
+from mpkernels.bench import machine
+from mpkernels.nn import MLP, LinearAct
+from mpkernels.selector.tune import TuneReport
+
+B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+SMOOTH, GATES = ("gelu", "gelu_tanh", "silu", "relu"), ("silu", "gelu_tanh", "gelu")
+
+
+class Case(NamedTuple):
+    op: str
+    activation: str
+    features: int
+    hidden: int
+    rows: int
+    dtype: torch.dtype = B16  # of autocast; fp32 is without one
+
+    def __str__(self) -> str:
+        sizes = f"{self.rows}x{self.features}x{self.hidden}"
+        return f"{self.op} {self.activation} {sizes} {str(self.dtype).removeprefix('torch.')}"
+
+    def module(self) -> torch.nn.Module:
+        if self.op == "linear_act":
+            return LinearAct(self.features, self.hidden, activation=self.activation)
+        is_gated = self.op == "gated_mlp"
+        return MLP(self.features, self.hidden, bias=not is_gated, activation=self.activation, gated=is_gated)
+
+    def measure(self, device: str) -> TuneReport:
+        with torch.device(device):
+            model, x = self.module(), torch.randn(self.rows, self.features)
+        with torch.autocast(device, None if self.dtype == F32 else self.dtype, enabled=self.dtype != F32):
+            return mpkernels.tune(model, x, again=True)
+
+
+def on_gpus() -> Iterator[Case]:
+    """The few that tell most come first; 28672 is Llama 70B's."""
+    for rows in (8192, 64):
+        yield Case("linear_act", "gelu_tanh", 768, 3072, rows)
+        yield Case("linear_act", "gelu", 4096, 14336, rows)
+        yield Case("gated_mlp", "silu", 8192, 28672, rows)
+        yield Case("mlp", "gelu_tanh", 768, 3072, rows)
+        yield Case("mlp", "gelu", 4096, 16384, rows)
+        yield Case("gated_mlp", "silu", 4096, 11008, rows)
+
+
+def on_cpus() -> Iterator[Case]:
+    sizes, rows = ((256, 1024), (768, 3072)), (4, 16, 64, 256, 512)
+    for op, activations in (("linear_act", (*SMOOTH, "tanh", "sigmoid")), ("mlp", SMOOTH), ("gated_mlp", GATES)):
+        for activation, (features, hidden), each in product(activations, sizes, rows):
+            yield Case(op, activation, features, hidden, each, F32)
+    for dtype, op in product((B16, F16), ("linear_act", "mlp", "gated_mlp")):
+        yield Case(op, "silu", *sizes[0], 64, dtype)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("python -m benchmarks.rule", description=__doc__)
+    parser.add_argument("device", choices=["cpu", "cuda"])
+    parser.add_argument("--only", default="", help="a part of the cases' names")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--json", type=Path, help="keep what was measured, added to what is there")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    found: dict[str, Any] = {}
+    for case in on_cpus() if options.device == "cpu" else on_gpus():
+        if options.only in str(case):
+            report = case.measure(options.device)
+            ((_, timed),) = report.timed.items()
+            found[str(case)] = {name: round(1e6 * each, 1) for name, each in timed.seconds.items()}
+            ratios = ", ".join(f"{name} {timed.seconds['torch'] / each:.2f}" for name, each in timed.seconds.items())
+            print(
+                f"{case}: {ratios}",
+                *(f"; {name} is left out: {why}" for name, why in timed.left_out.items()),
+                flush=True,
+            )
+    if options.json is not None:
+        runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
+        runs.append({"threads": options.threads, "us": found})
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"machine": machine.describe(), "runs": runs}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,47 @@
+"""Find loops that call one module after another, in the function's syntax tree alone."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mpkernels.nn.fusing.chain import Block, Chain, inner_scopes, loads, short
+
+
+@dataclass(frozen=True)
+class Loop:
+    """``for layer in self.layers: x = layer(x)``."""
+
+    block: Block
+    statement: ast.For
+    modules: ast.expr
+    value: str  #: the name of what they are called on
+
+    @property
+    def text(self) -> str:
+        return short(self.modules)
+
+
+def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
+    """Yield those whose modules are the function's own, and of which nobody reads more than the last result."""
+    blocks = [*Block.all_of(function)]
+    # Each loop reads its own module by calling it. Any other read wants it when the loop is over, or in another loop.
+    called = {id(it.body[0].value.func) for block in blocks for it in block.statements if _result(it)}  # type: ignore
+    read = {name for node, name in loads(function) if id(node) not in called}
+    read_later = {name for scope in inner_scopes(function) for _, name in loads(scope)}
+    for block in blocks:
+        for at, statement in enumerate(block.statements):
+            value = _result(statement)
+            if value and isinstance(statement, ast.For) and Chain(block, at).is_own(statement.iter):
+                is_seen = block.is_guarded or value in read_later or ast.unparse(statement.target) in read
+                if not is_seen:
+                    yield Loop(block, statement, statement.iter, value)
+
+
+def _result(statement: ast.stmt) -> str:
+    """Return x of ``for layer in ...: x = layer(x)``. "" for other statements."""
+    if not isinstance(statement, ast.For) or statement.orelse or not isinstance(statement.target, ast.Name):
+        return ""
+    match statement.body:
+        case [ast.Assign([ast.Name(made)], ast.Call(ast.Name(called), [ast.Name(taken)], []))]:
+            return made if called == statement.target.id != made == taken else ""
+    return ""

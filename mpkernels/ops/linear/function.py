@@ -1,0 +1,297 @@
+"""A linear block as one differentiable function.
+
+Its backward keeps z, which the activation was taken of, and computes h, the input of the last layer, anew. After an
+activation whose result tells its slope, an ungated block keeps h instead, which without a last layer is y. With
+``recompute`` it keeps x alone. Of a dropout it keeps the mask, as bools.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from mpkernels._torch_private.modes import are_transforms_active
+from mpkernels._torch_private.ops import unsafe_view
+from mpkernels._torch_private.tensors import derives_forward, version_of
+from mpkernels.ops._autocast import without_autocast
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.kind import ROUNDING, Kind, Parameters, begin, grad_dtype, lies_by_columns, replaced
+from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward, weight_gradient
+from mpkernels.ops.linear.linear_dact import _linear_dact
+from mpkernels.ops.linear.linear_gated import _linear_dgated, gradients
+
+Casts = tuple[Tensor | None, ...] | None  # of each parameter that is fp32, its value in x's dtype
+_Gradients = tuple[Tensor | None, ...]
+_Dtypes = tuple[torch.dtype | None, ...]
+
+
+def linear_act(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str,
+    shape: tuple[int, ...],
+    cast: tuple[Tensor, Tensor | None] | None = None,
+    kernel: str = "dispatched",
+) -> Tensor:
+    """``f(x W^T + b)`` of matrices in one dtype, in the ``shape`` that is wanted, differentiable as often as you like;
+    see mpkernels.functional.
+
+    ``cast`` is weight and bias in x's dtype, where their own is fp32; ``kernel`` as ``Op.by`` takes it.
+    """
+    casts = None if cast is None else (*cast, None, None, None, None)
+    kernel = "reference" if x.dtype == torch.float64 else kernel
+    return compute(Kind("linear_act", activation), x, Parameters(weight, bias), casts, kernel, shape)
+
+
+def compute(kind: Kind, x: Tensor, own: Parameters, casts: Casts, kernel: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the block's result for matrix x, in the ``shape`` that is wanted."""
+    transforms = are_transforms_active()
+    if transforms or derives_forward() or (torch.is_grad_enabled() and (own.weight.requires_grad or _wants(x, own))):
+        apply: Any = _Block.apply if transforms or torch.compiler.is_compiling() else _apply
+        if kind.op == "linear_act":  # as few arguments as there are: each costs a small layer time
+            y: Tensor = apply(x, *own[:2], None if casts is None else casts[:2], kind, kernel, shape)[0]
+        else:
+            y = apply(x, *own, casts, kind, kernel, shape)[0]
+        return y
+    h, _ = begin(kind, x, kernel, False, *(own if casts is None else replaced(own, casts)))
+    if own.out_weight is None:
+        return h if h.shape == shape else unsafe_view(h, shape)
+    h = functional.dropout(h, kind.dropout) if kind.dropout else h
+    last = None if casts is None else (*casts[4:], None, None, None, None)
+    return compute(Kind(kind.op, "none"), h, Parameters(own.out_weight, own.out_bias), last, kernel, shape)
+
+
+def _wants(x: Tensor, own: Parameters) -> bool:
+    """Return whether x or a parameter of the first layers wants a gradient."""
+    return any(it is not None and it.requires_grad for it in (x, *own[:4]))
+
+
+class _Call(NamedTuple):
+    """What a backward has to know, besides tensors. The forward makes a plain tuple, and one attribute of autograd's,
+    for each takes long in a small layer."""
+
+    kind: Kind
+    kernel: str
+    matrix: tuple[int, int]  #: y's
+    shape: tuple[int, ...]  #: that y was returned in
+    has_out: bool
+    wants_x: bool
+    dtypes: _Dtypes  #: of the gradients that are wanted, one for each of the Parameters
+    by_columns: tuple[bool, ...]  #: whether a weight's gradient lies so
+    fp32: list[tuple[Tensor, object] | None] | None
+
+
+class _Block(torch.autograd.Function):
+    """Its further results are what the backward keeps: z or h, through which a second backward finds its way to x and
+    the weights, and the dropout's mask. The gradients of fp32 parameters are never rounded to 16 bits, but with
+    ROUNDING."""
+
+    generate_vmap_rule = True
+
+    # What a lone layer comes through has no loops: in a small one, each takes as long as its kernel.
+    @staticmethod
+    def forward(
+        x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        *others, casts, kind, kernel, shape = arguments
+        its = (weight, bias, *others) if casts is None else replaced((weight, bias, *others), casts)
+        h, z = begin(kind, x, kernel, not kind.recompute, *its)
+        y, mask, has_out = h, None, len(its) > 2 and its[4] is not None
+        if has_out:
+            if kind.dropout:
+                h, mask = torch.native_dropout(h, kind.dropout, True)
+            y, _ = _linear_act.by(kernel)(h, its[4], its[5], "none", False)
+        kept = None if kind.recompute else z if kind.keeps_z else h if has_out else None
+        # No view, which autograd would not let be changed in place; and before y is saved, to see it changed.
+        return y if y.shape == shape else unsafe_view(y, shape), kept, mask
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+        x, weight, bias, *others, casts, kind, kernel, shape = inputs
+        (y, kept, mask), again = output, kind.recompute
+        wants_x, wants_weight, wants_bias, *wants = ctx.needs_input_grad
+        dtypes: _Dtypes = (grad_dtype(weight) if wants_weight else None, grad_dtype(bias) if wants_bias else None)
+        by_columns: tuple[bool, ...] = (wants_weight and lies_by_columns(weight),)
+        has_out, fp32 = False, None
+        if others:
+            has_out = others[2] is not None
+            dtypes += tuple(grad_dtype(it) if want else None for it, want in zip(others, wants, strict=False))
+            by_columns += tuple(want and lies_by_columns(it) for it, want in zip(others[::2], wants[::2], strict=False))
+        if kernel == ROUNDING and casts is not None:  # the weights that autocast has cast
+            pairs = enumerate(zip(dtypes, casts, strict=False))
+            dtypes = tuple(x.dtype if it and cast is not None and at % 2 == 0 else it for at, (it, cast) in pairs)
+        if casts is not None:
+            fp32 = _noted((weight, bias, *others), casts)
+            weight, bias, *others = replaced((weight, bias, *others), casts)
+        ctx.call = kind, kernel, (x.shape[0], shape[-1]), shape, has_out, wants_x, dtypes, by_columns, fp32
+        ctx.set_materialize_grads(False)
+        if mask is not None:
+            ctx.mark_non_differentiable(mask)
+        if kept is None and not (has_out or again) and ACTIVATIONS[kind.activation].saves == "y":
+            kept = y
+        if others and not again:
+            others = [others[0] if wants_x else None, None, others[2], None]
+        ctx.save_for_backward(
+            x if again or wants_weight or (others and dtypes[2]) else None,
+            weight if wants_x or again else None,
+            bias if again else None,
+            *others,
+            kept,
+            mask,
+        )
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None, grad_of_kept: Tensor | None, _: Tensor | None) -> _Gradients:
+        call, is_compiling = _Call(*ctx.call), torch.compiler.is_compiling()
+        if is_compiling or call.kind.recompute:
+            grad_of_kept = None  # zeros of torch.compile's, which knows no second backward
+        rest = None, None, None, None
+        if dy is None and grad_of_kept is None:
+            return None, *(None for _ in call.dtypes), *rest
+        x, *parameters, kept, mask = ctx.saved_tensors
+        its = Parameters(*parameters)
+        is_lone = not (call.kind.is_gated or call.has_out)
+        if dy is None:
+            dy = grad_of_kept.new_zeros(call.matrix)  # type: ignore[union-attr]
+        elif call.shape != call.matrix:  # in which y came; in a small layer, a reshape takes as long as a kernel
+            dy = dy.reshape(call.matrix)
+            kept = kept.reshape(call.matrix) if is_lone and kept is not None else kept
+        if grad_of_kept is None and (is_compiling or not torch.is_grad_enabled()):
+            if is_lone:
+                saved = dy.new_empty(0) if kept is None else kept
+                found = _layer(call, 0, dy, x, its.weight, saved, call.kind.activation)
+                return (*found, *rest) if len(call.dtypes) == 2 else (*found, *rest, *rest)
+            dz, dbias, *of_out = _backward_of_out(call, dy, x, its, kept, mask)
+            return *_backward_of_first(call, dz, dbias, x, its), *of_out, *rest
+        with without_autocast(dy):
+            return *_backward_by_torch(call, dy, x, its, kept, mask, grad_of_kept), *rest
+
+
+# What _Block.apply comes to where no transform is active, but for forward's signature, which it looks up each time:
+# that takes longer than both kernels of a small layer.
+_apply = super(torch.autograd.Function, _Block).apply
+
+
+def _noted(own: Sequence[Tensor | None], casts: tuple[Tensor | None, ...]) -> list[tuple[Tensor, object] | None]:
+    """Return the fp32 parameters, and their versions, for a second backward. They aren't saved: they may be stepped
+    before the backward, which needs their casts alone."""
+    pairs = zip(own, casts, strict=True)
+    return [
+        None if cast is None or mine is None or mine.is_inference() else (mine, version_of(mine))
+        for mine, cast in pairs
+    ]
+
+
+def _layer(
+    call: _Call, number: int, dz: Tensor, x: Tensor | None, weight: Tensor | None, saved: Tensor, activation: str,
+    wants_bias: bool = True,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
+    """Return the gradients of x, weight and bias of the block's layer of that number, where they are wanted."""
+    weight_dtype, bias_dtype = call.dtypes[2 * number : 2 * number + 2]
+    wants = number < 2 and call.wants_x, weight_dtype is not None, wants_bias and bias_dtype is not None
+    if not any(wants):
+        return None, None, None
+    dx, dweight, dbias = _linear_act_backward.by(call.kernel)(
+        dz, x if wants[1] else None, weight if wants[0] else None, saved, activation,
+        weight_dtype, bias_dtype if wants[2] else None, call.by_columns[number],
+    )  # fmt: skip
+    return dx if wants[0] else None, dweight if wants[1] else None, dbias if wants[2] else None
+
+
+def _backward_of_out(
+    call: _Call, dy: Tensor, x: Tensor, its: Parameters, kept: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+    """Return the gradients of z, of its bias if a kernel sums it up on the way, and of the last layer's parameters."""
+    kind, dtypes, nothing = call.kind, call.dtypes, dy.new_empty(0)
+    if kind.recompute:
+        h, z = begin(kind, x, call.kernel, True, *its)
+        kept = z if kind.keeps_z else h
+    wants_h, dbias = dtypes[4] is not None, None
+    if kind.is_gated:
+        dz, h = _linear_dgated.by(call.kernel)(dy, its.out_weight, kept, kind.activation, wants_h)
+    else:
+        saved = kept if ACTIVATIONS[kind.activation].saves else nothing
+        bias_dtype = dtypes[1] if mask is None else None
+        dz, dbias, anew = _linear_dact.by(call.kernel)(dy, its.out_weight, saved, kind.activation, bias_dtype, wants_h)
+        dbias = None if bias_dtype is None else dbias
+        h = anew if kind.keeps_z else kept
+    if mask is not None:
+        h = _dropped(h, mask, kind) if wants_h else h
+        dz = _dropped(dz.view(len(mask), -1, mask.shape[1]), mask.unsqueeze(1), kind).view(dz.shape)
+    return dz, dbias, *_layer(call, 2, dy, h, None, nothing, "none")[1:]
+
+
+def _dropped(value: Tensor, mask: Tensor, kind: Kind) -> Tensor:
+    return value * mask * (0.0 if kind.dropout == 1 else 1 / (1 - kind.dropout))
+
+
+def _backward_of_first(call: _Call, dz: Tensor, dbias: Tensor | None, x: Tensor | None, its: Parameters) -> _Gradients:
+    """Return the gradients of x and of the first layer's parameters."""
+    nothing = dz.new_empty(0)
+    if not call.kind.is_gated or call.kind.is_stacked:
+        dx, dweight, sums = _layer(call, 0, dz, x, its.weight, nothing, "none", wants_bias=dbias is None)
+        return dx, dweight, sums if dbias is None else dbias, None, None
+    dgate, dup = dz.chunk(2, 1)
+    dx, *of_gate = _layer(call, 0, dgate, x, its.weight, nothing, "none")
+    of_x, *of_up = _layer(call, 1, dup, x, its.up_weight, nothing, "none")
+    return dx if dx is None or of_x is None else dx + of_x, *of_gate, *of_up
+
+
+def _backward_by_torch(
+    call: _Call,
+    dy: Tensor,
+    x: Tensor,
+    its: Parameters,
+    kept: Tensor | None,
+    mask: Tensor | None,
+    grad_of_kept: Tensor | None,
+) -> _Gradients:
+    """Return all gradients, differentiable themselves. ``grad_of_kept`` reaches z or h another way."""
+    kind, compute = call.kind, torch.promote_types(dy.dtype, torch.float32)
+    if call.fp32 is not None:
+        pairs = zip(its, call.fp32, strict=False)  # a lone layer has two
+        its = Parameters(
+            *(it if it is None or mine is None else _unchanged(kind.op, *mine).to(it.dtype) for it, mine in pairs)
+        )
+    weight, bias, up_weight, up_bias, out_weight, _ = Parameters(
+        *(None if it is None else it.to(compute) for it in its)
+    )
+    wide_x, wide_dy = None if x is None else x.to(compute), dy.to(compute)
+    z = wide_dy if kept is None else kept.to(compute)
+    if kind.recompute and wide_x is not None:
+        z = functional.linear(wide_x, weight, bias)
+        z = z if up_weight is None else torch.cat((z, functional.linear(wide_x, up_weight, up_bias)), 1)
+    dh = wide_dy if out_weight is None else wide_dy @ out_weight
+    dh = dh if mask is None else _dropped(dh, mask, kind)
+    forward, backward, saves = ACTIVATIONS[kind.activation]
+    if kind.is_gated:
+        gate, up = z.chunk(2, 1)
+        *of_both, h = gradients(dh, gate, up, kind.activation)
+        dz = torch.cat(of_both, 1)
+    else:
+        h = forward(z) if kind.keeps_z or kind.recompute else z
+        dh = dh if grad_of_kept is None or kind.keeps_z else dh + grad_of_kept.to(compute)
+        dz = backward(dh, z if saves == "z" else h)
+    if grad_of_kept is not None and kind.keeps_z:
+        dz = dz + grad_of_kept.to(compute)
+    h = h if mask is None else _dropped(h, mask, kind)
+    weights = weight if up_weight is None or weight is None else torch.cat((weight, up_weight))
+    dx = (dz @ weights).to(dy.dtype) if call.wants_x else None
+    dgate, dup = dz.chunk(2, 1) if kind.is_gated and not kind.is_stacked else (dz, dz)
+    layers: tuple[tuple[Tensor, Any], ...] = (dgate, wide_x), (dup, wide_x), (wide_dy, h)
+    found: list[Tensor | None] = [dx]
+    for number, (slope, inputs) in enumerate(layers[: len(call.dtypes) // 2]):
+        weight_dtype, bias_dtype = call.dtypes[2 * number : 2 * number + 2]
+        dweight = None if weight_dtype is None else weight_gradient(slope, inputs, call.by_columns[number])
+        found.append(None if dweight is None else dweight.to(weight_dtype))
+        found.append(None if bias_dtype is None else slope.sum(0).to(bias_dtype))
+    return tuple(found)
+
+
+def _unchanged(op: str, weight: Tensor, version: object) -> Tensor:
+    if version_of(weight) != version:
+        raise RuntimeError(f"{op}: a weight was modified in place before a second backward that needs its old value")
+    return weight

@@ -1,0 +1,89 @@
+"""What a linear block is: one or two linear layers, with an activation, a gate and a dropout between them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkernels._torch_private.modes import are_transforms_active
+from mpkernels.ops.linear.activations import ACTIVATIONS
+from mpkernels.ops.linear.linear_act import _linear_act
+from mpkernels.ops.linear.linear_gated import _linear_gated
+
+# The C++ kernels, but gradients of fp32 weights are rounded to 16 bits on their way, as torch rounds them: a CPU needs
+# two products for one that is not.
+ROUNDING = "native, gradients rounded"
+
+
+class Kind(NamedTuple):
+    """What a block does with its parameters."""
+
+    op: str  #: that the user has called
+    activation: Any  #: its name, or what the user gave for it
+    is_gated: bool = False
+    is_stacked: bool = False  #: gate's and up's parameters are one matrix and one bias, gate's rows first
+    dropout: float = 0.0  #: of h
+    recompute: bool = False
+
+    @property
+    def keeps_z(self) -> bool:
+        """Return whether the backward needs z; else h will do."""
+        return self.is_gated or ACTIVATIONS[self.activation].saves == "z"
+
+
+class Parameters(NamedTuple):
+    """A tensor or None for each parameter, or something else that there is one of for each. A stacked block has no
+    ``up_weight``. Without ``out_weight``, h is the result."""
+
+    weight: Any
+    bias: Any
+    up_weight: Any = None
+    up_bias: Any = None
+    out_weight: Any = None
+    out_bias: Any = None
+
+    def sizes(self, kind: Kind) -> tuple[int, int, int]:
+        """Return the number of features of x, of h and of the result."""
+        hidden, inputs = self.weight.shape
+        hidden = hidden // 2 if kind.is_stacked else hidden
+        return inputs, hidden, hidden if self.out_weight is None else self.out_weight.shape[0]
+
+
+def replaced(own: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Return these tensors, but the others where there are any."""
+    return [mine if other is None else other for mine, other in zip(own, others, strict=True)]
+
+
+def grad_dtype(parameter: Tensor) -> torch.dtype:
+    """``parameter.grad_dtype = torch.float32`` asks for fp32 of a 16-bit parameter; autograd makes other widths."""
+    if parameter.dtype == torch.float32:
+        return torch.float32
+    if torch.compiler.is_compiling() or are_transforms_active() or not parameter.is_leaf:
+        return parameter.dtype
+    return torch.float32 if parameter.grad_dtype == torch.float32 else parameter.dtype
+
+
+def lies_by_columns(weight: Tensor) -> bool:
+    """Return whether the matrix is the transpose of a contiguous one. Its gradient then lies likewise, which adds up
+    without a detour."""
+    return not weight.is_contiguous() and weight.dim() == 2 and weight.t().is_contiguous()
+
+
+def begin(
+    kind: Kind, x: Tensor, kernel: str, save: bool,
+    weight: Any, bias: Any, up_weight: Any = None, up_bias: Any = None, *_: Any,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return h, the input of the last layer, and z if it is to be saved and the backward needs it. The Parameters come
+    last."""
+    h: Tensor
+    z: Tensor
+    if not kind.is_gated:
+        h, z = _linear_act.by(kernel)(x, weight, bias, kind.activation, save)
+        return h, z
+    if kind.is_stacked:
+        hidden = weight.shape[0] // 2
+        weight, up_weight = weight[:hidden], weight[hidden:]
+        bias, up_bias = (None, None) if bias is None else (bias[:hidden], bias[hidden:])
+    h, z = _linear_gated.by(kernel)(x, weight, up_weight, bias, up_bias, kind.activation, save)
+    return h, z

@@ -1,0 +1,166 @@
+"""``mpkernels.tune``: times the ways to compute each call of one training step, because the user asks for it."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.func import functional_call
+from torch.nn.parallel import DistributedDataParallel
+
+from mpkernels import selector
+from mpkernels._torch_private.modes import unseen
+from mpkernels._torch_private.sharded import is_fsdp1s
+from mpkernels._torch_private.tensors import leaves_of, map_leaves
+from mpkernels._torch_private.tracing import before_compile, uncompiled
+from mpkernels.distributed import processes
+from mpkernels.parts import is_sharded
+from mpkernels.selector import disk
+from mpkernels.selector.case import Case
+from mpkernels.selector.timing import Timed, time_ways
+from mpkernels.tables import Report, Table
+
+
+@dataclass
+class TuneReport(Report):
+    """What ``mpkernels.tune`` has found. ``print`` shows it as a table."""
+
+    timed: dict[str, Timed] = field(default_factory=dict)  #: a description of each case, and its times
+
+    def _parts(self) -> Iterator[str | Table]:
+        names = list(dict.fromkeys(name for it in self.timed.values() for name in it.seconds))
+        yield Table(["case", "computed by", *(f"{name}, x torch" for name in names if name != "torch")], [
+            [case, it.best, *(_ratio(it, name) for name in names if name != "torch")] for case, it in self.timed.items()
+        ])  # fmt: skip
+        for case, it in self.timed.items():
+            yield from (f"{case}: {name} is left out, for {why}" for name, why in it.left_out.items())
+
+
+def _ratio(it: Timed, name: str) -> str:
+    return f"{it.seconds['torch'] / it.seconds[name]:.2f}" if name in it.seconds else ""
+
+
+def tune(model: nn.Module, *inputs: Any, process_group: Any = None, again: bool = False, **keywords: Any) -> TuneReport:
+    """Time the ways to compute each linear layer and block of one training step, and use the fastest ones from now on.
+
+    Without this, calls follow the table in the docs of the selector. The step runs forward and, where autograd is on,
+    backward. Call this function as you will call the model: with each size of inputs, under autocast, under
+    ``torch.no_grad`` for inference; and before you capture a CUDA graph or compile the model. What is found is kept on
+    disk, for this chip, these versions, kernels and number of threads: the next process that calls this function reads
+    it there. Other processes don't.
+
+    In a group of several processes every rank must call this function: rank 0 times, and all ranks get its choices, so
+    that all compute the same bits. Before a kernel is timed, its results are compared with fp64's; one that is further
+    off than plain torch's is left out.
+
+    Parameters, their grads, buffers and torch's random numbers are unchanged afterwards, and no hook of an optimizer or
+    of DistributedDataParallel runs. Tensors that a model keeps elsewhere, in plain attributes say, may change.
+
+    Args:
+        model: the model, not yet cut into parts by FSDP or tensor parallelism. It may be in DistributedDataParallel or
+            torch.compile.
+        inputs: the arguments that it is called with. Its outputs may be nested in tuples, lists and dicts.
+        process_group: the ranks that call this function; None is all. The group's rank 0 times.
+        again: time also what the disk knows.
+        keywords: the keyword arguments that the model is called with.
+    """
+    processes.given("tune", process_group)
+    is_first = not processes.are_several() or distributed.get_rank(process_group) == 0
+    found: dict[Case, Timed] = {}
+    error: Exception | None = None
+    asked: dict[Case, Any] = {}
+    try:
+        with _asking() as asked:
+            _run_step(model, inputs, keywords)
+        if is_first:
+            found = {case: _timed(case, make, again) for case, make in asked.items()}
+    except Exception as raised:  # the others must hear of it
+        error = raised
+    of_first = {case.for_all_ranks(): it for case, it in found.items()}
+    of_first = processes.of_first_rank("tune", of_first, error, process_group)
+    known = {case: of_first[case.for_all_ranks()] for case in asked if case.for_all_ranks() in of_first}
+    for case, it in known.items():
+        selector.tuned.pop(case, None)  # the newest comes last
+        selector.tuned[case] = it.best
+    selector.ask_again()
+    return TuneReport({str(case): it for case, it in known.items()})
+
+
+@contextmanager
+def _asking() -> Iterator[dict[Case, Any]]:
+    """Yield the cases that are asked for within, of which none counts as known by its key."""
+    asked: dict[Case, Any] = {}
+    selector._asked = asked
+    selector.ask_again()
+    try:
+        yield asked
+    finally:
+        selector._asked = None
+        selector.ask_again()
+
+
+def _timed(case: Case, make_trial: Any, again: bool) -> Timed:
+    if not again and (kept := disk.load(case)) is not None:
+        return kept
+    devices = [case.device] if case.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), unseen():
+        it = time_ways(make_trial(), case.kernels, case.device)
+    disk.save(case, it)
+    return it
+
+
+def _run_step(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:
+    """Run a step that leaves no trace. The model gets parameters that share the memory of its own, and copies of
+    buffers and inputs: so grads and BatchNorm's statistics stay, and no hook of an optimizer or of
+    DistributedDataParallel hears of it. torch's random numbers go on as if nothing had been."""
+    step = _Step(_inner(model))
+    params = dict(step.named_parameters())
+    if any(is_fsdp1s(it) or is_sharded(it) for it in params.values()):
+        raise TypeError(
+            "tune: model must have whole parameters, got parts that FSDP or tensor parallelism made; "
+            "tune the model, or one of its blocks, before"
+        )
+    params = {name: nn.Parameter(it.detach(), it.requires_grad) for name, it in params.items()}
+    buffers = {name: _copy(it) for name, it in step.named_buffers()}
+    args, kwargs = map_leaves(_copy, (tuple(inputs), dict(keywords)))
+    tensors = [*params.values(), *buffers.values(), *leaves_of((args, kwargs))]
+    devices = {it.device.index for it in tensors if isinstance(it, Tensor) and it.is_cuda}
+    with torch.random.fork_rng(sorted(devices)), uncompiled(), _no_cast_kept():
+        functional_call(step, params | buffers, args, kwargs)
+
+
+class _Step(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *inputs: Any, **keywords: Any) -> None:
+        outputs = leaves_of(self.model(*inputs, **keywords))
+        roots = [it for it in outputs if isinstance(it, Tensor) and it.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(it) for it in roots])
+
+
+def _inner(model: nn.Module) -> nn.Module:
+    """Return what torch.compile and DistributedDataParallel wrap."""
+    if isinstance(model, DistributedDataParallel):
+        return _inner(model.module)
+    compiled = before_compile(model)
+    return model if compiled is None else _inner(compiled)
+
+
+def _copy(it: Any) -> Any:
+    return it.detach().clone().requires_grad_(it.requires_grad) if isinstance(it, Tensor) else it
+
+
+@contextmanager
+def _no_cast_kept() -> Iterator[None]:
+    """Autocast would keep casts of these parameters until its block ends."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)

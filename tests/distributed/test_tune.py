@@ -1,0 +1,105 @@
+"""Processes that tune: rank 0 times, and all get its choices."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+import mpkernels
+from mpkernels import selector
+from mpkernels.nn import MLP, LinearAct
+from mpkernels.selector import disk, rule, tune
+from mpkernels.selector.timing import Timed
+from tests.processes import needs_gloo, spawn
+
+pytestmark = needs_gloo
+
+
+def as_rank(folder, rank):
+    """A disk of its own. Return who has timed; each rank would find another kernel the fastest."""
+    timed = []
+
+    def time_ways(trial, names, device):
+        timed.append(rank)
+        return Timed({"native": 1.0 + rank, "torch": 1.5}, {})
+
+    tune.time_ways = time_ways
+    disk.path = lambda: folder / str(rank) / "tuned.json"
+    return timed
+
+
+def by_itself(folder, rank):
+    timed = as_rank(folder, rank)
+    for _ in range(2):
+        y = LinearAct(8, 6, activation="silu")(torch.randn(5, 8))
+        assert type(y.grad_fn).__name__ == "SiluBackward0"  # as the table says, on each rank
+    assert timed == []
+    assert [*selector.choices().values()] == ["torch"]
+
+
+def test_without_it_nothing_is_timed(tmp_path):
+    spawn(partial(by_itself, tmp_path), tmp_path)
+
+
+def in_parallel(folder, rank):
+    """DistributedDataParallel, whose replicas must compute the same bits: each call as the table says."""
+    timed, seen = as_rank(folder, rank), []
+    choose = selector.choose
+
+    def recorded(case, *more):
+        seen.append((case, choose(case, *more)))
+        return seen[-1][1]
+
+    selector.choose = recorded
+    torch.manual_seed(0)
+    model = DistributedDataParallel(torch.nn.Sequential(MLP(8, 32, activation="gelu_tanh"), LinearAct(8, 6)))
+    for rows in (4, 128):
+        model(torch.randn(rows, 8)).sum().backward()
+    assert [name for _, name in seen] == [rule.kernel(case) for case, _ in seen]
+    assert [name for _, name in seen] == ["torch", "native", "native", "torch"]
+    assert timed == []
+
+
+def test_ranks_that_train_together_follow_the_table(tmp_path):
+    spawn(partial(in_parallel, tmp_path), tmp_path)
+
+
+def tuned(folder, rank):
+    timed = as_rank(folder, rank)
+    torch.manual_seed(rank)
+    model = torch.nn.Sequential(LinearAct(8, 6), torch.nn.BatchNorm1d(6), LinearAct(6, 4))
+    model, x = DistributedDataParallel(model), torch.randn(5, 8)
+    model(x)  # what was chosen before does not count
+    buffers = [it.clone() for it in model.buffers()]
+    report = mpkernels.tune(model, x)
+    assert all(torch.equal(*pair) for pair in zip(buffers, model.buffers(), strict=True))
+    assert timed == [0, 0] * (rank == 0)
+    assert [it.best for it in report.timed.values()] == ["native", "native"]
+    for _ in range(2):
+        model(x).sum().backward()
+    assert {*selector.choices().values()} == {"native"}
+    outputs = [torch.zeros(5, 4) for _ in range(2)]
+    x = torch.ones(5, 8)
+    distributed.all_gather(outputs, model.eval()(x).detach())
+    assert torch.equal(*outputs)
+
+
+def test_after_it_all_choose_as_rank_0(tmp_path):
+    spawn(partial(tuned, tmp_path), tmp_path)
+
+
+def failing(folder, rank):
+    as_rank(folder, rank)
+    features = 8 - rank
+    if rank == 0:
+        with pytest.raises(RuntimeError, match=r"^tune: rank 1 raised ValueError\(.linear_act: x must"):
+            mpkernels.tune(LinearAct(8, 6), torch.randn(5, features))
+    else:
+        with pytest.raises(ValueError, match="linear_act: x must have weight's 8 features"):
+            mpkernels.tune(LinearAct(8, 6), torch.randn(5, features))
+
+
+def test_an_error_on_one_rank_is_raised_by_all(tmp_path):
+    spawn(partial(failing, tmp_path), tmp_path)

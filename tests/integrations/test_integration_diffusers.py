@@ -1,0 +1,166 @@
+"""fuse on diffusers' FeedForward, against the real library: alone, in blocks and whole models, and with adapters."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from mpkernels import selector
+from mpkernels.nn import fuse, unfuse
+from tests.networks import one_thread
+from tests.nn.fusing.feed_forwards import X, results
+from tests.nn.fusing.models import compiled, recorded_ops
+
+for library in ("diffusers", "peft", "torchao"):
+    pytest.importorskip(library, reason="needs the extra integrations")
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from diffusers import DiTTransformer2DModel, FluxTransformer2DModel
+    from diffusers.models.attention import BasicTransformerBlock, FeedForward
+    from peft import LoraConfig, inject_adapter_in_model
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
+OPS = {"gelu": "mlp", "gelu-approximate": "mlp", "linear-silu": "mlp", "geglu": "gated_mlp", "swiglu": "gated_mlp"}
+ITS_OWN = "geglu-approximate"  # x * sigmoid(1.702 * x)
+
+
+def feed_forward(activation, **options):
+    torch.manual_seed(0)
+    return FeedForward(8, mult=2, activation_fn=activation, **options)
+
+
+@pytest.mark.parametrize("final_dropout", [False, True])
+@pytest.mark.parametrize("activation", OPS)
+def test_it_is_one_mlp(activation, final_dropout):
+    model = feed_forward(activation, final_dropout=final_dropout)
+    keys, want = list(model.state_dict()), results(model)
+    report = fuse(model)
+    assert [(site.module, site.computed_by.split(",")[0]) for site in report.fused] == [("", OPS[activation])]
+    assert report.left == []
+    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with recorded_ops() as ran:
+            assert_close(results(each), want, rtol=1e-5, atol=1e-5)
+        assert ran == [OPS[activation]]
+    assert list(model.state_dict()) == keys
+    unfuse(model)
+    assert_close(results(model), want, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("activation", OPS)
+def test_half_as_much_is_saved(activation):
+    report = fuse(feed_forward(activation))
+    selector.pin("native")
+    try:
+        plain, fused = report.saved_bytes(X)
+    finally:
+        selector.pin(None)
+    z = X.nbytes * 2 * (2 if OPS[activation] == "gated_mlp" else 1)
+    assert (plain, fused) == (X.nbytes + 2 * z, X.nbytes + z)
+
+
+@pytest.mark.parametrize("activation", OPS)
+def test_compiled(activation):
+    model = feed_forward(activation)
+    want = results(model)
+    fuse(model)
+    run, graphs = compiled(model)
+    assert_close(results(run), want, rtol=1e-5, atol=1e-5)
+    assert "mpkernels." in "".join(graphs)
+    torch.compiler.reset()
+
+
+def test_another_activation_is_left_with_a_reason():
+    model = feed_forward(ITS_OWN)
+    want = results(model)
+    report = fuse(model)
+    assert report.fused == []
+    assert ("net: ApproximateGELU, Dropout, Linear", True) in [
+        (site.stood_there, "is none of the modules that fuse takes apart into a layer and an activation" in site.reason)
+        for site in report.left
+    ]
+    assert_close(results(model), want, rtol=0, atol=0)
+
+
+def with_lora(model):
+    torch.manual_seed(1)
+    config = LoraConfig(r=2, init_lora_weights=False, target_modules=["proj", "net.2"])
+    return inject_adapter_in_model(config, model)
+
+
+def to_int8(model):
+    quantize_(model, Int8WeightOnlyConfig())
+    return model
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+@pytest.mark.parametrize("change", [with_lora, to_int8])
+@pytest.mark.parametrize("activation", OPS)
+def test_adapters_and_quantisers(activation, change, is_first):
+    want = change(feed_forward(activation))(X)
+    model = feed_forward(activation)
+    fuse(model if is_first else torch.nn.Identity())
+    model = change(model)
+    report = fuse(model)
+    assert is_first or report.fused == []
+    with recorded_ops() as ran:
+        assert_close(model(X), want, rtol=0, atol=0)
+    assert ran == []
+
+
+def block(activation):
+    return BasicTransformerBlock(8, 2, 4, activation_fn=activation), (X,)
+
+
+def dit():
+    sizes = {"sample_size": 4, "in_channels": 2, "patch_size": 2, "num_embeds_ada_norm": 4, "norm_num_groups": 1}
+    model = DiTTransformer2DModel(num_attention_heads=2, attention_head_dim=4, num_layers=2, **sizes)
+    torch.nn.init.normal_(model.proj_out_2.weight)
+    return model, (torch.randn(2, 2, 4, 4), torch.tensor([1, 2]), torch.tensor([0, 3]))
+
+
+def flux():
+    sizes = {"patch_size": 1, "in_channels": 4, "num_layers": 2, "num_single_layers": 1, "attention_head_dim": 16}
+    widths = {
+        "num_attention_heads": 2,
+        "joint_attention_dim": 8,
+        "pooled_projection_dim": 8,
+        "axes_dims_rope": (4, 4, 8),
+    }
+    model = FluxTransformer2DModel(**sizes, **widths)
+    inputs = torch.randn(1, 4, 4), torch.randn(1, 3, 8), torch.randn(1, 8), torch.tensor([1.0])
+    return model, (*inputs, torch.zeros(4, 3), torch.zeros(3, 3))
+
+
+MODELS = {
+    "a block of Stable Diffusion": (lambda: block("geglu"), ["gated_mlp"]),
+    "a block with GELU": (lambda: block("gelu"), ["mlp"]),
+    "DiT": (dit, ["mlp"] * 2),
+    "Flux": (flux, ["mlp"] * 5 + ["linear_act"]),
+}
+
+
+@pytest.mark.parametrize(("make", "ops"), MODELS.values(), ids=MODELS)
+def test_a_model_computes_the_same(make, ops):
+    torch.manual_seed(0)
+    model, inputs = make()
+
+    def computed():
+        model.zero_grad()
+        torch.manual_seed(1)
+        y = model(*inputs)
+        y = y if isinstance(y, torch.Tensor) else y[0]
+        y.square().mean().backward()
+        return [y.detach(), *(it.grad for it in model.parameters() if it.grad is not None)]
+
+    want = computed()
+    fuse(model)
+    with recorded_ops() as ran:
+        got = computed()
+    assert ran == ops
+    assert_close(got, want, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,74 @@
+"""fuse on timm's MLPs, against the real library. It isn't among the extras: it imports torchvision, which PyPI has for
+torch's CUDA build alone."""
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from mpkernels.nn import fuse, unfuse
+from tests.networks import one_thread
+from tests.nn.fusing.feed_forwards import X, results
+from tests.nn.fusing.models import compiled, recorded_ops
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    try:
+        import timm
+    except (ImportError, RuntimeError) as error:  # of torchvision, whose ops are missing
+        pytest.skip(f"needs timm: {error}", allow_module_level=True)
+    from timm.layers import GatedMlp, GluMlp, Mlp, SwiGLU
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
+OPS = {Mlp: "mlp", GatedMlp: "mlp", SwiGLU: "gated_mlp"}
+
+
+@pytest.mark.parametrize("kind", OPS)
+def test_it_is_one_mlp(kind):
+    torch.manual_seed(0)
+    model = kind(8, 16, drop=0.0)
+    want = results(model)
+    assert [site.computed_by.split(",")[0] for site in fuse(model).fused] == [OPS[kind]]
+    with recorded_ops() as ran:
+        assert_close(results(model), want, rtol=1e-5, atol=1e-5)
+    assert ran == [OPS[kind]]
+    run, graphs = compiled(model)
+    assert_close(run(X), want[0], rtol=1e-5, atol=1e-5)
+    assert "mpkernels." in "".join(graphs)
+    torch.compiler.reset()
+    unfuse(model)
+    assert type(model) is kind
+    assert_close(results(model), want, rtol=0, atol=0)
+
+
+def test_a_norm_or_a_gate_on_either_side_leaves_it():
+    assert [site.computed_by for site in fuse(Mlp(8, 16, norm_layer=nn.LayerNorm)).fused] == ["linear_act, gelu"]
+    [site] = fuse(GluMlp(8, 16)).left
+    assert site.stood_there == "GluMlp"
+
+
+SMALL = {"depth": 2, "embed_dim": 32, "num_heads": 2}
+MODELS = {
+    "vit_tiny_patch16_224": (SMALL, 2),
+    "deit3_small_patch16_224": (SMALL, 2),
+    "beit_base_patch16_224": (SMALL, 2),
+    "mixer_s32_224": ({}, 16),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_computes_the_same(name):
+    torch.manual_seed(0)
+    sizes, count = MODELS[name]
+    model = timm.create_model(name, img_size=32, num_classes=3, **sizes)
+    x = torch.randn(2, 3, 32, 32)
+    want = results(model, x)
+    assert len(fuse(model).fused) == count
+    with recorded_ops() as ran:
+        got = results(model, x)
+    assert ran == ["mlp"] * count
+    assert_close(got, want, rtol=1e-3, atol=1e-4)

@@ -1,0 +1,311 @@
+"""Who computes a layer, how often that is asked, and what the asking costs where plain torch computes."""
+
+import sys
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn import Parameter, functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mpkernels
+from mpkernels import selector
+from mpkernels.functional import linear_act
+from mpkernels.linear import paths
+from mpkernels.nn import LinearAct
+from mpkernels.selector import rule
+from tests.cases import same_bits
+from tests.linear_cases import TORCH, torchs, transposed
+
+B16, F16 = torch.bfloat16, torch.float16
+
+
+@pytest.fixture(autouse=True)
+def asked(monkeypatch):
+    """The cases that the selector was asked for. Plain torch computes each, though it might be another's."""
+    asked, ask = [], selector.choose
+
+    def choose(case, *rest):
+        asked.append(case)
+        return ask(case, *rest)
+
+    for name, empty in {"by_key": {}, "_chosen": {}, "tuned": {}, "left_to_torch": set()}.items():
+        monkeypatch.setattr(selector, name, empty)
+    monkeypatch.setattr(selector, "_pinned", None)
+    monkeypatch.setattr(selector, "choose", choose)
+    monkeypatch.setattr(rule, "TABLE", ())
+    monkeypatch.setattr(rule, "leaves_to_torch", lambda case: False)
+    return asked
+
+
+def computed_by(monkeypatch, name):
+    monkeypatch.setattr(rule, "kernel", lambda case: name)
+
+
+def has_asked(asked):
+    count = len(asked)
+    asked.clear()
+    return count > 0
+
+
+@pytest.mark.parametrize("best", ["torch", "native"])
+def test_nobody_asks_twice(asked, monkeypatch, best):
+    computed_by(monkeypatch, best)
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    want = functional.gelu(functional.linear(x, layer.weight, layer.bias))
+    for shape in ((5, 8), (5, 1, 8)):
+        for first in (True, False):
+            y = layer(x.view(shape))
+            assert (type(y.grad_fn).__name__ == "GeluBackward0") == (best == "torch")
+            torch.testing.assert_close(y.view(5, 6), want)
+            assert has_asked(asked) == first
+
+
+class Heard(TorchDispatchMode):
+    """The activations."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        name = function.overloadpacket.__name__
+        if name.removesuffix("_") in ("relu", "gelu", "silu", "sigmoid", "tanh", "pow", "square", "mul"):
+            self.names.append(name)
+        return function(*arguments, **options or {})
+
+
+@pytest.mark.parametrize("activation", TORCH)
+def test_torch_writes_over_z_where_no_backward_needs_it(activation):
+    """One allocation less, same bits."""
+    layer, x = LinearAct(8, 6, activation=activation), torch.randn(5, 8)
+    want, before = torchs(x, layer.weight, layer.bias, activation), x.clone()
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        for _ in range(2):
+            with mode(), Heard() as heard:
+                y = layer(x)
+            assert same_bits(y.detach(), want.detach())
+            assert same_bits(x, before)
+            assert len(heard.names) == {"none": 0, "relu2": 2}.get(activation, 1)
+            if mode is torch.enable_grad:
+                assert not any(name.endswith("_") for name in heard.names)
+            else:
+                assert all(name.endswith("_") for name in heard.names)
+    frozen = layer.requires_grad_(False)  # a checkpoint that keeps results of some ops may hold z
+    with Heard() as heard:
+        frozen(x)
+    assert not any(name.endswith("_") for name in heard.names)
+
+
+def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):
+    computed_by(monkeypatch, "native")
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    layer(x)
+    monkeypatch.setattr(paths, "by_ours", None)
+    torch.func.grad(lambda x: layer(x).sum())(x)
+
+
+def test_what_a_choice_depends_on_is_seen(asked):
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+
+    others = {
+        "rows": lambda: layer(x[:4]),
+        "features": lambda: LinearAct(10, 6)(x.reshape(4, 10)),
+        "outputs": lambda: LinearAct(8, 7)(x),
+        "x's layout": lambda: layer(transposed(x)),
+        "weight's layout": lambda: linear_act(x, transposed(layer.weight), layer.bias),
+        "no bias": lambda: linear_act(x, layer.weight, None),
+        "activation": lambda: linear_act(x, layer.weight, layer.bias, "silu"),
+        "dtype": lambda: LinearAct(8, 6, dtype=B16)(x.to(B16)),
+        "autocast": lambda: within(torch.autocast("cpu", B16), lambda: layer(x)),
+        "weight's dtype": lambda: within(torch.autocast("cpu", B16), lambda: LinearAct(8, 6, dtype=B16)(x)),
+        "x's dtype": lambda: within(torch.autocast("cpu", B16), lambda: layer(x.to(B16))),
+        "autocast's dtype": lambda: within(torch.autocast("cpu", F16), lambda: layer(x)),
+        "gradients": lambda: within(torch.no_grad(), lambda: layer(x)),
+        "the other device's autocast": lambda: within(AutocastOnCuda(), lambda: layer(x[:3])),
+        "both devices' autocast": lambda: within(torch.autocast("cpu", B16), lambda: layer(x[:3])),
+    }
+    layer(x)
+    for name, call in others.items():
+        has_asked(asked)
+        call()
+        assert has_asked(asked), name
+
+
+@pytest.mark.parametrize("trained", ["x", "weight", "bias"])
+def test_whether_a_gradient_is_wanted_is_seen(asked, trained):
+    layer, x = LinearAct(8, 6).requires_grad_(False), torch.randn(5, 8)
+    layer(x)
+    has_asked(asked)
+    {"x": x, "weight": layer.weight, "bias": layer.bias}[trained].requires_grad_()
+    layer(x)
+    assert has_asked(asked)
+
+
+def test_a_call_whose_x_is_frozen_is_another_case():
+    """It computes a product less."""
+    layer = LinearAct(8, 6)
+    for x in (torch.randn(5, 8), torch.randn(5, 8, requires_grad=True)):
+        layer(x)
+    without, full = selector.choices()
+    assert without.replace(", x frozen", "") == full != without
+
+
+def test_memory_that_is_missing_is_not_asked_for_again(monkeypatch):
+    monkeypatch.setattr(rule, "leaves_to_torch", lambda case: True)
+    layer, x, calls = LinearAct(8, 6), torch.randn(5, 8), []
+    layer(x)
+
+    def fail(*_):
+        calls.append(1)
+        raise torch.OutOfMemoryError("all is taken")
+
+    monkeypatch.setattr(paths, "by_torch", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="all is taken"):
+        layer(x)
+    assert len(calls) == 1
+
+
+OTHERS_THAN_TORCHS = {
+    "another activation": lambda layer, x: linear_act(x, layer.weight, layer.bias, "silu"),
+    "another dtype": lambda layer, x: LinearAct(8, 6, dtype=B16)(x.to(B16)),
+    "autocast": lambda layer, x: within(torch.autocast("cpu", B16), lambda: layer(x)),
+    "a parameter for x": lambda layer, x: layer(Parameter(x)),
+    "what is pinned": lambda layer, x: selector.pin("native") or layer(x),
+    "what torch refuses": lambda layer, x: layer(x.t()),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS_THAN_TORCHS.values(), ids=OTHERS_THAN_TORCHS)
+def test_what_no_line_of_the_table_fits_is_torchs_in_every_size(asked, monkeypatch, other):
+    monkeypatch.setattr(rule, "leaves_to_torch", lambda case: case.activation == "gelu")
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    layer(x)
+    has_asked(asked)
+    monkeypatch.setattr("mpkernels.functional._compute", lambda *_: asked.append("a closer look"))
+    for call in (
+        lambda: layer(x[:2]),
+        lambda: linear_act(x, transposed(layer.weight)),
+        torch.no_grad()(lambda: layer(x)),
+    ):
+        assert call().shape[1] == 6
+        assert not has_asked(asked)
+    other(layer, x)
+    assert asked == ["a closer look"]
+
+
+def within(context, call):
+    with context:
+        return call()
+
+
+class AutocastOnCuda(nullcontext):
+    """Which ``torch.autocast`` does not turn on where there is no GPU."""
+
+    def __enter__(self):
+        torch.set_autocast_enabled("cuda", True)
+
+    def __exit__(self, *_):
+        torch.set_autocast_enabled("cuda", False)
+
+
+CHANGES = {"forget": selector.forget, "pin": lambda: selector.pin("torch")}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_who_has_a_say_is_heard(asked, monkeypatch, change):
+    monkeypatch.setattr(selector, "_pinned", None)
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    layer(x)
+    has_asked(asked)
+    change()
+    layer(x)
+    assert has_asked(asked)
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_who_has_a_say_is_heard_also_while_a_call_is_looked_at(asked, monkeypatch, change):
+    """By another thread."""
+    monkeypatch.setattr(selector, "_pinned", None)
+    monkeypatch.setattr(rule, "kernel", lambda case: change() or "native")
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    layer(x)
+    has_asked(asked)
+    layer(x)
+    assert has_asked(asked)
+
+
+def test_backend_is_heard():
+    layer, x = LinearAct(8, 6, dtype=B16), torch.randn(5, 8).to(B16)
+    torchs = layer(x)
+    with mpkernels.backend("reference"):
+        ours = layer(x)
+    assert type(torchs.grad_fn).__name__ == "GeluBackward0"
+    assert type(ours.grad_fn).__name__ == "_BlockBackward"
+
+
+@pytest.mark.parametrize("best", ["torch", "native"])
+def test_errors_are_the_same_the_second_time(monkeypatch, best):
+    computed_by(monkeypatch, best)
+    layer, x = LinearAct(8, 6), torch.randn(6, 8)
+    layer(x)
+    with pytest.raises(ValueError, match="linear_act: x must have weight's 8 features in its last dimension"):
+        layer(x.reshape(8, 6))
+    for shape in ((5,), (2, 6)):
+        with pytest.raises(ValueError, match=r"linear_act: bias must have shape \(6,\), got \(" + str(shape[0])):
+            linear_act(x, layer.weight, Parameter(torch.randn(shape)))
+    with pytest.raises(TypeError, match="linear_act: bias must be a tensor, got int"):
+        linear_act(x, layer.weight, 5)
+    with pytest.raises(TypeError, match=r"linear_act: bias must be torch.float32, got torch.float64"):
+        linear_act(x, layer.weight, Parameter(layer.bias.double()))
+    matrix = Parameter(torch.randn(6, 6))  # no error, but for torch alone
+    want = functional.gelu(functional.linear(x, layer.weight, matrix))
+    torch.testing.assert_close(linear_act(x, layer.weight, matrix), want)
+
+
+def test_ever_new_sizes_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(selector, "_MOST_CALLS", 3)
+    layer = LinearAct(2, 3)
+    for rows in range(1, 9):
+        layer(torch.randn(rows, 2))
+        assert len(selector.by_key) == rows % 4
+
+
+def test_torch_compile_is_not_bound_to_what_was_chosen():
+    """A graph that had looked at it would be compiled anew once there is a choice."""
+    layer, graphs = LinearAct(8, 6), []
+    compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
+    x = torch.randn(5, 8)
+    compiled(x)
+    layer(x)
+    compiled(x)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
+def test_it_takes_hardly_more_calls_than_two_modules_of_torch(activation, autocast):
+    """Which are what it stands for: in a small layer each call counts."""
+    ours = LinearAct(8, 6, activation=activation)
+    modules = {"gelu": torch.nn.GELU, "relu": torch.nn.ReLU, "silu": torch.nn.SiLU}
+    torchs = torch.nn.Sequential(torch.nn.Linear(8, 6), modules[activation]())
+    x = torch.randn(5, 8)
+    with torch.autocast("cpu", B16, enabled=autocast):
+        ours(x)
+        assert calls(ours, x) <= calls(torchs, x) + 6
+
+
+def calls(module, x):
+    """Of functions, Python's and C's."""
+    count = 0
+
+    def see(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(see)
+    try:
+        module(x)
+    finally:
+        sys.setprofile(None)
+    return count

@@ -1,0 +1,86 @@
+"""What mpkernels.tune compares finds kernels that are wrong, and none that are right."""
+
+import pytest
+import torch
+
+from mpkernels.linear.trial import Trial
+from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.selector.timing import first_off, time_ways
+from tests.linear_cases import TORCH, transposed
+from tests.networks import B16, F16
+
+F32 = torch.float32
+DTYPES = [(F32, None), (B16, None), (F16, None), (F32, B16), (F32, F16)]  # the tensors', autocast's
+SIZES = [(1, 1, 1), (4, 1, 3), (8, 16, 1), (2, 3, 5), (64, 33, 70), (130, 64, 96)]
+
+
+def trial_of(rows, features, outputs, dtype=B16, autocast=None, activation="gelu", trains=True, has_bias=True):
+    x, weight, bias = (torch.empty(it, dtype=dtype) for it in ((3, features), (outputs, features), (outputs,)))
+    own = Parameters(weight.requires_grad_(), bias.requires_grad_() if has_bias else None)
+    return Trial(rows, Kind("linear_act", activation), x.requires_grad_(), own, trains, autocast)
+
+
+def off(trial, results):
+    return first_off(trial.errors(results), trial.errors(trial.run("torch")), trial.dtype)
+
+
+@pytest.mark.parametrize("activation", TORCH)
+@pytest.mark.parametrize(("dtype", "autocast"), DTYPES, ids=str)
+def test_a_right_kernel_passes_whatever_the_size(dtype, autocast, activation):
+    """Also where an output is a single number, or little is left of a sum."""
+    for i, size in enumerate(SIZES):
+        trial = trial_of(*size, dtype, autocast, activation, trains=i != 4, has_bias=i != 5)
+        assert off(trial, trial.run("native")) is None, size
+
+
+def scaled(it):
+    return it * 1.02
+
+
+def with_a_nan(it):
+    it.view(-1)[-1] = torch.nan
+    return it
+
+
+def without_the_last(it):
+    """A ragged edge that nobody wrote to."""
+    it[-1:] = 0
+    return it
+
+
+@pytest.mark.parametrize("place", range(4), ids=["y", "dx", "dweight", "dbias"])
+@pytest.mark.parametrize("spoil", [scaled, with_a_nan, without_the_last])
+@pytest.mark.parametrize("activation", ["gelu", "relu", "tanh"])
+def test_a_wrong_result_is_found(spoil, place, activation):
+    trial = trial_of(1024, 33, 70, activation=activation)
+    results = trial.run("native")
+    results[place] = spoil(results[place].clone())
+    assert off(trial, results) is not None
+
+
+def test_a_kernel_that_is_wrong_is_left_out(monkeypatch):
+    run = Trial.run
+    for spoil in (lambda it: [1.1 * it[0], *it[1:]], lambda it: it[:1]):  # also one of the wrong number of results
+        ways = {"native": spoil, "torch": list}
+        monkeypatch.setattr(Trial, "run", lambda self, name, ways=ways: ways[name](run(self, name)))
+        timed = time_ways(trial_of(64, 8, 6), ("native", "torch"), torch.device("cpu"))
+        assert [*timed.seconds] == ["torch"]
+        assert [*timed.left_out] == ["native"]
+        assert timed.best == "torch"
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_what_is_timed_lies_in_memory_as_the_calls_tensors_do(trains):
+    """GPT-2 keeps its weights transposed."""
+    weight = transposed(torch.empty(24, 16)).requires_grad_()
+    trial = Trial(8, Kind("linear_act", "gelu"), transposed(torch.empty(8, 16)), Parameters(weight, None), trains, None)
+    assert trial._x.stride() == (1, 8)
+    assert trial._own.weight.stride() == (1, 24)
+    assert [it.shape for it in trial.run("native")] == [(8, 24), *[(24, 16)] * trains]
+
+
+def test_a_trial_draws_none_of_the_random_numbers():
+    state = torch.get_rng_state()
+    trial = trial_of(5, 8, 6)
+    trial.errors(trial.run("torch"))
+    assert torch.equal(state, torch.get_rng_state())

@@ -1,0 +1,276 @@
+"""The MLPs of timm and diffusers are whole MLPs to fuse: it looks through identities and dropouts, and into loops."""
+
+import copy
+import io
+import pickle
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+from mpkernels import selector
+from mpkernels.nn import fuse, unfuse
+from tests.networks import one_thread
+from tests.nn.fusing import as_diffusers
+from tests.nn.fusing.feed_forwards import KINDS, FeedForward, TimmGluMlp, TimmMlp, X, made, results
+from tests.nn.fusing.models import compiled, recorded_ops
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+@pytest.fixture(autouse=True)
+def _stand_in(monkeypatch):
+    """pickle and torch.compile look modules up by name."""
+    for name in ("diffusers", "diffusers.models", "diffusers.models.activations"):
+        monkeypatch.setitem(sys.modules, name, as_diffusers)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_it_is_one_mlp_and_computes_the_same(name):
+    model, op = made(name), KINDS[name][1]
+    classes, keys, want = [type(it) for it in model.modules()], list(model.state_dict()), results(model)
+    report = fuse(model)
+    assert [site.computed_by.split(",")[0] for site in report.fused] == [op]
+    assert report.left == []
+    with recorded_ops() as ran:
+        assert_close(results(model), want, rtol=1e-5, atol=1e-5)
+    assert ran == [op]
+    assert list(model.state_dict()) == keys
+    assert fuse(model).fused == report.fused
+    unfuse(model)
+    assert [type(it) for it in model.modules()] == classes
+    with recorded_ops() as ran:
+        assert_close(results(model), want, rtol=0, atol=0)
+    assert ran == []
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_saved_for_the_backward_is_the_hidden_layer_alone(name):
+    model, op = made(name), KINDS[name][1]
+    report = fuse(model)
+    selector.pin("native")
+    try:
+        plain, fused = report.saved_bytes(X)
+    finally:
+        selector.pin(None)
+    hidden = X.nbytes * 2
+    z = {"mlp": 1, "gated_mlp": 2}[op]
+    are_shared = name in ("a loop", "a sequence")  # ReLU and Tanh save their result, which the last layer takes, too
+    assert plain - fused == (0 if are_shared else z * hidden)
+    if name != "a loop":  # which has a norm in front
+        assert fused == X.nbytes + z * hidden
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", KINDS)
+def test_autocast_is_at_least_as_near_to_fp64(name, dtype):
+    """As SEMANTICS' contract has it, of y and of all gradients."""
+    want = results(made(name).double(), X.double())
+    errors = []
+    for is_fused in (False, True):
+        model = made(name)
+        if is_fused:
+            fuse(model)
+        with torch.autocast("cpu", dtype), recorded_ops() as ran:
+            got = results(model)
+        assert ran == [KINDS[name][1]] * is_fused
+        errors.append([((it.double() - its).norm() / its.norm()).item() for it, its in zip(got, want, strict=True)])
+    for mine, its in zip(*reversed(errors), strict=True):
+        assert mine <= 1.02 * its + torch.finfo(dtype).eps / 8
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_dropout_draws_by_its_p_and_mode_in_each_call(name):
+    """The last layer passes the hidden features on, so that one sees which were dropped."""
+    model = made(name).eval()
+    last = [it for it in model.modules() if isinstance(it, nn.Linear)][-1]
+    dropout = next(it for it in model.modules() if isinstance(it, nn.Dropout))
+    last.weight, last.bias = nn.Parameter(torch.eye(16)), None
+    if name == "a loop":  # whose residual would have another shape
+        model = nn.Sequential(*model.layers)
+    fuse(model)
+    hidden = model(X)
+    model.train()
+    assert_close(model(X), hidden, rtol=1e-5, atol=1e-6)
+    for p in (0.5, 0.25):
+        dropout.p = p
+        with recorded_ops() as ran:
+            torch.manual_seed(1)
+            y = model(X)
+            torch.manual_seed(1)
+            assert torch.equal(model(X), y)
+        assert ran == [KINDS[name][1]] * 2
+        is_kept = y != 0
+        assert_close(y[is_kept], hidden[is_kept] / (1 - p), rtol=1e-5, atol=1e-6)
+        assert abs(1 - is_kept[hidden != 0].float().mean() - p) < 0.15  # 4 deviations of 240 draws
+    dropout.p = 1.0
+    assert not model(X).any()
+    dropout.eval()
+    assert_close(model(X), hidden, rtol=1e-5, atol=1e-6)
+
+
+def through_a_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, through_a_file, lambda it: pickle.loads(pickle.dumps(it))])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_copy_is_fused_alike(name, clone):
+    model = made(name)
+    fuse(model)
+    copied = clone(model)
+    assert [type(it) for it in copied.modules()] == [type(it) for it in model.modules()]
+    with recorded_ops() as ran:
+        assert_close(copied(X), model(X), rtol=0, atol=0)
+    assert ran == [KINDS[name][1]] * 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
+def test_compiled_without_a_break(name):
+    model, op = made(name), KINDS[name][1]
+    want = results(model)
+    fuse(model)
+    run, graphs = compiled(model)
+    assert_close(results(run), want, rtol=1e-5, atol=1e-5)
+    first = {"mlp": "linear_act", "gated_mlp": "linear_gated"}[op]
+    assert f"mpkernels.{first}.default(" in "".join(graphs)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_checkpointed(name, use_reentrant):
+    model = made(name, drop=0.5)
+    fuse(model)
+    grads = []
+    for run in (model, lambda x: checkpoint(model, x, use_reentrant=use_reentrant)):
+        torch.manual_seed(1)
+        model.zero_grad()
+        run(X.clone().requires_grad_()).square().sum().backward()
+        grads.append([it.grad for it in model.parameters()])
+    assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-5)
+
+
+RECORDERS = {
+    "jit.trace": lambda model: torch.jit.trace(model, X, check_trace=False),
+    "export": lambda model: torch.export.export(model, (X,)).module(),
+    "strict export": lambda model: torch.export.export(model, (X,), strict=True).module(),
+}
+
+
+@pytest.mark.parametrize("record", RECORDERS.values(), ids=RECORDERS)
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
+def test_recorded_as_it_was_written(name, record):
+    model = made(name).eval()
+    want = model(X)
+    fuse(model)
+    with recorded_ops() as ran:
+        recorded = record(model)
+    assert ran == []
+    assert_close(recorded(X), want, rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_no_tensor_gets_the_error_of_the_plain_model(name):
+    errors = []
+    for is_fused in (False, True):
+        model = made(name)
+        if is_fused:
+            fuse(model)
+        with pytest.raises(TypeError) as error:
+            model("text")
+        errors.append(str(error.value))
+    assert errors[0] == errors[1]
+
+
+def test_vmap_and_functional_call():
+    model = made("diffusers' GEGLU")
+    want = model(X)
+    fuse(model)
+    state = dict(model.named_parameters())
+    got = torch.func.vmap(lambda x: torch.func.functional_call(model, state, (x,)))(X)
+    assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+class OfConvolutions(TimmMlp):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Conv1d(5, 16, 1), nn.Conv1d(16, 5, 1)
+
+
+def with_a_forward_of_its_own():
+    model = TimmMlp()
+    model.forward = lambda x, forward=model.forward: forward(x) * 2
+    return model
+
+
+LEFT = {
+    "a forward that an instance got": (with_a_forward_of_its_own, "was replaced on this instance"),
+    "1 x 1 convolutions": (OfConvolutions, "fc1 is no plain torch.nn.Linear"),
+    "a list of convolutions": (
+        lambda: nn.Sequential(nn.Conv1d(5, 4, 1), nn.ReLU(), nn.Conv1d(4, 5, 1)),
+        "Conv1d is no plain torch.nn.Linear",
+    ),
+    "gate on either side": (TimmGluMlp, "its forward applies no activation to the output of a linear layer in a form"),
+    "another GELU": (
+        lambda: FeedForward(as_diffusers.ApproximateGELU),
+        "ApproximateGELU is none of the modules that fuse takes apart into a layer and an activation",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "reason"), LEFT.values(), ids=LEFT)
+def test_what_is_left_is_said(make, reason):
+    model = make()
+    want = results(model)
+    report = fuse(model)
+    assert report.fused == []
+    assert any(site.module == "" and reason in site.reason for site in report.left), str(report)
+    assert_close(results(model), want, rtol=0, atol=0)
+
+
+class FourBetween(TimmMlp):
+    def forward(self, x):
+        x = self.norm(self.norm(self.act(self.fc1(x))))
+        return self.fc2(self.norm(self.norm(x)))
+
+
+class FiveBetween(TimmMlp):
+    def forward(self, x):
+        x = self.norm(self.norm(self.norm(self.act(self.fc1(x)))))
+        return self.fc2(self.norm(self.norm(x)))
+
+
+@pytest.mark.parametrize(("kind", "computed_by"), [(FourBetween, "mlp, gelu"), (FiveBetween, "linear_act, gelu")])
+def test_it_looks_through_four_calls_and_no_more(kind, computed_by):
+    assert [site.computed_by for site in fuse(kind()).fused] == [computed_by]
+
+
+def test_two_dropouts_are_left():
+    class Twice(TimmMlp):
+        def forward(self, x):
+            return self.fc2(self.drop2(self.drop1(self.act(self.fc1(x)))))
+
+    model = Twice(drop=0.5)
+    model.drop2.p = 0.5
+    assert [site.stood_there for site in fuse(model).fused] == ["act(fc1(x))"]
+    unfuse(model)
+    model.drop1.p = 0.0
+    assert [site.computed_by for site in fuse(model).fused] == ["mlp, gelu"]
+    model.drop1.p = 0.5  # from now on both drop
+    with recorded_ops() as ran:
+        torch.manual_seed(1)
+        got = model(X)
+    assert ran == []
+    unfuse(model)
+    torch.manual_seed(1)
+    assert torch.equal(got, model(X))

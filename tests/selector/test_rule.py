@@ -1,0 +1,252 @@
+"""Who computes where nobody has tuned: what the table says, in every process and situation; and nothing is timed."""
+
+import threading
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from mpkernels import _extension, selector
+from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
+from mpkernels.nn import MLP, LinearAct
+from mpkernels.ops.linear.kind import ROUNDING
+from mpkernels.selector import disk, rule
+from mpkernels.selector.case import Case
+from tests import ROOT
+
+B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+KERNELS = "native", "triton", ROUNDING, "torch"
+CPU = Case("mlp", torch.device("cpu"), (768, 3072, 768), (F32,), "silu", True, "", 512, KERNELS)
+
+
+@pytest.fixture(autouse=True)
+def afresh(monkeypatch):
+    """Nothing in a call may time, nor look at the disk."""
+
+    def fail(*_):
+        raise AssertionError("a call times, or reads what was tuned")
+
+    monkeypatch.setattr("mpkernels.selector.tune.time_ways", fail)
+    monkeypatch.setattr(disk, "_read", fail)
+    for name in ("by_key", "_chosen", "tuned"):
+        monkeypatch.setattr(selector, name, {})
+    monkeypatch.setattr(selector, "left_to_torch", set())
+    monkeypatch.setattr(selector, "_pinned", None)
+
+
+@pytest.fixture(params=[False, True], ids=["widened", "halves"])
+def has_instructions(request, monkeypatch):
+    monkeypatch.setattr(rule, "multiplies_halves", lambda dtype: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("op", ["linear_act", "gated_linear", "mlp", "gated_mlp"])
+@pytest.mark.parametrize("dtype", [B16, F16], ids=str)
+@pytest.mark.parametrize("rows", [1, 512, None])
+def test_sixteen_bits_are_widened_where_the_cpu_cannot_multiply_them(has_instructions, op, dtype, rows):
+    name = rule.kernel(CPU._replace(op=op, dtypes=(dtype, F32), rows=rows))
+    assert (name == "native") == (not has_instructions)
+
+
+def test_a_lone_layer_is_torchs_where_the_cpu_multiplies_its_numbers(monkeypatch):
+    monkeypatch.setattr(rule, "multiplies_halves", lambda dtype: True)
+    for dtypes in ((B16, F32), (F16,)):
+        assert rule.kernel(CPU._replace(op="linear_act", dtypes=dtypes)) == "torch"
+
+
+def test_what_is_torchs_in_every_size_is_what_no_line_fits(has_instructions):
+    alone = CPU._replace(op="linear_act", rows=1, trains=False)
+    assert rule.leaves_to_torch(alone)
+    for other in (alone._replace(activation="gelu"), alone._replace(op="mlp")):
+        assert not rule.leaves_to_torch(other)
+    assert rule.leaves_to_torch(alone._replace(dtypes=(B16,))) == has_instructions
+    assert not rule.leaves_to_torch(alone._replace(device=torch.device("cuda")))
+
+
+@pytest.mark.parametrize("op", ["mlp", "gated_mlp"])
+def test_an_mlp_of_many_rows_that_trains_keeps_half_in_fp32(op):
+    case = CPU._replace(op=op)
+    assert rule.kernel(case) == "native"
+    assert rule.kernel(case._replace(rows=None)) == "native"  # a graph serves any number of rows
+    narrow = case._replace(sizes=(256, 1024, 256))
+    assert rule.kernel(narrow) == "native"
+    for other in (case._replace(rows=1), case._replace(trains=False), narrow._replace(activation="gelu")):
+        assert rule.kernel(other) == "torch"
+
+
+def test_a_lone_gelu_is_ours_in_few_rows_alone():
+    case = CPU._replace(op="linear_act", activation="gelu")
+    assert [rule.kernel(case._replace(rows=rows)) for rows in (1, 64, 128, None)] == ["native"] * 2 + ["torch"] * 2
+
+
+@pytest.mark.parametrize(("op", "activation"), [("mlp", "gelu_tanh"), ("gated_mlp", "silu")])
+def test_an_mlp_keeps_half_in_16_bits_and_rounds_fp32_gradients_as_torch_does(monkeypatch, op, activation):
+    monkeypatch.setattr(rule, "multiplies_halves", lambda dtype: True)
+    case = CPU._replace(op=op, activation=activation, dtypes=(B16, F32), rows=2048)
+    assert rule.kernel(case) == ROUNDING
+    assert rule.kernel(case._replace(trains=False)) == "torch"
+    without_fp32_weights = case._replace(dtypes=(B16,), kernels=tuple(it for it in KERNELS if it != ROUNDING))
+    assert rule.kernel(without_fp32_weights) == "torch"  # which nobody has measured
+
+
+def test_a_kernel_that_is_not_there_is_not_chosen():
+    for dtypes in ((F32,), (B16, F32), (F16,)):
+        assert rule.kernel(CPU._replace(dtypes=dtypes, kernels=("torch",))) == "torch"
+
+
+@pytest.mark.parametrize("dtypes", [(F32,), (B16,), (B16, F32), (F16, F32)], ids=str)
+def test_on_cuda_products_are_torchs_and_passes_ours(dtypes):
+    """Fused products of Triton's are chosen by nobody who has not tuned."""
+    there = CPU._replace(device=torch.device("cuda", 0), dtypes=dtypes)
+    assert rule.kernel(there._replace(kernels=("native", "triton", "cublaslt", "torch"))) == "native"
+    assert rule.kernel(there._replace(kernels=("triton", "torch"))) == "torch"
+
+
+def test_the_docs_have_the_table():
+    text = (ROOT / "docs" / "selector.md").read_text()
+    for line in rule.table():
+        assert f"| {' | '.join(line)} |" in text
+
+
+def test_each_line_names_a_file_that_is_there():
+    for line in rule.TABLE:
+        name = line.measured.partition(":")[0]
+        assert (ROOT / "benchmarks" / "results" / name).is_file() or (
+            line.device == "cuda" and name.startswith("none yet;")
+        )
+
+
+x, up, down, bias = torch.randn(512, 64), torch.randn(256, 64), torch.randn(64, 256), torch.randn(256)
+CALLS = {
+    "linear_act": lambda x=x: linear_act(x, up, bias, "silu"),
+    "gated_linear": lambda x=x: gated_linear(x, up, up),
+    "mlp": lambda x=x: mlp(x, up, bias, down, None),
+    "gated_mlp": lambda x=x: gated_mlp(x, up, up, down),
+}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_the_choice_is_the_same_in_every_situation(call):
+    """Deterministic algorithms, threads, compiled graphs and fake tensors have no say."""
+    call()
+    [(_, want)] = selector.choices().items()
+
+    def choice_within(run):
+        selector.ask_again()
+        run()
+        return {*selector.choices().values()}
+
+    torch.use_deterministic_algorithms(True)
+    assert choice_within(call) == {want}
+    torch.use_deterministic_algorithms(False)
+    assert choice_within(torch.compile(call, backend="eager", fullgraph=True)) == {want}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert choice_within(lambda: call(mode.from_tensor(x))) == {want}
+    assert choice_within(lambda: checkpoint(call, x, use_reentrant=False).sum().backward()) == {want}
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_transforms_and_exported_graphs_are_torchs(call):
+    torch.func.vmap(call)(x.view(2, 256, 64))
+    assert selector.choices() == {}
+    graph = torch.export.export(AsModule(call), (x,)).graph
+    assert selector.choices() == {}
+    called = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    assert called and all(name.startswith("aten.") for name in called)
+
+
+class AsModule(torch.nn.Module):
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, x):
+        return self.call(x)
+
+
+LAYERS = {
+    "linear_act": lambda: LinearAct(64, 48, activation="gelu"),
+    "mlp": lambda: MLP(64, 256, activation="gelu_tanh"),
+    "gated_mlp": lambda: MLP(64, 256, gated=True, activation="silu", bias=False),
+}
+
+
+def trained(layer, rows, call=None):
+    """Return the choices and all numbers of one step."""
+    selector.ask_again()
+    own = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
+    y = (call or layer)(own)
+    grads = torch.autograd.grad(y.square().mean(), [*layer.parameters()])
+    return selector.choices(), [y.detach(), *grads]
+
+
+@pytest.mark.parametrize("rows", [4, 256])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_other_parameters_for_a_call_choose_alike(make, rows):
+    layer = make()
+    choices, numbers = trained(layer, rows)
+    params = dict(layer.named_parameters())
+    again, others = trained(layer, rows, lambda x: torch.func.functional_call(layer, params, (x,)))
+    assert again == choices
+    assert all(map(torch.equal, others, numbers))
+
+
+@pytest.mark.parametrize("rows", [4, 256])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+def test_a_busy_machine_changes_neither_choices_nor_bits(make, rows):
+    layer = make()
+    choices, numbers = trained(layer, rows)
+    stop = threading.Event()
+
+    def burn():
+        while not stop.is_set():
+            torch.randn(256, 256).mm(torch.randn(256, 256))
+
+    burners = [threading.Thread(target=burn) for _ in range(4)]
+    try:
+        for it in burners:
+            it.start()
+        for _ in range(5):
+            again, others = trained(layer, rows)
+            assert again == choices
+            assert all(map(torch.equal, others, numbers))
+    finally:
+        stop.set()
+        for it in burners:
+            it.join()
+
+
+def test_pin_forces_what_is_there():
+    for name in ("native", "torch"):
+        selector.pin(name)
+        try:
+            CALLS["mlp"]()
+            assert {*selector.choices().values()} == {name}
+        finally:
+            selector.pin(None)
+    selector.pin("triton")
+    try:
+        CALLS["linear_act"]()
+        assert {*selector.choices().values()} == {"torch"}  # as the table says
+    finally:
+        selector.pin(None)
+    with pytest.raises(ValueError, match="pin: name must be 'native', 'triton', 'torch' or None, got 'fastest'"):
+        selector.pin("fastest")
+
+
+def test_what_is_gone_says_what_to_call_now():
+    with pytest.raises(RuntimeError, match=r"selector.warm_up is gone.*mpkernels.tune\(model, \*inputs\) does"):
+        selector.warm_up(torch.nn.Linear(2, 2), x)
+    with pytest.raises(RuntimeError, match=r"selector.make_deterministic is gone.*leave it out"):
+        selector.make_deterministic()
+
+
+def test_the_library_says_what_the_cpu_multiplies():
+    """As the C++ kernels go by it themselves."""
+    for forced in (0, 1):
+        _extension._handle().mpkernels_force_half_products(forced)
+        try:
+            assert [_extension.multiplies_halves(dtype) for dtype in (F16, B16)] == [bool(forced)] * 2
+        finally:
+            _extension._handle().mpkernels_force_half_products(-1)

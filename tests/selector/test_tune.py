@@ -1,0 +1,295 @@
+"""mpkernels.tune: one step that leaves nothing behind but what it has found, here and on disk."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import mpkernels
+from mpkernels import selector
+from mpkernels.linear import choice
+from mpkernels.nn import LinearAct
+from mpkernels.ops.linear import tiling
+from mpkernels.optim import AdamW
+from mpkernels.selector import disk, timing, tune
+from mpkernels.selector.timing import Error, Timed, time_ways
+from tests.cases import same_bits
+from tests.processes import alone, needs_gloo
+
+B16 = torch.bfloat16
+
+
+@pytest.fixture(autouse=True)
+def timed(monkeypatch, tmp_path):
+    """The cases that were timed; a kernel of ours is the fastest in each."""
+    timed = []
+
+    def time_ways(trial, names, device):
+        timed.append(trial)
+        return Timed({names[0]: 1.0, "torch": 2.0}, {})
+
+    for name in ("by_key", "_chosen", "tuned"):
+        monkeypatch.setattr(selector, name, {})
+    monkeypatch.setattr(selector, "_pinned", None)
+    monkeypatch.setattr(tune, "time_ways", time_ways)
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "home" / "tuned.json")
+    return timed
+
+
+class Net(nn.Module):
+    """Has all that a step changes; its outputs are nested."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.drop = nn.BatchNorm1d(8), nn.Dropout()
+        self.up, self.down = LinearAct(8, 6), LinearAct(6, 8, activation="relu")
+        self.tied = LinearAct(8, 6)
+        self.tied.weight = self.up.weight
+
+    def forward(self, x, *, scale=1.0):
+        y = self.down(self.up(self.drop(self.norm(x)))) * scale
+        return {"y": [y], "z": (self.tied(y), "more", None)}
+
+
+def everything(model, x):
+    """All that could have changed."""
+    tensors = [*model.parameters(), *model.buffers(), x]
+    return [it.detach().clone() for it in tensors], [it.grad for it in tensors], torch.get_rng_state()
+
+
+def is_as_before(before, model, x):
+    tensors, grads, state = everything(model, x)
+    return (
+        all(map(same_bits, before[0], tensors))
+        and all(old is new for old, new in zip(before[1], grads, strict=True))
+        and torch.equal(before[2], state)
+    )
+
+
+@pytest.mark.parametrize("wrap", [lambda model: model, torch.compile], ids=["plain", "compiled"])
+@pytest.mark.parametrize("grads", ["no grads", "grads"])
+def test_a_step_leaves_choices_and_nothing_else(timed, wrap, grads):
+    model, x = Net(), torch.randn(5, 8, requires_grad=True)
+    if grads == "grads":
+        (model(x)["y"][0].sum() + model(x)["z"][0].sum()).backward()
+    before = everything(model, x)
+    report = mpkernels.tune(wrap(model), x, scale=2.0)
+    assert is_as_before(before, model, x)
+    assert len(timed) == len(report.timed) == 2
+    assert all("with grad" in it for it in report.timed)
+    model(x)
+    assert {name: selector.choices()[name] for name in report.timed} == dict.fromkeys(report.timed, "native")
+    assert len(timed) == 2
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_it_times_what_it_is_called_under(timed, mode):
+    model, x = Net().eval(), torch.randn(5, 8)
+    with mode(), torch.autocast("cpu", B16):
+        report = mpkernels.tune(model, x)
+        cache_is_on = torch.is_autocast_cache_enabled()
+        model(x)
+    assert cache_is_on
+    assert len(timed) == 2
+    assert all("with grad" not in it and "bfloat16" in it for it in report.timed)
+
+
+def test_autocasts_casts_are_not_kept(monkeypatch):
+    model, x, kept = LinearAct(8, 6), torch.randn(5, 8), []
+    with torch.autocast("cpu", B16):
+        mpkernels.tune(model, x)
+        monkeypatch.setattr("mpkernels.linear.cast_cache._enter_block", lambda *_: kept.append(1) or {})
+        model(x)
+        assert kept  # nothing was there yet
+
+
+def test_no_optimizer_hears_of_it():
+    """Else one that steps within the backward would."""
+    model, x = LinearAct(8, 6), torch.randn(5, 8)
+    optimizer = AdamW(model.parameters(), guard=False)
+    optimizer.release_grads()
+    before = everything(model, x)
+    mpkernels.tune(model, x)
+    assert is_as_before(before, model, x)
+    assert not optimizer.state
+
+
+def test_a_checkpoint_that_computes_again_in_the_backward(timed):
+    """With autograd, which it runs its forward without: each has its choice."""
+
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = LinearAct(8, 6)
+
+        def forward(self, x):
+            return checkpoint(self.layer, x, use_reentrant=True)
+
+    model, x = Checkpointed(), torch.randn(5, 8, requires_grad=True)
+    before = everything(model, x)
+    report = mpkernels.tune(model, x)
+    assert sorted("with grad" in it for it in report.timed) == [False, True]
+    assert is_as_before(before, model, x)
+
+
+def test_on_a_gpu_it_is_offered_each_of_tritons_tiles(monkeypatch):
+    monkeypatch.setattr(choice, "kernels_on", lambda device, op: ["native", "triton", "reference"])
+    sizes = "linear_act", torch.device("cuda"), (8, 6, 6)
+    plain, *tiles, lt, torchs = choice._case(*sizes, (B16,), "gelu_tanh", True, "", False).kernels
+    assert (plain, tiles, lt, torchs) == ("native", ["triton", *tiling.OTHERS], "cublaslt", "torch")
+    assert choice._case(*sizes, (torch.float32,), "gelu", True, "", False).kernels == ("native", "triton", "torch")
+
+
+def test_an_error_is_the_models(timed):
+    with pytest.raises(ValueError, match="x must have weight's 8 features"):
+        mpkernels.tune(Net().up, torch.randn(5, 7))
+    assert selector._asked is None
+    Net().up(torch.randn(5, 8))
+    assert timed == []
+
+
+def test_parts_are_refused():
+    model = LinearAct(8, 6)
+    model.weight._fsdp_flattened = True
+    with pytest.raises(TypeError, match=r"^tune: model must have whole parameters, got parts"):
+        mpkernels.tune(model, torch.randn(5, 8))
+    with pytest.raises(TypeError, match=r"^tune: process_group must be a torch.distributed.ProcessGroup"):
+        mpkernels.tune(LinearAct(8, 6), torch.randn(5, 8), process_group=3)
+
+
+@needs_gloo
+def test_a_group_of_one_is_no_company(timed):
+    with alone() as group:
+        mpkernels.tune(nn.parallel.DistributedDataParallel(model := Net()), torch.randn(5, 8), process_group=group)
+        model(torch.randn(5, 8))
+    assert len(timed) == 2
+
+
+def another_process():
+    for table in (selector.by_key, selector._chosen, selector.tuned):
+        table.clear()
+
+
+def test_the_disk_is_read_by_the_next_process_that_tunes_and_by_no_other(timed):
+    layer, x = LinearAct(8, 6, activation="silu"), torch.randn(5, 8)
+    case, *_ = mpkernels.tune(layer, x).timed
+    another_process()
+    layer(x)
+    assert selector.choices()[case] == "torch"  # as the table says
+    assert mpkernels.tune(layer, x).timed[case].best == "native"
+    assert len(timed) == 1
+    layer(x)
+    assert selector.choices()[case] == "native"
+    mpkernels.tune(layer, x, again=True)
+    assert len(timed) == 2
+    assert [path.name for path in disk.path().parent.iterdir()] == ["tuned.json"]  # no temporary file is left
+    selector.forget()
+    layer(x)
+    assert selector.choices()[case] == "torch"
+    assert not disk.path().exists()
+
+
+def test_other_versions_machines_and_kernels_are_timed_anew(timed, monkeypatch):
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    mpkernels.tune(layer, x)
+    [key] = json.loads(disk.path().read_text())
+    assert all(name in key for name in ("torch 2", "triton", "mpkernels 0", f"{torch.get_num_threads()} threads"))
+    assert "of native" in key
+    monkeypatch.setattr(disk, "_version", lambda package: f"{package} of tomorrow")
+    mpkernels.tune(layer, x)
+    assert len(timed) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"KEY": 3}', '{"KEY": {"us": {"native": 1}}}', "\x00\xff",
+                                  *('{"KEY": {"us": {"torch": %s}, "left_out": {}}}' % it for it in ("0", "-1", "NaN", '"1"', "[]")),
+                                  '{"KEY": {"us": {"torch": 1}, "left_out": []}}'])  # fmt: skip
+def test_a_corrupt_file_is_no_error(timed, text):
+    layer, x = LinearAct(8, 6), torch.randn(5, 8)
+    mpkernels.tune(layer, x)
+    [key] = json.loads(disk.path().read_text())
+    disk.path().write_text(text.replace("KEY", key), "latin-1")
+    mpkernels.tune(layer, x)
+    mpkernels.tune(layer, x)
+    assert len(timed) == 2  # it has been mended
+
+
+def test_a_place_that_cant_be_written_is_no_error(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(disk, "path", lambda: tmp_path / "file" / "tuned.json")  # also root can't write there
+    mpkernels.tune(LinearAct(8, 6), torch.randn(5, 8))
+    selector.forget()
+
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(disk, "path", no_home)
+    mpkernels.tune(LinearAct(8, 6), torch.randn(5, 8))
+    selector.forget()
+
+
+class Ways:
+    """Ways to do the same that take so many seconds of a clock that nothing but they move."""
+
+    dtype = torch.float16
+
+    def __init__(self, **seconds):
+        self.seconds, self.now, self.error_of, self.runs = seconds, 0.0, dict.fromkeys(seconds, 1e-4), []
+
+    def run(self, name):
+        self.now += self.seconds[name]
+        self.runs.append(name)
+        return [self.error_of[name]]
+
+    def errors(self, results):
+        return [Error(share, 10**6) for share in results]
+
+
+def time_of(monkeypatch, ways):
+    monkeypatch.setattr(timing, "perf_counter", lambda: ways.now)
+    return time_ways(ways, [*ways.seconds], torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("torchs", "ours", "best"),
+    [(1.0, 1.009, "native"), (1.0, 1.011, "torch"), (100e-6, 101.9e-6, "native"), (100e-6, 102.1e-6, "torch")],
+)
+def test_ours_may_take_one_per_cent_or_two_microseconds_more(monkeypatch, torchs, ours, best):
+    assert time_of(monkeypatch, Ways(native=ours, torch=torchs)).best == best
+
+
+def test_the_fastest_of_ours_is_the_best(monkeypatch):
+    assert time_of(monkeypatch, Ways(native=1.0, triton=0.9, torch=1.0)).best == "triton"
+
+
+def test_the_hopeless_are_run_no_more_than_needed(monkeypatch):
+    ways = Ways(native=10, triton=1, torch=20)
+    found = time_of(monkeypatch, ways)
+    assert found.best == "triton"
+    assert [*found.seconds] == ["triton", "torch"]  # torch is timed, for the ratios
+    assert ways.runs.count("native") == 3  # compared with fp64; then the faster of two counts, for machines are busy
+
+
+@pytest.mark.parametrize("error", [1.2e-3, float("nan"), float("inf")])
+def test_a_kernel_that_is_off_or_raises_is_left_out(monkeypatch, error):
+    ways = Ways(native=1, torch=2)
+    ways.error_of["native"] = error
+    found = time_of(monkeypatch, ways)
+    assert found.best == "torch"
+    assert found.left_out["native"].startswith("its result is off by")
+    report = str(tune.TuneReport({"a case": found}))
+    assert "a case: native is left out, for its result is off by" in report
+
+    def fail(name):
+        if name == "native":
+            raise RuntimeError("no such chip")
+        return [1e-4]
+
+    ways.run = fail
+    assert time_of(monkeypatch, ways).left_out == {"native": "it can't run here: no such chip"}
+
+
+def test_the_report_is_a_table_of_ratios():
+    text = str(tune.TuneReport({"mlp": Timed({"native": 1.0, "torch": 1.5}, {})}))
+    assert text.split("\n")[1].split() == ["mlp", "native", "1.50"]
