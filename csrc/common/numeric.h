@@ -118,6 +118,13 @@ MPK_FN F maximum(F a, F b) {
   return a != a ? a : larger;
 }
 
+// As torch.sign: 0 for NaN.
+template <class F>
+MPK_FN F sign(F x) {
+  const F zero{}, one = zero + 1;
+  return x > 0 ? one : x < 0 ? -one : zero;
+}
+
 // 16-bit formats to fp32 and back, round to nearest even, in integers: for machines without the instruction. U is
 // uint32_t or a vector of it; the 16 bits sit in the low half of each word. No fp32 subnormal is ever an operand, so
 // torch.set_flush_denormal changes nothing.

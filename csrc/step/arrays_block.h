@@ -36,7 +36,8 @@ __device__ Arrays<Rule> arrays_at(const StepRow& row, int64_t begin) {
   arrays.grad_dtype = row.grad_dtype;
   arrays.state_dtype = row.state_dtype;
   arrays.master_kind = row.master_kind;
-  arrays.has_optional = needs == Needs::all && row.states[Rule::kStates - 1];
+  arrays.has_optional = Rule::kNeeded < Rule::kStates && (needs == Needs::all || !Rule::kOptionalIsRare) &&
+                        row.states[Rule::kStates - 1];
   return arrays;
 }
 
@@ -64,7 +65,7 @@ struct Known {
   template <class Rule>
   static __device__ bool fits(const Arrays<Rule>& arrays) {
     return arrays.param_dtype == param && arrays.grad_dtype == grad && arrays.state_dtype == state &&
-           arrays.master_kind == master && !arrays.has_optional;
+           arrays.master_kind == master && !(Rule::kOptionalIsRare && arrays.has_optional);
   }
   template <class Rule>
   static __device__ Arrays<Rule> known(Arrays<Rule> arrays) {
@@ -72,7 +73,7 @@ struct Known {
     arrays.grad_dtype = grad;
     arrays.state_dtype = state;
     arrays.master_kind = master;
-    arrays.has_optional = false;
+    if (Rule::kOptionalIsRare) arrays.has_optional = false;
     return arrays;
   }
 };

@@ -170,8 +170,8 @@ template <class Rule>
 Needs needs_of(const StepRow* first, const StepRow* end) {
   Needs needs = Needs::common;
   for (const StepRow* row = first; row < end; ++row) {
-    const bool has_optional = Rule::kNeeded < Rule::kStates && row->states[Rule::kStates - 1];
-    if (row->param_dtype == Dtype::f64 || has_optional) return Needs::all;
+    const bool has_rare = Rule::kOptionalIsRare && row->states[Rule::kStates - 1];
+    if (row->param_dtype == Dtype::f64 || has_rare) return Needs::all;
     if (row->scales) needs = Needs::codes;
   }
   return needs;
@@ -179,7 +179,7 @@ Needs needs_of(const StepRow* first, const StepRow* end) {
 
 // The rows of one launch.
 struct StepLaunch {
-  static constexpr int kMostGroups = 60;
+  static constexpr int kMostGroups = 56;
 
   Stretch grads;
   const StepRow* rows;  // of the whole plan

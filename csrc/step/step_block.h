@@ -54,7 +54,7 @@ __device__ __forceinline__ void step_plain(const Arrays<Rule>& any, uint32_t siz
 
 template <class Rule>
 __device__ void step_fp64(const StepRow& row, const Span& span, const StepScalars<Rule, double>& scalars) {
-  const bool has_optional = row.states[Rule::kStates - 1];
+  const bool has_optional = Rule::kNeeded < Rule::kStates && row.states[Rule::kStates - 1];
   for (int64_t i = span.begin + threadIdx.x; i < span.begin + span.size; i += kThreads) {
     const auto at = [&](void* array) { return static_cast<double*>(array) + i; };
     auto weight = load<1>(at(row.param));
@@ -108,7 +108,7 @@ __device__ void step_chunk(const StepRow& row, const Span& span, const RowScalar
     }
   }
   const auto run = [&](auto kind) { step_plain<decltype(kind)>(arrays, size, scalars); };
-  if constexpr (needs == Needs::common) {
+  if constexpr (needs == Needs::common && Rule::kIsTuned) {
     with_kind<Fp32Rows, Known<Dtype::f32, Dtype::f32, Dtype::b16, Master::none>, SplitRows,
               Known<Dtype::b16, Dtype::b16, Dtype::b16, Master::split>,
               Known<Dtype::b16, Dtype::f32, Dtype::f32, Master::split>,

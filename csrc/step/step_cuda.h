@@ -52,8 +52,11 @@ cudaError_t launch_step(const StepLaunch& launched, void* const* grads, const St
   constexpr Constant<16> few_groups;
   constexpr Constant<Stretch::kMostRows> many_rows;
   constexpr Constant<StepLaunch::kMostGroups> many_groups;
-  const bool is_small = launched.grads.rows() <= few_rows && launched.end_group - launched.first_group <= few_groups;
-  return is_small ? launch_for(few_rows, few_groups) : launch_for(many_rows, many_groups);
+  if constexpr (Rule::kIsTuned) {
+    const bool is_small = launched.grads.rows() <= few_rows && launched.end_group - launched.first_group <= few_groups;
+    if (is_small) return launch_for(few_rows, few_groups);
+  }
+  return launch_for(many_rows, many_groups);
 }
 
 template <class Rule>

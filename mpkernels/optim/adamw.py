@@ -13,11 +13,11 @@ from mpkernels.optim.engine import Engine
 from mpkernels.optim.optimizer_rule import OptimizerRule
 
 
-def _hyperparameters(group: Mapping[str, Any]) -> tuple[Any, ...]:
+def hyperparameters(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return group["lr"], *group["betas"], group["weight_decay"], group["eps"]
 
 
-def _has_largest(group: Mapping[str, Any]) -> bool:
+def has_largest(group: Mapping[str, Any]) -> bool:
     return bool(group["amsgrad"])
 
 
@@ -50,7 +50,7 @@ class AdamW(Engine, torch.optim.AdamW):
             norm and skip together. Don't pass it under DistributedDataParallel, where every process has all grads.
     """
 
-    _rule = OptimizerRule(adamw_, _hyperparameters, _has_largest)
+    _rule = OptimizerRule(adamw_, hyperparameters, has_largest)
 
     @suggests_options
     def __init__(

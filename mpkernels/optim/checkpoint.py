@@ -52,6 +52,7 @@ def loading(optimizer: Any) -> Iterator[Any]:
             _refuse_twice(saved["params"])
             for param, number in zip(group["params"], saved["params"], strict=False):
                 if states.get(number):
+                    states[number] = {key: it for key, it in states[number].items() if it is not None}  # as SGD has it
                     _check(optimizer._rule.ops.rule, number, states[number], param)
                     states_to_adopt.append((param, states[number], saved, group))
                     # All that torch insists on. Apex and TransformerEngine count once for the group.

@@ -100,7 +100,7 @@ class Engine(torch.optim.Optimizer):
         Args:
             closure: a function that runs forward and backward and returns the loss. ``step`` returns its result.
         """
-        if self.defaults["differentiable"]:
+        if self.defaults.get("differentiable"):
             theirs = super().step.__func__  # type: ignore[attr-defined]
             return (theirs.__wrapped__ if hasattr(theirs, "hooked") else theirs)(self, closure)  # our hooks have run
         loss = None
@@ -198,7 +198,9 @@ class Engine(torch.optim.Optimizer):
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
-        self.state[param] = state = param_state.for_step(self._rule, param, self.state[param], group)
+        state = param_state.for_step(self._rule, param, self.state.get(param, {}), group)
+        if state:
+            self.state[param] = state
         return state
 
     def overflow_report(self, model: Module | None = None, found: find_nonfinite | None = None) -> OverflowReport:

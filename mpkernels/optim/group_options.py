@@ -45,7 +45,7 @@ def complete(optimizer: Any, group: dict[str, Any]) -> None:
 
 def leave_scaling_to_torch(optimizer: Any) -> None:
     """With differentiable=True, have scalers unscale the grads themselves: torch's step refuses a scale."""
-    if optimizer.defaults["differentiable"]:
+    if optimizer.defaults.get("differentiable"):
         optimizer._step_supports_amp_scaling = optimizer._finds_inf = False
 
 
@@ -63,9 +63,9 @@ def check_group(optimizer: Any, group: dict[str, Any]) -> None:
         raise ValueError(
             f"AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {group['state_dtype']!r}"
         )
-    if not group.get("decoupled_weight_decay", True):
+    if isinstance(optimizer, torch.optim.AdamW) and not group.get("decoupled_weight_decay", True):
         raise ValueError("AdamW: a group must have decoupled_weight_decay=True, got False, which is Adam's")
-    if optimizer.defaults["differentiable"]:
+    if optimizer.defaults.get("differentiable"):
         _check_differentiable(optimizer, group)
 
 

@@ -29,10 +29,13 @@ def for_step(rule: OptimizerRule, param: Tensor, state: State, group: Mapping[st
     if not state:
         return create(rule, param, group)
     masters.drop_unfit(state, param)
+    if missing := [key for key in rule.keys(group) if key not in state]:  # the group's option has come since
+        state = placed(rule, param, _without_master(rule, part_of(param), group["state_dtype"], missing)) | state
     if _is_kept_otherwise(rule, param, state, group["state_dtype"]):
         state = adopt(rule, param, state, group, group["state_dtype"])
     masters.give(state, param, group["master"])
-    state["step"] = state["step"].to(torch.float32)  # which a user may have set
+    if "step" in state:
+        state["step"] = state["step"].to(torch.float32)  # which a user may have set
     return state
 
 
@@ -43,7 +46,7 @@ def placed(rule: OptimizerRule, param: Tensor, state: State) -> State:
 
 
 def _without_master(rule: OptimizerRule, param: Tensor, state_dtype: torch.dtype, keys: Sequence[str]) -> State:
-    state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)}
+    state = {"step": torch.zeros((), dtype=torch.float32, device=param.device)} if keys else {}
     dtype = _dtype_kept(param, state_dtype)
     for key in keys:
         state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
@@ -63,7 +66,8 @@ def _is_kept_otherwise(rule: OptimizerRule, param: Tensor, state: State, state_d
     """Return whether the states aren't kept as state_dtype says: the group's option has changed, or a loader has put
     those of a checkpoint in place."""
     wanted = _dtype_kept(param, state_dtype)
-    return state[rule.ops.rule.states[0]].dtype != wanted or ("scales" in state) != (wanted == torch.int8)
+    first = next((state[key] for key in rule.ops.rule.states if key in state), None)
+    return first is not None and (first.dtype != wanted or ("scales" in state) != (wanted == torch.int8))
 
 
 def decoded(rule: OptimizerRule, param: Tensor, state: State) -> State:
@@ -85,6 +89,9 @@ def portable(rule: OptimizerRule, param: Tensor, state: State, in_one_dtype: boo
     unfit = masters.unfit(param, state)
     state = {key: value for key, value in state.items() if key not in unfit} if unfit else state
     state = decoded(rule, param, state)
+    if not rule.ops.rule.counts and "step" in state:  # torch's class takes an optional state that is there as begun
+        unbegun = rule.ops.rule.states[rule.ops.rule.needed :] if state["step"] == 0 else ()
+        state = {key: value for key, value in state.items() if key not in ("step", *unbegun)}
     if in_one_dtype:
         narrow = {key: state[key].float() for key in rule.ops.rule.states if key in state and state[key].itemsize == 2}
         return masters.saved_in_fp32(param, state) | narrow
@@ -104,7 +111,9 @@ def adopt(
     saved |= {key: part_for(whole, saved[key]) for key in (*names, *masters.KEYS.values()) if key in saved}
     keys = [*names[: rule.ops.rule.needed], *(key for key in names[rule.ops.rule.needed :] if key in saved)]
     state = _without_master(rule, param, state_dtype, keys)
-    state["step"].fill_(float(saved.get("step", group.get("step", 0))))  # Apex counts once for the whole group
+    if keys:
+        begun = 0 if rule.ops.rule.counts else 1
+        state["step"].fill_(float(saved.get("step", group.get("step", begun))))  # Apex counts once for a group
     for k, key in enumerate(keys):
         if "scales" in state:
             values = torch.empty_like(state[key], dtype=torch.float32).copy_(saved[key])

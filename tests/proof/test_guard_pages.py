@@ -21,7 +21,7 @@ from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 from tests import ROOT
 from tests.cases import DTYPES, random_grads
 from tests.linear_cases import before_a_layer, layer, saved_of
-from tests.ops.adamw.test_adamw import STATES, WEIGHTS, Model
+from tests.ops.step.test_adamw import STATES, WEIGHTS, Model
 from tests.targets import TARGETS
 
 SIZES = (0, 1, 7, 33, 1023, 1024, 1025, 2048, 4104)  # 1024 and 2048: as many packs as threads, of fp32 and of 16 bits

@@ -12,6 +12,11 @@ struct Adamw {
   static constexpr int kStates = 3, kNeeded = 2;
   static constexpr const char* kLists[] = {"exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
   static constexpr Sign kSigns[] = {Sign::any, Sign::not_negative, Sign::not_negative};
+  static constexpr bool kOptionalIsRare = true;  // so that most kernels needn't know those
+
+  // Whether CUDA's kernels have a loop for each usual kind of row, and a launch for few rows: faster there, and three
+  // times as long to compile.
+  static constexpr bool kIsTuned = true;
 
   // The hyperparameters of a group. The first kTensors may be tensors, which are read at each step.
   struct Hyperparameters {

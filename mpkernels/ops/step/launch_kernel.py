@@ -49,22 +49,25 @@ def begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome,
     return skipped
 
 
-@triton.jit
-def step_chunk(
-    rows, call, tensors, grad_scale, total_sumsq,
-    HAS_FP64: tl.constexpr, HAS_INT8: tl.constexpr, HAS_OPTIONAL: tl.constexpr, HAS_REMAINDER: tl.constexpr,
-    DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr, WEIGHT_DTYPE: tl.constexpr,
-    STATES: tl.constexpr, NEEDED: tl.constexpr, NOT_NEGATIVE: tl.constexpr, TENSORS: tl.constexpr,
-    HYPERPARAMETERS: tl.constexpr, SCALARS: tl.constexpr, STEP: tl.constexpr,
+@triton.jit(do_not_specialize=["tensors"])
+def step_kernel(
+    rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk,
+    IS_CLIPPED: tl.constexpr, HAS_FP64: tl.constexpr, HAS_INT8: tl.constexpr, HAS_OPTIONAL: tl.constexpr,
+    HAS_REMAINDER: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
+    WEIGHT_DTYPE: tl.constexpr, STATES: tl.constexpr, NEEDED: tl.constexpr, NOT_NEGATIVE: tl.constexpr,
+    TENSORS: tl.constexpr, HYPERPARAMETERS: tl.constexpr, SCALARS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Step what this program takes. The last seven arguments are the rule's: what ``Rule`` says, and its functions."""
+    """Step one chunk. The last seven arguments are the rule's: what ``Rule`` says, and its functions."""
+    if begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk):
+        return
     tensor, row, begin, size = _table.find_span(rows, tensors, tl.program_id(0), ROW)
     step = tl.load(row + 10).to(tl.pointer_type(tl.float32))
     steps_before = tl.load(step)
     if _table.is_last_one_out(call + tensors + tensor, _table.chunks_of(row)):  # the others have read the count
         tl.store(step, steps_before + 1)
     group = call + 2 * tensors + 1 + tl.load(row + 14) * (2 * TENSORS + HYPERPARAMETERS + 2)
-    scalars = scalars_of(group, steps_before, grad_scale, total_sumsq, TENSORS, HYPERPARAMETERS, SCALARS)
+    norm_of = total_sumsq if IS_CLIPPED else None
+    scalars = scalars_of(group, steps_before, grad_scale, norm_of, TENSORS, HYPERPARAMETERS, SCALARS)
     arrays = arrays_of(
         row, tl.load(call + tensor), DTYPE, GRAD_DTYPE, STATE_DTYPE, WEIGHT_DTYPE, HAS_OPTIONAL, HAS_REMAINDER,
         STATES, NEEDED,
@@ -80,9 +83,12 @@ def step_chunk(
         step_span(arrays, size, rounded(scalars), False, NEEDED, STEP)
 
 
-def not_negative_bits(rule: Rule) -> int:
-    """Return a bit for each of the rule's states: 1 where it is never negative."""
-    return sum((state in rule.not_negative) << i for i, state in enumerate(rule.states))
+def facts_of_rule(rule: Rule) -> dict[str, int]:
+    not_negative = sum((state in rule.not_negative) << i for i, state in enumerate(rule.states))
+    return {
+        "STATES": len(rule.states), "NEEDED": rule.needed, "NOT_NEGATIVE": not_negative, "TENSORS": rule.tensors,
+        "HYPERPARAMETERS": len(rule.hyperparameters),
+    }  # fmt: skip
 
 
 def row_words(rule: Rule, it: Arguments, i: int, group: int, arrays: Sequence[Tensor], grad: Tensor) -> list[int]:
@@ -92,13 +98,15 @@ def row_words(rule: Rule, it: Arguments, i: int, group: int, arrays: Sequence[Te
     weight = param if is_split or not master.numel() else master
     addresses = [tensor.data_ptr() for tensor in (param, *states)] + [0] * (MOST_STATES - len(states))
     scales = entry(it.scales, i)
-    dtypes = [_table.CODES[tensor.dtype] for tensor in (grad, states[0] if states else param, weight)]
+    of_states = [state.dtype for state in states if state.numel()] or [torch.float32]
+    state_dtype = torch.float64 if param.dtype == torch.float64 else of_states[0]
+    dtypes = [_table.CODES[dtype] for dtype in (grad.dtype, state_dtype, weight.dtype)]
     remainder = master.data_ptr() if is_split else 0
     words = weight.data_ptr(), remainder, it.steps[i].data_ptr(), *dtypes, group
     return [*addresses, *words, 0 if scales is None else scales.data_ptr()]
 
 
-def facts_of(rule: Rule, params: Sequence[Tensor], own: Sequence[Sequence[int]]) -> dict[str, Any]:
+def facts_of_rows(rule: Rule, params: Sequence[Tensor], own: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return what the compiler may know of all rows: a kernel for fp64 alone, say, has no registers for others."""
     _, *states, _, remainder, _, grad_dtype, state_dtype, weight_dtype, _, _ = map(set, zip(*own, strict=True))
     dtype = {_table.CODES[param.dtype] for param in params}
@@ -123,8 +131,8 @@ def group_words(rule: Rule, call: Arguments) -> list[int]:
     return words
 
 
-def launch(rule: Rule, kernel: Any, *arguments: Any) -> None:
-    """Run a rule's kernel over the arguments of its op."""
+def launch(rule: Rule, scalars: Any, step: Any, *arguments: Any) -> None:
+    """Run the kernel over the arguments of a rule's op. ``scalars`` and ``step`` are the rule's, in Triton."""
     call = Arguments.of(rule, arguments)
     if not call.params:
         return
@@ -146,9 +154,10 @@ def launch(rule: Rule, kernel: Any, *arguments: Any) -> None:
         flat, [it.data_ptr() for it in grads], beside=group_words(rule, call), own=own, chunk=CHUNK
     )
     of_chunk = None if call.report is None else call.report.new_empty(chunks * FIELDS.value)
-    kernel[(chunks,)](
+    step_kernel[(chunks,)](
         rows, words, tensors, call.grad_scale, call.found_inf, call.total_sumsq, call.outcome, call.skipped_steps,
-        call.report, of_chunk, IS_CLIPPED=call.max_norm < math.inf, **facts_of(rule, flat, own), enable_fp_fusion=False,
+        call.report, of_chunk, IS_CLIPPED=call.max_norm < math.inf, **facts_of_rows(rule, flat, own),
+        **facts_of_rule(rule), SCALARS=scalars, STEP=step, enable_fp_fusion=False,
     )  # fmt: skip
     for original, copy in loans:
         if copy is not original:

@@ -13,6 +13,7 @@ class Rule(NamedTuple):
     not_negative: tuple[str, ...]  # the states that never are; their 8-bit codes are those of roots
     hyperparameters: tuple[str, ...]  # of a group
     tensors: int  # so many of these, from the first one on, may be tensors on the device
+    counts: bool  # whether each parameter's state has a number of steps also in checkpoints
     # Takes the hyperparameters of a group and the number of this step, 1 at the first one, as 0-dim fp64 tensors or
     # floats. Returns a named tuple of what all elements of a parameter share, likewise.
     scalars: Callable[..., Any]

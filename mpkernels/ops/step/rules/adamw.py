@@ -51,6 +51,7 @@ ADAMW = Rule(
     not_negative=("exp_avg_sq", "max_exp_avg_sq"),
     hyperparameters=("lr", "beta1", "beta2", "weight_decay", "eps"),
     tensors=3,
+    counts=True,
     scalars=scalars,
     step=step,
 )

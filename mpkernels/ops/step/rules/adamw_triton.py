@@ -8,12 +8,8 @@ import triton
 import triton.language as tl
 
 from mpkernels.ops._registry import implement
-from mpkernels.ops.step.launch_kernel import begin_step, launch, not_negative_bits, step_chunk
+from mpkernels.ops.step.launch_kernel import launch
 from mpkernels.ops.step.rules.adamw import ADAMW, adamw_
-
-STATES, NEEDED = tl.constexpr(len(ADAMW.states)), tl.constexpr(ADAMW.needed)
-NOT_NEGATIVE = tl.constexpr(not_negative_bits(ADAMW))
-TENSORS, HYPERPARAMETERS = tl.constexpr(ADAMW.tensors), tl.constexpr(len(ADAMW.hyperparameters))
 
 
 @triton.jit
@@ -40,22 +36,4 @@ def step(weight, grad, states, amsgrad, scalars):
     return weight, (exp_avg, exp_avg_sq, largest)
 
 
-@triton.jit(do_not_specialize=["tensors"])
-def adamw_kernel(
-    rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk,
-    IS_CLIPPED: tl.constexpr, HAS_FP64: tl.constexpr, HAS_INT8: tl.constexpr, HAS_OPTIONAL: tl.constexpr,
-    HAS_REMAINDER: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
-    WEIGHT_DTYPE: tl.constexpr,
-):  # fmt: skip
-    if begin_step(
-        rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk
-    ):  # fmt: skip
-        return
-    step_chunk(
-        rows, call, tensors, grad_scale, total_sumsq if IS_CLIPPED else None,
-        HAS_FP64, HAS_INT8, HAS_OPTIONAL, HAS_REMAINDER, DTYPE, GRAD_DTYPE, STATE_DTYPE, WEIGHT_DTYPE,
-        STATES, NEEDED, NOT_NEGATIVE, TENSORS, HYPERPARAMETERS, scalars, step,
-    )  # fmt: skip
-
-
-implement(adamw_.step)(partial(launch, ADAMW, adamw_kernel))
+implement(adamw_.step)(partial(launch, ADAMW, scalars, step))

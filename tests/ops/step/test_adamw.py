@@ -10,7 +10,7 @@ from mpkernels.ops import grad_stats
 from mpkernels.ops.step.rules.adamw import adamw_
 from mpkernels.ops.step.split import join, split
 from tests.cases import same_bits
-from tests.ops.adamw import oracle
+from tests.ops.step import oracle
 
 F32, F16, B16, F64, I8 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8
 WEIGHTS = [(F32, "none"), (B16, "split"), (B16, "fp32"), (F16, "split"), (F16, "fp32")]

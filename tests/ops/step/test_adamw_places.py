@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mpkernels
-from tests.ops.adamw.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model
+from tests.ops.step.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model
 
 LISTS = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 

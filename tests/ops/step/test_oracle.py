@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.ops.adamw import oracle
-from tests.ops.adamw.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model
+from tests.ops.step import oracle
+from tests.ops.step.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model
 
 HYPER = {
     "decay": {"weight_decay": [0.1, 0.3]},

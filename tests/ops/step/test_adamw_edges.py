@@ -9,7 +9,7 @@ import torch
 import mpkernels
 from mpkernels.ops.step.rules.adamw import ADAMW, adamw_
 from tests.cases import same_bits
-from tests.ops.adamw.test_adamw import B16, F16, F32, I8, WEIGHTS, Model, assert_same_steps
+from tests.ops.step.test_adamw import B16, F16, F32, I8, WEIGHTS, Model, assert_same_steps
 
 
 def test_many_chunks_of_each_kind_of_moments(target):

@@ -1,0 +1,41 @@
+"""Adam, as torch.optim.Adam (foreach=False) steps: as AdamW does, but unless the decay is decoupled, it joins the
+grad."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkernels.ops.step.op import StepOps
+from mpkernels.ops.step.rules import adamw
+
+
+class Scalars(NamedTuple):
+    """What all elements of a parameter share."""
+
+    joined_decay: Tensor
+    decay: Tensor
+    weight1: Tensor
+    beta2: Tensor
+    weight2: Tensor
+    step_size: Tensor
+    eps: Tensor
+
+
+def scalars(
+    lr: Tensor, beta1: Tensor, beta2: Tensor, weight_decay: Tensor, eps: Tensor, decoupled: Tensor, step: Tensor
+) -> Scalars:
+    """``decoupled`` is 1 or 0."""
+    of_adamw = torch.where(decoupled != 0, weight_decay, 0.0)
+    return Scalars(weight_decay - of_adamw, *adamw.scalars(lr, beta1, beta2, of_adamw, eps, step))
+
+
+def step(weight: Tensor, grad: Tensor, states: list[Tensor], scalars: Scalars) -> tuple[Tensor, list[Tensor]]:
+    joined_decay, *of_adamw = scalars
+    return adamw.step(weight, grad + weight * joined_decay, states, adamw.Scalars(*of_adamw))
+
+
+ADAM = adamw.ADAMW._replace(
+    name="adam", hyperparameters=(*adamw.ADAMW.hyperparameters, "decoupled"), scalars=scalars, step=step
+)
+adam_ = StepOps(ADAM)

@@ -1,0 +1,32 @@
+"""SGD's rule in Triton."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
+
+from functools import partial
+
+import triton
+import triton.language as tl
+
+from mpkernels.ops._registry import implement
+from mpkernels.ops.step.launch_kernel import launch
+from mpkernels.ops.step.rules.sgd import SGD, sgd_
+
+
+@triton.jit
+def scalars(hyperparameters, step):
+    lr, weight_decay, momentum, dampening, nesterov = hyperparameters
+    is_first = step == 1
+    weight = tl.where(is_first, 1.0, 1 - dampening)
+    return weight_decay, tl.where(is_first, 0.0, momentum), weight, nesterov * momentum, lr
+
+
+@triton.jit
+def step(weight, grad, states, has_momentum, scalars):
+    weight_decay, momentum, of_update, nesterov, lr = scalars
+    update = grad + weight * weight_decay
+    buffer = states[0] * momentum + update * of_update
+    with_momentum = tl.where(nesterov != 0, update + buffer * nesterov, buffer)
+    return weight - tl.where(has_momentum, with_momentum, update) * lr, (buffer,)
+
+
+implement(sgd_.step)(partial(launch, SGD, scalars, step))

@@ -1,0 +1,156 @@
+"""Each rule: every kernel gives the reference's bits, and the reference steps as plain torch does in fp64."""
+
+import pytest
+import torch
+
+from tests.cases import same_bits
+from tests.ops.step.rows import B16, F16, F32, F64, I8, RULES, WEIGHTS, Rows, assert_same_steps
+
+of_each_rule = pytest.mark.parametrize("line", RULES.values(), ids=RULES)
+
+
+@of_each_rule
+def test_every_combination_of_dtypes(target, line):
+    model = {"sizes": (37,) if target.is_interpreted else (37, 1000)}
+    rows = assert_same_steps(target, line, steps=2 if target.is_interpreted else 4, model=model)
+    assert {step.item() for step in rows.lists["steps"]} == {2.0 if target.is_interpreted else 4.0}
+
+
+@of_each_rule
+@pytest.mark.parametrize("state", [F32, B16, I8], ids=str)
+@pytest.mark.parametrize("weight", WEIGHTS, ids=str)
+def test_lists_of_one_kind(target, line, weight, state):
+    """A kernel may be compiled for what all parameters have in common, and for nothing else."""
+    model = {"sizes": (700, 3), "weights": [weight], "grads": [weight[0]], "states": [state]}
+    assert_same_steps(target, line, model=model, steps=2)
+
+
+@of_each_rule
+@pytest.mark.parametrize("size", [1, 31, 1025, 8193])
+def test_sizes(target, line, size):
+    model = {"sizes": (size,), "grads": (F32,), "states": (F32, I8), "weights": WEIGHTS[:2]}
+    assert_same_steps(target, line, model=model, steps=2)
+
+
+@of_each_rule
+@pytest.mark.parametrize(
+    "arguments", [{"grad_scale": 1024.0}, {"max_norm": 1.0}, {"grad_scale": 3.0, "max_norm": 0.5}], ids=str
+)
+def test_unscale_and_clip(target, line, arguments):
+    assert_same_steps(target, line, model={"sizes": (33,), "states": (F32,)}, **arguments)
+
+
+@of_each_rule
+def test_nothing_moves_on_overflow(target, line):
+    rows, untouched = (Rows(line, sizes=(37, 700), device=target.device) for _ in range(2))
+    rows.step(rows.grads(0), found_inf=1.0)
+    assert rows.differences(untouched) == []
+    rows.step(rows.grads(0), found_inf=0.0)
+    assert {step.item() for step in rows.lists["steps"]} == {1.0}
+
+
+@of_each_rule
+def test_grads_are_only_read(target, line):
+    rows = Rows(line, device=target.device)
+    grads = rows.grads(0)
+    before = [grad.clone() for grad in grads]
+    rows.step(grads, grad_scale=4.0, max_norm=0.1)
+    assert all(map(torch.equal, grads, before))
+
+
+@of_each_rule
+@pytest.mark.parametrize("dtype", [F32, F64], ids=str)
+def test_hyperparameters_on_the_device(target, line, dtype):
+    """They give what the same floats give."""
+    model = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2], "device": target.device}
+    by_value, on_device = Rows(line, **model), Rows(line, **model)
+    count = line.ops.rule.tensors
+    rounded = {name: tuple(torch.tensor(x, dtype=dtype).double().tolist()) for name, x in line.hypers.items()}
+    hypers = rounded | dict(list(line.hypers.items())[count:])
+    names = list(hypers)[:count]
+    tensors = [
+        torch.full((), hypers[name][group], dtype=dtype, device=target.device) for group in (0, 1) for name in names
+    ]
+    for seed in range(2):
+        by_value.step(by_value.grads(seed), hypers)
+        on_device.step(on_device.grads(seed), hypers | dict.fromkeys(names, (0.5, 0.5)), on_device=tensors)
+    assert on_device.differences(by_value) == []
+
+
+@of_each_rule
+@pytest.mark.parametrize("maximize", [False, True])
+def test_fp64_is_plain_torchs(target, line, maximize):
+    """Five steps of each group, beside an optimizer that others wrote."""
+    rows = Rows(line, weights=[(F64, "none")], grads=(F64,) * 4, states=(F64,), device=target.device)
+    ends = [has_optional for *_, has_optional in rows.cases]
+    params = [it.cpu().clone().requires_grad_() for it in rows.lists["params"]]
+    twins = []
+    for i, (param, has_optional) in enumerate(zip(params, ends, strict=True)):
+        options = line.options({name: x[rows.group_of(i)] for name, x in line.hypers.items()})
+        options |= {"amsgrad": has_optional} if "eps" in options else {}
+        if "momentum" in options and not has_optional:
+            options |= {"momentum": 0, "dampening": 0, "nesterov": False}
+        twins.append(line.twin([param], **options))
+    for seed in range(5):
+        grads = rows.grads(seed)
+        for param, grad, twin in zip(params, grads, twins, strict=True):
+            param.grad = -grad.cpu() if maximize else grad.cpu()
+            twin.step()
+        rows.step(grads, maximize=(maximize, maximize))
+    for param, ours in zip(params, rows.lists["params"], strict=True):
+        torch.testing.assert_close(ours.cpu(), param.detach(), rtol=1e-14, atol=1e-15)
+
+
+@of_each_rule
+@pytest.mark.parametrize("kind", ["split", "fp32"])
+def test_a_master_is_what_an_fp32_weight_would_be(target, line, kind):
+    """Bit for bit, where it begins as the same number."""
+    model = {"sizes": (500,), "grads": (B16,), "states": (F32,), "device": target.device}
+    ours, plain = Rows(line, weights=[(B16, kind)], **model), Rows(line, weights=[(F32, "none")], **model)
+    for i, param in enumerate(plain.lists["params"]):
+        param.copy_(ours.weight(i))
+    for seed in range(4):
+        ours.step(ours.grads(seed))
+        plain.step(plain.grads(seed))
+    for i, param in enumerate(plain.lists["params"]):
+        assert same_bits(ours.weight(i).cpu(), param.cpu())
+        assert same_bits(ours.lists["params"][i].cpu(), param.cpu().to(B16))
+
+
+@of_each_rule
+def test_layouts_that_differ(target, line):
+    """Channels-last and sliced parameters, grads and states in any other order."""
+    shape = (4, 6, 5, 3)
+
+    def laid_out(kind, value):
+        if kind == "sliced":
+            return torch.stack([value, value], -1)[..., 0]
+        return value.clone(memory_format=torch.channels_last if kind == "last" else torch.contiguous_format)
+
+    results = []
+    for kinds in (("plain", "plain"), ("last", "plain"), ("sliced", "last"), ("plain", "sliced")):
+        rows = Rows(line, sizes=(360,), weights=WEIGHTS[:2], grads=(F32,), states=(F32, B16), device=target.device)
+        for name in ("params", "masters", *rows.rule.state_lists):
+            kind = kinds[name != "params"]
+            rows.lists[name] = [laid_out(kind, it.view(shape)) if it.numel() else it for it in rows.lists[name]]
+        for seed in range(2):
+            rows.step([laid_out(kinds[0], grad.view(shape)) for grad in rows.grads(seed)])
+        results.append([it.cpu().contiguous() for tensors in rows.lists.values() for it in tensors])
+    for other in results[1:]:
+        assert all(map(same_bits, other, results[0]))
+
+
+@of_each_rule
+def test_bad_arguments_are_named(line):
+    rows = Rows(line, sizes=(5,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,))
+    first = rows.rule.state_lists[0]
+    whole = rows.lists[first]
+    rows.lists[first] = whole[:-1] if len(whole) > 1 else [whole[0], whole[0]]
+    with pytest.raises(ValueError, match=f"{rows.rule.op}: {first} must be as long as params, {len(whole)}"):
+        rows.step(rows.grads(0))
+    rows.lists[first] = [it.to(F16) for it in whole]
+    with pytest.raises(TypeError, match=rf"{rows.rule.op}: {first}\[\d\] must be fp32, bf16 or int8"):
+        rows.step(rows.grads(0))
+    rows.lists[first] = whole
+    with pytest.raises(ValueError, match=f"{rows.rule.op}: lr must hold one for each of 2 groups, got 3"):
+        rows.step(rows.grads(0), rows.line.hypers | {"lr": (0.1, 0.1, 0.1)})
