@@ -36,8 +36,8 @@ __device__ Arrays<Rule> arrays_at(const StepRow& row, int64_t begin) {
   arrays.grad_dtype = row.grad_dtype;
   arrays.state_dtype = row.state_dtype;
   arrays.master_kind = row.master_kind;
-  arrays.has_optional = Rule::kNeeded < Rule::kStates && (needs == Needs::all || !Rule::kOptionalIsRare) &&
-                        row.states[Rule::kStates - 1];
+  arrays.has_optional =
+      Rule::kNeeded < Rule::kStates && (needs == Needs::all || !Rule::kOptionalIsRare) && row.states[Rule::kStates - 1];
   return arrays;
 }
 

@@ -62,8 +62,9 @@ cudaError_t launch_step(const StepLaunch& launched, void* const* grads, const St
 template <class Rule>
 cudaError_t step_cuda(const StepLaunch& launched, void* const* grads, const StepGroup<Rule>* groups,
                       const StepShared& shared, uint32_t* tickets, Overflow* of_chunk, cudaStream_t stream) {
+  constexpr Needs needs_of_codes = Rule::kIsTuned ? Needs::codes : Needs::all;
   const auto launch_for = launched.needs == Needs::common  ? launch_step<Rule, Needs::common>
-                          : launched.needs == Needs::codes ? launch_step<Rule, Needs::codes>
+                          : launched.needs == Needs::codes ? launch_step<Rule, needs_of_codes>
                                                            : launch_step<Rule, Needs::all>;
   return launch_for(launched, grads, groups, shared, tickets, of_chunk, stream);
 }

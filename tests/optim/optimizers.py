@@ -1,0 +1,39 @@
+"""The optimizers, one line each: a fifth rule costs a line here, and one in tests/ops/step/rows.py."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from mpkernels.optim import SGD, Adam, AdamW, Lion
+from tests.ops.step.rows import LionInPlainTorch
+
+
+class Line(NamedTuple):
+    kind: Callable[..., Any]
+    options: dict[str, Any]
+    twin: Callable[..., torch.optim.Optimizer]  # in plain torch
+    states: tuple[str, ...]  # that checkpoints hold for an fp32 parameter, as the twin's do
+    lr: float = 1e-2
+
+    def ours(self, params, **more):
+        return self.kind(params, lr=self.lr, **self.options, **more)
+
+    def theirs(self, params):
+        more = {} if self.twin is LionInPlainTorch else {"foreach": False}
+        return self.twin(params, lr=self.lr, **self.options, **more)
+
+
+MOMENTS = "exp_avg", "exp_avg_sq", "step"
+OPTIMIZERS = {
+    "AdamW": Line(AdamW, {"weight_decay": 0.1}, torch.optim.AdamW, MOMENTS),
+    "Adam": Line(Adam, {"weight_decay": 0.1}, torch.optim.Adam, MOMENTS),
+    "Adam, amsgrad": Line(Adam, {"amsgrad": True}, torch.optim.Adam, ("max_exp_avg_sq", *MOMENTS)),
+    "Adam, decoupled": Line(Adam, {"weight_decay": 0.1, "decoupled_weight_decay": True}, torch.optim.Adam, MOMENTS),
+    "SGD": Line(SGD, {"weight_decay": 0.1}, torch.optim.SGD, ()),
+    "SGD, momentum": Line(SGD, {"momentum": 0.9, "dampening": 0.5}, torch.optim.SGD, ("momentum_buffer",)),
+    "SGD, nesterov": Line(
+        SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, torch.optim.SGD, ("momentum_buffer",)
+    ),
+    "Lion": Line(Lion, {"betas": (0.9, 0.99), "weight_decay": 0.1}, LionInPlainTorch, ("exp_avg",), 1e-3),
+}
