@@ -152,5 +152,9 @@ def test_bad_arguments_are_named(line):
     with pytest.raises(TypeError, match=rf"{rows.rule.op}: {first}\[\d\] must be fp32, bf16 or int8"):
         rows.step(rows.grads(0))
     rows.lists[first] = whole
+    rows.lists["scales"] = [torch.ones(1) for _ in whole]
+    with pytest.raises(TypeError, match=rf"{rows.rule.op}: scales\[0\] must be there for int8 states, and only there"):
+        rows.step(rows.grads(0))
+    rows.lists["scales"] = []
     with pytest.raises(ValueError, match=f"{rows.rule.op}: lr must hold one for each of 2 groups, got 3"):
         rows.step(rows.grads(0), rows.line.hypers | {"lr": (0.1, 0.1, 0.1)})
