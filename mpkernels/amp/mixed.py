@@ -98,7 +98,8 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
         if param.requires_grad and param not in known:
             raise ValueError(f"to_full: optimizer must hold the master of {name}, which is not among its parameters")
     with torch.no_grad():
-        optimizer._compare_loaded()
+        if optimizer._is_loaded:
+            optimizer._compare_loaded()
         for param in narrow.values():
             state = optimizer.state.get(param, {})
             masters.drop_unfit(state, param)
