@@ -76,8 +76,7 @@ class Engine(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed
-        none."""
+        """The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if there is none."""
         return self._step_outcome.grad_norm
 
     @property

@@ -124,7 +124,7 @@ def _set_width(param: Tensor, dtype: torch.dtype | None) -> None:
 def steps_in_backward(optimizer: Any, scaler: torch.amp.GradScaler | None) -> list[tuple[Tensor, Release | None]]:
     """Return each parameter with the function that steps it alone; None where a step needs all grads first."""
     name = type(optimizer).__name__
-    if optimizer.defaults["differentiable"]:
+    if optimizer.defaults.get("differentiable"):
         raise ValueError(f"{name}: release_grads needs differentiable=False")
     params = params_of(optimizer)
     group_options.refuse_twice(name, params)
