@@ -79,6 +79,10 @@ class Engine(torch.optim.Optimizer):
         """The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if there is none."""
         return self._step_outcome.grad_norm
 
+    @grad_norm.setter
+    def grad_norm(self, norm: Tensor | None) -> None:
+        self._step_outcome.grad_norm = norm
+
     @property
     def skipped_steps(self) -> Tensor | None:
         """How many steps were skipped so far because of an inf or NaN: fp32, on the device."""
@@ -257,7 +261,7 @@ class Engine(torch.optim.Optimizer):
         group_options.leave_scaling_to_torch(self)
         self._start_afresh()
         for key in _SHOWN & state.keys():
-            setattr(self._step_outcome, key, vars(self).pop(key))
+            setattr(self, key, vars(self).pop(key))
 
 
 # What a pickle or a copy holds beyond torch's part: of the optimizer, and of its outcome.

@@ -61,11 +61,12 @@ def test_a_pickle_is_of_the_same_form_as_ever():
     assert "skipped_steps" in state  # which is the caller's
 
 
-def test_users_may_count_anew():
+def test_users_may_set_both():
     model, optimizer = skipped_once()
-    optimizer.skipped_steps = None
+    optimizer.skipped_steps, optimizer.grad_norm = None, torch.tensor(7.0)
+    assert optimizer.grad_norm.item() == 7
     optimizer.step()
-    assert optimizer.skipped_steps.item() == 0
+    assert (optimizer.skipped_steps.item(), optimizer.grad_norm.item()) == (0, shown(skipped_once()[1])[0])
     model[0].weight.grad.fill_(float("inf"))
     optimizer.skipped_steps.fill_(5)
     optimizer.step()
