@@ -4,7 +4,8 @@ import sys
 
 from mpkernels.amp import mixed_class, policy, scalings
 from mpkernels.ops.step import split
-from mpkernels.overflow import ledger, readback, report
+from mpkernels.optim import readback
+from mpkernels.overflow import ledger, report
 
 _MODULES = {
     "_late": readback,
@@ -14,6 +15,7 @@ _MODULES = {
     "_policy": policy,
     "_scaling": scalings,
     "ops.split": split,
+    "overflow.readback": readback,
 }
 
 

@@ -19,8 +19,8 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mpkernels._torch_private.modules import books_of
+from mpkernels.distributed.parts import part_of
 from mpkernels.optim.engine import Engine
-from mpkernels.parts import part_of
 
 Undo = Callable[[], None]
 _NO_EXTRA = nn.Module.get_extra_state

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from mpkernels.optim.engine import Engine
+from mpkernels.optim.readback import Readback
 from mpkernels.optim.step_hooks import PassiveHook
-from mpkernels.overflow.readback import Readback
 from mpkernels.parameters import put_on, unwrapped
 
 

@@ -1,7 +1,8 @@
-"""The tensors that optimizers are given, and the devices where they lie."""
+"""The tensors that optimizers are given: which they are, where they lie, whether they are DTensors."""
 
+import sys
 from collections.abc import Iterable, Sequence
-from itertools import chain, repeat
+from itertools import repeat
 from operator import is_
 from typing import Any, TypeVar
 
@@ -14,7 +15,10 @@ Item = TypeVar("Item")
 
 def params_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters of all groups, in their order."""
-    return list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+    params: list[Tensor] = []
+    for group in optimizer.param_groups:
+        params += group["params"]
+    return params
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -39,6 +43,18 @@ def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.de
     for tensor, item in zip(tensors, items, strict=True):
         found.setdefault(tensor.device, []).append(item)
     return found
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether this is a DTensor."""
+    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
+    return loaded is not None and isinstance(tensor, loaded.DTensor)
+
+
+def are_any_sharded(tensors: Iterable[Any]) -> bool:
+    """Return whether there is a DTensor among these, at the cost of a look at each one's class."""
+    loaded = sys.modules.get("torch.distributed.tensor")
+    return loaded is not None and any(map(issubclass, set(map(type, tensors)), repeat(loaded.DTensor)))
 
 
 def put_on(device: torch.device, tensor: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ ROOMS = (  # from the top down
     *("__main__", "demo", "doctor", "bench", "integrations"),
     *("__init__", "_old_names"),
     *("profiling", "metrics", "memory", "checkpoint", "amp", "optim", "overflow"),
-    *("nn", "functional", "linear", "selector", "distributed", "parameters", "parts", "tables"),
+    *("nn", "functional", "linear", "selector", "distributed", "parameters", "tables"),
     *("ops", "_torch_private", "_extension", "_sources"),
 )
 

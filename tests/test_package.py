@@ -31,4 +31,4 @@ def test_one_function_decides_who_waits_for_a_copy_to_the_host():
     """Besides it: who reads later, and a copy to the device out of memory that nobody writes to."""
     root = Path(mpkernels.__file__).parent
     found = [path.relative_to(root) for path in root.rglob("*.py") if "non_blocking" in path.read_text()]
-    assert sorted(map(str, found)) == ["ops/_table.py", "overflow/readback.py", "parameters.py"]
+    assert sorted(map(str, found)) == ["ops/_table.py", "optim/readback.py", "parameters.py"]

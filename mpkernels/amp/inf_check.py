@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from mpkernels._torch_private.tensors import values_of
 from mpkernels.amp.attempts import Attempt
 from mpkernels.distributed import fsdp1, meshes
+from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
-from mpkernels.parameters import by_device, params_of, put_on, unwrapped
-from mpkernels.parts import are_any_sharded, parts_of, settled_grads
+from mpkernels.parameters import are_any_sharded, by_device, params_of, put_on, unwrapped
 
 FoundInf = dict[torch.device, Tensor]  # fp32, 0-dim, 0 or 1; one at most, as torch's optimizers take any other for 0
 

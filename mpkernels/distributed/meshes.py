@@ -8,7 +8,7 @@ from torch import distributed
 
 from mpkernels._torch_private.sharded import root_mesh
 from mpkernels.distributed.processes import Processes
-from mpkernels.parts import is_sharded
+from mpkernels.parameters import is_sharded
 
 
 def ranks_of(params: Iterable[Any]) -> tuple[int, ...]:

@@ -100,11 +100,11 @@ def of_first_rank(op: str, value: Any, error: Exception | None, group: Any) -> A
     return everybody[0][0]
 
 
-def of_scaler(optimizer: Any, scaler: Any) -> Processes | None:
-    """Return the processes of the scaler that the optimizer steps under. With torch's ShardedGradScaler they only share
+def of_scaler(scaler: Any) -> Processes | None:
+    """Return the processes of the scaler that an optimizer steps under. With torch's ShardedGradScaler they only share
     found_inf, because their grads may be DDP's."""
-    given: Processes | None = getattr(optimizer, "peers", None) or getattr(scaler, "_peers", None)
-    if given is not None or not is_torchs_sharded(scaler):
+    given: Processes | None = getattr(scaler, "_peers", None)
+    if given is not None or not (are_several() and is_torchs_sharded(scaler)):
         return given
     return Processes(scaler.process_group or distributed.group.WORLD, holds_parts=False)
 

@@ -10,8 +10,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from mpkernels._torch_private.modes import DispatchMode
 from mpkernels._torch_private.ops import to_copy
 from mpkernels._torch_private.tensors import leaves_of, storage_of
+from mpkernels.distributed.parts import part_of
 from mpkernels.memory import measure
-from mpkernels.parts import part_of
 
 
 class Forward(DispatchMode):  # type: ignore[misc]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mpkernels._torch_private.tensors import storage_of
-from mpkernels.parts import part_of, reshard
+from mpkernels.distributed.parts import part_of, reshard
 
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkernels.distributed.parts import part_of
 from mpkernels.linear import cast_cache
 from mpkernels.memory import measure
 from mpkernels.memory.forward import Forward
 from mpkernels.optim import masters, param_state
 from mpkernels.optim.engine import Engine
 from mpkernels.parameters import params_of, unwrapped
-from mpkernels.parts import part_of
 from mpkernels.tables import Report, Table
 
 Loss = Callable[[nn.Module], Tensor]

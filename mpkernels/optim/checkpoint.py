@@ -1,4 +1,4 @@
-"""Saving and loading AdamW's state. Unlike torch, loading doesn't round a state to its parameter's dtype."""
+"""Saving and loading an optimizer's state. Unlike torch, loading doesn't round a state to its parameter's dtype."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -42,18 +42,20 @@ def loading(optimizer: Any) -> Iterator[Any]:
 
     The states come as they were before torch casts them, and the optimizer's own master and state_dtype apply, not
     those of the checkpoint."""
-    stand_in: Any = object.__new__(type(optimizer))
+    kind = type(optimizer)
+    stand_in: Any = object.__new__(kind)
+    op = f"{kind.__name__}.load_state_dict"
     states_to_adopt: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
 
     def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         vars(stand_in).update(_without(hooks, optimizer))  # which the user's hooks may have changed
         states = dict(loaded["state"])
         for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):  # torch compares lengths
-            _refuse_twice(saved["params"])
+            _refuse_twice(op, saved["params"])
             for param, number in zip(group["params"], saved["params"], strict=False):
                 if states.get(number):
                     states[number] = {key: it for key, it in states[number].items() if it is not None}  # as SGD has it
-                    _check(optimizer._rule.ops.rule, number, states[number], param)
+                    _check(op, optimizer._rule.ops.rule, number, states[number], param)
                     states_to_adopt.append((param, states[number], saved, group))
                     # All that torch insists on. Apex and TransformerEngine count once for the group.
                     states[number] = {"step": states[number].get("step", 0.0)}
@@ -72,7 +74,9 @@ def loading(optimizer: Any) -> Iterator[Any]:
         for new, own in zip(stand_in.param_groups, optimizer.param_groups, strict=True):
             new.update({key: own[key] for key in group_options.OF_GROUPS})
         for param, state, saved, own in states_to_adopt:
-            stand_in.state[param] = param_state.adopt(optimizer._rule, param, state, saved, own["state_dtype"])
+            stand_in.state[param] = param_state.adopt(
+                optimizer._rule, kind.__name__, param, state, saved, own["state_dtype"]
+            )
         stand_in._is_loaded = True
         vars(optimizer).update(_without(own_hooks, stand_in))
     finally:  # the stand-in and its hook hold each other, and with them all that was loaded
@@ -86,19 +90,19 @@ def _without(hooks: tuple[Any, ...], optimizer: Any) -> dict[str, Any]:
     return {key: value for key, value in vars(optimizer).items() if not any(value is each for each in hooks)}
 
 
-def _refuse_twice(numbers: list[Any]) -> None:
+def _refuse_twice(op: str, numbers: list[Any]) -> None:
     if twice := [number for number, times in Counter(numbers).items() if times > 1]:
-        raise ValueError(f"AdamW.load_state_dict: a group must hold each parameter once, got {twice} twice")
+        raise ValueError(f"{op}: a group must hold each parameter once, got {twice} twice")
 
 
-def _check(rule: Rule, number: object, state: dict[str, Any], param: Tensor) -> None:
+def _check(op: str, rule: Rule, number: object, state: dict[str, Any], param: Tensor) -> None:
     needed = rule.states[: rule.needed]
     if not set(needed) <= state.keys():
         wanted, got = " and ".join(needed), ", ".join(map(str, state))
-        raise ValueError(f"AdamW.load_state_dict: state[{number!r}] must have {wanted}, got {got}")
+        raise ValueError(f"{op}: state[{number!r}] must have {wanted}, got {got}")
     for key in (*rule.states, *_MASTERS):
         if key in state and state[key].shape != param.shape:
             raise ValueError(
-                f"AdamW.load_state_dict: state[{number!r}][{key!r}] must have its parameter's shape "
+                f"{op}: state[{number!r}][{key!r}] must have its parameter's shape "
                 f"{tuple(param.shape)}, got {tuple(state[key].shape)}"
             )

@@ -9,40 +9,31 @@ from torch.cuda import is_current_stream_capturing
 from torch.nn import Module
 
 from mpkernels._torch_private.tracing import as_written, may_be_compiled
-from mpkernels.distributed import meshes, processes
+from mpkernels.distributed import processes
+from mpkernels.distributed.parts import settled_grads
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops.step.op import write_outcome
 from mpkernels.optim import checkpoint, group_options, masters, param_state, under_scaler, verdicts, zero
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
-from mpkernels.optim.release import GradientRelease
-from mpkernels.optim.step_in_backward import steps_in_backward
+from mpkernels.optim.release import GradientRelease, steps_in_backward
+from mpkernels.optim.step_outcome import StepOutcome, found_here
 from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger
-from mpkernels.overflow.readback import Readback
 from mpkernels.overflow.report import OverflowReport
-from mpkernels.parameters import by_device, params_of, refuse_sparse, refuse_unserved
-from mpkernels.parts import are_any_sharded, settled_grads
+from mpkernels.parameters import are_any_sharded, by_device, params_of, refuse_sparse, refuse_unserved
 
 
 class Engine(torch.optim.Optimizer):
     """The optimizers' common part. A class that inherits from this and from one of torch's adds a constructor and
     ``_rule``."""
 
-    #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
-    grad_norm: Tensor | None = None
-    #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
-    skipped_steps: Tensor | None = None
-
     _rule: OptimizerRule
     _step_supports_amp_scaling = under_scaler.TakesScale()  # torch's GradScaler hands over its scale and found_inf
     _finds_inf = True  # ours hands over its scale and `outcome`, where it then reads whether a step was skipped
     _peers: Processes | None = None  # that hold other parts of the grads
-    _parts: meshes.Parts | None = None  # the processes that hold the other parts of DTensors
-    _has_parts = False  # whether other processes hold parts of the parameters: DTensors, or FSDP1's
-    _has_16_bit_parameters = False
     _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
-    _agreed: verdicts.Agreed | None = None  # what all processes know of the grads before hooks run
+    _step_outcome = StepOutcome()  # of no step yet
     _release: GradientRelease | None = None
     _is_loaded = False  # since the last step: the model may yet be loaded after it
 
@@ -50,9 +41,9 @@ class Engine(torch.optim.Optimizer):
         self, master: str, state_dtype: torch.dtype, max_norm: float | None, guard: bool | None, process_group: Any
     ) -> None:
         """Check and keep the options beyond torch's, before torch's constructor."""
-        group_options.check_global(max_norm, guard)
+        group_options.check_global(type(self).__name__, max_norm, guard)
         self.master, self.state_dtype, self.max_norm, self.guard = master, state_dtype, max_norm, guard
-        self._peers = processes.given("AdamW", process_group)
+        self._peers = processes.given(type(self).__name__, process_group)
         zero.follow()
         self._start_afresh()
 
@@ -75,14 +66,31 @@ class Engine(torch.optim.Optimizer):
     def _start_afresh(self) -> None:
         """Forget everything that was derived from the parameters and their states."""
         self._forget_plans()
-        self._was_skipped = Readback()
-        self._failed = Readback()  # how many processes could not take the last step
+        self._step_outcome = StepOutcome(self.grad_norm, self.skipped_steps)
         self._ledger = Ledger()
 
     def _forget_plans(self) -> None:
         """Have the next step make plans anew, and a step that has failed not be tried again."""
         self._plans: list[Plan] = []
         self._foundations: Foundations | None = None
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if there is none."""
+        return self._step_outcome.grad_norm
+
+    @grad_norm.setter
+    def grad_norm(self, norm: Tensor | None) -> None:
+        self._step_outcome.grad_norm = norm
+
+    @property
+    def skipped_steps(self) -> Tensor | None:
+        """How many steps were skipped so far because of an inf or NaN: fp32, on the device."""
+        return self._step_outcome.skipped_steps
+
+    @skipped_steps.setter
+    def skipped_steps(self, count: Tensor | None) -> None:
+        self._step_outcome.skipped_steps = count
 
     @property
     def step_was_skipped(self) -> Tensor | None:
@@ -92,7 +100,7 @@ class Engine(torch.optim.Optimizer):
         last step did not check its grads. A compiled step sets neither this nor grad_norm and skipped_steps, because
         torch.compile drops the attributes that a step sets.
         """
-        return None if (skipped := self._was_skipped.read()) is None else skipped > 0
+        return self._step_outcome.was_skipped()
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step with the grads of all parameters, or skip it if the guard or a scaler finds an inf or NaN.
@@ -110,14 +118,16 @@ class Engine(torch.optim.Optimizer):
         with torch.no_grad():
             params = params_of(self)
             sharded = are_any_sharded(params)
-            take_step = as_written("AdamW: step", self._step) if sharded and may_be_compiled() else self._step
+            take_step = self._step
+            if sharded and may_be_compiled():
+                take_step = as_written(f"{type(self).__name__}: step", take_step)
             try:
                 take_step(params, sharded)
             except (RuntimeError, TypeError) as error:
                 for param in params:
                     refuse_sparse(param.grad)
                 if isinstance(error, NotImplementedError):
-                    refuse_unserved("AdamW", "params", params)
+                    refuse_unserved(type(self).__name__, "params", params)
                 if not any(plan.has_moved for plan in self._plans):
                     raise
                 self._foundations = None
@@ -135,35 +145,39 @@ class Engine(torch.optim.Optimizer):
             self._release.begin_anew()
 
     def _step(self, params: list[Tensor], sharded: bool) -> None:
-        plans, grads, own, processes = self._look(params, sharded)
-        verdict = verdicts.of_all(self, params, own, processes)
+        plans, grads, verdict, others = self._look(params, sharded)
+        verdict = verdict if others is None else verdicts.of_all(self, params, verdict, others)
+        skipped_steps = self._step_outcome.skipped_steps
         for i, plan in enumerate(plans):  # of which the first tells the outcome
             of_plan = verdict if i == 0 else verdict._replace(outcome=None)
-            plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else self.skipped_steps)
+            plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else skipped_steps)
         if not plans and verdict.outcome is not None:
-            write_outcome(*verdict[:4], self.skipped_steps)  # as adamw_ would, which has nothing to step
+            write_outcome(*verdict[:4], skipped_steps)  # as adamw_ would, which has nothing to step
         if not torch.compiler.is_compiling():
-            verdicts.note_outcome(self, verdict)
+            self._step_outcome.note_step(verdict)
 
     def _look(self, params: list[Tensor], sharded: bool) -> tuple[list[Plan], list[Any], Verdict, Processes | None]:
         """Return the plans, the grads, this process's verdict on them, and the processes that have to agree on one."""
-        verdicts.raise_if_one_has_failed(self)
+        if (failures := self._step_outcome.failures) is not None:
+            verdicts.raise_if_one_has_failed(self, failures)
         try:
             grads = settled_grads(params) if sharded else [param.grad for param in params]
-            self._compare_loaded()
+            if self._is_loaded:
+                self._compare_loaded()
             plans = self._plans_for(params, grads)
-            return plans, grads, *verdicts.found_here(self, plans, params, grads)
+            return plans, grads, *found_here(self, plans, params, grads)
         except Exception:
             verdicts.tell_failure(self, params)
             raise
 
     def _compare_loaded(self) -> None:
-        if not self._is_loaded or torch.compiler.is_compiling():
+        """Bring the masters up to date with the weights, after both were loaded, and warn if they don't fit."""
+        if torch.compiler.is_compiling():
             return
         if any(it.is_cuda for it in params_of(self)) and is_current_stream_capturing():
             return  # to compare waits for the device; kernels take up what was written all the same, without a word
         self._is_loaded = False
-        masters.compare_loaded(params_of(self), self.state)
+        masters.compare_loaded(type(self).__name__, params_of(self), self.state)
 
     def _follow_writes(self) -> None:
         """Bring the masters up to date with the weights, before somebody reads the state without the weights."""
@@ -184,21 +198,22 @@ class Engine(torch.optim.Optimizer):
 
     def _new_plans(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
         """Return a plan for each device, of the parameters that have a grad; each of those then has a state."""
-        group_options.refuse_twice(params)
+        group_options.refuse_twice(type(self).__name__, params)
         for group in self.param_groups:
             group_options.check_group(self, group)
-        verdicts.find_parts(self, params)
+        self._step_outcome.find_parts(params, self._peers)
         group_of = [group for group in self.param_groups for _ in group["params"]]
         places = [i for i, grad in enumerate(grads) if grad is not None]
         for i in places:
             self._state_of(params[i], grads[i], group_of[i])
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
         of_devices = by_device((params[i] for i in places), places)
-        return [Plan(self._rule, rows, it, self._ledger, self._parts) for it in of_devices.values()]
+        return [Plan(self._rule, rows, it, self._ledger, self._step_outcome.parts) for it in of_devices.values()]
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
-        state = param_state.for_step(self._rule, param, self.state.get(param, {}), group)
+        known = self.state.get(param, {})
+        state = param_state.for_step(self._rule, type(self).__name__, param, known, group)
         if state:
             self.state[param] = state
         return state
@@ -208,7 +223,7 @@ class Engine(torch.optim.Optimizer):
         return OverflowReport([(self, self._ledger.records())], model, found)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict that torch's AdamW can load, too. 8-bit moments are decoded to fp32, without loss."""
+        """Return a state dict that torch's class can load, too. 8-bit moments are decoded to fp32, without loss."""
         self._follow_writes()
         with checkpoint.saving(self):
             return super().state_dict()
@@ -234,12 +249,12 @@ class Engine(torch.optim.Optimizer):
         releases = steps_in_backward(self, scaler)
         if self._release is not None:
             self._release.remove()
-        self._release = GradientRelease(releases)
+        self._release = GradientRelease(f"{type(self).__name__}.release_grads", releases)
         return self._release
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow_writes()
-        return super().__getstate__() | {key: self.__dict__[key] for key in _OWN if key in self.__dict__}
+        return super().__getstate__() | {key: getattr(self, key) for key in (*_OWN, *_SHOWN)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -247,6 +262,10 @@ class Engine(torch.optim.Optimizer):
             group_options.complete(self, group)
         group_options.leave_scaling_to_torch(self)
         self._start_afresh()
+        for key in _SHOWN & state.keys():
+            setattr(self, key, vars(self).pop(key))
 
 
-_OWN = ("master", "state_dtype", "max_norm", "guard", "_peers", "grad_norm", "skipped_steps", "_is_loaded")
+# What a pickle or a copy holds beyond torch's part: of the optimizer, and of its outcome.
+_OWN = ("master", "state_dtype", "max_norm", "guard", "_peers", "_is_loaded")
+_SHOWN = {"grad_norm", "skipped_steps"}

@@ -1,4 +1,4 @@
-"""AdamW's options beyond torch's, and their checks: those of the whole optimizer, and those of a parameter group."""
+"""An optimizer's options beyond torch's, and their checks: those for all parameters, and those of a parameter group."""
 
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -15,18 +15,18 @@ _OF_THE_OPTIMIZER = ("max_norm", "guard", "process_group")
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
-def check_global(max_norm: float | None, guard: bool | None) -> None:
+def check_global(name: str, max_norm: float | None, guard: bool | None) -> None:
     if not (max_norm is None or isinstance(max_norm, Real | Tensor)) or isinstance(max_norm, bool):
-        raise TypeError(f"AdamW: max_norm must be a number above 0 or None, got {max_norm!r}")
+        raise TypeError(f"{name}: max_norm must be a number above 0 or None, got {max_norm!r}")
     if guard not in (None, True, False):
-        raise TypeError(f"AdamW: guard must be True, False or None, got {guard!r}")
+        raise TypeError(f"{name}: guard must be True, False or None, got {guard!r}")
     if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"AdamW: max_norm must be above 0, got {max_norm}")
+        raise ValueError(f"{name}: max_norm must be above 0, got {max_norm}")
     if max_norm is not None and guard is False:
-        raise ValueError("AdamW: max_norm needs the guard: a non-finite norm would clip every grad to NaN")
+        raise ValueError(f"{name}: max_norm needs the guard: a non-finite norm would clip every grad to NaN")
 
 
-def refuse_twice(params: Sequence[Tensor]) -> None:
+def refuse_twice(name: str, params: Sequence[Tensor]) -> None:
     """Raise if a parameter comes twice: torch would step it twice, to other results with each implementation."""
     if len(set(map(id, params))) == len(params) or torch.compiler.is_compiling():
         return
@@ -34,7 +34,7 @@ def refuse_twice(params: Sequence[Tensor]) -> None:
     for i, param in enumerate(params):
         if (first := places.setdefault(id(param), i)) != i:
             shape = tuple(param.shape)
-            raise ValueError(f"AdamW: params[{i}] of shape {shape} must be given once, got it as params[{first}], too")
+            raise ValueError(f"{name}: params[{i}] of shape {shape} must be given once, got it as params[{first}], too")
 
 
 def complete(optimizer: Any, group: dict[str, Any]) -> None:
@@ -50,29 +50,31 @@ def leave_scaling_to_torch(optimizer: Any) -> None:
 
 
 def check_group(optimizer: Any, group: dict[str, Any]) -> None:
+    name = type(optimizer).__name__
     for key in _OF_THE_OPTIMIZER:  # which ZeroRedundancyOptimizer repeats in each group
         if key in group and group[key] != getattr(optimizer, key, None):
-            raise ValueError(f"AdamW: {key} must be given to the optimizer, for all parameters, got it in a group")
+            raise ValueError(f"{name}: {key} must be given to the optimizer, for all parameters, got it in a group")
     ours = *OF_GROUPS, *_OF_THE_OPTIMIZER
     for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names", *ours}:
         if like := get_close_matches(str(key).lower(), ours, cutoff=0.8):
-            raise ValueError(f"AdamW: a group has no option {key!r}; did you mean {like[0]!r}?")
+            raise ValueError(f"{name}: a group has no option {key!r}; did you mean {like[0]!r}?")
     if group["master"] not in KEYS:
-        raise ValueError(f"AdamW: master must be 'split' or 'fp32', got {group['master']!r}")
+        raise ValueError(f"{name}: master must be 'split' or 'fp32', got {group['master']!r}")
     if group["state_dtype"] not in _STATE_DTYPES:
         raise ValueError(
-            f"AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {group['state_dtype']!r}"
+            f"{name}: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {group['state_dtype']!r}"
         )
     if isinstance(optimizer, torch.optim.AdamW) and not group.get("decoupled_weight_decay", True):
-        raise ValueError("AdamW: a group must have decoupled_weight_decay=True, got False, which is Adam's")
+        raise ValueError(f"{name}: a group must have decoupled_weight_decay=True, got False, which is Adam's")
     if optimizer.defaults.get("differentiable"):
         _check_differentiable(optimizer, group)
 
 
 def _check_differentiable(optimizer: Any, group: dict[str, Any]) -> None:
+    name = type(optimizer).__name__
     if any(map(needs_master, group["params"])):
-        raise ValueError("AdamW: differentiable=True takes fp32 parameters alone, got 16-bit ones")
+        raise ValueError(f"{name}: differentiable=True takes fp32 parameters alone, got 16-bit ones")
     if optimizer.max_norm is not None or optimizer.guard or group["state_dtype"] != torch.float32:
-        raise ValueError("AdamW: differentiable=True is torch's own step, without max_norm, guard and state_dtype")
+        raise ValueError(f"{name}: differentiable=True is torch's own step, without max_norm, guard and state_dtype")
     if optimizer._peers is not None:
-        raise ValueError("AdamW: differentiable=True is torch's own step, without process_group")
+        raise ValueError(f"{name}: differentiable=True is torch's own step, without process_group")

@@ -1,4 +1,4 @@
-"""The fp32 weights of 16-bit parameters: how AdamW makes, saves and loads them. If somebody has written to a weight,
+"""The fp32 weights of 16-bit parameters: how optimizers make, save and load them. If somebody has written to a weight,
 the kernels notice and go on from the written value (csrc/step/split.h)."""
 
 import warnings
@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels.distributed.parts import part_of, parts_in, placed_as
 from mpkernels.ops.step.split import join, split
-from mpkernels.parts import part_of, parts_in, placed_as
 
 KEYS = {"split": "remainder", "fp32": "master"}  # scheme -> key in a parameter's state
 
@@ -83,7 +83,7 @@ def saved_in_fp32(param: Tensor, state: State) -> State:
     return {key: value for key, value in state.items() if key != "remainder"} | {"master": master}
 
 
-def loaded(param: Tensor, saved: Mapping[str, Any]) -> State:
+def loaded(name: str, param: Tensor, saved: Mapping[str, Any]) -> State:
     """Return the master in a saved state, unchanged. ``give`` converts it to the optimizer's scheme at the first step:
     until then the model may not be loaded, and its weight is needed for that."""
     key = next((key for key in ("master", "remainder") if key in saved), None)
@@ -94,7 +94,7 @@ def loaded(param: Tensor, saved: Mapping[str, Any]) -> State:
         found = found.view(torch.int16)
     dtype = torch.float32 if key == "master" else torch.int16
     if found.dtype != dtype:  # as torch's own load_state_dict leaves it, which casts states to the parameter's dtype
-        warnings.warn(f"AdamW: {key} came back as {found.dtype}; rebuilt from the weight", stacklevel=4)
+        warnings.warn(f"{name}: {key} came back as {found.dtype}; rebuilt from the weight", stacklevel=4)
         return {}
     return {key: torch.empty_like(param, dtype=dtype).copy_(found)}
 
@@ -125,11 +125,11 @@ def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
     return changed
 
 
-def compare_loaded(params: Iterable[Tensor], states: States) -> None:
+def compare_loaded(name: str, params: Iterable[Tensor], states: States) -> None:
     """Align the masters with the weights before the first step after a load, and warn if they differed."""
     if changed := sum(map(bool, align(params, states))):
         warnings.warn(
-            f"AdamW: {changed} parameters are not the weights that the loaded masters were made for; the weights "
+            f"{name}: {changed} parameters are not the weights that the loaded masters were made for; the weights "
             "win. Load the model's checkpoint that belongs to the optimizer's.",
             stacklevel=2,
         )

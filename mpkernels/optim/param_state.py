@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels.distributed.parts import part_for, part_of, placed_as
 from mpkernels.ops.step import int8
 from mpkernels.optim import masters
 from mpkernels.optim.optimizer_rule import OptimizerRule
-from mpkernels.parts import part_for, part_of, placed_as
 
 _ELSEWHERE = {"master_param": "master"}  # TransformerEngine's key -> ours
 
@@ -23,7 +23,7 @@ def create(rule: OptimizerRule, param: Tensor, group: Mapping[str, Any]) -> Stat
     return state
 
 
-def for_step(rule: OptimizerRule, param: Tensor, state: State, group: Mapping[str, Any]) -> State:
+def for_step(rule: OptimizerRule, name: str, param: Tensor, state: State, group: Mapping[str, Any]) -> State:
     """Return a parameter's state as the next step takes it: a new one where there is none, and one that follows the
     group's options and the parameter's dtype, which may have changed."""
     if not state:
@@ -32,7 +32,7 @@ def for_step(rule: OptimizerRule, param: Tensor, state: State, group: Mapping[st
     if missing := [key for key in rule.keys(group) if key not in state]:  # the group's option has come since
         state = placed(rule, param, _without_master(rule, part_of(param), group["state_dtype"], missing)) | state
     if _is_kept_otherwise(rule, param, state, group["state_dtype"]):
-        state = adopt(rule, param, state, group, group["state_dtype"])
+        state = adopt(rule, name, param, state, group, group["state_dtype"])
     masters.give(state, param, group["master"])
     if "step" in state:
         state["step"] = state["step"].to(torch.float32)  # which a user may have set
@@ -102,10 +102,15 @@ def portable(rule: OptimizerRule, param: Tensor, state: State, in_one_dtype: boo
 
 @torch.no_grad()
 def adopt(
-    rule: OptimizerRule, param: Tensor, saved: Mapping[str, Any], group: Mapping[str, Any], state_dtype: torch.dtype
+    rule: OptimizerRule,
+    name: str,
+    param: Tensor,
+    saved: Mapping[str, Any],
+    group: Mapping[str, Any],
+    state_dtype: torch.dtype,
 ) -> State:
     """Return our state, made from a saved state of ours, torch's, Apex's or TransformerEngine's. ``group`` is the saved
-    parameter group. Masters are never rounded, the other states to state_dtype."""
+    parameter group, ``name`` the optimizer's. Masters are never rounded, the other states to state_dtype."""
     names, whole, param = rule.ops.rule.states, param, part_of(param)
     saved = decoded(rule, whole, {_ELSEWHERE.get(key, key): value for key, value in saved.items()})
     saved |= {key: part_for(whole, saved[key]) for key in (*names, *masters.KEYS.values()) if key in saved}
@@ -122,6 +127,6 @@ def adopt(
             state["scales"].view(len(keys), -1)[k] = scales
         else:
             state[key].copy_(saved[key])
-    state = placed(rule, whole, state | masters.loaded(param, saved))
+    state = placed(rule, whole, state | masters.loaded(name, param, saved))
     masters.mark(state, whole)
     return state | {key: value for key, value in saved.items() if key not in state and key not in masters.KEYS.values()}

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from mpkernels._torch_private.modes import for_real
 from mpkernels.distributed.meshes import Parts
+from mpkernels.distributed.parts import parts_in, parts_of
 from mpkernels.ops._devices import gives_way
 from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
 from mpkernels.ops.step.op import StepOps
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.overflow.ledger import Ledger
-from mpkernels.parameters import put_on, real
-from mpkernels.parts import are_any_sharded, parts_in, parts_of
+from mpkernels.parameters import are_any_sharded, put_on, real
 
 Group = dict[str, Any]
 State = dict[str, Tensor]
@@ -86,22 +86,19 @@ class Plan:
     @property
     def has_moved(self) -> bool:
         """Tell whether a parameter has gone to another device or dtype, or its part to another tensor."""
-        return self._is_elsewhere or list(map(_kind, self._wholes)) != self._kinds
+        return (self._is_sharded and self._is_elsewhere) or list(map(_kind, self._wholes)) != self._kinds
 
     @property
     def _is_elsewhere(self) -> bool:
-        return self._is_sharded and not _are_same(parts_of(self._wholes), self.params)
+        return not _are_same(parts_of(self._wholes), self.params)
 
     @property
     def first_has_moved(self) -> bool:
         """Tell whether the first one has, as a model does as a whole."""
-        return self._is_elsewhere or _kind(self._wholes[0]) != self._kinds[0]
+        return (self._is_sharded and self._is_elsewhere) or _kind(self._wholes[0]) != self._kinds[0]
 
-    def can_look_within_the_step(self) -> bool:
-        """Return whether one call into C++ can check the grads and step with them."""
-        return self._by_plan() is not None
-
-    def _by_plan(self) -> Callable[..., None] | None:
+    def native_step(self) -> Callable[..., None] | None:
+        """Return the call into C++ that checks the grads and steps with them; None where another kernel runs."""
         is_possible = self._may_be_native and not torch.compiler.is_compiling()
         return self._ops.by_plan.on(self.device) if is_possible else None
 
@@ -113,7 +110,7 @@ class Plan:
         params = list(map(real, self.params)) if self._is_complex else self.params
         known = (None if it is None else put_on(self.device, it) for it in verdict[:3])
         shared = *self._hyperparameters(), *known, max_norm or math.inf, verdict.outcome, skipped_steps, self.report
-        by_plan = self._by_plan()
+        by_plan = self.native_step()
         if by_plan is None:
             if verdict.comes_inside:
                 raise RuntimeError(f"{self._ops.rule.op}: only a plan looks at grads within a step")

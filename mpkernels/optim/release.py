@@ -1,7 +1,9 @@
-"""Freeing grads inside the backward, for AdamW.release_grads."""
+"""Freeing grads inside the backward, for release_grads: each is kept in 16 bits, or its parameter steps alone."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,26 +11,30 @@ from torch import Tensor
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels._torch_private.tensors import is_backward_nested
 from mpkernels.distributed import ddp
-from mpkernels.parts import settled_grads
+from mpkernels.distributed.parts import settled_grads
+from mpkernels.optim import group_options
+from mpkernels.optim.masters import needs_master
+from mpkernels.optim.plan import Plan, Verdict
+from mpkernels.optim.step_outcome import is_guarded
+from mpkernels.parameters import group_of, params_of
 
 Release = Callable[[Tensor], None]
 
 
 class GradientRelease:
-    """The handle that ``AdamW.release_grads`` returns: ``accumulate()`` pauses the freeing of grads, ``remove()`` ends
-    it."""
+    """The handle that ``release_grads`` returns: ``accumulate()`` pauses the freeing of grads, ``remove()`` ends it."""
 
-    def __init__(self, releases: Iterable[tuple[Tensor, Release | None]]) -> None:
+    def __init__(self, op: str, releases: Sequence[tuple[Tensor, Release | None]]) -> None:
         """releases: each parameter, with the function to call once its grad is complete. None keeps the grad in 16 bits
         until the step."""
-        releases = list(releases)
+        self._op = op
         self.steps_alone = any(release is not None for _, release in releases)  # in the backward
         self._params = [param for param, _ in releases]
         self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
         self._is_accumulating = False
         self._have_come: set[int] = set()  # the ids of those whose grads have come since the last step or zero_grad
         if any(map(is_fsdp1s, self._params)):
-            raise ValueError("AdamW.release_grads: params must not be FSDP's, which frees grads itself; leave it out")
+            raise ValueError(f"{op}: params must not be FSDP's, which frees grads itself; leave it out")
         ddp.watch()
         self._wrappers = 0  # that were made when it was last known that none of them has these parameters
         self._hooks = [
@@ -38,7 +44,7 @@ class GradientRelease:
     def _hook(self, release: Release) -> Release:
         def after_accumulation(param: Tensor) -> None:
             if self._wrappers != ddp.made():
-                ddp.refuse("AdamW.release_grads", self._params)
+                ddp.refuse(self._op, self._params)
                 self._wrappers = ddp.made()
             if self._is_accumulating:
                 return
@@ -55,7 +61,7 @@ class GradientRelease:
         if id(param) in self._have_come:
             place = next(i for i, each in enumerate(self._params) if each is param)
             raise RuntimeError(
-                f"AdamW.release_grads: params[{place}] of shape {tuple(param.shape)} must get its grad once before "
+                f"{self._op}: params[{place}] of shape {tuple(param.shape)} must get its grad once before "
                 "each step, got a second one; give reentrant checkpoints that share it use_reentrant=False, and run "
                 "all backwards before a step but the last inside the accumulate() of what release_grads returned; "
                 "after a failed backward, call the optimizer's zero_grad() or step()"
@@ -113,3 +119,32 @@ def _set_width(param: Tensor, dtype: torch.dtype | None) -> None:
     param.grad_dtype = dtype
     if grad is not None:
         param.grad = grad.to(dtype or param.dtype)
+
+
+def steps_in_backward(optimizer: Any, scaler: torch.amp.GradScaler | None) -> list[tuple[Tensor, Release | None]]:
+    """Return each parameter with the function that steps it alone; None where a step needs all grads first."""
+    name = type(optimizer).__name__
+    if optimizer.defaults.get("differentiable"):
+        raise ValueError(f"{name}: release_grads needs differentiable=False")
+    params = params_of(optimizer)
+    group_options.refuse_twice(name, params)
+    guarded = is_guarded(optimizer, any(map(needs_master, params)))
+    waits = guarded or (scaler is not None and scaler.is_enabled())
+    return [
+        (param, None if waits else partial(_step_alone, optimizer, i, j))
+        for i, group in enumerate(optimizer.param_groups)
+        for j, param in enumerate(group["params"])
+        if param.requires_grad
+    ]
+
+
+@torch.no_grad()
+def _step_alone(optimizer: Any, group_number: int, place: int, param: Tensor) -> None:
+    group, (grad,) = group_of(optimizer, param, group_number, place), settled_grads([param])
+    if group is None or grad is None:
+        return
+    if optimizer._is_loaded:
+        optimizer._compare_loaded()
+    plan = Plan(optimizer._rule, [(group, param, optimizer._state_of(param, grad, group))], [0], is_for_once=True)
+    plan.step([grad], Verdict())
+    param.grad = None

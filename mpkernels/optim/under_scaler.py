@@ -1,17 +1,17 @@
-"""AdamW's side of the contract with scalers, torch's and ours: who unscales the grads, and who skips the step."""
+"""An optimizer's side of the contract with scalers, torch's and ours: who unscales the grads, who skips the step."""
 
 import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
-from mpkernels.distributed.processes import are_several, is_torchs_sharded
+from mpkernels.distributed.processes import is_torchs_sharded
 from mpkernels.optim import step_hooks, verdicts
-from mpkernels.parameters import params_of, put_on, sum_of
-from mpkernels.parts import are_any_sharded
+from mpkernels.optim.step_outcome import Agreed, processes_of
+from mpkernels.parameters import are_any_sharded, params_of, put_on, sum_of
 
 
 class TakesScale:
@@ -29,7 +29,8 @@ class TakesScale:
         if optimizer is None:
             return True
         are_seen = step_hooks.see_grads(optimizer)
-        if torch.compiler.is_compiling() or not (are_seen or are_several()):
+        is_alone = not (distributed.is_available() and distributed.is_initialized())
+        if torch.compiler.is_compiling() or (is_alone and not are_seen):
             return not are_seen
         asker = sys._getframe(1)
         scaler = asker.f_locals.get("self")
@@ -45,13 +46,13 @@ def _can_step(optimizer: Any, scaler: Any) -> bool:
     params, state = params_of(optimizer), scaler._per_optimizer_states[id(optimizer)]
     if any(it.is_cuda for it in params) and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            "AdamW: a step with hooks or of a subclass can't be captured in a CUDA graph under a scaler, because the "
-            "host must know whether to skip them; remove them, and clip by max_norm"
+            f"{type(optimizer).__name__}: a step with hooks or of a subclass can't be captured in a CUDA graph under a "
+            "scaler, because the host must know whether to skip them; remove them, and clip by max_norm"
         )
-    verdicts.find_parts(optimizer, params)
-    processes = verdicts.processes_of(optimizer, params, scaler)
+    optimizer._step_outcome.find_parts(params, optimizer._peers)
+    processes = processes_of(optimizer, params, scaler)
     step_unscales = state.setdefault("step_unscales", state["stage"] is OptState.READY)  # also if it is tried again
-    state["step_asks"], optimizer._agreed = processes is not None, None
+    state["step_asks"], optimizer._step_outcome.agreed = processes is not None, None
     try:
         if state["stage"] is OptState.READY:
             _unscale(scaler, optimizer, state)
@@ -96,7 +97,7 @@ def _found_by_all(optimizer: Any, params: list[Tensor], scale: Tensor | None, lo
     may_change = has_norm and step_hooks.may_change_grads(optimizer)
     found_inf, sumsq_of_all, changing = verdicts.ask(optimizer, params, there, processes, may_change)
     optimizer._scaler = scaler
-    optimizer._agreed = verdicts.Agreed(
+    optimizer._step_outcome.agreed = Agreed(
         found_inf,
         own.total_sumsq,
         None if sumsq_of_all is None else sumsq_of_all / unit,

@@ -9,13 +9,13 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.step_hooks import PassiveHook
-from mpkernels.optim.verdicts import is_guarded
+from mpkernels.optim.step_outcome import is_guarded
 from mpkernels.parameters import params_of
 
 
 def follow() -> None:
-    """From now on, let each ZeroRedundancyOptimizer pass its process group to the AdamW inside it, if that AdamW clips
-    or guards."""
+    """From now on, let each ZeroRedundancyOptimizer pass its process group to the optimizer of ours inside it, if
+    that clips or guards."""
     if "torch.distributed.optim.zero_redundancy_optimizer" in sys.modules:  # else there is none yet
         _follow()
 

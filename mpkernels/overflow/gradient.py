@@ -5,8 +5,8 @@ from operator import add
 
 from torch import Tensor
 
+from mpkernels.distributed.parts import first_index, part_of
 from mpkernels.ops.grads.overflow import order_of_memory
-from mpkernels.parts import first_index, part_of
 
 
 @dataclass(frozen=True)

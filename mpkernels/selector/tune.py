@@ -16,7 +16,7 @@ from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels._torch_private.tensors import leaves_of, map_leaves
 from mpkernels._torch_private.tracing import before_compile, uncompiled
 from mpkernels.distributed import processes
-from mpkernels.parts import is_sharded
+from mpkernels.parameters import is_sharded
 from mpkernels.selector import disk
 from mpkernels.selector.case import Case
 from mpkernels.selector.timing import Timed, time_ways

@@ -8,7 +8,7 @@ from mpkernels import Metrics
 from mpkernels.amp import GradScaler
 from mpkernels.distributed import processes
 from mpkernels.optim import AdamW
-from mpkernels.overflow.readback import Readback
+from mpkernels.optim.readback import Readback
 from tests.cuda.training import CUDA
 
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from mpkernels.amp import GradScaler, clip_grad_norm_, clipping, inf_check
+from mpkernels.distributed.parts import settled_grads
 from mpkernels.optim import AdamW
-from mpkernels.parts import settled_grads
 from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of, whole, wholes
 from tests.networks import B16

@@ -184,7 +184,7 @@ def an_error_where_no_hook_is(rank):
         if fails:
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 0:
-                    patch.setattr(AdamW, "_compare_loaded", raise_it)
+                    patch.setattr(AdamW, "_plans_for", raise_it)
                 with pytest.raises(MemoryError if rank == 0 else RuntimeError):
                     scaler.step(optimizer)
         scaler.step(optimizer)

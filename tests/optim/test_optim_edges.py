@@ -13,7 +13,7 @@ import torch
 
 from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
-from mpkernels.overflow.readback import Readback
+from mpkernels.optim.readback import Readback
 from tests.cases import same_bits
 from tests.networks import B16, backward, network, one_thread, train
 

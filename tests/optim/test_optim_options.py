@@ -223,7 +223,7 @@ def test_a_plan_without_cpps_half_looks_at_no_grads(target):
     optimizer = AdamW([param])
     group, state = optimizer.param_groups[0], create(AdamW._rule, param, optimizer.param_groups[0])
     plan = Plan(AdamW._rule, [(group, param, state)], [0], is_for_once=True)
-    assert not plan.can_look_within_the_step()
+    assert plan.native_step() is None
     with pytest.raises(RuntimeError, match="adamw_: only a plan looks at grads within a step"):
         plan.step([torch.ones_like(param)], Verdict(comes_inside=True))
 

@@ -13,7 +13,7 @@ from mpkernels._torch_private.modules import books_of, runs_forward_alone
 from mpkernels.nn.fusing.looking import own_values
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, is_original
 from mpkernels.ops.linear.activations import ACTIVATIONS, module_activation
-from mpkernels.parts import is_sharded
+from mpkernels.parameters import is_sharded
 
 PLAIN_TENSORS = (Tensor, Parameter)  # no subclass: DTensors, quantised weights and stand-ins go the plain way
 

@@ -26,7 +26,8 @@ class Readback:
 
     def send(self, value: Tensor) -> None:
         if not value.is_cuda or torch.cuda.is_current_stream_capturing():
-            self.forget()  # what was sent before would arrive after it, and pass for newer
+            if self._is_pinned:
+                self.forget()  # what was sent before would arrive after it, and pass for newer
             self._arrived = value
             return
         self._outdated.clear()

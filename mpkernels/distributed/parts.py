@@ -5,25 +5,14 @@ and its states, is placed as the parameter is, so that checkpoints know which pa
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mpkernels._torch_private.sharded import offsets_of_part, parts_in_place
-
-
-def is_sharded(tensor: Any) -> bool:
-    """Return whether this is a DTensor."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
-    return loaded is not None and isinstance(tensor, loaded.DTensor)
-
-
-def are_any_sharded(tensors: Iterable[Any]) -> bool:
-    """Return whether there is a DTensor among these, at the cost of a look at each one's class."""
-    loaded = sys.modules.get("torch.distributed.tensor")
-    return loaded is not None and any(issubclass(kind, loaded.DTensor) for kind in set(map(type, tensors)))
+from mpkernels.parameters import are_any_sharded, is_sharded
 
 
 def part_of(tensor: Any) -> Any:

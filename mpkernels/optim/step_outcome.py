@@ -1,0 +1,139 @@
+"""What a step finds out in this process before it uses its grads, and what it leaves behind."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mpkernels.distributed import fsdp1, meshes
+from mpkernels.distributed.processes import Processes, of_scaler
+from mpkernels.optim.masters import needs_master
+from mpkernels.optim.plan import Plan, Verdict
+from mpkernels.optim.readback import Readback
+from mpkernels.parameters import put_on, sum_of
+
+
+class Agreed(NamedTuple):
+    """What all processes have found, before a step that hooks run around."""
+
+    found_inf: Tensor
+    own_sumsq: Tensor | None  # of this process's grads then
+    sumsq_of_all: Tensor | None
+    may_all_change: bool  # the grads, in hooks or in steps of their own, of which the norm is to be found anew
+
+    def is_final(self) -> bool:
+        return self.own_sumsq is None or not self.may_all_change or self.found_inf.item() > 0
+
+    def contradicts(self, now: Verdict) -> bool:
+        """Return whether the grads have another norm by now, and all would step."""
+        before, after = self.own_sumsq, now.total_sumsq
+        if before is None or after is None or self.found_inf.item() > 0:
+            return False
+        return before.item() != after.item()
+
+    def with_own(self, now: Verdict) -> Verdict:
+        return now._replace(found_inf=self.found_inf, total_sumsq=self.sumsq_of_all if now.has_norm else None)
+
+
+class StepOutcome:
+    """What an optimizer's steps have found. ``grad_norm``, ``skipped_steps`` and ``was_skipped()`` are for users; the
+    rest, for the step after: who holds the parameters, and what other processes have said."""
+
+    def __init__(self, grad_norm: Tensor | None = None, skipped_steps: Tensor | None = None) -> None:
+        self.grad_norm, self.skipped_steps = grad_norm, skipped_steps
+        self.parts: meshes.Parts | None = None  # the processes that hold the other parts of DTensors
+        self.has_parts = False  # whether other processes hold parts of the parameters: DTensors, or FSDP1's
+        self.has_16_bit_parameters = False
+        self.agreed: Agreed | None = None  # from before hooks run until the step
+        self.failures: Readback | None = None  # how many processes could not take the last step that all were asked of
+        self._was_skipped = Readback()
+
+    def find_parts(self, params: Sequence[Tensor], peers: Processes | None) -> None:
+        """Note whether other processes hold parts of these parameters, and, of DTensors, which; whether any has 16
+        bits. peers: those that the user has named."""
+        self.parts = meshes.peers_of(params, None if peers is None else peers.group)
+        self.has_parts = self.parts is not None or fsdp1.has_parts(params)
+        self.has_16_bit_parameters = any(map(needs_master, params))
+
+    def vector_on(self, device: torch.device, of_scaler: Tensor | None) -> Tensor:
+        """Return the tensor that a step writes its norm and its skip to, which a scaler may bring along, and have the
+        count of skips on the same device."""
+        if not torch.compiler.is_compiling():
+            if self.skipped_steps is None:
+                self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
+            self.skipped_steps = put_on(device, self.skipped_steps)
+        return torch.empty(2, dtype=torch.float32, device=device) if of_scaler is None else of_scaler
+
+    def note_step(self, verdict: Verdict) -> None:
+        """Take up what a step that has been launched writes."""
+        vector = verdict.outcome
+        self.grad_norm = vector[0] if vector is not None and verdict.has_norm else None
+        if vector is None:
+            self._was_skipped.forget()
+        else:
+            self._was_skipped.send(vector[1])
+
+    def was_skipped(self) -> Tensor | None:
+        """Return whether the newest step that the device has finished was skipped. Nobody waits for the device."""
+        skipped = self._was_skipped.read()
+        return None if skipped is None else skipped > 0
+
+
+def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = None) -> bool:
+    """Return whether the optimizer checks the grads before it steps. If a scaler has checked them, it need not."""
+    if optimizer.max_norm is not None or optimizer.guard or getattr(optimizer, "outcome", None) is not None:
+        return True
+    on_by_itself = has_16_bit_parameters or optimizer._peers is not None  # which may have 16-bit parameters
+    return optimizer.guard is None and found_inf is None and on_by_itself
+
+
+def found_here(
+    optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], grads: list[Any]
+) -> tuple[Verdict, Processes | None]:
+    """Return this process's verdict, and the processes that have to agree on one."""
+    grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    found_inf: Any = getattr(optimizer, "found_inf", None)
+    guarded, processes = asks(optimizer, plans, params, found_inf)
+    if (not plans and processes is None) or (not guarded and found_inf is None):
+        return Verdict(grad_scale), None
+    comes_inside = guarded and processes is None and len(plans) == 1 and plans[0].native_step() is not None
+    total_sumsq = None
+    if guarded and not comes_inside:
+        total_sumsq, found_inf = _look(plans, params, grads, found_inf)
+    device = plans[0].device if processes is None or plans else processes.device_of(params)
+    vector = optimizer._step_outcome.vector_on(device, getattr(optimizer, "outcome", None))
+    return Verdict(grad_scale, found_inf, total_sumsq, vector, guarded, comes_inside), processes
+
+
+def asks(
+    optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], found_inf: Any
+) -> tuple[bool, Processes | None]:
+    """Return whether the step checks its grads, and the processes that it asks."""
+    outcome: StepOutcome = optimizer._step_outcome
+    of_plans = any(it.has_16_bit_parameters for it in plans)
+    # A process without grads decides as the others do.
+    guarded = is_guarded(optimizer, outcome.has_16_bit_parameters if outcome.has_parts else of_plans, found_inf)
+    if not guarded and found_inf is None:
+        return False, None
+    return guarded, processes_of(optimizer, params, optimizer._scaler if hasattr(optimizer, "found_inf") else None)
+
+
+def processes_of(optimizer: Any, params: Sequence[Tensor], scaler: Any) -> Processes | None:
+    """Return the processes that skip a step under this scaler together."""
+    outcome: StepOutcome = optimizer._step_outcome
+    found: Processes | None = outcome.parts or optimizer._peers
+    if found is None and outcome.has_parts:
+        found = fsdp1.peers_of(type(optimizer).__name__, params, optimizer.max_norm is not None)
+    return found or getattr(optimizer, "peers", None) or (None if scaler is None else of_scaler(scaler))
+
+
+def _look(
+    plans: Sequence[Plan], params: Sequence[Tensor], grads: list[Any], found_inf: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Return the sum of squares and found_inf over all devices. The latter includes the found_inf of a scaler."""
+    if not plans:
+        return torch.zeros((), dtype=torch.float64, device=params[0].device if params else "cpu"), found_inf
+    stats = [plan.look(grads) for plan in plans]
+    found_infs = [each.found_inf for each in stats] + ([] if found_inf is None else [found_inf])
+    return sum_of([each.total_sumsq for each in stats]), sum_of(found_infs)

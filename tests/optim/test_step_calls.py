@@ -1,0 +1,54 @@
+"""How far one must read to follow a step: the functions of ours that a steady one enters, and their files, counted."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels.amp import GradScaler
+from mpkernels.optim import AdamW
+from tests.networks import B16
+
+ROOT = Path(mpkernels.__file__).parent
+
+
+def entered(run):
+    """Return each Python function of ours that this enters, by its code. Comprehensions, which Python 3.12 has
+    no calls for, and generators are parts of their function."""
+    found = set()
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and not code.co_name.startswith("<") and Path(code.co_filename).is_relative_to(ROOT):
+            found.add(code)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return found
+
+
+def steady_step(scaler):
+    params = [torch.nn.Parameter(torch.randn(10).to(B16)) for _ in range(20)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer = AdamW(params, max_norm=1.0)
+    for _ in range(3):
+        scaler.scale(torch.ones(()))
+        found = entered(lambda: scaler.step(optimizer))
+        scaler.update()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "functions", "files"), [(torch.amp.GradScaler, 34, 10), (GradScaler, 47, 16)], ids=["torch's", "ours"]
+)
+def test_a_steady_step_enters_few_functions_in_few_files(kind, functions, files):
+    names = [f"{Path(it.co_filename).relative_to(ROOT)}: {it.co_qualname}" for it in steady_step(kind("cpu"))]
+    of_files = {name.partition(":")[0] for name in names}
+    text = "\n".join(sorted(names))
+    assert (len(names) <= functions, len(of_files) <= files) == (True, True), f"{len(names)} in {len(of_files)}\n{text}"

@@ -1,0 +1,144 @@
+"""What a step has found belongs to one object; copies, pickles of any age and failed loads keep what users read of it.
+Messages name the class that raises them."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+
+from mpkernels.amp import GradScaler
+from mpkernels.optim import AdamW
+from tests.networks import B16, backward, network
+
+
+class Tuned(AdamW):
+    """A user's, without a step of its own."""
+
+
+def skipped_once(kind=AdamW):
+    model = network(B16)
+    optimizer = kind(model.parameters(), max_norm=1.0)
+    for seed in range(2):
+        backward(model, seed)
+        model[0].weight.grad[0, 0] *= float("nan") if seed == 0 else 1.0
+        optimizer.step()
+    return model, optimizer
+
+
+def shown(optimizer):
+    return optimizer.grad_norm.item(), optimizer.skipped_steps.item()
+
+
+def test_nothing_is_shown_before_a_step():
+    optimizer = AdamW(network().parameters())
+    assert (optimizer.grad_norm, optimizer.skipped_steps, optimizer.step_was_skipped) == (None, None, None)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
+def test_copies_show_the_same_and_go_on_by_themselves(copied):
+    model, optimizer = skipped_once()
+    twin = copied(optimizer)
+    assert shown(twin) == shown(optimizer)
+    assert (twin.step_was_skipped, optimizer.step_was_skipped.item()) == (None, False)
+    model[0].weight.grad.fill_(float("inf"))
+    optimizer.step()
+    assert (optimizer.step_was_skipped.item(), twin.step_was_skipped) == (True, None)
+    assert twin.grad_norm.isfinite()
+
+
+def test_a_pickle_is_of_the_same_form_as_ever():
+    """Both numbers are attributes there, as they were of the optimizer."""
+    _, optimizer = skipped_once()
+    state = optimizer.__getstate__()
+    assert state["skipped_steps"] is optimizer.skipped_steps
+    assert not [key for key, it in state.items() if type(it).__module__.startswith("mpkernels")]
+    twin = object.__new__(AdamW)
+    twin.__setstate__(state)
+    assert shown(twin) == shown(optimizer)
+    assert not {"grad_norm", "skipped_steps"} & vars(twin).keys()
+    assert "skipped_steps" in state  # which is the caller's
+
+
+def test_users_may_set_both():
+    model, optimizer = skipped_once()
+    optimizer.skipped_steps, optimizer.grad_norm = None, torch.tensor(7.0)
+    assert optimizer.grad_norm.item() == 7
+    optimizer.step()
+    assert (optimizer.skipped_steps.item(), optimizer.grad_norm.item()) == (0, shown(skipped_once()[1])[0])
+    model[0].weight.grad.fill_(float("inf"))
+    optimizer.skipped_steps.fill_(5)
+    optimizer.step()
+    assert optimizer.skipped_steps.item() == 6
+
+
+def test_a_load_keeps_the_count_and_forgets_the_last_step():
+    _, optimizer = skipped_once()
+    before = shown(optimizer)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert (shown(optimizer), optimizer.step_was_skipped) == (before, None)
+
+
+def test_a_load_that_fails_leaves_all_as_it_is():
+    _, optimizer = skipped_once()
+    before, bad = shown(optimizer), optimizer.state_dict()
+    bad["state"] = {0: {"step": torch.ones(()), "exp_avg": torch.ones(2)}}
+    with pytest.raises(ValueError, match=r"state\[0\] must have exp_avg and exp_avg_sq"):
+        optimizer.load_state_dict(bad)
+    assert (shown(optimizer), optimizer.step_was_skipped.item()) == (before, False)
+
+
+def test_a_scalers_outcome_is_the_optimizers():
+    model, optimizer = skipped_once()
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    model[0].weight.grad.fill_(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    assert (optimizer.step_was_skipped.item(), optimizer.skipped_steps.item(), scaler.skipped_steps.item()) == (1, 2, 1)
+
+
+def twice(optimizer):
+    optimizer.param_groups[0]["params"].append(optimizer.param_groups[0]["params"][0])
+    optimizer.step()
+
+
+def moved_masters(optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["master"] = "fp32"
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["params"][0].data.add_(1)
+    optimizer.step()
+
+
+def rounded_masters(optimizer):
+    saved = optimizer.state_dict()
+    saved["state"][0]["remainder"] = saved["state"][0]["remainder"].float()
+    optimizer.load_state_dict(saved)
+
+
+MESSAGES = [
+    (lambda it: type(it)(it.param_groups[0]["params"], max_norm=-1.0), "max_norm must be above 0"),
+    (lambda it: type(it)(it.param_groups[0]["params"], process_group=3), "process_group must be a"),
+    (lambda it: it.add_param_group({"params": [], "master": "half"}), "master must be"),
+    (lambda it: type(it)(network(B16).parameters(), differentiable=True), "differentiable=True takes"),
+    (
+        lambda it: it.load_state_dict({"state": {0: {"exp_avg": 1}}, "param_groups": it.state_dict()["param_groups"]}),
+        "",
+    ),
+    (twice, r"params\[6\] of shape"),
+    (moved_masters, "1 parameters are not the weights"),
+    (rounded_masters, "remainder came back as"),
+    (lambda it: type(it)(network().parameters(), differentiable=True).release_grads(), "release_grads needs"),
+]
+
+
+@pytest.mark.parametrize(("act", "text"), MESSAGES)
+def test_messages_name_the_class_at_hand(act, text):
+    _, optimizer = skipped_once(Tuned)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises((ValueError, TypeError, UserWarning), match=rf"^Tuned(\.load_state_dict)?: {text}"):
+            act(optimizer)
