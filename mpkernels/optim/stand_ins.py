@@ -12,19 +12,18 @@ from mpkernels.ops.step.split import join, split
 from mpkernels.optim.masters import needs_master
 from mpkernels.parts import is_sharded, part_of, placed_as
 
-Group = dict[str, Any]
 
-
-def step_group(optimizer: Any, group: Group, factor: float) -> None:
-    """Have the optimizer step one of its groups: over fp32 weights and grads where the parameters have 16 bits, and over
-    grads that are multiplied by the factor. Then round the weights. Each 16-bit parameter with a grad must have its
-    remainder in the optimizer's state. If the step raises, what it has done until then is kept, as without us."""
+def step_group(optimizer: Any, group: dict[str, Any], factor: float) -> None:
+    """Have the optimizer step one of its groups, with grads that are multiplied by the factor. In place of 16-bit
+    parameters, whose states must hold remainders, it steps fp32 weights; then these are rounded. If it raises, what it
+    has done so far is kept, as with fp32 parameters."""
     params, state, groups = list(group["params"]), optimizer.state, optimizer.param_groups
-    moved = [it for it in params if needs_master(it) and it.grad is not None]
-    stand_ins = {it: blank(it) for it in params if needs_master(it) and it.grad is None}
-    stand_ins |= {it: _wide(it, state[it]["remainder"], factor) for it in moved}
-    grads = {it: it.grad for it in params if it not in stand_ins and it.grad is not None and factor != 1}
-    remainders = {it: state[it].pop("remainder") for it in moved}  # classes ask whether a state is empty
+    moving = [param for param in params if param.grad is not None]
+    narrow = [param for param in moving if needs_master(param)]
+    stand_ins = {param: blank(param) for param in params if param.grad is None and needs_master(param)}
+    stand_ins |= {param: _wide(param, state[param]["remainder"], factor) for param in narrow}
+    grads = {param: param.grad for param in moving if param not in stand_ins and factor != 1}
+    remainders = {param: state[param].pop("remainder") for param in narrow}  # classes ask whether a state is empty
     try:
         for param, grad in grads.items():
             param.grad = placed_as(param, part_of(grad) * factor)
@@ -42,8 +41,8 @@ def step_group(optimizer: Any, group: Group, factor: float) -> None:
 
 @contextmanager
 def renamed(optimizer: Any, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Have the groups and states of the optimizer name the stand-ins instead of their parameters, inside this context.
-    Setting ``param.data`` to fp32 instead would take DDP's hooks off the parameter."""
+    """Inside this context, have the optimizer's groups and states hold stand-ins instead of parameters. To set a
+    parameter's ``data`` to fp32 instead would take DDP's hooks off it."""
     try:
         _rename(optimizer, stand_ins)
         yield
@@ -60,18 +59,18 @@ def _rename(optimizer: Any, names: Mapping[Tensor, Tensor]) -> None:
 
 
 def blank(param: Tensor) -> Parameter:
-    """Return a stand-in without memory, for a parameter that won't move."""
-    return _like(param, torch.empty((), dtype=torch.float32, device=param.device).expand(param.shape))
+    """Return a stand-in without memory, for a parameter that doesn't move."""
+    return _stand_in(param, torch.empty((), dtype=torch.float32, device=param.device).expand(param.shape))
 
 
 def _wide(param: Tensor, remainder: Tensor, factor: float) -> Parameter:
     weight, grad = join(part_of(param.detach()), part_of(remainder)), part_of(param.grad).float()
-    stand_in = _like(param, placed_as(param, weight))
+    stand_in = _stand_in(param, placed_as(param, weight))
     stand_in.grad = placed_as(param, grad if factor == 1 else grad * factor)
     return stand_in
 
 
-def _like(param: Tensor, weight: Tensor) -> Parameter:
+def _stand_in(param: Tensor, weight: Tensor) -> Parameter:
     stand_in = Parameter(weight, requires_grad=param.requires_grad)
     vars(stand_in).update(vars(param) | vars(stand_in))  # some classes read what users have noted on a parameter
     return stand_in

@@ -7,17 +7,16 @@ import weakref
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
+from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import mpkernels
 from mpkernels import checkpoint
 from mpkernels.amp import GradScaler
-from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW, Masters
 from mpkernels.optim.masters import true_weight
 from tests.cases import same_bits
-from tests.networks import B16, F16, backward, network, one_thread, train
-from tests.optim.wrapped import OPTIMIZERS, every, give_grads, groups, parameters
+from tests.networks import B16, F16, network, one_thread, train
+from tests.optim.wrapped import every, give_grads, groups, parameters
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
@@ -329,7 +328,7 @@ def test_metrics_follow_it():
 def test_fp32_alone_is_not_looked_at():
     param = torch.nn.Parameter(torch.ones(4, 3))
     optimizer = Masters(torch.optim.SGD([param], lr=1.0))
-    param.grad = torch.full((4, 3), float("nan")).to_sparse()
+    param.grad = torch.full((4, 3), float("nan"))
     optimizer.step()
     assert param.isnan().all()
     assert (optimizer.grad_norm, optimizer.skipped_steps, optimizer.step_was_skipped) == (None, None, None)
@@ -360,8 +359,12 @@ REFUSED = {
         "must be a torch.optim.Optimizer, got the class torch.optim.sgd.SGD",
     ),
     "no optimizer": (lambda: PARAMS, TypeError, "must be a torch.optim.Optimizer, got builtins.list"),
-    "ours": (lambda: AdamW(PARAMS), ValueError, "must keep no masters by itself, got mpkernels.optim.adamw.AdamW"),
-    "masters": (lambda: Masters(torch.optim.SGD(PARAMS)), ValueError, "must keep no masters by itself"),
+    "ours": (lambda: AdamW(PARAMS), ValueError, "must have no masters yet, got mpkernels.optim.adamw.AdamW, which has"),
+    "masters": (
+        lambda: Masters(torch.optim.SGD(PARAMS)),
+        ValueError,
+        "must have no masters yet, got mpkernels.optim.masters_wrapper.Masters",
+    ),
     "LBFGS": (
         lambda: torch.optim.LBFGS(PARAMS),
         ValueError,
@@ -385,26 +388,41 @@ def test_what_it_can_not_be_put_around_is_refused(make, error, text):
 def test_a_wrapper_of_another_optimizer_is_refused():
     outer = torch.optim.SGD(PARAMS)
     outer.inner = torch.optim.SGD(PARAMS)
-    with pytest.raises(ValueError, match="^Masters: optimizer must not hold another one, got torch.optim.sgd.SGD"):
+    with pytest.raises(ValueError, match=r"^Masters: optimizer must not hold another one, got torch.optim.sgd.SGD"):
         Masters(outer)
 
 
 def test_options_are_checked_as_adamws():
     sgd = torch.optim.SGD(PARAMS)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'maxnorm'. Did you mean 'max_norm'"):
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'maxnorm'. Did you mean 'max_norm'"):
         Masters(sgd, maxnorm=1.0)
     for options in ({"max_norm": 0.0}, {"max_norm": 1.0, "guard": False}):
         with pytest.raises(ValueError, match="max_norm"):
             Masters(sgd, **options)
 
 
-@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"guard": False}])
-def test_a_sparse_grad_of_a_16_bit_parameter_is_refused(options):
-    param = torch.nn.Parameter(torch.ones(4, 3, dtype=B16))
-    optimizer = Masters(torch.optim.SGD([param]), **options)
-    param.grad = torch.ones(4, 3, dtype=B16).to_sparse()
-    with pytest.raises(RuntimeError, match=r"^Masters: params\[0\] of shape \(4, 3\) must have a dense grad"):
-        optimizer.step()
+@pytest.mark.parametrize("options", [{"guard": False}, {}, {"max_norm": 1.0}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
+def test_a_sparse_grad_is_handed_over_where_the_class_takes_one(dtype, options):
+    param, other = (torch.nn.Parameter(torch.ones(4, 3, dtype=it)) for it in (dtype, torch.float32))
+    rows = torch.tensor([[1, 3, 1]])  # one of them twice
+    values = torch.arange(1.0, 10.0).view(3, 3)
+    param.grad, other.grad = (torch.sparse_coo_tensor(rows, values.to(it.dtype), (4, 3)) for it in (param, other))
+    optimizer = Masters(torch.optim.SGD([param], lr=0.1), **options)
+    norm = other.grad.to_dense().norm()
+    if "max_norm" in options:
+        other.grad = other.grad * float(1.0 / (norm.double() + 1e-6))
+    optimizer.step()
+    torch.optim.SGD([other], lr=0.1).step()
+    torch.testing.assert_close(true_weight(param, optimizer.state[param]).float(), other.detach())
+    if "max_norm" in options:
+        torch.testing.assert_close(optimizer.grad_norm, norm)
+    param.grad = torch.sparse_coo_tensor(rows, values.to(dtype) * float("inf"), (4, 3))
+    before = param.detach().clone()
+    optimizer.step()
+    if (dtype != torch.float32 and options != {"guard": False}) or "max_norm" in options:
+        assert optimizer.step_was_skipped
+        assert torch.equal(param, before)
 
 
 def test_complex_parameters_are_clipped_and_stepped():

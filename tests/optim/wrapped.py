@@ -3,16 +3,16 @@
 from functools import partial
 
 import torch
+from torch.optim import Optimizer
 
 from tests.networks import B16
-from torch.optim import Optimizer
 
 SHAPES = (6, 4), (5, 7), (3, 3)
 
 
 class Counting(Optimizer):
-    """As many a published class: it counts steps in the group, notes a list in the state, reads what users have noted on
-    a parameter, and gives it another tensor instead of writing to the one that is there."""
+    """As many a published class: it counts steps in the group, keeps a list in the state, reads what users have noted
+    on a parameter, and gives it another tensor instead of writing to the one that is there."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "count": 0})
