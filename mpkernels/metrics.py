@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels.optim import Masters
 from mpkernels.optim.engine import Engine
 from mpkernels.optim.readback import Readback
 from mpkernels.optim.step_hooks import PassiveHook
@@ -27,7 +28,7 @@ class Metrics:
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         inner = unwrapped(optimizer)
-        if not isinstance(inner, Engine):
+        if not isinstance(inner, Engine | Masters):
             kind = type(inner)
             raise TypeError(
                 f"Metrics: optimizer must be one of mpkernels.optim, got {kind.__module__}.{kind.__qualname__}"

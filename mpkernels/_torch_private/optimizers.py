@@ -12,6 +12,14 @@ def hooks_of_loading(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
     return before, getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
 
 
+def hooks_of_saving(optimizer: Any) -> tuple[list[Any], list[Any]]:
+    """Return the user's hooks that run before and after state_dict. Without the attributes: none, and they are not
+    called around that of Masters."""
+    names = (f"_optimizer_state_dict_{kind}_hooks" for kind in ("pre", "post"))
+    before, after = (list(getattr(optimizer, name, {}).values()) for name in names)
+    return before, after
+
+
 _NONE: dict[int, Any] = {}
 _hooks_of_all_steps: tuple[Any, ...] = tuple(
     look_up("torch.optim.optimizer", f"_global_optimizer_{kind}_hooks", {}) for kind in ("pre", "post")

@@ -15,7 +15,7 @@ from torch.nn import Parameter
 from mpkernels import amp
 from mpkernels.bench.pairs import Pair, Run
 from mpkernels.bench.settings import DTYPES, Setting
-from mpkernels.optim import AdamW
+from mpkernels.optim import AdamW, Masters
 
 MAX_NORM = 1.0
 
@@ -136,6 +136,16 @@ def _clip_and_step(
         optimizer.step()
 
     return finish
+
+
+def compare_muon(setting: Setting) -> Pair:
+    """``Masters`` around torch's Muon over 16-bit weights, and Muon over fp32 ones; both clip. Products decide."""
+    dtype = DTYPES[setting.dtype]
+    return Pair(
+        lambda: Masters(torch.optim.Muon(parameters(setting, dtype)), max_norm=MAX_NORM).step,
+        lambda: _clip_and_step(parameters(setting, torch.float32), torch.optim.Muon, torch.nn.utils.clip_grad_norm_),
+        clock="loop",
+    )
 
 
 def compare_reporting(setting: Setting) -> Pair:

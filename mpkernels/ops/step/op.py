@@ -108,10 +108,16 @@ def _scalars(rule: Rule, it: Arguments, i: int, group: int) -> tuple[Tensor, Any
     for k, tensor in enumerate(it.on_device[rule.tensors * group :][: rule.tensors]):
         if tensor.numel():
             values[k] = tensor.reshape(()).double()
-    factor = _unscale_factor(step, it.grad_scale)
-    if it.total_sumsq is not None and it.max_norm < math.inf:
-        factor = factor * (it.max_norm / (_unscaled_norm(it.grad_scale, it.total_sumsq) + 1e-6)).clamp(max=1)
+    factor = grad_factor(step, it.grad_scale, it.total_sumsq, it.max_norm)
     return -factor if it.maximize[group] else factor, rule.scalars(*values, step)
+
+
+def grad_factor(like: Tensor, grad_scale: Tensor | None, total_sumsq: Tensor | None, max_norm: float) -> Tensor:
+    """Return what unscales and clips the grads if they are multiplied by it, in fp64, on the device of ``like``."""
+    factor = _unscale_factor(like, grad_scale)
+    if total_sumsq is None or not max_norm < math.inf:
+        return factor
+    return factor * (max_norm / (_unscaled_norm(grad_scale, total_sumsq) + 1e-6)).clamp(max=1)
 
 
 def _unscale_factor(like: Tensor, grad_scale: Tensor | None) -> Tensor:

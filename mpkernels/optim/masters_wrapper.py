@@ -1,0 +1,280 @@
+"""Masters: fp32 weights, clipping and overflow checks around any optimizer that steps parameters in place."""
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mpkernels._torch_private.optimizers import hooks_of_loading, hooks_of_saving
+from mpkernels._torch_private.sharded import is_fsdp1s
+from mpkernels.distributed import meshes
+from mpkernels.distributed.parts import part_for, part_of, placed_as, settled_grads
+from mpkernels.ops._checks import suggests_options
+from mpkernels.ops.step.op import grad_factor, write_outcome
+from mpkernels.optim import group_options, masters, norm, stand_ins, step_hooks, step_outcome
+from mpkernels.optim.engine import Engine
+from mpkernels.parameters import params_of, put_on
+
+
+class _OfWrapped:
+    """An attribute that the wrapped optimizer has under the same name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, kind: type | None = None) -> Any:
+        return self if optimizer is None else getattr(optimizer.wrapped, self._name)
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        setattr(optimizer.wrapped, self._name, value)
+
+
+class Masters(Optimizer):
+    """fp32 master weights for 16-bit parameters, around ``torch.optim.Muon`` or any optimizer that steps in place.
+
+    >>> optimizer = Masters(torch.optim.Muon(matrices, lr=0.02), max_norm=1.0)
+
+    Each step hands fp32 weights and grads to the wrapped optimizer, which so keeps its states in fp32, and then rounds
+    the weights. Between steps, a 16-bit parameter takes 2 bytes an element for its split master, besides those states.
+    During a step, the fp32 weights and grads take 8 more, of one group at a time. Smaller groups lower that:
+    ``[{"params": [it]} for it in params]`` hands over one parameter at a time.
+
+    Parameters in fp32 and fp64 are handed over as they are, with grads that are unscaled and clipped. If a step checks
+    its grads, the host waits until the device knows the result.
+
+    ``state``, ``param_groups`` and ``defaults`` are those of the wrapped optimizer, ``wrapped``. LR schedulers take
+    either of the two. Call ``step``, ``state_dict`` and ``load_state_dict`` of Masters alone. Hooks around the step of
+    Masters run once a step; those of the wrapped optimizer run once for each group, and see fp32.
+
+    Args:
+        optimizer: the optimizer to wrap. It must step without a closure, and each group by itself.
+            ``mpkernels.optim.AdamW`` is refused, because it has masters.
+        max_norm: the largest global norm of the grads. ``step`` clips them to it, as ``clip_grad_norm_`` would.
+        guard: whether to skip a step whose grads hold an inf or NaN when no scaler does. None turns the guard on if
+            ``max_norm`` is given or a parameter has 16 bits. A scaler always does.
+    """
+
+    #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none.
+    grad_norm: Tensor | None = None
+    #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
+    skipped_steps: Tensor | None = None
+
+    state: Any = _OfWrapped()
+    param_groups: Any = _OfWrapped()
+    defaults: Any = _OfWrapped()
+    wrapped: Any
+    max_norm: float | None
+    guard: bool | None
+    _peers = None  # AdamW's process_group
+    _is_loaded = False  # since the last step: the model may yet be loaded after it
+    _was_skipped: bool | None = None
+    _fp32_states: Any = None  # the dict of states in which none has 16 bits any more
+
+    @suggests_options
+    def __init__(self, optimizer: Optimizer, *, max_norm: float | None = None, guard: bool | None = None) -> None:
+        _check_kind(optimizer)
+        for group in optimizer.param_groups:
+            _check_group(group)
+        group_options.check_global("Masters", max_norm, guard)
+        self.__setstate__({"wrapped": optimizer, "max_norm": max_norm, "guard": guard})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.wrapped = state["wrapped"]  # where torch looks for defaults
+        super().__setstate__(state)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key in _KEPT}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__} (max_norm: {self.max_norm}, guard: {self.guard}) around\n{self.wrapped!r}"
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a scaler leaves unscaling and skipping to the step. Hooks around it would see scaled grads."""
+        return not step_hooks.see_grads(self)
+
+    @property
+    def step_was_skipped(self) -> Tensor | None:
+        """Whether the last step was skipped because of an inf or NaN: a bool, 0-dim, on the host. None if it did not
+        check its grads."""
+        return None if self._was_skipped is None else torch.tensor(self._was_skipped)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group to the wrapped optimizer."""
+        self.wrapped.add_param_group(param_group)
+        try:
+            _check_group(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()
+            raise
+        self._fp32_states = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the grads as the wrapped optimizer does."""
+        self.wrapped.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Have the wrapped optimizer step, or skip the step if the guard or a scaler finds an inf or NaN.
+
+        Args:
+            closure: a function that runs forward and backward and returns the loss. ``step`` calls it once, and returns
+                its result.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            params = params_of(self)
+            settled_grads(params)
+            factor = self._look(params)
+            if not self._was_skipped:
+                self._prepare(params)
+                for group in list(self.param_groups):
+                    stand_ins.step_group(self.wrapped, group, factor)
+        return loss
+
+    _own_step = step  # without hooks
+
+    def _look(self, params: Sequence[Tensor]) -> float:
+        """Note the outcome of the step, and return what its grads are to be multiplied by. The host waits."""
+        grad_scale: Any = getattr(self, "grad_scale", None)
+        found_inf: Any = getattr(self, "found_inf", None)
+        self.grad_norm = self._was_skipped = total_sumsq = None
+        own = [param for param in params if param.grad is not None]
+        processes = meshes.peers_of(params)
+        is_guarded = step_outcome.is_guarded(self, any(map(masters.needs_master, params)), found_inf)
+        if not (own or processes) or not (is_guarded or found_inf is not None):
+            return 1.0
+        if is_guarded:
+            total_sumsq, found_inf = norm.look(params, own, processes, found_inf)
+        if processes is not None:
+            sumsq_of_all, found_inf, failed, _ = processes.agree(params, total_sumsq, found_inf)
+            processes.refuse_if_failed("Masters: step", failed)
+            total_sumsq = sumsq_of_all if is_guarded else None
+        outcome = torch.zeros(2, dtype=torch.float32, device=found_inf.device)
+        skipped, scale = (None if it is None else put_on(outcome.device, it) for it in (self.skipped_steps, grad_scale))
+        self.skipped_steps = torch.zeros_like(outcome[0]) if skipped is None else skipped
+        write_outcome(scale, found_inf, total_sumsq, outcome, self.skipped_steps)
+        self.grad_norm = None if total_sumsq is None else outcome[0]
+        factor = grad_factor(outcome[0], scale, total_sumsq, self.max_norm or math.inf)
+        is_skipped, number = torch.stack([outcome[1].double(), factor]).tolist()
+        self._was_skipped = is_skipped > 0
+        return float(number)
+
+    def _prepare(self, params: Sequence[Tensor]) -> None:
+        """Have each 16-bit parameter with a grad own a remainder, and states in fp32: constructors may make them in 16
+        bits, and so does torch where the wrapped optimizer's own load_state_dict was called."""
+        states = self.state
+        if self._is_loaded:
+            self._is_loaded = False
+            masters.compare_loaded("Masters", params, states)
+        for param in params:
+            state = states.get(param, {})
+            masters.drop_unfit(state, param)
+            if masters.needs_master(param):
+                if self._fp32_states is not states:
+                    state.update({key: it.float() for key, it in state.items() if _has_16_bits(key, it, param)})
+                if param.grad is not None:
+                    masters.give(states.setdefault(param, state), param, "split")
+        self._fp32_states = states
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state dict, which its class can load, with the remainders among the states."""
+        before, after = hooks_of_saving(self)
+        for hook in before:
+            hook(self)
+        saved: dict[str, Any] = self.wrapped.state_dict()
+        states = dict(saved["state"])
+        for param, number in _numbered(self.param_groups, saved):
+            if number in states:
+                unfit = masters.unfit(param, states[number])
+                states[number] = {key: it for key, it in states[number].items() if key not in unfit}
+            if "remainder" in states.get(number, {}):
+                states[number]["remainder"] = masters.saved_as(param, states[number]["remainder"])
+        saved = saved | {"state": states}
+        for hook in after:
+            saved = _first(hook(self, saved), saved)
+        return saved
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of Masters, or of the wrapped optimizer's class over weights of any dtype. Unlike torch,
+        don't round the states to their parameter's dtype."""
+        before, after = hooks_of_loading(self)
+        for hook in before.values():
+            state_dict = state_dict.copy()
+            state_dict = _first(hook(self, state_dict), state_dict)
+        states, of_params = dict(state_dict["state"]), {}
+        for param, number in _numbered(self.param_groups, state_dict):
+            if kept := {key: it for key, it in states.get(number, {}).items() if key in masters.KEYS.values()}:
+                of_params[param] = _loaded(param, number, kept)
+                states[number] = {key: it for key, it in states[number].items() if key not in kept}
+        narrow = filter(masters.needs_master, params_of(self))
+        with stand_ins.renamed(self.wrapped, {it: stand_ins.blank(it) for it in narrow}):  # to whose dtype torch casts
+            self.wrapped.load_state_dict(state_dict | {"state": states})
+        for param, kept in of_params.items():
+            self.state.setdefault(param, {}).update(kept)
+        self._fp32_states, self._is_loaded = self.state, True
+        for hook in after.values():
+            hook(self)
+
+
+_KEPT = ("wrapped", "max_norm", "guard", "grad_norm", "skipped_steps", "_was_skipped", "_is_loaded", "_fp32_states")
+
+
+def _first(changed: Any, otherwise: Any) -> Any:
+    return otherwise if changed is None else changed
+
+
+def _check_kind(optimizer: Any) -> None:
+    kind: Any = optimizer if isinstance(optimizer, type) else type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if not isinstance(optimizer, Optimizer):
+        what = "the class " if isinstance(optimizer, type) else ""
+        raise TypeError(f"Masters: optimizer must be a torch.optim.Optimizer, got {what}{name}")
+    if isinstance(optimizer, Engine | Masters):
+        raise ValueError(f"Masters: optimizer must have no masters yet, got {name}, which has")
+    if any(isinstance(it, Optimizer) for it in vars(optimizer).values()):
+        raise ValueError(f"Masters: optimizer must not hold another one, got {name}; put Masters around the inner one")
+    _, *arguments = inspect.signature(kind.step).parameters.values()
+    if any(it.default is it.empty and it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD) for it in arguments):
+        raise ValueError(
+            f"Masters: optimizer must step without a closure, got {name}, which evaluates the model in its step: that "
+            "would see 16-bit weights"
+        )
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for key in ("differentiable", "gradient_release"):  # torch's, and optimi's for a step in the backward
+        if group.get(key):
+            raise ValueError(f"Masters: optimizer must have {key}=False, got {group[key]!r}")
+    if any(map(is_fsdp1s, group["params"])):
+        raise ValueError("Masters: params must not be FullyShardedDataParallel's; shard the model by fully_shard")
+
+
+def _numbered(groups: Sequence[dict[str, Any]], saved: dict[str, Any]) -> list[tuple[Tensor, Any]]:
+    """Return each parameter with its number in a state dict, whose lengths torch compares."""
+    pairs = zip(groups, saved["param_groups"], strict=False)
+    return [it for group, packed in pairs for it in zip(group["params"], packed["params"], strict=False)]
+
+
+def _has_16_bits(key: str, value: Any, param: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.dtype == param.dtype and key not in masters.KEYS.values()
+
+
+def _loaded(param: Tensor, number: Any, saved: dict[str, Tensor]) -> dict[str, Tensor]:
+    for key, value in saved.items():
+        if value.shape != param.shape:
+            raise ValueError(
+                f"Masters.load_state_dict: state[{number!r}][{key!r}] must have its parameter's shape "
+                f"{tuple(param.shape)}, got {tuple(value.shape)}"
+            )
+    found = masters.loaded("Masters", part_of(param), {key: part_for(param, value) for key, value in saved.items()})
+    state = {key: placed_as(param, value) for key, value in found.items()}
+    masters.mark(state, param)
+    return state

@@ -1,0 +1,110 @@
+"""Masters over FSDP2's DTensors: two processes train, skip, save and load as one does, bit for bit."""
+
+import copy
+import warnings
+from functools import partial
+from itertools import product
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from mpkernels.amp import GradScaler
+from mpkernels.ops.step.split import join
+from mpkernels.optim import Masters
+from tests.cases import same_bits
+from tests.distributed.sharding import backward, even_network, network, part_of, shard, whole, wholes
+from tests.distributed.test_fsdp2 import is_told_alike, trained
+from tests.networks import B16, F16
+from tests.processes import each, needs_gloo, spawn
+
+F32 = torch.float32
+FULL = StateDictOptions(full_state_dict=True)
+
+
+def make(params, kind=torch.optim.SGD, **options):
+    return Masters(kind(params, lr=1e-2, momentum=0.9), **options)
+
+
+def as_one_process(rank):
+    """Each of an even network's parts has whole packs of grad_stats, so that the norm has the same bits, too."""
+    for dtype, is_scaled, max_norm in product((F32, B16, F16), (False, True), (None, 0.1)):
+        alone, model = even_network(dtype), shard(even_network(dtype), "fsdp2")
+        scalers = (GradScaler("cpu", init_scale=64.0) if is_scaled else None for _ in range(2))
+        guard = None if max_norm or is_scaled else True
+        want = trained(alone, partial(make, max_norm=max_norm, guard=guard), next(scalers))
+        told = trained(model, partial(make, max_norm=max_norm, guard=guard), next(scalers), spoils=rank == 0)
+        case = dtype, is_scaled, max_norm
+        assert all(map(is_told_alike, told, want)), (case, told, want)
+        assert all(map(same_bits, wholes(model), wholes(alone))), case
+
+
+def uneven_parts(rank):
+    """Of which a process may have none; without a norm nothing is added up."""
+    for dtype in (B16, F16):
+        alone, model = network(dtype), shard(network(dtype), "fsdp2")
+        trained(alone, make)
+        trained(model, make, spoils=rank == 0)
+        assert all(map(same_bits, wholes(model), wholes(alone)))
+
+
+def muon(rank):
+    """Whose products span the processes' parts: as the bare class over fp32 parts, with the same grads."""
+    model, bare = shard(even_network(B16), "fsdp2"), shard(even_network(B16).float(), "fsdp2")
+    ours, theirs = (
+        make(model.parameters(), torch.optim.Muon),
+        torch.optim.Muon(bare.parameters(), lr=1e-2, momentum=0.9),
+    )
+    for step in range(3):
+        backward(model, step)
+        for param, other in zip(model.parameters(), bare.parameters(), strict=True):
+            other.grad = param.grad.float()
+        ours.step()
+        theirs.step()
+    for param, other in zip(model.parameters(), bare.parameters(), strict=True):
+        assert same_bits(join(part_of(param), part_of(ours.state[param]["remainder"])), part_of(other))
+
+
+def run(model, optimizer, first, last):
+    for step in range(first, last):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+
+
+def contents(model, optimizer):
+    states = [optimizer.state[param] for param in model.parameters()]
+    return wholes(model) + [whole(state[key].float()) for state in states for key in ("momentum_buffer", "remainder")]
+
+
+def checkpoints(rank):
+    """By torch's functions for state dicts, of parts and of the whole, into parts and into a whole."""
+    model = shard(even_network(B16), "fsdp2")
+    optimizer = make(model.parameters())
+    run(model, optimizer, 0, 3)
+    saved = [
+        copy.deepcopy((get_model_state_dict(model, options=it), get_optimizer_state_dict(model, optimizer, options=it)))
+        for it in (None, FULL)
+    ]
+    run(model, optimizer, 3, 5)
+    parts, whole_again = shard(even_network(B16, seed=7), "fsdp2"), even_network(B16, seed=7)
+    for again, (weights, states), options in ((parts, saved[0], None), (whole_again, saved[1], FULL)):
+        resumed = make(again.parameters())
+        set_model_state_dict(again, weights, options=options)
+        set_optimizer_state_dict(again, resumed, states, options=options)
+        run(again, resumed, 3, 5)
+        assert all(map(same_bits, contents(again, resumed), contents(model, optimizer)))
+
+
+def quiet(rank):
+    warnings.simplefilter("ignore")
+
+
+@needs_gloo
+def test_two_processes_train_as_one(tmp_path):
+    spawn(partial(each, (quiet, as_one_process, uneven_parts, muon, checkpoints)), tmp_path)
