@@ -54,7 +54,7 @@ def to_mixed(
         keep_fp32: names of further modules and parameters that stay fp32, as in ``named_modules`` and
             ``named_parameters``; ``*`` matches anything.
         optimizer: the model's optimizer of ``mpkernels.optim``, if it exists already; Accelerate, Lightning or Fabric
-            may have wrapped it. It then keeps the unrounded weights as masters, bit for bit. Required if it has stepped.
+            may have wrapped it. It then keeps the unrounded weights as masters, bit for bit. Pass it if it has stepped.
             An optimizer that you make after the conversion starts from the rounded weights.
     """
     if dtype not in _DTYPES:
