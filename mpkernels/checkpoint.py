@@ -19,12 +19,12 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mpkernels._torch_private.modules import books_of
-from mpkernels.optim import AdamW
+from mpkernels.optim.engine import Engine
 from mpkernels.parts import part_of
 
 Undo = Callable[[], None]
 _NO_EXTRA = nn.Module.get_extra_state
-_REPLACING = (Optimizer.load_state_dict, AdamW.load_state_dict)  # which write to no tensor that is there
+_REPLACING = (Optimizer.load_state_dict, Engine.load_state_dict)  # which write to no tensor that is there
 _MARK, _VERSION = b"mpkernels checkpoint ", b"0001"
 _DIGEST = hashlib.sha256
 _END = len(_MARK) + len(_VERSION) + _DIGEST().digest_size

@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels.optim import AdamW
+from mpkernels.optim.engine import Engine
 from mpkernels.optim.step_hooks import PassiveHook
 from mpkernels.overflow.readback import Readback
 from mpkernels.parameters import put_on, unwrapped
 
 
 class Metrics:
-    """Follows an AdamW's steps, and gives a logger their gradient norm, loss scale and number of skipped steps.
+    """Follows an optimizer's steps, and gives a logger their gradient norm, loss scale and number of skipped steps.
 
     >>> metrics = mpkernels.Metrics(optimizer, scaler)
     >>> wandb.log(metrics.read())  # in the training loop, after a step
@@ -21,17 +21,16 @@ class Metrics:
     or under torch.compile is not followed.
 
     Args:
-        optimizer: an ``mpkernels.optim.AdamW``, or what Accelerate, Lightning or Fabric made of one.
+        optimizer: one of ``mpkernels.optim``, or what Accelerate, Lightning or Fabric made of one.
         scaler: the GradScaler that you train with, torch's or ours, if there is one.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None) -> None:
         inner = unwrapped(optimizer)
-        if not isinstance(inner, AdamW):
+        if not isinstance(inner, Engine):
             kind = type(inner)
-            raise TypeError(
-                f"Metrics: optimizer must be an mpkernels.optim.AdamW, got {kind.__module__}.{kind.__qualname__}"
-            )
+            got = f"{kind.__module__}.{kind.__qualname__}"
+            raise TypeError(f"Metrics: optimizer must be one of mpkernels.optim, got {got}")
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"Metrics: scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
         self._scaler = scaler

@@ -4,7 +4,7 @@ from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
 
-from mpkernels.optim import AdamW
+from mpkernels.optim.engine import Engine
 
 
 class _TellsSkips(AcceleratedOptimizer):
@@ -14,8 +14,8 @@ class _TellsSkips(AcceleratedOptimizer):
 
 
 def tell_skips(optimizer: Any) -> Any:
-    """Make ``step_was_skipped`` of an optimizer prepared by Accelerate return that of the ``mpkernels.optim.AdamW``
-    inside. Return the optimizer.
+    """Make ``step_was_skipped`` of an optimizer prepared by Accelerate return that of the optimizer of
+    ``mpkernels.optim`` inside. Return the optimizer.
 
     Accelerate assumes that a step was skipped if the scaler did not call it. Optimizers that check for overflow inside
     their step are always called, torch's fused ones as well, so schedulers would advance on skipped steps. On a GPU the
@@ -23,8 +23,8 @@ def tell_skips(optimizer: Any) -> Any:
     """
     is_prepared = isinstance(optimizer, AcceleratedOptimizer)
     kind = type(optimizer.optimizer if is_prepared else optimizer)
-    if not is_prepared or not issubclass(kind, AdamW):
+    if not is_prepared or not issubclass(kind, Engine):
         got = f"{kind.__module__}.{kind.__qualname__}, {'prepared' if is_prepared else 'not prepared'}"
-        raise TypeError(f"tell_skips: optimizer must be a prepared mpkernels.optim.AdamW, got {got}")
+        raise TypeError(f"tell_skips: optimizer must be a prepared one of mpkernels.optim, got {got}")
     optimizer.__class__ = _TellsSkips
     return optimizer

@@ -1,4 +1,4 @@
-"""Lightning: a precision plugin, and a callback that logs what AdamW knows of its steps.
+"""Lightning: a precision plugin, and a callback that logs what an optimizer knows of its steps.
 
 >>> Trainer(plugins=[MixedPrecision("16-mixed")], callbacks=[LogMixedPrecision()], gradient_clip_val=1.0)
 """
@@ -16,7 +16,7 @@ from mpkernels.amp import clip_grad_norm_
 from mpkernels.amp.inf_check import given_group
 from mpkernels.integrations.fabric import OurScaler
 from mpkernels.metrics import Metrics
-from mpkernels.optim import AdamW
+from mpkernels.optim.engine import Engine
 from mpkernels.parameters import unwrapped
 
 
@@ -57,7 +57,7 @@ class MixedPrecision(OurScaler, _MixedPrecision):
 
 class LogMixedPrecision(Callback):
     """Logs ``grad_norm``, ``skipped_steps`` and ``loss_scale``, as ``mpkernels.Metrics`` gives them, to all loggers
-    every ``log_every_n_steps``. It follows the optimizers that are an ``mpkernels.optim.AdamW``.
+    every ``log_every_n_steps``. It follows the optimizers of ``mpkernels.optim``.
 
     The names begin with ``mpkernels/``; where several are followed, with ``mpkernels/0/``, ``mpkernels/1/``.
     """
@@ -65,7 +65,7 @@ class LogMixedPrecision(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._logged_step = trainer.global_step
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        followed = [it for it in trainer.optimizers if isinstance(unwrapped(it), AdamW)]
+        followed = [it for it in trainer.optimizers if isinstance(unwrapped(it), Engine)]
         prefixes = ["mpkernels/"] if len(followed) == 1 else [f"mpkernels/{i}/" for i in range(len(followed))]
         self._metrics = {prefix: Metrics(it, scaler) for prefix, it in zip(prefixes, followed, strict=True)}
 

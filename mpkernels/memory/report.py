@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from mpkernels.linear import cast_cache
 from mpkernels.memory import measure
 from mpkernels.memory.forward import Forward
-from mpkernels.optim import AdamW, masters, param_state
+from mpkernels.optim import masters, param_state
+from mpkernels.optim.engine import Engine
 from mpkernels.parameters import params_of, unwrapped
 from mpkernels.parts import part_of
 from mpkernels.tables import Report, Table
@@ -118,7 +119,7 @@ def _sizes(states: Iterable[dict[str, Any]]) -> dict[str, int | None]:
 def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
     """Return the bytes after a step; None where an optimizer can't be asked without one."""
     params = [param for param in params_of(optimizer) if param.requires_grad]
-    if isinstance(optimizer, AdamW):  # also after a load: masters are made at the first step
+    if isinstance(optimizer, Engine):  # also after a load: masters are made at the first step
         return _sizes(
             param_state.create(optimizer._rule, part_of(param).to("meta"), group)
             for group in optimizer.param_groups

@@ -59,7 +59,7 @@ def test_an_optimizer_that_is_there_already_gets_the_weights_as_they_were(master
             optimizer.step()
     to_full(model, optimizers[0])
     assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
-    with pytest.raises(TypeError, match=r"optimizer must be mpkernels.optim.AdamW, .* got torch.optim.sgd.SGD"):
+    with pytest.raises(TypeError, match=r"optimizer must be one of mpkernels.optim, .* got torch.optim.sgd.SGD"):
         to_mixed(twin, optimizer=torch.optim.SGD(twin.parameters()))
     assert twin[0].weight.dtype == F32
 

@@ -132,7 +132,7 @@ def test_tell_skips_takes_our_prepared_optimizer_alone():
     accelerator, model = Accelerator(cpu=True), network()
     theirs = accelerator.prepare(torch.optim.AdamW(model.parameters()))
     for wrong in (AdamW(model.parameters()), theirs, (model, theirs)):
-        with pytest.raises(TypeError, match=r"^tell_skips: optimizer must be a prepared mpkernels.optim.AdamW, got"):
+        with pytest.raises(TypeError, match=r"^tell_skips: optimizer must be a prepared one of mpkernels.optim, got"):
             tell_skips(wrong)
     assert type(theirs) is AcceleratedOptimizer
 
