@@ -21,7 +21,7 @@ class Metrics:
     or under torch.compile is not followed.
 
     Args:
-        optimizer: one of ``mpkernels.optim``, or what Accelerate, Lightning or Fabric made of one.
+        optimizer: one of ``mpkernels.optim``, or what Accelerate, Lightning or Fabric made of it.
         scaler: the GradScaler that you train with, torch's or ours, if there is one.
     """
 
@@ -29,8 +29,9 @@ class Metrics:
         inner = unwrapped(optimizer)
         if not isinstance(inner, Engine):
             kind = type(inner)
-            got = f"{kind.__module__}.{kind.__qualname__}"
-            raise TypeError(f"Metrics: optimizer must be one of mpkernels.optim, got {got}")
+            raise TypeError(
+                f"Metrics: optimizer must be one of mpkernels.optim, got {kind.__module__}.{kind.__qualname__}"
+            )
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise TypeError(f"Metrics: scaler must be a torch.amp.GradScaler or None, got {type(scaler).__name__}")
         self._scaler = scaler

@@ -136,6 +136,7 @@ class StepPlan {
     found.master = entry(states_.masters, i, "masters");
     check_like(param, found.master, i, "masters");
     found.scales = entry(states_.scales, i, "scales");
+    require(!found.scales || found.states[0], Rule::kOp, at("scales", i) + " does not go with its states");
     return found;
   }
 

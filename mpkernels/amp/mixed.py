@@ -36,7 +36,7 @@ def to_mixed(
 ) -> Model:
     """Round the model's parameters to 16 bits, in place, and run its forward under autocast. Return the model.
 
-    An optimizer of ``mpkernels.optim`` then holds its parameters' fp32 masters. These tensors are not rounded:
+    An optimizer of ``mpkernels.optim`` over its parameters then holds their fp32 masters. These tensors are not rounded:
 
     * the parameters of norms: torch's own, and modules with "norm" in their class's name whose parameters are vectors;
     * the weights of nn.Bilinear, weights under spectral_norm, and weights shared with a module that stays fp32;
@@ -53,7 +53,7 @@ def to_mixed(
         dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a GradScaler.
         keep_fp32: names of further modules and parameters that stay fp32, as in ``named_modules`` and
             ``named_parameters``; ``*`` matches anything.
-        optimizer: the model's, one of ``mpkernels.optim``, if it exists already; Accelerate, Lightning or Fabric may have
+        optimizer: the model's optimizer of ``mpkernels.optim``, if it exists already; Accelerate, Lightning or Fabric may have
             wrapped it. It then keeps the unrounded weights as masters, bit for bit. Required if the optimizer has
             stepped. An optimizer that you make after the conversion starts from the rounded weights.
     """
@@ -69,12 +69,12 @@ def to_mixed(
     goals = [(name, param, torch.float32 if param in kept else dtype) for name, param in model.named_parameters()]
     for name, param, goal in goals:
         _check(name, param, goal, dtype)
-    ours = None if optimizer is None else _checked("to_mixed", optimizer)
+    adamw = None if optimizer is None else _checked("to_mixed", optimizer)
     with torch.no_grad():
         for _, param, goal in goals:
-            _set(param, param.to(goal) if ours is None else _with_master(param, goal, ours))
-    if ours is not None:
-        ours._start_afresh()
+            _set(param, param.to(goal) if adamw is None else _with_master(param, goal, adamw))
+    if adamw is not None:
+        adamw._start_afresh()
     kind: Any = type(model)
     model.__class__ = mixed_class(kind, dtype)  # type: ignore[assignment]
     return model
@@ -118,7 +118,7 @@ def _checked(op: str, optimizer: torch.optim.Optimizer) -> Engine:
     optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, Engine):
         kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-        raise TypeError(f"{op}: optimizer must be one of mpkernels.optim, which hold the masters, got {kind}")
+        raise TypeError(f"{op}: optimizer must be one of mpkernels.optim, which holds the masters, got {kind}")
     if optimizer._release is not None and optimizer._release._hooks:
         raise ValueError(f"{op}: optimizer must not release grads; call remove() on what release_grads() returned")
     return optimizer

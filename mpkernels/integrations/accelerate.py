@@ -25,6 +25,6 @@ def tell_skips(optimizer: Any) -> Any:
     kind = type(optimizer.optimizer if is_prepared else optimizer)
     if not is_prepared or not issubclass(kind, Engine):
         got = f"{kind.__module__}.{kind.__qualname__}, {'prepared' if is_prepared else 'not prepared'}"
-        raise TypeError(f"tell_skips: optimizer must be a prepared one of mpkernels.optim, got {got}")
+        raise TypeError(f"tell_skips: optimizer must be one of mpkernels.optim, prepared, got {got}")
     optimizer.__class__ = _TellsSkips
     return optimizer

@@ -1,4 +1,4 @@
-"""Lightning: a precision plugin, and a callback that logs what an optimizer knows of its steps.
+"""Lightning: a precision plugin, and a callback that logs what our optimizers know of their steps.
 
 >>> Trainer(plugins=[MixedPrecision("16-mixed")], callbacks=[LogMixedPrecision()], gradient_clip_val=1.0)
 """

@@ -50,7 +50,7 @@ def _without_master(rule: OptimizerRule, param: Tensor, state_dtype: torch.dtype
     dtype = _dtype_kept(param, state_dtype)
     for key in keys:
         state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    if dtype == torch.int8:
+    if dtype == torch.int8 and keys:
         for key in keys:
             state[key].fill_(-128 if rule.is_squared(key) else 0)  # the codes of 0
         blocks = len(keys) * -(-param.numel() // int8.QUANTIZED)

@@ -215,7 +215,9 @@ def _lists_of(
         for key in rule.ops.rule.states
     ]
     masters = [state.get("remainder", state.get("master", nothing)) for state in states]
-    scales = [state.get("scales", nothing) for state in states]
+    scales = [
+        state.get("scales", nothing) if its_keys else nothing for its_keys, state in zip(keys, states, strict=True)
+    ]
     lists = (
         list(map(real, kind)) if any(each is not nothing for each in kind) else [] for kind in (*kept, masters, scales)
     )

@@ -16,7 +16,7 @@ from mpkernels.parts import settled_grads
 
 def steps_in_backward(optimizer: Any, scaler: torch.amp.GradScaler | None) -> list[tuple[Tensor, Release | None]]:
     """Return each parameter with the function that steps it alone; None where a step needs all grads first."""
-    if optimizer.defaults["differentiable"]:
+    if optimizer.defaults.get("differentiable"):
         raise ValueError("AdamW: release_grads needs differentiable=False")
     params = params_of(optimizer)
     group_options.refuse_twice(params)

@@ -136,6 +136,7 @@ def test_16_bit_parameters_learn_what_fp32_ones_learn(line, dtype, master, state
 def test_a_skipped_step_leaves_no_trace(line, whose, dtype, after):
     model = network(dtype)
     optimizer, scaler = line.ours(model.parameters(), max_norm=1.0), SCALERS[whose]("cpu", init_scale=8.0)
+    scaler.scale(torch.zeros(()))  # whoever trains begins with this
     for seed in range(after):
         backward(model, seed, scaler.get_scale())
         scaler.step(optimizer)
@@ -160,6 +161,7 @@ def test_a_skipped_step_leaves_no_trace(line, whose, dtype, after):
 def test_a_scaler_that_rounds_nothing_changes_nothing(line, whose):
     plain, scaled = network(), network()
     optimizers, scaler = [line.ours(it.parameters()) for it in (plain, scaled)], SCALERS[whose]("cpu", init_scale=16.0)
+    scaler.scale(torch.zeros(()))
     for seed in range(4):
         backward(plain, seed)
         for a, b in zip(scaled.parameters(), plain.parameters(), strict=True):
@@ -358,3 +360,54 @@ def test_adams_decoupled_decay_is_adamws():
     train(ours, Adam(ours.parameters(), 1e-2, weight_decay=0.1, decoupled_weight_decay=True), 10)
     train(theirs, mpkernels.optim.AdamW(theirs.parameters(), 1e-2, weight_decay=0.1), 10)
     assert same(weights(ours), weights(theirs))
+
+
+@of_each
+def test_metrics_follow_it(line):
+    model = network()
+    optimizer = line.ours(model.parameters(), max_norm=1.0)
+    metrics = mpkernels.Metrics(optimizer)
+    train(model, optimizer, 2)
+    assert metrics.read() == {"grad_norm": optimizer.grad_norm.item(), "skipped_steps": 0.0}
+
+
+@of_each
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
+def test_the_memory_report_predicts_its_states(line, dtype, state_dtype):
+    model = network(dtype)
+    optimizer = line.ours(model.parameters(), state_dtype=state_dtype)
+    predicted = mpkernels.memory_report(model, optimizer).predicted
+    train(model, optimizer, 1)
+    assert mpkernels.memory_report(model, optimizer).predicted == predicted
+
+
+@of_each
+@pytest.mark.parametrize("steps_before", [1, 2])
+def test_to_mixed_makes_masters_of_its_weights(line, steps_before):
+    model, mixed = network(), network()
+    optimizers = [line.ours(it.parameters(), guard=False) for it in (model, mixed)]
+    for it, optimizer in zip((model, mixed), optimizers, strict=True):
+        train(it, optimizer, steps_before)
+    mpkernels.to_mixed(mixed, optimizer=optimizers[1])
+    for a, b in zip(model.parameters(), mixed.parameters(), strict=True):
+        a.grad = torch.ones_like(a)
+        b.grad = torch.ones_like(b)
+    for optimizer in optimizers:
+        optimizer.step()
+    for a, b in zip(model.parameters(), mixed.parameters(), strict=True):
+        assert same_bits(a.detach().to(b.dtype), b.detach())
+
+
+@of_each
+def test_a_file_takes_up_all_of_a_training(line, tmp_path):
+    model = network(B16)
+    optimizer = line.ours(model.parameters(), max_norm=1.0)
+    train(model, optimizer, 2)
+    mpkernels.checkpoint.save(tmp_path / "file", model=model, optimizer=optimizer)
+    other = network(B16, seed=2)
+    loaded = line.ours(other.parameters(), max_norm=1.0)
+    mpkernels.checkpoint.load(tmp_path / "file", model=other, optimizer=loaded)
+    train(model, optimizer, 2, first=2)
+    train(other, loaded, 2, first=2)
+    assert same(weights(model), weights(other))

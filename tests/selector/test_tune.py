@@ -202,9 +202,14 @@ def test_other_versions_machines_and_kernels_are_timed_anew(timed, monkeypatch):
     assert len(timed) == 2
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", '{"KEY": 3}', '{"KEY": {"us": {"native": 1}}}', "\x00\xff",
-                                  *('{"KEY": {"us": {"torch": %s}, "left_out": {}}}' % it for it in ("0", "-1", "NaN", '"1"', "[]")),
-                                  '{"KEY": {"us": {"torch": 1}, "left_out": []}}'])  # fmt: skip
+CORRUPT = ["", "{", "[]", "7", '{"KEY": 3}', '{"KEY": {"us": {"native": 1}}}', "\x00\xff"]
+CORRUPT += [
+    '{"KEY": {"us": {"torch": NUMBER}, "left_out": {}}}'.replace("NUMBER", it) for it in ("0", "-1", "NaN", "[]")
+]
+CORRUPT += ['{"KEY": {"us": {"torch": 1}, "left_out": []}}']
+
+
+@pytest.mark.parametrize("text", CORRUPT)
 def test_a_corrupt_file_is_no_error(timed, text):
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     mpkernels.tune(layer, x)

@@ -98,6 +98,8 @@ def _check_row(rule: Rule, i: int, row: dict[str, Tensor]) -> None:
 def _check_scales(op: str, i: int, scales: Tensor | None, states: dict[str, Tensor]) -> None:
     """Refuse 8-bit states of one parameter without their scales, scales without such states, and other layouts."""
     if not states:
+        if scales is not None:
+            raise TypeError(f"{op}: scales[{i}] must be there for int8 states, and only there, got it without a state")
         return
     first, codes = next(iter(states.items()))
     if (scales is not None) != (codes.dtype == torch.int8):

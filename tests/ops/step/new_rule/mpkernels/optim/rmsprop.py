@@ -8,6 +8,6 @@ from mpkernels.optim.optimizer_rule import OptimizerRule
 class RMSprop(Engine):
     _rule = OptimizerRule(rmsprop_, lambda group: (group["lr"], group["alpha"], group["eps"]))
 
-    def __init__(self, params, lr=1e-2, alpha=0.99, eps=1e-8, state_dtype=torch.float32, max_norm=None):
-        self._take_options("split", state_dtype, max_norm, guard=None, process_group=None)
+    def __init__(self, params, lr=1e-2, alpha=0.99, eps=1e-8, master="split", state_dtype=torch.float32):
+        self._take_options(master, state_dtype, max_norm=None, guard=None, process_group=None)
         super().__init__(params, {"lr": lr, "alpha": alpha, "eps": eps, "maximize": False})
