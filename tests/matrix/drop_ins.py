@@ -42,6 +42,10 @@ class DropIn:
     def is_ours(self) -> bool:
         return issubclass(self.kind, Engine)
 
+    def saves(self, key: str) -> bool:
+        """Whether checkpoints hold a state: SGD and Lion count steps, and torch's SGD has no such number."""
+        return key != "step" or not self.is_ours or self.kind._rule.ops.rule.counts
+
     def optimizer(self, params: Iterable[Any], **more: Any) -> torch.optim.Optimizer:
         return self.kind(params, **self.options | more)
 
