@@ -36,7 +36,7 @@ def to_mixed(
 ) -> Model:
     """Round the model's parameters to 16 bits, in place, and run its forward under autocast. Return the model.
 
-    An optimizer of ``mpkernels.optim`` over its parameters then holds their fp32 masters. These tensors are not rounded:
+    An optimizer of ``mpkernels.optim`` over its parameters then holds their fp32 masters. Not rounded are:
 
     * the parameters of norms: torch's own, and modules with "norm" in their class's name whose parameters are vectors;
     * the weights of nn.Bilinear, weights under spectral_norm, and weights shared with a module that stays fp32;
@@ -53,9 +53,9 @@ def to_mixed(
         dtype: ``torch.bfloat16``, or ``torch.float16``, which needs a GradScaler.
         keep_fp32: names of further modules and parameters that stay fp32, as in ``named_modules`` and
             ``named_parameters``; ``*`` matches anything.
-        optimizer: the model's optimizer of ``mpkernels.optim``, if it exists already; Accelerate, Lightning or Fabric may have
-            wrapped it. It then keeps the unrounded weights as masters, bit for bit. Required if the optimizer has
-            stepped. An optimizer that you make after the conversion starts from the rounded weights.
+        optimizer: the model's optimizer of ``mpkernels.optim``, if it exists already; Accelerate, Lightning or Fabric
+            may have wrapped it. It then keeps the unrounded weights as masters, bit for bit. Pass it if it has stepped.
+            An optimizer that you make after the conversion starts from the rounded weights.
     """
     if dtype not in _DTYPES:
         hint = "; Policy(name).convert(model) takes names" if isinstance(dtype, str) else ""
@@ -99,7 +99,8 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
         if param.requires_grad and param not in known:
             raise ValueError(f"to_full: optimizer must hold the master of {name}, which is not among its parameters")
     with torch.no_grad():
-        optimizer._compare_loaded()
+        if optimizer._is_loaded:
+            optimizer._compare_loaded()
         for param in narrow.values():
             state = optimizer.state.get(param, {})
             masters.drop_unfit(state, param)
