@@ -18,14 +18,7 @@ def step(weight, grad, states, scalars):
 
 
 RMSPROP = Rule(
-    name="rmsprop",
-    states=("square_avg",),
-    needed=1,
-    not_negative=("square_avg",),
-    hyperparameters=("lr", "alpha", "eps"),
-    tensors=1,
-    counts=False,
-    scalars=scalars,
-    step=step,
-)
+    name="rmsprop", states=("square_avg",), needed=1, not_negative=("square_avg",),
+    hyperparameters=("lr", "alpha", "eps"), tensors=1, counts=False, scalars=scalars, step=step,
+)  # fmt: skip
 rmsprop_ = StepOps(RMSPROP)
