@@ -1,4 +1,4 @@
-// The CPU loops of a step. A rule's *_cpu.cpp instantiates step_span, once per instruction set.
+// The CPU loops of a step. A rule's *_cpu.cpp has them compiled by MPK_STEP_ON_CPU, once per instruction set.
 #pragma once
 
 #include <algorithm>
@@ -282,3 +282,7 @@ void step_span(const StepRow& row, const Span& span, const StepScalars<Rule, dou
 }
 
 }  // namespace mpk::MPK_ISA
+
+#define MPK_STEP_ON_CPU(Rule)                                                             \
+  template void mpk::MPK_ISA::step_span<mpk::Rule>(const mpk::StepRow&, const mpk::Span&, \
+                                                   const mpk::StepScalars<mpk::Rule, double>&);

@@ -1,4 +1,4 @@
-// The CUDA kernel of a step. A rule's *_cuda.cu instantiates it.
+// The CUDA kernel of a step. A rule's *_cuda.cu has it compiled by MPK_STEP_ON_CUDA.
 #pragma once
 
 #include "grads/overflow_block.h"
@@ -70,3 +70,7 @@ cudaError_t step_cuda(const StepLaunch& launched, void* const* grads, const Step
 }
 
 }  // namespace mpk
+
+#define MPK_STEP_ON_CUDA(Rule)                                                                                \
+  template cudaError_t mpk::step_cuda(const mpk::StepLaunch&, void* const*, const mpk::StepGroup<mpk::Rule>*, \
+                                      const mpk::StepShared&, uint32_t*, mpk::Overflow*, cudaStream_t);

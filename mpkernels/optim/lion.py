@@ -16,10 +16,6 @@ def _hyperparameters(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return group["lr"], *group["betas"], group["weight_decay"]
 
 
-def _has_optional(_: Mapping[str, Any]) -> bool:
-    return False
-
-
 class Lion(Engine):
     """Lion (Chen et al., 2023) for mixed precision: each weight moves by lr, in the direction of a sign.
 
@@ -34,7 +30,7 @@ class Lion(Engine):
         maximize: whether to raise the loss instead of lowering it.
     """
 
-    _rule = OptimizerRule(lion_, _hyperparameters, _has_optional)
+    _rule = OptimizerRule(lion_, _hyperparameters)
 
     @suggests_options
     def __init__(

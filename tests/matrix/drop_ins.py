@@ -10,7 +10,8 @@ from torch import nn
 
 from mpkernels.amp import GradScaler
 from mpkernels.nn import LinearAct
-from mpkernels.optim import AdamW
+from mpkernels.optim import SGD, Adam, AdamW, Lion
+from mpkernels.optim.engine import Engine
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
 LR = 1e-2
@@ -35,7 +36,15 @@ class DropIn:
     @property
     def skips(self) -> bool:
         """Whether an overflow costs a step and no more."""
-        return bool(self.whose_scaler) or (self.kind is AdamW and self.dtype != F32)
+        return bool(self.whose_scaler) or (self.is_ours and self.dtype != F32)
+
+    @property
+    def is_ours(self) -> bool:
+        return issubclass(self.kind, Engine)
+
+    def saves(self, key: str) -> bool:
+        """Whether checkpoints hold a state: SGD and Lion count steps, and torch's SGD has no such number."""
+        return key != "step" or not self.is_ours or self.kind._rule.ops.rule.counts
 
     def optimizer(self, params: Iterable[Any], **more: Any) -> torch.optim.Optimizer:
         return self.kind(params, **self.options | more)
@@ -73,6 +82,15 @@ def _adamw(dtype: torch.dtype, state_dtype: torch.dtype, master: str = "split", 
     return DropIn(name, AdamW, {"lr": LR, "master": master, "state_dtype": state_dtype}, dtype, scaler)
 
 
+def _of_each(kind: type[Engine], **options: Any) -> list[DropIn]:
+    """Return the drop-ins of an optimizer other than AdamW: what it has in common with it, AdamW's columns try."""
+    name = kind.__name__
+    return [
+        DropIn(f"{name}, fp32", kind, {"lr": LR, "state_dtype": F32} | options),
+        DropIn(f"{name}, bf16, split master, bf16 state", kind, {"lr": LR, "state_dtype": B16} | options, B16),
+    ]
+
+
 _STATE_DTYPES = (F32, B16, torch.int8)
 _TORCHS = DropIn("our scaler, torch's AdamW", torch.optim.AdamW, {"lr": LR, "foreach": False}, F32, "our")
 _LAYER = replace(_TORCHS, name="fp32 layer", whose_scaler="", first_layer=LinearAct)
@@ -87,6 +105,7 @@ COLUMNS = {
         _adamw(F16, B16, scaler="our"),
         _adamw(F16, F32, "fp32", scaler="our"),
     ],
+    "others": [*_of_each(Adam), *_of_each(SGD, lr=1e-4, momentum=0.9), *_of_each(Lion)],
     "layer": [_LAYER, replace(_LAYER, name="bf16 layer", dtype=B16)],
 }
 DROP_INS = {it.name: it for column in COLUMNS.values() for it in column}

@@ -89,7 +89,7 @@ def zero_grad_to_zeros(run: Run) -> None:
 
 def halving_by_hand(run: Run) -> None:
     for number in ALL:
-        run.optimizer.param_groups[0]["lr"] = 1e-2 * 0.5**number
+        run.optimizer.param_groups[0]["lr"] = run.drop_in.options["lr"] * 0.5**number
         run.steps([number])
 
 

@@ -61,7 +61,7 @@ class Run:
     def result(self) -> Result:
         found = {name: param.detach().clone() for name, param in bare(self.model).named_parameters()}
         for name, param in bare(self.model).named_parameters():
-            state = self.optimizer.state.get(param, {})
+            state = {key: it for key, it in self.optimizer.state.get(param, {}).items() if self.drop_in.saves(key)}
             found |= {f"{name}: {key}": state[key].clone() for key in sorted(state)}
         return found | self.scaler_result()
 

@@ -1,9 +1,4 @@
 #include "step/rules/lion.h"
 #include "step/step_cuda.h"
 
-namespace mpk {
-
-template cudaError_t step_cuda(const StepLaunch&, void* const*, const StepGroup<Lion>*, const StepShared&, uint32_t*,
-                               Overflow*, cudaStream_t);
-
-}  // namespace mpk
+MPK_STEP_ON_CUDA(Lion)

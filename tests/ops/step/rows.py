@@ -42,7 +42,8 @@ class Line(NamedTuple):
     ops: StepOps
     hypers: dict[str, tuple[float, float]]  # of two groups
     twin: Callable[..., torch.optim.Optimizer]  # in plain torch
-    options: Callable[[dict[str, float]], dict[str, Any]]  # the twin's, of a group's hyperparameters
+    # The twin's options, of a group's hyperparameters and of whether the parameter has the states that are optional.
+    options: Callable[[dict[str, float], bool], dict[str, Any]]
 
 
 LR = {"lr": (1e-2, 1e-3)}
@@ -51,22 +52,32 @@ SGD = LR | {"weight_decay": (0.1, 0.0), "momentum": (0.9, 0.5), "dampening": (0.
 NESTEROV = SGD | {"dampening": (0.0, 0.0), "nesterov": (1.0, 1.0)}
 
 
-def _of_adamw(it):
-    betas = {"betas": (it["beta1"], it["beta2"])}
-    return betas | {key: it[key] for key in ("lr", "weight_decay", "eps")} | {"foreach": False}
+def _of_adamw(it, amsgrad):
+    options = {"betas": (it["beta1"], it["beta2"]), "amsgrad": amsgrad, "foreach": False}
+    return options | {key: it[key] for key in ("lr", "weight_decay", "eps")}
+
+
+def _of_sgd(it, has_momentum):
+    without = {} if has_momentum else {"momentum": 0, "dampening": 0, "nesterov": 0}
+    options = it | without
+    return options | {"nesterov": options["nesterov"] == 1, "foreach": False}
+
+
+def _of_lion(it, _):
+    return {"lr": it["lr"], "betas": (it["beta1"], it["beta2"]), "weight_decay": it["weight_decay"]}
 
 
 RULES = {
     "adamw": Line(adamw_, ADAMW, torch.optim.AdamW, _of_adamw),
     "adam": Line(adam_, ADAMW | {"decoupled": (0.0, 0.0)}, torch.optim.Adam, _of_adamw),
     "adam, decoupled": Line(adam_, ADAMW | {"decoupled": (1.0, 1.0)}, torch.optim.AdamW, _of_adamw),
-    "sgd": Line(sgd_, SGD, torch.optim.SGD, lambda it: it | {"nesterov": False}),
-    "sgd, nesterov": Line(sgd_, NESTEROV, torch.optim.SGD, lambda it: it | {"nesterov": True}),
+    "sgd": Line(sgd_, SGD, torch.optim.SGD, _of_sgd),
+    "sgd, nesterov": Line(sgd_, NESTEROV, torch.optim.SGD, _of_sgd),
     "lion": Line(
         lion_,
         {"lr": (1e-3, 1e-4), "beta1": (0.9, 0.8), "beta2": (0.99, 0.95), "weight_decay": (0.1, 0.0)},
         LionInPlainTorch,
-        lambda it: {"lr": it["lr"], "betas": (it["beta1"], it["beta2"]), "weight_decay": it["weight_decay"]},
+        _of_lion,
     ),
 }  # fmt: skip
 

@@ -86,11 +86,8 @@ def test_fp64_is_plain_torchs(target, line, maximize):
     params = [it.cpu().clone().requires_grad_() for it in rows.lists["params"]]
     twins = []
     for i, (param, has_optional) in enumerate(zip(params, ends, strict=True)):
-        options = line.options({name: x[rows.group_of(i)] for name, x in line.hypers.items()})
-        options |= {"amsgrad": has_optional} if "eps" in options else {}
-        if "momentum" in options and not has_optional:
-            options |= {"momentum": 0, "dampening": 0, "nesterov": False}
-        twins.append(line.twin([param], **options))
+        hypers = {name: x[rows.group_of(i)] for name, x in line.hypers.items()}
+        twins.append(line.twin([param], **line.options(hypers, has_optional)))
     for seed in range(5):
         grads = rows.grads(seed)
         for param, grad, twin in zip(params, grads, twins, strict=True):

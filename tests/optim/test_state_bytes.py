@@ -1,0 +1,44 @@
+"""What each optimizer keeps, in bytes a parameter: the table of docs/optimizers.md."""
+
+from fractions import Fraction
+
+import pytest
+import torch
+
+from mpkernels.optim import SGD, Adam, AdamW, Lion
+from tests.networks import B16, F16
+
+F32, INT8 = torch.float32, torch.int8
+SIZE = 64 * 256  # whole blocks of 8-bit codes
+
+
+def bytes_kept(kind, dtype, state_dtype, **options):
+    """Return the bytes of weight, grad and states for each element, the number of steps apart."""
+    weight = torch.nn.Parameter(torch.ones(SIZE, dtype=dtype))
+    optimizer = kind([weight], state_dtype=state_dtype, **options)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    states = [it for key, it in optimizer.state.get(weight, {}).items() if key != "step"]
+    return Fraction(sum(it.numel() * it.itemsize for it in (weight, weight.grad, *states)), SIZE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "wanted"),
+    [
+        (AdamW, {}, (16, 14, 10, 8 + Fraction(1, 32))),
+        (Adam, {}, (16, 14, 10, 8 + Fraction(1, 32))),
+        (AdamW, {"amsgrad": True}, (20, 18, 12, 9 + Fraction(3, 64))),
+        (Adam, {"amsgrad": True}, (20, 18, 12, 9 + Fraction(3, 64))),
+        (SGD, {}, (8, 6, 6, 6)),
+        (SGD, {"momentum": 0.9}, (12, 10, 8, 7 + Fraction(1, 64))),
+        (Lion, {}, (12, 10, 8, 7 + Fraction(1, 64))),
+    ],
+    ids=lambda it: getattr(it, "__name__", None) or (str(it) if isinstance(it, dict) else ""),
+)
+def test_bytes_a_parameter(kind, options, wanted):
+    for narrow in (B16, F16):
+        kept = [
+            bytes_kept(kind, *dtypes, **options)
+            for dtypes in ((F32, F32), (narrow, F32), (narrow, B16), (narrow, INT8))
+        ]
+        assert tuple(kept) == wanted
