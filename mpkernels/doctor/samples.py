@@ -56,13 +56,11 @@ def optimizer_step(
     masters = [torch.zeros(5, dtype=torch.int16, **make), torch.zeros(1025, dtype=torch.int16, **make)]
     masters += [torch.empty(0, **make), params[3].float()]
     counts = [rule.needed, rule.needed, len(rule.states), len(rule.states)]  # of states
-    states = [
-        [
-            torch.ones_like(it, dtype=state_dtype) if i < n else torch.empty(0, **make)
-            for it, n in zip(params, counts, strict=True)
-        ]
-        for i in range(len(rule.states))
-    ]
+    states = []
+    for i, key in enumerate(rule.states):
+        of_all = [it.sign().abs() if key in rule.not_negative else it.sign() for it in params]
+        there = [i < n for n in counts]
+        states.append([it.to(state_dtype) if has else it[:0] for it, has in zip(of_all, there, strict=True)])
     sizes = [n * -(-it.numel() // 256) for it, n in zip(params, counts, strict=True)]
     scales = [torch.ones(size, **make) for size in sizes] if state_dtype == torch.int8 else []
     steps = [torch.ones((), **make) for _ in params]
