@@ -167,8 +167,10 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
 
 def readme(text: str, runs: dict[str, Run], fused: Iterable[Path] = ()) -> str:
     """Return README with its figures and its tables anew."""
-    newest = {run.device: (name, run) for name, run in sorted(runs.items(), key=_age)}
-    found = [_front(*it) for it in newest.values()]
+    of_device: dict[str, dict[str, Run]] = {}
+    for name, run in sorted(runs.items(), key=_age):
+        of_device.setdefault(run.device, {})[name] = run
+    found = [_front(it) for it in of_device.values()]
     parts = {"figures": front.figures(found), "results": list(table(*front.rows(found)))[:-1]}
     parts["models"] = list(chain.from_iterable(table(*models.summary(path)) for path in fused))[:-1]
     for name, lines in parts.items():
@@ -185,10 +187,14 @@ def _age(item: tuple[str, Run]) -> tuple[str, str]:
     return item[1].date, item[0]
 
 
-def _front(name: str, run: Run) -> front.Front:
-    best = front.place_of(run)
-    groups, on_one = (group(it for it in run.results if it.place == place) for place in (best, "cpu-1"))
-    return front.Front(name, run, groups, {} if best == "cpu-1" else on_one)
+def _front(runs: dict[str, Run]) -> front.Front:
+    """``runs``: all of one machine, the newest last."""
+    newest = [*runs.values()][-1]
+    best, groups, on_one = front.place_of(newest), Groups(), Groups()
+    for run in runs.values():
+        groups |= group(it for it in run.results if it.place == best)
+        on_one |= group(it for it in run.results if it.place == "cpu-1")
+    return front.Front([*runs], newest, groups, {} if best == "cpu-1" else on_one)
 
 
 def pages(root: Path) -> dict[Path, str]:

@@ -4,6 +4,7 @@
 """
 
 import sys
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ import mpkernels
 from mpkernels.doctor.samples import SAMPLES
 from mpkernels.nn import LinearAct
 from mpkernels.ops import _registry
-from mpkernels.optim import AdamW
+from mpkernels.optim import SGD, Adam, AdamW, Lion
 
 
 def calls(device: torch.device) -> int:
@@ -32,10 +33,11 @@ def steps(device: torch.device) -> None:
         (torch.float16, {"guard": True, "master": "fp32"}),
     ):
         network = LinearAct(33, 129, device=device, dtype=dtype)
-        optimizer = AdamW(network.parameters(), **options)
-        for _ in range(2):
-            network(torch.randn(17, 33, device=device, dtype=dtype)).float().square().mean().backward()
-            optimizer.step()
+        for make in (AdamW, Adam, partial(SGD, momentum=0.9), SGD, Lion):
+            optimizer = make(network.parameters(), **options)
+            for _ in range(2):
+                network(torch.randn(17, 33, device=device, dtype=dtype)).float().square().mean().backward()
+                optimizer.step()
 
 
 def main(device: torch.device) -> None:

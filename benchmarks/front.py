@@ -1,4 +1,4 @@
-"""README's figures and its rows of results, from the newest run of each machine."""
+"""README's figures and its rows of results: of each machine, the newest of each row."""
 
 from statistics import median
 from typing import NamedTuple
@@ -12,6 +12,9 @@ ROWS = {
     "clipping and step without a scaler: `AdamW(max_norm=...)`": "step vs torch fused",
     "the same calls, only the imports changed": "step imports vs torch fused",
     "the same where each step clips": "step imports-clipping vs torch fused",
+    "clipping and step without a scaler: `Adam(max_norm=...)`": "step adam vs torch fused",
+    "likewise `SGD(momentum=0.9, max_norm=...)`": "step sgd-momentum vs torch fused",
+    "likewise `Lion(max_norm=...)`, beside torch-optimi's": "step lion vs torch-optimi",
     "a training step with bf16 weights, beside torch.amp with fused AdamW": "train split-master vs torch.amp fused",
     "a linear layer and its activation under autocast": "linear_act vs torch.amp eager",
     "the norm of all grads, and whether they are finite": "grad_stats vs torch",
@@ -19,10 +22,10 @@ ROWS = {
 
 
 class Front(NamedTuple):
-    """A run as README shows it."""
+    """A machine as README shows it."""
 
-    name: str  # of its raw file
-    run: Run
+    names: list[str]  # of its raw files
+    run: Run  # the newest
     groups: dict[str, list[Result]]  # by what is compared with what
     on_one_thread: dict[str, list[Result]]  # likewise; empty where that is all there is
 
@@ -47,7 +50,7 @@ def _machine(it: Front) -> str:
     run, place = it.run, place_of(it.run)
     threads = "" if place == "cuda" else f", {place.removeprefix('cpu-')} cores"
     name = f"{run.device.replace('(R)', '')}{threads}, torch {run.machine['torch']}"
-    return f"{name} ([samples](benchmarks/results/{it.name}.json))"
+    return f"{name} ({', '.join(f'[samples](benchmarks/results/{it}.json)' for it in it.names)})"
 
 
 def _ratios(it: Front, title: str) -> str:

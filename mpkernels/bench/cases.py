@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mpkernels
-from mpkernels.bench import blocks, linear, ops, peers, sharded, steps, training
+from mpkernels.bench import blocks, linear, ops, peers, rules, sharded, steps, training
 from mpkernels.bench.pairs import Pair
 from mpkernels.bench.settings import LISTS_ANYWHERE, Case, Place, Setting, lists, places
 from mpkernels.ops import _devices
@@ -115,7 +115,7 @@ def _steps(place: Place) -> Iterator[Benchmark]:
                 yield _step(
                     setting,
                     name,
-                    peers.maker(name),
+                    peers.maker(peer),
                     variant=variant,
                     missing=missing,
                     clock="loop",
@@ -127,6 +127,8 @@ def _steps(place: Place) -> Iterator[Benchmark]:
         setting = Setting(place, "fp32", sharded.CASE)
         prepare = partial(sharded.compare, setting)
         yield Benchmark("step", setting, prepare, "adamw_", BEST, "dtensors", sharded.why_not())
+        for it in rules.comparisons(place, WITHOUT_SCALER, BEST):
+            yield Benchmark("step", it.setting, it.prepare, it.op, it.baseline, it.rule, it.missing)
 
 
 def _steps_without_scaler(place: Place) -> Iterator[Benchmark]:

@@ -34,8 +34,10 @@ def scaler_of(kind: type[torch.amp.GradScaler], device: str) -> torch.amp.GradSc
     return scaler
 
 
-def our_step(params: list[Parameter], device: str, clips: bool = True, **options: Any) -> AfterForward:
-    optimizer = AdamW(params, max_norm=MAX_NORM if clips else None, **options)
+def our_step(
+    params: list[Parameter], device: str, clips: bool = True, make: Callable[..., Any] = AdamW, **options: Any
+) -> AfterForward:
+    optimizer = make(params, max_norm=MAX_NORM if clips else None, **options)
     scaler = scaler_of(amp.GradScaler, device)
 
     def finish() -> None:
@@ -73,24 +75,24 @@ def parameters(setting: Setting, dtype: torch.dtype) -> list[Parameter]:
     return params
 
 
-def bytes_of_our_step(grads_dtype: torch.dtype, state_dtype: torch.dtype = torch.float32) -> float:
+def bytes_of_our_step(grads_dtype: torch.dtype, state_dtype: torch.dtype = torch.float32, states: int = 2) -> float:
     """For each parameter. The grads are read twice, for their norm and for the step; the weight (with its remainder, 4
-    bytes either way) and both moments are read and written once, and so is an fp32 scale of 256 moments in 8 bits."""
-    moments = 2 * (state_dtype.itemsize + (4 / 256 if state_dtype == torch.int8 else 0))
-    return 2 * grads_dtype.itemsize + 2 * (4 + moments)
+    bytes either way) and the states are read and written once, and so is an fp32 scale of 256 states in 8 bits."""
+    of_states = states * (state_dtype.itemsize + (4 / 256 if state_dtype == torch.int8 else 0))
+    return 2 * grads_dtype.itemsize + 2 * (4 + of_states)
 
 
-def bytes_of_torchs_step() -> int:
+def bytes_of_torchs_step(states: int = 2, unscales: bool = True) -> int:
     """For each parameter, all fp32: unscale_ and clipping read and write the grads, the norm reads them; the fused step
-    reads them and reads and writes weight and moments."""
-    return 8 + 4 + 8 + 4 + 2 * 12
+    reads them and reads and writes weight and states."""
+    return 8 * unscales + 4 + 8 + 4 + 2 * 4 * (1 + states)
 
 
-def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, **options: Any) -> Pair:
+def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, states: int = 2, **options: Any) -> Pair:
     """Our parameters have the grads' dtype, and a split master if that is 16 bits wide; torch's are fp32."""
     dtype, device = DTYPES[setting.dtype], setting.place.device
     elements = sum(map(_elements, setting.case.shapes))
-    moved = bytes_of_our_step(dtype, options.get("state_dtype", torch.float32)) * elements
+    moved = bytes_of_our_step(dtype, options.get("state_dtype", torch.float32), states) * elements
     return Pair(
         lambda: our_step(parameters(setting, dtype), device, **options).finish,
         lambda: torchs_step(parameters(setting, torch.float32), device, theirs, options.get("clips", True)).finish,
@@ -100,13 +102,15 @@ def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, **options
     )
 
 
-def compare_without_scaler(setting: Setting) -> Pair:
-    """``AdamW(max_norm=...)``, and torch's clip_grad_norm_ before its fused step."""
+def compare_without_scaler(
+    setting: Setting, ours: Callable[..., Any] = AdamW, theirs: MakeOptimizer = fused, states: int = 2
+) -> Pair:
+    """``AdamW(max_norm=...)``, and torch's clip_grad_norm_ before its fused step. states: how many a parameter has."""
     dtype = DTYPES[setting.dtype]
     return Pair(
-        lambda: AdamW(parameters(setting, dtype), max_norm=MAX_NORM).step,
-        lambda: _clip_and_step(parameters(setting, torch.float32), fused, torch.nn.utils.clip_grad_norm_),
-        moved=int(bytes_of_our_step(dtype) * sum(map(_elements, setting.case.shapes))),
+        lambda: ours(parameters(setting, dtype), max_norm=MAX_NORM).step,
+        lambda: _clip_and_step(parameters(setting, torch.float32), theirs, torch.nn.utils.clip_grad_norm_),
+        moved=int(bytes_of_our_step(dtype, states=states) * sum(map(_elements, setting.case.shapes))),
         clock="loop",
     )
 

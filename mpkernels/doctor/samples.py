@@ -1,10 +1,17 @@
 """Arguments for every op, ordinary and odd: what tests and ``mpkernels doctor`` call kernels with."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from mpkernels.ops.step.rule import Rule
+from mpkernels.ops.step.rules.adam import adam_
+from mpkernels.ops.step.rules.adamw import adamw_
+from mpkernels.ops.step.rules.lion import lion_
+from mpkernels.ops.step.rules.sgd import sgd_
 
 F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
@@ -31,35 +38,52 @@ def unscale(device: torch.device, *specials: float) -> tuple[Any, ...]:
     return grads(device, *specials), torch.zeros((), device=device), torch.full((), 0.5, device=device)
 
 
-def optimizer_step(device: torch.device, state_dtype: torch.dtype = F32, found_inf: float = 0.0) -> tuple[Any, ...]:
-    """Every way to keep a weight, in two groups. One has its lr and betas on the device, one has amsgrad."""
+# Of two groups. A hyperparameter that isn't listed is 0.5.
+HYPERPARAMETERS = {
+    "lr": (1e-3, 1e-3), "beta1": (0.9, 0.9), "beta2": (0.999, 0.999), "weight_decay": (0.01, 0.01), "eps": (1e-8, 1e-8),
+    "decoupled": (0.0, 1.0), "momentum": (0.9, 0.9), "nesterov": (0.0, 1.0),
+}  # fmt: skip
+
+
+def optimizer_step(
+    rule: Rule, device: torch.device, state_dtype: torch.dtype = F32, found_inf: float = 0.0
+) -> tuple[Any, ...]:
+    """Every way to keep a weight, in two groups. One has tensors on the device, one has the rule's optional states."""
     make: dict[str, Any] = {"device": device}
     params = [
         torch.linspace(-1, 1, size, **make).to(dtype) for size, dtype in ((5, B16), (1025, F16), (33, F32), (7, B16))
     ]
     masters = [torch.zeros(5, dtype=torch.int16, **make), torch.zeros(1025, dtype=torch.int16, **make)]
     masters += [torch.empty(0, **make), params[3].float()]
-    states = [[torch.ones_like(it, dtype=state_dtype) for it in params] for _ in range(2)]
-    largest = [torch.empty(0, **make), torch.empty(0, **make), *(it.clone() for it in states[0][2:])]
-    scales = (
-        [
-            torch.ones((2 + bool(it.numel())) * -(-param.numel() // 256), **make)
-            for it, param in zip(largest, params, strict=True)
-        ]
-        if state_dtype == torch.int8
-        else []
-    )
+    counts = [rule.needed, rule.needed, len(rule.states), len(rule.states)]  # of states
+    states = []
+    for i, key in enumerate(rule.states):
+        of_all = [it.sign().abs() if key in rule.not_negative else it.sign() for it in params]
+        there = [i < n for n in counts]
+        states.append([it.to(state_dtype) if has else it[:0] for it, has in zip(of_all, there, strict=True)])
+    sizes = [n * -(-it.numel() // 256) for it, n in zip(params, counts, strict=True)]
+    scales = [torch.ones(size, **make) for size in sizes] if state_dtype == torch.int8 else []
     steps = [torch.ones((), **make) for _ in params]
     of_each = [it.clone() for it in params]
     if found_inf:
         of_each[1][:4] = torch.tensor(SPECIALS)
-    lists = params, of_each, *states, largest, masters, scales, steps
-    hyper = [[value, value] for value in (1e-3, 0.9, 0.999, 0.01, 1e-8, False)]
+    lists = params, of_each, *states, masters, scales, steps
+    hyper = [[*HYPERPARAMETERS.get(name, (0.5, 0.5))] for name in rule.hyperparameters]
     nothing = torch.empty(0, **make)
-    on_device = [nothing] * 3 + [torch.full((), 1e-2, **make), nothing, torch.full((), 0.99, **make).double()]
+    on_device = [nothing] * (2 * rule.tensors)
+    on_device[rule.tensors] = torch.full((), 1e-2, **make)
+    on_device[-1] = torch.full((), 0.99, **make).double()
     shared = torch.full((), 8.0, **make), torch.full((), found_inf, **make), torch.ones((), dtype=F64, **make)
-    report = torch.zeros(5, 6, dtype=F64, **make)
-    return (*lists, [2, 2], *hyper, on_device, *shared, 1.0, torch.zeros(2, **make), torch.zeros((), **make), report)
+    written = torch.zeros(2, **make), torch.zeros((), **make), torch.zeros(5, 6, dtype=F64, **make)
+    return (*lists, [2, 2], *hyper, [False, False], on_device, *shared, 1.0, *written)
+
+
+def steps_by(rule: Rule) -> list[Sample]:
+    return [
+        Sample(partial(optimizer_step, rule)),
+        Sample(partial(optimizer_step, rule, state_dtype=torch.int8)),
+        Sample(partial(optimizer_step, rule, state_dtype=B16, found_inf=1.0)),
+    ]
 
 
 def overflown(device: torch.device) -> tuple[Any, ...]:
@@ -177,11 +201,7 @@ SAMPLES: dict[str, list[Sample]] = {
         Sample(lambda device: (grads(device, *SPECIALS),), SUMS),
     ],
     "update_scale_": [Sample(scale_state), Sample(lambda device: scale_state(device, 0.0))],
-    "adamw_": [
-        Sample(optimizer_step),
-        Sample(lambda device: optimizer_step(device, torch.int8)),
-        Sample(lambda device: optimizer_step(device, B16, found_inf=1.0)),
-    ],
+    **{it.rule.op: steps_by(it.rule) for it in (adam_, adamw_, lion_, sgd_)},
     "overflow_": [Sample(overflown)],
     "linear_act": [
         Sample(lambda device: linear(device, B16, "gelu"), ROUNDED[B16]),

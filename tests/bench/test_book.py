@@ -125,6 +125,26 @@ def test_the_headline_of_single_ops():
     assert show.headline(run) == "2 of 4 cases are faster than torch, 1 slower; 1 of them are in doubt"
 
 
+def test_readme_shows_the_newest_of_each_row():
+    """A later run that has measured something else takes nothing away."""
+    older, newer = (
+        Run(date, {"gpu": "Abacus", "cpu": None, "torch": "2.13.0"}, results=[
+            replace(result(100.0, theirs), op="step", variant=variant, baseline=baseline)
+            for variant, theirs, baseline in found
+        ])
+        for date, found in (
+            ("2026-11-25", [("", 150.0, "torch.amp fused"), ("imports", 120.0, "torch fused")]),
+            ("2026-11-26", [("adam", 130.0, "torch fused"), ("imports", 140.0, "torch fused")]),
+        )
+    )  # fmt: skip
+    header, cells = front.rows([book._front({"older": older, "newer": newer})])
+    rows = dict(cells)
+    assert rows[front.STEP] == "**1.50**"
+    assert rows["the same calls, only the imports changed"] == "**1.40**"
+    assert rows["clipping and step without a scaler: `Adam(max_norm=...)`"] == "**1.30**"
+    assert "[samples](benchmarks/results/older.json), [samples](benchmarks/results/newer.json)" in header[1]
+
+
 def test_readme_shows_one_thread_beside_all():
     def step(place, theirs, **more):
         words = {"op": "step", "place": place, "baseline": "torch.amp fused"} | more
@@ -136,9 +156,9 @@ def test_readme_shows_one_thread_beside_all():
         step("cpu-1", 110.0, variant="imports", baseline="torch fused"),
     ]
     run = Run("2026-11-25", {"gpu": None, "cpu": "Abacus", "torch": "2.13.0"}, results=found)
-    shown = book._front("abacus", run)
+    shown = book._front({"abacus": run})
     assert front.figures([shown])[0].startswith("  * **2.50**; one thread **1.50**, on Abacus, 16 cores")
     rows = dict(front.rows([shown])[1])
     assert rows["the same calls, only the imports changed"] == "not measured; one thread **1.10**"
-    alone = book._front("abacus", replace(run, results=found[:1]))
+    alone = book._front({"abacus": replace(run, results=found[:1])})
     assert front.figures([alone])[0].startswith("  * **1.50**, on Abacus, 1 cores")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks import counted
-from mpkernels.bench import roofline, steps
+from mpkernels.bench import roofline, rules, steps
 from mpkernels.bench.roofline import GPUS, Work
 from tests.optim.test_step_costs import COSTS
 
@@ -17,6 +17,23 @@ def test_bytes_that_are_predicted_are_those_that_are_counted(dtype, options, kep
     scales = 4 * 4 / 256 if state_dtype == torch.int8 else 0  # of two moments, read and written
     assert steps.bytes_of_our_step(dtype, state_dtype) == moved + scales
     assert steps.bytes_of_torchs_step() == 48
+
+
+@pytest.mark.parametrize(("name", "alone", "scaled"), [
+    ("adamw", 1.25, 1.5), ("adam", 1.25, 1.5), ("sgd-momentum", 4 / 3, 5 / 3), ("sgd", 1.5, 2.0),
+])  # fmt: skip
+def test_what_the_bytes_of_each_rule_allow(name, alone, scaled):
+    """The states are those that the optimizers have; lion is beside a library that isn't fused."""
+    param = torch.nn.Parameter(torch.ones(8))
+    param.grad = torch.ones(8)
+    rule = rules.RULES[name]
+    for make in (rule.ours, rule.theirs):
+        optimizer = make([param])
+        optimizer.step()
+        assert sum(it is not None and it.numel() > 1 for it in optimizer.state[param].values()) == rule.states
+    ours = steps.bytes_of_our_step(torch.float32, states=rule.states)
+    assert steps.bytes_of_torchs_step(rule.states, unscales=False) / ours == pytest.approx(alone)
+    assert steps.bytes_of_torchs_step(rule.states) / ours == pytest.approx(scaled)
 
 
 @pytest.mark.parametrize(

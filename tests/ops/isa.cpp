@@ -3,33 +3,40 @@
 #include <cmath>
 #include <cstdio>
 #include <random>
+#include <tuple>
 #include <vector>
 
 #include "grads/grad_stats.h"
 #include "grads/overflow.h"
 #include "grads/unscale.h"
 #include "linear/linear_act.h"
+#include "step/rules/adam.h"
 #include "step/rules/adamw.h"
+#include "step/rules/lion.h"
+#include "step/rules/sgd.h"
 #include "step/step.h"
 
 using namespace mpk;
+
+template <class Rule>
+using StepSpan = decltype(&baseline::step_span<Rule>);
 
 struct Variant {
   const char* name;
   bool (*unscale_span)(Dtype, void*, int64_t, float);
   Stats (*grad_stats_span)(Dtype, const void*, int64_t);
-  decltype(&baseline::step_span<Adamw>) adamw_span;
+  std::tuple<StepSpan<Adam>, StepSpan<Adamw>, StepSpan<Lion>, StepSpan<Sgd>> step_spans;
   decltype(&baseline::overflow_span) overflow_span;
   decltype(&baseline::linear_act_rows) linear_act_rows;
   decltype(&baseline::linear_act_backward_rows) linear_act_backward_rows;
 };
-#define MPK_VARIANT(isa)  \
-  {#isa,                  \
-   isa::unscale_span,     \
-   isa::grad_stats_span,  \
-   isa::step_span<Adamw>, \
-   isa::overflow_span,    \
-   isa::linear_act_rows,  \
+#define MPK_VARIANT(isa)                                                                     \
+  {#isa,                                                                                     \
+   isa::unscale_span,                                                                        \
+   isa::grad_stats_span,                                                                     \
+   {isa::step_span<Adam>, isa::step_span<Adamw>, isa::step_span<Lion>, isa::step_span<Sgd>}, \
+   isa::overflow_span,                                                                       \
+   isa::linear_act_rows,                                                                     \
    isa::linear_act_backward_rows}
 
 static bool same(double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); }
@@ -44,10 +51,12 @@ static bool agree(const Variant& a, const Variant& b, Dtype dtype, const std::ve
          same(stats[0].sumsq, stats[1].sumsq) && memcmp(left.data(), bits.data(), size * width) != 0;
 }
 
-enum class Moments { wide, bf16, int8 };  // wide: fp64 where the parameter is, else fp32
+enum class States { wide, bf16, int8 };  // wide: fp64 where the parameter is, else fp32
 
 // Everything that three steps of `size` elements leave behind.
-static std::vector<double> stepped(const Variant& variant, Dtype dtype, Master master, Moments moments, int64_t size) {
+template <class Rule>
+static std::vector<double> stepped(const Variant& variant, const typename Rule::Hyperparameters& hyperparameters,
+                                   Dtype dtype, Master master, States states, int64_t size) {
   std::mt19937 random(size);
   std::normal_distribution<float> normal;
   std::vector<double> memory(7 * 1200);
@@ -55,23 +64,23 @@ static std::vector<double> stepped(const Variant& variant, Dtype dtype, Master m
   float step = 0;
   StepRow row{array(0),
               array(1),
-              {array(2), array(3), array(4)},
+              {},
               master == Master::none ? nullptr : array(5),
-              moments == Moments::int8 ? reinterpret_cast<float*>(array(6)) : nullptr,
+              states == States::int8 ? reinterpret_cast<float*>(array(6)) : nullptr,
               &step,
               size,
               {},
               0,
               dtype,
               dtype,
-              dtype == Dtype::f64        ? dtype
-              : moments == Moments::bf16 ? Dtype::b16
-                                         : Dtype::f32,
+              dtype == Dtype::f64      ? dtype
+              : states == States::bf16 ? Dtype::b16
+                                       : Dtype::f32,
               master};
-  const StepGroup<Adamw> group{{0.01, 0.9, 0.999, 0.1, 1e-8}, {}, {}, false};
-  if (moments == Moments::int8) {
-    memset(array(3), -128, size);
-    memset(array(4), -128, size);
+  const StepGroup<Rule> group{hyperparameters, {}, {}, false};
+  for (int i = 0; i < Rule::kStates; ++i) {
+    row.states[i] = array(2 + i);
+    if (states == States::int8 && Rule::kSigns[i] == Sign::not_negative) memset(array(2 + i), -128, size);
   }
   const StepShared shared{nullptr, {}, nullptr, INFINITY, nullptr, nullptr, {}};
   for (; step < 3; ++step) {
@@ -83,21 +92,24 @@ static std::vector<double> stepped(const Variant& variant, Dtype dtype, Master m
       if (dtype == Dtype::b16) reinterpret_cast<uint16_t*>(array(1))[i] = bf16_bits_of_fp32(bits);
       if (dtype == Dtype::f16) reinterpret_cast<uint16_t*>(array(1))[i] = fp16_bits_of_fp32<float>(bits);
     }
-    variant.adamw_span(row, {0, 0, 0, size}, step_scalars(group, *row.step, shared));
+    std::get<StepSpan<Rule>>(variant.step_spans)(row, {0, 0, 0, size}, step_scalars(group, *row.step, shared));
   }
   return memory;
 }
 
-static bool step_alike(const Variant& a, const Variant& b, int64_t size) {
-  const auto same = [&](Dtype dtype, Master master, Moments moments) {
-    const auto left = stepped(a, dtype, master, moments, size), right = stepped(b, dtype, master, moments, size);
+template <class Rule>
+static bool step_alike(const Variant& a, const Variant& b, int64_t size,
+                       const typename Rule::Hyperparameters& of_group) {
+  const auto same = [&](Dtype dtype, Master master, States states) {
+    const auto left = stepped<Rule>(a, of_group, dtype, master, states, size);
+    const auto right = stepped<Rule>(b, of_group, dtype, master, states, size);
     return memcmp(left.data(), right.data(), left.size() * 8) == 0;
   };
-  bool all = same(Dtype::f64, Master::none, Moments::wide);
-  for (const Moments moments : {Moments::wide, Moments::bf16, Moments::int8}) {
-    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::b16}) all &= same(dtype, Master::none, moments);
+  bool all = same(Dtype::f64, Master::none, States::wide);
+  for (const States states : {States::wide, States::bf16, States::int8}) {
+    for (const Dtype dtype : {Dtype::f32, Dtype::f16, Dtype::b16}) all &= same(dtype, Master::none, states);
     for (const Dtype dtype : {Dtype::f16, Dtype::b16}) {
-      for (const Master master : {Master::fp32, Master::split}) all &= same(dtype, master, moments);
+      for (const Master master : {Master::fp32, Master::split}) all &= same(dtype, master, states);
     }
   }
   return all;
@@ -148,7 +160,13 @@ int main() {
   }
   for (const int64_t size : {1, 5, 31, 32, 100, 256, 257, 600}) {
     for (const Variant& variant : variants) {
-      if (step_alike(variants[0], variant, size)) continue;
+      const Variant& first = variants[0];
+      if (step_alike<Adamw>(first, variant, size, {0.01, 0.9, 0.999, 0.1, 1e-8}) &&
+          step_alike<Adam>(first, variant, size, {0.01, 0.9, 0.999, 0.1, 1e-8, 0}) &&
+          step_alike<Lion>(first, variant, size, {0.01, 0.9, 0.99, 0.1}) &&
+          step_alike<Sgd>(first, variant, size, {0.01, 0.1, 0.9, 0.2, 1})) {
+        continue;
+      }
       printf("%s steps otherwise than baseline: size %d\n", variant.name, static_cast<int>(size));
       return 1;
     }

@@ -9,8 +9,8 @@ import mpkernels
 from mpkernels import _extension
 from mpkernels.doctor import machine
 from mpkernels.ops import _devices, _registry, _routes, _stack
-from mpkernels.ops.step.rules.adamw import adamw_ as adamw_op
-from mpkernels.optim import AdamW
+from tests.ops.step.rows import RULES
+from tests.optim.optimizers import OPTIMIZERS
 
 CPU = torch.device("cpu")
 BUILT_FOR = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_75", "compute_120"]
@@ -97,9 +97,10 @@ def test_where_all_can_run_nothing_is_put_between_the_dispatcher_and_the_kernels
     assert not _devices.left_out
 
 
-def test_a_driver_that_is_too_old_leaves_all_devices_to_the_next_kernel(machine_with):
+@pytest.mark.parametrize("op", {line.ops.rule.op: None for line in RULES.values()})
+def test_a_driver_that_is_too_old_leaves_all_devices_to_the_next_kernel(machine_with, op):
     machine_with((9, 0), (8, 0), driver=(35, 0))
-    assert kernels("adamw_", "cuda:0") == kernels("adamw_", "cuda:1") == ["triton", "reference"]
+    assert kernels(op, "cuda:0") == kernels(op, "cuda:1") == ["triton", "reference"]
 
 
 def test_doctor_says_why(machine_with):
@@ -215,24 +216,25 @@ def test_a_launch_that_finds_no_code_is_made_by_the_next_kernel(monkeypatch):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def weights_after(steps, grads):
+def weights_after(line, steps, grads):
     param = torch.nn.Parameter(torch.linspace(-1, 1, 300).bfloat16())
-    optimizer = AdamW([param], lr=1e-2, max_norm=0.5)
+    optimizer = line.ours([param], max_norm=0.5)
     for i in range(steps):
         param.grad = grads[i]
         optimizer.step()
-    return param.detach(), optimizer.state[param]["exp_avg"], optimizer.skipped_steps
+    return param.detach(), {**optimizer.state[param]}, optimizer.skipped_steps
 
 
 @pytest.mark.usefixtures("native")
 @pytest.mark.parametrize("first", [1.0, float("inf")])
-def test_a_step_whose_launch_finds_no_code_is_made_by_the_next_kernel(monkeypatch, first):
+@pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_step_whose_launch_finds_no_code_is_made_by_the_next_kernel(monkeypatch, line, first):
     grads = [torch.full((300,), it).bfloat16() for it in (first, 2.0)]
     with mpkernels.backend("reference"):
-        want = weights_after(2, grads)
-    fail_where_possible(monkeypatch, adamw_op.by_plan)
+        want = weights_after(line, 2, grads)
+    fail_where_possible(monkeypatch, line.kind._rule.ops.by_plan)
     with pytest.warns(RuntimeWarning, match="build mpkernels anew"):
-        got = weights_after(2, grads)
+        got = weights_after(line, 2, grads)
     assert CPU in _devices.left_out
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 

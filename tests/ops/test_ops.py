@@ -205,8 +205,8 @@ ERRORS = [
     (_linear_dgated, (many, many, torch.ones(3, 4), "silu", True), ValueError,
      "linear_dgated: weight must have shape (3, 2), got (3, 3)"),
     (mpkernels.backends, ("unscale",), ValueError,
-     "backends: op must be one of adamw_, grad_stats, linear_act, linear_act_backward, linear_dact, linear_dgated, "
-     "linear_gated, overflow_, unscale_, update_scale_, got 'unscale'"),
+     "backends: op must be one of adam_, adamw_, grad_stats, linear_act, linear_act_backward, linear_dact, "
+     "linear_dgated, linear_gated, lion_, overflow_, sgd_, unscale_, update_scale_, got 'unscale'"),
     (mpkernels.backend("fastest").__enter__, (), ValueError,
      "backend: name must be one of native, triton, reference, got 'fastest'"),
 ]  # fmt: skip

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 import mpkernels
 from mpkernels.amp import GradScaler
 from mpkernels.ops import grad_stats, unscale_
-from mpkernels.optim import AdamW
+from mpkernels.optim import SGD, Adam, AdamW, Lion
 from tests.networks import B16, F16
 from tests.targets import emulated_variable
 
@@ -68,6 +68,23 @@ def test_bytes_a_parameter(dtype, options, kept, moved):
     scales = SCALES if "scales" in optimizer.state[param] else 0
     assert sum(tensor.nbytes for tensor in tensors) / SIZE == kept + scales
     assert traffic.bytes / SIZE == moved
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "states"),
+    [(Adam, {}, 2), (SGD, {"momentum": 0.9}, 1), (SGD, {}, 0), (Lion, {}, 1)],
+    ids=["adam", "sgd, momentum", "sgd", "lion"],
+)
+@pytest.mark.parametrize("state_dtype", [F32, B16, I8], ids=str)
+@pytest.mark.parametrize("dtype", [F32, B16], ids=str)
+def test_bytes_of_each_rule(kind, options, states, dtype, state_dtype):
+    """A step with clipping reads the grad twice, and reads and writes 4 bytes of weight, and the states."""
+    (param,) = params_of(dtype)
+    optimizer = kind([param], max_norm=1.0, state_dtype=state_dtype, **options)
+    optimizer.step()
+    with mpkernels.backend("reference"), Traffic() as traffic:
+        optimizer.step()
+    assert traffic.bytes / SIZE == 2 * dtype.itemsize + 8 + 2 * states * state_dtype.itemsize
 
 
 def test_bytes_that_torch_moves():

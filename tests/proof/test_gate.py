@@ -1,11 +1,13 @@
 """The compile gate notices what it is there for."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
 from tests.proof.gate import measure, table, traces
+from tests.proof.gate.launches import Launch
 from tests.proof.gate.prediction import Traced
 from tests.proof.gate.table import SHARED_LIMIT, Section, regressions
 from tests.proof.sass.counts import TOTALS, UNITS, Time
@@ -47,6 +49,21 @@ def test_kernels_that_come_and_go():
     some, none = Section("13.0", {KERNEL: GOOD | {"spills": 2}}), Section("13.0", {})
     assert len([*regressions(some, none)]) == 2  # new, and it spills
     assert len([*regressions(none, some)]) == 1
+
+
+def test_a_launch_names_the_functions_that_a_kernel_is_given():
+    """Rules share a kernel, and differ in these: without a name, two rules' launches would look alike."""
+    said = {
+        "signature": {"rows": "*i64", "STATES": "constexpr", "STEP": "constexpr"},
+        "constant_keys": [[1], [2]],
+        "constant_vals": [1, {"jit_function": "mpkernels.ops.step.rules.lion_triton:step"}],
+        "attrs_keys": [[0]],
+        "attrs_vals": [[["tt.divisibility", 16]]],
+        "options": {"num_warps": 4, "enable_fp_fusion": False},
+    }
+    launch = Launch("mpkernels.ops.step.launch_kernel", "step_kernel", "sm_90", json.dumps(said))
+    kernel = "launch_kernel.step_kernel(*i64:16, STATES=1, STEP=lion_triton.step)"
+    assert launch.name == f"{kernel} num_warps=4 enable_fp_fusion=False"
 
 
 USAGE = """

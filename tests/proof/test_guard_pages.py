@@ -9,6 +9,7 @@ import mmap
 import os
 import subprocess
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 from tests import ROOT
 from tests.cases import DTYPES, random_grads
 from tests.linear_cases import before_a_layer, layer, saved_of
-from tests.ops.step.test_adamw import STATES, WEIGHTS, Model
+from tests.ops.step.rows import RULES, WEIGHTS, Rows
 from tests.targets import TARGETS
 
 SIZES = (0, 1, 7, 33, 1023, 1024, 1025, 2048, 4104)  # 1024 and 2048: as many packs as threads, of fp32 and of 16 bits
@@ -68,12 +69,11 @@ def grad_stats_fenced(fence, sizes, dtype):
     assert grad_stats([fence(grad) for grad in random_grads([dtype], sizes)]).found_inf.item() == 0.0
 
 
-def adamw_fenced(fence, sizes, weight, grad, state):
-    model = Model(sizes=sizes, weights=[weight], grads=[grad], states=[state])
-    for name in STATES:
-        setattr(model, name, [fence(tensor) for tensor in getattr(model, name)])
-    model.step([fence(tensor) for tensor in model.grads(seed=0)], grad_scale=2.0, max_norm=1.0)
-    assert all(tensor.isfinite().all() for name in STATES for tensor in getattr(model, name))
+def step_fenced(line, fence, sizes, weight, grad, state):
+    rows = Rows(line, sizes, [weight], [grad], [state])
+    rows.lists = {name: [fence(tensor) for tensor in tensors] for name, tensors in rows.lists.items()}
+    rows.step([fence(tensor) for tensor in rows.grads(seed=0)], grad_scale=2.0, max_norm=1.0)
+    assert all(tensor.isfinite().all() for tensors in rows.lists.values() for tensor in tensors)
 
 
 def update_scale_fenced(fence, sizes, found_inf):
@@ -121,15 +121,15 @@ def overflow_fenced(fence, sizes, dtype):
 
 COUNT = torch.zeros((), dtype=torch.int32)
 F32, F16, B16, F64 = DTYPES
-ADAMW_DTYPES = zip(
-    (*WEIGHTS, (F64, "none")), (F16, B16, F32, B16, F16, F64), (F32, B16, torch.int8, B16, F32, F64), strict=True
-)
+STEP_CASES = [
+    *zip((*WEIGHTS, (F64, "none")), (F16, B16, F32, B16, F16, F64), (F32, B16, torch.int8, B16, F32, F64), strict=True)
+]
 LINEAR_CASES = [*itertools.product((F16, B16, F32), ("gelu", "relu", "none"))]
 CASES = {
     "unscale_": (unscale_fenced, [(dtype,) for dtype in DTYPES]),
     "grad_stats": (grad_stats_fenced, [(dtype,) for dtype in DTYPES]),
     "overflow_": (overflow_fenced, [(dtype,) for dtype in DTYPES]),
-    "adamw_": (adamw_fenced, list(ADAMW_DTYPES)),
+    **{line.ops.rule.op: (partial(step_fenced, line), STEP_CASES) for line in RULES.values()},
     "update_scale_": (update_scale_fenced, [(0.0,), (1.0,)]),
     "linear_act": (linear_act_fenced, LINEAR_CASES[::2]),
     "linear_act_backward": (linear_act_fenced, LINEAR_CASES[1::2]),

@@ -35,6 +35,7 @@ def step_int8_block(
     words, halves, remainders = load_weight(arrays, at, mask)
     grad_words, grad_halves = load_raw(grad_at, grad_dtype, None, at, mask, mask is None)
     codes, states = (), ()
+    of_state, its_scales = tl.zeros(at.shape, tl.int8), tl.zeros(block.shape, tl.float32)  # where none is there
     for i in tl.static_range(len(states_at)):
         if i < NEEDED:  # noqa: SIM114  Triton knows this, but not what comes after
             of_state, its_scales = load_codes(states_at[i], scales + i * blocks, at, mask, block, has_block)

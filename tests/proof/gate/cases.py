@@ -2,21 +2,21 @@
 
 from collections.abc import Callable
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mpkernels import ops
 from mpkernels.ops import _registry
-from mpkernels.optim import AdamW
+from mpkernels.optim import SGD, Adam, AdamW, Lion
 
 BF16, FP32 = torch.bfloat16, torch.float32
 ONE = [50_000_000]
 MANY = 256 * [192 << 10]  # as much, near enough
 MATRIX = [8192 * 6144]  # likewise
 COLUMNS = 6144
-SCALES = 2 * 2 * 4 / 256  # bytes of two moments' scales, read and written
+SCALES = 2 * 4 / 256  # bytes of a state's scales, read and written
 
 
 class Case(NamedTuple):
@@ -48,11 +48,11 @@ def _ordinary() -> Tensor:
     return torch.randn(ORDINARY, generator=torch.Generator().manual_seed(0))
 
 
-def step(sizes: list[int], dtype: torch.dtype, state_dtype: torch.dtype = FP32) -> list[Tensor]:
+def step(sizes: list[int], kind: Callable[..., Any], dtype: torch.dtype, state_dtype: torch.dtype) -> list[Tensor]:
     params = [filled(size, dtype=dtype).requires_grad_() for size in sizes]
     for param in params:
         param.grad = filled(len(param), dtype=dtype)
-    optimizer = AdamW(params, state_dtype=state_dtype, guard=False)
+    optimizer = kind(params, state_dtype=state_dtype, guard=False)
     optimizer.step()
     first = params[0]
     return [first.detach(), *(it for it in optimizer.state[first].values() if it.numel() == first.numel())]
@@ -83,17 +83,33 @@ def act_backward(sizes: list[int], activation: str) -> list[Tensor]:
     return []
 
 
-def _step(dtype: torch.dtype, state_dtype: torch.dtype = FP32) -> Callable[[list[int]], list[Tensor]]:
-    return partial(step, dtype=dtype, state_dtype=state_dtype)
-
-
 FAST, FAST_8_BIT = 0.92, 0.80
+
+
+def steps(name: str, kind: Callable[..., Any], states: int) -> dict[str, Case]:
+    """A rule's common calls. An element's weight and states are read and written, its grad is read."""
+
+    def case(moved: float, dtype: torch.dtype, state_dtype: torch.dtype, least_of_copy: float) -> Case:
+        call = partial(step, kind=kind, dtype=dtype, state_dtype=state_dtype)
+        return Case(moved, call, ONE, least_of_copy=least_of_copy)
+
+    cases = {
+        "fp32": case(12 + 8 * states, FP32, FP32, FAST),
+        "bf16 split": case(10 + 8 * states, BF16, FP32, FAST),
+        "bf16 split, 8-bit states": case(10 + (2 + SCALES) * states, BF16, torch.int8, FAST_8_BIT),
+    }
+    return {f"{name} {of_case}": it for of_case, it in cases.items() if states or "states" not in of_case}
+
+
+ADAMW = partial(step, kind=AdamW)
 CASES = {
-    "adamw_ fp32": Case(28, _step(FP32), ONE, least_of_copy=FAST),
-    "adamw_ fp32 of 256": Case(28, _step(FP32), MANY),
-    "adamw_ bf16 split": Case(26, _step(BF16), ONE, least_of_copy=FAST),
-    "adamw_ bf16 split, bf16 moments": Case(18, _step(BF16, BF16), ONE),
-    "adamw_ bf16 split, 8-bit moments": Case(14 + SCALES, _step(BF16, torch.int8), ONE, least_of_copy=FAST_8_BIT),
+    **steps("adamw_", AdamW, states=2),
+    "adamw_ fp32 of 256": Case(28, partial(ADAMW, dtype=FP32, state_dtype=FP32), MANY),
+    "adamw_ bf16 split, bf16 states": Case(18, partial(ADAMW, dtype=BF16, state_dtype=BF16), ONE),
+    **steps("adam_", Adam, states=2),
+    **steps("sgd_", SGD, states=0),
+    **steps("sgd_ momentum", partial(SGD, momentum=0.9), states=1),
+    **steps("lion_", Lion, states=1),
     # In fp64, for 8 elements: a conversion and a sum.
     "grad_stats fp32": Case(4, partial(stats, dtype=FP32), ONE, most_fp64=2 / 8, least_of_copy=FAST),
     "grad_stats bf16": Case(2, partial(stats, dtype=BF16), ONE, most_fp64=2 / 8, least_of_copy=FAST),

@@ -51,11 +51,26 @@ class Launch(NamedTuple):
             if ["tt.divisibility", 16] in attributes
         }
         arguments = [
-            f"{name}={constants[i]}" if i in constants else f"{kind}:16" if i in aligned else str(kind)
+            f"{name}={_shortly(constants[i])}" if i in constants else f"{kind}:16" if i in aligned else str(kind)
             for i, (name, kind) in enumerate(it["signature"].items())
         ]
         options = [f"{option}={it['options'][option]}" for option in ("num_warps", "enable_fp_fusion")]
         return f"{self.module.rpartition('.')[2]}.{self.kernel}({', '.join(arguments)}) {' '.join(options)}"
+
+    def find_kernel(self) -> Any:
+        for value in json.loads(self.specialization)["constant_vals"]:
+            if function := _function(value):
+                importlib.import_module(function.partition(":")[0])  # Triton looks it up among those it has seen
+        return getattr(importlib.import_module(self.module), self.kernel)
+
+
+def _function(constant: Any) -> str:
+    """Return module:name if a constant is a function, such as a rule's formula; else nothing."""
+    return str(constant.get("jit_function", "")) if isinstance(constant, dict) else ""
+
+
+def _shortly(constant: Any) -> Any:
+    return _function(constant).rpartition(".")[2].replace(":", ".") or constant
 
 
 class NoGpu:
@@ -133,13 +148,17 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 def _triton_modules() -> list[str]:
     """Of all families of ops."""
+    return _modules("*_triton.py")
+
+
+def _modules(names: str) -> list[str]:
     root = Path(ops.__file__).parent
-    paths = sorted(path.relative_to(root) for path in root.rglob("*_triton.py"))
+    paths = sorted(path.relative_to(root) for path in root.rglob(names))
     return [".".join((ops.__name__, *path.with_suffix("").parts)) for path in paths]
 
 
 def _kernels() -> Iterator[tuple[str, str]]:
-    for found in _triton_modules():
+    for found in (*_triton_modules(), *_modules("*_kernel.py")):
         module = importlib.import_module(found)
         for name, value in vars(module).items():
             if name.endswith("_kernel") and isinstance(value, KernelInterface):

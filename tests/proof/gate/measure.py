@@ -1,6 +1,5 @@
 """What the compilers make of the kernels, in numbers."""
 
-import importlib
 import re
 import shlex
 import subprocess
@@ -25,8 +24,7 @@ Keep = Callable[[str, code.Code], None]  # takes a kernel's name and its code, f
 
 def triton(launch: Launch, keep: Keep) -> Kernels:
     driver.set_active(NoGpu(launch.chip))
-    kernel = getattr(importlib.import_module(launch.module), launch.kernel)
-    compiled = kernel.preload(launch.specialization)
+    compiled = launch.find_kernel().preload(launch.specialization)
     if "amdgcn" in compiled.asm:
         numbers = _of_amdgcn(compiled.asm["amdgcn"])
     else:

@@ -142,8 +142,7 @@ def watch_triton(chip: str, take: Take) -> Iterator[None]:
 
     def note(*, fn: Any, compile: Any, **_: Any) -> bool:
         launch = launches.Launch(fn.module, fn.name, chip, compile["specialization_data"])
-        kernel = getattr(importlib.import_module(fn.module), fn.name)
-        arguments = _launch(kernel, json.loads(launch.specialization), **last)
+        arguments = _launch(launch.find_kernel(), json.loads(launch.specialization), **last)
         take(Seen(launch.specialised, fn.name, arguments, launch))
         return True
 

@@ -18,7 +18,7 @@ from mpkernels.ops.step.rules.adamw_triton import step as step_of_adamw
 def scalars(hyperparameters, step):
     lr, beta1, beta2, weight_decay, eps, is_decoupled = hyperparameters
     decoupled = tl.where(is_decoupled != 0, weight_decay, 0.0)
-    return weight_decay - decoupled, *scalars_of_adamw((lr, beta1, beta2, decoupled, eps), step)
+    return (weight_decay - decoupled,) + scalars_of_adamw((lr, beta1, beta2, decoupled, eps), step)  # noqa: RUF005
 
 
 @triton.jit
