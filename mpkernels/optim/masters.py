@@ -1,5 +1,5 @@
-"""The fp32 weights of 16-bit parameters: how an optimizer makes, saves and loads them. If somebody has written to a
-weight, the kernels notice and go on from the written value (csrc/step/split.h)."""
+"""The fp32 weights of 16-bit parameters: how AdamW makes, saves and loads them. If somebody has written to a weight,
+the kernels notice and go on from the written value (csrc/step/split.h)."""
 
 import warnings
 from collections.abc import Iterable, Mapping
