@@ -28,6 +28,9 @@ def for_step(rule: OptimizerRule, name: str, param: Tensor, state: State, group:
     group's options and the parameter's dtype, which may have changed."""
     if not state:
         return create(rule, param, group)
+    if "step" not in state and any(key in state for key in rule.ops.rule.states):  # a loader has put them in place
+        steps = _steps_so_far(rule, state, group)
+        state = state | {"step": torch.full((), steps, dtype=torch.float32, device=param.device)}
     masters.drop_unfit(state, param)
     if missing := [key for key in rule.keys(group) if key not in state]:  # the group's option has come since
         state = placed(rule, param, _without_master(rule, part_of(param), group["state_dtype"], missing)) | state
@@ -100,6 +103,12 @@ def portable(rule: OptimizerRule, param: Tensor, state: State, in_one_dtype: boo
     return state
 
 
+def _steps_so_far(rule: OptimizerRule, saved: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+    """Return how many steps a parameter with saved states has taken. Apex counts once for a group, rules that don't
+    count save no number: their states have begun."""
+    return float(saved.get("step", group.get("step", 0 if rule.ops.rule.counts else 1)))
+
+
 @torch.no_grad()
 def adopt(
     rule: OptimizerRule,
@@ -117,8 +126,7 @@ def adopt(
     keys = [*names[: rule.ops.rule.needed], *(key for key in names[rule.ops.rule.needed :] if key in saved)]
     state = _without_master(rule, param, state_dtype, keys)
     if keys:
-        begun = 0 if rule.ops.rule.counts else 1
-        state["step"].fill_(float(saved.get("step", group.get("step", begun))))  # Apex counts once for a group
+        state["step"].fill_(_steps_so_far(rule, saved, group))
     for k, key in enumerate(keys):
         if "scales" in state:
             values = torch.empty_like(state[key], dtype=torch.float32).copy_(saved[key])

@@ -2,6 +2,7 @@
 undone."""
 
 import pytest
+import torch
 
 import mpkernels
 from tests.cases import same_bits
@@ -57,4 +58,20 @@ def test_a_checkpoint_of_one_file_undoes_what_fails(line, tmp_path):
     mpkernels.checkpoint.load(tmp_path / "it.pt", model=other, optimizer=loaded)
     for it, its_optimizer in ((model, optimizer), (other, loaded)):
         train(it, its_optimizer, 2, first=2)
+    assert all(map(same_bits, weights(model), weights(other)))
+
+
+@of_each
+@pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
+def test_states_that_a_loader_puts_in_place_go_on(line, dtype):
+    """As ZeroRedundancyOptimizer loads them: past load_state_dict, as checkpoints hold them."""
+    model, other = network(dtype), network(dtype, seed=2)
+    optimizer, loaded = line.ours(model.parameters()), line.ours(other.parameters())
+    train(model, optimizer, 3)
+    other.load_state_dict(model.state_dict())
+    for number, param in enumerate(other.parameters()):
+        if state := optimizer.state_dict()["state"].get(number):
+            loaded.state[param] = {key: it.clone() for key, it in state.items()}
+    for it, its_optimizer in ((model, optimizer), (other, loaded)):
+        train(it, its_optimizer, 3, first=3)
     assert all(map(same_bits, weights(model), weights(other)))
