@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from mpkernels._torch_private.optimizers import hooks_of_loading, hooks_of_saving
 from mpkernels._torch_private.sharded import is_fsdp1s
+from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import meshes
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.op import grad_factor, write_outcome
@@ -128,17 +129,21 @@ class Masters(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            params = params_of(self)
-            settled_grads(params)
-            factor = self._look(params)
-            if not self._was_skipped:
-                self._prepare(params)
-                for group in list(self.param_groups):
-                    stand_ins.step_group(self.wrapped, group, factor)
+        take_step = as_written("Masters: step", self._step, _NO_GRAPH) if may_be_compiled() else self._step
+        take_step()
         return loss
 
     _own_step = step  # without hooks
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        params = params_of(self)
+        settled_grads(params)
+        factor = self._look(params)
+        if not self._was_skipped:
+            self._prepare(params)
+            for group in list(self.param_groups):
+                stand_ins.step_group(self.wrapped, group, factor)
 
     def _look(self, params: Sequence[Tensor]) -> float:
         """Note the outcome of the step, and return what its grads are to be multiplied by. The host waits."""
@@ -224,6 +229,7 @@ class Masters(Optimizer):
             hook(self)
 
 
+_NO_GRAPH = "must not be part of a full graph: torch.compile can't trace an optimizer of any class"
 _KEPT = ("wrapped", "max_norm", "guard", "grad_norm", "skipped_steps", "_was_skipped", "_is_loaded", "_fp32_states")
 
 
