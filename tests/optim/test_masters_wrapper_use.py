@@ -411,7 +411,7 @@ REFUSED = {
     "masters": (
         lambda: Masters(torch.optim.SGD(PARAMS)),
         ValueError,
-        "must have no masters yet, got mpkernels.optim.masters_wrapper.Masters",
+        "must not hold another one, got mpkernels.optim.masters_wrapper.Masters",
     ),
     "LBFGS": (
         lambda: torch.optim.LBFGS(PARAMS),
