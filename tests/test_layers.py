@@ -115,7 +115,10 @@ def test_the_registry_and_the_checks_import_no_op():
 
 
 def test_nobody_imports_a_kernel():
+    """But another one, whose rule it takes further."""
     for module, imported in GRAPH.items():
+        if module.endswith("_triton"):
+            continue
         assert not [name for name in imported if "_triton" in name], module
 
 

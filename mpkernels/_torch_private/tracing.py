@@ -49,12 +49,14 @@ def may_be_compiled() -> bool:
     return torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
 
 
-def as_written(name: str, function: Function) -> Function:
+def as_written(
+    name: str,
+    function: Function,
+    why: str = "of DTensors must not be part of a full graph: torch.compile can't trace their meshes",
+) -> Function:
     """Return a function that torch.compile runs as it is, with all that it calls, or refuses with fullgraph=True."""
     if torch.compiler.is_compiling():
-        raise RuntimeError(
-            f"{name} of DTensors must not be part of a full graph: torch.compile can't trace their meshes"
-        )
+        raise RuntimeError(f"{name} {why}")
     written: Function = torch.compiler.disable(function)
     return written
 

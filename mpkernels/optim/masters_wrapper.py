@@ -1,6 +1,5 @@
 """Masters: fp32 weights, clipping and overflow checks around any optimizer that steps parameters in place."""
 
-import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,13 +9,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkernels._torch_private.optimizers import hooks_of_loading, hooks_of_saving
-from mpkernels._torch_private.sharded import is_fsdp1s
+from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import meshes
 from mpkernels.distributed.parts import part_for, part_of, placed_as, settled_grads
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.op import grad_factor, write_outcome
-from mpkernels.optim import group_options, masters, norm, stand_ins, step_hooks, step_outcome
-from mpkernels.optim.engine import Engine
+from mpkernels.optim import group_options, masters, norm, stand_ins, step_hooks, step_outcome, wrappable
 from mpkernels.parameters import params_of, put_on
 
 
@@ -76,9 +74,7 @@ class Masters(Optimizer):
 
     @suggests_options
     def __init__(self, optimizer: Optimizer, *, max_norm: float | None = None, guard: bool | None = None) -> None:
-        _check_kind(optimizer)
-        for group in optimizer.param_groups:
-            _check_group(group)
+        wrappable.check(optimizer)
         group_options.check_global("Masters", max_norm, guard)
         self.__setstate__({"wrapped": optimizer, "max_norm": max_norm, "guard": guard})
 
@@ -107,7 +103,7 @@ class Masters(Optimizer):
         """Add a group to the wrapped optimizer."""
         self.wrapped.add_param_group(param_group)
         try:
-            _check_group(self.param_groups[-1])
+            wrappable.check_group(self.param_groups[-1])
         except ValueError:
             self.param_groups.pop()
             raise
@@ -128,17 +124,21 @@ class Masters(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            params = params_of(self)
-            settled_grads(params)
-            factor = self._look(params)
-            if not self._was_skipped:
-                self._prepare(params)
-                for group in list(self.param_groups):
-                    stand_ins.step_group(self.wrapped, group, factor)
+        take_step = as_written("Masters: step", self._step, _NO_GRAPH) if may_be_compiled() else self._step
+        take_step()
         return loss
 
     _own_step = step  # without hooks
+
+    @torch.no_grad()
+    def _step(self) -> None:
+        params = params_of(self)
+        settled_grads(params)
+        factor = self._look(params)
+        if not self._was_skipped:
+            self._prepare(params)
+            for group in list(self.param_groups):
+                stand_ins.step_group(self.wrapped, group, factor)
 
     def _look(self, params: Sequence[Tensor]) -> float:
         """Note the outcome of the step, and return what its grads are to be multiplied by. The host waits."""
@@ -224,37 +224,12 @@ class Masters(Optimizer):
             hook(self)
 
 
+_NO_GRAPH = "must not be part of a full graph: torch.compile can't trace an optimizer of any class"
 _KEPT = ("wrapped", "max_norm", "guard", "grad_norm", "skipped_steps", "_was_skipped", "_is_loaded", "_fp32_states")
 
 
 def _first(changed: Any, otherwise: Any) -> Any:
     return otherwise if changed is None else changed
-
-
-def _check_kind(optimizer: Any) -> None:
-    kind: Any = optimizer if isinstance(optimizer, type) else type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if not isinstance(optimizer, Optimizer):
-        what = "the class " if isinstance(optimizer, type) else ""
-        raise TypeError(f"Masters: optimizer must be a torch.optim.Optimizer, got {what}{name}")
-    if isinstance(optimizer, Engine | Masters):
-        raise ValueError(f"Masters: optimizer must have no masters yet, got {name}, which has")
-    if any(isinstance(it, Optimizer) for it in vars(optimizer).values()):
-        raise ValueError(f"Masters: optimizer must not hold another one, got {name}; put Masters around the inner one")
-    _, *arguments = inspect.signature(kind.step).parameters.values()
-    if any(it.default is it.empty and it.kind not in (it.VAR_POSITIONAL, it.VAR_KEYWORD) for it in arguments):
-        raise ValueError(
-            f"Masters: optimizer must step without a closure, got {name}, which evaluates the model in its step: that "
-            "would see 16-bit weights"
-        )
-
-
-def _check_group(group: dict[str, Any]) -> None:
-    for key in ("differentiable", "gradient_release"):  # torch's, and optimi's for a step in the backward
-        if group.get(key):
-            raise ValueError(f"Masters: optimizer must have {key}=False, got {group[key]!r}")
-    if any(map(is_fsdp1s, group["params"])):
-        raise ValueError("Masters: params must not be FullyShardedDataParallel's; shard the model by fully_shard")
 
 
 def _numbered(groups: Sequence[dict[str, Any]], saved: dict[str, Any]) -> list[tuple[Tensor, Any]]:

@@ -105,6 +105,22 @@ def test_a_group_can_be_added():
     assert len(optimizer.param_groups) == 3
 
 
+def test_states_that_a_class_makes_as_a_group_comes_are_widened():
+    class Early(torch.optim.SGD):
+        def add_param_group(self, param_group):
+            super().add_param_group(param_group)
+            for param in self.param_groups[-1]["params"]:
+                self.state[param]["momentum_buffer"] = torch.zeros_like(param)
+
+    optimizer = around(Early, momentum=0.9)
+    step(optimizer)
+    param = torch.nn.Parameter(torch.ones(3, dtype=B16))
+    optimizer.add_param_group({"params": [param]})
+    step(optimizer, 1)
+    for param in every(optimizer):
+        assert optimizer.state[param]["momentum_buffer"].dtype == torch.float32
+
+
 def test_zero_grad_resets():
     optimizer = around()
     give_grads(every(optimizer), 0, B16)
@@ -293,6 +309,25 @@ def test_checkpoints_go_between_our_adamw_and_masters_around_torchs(master):
         assert same_bits(weights[0], weights[2])
 
 
+def test_weights_that_loaded_masters_were_not_made_for_win_with_one_warning():
+    ours, other = (
+        AdamW(groups(parameters(B16)), master="fp32"),
+        Masters(torch.optim.AdamW(groups(parameters(B16)), lr=0.0)),
+    )
+    step(ours)
+    other.load_state_dict(copy.deepcopy(ours.state_dict()))
+    for group in other.param_groups:
+        group |= {"lr": 0.0, "weight_decay": 0.0}
+    before = [param.detach().clone() for param in every(other)]  # which are not those of ours
+    with pytest.warns(
+        UserWarning, match="3 parameters are not the weights that the loaded masters were made for"
+    ) as it:
+        step(other, 1)
+    assert len(it) == 1
+    step(other, 2)
+    assert all(map(torch.equal, every(other), before))
+
+
 def test_a_model_that_turns_fp32_needs_no_masters_any_more():
     model = network(B16)
     optimizer = Masters(torch.optim.Adam(model.parameters()))
@@ -346,6 +381,19 @@ def test_hooks_of_ddp_stay_on_the_parameter():
     assert calls == [1, 1]
 
 
+def test_torch_compile_runs_a_step_as_it_is_written():
+    compiled, plain = around(momentum=0.9), around(momentum=0.9)
+    run = torch.compile(compiled.step, backend="eager")
+    for seed in range(3):
+        give_grads(every(compiled), seed, B16)
+        run()
+        step(plain, seed)
+    assert all(map(same_bits, every(compiled), every(plain)))
+    give_grads(every(compiled), 3, B16)
+    with pytest.raises(RuntimeError, match="Masters: step must not be part of a full graph"):
+        torch.compile(lambda: compiled.step(), backend="eager", fullgraph=True)()
+
+
 class OfClosures(torch.optim.SGD):
     def step(self, closure):
         return super().step(closure)
@@ -363,7 +411,7 @@ REFUSED = {
     "masters": (
         lambda: Masters(torch.optim.SGD(PARAMS)),
         ValueError,
-        "must have no masters yet, got mpkernels.optim.masters_wrapper.Masters",
+        "must not hold another one, got mpkernels.optim.masters_wrapper.Masters",
     ),
     "LBFGS": (
         lambda: torch.optim.LBFGS(PARAMS),
