@@ -191,10 +191,14 @@ def _front(runs: dict[str, Run]) -> front.Front:
     """``runs``: all of one machine, the newest last."""
     newest = [*runs.values()][-1]
     best, groups, on_one = front.place_of(newest), Groups(), Groups()
-    for run in runs.values():
-        groups |= group(it for it in run.results if it.place == best)
+    source: dict[str, str] = {}  # of each row
+    for name, run in runs.items():
+        of_run = group(it for it in run.results if it.place == best)
+        source |= dict.fromkeys(of_run.keys() & front.ROWS.values(), name)
+        groups |= of_run
         on_one |= group(it for it in run.results if it.place == "cpu-1")
-    return front.Front([*runs], newest, groups, {} if best == "cpu-1" else on_one)
+    names = [name for name in runs if name in source.values()]
+    return front.Front(names, newest, groups, {} if best == "cpu-1" else on_one)
 
 
 def pages(root: Path) -> dict[Path, str]:

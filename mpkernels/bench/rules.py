@@ -51,9 +51,7 @@ def comparisons(place: Place, baseline: str, baseline_with_scaler: str) -> Itera
         scaled = partial(steps.compare_steps, setting, rule.theirs, case.clock, rule.states, make=rule.ours)
         names, missing = (baseline, baseline_with_scaler), ""
         if rule.peer:
-            names, missing = (
-                (rule.peer, f"torch.amp {rule.peer}"),
-                peers.why_not(peers.LION.module, False, place.device),
-            )
+            names = rule.peer, f"torch.amp {rule.peer}"
+            missing = peers.why_not(peers.LION.module, peers.LION.needs_cuda, place.device)
         for prepare, of_theirs in zip((alone, scaled), names, strict=True):
             yield Comparison(setting, prepare, rule.op, of_theirs, name, missing)

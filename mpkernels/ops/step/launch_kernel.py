@@ -77,7 +77,7 @@ def step_kernel(
         step_span(arrays, size, scalars, True, NEEDED, STEP)
     elif HAS_INT8 and arrays[7] == INT8:
         scales = tl.load(row + 15).to(tl.pointer_type(tl.float32))
-        whole: tl.constexpr = COUNT if HAS_OPTIONAL else BLOCK  # three states of BLOCK spill
+        whole: tl.constexpr = COUNT if HAS_OPTIONAL or DTYPE is None else BLOCK  # three states, or any dtype, spill
         step_int8(arrays, begin, size, tl.load(row), scales, rounded(scalars), whole, NEEDED, NOT_NEGATIVE, STEP)
     else:
         step_span(arrays, size, rounded(scalars), False, NEEDED, STEP)
