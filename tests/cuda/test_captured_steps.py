@@ -14,6 +14,7 @@ from mpkernels.linear import cast_cache
 from mpkernels.nn import MLP, GatedLinear, LinearAct
 from mpkernels.optim import AdamW
 from tests.cuda.training import CUDA, WAYS, Loop, assert_same, batch, on_side
+from tests.optim.optimizers import OPTIMIZERS
 
 MODES = ["global", "thread_local", "relaxed"]
 
@@ -53,6 +54,23 @@ def test_replays_train_as_eager_steps(way, mode, stream, place):
 
     with torch.cuda.device(device):
         assert_same(train(True), train(False))
+
+
+@pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_replays_of_each_optimizer_train_as_eager_steps(line):
+    def train(uses_graph):
+        loop, x = Loop(CUDA, make=line.ours, max_norm=0.5), batch(0, CUDA)
+        loop.step(x)
+        torch.cuda.synchronize()
+        replay = captured(lambda: loop.step(x)).replay if uses_graph else lambda: loop.step(x)
+        for step in range(4):
+            x.copy_(batch(step))
+            if step == 2:
+                x[0, 0] = float("inf")
+            replay()
+        return loop.results()
+
+    assert_same(train(True), train(False))
 
 
 @pytest.mark.parametrize("asked", ["metrics", "optimizer", "scaler"])

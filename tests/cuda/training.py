@@ -1,5 +1,7 @@
 """Small trainings, to be run on the CPU and on CUDA devices in all ways that a host can drive them."""
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -44,9 +46,9 @@ def on_side(place=CUDA):
 class Loop:
     """A loop under a loss scaler, as users write them; ``way`` says what else it does."""
 
-    def __init__(self, *places, unscales=False, clips=False, layers=None, **options):
+    def __init__(self, *places, unscales=False, clips=False, layers=None, make=partial(AdamW, lr=1e-2), **options):
         self.layers = network(*places) if layers is None else layers
-        self.optimizer = AdamW(self.layers.parameters(), lr=1e-2, **options)
+        self.optimizer = make(self.layers.parameters(), **options)
         self.scaler = GradScaler("cuda", init_scale=2.0**12, growth_interval=2)
         self.metrics = Metrics(self.optimizer, self.scaler)
         self.unscales, self.clips = unscales, clips
