@@ -43,10 +43,13 @@ def on_side(place=CUDA):
     return side
 
 
+_adamw = partial(AdamW, lr=1e-2)
+
+
 class Loop:
     """A loop under a loss scaler, as users write them; ``way`` says what else it does."""
 
-    def __init__(self, *places, unscales=False, clips=False, layers=None, make=partial(AdamW, lr=1e-2), **options):
+    def __init__(self, *places, unscales=False, clips=False, layers=None, make=_adamw, **options):
         self.layers = network(*places) if layers is None else layers
         self.optimizer = make(self.layers.parameters(), **options)
         self.scaler = GradScaler("cuda", init_scale=2.0**12, growth_interval=2)
