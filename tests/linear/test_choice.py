@@ -151,21 +151,6 @@ def test_a_call_whose_x_is_frozen_is_another_case():
     assert without.replace(", x frozen", "") == full != without
 
 
-def test_memory_that_is_missing_is_not_asked_for_again(monkeypatch):
-    monkeypatch.setattr(rule, "leaves_to_torch", lambda case: True)
-    layer, x, calls = LinearAct(8, 6), torch.randn(5, 8), []
-    layer(x)
-
-    def fail(*_):
-        calls.append(1)
-        raise torch.OutOfMemoryError("all is taken")
-
-    monkeypatch.setattr(paths, "by_torch", fail)
-    with pytest.raises(torch.OutOfMemoryError, match="all is taken"):
-        layer(x)
-    assert len(calls) == 1
-
-
 OTHERS_THAN_TORCHS = {
     "another activation": lambda layer, x: linear_act(x, layer.weight, layer.bias, "silu"),
     "another dtype": lambda layer, x: LinearAct(8, 6, dtype=B16)(x.to(B16)),

@@ -9,10 +9,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import mpkernels
+from mpkernels import selector
 from mpkernels.functional import linear_act
 from mpkernels.linear import paths
+from mpkernels.nn import LinearAct
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.selector import rule
 from tests.linear_cases import layer, relative_error, results, torchs
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -249,3 +252,19 @@ def test_what_no_kernel_takes_is_torchs(kind):
 def test_autocast_refuses_an_fp64_bias():
     with torch.autocast("cpu", dtype=B16), pytest.raises((TypeError, RuntimeError)):
         linear_act(x, weight, bias.double())
+
+
+def test_memory_that_is_missing_is_not_asked_for_again(monkeypatch):
+    monkeypatch.setattr(selector, "left_to_torch", set())
+    monkeypatch.setattr(rule, "leaves_to_torch", lambda case: True)
+    layer, x, calls = LinearAct(8, 6), torch.randn(5, 8), []
+    layer(x)
+
+    def fail(*_):
+        calls.append(1)
+        raise torch.OutOfMemoryError("all is taken")
+
+    monkeypatch.setattr(paths, "by_torch", fail)
+    with pytest.raises(torch.OutOfMemoryError, match="all is taken"):
+        layer(x)
+    assert len(calls) == 1

@@ -3,9 +3,11 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from mpkernels.optim import SGD, Adam, AdamW, Lion
+from tests.cases import same_bits
 from tests.ops.step.rows import LionInPlainTorch
 
 
@@ -37,3 +39,23 @@ OPTIMIZERS = {
     ),
     "Lion": Line(Lion, {"betas": (0.9, 0.99), "weight_decay": 0.1}, LionInPlainTorch, ("exp_avg",), 1e-3),
 }
+of_each = pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
+
+
+def same(some, others):
+    return all(map(same_bits, some, others))
+
+
+def weights(model):
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def tensors_of(optimizer):
+    """Return all numbers of an optimizer's state dict, by parameter and key."""
+    states = optimizer.state_dict()["state"]
+    return {(number, key): torch.as_tensor(it).clone() for number, state in states.items() for key, it in state.items()}
+
+
+def assert_same_states(some, others):
+    assert some.keys() == others.keys()
+    assert all(same_bits(it, others[key]) for key, it in some.items())

@@ -1,7 +1,5 @@
 """Masters is an optimizer as users and libraries expect one, and refuses what it can't be put around."""
 
-import copy
-import pickle
 import warnings
 import weakref
 
@@ -10,12 +8,11 @@ import torch
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 import mpkernels
-from mpkernels import checkpoint
 from mpkernels.amp import GradScaler
-from mpkernels.optim import AdamW, Masters
+from mpkernels.optim import Masters
 from mpkernels.optim.masters import true_weight
 from tests.cases import same_bits
-from tests.networks import B16, F16, network, one_thread, train
+from tests.networks import B16, F16, one_thread
 from tests.optim.wrapped import every, give_grads, groups, parameters
 
 __all__ = ["one_thread"]  # a fixture that each test uses
@@ -202,155 +199,6 @@ def test_its_text_shows_both():
     assert text.startswith("Masters (max_norm: 1.0, guard: None) around\nMuon (\nParameter Group 0\n")
 
 
-@pytest.mark.parametrize(
-    "duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
-)
-def test_a_copy_goes_on_alike(duplicate):
-    optimizer = around(momentum=0.9, max_norm=1.0)
-    step(optimizer)
-    other = duplicate(optimizer)
-    for it in (optimizer, other):
-        step(it, 1)
-    for param, twin in zip(every(optimizer), every(other), strict=True):
-        assert param is not twin
-        assert same_bits(param, twin)
-        assert all(map(same_bits, optimizer.state[param].values(), other.state[twin].values()))
-    assert other.max_norm == 1.0
-    assert other.grad_norm == optimizer.grad_norm
-
-
-@pytest.mark.parametrize("dtype", [B16, F16], ids=str)
-def test_what_is_written_to_a_weight_wins(dtype):
-    optimizer = around(dtype=dtype)
-    for seed in range(3):
-        step(optimizer, seed, dtype)
-    param = every(optimizer)[0]
-    param.data.fill_(3.0)
-    optimizer.param_groups[0]["lr"] = 0.0
-    step(optimizer, 3, dtype)
-    assert (param == 3.0).all()
-
-
-def test_an_error_in_the_wrapped_step_leaves_groups_and_masters_in_place():
-    class Failing(torch.optim.SGD):
-        fails = False
-
-        def step(self, closure=None):
-            super().step(closure)
-            if self.fails:
-                raise RuntimeError("no more")
-
-    optimizer = around(Failing, momentum=0.9, max_norm=0.1)
-    step(optimizer)
-    params, lists = every(optimizer), [group["params"] for group in optimizer.param_groups]
-    Failing.fails = True
-    give_grads(params, 1, B16)
-    grads = [param.grad for param in params]
-    with pytest.raises(RuntimeError, match="no more"):
-        optimizer.step()
-    assert all(it is other for it, other in zip(every(optimizer), params, strict=True))
-    assert all(group["params"] is it for group, it in zip(optimizer.param_groups, lists, strict=True))
-    assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
-    assert set(optimizer.state) == set(params)
-    assert all("remainder" in optimizer.state[param] for param in params[:3])
-
-
-def test_a_load_that_fails_leaves_all_as_it_was():
-    optimizer = around(momentum=0.9)
-    step(optimizer)
-    before = copy.deepcopy(optimizer.state_dict())
-    saved = copy.deepcopy(before)
-    saved["state"][0]["remainder"] = torch.zeros(2, dtype=B16)
-    with pytest.raises(
-        ValueError, match=r"Masters.load_state_dict: state\[0\]\['remainder'\] must have its parameter's"
-    ):
-        optimizer.load_state_dict(saved)
-    with pytest.raises(ValueError, match="different number of parameter groups"):
-        optimizer.load_state_dict({**before, "param_groups": before["param_groups"][:1]})
-    for number, state in optimizer.state_dict()["state"].items():
-        assert all(map(same_bits, state.values(), before["state"][number].values()))
-    step(optimizer, 1)
-
-
-def test_what_the_wrapped_optimizer_loads_by_itself_is_widened():
-    """torch rounds it to the parameter's dtype, which can't be undone; it keeps the remainders."""
-    optimizer = around(momentum=0.9)
-    step(optimizer)
-    weights = [true_weight(param, optimizer.state[param]).clone() for param in every(optimizer)]
-    optimizer.wrapped.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
-    step(optimizer, 1)
-    for param, weight in zip(every(optimizer), weights, strict=True):
-        assert optimizer.state[param]["momentum_buffer"].dtype == torch.float32
-        assert same_bits(true_weight(param, optimizer.state[param]), weight)
-
-
-@pytest.mark.parametrize("master", ["split", "fp32"])
-def test_checkpoints_go_between_our_adamw_and_masters_around_torchs(master):
-    ours, other = AdamW(groups(parameters(B16)), master=master), Masters(torch.optim.AdamW(groups(parameters(B16))))
-    for seed in range(3):
-        step(ours, seed)
-    for param, twin in zip(every(ours), every(other), strict=True):
-        twin.data.copy_(param)
-    other.load_state_dict(copy.deepcopy(ours.state_dict()))
-    again = AdamW(groups(parameters(B16)))
-    again.load_state_dict(copy.deepcopy(other.state_dict()))
-    for optimizer in (ours, again, other):
-        for param, twin in zip(every(ours), every(optimizer), strict=True):
-            twin.data.copy_(param)
-        for group in optimizer.param_groups:
-            group |= {"lr": 0.0, "weight_decay": 0.0}
-        step(optimizer, 3)
-    for param, twin, third in zip(every(ours), every(other), every(again), strict=True):
-        weights = [
-            true_weight(it, optimizer.state[it]) for it, optimizer in ((param, ours), (twin, other), (third, again))
-        ]
-        assert same_bits(weights[0], weights[1])
-        assert same_bits(weights[0], weights[2])
-
-
-def test_weights_that_loaded_masters_were_not_made_for_win_with_one_warning():
-    ours, other = (
-        AdamW(groups(parameters(B16)), master="fp32"),
-        Masters(torch.optim.AdamW(groups(parameters(B16)), lr=0.0)),
-    )
-    step(ours)
-    other.load_state_dict(copy.deepcopy(ours.state_dict()))
-    for group in other.param_groups:
-        group |= {"lr": 0.0, "weight_decay": 0.0}
-    before = [param.detach().clone() for param in every(other)]  # which are not those of ours
-    with pytest.warns(
-        UserWarning, match="3 parameters are not the weights that the loaded masters were made for"
-    ) as it:
-        step(other, 1)
-    assert len(it) == 1
-    step(other, 2)
-    assert all(map(torch.equal, every(other), before))
-
-
-def test_a_model_that_turns_fp32_needs_no_masters_any_more():
-    model = network(B16)
-    optimizer = Masters(torch.optim.Adam(model.parameters()))
-    train(model, optimizer, 2)
-    model.float()
-    train(model, optimizer, 2)
-    assert not any("remainder" in optimizer.state[param] for param in model.parameters())
-
-
-def test_a_file_holds_model_and_masters(tmp_path):
-    model = network(B16)
-    optimizer = Masters(torch.optim.Adam(model.parameters()))
-    train(model, optimizer, 2)
-    checkpoint.save(tmp_path / "last.pt", model=model, optimizer=optimizer)
-    again = network(B16, seed=7)
-    resumed = Masters(torch.optim.Adam(again.parameters()))
-    checkpoint.load(tmp_path / "last.pt", model=again, optimizer=resumed)
-    for it in ((model, optimizer), (again, resumed)):
-        train(*it, 2, first=2)
-    for param, twin in zip(model.parameters(), again.parameters(), strict=True):
-        assert same_bits(true_weight(param, optimizer.state[param]), true_weight(twin, resumed.state[twin]))
-
-
 def test_metrics_follow_it():
     optimizer, scaler = around(max_norm=1.0), GradScaler("cpu", init_scale=2.0)
     metrics = mpkernels.Metrics(optimizer, scaler)
@@ -392,100 +240,3 @@ def test_torch_compile_runs_a_step_as_it_is_written():
     give_grads(every(compiled), 3, B16)
     with pytest.raises(RuntimeError, match="Masters: step must not be part of a full graph"):
         torch.compile(lambda: compiled.step(), backend="eager", fullgraph=True)()
-
-
-class OfClosures(torch.optim.SGD):
-    def step(self, closure):
-        return super().step(closure)
-
-
-PARAMS = [torch.nn.Parameter(torch.ones(3, dtype=B16))]
-REFUSED = {
-    "a class": (
-        lambda: torch.optim.SGD,
-        TypeError,
-        "must be a torch.optim.Optimizer, got the class torch.optim.sgd.SGD",
-    ),
-    "no optimizer": (lambda: PARAMS, TypeError, "must be a torch.optim.Optimizer, got builtins.list"),
-    "ours": (lambda: AdamW(PARAMS), ValueError, "must have no masters yet, got mpkernels.optim.adamw.AdamW, which has"),
-    "masters": (
-        lambda: Masters(torch.optim.SGD(PARAMS)),
-        ValueError,
-        "must not hold another one, got mpkernels.optim.masters_wrapper.Masters",
-    ),
-    "LBFGS": (
-        lambda: torch.optim.LBFGS(PARAMS),
-        ValueError,
-        "must step without a closure, got torch.optim.lbfgs.LBFGS",
-    ),
-    "closures": (lambda: OfClosures(PARAMS), ValueError, "must step without a closure"),
-    "differentiable": (
-        lambda: torch.optim.SGD([torch.ones(3, requires_grad=True)], differentiable=True),
-        ValueError,
-        "must have differentiable=False, got True",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "error", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_it_can_not_be_put_around_is_refused(make, error, text):
-    with pytest.raises(error, match=f"^Masters: optimizer {text}"):
-        Masters(make())
-
-
-def test_a_wrapper_of_another_optimizer_is_refused():
-    outer = torch.optim.SGD(PARAMS)
-    outer.inner = torch.optim.SGD(PARAMS)
-    with pytest.raises(ValueError, match=r"^Masters: optimizer must not hold another one, got torch.optim.sgd.SGD"):
-        Masters(outer)
-
-
-def test_options_are_checked_as_adamws():
-    sgd = torch.optim.SGD(PARAMS)
-    with pytest.raises(TypeError, match=r"unexpected keyword argument 'maxnorm'. Did you mean 'max_norm'"):
-        Masters(sgd, maxnorm=1.0)
-    for options in ({"max_norm": 0.0}, {"max_norm": 1.0, "guard": False}):
-        with pytest.raises(ValueError, match="max_norm"):
-            Masters(sgd, **options)
-
-
-@pytest.mark.parametrize("options", [{"guard": False}, {}, {"max_norm": 1.0}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
-def test_a_sparse_grad_is_handed_over_where_the_class_takes_one(dtype, options):
-    param, other = (torch.nn.Parameter(torch.ones(4, 3, dtype=it)) for it in (dtype, torch.float32))
-    rows = torch.tensor([[1, 3, 1]])  # one of them twice
-    values = torch.arange(1.0, 10.0).view(3, 3)
-    param.grad, other.grad = (
-        torch.sparse_coo_tensor(rows, values.to(it.dtype), (4, 3), check_invariants=True) for it in (param, other)
-    )
-    optimizer = Masters(torch.optim.SGD([param], lr=0.1), **options)
-    norm = other.grad.to_dense().norm()
-    if "max_norm" in options:
-        other.grad = other.grad * float(1.0 / (norm.double() + 1e-6))
-    optimizer.step()
-    torch.optim.SGD([other], lr=0.1).step()
-    torch.testing.assert_close(true_weight(param, optimizer.state[param]).float(), other.detach())
-    if "max_norm" in options:
-        torch.testing.assert_close(optimizer.grad_norm, norm)
-
-
-def test_an_inf_in_a_sparse_grad_is_found():
-    param = torch.nn.Parameter(torch.ones(4, 3, dtype=B16))
-    optimizer = Masters(torch.optim.SGD([param], lr=0.1))
-    rows, values = torch.tensor([[1]]), torch.full((1, 3), float("inf"), dtype=B16)
-    param.grad = torch.sparse_coo_tensor(rows, values, (4, 3), check_invariants=True)
-    optimizer.step()
-    assert optimizer.step_was_skipped
-    assert (param == 1).all()
-
-
-def test_complex_parameters_are_clipped_and_stepped():
-    param, other = (torch.nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in range(2))
-    param.grad = torch.full((3,), 3 + 4j, dtype=torch.complex64)
-    optimizer = Masters(torch.optim.SGD([param], lr=0.1), max_norm=1.0)
-    optimizer.step()
-    other.grad = param.grad.clone()
-    torch.nn.utils.clip_grad_norm_([other], 1.0)
-    torch.optim.SGD([other], lr=0.1).step()
-    torch.testing.assert_close(param, other)
-    assert optimizer.grad_norm == pytest.approx(75**0.5)

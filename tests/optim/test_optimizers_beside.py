@@ -7,14 +7,9 @@ import torch
 import mpkernels
 from tests.cases import same_bits
 from tests.networks import B16, backward, network, one_thread, train
-from tests.optim.optimizers import OPTIMIZERS
+from tests.optim.optimizers import of_each, weights
 
 __all__ = ["one_thread"]  # a fixture that each test uses
-of_each = pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
-
-
-def weights(model):
-    return [param.detach().clone() for param in model.parameters()]
 
 
 @of_each

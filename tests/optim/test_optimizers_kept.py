@@ -1,0 +1,134 @@
+"""What each optimizer keeps: in checkpoints of ours and torch's, copies and files, and as its options change."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels.optim import SGD
+from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
+from tests.optim.optimizers import assert_same_states, of_each, same, tensors_of, weights
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+
+@of_each
+@pytest.mark.parametrize("state_dtype", [torch.float32, B16, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
+def test_a_checkpoint_goes_on_with_the_same_bits(line, dtype, state_dtype):
+    model = network(dtype)
+    optimizer = line.ours(model.parameters(), state_dtype=state_dtype)
+    train(model, optimizer, 5)
+    file = io.BytesIO()
+    torch.save((model.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    other = network(dtype, seed=2)
+    loaded = line.ours(other.parameters(), state_dtype=state_dtype)
+    of_model, of_optimizer = torch.load(file)
+    loaded.load_state_dict(of_optimizer)
+    other.load_state_dict(of_model)
+    for it, its_optimizer in ((model, optimizer), (other, loaded)):
+        train(it, its_optimizer, 3, first=5)
+    assert same(weights(model), weights(other))
+
+
+@of_each
+def test_checkpoints_go_to_plain_torch_and_back_without_rounding(line):
+    model, other = network(), network()
+    optimizer, reference = line.ours(model.parameters()), line.theirs(other.parameters())
+    train(model, optimizer, 3)
+    saved = optimizer.state_dict()
+    assert {key for state in saved["state"].values() for key in state} == {*line.states}
+    before = tensors_of(optimizer)
+    reference.load_state_dict(saved)
+    other.load_state_dict(model.state_dict())
+    assert_same_states(tensors_of(reference), before)
+    train(other, reference, 1, first=3)
+    after = tensors_of(reference)
+    model.load_state_dict(other.state_dict())
+    optimizer.load_state_dict(reference.state_dict())
+    assert_same_states(tensors_of(optimizer), after)
+    train(model, optimizer, 2, first=4)
+    train(other, reference, 2, first=4)
+    assert_close(model, other, 8, line.lr)
+
+
+@of_each
+@pytest.mark.parametrize(
+    "clone", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["deepcopy", "pickle"]
+)
+def test_a_copy_goes_on_alike(line, clone):
+    model = network(B16)
+    both = model, line.ours(model.parameters(), max_norm=1.0)
+    train(*both, 3)
+    copied = clone(both)
+    train(*both, 3, first=3)
+    train(*copied, 3, first=3)
+    assert same(weights(model), weights(copied[0]))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
+def test_momentum_that_comes_and_goes(state_dtype):
+    """As torch's, whose buffer begins with the first grad that it sees."""
+    ours, theirs = network(), network()
+    optimizers = [SGD(ours.parameters(), 0.01, state_dtype=state_dtype), torch.optim.SGD(theirs.parameters(), 0.01)]
+    for seed, momentum in enumerate([0, 0, 0.9, 0.9, 0, 0.9]):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            optimizer.param_groups[0]["momentum"] = momentum
+            backward(model, seed)
+            optimizer.step()
+    rtol = 1e-5 if state_dtype == torch.float32 else 2e-2
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
+
+
+def test_groups_with_momentum_and_without():
+    ours, theirs = network(), network()
+    optimizers = []
+    for model, kind in ((ours, SGD), (theirs, torch.optim.SGD)):
+        first, *rest = model.parameters()
+        optimizers.append(kind([{"params": [first], "momentum": 0.9}, {"params": rest, "weight_decay": 0.1}], lr=0.01))
+    for seed in range(6):
+        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+            backward(model, seed)
+            optimizer.step()
+    assert_close(ours, theirs, 60, 0.01)
+    assert [len(optimizers[0].state.get(it, {})) for it in ours.parameters()] == [2, 0, 0, 0, 0, 0]
+
+
+def test_a_buffer_that_has_not_begun_is_none_to_torch():
+    """Where each step so far was skipped, torch's buffer still begins with the next grad."""
+    model = network()
+    optimizer = SGD(model.parameters(), 0.01, momentum=0.9, dampening=0.5, guard=True)
+    backward(model, 0)
+    model[0].weight.grad[0, 0] = float("nan")
+    optimizer.step()
+    assert all(state == {} for state in optimizer.state_dict()["state"].values())
+
+
+@of_each
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
+def test_the_memory_report_predicts_its_states(line, dtype, state_dtype):
+    model = network(dtype)
+    optimizer = line.ours(model.parameters(), state_dtype=state_dtype)
+    predicted = mpkernels.memory_report(model, optimizer).predicted
+    train(model, optimizer, 1)
+    assert mpkernels.memory_report(model, optimizer).predicted == predicted
+
+
+@of_each
+def test_a_file_takes_up_all_of_a_training(line, tmp_path):
+    model = network(B16)
+    optimizer = line.ours(model.parameters(), max_norm=1.0)
+    train(model, optimizer, 2)
+    mpkernels.checkpoint.save(tmp_path / "file", model=model, optimizer=optimizer)
+    other = network(B16, seed=2)
+    loaded = line.ours(other.parameters(), max_norm=1.0)
+    mpkernels.checkpoint.load(tmp_path / "file", model=other, optimizer=loaded)
+    train(model, optimizer, 2, first=2)
+    train(other, loaded, 2, first=2)
+    assert same(weights(model), weights(other))
