@@ -15,7 +15,6 @@ from mpkernels.linear import paths
 from mpkernels.nn import LinearAct
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.kind import Kind, Parameters
-from mpkernels.selector import rule
 from tests.linear_cases import layer, relative_error, results, torchs
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -255,10 +254,8 @@ def test_autocast_refuses_an_fp64_bias():
 
 
 def test_memory_that_is_missing_is_not_asked_for_again(monkeypatch):
-    monkeypatch.setattr(selector, "left_to_torch", set())
-    monkeypatch.setattr(rule, "leaves_to_torch", lambda case: True)
-    layer, x, calls = LinearAct(8, 6), torch.randn(5, 8), []
-    layer(x)
+    monkeypatch.setattr(selector, "left_to_torch", {("gelu", F32, torch.device("cpu"))})
+    module, x, calls = LinearAct(8, 6), torch.randn(5, 8), []
 
     def fail(*_):
         calls.append(1)
@@ -266,5 +263,5 @@ def test_memory_that_is_missing_is_not_asked_for_again(monkeypatch):
 
     monkeypatch.setattr(paths, "by_torch", fail)
     with pytest.raises(torch.OutOfMemoryError, match="all is taken"):
-        layer(x)
+        module(x)
     assert len(calls) == 1
