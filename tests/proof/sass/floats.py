@@ -51,12 +51,14 @@ def _fused(warp: Warp, it: Instruction) -> None:
 
 @meaning("FADD2", "FMUL2", "FFMA2")
 def _pairs(warp: Warp, it: Instruction) -> None:
-    """Two neighbours at once. An operand of one number serves both."""
+    """Two neighbours at once, in either order. An operand of one number serves both."""
     result, *sources = it.operands
     halves = []
     for i in (0, 1):
         a, *others = (
-            warp.single(one._replace(number=one.number + i) if "F32x2" in one.part and one.number != 255 else one)
+            warp.single(one._replace(number=one.number + (i ^ ("LO_HI" in one.part))))
+            if "F32x2" in one.part and one.number != 255
+            else warp.single(one)
             for one in sources
         )
         value = a.astype(Exact)
