@@ -7,7 +7,7 @@
 
 #include "scheduler.h"
 
-enum cudaError_t {
+enum cudaError {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
@@ -22,6 +22,7 @@ enum cudaError_t {
   cudaErrorNotSupported = 801,
   cudaErrorStreamCaptureUnsupported = 900,
 };
+using cudaError_t = cudaError;  // as CUDA has it: a template's symbol names its result
 
 extern "C" {  // as CUDA's own: tests/proof/standin has them in a library
 
