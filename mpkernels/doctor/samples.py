@@ -38,7 +38,7 @@ def unscale(device: torch.device, *specials: float) -> tuple[Any, ...]:
     return grads(device, *specials), torch.zeros((), device=device), torch.full((), 0.5, device=device)
 
 
-# Of two groups. A hyperparameter that isn't listed is 0.5.
+# The numbers that `optimizer_step` gives to its first group and to its second one. It gives 0.5 for any other name.
 HYPERPARAMETERS = {
     "lr": (1e-3, 1e-3), "beta1": (0.9, 0.9), "beta2": (0.999, 0.999), "weight_decay": (0.01, 0.01), "eps": (1e-8, 1e-8),
     "decoupled": (0.0, 1.0), "momentum": (0.9, 0.9), "nesterov": (0.0, 1.0),

@@ -223,32 +223,6 @@ def channels_last(tensor):
     return tensor.view(4, 6, 5, 3).contiguous(memory_format=torch.channels_last) if tensor.numel() else tensor
 
 
-BAD = {  # which lists, and what becomes of them
-    "too few": ("scales", lambda scales: scales[:-1]),
-    "as many as without a largest": ("scales", lambda scales: scales[:4]),
-    "fp64": ("scales", lambda scales: scales.double()),
-    "with gaps": ("scales", lambda scales: torch.stack([scales, scales], -1)[:, 0]),
-    "moments with gaps": ("exp_avgs exp_avg_sqs max_exp_avg_sqs", LAYOUTS["sliced"]),
-    "squares elsewhere": ("exp_avg_sqs", channels_last),
-    "largest elsewhere": ("max_exp_avg_sqs", channels_last),
-}
-
-
-@pytest.mark.parametrize(("names", "change"), BAD.values(), ids=BAD)
-def test_scales_that_do_not_go_with_their_moments(target, names, change):
-    """Nothing would stop a kernel from reading beyond them, or from mistaking whose they are."""
-    model, untouched = (
-        Model(sizes=(360,), weights=WEIGHTS[:1], grads=(F32,), states=(I8,), device=target.device) for _ in range(2)
-    )
-    for each in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
-        setattr(model, each, [it.view(4, 6, 5, 3) if it.numel() else it for it in getattr(model, each)])
-    for name in names.split():
-        setattr(model, name, list(map(change, getattr(model, name))))
-    with pytest.raises(ValueError, match=r"adamw_: (scales|(max_)?exp_avg(_sq)?s)\[\d\] must"):
-        model.step([grad.view(4, 6, 5, 3) for grad in model.grads(0)])
-    assert all(same_bits(a.flatten(), b) for a, b in zip(model.params, untouched.params, strict=True))
-
-
 def test_a_written_weight_stays_beside_the_remainder_of_another(target):
     """0, inf and powers of two have neighbours below that a stale remainder could lead to, and inf has NaN above it."""
     size = 2**16 // 7
@@ -268,34 +242,3 @@ def test_a_written_weight_stays_beside_the_remainder_of_another(target):
     for param in ours.params:
         is_number = ~patterns.view(param.dtype).isnan()
         assert torch.equal(param.cpu().view(torch.int16)[is_number], patterns[is_number])
-
-
-FLAGS = {
-    "grad_scale": (1, F32),
-    "found_inf": (1, F32),
-    "total_sumsq": (1, torch.float64),
-    "outcome": (2, F32),
-    "skipped_steps": (1, F32),
-}
-
-
-@pytest.mark.parametrize("which", FLAGS)
-def test_flags_of_the_wrong_size(target, which):
-    model = Model(sizes=(3,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
-    flags = {
-        name: torch.zeros(3 if name == which else size, dtype=dtype, device=target.device)
-        for name, (size, dtype) in FLAGS.items()
-    }
-    lists = (getattr(model, name) for name in ADAMW.lists if name not in ("params", "grads"))
-    hypers = [2], [0.1], [0.9], [0.99], [0.0], [1e-8], [False], []
-    before = flags["grad_scale"], flags["found_inf"], flags["total_sumsq"], math.inf
-    with pytest.raises(ValueError, match=f"adamw_: {which} must"):
-        adamw_.step(
-            model.params, model.grads(0), *lists, *hypers, *before, flags["outcome"], flags["skipped_steps"], None
-        )
-
-
-def test_on_device_that_is_too_short(target):
-    model = Model(sizes=(3,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
-    with pytest.raises(ValueError, match="adamw_: on_device must"):
-        model.step(model.grads(0), on_device=[torch.ones((), device=target.device)] * 5)
