@@ -30,7 +30,7 @@ PEERS = {
     "apex": Peer("apex.optimizers", "FusedAdam", {}, needs_cuda=True),
     "transformer-engine": Peer("transformer_engine.pytorch.optimizers", "FusedAdam", {}, needs_cuda=True),
 }
-LION = Peer("optimi", "Lion", {"lr": 1e-4})  # of those on PyPI, the fastest on a CPU
+LION = Peer("optimi", "Lion", {"lr": 1e-4})
 LIGER = "liger_kernel.transformers"
 LIGERS_BLOCKS = {"swiglu_mlp": ("LigerSwiGLUMLP", "silu"), "geglu_mlp": ("LigerGEGLUMLP", "gelu_pytorch_tanh")}
 

@@ -218,8 +218,8 @@ def _lists_of(
     lists = (
         list(map(real, kind)) if any(each is not nothing for each in kind) else [] for kind in (*kept, masters, scales)
     )
-    of_nobody = partial(torch.zeros, (), device=nothing.device)  # what counts the steps of a parameter without states
-    return *lists, [state["step"] if "step" in state else of_nobody() for state in states]
+    uncounted = partial(torch.zeros, (), device=nothing.device)  # what counts the steps of a parameter without states
+    return *lists, [state["step"] if "step" in state else uncounted() for state in states]
 
 
 def _kind(param: Tensor) -> tuple[torch.device, torch.dtype]:
