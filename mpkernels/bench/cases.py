@@ -130,8 +130,8 @@ def _steps(place: Place) -> Iterator[Benchmark]:
         setting = Setting(place, "fp32", sharded.CASE)
         prepare = partial(sharded.compare, setting)
         yield Benchmark("step", setting, prepare, "adamw_", BEST, "dtensors", sharded.why_not())
-        for it in rules.comparisons(place, WITHOUT_SCALER, BEST):
-            yield Benchmark("step", it.setting, it.prepare, it.op, it.baseline, it.rule, it.missing)
+    for it in rules.comparisons(place, WITHOUT_SCALER, BEST):
+        yield Benchmark("step", it.setting, it.prepare, it.op, it.baseline, it.rule, it.missing)
 
 
 def _steps_without_scaler(place: Place) -> Iterator[Benchmark]:

@@ -1,4 +1,4 @@
-"""Each optimizer's step beside torch's fused class, Lion's beside torch-optimi's, on a CPU.
+"""Each optimizer's step beside torch's fused class, Lion's beside torch-optimi's.
 
 With clipping, the bytes allow AdamW and Adam 1.25 times torch's speed, SGD with momentum 1.33, without 1.5; under a
 scaler, too, 1.5, 1.67 and 2.
