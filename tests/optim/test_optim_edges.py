@@ -197,7 +197,7 @@ def test_another_default_dtype(target, dtype):
 
 @pytest.mark.parametrize("options", [{}, {"state_dtype": I8}, {"lr": torch.tensor(1e-2), "max_norm": 1.0}])
 def test_the_default_device_is_none_of_its_business(target, options):
-    ours, plain = network(B16), network(B16)
+    ours, plain = network(B16, target.device), network(B16, target.device)
     for model in (ours, plain):
         optimizer = AdamW(model.parameters(), **options)
         for seed in range(2):

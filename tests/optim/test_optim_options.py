@@ -16,8 +16,8 @@ from tests.networks import B16, assert_close, backward, network, one_thread
 __all__ = ["one_thread"]  # a fixture that each test uses
 
 
-def two_groups(**options):
-    weights = [torch.nn.Parameter(torch.ones(300, dtype=B16)) for _ in range(2)]
+def two_groups(device=None, **options):
+    weights = [torch.nn.Parameter(torch.ones(300, dtype=B16, device=device)) for _ in range(2)]
     groups = [{"params": weights[:1]}, {"params": weights[1:], "master": "fp32", "state_dtype": torch.int8}]
     return weights, AdamW(groups, **options)
 
@@ -60,7 +60,7 @@ def as_it_is(weights, optimizer):
 
 @pytest.mark.parametrize("use", [as_it_is, loaded_again], ids=lambda it: it.__name__)
 def test_a_group_has_masters_and_moments_of_its_own(target, use):
-    weights, optimizer = two_groups(state_dtype=B16)
+    weights, optimizer = two_groups(target.device, state_dtype=B16)
     optimizer = use(weights, optimizer)
     for weight in weights:
         weight.grad = torch.ones_like(weight)
@@ -72,13 +72,13 @@ def test_a_group_has_masters_and_moments_of_its_own(target, use):
 
 
 def test_a_group_steps_as_an_optimizer_of_its_own(target):
-    weights, optimizer = two_groups(lr=0.1)
+    weights, optimizer = two_groups(target.device, lr=0.1)
     alone = [torch.nn.Parameter(weight.detach().clone()) for weight in weights]
     others = [AdamW(alone[:1], lr=0.1), AdamW(alone[1:], lr=0.1, master="fp32", state_dtype=torch.int8)]
     for seed in range(3):
         generator = torch.Generator().manual_seed(seed)
         for weight, twin in zip(weights, alone, strict=True):
-            weight.grad = twin.grad = torch.randn(300, generator=generator).to(B16)
+            weight.grad = twin.grad = torch.randn(300, generator=generator).to(weight)
         for each in (optimizer, *others):
             each.step()
     assert all(map(torch.equal, weights, alone))
@@ -149,10 +149,10 @@ def test_an_option_that_a_group_gets_between_steps_is_checked(option, text):
 @pytest.mark.parametrize("then", OPTIONS, ids=str)
 def test_options_that_change_between_steps_hold_from_the_next_one(target, first, then):
     """The master keeps its bits, and moments are kept anew as closely as their dtype can."""
-    weights = [torch.nn.Parameter(torch.linspace(0.5, 2, 300).to(B16)) for _ in range(2)]
+    weights = [torch.nn.Parameter(torch.linspace(0.5, 2, 300).to(target.device, B16)) for _ in range(2)]
     changed, never = AdamW(weights[:1], lr=1e-2, **first), AdamW(weights[1:], lr=1e-2)
     for seed in range(4):
-        grad = torch.randn(300, generator=torch.Generator().manual_seed(seed)).to(B16)
+        grad = torch.randn(300, generator=torch.Generator().manual_seed(seed)).to(target.device, B16)
         for weight, optimizer in zip(weights, (changed, never), strict=True):
             weight.grad = grad
             optimizer.step()

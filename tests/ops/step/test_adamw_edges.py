@@ -60,14 +60,14 @@ def test_a_weight_that_was_written_to_wins_over_its_copied_master(target, states
     for model in (ours, reference):
         for param, master in zip(model.params, model.masters, strict=True):
             master[:9] = master[20:29] = masters.to(master.device)
-            param.copy_(master)
+            param.copy_(master.cpu().to(param.dtype))  # a GPU makes another NaN, and what follows that is -0.0
             param[10:13] = torch.tensor([0.0, -0.0, 7.0])
             master[10:13] = torch.tensor([-0.0, 1e-30, 7.0001])
             param[13:30].view(torch.int16).add_(1)  # the next number, or NaN
             param[290:] = -3.0
     expected = [
-        torch.where(master.to(param.dtype).view(torch.int16) == param.view(torch.int16), master, param.float()).cpu()
-        for param, master in zip(ours.params, ours.masters, strict=True)
+        torch.where(master.to(param.dtype).view(torch.int16) == param.view(torch.int16), master, param.float())
+        for param, master in ((x.cpu(), y.cpu()) for x, y in zip(ours.params, ours.masters, strict=True))
     ]
     at_rest = {"lr": [0.0] * 2, "weight_decay": [0.0] * 2}
     ours.step(ours.grads(0), found_inf=1.0, **at_rest)
