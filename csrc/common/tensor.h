@@ -46,7 +46,15 @@ class Tensor {
       ask_for_huge_pages(result.data(), bytes);
     return result;
   }
-  // Memory of somebody else's, who must outlive it.
+  // A view of this one's memory, from so many elements behind its first one. torch takes no look at the address, which
+  // a device may not know yet: a CUDA graph's memory that cudaMallocAsync gives is there once the graph runs.
+  Tensor view(int64_t offset, int64_t ndim, const int64_t* sizes, const int64_t* strides) const {
+    AtenTensorHandle view = nullptr;
+    const AOTITorchError error = aoti_torch__reinterpret_tensor(handle_, ndim, sizes, strides, offset, &view);
+    require(error == 0, "mpkernels", "torch could not make a view");
+    return Tensor(reinterpret_cast<StableIValue>(view));
+  }
+  // Memory of a CPU that somebody else owns, who must outlive it.
   static Tensor over(void* data, int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                      std::pair<int32_t, int32_t> device) {
     AtenTensorHandle view = nullptr;

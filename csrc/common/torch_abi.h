@@ -47,6 +47,9 @@ extern "C" {
 [[nodiscard]] AOTITorchError aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes_ptr,
                                                       const int64_t* strides_ptr, int32_t dtype, int32_t device_type,
                                                       int32_t device_index, AtenTensorHandle* ret_new_tensor);
+[[nodiscard]] AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t ndim,
+                                                            const int64_t* sizes_ptr, const int64_t* strides_ptr,
+                                                            int64_t offset_increment, AtenTensorHandle* ret_new_tensor);
 [[nodiscard]] AOTITorchError aoti_torch_create_tensor_from_blob(void* data, int64_t ndim, const int64_t* sizes_ptr,
                                                                 const int64_t* strides_ptr, int64_t storage_offset,
                                                                 int32_t dtype, int32_t device_type,

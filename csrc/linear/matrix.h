@@ -6,8 +6,9 @@
 
 namespace mpk {
 
-// Rows and columns of memory that somebody else owns.
+// Rows and columns of a tensor, which must outlive it, or of bare memory.
 struct Matrix {
+  const Tensor* owner;  // null of bare memory
   void* data;
   int64_t rows, columns, row_stride, column_stride;
   int32_t torch_dtype;
@@ -15,7 +16,8 @@ struct Matrix {
   Dtype dtype;
 
   explicit Matrix(const Tensor& tensor)
-      : data(const_cast<void*>(tensor.const_data())),
+      : owner(&tensor),
+        data(const_cast<void*>(tensor.const_data())),
         rows(tensor.ndim() == 2 ? tensor.sizes()[0] : 1),  // one dimension: a row
         columns(tensor.sizes()[tensor.ndim() - 1]),
         row_stride(tensor.ndim() == 2 ? tensor.strides()[0] : 0),
@@ -24,9 +26,10 @@ struct Matrix {
         device(tensor.device()) {
     find_dtype(torch_dtype, &dtype);
   }
-  // Contiguous.
+  // Contiguous, over bare memory.
   Matrix(void* data, int64_t rows, int64_t columns, int32_t torch_dtype, std::pair<int32_t, int32_t> device)
-      : data(data),
+      : owner(nullptr),
+        data(data),
         rows(rows),
         columns(columns),
         row_stride(columns),
@@ -54,10 +57,17 @@ struct Matrix {
   }
   Tensor tensor() const {
     const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
-    return Tensor::over(data, 2, sizes, strides, torch_dtype, device);
+    return view(2, sizes, strides);
   }
   Tensor vector() const {  // of a row
-    return Tensor::over(data, 1, &columns, &column_stride, torch_dtype, device);
+    return view(1, &columns, &column_stride);
+  }
+
+ private:
+  Tensor view(int64_t ndim, const int64_t* sizes, const int64_t* strides) const {
+    if (!owner) return Tensor::over(data, ndim, sizes, strides, torch_dtype, device);
+    const int64_t bytes = static_cast<const char*>(data) - static_cast<const char*>(owner->const_data());
+    return owner->view(bytes / width_of(dtype), ndim, sizes, strides);
   }
 };
 

@@ -106,7 +106,7 @@ def linear_act_backward_triton(
         if weight_dtype is not None and x is not None:
             dweight = _mm(x.t(), dz, weight_dtype).t() if by_columns else _mm(dz.t(), x, weight_dtype)
     if bias_dtype is not None:
-        dbias = sums.sum(0).to(bias_dtype)
+        dbias = sums.sum(0, dtype=torch.float64).to(bias_dtype)
     return dx, dweight, dbias
 
 

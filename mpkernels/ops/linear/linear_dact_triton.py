@@ -62,4 +62,4 @@ def linear_dact_triton(
             *dy.stride(), *weight.stride(), *(saved.stride() if has_slope else (0, 0)),
             ACTIVATION=activation, PRECISION=precision(), **tile._asdict(), enable_fp_fusion=False,
         )  # fmt: skip
-    return dz, dy.new_empty(0) if sums is None else sums.sum(0).to(bias_dtype), h
+    return dz, dy.new_empty(0) if sums is None else sums.sum(0, dtype=torch.float64).to(bias_dtype), h
