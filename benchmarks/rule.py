@@ -49,14 +49,17 @@ class Case(NamedTuple):
 
 
 def on_gpus() -> Iterator[Case]:
-    """The few that tell most come first; 28672 is Llama 70B's."""
+    """GPT-2's and Llama's sizes, among others; 28672 is Llama 70B's."""
+    for rows, (features, hidden) in product(
+        (8192, 64, 512, 2048), ((768, 3072), (4096, 14336), (1024, 4096), (2048, 8192))
+    ):
+        yield Case("linear_act", "gelu", features, hidden, rows)
+        yield Case("mlp", "gelu_tanh", features, hidden, rows)
+        yield Case("gated_mlp", "silu", features, hidden, rows)
     for rows in (8192, 64):
-        yield Case("linear_act", "gelu_tanh", 768, 3072, rows)
-        yield Case("linear_act", "gelu", 4096, 14336, rows)
         yield Case("gated_mlp", "silu", 8192, 28672, rows)
-        yield Case("mlp", "gelu_tanh", 768, 3072, rows)
-        yield Case("mlp", "gelu", 4096, 16384, rows)
-        yield Case("gated_mlp", "silu", 4096, 11008, rows)
+        yield Case("linear_act", "gelu", 1024, 4096, rows, F32)
+        yield Case("linear_act", "gelu", 1024, 4096, rows, F16)
 
 
 def on_cpus() -> Iterator[Case]:
@@ -77,6 +80,14 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     found: dict[str, Any] = {}
+    try:
+        measure(options, found)
+    finally:  # what was measured until somebody stopped it
+        if options.json is not None and found:
+            keep(options, found)
+
+
+def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
     for case in on_cpus() if options.device == "cpu" else on_gpus():
         if options.only in str(case):
             report = case.measure(options.device)
@@ -88,11 +99,13 @@ def main() -> None:
                 *(f"; {name} is left out: {why}" for name, why in timed.left_out.items()),
                 flush=True,
             )
-    if options.json is not None:
-        runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
-        runs.append({"threads": options.threads, "us": found})
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps({"machine": machine.describe(), "runs": runs}, indent=1) + "\n")
+
+
+def keep(options: argparse.Namespace, found: dict[str, Any]) -> None:
+    runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
+    runs.append({"threads": options.threads, "us": found})
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"machine": machine.describe(), "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
