@@ -26,7 +26,9 @@ PEERS = {
     "torchao-8bit": Peer("torchao.optim", "AdamW8bit", {}, torch.int8),
     "bitsandbytes-8bit": Peer("bitsandbytes.optim", "AdamW8bit", {}, torch.int8),
     "torch-optimi": Peer("optimi", "AdamW", {"lr": 1e-3}),
-    "flashoptim-8bit": Peer("flashoptim", "FlashAdamW", {"lr": 1e-3}, torch.int8, needs_cuda=True),
+    "flashoptim-8bit": Peer(
+        "flashoptim", "FlashAdamW", {"lr": 1e-3, "master_weight_bits": None}, torch.int8, needs_cuda=True
+    ),
     "apex": Peer("apex.optimizers", "FusedAdam", {}, needs_cuda=True),
     "transformer-engine": Peer("transformer_engine.pytorch.optimizers", "FusedAdam", {}, needs_cuda=True),
 }

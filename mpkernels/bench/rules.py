@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 
 RULES = {
     "adamw": Rule(AdamW, steps.fused, "adamw_", 2),
-    "adam": Rule(Adam, partial(torch.optim.Adam, fused=True), "adam_", 2),
+    "adam": Rule(Adam, partial(steps.fused, kind=torch.optim.Adam), "adam_", 2),
     "sgd-momentum": Rule(partial(SGD, momentum=0.9), partial(torch.optim.SGD, momentum=0.9, fused=True), "sgd_", 1),
     "sgd": Rule(SGD, partial(torch.optim.SGD, fused=True), "sgd_", 0),
     "lion": Rule(Lion, peers.maker(peers.LION), "lion_", 1, "torch-optimi"),
@@ -48,7 +48,8 @@ def comparisons(place: Place, baseline: str, baseline_with_scaler: str) -> Itera
     for (name, rule), case in product(RULES.items(), CASES):
         setting = Setting(place, "fp32", case)
         alone = partial(steps.compare_without_scaler, setting, rule.ours, rule.theirs, rule.states)
-        scaled = partial(steps.compare_steps, setting, rule.theirs, case.clock, rule.states, make=rule.ours)
+        clock = "loop" if rule.peer else case.clock  # no graph can hold a peer's step
+        scaled = partial(steps.compare_steps, setting, rule.theirs, clock, rule.states, make=rule.ours)
         names, missing = (baseline, baseline_with_scaler), ""
         if rule.peer:
             names = rule.peer, f"torch.amp {rule.peer}"

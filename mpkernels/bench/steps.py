@@ -60,8 +60,10 @@ def torchs_step(params: list[Parameter], device: str, make: MakeOptimizer, clips
     return AfterForward(scaler.scale, finish)
 
 
-def fused(params: Iterable[Parameter]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(params, fused=True, capturable=torch.cuda.is_available())  # the latter for CUDA graphs
+def fused(
+    params: Iterable[Parameter], kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+) -> torch.optim.Optimizer:
+    return kind(params, fused=True, capturable=torch.cuda.is_available())  # the latter for CUDA graphs
 
 
 def default(params: Iterable[Parameter]) -> torch.optim.Optimizer:

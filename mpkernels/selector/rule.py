@@ -13,6 +13,7 @@ FP32, HALVES, WIDENED = "fp32", "16 bits", "16 bits without instructions for the
 
 _ANY = (1, inf)
 ZEN3, EPYC = "rule/cpu-epyc-zen3-2026-11-25.json", "cpu-epyc-2026-11-23.json"
+XEON, H200 = "rule/cpu-xeon-amx-2026-11-26.json", "rule/cuda-h200-2026-11-26.json"
 MODELS = "models/cpu-epyc-2026-11-25.json"
 
 
@@ -46,14 +47,17 @@ TABLE = (
     Line("cpu", (HALVES,), ("mlp",), ("gelu_tanh",), True, (2048, inf), 1, ROUNDING, f"{MODELS}: 1.07 (GPT-2)"),
     Line("cpu", (HALVES,), ("gated_mlp",), ("silu",), True, (2048, inf), 1, ROUNDING, f"{MODELS}: 1.01 (Llama)"),
     Line("cpu", (FP32,), ("linear_act",), ("gelu",), False, (1, 8), 1, "native", f"{EPYC}: 1.06 to 1.47"),
-    Line("cpu", (FP32,), ("linear_act",), ("gelu",), True, (1, 64), 1, "native", f"{ZEN3}: 1.00 to 1.03"),
-    Line("cpu", (FP32,), ("linear_act",), ("gelu_tanh",), True, (16, inf), 1, "native", f"{ZEN3}: 1.05 to 1.29"),
-    Line("cpu", (FP32,), ("linear_act",), ("tanh",), True, (64, inf), 1, "native", f"{ZEN3}: 1.04 to 1.13"),
-    Line("cpu", (FP32,), _MLPS, ("gelu_tanh",), True, (64, inf), 1, "native", f"{ZEN3}: 1.02 to 1.15"),
-    Line("cpu", (FP32,), _MLPS, ("silu",), True, (256, inf), 1, "native", f"{ZEN3}: 0.99 to 1.01"),
+    Line("cpu", (FP32,), ("linear_act",), ("gelu",), True, (1, 64), 1, "native", f"{XEON}: 0.98 to 1.03"),
+    Line("cpu", (FP32,), ("linear_act",), ("gelu_tanh",), True, (16, inf), 1, "native", f"{XEON}: 1.02 to 1.44"),
+    Line("cpu", (FP32,), _MLPS, ("gelu_tanh",), True, (64, inf), 1, "native", f"{XEON}: 0.95 to 1.14"),
+    Line("cpu", (FP32,), _MLPS, ("silu",), True, (256, inf), 3072, "native", f"{XEON}: 0.98 to 1.03"),
     Line("cpu", (FP32,), ("mlp",), ("relu",), True, (256, inf), 1, "native", f"{ZEN3}: 0.99 to 1.01"),
-    Line("cpu", (FP32,), ("mlp",), ("gelu",), True, (16, inf), 3072, "native", f"{ZEN3}: 1.00"),
-    Line("cuda", (FP32, HALVES), _ALL, (), False, _ANY, 1, "native", "none yet; by bytes no worse: torch multiplies"),
+    Line("cpu", (FP32,), ("mlp",), ("gelu",), True, (16, inf), 3072, "native", f"{XEON}: 0.98 to 1.02"),
+    Line("cuda", (HALVES,), ("gated_mlp",), ("silu",), True, _ANY, 11008, "native", f"{H200}: 1.01 to 1.68"),
+    Line(
+        "cuda", (HALVES,), ("mlp",), ("gelu", "gelu_tanh"), True, (512, inf), 14336, "native", f"{H200}: 1.02 to 1.12"
+    ),
+    Line("cuda", (HALVES,), ("linear_act",), ("gelu",), True, (512, inf), 14336, "native", f"{H200}: 1.00 to 1.04"),
 )
 HEAD = "device", "computes in", "functions", "activations", "calls", "rows", "from hidden", "computed by", "measured"
 
