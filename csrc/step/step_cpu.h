@@ -58,7 +58,7 @@ static MPK_FN StepScalars<Rule, F> spread(const StepScalars<Rule, C>& scalars) {
   return converted<F>(scalars, [](C scalar) { return scalar - F{}; });  // a sum would make +0 of -0
 }
 
-template <bool has_optional, class Rule, class T, class F>
+template <bool has_optional, bool is_coded, class Rule, class T, class F>
 static MPK_FN void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, const StepScalars<Rule, F>& scalars) {
   constexpr int count = has_optional ? Rule::kStates : Rule::kNeeded;
   const Numbers<Rule, T> from = numbers;
@@ -67,14 +67,20 @@ static MPK_FN void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, c
     for_each_index<count>([&](auto k) { states[k] = load(from.states[k] + i); });
     Rule::step(param, load(from.grad + i) * scalars.grad_factor, states, has_optional, scalars.of_rule);
     store(from.param + i, param);
-    for_each_index<count>([&](auto k) { store(from.states[k] + i, states[k]); });
+    for_each_index<count>([&](auto k) {
+      if constexpr (is_coded)
+        store(from.states[k] + i, coded_number<Rule::kSigns[k]>(states[k]));  // a root that the formula has taken, too
+      else
+        store(from.states[k] + i, states[k]);
+    });
   }
 }
 
-template <class Rule, class T, class F>
+// is_coded: leaves the coded numbers of the states.
+template <bool is_coded, class Rule, class T, class F>
 static void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, const StepScalars<Rule, F>& scalars) {
-  numbers.states[Rule::kStates - 1] ? step_vectors<true>(numbers, size, scalars)
-                                    : step_vectors<false>(numbers, size, scalars);
+  numbers.states[Rule::kStates - 1] ? step_vectors<true, is_coded>(numbers, size, scalars)
+                                    : step_vectors<false, is_coded>(numbers, size, scalars);
 }
 
 // So many 16-bit numbers are unpacked, stepped and packed at a time, in three loops. In one loop, loads and stores are
@@ -153,7 +159,7 @@ static void step_arrays(const StepRow& row, const Arrays<Rule>& arrays, int64_t 
       unpack_weights(row, arrays, size, unpacked[0]), unpack(row.grad_dtype, arrays.grad, size, unpacked[1]), {}};
   for (int i = 0; i < Rule::kStates; ++i)
     numbers.states[i] = unpack(row.state_dtype, arrays.states[i], size, unpacked[2 + i]);
-  step_vectors(numbers, size, scalars);
+  row.scales ? step_vectors<true>(numbers, size, scalars) : step_vectors<false>(numbers, size, scalars);
   pack_weights(row, numbers.param, size, arrays);
   for (int i = 0; i < Rule::kStates; ++i) pack(row.state_dtype, numbers.states[i], size, arrays.states[i]);
 }
@@ -174,7 +180,7 @@ static void step_whole(const StepRow&, const Arrays<Rule>& arrays, int64_t size,
   const auto doubles = [](char* array) { return reinterpret_cast<double*>(array); };
   Numbers<Rule, double> numbers{doubles(arrays.param), doubles(arrays.grad), {}};
   for (int i = 0; i < Rule::kStates; ++i) numbers.states[i] = doubles(arrays.states[i]);
-  step_vectors(numbers, size, scalars);
+  step_vectors<false>(numbers, size, scalars);
 }
 
 // Steps the last, incomplete vector by way of a copy.
@@ -233,16 +239,13 @@ static float largest_magnitude(const float* numbers) {
   return bit_cast<float>(of_all);
 }
 
-// Returns the new scale. Overwrites the values.
+// Encodes kQuantized coded numbers, or the `size` that there are. Returns the new scale.
 template <Sign sign>
-static float encode_block(float* values, int64_t size, int8_t* codes) {
-  if (sign != Sign::any) {
-    for (int i = 0; i < kQuantized; i += kLanes) store(values + i, coded_number<sign>(load(values + i)));
-  }
-  const float scale = scale_of(largest_magnitude(values)), inverse = inverse_of(scale);
+static float encode_block(const float* numbers, int64_t size, int8_t* codes) {
+  const float scale = scale_of(largest_magnitude(numbers)), inverse = inverse_of(scale);
   int8_t copy[kQuantized];
   int8_t* const whole = size < kQuantized ? copy : codes;
-  for (int i = 0; i < kQuantized; i += kLanes) store(whole + i, encode<sign>(load(values + i), inverse));
+  for (int i = 0; i < kQuantized; i += kLanes) store(whole + i, encode<sign>(load(numbers + i), inverse));
   if (size < kQuantized) memcpy(codes, copy, size);
   return scale;
 }
