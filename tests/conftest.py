@@ -71,7 +71,9 @@ def pytest_configure(config):
 
 def pytest_generate_tests(metafunc):
     if "target" in metafunc.fixturenames:
-        metafunc.parametrize("target", TARGETS.values(), ids=str, indirect=True)
+        only = metafunc.definition.get_closest_marker("kernels")
+        targets = [it for it in TARGETS.values() if only is None or it.kernel in only.args]
+        metafunc.parametrize("target", targets, ids=str, indirect=True)
 
 
 @pytest.fixture(autouse=True)

@@ -62,7 +62,8 @@ def test_the_largest_that_fits(monkeypatch, capacity, start, as_on):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_counts_as_out_of_memory(error):
+def test_what_counts_as_out_of_memory(monkeypatch, error):
+    monkeypatch.setattr(measure, "clean_up", lambda: None)
     assert mpkernels.find_max_batch_size(Step(5, error), (2,), device="cpu") == 5
 
 

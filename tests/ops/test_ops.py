@@ -38,10 +38,18 @@ def test_every_op_is_tested_here():
 
 
 @pytest.mark.parametrize(("name", "make"), CALLS)
+def test_opcheck_of_what_a_kernel_does(target, name, make):
+    checks = "test_schema", "test_faketensor"
+    torch.library.opcheck(_registry._ops[name].overload, make(target.device), test_utils=checks)
+
+
+@pytest.mark.kernels("native")  # torch sees no other difference between them
+@pytest.mark.parametrize(("name", "make"), CALLS)
 def test_opcheck(target, name, make):
     torch.library.opcheck(_registry._ops[name].overload, make(target.device))
 
 
+@pytest.mark.kernels("native")
 @pytest.mark.parametrize(("name", "make"), CALLS)
 def test_compiles_without_a_graph_break(target, name, make):
     function = getattr(ops, name) if name in PLAIN else _registry._ops[name]
