@@ -1,4 +1,4 @@
-"""Writes the results' book from the raw files: RESULTS.md, its charts and the tables in README.
+"""Writes the results' book from the raw files: RESULTS.md, its charts, the tables in README and docs/performance.md.
 
 ``python -m benchmarks.book`` writes, ``python -m benchmarks.book --check`` fails where something has drifted.
 """
@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
-from benchmarks import chart, counted, front, models, predicted, scale
+from benchmarks import chart, counted, front, models, predicted, scale, shown
 from mpkernels.bench import results, roofline, show
 from mpkernels.bench.results import Result, Run
 
@@ -90,7 +90,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 def of_run(name: str, run: Run) -> Iterator[str]:
-    yield from (f"## {run.device}, {run.date}", "")
+    yield from (f"## {front.device(run)}, {run.date}", "")
     yield ", ".join(f"{key} {value}" for key, value in run.machine.items() if value is not None) + "."
     best = [f"a copy moves {speed / 1e9:.4g} GB/s on {place}" for place, speed in run.copy_speeds.items()]
     best += [f"a matrix product reaches {speed / 1e12:.3g} TFLOP/s for {it}" for it, speed in run.gemm_speeds.items()]
@@ -167,20 +167,42 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
 
 def readme(text: str, runs: dict[str, Run], fused: Iterable[Path] = ()) -> str:
     """Return README with its figures and its tables anew."""
-    of_device: dict[str, dict[str, Run]] = {}
-    for name, run in sorted(runs.items(), key=_age):
-        of_device.setdefault(run.device, {})[name] = run
-    found = [_front(it) for it in of_device.values()]
-    parts = {"figures": front.figures(found), "results": list(table(*front.rows(found)))[:-1]}
-    parts["models"] = list(chain.from_iterable(table(*models.summary(path)) for path in fused))[:-1]
-    for name, lines in parts.items():
-        begin = BEGIN.format(name)
+    found = [_front(it) for it in _by_device(runs).values()]
+    whole = chain.from_iterable(table(*models.summary(path)) for path in fused)
+    parts = {"figures": front.figures(found), "results": table(*front.rows(found)), "models": whole}
+    return _filled("README.md", text, parts)
+
+
+def performance(text: str, runs: dict[str, Run], ruled: Iterable[Path] = ()) -> str:
+    """Return docs/performance.md with its tables anew."""
+    columns = {header: COLUMNS[header] for header in ("x torch [95 %]", "", "of best", "counted")}
+    of_gpus = (shown.of_gpu(*item, columns) for item in _by_device(runs).items())
+    parts = {
+        "cpus": table(*shown.of_cpus(runs)),
+        "gpus": chain.from_iterable(table(header, rows) for header, rows in of_gpus if rows),
+        "calls": chain.from_iterable(table(*shown.calls(path)) for path in ruled),
+    }
+    return _filled("docs/performance.md", text, parts)
+
+
+def _filled(name: str, text: str, parts: dict[str, Iterable[str]]) -> str:
+    """Return a page with these parts in place of what its marks enclose."""
+    for part, lines in parts.items():
+        begin = BEGIN.format(part)
         before, found_begin, rest = text.partition(begin)
         _, end, after = rest.partition(END)
         if not (found_begin and end):
-            raise SystemExit(f"README.md: the lines {begin.strip()} and {END.strip()} are missing")
-        text = before + begin + "".join(f"{line}\n" for line in lines) + end + after
+            raise SystemExit(f"{name}: the lines {begin.strip()} and {END.strip()} are missing")
+        text = before + begin + "\n".join(lines).rstrip("\n") + "\n" + end + after
     return text
+
+
+def _by_device(runs: dict[str, Run]) -> dict[str, dict[str, Run]]:
+    """All runs of each device, the oldest first."""
+    by_device: dict[str, dict[str, Run]] = {}
+    for name, run in sorted(runs.items(), key=_age):
+        by_device.setdefault(front.device(run), {})[name] = run
+    return by_device
 
 
 def _age(item: tuple[str, Run]) -> tuple[str, str]:
@@ -207,8 +229,13 @@ def pages(root: Path) -> dict[Path, str]:
     runs = {path.stem: results.read(path) for path in sorted((here / "results").glob("*.json"))}
     charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}
     scaled, fused = (sorted((here / "results" / name).glob("*.json")) for name in ("scale", "models"))
-    front_page = readme((root / "README.md").read_text(), runs, fused)
-    return {here / "RESULTS.md": book(runs, scaled, fused), root / "README.md": front_page, **charts}
+    front_page, page = root / "README.md", root / "docs" / "performance.md"
+    return {
+        here / "RESULTS.md": book(runs, scaled, fused),
+        front_page: readme(front_page.read_text(), runs, fused),
+        page: performance(page.read_text(), runs, sorted((here / "results" / "rule").glob("cuda-*.json"))),
+        **charts,
+    }
 
 
 def main(words: list[str], root: Path = ROOT) -> int:

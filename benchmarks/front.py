@@ -16,6 +16,7 @@ ROWS = {
     "likewise `SGD(momentum=0.9, max_norm=...)`": "step sgd-momentum vs torch fused",
     "likewise `Lion(max_norm=...)`, beside torch-optimi's": "step lion vs torch-optimi",
     "a training step with bf16 weights, beside torch.amp with fused AdamW": "train split-master vs torch.amp fused",
+    "the same with fp32 weights under autocast, as torch.amp has them": "train vs torch.amp fused",
     "a linear layer and its activation under autocast": "linear_act vs torch.amp eager",
     "the norm of all grads, and whether they are finite": "grad_stats vs torch",
 }
@@ -46,10 +47,17 @@ def place_of(run: Run) -> str:
     return max({result.place for result in run.results}, key=lambda it: (it == "cuda", len(it), it))
 
 
+def device(run: Run) -> str:
+    """Return what was measured: a GPU, or a CPU, with or without a GPU beside it."""
+    return run.device if place_of(run) == "cuda" else str(run.machine["cpu"])
+
+
 def _machine(it: Front) -> str:
     run, place = it.run, place_of(it.run)
-    threads = "" if place == "cuda" else f", {place.removeprefix('cpu-')} cores"
-    name = f"{run.device.replace('(R)', '')}{threads}, torch {run.machine['torch']}"
+    threads, cores = place.removeprefix("cpu-"), run.machine.get("cores")
+    of_all = f" of {cores}" if cores and str(cores) != threads else ""
+    used = "" if place == "cuda" else f", {threads}{of_all} cores"
+    name = f"{device(run).replace('(R)', '')}{used}, torch {run.machine['torch']}"
     return f"{name} ({', '.join(f'[samples](benchmarks/results/{it}.json)' for it in it.names)})"
 
 

@@ -18,7 +18,6 @@ import torch
 import mpkernels
 from mpkernels import amp, checkpoint, doctor, functional, nn, ops, optim, selector
 from mpkernels.__main__ import main
-from mpkernels.bench import results
 from mpkernels.selector import disk
 from tests import ROOT
 from tests.networks import one_thread  # noqa: F401
@@ -173,14 +172,37 @@ def test_install_has_the_commands_of_the_readme():
     assert of_install == of_readme
 
 
-def test_the_figures_of_performance_are_those_of_the_raw_samples():
-    rows = [line.strip("| ").split(" | ") for line in (ROOT / "docs" / "performance.md").read_text().splitlines()]
-    [at] = [i for i, row in enumerate(rows) if row[0] == "case"]
-    runs = [results.read(ROOT / "benchmarks" / "results" / f"{name}.json") for name in rows[at][1:]]
-    ratios = [{it.name: f"{it.ratio.median:.2f}" for it in run.results} for run in runs]
-    shown = rows[at + 2 : rows.index([""], at)]
-    assert len(shown) > 5
-    assert shown == [[name, *(it[name] for it in ratios)] for name, *_ in shown]
+def test_what_is_proven_on_a_gpu_is_what_its_log_says():
+    page = " ".join((ROOT / "docs" / "proof.md").read_text().split())
+    log = (ROOT / "benchmarks" / "results" / "gpu" / "checks-h200-2026-11-26.txt").read_text()
+    before, tests = log.split("== the tests that take CUDA")
+    first, again = ({word: _sum(word, part) for word in OUTCOMES} for part in tests.split("\nTOTAL"))
+    at_first = "at first {passed:,} passed, {failed} failed, and {error} errors came before a test began"
+    assert at_first.format(**first) in page
+    assert f"After mends, {again['passed']:,} tests ran again, and all passed" in page
+    assert again["failed"] == again["error"] == 0
+    [(agree, of)] = re.findall(r"(\d+) of (\d+) kernels agree with the reference \(", log)
+    assert f"{agree} of {of} kernels agree with the reference" in page
+    calls = re.findall(r"(\d+) calls and the steps ran on cuda", before)
+    assert calls == 3 * calls[:1]
+    assert f"no error in {calls[0]} calls of the ops and the steps" in page
+    assert re.findall(r"(\w+) rc (\d+)", before) == [(tool, "0") for tool in ("memcheck", "racecheck", "synccheck")]
+
+
+OUTCOMES = "passed", "failed", "error"
+
+
+def _sum(word, log):
+    return sum(int(count) for count in re.findall(rf"(\d+) {word}", log))
+
+
+def test_a_step_on_a_gpu_is_two_launches():
+    profile = (ROOT / "benchmarks" / "results" / "gpu" / "kernels-h200-2026-11-26.txt").read_text()
+    [ours] = re.findall(r"^== gpt2 ours.*?(?=^==)", profile, re.MULTILINE | re.DOTALL)
+    assert re.findall(r" ([\d.]+)x .*mpk::(step_kernel|grad_stats_kernel)", ours) == [
+        ("1.0", "step_kernel"),
+        ("1.0", "grad_stats_kernel"),
+    ]
 
 
 def test_the_overflow_report_in_docs_is_what_its_call_prints():

@@ -5,15 +5,16 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import book, front
-from mpkernels.bench import show
+from benchmarks import book, front, shown
+from mpkernels.bench import cases, show
 from mpkernels.bench.results import Result, Run
+from mpkernels.bench.settings import Place
 from tests import ROOT
 
 
 @pytest.fixture
 def copy(tmp_path):
-    for path in ("README.md", "benchmarks/RESULTS.md"):
+    for path in ("README.md", "docs/performance.md", "benchmarks/RESULTS.md"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
     shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
@@ -24,11 +25,18 @@ def test_the_book_is_what_the_raw_files_say(capsys):
     assert book.main(["--check"]) == 0, capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["README.md", "benchmarks/RESULTS.md"])
-def test_a_number_typed_by_hand_is_noticed(copy, capsys, name):
+TABLES = [
+    ("benchmarks/RESULTS.md", "|---"),
+    ("README.md", book.BEGIN.format("results")),
+    *(("docs/performance.md", book.BEGIN.format(table)) for table in ("cpus", "gpus", "calls")),
+]
+
+
+@pytest.mark.parametrize(("name", "begin"), TABLES)
+def test_a_number_typed_by_hand_is_noticed(copy, capsys, name, begin):
     path = copy / name
     text = path.read_text()
-    at = text.index("| ", text.index(book.BEGIN.format("results")) if name == "README.md" else text.index("|---"))
+    at = text.index("| ", text.index(begin))
     path.write_text(text[:at] + "| 9.99 " + text[at:])
     assert book.main(["--check"], copy) == 1
     assert f"{name} has drifted" in capsys.readouterr().out
@@ -41,6 +49,20 @@ def test_changed_samples_are_noticed(copy, name):
     path = copy / "benchmarks" / "results" / name
     path.write_text(path.read_text().replace('us":[', 'us":[1,1,1,1,1,1,1,1,1,', 2))
     assert book.main(["--check"], copy) == 1
+
+
+def test_changed_times_of_linear_layers_are_noticed(copy, capsys):
+    path = copy / "benchmarks" / "results" / "rule" / "cuda-h200-2026-11-26.json"
+    path.write_text(path.read_text().replace('"native": ', '"native": 9'))
+    assert book.main(["--check"], copy) == 1
+    assert "docs/performance.md has drifted" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("clock", "name"), [(clock, it) for clock, names in shown.GPUS.items() for it in names])
+def test_a_page_says_with_which_clock_a_gpu_was_timed(monkeypatch, clock, name):
+    monkeypatch.setattr(cases, "places", lambda: [Place("cuda", 1)])
+    [found] = [it for it in cases.all_cases() if it.name == name]
+    assert found.prepare().clock == clock
 
 
 def test_a_chart_of_no_results_is_noticed(copy):
@@ -143,6 +165,19 @@ def test_readme_shows_the_newest_of_each_row():
     assert rows["the same calls, only the imports changed"] == "**1.40**"
     assert rows["clipping and step without a scaler: `Adam(max_norm=...)`"] == "**1.30**"
     assert "[samples](benchmarks/results/older.json), [samples](benchmarks/results/newer.json)" in header[1]
+
+
+def test_a_cpu_is_not_called_by_the_gpu_beside_it():
+    """The host of a GPU is measured, too."""
+    machine = {"gpu": "NVIDIA H200", "cpu": "Abacus", "cores": 16, "torch": "2.11.0"}
+    on_cpu = replace(result(100.0, 150.0), place="cpu-2", op="step", baseline="torch.amp fused")
+    runs = {"host": Run("2026-11-26", machine, results=[on_cpu])}
+    assert "## Abacus, 2026-11-26" in book.book(runs)
+    runs["h200"] = replace(runs["host"], results=[replace(on_cpu, place="cuda", torch_us=[300.0] * 6)])
+    blocks = "".join(book.BEGIN.format(name) + book.END for name in ("figures", "results", "models"))
+    of_gpu, of_cpu = (line for line in book.readme(blocks, runs).splitlines() if line.startswith("  * "))
+    assert of_gpu.startswith("  * **3.00**, on NVIDIA H200, torch")
+    assert of_cpu.startswith("  * **1.50**, on Abacus, 2 of 16 cores, torch")
 
 
 def test_readme_shows_one_thread_beside_all():
