@@ -90,7 +90,7 @@ COLUMNS: dict[str, Cell] = {
 
 
 def of_run(name: str, run: Run) -> Iterator[str]:
-    yield from (f"## {front.device(run)}, {run.date}", "")
+    yield from (f"## {run.device}, {run.date}", "")
     yield ", ".join(f"{key} {value}" for key, value in run.machine.items() if value is not None) + "."
     best = [f"a copy moves {speed / 1e9:.4g} GB/s on {place}" for place, speed in run.copy_speeds.items()]
     best += [f"a matrix product reaches {speed / 1e12:.3g} TFLOP/s for {it}" for it, speed in run.gemm_speeds.items()]
@@ -201,7 +201,7 @@ def _by_device(runs: dict[str, Run]) -> dict[str, dict[str, Run]]:
     """All runs of each device, the oldest first."""
     by_device: dict[str, dict[str, Run]] = {}
     for name, run in sorted(runs.items(), key=_age):
-        by_device.setdefault(front.device(run), {})[name] = run
+        by_device.setdefault(run.device, {})[name] = run
     return by_device
 
 

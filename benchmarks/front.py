@@ -47,17 +47,12 @@ def place_of(run: Run) -> str:
     return max({result.place for result in run.results}, key=lambda it: (it == "cuda", len(it), it))
 
 
-def device(run: Run) -> str:
-    """Return what was measured: a GPU, or a CPU, with or without a GPU beside it."""
-    return run.device if place_of(run) == "cuda" else str(run.machine["cpu"])
-
-
 def _machine(it: Front) -> str:
     run, place = it.run, place_of(it.run)
     threads, cores = place.removeprefix("cpu-"), run.machine.get("cores")
     of_all = f" of {cores}" if cores and str(cores) != threads else ""
     used = "" if place == "cuda" else f", {threads}{of_all} cores"
-    name = f"{device(run).replace('(R)', '')}{used}, torch {run.machine['torch']}"
+    name = f"{run.device.replace('(R)', '')}{used}, torch {run.machine['torch']}"
     return f"{name} ({', '.join(f'[samples](benchmarks/results/{it}.json)' for it in it.names)})"
 
 

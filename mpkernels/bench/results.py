@@ -81,7 +81,8 @@ class Run:
 
     @property
     def device(self) -> str:
-        return str(self.machine["gpu"] or self.machine["cpu"])
+        """The GPU, if anything was measured on one, or the CPU."""
+        return str(self.machine["gpu" if any(it.place == "cuda" for it in self.results) else "cpu"])
 
     def other_machine(self, other: "Run", keys: Iterable[str]) -> str:
         """What differs of these, in words; empty if nothing does."""
