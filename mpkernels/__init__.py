@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from mpkernels import _extension, _old_names, amp, checkpoint, functional, nn, ops, optim, selector
+from mpkernels import _extension, amp, checkpoint, functional, nn, ops, optim, selector
 from mpkernels.memory.batch_size import find_max_batch_size
 from mpkernels.memory.comparison import compare_memory
 from mpkernels.memory.report import memory_report
@@ -35,7 +35,6 @@ __version__ = "0.1.0"
 
 _extension.load()
 attach_defaults()
-_old_names.register()
 
 
 def __getattr__(name: str) -> Any:

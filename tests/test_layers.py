@@ -14,7 +14,7 @@ import mpkernels
 ROOT = Path(mpkernels.__file__).parent
 ROOMS = (  # from the top down
     *("__main__", "demo", "doctor", "bench", "integrations"),
-    *("__init__", "_old_names"),
+    "__init__",
     *("profiling", "metrics", "memory", "checkpoint", "amp", "optim", "overflow"),
     *("nn", "functional", "linear", "selector", "distributed", "parameters", "tables"),
     *("ops", "_torch_private", "_extension", "_sources"),
@@ -203,7 +203,7 @@ def private_names(tree, own):
 def test_private_names_of_torch_are_behind_one_fence():
     own = {name for path in MODULES.values() for name in names_defined_in(ast.parse(path.read_text()))}
     for module, path in MODULES.items():
-        if room_of(module) not in ("_torch_private", "_old_names", "bench"):
+        if room_of(module) not in ("_torch_private", "bench"):
             assert list(private_names(ast.parse(path.read_text()), own)) == [], module
 
 

@@ -19,11 +19,6 @@ class Readback:
         self._is_pinned = False
         self._outdated: list[object] = []
 
-    def __setstate__(self, state: dict[str, object]) -> None:
-        """Load what an older version has pickled, too, which lacks some attributes."""
-        self.__init__()  # type: ignore[misc]
-        vars(self).update(state)
-
     def send(self, value: Tensor) -> None:
         if not value.is_cuda or torch.cuda.is_current_stream_capturing():
             if self._is_pinned:
