@@ -1,5 +1,5 @@
 // Products of matrices: torch makes them all, so that its switches and each chip's best library count here, too. torch
-// is given views of bare memory, at which neither autograd nor autocast look.
+// is given new tensors over the same memory, at which neither autograd nor autocast look.
 #pragma once
 
 #include <cstdlib>
