@@ -1,0 +1,269 @@
+"""accumulate(grad_dtype=torch.float32) in two processes: DistributedDataParallel, FSDP2, FSDP1."""
+
+import math
+from functools import partial
+from itertools import product
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+
+from mpkernels.amp import GradScaler, accumulate
+from mpkernels.optim import SGD, AdamW
+from tests.amp.test_amp_steps import Watch
+from tests.cases import same_bits
+from tests.distributed.sharding import even_network, network, shard, whole, wholes
+from tests.networks import B16, F16
+from tests.processes import each, needs_gloo, spawn
+
+F32 = torch.float32
+GROUPS, EVERY, WORLD = 2, 8, 2
+
+
+def inputs_of(number, rank, columns):
+    return torch.randn(8, columns, generator=torch.Generator().manual_seed(10 * number + rank))
+
+
+def loss_of(model, inputs):
+    return (model(inputs.to(next(model.parameters()).dtype)).float() - 1).square().mean()
+
+
+def columns_of(model):
+    return next(model.parameters()).shape[1]
+
+
+def trained(model, wrapper, make, rank, scaler=None, is_bad=lambda number: False, seen=None, **options):
+    """Return the optimizer. seen: a list to put each step's grads into."""
+    optimizer = make(model.parameters())
+    if seen is not None:
+        optimizer.register_step_pre_hook(lambda *_: seen.append([whole(it.grad).clone() for it in model.parameters()]))
+    options = {"model": wrapper, "scaler": scaler, "grad_dtype": F32} | options
+    for micro in accumulate(range(GROUPS * EVERY), EVERY, optimizer, **options):
+        loss = loss_of(wrapper, inputs_of(micro.batch, rank, columns_of(model)))
+        micro.backward(loss * math.inf if is_bad(micro.batch) else loss)
+    return optimizer
+
+
+def by_hand(model, make, mean_of, scaler=None, is_bad=lambda rank, number: False):
+    """The same in one process. mean_of: makes a step's fp32 grads of the 16-bit grads, by rank and batch."""
+    optimizer = make(model.parameters())
+    scaler = GradScaler("cpu", enabled=False) if scaler is None else scaler
+    for first in range(0, GROUPS * EVERY, EVERY):
+        grads = [
+            [
+                torch.autograd.grad(scaler.scale(loss_of(model, inputs) / EVERY * factor), list(model.parameters()))
+                for number in range(first, first + EVERY)
+                for inputs in [inputs_of(number, rank, columns_of(model))]
+                for factor in [math.inf if is_bad(rank, number) else 1.0]
+            ]
+            for rank in range(WORLD)
+        ]
+        for i, param in enumerate(model.parameters()):
+            param.grad_dtype = F32
+            param.grad = mean_of([[it[i] for it in of_rank] for of_rank in grads])
+        scaler.step(optimizer)
+        scaler.update()
+        for param in model.parameters():
+            param.grad, param.grad_dtype = None, param.dtype
+    return optimizer
+
+
+def mean_of_sums(grads):
+    """As under DDP: each process adds up in fp32, and the sums are exchanged."""
+    return sum(sum((it.float() for it in of_rank[1:]), of_rank[0].float()) / WORLD for of_rank in grads)
+
+
+def sum_of_means(grads):
+    """As under FSDP2: each batch's grads are exchanged in 16 bits, and the process adds up its part in fp32."""
+    means = [(a / WORLD + b / WORLD).float() for a, b in zip(*grads, strict=True)]
+    return sum(means[1:], means[0])
+
+
+OURS = (
+    (B16, lambda params: AdamW(params, lr=1e-2), False),
+    (B16, lambda params: AdamW(params, lr=1e-2, max_norm=0.1), False),
+    (F16, lambda params: AdamW(params, lr=1e-2, max_norm=0.1, state_dtype=torch.int8), True),
+    (B16, lambda params: SGD(params, lr=1e-2, momentum=0.9, master="fp32"), True),
+)
+
+
+def scalers(is_scaled):
+    return [GradScaler("cpu", init_scale=64.0, enabled=is_scaled) for _ in range(2)]
+
+
+def ddp_takes_the_mean_of_fp32_sums(rank):
+    for (dtype, make, is_scaled), options in product(OURS, ({}, {"gradient_as_bucket_view": True})):
+        model, alone = network(dtype), network(dtype)
+        mine, its = scalers(is_scaled)
+        optimizer = trained(model, DistributedDataParallel(model, **options), make, rank, mine)
+        theirs = by_hand(alone, make, mean_of_sums, its)
+        assert all(map(same_bits, model.parameters(), alone.parameters()))
+        assert optimizer.grad_norm is theirs.grad_norm or same_bits(optimizer.grad_norm, theirs.grad_norm)
+
+
+def an_overflow_of_one_process_costs_all_the_group(rank):
+    for wraps, mean_of in ((DistributedDataParallel, mean_of_sums), (partial(shard, kind="fsdp2"), sum_of_means)):
+        model, alone = even_network(F16), even_network(F16)
+        mine, its = scalers(True)
+        wrapper = wraps(model)
+        optimizer = trained(model, wrapper, OURS[2][1], rank, mine, lambda number: rank == 1 and number == 3)
+        theirs = by_hand(alone, OURS[2][1], mean_of, its, lambda rank, number: rank == 1 and number == 3)
+        assert mine.get_scale() == its.get_scale() == 32.0
+        assert optimizer.skipped_steps == theirs.skipped_steps == 1
+        assert all(map(same_bits, wholes(model), wholes(alone)))
+
+
+def fsdp2_adds_up_means_in_fp32(rank):
+    for dtype, make, is_scaled in OURS:
+        model, alone = even_network(dtype), even_network(dtype)
+        shard(model, "fsdp2")
+        mine, its = scalers(is_scaled)
+        optimizer = trained(model, model, make, rank, mine)
+        theirs = by_hand(alone, make, sum_of_means, its)
+        assert all(map(same_bits, wholes(model), wholes(alone)))
+        assert optimizer.grad_norm is theirs.grad_norm or same_bits(optimizer.grad_norm, theirs.grad_norm)
+        assert all(param.grad_dtype == dtype for param in model.parameters())
+
+
+def fsdp2s_policies(rank):
+    """With each policy grads add up in fp32: FSDP2's own sums, kept to one exchange a group, would be of 16 bits."""
+    make = lambda params: SGD(params, lr=0.0)  # noqa: E731
+    for dtype, policies in (
+        (B16, {}),
+        (B16, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
+        (B16, {"mp_policy": MixedPrecisionPolicy(reduce_dtype=F32)}),
+        (F32, {"mp_policy": MixedPrecisionPolicy(param_dtype=B16)}),
+    ):
+        errors, exact = [], network(B16).double()
+        for number, each_rank in product(range(EVERY), range(WORLD)):
+            (loss_of(exact, inputs_of(number, each_rank, 20)) / EVERY / WORLD).backward()
+        for width in (F32, None):
+            model, seen = network(B16).to(dtype), []
+            trained(shard(model, "fsdp2", **policies), model, make, rank, seen=seen, grad_dtype=width)
+            assert all(it.dtype == (F32 if width or dtype == F32 else B16) for it in seen[0])
+            pairs = zip(seen[0], exact.parameters(), strict=True)
+            errors.append(sum((grad.double() - param.grad).square().sum() for grad, param in pairs))
+        assert errors[0] < errors[1], policies
+
+
+def ddp_exchanges_once_a_group(rank):
+    """Without a wait of the host, unless some parameters may be unused."""
+    model = network(B16)
+    wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
+    for micro in accumulate(range(EVERY), EVERY, optimizer, model=wrapper, grad_dtype=F32):
+        loss = loss_of(wrapper, inputs_of(micro.batch, rank, 20))
+        with Watch() as watch:
+            micro.backward(loss)
+        assert sum("c10d" in it for it in watch.seen) == (1 if micro.is_last else 0)
+
+
+class Branches(nn.Module):
+    """The first process uses one branch, the other process another, and none the third."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.branches = nn.ModuleList(nn.Linear(20, 5, dtype=B16) for _ in range(3))
+        self.frozen = nn.Linear(20, 5, dtype=B16).requires_grad_(False)
+
+    def forward(self, x):
+        return self.branches[distributed.get_rank()](x) + self.frozen(x)
+
+
+def unused_parameters(rank):
+    results = []
+    for width in (F32, None):
+        model = Branches()
+        trained_params = [it for it in model.parameters() if it.requires_grad]
+        wrapper = DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = AdamW(trained_params, lr=1e-2)
+        for micro in accumulate(range(2), 1, optimizer, model=wrapper, grad_dtype=width):
+            micro.backward(wrapper(inputs_of(micro.batch, rank, 20).to(B16)).float().square().mean())
+        assert len(optimizer.state) == 4  # none of the third branch
+        results.append([it.detach() for it in model.parameters()])
+    assert all(map(same_bits, *results))  # one batch a group is a plain step
+    model = Branches()
+    wrapper = DistributedDataParallel(model)
+    micro = next(accumulate([0], 1, AdamW(model.parameters()), model=wrapper, grad_dtype=F32))
+    with pytest.raises(RuntimeError, match=r"accumulate: a parameter of shape .* give .* find_unused_parameters=True"):
+        micro.backward(wrapper(inputs_of(0, rank, 20).to(B16)).sum())
+
+
+class Picture(nn.Module):
+    """A weight and its grad lie channels last, and a norm has buffers; its parameters are fp32."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(3, 4, 3).to(B16, memory_format=torch.channels_last)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return self.norm(self.conv(x.to(B16).contiguous(memory_format=torch.channels_last)).float())
+
+
+def buffers_strides_and_steps_between(rank):
+    """The next forward broadcasts the buffers, as it does after the wrapper's own exchange, which still works."""
+    model = Picture()
+    wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(2):
+        wrapper(torch.randn(2, 3, 8, 8, generator=generator)).relu().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        images = [torch.randn(2, 3, 8, 8, generator=generator) for _ in range(2)]
+        for micro in accumulate(images, 2, optimizer, model=wrapper, grad_dtype=F32):
+            micro.backward(wrapper(micro.batch)[..., 0].square().mean())
+    assert len(set(of_all(model.norm.running_mean.sum()))) == WORLD
+    with torch.no_grad():
+        wrapper(torch.zeros(2, 3, 8, 8))
+    assert all(len(set(of_all(it.double().sum()))) == 1 for it in model.state_dict().values())
+
+
+def of_all(number):
+    found = [None] * WORLD
+    distributed.all_gather_object(found, number.item())
+    return found
+
+
+def what_is_refused(rank):
+    model = network(B16)
+    wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
+    with pytest.raises(
+        RuntimeError, match=r"accumulate: params\[0\] .* pass the wrapper as model, or leave grad_dtype"
+    ):
+        accumulate([0], 1, optimizer, grad_dtype=F32)
+    inside = nn.ModuleDict({"wrapper": wrapper})
+    accumulate([0], 1, optimizer, model=inside, grad_dtype=F32)
+    wrapper.register_comm_hook(None, lambda _, bucket: torch.futures.Future())
+    with pytest.raises(ValueError, match=r"grad_dtype must be left out .* a communication hook"):
+        accumulate([0], 1, optimizer, model=wrapper, grad_dtype=F32)
+    model = network(B16)
+    wrapper = DistributedDataParallel(model, static_graph=True)
+    with pytest.raises(ValueError, match=r"grad_dtype must be left out .* static_graph=True"):
+        accumulate([0], 1, AdamW(model.parameters()), model=wrapper, grad_dtype=F32)
+    flat = FullyShardedDataParallel(network(B16), device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"grad_dtype must be left out under FullyShardedDataParallel, .* fully_shard"):
+        accumulate([0], 1, AdamW(flat.parameters()), model=flat, grad_dtype=F32)
+
+
+def fp32_parameters_are_exchanged_as_without(rank):
+    model = network()
+    wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
+    for micro in accumulate(range(2), 2, optimizer, model=wrapper, grad_dtype=F32):
+        assert wrapper.require_backward_grad_sync == micro.is_last
+        micro.backward(loss_of(wrapper, inputs_of(micro.batch, rank, 20)))
+
+
+CHECKS = (
+    *(ddp_takes_the_mean_of_fp32_sums, an_overflow_of_one_process_costs_all_the_group, fsdp2_adds_up_means_in_fp32),
+    *(fsdp2s_policies, ddp_exchanges_once_a_group, unused_parameters, buffers_strides_and_steps_between),
+    *(fp32_parameters_are_exchanged_as_without, what_is_refused),
+)
+
+
+@needs_gloo
+def test_two_processes(tmp_path):
+    spawn(partial(each, CHECKS), tmp_path, WORLD)
