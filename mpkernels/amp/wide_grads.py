@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from mpkernels._torch_private.sharded import is_fsdp1s, replaces_exchange
 from mpkernels.distributed import ddp
+from mpkernels.distributed.parts import await_grad
 from mpkernels.optim.masters import needs_master
 from mpkernels.parameters import is_sharded, params_of, set_grad_dtype, unwrapped
 
@@ -50,8 +51,8 @@ class WideGrads:
             for param, _ in before:
                 if is_sharded(param):  # FSDP2 assigns a grad in its parameter's dtype, and adds later ones to it
                     set_grad_dtype(param, None)
-                    _widen(param)
                     hooks.append(param.register_post_accumulate_grad_hook(_widen))
+                    _widen(param)
                 else:
                     set_grad_dtype(param, torch.float32)
             yield
@@ -73,5 +74,6 @@ class WideGrads:
 
 
 def _widen(param: Tensor) -> None:
+    await_grad(param)
     if param.grad is not None and needs_master(param.grad):
         param.grad = param.grad.float()

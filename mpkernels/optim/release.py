@@ -11,7 +11,7 @@ from torch import Tensor
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels._torch_private.tensors import is_backward_nested
 from mpkernels.distributed import ddp
-from mpkernels.distributed.parts import settled_grads
+from mpkernels.distributed.parts import await_grad, settled_grads
 from mpkernels.optim import group_options
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.plan import Plan, Verdict
@@ -57,6 +57,7 @@ class GradientRelease:
                 self._refuse_second(param)
                 if is_backward_nested():
                     return  # another checkpoint may use the parameter yet, and compute its forward anew
+            await_grad(param)
             release(param)
 
         return after_accumulation

@@ -1,6 +1,7 @@
 """accumulate(grad_dtype=torch.float32) in two processes: DistributedDataParallel, FSDP2, FSDP1."""
 
 import math
+from collections import OrderedDict
 from functools import partial
 from itertools import product
 
@@ -8,13 +9,16 @@ import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from mpkernels.amp import GradScaler, accumulate
+from mpkernels.distributed.parts import settled_grads
 from mpkernels.optim import SGD, AdamW
 from tests.amp.test_amp_steps import Watch
 from tests.cases import same_bits
-from tests.distributed.sharding import even_network, network, shard, whole, wholes
+from tests.distributed.sharding import even_network, mesh_of, network, shard, whole, wholes
 from tests.networks import B16, F16
 from tests.processes import each, needs_gloo, spawn
 
@@ -148,6 +152,38 @@ def fsdp2s_policies(rank):
         assert errors[0] < errors[1], policies
 
 
+def tensor_and_sequence_parallel(rank):
+    """Also where each process has a summand of a grad, as of the norm."""
+    torch.manual_seed(0)
+    layers = {"norm": nn.LayerNorm(20), "up": nn.Linear(20, 32), "down": nn.Linear(32, 20)}
+    model = nn.Sequential(OrderedDict(layers)).to(B16)
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    parallelize_module(model, mesh_of("fsdp2"), plan)
+
+    def loss(number):
+        inputs = torch.randn(2, 4, 20, generator=torch.Generator().manual_seed(number)).to(B16)
+        return model(inputs[:, 2 * rank : 2 * rank + 2]).float().square().sum()
+
+    totals, sizes = ([torch.zeros(it.shape) for it in model.parameters()] for _ in range(2))
+    for number in range(EVERY):
+        (loss(number) / EVERY).backward()
+        for total, size, grad in zip(totals, sizes, settled_grads(list(model.parameters())), strict=True):
+            total += whole(grad)
+            size += whole(grad).abs()
+        model.zero_grad()
+    optimizer, seen = AdamW(model.parameters(), max_norm=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: seen.extend(map(whole, settled_grads(list(model.parameters())))))
+    for micro in accumulate(range(EVERY), EVERY, optimizer, model=model, grad_dtype=F32):
+        micro.backward(loss(micro.batch))
+    for grad, total, size in zip(seen, totals, sizes, strict=True):
+        assert grad.dtype == F32
+        assert ((grad - total).abs() <= (2.0**-8 + 2.0**-20) * size).all()  # two processes' summands added in 16 bits
+
+
 def ddp_exchanges_once_a_group(rank):
     """Without a wait of the host, unless some parameters may be unused."""
     model = network(B16)
@@ -258,7 +294,12 @@ def fp32_parameters_are_exchanged_as_without(rank):
 
 
 CHECKS = (
-    *(ddp_takes_the_mean_of_fp32_sums, an_overflow_of_one_process_costs_all_the_group, fsdp2_adds_up_means_in_fp32),
+    *(
+        ddp_takes_the_mean_of_fp32_sums,
+        tensor_and_sequence_parallel,
+        an_overflow_of_one_process_costs_all_the_group,
+        fsdp2_adds_up_means_in_fp32,
+    ),
     *(fsdp2s_policies, ddp_exchanges_once_a_group, unused_parameters, buffers_strides_and_steps_between),
     *(fp32_parameters_are_exchanged_as_without, what_is_refused),
 )

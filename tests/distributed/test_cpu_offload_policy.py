@@ -2,13 +2,14 @@
 
 import math
 from functools import partial
+from unittest import mock
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from mpkernels.amp import GradScaler, clip_grad_norm_
-from mpkernels.optim import Masters
+from mpkernels.amp import GradScaler, accumulate, clip_grad_norm_
+from mpkernels.optim import AdamW, Masters
 from tests.cases import same_bits
 from tests.distributed.sharding import backward, even_network, network, part_of, shard, whole, wholes
 from tests.networks import B16, F16
@@ -124,7 +125,58 @@ def checkpoints_go_both_ways(rank):
     assert all(same_bits(a, b) for weights in went_on for a, b in zip(weights, went_on[0], strict=True))
 
 
-CHECKS = clip_scaler_and_skip, clipped_by_the_loop, other_rules, as_without_the_offload, checkpoints_go_both_ways
+class Device:
+    """An accelerator whose copies to the host are late: they come when somebody waits."""
+
+    def __init__(self, model):
+        self.late = {}
+        self.model = model
+
+    def sends(self):
+        """Take the newest grads away, as if they were on their way, in a hook that comes before ours."""
+        for param in self.model.parameters():
+            param.register_post_accumulate_grad_hook(self._send)
+
+    def _send(self, param):
+        grad = part_of(param.grad)
+        self.late[grad] = grad.clone()
+        grad.fill_(math.nan)
+
+    def synchronize(self):
+        for grad, sent in self.late.items():
+            grad.copy_(sent)
+        self.late.clear()
+
+
+def hooks_wait_for_grads_on_their_way(rank):
+    """In torch 2.10, hooks come while the device still copies. An accelerator's stream is made up."""
+    for uses in ("release_grads", "release_grads of all", "accumulate"):
+        results = []
+        for is_late in (True, False):
+            model = shard(even_network(B16), "fsdp2", **OFFLOADED)
+            device = Device(model)
+            if is_late:
+                device.sends()
+            optimizer = AdamW(model.parameters(), guard=uses != "release_grads")
+            with (
+                mock.patch.object(torch.accelerator, "is_available", return_value=is_late),
+                mock.patch.object(torch.accelerator, "current_stream", return_value=device),
+            ):
+                if uses == "accumulate":
+                    for micro in accumulate([0], 1, optimizer, model=model, grad_dtype=F32):
+                        micro.backward(model(torch.ones(2, 64, dtype=B16)).float().square().mean())
+                else:
+                    optimizer.release_grads()
+                    backward(model, 0)
+                    optimizer.step()
+            results.append(wholes(model))
+        assert all(map(same_bits, *results)), uses
+
+
+CHECKS = (
+    *(hooks_wait_for_grads_on_their_way, clip_scaler_and_skip, clipped_by_the_loop, other_rules),
+    *(as_without_the_offload, checkpoints_go_both_ways),
+)
 
 
 @needs_gloo
