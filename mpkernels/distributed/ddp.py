@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 _wrappers: WeakSet[DistributedDataParallel] = WeakSet()
 _made = 0
+_BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's own default
 
 
 @cache
@@ -93,15 +94,16 @@ def _fill_in(params: Sequence[Tensor], group: Any) -> None:
 
 
 def _buckets(grads: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Divide the grads into runs of one dtype and device that are exchanged by one call each, of about 25 MB."""
+    """Divide the grads into runs of one dtype and device that are exchanged by one call each, of at most 25 MB or
+    one grad."""
     bucket: list[Tensor] = []
+    size = 0
     for grad in grads:
-        if bucket and (
-            (grad.dtype, grad.device) != (bucket[0].dtype, bucket[0].device)
-            or sum(it.nbytes for it in bucket) + grad.nbytes > 25 * 2**20
-        ):
+        is_like = bucket and (grad.dtype, grad.device) == (bucket[0].dtype, bucket[0].device)
+        if bucket and not (is_like and size + grad.nbytes <= _BUCKET_BYTES):
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(grad)
+        size += grad.nbytes
     if bucket:
         yield bucket
