@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW, Masters
 from tests import libraries
 from tests.cases import same_bits
@@ -61,6 +62,19 @@ def test_without_it_is_right(line, dtype):
         assert offloaded.d_opt is not None
         assert len(offloaded.optim_dict) == 2
         assert all(map(same_bits, model.parameters(), twin.parameters()))
+
+
+def test_a_scaler_is_refused():
+    """Its look doesn't wait for copies to the host. torch's scaler is torch's."""
+    model = network()
+    optimizer, scaler = CPUOffloadOptimizer(model.parameters(), AdamW, minimal_size=0), GradScaler("cpu")
+    backward(model, 0, scaler.scale(torch.ones(())))
+    for use in (scaler.unscale_, scaler.step):
+        with pytest.raises(
+            TypeError, match=r"^GradScaler: optimizer must not be torchao's CPUOffloadOptimizer, .*Policy"
+        ):
+            use(optimizer)
+    GradScaler("cpu", enabled=False).step(optimizer)
 
 
 def test_small_parameters_alone_are_stepped_together():
