@@ -76,6 +76,17 @@ def real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
+def set_grad_dtype(param: Tensor, dtype: torch.dtype | None) -> None:
+    """Give the grad that is there, and those to come, this dtype. None allows any, and gives the one that is there its
+    parameter's."""
+    if param.grad_dtype == dtype:
+        return
+    grad, param.grad = param.grad, None
+    param.grad_dtype = dtype
+    if grad is not None:
+        param.grad = grad.to(dtype or param.dtype)
+
+
 def refuse_sparse(grad: Tensor | None) -> None:
     """Raise what torch's AdamW does."""
     if grad is not None and grad.is_sparse:

@@ -19,6 +19,12 @@ def is_fsdp1s(param: Tensor) -> bool:
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
+def replaces_exchange(wrapper: Any) -> bool:
+    """Return whether a hook of the user's exchanges this DistributedDataParallel's grads. Without the list: none does,
+    and where ``accumulate(grad_dtype=)`` exchanges them, that isn't called."""
+    return bool(getattr(wrapper, "_comm_hooks", None))
+
+
 def parts_in_place(tensors: Iterable[Any]) -> list[Any]:
     """Return the tensor that each DTensor holds; None for others. Without the attribute: None, so that a method of
     theirs makes a new view of each parameter at each call, and AdamW plans each step anew."""

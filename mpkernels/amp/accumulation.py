@@ -1,7 +1,7 @@
 """Grads added up over several batches before a step."""
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from mpkernels.amp.clipping import clip_grad_norm_
 from mpkernels.amp.inf_check import given_group
+from mpkernels.amp.wide_grads import WideGrads
 from mpkernels.linear import cast_cache
 from mpkernels.parameters import params_of, unwrapped
 
@@ -55,6 +56,7 @@ def accumulate(
     scaler: torch.amp.GradScaler | None = None,
     max_norm: float | None = None,
     weigh: Callable[[Any], float] | None = None,
+    grad_dtype: torch.dtype | None = None,
 ) -> Iterator[MicroBatch]:
     """Yield the batches, and take one step for each group of ``every`` batches. The last group may have fewer.
 
@@ -80,6 +82,8 @@ def accumulate(
             ``grad_norm`` of a group's last batch holds the norm.
         weigh: returns the weight of a batch: the number of examples or tokens that its mean loss is a mean over. None
             weighs all batches equally. Batches of weight 0 come first in their group, and add nothing to the grads.
+        grad_dtype: ``torch.float32`` adds the grads of 16-bit parameters up in fp32, in 4 bytes a parameter. None adds
+            them up in their parameters' dtype. The optimizer must take such grads, as ours do.
     """
     if every < 1:
         raise ValueError(f"accumulate: every must be above 0, got {every}")
@@ -88,8 +92,11 @@ def accumulate(
     release = getattr(unwrapped(optimizer), "_release", None)
     if max_norm is not None and release is not None and release.steps_alone:
         raise ValueError("accumulate: max_norm must be given to AdamW, before release_grads: no grad is left to clip")
+    if grad_dtype not in (None, torch.float32):
+        raise ValueError(f"accumulate: grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
+    wide = None if grad_dtype is None else WideGrads("accumulate", optimizer, model)
     scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
-    return _micro_batches(iter(batches), every, optimizer, model, scaler, max_norm, weigh)
+    return _micro_batches(iter(batches), every, optimizer, model, scaler, max_norm, weigh, wide)
 
 
 def _micro_batches(
@@ -100,9 +107,12 @@ def _micro_batches(
     scaler: torch.amp.GradScaler,
     max_norm: float | None,
     weigh: Callable[[Any], float] | None,
+    wide: WideGrads | None,
 ) -> Iterator[MicroBatch]:
     def step() -> Tensor | None:
         cast_cache.clear()
+        if wide is not None:
+            wide.exchange()
         norm: Tensor | None = None
         if max_norm is not None:
             scaler.unscale_(optimizer)
@@ -117,23 +127,25 @@ def _micro_batches(
         if not sum(weights) > 0:
             raise ValueError(f"accumulate: weigh must give a group more than 0 in all, got {weights}")
         pairs = sorted(zip(group, weights, strict=True), key=lambda pair: pair[1] > 0)  # the last one's backward counts
-        with cast_cache.one_step():
+        with cast_cache.one_step(), nullcontext() if wide is None else wide.of_group():
             for i, (batch, weight) in enumerate(pairs):
                 micro = MicroBatch(batch, weight / sum(weights), i == len(group) - 1, step, scaler.scale)
                 with ExitStack() as around:
+                    if wide is not None:
+                        wide.keep_from_exchange(around)
                     if not micro.is_last:
-                        _keep_to_itself(around, model, optimizer)
+                        _keep_to_itself(around, model, optimizer, wide is not None)
                     yield micro
                 if not micro._is_done:
                     raise RuntimeError("accumulate: the loop's body must call backward(loss) of each batch once")
 
 
-def _keep_to_itself(around: ExitStack, model: Any, optimizer: Any) -> None:
+def _keep_to_itself(around: ExitStack, model: Any, optimizer: Any, are_wide: bool) -> None:
     """Keep a batch's grads on this process and in memory. The context must contain the forward, too, because DDP
-    decides there whether it will exchange grads."""
+    decides there whether it will exchange grads. What FSDP2 keeps adds up in its own dtype: wide grads it exchanges."""
     if hasattr(model, "no_sync"):
         around.enter_context(model.no_sync())
-    if hasattr(model, "set_requires_gradient_sync"):  # FSDP2's
+    if hasattr(model, "set_requires_gradient_sync") and not are_wide:  # FSDP2's
         model.set_requires_gradient_sync(False)
         around.callback(model.set_requires_gradient_sync, True)
     release = getattr(unwrapped(optimizer), "_release", None)

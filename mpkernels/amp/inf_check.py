@@ -15,6 +15,7 @@ from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
+from mpkernels.optim import offloaded
 from mpkernels.parameters import are_any_sharded, by_device, params_of, put_on, unwrapped
 
 FoundInf = dict[torch.device, Tensor]  # fp32, 0-dim, 0 or 1; one at most, as torch's optimizers take any other for 0
@@ -99,6 +100,7 @@ def device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: 
 
 def grads_of(optimizer: Optimizer) -> Grads:
     """Return the params that have a grad, and their grads (of a sparse one, the values), of each device."""
+    offloaded.refuse_scaler(optimizer)
     params = [param for param in params_of(optimizer) if param.grad is not None]
     grads = [_values(param, grad) for param, grad in zip(params, parts_of(settled_grads(params)), strict=True)]
     return {

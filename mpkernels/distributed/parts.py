@@ -74,6 +74,13 @@ def reshard(model: torch.nn.Module) -> None:
             module.reshard()
 
 
+def await_grad(param: Any) -> None:
+    """In a hook that reads the grad on the host, wait until it has come there: in torch 2.10, FSDP2's CPUOffloadPolicy
+    calls the hooks while the copy is on its way, on the stream that is current there."""
+    if param.device.type == "cpu" and is_sharded(param) and torch.accelerator.is_available():
+        torch.accelerator.current_stream().synchronize()
+
+
 def settled_grads(params: Sequence[Any]) -> list[Any]:
     """Return the grad of each parameter, placed as it is; None where there is none. Under sequence parallelism each
     process has a summand of a norm layer's grad."""

@@ -14,7 +14,7 @@ from mpkernels.distributed import meshes
 from mpkernels.distributed.parts import part_for, part_of, placed_as, settled_grads
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.op import grad_factor, write_outcome
-from mpkernels.optim import group_options, masters, norm, stand_ins, step_hooks, step_outcome, wrappable
+from mpkernels.optim import group_options, masters, norm, offloaded, stand_ins, step_hooks, step_outcome, wrappable
 from mpkernels.parameters import params_of, put_on
 
 
@@ -77,6 +77,7 @@ class Masters(Optimizer):
         wrappable.check(optimizer)
         group_options.check_global("Masters", max_norm, guard)
         self.__setstate__({"wrapped": optimizer, "max_norm": max_norm, "guard": guard})
+        offloaded.refuse(self, params_of(optimizer))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.wrapped = state["wrapped"]  # where torch looks for defaults

@@ -11,14 +11,19 @@ from torch import Tensor
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels._torch_private.tensors import is_backward_nested
 from mpkernels.distributed import ddp
-from mpkernels.distributed.parts import settled_grads
+from mpkernels.distributed.parts import await_grad, settled_grads
 from mpkernels.optim import group_options
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.plan import Plan, Verdict
 from mpkernels.optim.step_outcome import is_guarded
-from mpkernels.parameters import group_of, params_of
+from mpkernels.parameters import group_of, params_of, set_grad_dtype
 
 Release = Callable[[Tensor], None]
+
+_SUMMED_UP = (
+    "which sums up grads after they are released; leave it out, or end it by the remove() of what release_grads "
+    "returned"
+)
 
 
 class GradientRelease:
@@ -44,7 +49,7 @@ class GradientRelease:
     def _hook(self, release: Release) -> Release:
         def after_accumulation(param: Tensor) -> None:
             if self._wrappers != ddp.made():
-                ddp.refuse(self._op, self._params)
+                ddp.refuse(self._op, self._params, _SUMMED_UP)
                 self._wrappers = ddp.made()
             if self._is_accumulating:
                 return
@@ -52,6 +57,7 @@ class GradientRelease:
                 self._refuse_second(param)
                 if is_backward_nested():
                     return  # another checkpoint may use the parameter yet, and compute its forward anew
+            await_grad(param)
             release(param)
 
         return after_accumulation
@@ -85,7 +91,12 @@ class GradientRelease:
             hook.remove()
         self._hooks, self.steps_alone = [], False
         for param in self._params:
-            _set_width(param, self._widths[id(param)])
+            set_grad_dtype(param, self._widths[id(param)])
+
+    @property
+    def is_on(self) -> bool:
+        """Whether grads are freed: until ``remove``."""
+        return bool(self._hooks)
 
     def begin_anew(self) -> None:
         """Let each parameter get its grad again, as after a step. A backward that has failed is given up thereby."""
@@ -93,7 +104,7 @@ class GradientRelease:
 
     def after_step(self) -> None:
         self.begin_anew()
-        if self._hooks:
+        if self.is_on:
             for param in self._params:
                 param.grad = None
         self._restore_widths()
@@ -102,23 +113,13 @@ class GradientRelease:
         """Let grads to come have the width that they had without us, where none is there now."""
         for param in self._params:
             if param.grad is None:
-                _set_width(param, self._widths[id(param)])
+                set_grad_dtype(param, self._widths[id(param)])
 
 
 def _narrow(param: Tensor) -> None:
     settled_grads([param])  # summands of a DTensor's grad are not to be rounded
     if param.grad is not None and param.grad.dtype == torch.float32:
-        _set_width(param, torch.bfloat16)
-
-
-def _set_width(param: Tensor, dtype: torch.dtype | None) -> None:
-    """Give the grad that is there, and those to come, this dtype."""
-    if param.grad_dtype == dtype:
-        return
-    grad, param.grad = param.grad, None
-    param.grad_dtype = dtype
-    if grad is not None:
-        param.grad = grad.to(dtype or param.dtype)
+        set_grad_dtype(param, torch.bfloat16)
 
 
 def steps_in_backward(optimizer: Any, scaler: torch.amp.GradScaler | None) -> list[tuple[Tensor, Release | None]]:

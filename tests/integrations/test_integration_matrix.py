@@ -12,9 +12,9 @@ from tests.matrix.runner import judge
 from tests.networks import one_thread
 
 libraries.need()
-from tests.matrix import adapters, trainers  # noqa: E402
+from tests.matrix import adapters, offloading, trainers  # noqa: E402
 
-__all__ = ["adapters", "one_thread", "trainers"]  # the table's tools, and a fixture of each test
+__all__ = ["adapters", "offloading", "one_thread", "trainers"]  # the table's tools, and a fixture of each test
 
 
 @table.parametrize(table.OTHER_LIBRARIES)

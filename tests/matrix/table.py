@@ -9,6 +9,7 @@ from tests.matrix.drop_ins import COLUMNS, DropIn
 
 REFUSED = {
     "release": ("RuntimeError", r"^\w+.release_grads: params\[0\] .* leave it out, or end it by the remove\(\)"),
+    "of-each": ("ValueError", r"^\w+: max_norm and guard need the grads of all parameters, and torchao's CPUOffload"),
     "subclass": ("TypeError", r"^\w+: params\[\d\] must be a plain tensor, got a Int8QuantizedTraining"),
     "no-linear": ("NotImplementedError", "only support nn.Linear"),  # torch's own words, and peft's
     "peft": ("ValueError", r"^Target module LinearAct\(.* is not supported. Currently, only .*`torch.nn.Linear`"),
@@ -105,6 +106,7 @@ torchao float8                  right     right     right     right   right     
 torchao int8                    right     right     right     right   right     right
 torchao int8 of any weight      right     right     right     right   right     right
 torchao int8 training           subclass  subclass  subclass  .       subclass  right
+torchao cpu offload             right     of-each   of-each   .       fp32      right
 trainer                         right     right     right     .       right     right
 trainer resumed                 right     right     right     .       right     right
 accelerate                      right     right     right     right   right     right

@@ -1,0 +1,268 @@
+"""accumulate(grad_dtype=torch.float32): grads of 16-bit parameters add up as fp32 does."""
+
+import copy
+
+import pytest
+import torch
+from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
+
+import mpkernels
+from mpkernels.amp import GradScaler, accumulate, clip_grad_norm_
+from mpkernels.nn import LinearAct
+from mpkernels.optim import AdamW, Masters
+from tests.amp.test_amp import INIT
+from tests.cases import same_bits
+from tests.networks import B16, F16, batch, network, one_thread
+from tests.optim.optimizers import of_each
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+F32 = torch.float32
+MICROS = 64
+
+
+def loss_of(model, micro_batch):
+    inputs, targets = micro_batch
+    return (model(inputs.to(next(model.parameters()).dtype)).float() - targets).square().mean()
+
+
+def summands(model, batches, scale=1.0):
+    """Return the 16-bit grads of each batch, weighted and scaled as accumulate does."""
+    losses = [loss_of(model, it) * (1 / len(batches)) * scale for it in batches]
+    return [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
+
+
+def sums(model, batches, scale=1.0):
+    """Return their sums by one fp32 addition after the other."""
+    totals = [torch.zeros_like(param, dtype=F32) for param in model.parameters()]
+    for grads in summands(model, batches, scale):
+        for total, grad in zip(totals, grads, strict=True):
+            total += grad
+    return totals
+
+
+def give(model, grads):
+    for param, grad in zip(model.parameters(), grads, strict=True):
+        param.grad, param.grad_dtype = None, F32
+        param.grad = grad
+
+
+def trained(model, optimizer, batches, every, **options):
+    for micro in accumulate(batches, every, optimizer, **options):
+        micro.backward(loss_of(model, micro.batch))
+
+
+def seen_by(optimizer):
+    """Return a list that each step's grads are put into."""
+    seen = []
+    optimizer.register_step_pre_hook(
+        lambda *_: seen.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+    )
+    return seen
+
+
+@pytest.mark.parametrize("dtype", [B16, F16], ids=str)
+def test_many_batches_add_up_without_loss(dtype):
+    """Each of the 16-bit sums is off by more than all of fp32's roundings together can be."""
+    batches = [batch(seed) for seed in range(MICROS)]
+    found = {}
+    for width in (None, F32):
+        model = network(dtype)
+        optimizer = AdamW(model.parameters())
+        seen = seen_by(optimizer)
+        trained(model, optimizer, batches, MICROS, grad_dtype=width)
+        found[width] = seen.pop()
+    parts = [torch.stack(it).double() for it in zip(*summands(network(dtype), batches), strict=True)]
+    for part, narrow, wide in zip(parts, found[None], found[F32], strict=True):
+        bound = MICROS * 2.0**-24 * part.abs().sum(0)
+        assert ((wide - part.sum(0)).abs() <= bound).all()
+        assert ((narrow - part.sum(0)).abs() > bound).any()
+    assert all(map(same_bits, found[F32], sums(network(dtype), batches)))
+
+
+@of_each
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("clips", [None, "loop", "step"])
+def test_a_step_takes_the_sums(line, scaled, clips):
+    """With each rule, in each form of master and state, as if the sums had been given as grads."""
+    of_step = {"max_norm": 0.1} if clips == "step" else {}
+    for dtype, master, state_dtype in ((B16, "split", F32), (F16, "split", torch.int8), (B16, "fp32", B16)):
+        model, twin = network(dtype), network(dtype)
+        optimizer, theirs = (
+            line.ours(it.parameters(), master=master, state_dtype=state_dtype, **of_step) for it in (model, twin)
+        )
+        scaler, its = (GradScaler("cpu", enabled=scaled, **INIT) for _ in range(2))
+        batches = [batch(seed) for seed in range(6)]
+        limit = 0.1 if clips == "loop" else None
+        trained(model, optimizer, batches, 3, scaler=scaler, max_norm=limit, grad_dtype=F32)
+        for group in (batches[:3], batches[3:]):
+            give(twin, sums(twin, group, its.scale(torch.ones(())).item() if scaled else 1.0))
+            if clips == "loop":
+                its.unscale_(theirs)
+                clip_grad_norm_(twin.parameters(), 0.1)
+            its.step(theirs)
+            its.update()
+        assert all(map(same_bits, model.parameters(), twin.parameters()))
+        assert optimizer.grad_norm is theirs.grad_norm or same_bits(optimizer.grad_norm, theirs.grad_norm)
+
+
+def test_masters_around_another_optimizer_take_them():
+    model, twin = network(B16), network(B16)
+    optimizer, theirs = (Masters(torch.optim.SGD(it.parameters(), lr=0.1), max_norm=0.1) for it in (model, twin))
+    batches = [batch(seed) for seed in range(3)]
+    trained(model, optimizer, batches, 3, grad_dtype=F32)
+    give(twin, sums(twin, batches))
+    theirs.step()
+    assert all(map(same_bits, model.parameters(), twin.parameters()))
+
+
+def test_an_overflow_costs_the_group():
+    model, scaler = network(F16), GradScaler("cpu", **INIT)
+    optimizer = AdamW(model.parameters())
+    weights = []
+    for micro in accumulate([1.0, float("inf"), 1.0, 1.0], 2, optimizer, scaler=scaler, grad_dtype=F32):
+        micro.backward(loss_of(model, batch(0)) * micro.batch)
+        weights.append(model[0].weight.detach().clone())
+    assert same_bits(weights[0], weights[1])
+    assert not same_bits(weights[2], weights[3])
+    assert scaler.skipped_steps == 1
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float64], ids=str)
+def test_wider_parameters_are_left_as_they_are(dtype):
+    results = []
+    for width in (None, F32):
+        model = network(dtype)
+        optimizer = torch.optim.AdamW(model.parameters())
+        for micro in accumulate([batch(seed) for seed in range(4)], 2, optimizer, grad_dtype=width):
+            assert all(param.grad_dtype == dtype for param in model.parameters())
+            micro.backward(loss_of(model, micro.batch))
+        results.append(list(model.parameters()))
+    assert all(map(same_bits, *results))
+
+
+def test_grads_take_4_bytes_and_only_within_a_group():
+    model = network(B16)
+    model[1:3].float()  # the norm
+    optimizer = AdamW(model.parameters())
+    count = sum(param.numel() for param in model.parameters())
+    before = [param.grad_dtype for param in model.parameters()]
+    for micro in accumulate(range(4), 2, optimizer, grad_dtype=F32):
+        model[3](model[2](model[0](torch.ones(1, 20, dtype=B16)).float()).to(B16)).sum().backward()
+        assert sum(param.grad.nbytes for param in model.parameters()) == 4 * count
+        assert mpkernels.memory_report(model, optimizer).predicted["gradients"] == 4 * count
+        micro.backward(model[0].bias.sum())
+    assert [param.grad_dtype for param in model.parameters()] == before
+
+
+@pytest.mark.parametrize("leave", ["break", "error"])
+def test_grads_of_a_group_that_is_left_are_rounded_once(leave):
+    model = network(B16)
+    optimizer = AdamW(model.parameters())
+    batches = [batch(seed) for seed in range(3)]
+    batches_of_4 = accumulate([*batches, batches[0]], 4, optimizer, grad_dtype=F32)
+    want = [total.to(B16) for total in summed_by_quarters(model, batches)]
+    with pytest.raises(KeyError) if leave == "error" else pytest.MonkeyPatch.context():
+        for i, micro in enumerate(batches_of_4):
+            micro.backward(loss_of(model, micro.batch))
+            if i == 2 and leave == "break":
+                break
+            if i == 2:
+                raise KeyError
+    batches_of_4.close()
+    assert all(param.grad_dtype == B16 for param in model.parameters())
+    assert all(map(same_bits, [param.grad for param in model.parameters()], want))
+
+
+def summed_by_quarters(model, batches):
+    totals = [torch.zeros_like(param, dtype=F32) for param in model.parameters()]
+    for each in batches:
+        for total, grad in zip(
+            totals, torch.autograd.grad(loss_of(model, each) * 0.25, [*model.parameters()]), strict=True
+        ):
+            total += grad
+    return totals
+
+
+def test_grads_from_before_are_added_to():
+    model = network(B16)
+    before = [torch.randn_like(param) for param in model.parameters()]
+    for param, grad in zip(model.parameters(), before, strict=True):
+        param.grad = grad.clone()
+    optimizer = AdamW(model.parameters())
+    seen = seen_by(optimizer)
+    want = [grad.float() for grad in before]
+    batches = [batch(seed) for seed in range(2)]
+    for grads in summands(model, batches):
+        for total, grad in zip(want, grads, strict=True):
+            total += grad
+    trained(model, optimizer, batches, 2, grad_dtype=F32)
+    assert all(map(same_bits, seen[0], want))
+
+
+class Twice(torch.nn.Module):
+    """A weight that is used twice, the second time inside a checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = LinearAct(20, 20, activation="gelu", dtype=B16)
+        self.last = torch.nn.Linear(20, 5, dtype=B16)
+
+    def forward(self, x):
+        return self.last(checkpoint(self.layer, self.layer(x), use_reentrant=False))
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_grads_are_at_least_as_exact_as_in_16_bits(compiles):
+    """Of a weight that is used twice, and by our own layer, which then doesn't round its grads either."""
+    torch.manual_seed(0)
+    model = Twice()
+    exact = copy.deepcopy(model).double()
+    batches = [batch(seed) for seed in range(16)]
+    for each in batches:
+        (loss_of(exact, each) / 16).backward()
+    errors = {}
+    for width in (None, F32):
+        it = copy.deepcopy(model)
+        optimizer = AdamW(it.parameters())
+        seen = seen_by(optimizer)
+        run = torch.compile(it, backend="aot_eager") if compiles else it
+        trained(run, optimizer, batches, 16, grad_dtype=width)
+        assert all(grad.dtype == (width or B16) for grad in seen[0])
+        pairs = zip(seen[0], exact.parameters(), strict=True)
+        errors[width] = sum((grad.double() - param.grad).square().sum() for grad, param in pairs) ** 0.5
+    assert errors[F32] < errors[None]
+
+
+def test_torch_refuses_what_its_step_cannot_take():
+    """As the docs say: torch's own AdamW takes grads of the parameters' dtype alone."""
+    model = network(B16)
+    with pytest.raises(RuntimeError, match="dtype"):
+        trained(model, torch.optim.AdamW(model.parameters()), [batch(0)], 1, grad_dtype=F32)
+
+
+@pytest.mark.parametrize("wrong", [B16, F16, torch.float64, "float32", 32], ids=str)
+def test_another_dtype_is_refused(wrong):
+    with pytest.raises(ValueError, match=r"accumulate: grad_dtype must be torch.float32 or None, got "):
+        accumulate([], 2, AdamW(network(B16).parameters()), grad_dtype=wrong)
+
+
+@pytest.mark.parametrize("options", [{"guard": False}, {"max_norm": 1.0}])
+def test_released_grads_are_refused(options):
+    optimizer = AdamW(network(B16).parameters(), **options)
+    release = optimizer.release_grads()
+    with pytest.raises(ValueError, match="accumulate: grad_dtype must be left out with release_grads, which"):
+        accumulate([], 2, optimizer, grad_dtype=F32)
+    release.remove()
+    accumulate([], 2, optimizer, grad_dtype=F32)
+
+
+def test_the_norm_is_that_of_the_sums():
+    model = network(B16)
+    want = torch.nn.utils.get_total_norm(sums(model, [batch(seed) for seed in range(3)]))
+    for micro in accumulate(
+        [batch(seed) for seed in range(3)], 3, AdamW(model.parameters(), max_norm=1.0), grad_dtype=F32
+    ):
+        micro.backward(loss_of(model, micro.batch))
+    assert_close(micro.grad_norm, want, rtol=2.0**-20, atol=0)

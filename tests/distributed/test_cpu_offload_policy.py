@@ -1,0 +1,184 @@
+"""FSDP2's CPUOffloadPolicy in two processes: they step, clip, skip and save as one process does, bit for bit."""
+
+import math
+from functools import partial
+from unittest import mock
+
+import torch
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
+from mpkernels.amp import GradScaler, accumulate, clip_grad_norm_
+from mpkernels.optim import AdamW, Masters
+from tests.cases import same_bits
+from tests.distributed.sharding import backward, even_network, network, part_of, shard, whole, wholes
+from tests.networks import B16, F16
+from tests.optim.optimizers import OPTIMIZERS
+from tests.processes import each, needs_gloo, spawn
+
+F32, INT8 = torch.float32, torch.int8
+STEPS, BAD_STEP = 4, 2
+OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}  # a CPU has no memory to pin
+
+
+def trained(model, make, is_scaled=False, clips=False, spoils=True):
+    """Return the optimizer, and what each step told. spoils: whether this process finds an inf, in its own part."""
+    optimizer, told = make(model.parameters()), []
+    scaler = GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, step, scaler.scale(torch.ones(())))
+        if step == BAD_STEP and spoils:
+            part_of(model[0].weight.grad).view(-1)[3] = math.inf
+        if clips:
+            scaler.unscale_(optimizer)
+            told.append(clip_grad_norm_(model.parameters(), 0.1))
+        scaler.step(optimizer)
+        scaler.update()
+        told += [getattr(optimizer, name, None) for name in ("grad_norm", "skipped_steps", "step_was_skipped")]
+    return optimizer, [*told, torch.tensor(scaler.get_scale())]
+
+
+def numbers(optimizer):
+    """Return all of its states, whole, by parameter and key."""
+    states = optimizer.state_dict()["state"]
+    return {(i, key): whole(it) for i, state in states.items() for key, it in state.items() if torch.is_tensor(it)}
+
+
+def assert_as_one_process(dtype, make, rank, **options):
+    alone, model = even_network(dtype), shard(even_network(dtype), "fsdp2", **OFFLOADED)
+    theirs, tale = trained(alone, make, **options)
+    optimizer, told = trained(model, make, spoils=rank == 1, **options)
+    assert all(map(same_bits, wholes(model), wholes(alone)))
+    assert all(a is b or same_bits(a, b) for a, b in zip(told, tale, strict=True))
+    saved, its = numbers(optimizer), numbers(theirs)
+    assert saved.keys() == its.keys()
+    assert all(same_bits(it, its[key]) for key, it in saved.items())
+    if options or dtype != F32:
+        assert optimizer.skipped_steps == 1
+
+
+KEPT = (F32, "split", F32), (B16, "split", F32), (B16, "fp32", B16), (B16, "split", INT8)
+
+
+def clip_scaler_and_skip(rank):
+    for dtype, master, state_dtype in KEPT:
+        make = partial(OPTIMIZERS["AdamW"].ours, master=master, state_dtype=state_dtype)
+        assert_as_one_process(dtype, partial(make, max_norm=0.1), rank)
+        assert_as_one_process(dtype, partial(make, max_norm=0.1), rank, is_scaled=True)
+        assert_as_one_process(dtype, make, rank, is_scaled=True)
+
+
+def clipped_by_the_loop(rank):
+    """By the whole norm, and skipped by the scaler's step."""
+    for dtype, *_ in KEPT:
+        alone, model = even_network(dtype), shard(even_network(dtype), "fsdp2", **OFFLOADED)
+        tales = [
+            trained(it, OPTIMIZERS["AdamW"].ours, True, True, it is alone or rank == 1)[1] for it in (alone, model)
+        ]
+        assert all(map(same_bits, wholes(model), wholes(alone)))
+        assert all(a is b or same_bits(a, b) for a, b in zip(*tales, strict=True))
+
+
+def other_rules(rank):
+    for line in OPTIMIZERS.values():
+        assert_as_one_process(B16, partial(line.ours, max_norm=0.1, state_dtype=INT8), rank, is_scaled=True)
+    for dtype in (F32, B16):
+        around_sgd = lambda params: Masters(torch.optim.SGD(params, lr=0.1), max_norm=0.1)  # noqa: E731
+        assert_as_one_process(dtype, around_sgd, rank, is_scaled=True)
+
+
+def as_without_the_offload(rank):
+    """Parts that are no whole blocks; grads of other dtypes than the weights; fp16, whose halves FSDP2 adds up."""
+    policy = MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=F32)
+    make = partial(OPTIMIZERS["AdamW"].ours, max_norm=0.1, state_dtype=INT8)
+    for dtype, policies in ((F32, {"mp_policy": policy}), (F16, {})):
+        found = []
+        for offload in ({}, OFFLOADED):
+            model = shard(network(dtype), "fsdp2", **policies, **offload)
+            found.append((trained(model, make, True, spoils=rank == 1)[1], wholes(model)))
+        (told, weights), (tale, theirs) = found
+        assert all(map(same_bits, weights, theirs))
+        assert all(a is b or same_bits(a, b) for a, b in zip(told, tale, strict=True))
+
+
+def checkpoints_go_both_ways(rank):
+    make = partial(OPTIMIZERS["AdamW"].ours, max_norm=0.1, state_dtype=INT8)
+    found = []
+    for offload in ({}, OFFLOADED):
+        model = shard(even_network(B16), "fsdp2", **offload)
+        found.append((model, trained(model, make)[0]))
+    states, theirs = (get_optimizer_state_dict(*it)["state"] for it in found)
+    for name, state in states.items():
+        assert all(same_bits(part_of(it), part_of(theirs[name][key])) for key, it in state.items())
+    went_on = []
+    for (model, optimizer), offload in zip(found, (OFFLOADED, {}), strict=True):
+        other = shard(even_network(B16), "fsdp2", **offload)
+        other.load_state_dict(model.state_dict())
+        loaded = make(other.parameters())
+        loaded.load_state_dict(optimizer.state_dict())
+        for it, its in ((model, optimizer), (other, loaded)):
+            its.zero_grad()
+            backward(it, 9)
+            its.step()
+            went_on.append(wholes(it))
+    assert all(same_bits(a, b) for weights in went_on for a, b in zip(weights, went_on[0], strict=True))
+
+
+class Device:
+    """An accelerator whose copies to the host are late: they come when somebody waits."""
+
+    def __init__(self, model):
+        self.late = {}
+        self.model = model
+
+    def sends(self):
+        """Take the newest grads away, as if they were on their way, in a hook that comes before ours."""
+        for param in self.model.parameters():
+            param.register_post_accumulate_grad_hook(self._send)
+
+    def _send(self, param):
+        grad = part_of(param.grad)
+        self.late[grad] = grad.clone()
+        grad.fill_(math.nan)
+
+    def synchronize(self):
+        for grad, sent in self.late.items():
+            grad.copy_(sent)
+        self.late.clear()
+
+
+def hooks_wait_for_grads_on_their_way(rank):
+    """In torch 2.10, hooks come while the device still copies. An accelerator's stream is made up."""
+    for uses in ("release_grads", "release_grads of all", "accumulate"):
+        results = []
+        for is_late in (True, False):
+            model = shard(even_network(B16), "fsdp2", **OFFLOADED)
+            device = Device(model)
+            if is_late:
+                device.sends()
+            optimizer = AdamW(model.parameters(), guard=uses != "release_grads")
+            with (
+                mock.patch.object(torch.accelerator, "is_available", return_value=is_late),
+                mock.patch.object(torch.accelerator, "current_stream", return_value=device),
+            ):
+                if uses == "accumulate":
+                    for micro in accumulate([0], 1, optimizer, model=model, grad_dtype=F32):
+                        micro.backward(model(torch.ones(2, 64, dtype=B16)).float().square().mean())
+                else:
+                    optimizer.release_grads()
+                    backward(model, 0)
+                    optimizer.step()
+            results.append(wholes(model))
+        assert all(map(same_bits, *results)), uses
+
+
+CHECKS = (
+    *(hooks_wait_for_grads_on_their_way, clip_scaler_and_skip, clipped_by_the_loop, other_rules),
+    *(as_without_the_offload, checkpoints_go_both_ways),
+)
+
+
+@needs_gloo
+def test_two_processes(tmp_path):
+    spawn(partial(each, CHECKS), tmp_path)

@@ -1,0 +1,58 @@
+"""torchao's CPUOffloadOptimizer, on a CPU that stands in for the device, too."""
+
+import types
+import warnings
+from contextlib import contextmanager, nullcontext
+from unittest import mock
+
+import torch
+
+from tests.matrix.runner import Run, tool
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from torchao.optim import CPUOffloadOptimizer, cpu_offload
+
+
+class Stream:
+    """Nothing is late here."""
+
+    def wait_stream(self, other):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def record_event(self):
+        return self
+
+
+class TorchWithoutPinning(types.SimpleNamespace):
+    """torch, as torchao's module sees it: its streams are ours, and no memory is pinned."""
+
+    cuda = types.SimpleNamespace(Stream=Stream, current_stream=Stream, stream=lambda _: nullcontext())
+
+    def __getattr__(self, name):
+        return getattr(torch, name)
+
+    def empty_like(self, *args, pin_memory, **options):
+        return torch.empty_like(*args, **options)
+
+
+@contextmanager
+def on_a_cpu():
+    with (
+        mock.patch.object(cpu_offload, "torch", TorchWithoutPinning()),
+        mock.patch.object(cpu_offload, "get_available_devices", return_value=["cpu", "cuda"]),
+    ):
+        yield
+
+
+@tool()
+def torchao_cpu_offload(run: Run) -> None:
+    """One optimizer a parameter."""
+    with on_a_cpu():
+        run.optimizer = CPUOffloadOptimizer(run.model.parameters(), run.drop_in.optimizer, minimal_size=0)
+        run.steps()
+    states = run.optimizer.optim_dict.items()
+    run.optimizer.state = {param: inner.state[run.optimizer.param_d2h_map[param]] for param, inner in states}
