@@ -22,7 +22,7 @@ without_functions: Any = look_up("torch._C", "DisableTorchFunction", nullcontext
 is_any_autocast_enabled: Callable[[], bool] = look_up("torch._C", "_is_any_autocast_enabled", maybe)
 
 # Hide ops from dispatch modes and transforms. Without them: modes see these ops, too.
-_without_dispatch_modes: Any = look_up("torch._C", "_DisableTorchDispatch", nullcontext)
+without_dispatch_modes: Any = look_up("torch._C", "_DisableTorchDispatch", nullcontext)
 _without_transforms: Any = look_up("torch._C", "_DisableFuncTorch", nullcontext)
 _may_hook_saved: Callable[[], bool] = look_up("torch._C", "_autograd._saved_tensors_hooks_is_enabled", maybe)
 
@@ -44,7 +44,7 @@ def unseen() -> Iterator[None]:
     """Hide everything inside this context from dispatch modes, and from activation checkpointing, which counts saved
     tensors."""
     hooks = saved_tensors_hooks(_same, _same) if _may_hook_saved() else nullcontext()
-    with _without_dispatch_modes(), hooks:
+    with without_dispatch_modes(), hooks:
         yield
 
 
@@ -56,5 +56,5 @@ def _same(tensor: Tensor) -> Tensor:
 def for_real() -> Iterator[None]:
     """Hide everything inside this context from dispatch modes and transforms. Finalizers need it, because they may run
     at any time."""
-    with _without_dispatch_modes(), _without_transforms():
+    with without_dispatch_modes(), _without_transforms():
         yield

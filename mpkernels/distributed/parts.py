@@ -37,15 +37,15 @@ def parts_in(state: dict[str, Any]) -> dict[str, Any]:
     return {key: part_of(value) for key, value in state.items()}
 
 
-@torch.no_grad()
 def placed_as(like: Any, part: Tensor) -> Any:
     """Return this process's part of something that is placed as ``like`` is: a DTensor where that is one."""
     if not is_sharded(like):
         return part
     kind = sys.modules["torch.distributed.tensor"].DTensor
-    return kind.from_local(
-        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
-    )
+    with torch.no_grad():
+        return kind.from_local(
+            part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        )
 
 
 @torch.no_grad()

@@ -17,7 +17,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private.modes import unseen
+from mpkernels._torch_private.devices import current_stream
+from mpkernels._torch_private.modes import without_dispatch_modes
 from mpkernels._torch_private.tensors import base_of, version_of
 
 
@@ -67,8 +68,8 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     if not _may_keep(parameter):
         return parameter.detach().to(dtype)
     step = _step()
-    block: _Block = (_block() or _enter_block(parameter.device.type)) if step is None else step
-    stream = torch.cuda.current_stream(parameter.device).cuda_stream if parameter.is_cuda else 0
+    block: _Block = (_block() or _enter_block(parameter.device.type, dtype)) if step is None else step
+    stream = current_stream(parameter.device.index) if parameter.is_cuda else 0
     state = version_of(parameter), parameter.data_ptr(), stream
     kept = block.get(id(parameter))
     if kept is None or kept[1:4] != state or kept.cast.dtype != dtype:
@@ -108,18 +109,20 @@ def _may_keep(parameter: Tensor) -> bool:
     )
 
 
-def _enter_block(device_type: str) -> _Block:
-    """Make torch's autocast cast an empty tensor, and store a new block of casts on the node that its cache keeps."""
+def _enter_block(device_type: str, dtype: torch.dtype) -> _Block:
+    """Make torch's autocast cast an empty tensor, and store a new block of casts on the node that its cache keeps. The
+    op is one that saves nothing, lest those see it who count saved tensors."""
     global _block
-    with unseen():
-        empty = _empty(device_type)
-        product: Any = torch.mm(empty, empty)
-    (to_copy, _), _ = product.grad_fn.next_functions
+    with without_dispatch_modes():
+        product: Any = torch.addmm(*_empty_ones(device_type, dtype))
+    (to_copy, _), *_ = product.grad_fn.next_functions
     block: _Block = to_copy.metadata.setdefault(__name__, _Block())
     _block = ref(block)
     return block
 
 
 @cache
-def _empty(device_type: str) -> Tensor:
-    return torch.empty(0, 0, dtype=torch.float32, device=device_type, requires_grad=True)
+def _empty_ones(device_type: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what autocast casts, and two factors that it needn't."""
+    factor = torch.empty(0, 0, dtype=dtype, device=device_type)
+    return torch.empty_like(factor, dtype=torch.float32, requires_grad=True), factor, factor

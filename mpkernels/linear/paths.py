@@ -68,16 +68,15 @@ def by_ours(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dt
     if dtype is not None:
         x = _as_autocast_casts(x, dtype)
         keeps = not is_tracing()
-        casts = tuple(
-            cast_cache.cast(it, dtype) if keeps and it is not None and it.dtype == torch.float32 else None for it in own
-        )
+        is_kept = [keeps and it is not None and it.dtype == torch.float32 for it in own]
+        if True in is_kept:
+            casts = tuple([cast_cache.cast(it, dtype) if kept else None for it, kept in zip(own, is_kept, strict=True)])
         own = Parameters(
-            *(
-                it if it is None or cast is not None else _as_autocast_casts(it, dtype)
-                for it, cast in zip(own, casts, strict=True)
-            )
+            *[
+                it if it is None or kept else _as_autocast_casts(it, dtype)
+                for it, kept in zip(own, is_kept, strict=True)
+            ]
         )
-        casts = casts if any(cast is not None for cast in casts) else None
     outputs = own.sizes(kind)[2]
     if len(sizes) == 2:
         return function.compute(kind, x, own, casts, kernel, (sizes[0], outputs))
@@ -86,4 +85,6 @@ def by_ours(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dt
 
 
 def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() and value.dtype != torch.float64 else value
+    if value.dtype in (dtype, torch.float64) or not value.is_floating_point():  # as most are, which no op need be told
+        return value
+    return value.to(dtype)

@@ -1,6 +1,6 @@
 """fp32 stand-ins for 16-bit parameters, for the time in which an optimizer of any class steps or loads."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from mpkernels.distributed.parts import part_of, placed_as
-from mpkernels.ops.step.split import join, split
+from mpkernels.distributed.parts import part_of, parts_of, placed_as
+from mpkernels.ops.step.split import join_each, split_each
 from mpkernels.optim.masters import needs_master
 from mpkernels.parameters import is_sharded
 
@@ -22,7 +22,7 @@ def step_group(optimizer: Any, group: dict[str, Any], factor: float) -> None:
     moving = [param for param in params if param.grad is not None]
     narrow = [param for param in moving if needs_master(param)]
     stand_ins = {param: blank(param) for param in params if param.grad is None and needs_master(param)}
-    stand_ins |= {param: _wide(param, state[param]["remainder"], factor) for param in narrow}
+    stand_ins |= zip(narrow, _wide(narrow, [state[param]["remainder"] for param in narrow], factor), strict=True)
     grads = {param: param.grad for param in moving if param not in stand_ins and factor != 1}
     remainders = {param: state[param].pop("remainder") for param in narrow}  # classes ask whether a state is empty
     try:
@@ -37,7 +37,7 @@ def step_group(optimizer: Any, group: dict[str, Any], factor: float) -> None:
             param.grad = grad
         for param, remainder in remainders.items():
             optimizer.state.setdefault(param, {})["remainder"] = remainder
-            _round(stand_ins.pop(param), param, remainder)
+        _round([stand_ins[param] for param in narrow], narrow, list(remainders.values()))
 
 
 @contextmanager
@@ -64,11 +64,13 @@ def blank(param: Tensor) -> Parameter:
     return _stand_in(param, torch.empty((), dtype=torch.float32, device=param.device).expand(param.shape))
 
 
-def _wide(param: Tensor, remainder: Tensor, factor: float) -> Parameter:
-    weight, grad = join(part_of(param.detach()), part_of(remainder)), part_of(param.grad).float()
-    stand_in = _stand_in(param, placed_as(param, weight))
-    stand_in.grad = placed_as(param, grad if factor == 1 else grad * factor)
-    return stand_in
+def _wide(params: Sequence[Tensor], remainders: Sequence[Tensor], factor: float) -> list[Parameter]:
+    weights = join_each(parts_of([param.detach() for param in params]), parts_of(remainders))
+    stand_ins = [_stand_in(param, placed_as(param, weight)) for param, weight in zip(params, weights, strict=True)]
+    for param, stand_in in zip(params, stand_ins, strict=True):
+        grad = part_of(param.grad).float()
+        stand_in.grad = placed_as(param, grad if factor == 1 else grad * factor)
+    return stand_ins
 
 
 def _stand_in(param: Tensor, weight: Tensor) -> Parameter:
@@ -77,9 +79,9 @@ def _stand_in(param: Tensor, weight: Tensor) -> Parameter:
     return stand_in
 
 
-def _round(stand_in: Tensor, param: Tensor, remainder: Tensor) -> None:
-    weight, rest = split(part_of(stand_in.detach()), param.dtype)
-    part_of(param.detach()).copy_(weight)
-    part_of(remainder).copy_(rest)
-    if is_sharded(param):
-        torch.autograd.graph.increment_version(param)
+def _round(stand_ins: Sequence[Tensor], params: Sequence[Tensor], remainders: Sequence[Tensor]) -> None:
+    masters, weights = (parts_of([it.detach() for it in tensors]) for tensors in (stand_ins, params))
+    split_each(masters, weights, parts_of(remainders))
+    for param in params:
+        if is_sharded(param):
+            torch.autograd.graph.increment_version(param)

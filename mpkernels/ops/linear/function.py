@@ -50,11 +50,9 @@ def compute(kind: Kind, x: Tensor, own: Parameters, casts: Casts, kernel: str, s
     """Return the block's result for matrix x, in the ``shape`` that is wanted."""
     transforms = are_transforms_active()
     if transforms or derives_forward() or (torch.is_grad_enabled() and (own.weight.requires_grad or _wants(x, own))):
-        apply: Any = _Block.apply if transforms or torch.compiler.is_compiling() else _apply
-        if kind.op == "linear_act":  # as few arguments as there are: each costs a small layer time
-            y: Tensor = apply(x, *own[:2], None if casts is None else casts[:2], kind, kernel, shape)[0]
-        else:
-            y = apply(x, *own, casts, kind, kernel, shape)[0]
+        apply: Any = _BlockUnderTransforms.apply if transforms or torch.compiler.is_compiling() else _apply
+        count = 2 if kind.op == "linear_act" else len(own)  # each costs a small layer time
+        y: Tensor = apply(x, *own[:count], casts and casts[:count], kind, kernel, shape)[0]
         return y
     h, _ = begin(kind, x, kernel, False, *(own if casts is None else replaced(own, casts)))
     if own.out_weight is None:
@@ -84,7 +82,7 @@ class _Call(NamedTuple):
     fp32: list[tuple[Tensor, object] | None] | None
 
 
-class _Block(torch.autograd.Function):
+class _BlockUnderTransforms(torch.autograd.Function):
     """Its further results are what the backward keeps: z or h, through which a second backward finds its way to x and
     the weights, and the dropout's mask. The gradients of fp32 parameters are never rounded to 16 bits, but with
     ROUNDING."""
@@ -170,19 +168,28 @@ class _Block(torch.autograd.Function):
             return *_backward_by_torch(call, dy, x, its, kept, mask, grad_of_kept), *rest
 
 
-# What _Block.apply comes to where no transform is active, but for forward's signature, which it looks up each time:
-# that takes longer than both kernels of a small layer.
+class _Block(torch.autograd.Function):
+    """The same without transforms. Beside a ``setup_context``, torch looks the forward's signature up in each call,
+    which takes longer than both kernels of a small layer."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        output = _BlockUnderTransforms.forward(*arguments)
+        _BlockUnderTransforms.setup_context(ctx, arguments, output)
+        return output
+
+    backward = _BlockUnderTransforms.backward
+
+
+# What _Block.apply comes to, which before torch 2.14 first looks for transforms that are over.
 _apply = super(torch.autograd.Function, _Block).apply
 
 
-def _noted(own: Sequence[Tensor | None], casts: tuple[Tensor | None, ...]) -> list[tuple[Tensor, object] | None]:
+def _noted(own: Sequence[Any], casts: tuple[Tensor | None, ...]) -> list[tuple[Tensor, object] | None]:
     """Return the fp32 parameters, and their versions, for a second backward. They aren't saved: they may be stepped
     before the backward, which needs their casts alone."""
     pairs = zip(own, casts, strict=True)
-    return [
-        None if cast is None or mine is None or mine.is_inference() else (mine, version_of(mine))
-        for mine, cast in pairs
-    ]
+    return [None if cast is None or mine.is_inference() else (mine, version_of(mine)) for mine, cast in pairs]
 
 
 def _layer(
@@ -241,14 +248,9 @@ def _backward_of_first(call: _Call, dz: Tensor, dbias: Tensor | None, x: Tensor 
 
 
 def _backward_by_torch(
-    call: _Call,
-    dy: Tensor,
-    x: Tensor,
-    its: Parameters,
-    kept: Tensor | None,
-    mask: Tensor | None,
+    call: _Call, dy: Tensor, x: Tensor, its: Parameters, kept: Tensor | None, mask: Tensor | None,
     grad_of_kept: Tensor | None,
-) -> _Gradients:
+) -> _Gradients:  # fmt: skip
     """Return all gradients, differentiable themselves. ``grad_of_kept`` reaches z or h another way."""
     kind, compute = call.kind, torch.promote_types(dy.dtype, torch.float32)
     if call.fp32 is not None:

@@ -1,7 +1,11 @@
 """How a 16-bit weight's fp32 master is kept, as csrc/step/split.h explains it: here in torch, as the specification."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+TOGETHER = {"cuda": 2**22}  # elements, with which an op keeps a GPU busy for longer than its host
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -14,6 +18,55 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
     return (_join_bf16 if weight.dtype == torch.bfloat16 else _join_fp16)(weight, remainder)
 
 
+def join_each(weights: Sequence[Tensor], remainders: Sequence[Tensor]) -> list[Tensor]:
+    """Return the master of each, as ``join`` does."""
+    masters = []
+    for batch in _batches(weights):
+        some = [weights[i] for i in batch]
+        parts = _parts(join(_flat(some), _flat([remainders[i] for i in batch])), some)
+        if len(batch) > 1:  # each gets memory of its own, aligned and laid out as its weight is
+            parts = [torch.empty_like(it, dtype=part.dtype).copy_(part) for part, it in zip(parts, some, strict=True)]
+        masters += parts
+    return masters
+
+
+def split_each(masters: Sequence[Tensor], weights: Sequence[Tensor], remainders: Sequence[Tensor]) -> None:
+    """Write the two halves of each master, as ``split`` returns them, to its weight and its remainder."""
+    for batch in _batches(weights):
+        halves = split(_flat([masters[i] for i in batch]), weights[batch[0]].dtype)
+        for half, tensors in zip(halves, (weights, remainders), strict=True):
+            some = [tensors[i] for i in batch]
+            for tensor, part in zip(some, _parts(half, some), strict=True):
+                tensor.copy_(part)
+
+
+def _batches(weights: Sequence[Tensor]) -> list[list[int]]:
+    """Divide the places of weights, so that small ones on a GPU are computed together."""
+    batches: list[list[int]] = []
+    room = 0
+    for i, it in enumerate(weights):
+        if batches and it.numel() <= room and (it.device, it.dtype) == (weights[i - 1].device, weights[i - 1].dtype):
+            batches[-1].append(i)
+        else:
+            batches.append([i])
+            room = TOGETHER.get(it.device.type, 0)
+        room -= it.numel()
+    return batches
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements of all, or of a single one the tensor as it is."""
+    return tensors[0] if len(tensors) == 1 else torch.cat([it.reshape(-1) for it in tensors])
+
+
+def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """Undo ``_flat``."""
+    if len(like) == 1:
+        return [flat]
+    parts = flat.split([it.numel() for it in like])
+    return [part.view(it.shape) for part, it in zip(parts, like, strict=True)]
+
+
 def copied_master(weight: Tensor, copy: Tensor) -> Tensor:
     """Return the fp32 master of a 16-bit weight and the copy of one, which holds where it rounds to the weight."""
     is_its = copy.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
@@ -24,29 +77,31 @@ def _split_bf16(master: Tensor) -> tuple[Tensor, Tensor]:
     bits = master.view(torch.int32)
     nan = master.isnan()
     weight = torch.where(nan, bits >> 16 | 0x40, bits + 0x8000 >> 16)
-    remainder = torch.where(nan, 0, bits & 0xFFFF)
+    remainder = torch.where(nan, 0, bits)
     return weight.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
 
 
 def _join_bf16(weight: Tensor, remainder: Tensor) -> Tensor:
-    alone = weight.view(torch.int16).int() << 16
-    joined = alone + remainder.int()
+    alone = weight.float().view(torch.int32)
+    joined = alone + remainder
     is_beyond_inf = weight.isinf() & (remainder > 0)
     return torch.where(is_beyond_inf | ((joined ^ alone) < 0), alone, joined).view(torch.float32)
 
 
-def _unit_of_fp16(weight: Tensor) -> Tensor:
-    """Return a 2^-16th of the weight's last place."""
-    exponent = weight.view(torch.int16).int() >> 10 & 0x1F
-    return (exponent.clamp(min=1) + 86 << 23).view(torch.float32)
+def _unit_of_fp16(magnitude: Tensor) -> Tensor:
+    """Return a 2^-16th of the last place of an fp16, which comes without its sign and widened to fp32."""
+    exponent = magnitude.view(torch.int32) & 0x7F800000
+    return (exponent.clamp(min=113 << 23) - (26 << 23)).view(torch.float32)
 
 
 def _split_fp16(master: Tensor) -> tuple[Tensor, Tensor]:
     magnitude = master.abs()
     nearest = magnitude.half()
-    is_tie = (magnitude - nearest.float()) / _unit_of_fp16(nearest) >= 32768
-    weight = (nearest.view(torch.int16) + is_tie.to(torch.int16)).view(torch.float16)
-    remainder = ((magnitude - weight.float()) / _unit_of_fp16(weight)).round().clamp(max=32767)
+    wide = nearest.float()
+    is_tie = (magnitude - wide) / _unit_of_fp16(wide) >= 32768
+    weight = (nearest.view(torch.int16) + is_tie).view(torch.float16)
+    wide = weight.float()
+    remainder = ((magnitude - wide) / _unit_of_fp16(wide)).round().clamp(max=32767)
     remainder = torch.where(weight.isfinite(), remainder, 0).to(torch.int16)
     sign = master.view(torch.int32) >> 16 & 0x8000
     return (weight.view(torch.int16) | sign.to(torch.int16)).view(torch.float16), remainder
@@ -54,10 +109,10 @@ def _split_fp16(master: Tensor) -> tuple[Tensor, Tensor]:
 
 def _join_fp16(weight: Tensor, remainder: Tensor) -> Tensor:
     alone = weight.abs().float()
-    beyond = remainder.float() * _unit_of_fp16(weight)
+    beyond = remainder * _unit_of_fp16(alone)
     is_power = (alone > 2**-14) & (weight.view(torch.int16) & 0x3FF == 0)
-    is_anothers = ((alone + beyond) - alone != beyond) | (is_power & (remainder < -16384))
-    magnitude = (alone + beyond).clamp(min=0)
-    bits = torch.where(~weight.isfinite() | is_anothers, alone, magnitude).view(torch.int32) & 0x7FFFFFFF
+    joined = alone + beyond
+    is_anothers = (joined - alone != beyond) | (is_power & (remainder < -16384))
+    bits = torch.where(~weight.isfinite() | is_anothers, alone, joined.clamp(min=0)).view(torch.int32) & 0x7FFFFFFF
     sign = (weight.view(torch.int16).int() & 0x8000) << 16
     return (bits | sign).view(torch.float32)

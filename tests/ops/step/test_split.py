@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from mpkernels.ops.step.split import join, split
+from mpkernels.ops.step.split import TOGETHER, join, join_each, split, split_each
 from tests import ROOT
 from tests.cases import same_bits
 from tests.proof.emulation import find_compiler
@@ -75,3 +76,51 @@ def test_the_weight_is_the_nearest(dtype):
     other = weight != master.to(dtype)
     distance = [(x.double() - master.double()).abs()[other] for x in (weight, master.to(dtype))]
     assert torch.equal(*distance)
+
+
+class Calls(TorchDispatchMode):
+    """How often an op is called."""
+
+    def __init__(self, op):
+        super().__init__()
+        self.op, self.count = op, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.overloadpacket == self.op
+        return function(*args, **(kwargs or {}))
+
+
+def weights_of(dtype):
+    """Five of 5 elements, an empty one, 0-dim ones, one too large to be joined with others, and others' layouts."""
+    made = [torch.randn(5) for _ in range(5)] + [torch.randn(0, 3), torch.randn(()), torch.randn(7, 9), torch.randn(())]
+    made += [torch.randn(3, 4).t(), torch.randn(1, 2, 3, 2).to(memory_format=torch.channels_last), torch.randn(6)[::2]]
+    return [it.to(dtype) if it.is_contiguous() else it.to(dtype, memory_format=torch.preserve_format) for it in made]
+
+
+@pytest.mark.parametrize("together", [0, 1, 12, 20, 1000])
+def test_small_weights_are_joined_and_split_as_each_alone(monkeypatch, together):
+    monkeypatch.setitem(TOGETHER, "cpu", together)
+    weights = weights_of(torch.bfloat16) + weights_of(torch.float16) + weights_of(torch.bfloat16)[:3]
+    remainders = [torch.randint_like(it, -(2**15), 2**15, dtype=torch.int16) for it in weights]
+    masters = join_each(weights, remainders)
+    for mine, weight, remainder in zip(masters, weights, remainders, strict=True):
+        alone = join(weight, remainder)
+        assert same_bits(mine, alone)
+        assert mine.stride() == alone.stride()
+        assert mine.untyped_storage().nbytes() == alone.untyped_storage().nbytes()
+    moved = [it * 1.01 for it in masters]
+    split_each(moved, weights, remainders)
+    for master, weight, remainder in zip(moved, weights, remainders, strict=True):
+        assert all(map(same_bits, (weight, remainder), split(master, weight.dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_many_small_weights_take_few_calls(monkeypatch, dtype):
+    monkeypatch.setitem(TOGETHER, "cpu", 40)
+    weights = [torch.randn(5).to(dtype) for _ in range(16)]
+    remainders = [torch.zeros(5, dtype=torch.int16) for _ in weights]
+    with Calls(torch.ops.aten.where) as of_one:
+        join(weights[0], remainders[0])
+    with Calls(torch.ops.aten.where) as of_all:
+        join_each(weights, remainders)
+    assert of_all.count == 2 * of_one.count
