@@ -8,7 +8,7 @@ OUTCOMES = ("passed", "failed", "error", "skipped")
 
 def pytest_report_header(config):
     if config.args_source is type(config).ArgsSource.TESTPATHS:
-        return "all tests: 9 to 13 minutes on two quiet cores; several times as long on a busy machine"
+        return "all tests: some 20 minutes on two quiet cores; several times as long on a busy machine"
     return None
 
 
