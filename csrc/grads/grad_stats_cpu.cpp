@@ -140,7 +140,7 @@ struct Sum {
   uint64_t bad = 0;  // of fp64; in the narrower formats the sum tells: the square of a finite one can't overflow it
 };
 
-// A span is read in as many places at once: its quarters. One core reads four streams 1.4 times as fast as one.
+// A span is read in as many places at once: its quarters. One core reads four streams faster than one.
 inline constexpr int kStreams = 4;
 
 template <class T>

@@ -66,7 +66,8 @@ def test_empty_in_any_dimension(target, sizes, dtype):
     for op, call in (_linear_gated, (*given, "silu", True)), (_linear_dgated, (dy, out, z, "silu", True)):
         for got, want in zip(op(*call), op.reference(*call), strict=True):
             assert got.shape == want.shape
-            assert relative_error(got, want) <= 2 * torch.finfo(dtype).eps  # each of the two may round once
+            roundings = 2 if target.device.type == "cuda" else 1  # torch's exp on a GPU is not the CPU's, nor ours
+            assert relative_error(got, want) <= roundings * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
