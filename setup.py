@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -33,7 +34,8 @@ NVCC_FLAGS = (
 )
 CXX_FLAGS = "-fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-psabi -Werror=unused-result"
 COMMON_FLAGS = "-std=c++17 -O3 -I csrc"
-ARCHS = ("75", "80", "90", "100", "120")
+# Chip -> the virtual one that its code is made of. sm_90's is the same to the last instruction as from compute_90.
+ARCHS = {"75": "75", "80": "80", "90": "80", "100": "100", "120": "100"}
 ISAS = {"baseline": ""}
 if platform.machine() in ("x86_64", "AMD64"):
     CXX_FLAGS += " -DMPK_X86"
@@ -112,7 +114,7 @@ def ask_nvcc(nvcc: str, cxx: list[str]) -> Cuda:
             f"{driver[0]}.{driver[1]}, can't run: update the driver, or install a CUDA toolkit {driver[0]}.x"
         )
     known = ask(nvcc, "--list-gpu-arch")[1].split()
-    archs = [arch for arch in ARCHS if f"compute_{arch}" in known]
+    archs = {arch: virtual for arch, virtual in ARCHS.items() if f"compute_{arch}" in known}
     if not archs:
         return Cuda(f"{nvcc} knows none of the chips {', '.join(ARCHS)}")
     named = [word for word in cxx if not word.startswith("-") and shutil.which(word)]
@@ -125,16 +127,16 @@ def ask_nvcc(nvcc: str, cxx: list[str]) -> Cuda:
     includes, libraries = found.get("INCLUDES", ""), found.get("LIBRARIES", "")
     if not any(Path(flag[2:], "libcudart_static.a").exists() for flag in shlex.split(libraries)):
         return Cuda(f"{nvcc} has no libcudart_static.a")
-    codes = [("sm", arch) for arch in archs]
-    # PTX, which a driver translates for chips in between, and for later ones.
-    codes += [("compute", arch) for arch in dict.fromkeys((archs[0], archs[-1]))]
-    flags = [f"-gencode arch=compute_{arch},code={kind}_{arch}" for kind, arch in codes]
+    codes = {virtual: [f"sm_{arch}" for arch, it in archs.items() if it == virtual] for virtual in archs.values()}
+    newest = [*codes][-1]
+    codes[newest].append(f"compute_{newest}")  # PTX, which a driver translates for later chips
+    flags = [f"-gencode 'arch=compute_{virtual},code=[{','.join(of_it)}]'" for virtual, of_it in codes.items()]
     is_newer = driver is not None and driver < (int(release[1]), int(release[2]))
     return Cuda(
         # Within one major version an older driver runs the code, but doesn't translate a newer compiler's PTX.
         note=f", for the driver is older: only on {', '.join(f'sm_{it}' for it in archs)} and their like" * is_newer,
         compiler=f"nvcc {version}",
-        built_for=tuple(f"{kind}_{arch}" for kind, arch in codes),
+        built_for=tuple(chain.from_iterable(codes.values())),
         compile=f"{shlex.join([nvcc, '-ccbin', host])} {NVCC_FLAGS} {' '.join(flags)}",
         includes=f"-DMPK_CUDA {includes}",
         # Static, because torch brings a cudart of whichever major version it was built with.

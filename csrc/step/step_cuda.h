@@ -6,22 +6,23 @@
 
 namespace mpk {
 
+using StepStretch = StretchAt<Stretch::kMostRows>;
+
 // The hyperparameters of a launch's groups.
-template <class Rule, int capacity>
-struct GroupsAt {
-  GroupsAt(const StepLaunch& launched, const StepGroup<Rule>* all) : first(launched.first_group) {
+template <class Rule>
+struct GroupsOf {
+  GroupsOf(const StepLaunch& launched, const StepGroup<Rule>* all) : first(launched.first_group) {
     memcpy(of, all + first, sizeof(StepGroup<Rule>) * (launched.end_group - first));
   }
   int64_t first;
-  StepGroup<Rule> of[capacity];
+  StepGroup<Rule> of[StepLaunch::kMostGroups];
 };
 
 // One block a chunk; the last block of a parameter counts the step, which all of them have read by then.
-template <class Rule, Needs needs, int most_rows, int most_groups>
+template <class Rule, Needs needs>
 __global__ void __launch_bounds__(kThreads, needs == Needs::all ? 2 : 3)
-    step_kernel(const __grid_constant__ StretchAt<most_rows> grads,
-                const __grid_constant__ GroupsAt<Rule, most_groups> groups, const StepRow* rows,
-                const __grid_constant__ StepShared shared, uint32_t* tickets, Overflow* of_chunk) {
+    step_kernel(const __grid_constant__ StepStretch grads, const __grid_constant__ GroupsOf<Rule> groups,
+                const StepRow* rows, const __grid_constant__ StepShared shared, uint32_t* tickets, Overflow* of_chunk) {
   if (grads.first_chunk + blockIdx.x == 0 && threadIdx.x == 0) write_outcome(shared);
   const Span span = span_of_block(grads);
   __shared__ StepRow row;  // in registers it costs a quarter of them
@@ -43,20 +44,8 @@ __global__ void __launch_bounds__(kThreads, needs == Needs::all ? 2 : 3)
 template <class Rule, Needs needs>
 cudaError_t launch_step(const StepLaunch& launched, void* const* grads, const StepGroup<Rule>* groups,
                         const StepShared& shared, uint32_t* tickets, Overflow* of_chunk, cudaStream_t stream) {
-  const auto launch_for = [&](auto most_rows, auto most_groups) {
-    return launch(step_kernel<Rule, needs, most_rows, most_groups>, launched.grads.chunks(), stream,
-                  StretchAt<most_rows>(launched.grads, grads), GroupsAt<Rule, most_groups>(launched, groups),
-                  launched.rows, shared, tickets, of_chunk);
-  };
-  constexpr Constant<kSmallStretch> few_rows;
-  constexpr Constant<16> few_groups;
-  constexpr Constant<Stretch::kMostRows> many_rows;
-  constexpr Constant<StepLaunch::kMostGroups> many_groups;
-  if constexpr (Rule::kIsTuned) {
-    const bool is_small = launched.grads.rows() <= few_rows && launched.end_group - launched.first_group <= few_groups;
-    if (is_small) return launch_for(few_rows, few_groups);
-  }
-  return launch_for(many_rows, many_groups);
+  return launch(step_kernel<Rule, needs>, launched.grads.chunks(), stream, StepStretch(launched.grads, grads),
+                GroupsOf<Rule>(launched, groups), launched.rows, shared, tickets, of_chunk);
 }
 
 template <class Rule>

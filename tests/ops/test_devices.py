@@ -13,7 +13,7 @@ from tests.ops.step.rows import RULES
 from tests.optim.optimizers import OPTIMIZERS
 
 CPU = torch.device("cpu")
-BUILT_FOR = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_75", "compute_120"]
+BUILT_FOR = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_100"]
 GOOD = (0, 13000)
 CANT = "CUDA says cudaErrorNoKernelImageForDevice: no image. The compiled kernels can't run on this device"
 

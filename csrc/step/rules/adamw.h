@@ -14,8 +14,8 @@ struct Adamw {
   static constexpr Sign kSigns[] = {Sign::any, Sign::not_negative, Sign::not_negative};
   static constexpr bool kOptionalIsRare = true;  // so that most kernels needn't know those
 
-  // Whether CUDA has a loop for each usual kind of row, and kernels for few rows and for 8-bit states alone: faster
-  // there, and three times as long to compile.
+  // Whether CUDA has a loop for each usual kind of row, and a kernel for 8-bit states alone: faster there, and twice as
+  // long to compile.
   static constexpr bool kIsTuned = true;
 
   // The hyperparameters of a group. The first kTensors may be tensors, which are read at each step.
