@@ -69,9 +69,15 @@ MPK_FN U magnitude(const F& x) {
   return bit_cast<U>(x) & (~U{} >> 1);
 }
 
+// simd.h adds vectors of floats, for which GCC 12 takes two instructions.
+template <class U>
+struct Larger {
+  static MPK_FN U of(U a, U b) { return a > b ? a : b; }
+};
+
 template <class U>
 MPK_FN U larger(U a, U b) {
-  return a > b ? a : b;
+  return Larger<U>::of(a, b);
 }
 
 // Whether x will be inf or NaN after rounding to T. Integers only: isfinite() or a bool would keep compilers from
@@ -133,11 +139,17 @@ MPK_FN U fp32_bits_of_bf16(U half) {
   return half << 16;
 }
 
+// Whether these are the bits of an fp32 NaN. simd.h adds the vectors, which compare the floats: one instruction.
+template <class U>
+struct IsNan {
+  static MPK_FN auto of(U word) { return (word & 0x7fffffffu) > 0x7f800000u; }
+};
+
 template <class U>
 MPK_FN U bf16_bits_of_fp32(U word) {
   const U rounded = (word + 0x7fffu + ((word >> 16) & 1u)) >> 16;
   const U quiet_nan = (word >> 16) | 0x40u;
-  return (word & 0x7fffffffu) > 0x7f800000u ? quiet_nan : rounded;
+  return IsNan<U>::of(word) ? quiet_nan : rounded;
 }
 
 template <class F, class U = Bits<F>>

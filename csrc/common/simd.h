@@ -57,6 +57,27 @@ struct SquareRoot<MPK_ISA::Floats> {
   }
 };
 template <>
+struct IsNan<MPK_ISA::Words> {
+  static MPK_FN auto of(MPK_ISA::Words word) {
+    const auto x = bit_cast<MPK_ISA::Floats>(word);
+    return x != x;
+  }
+};
+#ifdef MPK_X86
+template <>
+struct Larger<MPK_ISA::Floats> {
+  static MPK_FN MPK_ISA::Floats of(MPK_ISA::Floats a, MPK_ISA::Floats b) {
+#if defined(__AVX512F__)
+    return _mm512_max_ps(a, b);
+#elif defined(__AVX2__)
+    return _mm256_max_ps(a, b);
+#else
+    return _mm_max_ps(a, b);
+#endif
+  }
+};
+#endif
+template <>
 struct Fma<MPK_ISA::Floats> {
   static MPK_FN MPK_ISA::Floats of(MPK_ISA::Floats a, MPK_ISA::Floats b, MPK_ISA::Floats c) {
 #if defined(__AVX512F__)

@@ -31,7 +31,7 @@ MPK_FN Split<U> split_bf16(U master) {
   const U zero = master & 0u;
   const U weight = (master + 0x8000u) >> 16;
   const U quiet_nan = master >> 16 | 0x40u;
-  const auto is_nan = (master & 0x7fffffffu) > 0x7f800000u;
+  const auto is_nan = IsNan<U>::of(master);
   return {is_nan ? quiet_nan : weight, is_nan ? zero : master & 0xffffu};
 }
 
@@ -50,7 +50,7 @@ MPK_FN U join_bf16(const Split<U>& split) {
   const U weight = split.weight << 16;
   const U extended = (split.remainder ^ 0x8000u) - 0x8000u;  // the remainder's sign, carried through
   const U joined = unless_beyond_zero(weight + extended, weight);
-  const auto is_beyond_inf = (magnitude_of(weight) == 0x7f800000u) & (magnitude_of(joined) > 0x7f800000u);
+  const auto is_beyond_inf = IsNan<U>::of(joined) ^ IsNan<U>::of(weight);
   return is_beyond_inf ? weight : joined;
 }
 

@@ -18,7 +18,7 @@ struct Arrays {
 template <class Rule, class Body>
 static MPK_FN void for_each_written(const StepRow& row, Arrays<Rule>& arrays, const Body& body) {
   body(arrays.param, width_of(row.param_dtype));
-  for (char*& state : arrays.states) body(state, width_of(row.state_dtype));
+  for (char*& state : arrays.states) body(state, row.scales ? 1 : width_of(row.state_dtype));
   body(arrays.master, width_of(row.master_kind));
 }
 
@@ -58,8 +58,10 @@ static MPK_FN StepScalars<Rule, F> spread(const StepScalars<Rule, C>& scalars) {
   return converted<F>(scalars, [](C scalar) { return scalar - F{}; });  // a sum would make +0 of -0
 }
 
-template <bool has_optional, bool is_coded, class Rule, class T, class F>
-static MPK_FN void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, const StepScalars<Rule, F>& scalars) {
+// Leaves kept(k, state) of each new state k.
+template <bool has_optional, class Rule, class T, class F, class Kept>
+static MPK_FN void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, const StepScalars<Rule, F>& scalars,
+                                const Kept& kept) {
   constexpr int count = has_optional ? Rule::kStates : Rule::kNeeded;
   const Numbers<Rule, T> from = numbers;
   for (int64_t i = 0; i < size; i += kLanesOf<T>) {
@@ -67,20 +69,15 @@ static MPK_FN void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, c
     for_each_index<count>([&](auto k) { states[k] = load(from.states[k] + i); });
     Rule::step(param, load(from.grad + i) * scalars.grad_factor, states, has_optional, scalars.of_rule);
     store(from.param + i, param);
-    for_each_index<count>([&](auto k) {
-      if constexpr (is_coded)
-        store(from.states[k] + i, coded_number<Rule::kSigns[k]>(states[k]));  // a root that the formula has taken, too
-      else
-        store(from.states[k] + i, states[k]);
-    });
+    for_each_index<count>([&](auto k) { store(from.states[k] + i, kept(k, states[k])); });
   }
 }
 
-// is_coded: leaves the coded numbers of the states.
-template <bool is_coded, class Rule, class T, class F>
-static void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, const StepScalars<Rule, F>& scalars) {
-  numbers.states[Rule::kStates - 1] ? step_vectors<true, is_coded>(numbers, size, scalars)
-                                    : step_vectors<false, is_coded>(numbers, size, scalars);
+template <class Rule, class T, class F, class Kept>
+static MPK_FN void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, const StepScalars<Rule, F>& scalars,
+                                const Kept& kept) {
+  numbers.states[Rule::kStates - 1] ? step_vectors<true>(numbers, size, scalars, kept)
+                                    : step_vectors<false>(numbers, size, scalars, kept);
 }
 
 // So many 16-bit numbers are unpacked, stepped and packed at a time, in three loops. In one loop, loads and stores are
@@ -159,7 +156,7 @@ static void step_arrays(const StepRow& row, const Arrays<Rule>& arrays, int64_t 
       unpack_weights(row, arrays, size, unpacked[0]), unpack(row.grad_dtype, arrays.grad, size, unpacked[1]), {}};
   for (int i = 0; i < Rule::kStates; ++i)
     numbers.states[i] = unpack(row.state_dtype, arrays.states[i], size, unpacked[2 + i]);
-  row.scales ? step_vectors<true>(numbers, size, scalars) : step_vectors<false>(numbers, size, scalars);
+  step_vectors(numbers, size, scalars, [](auto, Floats state) { return state; });
   pack_weights(row, numbers.param, size, arrays);
   for (int i = 0; i < Rule::kStates; ++i) pack(row.state_dtype, numbers.states[i], size, arrays.states[i]);
 }
@@ -180,23 +177,28 @@ static void step_whole(const StepRow&, const Arrays<Rule>& arrays, int64_t size,
   const auto doubles = [](char* array) { return reinterpret_cast<double*>(array); };
   Numbers<Rule, double> numbers{doubles(arrays.param), doubles(arrays.grad), {}};
   for (int i = 0; i < Rule::kStates; ++i) numbers.states[i] = doubles(arrays.states[i]);
-  step_vectors<false>(numbers, size, scalars);
+  step_vectors(numbers, size, scalars, [](auto, Doubles state) { return state; });
 }
 
-// Steps the last, incomplete vector by way of a copy.
-template <class Rule, class F>
-static void step_tail(const StepRow& row, Arrays<Rule> arrays, int64_t count, int64_t lanes,
-                      const StepScalars<Rule, F>& scalars) {
-  alignas(64) char copies[3 + Rule::kStates][sizeof(F)]{};
+// Calls step(copies, size) with copies of `count` elements, which fill whole vectors by being repeated, so that the
+// largest stays the largest; then takes over what step has written.
+template <class Rule, class Step>
+static void step_copies(const StepRow& row, Arrays<Rule> arrays, int64_t count, int64_t lanes, const Step& step) {
+  const int64_t whole = (count + lanes - 1) / lanes * lanes;
+  alignas(64) char copies[3 + Rule::kStates][kUnpacked * sizeof(float)];
   Arrays<Rule> copied = arrays;
-  char (*next)[sizeof(F)] = copies;
+  char (*next)[sizeof copies[0]] = copies;
   for_each_array(row, copied, [&](char*& array, int64_t width) {
     char* const copy = *next++;
     if (!array) return;
     memcpy(copy, array, count * width);
+    for (int64_t filled = count, more; filled < whole; filled += more) {
+      more = std::min(filled, whole - filled);
+      memcpy(copy + filled * width, copy, more * width);
+    }
     array = copy;
   });
-  step_whole(row, copied, lanes, scalars);
+  step(copied, whole);
   next = copies;
   for_each_written(row, arrays, [&](char* array, int64_t width) {
     const char* const copy = *next++;
@@ -210,65 +212,63 @@ static void step_elements(const StepRow& row, const Arrays<Rule>& arrays, int64_
   constexpr int64_t lanes = kLanesOf<C>;
   const int64_t whole = size / lanes * lanes;
   const StepScalars<Rule, F> in_lanes = spread<F>(scalars);
+  const auto step_one = [&](const Arrays<Rule>& vector, int64_t) { step_whole(row, vector, lanes, in_lanes); };
   step_whole(row, arrays, whole, in_lanes);
-  if (whole < size) step_tail(row, advanced(row, arrays, whole), size - whole, lanes, in_lanes);
+  if (whole < size) step_copies(row, advanced(row, arrays, whole), size - whole, lanes, step_one);
 }
 
-// Decodes kQuantized values of a state, or the `size` that are left of it.
 template <Sign sign>
 static void decode_block(const int8_t* codes, int64_t size, float scale, float* values) {
-  int8_t copy[kQuantized];
-  if (size < kQuantized) {
-    memset(copy, 0, sizeof copy);
-    memcpy(copy, codes, size);
-    codes = copy;
-  }
-  for (int i = 0; i < kQuantized; i += kLanes) store(values + i, decode<sign>(load(codes + i), scale));
-  std::fill(values + size, values + kQuantized, 0.0f);  // even the code of 0 is NaN where the scale is inf
+  for (int64_t i = 0; i < size; i += kLanes) store(values + i, decode<sign>(load(codes + i), scale));
 }
 
-// Bits in place of floats: whole numbers are compared by one instruction, and NaN is the largest.
-static float largest_magnitude(const float* numbers) {
-  Words largest{};
-  for (int i = 0; i < kQuantized; i += kLanes) {
-    const Words magnitude = load_bytes<Words>(numbers + i) & 0x7fffffffu;
-    largest = magnitude > largest ? magnitude : largest;
-  }
-  uint32_t of_all = 0;
-  for (int lane = 0; lane < kLanes; ++lane) of_all = std::max<uint32_t>(of_all, largest[lane]);
-  return bit_cast<float>(of_all);
+// Of magnitudes, as bits: whole numbers are compared by one instruction, and NaN is the largest.
+static float largest_of(Words magnitudes) {
+  uint32_t largest = 0;
+  for (int lane = 0; lane < kLanes; ++lane) largest = std::max<uint32_t>(largest, magnitudes[lane]);
+  return bit_cast<float>(largest);
 }
 
-// Encodes kQuantized coded numbers, or the `size` that there are. Returns the new scale.
-template <Sign sign>
-static float encode_block(const float* numbers, int64_t size, int8_t* codes) {
-  const float scale = scale_of(largest_magnitude(numbers)), inverse = inverse_of(scale);
-  int8_t copy[kQuantized];
-  int8_t* const whole = size < kQuantized ? copy : codes;
-  for (int i = 0; i < kQuantized; i += kLanes) store(whole + i, encode<sign>(load(numbers + i), inverse));
-  if (size < kQuantized) memcpy(codes, copy, size);
-  return scale;
+// Steps kQuantized elements or fewer. Decoding and encoding have loops of their own for the reason that unpacking has;
+// the scales of the states lie `stride` apart.
+template <bool has_optional, class Rule>
+static void step_codes(const StepRow& row, const Arrays<Rule>& arrays, int64_t size, float* scales, int64_t stride,
+                       const StepScalars<Rule, Floats>& scalars) {
+  alignas(64) float unpacked[2 + Rule::kStates][kQuantized];
+  Numbers<Rule, float> numbers{
+      unpack_weights(row, arrays, size, unpacked[0]), unpack(row.grad_dtype, arrays.grad, size, unpacked[1]), {}};
+  const auto codes = [&](int k) { return reinterpret_cast<int8_t*>(arrays.states[k]); };
+  constexpr int count = has_optional ? Rule::kStates : Rule::kNeeded;
+  for_each_index<count>([&](auto k) {
+    numbers.states[k] = unpacked[2 + k];
+    decode_block<Rule::kSigns[k]>(codes(k), size, scales[k * stride], numbers.states[k]);
+  });
+  Words largest[Rule::kStates]{};
+  step_vectors<has_optional>(numbers, size, scalars, [&](auto k, Floats state) {
+    const Floats number = coded_number<Rule::kSigns[k]>(state);  // a root that the formula has taken, too
+    largest[k] = larger(largest[k], magnitude(number));
+    return number;
+  });
+  pack_weights(row, numbers.param, size, arrays);
+  float inverse[Rule::kStates];
+  for (int k = 0; k < count; ++k) inverse[k] = inverse_of(scales[k * stride] = scale_of(largest_of(largest[k])));
+  for (int64_t i = 0; i < size; i += kLanes)
+    for_each_index<count>(
+        [&](auto k) { store(codes(k) + i, encode<Rule::kSigns[k]>(load(numbers.states[k] + i), inverse[k])); });
 }
 
 template <class Rule>
-static void step_coded(const StepRow& row, const Span& span, const StepScalars<Rule, float>& scalars) {
-  for (int64_t i = span.begin; i < span.begin + span.size; i += kQuantized) {
-    const int64_t size = std::min<int64_t>(kQuantized, span.begin + span.size - i);
-    alignas(64) float values[Rule::kStates][kQuantized];
-    Arrays<Rule> arrays = advanced(row, arrays_of<Rule>(row), i);
-    const auto for_each_state = [&](const auto& body) {
-      for_each_index<Rule::kStates>([&](auto k) {
-        if (row.states[k])
-          body(k, static_cast<int8_t*>(row.states[k]) + i, row.scales + k * scales_of(row.size) + i / kQuantized);
-      });
+static void step_coded(const StepRow& row, const Span& span, const Arrays<Rule>& arrays,
+                       const StepScalars<Rule, Floats>& scalars) {
+  for (int64_t i = 0; i < span.size; i += kQuantized) {
+    const Arrays<Rule> block = advanced(row, arrays, i);
+    float* const scales = row.scales + (span.begin + i) / kQuantized;
+    const auto step = [&](const Arrays<Rule>& whole, int64_t size) {
+      arrays.states[Rule::kStates - 1] ? step_codes<true>(row, whole, size, scales, scales_of(row.size), scalars)
+                                       : step_codes<false>(row, whole, size, scales, scales_of(row.size), scalars);
     };
-    for_each_state([&](auto k, const int8_t* codes, const float* scale) {
-      decode_block<Rule::kSigns[k]>(codes, size, *scale, values[k]);
-      arrays.states[k] = reinterpret_cast<char*>(values[k]);
-    });
-    step_elements<Floats>(row, arrays, size, scalars);
-    for_each_state(
-        [&](auto k, int8_t* codes, float* scale) { *scale = encode_block<Rule::kSigns[k]>(values[k], size, codes); });
+    const int64_t left = span.size - i;
+    left < kQuantized ? step_copies(row, block, left, kLanes, step) : step(block, kQuantized);
   }
 }
 
@@ -278,7 +278,7 @@ void step_span(const StepRow& row, const Span& span, const StepScalars<Rule, dou
   if (row.param_dtype == Dtype::f64) {
     step_elements<Doubles>(row, arrays, span.size, scalars);
   } else if (row.scales) {
-    step_coded(row, span, rounded<float>(scalars));
+    step_coded(row, span, arrays, spread<Floats>(rounded<float>(scalars)));
   } else {
     step_elements<Floats>(row, arrays, span.size, rounded<float>(scalars));
   }

@@ -1,10 +1,14 @@
 """Moments in 8 bits: the error is what csrc/step/int8.h states, and a code decodes to what it is encoded from."""
 
+import contextlib
+
 import pytest
 import torch
 
+import mpkernels
 from mpkernels.ops.step import int8
 from tests.cases import same_bits
+from tests.ops.step.test_adamw import F32, I8, WEIGHTS, Model
 
 SQUARED = pytest.mark.parametrize("squared", [False, True], ids=["exp_avg", "exp_avg_sq"])
 
@@ -72,3 +76,54 @@ def test_neighbours_in_memory_share_a_scale():
     assert torch.equal(scales, flat_scales)
     assert torch.equal(int8.decode(codes, scales, False).permute(0, 2, 3, 1).reshape(-1),
                        int8.decode(flat_codes, flat_scales, False))  # fmt: skip
+
+
+def thresholds(squared):
+    """Return the smallest number of each code but the least, in a block whose scale is 1."""
+    codes = torch.arange(2, 256) - 128 if squared else torch.arange(1, 128)
+    below, above = torch.zeros(len(codes), dtype=torch.int32), torch.ones(len(codes)).view(torch.int32)
+    while (above - below > 1).any():
+        middle = below + (above - below) // 2
+        numbers = middle.view(F32)
+        reached = codes_of(numbers.square() if squared else numbers, squared) >= codes
+        below, above = torch.where(reached, below, middle), torch.where(reached, middle, above)
+    return above.view(F32)
+
+
+def codes_of(values, squared):
+    """Return the reference's codes, each in a block of its own beside a 1, in whose scale it therefore is."""
+    blocks = torch.zeros(len(values), 256)
+    blocks[:, 0], blocks[:, 1] = 1, values
+    return int8.encode(blocks.flatten(), squared)[0].view(len(values), 256)[:, 1].int()
+
+
+def steps_alike(target, grads):
+    """Three steps after which the moments are those of the last grad alone."""
+    options = {"sizes": (len(grads),), "weights": WEIGHTS[:2], "grads": (F32,), "states": (I8,)}
+    ours, reference = Model(device=target.device, **options), Model(**options)
+    for turn in range(3):
+        for model, backend in ((ours, None), (reference, "reference")):
+            given = [grads.roll(turn).to(model.device) for _ in model.params]
+            with mpkernels.backend(backend) if backend else contextlib.nullcontext():
+                model.step(given, beta1=[0.0, 0.0], beta2=[0.0, 0.0])
+    return ours.differences(reference) == []
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.1, 3e-7])
+def test_both_sides_of_every_threshold_in_every_kernel(target, scale):
+    """A code's smallest number, and five neighbours in steps of the last place, with both signs."""
+    least = torch.cat([thresholds(False), thresholds(True)]) * scale
+    near = (least.view(torch.int32)[:, None] + torch.arange(-2, 4, dtype=torch.int32)).view(F32).flatten()
+    near[1::2].neg_()
+    blocks = torch.nn.functional.pad(near, (0, -len(near) % 255)).view(-1, 255)
+    largest = torch.full((len(blocks), 1), scale)
+    assert steps_alike(target, torch.cat([largest, blocks.clamp(-scale, scale)], 1).flatten())
+
+
+@pytest.mark.parametrize("size", [1, 250, 300])
+@pytest.mark.parametrize("odd", [float("inf"), -float("inf"), float("nan"), -0.0, 1e-45, 3e38], ids=str)
+def test_odd_numbers_in_whole_and_incomplete_blocks(target, odd, size):
+    grads = torch.randn(size, generator=torch.Generator().manual_seed(size))
+    grads[size // 2] = odd
+    assert steps_alike(target, grads)
+    assert steps_alike(target, torch.full_like(grads, odd))
