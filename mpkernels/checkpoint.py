@@ -7,9 +7,7 @@ checksum of all before it.
 import copy
 import hashlib
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from mpkernels._shared.files import replacing
 from mpkernels._torch_private.modules import books_of
 from mpkernels.distributed.parts import part_of
 from mpkernels.optim.engine import Engine
@@ -46,29 +45,6 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         torch.save(states, summed)
         summed.write(_MARK + _VERSION)
         file.write(summed.digest.digest())
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file to write to. It gets the path's name when the context ends, once all has reached the disk. After
-    an exception, what was there is still there."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
-        raise
-    if os.name == "posix":  # where the new name reaches the disk with its folder
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any) -> dict[str, Any]:

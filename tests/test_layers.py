@@ -17,7 +17,7 @@ ROOMS = (  # from the top down
     "__init__",
     *("profiling", "metrics", "memory", "checkpoint", "amp", "optim", "overflow"),
     *("nn", "functional", "linear", "selector", "distributed", "parameters", "tables"),
-    *("ops", "_torch_private", "_extension", "_sources"),
+    *("ops", "_torch_private", "_shared", "_extension", "_sources"),
 )
 
 

@@ -9,9 +9,9 @@ import torch
 
 import mpkernels
 from mpkernels import _extension
+from mpkernels._shared import cpu
 from mpkernels.bench.machine import describe as describe_for_bench
 from mpkernels.ops import _devices, _registry, _stack
-from mpkernels.selector import machine
 
 
 def describe() -> dict[str, str]:
@@ -19,7 +19,7 @@ def describe() -> dict[str, str]:
     system = f"{platform.system()} {platform.release()}, {platform.machine()}"
     more = {
         "system": system,
-        "cpu features": ", ".join(machine.features()) or "unknown",
+        "cpu features": ", ".join(cpu.features()) or "unknown",
         "threads": str(torch.get_num_threads()),
         "gpu": gpu() or "none that torch sees",
         "cuda of torch": torch.version.cuda or "none",
