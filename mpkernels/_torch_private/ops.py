@@ -52,6 +52,3 @@ gelu_: Callable[..., Tensor] = look_up("torch", "_C._nn.gelu_", torch.ops.aten.g
 
 # The op that casts. Without it: memory_report counts no casts of autocast's.
 to_copy: Any = look_up("torch", "ops.aten._to_copy.default", None)
-
-# What the names of torch's own ops that look at grads have in them. Without such ops: the profile counts ours alone.
-LOOKS_AT_GRADS = ("_amp_", "_foreach_norm")
