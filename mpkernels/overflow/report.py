@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 from torch.optim import Optimizer
 
-from mpkernels.overflow.advice import Findings, advise
+from mpkernels.overflow.advice import advise_on_forward, advise_on_gradients
 from mpkernels.overflow.gradient import Gradient, gradient_of
 from mpkernels.overflow.ledger import Record
 from mpkernels.tables import Report, Table
@@ -62,8 +62,11 @@ class OverflowReport(Report):
         self.culprits = [it for it in reversed(self.gradients) if not it.is_finite]
         elements = sum(it.elements for it in self.gradients)
         self.zeros = sum(it.zeros * it.elements for it in self.gradients) / max(elements, 1)
-        findings = Findings(self.gradients, self.culprits, self.scale, self.zeros, self.skips_in_a_row)
-        self.suggestion = advise(findings, model, found) if self else ""
+        self.suggestion = ""
+        if self and found is not None:
+            self.suggestion = advise_on_forward(found.first)
+        elif self:
+            self.suggestion = advise_on_gradients(self.gradients, self.culprits, self.scale)
 
     def gather(self, group: Any = None) -> "OverflowReport":
         """Return the report on the parts of all processes, each with its ``rank``. All of them have to call this."""
