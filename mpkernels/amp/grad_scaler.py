@@ -64,10 +64,10 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         process_group: Any = None,
     ) -> None:
-        of_torch = init_scale, growth_factor, backoff_factor, growth_interval
+        as_torch = init_scale, growth_factor, backoff_factor, growth_interval
         beyond = min_scale, max_scale, hysteresis
-        schedule = scalings.check(scaling, dict(zip(scalings.DEFAULTS, of_torch + beyond, strict=True)))
-        super().__init__(machines_device() if device is None else device, *of_torch, enabled)
+        schedule = scalings.check(scaling, dict(zip(scalings.DEFAULTS, as_torch + beyond, strict=True)))
+        super().__init__(machines_device() if device is None else device, *as_torch, enabled)
         self._scaling = "scheduled" if schedule is not None else scaling
         self._schedule, self._updates = schedule, 0
         self._min_scale, self._max_scale, self._hysteresis = beyond

@@ -32,8 +32,8 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
 
 def _prose(found: Mapping[str, Any]) -> str:
     used = {
-        op: "; ".join(f"{device}: {', '.join(names)}" for device, names in of_op.items())
-        for op, of_op in found["kernels"].items()
+        op: "; ".join(f"{device}: {', '.join(names)}" for device, names in devices.items())
+        for op, devices in found["kernels"].items()
     }
     built = {
         device: f"left out: {it['left_out']}" if it["left_out"] else f"{', '.join(it['built_for'])}, {it['compiler']}"

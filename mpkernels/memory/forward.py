@@ -14,7 +14,7 @@ from mpkernels.memory import measure
 
 
 class Kept(NamedTuple):
-    """Bytes of the parameters' casts, and of what else is saved for a backward."""
+    """The bytes that a forward keeps for its backward: casts of parameters and buffers, and everything else."""
 
     casts: int
     activations: int
@@ -23,11 +23,11 @@ class Kept(NamedTuple):
 def kept_by(model: nn.Module, loss: Any) -> Kept:
     """Return what a call of ``loss(model)`` keeps. Parameters and buffers don't count."""
     cast_cache.clear()  # what an earlier forward has left there would otherwise not be cast again
-    of_model = {storage_of(part_of(it)) for it in (*model.parameters(), *model.buffers())}
-    with saved_storages() as saved, _Casts(of_model) as mode:
+    storages = {storage_of(part_of(it)) for it in (*model.parameters(), *model.buffers())}
+    with saved_storages() as saved, _Casts(storages) as mode:
         held = loss(model)
     casts = {storage_of(it) for it in mode.casts}
-    activations = sum(size for storage, size in saved.items() if storage.cdata not in of_model | casts)
+    activations = sum(size for storage, size in saved.items() if storage.cdata not in storages | casts)
     del held
     return Kept(measure.size(mode.casts), activations)
 

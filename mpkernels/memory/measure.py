@@ -90,9 +90,9 @@ def available() -> int:
     return min([left, *_left_in_control_groups(Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))])
 
 
-def _left_in_control_groups(root: Path, of_process: Path) -> Iterator[int]:
+def _left_in_control_groups(root: Path, cgroup_file: Path) -> Iterator[int]:
     """Return the room in each control group of this process that has a limit."""
-    for line in of_process.read_text().splitlines() if of_process.exists() else []:
+    for line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
