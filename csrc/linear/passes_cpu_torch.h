@@ -22,7 +22,7 @@ inline bool multiplies_halves(Dtype dtype) {
   return dtype != Dtype::f32 && MPK_HALF_PRODUCTS;
 #else
   static const HalfProducts cpu = half_products();
-  return dtype == Dtype::f16 ? cpu.fp16 : dtype == Dtype::bf16 && cpu.bf16;
+  return dtype == Dtype::f16 ? cpu.fp16 : dtype == Dtype::b16 && cpu.bf16;
 #endif
 }
 
