@@ -254,7 +254,7 @@ def test_what_is_gone_says_what_to_call_now():
 @pytest.mark.parametrize("dtype", [F16, B16], ids=str)
 def test_the_library_says_what_the_cpu_multiplies(dtype):
     """The C++ kernel goes by the same: where it widens, z isn't rounded before it is squared."""
-    x, weight = torch.ones(1, 2, dtype=dtype), torch.tensor([[1.0, torch.finfo(dtype).eps / 4]], dtype=dtype)
+    x, weight = torch.ones(1, 2, dtype=dtype), torch.tensor([[1.0, 0.375 * torch.finfo(dtype).eps]], dtype=dtype)
     with backend("native"):
         y = linear_act(x, weight, None, "relu2")
     assert (y.item() == 1) == _extension.multiplies_halves(dtype)
