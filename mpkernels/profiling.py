@@ -3,30 +3,25 @@
 import itertools
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import profiler
 
-from mpkernels._torch_private.ops import LOOKS_AT_GRADS
 from mpkernels.optim.step_hooks import PassiveHook
 from mpkernels.overflow.find_nonfinite import tensors_in
 
 Batch = TypeVar("Batch")
-PHASES = ("forward", "backward", "step")
-STATS = "grad_stats", "unscale_", "update_scale_", *LOOKS_AT_GRADS  # in the names of ops
 
 
 class Profile:
     """The object that ``with mpkernels.profile() as profile:`` yields: measures a loop and shows the results."""
 
-    def __init__(self, path: Path | None, warmup: int) -> None:
-        self._path, self._warmup = path, warmup
-        self._profiler: Any = None
-        self._depth = 0
+    def __init__(self, profiler: Any, warmup: int) -> None:
+        self._profiler, self._warmup = profiler, warmup
         self._batches = 0
         self.steps = 0  #: the measured batches: those after the warm-up
         self.samples = 0  #: the samples in them: the first dimension of each batch's first tensor
@@ -68,19 +63,10 @@ class Profile:
                 _wait_for_device()
                 self.seconds += time.perf_counter() - start
 
-    def phases(self) -> dict[str, float]:
-        """Return the host's milliseconds in each phase. ``stats`` is the time of checking and clipping grads; it is
-        contained in the other phases."""
-        if self._profiler is None:
-            return {}
-        events = {event.key: event.cpu_time_total / 1e3 for event in self._profiler.key_averages()}
-        stats = sum(ms for key, ms in events.items() if any(name in key for name in STATS) and "::" in key)
-        return {phase: events.get(f"mpkernels.{phase}", 0.0) for phase in PHASES} | {"stats": stats}
-
-    def table(self, rows: int = 15) -> str:
-        """Return a table of the phases, the throughput, and the ops that took the most time."""
-        lines = [f"{phase:10}{ms:10.1f} ms" for phase, ms in self.phases().items()]
-        if self.samples_per_second is not None:
+    def table(self, rows: int = 20) -> str:
+        """Return the throughput and, if there is a trace, torch.profiler's table of the costliest ops."""
+        lines = []
+        if self.seconds:
             lines.append(f"{self.samples_per_second:,.1f} samples/s, {self.data_wait:.0%} of the time waiting for data")
         elif self._batches:
             lines.append(f"throughput was not measured: {self._batches} batches came, and warmup={self._warmup}")
@@ -91,95 +77,74 @@ class Profile:
 
     __str__ = table
 
-    @contextmanager
-    def _running(self) -> Iterator["Profile"]:
-        with ExitStack() as stack:
-            if self._path is not None:
-                stack.enter_context(warnings.catch_warnings())
-                warnings.filterwarnings("ignore", "Using `torch.compile")  # under our hooks: they count what is nested
-                self._profiler = stack.enter_context(_torchs(self._path))
-                stack.enter_context(self._named_phases())
-            yield self
-            _wait_for_device()
 
-    @contextmanager
-    def _named_phases(self) -> Iterator[None]:
-        """Mark the phases in the trace by torch's hooks. The backward has no hook, so torch.autograd.backward is
-        wrapped."""
+@contextmanager
+def _phase(name: str) -> Iterator[None]:
+    """Mark a range in the trace and, if there is a GPU, in Nsight's."""
+    nsights = torch.cuda.nvtx.range(f"mpkernels.{name}") if torch.cuda.is_available() else nullcontext()
+    with torch.autograd.profiler.record_function(f"mpkernels.{name}"), nsights:
+        yield
+
+
+class _NamedPhases:
+    """A context that marks the phases by torch's hooks. The backward has no hook, so torch.autograd.backward is
+    wrapped."""
+
+    def __enter__(self) -> None:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-        open_ranges: list[Any] = []
-        forward_pre = torch.nn.modules.module.register_module_forward_pre_hook(lambda *_: self._enter(open_ranges))
-        forward = torch.nn.modules.module.register_module_forward_hook(
-            lambda *_: self._leave(open_ranges), always_call=True
-        )
-        step_pre = register_optimizer_step_pre_hook(PassiveHook(lambda _: open_ranges.append(_Range("step"))))
-        step = register_optimizer_step_post_hook(PassiveHook(lambda _: open_ranges.pop().close()))
-        backward = torch.autograd.backward
-        torch.autograd.backward = _ranged(backward, "backward")
-        try:
-            yield
-        finally:
-            torch.autograd.backward = backward
-            while open_ranges:  # of a step that raised
-                open_ranges.pop().close()
-            for handle in (forward_pre, forward, step_pre, step):
-                handle.remove()
+        modules = torch.nn.modules.module
+        self._open: list[Any] = []
+        self._depth = 0  # of calls of modules: the outermost one is the phase
+        self._hooks = [
+            modules.register_module_forward_pre_hook(self._before_module),
+            modules.register_module_forward_hook(self._after_module, always_call=True),
+            register_optimizer_step_pre_hook(PassiveHook(lambda _: self._begin("step"))),
+            register_optimizer_step_post_hook(PassiveHook(lambda _: self._end())),
+        ]
+        self._backward = torch.autograd.backward
+        torch.autograd.backward = _phase("backward")(self._backward)
 
-    def _enter(self, open_ranges: list[Any]) -> None:
-        """The outermost module's forward is the phase."""
+    def __exit__(self, *_: object) -> None:
+        torch.autograd.backward = self._backward
+        while self._open:  # of a step that raised
+            self._end()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, name: str) -> None:
+        self._open.append(_phase(name))
+        self._open[-1].__enter__()
+
+    def _end(self) -> None:
+        self._open.pop().__exit__(None, None, None)
+
+    def _before_module(self, *_: Any) -> None:
         if self._depth == 0:
-            open_ranges.append(_Range("forward"))
+            self._begin("forward")
         self._depth += 1
 
-    def _leave(self, open_ranges: list[Any]) -> None:
+    def _after_module(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth == 0:
-            open_ranges.pop().close()
-
-
-class _Range:
-    """Mark a range in the trace, and where there is a GPU, in Nsight's."""
-
-    def __init__(self, phase: str) -> None:
-        self._record = torch.autograd.profiler.record_function(f"mpkernels.{phase}")
-        self._record.__enter__()
-        if torch.cuda.is_available():
-            torch.cuda.nvtx.range_push(f"mpkernels.{phase}")
-
-    def close(self) -> None:
-        if torch.cuda.is_available():
-            torch.cuda.nvtx.range_pop()
-        self._record.__exit__(None, None, None)
-
-
-def _ranged(function: Callable[..., Any], phase: str) -> Callable[..., Any]:
-    @wraps(function)
-    def ranged(*arguments: Any, **keywords: Any) -> Any:
-        opened = _Range(phase)
-        try:
-            return function(*arguments, **keywords)
-        finally:
-            opened.close()
-
-    return ranged
+            self._end()
 
 
 @contextmanager
-def _torchs(path: Path) -> Iterator[Any]:
-    from torch import profiler
-
+def _traced(path: Path) -> Iterator[Any]:
+    """Run torch.profiler, and write its trace at the end, also after an exception."""
     activities = [profiler.ProfilerActivity.CPU]
     activities += [profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
-    write = profiler.tensorboard_trace_handler(str(path)) if path.suffix != ".json" else partial(_export, path)
-    # acc_events: or an older torch warns that events of other cycles are gone, of which there are none.
-    with profiler.profile(activities=activities, on_trace_ready=write, acc_events=True) as running:
-        yield running  # also of a loop that broke off
-
-
-def _export(path: Path, running: Any) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    running.export_chrome_trace(str(path))
+    if path.suffix == ".json":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write: Any = lambda running: running.export_chrome_trace(str(path))  # noqa: E731
+    else:
+        write = profiler.tensorboard_trace_handler(str(path))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using `torch.compile")  # under our hooks: they count what is nested
+        # acc_events: or an older torch warns that events of other cycles are gone, of which there are none.
+        with profiler.profile(activities=activities, on_trace_ready=write, acc_events=True) as running, _NamedPhases():
+            yield running
 
 
 def _wait_for_device() -> None:
@@ -211,5 +176,7 @@ def profile(path: str | Path | None = None, *, warmup: int = 3) -> Iterator[Prof
     """
     if not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"profile: warmup must be a whole number from 0 on, got {warmup!r}")
-    with Profile(None if path is None else Path(path), warmup)._running() as it:
-        yield it
+    running = nullcontext() if path is None else _traced(Path(path))
+    with running as torchs:
+        yield Profile(torchs, warmup)
+        _wait_for_device()

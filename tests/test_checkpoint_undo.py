@@ -76,11 +76,10 @@ def test_an_undo_that_fails_hides_no_error_and_stops_no_other(tmp_path):
 
     seen, model = [], linear(1.0)
     save(tmp_path / "last.pt", model=linear(2.0), stubborn={}, last={})
-    with pytest.raises(KeyError, match="not mine") as caught:
+    with pytest.raises(OSError, match="broken") as caught:
         load(tmp_path / "last.pt", model=model, stubborn=Stubborn(), last=Refusing())
     assert model.weight.item() == 1
-    first = caught.value.__context__
-    assert [str(first), str(first.__context__)] == ["broken", "'not mine'"]
+    assert str(caught.value.__context__) == "'not mine'"
 
 
 @pytest.mark.filterwarnings("ignore:Sparse")
@@ -148,19 +147,6 @@ OPAQUE = {
     "a nested tensor, jagged": lambda: torch.nested.nested_tensor(NESTED, layout=torch.jagged),
     "mkldnn's": lambda: torch.ones(2, 3).to_mkldnn(),
 }
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-@pytest.mark.parametrize("name", OPAQUE)
-def test_a_buffer_that_torch_can_not_load_to_is_refused_before_anything_changes(tmp_path, name):
-    model, other = linear(1.0), linear(2.0)
-    model.register_buffer("odd", OPAQUE[name]())
-    other.register_buffer("odd", torch.zeros(2, 3))
-    save(tmp_path / "last.pt", first=other, model=other)
-    first, told = linear(1.0), name.partition(",")[0]
-    with pytest.raises(ValueError, match=f"checkpoint.load: model must hold plain tensors, got {told} for 'odd'"):
-        load(tmp_path / "last.pt", first=first, model=model)
-    assert first.weight.item() == model.weight.item() == 1
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -15,9 +15,9 @@ ROOT = Path(mpkernels.__file__).parent
 ROOMS = (  # from the top down
     *("__main__", "demo", "doctor", "bench", "integrations"),
     "__init__",
-    *("profiling", "metrics", "memory", "checkpoint", "amp", "optim", "overflow"),
+    *("profiling", "metrics", "memory", "checkpoint", "undo", "amp", "optim", "overflow"),
     *("nn", "functional", "linear", "selector", "distributed", "parameters", "tables"),
-    *("ops", "_torch_private", "_extension", "_sources"),
+    *("ops", "_torch_private", "_shared", "_extension", "_sources"),
 )
 
 

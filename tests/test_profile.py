@@ -44,10 +44,8 @@ def test_a_trace_names_phases_and_ops(tmp_path):
     assert {phase: names.count(phase) for phase in PHASES} == dict.fromkeys(PHASES, 5)
     assert "mpkernels::unscale_" in names
     assert "mpkernels::update_scale_" in names
-    phases = profile.phases()
-    assert all(ms > 0 for ms in phases.values())
-    assert phases.keys() == {"forward", "backward", "step", "stats"}
     assert "samples/s" in profile.table()
+    assert "mpkernels.step" in profile.table()
 
 
 def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
@@ -57,7 +55,7 @@ def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(name))
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("end"))
-    monkeypatch.setattr(profiling, "_torchs", lambda path: contextlib.nullcontext())
+    monkeypatch.setattr(profiling.profiler, "profile", lambda **_: contextlib.nullcontext())
     model = network()
     optimizer = optim.AdamW(model.parameters())
     inputs, targets = batch(0)
@@ -86,7 +84,6 @@ def test_throughput_leaves_the_warmup_out_and_sees_the_wait():
     assert profile.seconds >= profile.waited
     assert profile.data_wait == profile.waited / profile.seconds
     assert profile.samples_per_second == profile.samples / profile.seconds
-    assert profile.phases() == {}
 
 
 def test_nothing_stays_behind(tmp_path):

@@ -119,7 +119,9 @@ struct Registration {
 #define MPK_CPU_KERNEL(op, kernel)
 #define MPK_CUDA_KERNEL(op, kernel) MPK_REGISTER("CPU", op, kernel)
 #else
+#ifndef MPK_LIBRARY  // a test's build has another name
 #define MPK_LIBRARY "mpkernels"
+#endif
 #define MPK_CPU_KERNEL(op, kernel) MPK_REGISTER("CPU", op, kernel)
 #define MPK_CUDA_KERNEL(op, kernel) MPK_REGISTER("CUDA", op, kernel)
 #endif

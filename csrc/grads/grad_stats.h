@@ -10,9 +10,9 @@
 
 namespace mpk {
 
-// The squares of a pack, 8 consecutive elements counted from the grad's first one, are added in fp32, in pairs, and
-// those sums in fp64, of which some chips do a 64th as much. All of an fp64 grad is fp64. Chunks are summed in a fixed
-// order, whichever thread took which, so that a result repeats to the last bit.
+// A pack is 8 consecutive elements, counted from the grad's first one. Its squares are added in fp32, in pairs; packs
+// are added in fp64, which some chips compute at a 64th of the speed. fp64 grads are added in fp64 throughout. Chunks
+// are added in a fixed order, whichever thread took which, so that a result repeats to the last bit.
 struct Stats {
   double sumsq;
   double bad;  // 0: all finite
@@ -30,15 +30,15 @@ MPK_FN C sum_of_squares(const C (&x)[kSumPack]) {
          ((squares[4] + squares[5]) + (squares[6] + squares[7]));
 }
 
-// Whether a pack's sum in fp32, of which these are the bits, is not from 2^-100 to 2^100: then squares may have
-// underflown or overflown.
+// Takes the bits of a pack's sum in fp32, and returns whether the sum lies outside of 2^-100 to 2^100: then squares may
+// have underflown or overflown.
 template <class U>
 MPK_FN auto is_beyond_fp32(const U& sum) {
   constexpr uint32_t least = (127 - 100) << 23, most = (127 + 100) << 23;
   return sum - least > most - least;
 }
 
-// The sum of such a pack: in fp64, where the square of an fp32 is exact and cannot overflow. Most are zeros.
+// Adds up such a pack in fp64, where the square of an fp32 is exact and cannot overflow. Most such packs are zeros.
 MPK_FN double wide_sum_of_squares(const float (&x)[kSumPack]) {
   uint32_t bits = 0;
   for (const float each : x) bits |= magnitude(each);
@@ -58,11 +58,12 @@ struct GradStats {
 MPK_FOR_EACH_ISA(Stats grad_stats_span(Dtype dtype, const void* grads, int64_t size))
 
 #ifdef MPK_CUDA
-// memory: for the rows, where they need it (RowMemory); of_chunk: scratch, one for each chunk; tickets: scratch, one
-// for each tensor and one more.
+// RowMemory makes `memory`, for rows that need it. Scratch: of_chunk has one entry per chunk, tickets one per tensor
+// and one more.
 cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
                             cudaStream_t stream);
-// Of grads whose rows stay on the device: where they lie, on the host; tickets that are 0, and are so again afterwards.
+// The same for a plan, whose rows stay on the device; the host passes the grads' addresses. The tickets are 0 before
+// and after the call.
 cudaError_t grad_stats_cuda(const Stretch& stretch, void* const* grads, const GradStats& stats, Stats* of_chunk,
                             uint32_t* tickets, cudaStream_t stream);
 #endif

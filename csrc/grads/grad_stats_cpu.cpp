@@ -3,8 +3,8 @@
 
 namespace mpk::MPK_ISA {
 
-// A block is 8 packs. They come in pairs of neighbours, a lane of four for each pair: so all additions in fp64 join
-// whole vectors, and are the same with every instruction set.
+// A block is 4 pairs of neighbouring packs. Each lane of a Quad adds up one pair, so that every instruction set makes
+// the same additions in fp64.
 inline constexpr int kPair = 2 * kSumPack, kPairs = 4, kBlockOfPacks = kPairs * kPair;
 typedef double Quad __attribute__((vector_size(32)));
 
@@ -44,7 +44,8 @@ static MPK_FN Quad sum_of_pairs(const Lanes (&sums)[2]) {
 #endif
 inline constexpr int kSums = 8 * sizeof(float) / sizeof(Lanes);
 
-// What an element adds, or in bf16 two neighbours, which take one instruction each to widen where they are.
+// Returns the squares of a vector of elements. For bf16 it returns sums of two neighbours' squares, because one
+// instruction widens either neighbour in its place.
 template <class T>
 static MPK_FN Lanes squares(const T* from) {
   const Lanes x = load_lanes(from);
@@ -63,7 +64,7 @@ static MPK_FN Lanes sums_of_four(const T* from) {
                         add_neighbours(squares(from + 2 * kPair), squares(from + 3 * kPair)));
 }
 
-// The first packs of the four pairs, then the second ones.
+// Writes the sums of the four pairs' first packs, then of their second packs.
 template <class T>
 static MPK_FN void sums_of_packs(const T* block, Lanes (&sums)[kSums]) {
   constexpr bool has_two_in_a_word = std::is_same_v<T, bf16>;
@@ -96,7 +97,7 @@ static MPK_FN float widen(float x) { return x; }
 static MPK_FN float widen(bf16 x) { return bit_cast<float>(fp32_bits_of_bf16<uint32_t>(x.bits)); }
 static MPK_FN float widen(fp16 x) { return bit_cast<float>(fp32_bits_of_fp16<float>(x.bits)); }
 
-// The same sums, in fp64 those that fp32 has lost something of.
+// Returns the same sums. A pack whose sum in fp32 has lost something is added up in fp64.
 template <class T>
 static __attribute__((noinline)) Quad careful_sum_of_pairs(const T* block, const Lanes (&sums)[kSums]) {
   if (is_zero(block)) return Quad{};
@@ -137,10 +138,11 @@ struct Sum {
     sum += other.sum;
     bad |= other.bad;
   }
-  uint64_t bad = 0;  // of fp64; in the narrower formats the sum tells: the square of a finite one can't overflow it
+  uint64_t bad =
+      0;  // fp64 grads only. In narrower formats the sum shows an inf or NaN: finite squares can't overflow it
 };
 
-// A span is read in as many places at once: its quarters. One core reads four streams faster than one.
+// A span's quarters are read side by side: one core reads four streams faster than one.
 inline constexpr int kStreams = 4;
 
 template <class T>

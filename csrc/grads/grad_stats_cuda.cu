@@ -3,7 +3,7 @@
 
 namespace mpk {
 
-// bad is joined without fp64, of which some chips have little.
+// `bad` is joined as an integer, because some chips are slow in fp64.
 static __device__ Stats block_sum(double sumsq, bool bad) {
   const double sum = block_sum(sumsq);
   return {sum, __syncthreads_or(bad) ? 1.0 : 0.0};
@@ -20,7 +20,7 @@ struct Held {
   uint4 words[sizeof(PackOf<T>) / sizeof(uint4)];
 };
 
-// A pack, of which only `left` elements may be there; 0 stands for the others.
+// Loads a pack. If only `left` of its elements exist, the others are 0.
 template <class T>
 static __device__ __forceinline__ Held<T> load_pack(const T* data, int64_t left, bool is_aligned) {
   Held<T> held{};
@@ -53,7 +53,7 @@ static __device__ __forceinline__ double sum_of_pack(const Held<T>& held, bool& 
   return sum;
 }
 
-// What this thread adds to the sum of its block's data. bad: of fp64, whether it has met an inf or NaN.
+// Returns this thread's share of its block's sum. fp64 data with an inf or NaN sets `bad`.
 template <class T>
 static __device__ __forceinline__ double share_of_sum(const T* data, int64_t size, bool& bad) {
   constexpr int at_once = kPacksInFlight * sizeof(uint4) / sizeof(PackOf<T>);
@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
   const double share = with_dtype(row.dtype, [&](auto zero) {
     using T = decltype(zero);
     const double sumsq = share_of_sum(static_cast<const T*>(row.at(span.begin)), span.size, bad);
-    // Nothing finite makes it inf or NaN. It has no sign that would have to be taken off, which is done in fp64.
+    // Finite grads can't make the sum inf or NaN. The sum has no sign, so its bits are compared without fabs in fp64.
     if (sizeof(T) < sizeof(double)) bad = bit_cast<uint64_t>(sumsq) > kLargestFinite<double>;
     return sumsq;
   });

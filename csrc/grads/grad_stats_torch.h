@@ -1,4 +1,4 @@
-// A call of grad_stats over a list that is at hand: the op's, or another op's that looks at grads first.
+// A call of grad_stats on a list of grads: the op calls it, and a step that checks its grads first.
 #pragma once
 
 #include "common/torch.h"
@@ -6,7 +6,7 @@
 
 namespace mpk {
 
-// The op's results, of `count` tensors.
+// The op's results for `count` tensors.
 struct GradStatsResults {
   GradStatsResults(const Tensor& on_device_of, int64_t count)
       : sumsq(on_device_of.new_empty(1, &count, aoti_torch_dtype_float64())),

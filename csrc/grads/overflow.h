@@ -1,5 +1,5 @@
-// overflow_: what the grads of a skipped step are like: which of their elements are inf or NaN, how large the others
-// are, how many are 0. Read only where a step is skipped, by overflow_ or by the step itself.
+// overflow_: counts the infs, NaNs and zeros of a skipped step's grads, and finds their first inf or NaN and their
+// largest finite magnitude. Grads are read only if a step is skipped, by overflow_ or by the step itself.
 #pragma once
 
 #include "common/cpu.h"
@@ -11,8 +11,8 @@
 
 namespace mpk {
 
-// A line of the report, of one grad: fp64, in which counts and indices are exact up to 2^53. Sums of those, the least
-// and the largest are the same in whichever order shares are merged.
+// One grad's line of the report. fp64 holds counts and indices exactly up to 2^53, so shares may be merged in any
+// order.
 struct Overflow {
   double size, infs, nans;
   double first;    // index of the first inf or NaN, in the order of memory; inf if there is none
@@ -29,13 +29,13 @@ MPK_FN Overflow merge(const Overflow& a, const Overflow& b) {
           a.zeros + b.zeros};
 }
 
-// Counted along a span, in integers. F is a float or a vector of them, whose lanes count apart.
+// Counts along a span, in integers. F is a float or a vector of floats; a vector's lanes count apart.
 template <class F, class U = Bits<F>>
 struct Tally {
   U infs{}, nans{}, first = ~U{}, largest{}, zeros{};
 };
 
-// C: the scalar that F is, or holds.
+// C is F, or the scalar in F's lanes.
 template <class C, class F, class U = Bits<F>>
 MPK_FN void count(Tally<F>& tally, F x, U at) {
   const U size = magnitude(x), none{}, one = none + 1, infinity = none + (Bits<C>{kLargestFinite<C>} + 1);
@@ -47,7 +47,7 @@ MPK_FN void count(Tally<F>& tally, F x, U at) {
   tally.largest = larger(finite, tally.largest);
 }
 
-// begin: where in the grad the tally began.
+// The tally began at the grad's element `begin`.
 template <class C>
 MPK_FN Overflow line_of(const Tally<C>& tally, int64_t begin) {
   return {0,
@@ -59,9 +59,9 @@ MPK_FN Overflow line_of(const Tally<C>& tally, int64_t begin) {
 }
 
 struct OverflowReport {
-  Overflow* lines;     // a heading, and one for each grad; null where nothing is to be reported
-  const float* scale;  // that the step was taken with; null where there was none
-  bool is_unscaled;    // whether it has been taken off the grads
+  Overflow* lines;     // a heading, and one for each grad; null if nothing is to be reported
+  const float* scale;  // the loss scale of the step; null without a scaler
+  bool is_unscaled;    // whether the grads have been divided by the scale
 
   MPK_FN void head() const { lines[0] = {1, scale ? *scale : 0.0, scale && !is_unscaled ? *scale : 1.0, 0, 0, 0}; }
   MPK_FN void put(int32_t grad, Overflow line, int64_t size) const {
@@ -73,8 +73,7 @@ struct OverflowReport {
 MPK_FOR_EACH_ISA(Overflow overflow_span(Dtype dtype, const void* grads, int64_t begin, int64_t size))
 
 #ifdef MPK_CUDA
-// memory: for the rows, where they need it (RowMemory); of_chunk: scratch, one for each chunk; tickets: scratch, one
-// for each grad.
+// RowMemory makes `memory`, for rows that need it. Scratch: of_chunk has one entry per chunk, tickets one per grad.
 cudaError_t overflow_cuda(const Table& grads, Row* memory, const float* found_inf, const OverflowReport& report,
                           Overflow* of_chunk, uint32_t* tickets, cudaStream_t stream);
 #endif

@@ -1,4 +1,4 @@
-// What a CUDA block does of a report about the grads of a skipped step, in whichever kernel skips it.
+// A CUDA block's part of the report on a skipped step's grads. Every kernel that can skip a step calls it.
 #pragma once
 
 #include "common/rows.h"
@@ -22,7 +22,7 @@ static __device__ Overflow load_past_l1(const Overflow* line) {
       0, __ldcg(&line->infs), __ldcg(&line->nans), __ldcg(&line->first), __ldcg(&line->largest), __ldcg(&line->zeros)};
 }
 
-// One block a chunk; the last block of a grad merges its chunks. Called by all of a table's blocks, or by none.
+// Each block counts one chunk; the last block of a grad merges its chunks. All blocks of a table call this, or none.
 template <class Rows>
 __device__ void overflow_block(const Rows& table, const Row& grad, const Span& span, const OverflowReport& report,
                                Overflow* of_chunk, uint32_t* tickets) {
@@ -31,7 +31,7 @@ __device__ void overflow_block(const Rows& table, const Row& grad, const Span& s
     using T = decltype(zero);
     using C = Compute<T>;
     const T* const data = in_global(static_cast<const T*>(grad.at(span.begin)));
-    constexpr int at_once = 4;  // loads on their way before the first is looked at
+    constexpr int at_once = 4;  // loads in flight
     Tally<C> tally;
     for (int64_t first = threadIdx.x; first < span.size; first += kThreads * at_once) {
       T held[at_once];

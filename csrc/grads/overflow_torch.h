@@ -1,4 +1,4 @@
-// A report on the CPU, over a list that is at hand: the op's, or that of an optimizer's step.
+// The report on the CPU. overflow_ calls it, and an optimizer's step that is skipped.
 #pragma once
 
 #include "common/torch.h"
@@ -23,7 +23,7 @@ inline void overflow_on_cpu(std::vector<Row> rows, const OverflowReport& report)
   }
 }
 
-// The lines of a report tensor about `count` grads.
+// Returns the lines of a report tensor about `count` grads.
 inline Overflow* overflow_lines(const Tensor& report, int32_t count, const Tensor& on_device_of, const char* op) {
   constexpr int64_t fields = sizeof(Overflow) / sizeof(double);
   require(report.is_strided() && report.dtype() == aoti_torch_dtype_float64() && report.is_contiguous() &&

@@ -10,18 +10,18 @@
 
 namespace mpk {
 
-// The product alone need be looked at for inf and NaN: a non-finite grad times anything is non-finite, and a finite one
-// that overflows on the way back (scale < 1) is just as fatal.
+// A check of the product finds every inf and NaN: a grad that isn't finite stays so, and a finite one that overflows
+// when it is unscaled (scale < 1) spoils the step as well.
 template <class F>
 MPK_FN F unscale(F grad, float inv_scale) {
   return grad * inv_scale;
 }
 
-// True where a result is non-finite.
+// Returns whether a result is inf or NaN.
 MPK_FOR_EACH_ISA(bool unscale_span(Dtype dtype, void* grads, int64_t size, float inv_scale))
 
 #ifdef MPK_CUDA
-// memory: for the rows, where they need it (RowMemory).
+// RowMemory makes `memory`, for rows that need it.
 cudaError_t unscale_cuda(const Table& grads, Row* memory, float* found_inf, const float* inv_scale,
                          cudaStream_t stream);
 #endif

@@ -4,13 +4,13 @@
 namespace mpk {
 
 __global__ void __launch_bounds__(kThreads)
-    update_scale_kernel(ScaleState state, const float* found_inf, ScalePolicy by) {
-  if (threadIdx.x == 0) update_scale(state, found_inf, by);
+    update_scale_kernel(ScaleState state, const float* found_inf, ScalePolicy policy) {
+  if (threadIdx.x == 0) update_scale(state, found_inf, policy);
 }
 
-cudaError_t update_scale_cuda(const ScaleState& state, const float* found_inf, const ScalePolicy& by,
+cudaError_t update_scale_cuda(const ScaleState& state, const float* found_inf, const ScalePolicy& policy,
                               cudaStream_t stream) {
-  return launch(update_scale_kernel, 1, stream, state, found_inf, by);
+  return launch(update_scale_kernel, 1, stream, state, found_inf, policy);
 }
 
 }  // namespace mpk

@@ -11,8 +11,8 @@ struct UpdateScaleArguments {
         growth_tracker(stack[1]),
         found_inf(stack[2]),
         overflows(stack[6]),
-        by{bit_cast<double>(stack[3]), bit_cast<double>(stack[4]), bit_cast<int64_t>(stack[5]),
-           bit_cast<double>(stack[7]), bit_cast<double>(stack[8]), bit_cast<int64_t>(stack[9])} {
+        policy{bit_cast<double>(stack[3]), bit_cast<double>(stack[4]), bit_cast<int64_t>(stack[5]),
+               bit_cast<double>(stack[7]), bit_cast<double>(stack[8]), bit_cast<int64_t>(stack[9])} {
     require(scale.is_fp32_scalar(), kOp, "scale is not a single fp32");
     require(found_inf.is_fp32_scalar(), kOp, "found_inf is not a single fp32");
     require(holds_int32(growth_tracker, 1), kOp, "growth_tracker is not a single int32");
@@ -24,7 +24,7 @@ struct UpdateScaleArguments {
   const float* flag() const { return static_cast<const float*>(found_inf.const_data()); }
 
   Tensor scale, growth_tracker, found_inf, overflows;
-  ScalePolicy by;
+  ScalePolicy policy;
 
  private:
   static bool holds_int32(const Tensor& tensor, int64_t size) {
@@ -35,7 +35,7 @@ struct UpdateScaleArguments {
 
 static void update_scale_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
   const UpdateScaleArguments arguments(stack);
-  update_scale(arguments.state(), arguments.flag(), arguments.by);
+  update_scale(arguments.state(), arguments.flag(), arguments.policy);
 }
 MPK_CPU_KERNEL(kOp, update_scale_on_cpu)
 
@@ -43,7 +43,7 @@ MPK_CPU_KERNEL(kOp, update_scale_on_cpu)
 static void update_scale_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const UpdateScaleArguments arguments(stack);
   const OnDeviceOf device(arguments.scale);
-  require_success(update_scale_cuda(arguments.state(), arguments.flag(), arguments.by, device.stream()), kOp);
+  require_success(update_scale_cuda(arguments.state(), arguments.flag(), arguments.policy, device.stream()), kOp);
 }
 MPK_CUDA_KERNEL(kOp, update_scale_on_cuda)
 #endif

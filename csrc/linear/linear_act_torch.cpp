@@ -180,14 +180,7 @@ MPK_CUDA_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cuda)
 
 }  // namespace mpk
 
-extern "C" {
-// For the table of what computes, in Python: whether this CPU's 16-bit products are left to torch. dtype is a Dtype.
-__attribute__((visibility("default"))) int32_t mpkernels_multiplies_halves(int32_t dtype) {
+// mpkernels/selector/rule.py asks whether this CPU's 16-bit products are left to torch. dtype is a Dtype.
+extern "C" __attribute__((visibility("default"))) int32_t mpkernels_multiplies_halves(int32_t dtype) {
   return mpk::multiplies_halves(static_cast<mpk::Dtype>(dtype));
-}
-// For tests, of the way that this machine does not go: 1 and 0 as if it multiplied 16-bit matrices fast or slowly, -1
-// as it is.
-__attribute__((visibility("default"))) void mpkernels_force_half_products(int32_t choice) {
-  mpk::halves_forced = choice;
-}
 }

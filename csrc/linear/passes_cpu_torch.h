@@ -1,8 +1,6 @@
 // What the linear ops do on the CPU around the products that torch makes.
 #pragma once
 
-#include <atomic>
-
 #include "linear/linear_act.h"
 #include "linear/linear_gated.h"
 #include "linear/products_torch.h"
@@ -17,15 +15,15 @@ inline int64_t rows_in_block(int64_t columns) {
   return std::max<int64_t>(kBlockBytes / (4 * columns + 1) / kRowsOfSum * kRowsOfSum, kLeastRows);
 }
 
-// 16-bit matrices are widened, multiplied in fp32 and narrowed, for most CPUs take several times as long to multiply
-// them as they are. Where there are instructions for it, torch multiplies them as they are, as on a GPU.
-inline std::atomic<int32_t> halves_forced{-1};  // by tests: 0 or 1
-
+// Whether torch multiplies 16-bit matrices as they are, as on a GPU. Most CPUs have no instructions for that and take
+// several times as long, so the matrices are widened, multiplied in fp32 and narrowed.
 inline bool multiplies_halves(Dtype dtype) {
+#ifdef MPK_HALF_PRODUCTS  // tests compile either way for any CPU
+  return dtype != Dtype::f32 && MPK_HALF_PRODUCTS;
+#else
   static const HalfProducts cpu = half_products();
-  const int32_t forced = halves_forced;
-  if (dtype == Dtype::f32) return false;
-  return forced >= 0 ? forced : dtype == Dtype::f16 ? cpu.fp16 : cpu.bf16;
+  return dtype == Dtype::f16 ? cpu.fp16 : dtype == Dtype::b16 && cpu.bf16;
+#endif
 }
 
 // A matrix, or a copy of it in another format or layout.

@@ -17,11 +17,11 @@ def when_cuda_begins(call: Callable[[], None]) -> None:
         call()
 
 
-# What multiplies bf16 here. Without them: Policy.best takes a CPU for one that doesn't.
+# Tell whether the CPU multiplies bf16. Without them: Policy.best assumes that it doesn't.
 has_amx: Callable[[], bool] = look_up("torch.cpu", "_is_amx_tile_supported", lambda: False)
 has_avx512_bf16: Callable[[], bool] = look_up("torch.cpu", "_is_avx512_bf16_supported", lambda: False)
 
-# The number of a device's stream. Without it: that of an object that is made first, which takes longer than a cast.
+# Returns the number of a device's stream. Without it: a stream object is made first, which takes longer than a cast.
 current_stream: Callable[[int], int] = look_up(
     "torch._C", "_cuda_getCurrentRawStream", lambda index: torch.cuda.current_stream(index).cuda_stream
 )

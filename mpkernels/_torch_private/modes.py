@@ -1,4 +1,4 @@
-"""Who watches the ops that are called: modes, transforms, autocast, and how to hide from them."""
+"""Modes, transforms and autocast, which observe the ops that are called, and how to hide ops from them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mpkernels._torch_private.finding import NoClass, look_up, maybe
 
-# Whether a tracer, mode or transform observes the ops that are called. Without them: assumed so, and torch computes.
+# Tell whether a tracer, mode or transform observes ops. Without them: we assume so, and torch computes.
 are_transforms_active: Callable[[], bool] = look_up("torch._C", "_are_functorch_transforms_active", maybe)
 count_dispatch_modes: Callable[[], int] = look_up("torch._C", "_len_torch_dispatch_stack", maybe)
 count_function_modes: Callable[[], int] = look_up("torch._C", "_len_torch_function_stack", maybe)
@@ -18,7 +18,7 @@ _DeviceContext: type = look_up("torch.utils._device", "DeviceContext", NoClass)
 # Hides what is done from function modes and tensors of subclasses. Without it: they see what fuse looks at.
 without_functions: Any = look_up("torch._C", "DisableTorchFunction", nullcontext)
 
-# Quicker than its public twin, which in a small layer counts.
+# Faster than its public twin, which matters in a small layer.
 is_any_autocast_enabled: Callable[[], bool] = look_up("torch._C", "_is_any_autocast_enabled", maybe)
 
 # Hide ops from dispatch modes and transforms. Without them: modes see these ops, too.
@@ -26,7 +26,7 @@ without_dispatch_modes: Any = look_up("torch._C", "_DisableTorchDispatch", nullc
 _without_transforms: Any = look_up("torch._C", "_DisableFuncTorch", nullcontext)
 _may_hook_saved: Callable[[], bool] = look_up("torch._C", "_autograd._saved_tensors_hooks_is_enabled", maybe)
 
-# What all ops are told to. Without it: memory_report counts nothing in a forward on a CPU.
+# A mode that sees each op. Without it: memory_report counts no casts of autocast's.
 DispatchMode: Any = look_up("torch.utils._python_dispatch", "TorchDispatchMode", nullcontext)
 
 

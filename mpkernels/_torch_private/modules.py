@@ -29,7 +29,7 @@ def are_all_modules_hooked() -> bool:
     return bool(forward or forward_pre or backward or backward_pre)
 
 
-# What a module calls itself by, beside ``__call__``. Without it: that alone is looked at.
+# The names by which a module calls itself. Without the second: only ``__call__`` is checked.
 CALLED_BY = tuple(name for name in ("__call__", "_call_impl") if hasattr(torch.nn.Module, name))
 
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from mpkernels._torch_private.finding import look_up
 
-# The dispatcher below autograd. Without the first: a list of tensors goes through Python twice. Without the second: an
-# op's own call tells autograd what has changed, and torch.ops doesn't.
+# Reach the dispatcher below autograd. Without the first: a list of tensors goes through Python twice. Without the
+# second: autograd hears of changes from an op's own call, and not from torch.ops.
 below_autograd: Any = look_up("torch._C", "_AutoDispatchBelowADInplaceOrView", None)
 keys_below_autograd: Any = look_up("torch._C", "_after_ADInplaceOrView_keyset", None)
-# Whether C++ has attached a kernel. Without it: the package takes none of them for there.
+# Tells whether C++ has attached a kernel. Without it: the package assumes that none is there.
 has_kernel: Callable[[str, str], bool] = look_up(
     "torch._C", "_dispatch_has_kernel_for_dispatch_key", lambda name, key: False
 )
@@ -29,12 +29,12 @@ def find_kernel(op: str, key: str) -> Callable[..., Any] | None:
     return lambda *arguments: call(keys(own_key), *arguments)
 
 
-# Grads of many parameters in one call. Without it: in as many.
+# Multiplies many tensors in one call. Without it: one call each.
 foreach_mul_: Callable[[list[Tensor], Tensor], object] = look_up(
     "torch", "_foreach_mul_", lambda tensors, factor: [each.mul_(factor) for each in tensors]
 )
 
-# A number for each of many tensors in one launch. Without it: in as many.
+# Adds a number to each of many tensors in one launch. Without it: one launch each.
 foreach_add_: Callable[[list[Tensor], list[int]], object] = look_up(
     "torch",
     "_foreach_add_",
@@ -46,12 +46,8 @@ unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = look_up(
     "torch", "ops.aten._unsafe_view", lambda tensor, shape: tensor.view(shape).clone()
 )
 
-# gelu in place, by C++ as torch's other functions. Without it: by torch.ops, which in a small layer takes longer than
-# the layer.
+# Computes gelu in place. Without it: torch.ops does, which takes longer than a small layer.
 gelu_: Callable[..., Tensor] = look_up("torch", "_C._nn.gelu_", torch.ops.aten.gelu_.default)
 
 # The op that casts. Without it: memory_report counts no casts of autocast's.
 to_copy: Any = look_up("torch", "ops.aten._to_copy.default", None)
-
-# What the names of torch's own ops that look at grads have in them. Without such ops: the profile counts ours alone.
-LOOKS_AT_GRADS = ("_amp_", "_foreach_norm")

@@ -9,12 +9,12 @@ from torch.autograd import forward_ad
 
 from mpkernels._torch_private.finding import look_up
 
-# What a sparse grad holds, though it may hold an index twice. Without it: torch asks for a coalesced one.
+# Returns a sparse grad's values, also if an index comes twice. Without it: torch asks for a coalesced grad.
 values_of: Callable[[Tensor], Tensor] = look_up("torch", "Tensor._values", Tensor.values)
 leaves_of: Callable[[Any], list[Any]] = look_up("torch.utils._pytree", "tree_leaves", lambda tree: [tree])
 map_leaves: Callable[..., Any] = look_up("torch.utils._pytree", "tree_map", lambda function, tree: function(tree))
 
-# What runs the backward of a Python function. Without it: no backward seems to run inside another.
+# Runs the backward of a Python function. Without it: no backward seems to run inside another.
 _function_backward: Any = look_up("torch.autograd.function", "BackwardCFunction.apply", None)
 
 

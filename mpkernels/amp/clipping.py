@@ -121,8 +121,8 @@ def _own_norm(grads: Sequence[Tensor], norm_type: float, shares: Sequence[float]
     device = grads[0].device if grads else torch.device("cpu")
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2:
-        of_devices = by_device(grads, range(len(grads))).values()
-        sums = [put_on(device, _sumsq(grads, shares, places)) for places in of_devices]
+        groups = by_device(grads, range(len(grads))).values()
+        sums = [put_on(device, _sumsq(grads, shares, places)) for places in groups]
         return torch.stack(sums or [nothing]).sum()
     weights = [1.0] * len(grads) if shares is None else [share ** (1 / norm_type) for share in shares]
     norms = [
@@ -138,8 +138,8 @@ def _sumsq(grads: Sequence[Tensor], shares: Sequence[float] | None, places: Sequ
     stats = grad_stats([grads[i] for i in places])
     if shares is None:
         return stats.total_sumsq
-    of_each = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=stats.sumsq.device)
-    return (stats.sumsq * of_each).sum()
+    weights = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=stats.sumsq.device)
+    return (stats.sumsq * weights).sum()
 
 
 def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
@@ -157,14 +157,14 @@ def _is_known_one(coefficient: Tensor) -> bool:
 
 
 def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
-    for of_device in by_device(grads, grads).values():
-        factor = put_on(of_device[0].device, coefficient)
-        of_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for grad in of_device:
-            # On a CPU torch's product takes 0.85 of the time of unscale_, which looks for inf, too.
+    for neighbours in by_device(grads, grads).values():
+        factor = put_on(neighbours[0].device, coefficient)
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for grad in neighbours:
+            # On a CPU torch's product takes 0.85 of the time of unscale_, which also looks for inf.
             is_torchs = grad.dtype == torch.float64 or (grad.dtype == torch.float32 and grad.device.type == "cpu")
-            of_dtype.setdefault(grad.dtype if is_torchs else torch.float16, []).append(grad)
-        for dtype, same in of_dtype.items():
+            by_dtype.setdefault(grad.dtype if is_torchs else torch.float16, []).append(grad)
+        for dtype, same in by_dtype.items():
             if dtype != torch.float16:
                 foreach_mul_(same, factor.to(dtype))
             else:  # multiplied in fp32 and rounded once; torch would round the coefficient to 16 bits first

@@ -11,13 +11,13 @@ NAMES = ("grad_scale", "found_inf", "outcome", "peers")
 
 
 def give(optimizer: Any, scale: Tensor, peers: Processes | None, outcome: Tensor | None) -> None:
-    """Set what our AdamW's step needs to unscale, to look for inf and NaN in all processes, and to tell of it."""
+    """Set what our AdamW's step needs to unscale, to look for inf and NaN in all processes, and to report."""
     attributes_of(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
     if peers is not None:
         optimizer.peers = peers
     preset = getattr(optimizer, "grad_scale", None)
     optimizer.grad_scale = scale if preset is None else scale * preset
-    # A tensor to write to, not an attribute to set: torch.compile keeps only the one for those outside.
+    # The optimizer writes to this tensor: attributes that compiled code sets are lost outside of it.
     optimizer.outcome = outcome
 
 
@@ -28,7 +28,7 @@ def take_back(optimizer: Optimizer) -> None:
 
 
 def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an object's own attributes; of a class with __slots__, none."""
+    """Return an object's own attributes; none if its class has __slots__."""
     return getattr(optimizer, "__dict__", {})
 
 

@@ -1,7 +1,6 @@
 """Finds out whether an optimizer's grads hold an inf or NaN. The answer stays on the device of the scale."""
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,7 +8,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkernels._torch_private.tensors import values_of
-from mpkernels.amp.attempts import Attempt
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes
@@ -18,20 +16,18 @@ from mpkernels.ops import unscale_ as unscale_list_
 from mpkernels.optim import offloaded
 from mpkernels.parameters import are_any_sharded, by_device, params_of, put_on, unwrapped
 
-FoundInf = dict[torch.device, Tensor]  # fp32, 0-dim, 0 or 1; one at most, as torch's optimizers take any other for 0
-
-
+FoundInf = dict[torch.device, Tensor]  # one entry at most: fp32, 0-dim, exactly 0 or 1, as torch's optimizers want
 Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their grads
 
 
-def unscale_(grads: Grads, inv_scale: Tensor, attempts: dict[torch.device, Attempt]) -> FoundInf:
-    """Unscale the grads in place, and return whether any of them is inf or NaN afterwards. Leave out the devices whose
-    grads an attempt has unscaled before it failed."""
-    for device, (params, of_device) in grads.items():
-        if device not in attempts or not attempts[device].was_done():
-            this = attempts[device] = Attempt(partial(list, params), device)
-            unscale_list_([*of_device, this.mark], this.found_inf, put_on(device, inv_scale))
-    return _together([attempts[device].found_inf for device in grads], inv_scale.device)
+def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
+    """Unscale the grads in place, and return whether any of them is inf or NaN afterwards."""
+    found_infs = []
+    for device, (_, of_device) in grads.items():
+        found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        unscale_list_(of_device, found_inf, put_on(device, inv_scale))
+        found_infs.append(found_inf)
+    return _together(found_infs, inv_scale.device)
 
 
 def look(grads: Grads, scale: Tensor) -> FoundInf:
@@ -65,7 +61,7 @@ def given_group(scaler: Any, optimizer: Any) -> Any:
 
 
 def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
-    """Return the processes that skip its steps together."""
+    """Return the processes that skip the optimizer's steps together."""
     params = params_of(optimizer)
     return given_peers(scaler, optimizer) or meshes.peers_of(params) or fsdp1.peers_of("GradScaler", params)
 
@@ -73,8 +69,8 @@ def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
 def of_all(
     processes: Processes | None, find: Callable[[], FoundInf], scale: Tensor, step_asks: bool = False
 ) -> FoundInf:
-    """Return whether the grads of any process hold an inf or NaN; of this one, if the step will ask the others. If one
-    can't find out, all raise; on a GPU, where the host doesn't wait, the others skip the step."""
+    """Return whether the grads of any process hold an inf or NaN. If the step will ask the others, only this process's
+    grads count here. If one process fails, all raise; on a GPU, where no host waits, the others skip the step."""
     if processes is None:
         return find()
     try:
@@ -99,7 +95,7 @@ def device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: 
 
 
 def grads_of(optimizer: Optimizer) -> Grads:
-    """Return the params that have a grad, and their grads (of a sparse one, the values), of each device."""
+    """Return each device's parameters that have a grad, and their grads; a sparse grad is represented by its values."""
     offloaded.refuse_scaler(optimizer)
     params = [param for param in params_of(optimizer) if param.grad is not None]
     grads = [_values(param, grad) for param, grad in zip(params, parts_of(settled_grads(params)), strict=True)]

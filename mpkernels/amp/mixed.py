@@ -147,7 +147,7 @@ def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
 
 
 def _spectral_of(module: nn.Module) -> list[Tensor]:
-    """Weights that spectral_norm divides, beside vectors of its own in fp32 and out of autocast's sight."""
+    """Return the weights that spectral_norm divides. It multiplies them with fp32 vectors of its own."""
     is_parametrized = isinstance(module, parametrize.ParametrizationList)
     if is_parametrized and any(isinstance(it, SpectralParametrization) for it in module.children()):
         return list(module.parameters(recurse=False))
@@ -155,8 +155,8 @@ def _spectral_of(module: nn.Module) -> list[Tensor]:
 
 
 def _is_fp32s(module: nn.Module) -> bool:
-    """A norm, or what autocast has no rule for. A linear layer that normalises its weight has "norm" in its name, too,
-    but a matrix."""
+    """Return whether a module's parameters stay fp32: a norm's, and those that autocast has no rule for. A linear layer
+    that normalises its weight has "norm" in its name, too, but holds a matrix."""
     if isinstance(module, (*_NORMS, nn.Bilinear)):
         return True
     return "norm" in type(module).__name__.lower() and all(it.dim() <= 1 for it in module.parameters(recurse=False))

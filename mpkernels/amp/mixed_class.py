@@ -1,4 +1,4 @@
-"""A model's class with an autocast around its forward."""
+"""Makes a subclass of a model's class whose forward runs under autocast."""
 
 import copyreg
 import functools

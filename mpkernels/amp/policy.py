@@ -40,7 +40,7 @@ class Policy:
     def best(cls, device: str | torch.device | None = None) -> "Policy":
         """Return the policy that trains fastest on a device, by default the machine's, without a loss in accuracy.
 
-        bf16 wherever hardware multiplies it, for it needs no scaling: CUDA from Ampere on, ROCm, XPU, and CPUs with
+        bf16 wherever hardware multiplies it, because it needs no scaling: CUDA from Ampere on, ROCm, XPU, and CPUs with
         AMX, AVX512_BF16 or Arm's BF16. Else fp16 on a CUDA device with tensor cores, and on MPS, whose first generation
         emulates bf16. Else fp32: a CPU without such instructions widens, multiplies and rounds, and is slower for it.
         """

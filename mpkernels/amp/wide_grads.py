@@ -17,7 +17,7 @@ _NEEDS_MODEL = "which exchanges grads in their parameters' dtype; pass the wrapp
 
 
 class WideGrads:
-    """What ``grad_dtype=torch.float32`` does to a group of batches, and to the exchange of its grads."""
+    """Lets a group of batches have fp32 grads, as ``grad_dtype=torch.float32`` asks, and exchanges them."""
 
     def __init__(self, op: str, optimizer: Any, model: nn.Module | None) -> None:
         self._op, self._optimizer = op, optimizer

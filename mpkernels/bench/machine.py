@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 import mpkernels
+from mpkernels._shared import cpu
 from mpkernels.bench.pairs import STOPWATCHES, Stopwatch, wall_stopwatch
-from mpkernels.selector import machine
 
 COPIED = 2**27  # bytes, so that source and target are several times the last cache
 HARDWARE = ("cpu", "simd", "cores", "gpu")  # what must be equal for two results to be compared
@@ -25,8 +25,8 @@ Description = dict[str, str | int | None]
 def describe() -> Description:
     gpu = torch.cuda.is_available()
     return {
-        "cpu": machine.name(),
-        "simd": machine.simd(),
+        "cpu": cpu.name(),
+        "simd": cpu.simd(),
         "cores": os.cpu_count(),
         "gpu": torch.cuda.get_device_name() if gpu else None,
         "driver": _driver() if gpu else None,

@@ -10,7 +10,8 @@ from torch import Tensor
 from mpkernels._torch_private.sharded import flat_param_handle, is_fsdp1s, originals_of
 from mpkernels.distributed.processes import Processes, are_several
 
-_handles: WeakSet[Any] = WeakSet()  # FSDP's, one for each flat parameter; no parameter leads to its own
+# FSDP's objects, one for each flat parameter. A handle knows its parameters, but no parameter knows its handle.
+_handles: WeakSet[Any] = WeakSet()
 
 
 def has_parts(params: Iterable[Tensor]) -> bool:
@@ -25,14 +26,14 @@ def peers_of(op: str, params: Sequence[Tensor], for_norm: bool = False) -> Proce
         return None
     group_of = _groups(op, parts)
     groups = {group_of.get(id(param)) for param in params}
-    of_parts = groups - {None}
-    if len(of_parts) > 1 or (of_parts and None in groups and for_norm):
+    part_groups = groups - {None}
+    if len(part_groups) > 1 or (part_groups and None in groups and for_norm):
         raise ValueError(
-            f"{op}: params must be parts that FSDP leaves to the processes of one group, got those of {len(of_parts)}"
-            f"{', and whole ones' if None in groups else ''}; leave out max_norm and clip by "
+            f"{op}: params must be parts that FSDP leaves to the processes of one group, got those of "
+            f"{len(part_groups)}{', and whole ones' if None in groups else ''}; leave out max_norm and clip by "
             "FullyShardedDataParallel.clip_grad_norm_, and give the process_group in which all is skipped together"
         )
-    return Processes(of_parts.pop(), holds_parts=None not in groups) if of_parts else None
+    return Processes(part_groups.pop(), holds_parts=None not in groups) if part_groups else None
 
 
 def _groups(op: str, parts: Sequence[Tensor]) -> dict[int, Any]:

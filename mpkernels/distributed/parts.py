@@ -75,8 +75,8 @@ def reshard(model: torch.nn.Module) -> None:
 
 
 def await_grad(param: Any) -> None:
-    """In a hook that reads the grad on the host, wait until it has come there: in torch 2.10, FSDP2's CPUOffloadPolicy
-    calls the hooks while the copy is on its way, on the stream that is current there."""
+    """Wait until the grad has reached the host. A hook that reads it there must call this: FSDP2's CPUOffloadPolicy in
+    torch 2.10 calls hooks while the current stream still copies."""
     if param.device.type == "cpu" and is_sharded(param) and torch.accelerator.is_available():
         torch.accelerator.current_stream().synchronize()
 

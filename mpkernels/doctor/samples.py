@@ -58,16 +58,16 @@ def optimizer_step(
     counts = [rule.needed, rule.needed, len(rule.states), len(rule.states)]  # of states
     states = []
     for i, key in enumerate(rule.states):
-        of_all = [it.sign().abs() if key in rule.not_negative else it.sign() for it in params]
+        values = [it.sign().abs() if key in rule.not_negative else it.sign() for it in params]
         there = [i < n for n in counts]
-        states.append([it.to(state_dtype) if has else it[:0] for it, has in zip(of_all, there, strict=True)])
+        states.append([it.to(state_dtype) if has else it[:0] for it, has in zip(values, there, strict=True)])
     sizes = [n * -(-it.numel() // 256) for it, n in zip(params, counts, strict=True)]
     scales = [torch.ones(size, **make) for size in sizes] if state_dtype == torch.int8 else []
     steps = [torch.ones((), **make) for _ in params]
-    of_each = [it.clone() for it in params]
+    step_grads = [it.clone() for it in params]
     if found_inf:
-        of_each[1][:4] = torch.tensor(SPECIALS)
-    lists = params, of_each, *states, masters, scales, steps
+        step_grads[1][:4] = torch.tensor(SPECIALS)
+    lists = params, step_grads, *states, masters, scales, steps
     hyper = [[*HYPERPARAMETERS.get(name, (0.5, 0.5))] for name in rule.hyperparameters]
     nothing = torch.empty(0, **make)
     on_device = [nothing] * (2 * rule.tensors)
@@ -106,33 +106,22 @@ def matrices(dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...])
     return [torch.randn(shape, generator=generator, dtype=F64).to(dtype).to(device) for shape in shapes]
 
 
-def linear(device: torch.device, dtype: torch.dtype, activation: str, bias: bool = True) -> tuple[Any, ...]:
-    x, weight, b = matrices(dtype, device, (5, 7), (9, 7), (9,))
-    return x, weight, b if bias else None, activation, True
+ODD, TILES = (5, 7, 9), (16, 24, 32)  # rows, columns, outputs; tensor cores like the second ones
 
 
-def linear_in_tiles(
-    device: torch.device, dtype: torch.dtype, activation: str, bias: bool = True, *specials: float
-) -> tuple[Any, ...]:
-    """Make a layer of sizes that tensor cores like."""
-    x, weight, b = matrices(dtype, device, (16, 24), (32, 24), (32,))
+def linear(
+    device: torch.device, dtype: torch.dtype, activation: str, sizes: tuple[int, int, int] = ODD, *specials: float,
+    bias: bool = True,
+) -> tuple[Any, ...]:  # fmt: skip
+    rows, columns, outputs = sizes
+    x, weight, b = matrices(dtype, device, (rows, columns), (outputs, columns), (outputs,))
     x[: len(specials), 0] = torch.tensor(specials)
     return x, weight, b if bias else None, activation, True
 
 
-def linear_with_specials(device: torch.device) -> tuple[Any, ...]:
-    x, *others = linear(device, B16, "relu")
-    x[:4, 0] = torch.tensor(SPECIALS)
-    return x, *others
-
-
-def linear_backward(device: torch.device, dtype: torch.dtype, activation: str) -> tuple[Any, ...]:
+def linear_backward(device: torch.device, dtype: torch.dtype, activation: str, *by_columns: bool) -> tuple[Any, ...]:
     dy, x, weight, saved = matrices(dtype, device, (5, 9), (5, 7), (9, 7), (1, 9))
-    return dy, x, weight, saved.expand(5, 9), activation, F32, dtype
-
-
-def linear_backward_by_columns(device: torch.device) -> tuple[Any, ...]:
-    return *linear_backward(device, B16, "silu"), True
+    return dy, x, weight, saved.expand(5, 9), activation, F32, dtype, *by_columns
 
 
 def linear_backward_of_nothing(device: torch.device) -> tuple[Any, ...]:
@@ -161,7 +150,7 @@ def linear_dact_of_nothing_saved(device: torch.device) -> tuple[Any, ...]:
 
 
 def linear_gated(
-    device: torch.device, dtype: torch.dtype, activation: str, sizes: tuple[int, int, int] = (5, 7, 9), *specials: float
+    device: torch.device, dtype: torch.dtype, activation: str, sizes: tuple[int, int, int] = ODD, *specials: float
 ) -> tuple[Any, ...]:
     """Make a gate with a bias, and an up without."""
     rows, features, outputs = sizes
@@ -194,6 +183,12 @@ def linear_dgated_of_h(device: torch.device) -> tuple[Any, ...]:
 SUMS = 1100 * torch.finfo(F64).eps
 ROUNDED = {dtype: 8 * torch.finfo(dtype).eps if dtype == F32 else torch.finfo(dtype).eps for dtype in (F32, F16, B16)}
 
+
+def in_dtypes(make: Callable[..., tuple[Any, ...]], *arguments: tuple[Any, ...]) -> list[Sample]:
+    """Return a sample for each tuple of what ``make`` takes after the device; the first one is the dtype."""
+    return [Sample(lambda device, it=it: make(device, *it), ROUNDED[it[0]]) for it in arguments]  # type: ignore[misc]
+
+
 SAMPLES: dict[str, list[Sample]] = {
     "unscale_": [Sample(unscale), Sample(lambda device: unscale(device, *SPECIALS))],
     "grad_stats": [
@@ -204,39 +199,30 @@ SAMPLES: dict[str, list[Sample]] = {
     **{it.rule.op: steps_by(it.rule) for it in (adam_, adamw_, lion_, sgd_)},
     "overflow_": [Sample(overflown)],
     "linear_act": [
-        Sample(lambda device: linear(device, B16, "gelu"), ROUNDED[B16]),
-        Sample(lambda device: linear(device, F16, "silu"), ROUNDED[F16]),
+        *in_dtypes(
+            linear,
+            *((B16, "gelu"), (F16, "silu"), (B16, "relu", ODD, *SPECIALS)),
+            *((F16, "none", TILES), (B16, "gelu_tanh", TILES, torch.nan)),
+        ),
         Sample(lambda device: linear(device, F32, "relu", bias=False), ROUNDED[F32]),
-        Sample(linear_with_specials, ROUNDED[B16]),
-        Sample(lambda device: linear_in_tiles(device, F16, "none"), ROUNDED[F16]),
-        Sample(lambda device: linear_in_tiles(device, F16, "gelu_tanh", False), ROUNDED[F16]),
-        Sample(lambda device: linear_in_tiles(device, B16, "gelu_tanh", True, torch.nan), ROUNDED[B16]),
+        Sample(lambda device: linear(device, F16, "gelu_tanh", TILES, bias=False), ROUNDED[F16]),
     ],
     "linear_act_backward": [
-        Sample(lambda device: linear_backward(device, B16, "gelu"), ROUNDED[B16]),
-        Sample(lambda device: linear_backward(device, F32, "silu"), ROUNDED[F32]),
-        Sample(linear_backward_by_columns, ROUNDED[B16]),
+        *in_dtypes(linear_backward, (B16, "gelu"), (F32, "silu"), (B16, "silu", True)),
         Sample(linear_backward_of_nothing),
     ],
     "linear_dact": [
-        Sample(lambda device: linear_dact(device, B16, "gelu"), ROUNDED[B16]),
-        Sample(lambda device: linear_dact(device, F32, "tanh"), ROUNDED[F32]),
-        Sample(lambda device: linear_dact(device, F16, "silu", (128, 32, 64)), ROUNDED[F16]),
+        *in_dtypes(linear_dact, (B16, "gelu"), (F32, "tanh"), (F16, "silu", (128, 32, 64))),
+        *in_dtypes(linear_dact_in_tiles, (F16,), (B16, torch.nan)),
         Sample(linear_dact_of_nothing_saved, ROUNDED[F32]),
-        Sample(lambda device: linear_dact_in_tiles(device, F16), ROUNDED[F16]),
-        Sample(lambda device: linear_dact_in_tiles(device, B16, torch.nan), ROUNDED[B16]),
     ],
     "linear_gated": [
-        Sample(lambda device: linear_gated(device, B16, "silu"), ROUNDED[B16]),
-        Sample(lambda device: linear_gated(device, F16, "gelu", (16, 24, 32)), ROUNDED[F16]),
-        Sample(lambda device: linear_gated(device, B16, "relu", (16, 24, 32), *SPECIALS), ROUNDED[B16]),
+        *in_dtypes(linear_gated, (B16, "silu"), (F16, "gelu", TILES), (B16, "relu", TILES, *SPECIALS)),
         Sample(linear_gated_apart, ROUNDED[F32]),
     ],
     "linear_dgated": [
-        Sample(lambda device: linear_dgated(device, B16, "silu"), ROUNDED[B16]),
-        Sample(lambda device: linear_dgated(device, F16, "gelu", (128, 32, 64)), ROUNDED[F16]),
-        Sample(lambda device: linear_dgated(device, F32, "tanh"), ROUNDED[F32]),
-        Sample(lambda device: linear_dgated(device, B16, "relu", (16, 24, 32), torch.nan), ROUNDED[B16]),
+        *in_dtypes(linear_dgated, (B16, "silu"), (F16, "gelu", (128, 32, 64)), (F32, "tanh")),
+        *in_dtypes(linear_dgated, (B16, "relu", TILES, torch.nan)),
         Sample(linear_dgated_of_h, ROUNDED[B16]),
     ],
 }

@@ -57,7 +57,7 @@ def _compare(op: str, device: torch.device, kernel: str, sample: Sample) -> str:
 
 
 def _difference(want: Any, got: Any, tolerance: float) -> str:
-    """In what a kernel returned, and in what it made of its arguments."""
+    """Return how a kernel's results and changed arguments differ from the reference's; "" if they agree."""
     leaves = zip(leaves_of(want), leaves_of(map_leaves(_on_cpu, got)), strict=True)
     for a, b in leaves:
         if not isinstance(a, Tensor):

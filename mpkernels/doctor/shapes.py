@@ -1,6 +1,5 @@
 """Sizes that tensor cores can take as they are."""
 
-import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -9,8 +8,8 @@ from torch import nn
 
 from mpkernels.nn import LinearAct
 
-ALIGNED = 16  # bytes: what a row must be a multiple of for the widest loads, csrc/common/elements.h's too
-TILE = 64  # columns: half of what a block of a matrix kernel has
+_ROW = 16  # bytes that a row must be a multiple of for the widest loads
+_TILE = 64  # columns: half of what a block of a matrix kernel has
 
 
 class Advice(NamedTuple):
@@ -25,38 +24,27 @@ class Advice(NamedTuple):
 
 
 def advise(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[Advice]:
-    """What keeps the layers of ``model`` off the fast path of tensor cores in ``dtype``; empty where nothing does.
+    """Return what keeps the model's layers off the fast path of tensor cores in a dtype; empty where nothing does.
 
     >>> mpkernels.doctor.advise(torch.nn.Linear(768, 50257))
     [Advice(where='Linear', problem='out_features=50257 is no multiple of 8', remedy='50304 is')]
     """
-    found: list[Advice] = []
+    found, multiple = [], _ROW // dtype.itemsize
     for name, module in model.named_modules():
         where = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        found += (each for size in _sizes(module) if (each := of_size(where, *size, dtype)))
-        for of_it, param in module.named_parameters(recurse=False):
-            if param.dtype == torch.float64:
-                found.append(Advice(where, f"{of_it} is fp64, which autocast leaves alone", "fp32 or 16 bits are not"))
-            if not param.is_meta and param.data_ptr() % ALIGNED:
-                found.append(
-                    Advice(where, f"{of_it} begins between multiples of {ALIGNED} bytes", "a clone of it doesn't")
-                )
+        for size_name, size in _sizes(module):
+            if size % multiple:
+                step = _TILE if size > 8 * _TILE else multiple
+                problem = f"{size_name}={size} is no multiple of {multiple}"
+                found.append(Advice(where, problem, f"{-(-size // step) * step} is"))
     return found
-
-
-def of_size(where: str, name: str, size: int, dtype: torch.dtype = torch.bfloat16) -> Advice | None:
-    multiple = ALIGNED // dtype.itemsize
-    if size % multiple == 0:
-        return None
-    step = TILE if size > 8 * TILE else multiple
-    return Advice(where, f"{name}={size} is no multiple of {multiple}", f"{-(-size // step) * step} is")
 
 
 _CONVOLUTIONS = nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d
 
 
 def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
-    """Those by which rows in memory are long."""
+    """Yield the lengths of the rows that a layer multiplies."""
     if isinstance(module, nn.Linear | LinearAct):
         yield "in_features", module.in_features
         yield "out_features", module.out_features
@@ -67,14 +55,3 @@ def _sizes(module: nn.Module) -> Iterator[tuple[str, int]]:
         yield "embedding_dim", module.embedding_dim
     elif isinstance(module, nn.MultiheadAttention):
         yield "embed_dim / num_heads", module.embed_dim // module.num_heads
-
-
-def of_sizes(text: str) -> list[Advice] | None:
-    """Of a layer that is given by its features, as in 768x50257. None where the text says something else."""
-    if re.fullmatch(r"\d+(x\d+)+", text) is None:
-        return None
-    sizes = [int(size) for size in text.split("x")]
-    if 0 in sizes:
-        raise ValueError(f"MODEL's sizes must be above 0, got {text!r}")
-    each = (of_size(text, "size", size) for size in sizes)
-    return [it for it in each if it]

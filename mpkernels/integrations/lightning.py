@@ -74,7 +74,9 @@ class LogMixedPrecision(Callback):
         if step == self._logged_step or interval == 0 or step % interval:  # several batches may share a step
             return
         self._logged_step = step
-        found = {prefix + name: it for prefix, of_one in self._metrics.items() for name, it in of_one.read().items()}
+        found = {
+            prefix + name: value for prefix, metrics in self._metrics.items() for name, value in metrics.read().items()
+        }
         for logger in trainer.loggers if found else ():
             logger.log_metrics(found, step=step)
 

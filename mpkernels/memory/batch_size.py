@@ -1,6 +1,7 @@
 """The largest batch that fits."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -8,16 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from mpkernels._shared.calls import call
 from mpkernels._torch_private.tensors import map_leaves
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.amp.mixed_class import Mixed
 from mpkernels.amp.policy import global_policy
 from mpkernels.memory import measure
-from mpkernels.memory.report import memory_report
 from mpkernels.optim import AdamW
 from mpkernels.overflow.find_nonfinite import tensors_in
 
 _SHARE = 0.7  # of a host's available memory
+_CPU = torch.device("cpu")
 
 
 def find_max_batch_size(
@@ -56,27 +58,26 @@ def find_max_batch_size(
         restore: further objects to restore afterwards: models, optimizers, anything with a ``state_dict``.
     """
     _check(start, max_batch, input_shape, make_batch)
-    if isinstance(model_or_step, nn.Module):
-        measure.refuse_meta("find_max_batch_size", model_or_step)
-    device = torch.device(_device_of(model_or_step) if device is None else device)
+    model = model_or_step if isinstance(model_or_step, nn.Module) else None
+    if model is not None:
+        measure.refuse_meta("find_max_batch_size", model)
+        restore = [model, *restore]
+    first = None if model is None else next(model.parameters(), None)
+    if device is None:
+        device = machines_device() if first is None else first.device
+    device = torch.device(device)
     if make_batch is None:
-        make_batch = partial(_random, tuple(input_shape or ()), device, _dtype_of(model_or_step))
-    if isinstance(model_or_step, nn.Module):
-        restore = [model_or_step, *restore]
-        if device.type == "cpu" and _least(model_or_step) > _SHARE * measure.available():
-            raise _nothing_fits(device)
+        make_batch = partial(_random, tuple(input_shape or ()), device, _dtype_of(model))
     try:
         with measure.restored(restore, device):
-            step = _step_of(model_or_step, device) if isinstance(model_or_step, nn.Module) else model_or_step
-            trial = partial(_fits, step, make_batch, device)
-            largest = (
-                _search_on_cpu(trial, start, max_batch) if device.type == "cpu" else _search(trial, start, max_batch)
-            )
+            step: Any = model_or_step if model is None else _training_step(model, device)
+            trial = (_TrialOnCpu if device.type == "cpu" else _Trial)(step, make_batch, device)
+            largest = _search(trial, start, max_batch)
             del step, trial  # an optimizer, with its state
     finally:
         measure.clean_up()
     if largest == 0:
-        raise _nothing_fits(device)
+        raise RuntimeError(f"find_max_batch_size: not even a batch of 1 fits into the memory of {device}")
     return largest
 
 
@@ -96,49 +97,26 @@ def _check(start: int, max_batch: int, input_shape: Sequence[int] | None, make_b
         raise TypeError(f"find_max_batch_size: make_batch must be a function of a batch size, got {make_batch!r}")
 
 
-def _least(model: nn.Module) -> int:
-    """Return the bytes that a step of the model needs for certain, before anything is tried."""
-    return memory_report(model, _optimizer(model)).total
-
-
-def _nothing_fits(device: torch.device) -> RuntimeError:
-    return RuntimeError(f"find_max_batch_size: not even a batch of 1 fits into the memory of {device}")
-
-
-def _device_of(model_or_step: Any) -> torch.device | str:
-    if isinstance(model_or_step, nn.Module):
-        for param in model_or_step.parameters():
-            return param.device
-    return machines_device()
-
-
-def _dtype_of(model_or_step: Any) -> torch.dtype:
+def _dtype_of(model: nn.Module | None) -> torch.dtype:
     """Return the dtype of the inputs that a model takes. One from ``to_mixed`` casts them itself."""
-    if isinstance(model_or_step, nn.Module) and not isinstance(model_or_step, Mixed):
-        for param in model_or_step.parameters():
-            if param.is_floating_point():
-                return param.dtype
-    return torch.float32
+    params = () if model is None or isinstance(model, Mixed) else model.parameters()
+    return next((param.dtype for param in params if param.is_floating_point()), torch.float32)
 
 
 def _random(shape: tuple[int, ...], device: torch.device, dtype: torch.dtype, batch: int) -> Tensor:
     return torch.randn(batch, *shape, device=device, dtype=dtype)
 
 
-def _optimizer(model: nn.Module) -> AdamW:
-    return AdamW([param for param in model.parameters() if param.requires_grad])
-
-
-def _step_of(model: nn.Module, device: torch.device) -> Callable[[Any], None]:
+def _training_step(model: nn.Module, device: torch.device) -> Callable[[Any], None]:
     policy = global_policy()
-    optimizer = _optimizer(model)
+    optimizer = AdamW([param for param in model.parameters() if param.requires_grad])
     scaler = policy.scaler(device.type)
     model.train()
 
     def step(batch: Any) -> None:
         optimizer.zero_grad()
         with policy.autocast(device.type):
-            outputs = [it for it in tensors_in(_call(model, batch)) if it.requires_grad]
+            outputs = [it for it in tensors_in(call(model, batch)) if it.requires_grad]
             if not outputs:
                 raise ValueError("find_max_batch_size: model must return tensors that depend on its weights")
             loss = torch.stack([it.float().square().mean() for it in outputs]).sum()
@@ -149,26 +127,56 @@ def _step_of(model: nn.Module, device: torch.device) -> Callable[[Any], None]:
     return step
 
 
-def _call(model: nn.Module, batch: Any) -> Any:
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+class _Trial:
+    """Runs a step with batches of given sizes."""
+
+    def __init__(self, step: Callable[[Any], Any], make_batch: Callable[[int], Any], device: torch.device) -> None:
+        self._step, self._make_batch, self._device = step, make_batch, device
+
+    def fits(self, size: int) -> bool:
+        try:
+            self._step(_on(self._device, self._make_batch(size)))
+            if self._device.type != "cpu":
+                torch.accelerator.synchronize(self._device)
+        except (RuntimeError, MemoryError) as error:
+            if not measure.is_out_of_memory(error):
+                raise
+            fits = False
+        else:
+            fits = True
+        if not fits:
+            measure.clean_up()  # outside of except: the error holds the frames that hold the tensors
+        return fits
+
+    def most(self) -> float:
+        """Return the largest size that may be tried next."""
+        return math.inf
 
 
-def _fits(step: Callable[[Any], Any], make_batch: Callable[[int], Any], device: torch.device, batch: int) -> bool:
-    try:
-        step(_on(device, make_batch(batch)))
-        if device.type != "cpu":
-            torch.accelerator.synchronize(device)
-    except (RuntimeError, MemoryError) as error:
-        if not measure.is_out_of_memory(error):
-            raise
-        fits = False
-    else:
-        fits = True
-    if not fits:
-        measure.clean_up()  # not before: the error holds on to the frames, and they to their tensors
-    return fits
+class _TrialOnCpu(_Trial):
+    """Measures how much memory a step takes, to predict which size the host has memory for."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        measure.clean_up()
+        self._at_start = self._before = measure.used(_CPU)
+        self._largest, self._took = 0, 1
+
+    def fits(self, size: int) -> bool:
+        measure.start_peak(_CPU)
+        if not super().fits(size):
+            return False
+        self._took = max(measure.peak(_CPU) - self._before, 1)
+        if self._largest == 0:  # libraries are loaded and states are made now, neither of which grows with the batch
+            measure.clean_up()
+            self._before = measure.used(_CPU)
+        self._largest = size
+        return True
+
+    def most(self) -> float:
+        in_reach = measure.available() + measure.used(_CPU) - self._at_start
+        may_take = _SHARE * in_reach - (self._before - self._at_start)
+        return self._largest * may_take / self._took if self._largest else math.inf
 
 
 def _on(device: torch.device, batch: Any) -> Any:
@@ -177,38 +185,13 @@ def _on(device: torch.device, batch: Any) -> Any:
     return map_leaves(lambda it: it.to(device) if isinstance(it, Tensor) else it, batch)
 
 
-def _search(fits: Callable[[int], bool], start: int, max_batch: int) -> int:
-    low, high, batch = 0, max_batch + 1, min(start, max_batch)
-    while low + 1 < high:
-        if fits(batch):
-            low = batch
+def _search(trial: _Trial, start: int, max_batch: int) -> int:
+    low, high, size = 0, max_batch + 1, min(start, max_batch)
+    while low < size < high:
+        if trial.fits(size):
+            low = size
         else:
-            high = batch
-        batch = _next(low, high, max_batch)
-    return low
-
-
-def _next(low: int, high: int, max_batch: int) -> int:
-    return min(2 * low, max_batch) if high > max_batch else (low + high) // 2
-
-
-def _search_on_cpu(fits: Callable[[int], bool], start: int, max_batch: int) -> int:
-    """Search as ``_search`` does, but count a size which may take too much as one that failed."""
-    cpu = torch.device("cpu")
-    measure.clean_up()
-    began = before = measure.used(cpu)
-    low, high, batch = 0, max_batch + 1, min(start, max_batch)
-    while low < batch < high:
-        measure.start_peak(cpu)
-        if fits(batch):
-            is_first, low, took = low == 0, batch, measure.peak(cpu) - before
-            may_take = _SHARE * (measure.available() + measure.used(cpu) - began) - (before - began)
-            predicted = low * may_take / max(took, 1)  # what doesn't grow with the batch makes it less than that
-            batch = int(min(_next(low, high, max_batch), predicted))
-            if is_first:  # what libraries load and optimizers keep is there now, and will not grow
-                measure.clean_up()
-                before = measure.used(cpu)
-        else:
-            high = batch
-            batch = _next(low, high, max_batch)
+            high = size
+        size = min(2 * low, max_batch) if high > max_batch else (low + high) // 2
+        size = int(min(size, trial.most()))
     return low

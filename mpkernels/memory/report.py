@@ -9,17 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from mpkernels.distributed.parts import part_of
-from mpkernels.linear import cast_cache
 from mpkernels.memory import measure
-from mpkernels.memory.forward import Forward
+from mpkernels.memory.forward import kept_by
 from mpkernels.optim import masters, param_state
 from mpkernels.optim.engine import Engine
 from mpkernels.parameters import params_of, unwrapped
 from mpkernels.tables import Report, Table
 
 Loss = Callable[[nn.Module], Tensor]
+Sizes = dict[str, int | None]
 
-_OF_DEVICE = {"resident": "resident: the whole process"}
 _MASTERS = set(masters.KEYS.values())
 
 
@@ -27,15 +26,15 @@ _MASTERS = set(masters.KEYS.values())
 class MemoryReport(Report):
     """The memory of a training step in this process, in bytes. Of a DTensor that is the part which lies here.
 
-    ``predicted``: the size of each kind of tensor in a step, computed from shapes and dtypes.
-    ``measured``: the size of the tensors that exist now. Cast cache and activations are what one forward has added: on
-    CUDA to the memory allocated by torch, elsewhere as tensors that still exist when it ends.
+    ``predicted``: the size of each kind of tensor in a step. Parameters, buffers, gradients, masters and moments are
+    computed from shapes and dtypes; cast cache and activations are counted in one forward.
+    ``measured``: the size of the tensors that exist now.
     ``device``: on CUDA the allocated, reserved and peak memory of torch's allocator; elsewhere the resident memory of
     the whole process, with its libraries.
     """
 
-    predicted: dict[str, int | None]
-    measured: dict[str, int | None]
+    predicted: Sizes
+    measured: Sizes
     device: dict[str, int]
 
     @property
@@ -44,13 +43,13 @@ class MemoryReport(Report):
         are made."""
         return sum(filter(None, self.predicted.values()))
 
-    def as_dict(self) -> dict[str, dict[str, int | None]]:
+    def as_dict(self) -> dict[str, Sizes]:
         return {"predicted": self.predicted, "measured": self.measured, "device": dict(self.device)}
 
     def _parts(self) -> list[str | Table]:
-        rows = [[name, text(self.predicted[name]), text(self.measured[name])] for name in self.predicted]
+        rows = [[name, text(size), text(self.measured.get(name))] for name, size in self.predicted.items()]
         rows.append(["total", text(self.total), text(sum(filter(None, self.measured.values())))])
-        rows += [[_OF_DEVICE.get(name, name), "", text(value)] for name, value in self.device.items()]
+        rows += [[name, "", text(size)] for name, size in self.device.items()]
         return [Table(["", "predicted", "measured"], rows, holds_numbers=True)]
 
 
@@ -63,41 +62,30 @@ def memory_report(
         model: the model that you train. It stays unchanged.
         optimizer: its optimizer, which need not have stepped, and stays unchanged.
         loss: a function that takes the model and returns the loss of a batch, under the autocast that you train with.
-            It is run once, to measure activations and autocast's casts. Without it, the report leaves these open. A
+            It is run once, to count activations and autocast's casts. Without it, the report leaves these open. A
             model on the meta device, which can't run, is reported without it.
     """
     params = list(model.parameters())
     optimizer = unwrapped(optimizer)
     device = params[0].device if params else torch.device("cpu")
-    grads = [param.grad for param in params if param.grad is not None]
-    states = [] if optimizer is None else list(optimizer.state.values())
-    measured: dict[str, int | None] = {
+    measured: Sizes = {
         "parameters": measure.size(it for it in params if not it.is_meta),
         "buffers": measure.size(it for it in model.buffers() if not it.is_meta),
-        "gradients": measure.size(grads),
-        **_sizes(states),
+        "gradients": measure.size(param.grad for param in params if param.grad is not None),
+        **_sizes([] if optimizer is None else optimizer.state.values()),
     }
-    predicted: dict[str, int | None] = {
+    predicted: Sizes = {
         "parameters": measure.size(params),
         "buffers": measure.size(model.buffers()),
         "gradients": sum(_grad_size(param) for param in params if param.requires_grad),
-        **(_sizes([]) if optimizer is None else _sizes_to_be(optimizer)),
+        **(_sizes([]) if optimizer is None else _sizes_after_a_step(optimizer)),
+        "cast cache": None,
+        "activations": None,
     }
-    for of_forward in ("cast cache", "activations"):
-        predicted[of_forward] = measured[of_forward] = None
     if loss is not None:
         measure.refuse_meta("memory_report", model)
         with measure.restored([model], device):
-            cast_cache.clear()  # what an earlier forward has left there is this one's, too
-            before = measure.used(device)
-            with Forward(model) as forward:
-                held = loss(model)
-                allocated = measure.used(device) - before
-                casts, activations = measure.size(forward.casts), forward.size_of_activations()
-                added = allocated if device.type == "cuda" else forward.size_of_what_is_left()
-            del held
-        predicted["cast cache"], predicted["activations"] = casts, activations
-        measured["cast cache"], measured["activations"] = casts, max(0, added - casts)
+            predicted["cast cache"], predicted["activations"] = kept_by(model, loss)
     return MemoryReport(predicted, measured, _on_device(device))
 
 
@@ -106,7 +94,7 @@ def _grad_size(param: Tensor) -> int:
     return int(part_of(param).numel()) * dtype.itemsize
 
 
-def _sizes(states: Iterable[dict[str, Any]]) -> dict[str, int | None]:
+def _sizes(states: Iterable[dict[str, Any]]) -> Sizes:
     copies: list[Tensor] = []
     moments: list[Tensor] = []
     for state in states:
@@ -116,8 +104,8 @@ def _sizes(states: Iterable[dict[str, Any]]) -> dict[str, int | None]:
     return {"masters": measure.size(copies), "moments": measure.size(moments)}
 
 
-def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
-    """Return the bytes after a step; None where an optimizer can't be asked without one."""
+def _sizes_after_a_step(optimizer: torch.optim.Optimizer) -> Sizes:
+    """Return the bytes of the states after a step; None if an optimizer can't say without one."""
     params = [param for param in params_of(optimizer) if param.requires_grad]
     if isinstance(optimizer, Engine):  # also after a load: masters are made at the first step
         return _sizes(
@@ -130,7 +118,7 @@ def _sizes_to_be(optimizer: torch.optim.Optimizer) -> dict[str, int | None]:
         return _sizes(optimizer.state.values())
     try:
         return _sizes(_states_of_a_twin(optimizer, params))
-    except (RuntimeError, TypeError):  # it reads values, or is made in another way
+    except (RuntimeError, TypeError):  # its step reads values, or its constructor takes other arguments
         return {"masters": None, "moments": None}
 
 
@@ -153,7 +141,7 @@ def _on_device(device: torch.device) -> dict[str, int]:
             "reserved": torch.cuda.memory_reserved(device),
             "peak": torch.cuda.max_memory_allocated(device),
         }
-    return {"resident": measure.used(torch.device("cpu"))}
+    return {"resident process": measure.used(torch.device("cpu"))}
 
 
 def text(size: int | None) -> str:

@@ -75,7 +75,7 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
     @property
     def first(self) -> FirstNonFinite | None:
         """The first module whose output was not finite; None if all outputs were finite. Waits for the device."""
-        flags = _on_host([is_finite for *_, is_finite in self._calls])
+        flags = _together([is_finite for *_, is_finite in self._calls]).tolist() if self._calls else []
         if all(flags):
             return None
         name, module, were_finite, _ = self._calls[flags.index(False)]
@@ -97,19 +97,21 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
 
 @torch.no_grad()
 def _is_finite(value: Any) -> Tensor | None:
-    """Return whether all are finite, on the device; None where there is nothing."""
+    """Return, on the device, whether all floating-point tensors in a value are finite; None if it holds none."""
     if are_transforms_active():
         return None
     tensors = [it for it in tensors_in(value) if it.is_floating_point() or it.is_complex()]
-    flags = [it.isfinite().all() for it in map(_asked, tensors)]
-    if not flags:
-        return None
+    flags = [_numbers_of(it).isfinite().all() for it in tensors]
+    return _together(flags).all() if flags else None
+
+
+def _together(flags: list[Tensor]) -> Tensor:
     device = flags[-1].device
-    return torch.stack([put_on(device, flag) for flag in flags]).all()
+    return torch.stack([put_on(device, flag) for flag in flags])
 
 
-def _asked(tensor: Tensor) -> Tensor:
-    """Its numbers, in a layout and dtype that know isfinite."""
+def _numbers_of(tensor: Tensor) -> Tensor:
+    """Return the tensor's numbers in a layout and dtype that isfinite supports."""
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.coalesce()
     if tensor.is_nested or tensor.layout != torch.strided:
@@ -129,12 +131,3 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))
-
-
-def _on_host(flags: list[Tensor]) -> list[bool]:
-    """Read at once from each device."""
-    values: dict[int, bool] = {}
-    for device in {flag.device for flag in flags}:
-        of_device = [i for i, flag in enumerate(flags) if flag.device == device]
-        values |= zip(of_device, torch.stack([flags[i] for i in of_device]).tolist(), strict=True)
-    return [values[i] for i in range(len(flags))]

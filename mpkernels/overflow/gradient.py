@@ -1,4 +1,4 @@
-"""What a grad was like when an inf or NaN cost a step."""
+"""Describes a grad of a skipped step."""
 
 from dataclasses import dataclass
 from operator import add
@@ -11,7 +11,7 @@ from mpkernels.ops.grads.overflow import order_of_memory
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a parameter's grad was like; of a DTensor's, the part of a process."""
+    """What a parameter's grad was like. A DTensor's grad is described by each process for its part."""
 
     name: str
     group: int

@@ -18,8 +18,8 @@ from mpkernels.parameters import params_of, put_on
 
 class Record(NamedTuple):
     params: list[Tensor]
-    report: Tensor  # as overflow_ fills it: a heading, and a line for each parameter
-    follows_grads: bool  # whether indices are those in a grad's memory; else in a parameter's
+    report: Tensor  # a heading and a line for each parameter, filled by overflow_ or by a step
+    follows_grads: bool  # whether the report counts indices in the grads' order of memory, or in the parameters'
 
 
 class Ledger:
@@ -28,10 +28,10 @@ class Ledger:
     def __init__(self, follows_grads: bool = False) -> None:
         self._follows_grads = follows_grads
         self._newest: dict[torch.device, Record] = {}
-        self._older: dict[torch.device, Record] = {}  # of other parameters
+        self._older: dict[torch.device, Record] = {}  # what was known before the newest record was begun
 
     def report_for(
-        self, params: Sequence[Tensor], device: torch.device, of_optimizer: Callable[[], Iterable[Tensor]]
+        self, params: Sequence[Tensor], device: torch.device, all_params: Callable[[], Iterable[Tensor]]
     ) -> Tensor:
         """Return the tensor that a step of these parameters fills if it is skipped. Until then it holds the facts about
         the last skip, without those of parameters that have left the optimizer."""
@@ -39,7 +39,7 @@ class Ledger:
         if newest is not None and len(newest.params) == len(params) and all(map(is_, newest.params, params)):
             return newest.report
         if newest is not None:
-            self._older[device] = _only(of_optimizer(), self._merged(device))
+            self._older[device] = _only(all_params(), self._merged(device))
         report = torch.zeros(1 + len(params), len(FIELDS), dtype=torch.float64, device=device)
         self._newest[device] = Record(list(params), report, self._follows_grads)
         return report
@@ -90,12 +90,12 @@ class Ledgers:
         if overflows is not None and self._entries:
             last_skip = torch.zeros_like(overflows[1])
             for entry in list(self._entries.values()):
-                if entry.last_skip is None:  # alone so far, so that all of them were its own
+                if entry.last_skip is None:  # it was the only optimizer, so all skips were its
                     entry.last_skip = overflows[1].clone()
         self._entries[id(optimizer)] = _Entry(self._hold(optimizer), Ledger(follows_grads=True), last_skip)
 
     def _hold(self, optimizer: Optimizer) -> Callable[[], Optimizer | None]:
-        """Weakly, if its class allows it: with the optimizer goes its entry."""
+        """Refer weakly to the optimizer, if its class allows it, and drop its entry with it."""
         entries, key = self._entries, id(optimizer)
         try:
             return ref(optimizer, lambda _: entries.pop(key, None))
@@ -110,7 +110,7 @@ class Ledgers:
         scale: Tensor,
         unscaled: bool,
     ) -> None:
-        """Fill the records if an inf or NaN was found. grads: of each device, parameters and their grads."""
+        """Fill the records if an inf or NaN was found. ``grads`` has the parameters and their grads on each device."""
         for device, (params, of_params) in grads.items():
             report = self._entries[id(optimizer)].ledger.report_for(params, device, partial(params_of, optimizer))
             there = [put_on(device, it.reshape(())) for it in found_infs.values()]
@@ -118,7 +118,7 @@ class Ledgers:
             overflow_(of_params, found_inf, put_on(device, scale), unscaled, report)
 
     def count(self, states: Mapping[int, Mapping[str, Any]], overflows: Tensor) -> None:
-        """Note, after each update, which optimizer's skip was the last. One alone needs no count."""
+        """Note, after each update, which optimizer was the last to skip. A single optimizer needs no count."""
         for entry in list(self._entries.values()) if len(self._entries) > 1 else ():
             for found_inf in states.get(id(entry.optimizer()), {}).get("found_inf_per_device", {}).values():
                 has_overflowed = put_on(overflows.device, found_inf) != 0

@@ -9,12 +9,12 @@ import torch
 from torch import distributed
 from torch.optim import Optimizer
 
-from mpkernels.overflow.advice import Findings, advise
+from mpkernels.overflow.advice import advise_on_forward, advise_on_gradients
 from mpkernels.overflow.gradient import Gradient, gradient_of
 from mpkernels.overflow.ledger import Record
 from mpkernels.tables import Report, Table
 
-ROWS, WIDTH = 20, 44  # of the table: culprits, characters of a name
+ROWS, WIDTH = 20, 44  # the culprits that the table shows, and the characters of their names
 
 
 class OverflowReport(Report):
@@ -43,9 +43,9 @@ class OverflowReport(Report):
         self.scale: float | None = None
         self.skips_in_a_row = skips_in_a_row
         self._is_of_a_skip, self._clues = False, (model, found)
-        for optimizer, of_devices in records:
+        for optimizer, device_records in records:
             names = _names(optimizer, model)
-            for params, report, follows_grads in of_devices:
+            for params, report, follows_grads in device_records:
                 (was_skipped, scale, on_grads, *_), *lines = report.tolist()
                 if was_skipped:
                     self._is_of_a_skip, self.scale = True, scale or self.scale
@@ -62,18 +62,21 @@ class OverflowReport(Report):
         self.culprits = [it for it in reversed(self.gradients) if not it.is_finite]
         elements = sum(it.elements for it in self.gradients)
         self.zeros = sum(it.zeros * it.elements for it in self.gradients) / max(elements, 1)
-        findings = Findings(self.gradients, self.culprits, self.scale, self.zeros, self.skips_in_a_row)
-        self.suggestion = advise(findings, model, found) if self else ""
+        self.suggestion = ""
+        if self and found is not None:
+            self.suggestion = advise_on_forward(found.first)
+        elif self:
+            self.suggestion = advise_on_gradients(self.gradients, self.culprits, self.scale)
 
     def gather(self, group: Any = None) -> "OverflowReport":
         """Return the report on the parts of all processes, each with its ``rank``. All of them have to call this."""
         own = self.gradients, self._is_of_a_skip, self.scale
-        of_ranks: list[Any] = [own] * distributed.get_world_size(group)
-        distributed.all_gather_object(of_ranks, own, group=group)
+        all_parts: list[Any] = [own] * distributed.get_world_size(group)
+        distributed.all_gather_object(all_parts, own, group=group)
         whole = copy(self)
-        whole.gradients = [replace(it, rank=rank) for rank, (found, *_) in enumerate(of_ranks) for it in found]
-        whole._is_of_a_skip = any(was_skipped for _, was_skipped, _ in of_ranks)
-        whole.scale = next((scale for *_, scale in of_ranks if scale), None)
+        whole.gradients = [replace(it, rank=rank) for rank, (found, *_) in enumerate(all_parts) for it in found]
+        whole._is_of_a_skip = any(was_skipped for _, was_skipped, _ in all_parts)
+        whole.scale = next((scale for *_, scale in all_parts if scale), None)
         whole._conclude()
         return whole
 
@@ -142,10 +145,10 @@ def _table(gradients: Sequence[Gradient]) -> Table:
 
 def _names(optimizer: Optimizer, model: torch.nn.Module | None) -> dict[int, tuple[str, int]]:
     """Return, by a parameter's id, its name as the model or the optimizer has it, and its group."""
-    of_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
+    names_in_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     names = {}
     for number, group in enumerate(optimizer.param_groups):
         given = group.get("param_names") or [f"group {number}, parameter {i}" for i in range(len(group["params"]))]
         for param, name in zip(group["params"], given, strict=True):
-            names[id(param)] = of_model.get(id(param), name), number
+            names[id(param)] = names_in_model.get(id(param), name), number
     return names

@@ -4,8 +4,6 @@ It only saves time: a file that can't be read, written or understood is as good 
 """
 
 import json
-import os
-import tempfile
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +11,8 @@ from typing import Any
 
 import torch
 
-from mpkernels.selector import machine
+from mpkernels._shared import cpu
+from mpkernels._shared.files import replacing
 from mpkernels.selector.case import Case
 from mpkernels.selector.timing import Timed
 
@@ -37,7 +36,9 @@ def save(case: Case, it: Timed) -> None:
     times = {name: round(1e6 * each, 1) for name, each in it.seconds.items()}
     everything = _read() | {_key(case): {"us": times, "left_out": it.left_out}}
     with suppress(OSError, RuntimeError):  # read-only, full, or no home
-        _replace(path(), json.dumps(everything, indent=1))
+        path().parent.mkdir(parents=True, exist_ok=True)
+        with replacing(path()) as file:
+            file.write(json.dumps(everything, indent=1).encode())
 
 
 def clear() -> None:
@@ -53,19 +54,6 @@ def _read() -> dict[str, Any]:
     return everything if isinstance(everything, dict) else {}
 
 
-def _replace(target: Path, text: str) -> None:
-    """At once, so that another process reads the old file or the new one."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=target.name)
-    try:
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-        os.replace(name, target)
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
 def _version(package: str) -> str:
     try:
         return f"{package} {metadata.version(package)}"
@@ -78,6 +66,6 @@ def _key(case: Case) -> str:
     if case.device.type == "cuda":
         name = torch.cuda.get_device_name(case.device)
     else:
-        name = f"{machine.name()} {machine.simd()}, {torch.get_num_threads()} threads"
+        name = f"{cpu.name()} {cpu.simd()}, {torch.get_num_threads()} threads"
     versions = map(_version, ("torch", "triton", "mpkernels"))
     return ", ".join((f"{case} of {' '.join(case.kernels)}", name, *versions))

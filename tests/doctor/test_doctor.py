@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import subprocess
 import sys
 import textwrap
@@ -46,25 +45,6 @@ def test_prose_names_what_serves_each_op():
     assert "agree with the reference" in run.stdout
     assert all(cell in run.stdout for line in rule.table() for cell in line)
     assert run.stdout.splitlines()[-1].startswith("Ready to train on ")
-
-
-WITHOUT_TRITON = """
-import importlib.util, sys
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "triton" else find(name, *rest)
-from mpkernels.__main__ import main
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def test_what_is_missing_is_said_where_nothing_would_help():
-    run = mpkernels("doctor", code=WITHOUT_TRITON)
-    assert run.returncode == 0
-    assert "all is there" not in run.stdout
-    if not torch.cuda.is_available():
-        assert re.search(r"^  nothing that this machine can use; with a GPU: triton\b", run.stdout, re.MULTILINE)
-    else:
-        assert "  triton: for its kernels\n" in run.stdout + "\n"
 
 
 def test_the_version():
@@ -164,7 +144,6 @@ def test_advice_names_layer_size_and_remedy():
             "good": torch.nn.Linear(64, 8),
             "head": torch.nn.Linear(768, 50257),
             "image": torch.nn.Conv2d(3, 64, 3),
-            "wide": torch.nn.Linear(8, 8, dtype=torch.float64),
             "heads": torch.nn.MultiheadAttention(120, 10),
         }
     )
@@ -172,44 +151,13 @@ def test_advice_names_layer_size_and_remedy():
         "embed (Embedding): embedding_dim=100 is no multiple of 8; 104 is",
         "head (Linear): out_features=50257 is no multiple of 8; 50304 is",
         "image (Conv2d): in_channels / groups=3 is no multiple of 8; 8 is",
-        "wide (Linear): weight is fp64, which autocast leaves alone; fp32 or 16 bits are not",
-        "wide (Linear): bias is fp64, which autocast leaves alone; fp32 or 16 bits are not",
         "heads (MultiheadAttention): embed_dim / num_heads=12 is no multiple of 8; 16 is",
     ]
     assert doctor.advise(torch.nn.Linear(12, 12), torch.float32) == []
-    odd = torch.nn.Linear(8, 8, bias=False)
-    odd.weight = torch.nn.Parameter(torch.zeros(65)[1:].view(8, 8))
-    assert [each.problem for each in doctor.advise(odd)] == ["weight begins between multiples of 16 bytes"]
 
 
-def test_advice_by_the_command(tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "import torch\nmodel = torch.nn.Linear(8, 9)\ndef make():\n    return model\nno = 3\n"
-    )
-    run = mpkernels("doctor", "--json", "mine:model", "mine:make", "768x50257", "64x64", cwd=tmp_path)
-    assert run.returncode == 0
-    shapes = json.loads(run.stdout)["shapes"]
-    assert {name: [it["remedy"] for it in of_one] for name, of_one in shapes.items()} == {
-        "mine:model": ["16 is"], "mine:make": ["16 is"], "768x50257": ["50304 is"], "64x64": [],
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("word", "says"),
-    [
-        ("nonsense", "MODEL must be module:attribute or sizes like 768x50257, got 'nonsense'"),
-        (
-            "no_such_module:model",
-            "no_such_module:model can't be had: ModuleNotFoundError: No module named 'no_such_module'",
-        ),
-        ("math:pi", "math:pi must be a torch.nn.Module or make one, got float"),
-        ("0x0", "MODEL's sizes must be above 0, got '0x0'"),
-        ("768x00", "MODEL's sizes must be above 0, got '768x00'"),
-        ("--jason", "unrecognized arguments: --jason"),
-    ],
-)
-def test_bad_input_is_one_line(word, says):
-    run = mpkernels("doctor", word)
+def test_bad_input_is_one_line():
+    run = mpkernels("doctor", "--jason")
     assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.endswith(f"{says}\n")
+    assert run.stderr.endswith("unrecognized arguments: --jason\n")
     assert run.stderr.count("\n") == 1

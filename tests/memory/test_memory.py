@@ -63,12 +63,13 @@ def test_what_it_predicts_before_a_step_is_there_after_it(make, weight, masters,
     expected = {"parameters": held, "buffers": STATS, "gradients": held, "masters": masters, "moments": moments}
     assert report.predicted == expected | {"cast cache": None, "activations": None}
     before = {"gradients": 0, "masters": 0, "moments": 0}
-    assert report.measured == expected | before | {"cast cache": None, "activations": None}
+    assert report.measured == expected | before
     assert report.total == sum(expected.values())
     loss_of(net).backward()
     optimizer.step()
     after = mpkernels.memory_report(net, optimizer)
-    assert after.measured == after.predicted == report.predicted
+    assert after.predicted == report.predicted
+    assert after.measured == expected
 
 
 def test_activations_and_casts():
@@ -86,7 +87,7 @@ def test_a_model_on_the_meta_device_is_reported_without_a_forward():
     net, twin = model().to("meta"), model()
     report = mpkernels.memory_report(net, AdamW(net.parameters()))
     assert report.predicted == mpkernels.memory_report(twin, AdamW(twin.parameters())).predicted
-    assert set(report.measured.values()) == {0, None}
+    assert set(report.measured.values()) == {0}
     for ask in (partial(mpkernels.memory_report, net, None), partial(mpkernels.compare_memory, net)):
         with pytest.raises(ValueError, match=r"must have memory, got 0\.weight on the meta device; to_empty"):
             ask(loss_of)
@@ -141,7 +142,7 @@ def test_the_table():
         *("parameters", "buffers", "gradients", "masters", "moments", "cast cache", "activations")
     ]
     assert lines[8].startswith("total")
-    assert lines[9].startswith("resident: the whole process ")
+    assert lines[9].startswith("resident process ")
 
 
 def test_three_ways_beside_each_other():
@@ -153,41 +154,11 @@ def test_three_ways_beside_each_other():
     assert [row["cast cache"] for row in rows.values()] == [0, 2 * WEIGHTS, 0]
     assert all(row["activations"] > 0 for row in rows.values())
     assert str(comparison).splitlines()[0].split() == ["fp32", "torch.amp", "mpkernels"]
-    assert str(comparison).splitlines()[-1].startswith("measured peak of the process ")
+    assert str(comparison).splitlines()[-1].startswith("total ")
     with pytest.raises(ValueError, match="policy must be a mixed one, got 'float32'"):
         mpkernels.compare_memory(model(), loss_of, "float32")
     with pytest.raises(ValueError, match="model must have parameters to train, got ReLU"):
         mpkernels.compare_memory(nn.ReLU(), loss_of)
-
-
-def test_what_is_measured_is_what_a_forward_leaves():
-    """exp's result and the loss. The inputs were there before, and what exp was taken of is gone."""
-    net = nn.Linear(IN, OUT, bias=False)
-    for _ in range(2):
-        report = mpkernels.memory_report(net, loss=lambda net: net(INPUTS).exp().sum())
-        assert report.predicted["activations"] == 4 * ROWS * (IN + OUT)
-        assert report.measured["activations"] == 4 * ROWS * OUT + 4
-
-
-@pytest.mark.parametrize("of", [loss_of, half_loss_of])
-@pytest.mark.parametrize("kind", [nn.Linear, LinearAct])
-def test_measured_is_near_predicted_on_a_small_model(kind, of):
-    """The memory of a process is not, by megabytes. The input is none of the forward's unless autocast casts it; the
-    norm's result is, and so are the loss and a count of batches."""
-    report = mpkernels.memory_report(model(kind), loss=of)
-    distance = report.measured["activations"] - report.predicted["activations"]
-    assert abs(distance) <= 4 * ROWS * max(IN, 2 * OUT)
-
-
-def test_views_sparse_tensors_and_changes_in_place_are_not_made_anew():
-    net, sparse = nn.Linear(IN, OUT, bias=False), torch.eye(ROWS).to_sparse()
-
-    def loss(net):
-        there_before = INPUTS.view(-1).view(ROWS, IN)
-        net(there_before).detach_().zero_()
-        return torch.sparse.mm(sparse, net.weight[:1].expand(ROWS, IN).contiguous()).sum()
-
-    assert mpkernels.memory_report(net, loss=loss).measured["activations"] <= 2 * 4 * ROWS * IN
 
 
 @pytest.mark.parametrize("dtype", [None, B16, torch.float16], ids=str)

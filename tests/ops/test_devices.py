@@ -7,7 +7,7 @@ import torch
 
 import mpkernels
 from mpkernels import _extension
-from mpkernels.doctor import machine
+from mpkernels.doctor.kernels import why_not
 from mpkernels.ops import _devices, _registry, _routes, _stack
 from tests.ops.step.rows import RULES
 from tests.optim.optimizers import OPTIMIZERS
@@ -105,8 +105,8 @@ def test_a_driver_that_is_too_old_leaves_all_devices_to_the_next_kernel(machine_
 
 def test_doctor_says_why(machine_with):
     machine_with((9, 0), (7, 0))
-    assert "need compute capability 7.5" in machine.why_not()["native on cuda:1"]
-    assert "native on cuda:0" not in {*machine.why_not()} - {"native on cuda"}
+    assert "need compute capability 7.5" in why_not()["native on cuda:1"]
+    assert "native on cuda:0" not in {*why_not()} - {"native on cuda"}
 
 
 def test_of_two_devices_each_runs_its_own_kernel(machine_with, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from mpkernels import _extension, selector
+from mpkernels import _extension, backend, selector
 from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
 from mpkernels.nn import MLP, LinearAct
 from mpkernels.ops.linear.kind import ROUNDING
@@ -251,11 +251,10 @@ def test_what_is_gone_says_what_to_call_now():
         selector.make_deterministic()
 
 
-def test_the_library_says_what_the_cpu_multiplies():
-    """As the C++ kernels go by it themselves."""
-    for forced in (0, 1):
-        _extension._handle().mpkernels_force_half_products(forced)
-        try:
-            assert [_extension.multiplies_halves(dtype) for dtype in (F16, B16)] == [bool(forced)] * 2
-        finally:
-            _extension._handle().mpkernels_force_half_products(-1)
+@pytest.mark.parametrize("dtype", [F16, B16], ids=str)
+def test_the_library_says_what_the_cpu_multiplies(dtype):
+    """The C++ kernel goes by the same: where it widens, z isn't rounded before it is squared."""
+    x, weight = torch.ones(1, 2, dtype=dtype), torch.tensor([[1.0, 0.375 * torch.finfo(dtype).eps]], dtype=dtype)
+    with backend("native"):
+        y = linear_act(x, weight, None, "relu2")
+    assert (y.item() == 1) == _extension.multiplies_halves(dtype)

@@ -1,16 +1,16 @@
 """What fuse has found in a model, as a table."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module
 
+from mpkernels._shared.calls import call
+from mpkernels._shared.saved import saved_storages
 from mpkernels._torch_private.tensors import storage_of
 from mpkernels.nn.fusing.classes import become
 from mpkernels.tables import Report, Table
@@ -52,17 +52,9 @@ class FuseReport(Report):
 
     def _count(self, inputs: Any, *, fused: bool) -> int:
         own = {storage_of(it) for it in (*self._model.parameters(), *self._model.buffers())}
-        saved: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            if tensor.layout is torch.strided and storage_of(tensor) not in own:
-                saved[storage_of(tensor)] = tensor.untyped_storage().nbytes()
-            return tensor
-
-        with self._with_classes(fused), torch.random.fork_rng(), torch.enable_grad(), saved_tensors_hooks(pack, _same):
-            outputs = _call(self._model, inputs)  # held, for the graph holds what is saved
-        del outputs
-        return sum(saved.values())
+        with self._with_classes(fused), torch.random.fork_rng(), torch.enable_grad(), saved_storages() as saved:
+            call(self._model, inputs)
+        return sum(size for storage, size in saved.items() if storage.cdata not in own)
 
     @contextmanager
     def _with_classes(self, fused: bool) -> Iterator[None]:
@@ -79,16 +71,6 @@ class FuseReport(Report):
     def _parts(self) -> list[str | Table]:
         fused = _table(("fused", "what stood there", "computed by"), self.fused)
         return [fused, "", _table(("left", "what stands there", "why"), self.left)]
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor
-
-
-def _call(model: Module, inputs: Any) -> Any:
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
 
 
 def _table(head: tuple[str, str, str], sites: Sequence[tuple[str, str, str]]) -> Table:

@@ -11,7 +11,7 @@ from mpkernels.ops._registry import define
 from mpkernels.ops.grads.overflow import in_order_of_memory
 
 PACK = 8  # consecutive elements, counted from the grad's first one
-LEAST, MOST = 2.0**-100, 2.0**100  # of a pack's sum in fp32, which can then have lost nothing that counts
+LEAST, MOST = 2.0**-100, 2.0**100  # a pack's sum in fp32 between these has lost nothing that counts
 
 
 class GradStats(NamedTuple):
@@ -31,13 +31,13 @@ def _check(grads: Sequence[Tensor]) -> None:
 
 @define("grad_stats(Tensor[] grads) -> (Tensor, Tensor, Tensor, Tensor)", check=_check)
 def _grad_stats(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add the squares of a pack, 8 consecutive elements, in fp32 and in pairs, and those sums in fp64: so fp64, of
-    which some chips do a 64th as much, is needed once a pack. A pack whose sum leaves LEAST to MOST, an inf's or NaN's
-    too, is added up again in fp64, where squares are exact and can't overflow; one of zeros adds 0. All of an fp64 grad
-    is fp64.
+    """Add the squares of a pack, 8 consecutive elements, in fp32 and in pairs, and the packs' sums in fp64. So fp64,
+    which some chips compute at a 64th of the speed, is needed once a pack. A pack whose sum lies outside of LEAST to
+    MOST, or is inf or NaN, is added up again in fp64, where squares are exact and can't overflow; a pack of zeros
+    adds 0. fp64 grads are added in fp64 throughout.
 
-    A pack's relative error is at most 4 * 2^-24, for a square and three additions. Kernels agree on each pack's bits.
-    The order in which they add packs is fixed, but each has its own.
+    A square and three additions give a pack a relative error of at most 4 * 2^-24. Kernels agree on each pack's bits.
+    Each kernel adds packs in a fixed order of its own.
     """
     sumsq = torch.stack([_sums_of_packs(in_order_of_memory(grad)).sum() for grad in grads])
     nonfinite = torch.stack([grad.isfinite().logical_not().any() for grad in grads])

@@ -24,7 +24,7 @@ from mpkernels.ops._table import (
 from mpkernels.ops.grads.grad_stats import LEAST, MOST, _grad_stats
 
 PACK = tl.constexpr(8)  # grad_stats.py says why
-PACKS = tl.constexpr(128)  # of a block
+PACKS = tl.constexpr(128)  # in a block
 LEAST_SUM, MOST_SUM = tl.constexpr(LEAST), tl.constexpr(MOST)
 
 
@@ -105,7 +105,7 @@ def load_some_packs(grads, begin, size, T: tl.constexpr):
 
 @triton.jit
 def widen(x, IS_BF16: tl.constexpr):
-    """bf16 comes as integers, for chips that don't know it."""
+    """Return fp32. bf16 comes as integers, because older chips have no bf16."""
     return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True) if IS_BF16 else x.to(tl.float32)
 
 
@@ -149,7 +149,7 @@ def bits_of_rows(x):
 
 @triton.jit
 def are_zero(packs, IS_BF16: tl.constexpr):
-    """Tell which packs are, but for their signs."""
+    """Return which packs hold nothing but 0 and -0."""
     bits = bits_of_rows(widen(packs[0], IS_BF16).to(tl.int32, bitcast=True))
     if packs[0].shape[1] < PACK:
         bits |= bits_of_rows(widen(packs[1], IS_BF16).to(tl.int32, bitcast=True))

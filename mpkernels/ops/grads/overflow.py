@@ -8,7 +8,7 @@ from torch import Tensor
 from mpkernels.ops import _checks
 from mpkernels.ops._registry import define
 
-FIELDS = ("size", "infs", "nans", "first", "largest", "zeros")  # of a line
+FIELDS = ("size", "infs", "nans", "first", "largest", "zeros")  # of each line of a report
 
 
 def check_report(op: str, report: Tensor, grads: int, device: torch.device) -> None:
@@ -42,9 +42,9 @@ def lines(grads: Sequence[Tensor], order: Sequence[Tensor], scale: Tensor | None
     """Return the report about these grads, each in the order of the memory of the other tensor."""
     zero = grads[0].new_zeros((), dtype=torch.float64)
     divisor = zero if scale is None else scale.reshape(()).double()
-    of_grads = [_line(in_order_of_memory(*pair).double(), zero) for pair in zip(grads, order, strict=True)]
+    grad_lines = [_line(in_order_of_memory(*pair).double(), zero) for pair in zip(grads, order, strict=True)]
     heading = [zero + 1, divisor, zero + 1 if scale is None or unscaled else divisor, zero, zero, zero]
-    return torch.stack([torch.stack(line) for line in (heading, *of_grads)])
+    return torch.stack([torch.stack(line) for line in (heading, *grad_lines)])
 
 
 def _line(x: Tensor, zero: Tensor) -> list[Tensor]:
@@ -73,7 +73,7 @@ def in_order_of_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
 
 
 def order_of_memory(tensor: Tensor) -> list[int]:
-    """Its dimensions, from the one whose elements are farthest apart."""
+    """Return the tensor's dimensions, the one whose elements are farthest apart first."""
     strides = tensor.stride()
     return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
 

@@ -1,4 +1,4 @@
-"""What a Triton program does of a report about the grads of a skipped step; csrc/grads/overflow_block.h is its twin."""
+"""A Triton program's part of the report on a skipped step's grads; csrc/grads/overflow_block.h is its twin."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -47,7 +47,7 @@ def count_span(of_chunk, dtype, address, begin, size, compute: tl.constexpr):
 
 @triton.jit
 def load_field(of_chunk, field: tl.constexpr, i, count, other):
-    """Load what other programs wrote of so many chunks, past the L1 cache."""
+    """Load a field of chunks that other programs wrote, past the L1 cache."""
     return tl.load(of_chunk + i * FIELDS + field, mask=i < count, other=other, cache_modifier=".cg")
 
 
@@ -76,13 +76,13 @@ def write_line(line, of_chunk, count, size):
 
 @triton.jit
 def write_heading(report, scale, unscaled: tl.constexpr):
-    of_step, on_grads = 0.0, 1.0
+    loss_scale, on_grads = 0.0, 1.0
     if scale is not None:
-        of_step = tl.load(scale).to(tl.float64)
+        loss_scale = tl.load(scale).to(tl.float64)
         if not unscaled:
-            on_grads = of_step
+            on_grads = loss_scale
     tl.store(report, 1.0)
-    tl.store(report + 1, of_step)
+    tl.store(report + 1, loss_scale)
     tl.store(report + 2, on_grads)
     for field in tl.static_range(3, 6):
         tl.store(report + field, 0.0)
@@ -92,7 +92,7 @@ def write_heading(report, scale, unscaled: tl.constexpr):
 def overflow_program(
     chunk, row, number, begin, size, address, dtype, ticket, report, of_chunk, scale, UNSCALED: tl.constexpr
 ):  # fmt: skip
-    """One program a chunk; the last of a grad merges its chunks. Called by all of a table's programs, or by none."""
+    """Count one chunk; the last program of a grad merges its chunks. All programs of a table call this, or none."""
     if chunk == 0:
         write_heading(report, scale, UNSCALED)
     if dtype == FP64:

@@ -1,13 +1,11 @@
 """What the CPU's C++ kernel does one way or another: on machines that multiply 16-bit matrices fast, and in blocks."""
 
-import ctypes
 import itertools
 
 import pytest
 import torch
 
 import mpkernels
-from mpkernels import _extension
 from mpkernels.functional import linear_act
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_act import _linear_act_backward
@@ -22,17 +20,15 @@ from tests.linear_cases import (
     torchs_dact,
     with_gaps,
 )
+from tests.ops.linear.halves import products_in_halves
 
 HALVES = (torch.float16, torch.bfloat16)
 
 
 @pytest.fixture(params=[0, 1], ids=["in fp32", "in halves"], autouse=True)
 def forced(request):
-    library = ctypes.CDLL(str(_extension.LIBRARY))
-    library.mpkernels_force_half_products(request.param)
-    with mpkernels.backend("native"):
+    with products_in_halves(bool(request.param)):
         yield request.param
-    library.mpkernels_force_half_products(-1)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

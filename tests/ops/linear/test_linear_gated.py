@@ -1,15 +1,13 @@
-import ctypes
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import mpkernels
-from mpkernels import _extension
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 from tests.block_cases import BLOCKS, arguments, assert_contract
 from tests.linear_cases import TORCH, integers, relative_error, transposed
+from tests.ops.linear.halves import products_in_halves
 from tests.ops.linear.test_linear_act import DTYPES, HALVES, kinds, specials
 
 B16, F32 = torch.bfloat16, torch.float32
@@ -96,14 +94,9 @@ def test_what_is_not_finite_passes_as_in_fp64(target, activation, dtype):
 @pytest.mark.parametrize("in_halves", [0, 1], ids=["in fp32", "in halves"])
 @pytest.mark.parametrize("name", ["gated mlp", "gated mlp stacked", "gated"])
 def test_error_contract_on_every_cpu(name, in_halves, activation, dtype):
-    library = ctypes.CDLL(str(_extension.LIBRARY))
-    library.mpkernels_force_half_products(in_halves)
     *leaves, dy = arguments(name, dtype, (130, 75, 97, 66))
-    try:
-        with mpkernels.backend("native"):
-            assert_contract(name, activation, leaves, dy)
-    finally:
-        library.mpkernels_force_half_products(-1)
+    with products_in_halves(bool(in_halves)):
+        assert_contract(name, activation, leaves, dy)
 
 
 @pytest.mark.parametrize("dtype", [*HALVES, F32], ids=str)

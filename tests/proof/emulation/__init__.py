@@ -42,7 +42,7 @@ def build(directory: Path, csrc: Path = CSRC) -> Path:
     # are nobody's business, then those of kernels.
     sources = [*sources_with("runtime"), *kernels, *sorted(csrc.rglob("*_torch.cpp"))]
     directory.mkdir(parents=True, exist_ok=True)
-    library = directory / f"mpkernels_emulated-{_fingerprint(compiler, csrc)}.so"
+    library = directory / f"mpkernels_emulated-{fingerprint(compiler, csrc)}.so"
     with (directory / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at once, and one builds for all
         if library.exists():
@@ -67,7 +67,7 @@ def find_compiler() -> list[str]:
     raise FileNotFoundError(f"emulation: needs a C++ compiler, found none of: {', '.join(candidates)} ($CXX chooses)")
 
 
-def _fingerprint(compiler: list[str], csrc: Path) -> str:
+def fingerprint(compiler: list[str], csrc: Path) -> str:
     digest = hashlib.sha256(_run([*compiler, "--version"]).encode())
     for root in (csrc, HERE):
         for path in sorted(p for p in root.rglob("*") if p.suffix in {".cu", ".cuh", ".cpp", ".h", ".py"}):

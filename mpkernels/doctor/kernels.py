@@ -1,7 +1,6 @@
-"""What is there, what is not, and what would have to be installed."""
+"""Which kernels are there, which are not, and what would have to be installed."""
 
 import importlib.util
-import platform
 import shutil
 from typing import Any
 
@@ -9,24 +8,22 @@ import torch
 
 import mpkernels
 from mpkernels import _extension
+from mpkernels._shared import cpu
 from mpkernels.bench.machine import describe as describe_for_bench
 from mpkernels.ops import _devices, _registry, _stack
-from mpkernels.selector import machine
+
+DEVICES = tuple(_stack.DEVICES)
 
 
-def describe() -> dict[str, str]:
-    of_bench = {name: str(value) for name, value in describe_for_bench().items() if value is not None}
-    system = f"{platform.system()} {platform.release()}, {platform.machine()}"
-    more = {
-        "system": system,
-        "cpu features": ", ".join(machine.features()) or "unknown",
+def machine() -> dict[str, str]:
+    return {name: str(value) for name, value in describe_for_bench().items() if value is not None} | {
+        "cpu features": ", ".join(cpu.features()) or "unknown",
         "threads": str(torch.get_num_threads()),
         "gpu": gpu() or "none that torch sees",
         "cuda of torch": torch.version.cuda or "none",
         "library": str(_extension.LIBRARY or "none"),
         "nvcc": "on PATH" if shutil.which("nvcc") else "not on PATH",
     }
-    return of_bench | more
 
 
 def gpu() -> str | None:
@@ -38,22 +35,19 @@ def gpu() -> str | None:
 
 
 def builds() -> dict[str, Any]:
-    """What was compiled, for what, and what was left out and why."""
+    """Return what was compiled for each device, and what was left out and why."""
     info = _extension.build_info(_extension.LIBRARY)
     return {device: info[device] for device in DEVICES if device in info}
 
 
-def kernels() -> dict[str, dict[str, list[str]]]:
-    """Of each op on each device. The first is the one that is used."""
+def by_op() -> dict[str, dict[str, list[str]]]:
+    """Return each op's kernels on each device. The first is used."""
     _devices.look_now()
     return {op: {device: mpkernels.backends(op, device) for device in DEVICES} for op in sorted(_registry._ops)}
 
 
-DEVICES = tuple(_stack.DEVICES)
-
-
 def why_not() -> dict[str, str]:
-    """Why a kind of kernel is not used on a device, for those that are not."""
+    """Return why a kind of kernel is not used on a device, for the kinds that are not."""
     built, reasons = builds(), {}
     for device in DEVICES:
         left_out = built.get(device, {}).get("left_out", "")
@@ -63,7 +57,7 @@ def why_not() -> dict[str, str]:
             reasons[f"native on {device}"] = f"left out of the build: {left_out}"
     _devices.look_now()
     reasons |= {f"native on {device}": why for device, why in _devices.left_out.items()}
-    if importlib.util.find_spec("triton") is None:
+    if _lacks_triton():
         reasons["triton"] = "it is not installed"
     elif not _registry._triton_runs_on("cpu"):
         reasons["triton on cpu"] = "it compiles for GPUs"
@@ -73,17 +67,8 @@ def why_not() -> dict[str, str]:
     return reasons
 
 
-def nothing_to_install() -> str:
-    """Names what is missing and would serve a GPU, should this machine get one."""
-    missing = {"triton": importlib.util.find_spec("triton"), "nvcc": shutil.which("nvcc")}
-    missing |= {"a torch that is built for CUDA": torch.version.cuda or torch.version.hip}
-    if torch.cuda.is_available() or all(missing.values()):
-        return "nothing"
-    return f"nothing that this machine can use; with a GPU: {', '.join(name for name in missing if not missing[name])}"
-
-
-def better_kernels() -> list[str]:
-    """What to install for kernels that this machine could run, and lacks."""
+def to_install() -> list[str]:
+    """Return what to install for kernels that this machine could run, and lacks."""
     advice = []
     if _extension.LIBRARY is None:
         advice.append("a C++ compiler, then mpkernels again: without compiled kernels the slow reference runs")
@@ -91,13 +76,12 @@ def better_kernels() -> list[str]:
         advice += [f"mpkernels again, for {device}: {why}" for device, why in _devices.left_out.items()]
         if builds().get("cuda", {}).get("left_out"):
             advice.append("nvcc from CUDA 12.1 or newer, then mpkernels again: for the kernels in CUDA C++")
-        if importlib.util.find_spec("triton") is None:
+        if _lacks_triton():
             advice.append("triton: for its kernels")
     elif torch.version.cuda is None and shutil.which("nvidia-smi") is not None:
         advice.append("a torch that is built for CUDA: there is a driver, and torch can't use it")
     return advice
 
 
-def more_output() -> list[str]:
-    what = {"matplotlib": "demo.png", "rich": "the demo's live table"}
-    return [f"{module}: for {it}" for module, it in what.items() if importlib.util.find_spec(module) is None]
+def _lacks_triton() -> bool:
+    return importlib.util.find_spec("triton") is None

@@ -1,0 +1,1 @@
+"""Helpers that several rooms share: atomic files, saved bytes, the CPU's name."""

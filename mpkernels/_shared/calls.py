@@ -1,0 +1,13 @@
+"""Calls a model with a batch of any kind."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.nn import Module
+
+
+def call(model: Module, batch: Any) -> Any:
+    """Return ``model(*batch)`` for a tuple or list, ``model(**batch)`` for a mapping, else ``model(batch)``."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, tuple | list) else model(batch)

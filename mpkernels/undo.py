@@ -1,0 +1,87 @@
+"""Gives modules, optimizers and other objects back the state that they had."""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
+
+from mpkernels._torch_private.modules import books_of
+from mpkernels.distributed.parts import part_of
+
+Undo = Callable[[], None]
+_NO_EXTRA = nn.Module.get_extra_state
+
+
+def undo_of(it: Any) -> Undo:
+    """Return a function that gives the object back the state that it has now, grads apart. Until that is called, the
+    host keeps a copy of the object's tensors."""
+    if isinstance(it, nn.Module):
+        return _undo_of_module(it)
+    if isinstance(it, Optimizer):
+        return _undo_of_optimizer(it)
+    return partial(it.load_state_dict, copy.deepcopy(it.state_dict()))
+
+
+def _undo_of_module(module: nn.Module) -> Undo:
+    modules = list(module.modules())
+    dicts = [it for each in modules for it in (*books_of(vars(each)), vars(each))]
+    tensors = [it for each in dicts for it in each.values() if isinstance(it, Tensor)]
+    undo_dicts = _undo_of_dicts(dicts, tensors)
+    extra = [(it, copy.deepcopy(it.get_extra_state())) for it in modules if type(it).get_extra_state is not _NO_EXTRA]
+
+    def undo() -> None:
+        undo_dicts()
+        for each, state in extra:
+            each.set_extra_state(state)
+
+    return undo
+
+
+def _undo_of_optimizer(optimizer: Optimizer) -> Undo:
+    inner = [_undo_of_optimizer(it) for it in vars(optimizer).values() if isinstance(it, Optimizer)]  # a wrapper's
+    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    attributes = {key: value for key, value in vars(optimizer).items() if key != "param_groups"}
+    tensors = _tensors_in([attributes, groups])
+    undo_dicts = _undo_of_dicts([vars(optimizer), optimizer.state, *optimizer.param_groups], tensors)
+
+    def undo() -> None:
+        for each in (*inner, undo_dicts):
+            each()
+
+    return undo
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for it in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(it)
+
+
+def _undo_of_dicts(dicts: Iterable[Any], tensors: Iterable[Tensor]) -> Undo:
+    """Return a function that gives the dicts their entries back, and the tensors their numbers."""
+    entries = [(it, dict(it)) for it in dicts if isinstance(it, dict)]
+    written = list({id(it): it for it in tensors if _is_writable(it)}.values())
+    values = [part_of(it.detach()).to("cpu", copy=True) for it in written]
+
+    @torch.no_grad()
+    def undo() -> None:
+        for tensor, value in zip(written, values, strict=True):
+            part_of(tensor).copy_(value)  # not detached: to a detached COO tensor, copy_ gives new parts
+        for it, before in entries:
+            it.clear()
+            it.update(before)
+
+    return undo
+
+
+def _is_writable(tensor: Tensor) -> bool:
+    """Return whether copy_ can write to the tensor: an expanded one shows an element in several places."""
+    is_expanded = tensor.layout == torch.strided and not tensor.is_nested and 0 in tensor.stride()
+    return not (tensor.is_nested or tensor.is_mkldnn or is_lazy(tensor) or tensor.is_meta or is_expanded)
