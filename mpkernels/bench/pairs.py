@@ -16,8 +16,8 @@ RUNS_IN_GRAPH = 20  # the shortest kernels take 3 us, and the way from an event 
 STEPS_IN_LOOP = 3
 WIDE, BUSY = 0.1, 0.05  # above these, samples are in doubt
 
-Run = Callable[[], object]
-Make = Callable[[], Run]  # builds what a run needs, so that each of the two can be built, and looked at, alone
+Workload = Callable[[], object]
+Make = Callable[[], Workload]  # builds what a workload needs; each of the two can be built and looked at alone
 Stopwatch = Callable[[], float]
 
 
@@ -103,7 +103,7 @@ def seconds_waited() -> float:
     return sum(int(thread.read_text().split()[1]) for thread in Path("/proc/self/task").glob("*/schedstat")) / 1e9
 
 
-def wall_stopwatch(run: Run) -> Stopwatch:
+def wall_stopwatch(run: Workload) -> Stopwatch:
     # With a GPU each run starts on an empty queue, for the host must never wait for a full one.
     settle = torch.cuda.synchronize if torch.cuda.is_available() else int
 
@@ -117,7 +117,7 @@ def wall_stopwatch(run: Run) -> Stopwatch:
     return timed
 
 
-def graph_stopwatch(run: Run) -> Stopwatch:
+def graph_stopwatch(run: Workload) -> Stopwatch:
     """Events around a CUDA graph of several runs: what the host does meanwhile is not in it."""
     run()  # compiles and loads kernels, which can't be captured
     graph = torch.cuda.CUDAGraph()
@@ -128,7 +128,7 @@ def graph_stopwatch(run: Run) -> Stopwatch:
     return _between_events(lambda: held[0].replay(), RUNS_IN_GRAPH)
 
 
-def loop_stopwatch(run: Run) -> Stopwatch:
+def loop_stopwatch(run: Workload) -> Stopwatch:
     """Events around a few runs as a training loop has them, one queued behind the other, the host's work included."""
 
     def loop() -> None:
@@ -138,7 +138,7 @@ def loop_stopwatch(run: Run) -> Stopwatch:
     return _between_events(loop, STEPS_IN_LOOP)
 
 
-def _between_events(several: Run, count: int) -> Stopwatch:
+def _between_events(several: Workload, count: int) -> Stopwatch:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def timed() -> float:
