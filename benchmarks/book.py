@@ -24,7 +24,7 @@ Cell = Callable[[Result, Session], str]
 
 
 def group(found: Iterable[Result]) -> Groups:
-    """By what is compared with what, in alphabetical order, as are the cases in each."""
+    """Group results by what is compared with what. Groups and their cases are in alphabetical order."""
     groups: Groups = {}
     for result in sorted(found, key=lambda it: it.name):
         groups.setdefault(f"{f'{result.op} {result.variant}'.strip()} vs {result.baseline}", []).append(result)

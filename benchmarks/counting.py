@@ -20,8 +20,8 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def count(make: Make, device: str) -> Counts:
-    """Of one side alone. Weights and states are in its peak; what a C++ library keeps for itself (oneDNN's and cuBLAS's
-    workspaces) is not, nor is what the first run needs, which makes the states and compiles."""
+    """Count one side alone. Its peak holds weights and states. It leaves out workspaces of oneDNN and cuBLAS, and
+    what the first run needs, which makes the states and compiles."""
     gc.collect()
     return _count_on_cuda(make) if device == "cuda" else _count_on_cpu(make)
 

@@ -87,7 +87,7 @@ def collectives(finish: Callable[[], object]) -> int:
 
 
 def measure(tensors: int, ranks: int) -> dict[str, Any]:
-    """Of each side, in turns: the host's microseconds, the least of all, for others may use the cores; collectives."""
+    """Return each side's collectives and microseconds of the host: the least, as others may use the cores."""
     finishes = {side: make(sharded(tensors, ranks)) for side, make in SIDES.items()}
     samples: dict[str, list[float]] = {side: [] for side in finishes}
     for finish in finishes.values():

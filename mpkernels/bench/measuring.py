@@ -1,4 +1,4 @@
-"""From a case to its result."""
+"""Measures a case, and returns its result."""
 
 import gc
 import sys

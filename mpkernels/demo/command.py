@@ -20,7 +20,7 @@ from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, WAYS, Training
 
 STEPS = 500  # of each way, where there is time
 ENOUGH = 90.0  # seconds of training
-FIRST, FEWEST = 4, 20  # steps: whose time tells how many there will be; and the fewest
+FIRST, FEWEST = 4, 20  # steps that are tried to see how many there is time for; the fewest
 SECONDS_OF_STEPS = 3.0  # for each comparison of the optimizers' steps
 BUSY = """\
 How fast the optimizer's step is beside torch's fused one can't be told: other programs were at work, and
@@ -28,8 +28,8 @@ threads waited for a core {:.0%} of the time."""
 
 
 def steps(text: str) -> int:
-    if not text.isdecimal() or int(text) <= FIRST:
-        raise argparse.ArgumentTypeError(f"must be a whole number above {FIRST}, got {text!r}")
+    if not text.isdecimal() or int(text) < FIRST:
+        raise argparse.ArgumentTypeError(f"must be a whole number from {FIRST} on, got {text!r}")
     return int(text)
 
 
@@ -57,16 +57,16 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
 
 def compare(asked: int | None, path: Path) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trainings = [Training(way, SIZES[device.type], device) for way in WAYS]
     place = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    parameters = sum(it.numel() for it in trainings[0].model.parameters())
     print(
-        f"A transformer of {parameters / 1e6:.1f} M parameters learns Python from the sources of its standard library,"
+        f"A transformer learns Python from the sources of its standard library, in four ways, on {place}.", flush=True
     )
-    print(f"in four ways side by side, on {place}.", flush=True)
-    train(trainings, Corpus(device), asked)
-    fp32, _, ours, ours_8 = trainings
-    timed = [time_steps(it, fp32, SECONDS_OF_STEPS) for it in (ours, ours_8)]
+    corpus = Corpus(device)
+    steps = asked or count_steps(device, corpus)
+    trainings = [Training(way, SIZES[device.type], device, steps) for way in WAYS]
+    train(trainings, corpus, steps)
+    shapes = [tuple(it.shape) for it in trainings[0].model.parameters()]
+    timed = [time_steps(shapes, way, device, SECONDS_OF_STEPS) for way in (OURS, OURS_8_BIT)]
     if find_spec("matplotlib") is None:
         print("No demo.png: matplotlib is not installed (pip install 'mpkernels[demo]').")
     else:
@@ -76,31 +76,32 @@ def compare(asked: int | None, path: Path) -> None:
     print(verdict(trainings, *timed))
 
 
-def train(trainings: Sequence[Training], corpus: Corpus, asked: int | None) -> None:
-    size, step, began = SIZES[trainings[0].device.type], 0, 0.0
-    steps = asked or STEPS
-    held_out = [corpus.batch(i, size.batch, size.context, held_out=True) for i in range(8)]
-    while step < steps:
-        overflows = step == max(FIRST, int(0.6 * steps))
+def count_steps(device: torch.device, corpus: Corpus) -> int:
+    """Return how many steps of each way there is time for. The first steps are tried, on models of their own."""
+    trainings, size, began = [Training(way, SIZES[device.type], device, FIRST) for way in WAYS], SIZES[device.type], 0.0
+    for step in range(FIRST):
         for it in trainings:
-            it.step(*corpus.batch(step, size.batch, size.context), overflows=overflows)
-        step += 1
-        if step == 1:
-            began = perf_counter()  # the first step takes longer
-        if step == FIRST:
-            seconds = (perf_counter() - began) / (FIRST - 1)
-            steps = asked or max(FEWEST, min(STEPS, int(ENOUGH / seconds)))
+            it.step(*corpus.batch(step, size.batch, size.context))
+        began = began or perf_counter()  # the first step takes longer
+    steps = int(ENOUGH / (perf_counter() - began) * (FIRST - 1))
+    return max(FEWEST, min(STEPS, steps))
+
+
+def train(trainings: Sequence[Training], corpus: Corpus, steps: int) -> None:
+    print(f"{steps} steps of each follow.", flush=True)
+    size, overflow = SIZES[trainings[0].device.type], int(0.6 * steps)
+    held_out = [corpus.batch(i, size.batch, size.context, held_out=True) for i in range(8)]
+    for step in range(steps):
+        for it in trainings:
+            it.step(*corpus.batch(step, size.batch, size.context), overflows=step == overflow)
+        if step == overflow:
+            print(f"In step {step + 1} a grad was given an inf. What mpkernels says of it:")
+            print("\n".join(str(trainings[-1].scaler.overflow_report(trainings[-1].model)).splitlines()[:3]))
+        if (step + 1) % -(-steps // 10) == 0 or step == steps - 1:
             for it in trainings:
-                it.steps = steps
-            print(f"{steps - FIRST} more steps of each follow, about {(steps - FIRST) * seconds:.0f} seconds in all.")
-        if overflows:
-            overflow = str(trainings[-1].scaler.overflow_report(trainings[-1].model)).splitlines()[:3]
-            print("\n".join([f"In step {step} a grad was given an inf. What mpkernels says of it:", *overflow]))
-        if step > FIRST and (step % -(-steps // 10) == 0 or step == steps):
-            for it in trainings:
-                it.evaluate(step, held_out)
+                it.evaluate(step + 1, held_out)
             losses = ", ".join(f"{it.way.name} {it.held_out[-1][1]:.3f}" for it in trainings)
-            print(f"step {step}, held-out losses: {losses}", flush=True)
+            print(f"step {step + 1}, held-out losses: {losses}", flush=True)
 
 
 def verdict(trainings: Sequence[Training], timed: Samples, timed_8: Samples) -> str:

@@ -1,6 +1,5 @@
 """One model, trained in four ways that differ in the dtype of its weights and in who steps them."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,11 +9,13 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from mpkernels import amp, nn, optim
-from mpkernels.bench.pairs import Pair, Samples, Workload, measure
+from mpkernels.bench import steps
+from mpkernels.bench.pairs import Samples, measure
+from mpkernels.bench.settings import Place, Setting, Sizes
 from mpkernels.demo.model import Size, Transformer
 
 MAX_NORM, BETAS = 1.0, (0.9, 0.95)
-WARM_UP = 20  # steps until the learning rate is whole
+WARM_UP = 20  # steps
 GROWTH_INTERVAL = 40  # steps, so that a short training sees the loss scale grow
 OVERFLOWING, PLACE = "layers.0.up.weight", (5, 7)  # where a grad gets an inf
 
@@ -38,8 +39,8 @@ WAYS = (FP32, BF16, OURS, OURS_8_BIT)
 
 
 class Training:
-    def __init__(self, way: Way, size: Size, device: torch.device) -> None:
-        self.way, self.device, self.steps = way, device, 0
+    def __init__(self, way: Way, size: Size, device: torch.device, steps: int) -> None:
+        self.way, self.device = way, device
         self.held_out: list[tuple[int, float]] = []  # (step, loss)
         self.scales: list[float] = []  # after each step
         torch.manual_seed(0)
@@ -52,12 +53,8 @@ class Training:
             ours, scaler = optim.AdamW, amp.GradScaler
             self.optimizer = ours(self.model.parameters(), size.lr, BETAS, max_norm=MAX_NORM, state_dtype=way.moments)
         self.scaler = scaler(device.type, growth_interval=GROWTH_INTERVAL, enabled=way.has_scaler)
-        self.schedule = LambdaLR(self.optimizer, self.share_of_lr)
-
-    def share_of_lr(self, step: int) -> float:
-        """Return the learning rate's share at a step: it rises from 0, then falls along half a cosine."""
-        done = min(step / self.steps, 1.0) if self.steps else 0.0  # the number of steps is known after the first ones
-        return min((step + 1) / WARM_UP, 1.0) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+        # The learning rate rises for some steps, and falls in all.
+        self.schedule = LambdaLR(self.optimizer, lambda step: min((step + 1) / WARM_UP, 1 - 0.98 * step / steps))
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16):
@@ -99,14 +96,9 @@ class Training:
         return {kind: sum(it.nbytes for it in tensors) / count for kind, tensors in kinds.items()}
 
 
-def time_steps(ours: Training, torchs: Training, seconds: float) -> Samples:
-    """Time both optimizers' steps in turns, with unscaling and clipping. The grads are those of the last step, and the
-    models are spoilt."""
-
-    def make(training: Training) -> Workload:
-        scaler: Any = type(training.scaler)(training.device.type, init_scale=1.0, growth_interval=10**9)
-        scaler.scale(torch.zeros((), device=training.device))  # makes the scale
-        training.scaler = scaler
-        return training.update
-
-    return measure(Pair(lambda: make(ours), lambda: make(torchs), clock="loop"), ours.device.type, seconds, builds=1)
+def time_steps(shapes: Sequence[tuple[int, ...]], way: Way, device: torch.device, seconds: float) -> Samples:
+    """Time steps of such parameters with unscaling and clipping, by ours of this way and by torch's fused optimizer,
+    in turns."""
+    setting = Setting(Place(device.type, torch.get_num_threads()), "bf16", Sizes("demo", tuple(shapes)))
+    pair = steps.compare_steps(setting, steps.fused, "loop", state_dtype=way.moments)
+    return measure(pair, device.type, seconds, builds=1)

@@ -94,7 +94,7 @@ def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, failing):
 
 @pytest.mark.parametrize("told", [None, "1"])
 def test_one_thread_is_measured_and_as_many_as_torch_takes(told):
-    """By OMP_NUM_THREADS, where that is set."""
+    """OMP_NUM_THREADS says how many, where it is set."""
     code = "import torch; from mpkernels.bench.settings import places; print(torch.get_num_threads(), *places())"
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     environment |= {"CUDA_VISIBLE_DEVICES": ""} | ({"OMP_NUM_THREADS": told} if told else {})

@@ -185,7 +185,7 @@ def test_results_are_read_as_they_were_written(path, tmp_path):
 
 
 def test_a_reader_that_leaves_early():
-    """As ``| head -1`` does."""
+    """``| head -1`` does so."""
     command = [sys.executable, "-m", "mpkernels", "bench", "--list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()

@@ -191,7 +191,7 @@ def test_what_failed_is_tried_again_only_when_asked_for(slot):
 
 
 def test_a_process_that_lost_the_device_is_followed_by_another(slot):
-    """As long as one gets further."""
+    """Others follow as long as one gets further."""
     (slot.folder / "out").mkdir()
     (slot.folder / "out" / "results.json").touch()
     slot.take(("step*", 5, 3))

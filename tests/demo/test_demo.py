@@ -10,6 +10,7 @@ from functools import partial
 import pytest
 import torch
 
+from mpkernels.bench import steps
 from mpkernels.bench.pairs import Samples
 from mpkernels.demo import command
 from mpkernels.demo.corpus import Corpus
@@ -20,6 +21,7 @@ from tests import commands
 COMMAND = [sys.executable, "-m", "mpkernels", "demo"]
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for each other take the cores from other tests
 CPU = torch.device("cpu")
+NOTHING = steps.AfterForward(lambda loss: loss, lambda: None)
 TINY = Size(width=16, layers=1, heads=2, context=8, batch=2, lr=1e-3)
 
 
@@ -43,7 +45,7 @@ def whole(tmp_path_factory):
 
 def test_it_says_at_the_start_how_many_steps_there_will_be(whole):
     _, said = whole
-    assert re.search(r"^1 more steps of each follow, about \d+ seconds in all\.$", said, re.MULTILINE)
+    assert re.search(r"^5 steps of each follow\.$", said, re.MULTILINE)
 
 
 def test_it_trains_all_ways_and_draws_them(whole):
@@ -56,7 +58,7 @@ def test_it_trains_all_ways_and_draws_them(whole):
 
 
 def test_it_names_the_injected_overflow(whole):
-    assert "In step 5 a grad was given an inf." in whole[1]
+    assert "In step 4 a grad was given an inf." in whole[1]
     assert re.search(rf"^{OVERFLOWING} +0 +\[768, 192\] +1 +0 +\[5, 7\]", whole[1], re.MULTILINE)
 
 
@@ -76,20 +78,14 @@ def test_it_ends_with_a_verdict(whole):
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(1e9, command.STEPS), (0.0, command.FEWEST)])
-def test_the_number_of_steps_follows_from_the_first_ones(monkeypatch, capsys, seconds, steps):
+def test_the_number_of_steps_follows_from_the_first_ones(monkeypatch, seconds, steps):
     monkeypatch.setattr(command, "ENOUGH", seconds)
-    monkeypatch.setattr(command, "STEPS", 40)
     monkeypatch.setitem(SIZES, "cpu", TINY)
-    it = Training(OURS, TINY, CPU)
-    command.train([it], Corpus(CPU), None)
-    steps = min(steps, 40)
-    assert (len(it.scales), it.steps, it.held_out[-1][0]) == (steps, steps, steps)
-    assert f"{steps - command.FIRST} more steps of each follow" in capsys.readouterr().out
+    assert command.count_steps(CPU, Corpus(CPU)) == steps
 
 
 def trained(way, steps):
-    corpus, it = Corpus(CPU), Training(way, TINY, CPU)
-    it.steps = steps
+    corpus, it = Corpus(CPU), Training(way, TINY, CPU, 30)
     for step in range(steps):
         it.step(*corpus.batch(step, TINY.batch, TINY.context))
     it.evaluate(steps, [corpus.batch(0, TINY.batch, TINY.context, held_out=True)])
@@ -112,16 +108,17 @@ def test_an_overflow_costs_each_way_one_step(way):
     assert it.scales[-1] == (it.scales[-2] / 2 if way.has_scaler else 1)
 
 
-def test_the_steps_are_timed_in_turns_with_scalers_of_their_own():
-    ours, torchs = trained(OURS, 1), trained(FP32, 1)
-    before = [param.clone() for it in (ours, torchs) for param in it.model.parameters()]
-    samples = time_steps(ours, torchs, seconds=0)
+def test_steps_of_the_models_parameters_are_timed_in_turns(monkeypatch):
+    made = []
+    monkeypatch.setattr(steps, "our_step", lambda params, device, **options: made.append((params, options)) or NOTHING)
+    monkeypatch.setattr(steps, "torchs_step", lambda params, *_: made.append((params, {})) or NOTHING)
+    samples = time_steps([(3, 4), (5,)], OURS_8_BIT, CPU, seconds=0)
     assert len(samples.ours) == len(samples.theirs) == 6
-    assert min(samples.ours + samples.theirs) > 0
-    assert ours.scaler.get_scale() == torchs.scaler.get_scale() == 1
-    after = [param for it in (ours, torchs) for param in it.model.parameters()]
-    assert not any(map(torch.equal, before[:3], after[:3]))  # both have stepped
-    assert not any(map(torch.equal, before[-3:], after[-3:]))
+    (ours, options), (theirs, _) = made
+    assert [tuple(it.shape) for it in ours] == [tuple(it.shape) for it in theirs] == [(3, 4), (5,)]
+    assert {it.dtype for it in ours} == {torch.bfloat16}
+    assert {it.dtype for it in theirs} == {torch.float32}
+    assert options == {"state_dtype": torch.int8}
 
 
 def timed(ours, torchs, waited=0.0):
@@ -148,7 +145,7 @@ def test_ctrl_c_ends_it_in_a_line(tmp_path):
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell has put in the background ignores it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, **pipes, env=ONE_THREAD, preexec_fn=listens) as run:
-        while "more steps of each follow" not in run.stdout.readline():
+        while "steps of each follow" not in run.stdout.readline():
             assert run.poll() is None
         run.send_signal(signal.SIGINT)
         _, wrong = run.communicate(timeout=120)
@@ -166,8 +163,8 @@ def test_without_the_extras_it_runs_and_names_them(tmp_path):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--steps", "4"], "argument --steps: must be a whole number above 4, got '4'"),
-        (["--steps", "many"], "argument --steps: must be a whole number above 4, got 'many'"),
+        (["--steps", "3"], "argument --steps: must be a whole number from 4 on, got '3'"),
+        (["--steps", "many"], "argument --steps: must be a whole number from 4 on, got 'many'"),
         (["--quick"], "unrecognized arguments: --quick"),
     ],
 )
