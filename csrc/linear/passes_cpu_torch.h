@@ -9,7 +9,7 @@
 
 namespace mpk {
 
-// Partial sums of so many rows, whatever the number of threads: n equal ones, one after another, lose n / 8 eps.
+// Rows of a partial sum, whatever the number of threads: n equal ones, added in turn, lose n / 8 eps.
 inline constexpr int64_t kRowsOfSum = 16;
 inline constexpr int64_t kBlockBytes = 16 << 20, kLeastRows = 2 * kRowsOfSum;  // of z or dz in fp32
 
@@ -17,9 +17,9 @@ inline int64_t rows_in_block(int64_t columns) {
   return std::max<int64_t>(kBlockBytes / (4 * columns + 1) / kRowsOfSum * kRowsOfSum, kLeastRows);
 }
 
-// 16-bit matrices are widened, multiplied in fp32 and narrowed, for most CPUs take several times as long to multiply
-// them as they are. Where there are instructions for it, torch multiplies them as they are, as on a GPU.
-inline std::atomic<int32_t> halves_forced{-1};  // by tests: 0 or 1
+// Most CPUs multiply 16-bit matrices several times more slowly than fp32 ones, so they are widened, multiplied in fp32
+// and narrowed. Where there are instructions for it, torch multiplies them as they are, as on a GPU.
+inline std::atomic<int32_t> halves_forced{-1};  // tests force 0 or 1
 
 inline bool multiplies_halves(Dtype dtype) {
   static const HalfProducts cpu = half_products();
@@ -81,7 +81,7 @@ class BackwardPass {
         adds_up_(adds_up),
         sums_(std::max<int64_t>(1, chunks_in(rows)), adds_up ? columns : 0, aoti_torch_dtype_float32()) {}
 
-  // What it is given is contiguous, holds the rows from first on, a multiple of kRowsOfSum, and may be the same memory.
+  // All matrices are contiguous, hold the rows from first (a multiple of kRowsOfSum) on, and may share memory.
   void run(int64_t first, const Matrix& dy, const Matrix& saved, const Matrix* dz, const Matrix* narrow_dz,
            const Matrix* y) const {
     const auto linear_act_backward_rows = MPK_BEST(linear_act_backward_rows);
@@ -157,7 +157,7 @@ class CpuPasses {
           last - row, dh.columns);
     });
   }
-  // As the sum of two products that are rounded.
+  // out is the sum of two products in 16 bits: the rounded product, and what rounding took from it.
   void multiply_to_fp32(const Matrix& out, const Matrix& a, const Matrix& b) const {
     const ScratchMatrix high(out.rows, out.columns, a.torch_dtype), low(out.rows, out.columns, a.torch_dtype);
     multiply(high.view, a, b);
