@@ -1,27 +1,27 @@
-"""Every case of ``python -m mpkernels bench``, for pytest-benchmark: its options, its JSON, its histories."""
+"""Every case of ``python -m benchmarks``, for pytest-benchmark: its options, its JSON, its histories."""
 
+from benchmarks import cells
+from benchmarks.measuring import run_one
 from benchmarks.replay import replay
-from mpkernels.bench import show
-from mpkernels.bench.measuring import run_one
 
 
-def test_beside_torch(benchmark, case, run, seconds):
+def test_beside_torch(benchmark, case, session, seconds):
     """Ours is the benchmark, torch's is beside it in extra_info."""
-    result = run_one(case, run, seconds)
+    result = run_one(case, session, seconds)
     samples = [microseconds / 1e6 for microseconds in result.ours_us]
     benchmark.group = f"{result.op} {result.place}"
     benchmark.extra_info.update(
         {
-            "device": run.device,
+            "device": session.device,
             "dtype": result.dtype,
             "kernel": result.kernel,
             "baseline": result.baseline,
             "bytes moved": result.moved,
             "flops": result.flops,
-            "GB/s": result.bytes_a_second / 1e9,
-            "TFLOP/s": result.flops_a_second / 1e12,
-            "copy GB/s": run.copy_speeds[result.place] / 1e9,
-            "of best": show.share(result, run),
+            "GB/s": cells.a_second(result, result.moved) / 1e9,
+            "TFLOP/s": cells.a_second(result, result.flops) / 1e12,
+            "copy GB/s": session.copy_speeds[result.place] / 1e9,
+            "of best": cells.share(result, session),
             "x torch": result.ratio.median,
             "x torch interval": [result.ratio.low, result.ratio.high],
             "doubts": result.doubts,

@@ -10,29 +10,25 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
-from benchmarks import chart, counted, front, models, predicted, scale, shown
-from mpkernels.bench import results, roofline, show
-from mpkernels.bench.results import Result, Run
+from benchmarks import cells, chart, front, models, raw, scale, shown
+from benchmarks.raw import Session
+from mpkernels.bench import show
+from mpkernels.bench.results import Result
 
 ROOT = Path(__file__).parents[1]
 AIM = 1.5
 BEGIN, END = "<!-- {} written by python -m benchmarks.book -->\n", "<!-- to here -->\n"
 
 Groups = dict[str, list[Result]]
-Cell = Callable[[Result, Run], str]
+Cell = Callable[[Result, Session], str]
 
 
 def group(found: Iterable[Result]) -> Groups:
-    """By what is compared with what, in alphabetical order, as are the cases in each."""
+    """Group results by what is compared with what. Groups and their cases are in alphabetical order."""
     groups: Groups = {}
     for result in sorted(found, key=lambda it: it.name):
         groups.setdefault(f"{f'{result.op} {result.variant}'.strip()} vs {result.baseline}", []).append(result)
     return dict(sorted(groups.items()))
-
-
-def tally(found: list[Result]) -> str:
-    words = [show.verdict(result) for result in found]
-    return ", ".join(f"{words.count(word)} {word}" for word in ("faster", "even", "slower"))
 
 
 def short_of_aim(found: list[Result]) -> str:
@@ -44,28 +40,22 @@ def short_of_aim(found: list[Result]) -> str:
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
     yield f"| {' | '.join(header)} |"
     yield "|---" * len([*header]) + "|"
-    for cells in rows:
-        yield f"| {' | '.join(cells)} |"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
     yield ""
 
 
-def _ratio(result: Result, run: Run) -> str:
+def _ratio(result: Result, run: Session) -> str:
     low, middle, high = result.ratio
     return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
 
 
-def _verdict(result: Result, run: Run) -> str:
+def _verdict(result: Result, run: Session) -> str:
     return ", ".join([show.verdict(result).replace("slower", "**slower**"), *result.doubts])
 
 
-def _counted(result: Result, run: Run) -> str:
-    gpu = roofline.find(run.device)
-    ratio = counted.of_result(result, gpu) if gpu and result.place == "cuda" else None
-    return "" if ratio is None else f"{ratio:.2f}"
-
-
 def _both(key: str, write: Callable[[float], str]) -> Cell:
-    def cell(result: Result, run: Run) -> str:
+    def cell(result: Result, run: Session) -> str:
         values = [result.counts.get(side, {}).get(key) for side in ("ours", "theirs")]
         return "" if None in values else " / ".join(map(write, values))
 
@@ -77,19 +67,18 @@ COLUMNS: dict[str, Cell] = {
     "kernel": lambda result, run: result.kernel,
     "ours": lambda result, run: show.time(median(result.ours_us)),
     "theirs": lambda result, run: show.time(median(result.torch_us)),
-    "speed": lambda result, run: show.speed(result),
-    "of best": show.share,
+    "speed": lambda result, run: cells.speed(result),
+    "of best": cells.share,
     "x torch [95 %]": _ratio,
     "": _verdict,
-    "counted": _counted,
-    "peak memory, ours / theirs": _both("peak memory", show.size),
-    "saved for backward, ours / theirs": _both("saved", show.size),
+    "peak memory, ours / theirs": _both("peak memory", cells.size),
+    "saved for backward, ours / theirs": _both("saved", cells.size),
     "launches": _both("launches", str),
     "host waits": _both("host waits", str),
 }
 
 
-def of_run(name: str, run: Run) -> Iterator[str]:
+def of_run(name: str, run: Session) -> Iterator[str]:
     yield from (f"## {run.device}, {run.date}", "")
     yield ", ".join(f"{key} {value}" for key, value in run.machine.items() if value is not None) + "."
     best = [f"a copy moves {speed / 1e9:.4g} GB/s on {place}" for place, speed in run.copy_speeds.items()]
@@ -97,15 +86,15 @@ def of_run(name: str, run: Run) -> Iterator[str]:
     yield f"Of best: {'; '.join(best)}. Raw samples: [{name}.json](results/{name}.json)."
     yield from ("", f"![times torch, each case a dot](results/{name}.svg)", "")
     for title, members in group(run.results).items():
-        cells = {header: [cell(it, run) for it in members] for header, cell in COLUMNS.items()}
-        used = {header: column for header, column in cells.items() if any(column)}
-        yield from (f"### {title}", "", f"{tally(members)}.{short_of_aim(members)}", "")
+        columns = {header: [cell(it, run) for it in members] for header, cell in COLUMNS.items()}
+        used = {header: column for header, column in columns.items() if any(column)}
+        yield from (f"### {title}", "", f"{show.tally(members)}.{short_of_aim(members)}", "")
         yield from table(used, zip(*used.values(), strict=True))
     if run.skipped:
         yield from ("Left out:", "", *(f"* {case}: {reason}" for case, reason in run.skipped.items()), "")
 
 
-def book(runs: dict[str, Run], scaled: Iterable[Path] = (), fused: Iterable[Path] = ()) -> str:
+def book(runs: dict[str, Session], scaled: Iterable[Path] = (), fused: Iterable[Path] = ()) -> str:
     lines = [
         "# Results",
         "",
@@ -116,16 +105,6 @@ def book(runs: dict[str, Run], scaled: Iterable[Path] = (), fused: Iterable[Path
     ]
     for name, run in sorted(runs.items(), key=_age, reverse=True):
         lines += of_run(name, run)
-    lines += ["## Counted, not measured", ""]
-    lines += [
-        "x torch as [roofline.py](../mpkernels/bench/roofline.py) has it from bytes, flops, launches and data sheets.",
-        "",
-    ]
-    predictions = ([name, *(f"{ratio:.2f}" for ratio in ratios)] for name, ratios in counted.rows())
-    lines += table(["", *roofline.GPUS], predictions)
-    lines += ["## Predicted, not measured", ""]
-    for text, header, cells in predicted.tables():
-        lines += [text, "", *table(header, cells)]
     return "\n".join([*lines, *past_one_device(scaled), *whole_models(fused)])
 
 
@@ -145,14 +124,14 @@ def whole_models(measured: Iterable[Path]) -> Iterator[str]:
 
 
 def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
-    """Counted as the section before, and the host's time beside it."""
+    """Yield what a step costs each of many GPUs: counted; and the host's time, measured."""
     yield from ("## Past one device, counted", "")
     yield (
         "A step of Llama 3 on each of so many GPUs under FSDP2, ours (bf16 with a split master) / torch's (fp32, "
-        "unscale_, clip, fused): GB of weights, grads and states, GB moved, launches, and H100's time."
+        "unscale_, clip, fused): GB of weights, grads and states, GB moved, launches."
     )
     yield ""
-    yield from table(["", "GPUs", "GB held", "GB moved", "launches", "H100"], scale.counted())
+    yield from table(["", "GPUs", "GB held", "GB moved", "launches"], scale.counted())
     for path in measured:
         yield from (f"## Past one device, the host's time: {path.stem}", "")
         yield (
@@ -165,7 +144,7 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
         yield from table(["DTensors", "ranks", "ours / torch", "x torch", "collectives"], scale.measured(path))
 
 
-def readme(text: str, runs: dict[str, Run], fused: Iterable[Path] = ()) -> str:
+def readme(text: str, runs: dict[str, Session], fused: Iterable[Path] = ()) -> str:
     """Return README with its figures and its tables anew."""
     found = [_front(it) for it in _by_device(runs).values()]
     whole = chain.from_iterable(table(*models.summary(path)) for path in fused)
@@ -173,9 +152,9 @@ def readme(text: str, runs: dict[str, Run], fused: Iterable[Path] = ()) -> str:
     return _filled("README.md", text, parts)
 
 
-def performance(text: str, runs: dict[str, Run], ruled: Iterable[Path] = ()) -> str:
+def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path] = ()) -> str:
     """Return docs/performance.md with its tables anew."""
-    columns = {header: COLUMNS[header] for header in ("x torch [95 %]", "", "of best", "counted")}
+    columns = {header: COLUMNS[header] for header in ("x torch [95 %]", "", "of best")}
     of_gpus = (shown.of_gpu(*item, columns) for item in _by_device(runs).items())
     parts = {
         "cpus": table(*shown.of_cpus(runs)),
@@ -197,19 +176,19 @@ def _filled(name: str, text: str, parts: dict[str, Iterable[str]]) -> str:
     return text
 
 
-def _by_device(runs: dict[str, Run]) -> dict[str, dict[str, Run]]:
+def _by_device(runs: dict[str, Session]) -> dict[str, dict[str, Session]]:
     """All runs of each device, the oldest first."""
-    by_device: dict[str, dict[str, Run]] = {}
+    by_device: dict[str, dict[str, Session]] = {}
     for name, run in sorted(runs.items(), key=_age):
         by_device.setdefault(run.device, {})[name] = run
     return by_device
 
 
-def _age(item: tuple[str, Run]) -> tuple[str, str]:
+def _age(item: tuple[str, Session]) -> tuple[str, str]:
     return item[1].date, item[0]
 
 
-def _front(runs: dict[str, Run]) -> front.Front:
+def _front(runs: dict[str, Session]) -> front.Front:
     """``runs``: all of one machine, the newest last."""
     newest = [*runs.values()][-1]
     best, groups, on_one = front.place_of(newest), Groups(), Groups()
@@ -226,7 +205,7 @@ def _front(runs: dict[str, Run]) -> front.Front:
 def pages(root: Path) -> dict[Path, str]:
     """Every file that is written, with what belongs into it."""
     here = root / "benchmarks"
-    runs = {path.stem: results.read(path) for path in sorted((here / "results").glob("*.json"))}
+    runs = {path.stem: raw.read(path) for path in sorted((here / "results").glob("*.json"))}
     charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}
     scaled, fused = (sorted((here / "results" / name).glob("*.json")) for name in ("scale", "models"))
     front_page, page = root / "README.md", root / "docs" / "performance.md"

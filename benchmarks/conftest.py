@@ -2,11 +2,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import raw
+from benchmarks.cases import all_cases
 from benchmarks.replay import replay
-from mpkernels.bench import results, show
-from mpkernels.bench.cases import all_cases
+from mpkernels.bench import show
 
-RUN = pytest.StashKey[results.Run]()
+SESSION = pytest.StashKey[raw.Session]()
 
 
 def pytest_addoption(parser):
@@ -15,7 +16,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("python_files", "bench_*.py")
-    config.stash[RUN] = results.start()
+    config.stash[SESSION] = raw.Session()
     path = config.getoption("--results", None)
     if path and not path.parent.is_dir():
         raise pytest.UsageError(f"--results: no directory {path.parent}")
@@ -33,14 +34,14 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture
-def run(pytestconfig):
-    return pytestconfig.stash[RUN]
+def session(pytestconfig):
+    return pytestconfig.stash[SESSION]
 
 
 @pytest.fixture
-def case(request, run):
+def case(request, session):
     if reason := request.param.missing:
-        run.skipped[request.param.name] = reason
+        session.skipped[request.param.name] = reason
         pytest.skip(reason)
     return request.param
 
@@ -52,14 +53,14 @@ def seconds(benchmark, pytestconfig):
 
 @pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables
 def pytest_terminal_summary(terminalreporter, config):
-    run = config.stash[RUN]
-    if not run.results:
+    session = config.stash[SESSION]
+    if not session.results:
         return
     terminalreporter.section("beside torch")
     terminalreporter.write_line(show.HEADER)
-    for result in run.results:
-        terminalreporter.write_line(show.line(result, run))
-    terminalreporter.write_line(show.summary(run))
+    for result in session.results:
+        terminalreporter.write_line(show.line(result))
+    terminalreporter.write_line(show.summary(session))
     if path := config.getoption("--results"):
-        results.write(path, run)
+        raw.write(path, session)
         terminalreporter.write_line(f"raw samples: {path}")

@@ -3,7 +3,8 @@
 from statistics import median
 from typing import NamedTuple
 
-from mpkernels.bench.results import Result, Run
+from benchmarks.raw import Session
+from mpkernels.bench.results import Result
 
 STEP = "the optimizer's step, with unscaling and clipping, beside torch's fused AdamW"
 ROWS = {
@@ -26,7 +27,7 @@ class Front(NamedTuple):
     """A machine as README shows it."""
 
     names: list[str]  # of its raw files
-    run: Run  # the newest
+    run: Session  # the newest
     groups: dict[str, list[Result]]  # by what is compared with what
     on_one_thread: dict[str, list[Result]]  # likewise; empty where that is all there is
 
@@ -42,7 +43,7 @@ def rows(runs: list[Front]) -> tuple[list[str], list[list[str]]]:
     return header, [[name, *(_ratios(it, title) for it in runs)] for name, title in ROWS.items()]
 
 
-def place_of(run: Run) -> str:
+def place_of(run: Session) -> str:
     """Return the run's GPU, or all of its cores."""
     return max({result.place for result in run.results}, key=lambda it: (it == "cuda", len(it), it))
 

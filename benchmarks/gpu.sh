@@ -109,7 +109,7 @@ bench() {
   local code tried
   while true; do
     code=0 tried=$(count_tried)
-    limited python3 -m mpkernels bench --resume --json "$out/results.json" "$@" || code=$?
+    limited python3 -m benchmarks --resume --json "$out/results.json" "$@" || code=$?
     ((code == 3 && $(count_tried) > tried)) || return $code
   done
 }

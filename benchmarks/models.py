@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from mpkernels.bench import counting, machine, show
-from mpkernels.bench.pairs import Run
+from benchmarks import cells, counting
+from mpkernels.bench import machine
+from mpkernels.bench.pairs import Workload
 from mpkernels.nn import fuse
 
 FOLDER = Path(__file__).parent / "results" / "models"
@@ -61,7 +62,7 @@ def step(model: Module, batch: Mapping[str, Tensor], is_mixed: bool) -> None:
     model.zero_grad()
 
 
-def seconds_in_turns(runs: Mapping[str, Run]) -> dict[str, list[float]]:
+def seconds_in_turns(runs: Mapping[str, Workload]) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {side: [] for side in runs}
     for _ in range(ROUNDS):
         for side, run in runs.items():
@@ -91,7 +92,7 @@ def sizes(key: str, theirs: str, ours: str) -> Callable[[Row], str]:
         sides = row.get(key, {})
         if theirs not in sides:
             return ""
-        return f"{show.size(sides[ours])} / {show.size(sides[theirs])} ({sides[ours] / sides[theirs]:.2f})"
+        return f"{cells.size(sides[ours])} / {cells.size(sides[theirs])} ({sides[ours] / sides[theirs]:.2f})"
 
     return cell
 

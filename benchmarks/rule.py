@@ -23,7 +23,7 @@ B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 SMOOTH, GATES = ("gelu", "gelu_tanh", "silu", "relu"), ("silu", "gelu_tanh", "gelu")
 
 
-class Case(NamedTuple):
+class Call(NamedTuple):
     op: str
     activation: str
     features: int
@@ -48,27 +48,27 @@ class Case(NamedTuple):
             return mpkernels.tune(model, x, again=True)
 
 
-def on_gpus() -> Iterator[Case]:
+def on_gpus() -> Iterator[Call]:
     """GPT-2's and Llama's sizes, among others; 28672 is Llama 70B's."""
     for rows, (features, hidden) in product(
         (8192, 64, 512, 2048), ((768, 3072), (4096, 14336), (1024, 4096), (2048, 8192))
     ):
-        yield Case("linear_act", "gelu", features, hidden, rows)
-        yield Case("mlp", "gelu_tanh", features, hidden, rows)
-        yield Case("gated_mlp", "silu", features, hidden, rows)
+        yield Call("linear_act", "gelu", features, hidden, rows)
+        yield Call("mlp", "gelu_tanh", features, hidden, rows)
+        yield Call("gated_mlp", "silu", features, hidden, rows)
     for rows in (8192, 64):
-        yield Case("gated_mlp", "silu", 8192, 28672, rows)
-        yield Case("linear_act", "gelu", 1024, 4096, rows, F32)
-        yield Case("linear_act", "gelu", 1024, 4096, rows, F16)
+        yield Call("gated_mlp", "silu", 8192, 28672, rows)
+        yield Call("linear_act", "gelu", 1024, 4096, rows, F32)
+        yield Call("linear_act", "gelu", 1024, 4096, rows, F16)
 
 
-def on_cpus() -> Iterator[Case]:
+def on_cpus() -> Iterator[Call]:
     sizes, rows = ((256, 1024), (768, 3072)), (4, 16, 64, 256, 512)
     for op, activations in (("linear_act", (*SMOOTH, "tanh", "sigmoid")), ("mlp", SMOOTH), ("gated_mlp", GATES)):
         for activation, (features, hidden), each in product(activations, sizes, rows):
-            yield Case(op, activation, features, hidden, each, F32)
+            yield Call(op, activation, features, hidden, each, F32)
     for dtype, op in product((B16, F16), ("linear_act", "mlp", "gated_mlp")):
-        yield Case(op, "silu", *sizes[0], 64, dtype)
+        yield Call(op, "silu", *sizes[0], 64, dtype)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What a step costs each of many GPUs under FSDP2: counted by roofline.py, and the host's time measured.
+"""What a step costs each of many GPUs under FSDP2: bytes and launches, counted, and the host's time, measured.
 
 ``python -m benchmarks.scale NAME`` measures, and writes results/scale/NAME.json for the book. A fake process group
 stands for the other ranks: collectives cost nothing, so that the times are the host's alone.
@@ -7,6 +7,7 @@ stands for the other ranks: collectives cost nothing, so that the times are the 
 import json
 import sys
 from collections.abc import Callable, Iterator
+from math import ceil
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -19,7 +20,8 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.nn import Parameter
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mpkernels.bench import roofline, steps
+from benchmarks.optimizers import bytes_of_torchs_step
+from mpkernels.bench import steps
 from mpkernels.bench.show import time
 
 FOLDER = Path(__file__).parent / "results" / "scale"
@@ -85,7 +87,7 @@ def collectives(finish: Callable[[], object]) -> int:
 
 
 def measure(tensors: int, ranks: int) -> dict[str, Any]:
-    """Of each side, in turns: the host's microseconds, the least of all, for others may use the cores; collectives."""
+    """Return each side's collectives and microseconds of the host: the least, as others may use the cores."""
     finishes = {side: make(sharded(tensors, ranks)) for side, make in SIDES.items()}
     samples: dict[str, list[float]] = {side: [] for side in finishes}
     for finish in finishes.values():
@@ -99,22 +101,38 @@ def measure(tensors: int, ranks: int) -> dict[str, Any]:
     return {"tensors": tensors, "ranks": ranks, **sides}
 
 
+# A launch of a foreach op takes so many tensors in lists of so many, and 320 blocks of 65536 elements: ATen's
+# MultiTensorApply.cuh.
+MOST_TENSORS = {1: 110, 4: 36}
+MOST_ELEMENTS = 320 * 65536
+OUR_LAUNCHES = 2 + 1 + 4  # grad_stats and adamw_; update_scale_; the outcome's zeros, and three small ones at the scale
+
+
+def torchs_launches(sizes: list[int]) -> int:
+    """unscale_, norms, clipping and the counts of steps take a list each, the update four. Around them: the inverse
+    scale, found_inf, the norm of norms, the coefficient, the scale."""
+    around = 4 + 2 + 3 + 3 + 1
+    return 4 * _foreach_launches(sizes, 1) + _foreach_launches(sizes, 4) + around
+
+
+def _foreach_launches(sizes: list[int], lists: int) -> int:
+    return max(ceil(len(sizes) / MOST_TENSORS[lists]), ceil(sum(sizes) / MOST_ELEMENTS))
+
+
 def counted() -> Iterator[list[str]]:
-    """For each model and number of GPUs: bytes of state and grads, bytes moved, launches and microseconds of an H100,
-    ours with a split bf16 master beside torch's in fp32."""
-    h100 = roofline.GPUS["H100"]
+    """Yield for each model and number of GPUs: bytes of state and grads, bytes moved, launches; ours with a split bf16
+    master beside torch's in fp32."""
     for name, model in MODELS.items():
         for ranks in RANKS:
             sizes = [-(-size // ranks) for size in model.sizes()]
-            ours, theirs = roofline.our_step(sizes, torch.bfloat16), roofline.torchs_step(sizes)
-            held = 14 * sum(sizes), 16 * sum(sizes)  # weight, master, two moments and grad
+            held = 14, 16  # bytes a parameter: weight, master, two moments and grad
+            moved = steps.bytes_of_our_step(torch.bfloat16), bytes_of_torchs_step()
             yield [
                 f"{name}, {len(sizes)} tensors",
                 str(ranks),
-                " / ".join(f"{it / 1e9:.3g}" for it in held),
-                " / ".join(f"{work.moved / 1e9:.3g}" for work in (ours, theirs)),
-                " / ".join(str(work.launches) for work in (ours, theirs)),
-                " / ".join(time(work.seconds(h100) * 1e6) for work in (ours, theirs)),
+                " / ".join(f"{it * sum(sizes) / 1e9:.3g}" for it in held),
+                " / ".join(f"{it * sum(sizes) / 1e9:.3g}" for it in moved),
+                f"{OUR_LAUNCHES} / {torchs_launches(sizes)}",
             ]
 
 

@@ -4,7 +4,8 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from mpkernels.bench.results import Result, Run
+from benchmarks.raw import Session
+from mpkernels.bench.results import Result
 
 Table = tuple[list[str], list[list[str]]]  # header and rows
 
@@ -52,14 +53,14 @@ SMALL = 8192  # features between two layers, or of a lone one's result
 WAYS = {"native": "ours, in C++", "triton": "ours, in Triton, the best tile", "cublaslt": "cublasLt's"}
 
 
-def of_cpus(runs: dict[str, Run]) -> Table:
+def of_cpus(runs: dict[str, Session]) -> Table:
     """Return times torch's speed in each run that has measured all of CPUS."""
     found = {name: {it.name: f"{it.ratio.median:.2f}" for it in run.results} for name, run in runs.items()}
     whole = {name: ratios for name, ratios in found.items() if ratios.keys() >= set(CPUS)}
     return ["case", *whole], [[case, *(ratios[case] for ratios in whole.values())] for case in CPUS]
 
 
-def of_gpu(device: str, runs: dict[str, Run], columns: dict[str, Callable[[Result, Run], str]]) -> Table:
+def of_gpu(device: str, runs: dict[str, Session], columns: dict[str, Callable[[Result, Session], str]]) -> Table:
     """Return what was measured of GPUS on a device, each case by the newest of its runs, which are the last."""
     found = {result.name: (result, run) for run in runs.values() for result in run.results}
     links = ", ".join(f"[samples](../benchmarks/results/{name}.json)" for name in runs)

@@ -171,11 +171,11 @@ def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, own: Parameters) -> Tenso
                 arguments.block(kind, x, own)
             raise
     arguments.block(kind, x, own)
-    if own.weight.dim() == 1:  # which F.linear takes without a bias alone
+    if own.weight.dim() == 1:  # F.linear takes a vector without a bias alone
         if own.bias is None:
             return paths.afresh(kind, x, own)
         return paths.afresh(kind, x, Parameters(own.weight.unsqueeze(0), own.bias.reshape(1))).squeeze(-1)
-    if is_lone and own.bias is not None and own.bias.shape != own.weight.shape[:1]:  # of one element, for all features
+    if is_lone and own.bias is not None and own.bias.shape != own.weight.shape[:1]:  # one element serves all features
         key, own = None, own._replace(bias=own.bias.expand(own.weight.shape[0]))
     dtype = autocast_dtype(x)
     return paths.compute(kernel_for(key, kind, x, own, dtype), kind, x, own, dtype)

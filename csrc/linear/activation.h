@@ -60,7 +60,7 @@ struct Gelu {
 struct GeluTanh {
   static constexpr Saves kSaves = Saves::z;
   static constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // 2 sqrt(2 / pi), and 0.044715 of it
-  // Bounded, lest inf times the 0 of a saturated sigmoid make a NaN of a finite z.
+  // The bound keeps inf times the 0 of a saturated sigmoid from making a NaN of a finite z.
   template <class F>
   static MPK_FN F bounded_square(F z) {
     const F square = z * z;

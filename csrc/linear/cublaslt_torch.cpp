@@ -38,7 +38,7 @@ struct Heuristic {
   int reserved[4];
 };
 static_assert(sizeof(Heuristic) == 96);
-struct Refusal {};  // there is another way, and nothing has been written
+struct Refusal {};  // thrown before anything is written; product and pass compute instead
 
 // Calls a function of cublasLt's, each of whose arguments must have the very type that cublasLt.h declares.
 template <class... Arguments>
@@ -139,7 +139,7 @@ inline bool multiply(const Tensor& there, cudaStream_t stream, const Matrix& out
       prefer(kMaxWorkspace, kWorkspace);
       prefer(kReductionSchemes, kReduceInComputeType);
       for (int each = kAlignmentOfA; each <= kAlignmentOfD; ++each) prefer(each, kAlignment);
-      // Not read here, only looked at: how well is it aligned?
+      // cublasLt reads nothing here; it looks at the pointers' alignment.
       point_to(reinterpret_cast<void*>(kAlignment), reinterpret_cast<void*>(kAlignment));
       Heuristic made{};
       int count = 0;
@@ -177,8 +177,8 @@ static void linear_act_by_cublaslt(StableIValue* stack, uint64_t, uint64_t) {
 }
 MPK_CUDA_KERNEL("linear_act_by_cublaslt", linear_act_by_cublaslt)
 
-// Only where neither h is wanted, for the pass makes it on its way, nor dbias: it would be a sum of what is rounded
-// already.
+// cublasLt serves where neither h is wanted, which our pass makes on its way, nor dbias, which would be a sum of
+// rounded numbers.
 static void linear_dact_by_cublaslt(StableIValue* stack, uint64_t, uint64_t) {
   const LinearDactArguments it(stack);
   const OnDeviceOf device(it.dy);

@@ -7,9 +7,10 @@
 
 namespace mpk {
 
-// A matrix of rows that lie one after another. 16-bit results are rounded once.
+// Rows lie one after another. 16-bit results are rounded once.
 //
-// z + bias -> y, and z as it is saved. z may be fp32 or of dtype; y and saved are of dtype, and may be where z is.
+// z + bias -> y, and saved is z + bias, too. z may be fp32 or of dtype; y and saved are of dtype, and may be where z
+// is.
 struct Forward {
   Activation activation;
   Dtype z_dtype, dtype;
@@ -36,7 +37,7 @@ MPK_FOR_EACH_ISA(void linear_act_rows(const Forward& pass, int64_t rows, int64_t
 MPK_FOR_EACH_ISA(void linear_act_backward_rows(const Backward& pass, int64_t rows, int64_t columns))
 MPK_FOR_EACH_ISA(void widen_span(Dtype dtype, const void* from, float* to, int64_t size))
 MPK_FOR_EACH_ISA(void narrow_span(Dtype dtype, const float* from, void* to, int64_t size))
-// A sum in two parts, high + low; where high has overflowed, low is nothing.
+// to = high + low; where high has overflowed, low is left out.
 MPK_FOR_EACH_ISA(void add_span(Dtype dtype, const void* high, const void* low, float* to, int64_t size))
 
 }  // namespace mpk

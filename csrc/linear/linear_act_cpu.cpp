@@ -42,28 +42,14 @@ static void backward_rows(const Backward& pass, int64_t rows, int64_t columns) {
 }
 
 void linear_act_rows(const Forward& pass, int64_t rows, int64_t columns) {
-  with_activation(pass.activation, [&](auto activation) {
-    with_float_or_half(pass.dtype, [&](auto zero) {
-      using A = decltype(activation);
-      using T = decltype(zero);
-      if (pass.z_dtype == Dtype::f32)
-        forward_rows<A, float, T>(pass, rows, columns);
-      else
-        forward_rows<A, T, T>(pass, rows, columns);
-    });
+  with_types(pass.activation, pass.dtype, pass.z_dtype, [&](auto f, auto zero, auto read) {
+    forward_rows<decltype(f), decltype(read), decltype(zero)>(pass, rows, columns);
   });
 }
 
 void linear_act_backward_rows(const Backward& pass, int64_t rows, int64_t columns) {
-  with_activation(pass.activation, [&](auto activation) {
-    with_float_or_half(pass.dtype, [&](auto zero) {
-      using A = decltype(activation);
-      using T = decltype(zero);
-      if (pass.dy_dtype == Dtype::f32)
-        backward_rows<A, float, T>(pass, rows, columns);
-      else
-        backward_rows<A, T, T>(pass, rows, columns);
-    });
+  with_types(pass.activation, pass.dtype, pass.dy_dtype, [&](auto f, auto zero, auto read) {
+    backward_rows<decltype(f), decltype(read), decltype(zero)>(pass, rows, columns);
   });
 }
 

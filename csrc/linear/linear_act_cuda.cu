@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   });
 }
 
-// The sums of a block's columns: a thread's in its registers, in fp64 where its rows are many; then the lines' in
-// pairs, so that equal rows, as of a mean's gradient, lose nothing that others would not.
+// Sums of a block's columns. A thread adds up in its registers, and in fp64 where its rows are many. Then lines add up
+// in pairs, so that equal rows, as in a mean's gradient, lose no more than others.
 template <int count>
 class ColumnSums {
  public:
@@ -64,8 +64,8 @@ class ColumnSums {
   int64_t rows_ = 0;
 };
 
-// dz and its sums over the rows of each block, where they are wanted, and y of a saved z: a kernel of its own, for the
-// activation taken anew would cost instructions where nobody wants y.
+// Makes dz, its sums over the rows of each block, and y of a saved z, where they are wanted. makes_y is a template's
+// argument, because computing y costs instructions where nobody wants it.
 // y in fp32 takes more registers than kBlocksAtOnce leaves, and so do 8 elements a thread.
 template <class T, int count, bool makes_y>
 __global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ? 2

@@ -15,7 +15,7 @@ static void activate_product(const LinearActArguments& it, const Matrix& z, cons
   if (it.activation != Activation::none) passes.activate(it.activation, z, y);
 }
 
-// In fp32, some rows at a time: z is rounded, if it is saved, and so is y, once.
+// Computes some rows at a time in fp32. y is rounded once, and so is z, if it is saved.
 static void activate_in_fp32(const LinearActArguments& it, const Matrix* saved, const Matrix& y) {
   const Matrix x(it.x);
   const Widened weight = widen(Matrix(it.weight)), bias = contiguous(it.bias ? Matrix(*it.bias) : y);
@@ -83,7 +83,7 @@ static void multiply_slopes(const LinearActBackwardArguments& it, const Gradient
                          /*y=*/nullptr, it.wants_dbias() ? &to.dbias : nullptr);
   if (it.wants_dx()) multiply(to.dx, dz, Matrix(*it.weight));
   if (!it.wants_dweight()) return;
-  // Transposed, where the weight is: then its rows lie in line, too.
+  // dweight is transposed where the weight is, so that its rows lie in line, too.
   const Matrix x(*it.x), found(to.of_weight), dweight = it.by_columns ? found.transposed() : found,
                                               left = it.by_columns ? x.transposed() : dz.transposed(),
                                               right = it.by_columns ? dz : x;
@@ -93,7 +93,7 @@ static void multiply_slopes(const LinearActBackwardArguments& it, const Gradient
     passes.multiply_to_fp32(dweight, left, right);
 }
 
-// In fp32, some rows at a time. At least one block: without a row, dweight and dbias are 0.
+// Computes some rows at a time in fp32. There is one block at least: without a row, it writes 0 to dweight and dbias.
 class SlopesInFp32 {
  public:
   SlopesInFp32(const LinearActBackwardArguments& it, const Gradients& to)
@@ -151,7 +151,7 @@ class SlopesInFp32 {
 
   const LinearActBackwardArguments& it_;
   const Gradients& to_;
-  const Matrix dweight_;  // transposed, where the weight is: then its rows lie in line, too
+  const Matrix dweight_;  // transposed where the weight is, so that its rows lie in line, too
   const bool is_dz_dy_;
   const Widened dy_, saved_;
   const BackwardPass pass_;
@@ -180,7 +180,7 @@ MPK_CUDA_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cuda)
 
 }  // namespace mpk
 
-// mpkernels/selector/rule.py asks whether this CPU's 16-bit products are left to torch. dtype is a Dtype.
+// Tells selector/rule.py whether this CPU's 16-bit products are left to torch. dtype is a Dtype.
 extern "C" __attribute__((visibility("default"))) int32_t mpkernels_multiplies_halves(int32_t dtype) {
   return mpk::multiplies_halves(static_cast<mpk::Dtype>(dtype));
 }

@@ -17,7 +17,7 @@ static void differentiate_product(const LinearDactArguments& it, const Slopes& t
                          &to.dz, it.wants_h ? &to.h : nullptr, it.wants_dbias() ? &to.dbias : nullptr);
 }
 
-// In fp32, some rows at a time. At least one block: without a row, dbias is 0.
+// Computes some rows at a time in fp32. There is one block at least: without a row, it writes 0 to dbias.
 static void differentiate_in_fp32(const LinearDactArguments& it, const Slopes& to) {
   const Matrix dy(it.dy), &all = to.dz;
   const Widened weight = widen(Matrix(it.weight)),

@@ -41,14 +41,6 @@ static void backward_rows(const GatedBackward& pass, int64_t rows, int64_t colum
   }
 }
 
-// Calls body with values of the activation's type, of dtype's, and of the type that is read: float or dtype's.
-template <class Body>
-static void with_types(Activation activation, Dtype dtype, Dtype read, const Body& body) {
-  with_activation(activation, [&](auto f) {
-    with_float_or_half(dtype, [&](auto zero) { read == Dtype::f32 ? body(f, zero, 0.0f) : body(f, zero, zero); });
-  });
-}
-
 void linear_gated_rows(const GatedForward& pass, int64_t rows, int64_t columns) {
   with_types(pass.activation, pass.dtype, pass.z_dtype, [&](auto f, auto zero, auto read) {
     forward_rows<decltype(f), decltype(read), decltype(zero)>(pass, rows, columns);

@@ -25,7 +25,7 @@ static void gate_products(const LinearGatedArguments& it, const Matrix& z, const
   passes.gate(it.activation, z, h);
 }
 
-// In fp32, some rows at a time: z is rounded, if it is saved, and so is h, once.
+// Computes some rows at a time in fp32. h is rounded once, and so is z, if it is saved.
 static void gate_in_fp32(const LinearGatedArguments& it, const Matrix* saved, const Matrix& h) {
   const Matrix x(it.x), of_gate(it.gate_weight), of_up(it.up_weight);
   const auto both = joined(of_gate, of_up);
@@ -55,7 +55,7 @@ static void gate_in_fp32(const LinearGatedArguments& it, const Matrix* saved, co
   }
 }
 
-// A way that rounds z makes it whether it is saved or not.
+// makes_z: compute needs z, whether it is saved or not.
 template <class Body>
 static void forward(StableIValue* stack, bool makes_z, const LinearGatedArguments& it, const Body& compute) {
   Tensor h = it.new_h(), z = it.new_z(/*wanted=*/it.save || makes_z);
@@ -91,7 +91,7 @@ static void differentiate_product(const LinearDgatedArguments& it, const Matrix&
   passes.differentiate_gate(it.activation, Matrix(it.weight ? product : it.dy), Matrix(it.z), dz, h);
 }
 
-// In fp32, some rows at a time.
+// Computes some rows at a time in fp32.
 static void differentiate_in_fp32(const LinearDgatedArguments& it, const Matrix& dz, const Matrix* h) {
   const CpuPasses passes(it.kOp, it.z);
   const Matrix dy(it.dy);

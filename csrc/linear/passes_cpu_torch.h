@@ -7,7 +7,7 @@
 
 namespace mpk {
 
-// Partial sums of so many rows, whatever the number of threads: n equal ones, one after another, lose n / 8 eps.
+// Rows of a partial sum, whatever the number of threads: n equal ones, added in turn, lose n / 8 eps.
 inline constexpr int64_t kRowsOfSum = 16;
 inline constexpr int64_t kBlockBytes = 16 << 20, kLeastRows = 2 * kRowsOfSum;  // of z or dz in fp32
 
@@ -15,8 +15,8 @@ inline int64_t rows_in_block(int64_t columns) {
   return std::max<int64_t>(kBlockBytes / (4 * columns + 1) / kRowsOfSum * kRowsOfSum, kLeastRows);
 }
 
-// Whether torch multiplies 16-bit matrices as they are, as on a GPU. Most CPUs have no instructions for that and take
-// several times as long, so the matrices are widened, multiplied in fp32 and narrowed.
+// Most CPUs multiply 16-bit matrices several times more slowly than fp32 ones, so they are widened, multiplied in fp32
+// and narrowed. Where there are instructions for it, torch multiplies them as they are, as on a GPU.
 inline bool multiplies_halves(Dtype dtype) {
 #ifdef MPK_HALF_PRODUCTS  // tests compile either way for any CPU
   return dtype != Dtype::f32 && MPK_HALF_PRODUCTS;
@@ -79,7 +79,7 @@ class BackwardPass {
         adds_up_(adds_up),
         sums_(std::max<int64_t>(1, chunks_in(rows)), adds_up ? columns : 0, aoti_torch_dtype_float32()) {}
 
-  // What it is given is contiguous, holds the rows from first on, a multiple of kRowsOfSum, and may be the same memory.
+  // All matrices are contiguous, hold the rows from first (a multiple of kRowsOfSum) on, and may share memory.
   void run(int64_t first, const Matrix& dy, const Matrix& saved, const Matrix* dz, const Matrix* narrow_dz,
            const Matrix* y) const {
     const auto linear_act_backward_rows = MPK_BEST(linear_act_backward_rows);
@@ -155,7 +155,7 @@ class CpuPasses {
           last - row, dh.columns);
     });
   }
-  // As the sum of two products that are rounded.
+  // out is the sum of two products in 16 bits: the rounded product, and what rounding took from it.
   void multiply_to_fp32(const Matrix& out, const Matrix& a, const Matrix& b) const {
     const ScratchMatrix high(out.rows, out.columns, a.torch_dtype), low(out.rows, out.columns, a.torch_dtype);
     multiply(high.view, a, b);

@@ -1,8 +1,9 @@
-// Vectors along the rows of linear_act's matrices, and their dtypes.
+// Vectors along the rows of the linear ops' matrices, and their types.
 #pragma once
 
 #include "common/simd.h"
 #include "common/table.h"
+#include "linear/activation.h"
 
 namespace mpk::MPK_ISA {
 
@@ -34,6 +35,14 @@ template <class Body>
 void with_float_or_half(Dtype dtype, const Body& body) {
   with_dtype(dtype, [&](auto zero) {
     if constexpr (!std::is_same_v<decltype(zero), double>) body(zero);
+  });
+}
+
+// Calls body with values of the activation's type, of dtype's, and of the type that is read: float or dtype's.
+template <class Body>
+void with_types(Activation activation, Dtype dtype, Dtype read, const Body& body) {
+  with_activation(activation, [&](auto f) {
+    with_float_or_half(dtype, [&](auto zero) { read == Dtype::f32 ? body(f, zero, 0.0f) : body(f, zero, zero); });
   });
 }
 

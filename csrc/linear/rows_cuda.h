@@ -7,8 +7,8 @@
 namespace mpk {
 
 inline constexpr int kElements = 8;      // of a thread in one row: 16 bytes in 16-bit formats, 32 in fp32
-inline constexpr int kBlocksAtOnce = 4;  // on a multiprocessor; room for more is bought with spilled registers
-inline constexpr int kRowsOfSum = 16;    // that are added up in fp32, one after another: an eps for each 8 equal ones
+inline constexpr int kBlocksAtOnce = 4;  // on a multiprocessor; more of them would spill registers
+inline constexpr int kRowsOfSum = 16;    // rows that are added up in fp32 in turn; 8 equal ones lose an eps
 
 // A block's threads stand in lines, `across` of them side by side, each before `count` adjacent columns; the lines take
 // turns at the block's rows. It depends on the matrix's shape alone, and so does the order of sums.
@@ -21,8 +21,8 @@ struct Tiling {
     rows_of_block = kThreads / across * kLeastRowsOfLine;
     while (blocks() > kEnoughBlocks && row_blocks() > kFewPartialSums) rows_of_block *= 2;
   }
-  // Narrow ones, down to the 32 bytes that memory hands out, so that few columns fill a chip, too; but no line is left
-  // with less than a few rows.
+  // Makes narrow blocks, down to the 32 bytes that memory hands out, so that few columns fill a chip, too. Each line
+  // keeps a few rows at least.
   static Tiling of_one_row_of_blocks(int64_t rows, int64_t columns) {
     Tiling tiling(0, columns);
     tiling.rows = tiling.rows_of_block = rows;
@@ -71,15 +71,15 @@ __device__ Elements<T, count> read(const Strided& from, int64_t row, int64_t col
   return elements;
 }
 
-// Where one of several matrices is read to.
+// One of the matrices that read_all reads, and where its elements go.
 template <class T, int count>
 struct Reading {
   const Strided& from;
   Elements<T, count>& to;
 };
 
-// Reads the same place of all. The loads of packed ones are all on their way before a value is taken apart: behind a
-// branch of its own, each would wait for the one before it.
+// Reads the same place of all matrices. Packed ones are all loaded behind one branch: a load after a branch of its own
+// would wait for the load before it.
 template <int count, class... T>
 __device__ void read_all(int64_t row, int64_t column, const Reading<T, count>&... each) {
   if constexpr (count > 1) {

@@ -1,4 +1,4 @@
-"""Every op and every whole step beside torch's own, measured in turns. ``python -m mpkernels bench --help``.
+"""``python -m mpkernels bench``: steps, layers and small trainings beside torch's, timed in turns.
 
-cases.py lists what is compared, pairs.py times, results.py keeps; nothing else here measures.
+cases.py lists what is compared and pairs.py times it. A checkout's ``python -m benchmarks`` has more cases.
 """

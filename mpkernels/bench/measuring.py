@@ -1,4 +1,4 @@
-"""From a case to its result."""
+"""Measures a case, and returns its result."""
 
 import gc
 import sys
@@ -7,34 +7,27 @@ from contextlib import contextmanager
 
 import torch
 
-from mpkernels.bench import machine
 from mpkernels.bench.cases import Benchmark
-from mpkernels.bench.counting import count
-from mpkernels.bench.pairs import BUILDS, measure
-from mpkernels.bench.results import Result, Run, microseconds
-from mpkernels.bench.settings import DTYPES, Place
+from mpkernels.bench.pairs import Pair, measure
+from mpkernels.bench.results import Result, microseconds
+from mpkernels.bench.settings import Place
 
 
-def run_one(benchmark: Benchmark, run: Run, seconds: float, builds: int = BUILDS) -> Result:
-    """Measures a case and adds it to ``run`` and to what that has of it, with the machine's own speeds right after."""
-    earlier = next((result for result in run.results if result.name == benchmark.name), None)
-    place, device = benchmark.setting.place, benchmark.setting.place.device
-    with _threads(place):
-        pair = benchmark.prepare()
-        samples = measure(pair, device, seconds, builds)
-        counts = {}
-        if pair.is_counted and not earlier:  # a second count would be the same
-            counts = {"ours": count(pair.ours, device), "theirs": count(pair.theirs, device)}
-        _keep_best(run.copy_speeds, str(place), machine.copy_speed(device))
-        if pair.flops:
-            dtype = benchmark.setting.dtype
-            _keep_best(run.gemm_speeds, f"{place} {dtype}", machine.gemm_speed(device, DTYPES[dtype]))
-    result = Result(
+def run_one(benchmark: Benchmark, seconds: float, builds: int) -> Result:
+    with threads(benchmark.setting.place):
+        result = result_of(benchmark, benchmark.prepare(), seconds, builds)
+    clean_up()
+    return result
+
+
+def result_of(benchmark: Benchmark, pair: Pair, seconds: float, builds: int) -> Result:
+    samples = measure(pair, benchmark.setting.place.device, seconds, builds)
+    return Result(
         benchmark.op,
         benchmark.variant,
-        str(place),
+        str(benchmark.setting.place),
         benchmark.setting.dtype,
-        benchmark.setting.case.name,
+        benchmark.setting.sizes.name,
         benchmark.kernel,
         pair.moved,
         round(samples.waited, 3),
@@ -42,27 +35,17 @@ def run_one(benchmark: Benchmark, run: Run, seconds: float, builds: int = BUILDS
         microseconds(samples.theirs),
         benchmark.baseline,
         pair.flops,
-        counts,
     )
-    if earlier:
-        result = earlier.and_more(result)
-        run.results[run.results.index(earlier)] = result
-    else:
-        run.results.append(result)
-    del pair
-    gc.collect()  # networks hold on to themselves
+
+
+def clean_up() -> None:
+    gc.collect()  # frees networks, which refer to themselves
     if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # or, after eight networks of one kind, torch would silently compile no more
-    return result
-
-
-def _keep_best(speeds: dict[str, float], of: str, speed: float) -> None:
-    """Other programs may have been at work beside any one measurement."""
-    speeds[of] = max(speed, speeds.get(of, 0.0))
+        torch.compiler.reset()  # after eight networks of one kind torch would silently compile no more
 
 
 @contextmanager
-def _threads(place: Place) -> Iterator[None]:
+def threads(place: Place) -> Iterator[None]:
     before = torch.get_num_threads()
     if place.device == "cpu":
         torch.set_num_threads(place.threads)

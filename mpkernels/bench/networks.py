@@ -24,7 +24,7 @@ def our_layer(inputs: int, outputs: int, activation: str) -> nn.Module:
     return LinearAct(inputs, outputs, activation=activation)
 
 
-class Block(nn.Module):
+class TransformerLayer(nn.Module):
     def __init__(self, layer: Layer, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -49,7 +49,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(positions, width)
         nn.init.normal_(self.tokens.weight, std=0.02)
-        self.blocks = nn.Sequential(*(Block(layer, width, heads) for _ in range(depth)))
+        self.blocks = nn.Sequential(*(TransformerLayer(layer, width, heads) for _ in range(depth)))
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: Tensor) -> Tensor:

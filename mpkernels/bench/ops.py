@@ -4,14 +4,14 @@ import torch
 
 from mpkernels.bench.pairs import Pair
 from mpkernels.bench.settings import Setting
-from mpkernels.ops import grad_stats, overflow_, unscale_, update_scale_
+from mpkernels.ops import grad_stats, unscale_
 
 
 def compare_unscale(setting: Setting) -> Pair:
-    """Beside the op under torch.amp.GradScaler."""
+    """Compare with the op that torch.amp.GradScaler calls."""
     grads, device = setting.tensors(), setting.place.device
     found_inf = torch.zeros(1, device=device)
-    # Not 1, which torch takes a short cut for; and one undoes the other.
+    # torch has a short cut for 1. One of these undoes the other.
     inv_scales = [torch.full((1,), value, device=device) for value in (2.0, 0.5)]
 
     def ours() -> None:
@@ -22,13 +22,12 @@ def compare_unscale(setting: Setting) -> Pair:
         for inv_scale in inv_scales:
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
 
-    # Every element is read and written.
-    moved = 2 * sum(grad.nbytes for grad in grads)
-    return Pair(lambda: ours, lambda: theirs, calls=2, moved=moved, clock=setting.case.clock)
+    moved = 2 * sum(grad.nbytes for grad in grads)  # each element is read and written
+    return Pair(lambda: ours, lambda: theirs, calls=2, moved=moved, clock=setting.sizes.clock)
 
 
 def compare_grad_stats(setting: Setting) -> Pair:
-    """Beside the op under torch.nn.utils.clip_grad_norm_, which does less: no global norm, no check for inf."""
+    """Compare with the op that clip_grad_norm_ calls, which does less: no global norm, no check for inf."""
     grads = setting.tensors()
 
     def ours() -> None:
@@ -37,37 +36,5 @@ def compare_grad_stats(setting: Setting) -> Pair:
     def theirs() -> None:
         torch._foreach_norm(grads)
 
-    # Every element is read; what is written is a few bytes a tensor.
-    moved = sum(grad.nbytes for grad in grads)
-    return Pair(lambda: ours, lambda: theirs, moved=moved, clock=setting.case.clock)
-
-
-def compare_update_scale(setting: Setting) -> Pair:
-    """Where the scale stays as it is: one that grows would end in inf."""
-    device, never = setting.place.device, 10**9
-    scale, found_inf = torch.ones((), device=device), torch.zeros((), device=device)
-    tracker, overflows = (torch.zeros(size, dtype=torch.int32, device=device) for size in ((), (2,)))
-
-    def ours() -> None:
-        update_scale_(scale, tracker, found_inf, 2.0, 0.5, never, overflows)
-
-    def theirs() -> None:
-        torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, never)
-
-    return Pair(lambda: ours, lambda: theirs, moved=36, clock="host")  # all but the flag are read and written
-
-
-def compare_overflow(setting: Setting, found: float) -> Pair:
-    """Beside one pass of grad_stats, as a measure: nothing of torch's tells as much."""
-    grads, device = setting.tensors(), setting.place.device
-    report = torch.zeros(1 + len(grads), 6, dtype=torch.float64, device=device)
-    found_inf = torch.full((), found, device=device)
-
-    def ours() -> None:
-        overflow_(grads, found_inf, None, False, report)
-
-    def theirs() -> None:
-        grad_stats(grads)
-
-    moved = int(found) * sum(grad.nbytes for grad in grads)
-    return Pair(lambda: ours, lambda: theirs, moved=moved, clock=setting.case.clock)
+    moved = sum(grad.nbytes for grad in grads)  # each element is read; a few bytes a tensor are written
+    return Pair(lambda: ours, lambda: theirs, moved=moved, clock=setting.sizes.clock)

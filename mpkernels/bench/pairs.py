@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 import torch
 
-FEWEST_SAMPLES = 6  # that have a 95 % interval of the median, from the least to the greatest
-BUILDS = 3  # unless one takes long: where the data happens to lie matters, too
-MOST_SAMPLES = 101  # more would only fill the results' file: a sample of a short run is the mean of several turns
-RUNS_IN_GRAPH = 20  # the shortest kernels take 3 us, and the way from an event to a kernel about as long
+FEWEST_SAMPLES = 6  # the fewest whose least and greatest bound a 95 % interval of the median
+BUILDS = 3  # where the data happens to lie matters, too; one build has to do if it takes long
+MOST_SAMPLES = 101  # more would only fill the results' file: a short run's sample is the mean of several turns
+RUNS_IN_GRAPH = 20  # an event costs about the 3 us of the shortest kernels
 STEPS_IN_LOOP = 3
 WIDE, BUSY = 0.1, 0.05  # above these, samples are in doubt
 
-Run = Callable[[], object]
-Make = Callable[[], Run]  # builds what a run needs, so that each of the two can be built, and looked at, alone
+Workload = Callable[[], object]
+Make = Callable[[], Workload]  # builds what a workload needs; each of the two can be built and looked at alone
 Stopwatch = Callable[[], float]
 
 
@@ -26,11 +26,11 @@ class Pair(NamedTuple):
 
     ours: Make
     theirs: Make
-    calls: int = 1  # of the op, in each run
-    moved: int = 0  # bytes that a call of ours has to read and write
-    flops: int = 0  # of a call
+    calls: int = 1  # how often a run calls the op
+    moved: int = 0  # bytes that one call of ours has to read and write
+    flops: int = 0  # of one call
     clock: str = "device"
-    is_counted: bool = False  # its memory, launches and waits, too
+    is_counted: bool = False  # whether memory, launches and waits are counted, too
 
 
 class Interval(NamedTuple):
@@ -44,10 +44,10 @@ class Samples(NamedTuple):
 
     ours: list[float]
     theirs: list[float]
-    waited: float  # for a core that another program had, in all threads together: seconds per second
+    waited: float  # seconds a second that all threads together waited for cores that other programs had
 
     def ratio(self) -> Interval:
-        """Their time over ours, sample by sample. Above 1, ours is faster."""
+        """Return their time over ours, sample by sample: above 1, ours is faster."""
         return median_interval([theirs / ours for ours, theirs in zip(self.ours, self.theirs, strict=True)])
 
     def doubts(self) -> list[str]:
@@ -56,10 +56,10 @@ class Samples(NamedTuple):
 
 
 def median_interval(values: list[float]) -> Interval:
-    """The median and its 95 % confidence interval by order statistics, which suits any distribution of the noise.
+    """Return the median and its 95 % confidence interval, by order statistics, which suit any noise.
 
-    A value lies below the true median as often as a coin shows heads: what is cut off at each end is a number of heads
-    that so many tosses fall short of in 2.5 % of all cases at most.
+    A value lies below the true median as often as a coin shows heads. So many values are cut off at each end as tosses
+    show fewer heads than in 2.5 % of all cases at most.
     """
     ordered = sorted(values)
     outside, tail = 0, 0.0
@@ -70,7 +70,7 @@ def median_interval(values: list[float]) -> Interval:
 
 
 def measure(pair: Pair, device: str, seconds: float, builds: int = BUILDS) -> Samples:
-    """A sample is of both orders, for who comes after the other finds another cache than who comes after itself."""
+    """Each sample holds both orders: a side that runs after the other finds another cache than after itself."""
     make = STOPWATCHES[pair.clock] if device == "cuda" else wall_stopwatch
     samples: tuple[list[float], list[float]] = ([], [])
     waited, start = -seconds_waited(), perf_counter()
@@ -99,12 +99,12 @@ def measure(pair: Pair, device: str, seconds: float, builds: int = BUILDS) -> Sa
 
 
 def seconds_waited() -> float:
-    """What this process's threads have spent ready to run, but not running. Linux only; elsewhere always 0."""
+    """Return the seconds that this process's threads were ready to run, but didn't. Always 0 where it isn't Linux."""
     return sum(int(thread.read_text().split()[1]) for thread in Path("/proc/self/task").glob("*/schedstat")) / 1e9
 
 
-def wall_stopwatch(run: Run) -> Stopwatch:
-    # With a GPU each run starts on an empty queue, for the host must never wait for a full one.
+def wall_stopwatch(run: Workload) -> Stopwatch:
+    # Each run starts on an empty queue of the GPU: the host must never wait for a full one.
     settle = torch.cuda.synchronize if torch.cuda.is_available() else int
 
     def timed() -> float:
@@ -117,19 +117,19 @@ def wall_stopwatch(run: Run) -> Stopwatch:
     return timed
 
 
-def graph_stopwatch(run: Run) -> Stopwatch:
-    """Events around a CUDA graph of several runs: what the host does meanwhile is not in it."""
+def graph_stopwatch(run: Workload) -> Stopwatch:
+    """Time a CUDA graph of several runs by events, without the host's time."""
     run()  # compiles and loads kernels, which can't be captured
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(RUNS_IN_GRAPH):
             run()
-    held = graph, run  # whose tensors the graph reads, but doesn't own
+    held = graph, run  # the graph reads the run's tensors, but doesn't own them
     return _between_events(lambda: held[0].replay(), RUNS_IN_GRAPH)
 
 
-def loop_stopwatch(run: Run) -> Stopwatch:
-    """Events around a few runs as a training loop has them, one queued behind the other, the host's work included."""
+def loop_stopwatch(run: Workload) -> Stopwatch:
+    """Time a few runs by events, one queued behind the other as in a training loop, with the host's time."""
 
     def loop() -> None:
         for _ in range(STEPS_IN_LOOP):
@@ -138,7 +138,7 @@ def loop_stopwatch(run: Run) -> Stopwatch:
     return _between_events(loop, STEPS_IN_LOOP)
 
 
-def _between_events(several: Run, count: int) -> Stopwatch:
+def _between_events(several: Workload, count: int) -> Stopwatch:
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
 
     def timed() -> float:
@@ -153,5 +153,5 @@ def _between_events(several: Run, count: int) -> Stopwatch:
     return timed
 
 
-# On CUDA; on a CPU there is but one time.
+# For CUDA. A CPU has wall_stopwatch alone.
 STOPWATCHES = {"device": graph_stopwatch, "host": wall_stopwatch, "loop": loop_stopwatch}

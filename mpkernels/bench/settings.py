@@ -1,4 +1,4 @@
-"""What every op is measured at: a place, a dtype and a list of shapes."""
+"""What a case is measured at: a place, a dtype and the sizes of its tensors."""
 
 from itertools import chain
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NOISE = 2**20  # so many random numbers
+NOISE = 2**20  # random numbers, repeated in all tensors
 
 
 class Place(NamedTuple):
@@ -18,26 +18,32 @@ class Place(NamedTuple):
         return "cuda" if self.device == "cuda" else f"cpu-{self.threads}"
 
 
-class Case(NamedTuple):
+class Sizes(NamedTuple):
+    """The shapes of the tensors of a case. Results call its name the case."""
+
     name: str
     shapes: tuple[tuple[int, ...], ...] = ()
     clock: str = "device"  # see pairs.STOPWATCHES
+
+    @property
+    def elements(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shapes)
 
 
 class Setting(NamedTuple):
     place: Place
     dtype: str
-    case: Case
+    sizes: Sizes
 
     def __str__(self) -> str:
-        return f"{self.place} {self.dtype} {self.case.name}"
+        return f"{self.place} {self.dtype} {self.sizes.name}"
 
     def tensors(self, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Random, since on a GPU zeros draw less power and run faster; the same numbers again and again, for to draw
-        them takes a CPU longer than many a measurement."""
+        """Return random tensors: a GPU draws less power for zeros, and runs faster. The same numbers are repeated,
+        because drawing them takes a CPU longer than many a measurement."""
         device, dtype = self.place.device, dtype or DTYPES[self.dtype]
         generator = torch.Generator(device).manual_seed(0)
-        tensors = [torch.empty(shape, device=device, dtype=dtype) for shape in self.case.shapes]
+        tensors = [torch.empty(shape, device=device, dtype=dtype) for shape in self.sizes.shapes]
         parts = [*chain.from_iterable(tensor.view(-1).split(NOISE) for tensor in tensors)]
         noise = torch.randn(max(map(len, parts), default=0), device=device, dtype=dtype, generator=generator)
         for part in parts:
@@ -45,34 +51,12 @@ class Setting(NamedTuple):
         return tensors
 
 
-def gpt2_shapes(
-    width: int, vocabulary: int = 50257, positions: int = 1024, layers: int = 12
-) -> tuple[tuple[int, ...], ...]:
-    """The 148 parameters of GPT-2 small at width 768."""
-    norm = [(width,), (width,)]
-    attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
-    mlp = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
-    return ((vocabulary, width), (positions, width), *(norm + attention + norm + mlp) * layers, *norm)
-
-
-LISTS = {
-    "cpu": [Case("1x2^25", ((2**25,),)), Case("gpt2-half-width", gpt2_shapes(width=384))],
-    "cuda": [Case("1x50M", ((50_000_000,),)), Case("1x1e9", ((10**9,),)), Case("gpt2", gpt2_shapes(width=768))],
-}
-LISTS_ANYWHERE = [
-    Case("100x500k", ((500_000,),) * 100),
-    Case("1000x5k", ((5_000,),) * 1000),
-    Case("1x2^20-in-cache", ((2**20,),)),
-    Case("1000x10-host-cost", ((10,),) * 1000, clock="host"),  # the work itself is next to nothing
-]
+FOUR_LARGE = Sizes("4x2.5M", ((2_500_000,),) * 4)  # larger than most caches; few ops, so that threads seldom wait
+HUNDRED = Sizes("100x500k", ((500_000,),) * 100)
+THOUSAND = Sizes("1000x5k", ((5_000,),) * 1000)
 
 
 def places() -> list[Place]:
-    """Return one thread, as torchrun has it; as many as torch takes, by OMP_NUM_THREADS or the cores; the GPU."""
+    """Return one thread, as torchrun sets it; as many as torch takes, by OMP_NUM_THREADS or the cores; the GPU."""
     on_cpu = [Place("cpu", threads) for threads in sorted({1, torch.get_num_threads()})]
     return on_cpu + [Place("cuda", 1)] * torch.cuda.is_available()
-
-
-def lists(place: Place) -> list[Setting]:
-    """Lists of tensors as optimizers get them."""
-    return [Setting(place, dtype, case) for case in [*LISTS[place.device], *LISTS_ANYWHERE] for dtype in DTYPES]

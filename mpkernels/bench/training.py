@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mpkernels.bench import networks, steps
-from mpkernels.bench.pairs import Make, Pair, Run
+from mpkernels.bench.pairs import Make, Pair, Workload
 from mpkernels.bench.settings import DTYPES, Setting
 
 TASKS = {
@@ -24,12 +24,16 @@ TASKS = {
 Side = Callable[[nn.Module], steps.AfterForward]
 
 
+def tasks_on(device: str) -> list[str]:
+    return [name for name in TASKS if device == "cuda" or not name.startswith("gpt2")]
+
+
 def train(
     setting: Setting, layer: networks.Layer, after_forward: Side, *, autocast: bool, compiled: bool, master: bool
-) -> Run:
+) -> Workload:
     """``master``: the parameters have the setting's dtype, and the optimizer keeps their fp32 weights."""
     device, dtype = setting.place.device, DTYPES[setting.dtype]
-    task = TASKS[setting.case.name]()
+    task = TASKS[setting.sizes.name]()
     network = task.network(layer, device)
     if master:
         network.to(dtype)
@@ -70,29 +74,14 @@ def torchs(setting: Setting, optimizer: steps.MakeOptimizer, compiled: bool = Fa
     return lambda: train(setting, networks.torchs_layer, after_forward, autocast=True, compiled=compiled, master=False)
 
 
-def torchs_fp32(setting: Setting) -> Make:
-    """No autocast, and so no scaler; the norm is clipped."""
-
-    def after_forward(network: nn.Module) -> steps.AfterForward:
-        params = [*network.parameters()]
-        optimizer = steps.default(params)
-
-        def finish() -> None:
-            torch.nn.utils.clip_grad_norm_(params, steps.MAX_NORM)
-            optimizer.step()
-
-        return steps.AfterForward(lambda loss: loss, finish)
-
-    return lambda: train(setting, networks.torchs_layer, after_forward, autocast=False, compiled=False, master=False)
-
-
 def compare(setting: Setting, ours: Make, theirs: Make) -> Pair:
     return Pair(ours, theirs, flops=flops(setting), clock="loop", is_counted=True)
 
 
 def flops(setting: Setting) -> int:
-    """Of the linear layers, forward and twice as many backward: two for each weight and row. Attention is left out."""
-    task = TASKS[setting.case.name]()
+    """Return the linear layers' flops: two for each weight and row, and twice as many in the backward. Attention is
+    left out."""
+    task = TASKS[setting.sizes.name]()
     with torch.device("meta"):
         network = task.network(networks.torchs_layer, "meta")
         inputs, _ = task.batch("meta")

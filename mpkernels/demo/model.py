@@ -5,8 +5,6 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn import Embedding, LayerNorm, Linear, Module, ModuleList, functional, init
 
-PAIRS = 256 * 256
-
 
 class Size(NamedTuple):
     width: int
@@ -23,7 +21,7 @@ SIZES = {
 }
 
 
-class Block(Module):
+class Layer(Module):
     def __init__(self, size: Size) -> None:
         super().__init__()
         width, self.heads = size.width, size.heads
@@ -32,22 +30,21 @@ class Block(Module):
         self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.out(self.attend(self.qkv(self.norms[0](x))))
+        qkv = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        q, k, v = (it.unflatten(-1, (self.heads, -1)).transpose(1, 2) for it in qkv)
+        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
         return x + self.down(functional.gelu(self.up(self.norms[1](x))))  # type: ignore[no-any-return]
-
-    def attend(self, qkv: Tensor) -> Tensor:
-        q, k, v = (it.unflatten(-1, (self.heads, -1)).transpose(1, 2) for it in qkv.chunk(3, dim=-1))
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
 
 
 class Transformer(Module):
-    """It predicts each next byte. At each place it embeds the byte there, and the pair of bytes that ends there."""
+    """It predicts each next byte from embeddings of each byte, and of the pair of bytes that ends there."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.bytes, self.pairs = Embedding(256, size.width), Embedding(PAIRS, size.width)
+        self.bytes, self.pairs = Embedding(256, size.width), Embedding(256 * 256, size.width)
         self.places = Embedding(size.context, size.width)
-        self.blocks = ModuleList(Block(size) for _ in range(size.layers))
+        self.layers = ModuleList(Layer(size) for _ in range(size.layers))
         self.norm, self.head = LayerNorm(size.width), Linear(size.width, 256)
         for embedding in (self.bytes, self.pairs, self.places):
             init.normal_(embedding.weight, std=0.02)
@@ -55,6 +52,6 @@ class Transformer(Module):
     def forward(self, inputs: Tensor) -> Tensor:
         before = functional.pad(inputs[:, :-1], (1, 0))
         x = self.bytes(inputs) + self.pairs(256 * before + inputs) + self.places.weight[: inputs.shape[1]]
-        for block in self.blocks:
-            x = block(x)
+        for layer in self.layers:
+            x = layer(x)
         return self.head(self.norm(x))  # type: ignore[no-any-return]

@@ -1,6 +1,5 @@
 """One model, trained in four ways that differ in the dtype of its weights and in who steps them."""
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -10,71 +9,57 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from mpkernels import amp, nn, optim
+from mpkernels.bench import steps
+from mpkernels.bench.pairs import Samples, measure
+from mpkernels.bench.settings import Place, Setting, Sizes
 from mpkernels.demo.model import Size, Transformer
 
-MAX_NORM = 1.0
-BETAS = 0.9, 0.95
-WARM_UP = 20  # steps until the learning rate is whole
+MAX_NORM, BETAS = 1.0, (0.9, 0.95)
+WARM_UP = 20  # steps
 GROWTH_INTERVAL = 40  # steps, so that a short training sees the loss scale grow
-OVERFLOWING = "blocks.0.up.weight"  # whose grad gets an inf, at this place
-PLACE = (5, 7)
+OVERFLOWING, PLACE = "layers.0.up.weight", (5, 7)  # where a grad gets an inf
 
 
 class Way(NamedTuple):
     name: str
     weights: torch.dtype
-    is_ours: bool
-    moments: torch.dtype | None = None  # torch's are in the dtype of the weights
+    moments: torch.dtype | None = None  # None is torch's optimizer, whose moments have the dtype of the weights
 
     @property
     def has_scaler(self) -> bool:
         """Return whether a loss scale guards the training. torch's scaler refuses bf16 grads on CUDA."""
-        return self.is_ours or self.weights == torch.float32
+        return self.moments is not None or self.weights == torch.float32
 
 
-FP32 = Way("torch.amp, fp32 weights", torch.float32, is_ours=False)
-BF16 = Way("torch, bf16 weights", torch.bfloat16, is_ours=False)
-OURS = Way("mpkernels, bf16 moments", torch.bfloat16, is_ours=True, moments=torch.bfloat16)
-OURS_8_BIT = Way("mpkernels, 8-bit moments", torch.bfloat16, is_ours=True, moments=torch.int8)
+FP32 = Way("torch.amp, fp32 weights", torch.float32)
+BF16 = Way("torch, bf16 weights", torch.bfloat16)
+OURS = Way("mpkernels, bf16 moments", torch.bfloat16, torch.bfloat16)
+OURS_8_BIT = Way("mpkernels, 8-bit moments", torch.bfloat16, torch.int8)
 WAYS = (FP32, BF16, OURS, OURS_8_BIT)
 
 
 class Training:
-    def __init__(self, way: Way, size: Size, device: torch.device, seed: int) -> None:
-        self.way, self.device, self.steps = way, device, 0
+    def __init__(self, way: Way, size: Size, device: torch.device, steps: int) -> None:
+        self.way, self.device = way, device
         self.held_out: list[tuple[int, float]] = []  # (step, loss)
         self.scales: list[float] = []  # after each step
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         self.model = Transformer(size).to(device, way.weights)
-        if way.is_ours:
+        if way.moments is None:
+            self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), size.lr, BETAS, fused=True)
+            scaler: Any = torch.amp.GradScaler
+        else:
             nn.fuse(self.model)
-        self.optimizer = self.new_optimizer(size.lr)
-        self.scaler: Any = (amp if way.is_ours else torch.amp).GradScaler(
-            device.type, growth_interval=GROWTH_INTERVAL, enabled=way.has_scaler
-        )
-        self.schedule = LambdaLR(self.optimizer, self.share_of_lr)
-
-    def new_optimizer(self, lr: float, **options: Any) -> torch.optim.Optimizer:
-        parameters = self.model.parameters()
-        if self.way.is_ours:
-            assert self.way.moments is not None
-            return optim.AdamW(parameters, lr, BETAS, max_norm=MAX_NORM, state_dtype=self.way.moments)
-        return torch.optim.AdamW(parameters, lr, BETAS, **(options or {"fused": True}))
-
-    def share_of_lr(self, step: int) -> float:
-        """Return the learning rate's share at a step: it rises from 0, then falls along half a cosine."""
-        done = min(step / self.steps, 1.0) if self.steps else 0.0  # the number of steps is known after the first ones
-        return min((step + 1) / WARM_UP, 1.0) * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * done)))
+            ours, scaler = optim.AdamW, amp.GradScaler
+            self.optimizer = ours(self.model.parameters(), size.lr, BETAS, max_norm=MAX_NORM, state_dtype=way.moments)
+        self.scaler = scaler(device.type, growth_interval=GROWTH_INTERVAL, enabled=way.has_scaler)
+        # The learning rate rises for some steps, and falls in all.
+        self.schedule = LambdaLR(self.optimizer, lambda step: min((step + 1) / WARM_UP, 1 - 0.98 * step / steps))
 
     def loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.device.type, torch.bfloat16):
             logits = self.model(inputs)
         return functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-
-    def rehearse(self, inputs: Tensor, targets: Tensor) -> None:
-        """Do all but the step, so that everything that happens once has happened."""
-        self.loss(inputs, targets).backward()
-        self.optimizer.zero_grad()
 
     def step(self, inputs: Tensor, targets: Tensor, overflows: bool = False) -> None:
         """Train on a batch. With ``overflows``, an inf in a grad costs each way this step: a loss scale skips it, and a
@@ -82,21 +67,19 @@ class Training:
         self.optimizer.zero_grad()
         self.scaler.scale(self.loss(inputs, targets)).backward()
         if overflows:
-            grad = self.model.get_parameter(OVERFLOWING).grad
-            assert grad is not None
-            grad[PLACE] = torch.inf
+            self.model.get_parameter(OVERFLOWING).grad[PLACE] = torch.inf  # type: ignore[index]
         if self.way.has_scaler or not overflows:
-            self.update(self.optimizer, self.scaler)
+            self.update()
         self.schedule.step()
         self.scales.append(self.scaler.get_scale())
 
-    def update(self, optimizer: torch.optim.Optimizer, scaler: Any) -> None:
+    def update(self) -> None:
         """Unscale and clip the grads, then step. Our optimizer does all three by itself."""
-        if not self.way.is_ours:
-            scaler.unscale_(optimizer)
+        if self.way.moments is None:
+            self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
 
     @torch.no_grad()
     def evaluate(self, step: int, batches: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -112,6 +95,10 @@ class Training:
         count = sum(it.numel() for it in parameters)
         return {kind: sum(it.nbytes for it in tensors) / count for kind, tensors in kinds.items()}
 
-    def overflow_report(self) -> str:
-        """Return which grads held an inf in the last skipped step, without the advice."""
-        return "\n".join(str(self.scaler.overflow_report(self.model)).splitlines()[:3])
+
+def time_steps(shapes: Sequence[tuple[int, ...]], way: Way, device: torch.device, seconds: float) -> Samples:
+    """Time steps of such parameters with unscaling and clipping, by ours of this way and by torch's fused optimizer,
+    in turns."""
+    setting = Setting(Place(device.type, torch.get_num_threads()), "bf16", Sizes("demo", tuple(shapes)))
+    pair = steps.compare_steps(setting, steps.fused, "loop", state_dtype=way.moments)
+    return measure(pair, device.type, seconds, builds=1)

@@ -23,20 +23,20 @@ from mpkernels._torch_private.tensors import base_of, version_of
 
 
 class _Kept(NamedTuple):
-    parameter: Tensor  # lest another one get its id
+    parameter: Tensor  # held, so that no other one gets its id
     version: object
     data_ptr: int
     stream: int
     cast: Tensor
 
 
-class _Block(dict[int, _Kept]):
+class _Casts(dict[int, _Kept]):
     """The casts of an autocast block, or of a step, by the parameter's id."""
 
     is_over = False
 
 
-def _no_block() -> _Block | None:
+def _no_block() -> _Casts | None:
     return None
 
 
@@ -48,7 +48,7 @@ _thread = threading.local()
 def one_step() -> Iterator[None]:
     """Keep this thread's casts across autocast blocks, until this context ends or another one begins. Call ``clear``
     before the weights are stepped."""
-    mine = _thread.step = _Block()
+    mine = _thread.step = _Casts()
     try:
         yield
     finally:
@@ -56,8 +56,8 @@ def one_step() -> Iterator[None]:
         mine.is_over = True  # two that are interleaved do not end in turn
 
 
-def _step() -> _Block | None:
-    step: _Block | None = getattr(_thread, "step", None)
+def _step() -> _Casts | None:
+    step: _Casts | None = getattr(_thread, "step", None)
     return None if step is None or step.is_over else step
 
 
@@ -68,7 +68,7 @@ def cast(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     if not _may_keep(parameter):
         return parameter.detach().to(dtype)
     step = _step()
-    block: _Block = (_block() or _enter_block(parameter.device.type, dtype)) if step is None else step
+    block: _Casts = (_block() or _enter_block(parameter.device.type, dtype)) if step is None else step
     stream = current_stream(parameter.device.index) if parameter.is_cuda else 0
     state = version_of(parameter), parameter.data_ptr(), stream
     kept = block.get(id(parameter))
@@ -85,7 +85,8 @@ def clear() -> None:
 
 
 def _is_transpose_of_a_leaf(tensor: Tensor) -> bool:
-    """Tell a transposed leaf, as GPT-2 keeps its weights. Both share a version, so that a change of either is seen."""
+    """Return whether this is a transposed leaf, as GPT-2 keeps its weights. Both share a version, so that a change of
+    either is seen."""
     base = base_of(tensor)
     return (
         base is not None
@@ -98,7 +99,7 @@ def _is_transpose_of_a_leaf(tensor: Tensor) -> bool:
 
 
 def _may_keep(parameter: Tensor) -> bool:
-    """Keep what torch's own cache would; and nothing in a CUDA graph, whose replays would not see the weight change."""
+    """Return whether torch's own cache would keep it. A CUDA graph keeps nothing: its replays would miss a step."""
     return (
         parameter.requires_grad
         and parameter.is_leaf
@@ -109,14 +110,14 @@ def _may_keep(parameter: Tensor) -> bool:
     )
 
 
-def _enter_block(device_type: str, dtype: torch.dtype) -> _Block:
+def _enter_block(device_type: str, dtype: torch.dtype) -> _Casts:
     """Make torch's autocast cast an empty tensor, and store a new block of casts on the node that its cache keeps. The
-    op is one that saves nothing, lest those see it who count saved tensors."""
+    op saves nothing, so that counts of saved tensors stay right."""
     global _block
     with without_dispatch_modes():
         product: Any = torch.addmm(*_empty_ones(device_type, dtype))
     (to_copy, _), *_ = product.grad_fn.next_functions
-    block: _Block = to_copy.metadata.setdefault(__name__, _Block())
+    block: _Casts = to_copy.metadata.setdefault(__name__, _Casts())
     _block = ref(block)
     return block
 

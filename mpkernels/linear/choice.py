@@ -35,12 +35,12 @@ def key_of(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, others: t
     """Return a key for ``selector.by_key`` that holds everything the choice of a kernel depends on. Return None for a
     call that needs a closer look, such as one on tensor subclasses. Bad arguments have keys, too, under which nothing
     is found, because every check here slows down small layers."""
-    # Whoever else compiles brings tensors that are no plain ones. The one asked is a call less than is_compiling.
+    # Other compilers pass subclasses, refused below. is_compiling would ask for them at the cost of another call.
     if is_dynamo_compiling() or forced or is_jit_tracing() or type(x) is not Tensor or type(kind.activation) is not str:
         return None
     if type(weight) not in _PLAIN:
         return None
-    try:  # without loops, for the same reason
+    try:  # no loops: these, too, slow down small layers
         of_x = x.shape, x.stride(-1), x.layout, x.dtype, x.device, x.requires_grad
         of_weight = weight.shape, weight.stride(-1), weight.layout, weight.dtype, weight.requires_grad
         key: tuple[Any, ...] = kind, of_x, of_weight, is_grad_enabled(), None

@@ -85,6 +85,6 @@ def by_ours(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dt
 
 
 def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:
-    if value.dtype in (dtype, torch.float64) or not value.is_floating_point():  # as most are, which no op need be told
+    if value.dtype in (dtype, torch.float64) or not value.is_floating_point():  # most are, and need no op
         return value
     return value.to(dtype)

@@ -10,9 +10,9 @@ from mpkernels.linear import paths
 from mpkernels.ops.linear.kind import Kind, Parameters
 from mpkernels.selector.timing import Error
 
-FLOPS_ON_CPU = 2**33  # where more rows take proportionally longer
+FLOPS_ON_CPU = 2**33  # more rows would take proportionally longer, and tell no more
 SAMPLES = 64  # rows and hidden features that are compared, the first and the last among them
-_NOISE, _DRAWS = 1e-9, 3  # so little that no relu turns
+_NOISE, _DRAWS = 1e-9, 3  # the noise is too small to turn a relu
 
 
 class Trial:
@@ -49,7 +49,7 @@ class Trial:
 
     def run(self, name: str) -> list[Tensor]:
         """Return y and the gradients that are wanted."""
-        # A cast for each call, as there is one for each step.
+        # No cast is kept between calls: a step casts once.
         casting = torch.autocast(self._device.type, self._autocast, self._autocast is not None, cache_enabled=False)
         with casting, torch.set_grad_enabled(self._trains):
             y = paths.compute(name, self._kind, self._x, self._own, self._autocast)

@@ -1,4 +1,4 @@
-"""How long each of several ways to compute the same takes, of those that do compute the same."""
+"""Times several ways to compute the same, and leaves out those whose results are off."""
 
 import math
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 FEWEST_ROUNDS, MOST_ROUNDS, ENOUGH_SECONDS = 5, 50, 0.5
-HOPELESS = 3.0  # times the fastest's time, in the faster of two runs: not timed any further
+HOPELESS = 3.0  # a kernel is timed no further if the faster of two runs takes so many times the fastest's time
 
 # Plain torch computes what it does faster by more than 1 % or 2 us: else a kernel of ours saves more for the backward.
 SHARE, SECONDS = 0.01, 2e-6
@@ -61,7 +61,7 @@ def time_ways(trial: Trial, names: Sequence[str], device: torch.device) -> Timed
             break
         for name, of_one in times.items():
             of_one.append(_seconds(trial, name, device))
-    # What else the machine does only ever adds to a time, and to half of them where it is busy.
+    # Other programs only add to a time, and on a busy machine to half of them: so the lower quartile counts.
     return Timed({name: sorted(of_one)[len(of_one) // 4] for name, of_one in times.items()}, left_out)
 
 
@@ -71,7 +71,7 @@ def _unfit(trial: Trial, name: str, torchs: list[Error], device: torch.device) -
         off = first_off(trial.errors(_finished(trial, name, device)), torchs, trial.dtype)
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # need not fail the call, which another can compute
+    except Exception as error:  # another way can compute the call
         return f"it can't run here: {error}"
     return None if off is None else f"its result is off by {off[0].share:.1e}, torch's by {off[1].share:.1e}"
 
@@ -79,8 +79,8 @@ def _unfit(trial: Trial, name: str, torchs: list[Error], device: torch.device) -
 def first_off(ours: Sequence[Error], torchs: Sequence[Error], dtype: torch.dtype) -> tuple[Error, Error] | None:
     """Return the first error of ours that exceeds the library's bound, and torch's beside it.
 
-    The bound is torch's error, 2 % of it and a floor; and luck: n numbers may be nearer than torch mostly comes by
-    a share of 1 / sqrt(n). Where torch's own error is not finite, as when something overflows, nothing can be told.
+    The bound is torch's error, 2 % of it, a floor, and luck: torch's error over n numbers may be less than usual by a
+    share of 1 / sqrt(n). Where torch's own error isn't finite, as after an overflow, nothing can be told.
     """
     eps = torch.finfo(dtype).eps
     floor = eps / 8 if dtype.itemsize == 2 else 2 * eps
@@ -101,7 +101,7 @@ def _seconds(trial: Trial, name: str, device: torch.device) -> float:
 
 
 def _finished(trial: Trial, name: str, device: torch.device) -> Sequence[Tensor]:
-    """Return results that are there."""
+    """Run, and wait for the device."""
     results = trial.run(name)
     if device.type == "cuda":
         torch.cuda.synchronize(device)

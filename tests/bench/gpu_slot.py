@@ -8,7 +8,7 @@ from tests import ROOT
 SCRIPT = ROOT / "benchmarks" / "gpu.sh"
 
 STAND_IN = r"""#!/bin/bash
-# For {name}: takes the seconds that times.txt gives the first pattern that its words match, or none, and its status.
+# Stands in for {name}: takes the seconds of the first pattern in times.txt that its words match, and has its status.
 words="${{PYTORCH_NO_CUDA_MEMORY_CACHING:+uncached }}{name} $*"
 exec 9>>{folder}/lock && flock 9
 clock=$(< {folder}/clock)

@@ -11,11 +11,13 @@ from math import comb
 import pytest
 import torch
 
-from mpkernels.bench import cases, command, measuring, steps
-from mpkernels.bench.cases import all_cases
+from benchmarks import cases
+from benchmarks.cases import all_cases
+from mpkernels.bench import cases as shipped
+from mpkernels.bench import command, measuring, steps
 from mpkernels.bench.pairs import Pair, measure, median_interval
 from mpkernels.bench.results import Result
-from mpkernels.bench.settings import Case, Place, Setting
+from mpkernels.bench.settings import FOUR_LARGE, HUNDRED, THOUSAND, Place, Setting, Sizes
 
 
 def test_the_interval_holds_the_median_in_95_of_100():
@@ -54,29 +56,29 @@ def test_turns_are_taken_together():
 
 
 def test_names_of_cases_are_unique():
-    names = [case.name for case in all_cases()]
+    names = [case.name for case in shipped.all_cases()]
     assert len(names) == len(set(names))
+    assert {*names} < {case.name for case in all_cases()}
 
 
 def test_random_inputs():
     sizes = [(3,), (2**20 + 5,), (2, 4)]
-    tensors = Setting(Place("cpu", 1), "bf16", Case("case", tuple(sizes))).tensors()
+    tensors = Setting(Place("cpu", 1), "bf16", Sizes("case", tuple(sizes))).tensors()
     assert [tuple(tensor.shape) for tensor in tensors] == sizes
     assert all(tensor.dtype == torch.bfloat16 and tensor.unique().numel() > 2 for tensor in tensors)
     assert tensors[1][-5:].tolist() == tensors[1][:5].tolist()
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, tmp_path, failing):
-    """Nor what the others found."""
-    monkeypatch.chdir(tmp_path)  # for the picture
+def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, failing):
+    """What the other turns have found isn't either."""
     turns = []
 
-    def run_one(benchmark, run, seconds, builds):
+    def run_one(benchmark, seconds, builds):
         turns.append(benchmark.name)
         if len(turns) - 1 == failing:
             raise RuntimeError("no luck")
-        return measuring.run_one(benchmark, run, seconds=0, builds=1)
+        return measuring.run_one(benchmark, seconds=0, builds=1)
 
     monkeypatch.setattr(command, "run_one", run_one)
     monkeypatch.setattr(command, "QUICK_SECONDS", math.inf)  # a busy machine's minute may be over before
@@ -92,7 +94,7 @@ def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, tmp_path, faili
 
 @pytest.mark.parametrize("told", [None, "1"])
 def test_one_thread_is_measured_and_as_many_as_torch_takes(told):
-    """By OMP_NUM_THREADS, where that is set."""
+    """OMP_NUM_THREADS says how many, where it is set."""
     code = "import torch; from mpkernels.bench.settings import places; print(torch.get_num_threads(), *places())"
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     environment |= {"CUDA_VISIBLE_DEVICES": ""} | ({"OMP_NUM_THREADS": told} if told else {})
@@ -102,9 +104,10 @@ def test_one_thread_is_measured_and_as_many_as_torch_takes(told):
     assert threads == (told or threads)
 
 
-@pytest.mark.parametrize("case", [case.name for case in cases.STEPS])
+@pytest.mark.parametrize("case", [sizes.name for sizes in (cases.SHORT, FOUR_LARGE, HUNDRED, THOUSAND)])
 def test_each_number_of_threads_is_measured_with_a_scaler_and_without(monkeypatch, case):
-    monkeypatch.setattr(cases, "places", lambda: [Place("cpu", 1), Place("cpu", 2)])
+    for module in (cases, shipped):
+        monkeypatch.setattr(module, "places", lambda: [Place("cpu", 1), Place("cpu", 2)])
     names = {it.name for it in all_cases()}
     for place in ("cpu-1", "cpu-2"):
         for step in ("bf16", "fp32"):
@@ -119,7 +122,7 @@ def test_a_loop_whose_imports_are_changed_clips_in_each_run_or_in_none(monkeypat
     sides = []
     made = steps.parameters
     monkeypatch.setattr(steps, "parameters", lambda *words: sides.append(made(*words)) or sides[-1])
-    setting = Setting(Place("cpu", 1), "fp32", Case("tiny", ((300,), (40,))))
+    setting = Setting(Place("cpu", 1), "fp32", Sizes("tiny", ((300,), (40,))))
     pair = steps.compare_imports(setting, share)
     runs = pair.ours(), pair.theirs()
     first = [torch.cat([param.grad for param in params]).norm().item() for params in sides]

@@ -5,20 +5,23 @@ import argparse
 import pytest
 import torch
 
+from benchmarks import __main__ as benchmarks
+from benchmarks.cases import _single_ops
+from benchmarks.cases import all_cases as all_of_checkout
+from benchmarks.raw import read
 from mpkernels.bench import cases, clock, command
-from mpkernels.bench.results import read
+from mpkernels.bench.results import Result
 from mpkernels.bench.settings import Place
 
 
 @pytest.fixture
 def measure_all(monkeypatch, tmp_path):
-    """Run the command with ``run_one`` in place of its own; return its exit status, and the file of results."""
+    """Run ``python -m benchmarks`` with another ``run_one``; return its exit status, and the file of results."""
 
     def measure_all(run_one, *words):
-        monkeypatch.setattr(command, "run_one", run_one)
-        arguments, path = argparse.ArgumentParser(), tmp_path / "results.json"
-        command.add_arguments(arguments)
-        code = command.run(arguments.parse_args(["--only", *words, "--json", str(path), "--resume"]), pytest.fail)
+        monkeypatch.setattr(benchmarks, "run_one", run_one)
+        path = tmp_path / "results.json"
+        code = benchmarks.main(["--only", *words, "--json", str(path), "--resume"])
         return code, read(path)
 
     return measure_all
@@ -26,10 +29,10 @@ def measure_all(monkeypatch, tmp_path):
 
 def test_what_failed_comes_last_when_it_is_resumed(measure_all):
     patterns = "update_scale_ cpu-1", "overflow_ skipped cpu-1 fp32 1000x5k"
-    names = [it.name for it in cases.select(cases.all_cases(), [*patterns], [], quick=False)]
+    names = [it.name for it in cases.select(all_of_checkout(), [*patterns])]
     tried = []
 
-    def run_one(benchmark, run, seconds, builds):
+    def run_one(benchmark, session, seconds):
         tried.append(benchmark.name)
         raise RuntimeError("no luck") if benchmark.name == names[0] else KeyboardInterrupt
 
@@ -40,7 +43,7 @@ def test_what_failed_comes_last_when_it_is_resumed(measure_all):
 
 
 def test_a_case_that_takes_the_process_with_it_leaves_a_note(measure_all, tmp_path):
-    def run_one(benchmark, run, seconds, builds):
+    def run_one(benchmark, session, seconds):
         assert read(tmp_path / "results.json").skipped == {benchmark.name: "failed, it did not end"}
         raise KeyboardInterrupt
 
@@ -51,41 +54,45 @@ def test_a_process_that_lost_the_device_ends(measure_all, monkeypatch):
     def lost():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
-    def run_one(benchmark, run, seconds, builds):
+    def run_one(benchmark, session, seconds):
         tried.append(benchmark.name)
         lost()
 
     tried = []
-    monkeypatch.setattr(command, "all_cases", lambda: on_cuda)
+    monkeypatch.setattr(benchmarks, "all_cases", lambda: on_cuda)
     monkeypatch.setattr(torch.cuda, "synchronize", lost)
-    on_cuda = [*cases._single_ops(Place("cuda", 1))]
+    on_cuda = [*_single_ops(Place("cuda", 1))]
     code, run = measure_all(run_one, "update_scale_", "overflow_")
-    assert (code, tried) == (command.LOST, [*run.skipped])
+    assert (code, tried) == (benchmarks.LOST, [*run.skipped])
     assert len(tried) == 1
 
 
 def test_patterns_choose_and_order_and_leave_out():
-    def chosen(only, without=()):
-        return [it.name.split()[0] for it in cases.select(cases.all_cases(), only, [*without], quick=False)]
+    def chosen(*words):
+        return [it.name for it in benchmarks.chosen(benchmarks.parser().parse_args(words))]
 
-    assert set(chosen(["update_scale_", "overflow_"])) == {"update_scale_", "overflow_"}
-    assert chosen(["update_scale_", "overflow_"])[0] == chosen(["update_scale_", "update*"])[0] == "update_scale_"
-    assert len(chosen(["update_scale_", "update*"])) == len(chosen(["update_scale_"]))
-    assert "compile" in " ".join(it.name for it in cases.select(cases.all_cases(), ["train"], [], False))
-    assert "compile" not in " ".join(it.name for it in cases.select(cases.all_cases(), ["train"], ["compile"], False))
+    def ops(*patterns):
+        return [name.split()[0] for name in chosen("--only", *patterns)]
+
+    assert set(ops("update_scale_", "overflow_")) == {"update_scale_", "overflow_"}
+    assert ops("update_scale_", "overflow_")[0] == ops("update_scale_", "update*")[0] == "update_scale_"
+    assert len(ops("update_scale_", "update*")) == len(ops("update_scale_"))
+    assert "compile" in " ".join(chosen("--only", "train"))
+    assert "compile" not in " ".join(chosen("--only", "train", "--without", "compile"))
 
 
 @pytest.fixture
-def quick(monkeypatch, tmp_path, capsys):
+def quick(monkeypatch, capsys):
     """Run ``bench --quick`` where each turn takes so many seconds of a clock that nothing else moves. Return the names
     of the turns, the seconds, and what was said."""
 
     def quick(seconds_of):
         now, turns = [0.0], []
 
-        def run_one(benchmark, run, seconds, builds):
+        def run_one(benchmark, seconds, builds):
             turns.append(benchmark.name)
             now[0] += seconds_of(benchmark)
+            return Result(benchmark.name, "", "cpu-1", "", "", "", 0, 0.0, [1.0] * 6, [1.0] * 6)
 
         monkeypatch.setattr(command, "run_one", run_one)
         monkeypatch.setattr(clock, "perf_counter", lambda: now[0])
@@ -94,9 +101,6 @@ def quick(monkeypatch, tmp_path, capsys):
         command.run(arguments.parse_args(["--quick"]), pytest.fail)
         return turns, now[0], capsys.readouterr().out
 
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command.show, "line", lambda result, run: "")
-    monkeypatch.setattr(command.show, "colour", lambda result: "")
     return quick
 
 
@@ -105,7 +109,7 @@ def test_quick_ends_within_its_minute_and_says_what_it_left_out(quick, seconds):
     turns, spent, said = quick(lambda benchmark: seconds)
     assert spent <= command.QUICK_SECONDS < 60
     assert len({*turns}) >= min(5, command.QUICK_SECONDS // seconds)
-    names = [it.name for it in cases.select(cases.all_cases(), ["*"], [], quick=True)]
+    names = [it.name for it in cases.quick(cases.all_cases())]
     left_out = [name for name in names if f"left out: {name}: the minute of --quick is over" in said]
     assert {*turns}.isdisjoint(left_out)
     assert [*dict.fromkeys(turns), *left_out] == names
@@ -120,7 +124,7 @@ def test_quick_goes_on_with_what_still_fits(quick):
 
 
 def test_quick_begins_with_the_optimizer_and_ends_with_single_ops():
-    chosen = cases.select(cases.all_cases(), ["*"], [], quick=True)
+    chosen = cases.quick(cases.all_cases())
     ops = [it.op for it in chosen]
     assert len(chosen) == len(cases.QUICK)
     assert ops[:5] == ["step"] * 5

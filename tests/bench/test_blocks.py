@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mpkernels.bench import blocks, cases, linear
-from mpkernels.bench.counting import count, saved_bytes
+from benchmarks import blocks, cases
+from benchmarks.counting import count, saved_bytes
+from mpkernels.bench.linear import Shape
 from mpkernels.bench.settings import Place, Setting
 
 
@@ -59,7 +60,7 @@ def test_blocks_are_beside_eager_compiled_and_liger():
 def test_a_block_is_measured_beside_the_same_of_torchs(name, monkeypatch):
     quickly = partial(torch.compile, backend="aot_eager")
     monkeypatch.setattr(torch, "compile", lambda module, mode: quickly(module))
-    setting = Setting(Place("cpu", 1), "fp32", linear.case(linear.Shape(3, 16, 24)))
+    setting = Setting(Place("cpu", 1), "fp32", Shape(3, 16, 24).sizes())
     want, *others = (
         side(setting, name, compiled)()() for side in (blocks.torchs, blocks.ours) for compiled in (False, True)
     )
@@ -69,7 +70,7 @@ def test_a_block_is_measured_beside_the_same_of_torchs(name, monkeypatch):
 
 @pytest.mark.parametrize("name", blocks.BLOCKS)
 def test_memory_of_a_block_is_counted(name):
-    setting = Setting(Place("cpu", 1), "fp32", linear.case(linear.Shape(64, 16, 24)))
+    setting = Setting(Place("cpu", 1), "fp32", Shape(64, 16, 24).sizes())
     pair = blocks.compare(setting, name, blocks.ours(setting, name), blocks.torchs(setting, name))
     assert pair.is_counted
     assert {*count(pair.ours, "cpu")} == {"peak memory", "saved"}

@@ -6,13 +6,13 @@ import re
 import shlex
 import subprocess
 import sys
-from argparse import ArgumentParser
 from pathlib import Path
 
 import pytest
 
-from mpkernels.bench import cases
-from mpkernels.bench.command import add_arguments
+from benchmarks import __main__ as command
+from benchmarks import cases
+from mpkernels.bench import cases as shipped
 from mpkernels.bench.settings import Place
 from tests import ROOT
 from tests.bench.gpu_slot import SCRIPT, Slot
@@ -162,11 +162,11 @@ def test_what_is_left_goes_to_what_was_cut_off(slot):
     code, _, log = slot.call()
     assert code == 0
     assert [it[:2] for it in slot.parts][len(PARTS) :] == [["step", "cut"], ["step", "done"]]
-    assert sum("mpkernels bench" in it for it in log) == 1
+    assert sum("-m benchmarks --resume" in it for it in log) == 1
 
 
 def test_the_next_machine_goes_on(slot):
-    slot.take(("mpkernels bench --resume --json", 300, 0))
+    slot.take(("-m benchmarks --resume --json", 300, 0))
     slot.call()
     assert slot.call("--from", str(slot.out), out=slot.folder / "next")[0] == 1
     before, after = ((slot.folder / it / "parts.txt").read_text() for it in ("out", "next"))
@@ -191,7 +191,7 @@ def test_what_failed_is_tried_again_only_when_asked_for(slot):
 
 
 def test_a_process_that_lost_the_device_is_followed_by_another(slot):
-    """As long as one gets further."""
+    """Others follow as long as one gets further."""
     (slot.folder / "out").mkdir()
     (slot.folder / "out" / "results.json").touch()
     slot.take(("step*", 5, 3))
@@ -201,17 +201,14 @@ def test_a_process_that_lost_the_device_is_followed_by_another(slot):
 
 
 def test_each_case_on_a_gpu_belongs_to_one_part(slot, monkeypatch):
-    monkeypatch.setattr(cases, "places", lambda: [Place("cuda", 1)])
+    for module in (cases, shipped):
+        monkeypatch.setattr(module, "places", lambda: [Place("cuda", 1)])
     slot.call()
-    commands = [shlex.split(it) for it in (slot.folder / "quoted").read_text().splitlines() if "'bench'" in it]
-    names = []
-    for command in commands:
-        parser = ArgumentParser()
-        add_arguments(parser)
-        asked = parser.parse_args(command[command.index("bench") + 1 :])
-        names += [it.name for it in cases.select(cases.all_cases(), asked.only, asked.without, quick=False)]
-    assert len(commands) == 4
-    assert sorted(names) == sorted(it.name for it in cases.all_cases())
-    first = commands[0].index("--only") + 1
-    briefly = cases.select(cases.all_cases(), commands[0][first : first + 5], [], quick=False)
-    assert {it.op for it in briefly} == {"step", "update_scale_", "overflow_", "grad_stats", "unscale_"}
+    lines = (slot.folder / "quoted").read_text().splitlines()
+    words = [shlex.split(it.partition("'benchmarks'")[2]) for it in lines if "'benchmarks'" in it]
+    parts = [command.chosen(command.parser().parse_args(it)) for it in words]
+    assert len(parts) == 4
+    assert sorted(it.name for part in parts for it in part) == sorted(it.name for it in cases.all_cases())
+    briefly = command.parser().parse_args(words[0]).only[:5]
+    ops = {it.op for it in command.select(cases.all_cases(), briefly)}
+    assert ops == {"step", "update_scale_", "overflow_", "grad_stats", "unscale_"}

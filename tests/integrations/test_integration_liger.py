@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 from torch.testing import assert_close
 
-from mpkernels.bench import blocks, cases, peers
-from mpkernels.bench.linear import Shape, case
+from benchmarks import blocks, cases, peers
+from mpkernels.bench.linear import Shape
 from mpkernels.bench.settings import Place, Setting
 
 pytest.importorskip("liger_kernel", reason="needs the extra integrations")
@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
 
-SETTING = Setting(Place("cpu", 1), "fp32", case(Shape(3, 16, 24)))
+SETTING = Setting(Place("cpu", 1), "fp32", Shape(3, 16, 24).sizes())
 
 
 @pytest.mark.parametrize("name", peers.LIGERS_BLOCKS)

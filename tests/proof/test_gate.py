@@ -8,7 +8,6 @@ import pytest
 
 from tests.proof.gate import measure, table, traces
 from tests.proof.gate.launches import Launch
-from tests.proof.gate.prediction import Traced
 from tests.proof.gate.table import SHARED_LIMIT, Section, regressions
 from tests.proof.sass.counts import TOTALS, UNITS, Time
 
@@ -158,7 +157,8 @@ def test_grad_stats_may_add_once_in_fp64_for_8_elements_and_once_for_each_lane_a
         "fp64_after_data": 8 * (32 + packs),
         "fp64_after_exchange": 8 * (12 + block),
     }
-    found = traces.requirements("nvcc", "grad_stats fp32", "sm_90", [Traced("kernel", [1526], 256, 32, 0, counts)])
+    launch = traces.Traced("kernel", [1526], 256, 32, 0, counts)
+    found = traces.requirements("nvcc", "grad_stats fp32", "sm_90", [launch])
     assert [it.name for it in found if "fp64" in it.name and not it.holds] == [
         f"nvcc, grad_stats fp32, sm_90: {name}" for name in [missed] if name
     ]

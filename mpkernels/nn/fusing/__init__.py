@@ -7,7 +7,7 @@ from torch.nn import Module
 
 from mpkernels._torch_private.modes import without_functions
 from mpkernels.nn.fusing.classes import become, covers_fused_forward, fused_class, is_fused, is_stale, plain_class
-from mpkernels.nn.fusing.plan import decide
+from mpkernels.nn.fusing.decision import decide
 from mpkernels.nn.fusing.report import FusedSite, FuseReport, LeftSite, SavedBytes
 
 __all__ = ["FuseReport", "FusedSite", "LeftSite", "SavedBytes", "fuse", "unfuse"]
@@ -65,10 +65,10 @@ def _fuse_one(name: str, module: Module, report: FuseReport) -> Sequence[Module]
     """Decide for one module. Return others that are computed with it, and so have nothing to be decided."""
     kind = type(module)
     plain = plain_class(kind)
-    plan, fused, left, covered = decide(module, plain)
-    if plan and (not is_fused(kind) or is_stale(kind)):
+    recipe, fused, left, covered = decide(module, plain)
+    if recipe and (not is_fused(kind) or is_stale(kind)):
         try:
-            report._classes.append((module, plain, fused_class(plain, plan)))
+            report._classes.append((module, plain, fused_class(plain, recipe)))
         except TypeError as error:
             fused, left, covered = [], [(kind.__name__, f"its class allows no subclass: {error}")], ()
     report.fused += [FusedSite(name, *each) for each in fused]

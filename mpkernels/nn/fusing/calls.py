@@ -54,7 +54,7 @@ class Method(NamedTuple):
     kind: type
     name: str
     value: Any
-    written: Any  #: the function beneath the value's decorators
+    written: Any  #: the function that the value's decorators wrap
 
 
 def is_replaced(method: Method) -> bool:
@@ -89,7 +89,7 @@ def are_gates(layers: Layers, chunk: object = TORCH_CHUNK) -> bool:
 
 def are_ordinary(*values: object) -> bool:
     """Return whether operators do nothing to these but compute."""
-    for value in values:  # noqa: SIM110, for torch.compile
+    for value in values:  # noqa: SIM110 (torch.compile breaks at a generator)
         if type(value) not in _ORDINARY:
             return False
     return True

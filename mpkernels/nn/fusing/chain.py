@@ -21,7 +21,7 @@ def short(node: ast.AST) -> str:
 
 
 @dataclass(frozen=True)
-class Block:
+class Suite:
     """Statements that run one after the other in a function."""
 
     function: ast.FunctionDef
@@ -30,10 +30,10 @@ class Block:
     is_guarded: bool  #: by a statement that may catch an error, so that names are read even after a return
 
     @classmethod
-    def all_of(cls, function: ast.FunctionDef) -> Iterator["Block"]:
+    def all_of(cls, function: ast.FunctionDef) -> Iterator["Suite"]:
         yield from cls(function, function.body, False, False)._and_inner()
 
-    def _and_inner(self) -> Iterator["Block"]:
+    def _and_inner(self) -> Iterator["Suite"]:
         yield self
         for statement in self.statements:
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -43,7 +43,7 @@ class Block:
             parts = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
             for inner in (getattr(part, name, None) for part in parts for name in ("body", "orelse", "finalbody")):
                 if inner:
-                    yield from Block(self.function, inner, is_repeated, is_guarded)._and_inner()
+                    yield from Suite(self.function, inner, is_repeated, is_guarded)._and_inner()
 
     def binder(self, name: str, before: int) -> int:
         """Return the index of the last statement before that one which binds the name, -1 if there is none."""
@@ -71,7 +71,7 @@ class Half(NamedTuple):
 class Chain:
     """An expression in a statement of a block, with the assignments before it that it was followed back to."""
 
-    block: Block
+    block: Suite
     last: int
     used: set[int] = field(default_factory=set)
 

@@ -5,9 +5,9 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
+from mpkernels.nn.fusing.decision import Methods, Recipe, methods_now, methods_of
 from mpkernels.nn.fusing.decorators import is_made_for_subclasses
 from mpkernels.nn.fusing.looking import FUSED
-from mpkernels.nn.fusing.plan import Methods, Plan, methods_now, methods_of
 from mpkernels.nn.fusing.rewrite import NotRewritableError
 
 
@@ -15,7 +15,7 @@ class Record(NamedTuple):
     """What a class was fused from."""
 
     plain: type
-    plan: Plan
+    recipe: Recipe
 
 
 _METHODS = "mpkernels_fused_methods"
@@ -28,14 +28,14 @@ def record_of(kind: type) -> Record | None:
     return record
 
 
-def fused_class(plain: type, plan: Plan) -> type:
-    """Return the subclass that runs the plan. Modules with the same class and plan share it, and so their compiled
+def fused_class(plain: type, recipe: Recipe) -> type:
+    """Return the subclass that runs the recipe. Modules with the same class and recipe share it, and so their compiled
     code. Names stay, because tools look classes up by name. Raise a TypeError if the class allows no subclass."""
-    record, methods = Record(plain, plan), methods_now(plain, plan)
+    record, methods = Record(plain, recipe), methods_now(plain, recipe)
     kind = _made.get((record, methods))
     if kind is None:
         space = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-        space |= {"__reduce_ex__": _reduce, FUSED: record, _METHODS: methods, **methods_of(plain, plan)}
+        space |= {"__reduce_ex__": _reduce, FUSED: record, _METHODS: methods, **methods_of(plain, recipe)}
         try:
             kind = _made[record, methods] = type(plain)(plain.__name__, (plain,), space)
         except Exception as error:  # whatever its __init_subclass__ or its metaclass raises
@@ -87,10 +87,10 @@ def _reduce(self: Any, protocol: Any) -> Any:
     return (restore, record_of(kind), *reduced[2:]) if is_usual else reduced
 
 
-def restore(plain: Any, plan: Plan) -> Any:
+def restore(plain: Any, recipe: Recipe) -> Any:
     """Return a new module of a fused class, which pickle and copy fill. It is plain where the class's source has
     changed since."""
     module = plain.__new__(plain)
     with suppress(NotRewritableError, TypeError, AttributeError):
-        become(module, fused_class(plain, plan))
+        become(module, fused_class(plain, recipe))
     return module

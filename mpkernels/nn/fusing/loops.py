@@ -4,14 +4,14 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mpkernels.nn.fusing.chain import Block, Chain, inner_scopes, loads, short
+from mpkernels.nn.fusing.chain import Chain, Suite, inner_scopes, loads, short
 
 
 @dataclass(frozen=True)
 class Loop:
     """``for layer in self.layers: x = layer(x)``."""
 
-    block: Block
+    block: Suite
     statement: ast.For
     modules: ast.expr
     value: str  #: the name of what they are called on
@@ -23,7 +23,7 @@ class Loop:
 
 def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
     """Yield those whose modules are the function's own, and of which nobody reads more than the last result."""
-    blocks = [*Block.all_of(function)]
+    blocks = [*Suite.all_of(function)]
     # Each loop reads its own module by calling it. Any other read wants it when the loop is over, or in another loop.
     called = {id(it.body[0].value.func) for block in blocks for it in block.statements if _result(it)}  # type: ignore
     read = {name for node, name in loads(function) if id(node) not in called}

@@ -18,7 +18,7 @@ Attribute = tuple[Any, str, Any]
 
 
 def _own(owner: Any, name: str) -> Any:
-    """Return an attribute of torch's. What isn't torch's, for somebody was here before us, is never found again."""
+    """Return an attribute of torch's. If somebody has replaced it before, return what equals nothing."""
     value = getattr(owner, name)
     is_foreign = isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(_HOME)
     return object() if is_foreign else value
@@ -29,7 +29,7 @@ def _all_of(*attributes: tuple[Any, str]) -> tuple[Attribute, ...]:
 
 
 def _are_in_place(attributes: Sequence[Attribute]) -> bool:
-    for owner, name, own in attributes:  # noqa: SIM110, for a generator takes as long as the rest
+    for owner, name, own in attributes:  # noqa: SIM110 (a generator takes as long as the rest)
         if getattr(owner, name) is not own:
             return False
     return True
@@ -86,7 +86,7 @@ LIST_ITER = _own(nn.ModuleList, "__iter__")
 
 def is_original(called: Any, kind: Any = None) -> bool:
     """Return whether a linear layer, an activation or a dropout, be it a module or a function of torch, computes what
-    torch, transformers or diffusers define. ``kind`` is a module's class, but for fused ones."""
+    torch, transformers or diffusers define. ``kind`` is a module's plain class, where it was fused."""
     kind = kind or type(called)
     runs = _RUNS.get(kind)
     if runs is not None:

@@ -94,8 +94,8 @@ def _parse(function: FunctionType) -> tuple[ast.FunctionDef, list[ast.stmt]]:
 
 
 def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.stmt]) -> CodeType:
-    """Compile within a class of the same name, for the sake of ``self.__private`` names, and within a function that has
-    ``calls`` as a local variable, so that the function needs no new global."""
+    """Compile within a class of the same name, which ``self.__private`` names need, and within a function that has
+    ``calls`` as a local variable, so that no new global is needed."""
     names = function.__qualname__.split(".")
     is_method = len(names) > 1 and names[-2].isidentifier()
     name = names[-2] if is_method else "Outer"
@@ -192,7 +192,7 @@ class _Named(ast.NodeTransformer):
 
 
 def _hold(site: Site) -> list[ast.expr]:
-    """Give names to the head of a site, for what has been evaluated before x isn't to be evaluated again after it."""
+    """Give names to the head of a site, so that what is evaluated before x isn't evaluated again after it."""
     for at, node in enumerate(site.head):
         setattr(node, _NAME, f"{CALLS}_{at}")
     return site.head

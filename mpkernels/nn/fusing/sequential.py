@@ -22,7 +22,7 @@ from mpkernels.nn.fusing.recognise import (
 )
 
 
-class Run(NamedTuple):
+class Stretch(NamedTuple):
     """Modules that follow each other: a linear layer and an activation, or a projection that is both; and for an MLP,
     perhaps dropouts and identities and another linear layer."""
 
@@ -31,7 +31,7 @@ class Run(NamedTuple):
     last: int
     has_projection: bool = False
 
-    def overlaps(self, other: "Run") -> bool:
+    def overlaps(self, other: "Stretch") -> bool:
         return self.first <= other.last and other.first <= self.last
 
     def parts(self, modules: Sequence[Module]) -> tuple[list[Module], object, list[Module]]:
@@ -87,7 +87,7 @@ class Run(NamedTuple):
         return f"{self.kind}, {known_activation(activation)}"
 
 
-def runs_of(modules: Sequence[Module]) -> list[Run]:
+def runs_of(modules: Sequence[Module]) -> list[Stretch]:
     """Return all candidates, which may overlap."""
     runs = []
     for at, module in enumerate(modules):
@@ -95,13 +95,13 @@ def runs_of(modules: Sequence[Module]) -> list[Run]:
             kind, after = "gated_mlp" if projections.is_gated(module) else "mlp", at + 1
         elif is_layer(module) and is_activation(modules[min(at + 1, len(modules) - 1)]):
             kind, after = "mlp", at + 2
-            runs.append(Run("linear_act", at, at + 1))
+            runs.append(Stretch("linear_act", at, at + 1))
         else:
             continue
         while after < len(modules) and isinstance(modules[after], Dropout | Identity):
             after += 1
         if after < len(modules) and is_layer(modules[after]):
-            runs.append(Run(kind, at, after, projections.is_projection(module)))
+            runs.append(Stretch(kind, at, after, projections.is_projection(module)))
     return runs
 
 
@@ -117,7 +117,7 @@ def is_plain_list(modules: Any) -> bool:
 
 def run_all(container: Any, runs: Sequence[tuple[Any, ...]], value: Any) -> Any:
     """Call the modules one after another, and a fused op in place of each run that is plain."""
-    by_start = {run[1]: Run(*run) for run in runs}
+    by_start = {run[1]: Stretch(*run) for run in runs}
     modules, at = modules_of(container), 0
     while at < len(modules):
         run = by_start.get(at)
@@ -129,7 +129,7 @@ def run_all(container: Any, runs: Sequence[tuple[Any, ...]], value: Any) -> Any:
     return value
 
 
-def forward_of(runs: Sequence[Run], kind: Any) -> Callable[[Any, Any], Any]:
+def forward_of(runs: Sequence[Stretch], kind: Any) -> Callable[[Any, Any], Any]:
     @wraps(SEQUENTIAL_FORWARD)  # whose source torch.jit.script reads
     def forward(self: Any, input: Any) -> Any:
         if kind.forward is not SEQUENTIAL_FORWARD or kind.__iter__ is not SEQUENTIAL_ITER:  # they were replaced since

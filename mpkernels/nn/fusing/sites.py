@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
 
-from mpkernels.nn.fusing.chain import Block, Chain, Place, binds, dotted, short
+from mpkernels.nn.fusing.chain import Chain, Place, Suite, binds, dotted, short
 from mpkernels.nn.fusing.loops import Loop, find_loops
 from mpkernels.nn.fusing.order import Read, reads_before, reads_of
 
@@ -30,7 +30,7 @@ class Site:
     ``expression``, and the others compute what the expression reads."""
 
     kind: str
-    block: Block
+    block: Suite
     first: int
     last: int
     expression: ast.expr
@@ -46,7 +46,7 @@ class Site:
 
     @property
     def head(self) -> list[ast.expr]:
-        """Where x is an expression: what is evaluated in front of it, in the statement where it stands, and x."""
+        """Return x, if it is an expression, behind what its statement evaluates before it."""
         if isinstance(self.x, ast.Name):
             return []
         node: Any = self.expression if self.first == self.last else self.block.statements[self.first].value  # type: ignore[attr-defined]
@@ -96,7 +96,7 @@ def find_sites(function: ast.FunctionDef) -> list[Site | Loop]:
     arguments = function.args.args
     if arguments and any(binds(it, arguments[0].arg) for it in function.body):
         return found  # self is something else
-    for block in Block.all_of(function):
+    for block in Suite.all_of(function):
         for last, statement in enumerate(block.statements):
             for expression in _expressions(statement):
                 found += [site for kind in KINDS for site in _matches(kind, block, last, expression)]
@@ -145,7 +145,7 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
             waiting += ast.iter_child_nodes(node)
 
 
-def _matches(kind: str, block: Block, last: int, expression: ast.expr) -> Iterator[Site]:
+def _matches(kind: str, block: Suite, last: int, expression: ast.expr) -> Iterator[Site]:
     """Yield each reading of the expression as this kind: with any number of calls that may pass on what they take, with
     the gate on either side."""
     is_block, gates = kind in ("mlp", "gated_mlp"), (0, 1)[: 1 + kind.startswith("gated")]
@@ -164,7 +164,7 @@ def _matches(kind: str, block: Block, last: int, expression: ast.expr) -> Iterat
                 yield Site(kind, block, first, last, expression, x.node, layers, *found, match.is_gate_last, reads)
 
 
-def _passing(block: Block, last: int, expression: ast.expr) -> Iterator[int]:
+def _passing(block: Suite, last: int, expression: ast.expr) -> Iterator[int]:
     """Yield 0, 1, 2 and so on, as long as so many calls stand within the one of the last layer, and no more than some:
     each is tried with all that stands before it."""
     for passing in range(1 + _MOST_BETWEEN):

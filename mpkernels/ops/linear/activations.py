@@ -36,7 +36,7 @@ CUBIC = LINEAR * 0.044715
 
 
 def _bounded_square(z: Tensor) -> Tensor:
-    """Bound z where the sigmoid is saturated anyway, lest inf times 0 make a NaN of a finite z."""
+    """Bound z, where the sigmoid is saturated anyway: inf times 0 would make a NaN of a finite z."""
     return (z * z).clamp(max=1e30)
 
 
@@ -66,7 +66,7 @@ ACTIVATIONS = {
     "tanh": Activation(torch.tanh, lambda dy, y: dy * (1 - y * y), "y"),
 }
 
-# By torch's own functions, for plain torch to compute with: z -> y, afresh or in z's place.
+# Plain torch computes y of z with these functions of its own: afresh, or in z's place.
 AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
     "relu": torch.relu,

@@ -68,8 +68,8 @@ def _wants(x: Tensor, own: Parameters) -> bool:
 
 
 class _Call(NamedTuple):
-    """What a backward has to know, besides tensors. The forward makes a plain tuple, and one attribute of autograd's,
-    for each takes long in a small layer."""
+    """What a backward has to know, besides tensors. The forward makes one plain tuple: each attribute of autograd's
+    context takes long in a small layer."""
 
     kind: Kind
     kernel: str
@@ -89,7 +89,7 @@ class _BlockUnderTransforms(torch.autograd.Function):
 
     generate_vmap_rule = True
 
-    # What a lone layer comes through has no loops: in a small one, each takes as long as its kernel.
+    # A lone layer passes no loop: in a small one, each loop takes as long as its kernel.
     @staticmethod
     def forward(
         x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
@@ -103,7 +103,7 @@ class _BlockUnderTransforms(torch.autograd.Function):
                 h, mask = torch.native_dropout(h, kind.dropout, True)
             y, _ = _linear_act.by(kernel)(h, its[4], its[5], "none", False)
         kept = None if kind.recompute else z if kind.keeps_z else h if has_out else None
-        # No view, which autograd would not let be changed in place; and before y is saved, to see it changed.
+        # Autograd forbids in-place changes of a view. It is made before y is saved, so that changes of y are seen.
         return y if y.shape == shape else unsafe_view(y, shape), kept, mask
 
     @staticmethod
@@ -186,8 +186,8 @@ _apply = super(torch.autograd.Function, _Block).apply
 
 
 def _noted(own: Sequence[Any], casts: tuple[Tensor | None, ...]) -> list[tuple[Tensor, object] | None]:
-    """Return the fp32 parameters, and their versions, for a second backward. They aren't saved: they may be stepped
-    before the backward, which needs their casts alone."""
+    """Return the fp32 parameters and their versions, which a second backward needs. They aren't saved: they may be
+    stepped before the first backward, which needs their casts alone."""
     pairs = zip(own, casts, strict=True)
     return [None if cast is None or mine.is_inference() else (mine, version_of(mine)) for mine, cast in pairs]
 
@@ -211,7 +211,7 @@ def _layer(
 def _backward_of_out(
     call: _Call, dy: Tensor, x: Tensor, its: Parameters, kept: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of z, of its bias if a kernel sums it up on the way, and of the last layer's parameters."""
+    """Return the gradients of z, of its bias (if a kernel has summed it up), and of the last layer's parameters."""
     kind, dtypes, nothing = call.kind, call.dtypes, dy.new_empty(0)
     if kind.recompute:
         h, z = begin(kind, x, call.kernel, True, *its)

@@ -11,8 +11,8 @@ from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_act import _linear_act
 from mpkernels.ops.linear.linear_gated import _linear_gated
 
-# The C++ kernels, but gradients of fp32 weights are rounded to 16 bits on their way, as torch rounds them: a CPU needs
-# two products for one that is not.
+# The C++ kernels, with gradients of fp32 weights rounded to 16 bits, as torch rounds them: a CPU needs two products
+# for one that isn't rounded.
 ROUNDING = "native, gradients rounded"
 
 
@@ -33,8 +33,8 @@ class Kind(NamedTuple):
 
 
 class Parameters(NamedTuple):
-    """A tensor or None for each parameter, or something else that there is one of for each. A stacked block has no
-    ``up_weight``. Without ``out_weight``, h is the result."""
+    """One entry per parameter: the tensor, or whatever is kept per parameter. A stacked block has no ``up_weight``.
+    Without ``out_weight``, h is the result."""
 
     weight: Any
     bias: Any
@@ -51,7 +51,7 @@ class Parameters(NamedTuple):
 
 
 def replaced(own: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return these tensors, but the others where there are any."""
+    """Return the others, and these tensors where the others are None."""
     return [mine if other is None else other for mine, other in zip(own, others, strict=True)]
 
 

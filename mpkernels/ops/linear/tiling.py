@@ -47,12 +47,12 @@ TILES = {
         "fp32": Tile(64, 64, 32, 2, 4),
     },
 }
-# It has no more shared memory than 8.9, and two products at once spilled registers in sm_80's tile.
+# sm_120 has no more shared memory than 8.9, and two products at once spilled registers in sm_80's tile.
 TILES["sm_120"] = TILES["sm_80"] | {"16 bits": Tile(128, 64, 32, 4, 8)}
-UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one: the registers that their addresses take are many
+UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one, and their addresses take many registers
 
-# For many rows in 16 bits, where the chip's own may not be the best. ``mpkernels.tune`` times them, and leaves out what
-# a chip lacks shared memory for.
+# ``mpkernels.tune`` times these beside the chip's own tile, with many rows in 16 bits. It leaves out what a chip lacks
+# shared memory for.
 OTHERS = {
     f"triton {it.BLOCK_M}x{it.BLOCK_N}x{it.BLOCK_K}": it
     for it in (Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 8), Tile(64, 256, 32, 4, 8), Tile(256, 64, 32, 4, 8))

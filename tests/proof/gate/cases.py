@@ -24,7 +24,6 @@ class Case(NamedTuple):
     call: Callable[[list[int]], list[Tensor]]  # takes sizes; returns what it has changed and the reference can tell
     sizes: list[int]
     most_fp64: float = 0  # operations an element, of which a thread's own sum is made; the block's sum is bounded apart
-    least_of_copy: float = 0  # that is required
     compilers: tuple[str, ...] = ("nvcc", "triton")
 
     @property
@@ -83,20 +82,16 @@ def act_backward(sizes: list[int], activation: str) -> list[Tensor]:
     return []
 
 
-FAST, FAST_8_BIT = 0.92, 0.80
-
-
 def steps(name: str, kind: Callable[..., Any], states: int) -> dict[str, Case]:
     """A rule's common calls. An element's weight and states are read and written, its grad is read."""
 
-    def case(moved: float, dtype: torch.dtype, state_dtype: torch.dtype, least_of_copy: float) -> Case:
-        call = partial(step, kind=kind, dtype=dtype, state_dtype=state_dtype)
-        return Case(moved, call, ONE, least_of_copy=least_of_copy)
+    def case(moved: float, dtype: torch.dtype, state_dtype: torch.dtype) -> Case:
+        return Case(moved, partial(step, kind=kind, dtype=dtype, state_dtype=state_dtype), ONE)
 
     cases = {
-        "fp32": case(12 + 8 * states, FP32, FP32, FAST),
-        "bf16 split": case(10 + 8 * states, BF16, FP32, FAST),
-        "bf16 split, 8-bit states": case(10 + (2 + SCALES) * states, BF16, torch.int8, FAST_8_BIT),
+        "fp32": case(12 + 8 * states, FP32, FP32),
+        "bf16 split": case(10 + 8 * states, BF16, FP32),
+        "bf16 split, 8-bit states": case(10 + (2 + SCALES) * states, BF16, torch.int8),
     }
     return {f"{name} {of_case}": it for of_case, it in cases.items() if states or "states" not in of_case}
 
@@ -111,10 +106,10 @@ CASES = {
     **steps("sgd_ momentum", partial(SGD, momentum=0.9), states=1),
     **steps("lion_", Lion, states=1),
     # In fp64, for 8 elements: a conversion and a sum.
-    "grad_stats fp32": Case(4, partial(stats, dtype=FP32), ONE, most_fp64=2 / 8, least_of_copy=FAST),
-    "grad_stats bf16": Case(2, partial(stats, dtype=BF16), ONE, most_fp64=2 / 8, least_of_copy=FAST),
-    "unscale_ fp32": Case(8, partial(unscale, dtype=FP32), ONE, least_of_copy=FAST),
-    "unscale_ bf16": Case(4, partial(unscale, dtype=BF16), ONE, least_of_copy=FAST),
+    "grad_stats fp32": Case(4, partial(stats, dtype=FP32), ONE, most_fp64=2 / 8),
+    "grad_stats bf16": Case(2, partial(stats, dtype=BF16), ONE, most_fp64=2 / 8),
+    "unscale_ fp32": Case(8, partial(unscale, dtype=FP32), ONE),
+    "unscale_ bf16": Case(4, partial(unscale, dtype=BF16), ONE),
     "linear_act gelu": Case(4, partial(act, activation="gelu"), MATRIX, compilers=("nvcc",)),  # Triton's is a product
     "linear_act_backward gelu": Case(6, partial(act_backward, activation="gelu"), MATRIX),
     "linear_act_backward silu": Case(6, partial(act_backward, activation="silu"), MATRIX),

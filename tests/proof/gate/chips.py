@@ -1,50 +1,33 @@
-"""The chips that times are predicted for, and where each number comes from."""
+"""The chips that kernels are compiled for, and what each wants a kernel to ask of memory at a time."""
 
 from typing import NamedTuple
 
-from mpkernels.bench import roofline
-
-# Assumed, of all chips: from asking memory to the answer while the chip moves all that it can. An idle chip answers
-# a pointer chase in less than half of it (Luo et al., arXiv:2402.13499); what queues cost on top is not published.
+# Assumed for all chips: the time from a load to its answer while the chip moves all that it can. An idle chip answers a
+# pointer chase in less than half of it (Luo et al., arXiv:2402.13499); what queues cost on top is not published.
 LATENCY = 700e-9
-# Likewise of the L2 cache, for what little a block reads that is not data.
-SHORT_LATENCY = 250e-9
+COPY_EFFICIENCY = 4.3 / 4.8  # measured on an H200: a copy's share of the data sheet's bandwidth
 
 
 class Chip(NamedTuple):
-    """Of one streaming multiprocessor (SM), unless it says something else. Lanes are results a cycle, from the table
-    of arithmetic throughput in the CUDA C++ Programming Guide; limits are from its table of compute capabilities."""
+    """Limits of one streaming multiprocessor (SM): the CUDA C++ Programming Guide's table of compute capabilities."""
 
     code: str  # the machine code it runs
-    bandwidth: float  # of the chip's memory: what a copy reaches, in bytes a second
+    bandwidth: float  # the data sheet's, of the chip's memory, in bytes a second
     multiprocessors: int
-    clock: float  # boost: the data sheet's fp32 FLOP/s over 2 x lanes x SMs
-    lanes: dict[str, int]  # by unit: of sass.counts.UNITS
     threads: int = 2048
     blocks: int = 32
     shared: int = 228 << 10  # bytes
 
+    @property
+    def in_one_latency(self) -> float:
+        """Bytes that a multiprocessor's share of the bandwidth moves while a load is on its way."""
+        return COPY_EFFICIENCY * self.bandwidth * LATENCY / self.multiprocessors
 
-def _bandwidth(name: str) -> float:
-    return roofline.COPY_EFFICIENCY * roofline.GPUS[name].bandwidth
-
-
-# fma and alu are pipes of 64 lanes each in 8.0, of 128 and 64 later; special has exp2, rcp, rsqrt and conversions.
-HOPPER = {"fma": 128, "alu": 64, "fp64": 64, "special": 16, "memory": 32}
-AMPERE = {"fma": 64, "alu": 64, "fp64": 32, "special": 16, "memory": 32}
-ADA = {"fma": 128, "alu": 64, "fp64": 2, "special": 16, "memory": 32}
 
 CHIPS = {
-    # NVIDIA A100 data sheet: 19.5 TFLOP/s; 164 KB of shared memory.
-    "A100": Chip("sm_80", _bandwidth("A100"), 108, 1.41e9, AMPERE, shared=164 << 10),
-    # NVIDIA H100 and H200 data sheets, SXM: 67 TFLOP/s.
-    "H100": Chip("sm_90", _bandwidth("H100"), 132, 1.98e9, HOPPER),
-    "H200": Chip("sm_90", _bandwidth("H200"), 132, 1.98e9, HOPPER),
-    # NVIDIA HGX B200 data sheet: 600 TFLOP/s of eight, 64 TB/s of eight.
-    "B200": Chip("sm_100", roofline.COPY_EFFICIENCY * 8e12, 148, 1.98e9, HOPPER),
-    # NVIDIA Ada GPU architecture white paper: 82.6 TFLOP/s. It runs what is compiled for 8.0.
-    "RTX 4090": Chip("sm_80", _bandwidth("RTX 4090"), 128, 2.52e9, ADA, 1536, 24, 100 << 10),
+    "A100": Chip("sm_80", 2.039e12, 108, shared=164 << 10),
+    "H100": Chip("sm_90", 3.35e12, 132),
+    "H200": Chip("sm_90", 4.8e12, 132),
 }
-ISSUED = 4 * 32  # lanes of instructions that an SM issues a cycle, of any unit
-REGISTERS = 65536
-CODES = sorted({chip.code for chip in CHIPS.values()})
+REGISTERS = 65536  # of an SM
+CODES = ["sm_100", "sm_80", "sm_90"]  # the machine code that a block of each case's launches is run on

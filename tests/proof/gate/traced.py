@@ -22,7 +22,7 @@ from tests.proof.gate import launches
 from tests.proof.gate.cases import CASES, ORDINARY
 from tests.proof.gate.chips import CODES
 from tests.proof.gate.measure import demangled, output
-from tests.proof.gate.prediction import Traced
+from tests.proof.gate.traces import Traced
 from tests.proof.sass.code import Code
 from tests.proof.sass.counts import count
 from tests.proof.sass.warp import Launch

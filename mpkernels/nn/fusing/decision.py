@@ -32,31 +32,31 @@ from mpkernels.nn.fusing.recognise import (
 from mpkernels.nn.fusing.rewrite import NotRewritableError, rewrite, sites_of
 from mpkernels.nn.fusing.sites import Site, partition
 
-Plan = tuple[Any, ...]
-"""For each method, its name and its chosen sites: index, text and, for a loop, the chosen runs of its modules. For a
-Sequential, these runs."""
+Recipe = tuple[Any, ...]
+"""Each method's name and its chosen sites: index, text and, if it is a loop, the chosen runs of its modules. A
+Sequential's recipe is these runs."""
 
 Methods = tuple[Any, ...]
-"""What a plan was made of. Somebody may give the class others."""
+"""What a recipe was made of. Somebody may give the class others."""
 
 
 class Decision(NamedTuple):
-    plan: Plan
+    recipe: Recipe
     fused: list[tuple[str, str]]  #: what stands there, and what computes it
     left: list[tuple[str, str]]  #: what stands there, and why it is left
     covered: Sequence[Module] = ()  #: projections that their caller's MLP computes: they aren't fused by themselves
 
 
-def methods_of(kind: type, plan: Plan) -> dict[str, Any]:
-    """Return the plan's methods, written anew, in the form that a class body has them."""
+def methods_of(kind: type, recipe: Recipe) -> dict[str, Any]:
+    """Return the recipe's methods, written anew, in the form that a class body has them."""
     if _is_sequential(kind):
-        return {"forward": sequential.forward_of(plan, kind)}
-    return {name: _method(kind, name, chosen) for name, chosen in plan}
+        return {"forward": sequential.forward_of(recipe, kind)}
+    return {name: _method(kind, name, chosen) for name, chosen in recipe}
 
 
-def methods_now(kind: type, plan: Plan) -> Methods:
-    """Return the plan's methods as the class has them, under all decorators."""
-    names = ("forward", "__iter__") if isinstance(plan[0], sequential.Run) else [name for name, _ in plan]
+def methods_now(kind: type, recipe: Recipe) -> Methods:
+    """Return the recipe's methods as the class has them, under all decorators."""
+    names = ("forward", "__iter__") if isinstance(recipe[0], sequential.Stretch) else [name for name, _ in recipe]
     return tuple(inspect.getattr_static(kind, name, None) for name in names)
 
 
@@ -69,7 +69,7 @@ def _method(kind: type, name: str, chosen: Any) -> FunctionType:
 
 
 def decide(module: Module, kind: type) -> Decision:
-    """Decide for a module whose class is ``kind``, but for fused ones."""
+    """Decide for a module. ``kind`` is its class, the plain one if it was fused."""
     has_forward = "forward" in vars(module) or inspect.getattr_static(kind, "forward") is not Module.forward
     if not has_forward:  # as a ModuleList: the module that holds it is asked
         return Decision((), [], [])
@@ -80,7 +80,7 @@ def decide(module: Module, kind: type) -> Decision:
         decision = _of_runs(sequential.modules_of(module)) if _is_sequential(kind) else _by_source(module, kind)
     except NotRewritableError as error:
         decision = Decision((), [], [(_holds_both(module), f"its forward {error}")])
-    if not (decision.plan or decision.left):
+    if not (decision.recipe or decision.left):
         reason = "its forward applies no activation to the output of a linear layer in a form that fuse knows"
         decision = decision._replace(left=[(_holds_both(module), reason)])
     return decision._replace(left=[(text, reason) for text, reason in decision.left if text])
@@ -103,17 +103,17 @@ def _refuse_foreign_forward(module: Module, kind: type) -> None:
 
 
 def _of_runs(modules: list[Module]) -> Decision:
-    """Decide for modules that are called one after another. The plan is the chosen runs."""
+    """Decide for modules that are called one after another. The recipe is the chosen runs."""
     runs = sequential.runs_of(modules)
     chosen, left = partition(runs, [run.why_left(modules) for run in runs])
     fused = [(runs[index].text(modules), runs[index].computed_by(modules)) for index in chosen]
-    plan = tuple(runs[index] for index in chosen)
-    covered = [it for run in plan for it in run.projection(modules)]
-    return Decision(plan, fused, [(runs[index].text(modules), reason) for index, reason in left], covered)
+    recipe = tuple(runs[index] for index in chosen)
+    covered = [it for run in recipe for it in run.projection(modules)]
+    return Decision(recipe, fused, [(runs[index].text(modules), reason) for index, reason in left], covered)
 
 
 def _by_source(module: Module, kind: type) -> Decision:
-    plan, fused, left, covered = [], [], [], list[Module]()
+    recipe, fused, left, covered = [], [], [], list[Module]()
     for name, function, found in _methods_in_reach(kind):
         sites = {index: it for index, it in enumerate(found) if isinstance(it, Site)}
         verdicts = [_why_left(it, module, function) for it in sites.values()]
@@ -125,12 +125,12 @@ def _by_source(module: Module, kind: type) -> Decision:
             modules = _resolve(loop.modules, module, function) if isinstance(loop, Loop) else None
             if isinstance(loop, Loop) and sequential.is_plain_list(modules):
                 decision = _of_runs(sequential.modules_of(modules))
-                entries += [(index, loop.text, decision.plan)] if decision.plan else []
+                entries += [(index, loop.text, decision.recipe)] if decision.recipe else []
                 fused += [(f"{loop.text}: {text}", by) for text, by in decision.fused]
                 left += [(f"{loop.text}: {text}", reason) for text, reason in decision.left]
                 covered += decision.covered
-        plan += [(name, tuple(entries))] if entries else []
-    return Decision(tuple(plan), fused, left, covered)
+        recipe += [(name, tuple(entries))] if entries else []
+    return Decision(tuple(recipe), fused, left, covered)
 
 
 def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType, list[Site | Loop]]]:

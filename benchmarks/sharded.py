@@ -9,22 +9,21 @@ from torch.nn import Parameter
 
 from mpkernels.bench import steps
 from mpkernels.bench.pairs import Pair
-from mpkernels.bench.settings import Case, Setting
+from mpkernels.bench.settings import Setting, Sizes
 
 if distributed.is_available():  # else all but this can be measured
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-CASE = Case("300x256-host-cost", ((16, 16),) * 300, clock="host")
+SIZES = Sizes("300x256-host-cost", ((16, 16),) * 300, clock="host")
 
 
 def compare(setting: Setting) -> Pair:
-    elements = sum(map(torch.Size.numel, map(torch.Size, setting.case.shapes)))
     return Pair(
         lambda: steps.our_step(_parameters(setting), "cpu").finish,
         lambda: steps.torchs_step(_parameters(setting), "cpu", steps.fused).finish,
-        moved=int(steps.bytes_of_our_step(torch.float32) * elements),
-        clock=setting.case.clock,
+        moved=int(steps.bytes_of_our_step(torch.float32) * setting.sizes.elements),
+        clock=setting.sizes.clock,
         is_counted=True,
     )
 

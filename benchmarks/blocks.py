@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from mpkernels.bench import peers
+from benchmarks import peers
 from mpkernels.bench.linear import MakeLayer, Shape, forward_and_backward
 from mpkernels.bench.pairs import Make, Pair
 from mpkernels.bench.settings import Setting
@@ -28,20 +28,20 @@ def torchs_mlp(features: int, hidden: int) -> nn.Module:
     return nn.Sequential(nn.Linear(features, hidden), nn.GELU(), nn.Linear(hidden, features))
 
 
-class Block(NamedTuple):
+class BlockPair(NamedTuple):
     ours: MakeLayer
     torchs: MakeLayer
     op: str  # that does the work
     products: int  # of the forward
 
 
-def _gated(activation: str, torchs: nn.Module) -> Block:
+def _gated(activation: str, torchs: nn.Module) -> BlockPair:
     ours = partial(MLP, bias=False, gated=True, activation=activation)
-    return Block(ours, partial(TorchsGatedMLP, activation=torchs), "linear_gated", 3)
+    return BlockPair(ours, partial(TorchsGatedMLP, activation=torchs), "linear_gated", 3)
 
 
 BLOCKS = {
-    "gelu_mlp": Block(MLP, torchs_mlp, "linear_act", 2),
+    "gelu_mlp": BlockPair(MLP, torchs_mlp, "linear_act", 2),
     "swiglu_mlp": _gated("silu", nn.SiLU()),
     "geglu_mlp": _gated("gelu_tanh", nn.GELU(approximate="tanh")),
 }
@@ -52,7 +52,7 @@ SHAPES = {
 
 
 def _side(setting: Setting, layer: MakeLayer, compiled: bool = False) -> Make:
-    return forward_and_backward(setting, layer, setting.case.shapes[0][1], compiled)
+    return forward_and_backward(setting, layer, setting.sizes.shapes[0][1], compiled)
 
 
 def ours(setting: Setting, name: str, compiled: bool = False) -> Make:
@@ -68,6 +68,6 @@ def ligers(setting: Setting, name: str) -> Make:
 
 
 def compare(setting: Setting, name: str, ours: Make, theirs: Make) -> Pair:
-    rows, features, hidden = setting.case.shapes[0]
+    rows, features, hidden = setting.sizes.shapes[0]
     flops = 3 * BLOCKS[name].products * 2 * rows * features * hidden
     return Pair(ours, theirs, flops=flops, clock="device", is_counted=True)

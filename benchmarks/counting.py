@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from mpkernels.bench.pairs import Make, Run
-
-Counts = dict[str, int]
+from mpkernels.bench.pairs import Make, Workload
+from mpkernels.bench.results import Counts
 
 # The older of torch's profilers: the newer one writes to stderr here and there.
 _legacy: Any = torch.autograd
@@ -21,13 +20,13 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def count(make: Make, device: str) -> Counts:
-    """Of one side alone. Weights and states are in its peak; what a C++ library keeps for itself (oneDNN's and cuBLAS's
-    workspaces) is not, nor is what the first run needs, which makes the states and compiles."""
+    """Count one side alone. Its peak holds weights and states. It leaves out workspaces of oneDNN and cuBLAS, and
+    what the first run needs, which makes the states and compiles."""
     gc.collect()
     return _count_on_cuda(make) if device == "cuda" else _count_on_cpu(make)
 
 
-def saved_bytes(run: Run) -> int:
+def saved_bytes(run: Workload) -> int:
     """Return how many bytes a run saves for its backward, each storage once. What lives on after the run does not
     count: parameters and inputs."""
     saved: dict[StorageWeakRef, int] = {}
@@ -43,13 +42,13 @@ def saved_bytes(run: Run) -> int:
     return sum(size for storage, size in saved.items() if storage.expired())
 
 
-def peak_beside(run: Run) -> int:
+def peak_beside(run: Workload) -> int:
     """Return the most bytes that a run allocates on the CPU at a time, beside what was there before."""
     return max(accumulate(_allocations(run)), default=0)
 
 
 def _count_on_cpu(make: Make) -> Counts:
-    runs: list[Run] = []
+    runs: list[Workload] = []
 
     def first() -> None:
         runs.append(make())
@@ -60,17 +59,17 @@ def _count_on_cpu(make: Make) -> Counts:
     return {"peak memory": held + peak_beside(runs[0]), **_saved(runs[0])}
 
 
-def _saved(run: Run) -> Counts:
+def _saved(run: Workload) -> Counts:
     size = saved_bytes(run)
     return {"saved": size} if size else {}  # an optimizer's step has no backward
 
 
-def _allocations(run: Run) -> list[int]:
+def _allocations(run: Workload) -> list[int]:
     """Return the bytes of each allocation, in order, and below 0 of what is freed."""
     return [record.cpu_memory_usage() for record in _records(run) if record.kind() == "memory_alloc"]
 
 
-def _records(run: Run) -> list[Any]:
+def _records(run: Workload) -> list[Any]:
     nothing_more = False, True, False, False, False, torch._C._profiler._ExperimentalConfig()  # but memory
     _legacy._enable_profiler_legacy(_legacy.ProfilerConfig(_legacy.ProfilerState.CPU, *nothing_more))
     try:

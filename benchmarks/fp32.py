@@ -1,0 +1,21 @@
+"""A training step of torch's in fp32: the baseline of those who have no autocast yet."""
+
+import torch
+from torch import nn
+
+from mpkernels.bench import networks, steps
+from mpkernels.bench.pairs import Make
+from mpkernels.bench.settings import Setting
+from mpkernels.bench.training import train as train_once
+
+
+def train(setting: Setting) -> Make:
+    """Without autocast there is no scaler; the norm is clipped."""
+
+    def after_forward(network: nn.Module) -> steps.AfterForward:
+        step = steps.clip_and_step([*network.parameters()], steps.default, torch.nn.utils.clip_grad_norm_)
+        return steps.AfterForward(lambda loss: loss, step)
+
+    return lambda: train_once(
+        setting, networks.torchs_layer, after_forward, autocast=False, compiled=False, master=False
+    )

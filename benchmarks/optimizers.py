@@ -1,0 +1,85 @@
+"""Each optimizer's step beside torch's fused class, Lion's beside torch-optimi's; Muon's; a step's report.
+
+With clipping, the bytes allow AdamW and Adam 1.25 times torch's speed, SGD with momentum 1.33, without 1.5; under a
+scaler, too, 1.5, 1.67 and 2.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import peers
+from benchmarks.lists import ONE_50M
+from mpkernels.bench import steps
+from mpkernels.bench.cases import BEST, WITHOUT_SCALER, Benchmark
+from mpkernels.bench.pairs import Pair, Workload
+from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting
+from mpkernels.optim import SGD, Adam, AdamW, Lion, Masters
+
+
+class Rule(NamedTuple):
+    ours: Callable[..., Any]
+    theirs: steps.MakeOptimizer
+    op: str
+    states: int  # of a parameter
+    peer: str = ""  # the library that ``theirs`` is of, if not torch
+
+
+RULES = {
+    "adamw": Rule(AdamW, steps.fused, "adamw_", 2),
+    "adam": Rule(Adam, partial(steps.fused, kind=torch.optim.Adam), "adam_", 2),
+    "sgd-momentum": Rule(partial(SGD, momentum=0.9), partial(torch.optim.SGD, momentum=0.9, fused=True), "sgd_", 1),
+    "sgd": Rule(SGD, partial(torch.optim.SGD, fused=True), "sgd_", 0),
+    "lion": Rule(Lion, peers.maker(peers.LION), "lion_", 1, "torch-optimi"),
+}
+
+
+def bytes_of_torchs_step(states: int = 2, unscales: bool = True) -> int:
+    """Return how many bytes torch moves for each parameter, all fp32: unscale_ and clipping read and write the grads,
+    the norm reads them; the fused step reads them, and reads and writes weight and states."""
+    return 8 * unscales + 4 + 8 + 4 + 2 * 4 * (1 + states)
+
+
+def comparisons(place: Place) -> Iterator[Benchmark]:
+    for (name, rule), sizes in product(RULES.items(), (ONE_50M, HUNDRED, THOUSAND)):
+        setting = Setting(place, "fp32", sizes)
+        alone = partial(steps.compare_without_scaler, setting, rule.ours, rule.theirs, rule.states)
+        clock = "loop" if rule.peer else sizes.clock  # no graph can hold a peer's step
+        scaled = partial(steps.compare_steps, setting, rule.theirs, clock, rule.states, make=rule.ours)
+        baselines, missing = (WITHOUT_SCALER, BEST), ""
+        if rule.peer:
+            baselines = rule.peer, f"torch.amp {rule.peer}"
+            missing = peers.why_not(peers.LION.module, peers.LION.needs_cuda, place.device)
+        for prepare, baseline in zip((alone, scaled), baselines, strict=True):
+            yield Benchmark("step", setting, prepare, rule.op, baseline, name, missing)
+
+
+def compare_muon(setting: Setting) -> Pair:
+    """``Masters`` around torch's Muon over 16-bit weights, and Muon over fp32 ones; both clip. Products decide."""
+    dtype = DTYPES[setting.dtype]
+    return Pair(
+        lambda: Masters(torch.optim.Muon(steps.parameters(setting, dtype)), max_norm=steps.MAX_NORM).step,
+        lambda: steps.clip_and_step(
+            steps.parameters(setting, torch.float32), torch.optim.Muon, torch.nn.utils.clip_grad_norm_
+        ),
+        clock="loop",
+    )
+
+
+def compare_reporting(setting: Setting) -> Pair:
+    """A step that could report an overflow beside the same without: no more bytes or launches, so 1 is expected."""
+    dtype = DTYPES[setting.dtype]
+    moved = int(steps.bytes_of_our_step(dtype) * setting.sizes.elements)
+
+    def silent() -> Workload:
+        optimizer = AdamW(steps.parameters(setting, dtype), guard=True)
+        optimizer.step()
+        for plan in optimizer._plans:
+            plan.report = None
+        return optimizer.step
+
+    reporting = AdamW(steps.parameters(setting, dtype), guard=True)
+    return Pair(lambda: reporting.step, silent, moved=moved, clock=setting.sizes.clock)

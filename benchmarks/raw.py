@@ -1,0 +1,67 @@
+"""Reads and writes the files of raw samples: what ``python -m benchmarks --json`` has measured."""
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from mpkernels.bench import results
+from mpkernels.bench.pairs import FEWEST_SAMPLES
+from mpkernels.bench.results import Result
+
+
+@dataclass
+class Session(results.Session):
+    """What was measured, and the speeds of the machine itself."""
+
+    copy_speeds: dict[str, float] = field(default_factory=dict)  # bytes a second, by place
+    gemm_speeds: dict[str, float] = field(default_factory=dict)  # flops a second, by place and dtype
+
+    def other_machine(self, other: "Session", keys: Iterable[str]) -> str:
+        """Say which of these facts about the machine differ; empty where none does."""
+        differing = [key for key in keys if self.machine.get(key) != other.machine.get(key)]
+        return "; ".join(f"{key} {self.machine.get(key)}, here {other.machine.get(key)}" for key in differing)
+
+
+# The names in the file, and the attributes here.
+HEAD = {"copy GB/s": ("copy_speeds", 1e9), "gemm TFLOP/s": ("gemm_speeds", 1e12)}
+PAIR = {"bytes moved": "moved", "ours us": "ours_us", "torch us": "torch_us"}
+
+
+def write(path: Path, session: Session) -> None:
+    """Replace the file at once, so that a run that is stopped keeps what it has measured. A line a pair."""
+    head: dict[str, Any] = {"date": session.date, "machine": session.machine}
+    for name, (attribute, unit) in HEAD.items():
+        head[name] = {place: round(speed / unit, 2) for place, speed in getattr(session, attribute).items()}
+    head["skipped"] = session.skipped
+    of_file = {attribute: name for name, attribute in PAIR.items()}
+    pairs = [{of_file.get(key, key): value for key, value in asdict(it).items() if value} for it in session.results]
+    lines = ",\n".join(json.dumps(pair, separators=(",", ":")) for pair in pairs)
+    path = path.resolve()  # a link stays one
+    unfinished = path.with_name(path.name + ".part")
+    unfinished.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "pairs": [\n{lines}\n]}}\n')
+    os.replace(unfinished, path)
+
+
+def read(path: Path) -> Session:
+    """Raises ValueError where the file is not one that ``write`` wrote, OSError where there is none."""
+    try:
+        raw = json.loads(path.read_text())
+        speeds = {
+            attribute: {place: speed * unit for place, speed in raw.get(name, {}).items()}
+            for name, (attribute, unit) in HEAD.items()
+        }
+        found = [_result(pair) for pair in raw["pairs"]]
+        return Session(raw["date"], dict(raw["machine"]), raw.get("skipped", {}), found, **speeds)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} holds no results of this benchmark ({type(error).__name__}: {error})") from error
+
+
+def _result(pair: dict[str, Any]) -> Result:
+    defaults = {"variant": "", "moved": 0, "waited": 0.0}
+    result = Result(**{**defaults, **{PAIR.get(key, key): value for key, value in pair.items()}})
+    if not (len(result.ours_us) == len(result.torch_us) >= FEWEST_SAMPLES):
+        raise ValueError(f"{result.name}: needs as many samples of torch's as of ours, and {FEWEST_SAMPLES} at least")
+    return result
