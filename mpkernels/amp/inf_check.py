@@ -94,9 +94,9 @@ def device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: 
     wait on the host."""
     params = params_of(optimizer)
     found = next((param.grad.device for param in params if param.grad is not None), None)
-    has_parts = peers is not None or are_any_sharded(params) or fsdp1.has_parts(params)
-    if found is None and (has_parts or _are_on_host(optimizer)):
-        return otherwise
+    if found is None:
+        have_parts = peers is not None or are_any_sharded(params) or fsdp1.has_parts(params)
+        return otherwise if have_parts or _are_on_host(optimizer) else None
     return found
 
 

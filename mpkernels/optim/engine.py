@@ -68,6 +68,8 @@ class Engine(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if self._release is not None:
+            self._release.add_to_host(group["params"])
 
     def __repr__(self) -> str:
         name, rest = super().__repr__().split("\n", 1)

@@ -49,6 +49,16 @@ class GradientRelease:
             param.register_post_accumulate_grad_hook(self._hook(release or _narrow)) for param, release in releases
         ]
 
+    def add_to_host(self, params: Sequence[Tensor]) -> None:
+        """Send the grads of these to the host, too, if those of the others go there."""
+        if self._on_host is None:
+            return
+        for param in params:
+            if param.requires_grad:
+                self._params.append(param)
+                self._widths[id(param)] = param.grad_dtype
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(self._on_host.take)))
+
     def _hook(self, release: Release) -> Release:
         def after_accumulation(param: Tensor) -> None:
             if self._wrappers != ddp.made():

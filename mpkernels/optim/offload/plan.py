@@ -120,7 +120,7 @@ class OffloadedPlan:
 
     def _on_host(self, grads: list[Any], buckets: list[tuple[list[int], list[Tensor]]]) -> list[Any]:
         """Return the grads with those on a GPU replaced by the place on the host where they will be."""
-        kinds = [(it.shape, it.stride(), it.dtype) for _, of_bucket in buckets for it in of_bucket]
+        kinds = [[(it.shape, it.stride(), it.dtype) for it in of_bucket] for _, of_bucket in buckets]
         if kinds != self._kinds:
             self._there = self._slices.lay_out([of_bucket for _, of_bucket in buckets])
             self._kinds = kinds
