@@ -9,6 +9,7 @@ from torch import nn
 
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim.offload import plan as plan_of_offload
+from mpkernels.parameters import real
 from tests.cases import same_bits
 from tests.cuda.training import CUDA, on_side
 from tests.networks import B16, F16
@@ -61,18 +62,20 @@ def trained(optimizer, params, scaler=None, bad_step=2, steps=4):
 def all_of(optimizer, norm=True):
     """Return all that a user can see of it, on the host. The weights come by the current stream."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
-    found = [param.detach().cpu() for param in params]
+    found = [real(param.detach().cpu()) for param in params]
     saved = optimizer.state_dict()["state"]
-    found += [torch.as_tensor(it).cpu() for i in sorted(saved) for _, it in sorted(saved[i].items())]
+    found += [real(torch.as_tensor(it).cpu()) for i in sorted(saved) for _, it in sorted(saved[i].items())]
     told = optimizer.grad_norm if norm else None, optimizer.skipped_steps
     return [*found, *(it if it is None else it.cpu() for it in told)]
 
 
+def are_same(found, wanted):
+    pairs = list(zip(found, wanted, strict=True))
+    return all(mine is its or same_bits(mine, its) for mine, its in pairs)
+
+
 def assert_same(ours, theirs, norm=True):
-    found, wanted = all_of(ours, norm), all_of(theirs, norm)
-    assert len(found) == len(wanted)
-    for i, (mine, its) in enumerate(zip(found, wanted, strict=True)):
-        assert mine is its or same_bits(mine, its), i
+    assert are_same(all_of(ours, norm), all_of(theirs, norm))
     assert all(it.device.type == "cpu" for state in ours.state.values() for it in state.values())
 
 
