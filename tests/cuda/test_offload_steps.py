@@ -488,6 +488,18 @@ def test_a_replayed_backward_is_stepped():
     assert_same(optimizer, its)
 
 
+def test_a_compiled_step_runs_as_written_or_is_refused():
+    (params, optimizer), (theirs, its) = offloaded(), offloaded()
+    for it, of_it in ((optimizer, params), (its, theirs)):
+        trained(it, of_it)
+        it.zero_grad()
+        loss_of(of_it, 9).backward()
+    with pytest.raises(Exception, match="offload=True must not be part of a full graph: the host steps"):
+        torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+    torch.compile(optimizer.step, backend="eager")(), its.step()
+    assert_same(optimizer, its)
+
+
 def test_the_refusals():
     params, optimizer = offloaded(released=True)
     scaler = GradScaler("cuda", init_scale=4.0)
@@ -497,6 +509,23 @@ def test_the_refusals():
     optimizer.zero_grad()
     with pytest.raises(ValueError, match="max_norm must be given to AdamW"):
         accumulate([0], 1, optimizer, max_norm=1.0)
+    theirs = torch.amp.GradScaler("cuda", init_scale=4.0)
+    theirs.scale(loss_of(params, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"torch's GradScaler doesn't look for them; use mpkernels.amp.GradScaler"):
+        theirs.step(optimizer)
+
+
+def test_a_write_to_a_weight_that_nobody_counts_is_undone():
+    """As docs/differences.md says: what is written otherwise is seen."""
+    params, optimizer = offloaded(guard=False)
+    trained(optimizer, params, bad_step=-1)
+    optimizer.zero_grad()
+    weight = params[0]
+    for write, is_seen in ((lambda: weight.data.fill_(5), False), (lambda: weight.detach().fill_(5), True)):
+        write()
+        loss_of(params, 9).backward()
+        optimizer.step()
+        assert bool((weight.float() > 4).all()) is is_seen
 
 
 def test_a_write_to_a_grad_that_nobody_counts_is_seen():
