@@ -555,3 +555,28 @@ def test_memory_is_given_back():
     del optimizer, plan, twin
     gc.collect()
     assert [it() for it in dead] == [None] * 3
+
+
+@pytest.mark.parametrize("way", ["process_group", "ZeRO"])
+@pytest.mark.parametrize("released", [False, True])
+def test_processes_that_agree(way, released):
+    from torch import distributed
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found = []
+    with fake_processes(1):
+        for offload in (True, False):
+            params = parameters(B16, shapes=SQUARE)
+            options = {"lr": 0.01, "offload": offload, "max_norm": 1.0}
+            if way == "ZeRO":
+                optimizer = ZeroRedundancyOptimizer(params, AdamW, **options)
+                inner = optimizer.optim
+            else:
+                inner = optimizer = AdamW(params, process_group=distributed.group.WORLD, **options)
+            if offload and released:
+                inner.release_grads()
+            trained(optimizer, params)
+            found.append([*map(torch.Tensor.cpu, params), inner.skipped_steps.cpu()])
+            states = [it for state in inner.state.values() for it in state.values()]
+            assert all(it.device.type == ("cpu" if offload else "cuda") for it in states)
+    assert are_same(*found)

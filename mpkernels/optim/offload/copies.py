@@ -2,12 +2,14 @@
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from mpkernels.parameters import by_device
 
 BUCKET = 64 << 20  # bytes of grads; torch's allocator of pinned memory rounds up to a power of 2
 _LINE = 64  # bytes, at whose multiples pieces of pinned memory begin
@@ -23,10 +25,11 @@ class Lane:
         """Have the copies to come wait for all that the device's current stream was given so far."""
         self.stream.wait_event(torch.cuda.current_stream(self.device).record_event())
 
-    def copy(self, to: Tensor, source: Tensor) -> None:
-        """Start a copy. One of the two is pinned, and stays as it is until the copy is done."""
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Start to copy to the first of each pair from the second. What is pinned stays as it is until that is done."""
         with torch.cuda.stream(self.stream):
-            to.copy_(source, non_blocking=True)
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
 
     def be_followed(self) -> None:
         """Have the device's current stream wait for the copies so far."""
@@ -45,6 +48,15 @@ class Lanes:
 
     def __iter__(self) -> Iterator[Lane]:
         return iter(list(self._lanes.values()))
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Lane]:
+        """Start to copy to the first of each pair from the second, by the lane of the one that is on a GPU. Return the
+        lanes that are used."""
+        on_device = (to if to.is_cuda else source for to, source in pairs)
+        of_devices = by_device(on_device, pairs)
+        for of_device in of_devices.values():
+            self.of(next(it for it in of_device[0] if it.is_cuda)).copy(of_device)
+        return [self._lanes[device] for device in of_devices]
 
     def of(self, tensor: Tensor) -> Lane:
         lane = self._lanes.get(tensor.device)

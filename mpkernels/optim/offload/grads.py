@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from mpkernels.distributed.parts import parts_of, settled_grads
-from mpkernels.optim.offload.copies import Lane, Lanes, Pinned, dense, pinned, shaped, size_of
+from mpkernels.optim.offload.copies import Lanes, Pinned, dense, pinned, shaped, size_of
 
 
 class _Slot:
@@ -64,7 +64,7 @@ class HostGrads:
             slot = _Slot(part, self._pinned)
             slot.sum, self._slots[param] = before, slot
         lane.follow()
-        lane.copy(slot.arrival, part)
+        lane.copy([(slot.arrival, part)])
         slot.event.record(lane.stream)
         part.record_stream(lane.stream)  # which is freed while it is copied
         slot.has_arrival, param.grad = True, None
@@ -108,11 +108,7 @@ class Slices:
 
     def start(self, bucket: int, grads: Sequence[Tensor], there: Sequence[Tensor]) -> None:
         """Start to copy a bucket's grads, whose slice nobody reads any more."""
-        lanes: dict[Lane, None] = {}
-        for grad, host in zip(grads, there, strict=True):
-            lane = self._lanes.of(grad)
-            lane.copy(host, grad)
-            lanes[lane] = None
+        lanes = self._lanes.copy(list(zip(there, grads, strict=True)))
         self._events[bucket] = [lane.stream.record_event() for lane in lanes]
 
     def wait(self, bucket: int) -> None:

@@ -41,8 +41,8 @@ class Offload:
             return grads
         if not isinstance(getattr(optimizer, "found_inf", None), Tensor | None):  # which it sets to 0 if it sees none
             raise RuntimeError(
-                f"{type(optimizer).__name__}: release_grads with offload=True has sent grads to the host, where torch's "
-                "GradScaler doesn't look for them; use mpkernels.amp.GradScaler, or leave release_grads out"
+                f"{type(optimizer).__name__}: release_grads with offload=True has sent grads to the host, where "
+                "torch's GradScaler doesn't look for them; use mpkernels.amp.GradScaler, or leave release_grads out"
             )
         with uninterrupted():
             for param in params:

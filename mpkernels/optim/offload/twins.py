@@ -101,17 +101,18 @@ class Twins:
     @torch.no_grad()
     def send(self, params: Iterable[Tensor]) -> None:
         """Start to bring the twins that have changed to these weights."""
-        for param in params:
-            twin = self._twins.get(param)
-            if twin is not None and twin.is_ahead():
-                part = _part_of(param)
-                lane = self._lanes.of(part)
-                if twin.room is not None:
-                    lane.copy(twin.room, twin.part)
-                lane.copy(part, twin.part if twin.room is None else twin.room)
-                if is_sharded(param):
-                    torch.autograd.graph.increment_version(param)
-                twin.note(param, part)
+        pairs = []
+        changed = [it for it in params if it in self._twins and self._twins[it].is_ahead()]
+        parts = parts_of(changed)
+        for part, twin in zip(parts, map(self._twins.__getitem__, changed), strict=True):
+            if twin.room is None:
+                pairs.append((part, twin.part))
+            else:
+                pairs += (twin.room, twin.part), (part, twin.room)
+        self._lanes.copy(pairs)
+        torch.autograd.graph.increment_version([it for it in changed if is_sharded(it)])
+        for param, part in zip(changed, parts, strict=True):
+            self._twins[param].note(param, part)
 
     def end(self) -> None:
         """Have the current streams wait for the weights."""
