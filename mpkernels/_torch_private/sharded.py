@@ -1,6 +1,7 @@
 """Parameters of which this process holds a part: FSDP's, DTensors."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,14 @@ def parts_in_place(tensors: Iterable[Any]) -> list[Any]:
     """Return the tensor that each DTensor holds; None for others. Without the attribute: None, so that a method of
     theirs makes a new view of each parameter at each call, and AdamW plans each step anew."""
     return [getattr(it, "_local_tensor", None) for it in tensors]
+
+
+def around_part(part: Tensor, like: Any) -> Any:
+    """Return a DTensor that is placed as the other one is, and whose part lies where it is: on the host behind a mesh
+    of GPUs, say, where ``from_local`` would bring it to them. Without the spec: it raises."""
+    spec = like._spec
+    meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return type(like)(part, replace(spec, tensor_meta=meta), requires_grad=False)
 
 
 def originals_of(flat: Any) -> list[Tensor]:

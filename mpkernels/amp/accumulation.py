@@ -90,11 +90,12 @@ def accumulate(
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"accumulate: max_norm must be above 0, got {max_norm}")
     release = getattr(unwrapped(optimizer), "_release", None)
-    if max_norm is not None and release is not None and release.steps_alone:
+    adds_up = release is not None and release.adds_up
+    if max_norm is not None and release is not None and (release.steps_alone or adds_up):
         raise ValueError("accumulate: max_norm must be given to AdamW, before release_grads: no grad is left to clip")
     if grad_dtype not in (None, torch.float32):
         raise ValueError(f"accumulate: grad_dtype must be torch.float32 or None, got {grad_dtype!r}")
-    wide = None if grad_dtype is None else WideGrads("accumulate", optimizer, model)
+    wide = None if grad_dtype is None or adds_up else WideGrads("accumulate", optimizer, model)
     scaler = torch.amp.GradScaler("cpu", enabled=False) if scaler is None else scaler
     return _micro_batches(iter(batches), every, optimizer, model, scaler, max_norm, weigh, wide)
 

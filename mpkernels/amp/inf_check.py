@@ -86,23 +86,35 @@ def of_all(
 
 
 def device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: torch.device) -> torch.device | None:
-    """Return the device of the first grad. Without a grad: None, or the other one where processes have parts."""
+    """Return the device of the first grad. Without a grad: None, or the other one where processes have parts, or grads
+    wait on the host."""
     params = params_of(optimizer)
     found = next((param.grad.device for param in params if param.grad is not None), None)
-    if found is None and (peers is not None or are_any_sharded(params) or fsdp1.has_parts(params)):
-        return otherwise
+    if found is None:
+        have_parts = peers is not None or are_any_sharded(params) or fsdp1.has_parts(params)
+        return otherwise if have_parts or _are_on_host(optimizer) else None
     return found
 
 
 def grads_of(optimizer: Optimizer) -> Grads:
     """Return each device's parameters that have a grad, and their grads; a sparse grad is represented by its values."""
     offloaded.refuse_scaler(optimizer)
+    if _are_on_host(optimizer):
+        raise RuntimeError(
+            "GradScaler: grads must be on their parameters' device to be unscaled before the step, got some that "
+            "release_grads has sent to the host; leave unscale_ and step hooks out, and clip by max_norm"
+        )
     params = [param for param in params_of(optimizer) if param.grad is not None]
     grads = [_values(param, grad) for param, grad in zip(params, parts_of(settled_grads(params)), strict=True)]
     return {
         device: ([params[i] for i in places], [grads[i] for i in places])
         for device, places in by_device(grads, range(len(grads))).items()
     }
+
+
+def _are_on_host(optimizer: Any) -> bool:
+    """Return whether release_grads has sent grads to the host."""
+    return getattr(unwrapped(optimizer), "_has_host_grads", False) is True
 
 
 def _values(param: Tensor, grad: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private.sharded import offsets_of_part, parts_in_place
+from mpkernels._torch_private.sharded import around_part, offsets_of_part, parts_in_place
 from mpkernels.parameters import are_any_sharded, is_sharded
 
 
@@ -41,6 +41,8 @@ def placed_as(like: Any, part: Tensor) -> Any:
     """Return this process's part of something that is placed as ``like`` is: a DTensor where that is one."""
     if not is_sharded(like):
         return part
+    if part.device.type not in (like.device_mesh.device_type, "meta"):
+        return around_part(part, like)
     kind = sys.modules["torch.distributed.tensor"].DTensor
     with torch.no_grad():
         return kind.from_local(

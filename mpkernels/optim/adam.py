@@ -20,7 +20,8 @@ def _hyperparameters(group: Mapping[str, Any]) -> tuple[Any, ...]:
 class Adam(Engine, torch.optim.Adam):
     """``torch.optim.Adam`` for mixed precision: fp32 master weights, clipping and overflow checks inside the step.
 
-    ``AdamW`` says what that means, and what master, state_dtype, max_norm, guard and process_group are.
+    ``AdamW`` says what that means, and what master, state_dtype, max_norm, guard, process_group and
+    offload are.
 
     Args:
         params: the parameters, or groups of them, as torch.optim.Adam takes them.
@@ -57,8 +58,9 @@ class Adam(Engine, torch.optim.Adam):
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,
+        offload: bool = False,
     ) -> None:
-        self._take_options(master, state_dtype, max_norm, guard, process_group)
+        self._take_options(master, state_dtype, max_norm, guard, process_group, offload)
         switches: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
         switches |= {"differentiable": differentiable, "decoupled_weight_decay": decoupled_weight_decay}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **switches)

@@ -48,6 +48,9 @@ class AdamW(Engine, torch.optim.AdamW):
             ``max_norm`` or ``process_group`` is given or a parameter has 16 bits. A scaler always does.
         process_group: the processes that each hold one part of the grads, as under FSDP1. They clip by their common
             norm and skip together. Don't pass it under DistributedDataParallel, where every process has all grads.
+        offload: whether to keep masters and moments in the host's memory, and to step there, for parameters on a GPU.
+            Their weights stay on the GPU; grads and weights travel at each step, 2 bytes an element each in 16 bits.
+            All else is as without it, but that a step makes the host wait, and can't be captured in a CUDA graph.
     """
 
     _rule = OptimizerRule(adamw_, hyperparameters, has_largest)
@@ -72,8 +75,9 @@ class AdamW(Engine, torch.optim.AdamW):
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,
+        offload: bool = False,
     ) -> None:
-        self._take_options(master, state_dtype, max_norm, guard, process_group)
+        self._take_options(master, state_dtype, max_norm, guard, process_group, offload)
         switches: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, differentiable=differentiable, **switches)
         group_options.leave_scaling_to_torch(self)

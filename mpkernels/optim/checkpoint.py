@@ -26,7 +26,8 @@ def saving(optimizer: Any) -> Iterator[None]:
             packed["state_dtype"] = str(group["state_dtype"])  # torch.distributed.checkpoint takes no dtype
             for param, number in zip(group["params"], packed["params"], strict=True):
                 if number in states:
-                    states[number] = param_state.portable(optimizer._rule, param, states[number], is_fsdp1s(param))
+                    home = optimizer._home_of(param)
+                    states[number] = param_state.portable(optimizer._rule, home, states[number], is_fsdp1s(param))
 
     hook = optimizer.register_state_dict_post_hook(make_plain, prepend=True)
     try:
@@ -75,7 +76,7 @@ def loading(optimizer: Any) -> Iterator[Any]:
             new.update({key: own[key] for key in group_options.OF_GROUPS})
         for param, state, saved, own in states_to_adopt:
             stand_in.state[param] = param_state.adopt(
-                optimizer._rule, kind.__name__, param, state, saved, own["state_dtype"]
+                optimizer._rule, kind.__name__, optimizer._home_of(param), state, saved, own["state_dtype"]
             )
         stand_in._is_loaded = True
         vars(optimizer).update(_without(own_hooks, stand_in))

@@ -14,6 +14,7 @@ from mpkernels.distributed.parts import settled_grads
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops.step.op import write_outcome
 from mpkernels.optim import checkpoint, group_options, masters, offloaded, param_state, under_scaler, verdicts, zero
+from mpkernels.optim.offload import Offload
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
 from mpkernels.optim.release import GradientRelease, steps_in_backward
@@ -35,14 +36,23 @@ class Engine(torch.optim.Optimizer):
     _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
     _step_outcome = StepOutcome()  # of no step yet
     _release: GradientRelease | None = None
+    offload = False
+    _offload: Offload | None = None
     _is_loaded = False  # since the last step: the model may yet be loaded after it
 
     def _take_options(
-        self, master: str, state_dtype: torch.dtype, max_norm: float | None, guard: bool | None, process_group: Any
+        self,
+        master: str,
+        state_dtype: torch.dtype,
+        max_norm: float | None,
+        guard: bool | None,
+        process_group: Any,
+        offload: bool = False,
     ) -> None:
         """Check and keep the options beyond torch's, before torch's constructor."""
-        group_options.check_global(type(self).__name__, max_norm, guard)
+        group_options.check_global(type(self).__name__, max_norm, guard, offload)
         self.master, self.state_dtype, self.max_norm, self.guard = master, state_dtype, max_norm, guard
+        self.offload = offload
         self._peers = processes.given(type(self).__name__, process_group)
         zero.follow()
         self._start_afresh()
@@ -58,15 +68,20 @@ class Engine(torch.optim.Optimizer):
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
+        if self._release is not None:
+            self._release.add_to_host(group["params"])
 
     def __repr__(self) -> str:
         name, rest = super().__repr__().split("\n", 1)
         group = self._peers and self._peers.group
-        return f"{name}\nmax_norm: {self.max_norm}, guard: {self.guard}, process_group: {group}\n{rest}"
+        offload = ", offload: True" if self.offload else ""
+        return f"{name}\nmax_norm: {self.max_norm}, guard: {self.guard}, process_group: {group}{offload}\n{rest}"
 
     def _start_afresh(self) -> None:
         """Forget everything that was derived from the parameters and their states."""
         self._forget_plans()
+        if self.offload and self._offload is None:
+            self._offload = Offload()
         self._step_outcome = StepOutcome(self.grad_norm, self.skipped_steps)
         self._ledger = Ledger()
 
@@ -122,6 +137,8 @@ class Engine(torch.optim.Optimizer):
             take_step = self._step
             if sharded and may_be_compiled():
                 take_step = as_written(f"{type(self).__name__}: step", take_step)
+            elif self._offload is not None:
+                take_step = self._offload.step_of(self, params)
             try:
                 take_step(params, sharded)
             except (RuntimeError, TypeError) as error:
@@ -163,6 +180,8 @@ class Engine(torch.optim.Optimizer):
             verdicts.raise_if_one_has_failed(self, failures)
         try:
             grads = settled_grads(params) if sharded else [param.grad for param in params]
+            if self._offload is not None:
+                grads = self._offload.gather(self, params, grads)
             if self._is_loaded:
                 self._compare_loaded()
             plans = self._plans_for(params, grads)
@@ -178,12 +197,33 @@ class Engine(torch.optim.Optimizer):
         if any(it.is_cuda for it in params_of(self)) and is_current_stream_capturing():
             return  # to compare waits for the device; kernels take up what was written all the same, without a word
         self._is_loaded = False
-        masters.compare_loaded(type(self).__name__, params_of(self), self.state)
+        masters.compare_loaded(type(self).__name__, *self._weights_and_states())
 
     def _follow_writes(self) -> None:
         """Bring the masters up to date with the weights, before somebody reads the state without the weights."""
+        if self._offload is not None:
+            self._offload.twins.follow(params_of(self))
         if not self._is_loaded:
-            masters.align(params_of(self), self.state)
+            masters.align(*self._weights_and_states())
+        if self._offload is not None:
+            self._offload.twins.send_all()
+
+    def _weights_and_states(self) -> tuple[list[Tensor], masters.States]:
+        """Return the weights where their states are, and the states by weight."""
+        params = params_of(self)
+        if self._offload is None:
+            return params, self.state
+        homes = {param: self._home_of(param) for param in params if self.state.get(param)}
+        return list(homes.values()), {home: self.state[param] for param, home in homes.items()}
+
+    @property
+    def _has_host_grads(self) -> bool:
+        """Whether grads wait on the host for the step, where their parameters show none."""
+        return self._offload is not None and any(map(self._offload.arrived.have, params_of(self)))
+
+    def _home_of(self, param: Tensor) -> Tensor:
+        """Return what states are made for: the parameter, or with ``offload`` its copy on the host."""
+        return param if self._offload is None else self._offload.home(param)
 
     def _plans_for(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
         """Return one plan for each device. Reuse the plans of the last step if they still fit."""
@@ -208,13 +248,18 @@ class Engine(torch.optim.Optimizer):
         for i in places:
             self._state_of(params[i], grads[i], group_of[i])
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
+        if self._offload is not None and any(params[i].is_cuda for i in places):
+            return [self._offload.plan(self, params, rows, places, grads)]
         of_devices = by_device((params[i] for i in places), places)
         return [Plan(self._rule, rows, it, self._ledger, self._step_outcome.parts) for it in of_devices.values()]
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
-        known = self.state.get(param, {})
-        state = param_state.for_step(self._rule, type(self).__name__, param, known, group)
+        known, home = self.state.get(param, {}), param
+        if self._offload is not None:
+            home = self._offload.home(param)
+            known = self._offload.moved(home, known)
+        state = param_state.for_step(self._rule, type(self).__name__, home, known, group)
         if state:
             self.state[param] = state
         return state
@@ -244,13 +289,17 @@ class Engine(torch.optim.Optimizer):
         backwards come before a step, run all but the last one under ``with release.accumulate():``; a second grad of a
         parameter that is stepped in the backward raises. Reentrant checkpoints' grads are kept until the step.
 
+        With ``offload``, each grad goes to the host in the dtype that it has, and is freed on the GPU. It waits there
+        for the step, under no scaler but mpkernels'. Grads of several backwards are added up there in fp32.
+
         DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the one the first backward
         raises, under the other this method does. ``scaler`` is the scaler that you train with, if there is one.
         """
-        releases = steps_in_backward(self, scaler)
+        on_host = None if self._offload is None else self._offload.for_release(params_of(self))
+        releases = steps_in_backward(self, scaler, on_host)
         if self._release is not None:
             self._release.remove()
-        self._release = GradientRelease(f"{type(self).__name__}.release_grads", releases)
+        self._release = GradientRelease(f"{type(self).__name__}.release_grads", releases, on_host)
         return self._release
 
     def __getstate__(self) -> dict[str, Any]:
@@ -268,5 +317,5 @@ class Engine(torch.optim.Optimizer):
 
 
 # What a pickle or a copy holds beyond torch's part: of the optimizer, and of its outcome.
-_OWN = ("master", "state_dtype", "max_norm", "guard", "_peers", "_is_loaded")
+_OWN = ("master", "state_dtype", "max_norm", "guard", "offload", "_peers", "_is_loaded")
 _SHOWN = {"grad_norm", "skipped_steps"}

@@ -11,15 +11,17 @@ from torch import Tensor
 from mpkernels.optim.masters import KEYS, needs_master
 
 OF_GROUPS = ("master", "state_dtype")
-_OF_THE_OPTIMIZER = ("max_norm", "guard", "process_group")
+_OF_THE_OPTIMIZER = ("max_norm", "guard", "process_group", "offload")
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
-def check_global(name: str, max_norm: float | None, guard: bool | None) -> None:
+def check_global(name: str, max_norm: float | None, guard: bool | None, offload: bool = False) -> None:
     if not (max_norm is None or isinstance(max_norm, Real | Tensor)) or isinstance(max_norm, bool):
         raise TypeError(f"{name}: max_norm must be a number above 0 or None, got {max_norm!r}")
     if guard not in (None, True, False):
         raise TypeError(f"{name}: guard must be True, False or None, got {guard!r}")
+    if not isinstance(offload, bool):
+        raise TypeError(f"{name}: offload must be True or False, got {offload!r}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"{name}: max_norm must be above 0, got {max_norm}")
     if max_norm is not None and guard is False:
@@ -76,5 +78,5 @@ def _check_differentiable(optimizer: Any, group: dict[str, Any]) -> None:
         raise ValueError(f"{name}: differentiable=True takes fp32 parameters alone, got 16-bit ones")
     if optimizer.max_norm is not None or optimizer.guard or group["state_dtype"] != torch.float32:
         raise ValueError(f"{name}: differentiable=True is torch's own step, without max_norm, guard and state_dtype")
-    if optimizer._peers is not None:
-        raise ValueError(f"{name}: differentiable=True is torch's own step, without process_group")
+    if optimizer._peers is not None or optimizer.offload:
+        raise ValueError(f"{name}: differentiable=True is torch's own step, without process_group and offload")

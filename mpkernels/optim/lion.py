@@ -20,7 +20,8 @@ class Lion(Engine):
     """Lion (Chen et al., 2023) for mixed precision: each weight moves by lr, in the direction of a sign.
 
     It has fp32 master weights, clipping and overflow checks inside the step. ``AdamW`` says what that means, and what
-    master, state_dtype, max_norm, guard and process_group are. The first four arguments are those of Lion's authors.
+    master, state_dtype, max_norm, guard, process_group and offload are. The first four arguments are those of Lion's
+    authors.
 
     Args:
         params: the parameters, or groups of them.
@@ -46,6 +47,7 @@ class Lion(Engine):
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,
+        offload: bool = False,
     ) -> None:
         if not lr >= 0:
             raise ValueError(f"Lion: lr must be 0 or above, got {lr}")
@@ -53,5 +55,5 @@ class Lion(Engine):
             raise ValueError(f"Lion: betas must be from 0 to below 1, got {tuple(betas)}")
         if not weight_decay >= 0:
             raise ValueError(f"Lion: weight_decay must be 0 or above, got {weight_decay}")
-        self._take_options(master, state_dtype, max_norm, guard, process_group)
+        self._take_options(master, state_dtype, max_norm, guard, process_group, offload)
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize})

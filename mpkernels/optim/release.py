@@ -14,6 +14,7 @@ from mpkernels.distributed import ddp
 from mpkernels.distributed.parts import await_grad, settled_grads
 from mpkernels.optim import group_options
 from mpkernels.optim.masters import needs_master
+from mpkernels.optim.offload.grads import HostGrads
 from mpkernels.optim.plan import Plan, Verdict
 from mpkernels.optim.step_outcome import is_guarded
 from mpkernels.parameters import group_of, params_of, set_grad_dtype
@@ -29,11 +30,13 @@ _SUMMED_UP = (
 class GradientRelease:
     """The handle that ``release_grads`` returns: ``accumulate()`` pauses the freeing of grads, ``remove()`` ends it."""
 
-    def __init__(self, op: str, releases: Sequence[tuple[Tensor, Release | None]]) -> None:
+    def __init__(
+        self, op: str, releases: Sequence[tuple[Tensor, Release | None]], on_host: HostGrads | None = None
+    ) -> None:
         """releases: each parameter, with the function to call once its grad is complete. None keeps the grad in 16 bits
-        until the step."""
-        self._op = op
-        self.steps_alone = any(release is not None for _, release in releases)  # in the backward
+        until the step. on_host: where all grads go instead, to be added up in fp32 and to wait for the step."""
+        self._op, self._on_host = op, on_host
+        self.steps_alone = on_host is None and any(release is not None for _, release in releases)  # in the backward
         self._params = [param for param, _ in releases]
         self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
         self._is_accumulating = False
@@ -46,12 +49,22 @@ class GradientRelease:
             param.register_post_accumulate_grad_hook(self._hook(release or _narrow)) for param, release in releases
         ]
 
+    def add_to_host(self, params: Sequence[Tensor]) -> None:
+        """Send the grads of these to the host, too, if those of the others go there."""
+        if self._on_host is None:
+            return
+        for param in params:
+            if param.requires_grad:
+                self._params.append(param)
+                self._widths[id(param)] = param.grad_dtype
+                self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(self._on_host.take)))
+
     def _hook(self, release: Release) -> Release:
         def after_accumulation(param: Tensor) -> None:
             if self._wrappers != ddp.made():
                 ddp.refuse(self._op, self._params, _SUMMED_UP)
                 self._wrappers = ddp.made()
-            if self._is_accumulating:
+            if self._is_accumulating and self._on_host is None:
                 return
             if self.steps_alone:
                 self._refuse_second(param)
@@ -77,7 +90,7 @@ class GradientRelease:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Keep the grads of a backward, so that the next one adds to them. Put every backward but the last one before a
-        step inside this context."""
+        step inside this context. Grads that go to the host are added up there, inside this context and outside."""
         self._restore_widths()
         self._is_accumulating = True
         try:
@@ -89,7 +102,7 @@ class GradientRelease:
         """Stop freeing grads: from now on they stay until the user frees them."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self.steps_alone = [], False
+        self._hooks, self.steps_alone, self._on_host = [], False, None
         for param in self._params:
             set_grad_dtype(param, self._widths[id(param)])
 
@@ -98,9 +111,16 @@ class GradientRelease:
         """Whether grads are freed: until ``remove``."""
         return bool(self._hooks)
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether the grads of several backwards are added up in fp32, on the host."""
+        return self._on_host is not None
+
     def begin_anew(self) -> None:
         """Let each parameter get its grad again, as after a step. A backward that has failed is given up thereby."""
         self._have_come.clear()
+        if self._on_host is not None:
+            self._on_host.forget()
 
     def after_step(self) -> None:
         self.begin_anew()
@@ -122,13 +142,18 @@ def _narrow(param: Tensor) -> None:
         set_grad_dtype(param, torch.bfloat16)
 
 
-def steps_in_backward(optimizer: Any, scaler: torch.amp.GradScaler | None) -> list[tuple[Tensor, Release | None]]:
-    """Return each parameter with the function that steps it alone; None where a step needs all grads first."""
+def steps_in_backward(
+    optimizer: Any, scaler: torch.amp.GradScaler | None, on_host: HostGrads | None = None
+) -> list[tuple[Tensor, Release | None]]:
+    """Return each parameter with the function that steps it alone, or that sends its grad to the host; None where a
+    step needs all grads first."""
     name = type(optimizer).__name__
     if optimizer.defaults.get("differentiable"):
         raise ValueError(f"{name}: release_grads needs differentiable=False")
     params = params_of(optimizer)
     group_options.refuse_twice(name, params)
+    if on_host is not None:
+        return [(param, on_host.take) for param in params if param.requires_grad]
     guarded = is_guarded(optimizer, any(map(needs_master, params)))
     waits = guarded or (scaler is not None and scaler.is_enabled())
     return [

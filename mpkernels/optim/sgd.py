@@ -24,8 +24,8 @@ def _has_momentum(group: Mapping[str, Any]) -> bool:
 class SGD(Engine, torch.optim.SGD):
     """``torch.optim.SGD`` for mixed precision: fp32 master weights, clipping and overflow checks inside the step.
 
-    ``AdamW`` says what that means, and what master, state_dtype, max_norm, guard and process_group are. Without
-    momentum, an fp32 parameter has no state.
+    ``AdamW`` says what that means, and what master, state_dtype, max_norm, guard, process_group and
+    offload are. Without momentum, an fp32 parameter has no state.
 
     Args:
         params: the parameters, or groups of them, as torch.optim.SGD takes them.
@@ -59,8 +59,9 @@ class SGD(Engine, torch.optim.SGD):
         max_norm: float | None = None,
         guard: bool | None = None,
         process_group: Any = None,
+        offload: bool = False,
     ) -> None:
-        self._take_options(master, state_dtype, max_norm, guard, process_group)
+        self._take_options(master, state_dtype, max_norm, guard, process_group, offload)
         switches: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "fused": fused}
         switches |= {"differentiable": differentiable}
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **switches)

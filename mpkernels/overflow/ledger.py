@@ -44,6 +44,24 @@ class Ledger:
         self._newest[device] = Record(list(params), report, self._follows_grads)
         return report
 
+    def fill(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        found_inf: Tensor,
+        scale: Tensor | None,
+        unscaled: bool,
+        of_optimizer: Callable[[], Iterable[Tensor]],
+    ) -> None:
+        """Fill the record of found_inf's device, where these grads are, if an inf or NaN was found."""
+        device = found_inf.device
+        report = self.report_for(params, device, of_optimizer)
+        overflow_(grads, found_inf, None if scale is None else put_on(device, scale), unscaled, report)
+
+    def keep(self, devices: Iterable[torch.device]) -> None:
+        """Drop the records of all other devices, where grads were before."""
+        self._newest = {device: self._newest[device] for device in devices if device in self._newest}
+
     def records(self) -> list[Record]:
         return [self._merged(device) for device in self._newest]
 
@@ -112,10 +130,10 @@ class Ledgers:
     ) -> None:
         """Fill the records if an inf or NaN was found. ``grads`` has the parameters and their grads on each device."""
         for device, (params, of_params) in grads.items():
-            report = self._entries[id(optimizer)].ledger.report_for(params, device, partial(params_of, optimizer))
+            ledger, of_optimizer = self._entries[id(optimizer)].ledger, partial(params_of, optimizer)
             there = [put_on(device, it.reshape(())) for it in found_infs.values()]
             found_inf = there[0] if len(there) == 1 else torch.stack(there).amax()
-            overflow_(of_params, found_inf, put_on(device, scale), unscaled, report)
+            ledger.fill(params, of_params, found_inf, scale, unscaled, of_optimizer)
 
     def count(self, states: Mapping[int, Mapping[str, Any]], overflows: Tensor) -> None:
         """Note, after each update, which optimizer was the last to skip. A single optimizer needs no count."""

@@ -1,0 +1,123 @@
+"""What copies between a GPU and the host need: pinned memory, and a stream for each direction."""
+
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels.parameters import by_device
+
+BUCKET = 64 << 20  # bytes of grads; torch's allocator of pinned memory rounds up to a power of 2
+_LINE = 64  # bytes, at whose multiples pieces of pinned memory begin
+
+
+class Lane:
+    """One device's stream for copies in one direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.stream = device, torch.cuda.Stream(device)
+
+    def follow(self) -> None:
+        """Have the copies to come wait for all that the device's current stream was given so far."""
+        self.stream.wait_event(torch.cuda.current_stream(self.device).record_event())
+
+    def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Start to copy to the first of each pair from the second. What is pinned stays as it is until that is done."""
+        with torch.cuda.stream(self.stream):
+            for to, source in pairs:
+                to.copy_(source, non_blocking=True)
+
+    def be_followed(self) -> None:
+        """Have the device's current stream wait for the copies so far."""
+        torch.cuda.current_stream(self.device).wait_event(self.stream.record_event())
+
+    def wait(self) -> None:
+        """Have the host wait for the copies so far."""
+        self.stream.synchronize()
+
+
+class Lanes:
+    """The lanes of one direction, by device."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[torch.device, Lane] = {}
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter(list(self._lanes.values()))
+
+    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Lane]:
+        """Start to copy to the first of each pair from the second, by the lane of the one that is on a GPU. Return the
+        lanes that are used."""
+        on_device = (to if to.is_cuda else source for to, source in pairs)
+        of_devices = by_device(on_device, pairs)
+        for of_device in of_devices.values():
+            self.of(next(it for it in of_device[0] if it.is_cuda)).copy(of_device)
+        return [self._lanes[device] for device in of_devices]
+
+    def of(self, tensor: Tensor) -> Lane:
+        lane = self._lanes.get(tensor.device)
+        return self._lanes.setdefault(tensor.device, Lane(tensor.device)) if lane is None else lane
+
+
+class Pinned:
+    """Pinned memory, handed out in pieces. All of it is freed with this object and its pieces."""
+
+    def __init__(self) -> None:
+        self._left = torch.empty(0, dtype=torch.uint8)
+        self._lock = threading.Lock()  # backwards of several devices run in as many threads
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of this shape and dtype, and of its strides if they leave no gaps."""
+        size = size_of(tensor)
+        with self._lock:
+            if self._left.numel() < size:
+                self._left = pinned(max(size, BUCKET))
+            piece, self._left = self._left[:size], self._left[size:]
+        return shaped(piece, tensor)
+
+
+def pinned(size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+
+def size_of(tensor: Tensor) -> int:
+    """Return how many bytes of pinned memory a tensor takes."""
+    return -(-tensor.numel() * tensor.itemsize // _LINE) * _LINE
+
+
+def shaped(memory: Tensor, like: Tensor) -> Tensor:
+    """Return the beginning of this memory as a tensor like the other one, with a version of its own."""
+    flat = memory[: like.numel() * like.itemsize].view(like.dtype).data
+    return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
+
+
+def dense(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy if its elements leave gaps or share memory: what then goes to the host is a single
+    copy, for which nothing is allocated."""
+    if tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride():
+        return tensor
+    return torch.empty_like(tensor).copy_(tensor)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Hold back Ctrl-C until the end of this context."""
+    before, pressed = signal.getsignal(signal.SIGINT), []
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield  # Python raises KeyboardInterrupt in the main thread alone
+        return
+
+    def note(*arguments: Any) -> None:
+        pressed.append(arguments)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+        if pressed:
+            before(*pressed[0])

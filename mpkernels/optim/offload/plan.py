@@ -1,0 +1,194 @@
+"""The plan of a step whose states are on the host: it steps bucket after bucket there, while grads and weights of
+others are on their way."""
+
+from collections.abc import Sequence
+from functools import partial
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mpkernels.distributed.meshes import Parts
+from mpkernels.distributed.parts import parts_of
+from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
+from mpkernels.ops.step.op import write_outcome
+from mpkernels.optim.masters import needs_master
+from mpkernels.optim.offload.copies import BUCKET, dense, uninterrupted
+from mpkernels.optim.offload.grads import HostGrads, Slices
+from mpkernels.optim.offload.twins import Twins
+from mpkernels.optim.optimizer_rule import OptimizerRule
+from mpkernels.optim.plan import Group, Plan, State, Verdict
+from mpkernels.overflow.ledger import Ledger
+from mpkernels.parameters import by_device, put_on, real, sum_of
+
+_ON_HOST = torch.device("cpu")
+
+
+class OffloadedPlan:
+    """All parameters that have a grad, wherever they are. To the optimizer it is a plan like others."""
+
+    def __init__(
+        self,
+        rule: OptimizerRule,
+        rows: Sequence[tuple[Group, Tensor, State]],
+        params: Sequence[Tensor],
+        places: list[int],
+        sizes: Sequence[int],
+        ledger: Ledger,
+        parts: Parts | None,
+        twins: Twins,
+        arrived: HostGrads,
+        slices: Slices,
+    ) -> None:
+        """rows: of the optimizer's parameters, with twins in the place of those on a GPU. sizes: in bytes, of the grads
+        at ``places``. arrived: grads that the step uses up."""
+        self._params, self._places, self._homes = params, places, [rows[i][1] for i in places]
+        self._buckets = list(_buckets(places, sizes))
+        self._plans = [Plan(rule, rows, bucket) for bucket in self._buckets]
+        self._ledger, self._twins, self._arrived, self._slices = ledger, twins, arrived, slices
+        own = [params[i] for i in places]
+        self.device = own[0].device  # of the verdict
+        self.has_16_bit_parameters = any(map(needs_master, own))
+        shares = [1.0] if parts is None else parts.shares(own)
+        self._shares = None if set(shares) == {1.0} else dict(zip(places, shares, strict=True))
+        self._kinds: list[Any] = []
+        self._there: list[list[Tensor]] = []
+
+    def native_step(self) -> None:
+        """Return no call that both looks at the grads and steps: the look comes before all buckets."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Tell whether a parameter has another twin by now, or none any more."""
+        return not all(map(is_, (self._twins.home(self._params[i]) for i in self._places), self._homes))
+
+    first_has_moved = has_moved
+
+    def _own(self, grads: list[Any]) -> dict[torch.device, list[int]]:
+        """Return the places of the grads on each device."""
+        return by_device((grads[i] for i in self._places), self._places)
+
+    def look(self, grads: list[Any]) -> GradStats:
+        """Return the sum of the grads' squares, and whether one holds an inf or NaN. Each is looked at where it is."""
+        sums, found = [], []
+        for places in self._own(grads).values():
+            stats = grad_stats(list(map(real, parts_of([grads[i] for i in places]))))
+            total = stats.total_sumsq
+            if self._shares is not None:
+                shares = [self._shares[i] for i in places]
+                total = (stats.sumsq * torch.tensor(shares, dtype=torch.float64, device=total.device)).sum()
+            sums.append(put_on(self.device, total))
+            found.append(put_on(self.device, stats.found_inf))
+        return stats._replace(total_sumsq=sum_of(sums), found_inf=sum_of(found))
+
+    def step(
+        self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
+    ) -> None:
+        """Take one step, or skip it if the verdict is an overflow. The host waits for the verdict, and for the grads.
+        If this raises, nothing has moved."""
+        self._twins.send_all()  # those that were brought up to date with loaded masters
+        scale, found_inf, total_sumsq = (None if it is None else it.to(_ON_HOST) for it in verdict[:3])
+        outcome = torch.zeros(2)
+        is_skipped = write_outcome(scale, found_inf, total_sumsq, outcome, None)
+        skips = is_skipped is not None and bool(is_skipped)
+        if skips:
+            self._report(grads, verdict)
+            buckets = []
+        else:
+            buckets = self._brought(grads)
+            host = self._on_host(grads, buckets)
+            if len(self._plans) > 1:
+                self._rehearse(host, max_norm)
+        with uninterrupted():
+            if verdict.outcome is not None:
+                verdict.outcome.copy_(outcome)
+            if skipped_steps is not None and skips:
+                skipped_steps.add_(1)
+            if not skips:
+                self._take(host, buckets, Verdict(scale, None, total_sumsq), max_norm)
+            self._arrived.forget()
+
+    def _brought(self, grads: list[Any]) -> list[tuple[list[int], list[Tensor]]]:
+        """Return of each bucket the places of the grads that are yet on a GPU, and these."""
+        found = []
+        for bucket in self._buckets:
+            places = [i for i in bucket if grads[i].is_cuda]
+            found.append((places, [dense(it) for it in parts_of([grads[i] for i in places])]))
+        return found
+
+    def _on_host(self, grads: list[Any], buckets: list[tuple[list[int], list[Tensor]]]) -> list[Any]:
+        """Return the grads with those on a GPU replaced by the place on the host where they will be."""
+        kinds = [[(it.shape, it.stride(), it.dtype) for it in of_bucket] for _, of_bucket in buckets]
+        if kinds != self._kinds:
+            self._there = self._slices.lay_out([of_bucket for _, of_bucket in buckets])
+            self._kinds = kinds
+        host = list(grads)
+        for (places, _), there in zip(buckets, self._there, strict=True):
+            for i, it in zip(places, there, strict=True):
+                host[i] = it
+        return host
+
+    def _rehearse(self, host: list[Any], max_norm: float | None) -> None:
+        """Have each bucket's step check its arguments. It is skipped, so it does nothing else."""
+        skip = Verdict(found_inf=torch.ones(()))
+        for plan in self._plans:
+            plan.step(host, skip, max_norm)
+
+    def _take(
+        self,
+        host: list[Any],
+        buckets: list[tuple[list[int], list[Tensor]]],
+        verdict: Verdict,
+        max_norm: float | None,
+    ) -> None:
+        """Step each bucket on the host. Nothing is allocated on the GPU."""
+        self._slices.begin(list(chain.from_iterable(of_bucket for _, of_bucket in buckets)))
+        self._twins.begin()
+        start = partial(self._start, buckets)
+        try:
+            for i in range(Slices.COUNT):
+                start(i)
+            for i, plan in enumerate(self._plans):
+                self._slices.wait(i)
+                plan.step(host, verdict, max_norm)
+                start(i + Slices.COUNT)
+                self._twins.send(self._params[k] for k in self._buckets[i])
+        finally:
+            self._twins.end()
+
+    def _start(self, buckets: list[tuple[list[int], list[Tensor]]], i: int) -> None:
+        if i < len(buckets):
+            self._slices.start(i, buckets[i][1], self._there[i])
+
+    def _report(self, grads: list[Any], verdict: Verdict) -> None:
+        """Write down what the grads of a skipped step are like."""
+        of_devices = self._own(grads)
+        self._ledger.keep(of_devices)
+        for device, places in of_devices.items():
+            params = [self._params[i] for i in places]
+            own = list(map(_in_order_of, parts_of(params), parts_of([grads[i] for i in places])))
+            found_inf = torch.ones((), device=device)
+            self._ledger.fill(params, own, found_inf, verdict.grad_scale, False, lambda: self._params)
+
+
+def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:
+    """Return the grad in the order of its parameter's memory."""
+    grad, param = real(grad), real(param)
+    if grad.stride() == param.stride():
+        return grad
+    return torch.empty_like(param, dtype=grad.dtype, device=grad.device).copy_(grad)
+
+
+def _buckets(places: Sequence[int], sizes: Sequence[int]) -> Any:
+    """Yield neighbours that together have no more bytes than a bucket, or one alone that has more."""
+    bucket: list[int] = []
+    total = 0
+    for place, size in zip(places, sizes, strict=True):
+        if bucket and total + size > BUCKET:
+            yield bucket
+            bucket, total = [], 0
+        bucket.append(place)
+        total += size
+    yield bucket
