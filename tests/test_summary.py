@@ -55,9 +55,13 @@ def test_workers_tell_what_they_tested():
     assert said[1].startswith("cuda-native     ")
 
 
-@pytest.mark.parametrize("are_all", [True, False])
-def test_who_runs_all_tests_is_told_how_long_it_takes(pytestconfig, are_all):
-    sources = pytest.Config.ArgsSource
+@pytest.mark.parametrize(
+    ("args", "is_all", "said"),
+    [(["tests"], False, "of every kernel"), (["tests"], True, "all tests"), (["tests/test_summary.py"], False, None)],
+)
+def test_who_runs_all_files_is_told_how_long_it_takes(pytestconfig, args, is_all, said):
     config = copy.copy(pytestconfig)
-    config.args_source = sources.TESTPATHS if are_all else sources.ARGS
-    assert ("minutes on two quiet cores" in (pytest_report_header(config) or "")) == are_all
+    config.args, config.option = args, copy.copy(config.option)
+    config.option.all = is_all
+    header = pytest_report_header(config)
+    assert header is None if said is None else said in header and "minutes on two quiet cores" in header
