@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 LEFT_OUT = pytest.StashKey[Counter[str]]()  # how many tests, by folder
+GOLDEN = (5**0.5 - 1) / 2
 EXHAUSTIVE, EACH_ONCE = "exhaustive", "each_value_once"
 
 
@@ -51,19 +52,20 @@ def _how_many(item):
 
 def meeting(count, combinations, values):
     """Return enough of the combinations that any ``count`` values which meet in one of them meet in one that is kept.
-    The one with most that are missing comes next, and among such the first. values: of a combination, by parameter."""
+    The one with most that are missing comes next. values: of a combination, by parameter."""
     its_values = [sorted(values(it).items()) for it in combinations]
     met = [set(itertools.combinations(it, min(count, len(it)))) for it in its_values]
     missing, kept = set().union(*met), set()
-    most = [(-len(its_own), place) for place, its_own in enumerate(met)]
+    # Among such with equally many, those that follow each other are far apart: else all would have one's first value.
+    most = [(-len(its_own), place * GOLDEN % 1, place) for place, its_own in enumerate(met)]
     heapq.heapify(most)
     while missing:
-        known, place = heapq.heappop(most)
+        known, order, place = heapq.heappop(most)
         if (now := len(met[place] & missing)) == -known:
             kept.add(place)
             missing -= met[place]
         else:
-            heapq.heappush(most, (-now, place))
+            heapq.heappush(most, (-now, order, place))
     return [it for place, it in enumerate(combinations) if place in kept]
 
 

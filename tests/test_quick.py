@@ -14,7 +14,7 @@ PARAMETERS = {"kernel": "abcd", "dtype": (16, 32, 64), "size": (0, 1, 7)}
 COMBINATIONS = [dict(zip(PARAMETERS, it, strict=True)) for it in itertools.product(*PARAMETERS.values())]
 
 
-@pytest.mark.parametrize(("count", "most"), [(1, 4), (2, 14), (3, 36)])
+@pytest.mark.parametrize(("count", "most"), [(1, 4), (2, 13), (3, 36)])
 def test_all_values_that_meet_meet_in_what_is_kept(count, most):
     kept = meeting(count, COMBINATIONS, dict)
     for names in itertools.combinations(PARAMETERS, count):
@@ -58,7 +58,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
 @pytest.mark.parametrize(
     ("arguments", "ran"),
-    [(("-n", "2"), 14), (("tests",), 14), (("--all",), 38), (("tests/one/test_it.py",), 38)],
+    [(("-n", "2"), 13), (("tests",), 13), (("--all",), 38), (("tests/one/test_it.py",), 38)],
     ids=str,
 )
 def test_what_a_run_leaves_out(tmp_path, arguments, ran):

@@ -91,6 +91,7 @@ CHANGES = [
 ]
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_is_seen(change, target):
     with target.device:  # where the changes make their tensors

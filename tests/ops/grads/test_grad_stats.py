@@ -114,7 +114,9 @@ def test_expanded_grads_count_every_element(target):
     assert grad_stats([grad]).sumsq.tolist() == [450.0]
 
 
-@pytest.mark.parametrize("count", [1, 160, 161, 1354, 1355, 2709])
+@pytest.mark.parametrize(
+    "count", [1, 160, 161, 1355, *(pytest.param(it, marks=pytest.mark.exhaustive) for it in (1354, 2709))]
+)
 def test_any_number_of_tensors(target, count):
     count = min(count, 200) if target.is_interpreted else count
     assert_stats([torch.full((i % 5,), float(i)) for i in range(count)], target.device)

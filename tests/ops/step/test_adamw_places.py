@@ -7,6 +7,7 @@ import torch
 import mpkernels
 from tests.ops.step.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model
 
+pytestmark = pytest.mark.kernels("native", "triton", "cuda")  # beside the reference
 LISTS = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
@@ -34,6 +35,7 @@ def kinds(target, **more):
     return {"weights": WEIGHTS, "states": (F32, B16, I8)} | more | few
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", range(20))
 def test_all_arrays_off_by_as_many_elements(target, offset):
     """As in buckets and views of them: whatever its width, each array reaches a boundary after as many elements."""
@@ -41,6 +43,7 @@ def test_all_arrays_off_by_as_many_elements(target, offset):
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("name", ["grads", *LISTS])
 @pytest.mark.parametrize("offset", [1, 4])
 def test_one_list_off_by_itself(target, name, offset):
