@@ -32,12 +32,18 @@ def pytest_collection_modifyitems(config, items):
     of_functions = defaultdict(list)
     for it in items:
         if it.get_closest_marker(EXHAUSTIVE) is None:
-            of_functions[it.parent.nodeid, getattr(it, "originalname", it.name)].append(it)
+            of_functions[it.parent.nodeid, getattr(it, "originalname", it.name), _device(it)].append(it)
     kept = {it for alike in of_functions.values() for it in meeting(_how_many(alike[0]), alike, _values)}
     left_out = [it for it in items if it not in kept]
     config.stash[LEFT_OUT] = Counter(_folder(it.nodeid) for it in left_out)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [it for it in items if it in kept]
+
+
+def _device(item):
+    """Tests of each device leave out nothing for those of another, which may not be there."""
+    target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
+    return getattr(target, "device", None)
 
 
 def _values(item):

@@ -22,51 +22,6 @@ __all__ = ["one_thread"]  # a fixture that each test uses
 I8 = torch.int8
 
 
-@pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "scales"])
-def test_a_single_kind_of_state_that_moved_is_noticed(target, key):
-    """Beneath the same tensors. What lies at the old place is wrong."""
-    if target.kernel == "triton":
-        pytest.skip("is called with lists in each step")
-    options = {"amsgrad": True, "master": "fp32" if key == "master" else "split"}
-    options["state_dtype"] = I8 if key == "scales" else torch.float32
-    ours, plain = network(B16), network(B16)
-    optimizers = [AdamW(model.parameters(), lr=1e-2, **options) for model in (ours, plain)]
-    old = []
-    for seed in range(3):
-        for model, optimizer in zip((ours, plain), optimizers, strict=True):
-            backward(model, seed)
-            optimizer.step()
-        for state in optimizers[0].state.values():
-            old.append(state[key].data)
-            state[key].data = old[-1].clone()
-            old[-1].fill_(77)
-    assert all(map(same_bits, ours.parameters(), plain.parameters()))
-
-
-def test_grads_that_come_in_another_dtype_are_noticed(target):
-    ours, plain = (torch.nn.Parameter(torch.ones(300, device=target.device)) for _ in range(2))
-    optimizers = [AdamW([param]) for param in (ours, plain)]
-    for dtype in (torch.float32, B16, torch.float32):
-        for param, optimizer in zip((ours, plain), optimizers, strict=True):
-            param.grad, param.grad_dtype = None, dtype
-            param.grad = torch.linspace(-1, 1, 300, device=target.device).to(dtype)
-            if param is plain:
-                optimizer._start_afresh()
-            optimizer.step()
-    assert same_bits(ours, plain)
-
-
-def test_autograd_notices_a_step(target):
-    param = torch.nn.Parameter(torch.ones(5, device=target.device))
-    optimizer = AdamW([param])
-    for _ in range(2):
-        param.grad = torch.ones_like(param)
-        loss = (param * param).sum()
-        optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
 def test_copies_know_all_that_the_optimizer_knows():
     model = network(B16)
     train(model, optimizer := AdamW(model.parameters(), master="fp32", guard=True, state_dtype=B16), 1)
