@@ -88,6 +88,7 @@ def test_lions_own_bad_inputs():
             mpkernels.optim.Lion(network().parameters(), **options)
 
 
+@pytest.mark.each_value_once
 @of_each
 @pytest.mark.parametrize("state_dtype", [torch.float32, B16, torch.int8], ids=str)
 @pytest.mark.parametrize("master", ["split", "fp32"])

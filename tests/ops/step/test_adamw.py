@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+import mpkernels
 from mpkernels.ops import grad_stats
 from mpkernels.ops.step.rules.adamw import adamw_
 from mpkernels.ops.step.split import join, split
@@ -82,18 +83,22 @@ class Model:
         ]
 
 
-def assert_same_steps(target, steps=3, model=None, **arguments):
-    """The target's kernels and the reference, side by side from the same start."""
-    import mpkernels
-
-    options = model or {}
-    ours, reference = Model(device=target.device, **options), Model(**options)
-    for seed in range(steps):
-        ours.step(ours.grads(seed), **arguments)
-        with mpkernels.backend("reference"):
-            reference.step(reference.grads(seed), **arguments)
+def beside_the_reference(target, act, **kinds):
+    """Return the target's model after ``act(model)``, where the same has left the same bits in the reference's."""
+    ours, reference = Model(device=target.device, **kinds), Model(**kinds)
+    act(ours)
+    with mpkernels.backend("reference"):
+        act(reference)
     assert ours.differences(reference) == []
     return ours
+
+
+def assert_same_steps(target, steps=3, model=None, **arguments):
+    def act(model):
+        for seed in range(steps):
+            model.step(model.grads(seed), **arguments)
+
+    return beside_the_reference(target, act, **model or {})
 
 
 @pytest.mark.parametrize(("grad", "grad_scale", "moves"), [(3e38, 0.5, False), (3e38, 1.0, True), (3e38, 4.0, True)])

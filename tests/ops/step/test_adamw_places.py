@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mpkernels
-from tests.ops.step.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model
+from tests.ops.step.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model, beside_the_reference
 
 pytestmark = pytest.mark.kernels("native", "triton", "cuda")  # beside the reference
 LISTS = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
@@ -18,15 +18,15 @@ def moved(tensor, offset):
 
 
 def assert_same_steps_from(target, offsets, **options):
-    """Beside a reference whose arrays are not moved. `offsets` of lists by name, 0 elsewhere."""
-    ours, reference = Model(device=target.device, **options), Model(**options)
-    for name in LISTS:
-        setattr(ours, name, [moved(tensor, offsets.get(name, 0)) for tensor in getattr(ours, name)])
-    for seed in range(2):
-        ours.step([moved(grad, offsets.get("grads", 0)) for grad in ours.grads(seed)])
-        with mpkernels.backend("reference"):
-            reference.step(reference.grads(seed))
-    assert ours.differences(reference) == []
+    """`offsets` of lists by name, 0 elsewhere."""
+
+    def steps(model):
+        for name in LISTS:
+            setattr(model, name, [moved(tensor, offsets.get(name, 0)) for tensor in getattr(model, name)])
+        for seed in range(2):
+            model.step([moved(grad, offsets.get("grads", 0)) for grad in model.grads(seed)])
+
+    beside_the_reference(target, steps, **options)
 
 
 def kinds(target, **more):
