@@ -113,6 +113,7 @@ def test_an_unknown_command():
     assert "invalid choice: 'tell'" in done.stderr
 
 
+@pytest.mark.exhaustive
 def test_without_what_is_optional():
     modules = ["rich", "matplotlib", "pytest", "pytest_benchmark", "triton"]
     python = ("-c", WITHOUT.format(modules=modules))
@@ -142,6 +143,7 @@ def test_quick_measures_a_case_in_turns(tmp_path):
     assert (tmp_path / "mpkernels-bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.exhaustive
 def test_stopped_it_shows_and_keeps_what_it_has(tmp_path):
     path = tmp_path / "new.json"
     command = [sys.executable, "-m", "mpkernels", "bench", "--only", "unscale_ cpu-1", "--json", str(path)]
@@ -195,6 +197,7 @@ def test_a_full_disk_is_told_in_a_line():
     assert (done.returncode, done.stderr) == (1, "mpkernels bench: No space left on device\n")
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_without_blocks():
     done = bench("--only", TINY, python=("-m", "mpkernels"), env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr

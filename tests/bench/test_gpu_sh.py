@@ -17,6 +17,7 @@ from mpkernels.bench.settings import Place
 from tests import ROOT
 from tests.bench.gpu_slot import SCRIPT, Slot
 
+pytestmark = pytest.mark.exhaustive
 PARTS = ["doctor", "step", "linear", "train", "test", "sanitize", "tuned"]
 FILES = {"build.txt", "doctor.txt", "parts.txt", "results.json", "rule.txt", "sanitize.txt", "test.txt"}
 
@@ -47,7 +48,6 @@ def test_bad_arguments(gpu_sh, words, complaint):
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.exhaustive
 def test_a_rehearsal(gpu_sh, tmp_path):
     out = tmp_path / "out"
     done = gpu_sh(out, "--rehearse")
@@ -117,7 +117,6 @@ def test_kernels_that_cannot_run_there_are_not_demanded(slot, lacks, required):
     assert any("setup.py" in it for it in log) == ("native" in lacks)
 
 
-@pytest.mark.exhaustive
 def test_whether_kernels_run_is_tried():
     """On this machine, which has no GPU."""
     script = SCRIPT.read_text()

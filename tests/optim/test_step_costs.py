@@ -134,8 +134,9 @@ ROWS_A_LAUNCH = 369  # of those that a plan takes to the device when it is made
         ({"guard": True, "state_dtype": I8}, 5, 2),
         ({"max_norm": 1.0}, 1, 2),
         ({"max_norm": 1.0}, 148, 2),
+        # As many addresses as a launch takes, and one more.
         pytest.param({"max_norm": 1.0}, 3500, 2, marks=pytest.mark.exhaustive),
-        ({"max_norm": 1.0}, 3501, 4),  # as many addresses as a launch takes, and one more
+        pytest.param({"max_norm": 1.0}, 3501, 4, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

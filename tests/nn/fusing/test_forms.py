@@ -42,6 +42,7 @@ def test_a_form_is_fused(form, ops):
     assert ran == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("form", "ops"), FORMS.items(), ids=lambda it: getattr(it, "__name__", ""))
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
 def test_a_form_is_compiled_and_traced(form, ops):

@@ -80,6 +80,7 @@ def test_a_weight_that_was_written_to_wins_over_its_copied_master(target, states
 ENDS = (2.0**-127, 2.0**-126, 2.0**-124, math.inf, -math.inf, math.nan, 1e30, 1e-30, 0.0)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("states", [F32, B16, I8], ids=str)
 def test_grads_at_the_ends_of_the_range(target, states):
     """No guard: what is not finite spreads no further than it must, and into the same bits everywhere."""
@@ -105,6 +106,7 @@ def test_a_scale_that_is_no_power_of_two(target):
         assert_same_steps(target, steps=2, model=options, grad_scale=scale, max_norm=0.5)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("scale", [None, 3.0])
 @pytest.mark.parametrize("found_inf", [None, 0.0, 1.0, math.nan])
 @pytest.mark.parametrize("sumsq", [None, 50.0])

@@ -57,6 +57,7 @@ def test_every_list_off_by_something_else(target):
     assert_same_steps_from(target, offsets, **kinds(target, sizes=(2048 + 5,), grads=(B16, F16)))
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", [0, 3])
 def test_sizes_around_rounds_and_chunks(target, offset):
     sizes = (0, 1, 4, 2047, 2048, 2049, 2051, 2052, 4095, 4096, 4097, 6147, 8192 + 2048 + 3)
@@ -64,6 +65,7 @@ def test_sizes_around_rounds_and_chunks(target, offset):
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_blocks_of_8_bit_moments_that_are_not_whole(target, offset):
     sizes = (1, 31, 129, 255, 256, 257, 511, 2048 + 255, 4096 + 1)
@@ -71,6 +73,7 @@ def test_blocks_of_8_bit_moments_that_are_not_whole(target, offset):
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", [0, 1])
 def test_fp64_in_a_list_with_others(target, offset):
     """One launch takes them all, and another than the launch of a list without fp64."""
