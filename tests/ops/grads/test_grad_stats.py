@@ -173,7 +173,7 @@ def test_the_norm_is_no_worse_than_torchs(target, dtype):
 
 
 def test_results_repeat_to_the_last_bit(target):
-    grads = clones(random_grads(sizes=(100_003, 7, 33_000)), target.device)
+    grads = clones(random_grads(sizes=(40_003 if target.is_interpreted else 100_003, 7, 33_000)), target.device)
     threads = torch.get_num_threads()
     try:
         runs = []
