@@ -14,9 +14,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; there it makes kernels run on the CPU
 
 from mpkernels import selector
-from tests import libraries
+from tests import libraries, quick
 from tests.processes import why_no_gloo
 from tests.proof import interpreter
+from tests.quick import pytest_collection_modifyitems, pytest_sessionfinish, pytest_testnodedown  # noqa: F401
 from tests.summary import TARGET, pytest_report_header, pytest_terminal_summary  # noqa: F401
 from tests.targets import TARGETS, emulated_variable
 
@@ -34,6 +35,7 @@ hypothesis.settings.load_profile("same for all")
 
 
 def pytest_addoption(parser):
+    quick.add_option(parser)
     parser.addoption(
         "--require",
         default="",

@@ -2,19 +2,23 @@
 
 from collections import Counter, defaultdict
 
+from tests import quick
+
 TARGET = "target"  # a property of each test that runs a target's kernels
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
 
 def pytest_report_header(config):
-    if config.args_source is type(config).ArgsSource.TESTPATHS:
+    if quick.is_quick(config):
+        return "tests of every kernel: some 5 minutes on two quiet cores; several times as long on a busy machine"
+    if config.getoption("--all"):
         return "all tests: some 20 minutes on two quiet cores; several times as long on a busy machine"
     return None
 
 
-def pytest_terminal_summary(terminalreporter):
+def pytest_terminal_summary(terminalreporter, config):
     reports = [(outcome, it) for outcome in OUTCOMES for it in terminalreporter.stats.get(outcome, [])]
-    if lines := lines_of(reports):
+    if lines := [*lines_of(reports), *quick.lines_on(config)]:
         terminalreporter.section("which kernels these tests ran")
         for line in lines:
             terminalreporter.write_line(line)

@@ -100,6 +100,7 @@ def rebuildable(built, tmp_path):
     return shutil.copytree(built.tree, tmp_path / "tree")  # the times of files stay, so ninja compiles little
 
 
+@pytest.mark.exhaustive
 def test_one_wheel_serves_every_python(built):
     platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
     assert built.wheel.name == f"mpkernels-{mpkernels.__version__}-py3-none-{platform}.whl"
@@ -108,6 +109,7 @@ def test_one_wheel_serves_every_python(built):
     assert beside < {*ZipFile(built.wheel).namelist()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF")
 def test_the_library_needs_torch_but_neither_cpython_nor_cudart(built, tmp_path):
     library = ZipFile(built.wheel).extract("mpkernels/_native.so", tmp_path)
@@ -136,11 +138,13 @@ def test_the_version_has_one_place():
     assert written == ["mpkernels/__init__.py"]
 
 
+@pytest.mark.exhaustive
 def test_the_build_installs_no_torch(built):
     [installed] = re.findall("Installing collected packages: (.*)", built.said)
     assert sorted(installed.split(", ")) == ["ninja", "setuptools"]
 
 
+@pytest.mark.exhaustive
 def test_the_build_says_of_each_part_what_it_did(built):
     info = json.loads(ZipFile(built.wheel).read("mpkernels/_build_info.json"))
     assert info.keys() == {"sources", "cpu", "cuda"}
@@ -151,6 +155,7 @@ def test_the_build_says_of_each_part_what_it_did(built):
         assert outcome.startswith(what)
 
 
+@pytest.mark.exhaustive
 def test_without_nvcc_cuda_is_left_out_and_the_cpu_kernels_work(rebuildable, tools):
     said = python("-c", WITHOUT_NVCC, cwd=rebuildable, **tools)
     assert "mpkernels: CUDA kernels: left out: no nvcc found\n" in said
@@ -216,6 +221,7 @@ def installed(request, built, tools, tmp_path):
     return clone, place / "_native.so", run
 
 
+@pytest.mark.exhaustive
 def test_a_clone_runs_on_the_kernels_that_were_installed_from_it(installed):
     """Its folder hides an installed package from all that is run in it."""
     clone, library, run = installed
@@ -262,6 +268,7 @@ def bare(tmp_path):
     return venv / "bin" / "python"
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_works_where_there_is_nothing_but_torch(built, bare, tmp_path):
     """And no checkout."""
     python("-m", "pip", f"--python={bare}", "install", "--no-deps", str(built.wheel), cwd=tmp_path)

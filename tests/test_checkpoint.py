@@ -143,7 +143,13 @@ def facts_of(its):
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # Python drops those of a generator's end
-@pytest.mark.parametrize("options", [{}, {"state_dtype": torch.int8}, {"kind": torch.optim.AdamW}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"state_dtype": torch.int8},
+        *(pytest.param(it, marks=pytest.mark.exhaustive) for it in ({}, {"kind": torch.optim.AdamW})),
+    ],
+)
 def test_a_fault_while_it_loads_changes_nothing(tmp_path, options):
     """Or comes so late that everything is loaded; and a second try loads."""
     save(tmp_path / "last.pt", **all_of(2, 3, **options))

@@ -15,6 +15,7 @@ NEEDS = {"huggingface_trainer": ["transformers", "accelerate"], "fuse_gpt2": ["t
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_an_example_runs(path):
     for library in NEEDS.get(path.stem, []):

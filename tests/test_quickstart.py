@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from tests import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -28,6 +30,7 @@ def test_quickstart_learns_in_twenty_lines():
     assert last_loss(path) < 0.5  # of 8, the variance of what it learns
 
 
+@pytest.mark.exhaustive
 def test_before_and_after_differ_in_imports_alone_and_learn_the_same():
     before, after = EXAMPLES / "before_after" / "before.py", EXAMPLES / "before_after" / "after.py"
     assert without_imports(before) == without_imports(after)

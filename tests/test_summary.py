@@ -55,9 +55,14 @@ def test_workers_tell_what_they_tested():
     assert said[1].startswith("cuda-native     ")
 
 
-@pytest.mark.parametrize("are_all", [True, False])
-def test_who_runs_all_tests_is_told_how_long_it_takes(pytestconfig, are_all):
-    sources = pytest.Config.ArgsSource
+@pytest.mark.parametrize(
+    ("names_one", "is_all", "said"),
+    [(False, False, "of every kernel"), (False, True, "all tests"), (True, False, None)],
+)
+def test_who_runs_all_files_is_told_how_long_it_takes(pytestconfig, names_one, is_all, said):
     config = copy.copy(pytestconfig)
-    config.args_source = sources.TESTPATHS if are_all else sources.ARGS
-    assert ("minutes on two quiet cores" in (pytest_report_header(config) or "")) == are_all
+    config.args = ["tests/test_summary.py"] if names_one else config.getini("testpaths")
+    config.option = copy.copy(config.option)
+    config.option.all = is_all
+    header = pytest_report_header(config)
+    assert header is None if said is None else said in header and "minutes on two quiet cores" in header

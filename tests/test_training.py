@@ -141,6 +141,7 @@ def masters_around_muon(params, **options):
     return Masters(torch.optim.Muon(params, **options))
 
 
+@pytest.mark.exhaustive
 def test_every_seed_learns_by_muon_inside_masters_what_it_learns_in_fp32():
     """Measured over 6 seeds: 0.0002 at most; in fp16 0.0001."""
     ours, theirs = (masters_around_muon, AdamW, B16), (torch.optim.Muon, torch.optim.AdamW, F32)

@@ -128,6 +128,7 @@ def assert_lockstep(target, name, events, **options):
             return
 
 
+@pytest.mark.each_value_once
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(events=st.lists(EVENTS, min_size=3, max_size=25))
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -139,6 +140,7 @@ ITERATION = [("zero_grad", 0), ("zero_grad", 1), ("backward", 0, None), ("backwa
 STEPS = [("step", 0), ("step", 1), ("update", None)]
 
 
+@pytest.mark.each_value_once
 @settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     iterations=st.lists(st.tuples(st.lists(EVENTS, max_size=3), st.sampled_from([-1, -1, 0, 1])), max_size=8),

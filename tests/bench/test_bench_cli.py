@@ -148,6 +148,7 @@ def test_a_case_that_is_named_is_measured():
     assert "1 pairs on" in done.stdout
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("module", [("mpkernels", "bench"), ("benchmarks", "--json", "new.json")], ids=" ".join)
 def test_stopped_it_shows_and_keeps_what_it_has(tmp_path, module):
     command = [sys.executable, "-m", *module, "--only", "unscale_ cpu-1", "grad_stats cpu-1"]
@@ -201,6 +202,7 @@ def test_a_full_disk_is_told_in_a_line():
     assert (done.returncode, done.stderr) == (1, "mpkernels bench: No space left on device\n")
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_without_blocks():
     done = bench("--only", "unscale_ cpu-1", python=("-m", "mpkernels"), env=os.environ | {"PYTHONIOENCODING": "ascii"})
     assert done.returncode == 0, done.stderr

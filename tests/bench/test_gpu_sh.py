@@ -17,6 +17,7 @@ from mpkernels.bench.settings import Place
 from tests import ROOT
 from tests.bench.gpu_slot import SCRIPT, Slot
 
+pytestmark = pytest.mark.exhaustive
 PARTS = ["doctor", "step", "linear", "train", "test", "sanitize", "tuned"]
 FILES = {"build.txt", "doctor.txt", "parts.txt", "results.json", "rule.txt", "sanitize.txt", "test.txt"}
 

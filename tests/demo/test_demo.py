@@ -140,6 +140,7 @@ def test_no_speed_is_told_where_other_programs_were_at_work():
     assert "15" not in said
 
 
+@pytest.mark.exhaustive
 def test_ctrl_c_ends_it_in_a_line(tmp_path):
     words = [*COMMAND, "--steps", "100000", "--out", str(tmp_path)]
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell has put in the background ignores it
@@ -152,6 +153,7 @@ def test_ctrl_c_ends_it_in_a_line(tmp_path):
     assert (run.returncode, wrong) == (130, "mpkernels demo: interrupted, nothing was drawn\n")
 
 
+@pytest.mark.exhaustive
 def test_without_the_extras_it_runs_and_names_them(tmp_path):
     code = "import sys; sys.modules |= dict.fromkeys(('matplotlib', 'rich')); sys.argv[0] = 'mpkernels'\n"
     code += "from mpkernels.__main__ import main; sys.exit(main())"

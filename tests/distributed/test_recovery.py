@@ -32,6 +32,7 @@ def workers_of(launcher):
     return [int(it) for it in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
 
 
+@pytest.mark.exhaustive
 @needs_gloo
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the processes in /proc")
 def test_killed_training_goes_on_on_the_same_curve(tmp_path):

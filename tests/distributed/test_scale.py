@@ -77,7 +77,14 @@ def costs(make, ranks):
         return [calls_of(run) for run in runs]
 
 
-@pytest.mark.parametrize("make", [scaled_step, guarded_step, look_at_the_norm, clip, unscale])
+@pytest.mark.parametrize(
+    "make",
+    [
+        scaled_step,
+        clip,
+        *(pytest.param(it, marks=pytest.mark.exhaustive) for it in (guarded_step, look_at_the_norm, unscale)),
+    ],
+)
 def test_cost_is_flat_in_ranks_and_linear_in_tensors(make):
     few, many = (among(ranks, partial(costs, make, ranks)) for ranks in (8, 16384))
     assert few == many

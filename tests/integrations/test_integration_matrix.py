@@ -17,6 +17,7 @@ from tests.matrix import adapters, offloading, trainers  # noqa: E402
 __all__ = ["adapters", "offloading", "one_thread", "trainers"]  # the table's tools, and a fixture of each test
 
 
+@pytest.mark.each_value_once
 @table.parametrize(table.OTHER_LIBRARIES)
 def test_with_another_library(tool, drop_in, wanted):
     table.check(judge(tool, drop_in), wanted)

@@ -150,6 +150,12 @@ def parametrize(table: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("tool", "drop_in", "wanted"), found, ids=ids)
 
 
+def asked_for(request: pytest.FixtureRequest) -> list[tuple[str, str]]:
+    """Return tool and drop-in of each cell that runs of the module whose fixture asks."""
+    cells = [it.callspec.params for it in request.session.items if it.parent is request.node]
+    return [(cell["tool"], cell["drop_in"].name) for cell in cells]
+
+
 def check(verdict: tuple[str, str], wanted: str) -> None:
     kind, text = verdict
     if wanted in RIGHT:

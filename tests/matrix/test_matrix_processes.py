@@ -10,12 +10,12 @@ MODULES = ["tests.matrix.many_processes", "tests.matrix.fsdp1", "tests.matrix.sh
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory):
-    cells = [(tool, drop_in.name) for tool, drop_in, _ in table.cells(table.TWO_PROCESSES)]
-    return judge_all(MODULES, cells, tmp_path_factory.mktemp("ranks"))
+def verdicts(request, tmp_path_factory):
+    return judge_all(MODULES, table.asked_for(request), tmp_path_factory.mktemp("ranks"))
 
 
 @needs_gloo
+@pytest.mark.each_value_once
 @table.parametrize(table.TWO_PROCESSES)
 def test_in_two_processes(verdicts, tool, drop_in, wanted):
     for verdict in verdicts[tool, drop_in.name]:

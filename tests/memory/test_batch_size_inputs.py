@@ -39,6 +39,7 @@ class OfTokens(nn.Module):
         return {"logits": self.head(self.embed(input_ids)), "mask": attention_mask}
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize(
     ("wrap", "has_mask"),
     [

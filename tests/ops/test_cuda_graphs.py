@@ -45,6 +45,7 @@ def set_grads(model, seed):
         next(model.parameters()).grad[0, 0] = float("inf")
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize(("dtype", "options"), MODES, ids=str)
 def test_replayed_steps_are_eager_steps(dtype, options, capturing):
     device = capturing.device

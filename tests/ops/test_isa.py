@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
 import torch
 
 from mpkernels.functional import linear_act
@@ -19,6 +20,7 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 ISAS = {"baseline": []} | ({"avx2": ["-march=x86-64-v3"], "avx512": ["-march=x86-64-v4"]} if X86 else {})
 
 
+@pytest.mark.exhaustive
 def test_every_instruction_set_gives_the_same_bits(tmp_path):
     common = [*find_compiler(), "-std=c++17", "-O2", "-ffp-contract=off", "-Wno-psabi", f"-I{CSRC}"]
     common += ["-DMPK_X86"] * X86

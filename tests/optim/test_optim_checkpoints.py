@@ -6,11 +6,22 @@ import io
 import pytest
 import torch
 
+from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.networks import B16, F16, assert_close, network, one_thread, train
 
 __all__ = ["one_thread"]  # a fixture that each test uses
+
+I8 = torch.int8
+
+
+def stepped(**options):
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    optimizer = AdamW([weight], **options)
+    optimizer.step()
+    return weight, optimizer
 
 
 def saved_and_loaded(optimizer):
@@ -23,7 +34,7 @@ def saved_and_loaded(optimizer):
 
 @pytest.mark.parametrize("master", ["split", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
-@pytest.mark.parametrize("state_dtype", [torch.float32, B16, torch.int8], ids=str)
+@pytest.mark.parametrize("state_dtype", [torch.float32, B16, I8], ids=str)
 def test_resumed_training_is_the_same_to_the_bit(state_dtype, dtype, master):
     options = {"lr": 1e-2, "master": master, "amsgrad": True, "max_norm": 1.0, "state_dtype": state_dtype}
     model = network(dtype)
@@ -103,9 +114,9 @@ def test_empty_parameters_and_8_bit_moments():
     params = [torch.nn.Parameter(torch.ones(size)) for size in (0, 300)]
     for param in params:
         param.grad = torch.ones_like(param)
-    optimizer = AdamW(params, state_dtype=torch.int8, amsgrad=True)
+    optimizer = AdamW(params, state_dtype=I8, amsgrad=True)
     optimizer.step()
-    other = AdamW(params, state_dtype=torch.int8, amsgrad=True)
+    other = AdamW(params, state_dtype=I8, amsgrad=True)
     other.load_state_dict(saved_and_loaded(optimizer))
     torch.testing.assert_close(dict(other.state), dict(optimizer.state), rtol=0, atol=0)
 
@@ -152,3 +163,95 @@ def test_an_empty_state_is_none():
     weights[1].grad = torch.ones(2)
     again.step()
     assert [again.state[weight]["step"].item() for weight in weights] == [2, 1]
+
+
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_8_bit_checkpoints_resume_to_the_bit_and_torch_can_load_them(amsgrad):
+    options = {"lr": 1e-2, "state_dtype": I8, "amsgrad": amsgrad}
+    model = network()
+    train(model, optimizer := AdamW(model.parameters(), **options), 5)
+    saved = saved_and_loaded(optimizer)
+    for state in saved["state"].values():
+        assert state.keys() == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"} - {
+            "" if amsgrad else "max_exp_avg_sq"
+        }
+        assert {value.dtype for value in state.values()} == {torch.float32}
+    resumed, torchs = copy.deepcopy(model), copy.deepcopy(model)
+    other = AdamW(resumed.parameters(), **options)
+    other.load_state_dict(copy.deepcopy(saved))
+    theirs = torch.optim.AdamW(torchs.parameters(), lr=1e-2, amsgrad=amsgrad, foreach=False)
+    theirs.load_state_dict(saved)
+    for each in ((model, optimizer), (resumed, other), (torchs, theirs)):
+        train(*each, 1, first=5)
+    assert all(map(same_bits, model.parameters(), resumed.parameters()))
+    torch.testing.assert_close(list(torchs.parameters()), list(model.parameters()))
+    train(model, optimizer, 4, first=6)
+    train(resumed, other, 4, first=6)
+    assert all(map(same_bits, model.parameters(), resumed.parameters()))
+
+
+def test_8_bit_checkpoints_in_another_layout():
+    """Codes share their scales in the order of the parameter that they are loaded for."""
+    values = torch.randn(4, 6, 5, 5, generator=torch.Generator().manual_seed(0))
+    plain, last = (
+        torch.nn.Parameter(values.to(memory_format=it)) for it in (torch.contiguous_format, torch.channels_last)
+    )
+    optimizers = [AdamW([param], state_dtype=I8) for param in (plain, last)]
+    plain.grad = values * values
+    optimizers[0].step()
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    got, want = (optimizer.state_dict()["state"][0]["exp_avg"] for optimizer in reversed(optimizers))
+    assert got.stride() == last.stride()
+    torch.testing.assert_close(got, want, rtol=0, atol=want.abs().max().item() / 100)
+
+
+def test_what_a_checkpoint_has_beside_is_kept():
+    model = network()
+    train(model, optimizer := AdamW(model.parameters()), 1)
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][0]["note"] = torch.ones(2)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[model[0].weight]["note"].tolist() == [1.0, 1.0]
+
+
+def test_a_tie_that_fp32_masters_have_rounded_to_even_keeps_its_master():
+    """Split masters round it away from zero: the weight follows."""
+    param = torch.nn.Parameter(torch.full((4,), 1.0, dtype=B16))
+    param.grad = torch.zeros_like(param)
+    (source := AdamW([param], master="fp32")).step()
+    saved = copy.deepcopy(source.state_dict())
+    saved["state"][0]["master"].fill_(1.0 + 2**-8)
+    optimizer = AdamW([param])
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
+    optimizer.step()
+    assert param.tolist() == [1.0 + 2**-7] * 4
+    assert join(param.detach(), optimizer.state[param]["remainder"]).tolist() == [1.0 + 2**-8] * 4
+
+
+def test_a_parameter_without_a_state_is_not_saved():
+    weights = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = AdamW(weights)
+    assert optimizer.state_dict()["state"] == {}
+    weights[1].grad = torch.ones(3)
+    optimizer.step()
+    assert set(optimizer.state_dict()["state"]) == {1}
+
+
+def test_a_load_hook_of_the_user_has_the_last_word():
+    weight, optimizer = stepped()
+
+    def replace(optimizer):
+        optimizer.state[weight]["exp_avg"] = torch.full((3,), 0.5)
+
+    optimizer.register_load_state_dict_post_hook(replace)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.state[weight]["exp_avg"].tolist() == [0.5] * 3
+
+
+def test_a_largest_that_is_not_used_now_is_kept_as_it_is():
+    weight, optimizer = stepped(state_dtype=I8, amsgrad=True)
+    optimizer.param_groups[0]["amsgrad"] = False
+    before = copy.deepcopy(optimizer.state[weight])
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    torch.testing.assert_close(optimizer.state[weight], before, rtol=0, atol=0)

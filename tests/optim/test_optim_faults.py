@@ -15,8 +15,8 @@ from tests.networks import B16, one_thread
 __all__ = ["one_thread"]  # a fixture that each test uses
 
 OPTIONS = [
-    {"master": "split"},
-    {"master": "fp32", "amsgrad": True},
+    pytest.param({"master": "split"}, marks=pytest.mark.exhaustive),
+    pytest.param({"master": "fp32", "amsgrad": True}, marks=pytest.mark.exhaustive),
     {"state_dtype": torch.int8},
 ]
 

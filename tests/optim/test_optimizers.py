@@ -7,7 +7,7 @@ from torch.testing._internal import common_optimizers
 import mpkernels
 from mpkernels.optim import SGD, Adam
 from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
-from tests.optim.optimizers import assert_same_states, of_each, same, tensors_of, weights
+from tests.optim.optimizers import OPTIMIZERS, assert_same_states, of_each, same, tensors_of, weights
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 SCALERS = {"ours": mpkernels.GradScaler, "torch's": torch.amp.GradScaler}
@@ -88,6 +88,7 @@ def test_lions_own_bad_inputs():
             mpkernels.optim.Lion(network().parameters(), **options)
 
 
+@pytest.mark.each_value_once
 @of_each
 @pytest.mark.parametrize("state_dtype", [torch.float32, B16, torch.int8], ids=str)
 @pytest.mark.parametrize("master", ["split", "fp32"])
@@ -174,7 +175,13 @@ def test_grads_may_be_released_in_the_backward(line, dtype):
     assert same(weights(whole), weights(released))
 
 
-@of_each
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(it, id=name, marks=() if name in ("AdamW", "SGD, momentum", "Lion") else pytest.mark.exhaustive)
+        for name, it in OPTIMIZERS.items()
+    ],
+)
 def test_a_compiled_step_is_the_same(line):
     plain, compiled = network(), network()
     optimizers = [line.ours(it.parameters()) for it in (plain, compiled)]

@@ -29,6 +29,7 @@ def by_new_plans(steps, **options):
     return weights_of(params)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("guard", [{"max_norm": 1.0}, {}], ids=str)
 def test_a_skipped_step_leaves_the_next_one_whole(target, guard):
     """Each kernel counts a row's blocks, to know the last."""

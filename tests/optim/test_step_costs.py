@@ -134,8 +134,9 @@ ROWS_A_LAUNCH = 369  # of those that a plan takes to the device when it is made
         ({"guard": True, "state_dtype": I8}, 5, 2),
         ({"max_norm": 1.0}, 1, 2),
         ({"max_norm": 1.0}, 148, 2),
-        ({"max_norm": 1.0}, 3500, 2),
-        ({"max_norm": 1.0}, 3501, 4),  # as many addresses as a launch takes, and one more
+        # As many addresses as a launch takes, and one more.
+        pytest.param({"max_norm": 1.0}, 3500, 2, marks=pytest.mark.exhaustive),
+        pytest.param({"max_norm": 1.0}, 3501, 4, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )
@@ -193,7 +194,10 @@ def test_layouts_that_are_none_of_a_row_stay_on_the_device(given):
         optimizer.step()
 
 
-@pytest.mark.parametrize(("count", "uploads"), [(1, 0), (161, 0), (1354, 0), (1355, 2), (2709, 3)])
+@pytest.mark.parametrize(
+    ("count", "uploads"),
+    [(1, 0), (161, 0), (1355, 2), *(pytest.param(*it, marks=pytest.mark.exhaustive) for it in ((1354, 0), (2709, 3)))],
+)
 def test_launches_of_an_op(given, count, uploads):
     """The kernel's own is one, for any number of tensors."""
     grads = [torch.ones(1) for _ in range(count)]

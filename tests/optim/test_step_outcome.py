@@ -10,7 +10,8 @@ import torch
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from tests.networks import B16, backward, network
+from mpkernels.optim.readback import Readback
+from tests.networks import B16, backward, network, train
 
 
 class Tuned(AdamW):
@@ -142,3 +143,42 @@ def test_messages_name_the_class_at_hand(act, text):
         warnings.simplefilter("error")
         with pytest.raises((ValueError, TypeError, UserWarning), match=rf"^Tuned(\.load_state_dict)?: {text}"):
             act(optimizer)
+
+
+def test_copies_know_all_that_the_optimizer_knows():
+    model = network(B16)
+    train(model, optimizer := AdamW(model.parameters(), master="fp32", guard=True, state_dtype=B16), 1)
+    for twin in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        for key in ("master", "state_dtype", "max_norm", "guard", "grad_norm", "skipped_steps"):
+            assert getattr(twin, key) == getattr(optimizer, key)
+
+
+def test_skipped_steps_add_up():
+    model = network(B16)
+    optimizer = AdamW(model.parameters())
+    for count in (1, 2, 3):
+        backward(model, count)
+        model[0].weight.grad[0, 0] = float("nan")
+        optimizer.step()
+        assert optimizer.skipped_steps.item() == count
+
+
+class Event:
+    """Has no synchronize."""
+
+    def __init__(self):
+        self.has_passed = False
+
+    def query(self):
+        return self.has_passed
+
+
+def test_what_the_device_has_not_said_yet_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # which a CPU build can't say
+    late, events = Readback(), [Event() for _ in range(3)]
+    late._on_its_way.extend(zip("abc", events, strict=True))
+    assert late.read() is None
+    events[0].has_passed = events[1].has_passed = True
+    assert [late.read(), late.read()] == ["b", "b"]
+    events[2].has_passed = True
+    assert late.read() == "c"

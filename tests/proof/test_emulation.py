@@ -10,6 +10,7 @@ import pytest
 from tests.proof import emulation
 from tests.targets import TARGETS
 
+pytestmark = pytest.mark.exhaustive
 BLOCKS, THREADS = 7, 256
 BARRIER_BEFORE = "  __syncthreads();  // whatever the block's other threads still read of what a last block changes\n"
 BARRIER_AFTER_SUM = "  __syncthreads();  // before the next call writes of_warp\n"

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
 from tests.networks import one_thread
-from tests.nn.fusing.left import LEFT
+from tests.nn.fusing.forms_left_alone import LEFT
 from tests.nn.fusing.models import FORMS, InBranchAndLoop, Mlp, X, compiled, recorded_ops
 
 __all__ = ["one_thread"]  # a fixture that each test uses
@@ -42,6 +42,7 @@ def test_a_form_is_fused(form, ops):
     assert ran == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("form", "ops"), FORMS.items(), ids=lambda it: getattr(it, "__name__", ""))
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
 def test_a_form_is_compiled_and_traced(form, ops):

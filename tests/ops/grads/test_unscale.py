@@ -114,7 +114,9 @@ def test_scalars_may_have_one_dimension(target):
     assert found_inf.tolist() == [0.0]
 
 
-@pytest.mark.parametrize("count", [0, 1, 160, 161, 1354, 1355, 2709])
+@pytest.mark.parametrize(
+    "count", [0, 1, 160, 161, 1355, *(pytest.param(it, marks=pytest.mark.exhaustive) for it in (1354, 2709))]
+)
 def test_any_number_of_tensors(target, count):
     count = min(count, 200) if target.is_interpreted else count
     grads = [torch.full((i % 5,), float(i)) for i in range(count)]

@@ -127,6 +127,7 @@ def test_expanded_and_strided_gradients(target, activation):
         assert all(map(torch.equal, results(linear_act, x, weight, bias, strange, activation), want))
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
 @EVERY
 def test_compiles_without_a_graph_break(target, activation, dtype):

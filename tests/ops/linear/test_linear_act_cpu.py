@@ -76,6 +76,7 @@ def test_gaps_however_small(shape, dtype):
         torch.testing.assert_close(got, want)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", ["none", "gelu"])
 def test_several_blocks(activation, dtype):
@@ -88,6 +89,7 @@ def test_several_blocks(activation, dtype):
         assert relative_error(mine, references) <= 8 * torch.finfo(dtype).eps  # of sums over 140,001
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 def test_several_blocks_of_dact(dtype):
     dy, weight, z = before_a_layer(70, 3, 140_001, dtype)

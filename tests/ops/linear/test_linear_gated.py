@@ -99,6 +99,7 @@ def test_error_contract_on_every_cpu(name, in_halves, activation, dtype):
         assert_contract(name, activation, leaves, dy)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("dtype", [*HALVES, F32], ids=str)
 @pytest.mark.parametrize("name", ["gated mlp", "gated mlp stacked"])
 def test_several_blocks(name, dtype):

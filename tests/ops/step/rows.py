@@ -16,6 +16,7 @@ from mpkernels.ops.step.rules.lion import lion_
 from mpkernels.ops.step.rules.sgd import sgd_
 from mpkernels.ops.step.split import join, split
 from tests.cases import same_bits
+from tests.quick import meeting
 
 F32, F16, B16, F64, I8 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8
 WEIGHTS = [(F32, "none"), (B16, "split"), (B16, "fp32"), (F16, "split"), (F16, "fp32")]
@@ -85,10 +86,16 @@ RULES = {
 class Rows:
     """Parameters in every combination of what is given, in two groups, and their states before the first step."""
 
-    def __init__(self, line, sizes=(37,), weights=WEIGHTS, grads=(F32, F16, B16), states=(F32, B16, I8), device="cpu"):
+    def __init__(
+        self, line, sizes=(37,), weights=WEIGHTS, grads=(F32, F16, B16), states=(F32, B16, I8), device="cpu",
+        in_pairs=False,
+    ):  # fmt: skip
+        """in_pairs: only as many combinations as it takes for each two values to meet."""
         self.line, self.rule, self.device = line, line.ops.rule, device
         has_optional = (False, True) if self.rule.needed < len(self.rule.states) else (False,)
         self.cases = list(itertools.product(sizes, weights, grads, states, has_optional))
+        if in_pairs:
+            self.cases = meeting(2, self.cases, lambda case: dict(enumerate(case)))
         self.lists = {name: [] for name in self.rule.lists if name != "grads"}
         generator = torch.Generator().manual_seed(0)
         for size, (dtype, master), _, state, has_all in self.cases:
@@ -136,9 +143,14 @@ class Rows:
         ]
 
 
+def rows_on(target, line, **kinds):
+    """An interpreted kernel takes milliseconds for each row."""
+    return Rows(line, device=target.device, in_pairs=target.is_interpreted, **kinds)
+
+
 def assert_same_steps(target, line, steps=3, model=None, **arguments):
     """The target's kernels and the reference, side by side from the same start."""
-    ours, reference = Rows(line, device=target.device, **model or {}), Rows(line, **model or {})
+    ours, reference = rows_on(target, line, **model or {}), Rows(line, in_pairs=target.is_interpreted, **model or {})
     for seed in range(steps):
         ours.step(ours.grads(seed), **arguments)
         with mpkernels.backend("reference"):

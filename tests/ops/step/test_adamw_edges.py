@@ -1,5 +1,4 @@
-"""Narrow ledges of adamw_ that a careless edit falls off. Each test was written for a planted bug that the others let
-pass."""
+"""adamw_ at the ends of ranges, beside inf and NaN, with weights that somebody wrote to, and what it tells."""
 
 import math
 
@@ -9,7 +8,7 @@ import torch
 import mpkernels
 from mpkernels.ops.step.rules.adamw import ADAMW, adamw_
 from tests.cases import same_bits
-from tests.ops.step.test_adamw import B16, F16, F32, I8, WEIGHTS, Model, assert_same_steps
+from tests.ops.step.test_adamw import B16, F16, F32, I8, WEIGHTS, Model, assert_same_steps, beside_the_reference
 
 
 def test_many_chunks_of_each_kind_of_moments(target):
@@ -29,25 +28,23 @@ def test_more_parameters_than_a_launch_takes(target):
 def test_blocks_of_shrinking_moments(target):
     """What fills up the last block of 8-bit moments must not become its largest: a code of 0 is half of all steps."""
     options = {"sizes": (37, 300), "weights": WEIGHTS[:1], "grads": (F32,), "states": (I8,)}
-    ours, reference = Model(device=target.device, **options), Model(**options)
-    for seed, factor in enumerate((1.0, 1e-3, 1e-6)):
-        changed = {"beta1": [0.1] * 2, "beta2": [0.01] * 2}
-        ours.step([grad * factor for grad in ours.grads(seed)], **changed)
-        with mpkernels.backend("reference"):
-            reference.step([grad * factor for grad in reference.grads(seed)], **changed)
-    assert ours.differences(reference) == []
+
+    def steps(model):
+        for seed, factor in enumerate((1.0, 1e-3, 1e-6)):
+            model.step([grad * factor for grad in model.grads(seed)], beta1=[0.1] * 2, beta2=[0.01] * 2)
+
+    beside_the_reference(target, steps, **options)
 
 
 def test_a_largest_that_is_nan_stays(target):
     """As torch.maximum has it."""
     options = {"sizes": (3,), "weights": WEIGHTS[:1], "grads": (F32,), "states": (F32,)}
-    ours, reference = Model(device=target.device, **options), Model(**options)
-    for model in (ours, reference):
+
+    def step(model):
         model.max_exp_avg_sqs[1][1] = math.nan
-    ours.step(ours.grads(0))
-    with mpkernels.backend("reference"):
-        reference.step(reference.grads(0))
-    assert ours.differences(reference) == []
+        model.step(model.grads(0))
+
+    ours = beside_the_reference(target, step, **options)
     assert ours.params[1].isnan().tolist() == [False, True, False]
 
 
@@ -83,67 +80,23 @@ def test_a_weight_that_was_written_to_wins_over_its_copied_master(target, states
 ENDS = (2.0**-127, 2.0**-126, 2.0**-124, math.inf, -math.inf, math.nan, 1e30, 1e-30, 0.0)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("states", [F32, B16, I8], ids=str)
 def test_grads_at_the_ends_of_the_range(target, states):
     """No guard: what is not finite spreads no further than it must, and into the same bits everywhere."""
     weights = WEIGHTS[1:4:2] if target.is_interpreted else WEIGHTS
     options = {"sizes": (300,) * len(ENDS), "weights": weights, "grads": (F32,), "states": (states,)}
-    ours, reference = Model(device=target.device, **options), Model(**options)
 
-    def step(model, seed):
-        grads = model.grads(seed)
-        for i, grad in enumerate(grads):
-            end = ENDS[i * len(ENDS) // len(grads)]
-            grad[3:200:9] = end
-            grad[256:] = end  # a block of 8-bit moments, with nothing else in it
-        model.step(grads, beta1=[0.0, 0.9])  # with 0 the moment is the grad
+    def steps(model):
+        for seed in range(2):
+            grads = model.grads(seed)
+            for i, grad in enumerate(grads):
+                end = ENDS[i * len(ENDS) // len(grads)]
+                grad[3:200:9] = end
+                grad[256:] = end  # a block of 8-bit moments, with nothing else in it
+            model.step(grads, beta1=[0.0, 0.9])  # with 0 the moment is the grad
 
-    for seed in range(2):
-        step(ours, seed)
-        with mpkernels.backend("reference"):
-            step(reference, seed)
-    assert ours.differences(reference) == []
-
-
-@pytest.mark.parametrize("name", ["params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "grads"])
-def test_one_tensor_off_alignment(target, name):
-    """The others are where they should be: each address counts when a kernel decides how wide it may read."""
-    options = {"sizes": (1024,), "weights": WEIGHTS[:2] + WEIGHTS[4:], "grads": (B16,), "states": (F32, I8)}
-    if target.is_interpreted:
-        options |= {"weights": WEIGHTS[1:3], "states": (F32,)}
-    ours, reference = Model(device=target.device, **options), Model(**options)
-
-    def off(tensors):
-        return [torch.cat([tensor[:1], tensor])[1:] for tensor in tensors]
-
-    grads = ours.grads(0)
-    if name == "grads":
-        grads = off(grads)
-    else:
-        setattr(ours, name, off(getattr(ours, name)))
-    ours.step(grads)
-    with mpkernels.backend("reference"):
-        reference.step(reference.grads(0))
-    assert ours.differences(reference) == []
-
-
-@pytest.mark.parametrize("size", [2, 130, 1100])
-def test_all_tensors_off_alignment_alike(target, size):
-    """Views of one element into larger ones: kernels step a head by itself, and read wide after it."""
-    options = {"sizes": (size,), "weights": WEIGHTS[:2], "grads": (F32,), "states": (F32,)}
-    if not target.is_interpreted:
-        options |= {"weights": WEIGHTS, "grads": (B16, F32), "states": (F32, I8)}
-    ours, reference = Model(device=target.device, **options), Model(**options)
-
-    def off(tensors):
-        return [torch.cat([tensor[:1], tensor])[1:] for tensor in tensors]
-
-    for name in ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
-        setattr(ours, name, off(getattr(ours, name)))
-    ours.step(off(ours.grads(0)))
-    with mpkernels.backend("reference"):
-        reference.step(reference.grads(0))
-    assert ours.differences(reference) == []
+    beside_the_reference(target, steps, **options)
 
 
 def test_a_scale_that_is_no_power_of_two(target):
@@ -153,6 +106,7 @@ def test_a_scale_that_is_no_power_of_two(target):
         assert_same_steps(target, steps=2, model=options, grad_scale=scale, max_norm=0.5)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("scale", [None, 3.0])
 @pytest.mark.parametrize("found_inf", [None, 0.0, 1.0, math.nan])
 @pytest.mark.parametrize("sumsq", [None, 50.0])
@@ -202,8 +156,7 @@ KINDS = [("last", "plain", "plain", "last"), ("plain", "last", "sliced", "plain"
 def test_every_list_in_a_layout_of_its_own(target, weight, states, kinds):
     """Of parameters, masters and grads, and of moments, whose codes share their scales in the order they lie in."""
 
-    def stepped(device):
-        model = Model(sizes=(360,), weights=[weight], grads=(F32,), states=(states,), device=device)
+    def steps(model):
         grads = model.grads(0)
         lists = {"params": kinds[0], "masters": kinds[1]} | dict.fromkeys(("exp_avgs", "exp_avg_sqs"), kinds[3])
         for name, kind in (lists | {"max_exp_avg_sqs": kinds[3]}).items():
@@ -211,12 +164,8 @@ def test_every_list_in_a_layout_of_its_own(target, weight, states, kinds):
             setattr(model, name, laid_out)
         for _ in range(2):
             model.step([LAYOUTS[kinds[2]](grad.view(4, 6, 5, 3)) for grad in grads])
-        return model
 
-    ours = stepped(target.device)
-    with mpkernels.backend("reference"):
-        reference = stepped("cpu")
-    assert ours.differences(reference) == []
+    beside_the_reference(target, steps, sizes=(360,), weights=[weight], grads=(F32,), states=(states,))
 
 
 def channels_last(tensor):
@@ -227,18 +176,16 @@ def test_a_written_weight_stays_beside_the_remainder_of_another(target):
     """0, inf and powers of two have neighbours below that a stale remainder could lead to, and inf has NaN above it."""
     size = 2**16 // 7
     options = {"sizes": (size,), "weights": [(B16, "split"), (F16, "split")], "grads": (F32,), "states": (F32,)}
-    ours, reference = Model(device=target.device, **options), Model(**options)
     patterns = torch.cat([torch.arange(size - 64) * 7, torch.arange(64) * 1024]).to(torch.int16)
     stale = torch.tensor([-32768, -16385, -16384, -1, 0, 1, 32767], dtype=torch.int16)
-    for model in (ours, reference):
+
+    def step(model):
         for param, remainder in zip(model.params, model.masters, strict=True):
             param.view(torch.int16).copy_(patterns)
             remainder.copy_(stale.repeat(size // 7 + 1)[:size])
-    at_rest = {"lr": [0.0] * 2, "weight_decay": [0.0] * 2}
-    ours.step([grad * 0 for grad in ours.grads(0)], **at_rest)
-    with mpkernels.backend("reference"):
-        reference.step([grad * 0 for grad in reference.grads(0)], **at_rest)
-    assert ours.differences(reference) == []
+        model.step([grad * 0 for grad in model.grads(0)], lr=[0.0] * 2, weight_decay=[0.0] * 2)
+
+    ours = beside_the_reference(target, step, **options)
     for param in ours.params:
         is_number = ~patterns.view(param.dtype).isnan()
         assert torch.equal(param.cpu().view(torch.int16)[is_number], patterns[is_number])

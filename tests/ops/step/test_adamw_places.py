@@ -5,8 +5,9 @@ import pytest
 import torch
 
 import mpkernels
-from tests.ops.step.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model
+from tests.ops.step.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model, beside_the_reference
 
+pytestmark = pytest.mark.kernels("native", "triton", "cuda")  # beside the reference
 LISTS = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
@@ -17,15 +18,15 @@ def moved(tensor, offset):
 
 
 def assert_same_steps_from(target, offsets, **options):
-    """Beside a reference whose arrays are not moved. `offsets` of lists by name, 0 elsewhere."""
-    ours, reference = Model(device=target.device, **options), Model(**options)
-    for name in LISTS:
-        setattr(ours, name, [moved(tensor, offsets.get(name, 0)) for tensor in getattr(ours, name)])
-    for seed in range(2):
-        ours.step([moved(grad, offsets.get("grads", 0)) for grad in ours.grads(seed)])
-        with mpkernels.backend("reference"):
-            reference.step(reference.grads(seed))
-    assert ours.differences(reference) == []
+    """`offsets` of lists by name, 0 elsewhere."""
+
+    def steps(model):
+        for name in LISTS:
+            setattr(model, name, [moved(tensor, offsets.get(name, 0)) for tensor in getattr(model, name)])
+        for seed in range(2):
+            model.step([moved(grad, offsets.get("grads", 0)) for grad in model.grads(seed)])
+
+    beside_the_reference(target, steps, **options)
 
 
 def kinds(target, **more):
@@ -34,6 +35,7 @@ def kinds(target, **more):
     return {"weights": WEIGHTS, "states": (F32, B16, I8)} | more | few
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", range(20))
 def test_all_arrays_off_by_as_many_elements(target, offset):
     """As in buckets and views of them: whatever its width, each array reaches a boundary after as many elements."""
@@ -41,6 +43,7 @@ def test_all_arrays_off_by_as_many_elements(target, offset):
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("name", ["grads", *LISTS])
 @pytest.mark.parametrize("offset", [1, 4])
 def test_one_list_off_by_itself(target, name, offset):
@@ -54,6 +57,7 @@ def test_every_list_off_by_something_else(target):
     assert_same_steps_from(target, offsets, **kinds(target, sizes=(2048 + 5,), grads=(B16, F16)))
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", [0, 3])
 def test_sizes_around_rounds_and_chunks(target, offset):
     sizes = (0, 1, 4, 2047, 2048, 2049, 2051, 2052, 4095, 4096, 4097, 6147, 8192 + 2048 + 3)
@@ -61,6 +65,7 @@ def test_sizes_around_rounds_and_chunks(target, offset):
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", [0, 1, 4])
 def test_blocks_of_8_bit_moments_that_are_not_whole(target, offset):
     sizes = (1, 31, 129, 255, 256, 257, 511, 2048 + 255, 4096 + 1)
@@ -68,6 +73,7 @@ def test_blocks_of_8_bit_moments_that_are_not_whole(target, offset):
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
 
 
+@pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", [0, 1])
 def test_fp64_in_a_list_with_others(target, offset):
     """One launch takes them all, and another than the launch of a list without fp64."""

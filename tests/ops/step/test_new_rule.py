@@ -67,6 +67,7 @@ def build_for_the_cpu(tree):
     (tree / "mpkernels" / "_build_info.json").write_text(json.dumps({"sources": fingerprint(tree)}))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux" or find_spec("triton") is None, reason="needs each kernel")
 def test_a_new_rule_is_a_few_files_and_all_kernels_agree(tmp_path):
     files = [path for path in FILES.rglob("*") if path.is_file()]

@@ -4,11 +4,13 @@ import pytest
 import torch
 
 from tests.cases import same_bits
-from tests.ops.step.rows import B16, F16, F32, F64, I8, RULES, WEIGHTS, Rows, assert_same_steps
+from tests.ops.step.rows import B16, F16, F32, F64, I8, RULES, WEIGHTS, Rows, assert_same_steps, rows_on
 
 of_each_rule = pytest.mark.parametrize("line", RULES.values(), ids=RULES)
+beside_the_reference = pytest.mark.kernels("native", "triton", "cuda")
 
 
+@beside_the_reference
 @of_each_rule
 def test_every_combination_of_dtypes(target, line):
     model = {"sizes": (37,) if target.is_interpreted else (37, 1000)}
@@ -16,6 +18,7 @@ def test_every_combination_of_dtypes(target, line):
     assert {step.item() for step in rows.lists["steps"]} == {2.0 if target.is_interpreted else 4.0}
 
 
+@beside_the_reference
 @of_each_rule
 @pytest.mark.parametrize("state", [F32, B16, I8], ids=str)
 @pytest.mark.parametrize("weight", WEIGHTS, ids=str)
@@ -25,13 +28,15 @@ def test_lists_of_one_kind(target, line, weight, state):
     assert_same_steps(target, line, model=model, steps=2)
 
 
+@beside_the_reference
 @of_each_rule
-@pytest.mark.parametrize("size", [1, 31, 1025, 8193])
+@pytest.mark.parametrize("size", [1, 31, 32, 1023, 1024, 1025, 8193])
 def test_sizes(target, line, size):
     model = {"sizes": (size,), "grads": (F32,), "states": (F32, I8), "weights": WEIGHTS[:2]}
     assert_same_steps(target, line, model=model, steps=2)
 
 
+@beside_the_reference
 @of_each_rule
 @pytest.mark.parametrize(
     "arguments", [{"grad_scale": 1024.0}, {"max_norm": 1.0}, {"grad_scale": 3.0, "max_norm": 0.5}], ids=str
@@ -42,7 +47,7 @@ def test_unscale_and_clip(target, line, arguments):
 
 @of_each_rule
 def test_nothing_moves_on_overflow(target, line):
-    rows, untouched = (Rows(line, sizes=(300,), states=(F32, I8), device=target.device) for _ in range(2))
+    rows, untouched = (rows_on(target, line, sizes=(300,), states=(F32, I8)) for _ in range(2))
     rows.step(rows.grads(0), found_inf=1.0)
     assert rows.differences(untouched) == []
     rows.step(rows.grads(0), found_inf=0.0)
@@ -51,7 +56,7 @@ def test_nothing_moves_on_overflow(target, line):
 
 @of_each_rule
 def test_grads_are_only_read(target, line):
-    rows = Rows(line, device=target.device)
+    rows = rows_on(target, line)
     grads = rows.grads(0)
     before = [grad.clone() for grad in grads]
     rows.step(grads, grad_scale=4.0, max_norm=0.1)
@@ -62,8 +67,8 @@ def test_grads_are_only_read(target, line):
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 def test_hyperparameters_on_the_device(target, line, dtype):
     """They give what the same floats give."""
-    model = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2], "device": target.device}
-    by_value, on_device = Rows(line, **model), Rows(line, **model)
+    model = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2]}
+    by_value, on_device = rows_on(target, line, **model), rows_on(target, line, **model)
     count = line.ops.rule.tensors
     rounded = {name: tuple(torch.tensor(x, dtype=dtype).double().tolist()) for name, x in line.hypers.items()}
     hypers = rounded | dict(list(line.hypers.items())[count:])
@@ -102,8 +107,9 @@ def test_fp64_is_plain_torchs(target, line, maximize):
 @pytest.mark.parametrize("kind", ["split", "fp32"])
 def test_a_master_is_what_an_fp32_weight_would_be(target, line, kind):
     """Bit for bit, where it begins as the same number."""
-    model = {"sizes": (500,), "grads": (B16,), "states": (F32,), "device": target.device}
-    ours, plain = Rows(line, weights=[(B16, kind)], **model), Rows(line, weights=[(F32, "none")], **model)
+    model = {"sizes": (500,), "grads": (B16,), "states": (F32,)}
+    ours = rows_on(target, line, weights=[(B16, kind)], **model)
+    plain = rows_on(target, line, weights=[(F32, "none")], **model)
     for i, param in enumerate(plain.lists["params"]):
         param.copy_(ours.weight(i))
     for seed in range(4):
@@ -126,7 +132,7 @@ def test_layouts_that_differ(target, line):
 
     results = []
     for kinds in (("plain", "plain"), ("last", "plain"), ("sliced", "last"), ("plain", "sliced")):
-        rows = Rows(line, sizes=(360,), weights=WEIGHTS[:2], grads=(F32,), states=(F32, B16), device=target.device)
+        rows = rows_on(target, line, sizes=(360,), weights=WEIGHTS[:2], grads=(F32,), states=(F32, B16))
         for name in ("params", "masters", *rows.rule.state_lists):
             kind = kinds[name != "params"]
             rows.lists[name] = [laid_out(kind, it.view(shape)) if it.numel() else it for it in rows.lists[name]]

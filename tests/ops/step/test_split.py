@@ -16,6 +16,7 @@ from tests.proof.emulation import find_compiler
 CSRC = ROOT / "csrc"
 
 
+@pytest.mark.exhaustive
 def test_every_master_survives(tmp_path):
     program = tmp_path / "split"
     x86 = ["-DMPK_X86"] if platform.machine() in ("x86_64", "AMD64") else []

@@ -36,6 +36,9 @@ def parser() -> argparse.ArgumentParser:
     it = argparse.ArgumentParser(prog="python -m tests.proof.standin", description=__doc__, allow_abbrev=False)
     it.add_argument("--environment", type=Path, default=ROOT / "build/standin", help="where it is built: 6 GB")
     it.add_argument("--require", action="store_true", help="fail where torch's CUDA build can't be had")
+    it.add_argument(
+        "--whole", action="store_true", help="run all tests of a round, also those that pytest's --all adds"
+    )
     it.add_argument("--all", action="store_true", help="run the rounds that take an hour, too")
     it.add_argument("--order", default="lazy", help="of the streams' work: lazy, eager or random:SEED")
     it.add_argument("--devices", type=int, default=2)
@@ -82,7 +85,8 @@ def main(arguments: Sequence[str]) -> int:
         for of_round, tests in (*ROUNDS, *(REST if options.all else ())):
             print(f"stand-in: {of_round} {tests}", flush=True)
             chosen = parser().parse_args(of_round.split(), argparse.Namespace(**vars(options)))
-            if run(environment, chosen, ["-q", "-n", "2", "--dist", "loadfile", *tests.split()]):
+            whole = ["--all"] if options.whole else []
+            if run(environment, chosen, ["-q", "-n", "2", "--dist", "loadfile", *whole, *tests.split()]):
                 failed.append(of_round)
         print("stand-in: " + (f"tests failed with {', '.join(failed)}" if failed else "all passed"))
         return int(bool(failed))

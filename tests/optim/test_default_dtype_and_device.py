@@ -1,0 +1,93 @@
+"""AdamW steps alike whatever the default dtype and device, where its numbers lie, and without any memory."""
+
+import contextlib
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from mpkernels.optim import AdamW
+from tests.cases import same_bits
+from tests.networks import B16, backward, network, one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+I8 = torch.int8
+
+
+@pytest.mark.parametrize("dtype", [B16, torch.float64], ids=str)
+def test_another_default_dtype(target, dtype):
+    """Nothing of ours is as wide as the default."""
+    results = []
+    for default in (torch.float32, dtype):
+        models = [network(it, target.device) for it in (torch.float32, B16)]
+        try:
+            torch.set_default_dtype(default)
+            for state_dtype in (torch.float32, I8):
+                params = [param for model in models for param in model.parameters()]
+                optimizer = AdamW(params, lr=1e-2, max_norm=1.0, state_dtype=state_dtype)
+                generator = torch.Generator().manual_seed(0)
+                for _ in range(2):
+                    for param in params:
+                        param.grad = torch.randn(param.shape, generator=generator, dtype=torch.float32).to(param)
+                    optimizer.step()
+            results.append((params, optimizer.grad_norm, optimizer.step_was_skipped, optimizer.skipped_steps))
+        finally:
+            torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"state_dtype": I8}, {"lr": torch.tensor(1e-2), "max_norm": 1.0}])
+def test_the_default_device_is_none_of_its_business(target, options):
+    ours, plain = network(B16, target.device), network(B16, target.device)
+    for model in (ours, plain):
+        optimizer = AdamW(model.parameters(), **options)
+        for seed in range(2):
+            backward(model, seed)
+            with torch.device("meta") if model is ours else contextlib.nullcontext():
+                optimizer.step()
+    assert all(map(same_bits, ours.parameters(), plain.parameters()))
+
+
+def test_a_number_on_the_host_goes_by_value_to_another_device():
+    """To copy it there, the host would wait."""
+    model = network()
+    backward(model, 0)
+    optimizer = AdamW(model.parameters(), lr=torch.tensor(0.5), betas=(0.75, 0.875))
+    optimizer.step()
+    [plan] = optimizer._plans
+    *_, by_place = plan._hyperparameters()
+    assert [it.numel() for it in by_place] == [1, 0, 0]
+    plan.device = torch.device("cuda")
+    lr, beta1, beta2, *_, by_place = plan._hyperparameters()
+    assert (lr, beta1, beta2, by_place) == ([0.5], [0.75], [0.875], [])
+
+
+FAKE = """
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from mpkernels.optim import AdamW
+with FakeTensorMode():
+    for dtype in (torch.float32, torch.bfloat16):
+        model = torch.nn.Linear(3, 4, dtype=dtype)
+        optimizer = AdamW(model.parameters(), max_norm=1.0)
+        for _ in range(2):
+            model(torch.ones(2, 3, dtype=dtype)).sum().backward()
+            optimizer.step()
+    del optimizer
+    print(model.weight.shape)
+"""
+
+
+def test_steps_of_tensors_without_memory():
+    """Whoever estimates what a training takes steps fakes. In a process of its own, which a bad free would end."""
+    done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "torch.Size([4, 3])\n"), done.stderr
+
+
+def test_a_learning_rate_in_16_bits():
+    weight = torch.nn.Parameter(torch.ones(3))
+    weight.grad = torch.ones(3)
+    AdamW([weight], lr=torch.tensor(0.5, dtype=B16), weight_decay=0.0).step()
+    torch.testing.assert_close(weight.detach(), torch.full((3,), 0.5))

@@ -1,0 +1,288 @@
+"""A plan that is kept from step to step does what one does that is made anew for each, whatever changes in between."""
+
+import copy
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+from tests.cases import same_bits
+from tests.networks import one_thread
+from tests.optim.test_plan import made, put_grads
+
+__all__ = ["one_thread"]  # a fixture that each test uses
+
+SHAPES = (4, 4), (6,), (2,)
+I8, B16 = torch.int8, torch.bfloat16
+
+
+def numbers_of(params, optimizer):
+    states = [it for param in params for it in optimizer.state.get(param, {}).values()]
+    return [it.detach().clone() for it in (*params, *states)]
+
+
+def steps(params, optimizer, change, is_kept, change_grads, at=(2, 4)):
+    for seed in range(6):
+        if seed in at:
+            change(params, optimizer)
+        put_grads(params, seed)
+        if seed in at:
+            change_grads(params, optimizer)
+        if not is_kept:
+            optimizer._start_afresh()
+        optimizer.step()
+
+
+def nothing(params, optimizer):
+    pass
+
+
+def assert_the_same(device, change=nothing, change_grads=nothing, **options):
+    results = []
+    for is_kept in (True, False):
+        params, optimizer = made(shapes=SHAPES, device=device, **options)
+        steps(params, optimizer, change, is_kept, change_grads)
+        results.append(numbers_of(params, optimizer))
+    assert all(map(same_bits, *results))
+
+
+CHANGES, OF_GRADS = {}, {}
+
+
+def listed(table):
+    def note(function):
+        table[function.__name__] = function
+        return function
+
+    return note
+
+
+@listed(CHANGES)
+def parameters_elsewhere(params, optimizer):
+    for param in params:
+        param.data = param.data + 1
+
+
+@listed(CHANGES)
+def another_layout(params, optimizer):
+    params[0].data = params[0].data.t().contiguous().t()
+
+
+@listed(CHANGES)
+def another_layout_in_place(params, optimizer):
+    params[0].data = params[0].data.t()
+
+
+@listed(CHANGES)
+def a_longer_one(params, optimizer):
+    """So that those after it lie in other chunks."""
+    params[0].grad, params[0].data = None, torch.ones(20_000)
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[params[0]][name].data = torch.ones(20_000)
+
+
+@listed(CHANGES)
+def swapped(params, optimizer):
+    torch.utils.swap_tensors(params[0], Parameter(params[0].detach() * 2))
+
+
+@listed(CHANGES)
+def a_new_one_in_its_place(params, optimizer):
+    params[1] = Parameter(params[1].detach().clone())
+    optimizer.param_groups[0]["params"][1] = params[1]
+
+
+@listed(CHANGES)
+def a_new_one_with_its_state(params, optimizer):
+    state = optimizer.state.pop(params[1])
+    a_new_one_in_its_place(params, optimizer)
+    optimizer.state[params[1]] = state
+
+
+@listed(CHANGES)
+def one_that_comes_later(params, optimizer):
+    params.append(Parameter(torch.ones(3)))
+    optimizer.add_param_group({"params": params[-1:], "lr": 0.5})
+
+
+@listed(CHANGES)
+def one_without_a_grad_comes_first(params, optimizer):
+    optimizer.param_groups[0]["params"].insert(0, Parameter(torch.ones(2)))
+
+
+@listed(CHANGES)
+def others_changed_places(params, optimizer):
+    optimizer.param_groups[0]["params"].reverse()
+
+
+@listed(CHANGES)
+def one_is_in_another_group(params, optimizer):
+    """The order of all parameters stays the same."""
+    if len(optimizer.param_groups) == 1:
+        optimizer.add_param_group({"params": [Parameter(torch.ones(2))], "lr": 0.5})
+    optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
+
+
+@listed(CHANGES)
+def another_group_in_its_place(params, optimizer):
+    optimizer.param_groups[0] = optimizer.param_groups[0] | {"lr": 0.0}
+
+
+@listed(CHANGES)
+def other_hyperparameters(params, optimizer):
+    optimizer.param_groups[0] |= {"lr": 0.1, "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.5, "maximize": True}
+
+
+@listed(CHANGES)
+def other_tensors_as_states(params, optimizer):
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            state[key] = value.clone()
+
+
+@listed(CHANGES)
+def other_memory_of_states(params, optimizer):
+    optimizer.state[params[1]]["exp_avg"].data = torch.full_like(params[1], 2)
+
+
+@listed(CHANGES)
+def another_dict_of_states(params, optimizer):
+    optimizer.state[params[1]] = {key: value * 0 + 1 for key, value in optimizer.state[params[1]].items()}
+
+
+@listed(CHANGES)
+def states_exchanged(params, optimizer):
+    """In the order that the optimizer had them in."""
+    params[2].data = params[2].data.new_ones(6)
+    for name in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[params[2]][name].data = torch.ones(6)
+    first, second, third = list(optimizer.state.values())
+    optimizer.state.clear()
+    optimizer.state.update(zip(params, (first, third, second), strict=True))
+
+
+@listed(CHANGES)
+def states_forgotten(params, optimizer):
+    optimizer.state.clear()
+
+
+@listed(CHANGES)
+def the_last_state_forgotten(params, optimizer):
+    del optimizer.state[params[-1]]
+
+
+@listed(CHANGES)
+def moments_in_another_layout_in_place(params, optimizer):
+    for name in ("exp_avg", "exp_avg_sq"):
+        moment = optimizer.state[params[0]][name]
+        moment.set_(moment.untyped_storage(), 0, (4, 4), (1, 4))
+
+
+@listed(CHANGES)
+def a_checkpoint_is_loaded(params, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@listed(CHANGES)
+def amsgrad_comes(params, optimizer):
+    optimizer.param_groups[0]["amsgrad"] = True
+    for param in params:
+        optimizer.state[param]["max_exp_avg_sq"] = torch.full_like(param, 3)
+
+
+@listed(OF_GRADS)
+def no_grad(params, optimizer):
+    params[0].grad = None
+
+
+@listed(OF_GRADS)
+def a_grad_of_another_dtype(params, optimizer):
+    params[1].grad, params[1].grad_dtype = None, None
+    params[1].grad = torch.full(params[1].shape, 0.5, dtype=B16)
+
+
+@listed(OF_GRADS)
+def a_zero_tensor(params, optimizer):
+    params[1].grad = torch._efficientzerotensor(params[1].shape, device=params[1].device)
+
+
+@listed(OF_GRADS)
+def a_grad_in_another_layout(params, optimizer):
+    params[0].grad = params[0].grad.t()
+
+
+@pytest.mark.each_value_once
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_change_is_seen(change, target):
+    with target.device:  # where the changes make their tensors
+        assert_the_same(target.device, change)
+
+
+@pytest.mark.each_value_once
+@pytest.mark.parametrize("change", OF_GRADS.values(), ids=OF_GRADS)
+def test_other_grads_are_seen(change, target):
+    with target.device:
+        assert_the_same(target.device, change_grads=change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, B16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"amsgrad": True}, {"state_dtype": I8}], ids=str)
+def test_any_dtype_and_options(target, dtype, options):
+    assert_the_same(target.device, change_grads=no_grad, dtype=dtype, **options)
+
+
+@pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "scales"])
+def test_a_single_kind_of_state_elsewhere_is_seen(target, key):
+    """Beneath the same tensors. What lies at the old place is wrong."""
+    options = {"amsgrad": True, "master": "fp32" if key == "master" else "split"}
+    options["state_dtype"] = I8 if key == "scales" else torch.float32
+    old = []
+
+    def elsewhere(params, optimizer):
+        for state in optimizer.state.values():
+            old.append(state[key].data)
+            state[key].data = old[-1].clone()
+            old[-1].fill_(77)
+
+    assert_the_same(target.device, elsewhere, dtype=B16, **options)
+
+
+@pytest.mark.parametrize("place", [0, 299])
+def test_a_change_is_seen_among_many(place):
+    def other_memory(params, optimizer):
+        moment = optimizer.state[params[place]]["exp_avg"]
+        moment.data = torch.full_like(moment, 2)
+
+    results = []
+    for is_kept in (True, False):
+        params, optimizer = made(sizes=(2,) * 300)
+        steps(params, optimizer, other_memory, is_kept, nothing)
+        results.append(numbers_of(params, optimizer))
+    assert all(map(same_bits, *results))
+
+
+def test_another_dtype_at_the_same_place(target):
+    """The second parameter's; its grads have fp32 before and after."""
+
+    def turned(params, optimizer):
+        param = params[1]
+        param.grad, param.grad_dtype = None, torch.float32
+        param.data = param.data.view(B16 if param.dtype == torch.float16 else torch.float16)
+
+    assert_the_same(target.device, turned, dtype=torch.float16)
+
+
+def test_moments_of_another_dtype_at_the_same_place(target):
+    """A new plan has them in their own dtype again for the next step."""
+
+    def turned(params, optimizer):
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment = optimizer.state[params[0]][name]
+            moment.data = moment.flatten().view(B16)[:16].view(4, 4)
+
+    results = []
+    for is_kept in (True, False):
+        params, optimizer = made(shapes=SHAPES, device=target.device)
+        steps(params, optimizer, turned, is_kept, nothing, at=(5,))
+        results.append([param.detach() for param in params])
+    assert all(map(same_bits, *results))
