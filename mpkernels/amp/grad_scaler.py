@@ -11,6 +11,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mpkernels.amp import handover, inf_check, scalings, unchecked
+from mpkernels.amp.attempts import AllOrNothing, Attempt
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.distributed import processes
 from mpkernels.ops import update_scale_
@@ -104,19 +105,37 @@ class GradScaler(torch.amp.GradScaler):
         return type(outputs)(scaled) if isinstance(outputs, list | tuple) else scaled
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        super()._lazy_init_scale_growth_tracker(dev)
-        self._overflows = self._fill_overflows(torch.empty(2, dtype=torch.int32, device=dev))
+        overflows = self._fill_overflows(torch.empty(2, dtype=torch.int32, device=dev))
+        try:
+            super()._lazy_init_scale_growth_tracker(dev)
+        except BaseException:  # one without the other could not be used, nor made anew
+            self._scale = self._growth_tracker = None
+            raise
+        self._overflows = overflows
 
     def _fill_overflows(self, overflows: Tensor) -> Tensor:
         for i, count in enumerate(self._init_overflows):
             overflows[i].fill_(count)
         return overflows
 
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Unscale as torch does. If that fails, the next call goes on where the grads still have the scale."""
+        try:
+            super().unscale_(optimizer)
+        except BaseException:
+            for attempt in self._attempts(optimizer).values():
+                attempt.note_failure()
+            raise
+
+    def _attempts(self, optimizer: Optimizer) -> dict[torch.device, Attempt]:
+        state: dict[str, Any] = self._per_optimizer_states.get(id(optimizer), {})  # torch adds one when it unscales
+        return state.setdefault("attempts", {})  # type: ignore[no-any-return]
+
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         grads = inf_check.grads_of(optimizer)
-        unscale = partial(inf_check.unscale_, grads, inv_scale)  # allow_fp16 or not
+        unscale = partial(inf_check.unscale_, grads, inv_scale, self._attempts(optimizer))  # allow_fp16 or not
         step_asks = self._per_optimizer_states[id(optimizer)].get("step_asks")  # the processes
         peers = None if step_asks else inf_check.peers_of(self, optimizer)
         found_infs = inf_check.of_all(peers, unscale, inv_scale)
@@ -194,13 +213,14 @@ class GradScaler(torch.amp.GradScaler):
             raise AssertionError("No inf checks were recorded prior to update.")
         if new_scale is not None and self._schedule is not None:
             raise ValueError(f"GradScaler.update: new_scale must be None with a schedule, got {new_scale!r}")
-        if new_scale is not None:
-            scalings.set_to(new_scale, scale)
-            scale, tracker = scale.clone(), tracker.clone()  # so that only overflows are counted
-        if found_infs:
-            self._move(scale, tracker, found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum())
-        if self._schedule is not None:
-            scale.fill_(self._schedule(self._updates + 1))
+        with AllOrNothing(scale, tracker, self._overflows):
+            if new_scale is not None:
+                scalings.set_to(new_scale, scale)
+                scale, tracker = scale.clone(), tracker.clone()  # so that only overflows are counted
+            if found_infs:
+                self._move(scale, tracker, found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum())
+            if self._schedule is not None:
+                scale.fill_(self._schedule(self._updates + 1))
         self._updates += 1
         self._per_optimizer_states.clear()
 

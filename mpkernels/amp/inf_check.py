@@ -1,6 +1,7 @@
 """Finds out whether an optimizer's grads hold an inf or NaN. The answer stays on the device of the scale."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mpkernels._torch_private.tensors import values_of
+from mpkernels.amp.attempts import Attempt
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes
@@ -20,14 +22,14 @@ FoundInf = dict[torch.device, Tensor]  # one entry at most: fp32, 0-dim, exactly
 Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their grads
 
 
-def unscale_(grads: Grads, inv_scale: Tensor) -> FoundInf:
-    """Unscale the grads in place, and return whether any of them is inf or NaN afterwards."""
-    found_infs = []
-    for device, (_, of_device) in grads.items():
-        found_inf = torch.zeros((), dtype=torch.float32, device=device)
-        unscale_list_(of_device, found_inf, put_on(device, inv_scale))
-        found_infs.append(found_inf)
-    return _together(found_infs, inv_scale.device)
+def unscale_(grads: Grads, inv_scale: Tensor, attempts: dict[torch.device, Attempt]) -> FoundInf:
+    """Unscale the grads in place, and return whether any of them is inf or NaN afterwards. Leave out the devices whose
+    grads an attempt has unscaled before it failed."""
+    for device, (params, of_device) in grads.items():
+        if device not in attempts or not attempts[device].was_done():
+            this = attempts[device] = Attempt(partial(list, params), device)
+            unscale_list_([*of_device, this.mark], this.found_inf, put_on(device, inv_scale))
+    return _together([attempts[device].found_inf for device in grads], inv_scale.device)
 
 
 def look(grads: Grads, scale: Tensor) -> FoundInf:

@@ -1,4 +1,5 @@
-"""An iteration whose scaler has failed at any op can be given up: the next one trains as if nothing had been."""
+"""A method of GradScaler's that has failed at any place, before or after an op has run, can be called again, and then
+all is as if it had not failed."""
 
 import pytest
 import torch
@@ -7,6 +8,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
+from tests.amp.test_amp import OPTIMIZERS, SCALINGS
+from tests.cases import same_bits
 from tests.networks import B16, F16, one_thread
 
 __all__ = ["one_thread"]  # a fixture that each test uses
@@ -15,7 +18,7 @@ __all__ = ["one_thread"]  # a fixture that each test uses
 class Failing(TorchDispatchMode):
     """Raises at the op of this number; ``is_late``: once it has run."""
 
-    def __init__(self, number, is_late, error):
+    def __init__(self, number, is_late, error=KeyboardInterrupt):
         super().__init__()
         self.number, self.is_late, self.error = number, is_late, error
 
@@ -32,25 +35,89 @@ class Failing(TorchDispatchMode):
 class Run:
     """A parameter of each dtype, whose unscaled grads are 1, and one without elements."""
 
-    def __init__(self):
+    def __init__(self, make, bad=None, **options):
         self.params = [nn.Parameter(torch.ones(3, dtype=dtype)) for dtype in (torch.float32, B16, F16, torch.float64)]
         self.params += [nn.Parameter(torch.ones(2, 3).t()), nn.Parameter(torch.ones(0))]
-        self.optimizer, self.scaler = AdamW(self.params, lr=0.1), GradScaler("cpu", init_scale=1024.0)
+        self.optimizer, self.scaler = make(self.params), GradScaler("cpu", init_scale=1024.0, **options)
+        self.prepare(bad)
+
+    def prepare(self, bad=None):
         scale = self.scaler.scale(torch.ones(())).item()
         for param in self.params:
             param.grad = torch.full_like(param, scale)
+        if bad is not None:
+            self.params[0].grad[1] = bad
 
     def call(self, method):
-        getattr(self.scaler, method)(self.optimizer)
+        getattr(self.scaler, method)(*() if method == "update" else (self.optimizer,))
+
+    def state(self):
+        """All that a user sees."""
+        scaler, optimizer = self.scaler, self.optimizer
+        told = [scaler.get_scale(), scaler._get_growth_tracker(), scaler.skipped_steps.item(), scaler._updates]
+        told += [None if (it := scaler.step_was_skipped) is None else it.item(), scaler.overflow_report().as_dict()]
+        tensors = [*self.params, *(it.grad for it in self.params)]
+        return told, [*tensors, *(it for state in optimizer.state.values() for it in state.values())]
+
+
+#: What comes before a method, and after it.
+BEFORE = {"unscale_": [], "step": [], "update": ["step"]}
+AFTER = {"unscale_": ["step", "update"], "step": ["update"], "update": []}
+
+
+def assert_second_tries(method, make, is_late, error=KeyboardInterrupt, **options):
+    """With an error at each of the ops in turn."""
+    for number in range(1000):
+        failing, undisturbed = Run(make, **options), Run(make, **options)
+        for before in BEFORE[method]:
+            failing.call(before)
+        try:
+            with Failing(number, is_late, error):
+                failing.call(method)
+        except error:
+            failing.call(method)
+        else:
+            assert number == 1 if method == "update" else number > 2  # an update is a single op, all else are numbers
+            return
+        for it in AFTER[method]:
+            failing.call(it)
+        for it in (*BEFORE[method], method, *AFTER[method]):
+            undisturbed.call(it)
+        (told, tensors), (wanted, wanted_tensors) = failing.state(), undisturbed.state()
+        assert told == wanted, number
+        assert all(map(same_bits, tensors, wanted_tensors)), number
+    raise AssertionError("there is no end")
+
+
+@pytest.mark.parametrize("bad", [None, float("inf")])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+@pytest.mark.parametrize("name", ["SGD", "torch's AdamW", "our AdamW"])
+def test_unscale(name, is_late, bad):
+    assert_second_tries("unscale_", OPTIMIZERS[name], is_late, bad=bad)
+
+
+@pytest.mark.parametrize("options", SCALINGS.values(), ids=SCALINGS)
+@pytest.mark.parametrize("bad", [None, float("inf")])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+def test_update(is_late, bad, options):
+    options = {key: it for key, it in options.items() if key != "scaling" or it == "static"} | {"bad": bad}
+    assert_second_tries("update", OPTIMIZERS["our AdamW"], is_late, torch.OutOfMemoryError, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"guard": False}, {"state_dtype": torch.int8}], ids=str)
+@pytest.mark.parametrize("bad", [None, float("inf")])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+def test_step(is_late, bad, options):
+    assert_second_tries("step", lambda params: AdamW(params, lr=0.1, **options), is_late, bad=bad)
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("method", ["unscale_", "step"])
-def test_the_iteration_after_one_that_failed(method, in_place, is_late):
-    """If unscale_ or step fails, the grads of the next iteration are unscaled once and stepped with once."""
+def test_the_next_iteration_is_no_second_try(method, in_place, is_late):
+    """Who gives an iteration up, and goes on with other grads, has them unscaled and stepped with."""
     for number in range(1000):
-        run = Run()
+        run = Run(OPTIMIZERS["our AdamW"])
         try:
             with Failing(number, is_late, torch.OutOfMemoryError):
                 run.call(method)
@@ -76,3 +143,54 @@ def test_the_iteration_after_one_that_failed(method, in_place, is_late):
 
 def steps_of(run, param):
     return run.optimizer.state[param].get("step", torch.zeros(())).item()
+
+
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+def test_a_scale_that_could_not_be_made_is_made_later(is_late):
+    for number in range(1000):
+        param = nn.Parameter(torch.ones(3))
+        optimizer, scaler = AdamW([param]), GradScaler("cpu", init_scale=8.0)
+        try:
+            with Failing(number, is_late, torch.OutOfMemoryError):
+                scaler.scale(torch.ones(()))
+        except torch.OutOfMemoryError:
+            scaler.scale(param.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            assert (scaler.get_scale(), scaler.skipped_steps.item()) == (8.0, 0)
+        else:
+            assert number > 2
+            return
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, F16], ids=str)
+@pytest.mark.parametrize("coalesced", [True, False])
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
+def test_sparse_grads(is_late, coalesced, dtype):
+    for number in range(1000):
+        embedding, scaler = nn.Embedding(10, 3, sparse=True).to(dtype), GradScaler("cpu", init_scale=1024.0)
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+        scaler.scale(embedding(torch.tensor([1, 1, 2])).float().sum()).backward()
+        grad = embedding.weight.grad
+        embedding.weight.grad = grad.coalesce() if coalesced else grad
+        try:
+            with Failing(number, is_late):
+                scaler.unscale_(optimizer)
+        except KeyboardInterrupt:
+            scaler.unscale_(optimizer)
+            assert embedding.weight.grad.to_dense().sum(1).tolist() == [0, 6, 3, *[0] * 7], number
+        else:
+            assert number > 2
+            return
+
+
+def test_after_a_second_try_a_third_raises_what_torch_raises():
+    run = Run(OPTIMIZERS["our AdamW"])
+    with pytest.raises(KeyboardInterrupt), Failing(4, is_late=True):
+        run.call("unscale_")
+    run.call("unscale_")
+    with pytest.raises(RuntimeError, match=r"unscale_.. has already been called on this optimizer since"):
+        run.call("unscale_")
+    run.call("step")
+    with pytest.raises(RuntimeError, match=r"step.. has already been called since the last"):
+        run.call("step")

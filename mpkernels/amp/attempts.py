@@ -1,0 +1,66 @@
+"""What keeps GradScaler's methods from doing a thing twice, where a call has failed and is tried again."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from mpkernels._torch_private.tensors import version_of
+
+
+class Attempt:
+    """One call of an op with some parameters' grads.
+
+    The op changes ``mark`` with everything else. If an error comes from there, nothing but the mark tells on which side
+    of the op it came from.
+    """
+
+    def __init__(self, params: Callable[[], Sequence[Tensor]], device: torch.device) -> None:
+        #: -1 and 0. Of a step: where it writes the norm, and whether it was skipped
+        self.outcome = torch.arange(-1, 1, dtype=torch.float32, device=device)
+        self.found_inf = self.outcome[1]
+        self._params = params
+        self._grads_then: list[tuple[Callable[[], Tensor | None], object]] | None = None
+
+    @property
+    def mark(self) -> Tensor:
+        return self.outcome[0]
+
+    def note_failure(self) -> None:
+        grads = [param.grad for param in self._params()]
+        self._grads_then = [(_nothing, None) if it is None else (ref(it), version_of(it)) for it in grads]
+
+    def was_done(self) -> bool:
+        """Return whether the call has failed after the op, and no grad has changed since. Waits for the device."""
+        then, grads = self._grads_then, [param.grad for param in self._params()]
+        if then is None or len(then) != len(grads):
+            return False
+        are_same = all(
+            grad is old() and (grad is None or version_of(grad) == version)
+            for grad, (old, version) in zip(grads, then, strict=True)
+        )
+        return are_same and self.mark.item() != -1
+
+
+class AllOrNothing:
+    """A context that puts back what the few numbers in the tensors were before it, if an error ends it."""
+
+    def __init__(self, *tensors: Tensor | None) -> None:
+        # On the CPU as numbers, which takes a tenth of the time of a copy.
+        as_numbers = not torch.compiler.is_compiling()
+        self._before: list[tuple[Tensor, Any]] = [
+            (it, it.tolist() if as_numbers and it.is_cpu else it.clone()) for it in tensors if it is not None
+        ]
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        for tensor, before in self._before if error is not None else ():
+            tensor.copy_(torch.as_tensor(before, dtype=tensor.dtype, device=tensor.device))
+
+
+def _nothing() -> None:
+    return None
