@@ -16,6 +16,7 @@ from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
 from mpkernels.optim import offloaded
+from mpkernels.optim.offload import have_left
 from mpkernels.parameters import are_any_sharded, by_device, params_of, put_on, unwrapped
 
 FoundInf = dict[torch.device, Tensor]  # one entry at most: fp32, 0-dim, exactly 0 or 1, as torch's optimizers want
@@ -94,14 +95,14 @@ def device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: 
     found = next((param.grad.device for param in params if param.grad is not None), None)
     if found is None:
         have_parts = peers is not None or are_any_sharded(params) or fsdp1.has_parts(params)
-        return otherwise if have_parts or _are_on_host(optimizer) else None
+        return otherwise if have_parts or have_left(optimizer) else None
     return found
 
 
 def grads_of(optimizer: Optimizer) -> Grads:
     """Return each device's parameters that have a grad, and their grads; a sparse grad is represented by its values."""
     offloaded.refuse_scaler(optimizer)
-    if _are_on_host(optimizer):
+    if have_left(optimizer):
         raise RuntimeError(
             "GradScaler: grads must be on their parameters' device to be unscaled before the step, got some that "
             "release_grads has sent to the host; leave unscale_ and step hooks out, and clip by max_norm"
@@ -112,11 +113,6 @@ def grads_of(optimizer: Optimizer) -> Grads:
         device: ([params[i] for i in places], [grads[i] for i in places])
         for device, places in by_device(grads, range(len(grads))).items()
     }
-
-
-def _are_on_host(optimizer: Any) -> bool:
-    """Return whether release_grads has sent grads to the host."""
-    return getattr(unwrapped(optimizer), "_has_host_grads", False) is True
 
 
 def _values(param: Tensor, grad: Tensor) -> Tensor:

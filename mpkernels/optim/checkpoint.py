@@ -12,6 +12,7 @@ from mpkernels._torch_private.optimizers import hooks_of_loading
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels.ops.step.rule import Rule
 from mpkernels.optim import group_options, param_state
+from mpkernels.optim.offload import home_of
 
 _MASTERS = ("remainder", "master", "master_param")
 
@@ -26,7 +27,7 @@ def saving(optimizer: Any) -> Iterator[None]:
             packed["state_dtype"] = str(group["state_dtype"])  # torch.distributed.checkpoint takes no dtype
             for param, number in zip(group["params"], packed["params"], strict=True):
                 if number in states:
-                    home = optimizer._home_of(param)
+                    home = home_of(optimizer, param)
                     states[number] = param_state.portable(optimizer._rule, home, states[number], is_fsdp1s(param))
 
     hook = optimizer.register_state_dict_post_hook(make_plain, prepend=True)
@@ -76,7 +77,7 @@ def loading(optimizer: Any) -> Iterator[Any]:
             new.update({key: own[key] for key in group_options.OF_GROUPS})
         for param, state, saved, own in states_to_adopt:
             stand_in.state[param] = param_state.adopt(
-                optimizer._rule, kind.__name__, optimizer._home_of(param), state, saved, own["state_dtype"]
+                optimizer._rule, kind.__name__, home_of(optimizer, param), state, saved, own["state_dtype"]
             )
         stand_in._is_loaded = True
         vars(optimizer).update(_without(own_hooks, stand_in))

@@ -14,7 +14,7 @@ from mpkernels.distributed.parts import settled_grads
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops.step.op import write_outcome
 from mpkernels.optim import checkpoint, group_options, masters, offloaded, param_state, under_scaler, verdicts, zero
-from mpkernels.optim.offload import Offload
+from mpkernels.optim import offload as offloading
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
 from mpkernels.optim.release import GradientRelease, steps_in_backward
@@ -37,17 +37,11 @@ class Engine(torch.optim.Optimizer):
     _step_outcome = StepOutcome()  # of no step yet
     _release: GradientRelease | None = None
     offload = False
-    _offload: Offload | None = None
+    _offload: offloading.Offload | None = None
     _is_loaded = False  # since the last step: the model may yet be loaded after it
 
     def _take_options(
-        self,
-        master: str,
-        state_dtype: torch.dtype,
-        max_norm: float | None,
-        guard: bool | None,
-        process_group: Any,
-        offload: bool = False,
+        self, master: str, state_dtype: Any, max_norm: Any, guard: Any, process_group: Any, offload: bool = False
     ) -> None:
         """Check and keep the options beyond torch's, before torch's constructor."""
         group_options.check_global(type(self).__name__, max_norm, guard, offload)
@@ -81,7 +75,7 @@ class Engine(torch.optim.Optimizer):
         """Forget everything that was derived from the parameters and their states."""
         self._forget_plans()
         if self.offload and self._offload is None:
-            self._offload = Offload()
+            self._offload = offloading.Offload()
         self._step_outcome = StepOutcome(self.grad_norm, self.skipped_steps)
         self._ledger = Ledger()
 
@@ -197,33 +191,16 @@ class Engine(torch.optim.Optimizer):
         if any(it.is_cuda for it in params_of(self)) and is_current_stream_capturing():
             return  # to compare waits for the device; kernels take up what was written all the same, without a word
         self._is_loaded = False
-        masters.compare_loaded(type(self).__name__, *self._weights_and_states())
+        masters.compare_loaded(type(self).__name__, *offloading.weights_and_states(self))
 
     def _follow_writes(self) -> None:
         """Bring the masters up to date with the weights, before somebody reads the state without the weights."""
         if self._offload is not None:
             self._offload.twins.follow(params_of(self))
         if not self._is_loaded:
-            masters.align(*self._weights_and_states())
+            masters.align(*offloading.weights_and_states(self))
         if self._offload is not None:
             self._offload.twins.send_all()
-
-    def _weights_and_states(self) -> tuple[list[Tensor], masters.States]:
-        """Return the weights where their states are, and the states by weight."""
-        params = params_of(self)
-        if self._offload is None:
-            return params, self.state
-        homes = {param: self._home_of(param) for param in params if self.state.get(param)}
-        return list(homes.values()), {home: self.state[param] for param, home in homes.items()}
-
-    @property
-    def _has_host_grads(self) -> bool:
-        """Whether grads wait on the host for the step, where their parameters show none."""
-        return self._offload is not None and any(map(self._offload.arrived.have, params_of(self)))
-
-    def _home_of(self, param: Tensor) -> Tensor:
-        """Return what states are made for: the parameter, or with ``offload`` its copy on the host."""
-        return param if self._offload is None else self._offload.home(param)
 
     def _plans_for(self, params: list[Tensor], grads: list[Tensor | None]) -> list[Plan]:
         """Return one plan for each device. Reuse the plans of the last step if they still fit."""
@@ -255,10 +232,9 @@ class Engine(torch.optim.Optimizer):
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)
-        known, home = self.state.get(param, {}), param
+        home, known = param, self.state.get(param, {})
         if self._offload is not None:
-            home = self._offload.home(param)
-            known = self._offload.moved(home, known)
+            home, known = self._offload.placed(param, known)
         state = param_state.for_step(self._rule, type(self).__name__, home, known, group)
         if state:
             self.state[param] = state

@@ -1,6 +1,6 @@
 """What ``offload=True`` changes about an optimizer: where its states are, what its plan is, what becomes of grads."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from mpkernels.optim.offload.copies import uninterrupted
 from mpkernels.optim.offload.grads import HostGrads, Slices
 from mpkernels.optim.offload.plan import OffloadedPlan
 from mpkernels.optim.offload.twins import Twins
+from mpkernels.parameters import params_of, unwrapped
 
 State = dict[str, Tensor]
 _NO_GRAPH = "with offload=True must not be part of a full graph: the host steps; compile forward and backward alone"
@@ -60,12 +61,13 @@ class Offload:
         """Return what states and plans take in a parameter's place: its twin, if it is on a GPU."""
         return self.twins.home(param)
 
-    def moved(self, home: Tensor, state: State) -> State:
-        """Return the state, where a loader may have put some of it on the parameter's device, beside the twin."""
+    def placed(self, param: Tensor, state: State) -> tuple[Tensor, State]:
+        """Return a parameter's home, and beside it the state, of which a loader may have put some elsewhere."""
+        home = self.home(param)
         device = part_of(home.detach()).device
         if all(_is_there(it, device) for it in state.values()):
-            return state
-        return {key: it if _is_there(it, device) else _moved(home, it) for key, it in state.items()}
+            return home, state
+        return home, {key: it if _is_there(it, device) else _moved(home, it) for key, it in state.items()}
 
     def for_release(self, params: Sequence[Tensor]) -> HostGrads | None:
         """Return where grads go that are freed inside the backward, if parameters are on a GPU."""
@@ -89,6 +91,27 @@ class Offload:
         outcome = optimizer._step_outcome
         shared = self.twins, self.arrived, self._slices
         return OffloadedPlan(optimizer._rule, rows, params, places, sizes, optimizer._ledger, outcome.parts, *shared)
+
+
+def home_of(optimizer: Any, param: Tensor) -> Tensor:
+    """Return what an optimizer's states are made for: the parameter, or with ``offload`` its twin on the host."""
+    offload: Offload | None = optimizer._offload
+    return param if offload is None else offload.home(param)
+
+
+def weights_and_states(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, State]]:
+    """Return the weights that lie beside their states, and the states by weight."""
+    params, states = params_of(optimizer), optimizer.state
+    if optimizer._offload is None:
+        return params, states
+    homes = {param: home_of(optimizer, param) for param in params if states.get(param)}
+    return list(homes.values()), {home: states[param] for param, home in homes.items()}
+
+
+def have_left(optimizer: Any) -> bool:
+    """Return whether some of an optimizer's grads wait on the host, where their parameters show none."""
+    offload = getattr(unwrapped(optimizer), "_offload", None)  # others may answer anything
+    return isinstance(offload, Offload) and any(map(offload.arrived.have, params_of(optimizer)))
 
 
 def _is_there(value: Any, device: torch.device) -> bool:
