@@ -304,9 +304,11 @@ def test_a_step_on_another_stream_leaves_what_the_first_one_brings():
     loss_of(params, 0).backward()
     optimizer.step()
     first = late_clone(params)
-    host = torch.ones(8, 8)
-    with torch.cuda.stream(torch.cuda.Stream(CUDA)):  # which waits for nothing
-        params[0].grad = host.to(CUDA)
+    read = torch.cuda.current_stream().record_event()
+    with torch.cuda.stream(torch.cuda.Stream(CUDA)):
+        params[0].grad = torch.ones(8, 8).to(CUDA)
+        optimizer._offload.arrived.take(params[0])  # as a backward does that needs no new weight, and waits for none
+        torch.cuda.current_stream().wait_event(read)
         optimizer.step()
     theirs = parameters(F32, shapes=[(8, 8)])
     its = OPTIMIZERS["SGD"].ours(theirs)
