@@ -16,6 +16,8 @@ from tests.targets import CUDA
 def captured(target):
     """Yields the graph, to be replayed once it is complete."""
     if target.device == CUDA:
+        one = torch.ones(1, 1, device=CUDA)
+        torch.mm(one, one)  # torch's handle of cuBLAS can't be made while a graph is captured
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             yield graph

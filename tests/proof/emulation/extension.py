@@ -12,13 +12,11 @@ COMPILER = "the emulation of nvcc 13.2"  # newer than torch's runtime, as driver
 
 def main(includes: str, *linked: str) -> None:
     setup = runpy.run_path("setup.py", run_name="extension")
-    archs = setup["ARCHS"]
+    chips = setup["ARCHS"]  # and of which virtual chip the code is made
     cuda = setup["Cuda"](
         compiler=COMPILER,
-        built_for=(*(f"sm_{arch}" for arch in archs), f"compute_{archs[0]}", f"compute_{archs[-1]}"),
-        compile=" ".join(
-            ["g++ -x c++", *emulation.FLAGS]
-        ),  # races within a kernel are the emulation's own tests' to find
+        built_for=(*(f"sm_{chip}" for chip in chips), f"compute_{max(map(int, chips.values()))}"),
+        compile=" ".join(["g++ -x c++", *emulation.FLAGS]),  # races within a kernel are the emulation's tests' to find
         includes=f"-DMPK_CUDA {includes}",
         libraries=" ".join(["-Wl,-Bsymbolic", *linked]),
     )

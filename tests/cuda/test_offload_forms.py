@@ -1,0 +1,160 @@
+"""offload=True: closures, graphs, compiled steps, refusals, processes, and writes that nobody counts."""
+
+import pytest
+import torch
+
+from mpkernels.amp import GradScaler, accumulate
+from mpkernels.optim import AdamW
+from mpkernels.optim.offload import plan as plan_of_offload
+from mpkernels.optim.offload.plan import OffloadedPlan
+from tests.cuda.offloading import SQUARE, are_same, assert_same, loss_of, offloaded, parameters, trained
+from tests.cuda.test_processes import fake_processes
+from tests.cuda.training import CUDA
+from tests.networks import B16
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch):
+    monkeypatch.setattr(plan_of_offload, "BUCKET", 64 * 64 * 2)
+
+
+def test_closures_and_steps_without_grads():
+    params, optimizer = offloaded()
+    theirs, its = parameters(B16, shapes=SQUARE), None
+    its = AdamW(theirs, lr=0.01)
+    optimizer.step()
+    for step in range(3):
+        for it, of_it in ((optimizer, params), (its, theirs)):
+
+            def closure(it=it, of_it=of_it, step=step):
+                it.zero_grad()
+                loss = loss_of(of_it, step)
+                loss.backward()
+                return loss
+
+            assert it.step(closure) is not None
+    assert_same(optimizer, its)
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_a_capture_is_refused():
+    params, optimizer = offloaded()
+    trained(optimizer, params)
+    graph = torch.cuda.CUDAGraph()
+    says = r"offload=True can't be captured in a CUDA graph.*leave offload out"
+    with pytest.raises(RuntimeError, match=says), torch.cuda.graph(graph):
+        optimizer.step()
+
+
+def test_a_replayed_backward_is_stepped():
+    """Nothing counts what a graph writes to grads, so they are copied at each step."""
+    params, optimizer = offloaded(guard=False)
+    theirs, its = parameters(B16, shapes=SQUARE), None
+    its = AdamW(theirs, lr=0.01, guard=False)
+    factor = torch.ones((), device=CUDA, dtype=B16)
+    for it, of_it in ((optimizer, params), (its, theirs)):
+        for param in of_it:
+            param.grad = torch.zeros_like(param)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for param in of_it:
+                param.grad.copy_(param * factor)
+        for step in range(3):
+            factor.fill_(step + 1)
+            graph.replay()
+            it.step()
+    assert_same(optimizer, its)
+
+
+def test_a_compiled_step_runs_as_written_or_is_refused():
+    (params, optimizer), (theirs, its) = offloaded(), offloaded()
+    for it, of_it in ((optimizer, params), (its, theirs)):
+        trained(it, of_it)
+        it.zero_grad()
+        loss_of(of_it, 9).backward()
+    with pytest.raises(Exception, match="offload=True must not be part of a full graph: the host steps"):
+        torch.compile(optimizer.step, backend="eager", fullgraph=True)()
+    torch.compile(optimizer.step, backend="eager")(), its.step()
+    assert_same(optimizer, its)
+
+
+def test_the_refusals():
+    params, optimizer = offloaded(released=True)
+    scaler = GradScaler("cuda", init_scale=4.0)
+    scaler.scale(loss_of(params, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"that release_grads has sent to the host; leave unscale_ .* out"):
+        scaler.unscale_(optimizer)
+    optimizer.zero_grad()
+    with pytest.raises(ValueError, match="max_norm must be given to AdamW"):
+        accumulate([0], 1, optimizer, max_norm=1.0)
+    theirs = torch.amp.GradScaler("cuda", init_scale=4.0)
+    theirs.scale(loss_of(params, 0)).backward()
+    with pytest.raises(RuntimeError, match=r"torch's GradScaler doesn't look for them; use mpkernels.amp.GradScaler"):
+        theirs.step(optimizer)
+
+
+def test_a_write_to_a_weight_that_nobody_counts_is_undone():
+    """As docs/differences.md says: what is written otherwise is seen."""
+    params, optimizer = offloaded(guard=False)
+    trained(optimizer, params, bad_step=-1)
+    optimizer.zero_grad()
+    weight = params[0]
+    for write, is_seen in ((lambda: weight.data.fill_(5), False), (lambda: weight.detach().fill_(5), True)):
+        write()
+        loss_of(params, 9).backward()
+        optimizer.step()
+        assert bool((weight.float() > 4).all()) is is_seen
+
+
+def test_a_write_to_a_grad_that_nobody_counts_is_seen():
+    params, optimizer = offloaded()
+    theirs, its = parameters(B16, shapes=SQUARE), None
+    its = AdamW(theirs, lr=0.01)
+    for it, of_it in ((optimizer, params), (its, theirs)):
+        for step in range(2):
+            it.zero_grad()
+            loss_of(of_it, step).backward()
+            for param in of_it:
+                param.grad.data.clamp_(-0.1, 0.1)
+            it.step()
+    assert_same(optimizer, its)
+
+
+def test_memory_is_given_back():
+    import gc
+    import weakref
+
+    params, optimizer = offloaded(released=True)
+    trained(optimizer, params)
+    plan, twin = optimizer._plans[0], optimizer._offload.home(params[0])
+    assert isinstance(plan, OffloadedPlan)
+    optimizer._release.remove()
+    dead = weakref.ref(optimizer), weakref.ref(plan), weakref.ref(twin)
+    del optimizer, plan, twin
+    gc.collect()
+    assert [it() for it in dead] == [None] * 3
+
+
+@pytest.mark.parametrize("way", ["process_group", "ZeRO"])
+@pytest.mark.parametrize("released", [False, True])
+def test_processes_that_agree(way, released):
+    from torch import distributed
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    found = []
+    with fake_processes(1):
+        for offload in (True, False):
+            params = parameters(B16, shapes=SQUARE)
+            options = {"lr": 0.01, "offload": offload, "max_norm": 1.0}
+            if way == "ZeRO":
+                optimizer = ZeroRedundancyOptimizer(params, AdamW, **options)
+                inner = optimizer.optim
+            else:
+                inner = optimizer = AdamW(params, process_group=distributed.group.WORLD, **options)
+            if offload and released:
+                inner.release_grads()
+            trained(optimizer, params)
+            found.append([*map(torch.Tensor.cpu, params), inner.skipped_steps.cpu()])
+            states = [it for state in inner.state.values() for it in state.values()]
+            assert all(it.device.type == ("cpu" if offload else "cuda") for it in states)
+    assert are_same(*found)

@@ -1,0 +1,128 @@
+"""offload=True: Ctrl-C at each line and a refused bucket leave nothing half stepped."""
+
+import signal
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels.amp import GradScaler
+from mpkernels.optim.offload import plan as plan_of_offload
+from mpkernels.optim.plan import Plan
+from tests.cuda.offloading import SQUARE, all_of, are_same, assert_same, loss_of, offloaded, trained
+
+ROOT = Path(mpkernels.__file__).parent
+
+
+@pytest.fixture(autouse=True)
+def _small_buckets(monkeypatch):
+    monkeypatch.setattr(plan_of_offload, "BUCKET", 64 * 64 * 2)
+
+
+def traced(run, number):
+    """Run this, and press Ctrl-C at the line of ours of this number, of those where it isn't held back. Return whether
+    there was one."""
+    left = number
+
+    def at_line(frame, event, argument):
+        nonlocal left
+        if event == "line" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return at_line
+
+    def at_call(frame, event, argument):
+        return at_line if Path(frame.f_code.co_filename).is_relative_to(ROOT / "optim") else None
+
+    sys.settrace(at_call)
+    try:
+        run()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(None)
+        torch.set_grad_enabled(True)  # which no_grad does not, if it is the line of its end
+    return False
+
+
+@pytest.mark.parametrize("released", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_ctrl_c_at_each_line_leaves_nothing_half_done(released, scaled):
+    (params, optimizer), (theirs, its) = offloaded(released=released, shapes=SQUARE[:3]), offloaded(shapes=SQUARE[:3])
+    scalers = [GradScaler("cuda", init_scale=4.0) if scaled else None for _ in range(2)]
+    trained(optimizer, params, scalers[0]), trained(its, theirs, scalers[1])
+    optimizer.zero_grad(), its.zero_grad()
+    before = all_of(optimizer, norm=False)
+    for scaler, it in zip(scalers, (params, theirs), strict=True):
+        loss = loss_of(it, 9)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+    its.step() if scalers[1] is None else scalers[1].step(its)
+    wanted = all_of(its, norm=False)
+    run = optimizer.step if scalers[0] is None else partial(scalers[0].step, optimizer)
+    number = breaks = 0
+    while True:
+        number += 1
+        if not traced(run, number):
+            break
+        breaks += 1
+        found = all_of(optimizer, norm=False)
+        is_done = are_same(found, wanted)
+        assert is_done or are_same(found, before), number
+        if is_done and scalers[0] is None:
+            break
+    assert breaks > 50
+    assert are_same(all_of(optimizer, norm=False), wanted)
+
+
+@pytest.mark.parametrize("bucket", [0, 2, 5])
+@pytest.mark.parametrize("released", [False, True])
+def test_ctrl_c_among_the_buckets_comes_after_the_last(monkeypatch, bucket, released):
+    params, optimizer = offloaded(released=released)
+    theirs, its = offloaded()
+    trained(optimizer, params), trained(its, theirs)
+    step, count = Plan.step, 0
+
+    def pressed(plan, grads, verdict, *rest):
+        nonlocal count
+        if verdict.found_inf is None:
+            if count == bucket:
+                signal.raise_signal(signal.SIGINT)
+            count += 1
+        step(plan, grads, verdict, *rest)
+
+    for it in (optimizer, its):
+        it.zero_grad()
+    loss_of(params, 9).backward(), loss_of(theirs, 9).backward()
+    its.step()
+    monkeypatch.setattr(Plan, "step", pressed)
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    assert count == len(SQUARE)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_same(optimizer, its, norm=False)
+
+
+def test_what_no_bucket_takes_moves_none():
+    """The last one's grad has another shape than its state."""
+    params, optimizer = offloaded()
+    trained(optimizer, params)
+    before = all_of(optimizer, norm=False)
+    for spoil in ("state", "grad"):
+        loss_of(params, 9).backward()
+        state = optimizer.state[params[-1]]
+        kept = state["exp_avg"]
+        if spoil == "state":
+            state["exp_avg"] = torch.zeros(3)
+        else:
+            params[-1].grad = None
+            params[-1].grad_dtype = None
+            params[-1].grad = params[-1].detach().double()
+        with pytest.raises((RuntimeError, ValueError, TypeError)):
+            optimizer.step()
+        state["exp_avg"] = kept
+        assert are_same(all_of(optimizer, norm=False), before)
+        optimizer.zero_grad()
