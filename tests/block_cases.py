@@ -105,7 +105,7 @@ def assert_contract(name, activation, leaves, dy, **options):
     numbers, and of fp32, is a share of the summands' size, for a sum may cancel."""
     block, dtype, eps = BLOCKS[name], dy.dtype, torch.finfo(dy.dtype).eps
     wanted = results(block.torchs, activation, [it.double().cpu() for it in leaves], dy.double().cpu())
-    theirs = results(block.torchs, activation, [it.cpu() for it in leaves], dy.cpu())
+    theirs = [it.cpu() for it in results(block.torchs, activation, leaves, dy)]
     ours = results(block.ours, activation, leaves, dy, **options)
     everything = zip(ours, wanted, theirs, sizes(name, activation, leaves, dy), strict=True)
     for i, (mine, want, rival, size) in enumerate(everything):
