@@ -23,7 +23,7 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 def test_trainer_and_torchao(tmp_path):
     torch.manual_seed(0)
     [recipe] = set(ANY_BLOCK.findall(PAGE)) - set(BLOCK.findall(PAGE))
-    for_trainer, for_torchao = recipe.split("\n\n")
+    for_trainer, _, for_torchao = recipe.rpartition("\n\n")
     model, row = LlamaForCausalLM(LlamaConfig(vocab_size=256, **SHAPE)).to(B16), torch.arange(16)
     names = {"model": model, "folder": str(tmp_path), "rows": [{"input_ids": row, "labels": row}] * 24, "AdamW": AdamW}
     exec(for_trainer, names)
