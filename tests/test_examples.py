@@ -29,6 +29,12 @@ def test_an_example_runs(path):
         sums = re.findall(r"rank (.): the weights add up to (-?[\d.]+(?:e[-+]\d+)?)", done.stdout)
         assert dict(sums).keys() == {"0", "1"}
         assert len({total for _, total in sums}) == 1
+    if path.stem == "offload":
+        losses = [float(it) for it in re.findall(r"loss ([\d.]+)", done.stdout)]
+        assert losses == sorted(losses, reverse=True)
+        assert losses[-1] < 2.6  # it begins near log(256)
+        assert "grads: 0 bytes" in done.stdout
+        assert re.search(r"masters and moments: [\d,]+ bytes on cpu$", done.stdout, re.MULTILINE)
 
 
 def test_58_batches_in_fours_are_15_steps():
