@@ -6,7 +6,7 @@ from itertools import chain, product
 
 import torch
 
-from benchmarks import blocks, fp32, layers, optimizers, peers, scaling, sharded
+from benchmarks import blocks, fp32, layers, offload, optimizers, peers, scaling, sharded
 from benchmarks.lists import lists
 from mpkernels.bench import cases, linear, ops, steps, training
 from mpkernels.bench.cases import BEST, DEFAULT, EAGER, WITHOUT_SCALER, Benchmark, step
@@ -60,6 +60,7 @@ def _steps(place: Place) -> Iterator[Benchmark]:
         prepare = partial(sharded.compare, setting)
         yield Benchmark("step", setting, prepare, "adamw_", BEST, "dtensors", sharded.why_not())
     yield from optimizers.comparisons(place)
+    yield from offload.comparisons(place)
 
 
 def _peers(place: Place) -> Iterator[Benchmark]:
