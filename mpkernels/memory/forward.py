@@ -24,7 +24,8 @@ def kept_by(model: nn.Module, loss: Any) -> Kept:
     """Return what a call of ``loss(model)`` keeps. Parameters and buffers don't count."""
     cast_cache.clear()  # what an earlier forward has left there would otherwise not be cast again
     storages = {storage_of(part_of(it)) for it in (*model.parameters(), *model.buffers())}
-    with saved_storages() as saved, _Casts(storages) as mode:
+    mode = _Casts(storages)
+    with saved_storages() as saved, mode:
         held = loss(model)
     casts = {storage_of(it) for it in mode.casts}
     activations = sum(size for storage, size in saved.items() if storage.cdata not in storages | casts)
