@@ -1,3 +1,5 @@
+import signal
+
 import pytest
 import torch
 
@@ -8,6 +10,14 @@ def _cuda():
         pytest.skip("torch sees no CUDA device")
     yield
     torch.cuda.set_stream(torch.cuda.default_stream())  # a capture that fails leaves its own behind
+
+
+@pytest.fixture(autouse=True)
+def _ctrl_c():
+    """Let Ctrl-C be heard. What a shell has put in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
