@@ -222,7 +222,8 @@ static void decode_block(const int8_t* codes, int64_t size, float scale, float* 
   for (int64_t i = 0; i < size; i += kLanes) store(values + i, decode<sign>(load(codes + i), scale));
 }
 
-// Of magnitudes, as bits: whole numbers are compared by one instruction, and NaN is the largest.
+// Returns the largest of these floats without a sign, whose bits are passed. One instruction compares bits as integers,
+// and a NaN's bits are the largest.
 static float largest_of(Words magnitudes) {
   uint32_t largest = 0;
   for (int lane = 0; lane < kLanes; ++lane) largest = std::max<uint32_t>(largest, magnitudes[lane]);
