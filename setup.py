@@ -210,6 +210,7 @@ builddir = {BUILD}
 pool memory
   depth = {jobs_in_memory()}
 rule compile
+  description = compiles $in
   command = $compile {COMMON_FLAGS} -MD -MF $out.d -c $in -o $out
   depfile = $out.d
   generator = 1

@@ -285,13 +285,3 @@ def test_the_wheel_works_where_there_is_nothing_but_torch(built, bare, tmp_path)
     assert found["verdict"].startswith("Ready to train on ")
     status, said = attempt(str(bare), str(ROOT / "examples" / "quickstart.py"), cwd=tmp_path)
     assert status == 0, said
-
-
-def test_readme_starts_from_an_empty_environment_and_ci_runs_its_commands():
-    readme = (ROOT / "README.md").read_text()
-    start = "python3 -m venv .venv && .venv/bin/pip install torch==2.13.0 && .venv/bin/pip install "
-    commands = [line for line in readme.splitlines() if line.startswith("python3 ")]
-    assert [line.startswith(start) for line in commands] == [True, True]
-    assert commands[0].endswith(" -m mpkernels demo")
-    pattern = re.search('grep -E "(.*)" README.md', (ROOT / ".ci" / "run").read_text())
-    assert [line for line in readme.splitlines() if re.search(pattern[1], line)] == commands

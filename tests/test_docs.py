@@ -9,8 +9,10 @@ import builtins
 import dis
 import importlib
 import inspect
+import os
 import re
 import shlex
+import subprocess
 from types import CodeType, FunctionType
 
 import pytest
@@ -166,11 +168,26 @@ def test_a_command_is_taken_as_it_stands(words, monkeypatch):
     assert len(asked) == 1
 
 
-def test_install_has_the_commands_of_the_readme():
-    """Which CI runs."""
-    pages = (ROOT / "README.md").read_text(), (ROOT / "docs" / "install.md").read_text()
-    of_readme, of_install = ([line for line in page.splitlines() if line.startswith("python3 ")] for page in pages)
-    assert of_install == of_readme
+def test_readme_and_install_spell_out_what_make_does():
+    environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
+    for page in (ROOT / "README.md", ROOT / "docs" / "install.md"):
+        lines = page.read_text().splitlines()
+        commands = [line for line in lines if line.startswith("make ")]
+        assert commands == ["make demo", "make test"], page
+        for command, spelled in zip(commands, (line for line in lines if line.startswith("python3 ")), strict=True):
+            does = subprocess.run([*command.split(), "-n"], cwd=ROOT, env=environment, capture_output=True, text=True)
+            assert " && ".join(line.strip() for line in does.stdout.splitlines()) == spelled
+            assert spelled.startswith("python3 -m venv .venv && .venv/bin/python -m pip install torch==2.13.0 && ")
+            assert f'"{command}' in (ROOT / ".ci" / "run").read_text()
+
+
+def test_make_keeps_the_environment_that_is_active(tmp_path):
+    environment = {**os.environ, "VIRTUAL_ENV": str(tmp_path)}
+    does = subprocess.run(["make", "demo", "-n"], cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+    assert does.splitlines() == [
+        f"{tmp_path}/bin/python -m pip install -v -e '.[demo]'",
+        f"{tmp_path}/bin/python -m mpkernels demo",
+    ]
 
 
 def test_what_is_proven_on_a_gpu_is_what_its_log_says():

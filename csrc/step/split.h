@@ -28,11 +28,8 @@ struct Split {
 
 template <class U>
 MPK_FN Split<U> split_bf16(U master) {
-  const U zero = master & 0u;
-  const U weight = (master + 0x8000u) >> 16;
-  const U quiet_nan = master >> 16 | 0x40u;
-  const auto is_nan = IsNan<U>::of(master);
-  return {is_nan ? quiet_nan : weight, is_nan ? zero : master & 0xffffu};
+  const U kept = IsNan<U>::of(master) ? (master & 0xffff0000u) | 0x400000u : master;  // a NaN would round to inf
+  return {(kept + 0x8000u) >> 16, kept & 0xffffu};
 }
 
 template <class U>
@@ -40,18 +37,17 @@ MPK_FN U magnitude_of(U bits) {
   return bits & 0x7fffffffu;
 }
 
-template <class U>
-MPK_FN U unless_beyond_zero(U joined, U weight) {
-  return (joined ^ weight) < 0x80000000u ? joined : weight;
-}
-
+// Beyond 0 and beyond inf lie NaNs.
 template <class U>
 MPK_FN U join_bf16(const Split<U>& split) {
   const U weight = split.weight << 16;
-  const U extended = (split.remainder ^ 0x8000u) - 0x8000u;  // the remainder's sign, carried through
-  const U joined = unless_beyond_zero(weight + extended, weight);
-  const auto is_beyond_inf = IsNan<U>::of(joined) ^ IsNan<U>::of(weight);
-  return is_beyond_inf ? weight : joined;
+  const U joined = weight + ((split.remainder ^ 0x8000u) - 0x8000u);  // the remainder's sign, carried through
+  return IsNan<U>::of(joined) ? weight : joined;
+}
+
+template <class U>
+MPK_FN U unless_beyond_zero(U joined, U weight) {
+  return (joined ^ weight) < 0x80000000u ? joined : weight;
 }
 
 // A 2^-16th of the last place of an fp16 that is widened to fp32, with its sign; all as bits.

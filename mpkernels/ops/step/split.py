@@ -75,17 +75,14 @@ def copied_master(weight: Tensor, copy: Tensor) -> Tensor:
 
 def _split_bf16(master: Tensor) -> tuple[Tensor, Tensor]:
     bits = master.view(torch.int32)
-    nan = master.isnan()
-    weight = torch.where(nan, bits >> 16 | 0x40, bits + 0x8000 >> 16)
-    remainder = torch.where(nan, 0, bits)
-    return weight.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
+    kept = torch.where(master.isnan(), bits & -0x10000 | 0x400000, bits)  # a NaN would round to inf
+    return (kept + 0x8000 >> 16).to(torch.int16).view(torch.bfloat16), kept.to(torch.int16)
 
 
 def _join_bf16(weight: Tensor, remainder: Tensor) -> Tensor:
-    alone = weight.float().view(torch.int32)
-    joined = alone + remainder
-    is_beyond_inf = weight.isinf() & (remainder > 0)
-    return torch.where(is_beyond_inf | ((joined ^ alone) < 0), alone, joined).view(torch.float32)
+    alone = weight.float()
+    joined = (alone.view(torch.int32) + remainder).view(torch.float32)
+    return torch.where(joined.isnan(), alone, joined)  # beyond 0 and beyond inf lie NaNs
 
 
 def _unit_of_fp16(magnitude: Tensor) -> Tensor:

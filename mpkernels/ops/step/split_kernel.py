@@ -21,10 +21,9 @@ def unit_of_fp16(bits):
 def join(weight, remainder, dtype):
     weight, remainder = weight.to(tl.int32), remainder.to(tl.int32)
     if dtype == BF16:
-        alone = weight << 16
-        joined = alone + remainder
-        is_beyond_inf = ((alone & 0x7FFFFFFF) == 0x7F800000) & (remainder > 0)
-        master = tl.where(is_beyond_inf | ((joined ^ alone) < 0), alone, joined).to(tl.float32, bitcast=True)
+        alone = (weight << 16).to(tl.float32, bitcast=True)
+        joined = ((weight << 16) + remainder).to(tl.float32, bitcast=True)
+        master = tl.where(joined != joined, alone, joined)  # beyond 0 and beyond inf lie NaNs
     else:
         magnitude = (weight & 0x7FFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         beyond = remainder.to(tl.float32) * unit_of_fp16(weight).to(tl.float32, bitcast=True)
@@ -46,9 +45,8 @@ def units_beyond(weight, magnitude):
 def split(master, dtype):
     bits = master.to(tl.int32, bitcast=True)
     if dtype == BF16:
-        is_nan = master != master
-        weight = tl.where(is_nan, bits >> 16 | 0x40, (bits + 0x8000) >> 16)
-        remainder = tl.where(is_nan, 0, bits & 0xFFFF)
+        kept = tl.where(master != master, bits & -0x10000 | 0x400000, bits)  # a NaN would round to inf
+        weight, remainder = (kept + 0x8000) >> 16, kept
     else:
         magnitude = tl.abs(master)
         nearest = magnitude.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
