@@ -5,6 +5,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from mpkernels.optim import AdamW
+from mpkernels.optim.masters import true_weight
 from tests import libraries
 
 libraries.need()
@@ -18,13 +19,20 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def made():
+def made(seed):
+    torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 1)).to(torch.bfloat16)
     return model, AdamW(model.parameters(), lr=1e-2)
 
 
+def trained(model, optimizer):
+    """Return masters and moments. A remainder alone, read as the bf16 that a checkpoint calls it, may be a NaN."""
+    states = [(param, optimizer.state[param]) for param in model.parameters()]
+    return [(true_weight(param, state), state["exp_avg"], state["exp_avg_sq"]) for param, state in states]
+
+
 def test_a_training_goes_on_where_it_was_saved(tmp_path):
-    model, optimizer = made()
+    model, optimizer = made(seed=0)
     for _ in range(3):
         step(model, optimizer)
     saved = optimizer.state_dict()
@@ -32,7 +40,7 @@ def test_a_training_goes_on_where_it_was_saved(tmp_path):
     save_model(model, tmp_path / "model.safetensors")
     save_file(tensors, tmp_path / "optimizer.safetensors")
 
-    other, its_optimizer = made()
+    other, its_optimizer = made(seed=1)
     load_model(other, tmp_path / "model.safetensors")
     state = {}
     for name, value in load_file(tmp_path / "optimizer.safetensors").items():
@@ -42,5 +50,4 @@ def test_a_training_goes_on_where_it_was_saved(tmp_path):
 
     for of_both in ((model, optimizer), (other, its_optimizer)):
         step(*of_both)
-    assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)
-    assert_close(its_optimizer.state_dict()["state"], optimizer.state_dict()["state"], rtol=0, atol=0)
+    assert_close(trained(other, its_optimizer), trained(model, optimizer), rtol=0, atol=0)
