@@ -1,8 +1,14 @@
-"""README's figures and its rows of results: of each machine, the newest of each row."""
+"""The numbers of README's first screen, and the rows of all machines: of each machine, the newest of each row."""
 
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from benchmarks import families, models
+from benchmarks.cells import table
 from benchmarks.raw import Session
 from mpkernels.bench.results import Result
 
@@ -37,9 +43,10 @@ def figures(runs: list[Front]) -> list[str]:
     return [f"  * {_ratios(it, ROWS[STEP])}, on {_machine(it)}" for it in runs if ROWS[STEP] in it.groups]
 
 
-def rows(runs: list[Front]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the cells of README's table."""
-    header = ["times torch's speed: median (least to most) of all cases", *map(_machine, runs)]
+def rows(runs: list[Front], folder: str = "benchmarks/results") -> tuple[list[str], list[list[str]]]:
+    """Return the header and the cells of the table of all machines."""
+    machines = [_machine(it).replace("benchmarks/results", folder) for it in runs]
+    header = ["times torch's speed: median (least to most) of all cases", *machines]
     return header, [[name, *(_ratios(it, title) for it in runs)] for name, title in ROWS.items()]
 
 
@@ -68,3 +75,63 @@ def _ratio(found: list[Result]) -> str:
     ratios = sorted(it.ratio.median for it in found)
     spread = f" ({ratios[0]:.2f} to {ratios[-1]:.2f})" if len(ratios) > 1 else ""
     return f"**{median(ratios):.2f}**{spread}"
+
+
+SHORT = {  # what virtual machines call by family and model alone
+    "AMD EPYC, family 25 model 1": "AMD Zen 3",
+    "AMD EPYC, family 25 model 17": "AMD Zen 4",
+    "AMD EPYC, family 26 model 2": "AMD Zen 5",
+}
+OURS = "mpkernels, bf16 weights, fp32 moments", "mpkernels, bf16 weights, 8-bit moments"
+BESIDE = (  # what ours has, and the rival's name
+    (OURS[0], "torch fused"),
+    (OURS[1], "torch fused"),
+    ("mpkernels, fp32 weights, 8-bit moments", "torchao-8bit"),
+    ("mpkernels, fp32 weights, 8-bit moments", "bitsandbytes-8bit"),
+    ("mpkernels, bf16 weights, bf16 moments", "torch-optimi-kahan"),
+)
+WITHOUT_SCALER = "step vs torch fused"
+WEIGHT_AND_GRAD, PINNED_COPY = 4, 2  # bytes of a bf16 parameter: left on the device by offload; added on the host
+WORTH_A_WORD = 0.95  # of a model's peak memory
+
+
+def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable[Path]) -> Iterator[str]:
+    """Yield the first screen's numbers: AdamW beside others, what is where under offload, whole models' memory."""
+    for name, run in compared.items():
+        yield from table(*_beside_others(name, run))
+        kept = families.bytes_a_parameter(families.compared(run))
+        host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
+        yield f"* With `offload=True`, {WEIGHT_AND_GRAD} bytes a parameter are on the device, {host} on the host."
+    for it in machines:
+        if it.run.machine["gpu"] == it.run.device and (found := it.groups.get(WITHOUT_SCALER)):
+            where = f"{it.run.device} ([samples](benchmarks/results/{it.names[-1]}.json))"
+            yield f"* On {where}, clip and step are {_ratio(found)} times as fast as torch's fused AdamW."
+    for path in fused:
+        yield _models(path)
+
+
+def _beside_others(name: str, run: Session) -> tuple[list[str], list[list[str]]]:
+    found = families.compared(run)
+    kept = families.bytes_a_parameter(found)
+    where = f"{_short(run.machine)} ([samples](benchmarks/results/{name}.json))"
+    columns = list(product(families.SHAPES, (False, True)))
+    words = [op.replace("-", " ") + ", one thread" * on_one for op, on_one in columns]
+    rows = []
+    for ours, theirs in BESIDE:
+        pairs = [it for it in found if (families.side(it, True), it.baseline) == (ours, theirs)]
+        ratios = [_ratio([it for it in pairs if (it.op, it.place == "cpu-1") == column]) for column in columns]
+        both = f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}"
+        rows.append([f"{theirs}; ours with {ours.partition(', ')[2]}", both, *ratios])
+    return [f"times as fast as others' AdamW: {where}", "bytes a parameter", *words], rows
+
+
+def _models(path: Path) -> str:
+    found = json.loads(path.read_text())
+    smaller = [it for it in found["rows"] if models.peak(it) < WORTH_A_WORD]
+    words = ", ".join(f"{it['model']} {models.peak(it):.2f} ({it['dtype']})" for it in smaller)
+    where = f"{_short(found['machine'])} ([samples](benchmarks/results/models/{path.name}))"
+    return f"* `fuse(model)`: a forward and backward keep so much of the memory beside weights: {words}; {where}."
+
+
+def _short(machine: Mapping[str, Any]) -> str:
+    return f"{SHORT.get(machine['cpu'], machine['cpu'])}, {machine['cores']} cores"
