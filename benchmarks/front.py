@@ -60,7 +60,7 @@ def _machine(it: Front) -> str:
     threads, cores = place.removeprefix("cpu-"), run.machine.get("cores")
     of_all = f" of {cores}" if cores and str(cores) != threads else ""
     used = "" if place == "cuda" else f", {threads}{of_all} cores"
-    name = f"{run.device.replace('(R)', '')}{used}, torch {run.machine['torch']}"
+    name = f"{run.device.replace('(R)', '')}{used}, torch {run.machine.get('torch')}"
     return f"{name} ({', '.join(f'[samples](benchmarks/results/{it}.json)' for it in it.names)})"
 
 
