@@ -6,11 +6,14 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.testing import assert_close
 
 from benchmarks import book, chart, families, front, on_paper, rivals
 from benchmarks.raw import Session
+from mpkernels.bench import steps
 from mpkernels.bench.results import Result
-from mpkernels.bench.settings import Place
+from mpkernels.bench.settings import Place, Setting, Sizes
 
 MACHINE = {"gpu": None, "cpu": "AMD EPYC, family 25 model 1", "cores": 2, "torch": "2.13.0", "mpkernels": "0.1.0"}
 LIGERS = """\
@@ -18,7 +21,7 @@ kernel_name kernel_provider kernel_operation_mode metric_name metric_unit x_name
 y_value_80 extra_benchmark_config_str gpu_name timestamp liger_version"""
 
 
-def session(kept=(14.0, 16.0), times=2.0):
+def session(kept=(14.0, 16.0), ratio=2.0):
     """What rivals.py compares: ours takes 1 to 6 us, the others so many times as long."""
     found = []
     for threads in (1, 2):
@@ -30,7 +33,7 @@ def session(kept=(14.0, 16.0), times=2.0):
             }
             place, dtype = str(case.setting.place), case.setting.dtype
             ours = [float(it) for it in range(1, 7)]
-            theirs = [times * threads * it for it in ours]
+            theirs = [ratio * threads * it for it in ours]
             found.append(
                 Result(
                     case.op, case.variant, place, dtype, sizes.name, "native", 1, 0.0, ours, theirs, case.baseline,
@@ -45,13 +48,37 @@ def rows_of(family, tmp_path):
     return list(csv.DictReader(io.StringIO(text)))
 
 
+@pytest.mark.parametrize("clips", [True, False])
+def test_both_sides_take_the_same_step(clips, monkeypatch):
+    """Beside torch's fused AdamW, whose weights ours end at."""
+    made, parameters = [], steps.parameters
+    monkeypatch.setattr(steps, "parameters", lambda *words: made.append(parameters(*words)) or made[-1])
+    rival = next(rivals.rivals(Place("cpu", 1)))
+    pair = rivals.compare(Setting(Place("cpu", 1), "fp32", Sizes("small", ((1000,),) * 3)), rival, clips)
+    for side in (pair.ours, pair.theirs):
+        run = side()
+        for _ in range(5):
+            run()
+    for ours, theirs in zip(*made, strict=True):
+        assert_close(ours, theirs)
+    norms = [torch.nn.utils.get_total_norm([it.grad for it in params]) for params in made]
+    assert [round(float(norm), 3) == steps.MAX_NORM for norm in norms] == [False, clips]  # ours writes no grads
+
+
+def test_all_lengths_fill_blocks_of_8_bit_moments():
+    """Or torchao would keep fp32 ones."""
+    lengths = {length for sizes in rivals.SIZES for (length,) in sizes.shapes}
+    assert [length % rivals.BLOCK for length in lengths] == [0] * 3
+    assert lengths == {49_999_872, 499_968, 5_120}  # the nearest
+
+
 def test_the_columns_are_ligers_but_for_the_version():
     assert [*families.HEADER[:-1], "liger_version"] == LIGERS.split()
 
 
 def test_each_side_of_each_pair_is_a_row_with_its_quantiles(tmp_path):
-    steps, _ = families.of_run("cpu", session())
-    rows = rows_of(steps, tmp_path)
+    times, _ = families.of_run("cpu", session())
+    rows = rows_of(times, tmp_path)
     assert len(rows) == 2 * len(session().results)
     ours, theirs = rows[:2]
     assert (ours["kernel_provider"], theirs["kernel_provider"]) == (
@@ -73,11 +100,11 @@ def test_bytes_are_those_of_a_parameter(tmp_path):
 
 
 def test_a_picture_has_a_dot_for_each_pair():
-    steps, kept = families.of_run("cpu", session())
-    titles = steps.picture.count("<title>")
+    times, kept = families.of_run("cpu", session())
+    titles = times.picture.count("<title>")
     assert titles == len(session().results)
     x = chart.TIMES.across(4.0)
-    assert f'class="first" cx="{x:.1f}"' in steps.picture  # two threads: 4 times
+    assert f'class="first" cx="{x:.1f}"' in times.picture  # two threads: 4 times
     assert "<title>torch fused, kept: weight, grad and states: 16.00</title>" in kept.picture
 
 
@@ -127,7 +154,7 @@ def test_other_samples_make_other_files(tmp_path, name):
         return files[name]
 
     assert text(session()) == text(session())
-    assert text(session()) != text(session(kept=(13.0, 16.0), times=3.0))
+    assert text(session()) != text(session(kept=(13.0, 16.0), ratio=3.0))
 
 
 def test_the_newest_run_of_a_device_is_drawn():
