@@ -55,8 +55,8 @@ def of_run(name: str, run: Session) -> Iterator[Family]:
     found = compared(run)
     where, source = f"{run.device}, {run.date}", [run.device, run.date, run.machine["mpkernels"]]
     text = (
-        "By number and size of tensors. A dot is the other's time over ours, the median of pairs in turns, and its 95 % "
-        "interval: right of 1 ours is faster. There is no scaler. torch fused has fp32 weights."
+        "By number and size of tensors. A dot is the other's time over ours, the median of pairs in turns, and its "
+        "95 % interval: right of 1 ours is faster. There is no scaler. torch fused has fp32 weights."
     )
     rows = [*chain.from_iterable(_speeds(it, source) for it in found)]
     yield Family(f"step-{name}", f"AdamW's step beside others: {where}", text, _picture_of_steps(found), rows)
