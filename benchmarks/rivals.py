@@ -70,7 +70,7 @@ def compare(setting: Setting, rival: Rival, clips: bool) -> Pair:
         lambda: _step_of(rival, setting, clips),
         moved=int(moved * setting.sizes.elements),
         clock="loop",  # no graph can hold a peer's step
-        is_counted=True,
+        is_counted=clips,  # once is enough
     )
 
 
