@@ -50,6 +50,11 @@ def compared(run: Session) -> list[Result]:
     return [it for it in run.results if it.op in rivals.CLIPS]
 
 
+def undisturbed(found: list[Result]) -> list[Result]:
+    """Return what was measured while no other programs were at work."""
+    return [it for it in found if "busy" not in it.doubts]
+
+
 def of_run(name: str, run: Session) -> Iterator[Family]:
     """Yield a run's families of times and of bytes."""
     found = compared(run)
@@ -58,8 +63,9 @@ def of_run(name: str, run: Session) -> Iterator[Family]:
         "By number and size of tensors. A dot is the other's time over ours, the median of pairs in turns, and its "
         "95 % interval: right of 1 ours is faster. There is no scaler. torch fused has fp32 weights."
     )
-    rows = [*chain.from_iterable(_speeds(it, source) for it in found)]
-    yield Family(f"step-{name}", f"AdamW's step beside others: {where}", text, _picture_of_steps(found), rows)
+    if quiet := undisturbed(found):
+        rows = [*chain.from_iterable(_speeds(it, source) for it in quiet)]
+        yield Family(f"step-{name}", f"AdamW's step beside others: {where}", text, _picture_of_steps(quiet), rows)
     text = (
         "Weight, grad and AdamW's states after a step, and the most that is allocated during one that clips, counted."
     )

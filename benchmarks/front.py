@@ -1,11 +1,11 @@
 """The numbers of README's first screen, and the rows of all machines: of each machine, the newest of each row."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from benchmarks import families, models
 from benchmarks.cells import table
@@ -56,12 +56,19 @@ def place_of(run: Session) -> str:
 
 
 def _machine(it: Front) -> str:
-    run, place = it.run, place_of(it.run)
-    threads, cores = place.removeprefix("cpu-"), run.machine.get("cores")
+    name = f"{it.run.device.replace('(R)', '')}{_cores(it.run)}, torch {it.run.machine.get('torch')}"
+    return f"{name} ({_samples(it.names)})"
+
+
+def _cores(run: Session) -> str:
+    place, cores = place_of(run), run.machine.get("cores")
+    threads = place.removeprefix("cpu-")
     of_all = f" of {cores}" if cores and str(cores) != threads else ""
-    used = "" if place == "cuda" else f", {threads}{of_all} cores"
-    name = f"{run.device.replace('(R)', '')}{used}, torch {run.machine.get('torch')}"
-    return f"{name} ({', '.join(f'[samples](benchmarks/results/{it}.json)' for it in it.names)})"
+    return "" if place == "cuda" else f", {threads}{of_all} cores"
+
+
+def _samples(names: Iterable[str]) -> str:
+    return ", ".join(f"[samples](benchmarks/results/{name}.json)" for name in names)
 
 
 def _ratios(it: Front, title: str) -> str:
@@ -81,6 +88,7 @@ SHORT = {  # what virtual machines call by family and model alone
     "AMD EPYC, family 25 model 1": "AMD Zen 3",
     "AMD EPYC, family 25 model 17": "AMD Zen 4",
     "AMD EPYC, family 26 model 2": "AMD Zen 5",
+    "Intel(R) Xeon(R) Processor, family 6 model 207": "Intel Emerald Rapids",
 }
 OURS = "mpkernels, bf16 weights, fp32 moments", "mpkernels, bf16 weights, 8-bit moments"
 BESIDE = (  # what ours has, and the rival's name
@@ -102,36 +110,41 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
         kept = families.bytes_a_parameter(families.compared(run))
         host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
         yield f"* With `offload=True`, {WEIGHT_AND_GRAD} bytes a parameter are on the device, {host} on the host."
-    for it in machines:
-        if it.run.machine["gpu"] == it.run.device and (found := it.groups.get(WITHOUT_SCALER)):
-            where = f"{it.run.device} ([samples](benchmarks/results/{it.names[-1]}.json))"
-            yield f"* On {where}, clip and step are {_ratio(found)} times as fast as torch's fused AdamW."
+    seen = {run.device for run in compared.values() if families.undisturbed(families.compared(run))}
+    elsewhere = [it for it in machines if it.run.device not in seen and WITHOUT_SCALER in it.groups]
+    if ratios := [f"{_ratios(it, WITHOUT_SCALER)} on {_short(it.run)} ({_samples(it.names)})" for it in elsewhere]:
+        yield f"* Clip and step, without a scaler, in torch's fused AdamW's speed: {'; '.join(ratios)}."
     for path in fused:
         yield _models(path)
 
 
 def _beside_others(name: str, run: Session) -> tuple[list[str], list[list[str]]]:
+    """A column that nothing was measured for, without other programs at work, is left out."""
     found = families.compared(run)
-    kept = families.bytes_a_parameter(found)
-    where = f"{_short(run.machine)} ([samples](benchmarks/results/{name}.json))"
-    columns = list(product(families.SHAPES, (False, True)))
-    words = [op.replace("-", " ") + ", one thread" * on_one for op, on_one in columns]
-    rows = []
-    for ours, theirs in BESIDE:
-        pairs = [it for it in found if (families.side(it, True), it.baseline) == (ours, theirs)]
-        ratios = [_ratio([it for it in pairs if (it.op, it.place == "cpu-1") == column]) for column in columns]
-        both = f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}"
-        rows.append([f"{theirs}; ours with {ours.partition(', ')[2]}", both, *ratios])
-    return [f"times as fast as others' AdamW: {where}", "bytes a parameter", *words], rows
+    kept, quiet = families.bytes_a_parameter(found), families.undisturbed(found)
+    columns: dict[str, list[str]] = {
+        f"times as fast as others' AdamW: {_short(run)} ({_samples([name])})": [
+            f"{theirs}; ours with {ours.partition(', ')[2]}" for ours, theirs in BESIDE
+        ],
+        "bytes a parameter": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in BESIDE],
+    }
+    for op, on_one in product(families.SHAPES, (False, True)):
+        column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]
+        pairs = ([it for it in column if (families.side(it, True), it.baseline) == pair] for pair in BESIDE)
+        if column:
+            columns[op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
+    return [*columns], [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _short(run: Session) -> str:
+    return SHORT.get(run.device, run.device) + _cores(run)
 
 
 def _models(path: Path) -> str:
     found = json.loads(path.read_text())
     smaller = [it for it in found["rows"] if models.peak(it) < WORTH_A_WORD]
     words = ", ".join(f"{it['model']} {models.peak(it):.2f} ({it['dtype']})" for it in smaller)
-    where = f"{_short(found['machine'])} ([samples](benchmarks/results/models/{path.name}))"
-    return f"* `fuse(model)`: a forward and backward keep so much of the memory beside weights: {words}; {where}."
-
-
-def _short(machine: Mapping[str, Any]) -> str:
-    return f"{SHORT.get(machine['cpu'], machine['cpu'])}, {machine['cores']} cores"
+    where = f"{SHORT.get(found['machine']['cpu'], found['machine']['cpu'])}, {found['machine']['cores']} cores"
+    source = f"[samples](benchmarks/results/models/{path.name})"
+    what = "Peak memory of a training step beside the weights, after `fuse(model)`, as a share of what it was"
+    return f"* {what}: {words}; {where} ({source})."

@@ -145,6 +145,28 @@ def test_a_model_that_keeps_all_its_memory_is_not_on_the_first_screen(tmp_path):
     assert "BERT" not in said
 
 
+def test_no_ratio_is_shown_that_other_programs_have_disturbed():
+    """What is counted can be believed nevertheless."""
+    run = session()
+    busy = replace(run, results=[replace(it, waited=0.2) for it in run.results])
+    assert [family.name for family in families.of_run("cpu", busy)] == ["bytes-cpu"]
+    header, _, row, *_ = front.numbers({"cpu": busy}, [], [])
+    assert header.endswith("| bytes a parameter |")
+    assert row == "| torch fused; ours with bf16 weights, fp32 moments | 14 / 16 |"
+    partly = replace(run, results=[*run.results[:-1], busy.results[-1]])
+    times, _ = families.of_run("cpu", partly)
+    assert len(times.rows) == 2 * (len(run.results) - 1)
+
+
+def test_machines_without_these_rivals_are_beside_torch_alone():
+    pair = Result(
+        "step", "", "cuda", "bf16", "100x500k", "native", 1, 0.0, [1.0] * 6, [2.0] * 6, baseline="torch fused"
+    )  # fmt: skip
+    h200 = Session("2026-11-26", {"gpu": "NVIDIA H200", "cpu": "Z80"}, results=[pair])
+    (said,) = front.numbers({}, [book._front({"h200": h200})], [])
+    assert "**2.00** on NVIDIA H200 ([samples](benchmarks/results/h200.json))" in said
+
+
 @pytest.mark.parametrize("name", ["step-cpu.svg", "step-cpu.csv", "bytes-cpu.svg", "bytes-cpu.csv"])
 def test_other_samples_make_other_files(tmp_path, name):
     def text(run):
