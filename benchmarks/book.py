@@ -10,7 +10,8 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
-from benchmarks import cells, chart, front, models, raw, scale, shown
+from benchmarks import cells, chart, families, front, models, raw, scale, shown
+from benchmarks.cells import table
 from benchmarks.raw import Session
 from mpkernels.bench import show
 from mpkernels.bench.results import Result
@@ -35,14 +36,6 @@ def short_of_aim(found: list[Result]) -> str:
     """A whole training step is to be so many times as fast as torch.amp's best; where it is not, this says so."""
     short = [result.case for result in found if result.op == "train" and result.ratio.median < AIM]
     return f" Short of {AIM} times: {', '.join(short)}." if short else ""
-
-
-def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
-    yield f"| {' | '.join(header)} |"
-    yield "|---" * len([*header]) + "|"
-    for row in rows:
-        yield f"| {' | '.join(row)} |"
-    yield ""
 
 
 def _ratio(result: Result, run: Session) -> str:
@@ -103,9 +96,24 @@ def book(runs: dict[str, Session], scaled: Iterable[Path] = (), fused: Iterable[
         "is faster; even: the interval holds 1. wide: it spans more than 10 %. busy: others used the machine.",
         "",
     ]
+    for family in all_families(runs, fused):
+        lines += family.lines()
+    lines += ["## All machines", "", *table(*front.rows([_front(it) for it in _by_device(runs).values()], "results"))]
     for name, run in sorted(runs.items(), key=_age, reverse=True):
         lines += of_run(name, run)
     return "\n".join([*lines, *past_one_device(scaled), *whole_models(fused)])
+
+
+def all_families(runs: dict[str, Session], fused: Iterable[Path]) -> list[families.Family]:
+    """Return those of each device's newest run that has them, and those of whole models."""
+    of_steps = chain.from_iterable(families.of_run(*it) for it in _compared(runs).items())
+    return [*of_steps, *map(families.of_models, fused)]
+
+
+def _compared(runs: dict[str, Session]) -> dict[str, Session]:
+    """Return the newest run of each device that has been compared with other libraries."""
+    newest = {run.device: (name, run) for name, run in sorted(runs.items(), key=_age) if families.compared(run)}
+    return dict(newest.values())
 
 
 def whole_models(measured: Iterable[Path]) -> Iterator[str]:
@@ -145,11 +153,12 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
 
 
 def readme(text: str, runs: dict[str, Session], fused: Iterable[Path] = ()) -> str:
-    """Return README with its figures and its tables anew."""
+    """Return README with the numbers of its first screen anew, and with what else it has marks for."""
     found = [_front(it) for it in _by_device(runs).values()]
     whole = chain.from_iterable(table(*models.summary(path)) for path in fused)
-    parts = {"figures": front.figures(found), "results": table(*front.rows(found)), "models": whole}
-    return _filled("README.md", text, parts)
+    numbers = front.numbers(_compared(runs), found, fused)
+    parts = {"numbers": numbers, "figures": front.figures(found), "results": table(*front.rows(found)), "models": whole}
+    return _filled("README.md", text, {name: lines for name, lines in parts.items() if BEGIN.format(name) in text})
 
 
 def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path] = ()) -> str:
@@ -209,6 +218,8 @@ def pages(root: Path) -> dict[Path, str]:
     charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}
     scaled, fused = (sorted((here / "results" / name).glob("*.json")) for name in ("scale", "models"))
     front_page, page = root / "README.md", root / "docs" / "performance.md"
+    for family in all_families(runs, fused):
+        charts |= family.files(here / "pictures")
     return {
         here / "RESULTS.md": book(runs, scaled, fused),
         front_page: readme(front_page.read_text(), runs, fused),
@@ -222,13 +233,14 @@ def main(words: list[str], root: Path = ROOT) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, fail where something has drifted")
     arguments = parser.parse_args(words)
     wanted = pages(root)
-    stale = [path for path in (root / "benchmarks" / "results").glob("*.svg") if path not in wanted]
+    stale = [path for path in root.glob("benchmarks/*/*.[sc][vs][gv]") if path not in wanted]
     drifted = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
         for path in drifted + stale:
             print(f"{path.relative_to(root)} has drifted from the raw files: run python -m benchmarks.book")
         return int(bool(drifted + stale))
     for path in drifted:
+        path.parent.mkdir(exist_ok=True)
         path.write_text(wanted[path])
     for path in stale:
         path.unlink()

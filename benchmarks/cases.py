@@ -6,7 +6,7 @@ from itertools import chain, product
 
 import torch
 
-from benchmarks import blocks, fp32, layers, offload, optimizers, peers, scaling, sharded
+from benchmarks import blocks, fp32, layers, offload, optimizers, peers, rivals, scaling, sharded
 from benchmarks.lists import lists
 from mpkernels.bench import cases, linear, ops, steps, training
 from mpkernels.bench.cases import BEST, DEFAULT, EAGER, WITHOUT_SCALER, Benchmark, step
@@ -53,7 +53,7 @@ def _steps(place: Place) -> Iterator[Benchmark]:
             yield step(setting, variant="no-clipping", clips=False)
             prepare = partial(optimizers.compare_reporting, setting)
             yield Benchmark("step", setting, prepare, "adamw_", "ours without a report", "guarded")
-    yield from _peers(place)
+    yield from rivals.comparisons(place)
     yield from _steps_without_scaler(place)
     if place.device == "cpu":
         setting = Setting(place, "fp32", sharded.SIZES)
@@ -61,15 +61,6 @@ def _steps(place: Place) -> Iterator[Benchmark]:
         yield Benchmark("step", setting, prepare, "adamw_", BEST, "dtensors", sharded.why_not())
     yield from optimizers.comparisons(place)
     yield from offload.comparisons(place)
-
-
-def _peers(place: Place) -> Iterator[Benchmark]:
-    setting = Setting(place, "fp32", HUNDRED)
-    for name, peer in peers.PEERS.items():
-        missing = peers.why_not(peer.module, peer.needs_cuda, place.device)
-        variant = "moments-8bit" if peer.moments == torch.int8 else ""
-        theirs, moments = peers.maker(peer), peer.moments
-        yield step(setting, name, theirs, variant=variant, missing=missing, clock="loop", state_dtype=moments)
 
 
 def _steps_without_scaler(place: Place) -> Iterator[Benchmark]:

@@ -1,9 +1,18 @@
-"""Sizes and speeds as the tables show them."""
+"""Tables, and sizes and speeds as they show them."""
 
+from collections.abc import Iterable, Iterator
 from statistics import median
 
 from benchmarks.raw import Session
 from mpkernels.bench.results import Result
+
+
+def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(header)} |"
+    yield "|---" * len([*header]) + "|"
+    for row in rows:
+        yield f"| {' | '.join(row)} |"
+    yield ""
 
 
 def size(count: float) -> str:

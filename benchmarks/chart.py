@@ -1,43 +1,88 @@
-"""A chart as SVG text, the same on every machine: a dot for each case, a row for each comparison."""
+"""A chart as SVG text, the same on every machine: rows of dots along an axis."""
 
+from collections.abc import Mapping, Sequence
 from html import escape
 from math import log2
+from typing import NamedTuple
 
 from mpkernels.bench.results import Result
 from mpkernels.bench.show import verdict
 
-LABELS, PLOT, ROW, TOP = 400, 460, 22, 34
-LEAST, MOST = 0.25, 16.0
+LABELS, PLOT, ROW, TOP, LINE = 400, 460, 22, 34, 16
+RATIOS = (0.25, 0.5, 1, 2, 4, 8, 16)
 STYLE = """<style>
 text { font: 12px sans-serif; fill: #57606a } line { stroke: #8c959f; stroke-width: 1 } .one { stroke-dasharray: 4 3 }
-.faster { fill: #1a7f37 } .even { fill: #8c959f } .slower { fill: #cf222e } circle { fill-opacity: 0.65 }
-@media (prefers-color-scheme: dark) { text { fill: #adbac7 } line { stroke: #768390 } .faster { fill: #57ab5a }
-.even { fill: #768390 } .slower { fill: #f47067 } }
+.faster, .first { fill: #1a7f37; stroke: #1a7f37 } .even { fill: #8c959f } .slower { fill: #cf222e }
+.second { fill: #0969da; stroke: #0969da } circle { fill-opacity: 0.65; stroke-opacity: 0 } .head { font-weight: bold }
+circle.hollow { fill-opacity: 0; stroke-opacity: 1 }
+@media (prefers-color-scheme: dark) { text { fill: #adbac7 } line { stroke: #768390 } .even { fill: #768390 }
+.faster, .first { fill: #57ab5a; stroke: #57ab5a } .slower { fill: #f47067 }
+.second { fill: #539bf5; stroke: #539bf5 } }
 </style>"""
 
 
-def across(ratio: float) -> float:
-    """Logarithmic; what lies outside is drawn at the edge."""
-    clipped = min(MOST, max(LEAST, ratio))
-    return LABELS + PLOT * log2(clipped / LEAST) / log2(MOST / LEAST)
+class Axis(NamedTuple):
+    ticks: Sequence[float]  # from the least that is drawn to the most; what lies outside is drawn at the edge
+    unit: str = ""
+    is_logarithmic: bool = False
+
+    def across(self, value: float) -> float:
+        measure = log2 if self.is_logarithmic else float
+        least, most = measure(self.ticks[0]), measure(self.ticks[-1])
+        clipped = min(self.ticks[-1], max(self.ticks[0], value))
+        return LABELS + PLOT * (measure(clipped) - least) / (most - least)
 
 
-def draw(groups: dict[str, list[Result]]) -> str:
-    width, height = LABELS + PLOT + 20, TOP + ROW * len(groups) + 24
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">', STYLE]
-    ratio = LEAST
-    while ratio <= MOST:
-        x, kind = across(ratio), ' class="one"' * (ratio == 1)
-        parts.append(f'<line{kind} x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 10}" y2="{height - 24}"/>')
-        parts.append(f'<text x="{x:.1f}" y="{TOP - 16}" text-anchor="middle">{ratio:g}x</text>')
-        ratio *= 2
-    for row, (name, results) in enumerate(groups.items()):
-        y = TOP + ROW * row + ROW / 2
-        parts.append(f'<text x="{LABELS - 14}" y="{y + 4:.0f}" text-anchor="end">{escape(name)}</text>')
-        for result in results:
-            x, title = across(result.ratio.median), escape(f"{result.name}: {result.ratio.median:.2f}")
-            dot = f'cx="{x:.1f}" cy="{y:.0f}" r="4"'
-            parts.append(f'<circle class="{verdict(result)}" {dot}><title>{title}</title></circle>')
+class Dot(NamedTuple):
+    value: float
+    kind: str  # its classes in STYLE
+    name: str
+    reach: tuple[float, float] | None = None  # the ends of a line through the dot
+
+
+Row = tuple[str, Sequence[Dot]]  # its label; a row without dots is a heading
+TIMES = Axis(RATIOS, "x", is_logarithmic=True)
+
+
+def draw(groups: Mapping[str, Sequence[Result]]) -> str:
+    """Draw each comparison as a row, and each of its cases as a dot."""
+    rows = [(name, [_of_case(result) for result in results]) for name, results in groups.items()]
     note = "times torch's speed, a dot for each list of tensors and dtype; right of 1 ours is faster"
-    parts.append(f'<text x="{LABELS}" y="{height - 6}">{note}</text>')
+    return chart(rows, TIMES, note, {})
+
+
+def _of_case(result: Result) -> Dot:
+    return Dot(result.ratio.median, verdict(result), result.name)
+
+
+def chart(rows: Sequence[Row], axis: Axis, note: str, legend: Mapping[str, str]) -> str:
+    """Draw rows of dots. legend: what each kind of dot means."""
+    bottom = TOP + ROW * len(rows)
+    width, height = LABELS + PLOT + 20, bottom + 8 + LINE * (1 + len(legend))
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">', STYLE]
+    for tick in axis.ticks:
+        x, kind = axis.across(tick), ' class="one"' * (tick == 1)
+        parts.append(f'<line{kind} x1="{x:.1f}" x2="{x:.1f}" y1="{TOP - 10}" y2="{bottom}"/>')
+        parts.append(f'<text x="{x:.1f}" y="{TOP - 16}" text-anchor="middle">{tick:g}{axis.unit}</text>')
+    for number, (name, dots) in enumerate(rows):
+        y = TOP + ROW * number + ROW / 2
+        kind = "" if dots else ' class="head"'
+        parts.append(f'<text{kind} x="{LABELS - 14}" y="{y + 4:.0f}" text-anchor="end">{escape(name)}</text>')
+        for dot in dots:
+            parts += _drawn(dot, axis, y)
+    for number, (kind, meaning) in enumerate(legend.items()):
+        y = bottom + LINE * (number + 1)
+        parts.append(f'<circle class="{kind}" cx="{LABELS + 5}" cy="{y - 4}" r="4"/>')
+        parts.append(f'<text x="{LABELS + 16}" y="{y}">{escape(meaning)}</text>')
+    parts.append(f'<text x="{LABELS}" y="{height - 6}">{escape(note)}</text>')
     return "\n".join([*parts, "</svg>\n"])
+
+
+def _drawn(dot: Dot, axis: Axis, y: float) -> list[str]:
+    parts = []
+    if dot.reach:
+        low, high = map(axis.across, dot.reach)
+        parts.append(f'<line class="{dot.kind}" x1="{low:.1f}" x2="{high:.1f}" y1="{y:.0f}" y2="{y:.0f}"/>')
+    title = escape(f"{dot.name}: {dot.value:.2f}")
+    circle = f'class="{dot.kind}" cx="{axis.across(dot.value):.1f}" cy="{y:.0f}" r="4"'
+    return [*parts, f"<circle {circle}><title>{title}</title></circle>"]

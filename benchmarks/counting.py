@@ -20,8 +20,8 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def count(make: Make, device: str) -> Counts:
-    """Count one side alone. Its peak holds weights and states. It leaves out workspaces of oneDNN and cuBLAS, and
-    what the first run needs, which makes the states and compiles."""
+    """Count one side alone. What it keeps after a run, weights, grads and states, is in its peak, too. That leaves out
+    workspaces of oneDNN and cuBLAS, and what the first run needs, which makes the states and compiles."""
     gc.collect()
     return _count_on_cuda(make) if device == "cuda" else _count_on_cpu(make)
 
@@ -56,7 +56,7 @@ def _count_on_cpu(make: Make) -> Counts:
         gc.collect()
 
     held = sum(_allocations(first))
-    return {"peak memory": held + peak_beside(runs[0]), **_saved(runs[0])}
+    return {"kept": held, "peak memory": held + peak_beside(runs[0]), **_saved(runs[0])}
 
 
 def _saved(run: Workload) -> Counts:
@@ -84,6 +84,7 @@ def _count_on_cuda(make: Make) -> Counts:
     before = torch.cuda.memory_allocated()
     run = make()
     run()
+    kept = torch.cuda.memory_allocated() - before
     torch.cuda.reset_peak_memory_stats()
     run()
     torch.cuda.synchronize()
@@ -93,4 +94,4 @@ def _count_on_cuda(make: Make) -> Counts:
     names = [event.name for event in profiled.events()]
     launches = sum("LaunchKernel" in name for name in names)
     waits = sum(name in WAITS for name in names)
-    return {"peak memory": peak, "host waits": waits, "launches": launches, **_saved(run)}
+    return {"kept": kept, "peak memory": peak, "host waits": waits, "launches": launches, **_saved(run)}

@@ -1,8 +1,14 @@
-"""README's figures and its rows of results: of each machine, the newest of each row."""
+"""The numbers of README's first screen, and the rows of all machines: of each machine, the newest of each row."""
 
+import json
+from collections.abc import Iterable, Iterator
+from itertools import product
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
+from benchmarks import families, models
+from benchmarks.cells import table
 from benchmarks.raw import Session
 from mpkernels.bench.results import Result
 
@@ -37,9 +43,10 @@ def figures(runs: list[Front]) -> list[str]:
     return [f"  * {_ratios(it, ROWS[STEP])}, on {_machine(it)}" for it in runs if ROWS[STEP] in it.groups]
 
 
-def rows(runs: list[Front]) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the cells of README's table."""
-    header = ["times torch's speed: median (least to most) of all cases", *map(_machine, runs)]
+def rows(runs: list[Front], folder: str = "benchmarks/results") -> tuple[list[str], list[list[str]]]:
+    """Return the header and the cells of the table of all machines."""
+    machines = [_machine(it).replace("benchmarks/results", folder) for it in runs]
+    header = ["times torch's speed: median (least to most) of all cases", *machines]
     return header, [[name, *(_ratios(it, title) for it in runs)] for name, title in ROWS.items()]
 
 
@@ -49,12 +56,19 @@ def place_of(run: Session) -> str:
 
 
 def _machine(it: Front) -> str:
-    run, place = it.run, place_of(it.run)
-    threads, cores = place.removeprefix("cpu-"), run.machine.get("cores")
+    name = f"{it.run.device.replace('(R)', '')}{_cores(it.run)}, torch {it.run.machine.get('torch')}"
+    return f"{name} ({_samples(it.names)})"
+
+
+def _cores(run: Session) -> str:
+    place, cores = place_of(run), run.machine.get("cores")
+    threads = place.removeprefix("cpu-")
     of_all = f" of {cores}" if cores and str(cores) != threads else ""
-    used = "" if place == "cuda" else f", {threads}{of_all} cores"
-    name = f"{run.device.replace('(R)', '')}{used}, torch {run.machine['torch']}"
-    return f"{name} ({', '.join(f'[samples](benchmarks/results/{it}.json)' for it in it.names)})"
+    return "" if place == "cuda" else f", {threads}{of_all} cores"
+
+
+def _samples(names: Iterable[str]) -> str:
+    return ", ".join(f"[samples](benchmarks/results/{name}.json)" for name in names)
 
 
 def _ratios(it: Front, title: str) -> str:
@@ -68,3 +82,69 @@ def _ratio(found: list[Result]) -> str:
     ratios = sorted(it.ratio.median for it in found)
     spread = f" ({ratios[0]:.2f} to {ratios[-1]:.2f})" if len(ratios) > 1 else ""
     return f"**{median(ratios):.2f}**{spread}"
+
+
+SHORT = {  # what virtual machines call by family and model alone
+    "AMD EPYC, family 25 model 1": "AMD Zen 3",
+    "AMD EPYC, family 25 model 17": "AMD Zen 4",
+    "AMD EPYC, family 26 model 2": "AMD Zen 5",
+    "Intel(R) Xeon(R) Processor, family 6 model 207": "Intel Emerald Rapids",
+}
+OURS = "mpkernels, bf16 weights, fp32 moments", "mpkernels, bf16 weights, 8-bit moments"
+BESIDE = (  # what ours has, and the rival's name
+    (OURS[0], "torch fused"),
+    (OURS[1], "torch fused"),
+    ("mpkernels, fp32 weights, 8-bit moments", "torchao-8bit"),
+    ("mpkernels, fp32 weights, 8-bit moments", "bitsandbytes-8bit"),
+    ("mpkernels, bf16 weights, bf16 moments", "torch-optimi-kahan"),
+)
+WITHOUT_SCALER = "step vs torch fused"
+WEIGHT_AND_GRAD, PINNED_COPY = 4, 2  # bytes of a bf16 parameter: left on the device by offload; added on the host
+WORTH_A_WORD = 0.95  # of a model's peak memory
+
+
+def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable[Path]) -> Iterator[str]:
+    """Yield the first screen's numbers: AdamW beside others, what is where under offload, whole models' memory."""
+    for name, run in compared.items():
+        yield from table(*_beside_others(name, run))
+        kept = families.bytes_a_parameter(families.compared(run))
+        host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
+        yield f"* With `offload=True`, {WEIGHT_AND_GRAD} bytes a parameter are on the device, {host} on the host."
+    seen = {run.device for run in compared.values() if families.undisturbed(families.compared(run))}
+    elsewhere = [it for it in machines if it.run.device not in seen and WITHOUT_SCALER in it.groups]
+    if ratios := [f"{_ratios(it, WITHOUT_SCALER)} on {_short(it.run)} ({_samples(it.names)})" for it in elsewhere]:
+        yield f"* Clip and step, without a scaler, in torch's fused AdamW's speed: {'; '.join(ratios)}."
+    for path in fused:
+        yield _models(path)
+
+
+def _beside_others(name: str, run: Session) -> tuple[list[str], list[list[str]]]:
+    """A column that nothing was measured for, without other programs at work, is left out."""
+    found = families.compared(run)
+    kept, quiet = families.bytes_a_parameter(found), families.undisturbed(found)
+    columns: dict[str, list[str]] = {
+        f"times as fast as others' AdamW: {_short(run)} ({_samples([name])})": [
+            f"{theirs}; ours with {ours.partition(', ')[2]}" for ours, theirs in BESIDE
+        ],
+        "bytes a parameter": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in BESIDE],
+    }
+    for op, on_one in product(families.SHAPES, (False, True)):
+        column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]
+        pairs = ([it for it in column if (families.side(it, True), it.baseline) == pair] for pair in BESIDE)
+        if column:
+            columns[op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
+    return [*columns], [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _short(run: Session) -> str:
+    return SHORT.get(run.device, run.device) + _cores(run)
+
+
+def _models(path: Path) -> str:
+    found = json.loads(path.read_text())
+    smaller = [it for it in found["rows"] if models.peak(it) < WORTH_A_WORD]
+    words = ", ".join(f"{it['model']} {models.peak(it):.2f} ({it['dtype']})" for it in smaller)
+    where = f"{SHORT.get(found['machine']['cpu'], found['machine']['cpu'])}, {found['machine']['cores']} cores"
+    source = f"[samples](benchmarks/results/models/{path.name})"
+    what = "Peak memory of a training step beside the weights, after `fuse(model)`, as a share of what it was"
+    return f"* {what}: {words}; {where} ({source})."

@@ -76,13 +76,23 @@ def times(theirs: str, ours: str) -> Callable[[Row], str]:
     """Return the column that says how many times as fast as ``theirs`` ``ours`` is: median, least to most of rounds."""
 
     def cell(row: Row) -> str:
-        seconds = row["seconds"]
-        if not seconds.keys() >= {theirs, ours}:
+        if not row["seconds"].keys() >= {theirs, ours}:
             return ""
-        ratios = sorted(one / other for one, other in zip(seconds[theirs], seconds[ours], strict=True))
-        return f"{median(ratios):.2f} ({ratios[0]:.2f} to {ratios[-1]:.2f})"
+        found = ratios(row, theirs, ours)
+        return f"{median(found):.2f} ({found[0]:.2f} to {found[-1]:.2f})"
 
     return cell
+
+
+def ratios(row: Row, one: str, other: str) -> list[float]:
+    """Return the first side's time over the other's in each round, the least first."""
+    seconds = row["seconds"]
+    return sorted(first / second for first, second in zip(seconds[one], seconds[other], strict=True))
+
+
+def peak(row: Row) -> float:
+    """Return the fused model's peak memory as a share of the plain one's."""
+    return float(row["peak"]["ours"] / row["peak"]["theirs"])
 
 
 def sizes(key: str, theirs: str, ours: str) -> Callable[[Row], str]:
@@ -130,7 +140,7 @@ def summary(path: Path) -> tuple[list[str], list[list[str]]]:
     speed = times(*AS_THEY_ARE)
 
     def cell(row: Row) -> str:
-        return f"{speed(row)}; {row['peak']['ours'] / row['peak']['theirs']:.2f}"
+        return f"{speed(row)}; {peak(row):.2f}"
 
     by_model: dict[str, dict[str, str]] = {}
     for row in rows:

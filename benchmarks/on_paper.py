@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from benchmarks.book import END, table
+from benchmarks.book import END
+from benchmarks.cells import table
 from mpkernels.optim import AdamW
 
 PAGE = Path(__file__).parents[1] / "docs" / "offload.md"

@@ -18,14 +18,15 @@ class Peer(NamedTuple):
     optimizer: str
     options: dict[str, Any]
     moments: torch.dtype = torch.float32  # ours have the same
+    weights: torch.dtype = torch.float32  # likewise
     needs_cuda: bool = False
 
 
-# All with fp32 parameters.
 PEERS = {
     "torchao-8bit": Peer("torchao.optim", "AdamW8bit", {}, torch.int8),
     "bitsandbytes-8bit": Peer("bitsandbytes.optim", "AdamW8bit", {}, torch.int8),
     "torch-optimi": Peer("optimi", "AdamW", {"lr": 1e-3}),
+    "torch-optimi-kahan": Peer("optimi", "AdamW", {"lr": 1e-3}, torch.bfloat16, torch.bfloat16),
     "flashoptim-8bit": Peer(
         "flashoptim", "FlashAdamW", {"lr": 1e-3, "master_weight_bits": None}, torch.int8, needs_cuda=True
     ),

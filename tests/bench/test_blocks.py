@@ -23,7 +23,7 @@ def test_peak_memory_is_that_of_the_tensors():
 
         return run
 
-    assert count(make, "cpu") == {"peak memory": 2 * 4000}
+    assert count(make, "cpu") == {"kept": 4000, "peak memory": 2 * 4000}
 
 
 def test_what_only_the_first_run_needs_is_not_in_the_peak():
@@ -31,7 +31,7 @@ def test_what_only_the_first_run_needs_is_not_in_the_peak():
         first = [10_000]
         return lambda: torch.zeros(first.pop() if first else 1000)
 
-    assert count(make, "cpu") == {"peak memory": 4000}
+    assert count(make, "cpu") == {"kept": 0, "peak memory": 4000}
 
 
 def test_what_is_saved_is_counted_once_without_parameters_and_inputs():
@@ -73,6 +73,6 @@ def test_memory_of_a_block_is_counted(name):
     setting = Setting(Place("cpu", 1), "fp32", Shape(64, 16, 24).sizes())
     pair = blocks.compare(setting, name, blocks.ours(setting, name), blocks.torchs(setting, name))
     assert pair.is_counted
-    assert {*count(pair.ours, "cpu")} == {"peak memory", "saved"}
+    assert {*count(pair.ours, "cpu")} == {"kept", "peak memory", "saved"}
     hidden = 4 * 64 * 24
     assert count(pair.theirs, "cpu")["saved"] == hidden * (2 if name == "gelu_mlp" else 4)

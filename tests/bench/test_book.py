@@ -19,7 +19,8 @@ def copy(tmp_path):
     for path in ("README.md", "docs/performance.md", "benchmarks/RESULTS.md"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / path, tmp_path / path)
-    shutil.copytree(ROOT / "benchmarks" / "results", tmp_path / "benchmarks" / "results")
+    for folder in ("results", "pictures"):
+        shutil.copytree(ROOT / "benchmarks" / folder, tmp_path / "benchmarks" / folder)
     return tmp_path
 
 
@@ -40,6 +41,17 @@ def test_a_number_typed_by_hand_is_noticed(copy, capsys, name, begin):
     text = path.read_text()
     at = text.index("| ", text.index(begin))
     path.write_text(text[:at] + "| 9.99 " + text[at:])
+    assert book.main(["--check"], copy) == 1
+    assert f"{name} has drifted" in capsys.readouterr().out
+    assert book.main([], copy) == 0
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize("name", sorted(path.name for path in book.ROOT.glob("benchmarks/pictures/*")))
+def test_a_number_changed_in_a_picture_or_its_csv_is_noticed(copy, capsys, name):
+    path = copy / "benchmarks" / "pictures" / name
+    text = path.read_text()
+    path.write_text(text.replace("1", "2", 1))
     assert book.main(["--check"], copy) == 1
     assert f"{name} has drifted" in capsys.readouterr().out
     assert book.main([], copy) == 0
@@ -68,8 +80,9 @@ def test_a_page_says_with_which_clock_a_gpu_was_timed(monkeypatch, clock, name):
     assert found.prepare().clock == clock
 
 
-def test_a_chart_of_no_results_is_noticed(copy):
-    orphan = copy / "benchmarks" / "results" / "orphan.svg"
+@pytest.mark.parametrize("name", ["results/orphan.svg", "pictures/orphan.svg", "pictures/orphan.csv"])
+def test_a_chart_of_no_results_is_noticed(copy, name):
+    orphan = copy / "benchmarks" / name
     orphan.write_text("<svg/>")
     assert book.main(["--check"], copy) == 1
     assert book.main([], copy) == 0

@@ -3,9 +3,12 @@
 import pytest
 import torch
 
+import mpkernels
 from benchmarks import optimizers
 from mpkernels.bench import steps
-from tests.optim.test_step_costs import COSTS
+from mpkernels.optim import AdamW
+from tests import ROOT
+from tests.optim.test_step_costs import COSTS, SIZE, Traffic, params_of
 
 
 @pytest.mark.parametrize(
@@ -33,3 +36,40 @@ def test_what_the_bytes_of_each_rule_allow(name, alone, scaled):
     ours = steps.bytes_of_our_step(torch.float32, states=rule.states)
     assert optimizers.bytes_of_torchs_step(rule.states, unscales=False) / ours == pytest.approx(alone)
     assert optimizers.bytes_of_torchs_step(rule.states) / ours == pytest.approx(scaled)
+
+
+def test_the_page_has_the_bytes_that_are_counted():
+    """With clipping and without; the column of a step under a scaler is that of the tests of a step's costs."""
+    page = (ROOT / "docs" / "performance.md").read_text().partition("moved: unscale")[2]
+    rows = [line.strip("| ").split(" | ")[2:] for line in page.partition("\n\n")[0].splitlines()[2:]]
+    torchs, *ours = [[int(cell.split()[0]) for cell in row] for row in rows]
+    assert torchs == [16, *(optimizers.bytes_of_torchs_step(2, *does) for does in BESIDE_STEP)]
+    assert torchs[2:] == [moved_by_torch(clips=True), moved_by_torch(clips=False)]
+    costs = [cost for cost in COSTS if cost[0] != torch.float16]
+    for counted, (dtype, options, kept, scaled) in zip(ours, costs, strict=True):
+        assert counted == [kept, scaled, *(moved_by_ours(dtype, options, clips) for clips in (True, False))]
+
+
+BESIDE_STEP = (True, True), (False, True), (False, False)  # whether torch unscales, and clips
+
+
+def moved_by_torch(clips):
+    (param,) = params_of(torch.float32)
+    optimizer = torch.optim.AdamW([param], fused=True)
+    optimizer.step()
+    with Traffic() as traffic:
+        if clips:
+            torch.nn.utils.clip_grad_norm_([param], 1.0)
+        optimizer.step()
+    never_written = 4  # the grads, though the fused step's schema says so
+    return traffic.bytes / SIZE - never_written
+
+
+def moved_by_ours(dtype, options, clips):
+    (param,) = params_of(dtype)
+    optimizer = AdamW([param], max_norm=1.0 if clips else None, **options)
+    with mpkernels.backend("reference"):
+        optimizer.step()
+        with Traffic() as traffic:
+            optimizer.step()
+    return traffic.bytes / SIZE

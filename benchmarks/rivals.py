@@ -1,0 +1,81 @@
+"""AdamW's step, with clipping and alone, beside torch's fused one and those of other libraries; without a scaler.
+
+A rival with 8-bit moments is beside ours with them, one with bf16 weights beside ours in bf16. Ours in bf16 looks for
+inf and NaN in both, as is its default.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import Any, NamedTuple
+
+import torch
+
+from benchmarks import peers
+from benchmarks.lists import ONE_50M
+from mpkernels.bench import steps
+from mpkernels.bench.cases import WITHOUT_SCALER, Benchmark
+from mpkernels.bench.pairs import Pair, Workload
+from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting, Sizes
+from mpkernels.optim import AdamW
+
+BLOCK = 256  # torchao keeps in 8 bits only moments whose number is a multiple of this
+
+
+def in_blocks(sizes: Sizes) -> Sizes:
+    """Return the sizes, each the nearest multiple of BLOCK."""
+    return sizes._replace(shapes=tuple((round(length / BLOCK) * BLOCK,) for (length,) in sizes.shapes))
+
+
+SIZES = [in_blocks(it) for it in (ONE_50M, HUNDRED, THOUSAND)]
+CLIPS = {"clip-and-step": True, "step-alone": False}
+VARIANTS = {torch.float32: "", torch.bfloat16: "moments-bf16", torch.int8: "moments-8bit"}
+
+
+class Rival(NamedTuple):
+    """What ours is beside: weights of a dtype, and moments of ours."""
+
+    name: str
+    make: steps.MakeOptimizer
+    dtype: str  # of our weights
+    moments: torch.dtype
+    weights: torch.dtype = torch.float32  # the rival's
+    missing: str = ""
+
+
+def rivals(place: Place) -> Iterator[Rival]:
+    for dtype, moments in (("fp32", torch.float32), ("bf16", torch.float32), ("bf16", torch.int8)):
+        yield Rival(WITHOUT_SCALER, steps.fused, dtype, moments)
+    for name, peer in peers.PEERS.items():
+        dtype = next(word for word, it in DTYPES.items() if it == peer.weights)
+        missing = peers.why_not(peer.module, peer.needs_cuda, place.device)
+        yield Rival(name, peers.maker(peer), dtype, peer.moments, peer.weights, missing)
+
+
+def comparisons(place: Place) -> Iterator[Benchmark]:
+    for sizes, (op, clips), rival in product(SIZES, CLIPS.items(), rivals(place)):
+        setting = Setting(place, rival.dtype, sizes)
+        prepare = partial(compare, setting, rival, clips)
+        yield Benchmark(op, setting, prepare, "adamw_", rival.name, VARIANTS[rival.moments], rival.missing)
+
+
+def compare(setting: Setting, rival: Rival, clips: bool) -> Pair:
+    dtype = DTYPES[setting.dtype]
+    options: dict[str, Any] = {"max_norm": steps.MAX_NORM if clips else None, "state_dtype": rival.moments}
+    moved = steps.bytes_of_our_step(dtype, rival.moments)
+    if not clips and dtype == torch.float32:
+        moved -= dtype.itemsize  # nothing needs the grads before the step
+    return Pair(
+        lambda: AdamW(steps.parameters(setting, dtype), **options).step,
+        lambda: _step_of(rival, setting, clips),
+        moved=int(moved * setting.sizes.elements),
+        clock="loop",  # no graph can hold a peer's step
+        is_counted=clips,  # once is enough
+    )
+
+
+def _step_of(rival: Rival, setting: Setting, clips: bool) -> Workload:
+    params = steps.parameters(setting, rival.weights)
+    if clips:
+        return steps.clip_and_step(params, rival.make, torch.nn.utils.clip_grad_norm_)
+    return rival.make(params).step

@@ -1,0 +1,185 @@
+"""What RESULTS.md opens with, and the numbers of README's first screen, come from the raw samples alone."""
+
+import csv
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from benchmarks import book, chart, families, front, on_paper, rivals
+from benchmarks.raw import Session
+from mpkernels.bench import steps
+from mpkernels.bench.results import Result
+from mpkernels.bench.settings import Place, Setting, Sizes
+
+MACHINE = {"gpu": None, "cpu": "AMD EPYC, family 25 model 1", "cores": 2, "torch": "2.13.0", "mpkernels": "0.1.0"}
+LIGERS = """\
+kernel_name kernel_provider kernel_operation_mode metric_name metric_unit x_name x_label x_value y_value_50 y_value_20
+y_value_80 extra_benchmark_config_str gpu_name timestamp liger_version"""
+
+
+def session(kept=(14.0, 16.0), ratio=2.0):
+    """What rivals.py compares: ours takes 1 to 6 us, the others so many times as long."""
+    found = []
+    for threads in (1, 2):
+        for case in rivals.comparisons(Place("cpu", threads)):
+            sizes = case.setting.sizes
+            counts = {
+                name: {"kept": int(each * sizes.elements), "peak memory": int((each + 1) * sizes.elements)}
+                for name, each in zip(("ours", "theirs"), kept, strict=True)
+            }
+            place, dtype = str(case.setting.place), case.setting.dtype
+            ours = [float(it) for it in range(1, 7)]
+            theirs = [ratio * threads * it for it in ours]
+            found.append(
+                Result(
+                    case.op, case.variant, place, dtype, sizes.name, "native", 1, 0.0, ours, theirs, case.baseline,
+                    counts=counts,
+                )
+            )  # fmt: skip
+    return Session("2026-11-26", MACHINE, results=found)
+
+
+def rows_of(family, tmp_path):
+    (text,) = (text for path, text in family.files(tmp_path).items() if path.suffix == ".csv")
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+@pytest.mark.parametrize("clips", [True, False])
+def test_both_sides_take_the_same_step(clips, monkeypatch):
+    """Beside torch's fused AdamW, whose weights ours end at."""
+    made, parameters = [], steps.parameters
+    monkeypatch.setattr(steps, "parameters", lambda *words: made.append(parameters(*words)) or made[-1])
+    rival = next(rivals.rivals(Place("cpu", 1)))
+    pair = rivals.compare(Setting(Place("cpu", 1), "fp32", Sizes("small", ((1000,),) * 3)), rival, clips)
+    for side in (pair.ours, pair.theirs):
+        run = side()
+        for _ in range(5):
+            run()
+    for ours, theirs in zip(*made, strict=True):
+        assert_close(ours, theirs)
+    norms = [torch.nn.utils.get_total_norm([it.grad for it in params]) for params in made]
+    assert [round(float(norm), 3) == steps.MAX_NORM for norm in norms] == [False, clips]  # ours writes no grads
+
+
+def test_all_lengths_fill_blocks_of_8_bit_moments():
+    """Or torchao would keep fp32 ones."""
+    lengths = {length for sizes in rivals.SIZES for (length,) in sizes.shapes}
+    assert [length % rivals.BLOCK for length in lengths] == [0] * 3
+    assert lengths == {49_999_872, 499_968, 5_120}  # the nearest
+
+
+def test_the_columns_are_ligers_but_for_the_version():
+    assert [*families.HEADER[:-1], "liger_version"] == LIGERS.split()
+
+
+def test_each_side_of_each_pair_is_a_row_with_its_quantiles(tmp_path):
+    times, _ = families.of_run("cpu", session())
+    rows = rows_of(times, tmp_path)
+    assert len(rows) == 2 * len(session().results)
+    ours, theirs = rows[:2]
+    assert (ours["kernel_provider"], theirs["kernel_provider"]) == (
+        "mpkernels, fp32 weights, fp32 moments",
+        "torch fused",
+    )
+    assert [ours[f"y_value_{it}"] for it in (20, 50, 80)] == ["0.002", "0.0035", "0.005"]  # ms
+    assert [theirs[f"y_value_{it}"] for it in (20, 50, 80)] == ["0.004", "0.007", "0.01"]
+    assert json.loads(ours["extra_benchmark_config_str"]) == {"place": "cpu-1", "beside": "torch fused"}
+    assert len({tuple(row.values()) for row in rows}) == len(rows)
+
+
+def test_bytes_are_those_of_a_parameter(tmp_path):
+    _, kept = families.of_run("cpu", session())
+    found = {(row["kernel_provider"], row["metric_name"]): row["y_value_50"] for row in rows_of(kept, tmp_path)}
+    assert found["torch fused", "kept memory"] == "16"
+    assert found["torch fused", "peak memory"] == "17"
+    assert found["mpkernels, bf16 weights, 8-bit moments", "kept memory"] == "14"
+
+
+def test_a_picture_has_a_dot_for_each_pair():
+    times, kept = families.of_run("cpu", session())
+    titles = times.picture.count("<title>")
+    assert titles == len(session().results)
+    x = chart.TIMES.across(4.0)
+    assert f'class="first" cx="{x:.1f}"' in times.picture  # two threads: 4 times
+    assert "<title>torch fused, kept: weight, grad and states: 16.00</title>" in kept.picture
+
+
+def test_the_first_screen_is_short_and_names_no_long_machine():
+    runs = {"cpu": session()}
+    lines = list(front.numbers(runs, [], book.ROOT.glob("benchmarks/results/models/*.json")))
+    assert len(lines) <= 10
+    row = next(line for line in lines if line.startswith("| torch fused; ours with bf16 weights, fp32 moments"))
+    four, two = "**4.00** (4.00 to 4.00)", "**2.00** (2.00 to 2.00)"
+    assert row.split(" | ")[1:] == ["14 / 16", four, two, four, f"{two} |"]
+    assert "AMD Zen 3, 2 cores ([samples]" in lines[0]
+    assert not any("family" in line for line in lines)
+
+
+def test_what_offload_leaves_where_is_what_its_page_has():
+    kept = [sum(on_paper.kept(choice)) + choice.weights.itemsize for choice in CHOICES]
+    found = session(kept=(kept[0], 16.0))
+    for result in found.results:
+        if "8bit" in result.variant:
+            result.counts["ours"]["kept"] = int(kept[1] * families.ELEMENTS[result.case])
+    (said,) = (line for line in front.numbers({"cpu": found}, [], []) if "offload" in line)
+    hosts = [states + weights for weights, states in map(on_paper.kept, CHOICES)]
+    assert f"{hosts[0]:.3g} or {hosts[1]:.3g} on the host" in said
+
+
+CHOICES = [it for it in on_paper.CHOICES if (on_paper.NAMES[it.weights], it.master) == ("bf16", "split")][::2]
+
+
+def test_a_model_that_keeps_all_its_memory_is_not_on_the_first_screen(tmp_path):
+    path = tmp_path / "cpu.json"
+    rows = [
+        {"model": name, "dtype": "fp32", "peak": {"ours": share, "theirs": 100}}
+        for name, share in (("GPT-2", 51), ("BERT", 100))
+    ]
+    path.write_text(json.dumps({"machine": MACHINE, "rows": rows}))
+    (said,) = front.numbers({}, [], [path])
+    assert "GPT-2 0.51 (fp32)" in said
+    assert "BERT" not in said
+
+
+def test_no_ratio_is_shown_that_other_programs_have_disturbed():
+    """What is counted can be believed nevertheless."""
+    run = session()
+    busy = replace(run, results=[replace(it, waited=0.2) for it in run.results])
+    assert [family.name for family in families.of_run("cpu", busy)] == ["bytes-cpu"]
+    header, _, row, *_ = front.numbers({"cpu": busy}, [], [])
+    assert header.endswith("| bytes a parameter |")
+    assert row == "| torch fused; ours with bf16 weights, fp32 moments | 14 / 16 |"
+    partly = replace(run, results=[*run.results[:-1], busy.results[-1]])
+    times, _ = families.of_run("cpu", partly)
+    assert len(times.rows) == 2 * (len(run.results) - 1)
+
+
+def test_machines_without_these_rivals_are_beside_torch_alone():
+    pair = Result(
+        "step", "", "cuda", "bf16", "100x500k", "native", 1, 0.0, [1.0] * 6, [2.0] * 6, baseline="torch fused"
+    )  # fmt: skip
+    h200 = Session("2026-11-26", {"gpu": "NVIDIA H200", "cpu": "Z80"}, results=[pair])
+    (said,) = front.numbers({}, [book._front({"h200": h200})], [])
+    assert "**2.00** on NVIDIA H200 ([samples](benchmarks/results/h200.json))" in said
+
+
+@pytest.mark.parametrize("name", ["step-cpu.svg", "step-cpu.csv", "bytes-cpu.svg", "bytes-cpu.csv"])
+def test_other_samples_make_other_files(tmp_path, name):
+    def text(run):
+        files = {
+            path.name: text for family in families.of_run("cpu", run) for path, text in family.files(tmp_path).items()
+        }
+        return files[name]
+
+    assert text(session()) == text(session())
+    assert text(session()) != text(session(kept=(13.0, 16.0), ratio=3.0))
+
+
+def test_the_newest_run_of_a_device_is_drawn():
+    older, newer = replace(session(), date="2026-11-25"), session()
+    names = {family.name for family in book.all_families({"b": older, "a": newer}, [])}
+    assert names == {"step-a", "bytes-a"}
