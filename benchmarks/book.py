@@ -234,7 +234,8 @@ def main(words: list[str], root: Path = ROOT) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, fail where something has drifted")
     arguments = parser.parse_args(words)
     wanted = pages(root)
-    stale = [path for path in root.glob("benchmarks/*/*.[sc][vs][gv]") if path not in wanted]
+    drawn = (path for path in root.glob("benchmarks/*/*") if path.suffix in (".svg", ".csv"))
+    stale = [path for path in drawn if path not in wanted]
     drifted = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
         for path in drifted + stale:
