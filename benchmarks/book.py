@@ -64,6 +64,7 @@ COLUMNS: dict[str, Cell] = {
     "of best": cells.share,
     "x torch [95 %]": _ratio,
     "": _verdict,
+    "kept, ours / theirs": _both("kept", cells.size),
     "peak memory, ours / theirs": _both("peak memory", cells.size),
     "saved for backward, ours / theirs": _both("saved", cells.size),
     "launches": _both("launches", str),
@@ -200,7 +201,7 @@ def _age(item: tuple[str, Session]) -> tuple[str, str]:
 def _front(runs: dict[str, Session]) -> front.Front:
     """``runs``: all of one machine, the newest last."""
     newest = [*runs.values()][-1]
-    best, groups, on_one = front.place_of(newest), Groups(), Groups()
+    best, groups, on_one = front.place_of(*runs.values()), Groups(), Groups()
     source: dict[str, str] = {}  # of each row
     for name, run in runs.items():
         of_run = group(it for it in run.results if it.place == best)
@@ -208,7 +209,7 @@ def _front(runs: dict[str, Session]) -> front.Front:
         groups |= of_run
         on_one |= group(it for it in run.results if it.place == "cpu-1")
     names = [name for name in runs if name in source.values()]
-    return front.Front(names, newest, groups, {} if best == "cpu-1" else on_one)
+    return front.Front(names, newest, best, groups, {} if best == "cpu-1" else on_one)
 
 
 def pages(root: Path) -> dict[Path, str]:
@@ -233,7 +234,8 @@ def main(words: list[str], root: Path = ROOT) -> int:
     parser.add_argument("--check", action="store_true", help="write nothing, fail where something has drifted")
     arguments = parser.parse_args(words)
     wanted = pages(root)
-    stale = [path for path in root.glob("benchmarks/*/*.[sc][vs][gv]") if path not in wanted]
+    drawn = (path for path in root.glob("benchmarks/*/*") if path.suffix in (".svg", ".csv"))
+    stale = [path for path in drawn if path not in wanted]
     drifted = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if arguments.check:
         for path in drifted + stale:

@@ -34,6 +34,7 @@ class Front(NamedTuple):
 
     names: list[str]  # of its raw files
     run: Session  # the newest
+    place: str  # the GPU, or the most threads of any run
     groups: dict[str, list[Result]]  # by what is compared with what
     on_one_thread: dict[str, list[Result]]  # likewise; empty where that is all there is
 
@@ -50,19 +51,19 @@ def rows(runs: list[Front], folder: str = "benchmarks/results") -> tuple[list[st
     return header, [[name, *(_ratios(it, title) for it in runs)] for name, title in ROWS.items()]
 
 
-def place_of(run: Session) -> str:
-    """Return the run's GPU, or all of its cores."""
-    return max({result.place for result in run.results}, key=lambda it: (it == "cuda", len(it), it))
+def place_of(*runs: Session) -> str:
+    """Return the runs' GPU, or the most threads of any."""
+    places = {result.place for run in runs for result in run.results}
+    return max(places, key=lambda it: (it == "cuda", len(it), it))
 
 
 def _machine(it: Front) -> str:
-    name = f"{it.run.device.replace('(R)', '')}{_cores(it.run)}, torch {it.run.machine.get('torch')}"
+    name = f"{it.run.device.replace('(R)', '')}{_cores(it.run, it.place)}, torch {it.run.machine.get('torch')}"
     return f"{name} ({_samples(it.names)})"
 
 
-def _cores(run: Session) -> str:
-    place, cores = place_of(run), run.machine.get("cores")
-    threads = place.removeprefix("cpu-")
+def _cores(run: Session, place: str) -> str:
+    threads, cores = place.removeprefix("cpu-"), run.machine.get("cores")
     of_all = f" of {cores}" if cores and str(cores) != threads else ""
     return "" if place == "cuda" else f", {threads}{of_all} cores"
 
@@ -106,13 +107,15 @@ WORTH_A_WORD = 0.95  # of a model's peak memory
 def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable[Path]) -> Iterator[str]:
     """Yield the first screen's numbers: AdamW beside others, what is where under offload, whole models' memory."""
     for name, run in compared.items():
-        yield from table(*_beside_others(name, run))
+        yield from filter(None, table(*_beside_others(name, run)))  # a list may follow a table at once
         kept = families.bytes_a_parameter(families.compared(run))
         host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
         yield f"* With `offload=True`, {WEIGHT_AND_GRAD} bytes a parameter are on the device, {host} on the host."
     seen = {run.device for run in compared.values() if families.undisturbed(families.compared(run))}
     elsewhere = [it for it in machines if it.run.device not in seen and WITHOUT_SCALER in it.groups]
-    if ratios := [f"{_ratios(it, WITHOUT_SCALER)} on {_short(it.run)} ({_samples(it.names)})" for it in elsewhere]:
+    if ratios := [
+        f"{_ratios(it, WITHOUT_SCALER)} on {_short(it.run, it.place)} ({_samples(it.names)})" for it in elsewhere
+    ]:
         yield f"* Clip and step, without a scaler, in torch's fused AdamW's speed: {'; '.join(ratios)}."
     for path in fused:
         yield _models(path)
@@ -123,7 +126,7 @@ def _beside_others(name: str, run: Session) -> tuple[list[str], list[list[str]]]
     found = families.compared(run)
     kept, quiet = families.bytes_a_parameter(found), families.undisturbed(found)
     columns: dict[str, list[str]] = {
-        f"times as fast as others' AdamW: {_short(run)} ({_samples([name])})": [
+        f"times as fast as others' AdamW: {_short(run, place_of(run))} ({_samples([name])})": [
             f"{theirs}; ours with {ours.partition(', ')[2]}" for ours, theirs in BESIDE
         ],
         "bytes a parameter": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in BESIDE],
@@ -136,8 +139,8 @@ def _beside_others(name: str, run: Session) -> tuple[list[str], list[list[str]]]
     return [*columns], [list(row) for row in zip(*columns.values(), strict=True)]
 
 
-def _short(run: Session) -> str:
-    return SHORT.get(run.device, run.device) + _cores(run)
+def _short(run: Session, place: str) -> str:
+    return SHORT.get(run.device, run.device) + _cores(run, place)
 
 
 def _models(path: Path) -> str:

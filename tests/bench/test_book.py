@@ -178,6 +178,22 @@ def test_readme_shows_the_newest_of_each_row():
     assert "[samples](benchmarks/results/older.json), [samples](benchmarks/results/newer.json)" in header[1]
 
 
+def test_a_later_run_on_one_thread_hides_nothing():
+    both, one = (
+        Session(
+            date,
+            {"gpu": None, "cpu": "Abacus", "cores": 2, "torch": "2.13.0"},
+            results=[
+                replace(result(100.0, 150.0), place=place, op="step", baseline="torch.amp fused") for place in places
+            ],
+        )
+        for date, places in (("2026-11-25", ["cpu-1", "cpu-2"]), ("2026-11-26", ["cpu-1"]))
+    )
+    (_, machine), rows = front.rows([book._front({"both": both, "one": one})])
+    assert machine.startswith("Abacus, 2 cores")
+    assert dict(rows)[front.STEP] == "**1.50**; one thread **1.50**"
+
+
 def test_a_cpu_is_not_called_by_the_gpu_beside_it():
     """The host of a GPU is measured, too."""
     machine = {"gpu": "NVIDIA H200", "cpu": "Abacus", "cores": 16, "torch": "2.11.0"}
