@@ -17,7 +17,12 @@ from mpkernels import selector
 from tests import libraries, quick
 from tests.processes import why_no_gloo
 from tests.proof import interpreter
-from tests.quick import pytest_collection_modifyitems, pytest_sessionfinish, pytest_testnodedown  # noqa: F401
+from tests.quick import (  # noqa: F401
+    pytest_collection_modifyitems,
+    pytest_sessionfinish,
+    pytest_sessionstart,
+    pytest_testnodedown,
+)
 from tests.summary import TARGET, pytest_report_header, pytest_terminal_summary  # noqa: F401
 from tests.targets import TARGETS, emulated_variable
 
