@@ -35,6 +35,8 @@ interpreter.check_what_is_said_of_alignment()
 interpreter.patch_the_language_once_a_launch()
 interpreter.check_no_overflow_in_vain()
 interpreter.look_up_numpys_dtypes()
+if os.environ.get("TRITON_INTERPRET") == "1":  # else it would be the compiler's types
+    interpreter.describe_each_type_once()
 hypothesis.settings.register_profile("same for all", derandomize=True, deadline=None)  # and in each run
 hypothesis.settings.load_profile("same for all")
 
