@@ -202,8 +202,9 @@ def test_a_load_behind_a_use_is_noticed(compiled):
 def test_a_pow_a_thread_is_noticed(compiled):
     good, bad = blend(compiled, "blend"), blend(compiled, "blend_pow_a_thread")
     worse, missed = complaints(good, bad)
-    assert f"instructions {bad.counts['instructions']}" in worse
-    assert missed <= {"fp64 in the loop"}
+    assert bad.counts["fp64_after_data"] > WARPS * 20
+    assert {f"{name} {bad.counts[name]}" for name in ("instructions", "fp64_after_data")} <= {*worse}
+    assert missed == {"fp64 in the loop"}
 
 
 def test_a_constant_read_lane_by_lane_is_noticed(compiled):
