@@ -17,7 +17,12 @@ from mpkernels import selector
 from tests import libraries, quick
 from tests.processes import why_no_gloo
 from tests.proof import interpreter
-from tests.quick import pytest_collection_modifyitems, pytest_sessionfinish, pytest_testnodedown  # noqa: F401
+from tests.quick import (  # noqa: F401
+    pytest_collection_modifyitems,
+    pytest_sessionfinish,
+    pytest_sessionstart,
+    pytest_testnodedown,
+)
 from tests.summary import TARGET, pytest_report_header, pytest_terminal_summary  # noqa: F401
 from tests.targets import TARGETS, emulated_variable
 
@@ -30,6 +35,8 @@ interpreter.check_what_is_said_of_alignment()
 interpreter.patch_the_language_once_a_launch()
 interpreter.check_no_overflow_in_vain()
 interpreter.look_up_numpys_dtypes()
+if os.environ.get("TRITON_INTERPRET") == "1":  # else it would be the compiler's types
+    interpreter.describe_each_type_once()
 hypothesis.settings.register_profile("same for all", derandomize=True, deadline=None)  # and in each run
 hypothesis.settings.load_profile("same for all")
 

@@ -17,6 +17,11 @@ def why_no_gloo():
 needs_gloo = pytest.mark.skipif(why_no_gloo() != "", reason="needs torch with gloo")
 
 
+def in_processes(test):
+    """Mark a test that starts processes. It tells nothing of a kernel, and takes long: it runs with --all."""
+    return pytest.mark.exhaustive(needs_gloo(test))
+
+
 # What most checks import. A process starts as a copy of one that has imported this, in a tenth of the time.
 PRELOADED = (
     *("mpkernels.amp", "mpkernels.nn", "mpkernels.optim", "torch.distributed.checkpoint.state_dict"),

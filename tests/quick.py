@@ -13,7 +13,7 @@ import pytest
 
 LEFT_OUT = pytest.StashKey[Counter[str]]()  # how many tests, by folder
 GOLDEN = (5**0.5 - 1) / 2
-EXHAUSTIVE, EACH_ONCE = "exhaustive", "each_value_once"
+EXHAUSTIVE, EACH_ONCE, BEGINS_FIRST = "exhaustive", "each_value_once", "begins_first"
 
 
 def add_option(parser):
@@ -27,8 +27,27 @@ def is_quick(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not is_quick(config):
-        return
+    if is_quick(config):
+        _leave_out(config, items)
+    if hasattr(config, "workerinput"):
+        _order_files(items)
+
+
+def pytest_sessionstart(session):
+    session.config.option.loadscopereorder = False  # pytest-xdist's order, in which long files with few tests come last
+
+
+def _order_files(items):
+    """Marked files come first, then those with many tests: no worker begins a long one when the others are done."""
+    counts = Counter(_file(it) for it in items)
+    items.sort(key=lambda it: (it.get_closest_marker(BEGINS_FIRST) is None, -counts[_file(it)]))
+
+
+def _file(item):
+    return item.nodeid.partition("::")[0]
+
+
+def _leave_out(config, items):
     of_functions = defaultdict(list)
     for it in items:
         if it.get_closest_marker(EXHAUSTIVE) is None:

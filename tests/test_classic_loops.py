@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import mpkernels.amp
 import mpkernels.optim
 from tests.networks import B16, F16, batch, network, one_thread
-from tests.processes import needs_gloo, spawn
+from tests.processes import in_processes, spawn
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
@@ -202,6 +202,6 @@ def on_rank(rank):
     assert_close(of_rank_0, models[1][0].weight.detach(), rtol=0, atol=0)
 
 
-@needs_gloo
+@in_processes
 def test_two_processes_of_ddp(tmp_path):
     spawn(on_rank, tmp_path)

@@ -2,13 +2,14 @@
 
 import itertools
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tests import ROOT
-from tests.quick import meeting
+from tests.quick import BEGINS_FIRST, EACH_ONCE, EXHAUSTIVE, meeting
 
 PARAMETERS = {"kernel": "abcd", "dtype": (16, 32, 64), "size": (0, 1, 7)}
 COMBINATIONS = [dict(zip(PARAMETERS, it, strict=True)) for it in itertools.product(*PARAMETERS.values())]
@@ -48,6 +49,8 @@ def test_values(a, b): pass
 @pytest.mark.parametrize("a", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
 def test_marked(a): pass
 """
+FILES = {"a": "def test_it(): pass", "b": "def test_1(): pass\ndef test_2(): pass", "long": "def test_it(): pass"}
+FILES["long"] = "import pytest\npytestmark = pytest.mark.begins_first\n" + FILES["long"]
 CONFTEST = """
 from tests.quick import *
 from tests.quick import add_option as pytest_addoption
@@ -62,13 +65,26 @@ def pytest_terminal_summary(terminalreporter, config):
     ids=str,
 )
 def test_what_a_run_leaves_out(tmp_path, arguments, ran):
-    folder = tmp_path / "tests" / "one"
+    said = run_pytest(tmp_path, {"it": TESTS}, *arguments)
+    assert f"{ran} passed" in said
+    assert (f"{38 - ran} more with --all: {38 - ran} in tests/one" in said) == (ran < 38)
+
+
+def test_workers_begin_with_what_takes_long(tmp_path):
+    said = run_pytest(tmp_path, FILES, "-n", "1", "--dist", "loadfile", "-v")
+    assert re.findall(r"PASSED tests/one/test_(\w+).py", said) == ["long", "b", "b", "a"]
+
+
+def run_pytest(root, files, *arguments):
+    folder = root / "tests" / "one"
     folder.mkdir(parents=True)
-    (folder / "test_it.py").write_text(TESTS)
-    (tmp_path / "conftest.py").write_text(CONFTEST)
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers =\n  exhaustive\n  each_value_once\n")
+    for name, text in files.items():
+        (folder / f"test_{name}.py").write_text(text)
+    (root / "conftest.py").write_text(CONFTEST)
+    markers = "".join(f"\n  {it}" for it in (EXHAUSTIVE, EACH_ONCE, BEGINS_FIRST))
+    (root / "pytest.ini").write_text(f"[pytest]\ntestpaths = tests\nmarkers ={markers}\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert f"{ran} passed" in done.stdout, done.stdout + done.stderr
-    assert (f"{38 - ran} more with --all: {38 - ran} in tests/one" in done.stdout) == (ran < 38)
+    done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout

@@ -45,6 +45,7 @@ def test_a_file_that_could_not_be_read_has_no_targets():
     assert lines_of([("error", SimpleNamespace(longrepr="SyntaxError"))]) == []
 
 
+@pytest.mark.exhaustive
 def test_workers_tell_what_they_tested():
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "1", TEST]
     command += ["-k", "test_overflow_becomes_inf and (reference or cuda-native)"]

@@ -71,6 +71,7 @@ def train():
         mixed(torch.ones(4, 6))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_without_each():
     """In a process that has imported torch and nothing of ours: each name is hidden in a fork of its own."""

@@ -4,6 +4,7 @@ import json
 from functools import partial
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from tests.networks import one_thread
 __all__ = ["one_thread"]  # a fixture that each test uses
 
 ROWS, WIDTH, HIDDEN = 8, 16, 64
+pytestmark = pytest.mark.begins_first
 SIDES = ["ours", "theirs", "ours compiled", "theirs compiled"]
 
 

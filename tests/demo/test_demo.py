@@ -18,6 +18,7 @@ from mpkernels.demo.model import SIZES, Size
 from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, OVERFLOWING, WAYS, Training, time_steps
 from tests import commands
 
+pytestmark = pytest.mark.begins_first
 COMMAND = [sys.executable, "-m", "mpkernels", "demo"]
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for each other take the cores from other tests
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ from mpkernels.optim import SGD, AdamW
 from tests.cases import same_bits
 from tests.distributed.sharding import even_network, mesh_of, network, shard, whole, wholes
 from tests.networks import B16, F16
-from tests.processes import each, needs_gloo, spawn
+from tests.processes import each, in_processes, spawn
 
 F32 = torch.float32
 GROUPS, EVERY, WORLD = 2, 8, 2
@@ -199,6 +199,6 @@ CHECKS = (
 )
 
 
-@needs_gloo
+@in_processes
 def test_two_processes(tmp_path):
     spawn(partial(each, CHECKS), tmp_path, WORLD)

@@ -17,7 +17,7 @@ from tests.cases import same_bits
 from tests.distributed.sharding import network
 from tests.distributed.test_accumulate_in_fp32 import EVERY, F32, WORLD, inputs_of, loss_of
 from tests.networks import B16
-from tests.processes import each, needs_gloo, spawn
+from tests.processes import each, in_processes, spawn
 
 
 def it_exchanges_once_a_group(rank):
@@ -150,6 +150,6 @@ CHECKS = (
 )
 
 
-@needs_gloo
+@in_processes
 def test_two_processes(tmp_path):
     spawn(partial(each, CHECKS), tmp_path, WORLD)

@@ -14,7 +14,7 @@ from tests.cases import same_bits
 from tests.distributed.sharding import backward, even_network, network, part_of, shard, whole, wholes
 from tests.networks import B16, F16
 from tests.optim.optimizers import OPTIMIZERS
-from tests.processes import each, needs_gloo, spawn
+from tests.processes import each, in_processes, spawn
 
 F32, INT8 = torch.float32, torch.int8
 STEPS, BAD_STEP = 4, 2
@@ -179,6 +179,6 @@ CHECKS = (
 )
 
 
-@needs_gloo
+@in_processes
 def test_two_processes(tmp_path):
     spawn(partial(each, CHECKS), tmp_path)

@@ -20,7 +20,7 @@ from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of
 from tests.networks import B16
-from tests.processes import needs_gloo, spawn
+from tests.processes import in_processes, spawn
 
 fused = partial(torch.optim.AdamW, fused=True)
 
@@ -169,7 +169,7 @@ def seen(tmp_path_factory):
     return {key: any(it[key] for it in of_ranks) for key in of_ranks[0]}
 
 
-@needs_gloo
+@in_processes
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda it: it.__name__)
 def test_it_is_torchs_alone(seen, fault):
     assert not seen[f"{fault.__name__} ours"]

@@ -16,7 +16,7 @@ from tests.amp.test_amp_steps import Watch
 from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, backward, even_network, network, part_of, shard, whole, wholes
 from tests.networks import B16, F16
-from tests.processes import each, needs_gloo, spawn
+from tests.processes import each, in_processes, spawn
 
 F32, INT8 = torch.float32, torch.int8
 KINDS = "fsdp2", "hsdp"
@@ -222,6 +222,6 @@ CHECKS = (
 )
 
 
-@needs_gloo
+@in_processes
 def test_four_processes(tmp_path):
     spawn(partial(each, CHECKS), tmp_path, WORLD)

@@ -21,7 +21,7 @@ from tests.cases import same_bits
 from tests.distributed.sharding import backward, even_network, network, part_of, shard, whole, wholes
 from tests.distributed.test_fsdp2 import is_told_alike, trained
 from tests.networks import B16, F16
-from tests.processes import each, needs_gloo, spawn
+from tests.processes import each, in_processes, spawn
 
 F32 = torch.float32
 FULL = StateDictOptions(full_state_dict=True)
@@ -105,6 +105,6 @@ def quiet(rank):
     warnings.simplefilter("ignore")
 
 
-@needs_gloo
+@in_processes
 def test_two_processes_train_as_one(tmp_path):
     spawn(partial(each, (quiet, as_one_process, uneven_parts, muon, checkpoints)), tmp_path)

@@ -8,7 +8,7 @@ import torch
 import mpkernels
 from mpkernels.optim import AdamW
 from tests.distributed.sharding import even_network, shard
-from tests.processes import each, needs_gloo, spawn
+from tests.processes import each, in_processes, spawn
 
 WEIGHTS = 2 * 32 * 64
 
@@ -44,7 +44,7 @@ def check_that_several_are_refused(world, rank):
         mpkernels.find_max_batch_size(lambda batch: None, (2,), device="cpu")
 
 
-@needs_gloo
+@in_processes
 @pytest.mark.parametrize("world", [2, 4])
 def test_several_processes(tmp_path, world):
     kinds = (AdamW, 8), (partial(AdamW, master="split", state_dtype=torch.bfloat16), 4), (torch.optim.AdamW, 4)

@@ -18,7 +18,7 @@ from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of, whole, wholes
 from tests.networks import B16
-from tests.processes import each, needs_gloo, spawn
+from tests.processes import each, in_processes, spawn
 
 LR, STEPS = 1e-2, 4
 
@@ -252,6 +252,6 @@ CHECKS = (
 )
 
 
-@needs_gloo
+@in_processes
 def test_four_processes(tmp_path):
     spawn(partial(each, CHECKS), tmp_path, WORLD)

@@ -15,7 +15,7 @@ from mpkernels.optim import AdamW
 from tests.amp.test_amp_steps import Watch
 from tests.cases import same_bits
 from tests.networks import B16, F16
-from tests.processes import each, needs_gloo, spawn
+from tests.processes import each, in_processes, spawn
 
 SIZES = (5, 33, 1, 40, 0, 17)  # of which rank 2 has none with a grad
 OURS, TORCHS, SHARDED = (
@@ -160,6 +160,6 @@ def accumulated_parts(rank):
 CHECKS = (steps_of_parts, scaled_steps_of_parts, clipping_of_parts, a_collective_each_step, accumulated_parts)
 
 
-@needs_gloo
+@in_processes
 def test_parts_are_trained_as_the_whole(tmp_path):
     spawn(partial(each, CHECKS), tmp_path, world=3)

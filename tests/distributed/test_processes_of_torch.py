@@ -14,7 +14,7 @@ from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.networks import B16
-from tests.processes import needs_gloo, spawn
+from tests.processes import in_processes, spawn
 
 CPU, STEPS = torch.device("cpu"), 4
 
@@ -149,11 +149,11 @@ def all_of_fsdp(rank):
         check(rank)
 
 
-@needs_gloo
+@in_processes
 def test_fsdp(tmp_path):
     spawn(all_of_fsdp, tmp_path)
 
 
-@needs_gloo
+@in_processes
 def test_zero(tmp_path):
     spawn(zero, tmp_path, world=3)

@@ -24,7 +24,7 @@ from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, backward, mesh_of, network, part_of, shard, whole, wholes
 from tests.networks import B16, F16
-from tests.processes import alone, needs_gloo, spawn
+from tests.processes import alone, in_processes, spawn
 
 FULL = StateDictOptions(full_state_dict=True)
 FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -158,22 +158,22 @@ def saved_by_four(tmp_path_factory):
     return folder
 
 
-@needs_gloo
+@in_processes
 def test_four_processes_on_other_meshes(saved_by_four):
     """The fixture's processes have compared."""
 
 
-@needs_gloo
+@in_processes
 def test_three_processes(saved_by_four, tmp_path):
     spawn(partial(on_each_of_three, saved_by_four), tmp_path, 3)
 
 
-@needs_gloo
+@in_processes
 def test_two_processes_on_other_meshes(saved_by_four, tmp_path):
     spawn(partial(on_each_of_two, saved_by_four), tmp_path, 2)
 
 
-@needs_gloo
+@in_processes
 def test_one_process(saved_by_four):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -207,6 +207,6 @@ def from_one_process(rank):
         assert all(same_bits(back.state[it]["exp_avg"], first.state[it]["exp_avg"]) for it in plain.parameters())
 
 
-@needs_gloo
+@in_processes
 def test_whole_state_dicts(tmp_path):
     spawn(from_one_process, tmp_path, 2)

@@ -13,7 +13,7 @@ from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of, whole
 from tests.networks import B16
-from tests.processes import needs_gloo, spawn
+from tests.processes import in_processes, spawn
 
 SCHEDULES, STEPS = 200, 5
 SHAPES = (6, 5), (3,), (9, 2), (4, 4), (7,)
@@ -110,6 +110,6 @@ def schedules(rank):
     assert {it[1] for it in told} >= {0, 1, 2}  # steps skipped
 
 
-@needs_gloo
+@in_processes
 def test_random_schedules(tmp_path):
     spawn(schedules, tmp_path, WORLD)

@@ -21,7 +21,7 @@ from tests.distributed.test_meshes import params_on
 from tests.distributed.test_processes import OURS, SHARDED, TORCHS, assert_parts_are_of_the_whole, trained
 from tests.distributed.test_processes_of_torch import assert_same_weights, backward, network, sharded, spoil
 from tests.networks import B16
-from tests.processes import each, needs_gloo, spawn
+from tests.processes import each, in_processes, spawn
 
 
 def look(optimizer, *_):
@@ -267,16 +267,16 @@ CHECKS = (
 )
 
 
-@needs_gloo
+@in_processes
 def test_three_processes(tmp_path):
     spawn(partial(each, CHECKS), tmp_path, 3)
 
 
-@needs_gloo
+@in_processes
 def test_processes_of_meshes(tmp_path):
     spawn(partial(each, (dtensors,)), tmp_path, WORLD)
 
 
-@needs_gloo
+@in_processes
 def test_processes_of_fsdp1(tmp_path):
     spawn(partial(each, (fsdp1,)), tmp_path, 2)

@@ -14,7 +14,7 @@ from mpkernels.selector import disk, rule, tune
 from mpkernels.selector.timing import Timed
 from tests.processes import needs_gloo, spawn
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.exhaustive]
 
 
 def as_rank(folder, rank):

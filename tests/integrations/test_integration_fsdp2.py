@@ -18,7 +18,7 @@ from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.distributed.sharding import part_of, wholes
 from tests.networks import assert_close, batch, network
-from tests.processes import needs_gloo, spawn
+from tests.processes import in_processes, spawn
 
 for library in ("accelerate", "lightning", "transformers"):
     pytest.importorskip(library, reason="needs the extra integrations")
@@ -165,7 +165,7 @@ def on_rank(check, rank):
         distributed.barrier()
 
 
-@needs_gloo
+@in_processes
 @pytest.mark.parametrize("check", [accelerate, trainer, lightning], ids=lambda it: it.__name__)
 def test_two_processes(tmp_path, check):
     spawn(partial(on_rank, check), tmp_path)

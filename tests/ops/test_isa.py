@@ -39,6 +39,7 @@ def test_every_instruction_set_gives_the_same_bits(tmp_path):
     assert "baseline" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_what_onednn_may_not_use_is_not_counted_on(tmp_path):
     """Told to multiply without 16-bit instructions, it takes longer for 16-bit matrices than for fp32 ones."""
     x, weight, bias, dy = layer(130, 97, 75, torch.bfloat16)

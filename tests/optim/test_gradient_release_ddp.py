@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.networks import backward, network
-from tests.processes import alone, needs_gloo, spawn
+from tests.processes import alone, in_processes, needs_gloo, spawn
 
 REFUSED = (
     r"^AdamW.release_grads: params\[0\] of shape \(30, 20\) must not be DistributedDataParallel's, .* leave it out, or "
@@ -52,7 +52,7 @@ def first_backward_is_refused(rank):
                 assert all(map(same_bits, weights, model.parameters()))
 
 
-@needs_gloo
+@in_processes
 def test_the_first_backward_is_refused(tmp_path):
     spawn(first_backward_is_refused, tmp_path)
 

@@ -14,6 +14,7 @@ from tests.networks import B16, one_thread
 
 __all__ = ["one_thread"]  # a fixture that each test uses
 
+pytestmark = pytest.mark.begins_first
 OPTIONS = [
     pytest.param({"master": "split"}, marks=pytest.mark.exhaustive),
     pytest.param({"master": "fp32", "amsgrad": True}, marks=pytest.mark.exhaustive),

@@ -106,7 +106,6 @@ class Given(NamedTuple):
     """What our kernels' launchers ask of CUDA, and of torch's allocator."""
 
     launches: int
-    copies: int = 0
     memsets: int = 0
     allocations: int = 0
 

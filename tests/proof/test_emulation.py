@@ -43,7 +43,7 @@ RACES = {
     "two_bytes": "reinterpret_cast<char*>(total)[threadIdx.x % 8] = threadIdx.x;",
     "two_blocks": "if (threadIdx.x == 0) *total = blockIdx.x;",
     "a_shuffle": "__shared__ int of_warp[8]; if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = threadIdx.x;"
-    " __shfl_sync(~0u, 0, 0); of_block[blockIdx.x * kThreads + threadIdx.x] = of_warp[threadIdx.x / 32];",
+    " __shfl_xor_sync(~0u, 0, 1); of_block[blockIdx.x * kThreads + threadIdx.x] = of_warp[threadIdx.x / 32];",
     "a_fence_without_an_atomic": "if (threadIdx.x == 0) of_block[blockIdx.x] = 1, __threadfence();"
     " __syncthreads(); if (threadIdx.x == 0) *total = __ldcg(of_block + (blockIdx.x + 1) % gridDim.x);",
     "an_atomic_and_a_store": "if (threadIdx.x == 0 && blockIdx.x > 0) atomicAdd(ticket, 1u);"

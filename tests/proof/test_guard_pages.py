@@ -25,6 +25,7 @@ from tests.linear_cases import before_a_layer, layer, saved_of
 from tests.ops.step.rows import RULES, WEIGHTS, Rows
 from tests.targets import TARGETS
 
+pytestmark = pytest.mark.begins_first
 SIZES = (0, 1, 7, 33, 1023, 1024, 1025, 2048, 4104)  # 1024 and 2048: as many packs as threads, of fp32 and of 16 bits
 SIZES_INTERPRETED = (1025,)  # whole blocks, and one that needs its mask
 LENGTH_INTERPRETED = 8 * 64 + 1  # of a matrix: a whole group of tiles, and one that needs its mask

@@ -34,3 +34,17 @@ def test_the_language_is_patched_once_a_launch_and_then_restored(calls):
     assert patches.call_count <= 3  # tl for the launch; tl and tl.core for tl.sum
     assert x.tolist() == [1.0, -1.0]
     assert tl.load is load
+
+
+def test_a_blocks_type_is_described_once():
+    """It is asked for with each number, and is as Triton itself has it."""
+    x = torch.tensor([1.0, -1.0])
+    with mock.patch.object(tl.core, "validate_block_shape", wraps=tl.core.validate_block_shape) as described:
+        for _ in range(2):
+            add_up[(1,)](x, 20)
+    assert described.call_count <= 5  # floats, integers, bools, pointers
+    pointers = [tl.block_type(tl.pointer_type(tl.int8, space), [4]) for space in (1, 2, 1)]
+    assert [it.element_ty.address_space for it in pointers] == [1, 2, 1]
+    block = tl.block_type(tl.float32, [tl.constexpr(4), 2])
+    assert ([*block.shape], block.numel, block.element_ty) == ([4, 2], 8, tl.float32)
+    assert tl.block_type(tl.int32, [4, 2]) != block == tl.block_type(tl.float32, [4, 2])

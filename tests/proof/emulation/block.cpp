@@ -64,7 +64,7 @@ unsigned Block::missing_lane(const Thread& t) const {
     if (!(t.mask >> lane & 1)) continue;
     const Thread* other = lane_of_warp(t, lane);
     const bool gone = !other || other->state == State::exited;
-    if (gone ? t.exited == Exited::failure : !same_wait(t, *other)) return lane;
+    if (gone ? t.kind == Meeting::shuffle : !same_wait(t, *other)) return lane;
   }
   return 32;
 }
@@ -78,23 +78,21 @@ void Block::finish_meetings(unsigned first) {
 
 void Block::release_meeting(const Thread& t) {
   Thread* lanes[32] = {};
-  unsigned nonzero = 0;
   Knowledge known;
   ++tick_;
   for (unsigned lane = 0; lane < 32; ++lane) {
     Thread* other = t.mask >> lane & 1 ? lane_of_warp(t, lane) : nullptr;
     if (!other || other->state == State::exited) continue;
     lanes[lane] = other;
-    nonzero |= unsigned(other->value != 0) << lane;
-    if (t.memory == Memory::ordered) known.learn(other->known);
+    if (t.kind == Meeting::sync) known.learn(other->known);
   }
   for (Thread* other : lanes) {
     if (!other) continue;
     const Thread* source = lanes[other->source];
-    other->met = {source ? source->value : ~uint64_t(0), nonzero};
+    other->met = source ? source->value : ~uint64_t(0);
     other->state = State::ready;
     other->met_at = tick_;
-    if (t.memory == Memory::unordered) continue;
+    if (t.kind == Meeting::shuffle) continue;
     other->synced_at = tick_;
     other->known = known;
   }

@@ -26,11 +26,10 @@ struct Thread {
   Place place;
   unsigned mask, source;
   uint64_t value;
-  Exited exited;
-  Memory memory;
+  Meeting kind;
 
   // What it gets.
-  Met met;
+  uint64_t met;
   int count;
 
   // The ticks of its last meeting and of the last that ordered memory; what it knows of other blocks beyond what its

@@ -13,8 +13,6 @@ int emulation_launches = 0;
 bool emulation::fails_on_demand() { return false; }
 bool emulation::is_current(cudaStream_t) { return true; }
 
-cudaError_t emulation::remember(cudaError_t error) { return standin_fail(error); }
-
 cudaError_t emulation::enqueue(cudaStream_t stream, const std::function<cudaError_t()>& work) {
   using Work = std::function<cudaError_t()>;
   const auto run = [](void* context) { (void)(*static_cast<Work*>(context))(); };
@@ -24,11 +22,11 @@ cudaError_t emulation::enqueue(cudaStream_t stream, const std::function<cudaErro
 
 cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel, const std::string&,
                               const std::function<void()>& thread) {
-  if (!config || !kernel) return remember(cudaErrorInvalidValue);
-  if (const cudaError_t error = check_launch(*config, kernel)) return remember(error);
+  if (!config || !kernel) return standin_fail(cudaErrorInvalidValue);
+  if (!is_launchable(*config)) return standin_fail(cudaErrorInvalidConfiguration);
   ++emulation_launches;
   return enqueue(config->stream, [config = *config, thread] {
-    const std::string failure = run_grid(config.gridDim, config.blockDim, config.dynamicSmemBytes, thread);
+    const std::string failure = run_grid(config.gridDim, config.blockDim, thread);
     if (!failure.empty()) standin_kernel_failed(failure.c_str());
     return failure.empty() ? cudaSuccess : cudaErrorLaunchFailure;
   });

@@ -17,11 +17,12 @@ bool is_current(cudaStream_t stream);
 // What a call leaves to the stream: done at once, or, on the stand-in for a GPU, when the stream comes to it.
 cudaError_t enqueue(cudaStream_t stream, const std::function<cudaError_t()>& work);
 
-// Returns the error, which cudaGetLastError will give out as well.
-cudaError_t remember(cudaError_t error);
-
-// What CUDA refuses of a launch, whatever the kernel.
-cudaError_t check_launch(const cudaLaunchConfig_t& config, const void* kernel);
-constexpr size_t kSharedBytes = 48 << 10, kSharedBytesOptIn = 227 << 10;  // compute capability 9.0
+// What CUDA refuses of a launch, whatever the kernel. Ours have one dimension.
+inline bool is_launchable(const cudaLaunchConfig_t& config) {
+  const auto is_line = [](const dim3& size, unsigned most) {
+    return size.x > 0 && size.x <= most && size.y == 1 && size.z == 1;
+  };
+  return is_line(config.gridDim, 0x7fffffff) && is_line(config.blockDim, 1024);
+}
 
 }  // namespace emulation

@@ -146,12 +146,10 @@ int meet_block(const char* name, bool predicate, Place place) {
   return self.count;
 }
 
-Met meet_warp(const char* name, unsigned mask, uint64_t value, unsigned source, Exited exited, Memory memory,
-              Place place) {
+uint64_t meet_warp(const char* name, Meeting kind, unsigned mask, uint64_t value, unsigned source, Place place) {
   Thread& self = *running;
   self.state = State::in_warp_meeting;
-  self.name = name, self.place = place, self.mask = mask, self.value = value, self.source = source;
-  self.exited = exited, self.memory = memory;
+  self.name = name, self.place = place, self.mask = mask, self.value = value, self.source = source, self.kind = kind;
   if (!(mask >> lane() & 1)) fail(std::string("is not in the mask it gives to ") + name + text(place));
   self.fiber.suspend();
   return self.met;
@@ -169,13 +167,13 @@ void fail(const std::string& what) {
   __builtin_unreachable();  // nobody resumes a thread of a failed launch
 }
 
-std::string run_grid(dim3 grid, dim3 threads, size_t dynamic_shared_bytes, const std::function<void()>& kernel) {
+std::string run_grid(dim3 grid, dim3 threads, const std::function<void()>& kernel) {
   const unsigned seed = emulation_seed++;
   random_number.seed(seed * 2654435761u);  // its first numbers after adjacent seeds are alike
   built.grid_size = grid;
   built.block_size = threads;
   thread_body = &kernel;
-  shared_memory.emplace(dynamic_shared_bytes, kResidents);
+  shared_memory.emplace(kResidents);
   races.forget();
   run_blocks(uint64_t(grid.x) * grid.y * grid.z);
   shared_memory.reset();

@@ -10,24 +10,20 @@ namespace emulation {
 // variables: those get their values back when the launch is over. Each block finds its own values there in its turn.
 class SharedMemory {
  public:
-  SharedMemory(size_t dynamic_bytes, unsigned blocks);
+  explicit SharedMemory(unsigned blocks);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
 
   void enter(unsigned block);  // keeps the values of the one before
   void poison();               // a block must not read what it has not written: all ones is NaN, and -1
   bool contains(const void* address) const {
-    const auto offset_from = [&](const char* begin) {
-      return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(begin);
-    };
-    return offset_from(begin_) < host_values_.size() || offset_from(dynamic_begin_) < dynamic_size_;
+    return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(begin_) < host_values_.size();
   }
 
  private:
-  char *begin_, *dynamic_begin_;
-  size_t dynamic_size_;
+  char* begin_;
   std::vector<char> host_values_;
-  std::vector<std::vector<char>> values_;  // by block; the dynamic memory's come last
+  std::vector<std::vector<char>> values_;  // by block
   unsigned block_ = 0;
 };
 

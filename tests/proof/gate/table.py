@@ -8,18 +8,17 @@ from typing import NamedTuple
 
 PATH = Path(__file__).with_name("table.json")
 
-# What a kernel may not lose: the name in the table, and the instruction of NVIDIA or of AMD.
+# What a kernel may not lose: the name in the table, and the instruction.
 INSTRUCTIONS = {
-    "load128": r"LDG\S*\.(128|256)|(buffer|flat|global)_load_dwordx4",
-    "store128": r"STG\S*\.(128|256)|(buffer|flat|global)_store_dwordx4",
+    "load128": r"LDG\S*\.(128|256)",
+    "store128": r"STG\S*\.(128|256)",
     "HMMA": "HMMA",
     "HGMMA": "HGMMA",
     "UTCMMA": "UTC[A-Z]*MMA",
-    "MFMA": "v_mfma",
     "USETMAXREG": "USETMAXREG",  # warps that copy give their registers to warps that compute
 }
 SHARED_LIMIT = {  # bytes for one block
-    "sm_75": 65_536, "sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376, "gfx942": 65_536,
+    "sm_75": 65_536, "sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "sm_120": 101_376,
 }  # fmt: skip
 
 Numbers = dict[str, int]

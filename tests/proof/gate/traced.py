@@ -100,17 +100,17 @@ def watch_cuda(chip: str, take: Take) -> Iterator[None]:
     loaded_at = ctypes.addressof(known) - next(at for at, name in names.items() if name == "emulation_launches")
     errors: list[Exception] = []
 
-    def note(kernel: int, parameters: int, size: int, grid: int, block: int, shared: int) -> bool:
+    def note(kernel: int, parameters: int, size: int, grid: int, block: int) -> bool:
         try:
             key = names[kernel - loaded_at]
-            take(Seen(key, demangled(key), Launch(ctypes.string_at(parameters, size), (grid,), block, shared)))
+            take(Seen(key, demangled(key), Launch(ctypes.string_at(parameters, size), (grid,), block)))
         except Exception as error:  # C++ can't pass it on
             errors.append(error)
         return grid == 1 or "upload" in key  # it is done: it makes what the next one reads
 
     watcher = ctypes.c_void_p.in_dll(library, "emulation_watcher")
     pointer, number = ctypes.c_void_p, ctypes.c_uint
-    signature = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, ctypes.c_size_t, number, number, ctypes.c_size_t)
+    signature = ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, ctypes.c_size_t, number, number)
     callback = signature(note)
     watcher.value = ctypes.cast(callback, ctypes.c_void_p).value
     try:

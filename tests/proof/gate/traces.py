@@ -14,7 +14,7 @@ PATH = Path(__file__).with_name("traces.json")
 LANES = 32
 ROUNDING = 1.03  # a case's last block is a little shorter than the counted one; a matrix's sums need 2 % more
 
-LESS_IS_BETTER = ("registers", "shared", "instructions", "moved", "trips", "short_trips", "head_cycles")
+LESS_IS_BETTER = ("registers", "shared", "instructions", "moved", "trips")
 LESS_IS_BETTER += ("fp64_after_data", "fp64_after_exchange", "divergent_constants", "bank_conflicts")
 MORE_IS_BETTER = ("wide",)
 
@@ -27,7 +27,7 @@ class Traced(NamedTuple):
     block: int
     registers: int
     shared: int
-    counts: dict[str, int]  # of sass.counts: totals, time, and the time of the head, whose names begin with head_
+    counts: dict[str, int]  # of sass.counts
 
     @property
     def blocks(self) -> int:

@@ -1,4 +1,4 @@
-"""Runs machine code of NVIDIA's chips on the CPU, one warp of it, and counts what that would cost on a chip.
+"""Runs machine code of NVIDIA's chips on the CPU, one block of it, and counts what it does.
 
 The launch is a real one: the arguments that an op gives its kernel, and the tensors that they point to. So what is
 counted is what is executed, on the path that this dtype takes, whatever else the kernel can do. A test holds what the

@@ -29,7 +29,7 @@ class Instruction(NamedTuple):
 
 @dataclass
 class Code:
-    """What of a kernel is needed to run it."""
+    """The parts of a kernel that are needed to run it."""
 
     chip: str
     registers: int
@@ -41,7 +41,7 @@ class Code:
     _instructions: dict[int, Instruction] = field(default_factory=dict)
 
     def at(self, address: int) -> Instruction:
-        """Each is read when it is asked for: a listing has megabytes, of which a launch needs little."""
+        """Return an instruction. It is parsed only now: a listing has megabytes, of which a launch needs little."""
         if address not in self._instructions:
             if not self._lines:
                 self._lines = {int(line[0], 16): line[1:] for line in LINE.findall(self.listing)}
@@ -115,7 +115,7 @@ def _in_memory(word: str) -> Operand:
 
 
 def sections(cubin: bytes) -> dict[str, bytes]:
-    """Of an ELF file, by their names."""
+    """Return an ELF file's sections by their names."""
     (headers,) = struct.unpack_from("<Q", cubin, 40)
     count, names = struct.unpack_from("<HH", cubin, 60)
     found = [struct.unpack_from("<IIQQQQIIQQ", cubin, headers + 64 * i) for i in range(count)]

@@ -9,22 +9,22 @@ from tests.proof.sass.memory import LANES, Lanes
 from tests.proof.sass.warp import Warp, meaning
 
 
-def _halves(it: Operand, bits: Lanes) -> Lanes:
-    return (bits >> np.uint32(16 if it.part == "H1_H1" else 0) & np.uint32(0xFFFF)).astype(np.uint16)
+def _halves(operand: Operand, bits: Lanes) -> Lanes:
+    return (bits >> np.uint32(16 if operand.part == "H1_H1" else 0) & np.uint32(0xFFFF)).astype(np.uint16)
 
 
-def _widened(it: Instruction, half: Lanes) -> Lanes:
-    if "BF16_V2" in it.modifiers:
+def _widened(instruction: Instruction, half: Lanes) -> Lanes:
+    if "BF16_V2" in instruction.modifiers:
         return (half.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return half.view(np.float16).astype(np.float32)
 
 
 @meaning("HFMA2")
-def _half_constants(warp: Warp, it: Instruction) -> None:
-    """Only as compilers use it to make a constant, or a pair's magnitudes: 0 times 0 plus two halves."""
-    result, a, b, *halves = it.operands
+def _half_constants(warp: Warp, instruction: Instruction) -> None:
+    """Put two halves, plus 0 times 0: compilers make a constant so, or a pair's magnitudes. No other use is known."""
+    result, a, b, *halves = instruction.operands
     if (a.number, b.number) != (255, 255) or halves[0].negative:
-        raise NotImplementedError(it.text)
+        raise NotImplementedError(instruction.text)
     if len(halves) == 1:
         bits = warp.bits(halves[0])
         warp.put(result, bits & np.uint32(0x7FFF7FFF) if halves[0].absolute else bits)
@@ -34,30 +34,30 @@ def _half_constants(warp: Warp, it: Instruction) -> None:
 
 
 @meaning("HSETP2")
-def _half_compare(warp: Warp, it: Instruction) -> None:
+def _half_compare(warp: Warp, instruction: Instruction) -> None:
     """The low halves' result, and the high halves'. Two numbers are a high and a low one."""
-    low, high, a, *others, further = it.operands
-    how = next(one for one in it.modifiers if one in COMPARE or one.removesuffix("U") in COMPARE)
-    join = JOIN[next(one for one in it.modifiers if one in JOIN)]
+    low, high, a, *others, further = instruction.operands
+    how = next(one for one in instruction.modifiers if one in COMPARE or one.removesuffix("U") in COMPARE)
+    join = JOIN[next(one for one in instruction.modifiers if one in JOIN)]
     for result, part, b in ((low, "H0_H0", others[-1]), (high, "H1_H1", others[0])):
-        x, y = (_half(warp, it, one, part) for one in (a, b))
+        x, y = (_half(warp, instruction, one, part) for one in (a, b))
         warp.put_predicate(result, join(float_compare(how, x, y), warp.predicate(further)))
 
 
-def _half(warp: Warp, it: Instruction, one: Operand, part: str) -> Lanes:
+def _half(warp: Warp, instruction: Instruction, one: Operand, part: str) -> Lanes:
     if one.kind == "number":
         return np.full(LANES, one.value, np.float32)
     bare = one._replace(part=one.part or part, negative=False)
-    return warp._signed(one, _widened(it, _halves(bare, warp.bits(bare))))
+    return warp._signed(one, _widened(instruction, _halves(bare, warp.bits(bare))))
 
 
 @meaning("HADD2")
-def _half_add(warp: Warp, it: Instruction) -> None:
-    """Only as compilers use it to widen: -0 plus a half, in fp32."""
-    result, zero, source = it.operands
-    if it.modifiers not in (("F32",), ("BF16_V2", "F32")) or zero.number != 255:
-        raise NotImplementedError(it.text)
-    value = _widened(it, _halves(source, warp.bits(source._replace(negative=False))))
+def _half_add(warp: Warp, instruction: Instruction) -> None:
+    """Put a half, plus -0, in fp32: compilers widen so. No other use is known."""
+    result, zero, source = instruction.operands
+    if instruction.modifiers not in (("F32",), ("BF16_V2", "F32")) or zero.number != 255:
+        raise NotImplementedError(instruction.text)
+    value = _widened(instruction, _halves(source, warp.bits(source._replace(negative=False))))
     warp.put_single(result, -value if source.negative else value)
 
 
@@ -70,33 +70,33 @@ def _narrow(value: Lanes, to_bf16: bool) -> Lanes:
 
 
 @meaning("F2FP")
-def _pack(warp: Warp, it: Instruction) -> None:
-    result, high, low = it.operands[:3]
-    to_bf16 = "BF16" in it.modifiers
+def _pack(warp: Warp, instruction: Instruction) -> None:
+    result, high, low = instruction.operands[:3]
+    to_bf16 = "BF16" in instruction.modifiers
     upper, lower = (_narrow(warp.single(one), to_bf16) for one in (high, low))
     warp.put(result, upper << np.uint32(16) | lower)
 
 
 @meaning("F2F", "FRND")
-def _convert(warp: Warp, it: Instruction) -> None:
-    result, source = it.operands
-    to, *origin = (one for one in it.modifiers if one in ("F64", "F32", "F16", "BF16"))
+def _convert(warp: Warp, instruction: Instruction) -> None:
+    result, source = instruction.operands
+    to, *origin = (one for one in instruction.modifiers if one in ("F64", "F32", "F16", "BF16"))
     value = warp.double(source) if (origin or [to])[0] == "F64" else warp.single(source)
-    if it.name == "FRND" or not origin:
+    if instruction.name == "FRND" or not origin:
         how = {"TRUNC": np.trunc, "FLOOR": np.floor, "CEIL": np.ceil}
-        value = next((how[one] for one in it.modifiers if one in how), np.rint)(value)
+        value = next((how[one] for one in instruction.modifiers if one in how), np.rint)(value)
     if to == "F64":
         warp.put_double(result, value.astype(np.float64))
     elif to in ("F16", "BF16"):
         warp.put(result, _narrow(value, to == "BF16"))
     else:
-        warp.put_single(result, rounded(value, it))
+        warp.put_single(result, rounded(value, instruction))
 
 
 @meaning("I2F", "I2FP")
-def _from_integer(warp: Warp, it: Instruction) -> None:
-    result, source = it.operands
-    kind = next((one for one in it.modifiers if one[0] in "US" and one[1:].isdigit()), "S32")
+def _from_integer(warp: Warp, instruction: Instruction) -> None:
+    result, source = instruction.operands
+    kind = next((one for one in instruction.modifiers if one[0] in "US" and one[1:].isdigit()), "S32")
     size = int(kind[1:])
     raw = warp.wide(source) if size == 64 else warp.bits(source).astype(np.uint64)
     byte = int(source.part[1]) * 8 if source.part[:1] == "B" else 16 if source.part == "H1" else 0
@@ -105,20 +105,20 @@ def _from_integer(warp: Warp, it: Instruction) -> None:
         value = (value.view(np.int64) >> np.int64(64 - size)).astype(Exact)
     else:
         value = (value >> np.uint64(64 - size)).astype(Exact)
-    if "F64" in it.modifiers:
+    if "F64" in instruction.modifiers:
         warp.put_double(result, value)
     else:
-        warp.put_single(result, rounded(value, it))
+        warp.put_single(result, rounded(value, instruction))
 
 
 @meaning("F2I")
-def _to_integer(warp: Warp, it: Instruction) -> None:
-    result, source = it.operands
-    value = (warp.double(source) if "F64" in it.modifiers else warp.single(source)).astype(Exact)
+def _to_integer(warp: Warp, instruction: Instruction) -> None:
+    result, source = instruction.operands
+    value = (warp.double(source) if "F64" in instruction.modifiers else warp.single(source)).astype(Exact)
     how = {"TRUNC": np.trunc, "FLOOR": np.floor, "CEIL": np.ceil}
-    whole = np.nan_to_num(next((how[one] for one in it.modifiers if one in how), np.rint)(value))
-    size = 64 if {"U64", "S64"} & {*it.modifiers} else 32
-    is_unsigned = {"U64", "U32"} & {*it.modifiers}
+    whole = np.nan_to_num(next((how[one] for one in instruction.modifiers if one in how), np.rint)(value))
+    size = 64 if {"U64", "S64"} & {*instruction.modifiers} else 32
+    is_unsigned = {"U64", "U32"} & {*instruction.modifiers}
     least, most = (0, 2**size - 1) if is_unsigned else (-(2 ** (size - 1)), 2 ** (size - 1) - 1)
     numbers = np.array([min(max(int(one), least), most) & (1 << 64) - 1 for one in whole], np.uint64)
     if size == 64:

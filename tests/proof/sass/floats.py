@@ -13,46 +13,46 @@ Exact = np.longdouble  # a product of fp32 fits, and a sum is rounded twice only
 SMALLEST = np.finfo(np.float32).tiny
 
 
-def rounded(value: Lanes, it: Instruction) -> Lanes:
-    """To fp32, in the direction that the instruction asks for."""
+def rounded(value: Lanes, instruction: Instruction) -> Lanes:
+    """Round to fp32, in the direction that the instruction asks for."""
     near = value.astype(np.float32)
-    if "RP" in it.modifiers:
+    if "RP" in instruction.modifiers:
         near = np.where(near < value, np.nextafter(near, np.float32(np.inf)), near)
-    if "RM" in it.modifiers:
+    if "RM" in instruction.modifiers:
         near = np.where(near > value, np.nextafter(near, np.float32(-np.inf)), near)
-    if "RZ" in it.modifiers:
+    if "RZ" in instruction.modifiers:
         near = np.where(np.abs(near) > np.abs(value), np.nextafter(near, np.float32(0)), near)
-    if "FTZ" in it.modifiers:
+    if "FTZ" in instruction.modifiers:
         near = np.where(np.abs(near) < SMALLEST, near * np.float32(0), near)
-    if "SAT" in it.modifiers:
+    if "SAT" in instruction.modifiers:
         near = np.clip(np.nan_to_num(near), np.float32(0), np.float32(1))
     return near
 
 
 @meaning("FADD")
-def _add(warp: Warp, it: Instruction) -> None:
-    result, *sources = it.operands
+def _add(warp: Warp, instruction: Instruction) -> None:
+    result, *sources = instruction.operands
     a, b = (warp.single(one).astype(np.float64) for one in sources)
-    warp.put_single(result, rounded(a + b, it))
+    warp.put_single(result, rounded(a + b, instruction))
 
 
 @meaning("FMUL")
-def _multiply(warp: Warp, it: Instruction) -> None:
-    result, a, b = it.operands
-    warp.put_single(result, rounded(warp.single(a).astype(np.float64) * warp.single(b).astype(np.float64), it))
+def _multiply(warp: Warp, instruction: Instruction) -> None:
+    result, a, b = instruction.operands
+    warp.put_single(result, rounded(warp.single(a).astype(np.float64) * warp.single(b).astype(np.float64), instruction))
 
 
 @meaning("FFMA")
-def _fused(warp: Warp, it: Instruction) -> None:
-    result, a, b, c = it.operands
+def _fused(warp: Warp, instruction: Instruction) -> None:
+    result, a, b, c = instruction.operands
     product = warp.single(a).astype(Exact) * warp.single(b).astype(Exact)
-    warp.put_single(result, rounded(product + warp.single(c).astype(Exact), it))
+    warp.put_single(result, rounded(product + warp.single(c).astype(Exact), instruction))
 
 
 @meaning("FADD2", "FMUL2", "FFMA2")
-def _pairs(warp: Warp, it: Instruction) -> None:
+def _pairs(warp: Warp, instruction: Instruction) -> None:
     """Two neighbours at once, in either order. An operand of one number serves both."""
-    result, *sources = it.operands
+    result, *sources = instruction.operands
     halves = []
     for i in (0, 1):
         a, *others = (
@@ -62,21 +62,21 @@ def _pairs(warp: Warp, it: Instruction) -> None:
             for one in sources
         )
         value = a.astype(Exact)
-        if it.name != "FADD2":
+        if instruction.name != "FADD2":
             value = value * others.pop(0).astype(Exact)
-        if it.name != "FMUL2":
+        if instruction.name != "FMUL2":
             value = value + others.pop(0).astype(Exact)
-        halves.append(rounded(value, it).view(np.uint32))
+        halves.append(rounded(value, instruction).view(np.uint32))
     warp.put(result, *halves)
 
 
 @meaning("DADD", "DMUL", "DFMA")
-def _double(warp: Warp, it: Instruction) -> None:
-    result, *sources = it.operands
+def _double(warp: Warp, instruction: Instruction) -> None:
+    result, *sources = instruction.operands
     values = [warp.double(one) for one in sources if one.kind != "P"]
-    if it.name == "DADD":
+    if instruction.name == "DADD":
         value = values[0] + values[-1]
-    elif it.name == "DMUL":
+    elif instruction.name == "DMUL":
         value = values[0] * values[1]
     else:
         value = values[0].astype(Exact) * values[1].astype(Exact) + values[2].astype(Exact)
@@ -94,31 +94,31 @@ def float_compare(how: str, a: Lanes, b: Lanes) -> Lanes:
 
 
 @meaning("FSETP", "DSETP")
-def _compare(warp: Warp, it: Instruction) -> None:
-    a, b = (warp.single(one) if it.name == "FSETP" else warp.double(one) for one in it.operands[2:4])
-    put_comparison(warp, it, float_compare(it.modifiers[0], a, b))
+def _compare(warp: Warp, instruction: Instruction) -> None:
+    a, b = (warp.single(one) if instruction.name == "FSETP" else warp.double(one) for one in instruction.operands[2:4])
+    put_comparison(warp, instruction, float_compare(instruction.modifiers[0], a, b))
 
 
 @meaning("FSET")
-def _compare_into_register(warp: Warp, it: Instruction) -> None:
-    how = next(one for one in it.modifiers if one != "BF")
-    result, a, b = it.operands[:3]
+def _compare_into_register(warp: Warp, instruction: Instruction) -> None:
+    how = next(one for one in instruction.modifiers if one != "BF")
+    result, a, b = instruction.operands[:3]
     value = float_compare(how, warp.single(a), warp.single(b))
-    one = np.float32(1).view(np.uint32) if "BF" in it.modifiers else np.uint32(0xFFFFFFFF)
+    one = np.float32(1).view(np.uint32) if "BF" in instruction.modifiers else np.uint32(0xFFFFFFFF)
     warp.put(result, np.where(value, one, np.uint32(0)))
 
 
 @meaning("FSEL")
-def _select(warp: Warp, it: Instruction) -> None:
-    result, a, b, which = it.operands
+def _select(warp: Warp, instruction: Instruction) -> None:
+    result, a, b, which = instruction.operands
     warp.put_single(result, np.where(warp.predicate(which), warp.single(a), warp.single(b)))
 
 
 @meaning("FMNMX", "FMNMX3")
-def _extreme(warp: Warp, it: Instruction) -> None:
-    result, *sources, is_least = it.operands
+def _extreme(warp: Warp, instruction: Instruction) -> None:
+    result, *sources, is_least = instruction.operands
     values = [warp.single(one) for one in sources]
-    passes_nan = "NAN" in it.modifiers
+    passes_nan = "NAN" in instruction.modifiers
     least, most = (np.minimum, np.maximum) if passes_nan else (np.fmin, np.fmax)
     is_min = warp.predicate(is_least)
     value = values[0]
@@ -130,20 +130,15 @@ def _extreme(warp: Warp, it: Instruction) -> None:
 FUNCTIONS: dict[str, Callable[[Lanes], Lanes]] = {
     "RCP": lambda x: 1 / x,
     "RSQ": lambda x: 1 / np.sqrt(x),
-    "SQRT": np.sqrt,
     "EX2": np.exp2,
-    "LG2": np.log2,
-    "TANH": np.tanh,
-    "SIN": np.sin,
-    "COS": np.cos,
 }
 
 
 @meaning("MUFU")
-def _function(warp: Warp, it: Instruction) -> None:
-    """To the nearest, which the chip's own tables nearly are; code that needs exact results corrects them."""
-    result, source = it.operands
-    name = it.modifiers[0]
+def _function(warp: Warp, instruction: Instruction) -> None:
+    """Round to the nearest. The chip's own tables are nearly as exact; code that needs exact results corrects them."""
+    result, source = instruction.operands
+    name = instruction.modifiers[0]
     if name.endswith("64H"):  # the high word of an fp64
         value = (warp.bits(source).astype(np.uint64) << np.uint64(32)).view(np.float64)
         high = FUNCTIONS[name[:3]](value).view(np.uint64) >> np.uint64(32)
@@ -153,9 +148,9 @@ def _function(warp: Warp, it: Instruction) -> None:
 
 
 @meaning("FCHK")
-def _division_is_risky(warp: Warp, it: Instruction) -> None:
-    """Whether a quotient, or what it is computed from, may leave the normal numbers."""
-    result, a, b = it.operands
+def _division_is_risky(warp: Warp, instruction: Instruction) -> None:
+    """Tell whether a quotient, or what it is computed from, may leave the normal numbers."""
+    result, a, b = instruction.operands
     x, y = (np.frexp(np.abs(warp.single(one).astype(np.float64)))[1] for one in (a, b))
     nan = ~np.isfinite(warp.single(a)) | ~np.isfinite(warp.single(b)) | (warp.single(b) == 0)
     risky = nan | (np.abs(y) > 124) | (np.abs(x - y) > 124) | ((x < -100) & (warp.single(a) != 0))

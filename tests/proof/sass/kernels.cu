@@ -47,8 +47,9 @@ __global__ void blend_loads_behind_a_use(const float4* a, const float4* b, float
 
 __global__ void blend_pow_a_thread(const float4* a, const float4* b, float4* to, const __grid_constant__ Rates rates) {
   const int i = blockIdx.x * 256 + threadIdx.x;
-  const float rate = static_cast<float>(1 - pow(static_cast<double>(rates.of_block[blockIdx.x % 64]), 7.5));
   const float4 x = a[i], y = b[i];
+  const double known_late = rates.of_block[blockIdx.x % 64] + 0 * x.x;
+  const float rate = static_cast<float>(1 - pow(known_late, 7.5));
   to[i] = make_float4(x.x + rate * y.x, x.y + rate * y.y, x.z + rate * y.z, x.w + rate * y.w);
 }
 

@@ -14,7 +14,6 @@ class Launch(NamedTuple):
     parameters: bytes
     grid: tuple[int, ...]  # in blocks
     block: int  # in threads
-    dynamic_shared: int = 0
 
 
 class Watcher(Protocol):
@@ -42,7 +41,6 @@ class Warp(Registers):
         )
         self.code, self.launch, self.block, self.number = code, launch, block, warp
         self.memory, self.shared = memory, shared
-        self.stack = np.zeros((LANES, (1 << 16) + 16), np.uint8)
         self.at = np.zeros(LANES, np.int64)  # each lane's next instruction
         self.alive = np.arange(LANES) + warp * LANES < launch.block
         self.waits_at = np.full(LANES, -1)  # the barrier
@@ -79,10 +77,10 @@ class Warp(Registers):
                 do(self, instruction)
         watch(instruction, self)
 
-    def load(self, space: str, it: Operand, size: int) -> Lanes:
-        """A row of bytes a lane; lanes that take no part get zeros."""
+    def load(self, space: str, operand: Operand, size: int) -> Lanes:
+        """Read a row of bytes for each lane; lanes that take no part get zeros."""
         memory = self.memory if space == "global" else self.shared
-        at, rows = self.addresses(it), np.zeros((LANES, size), np.uint8)
+        at, rows = self.addresses(operand), np.zeros((LANES, size), np.uint8)
         asked = at[self.active]
         first, last = int(asked.min()), int(asked.max())
         if last - first <= 2 * LANES * size:  # neighbours come together
@@ -94,23 +92,20 @@ class Warp(Registers):
         self.step.accesses.append(Access(space, True, size, asked.tolist()))
         return rows
 
-    def store(self, space: str, it: Operand, rows: Lanes) -> None:
+    def store(self, space: str, operand: Operand, rows: Lanes) -> None:
         memory = self.memory if space == "global" else self.shared
-        at = self.addresses(it)
+        at = self.addresses(operand)
         for lane in np.flatnonzero(self.active):
             memory.write(int(at[lane]), rows[lane].tobytes())
         self.step.accesses.append(Access(space, False, rows.shape[1], at[self.active].tolist()))
 
 
-def run_block(
-    code: Code, launch: Launch, block: tuple[int, ...], warps: dict[int, Watcher], meet: Callable[[], None]
-) -> Memory:
+def run_block(code: Code, launch: Launch, block: tuple[int, ...], warps: dict[int, Watcher]) -> Memory:
     """Some of a block's warps take turns: each goes on to where the block meets."""
     memory, shared = Memory(), Shared()
     going = [Warp(code, launch, block, number, memory, shared).run(watch) for number, watch in warps.items()]
     while going:
         going = [each for each in going if next(each, ENDED) is not ENDED]
-        meet()
     return memory
 
 

@@ -3,9 +3,8 @@
 // A store is seen at once, but who relies on that without a barrier, or a fence and an atomic, races, and fails.
 //
 // Not here: waiting for another block or spinning on memory (a few blocks run at a time, so that would hang), order
-// that shuffles or plain flags make, extern __shared__ (emulation::dynamic_shared() instead), inline PTX, launch
-// attributes, and the limits that nvcc and ptxas check themselves (launch bounds, static shared memory). g++ wants
-// alignas before
+// that shuffles or plain flags make, shared memory that a launch asks for, inline PTX, launch attributes, and the
+// limits that nvcc and ptxas check themselves (launch bounds, static shared memory). g++ wants alignas before
 // __shared__.
 #pragma once
 

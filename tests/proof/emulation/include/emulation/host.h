@@ -1,5 +1,5 @@
-// The part of the runtime's host interface that launchers use. Streams are one: a call has finished on return, or is
-// kept for a replay (runtime.h).
+// The part of the runtime's host interface that launchers use. A call has finished on return (runtime.cpp), or is work
+// of a stream of the stand-in's (on_streams.cpp).
 #pragma once
 
 #include <tuple>
@@ -19,8 +19,6 @@ enum cudaError {
   cudaErrorUnsupportedPtxVersion = 222,
   cudaErrorInvalidResourceHandle = 400,
   cudaErrorLaunchFailure = 719,
-  cudaErrorNotSupported = 801,
-  cudaErrorStreamCaptureUnsupported = 900,
 };
 using cudaError_t = cudaError;  // as CUDA has it: a template's symbol names its result
 
@@ -29,33 +27,17 @@ extern "C" {  // as CUDA's own: tests/proof/standin has them in a library
 // The text of cudaErrorLaunchFailure goes on to say what the kernel did wrong.
 const char* cudaGetErrorString(cudaError_t error);
 const char* cudaGetErrorName(cudaError_t error);
-cudaError_t cudaGetLastError();
-cudaError_t cudaPeekAtLastError();
 
-// ---- devices: one, small, so that what is sized by it is short, and loops
+// ---- devices: one
 
-enum cudaDeviceAttr {
-  cudaDevAttrMaxThreadsPerBlock = 1,
-  cudaDevAttrMaxSharedMemoryPerBlock = 8,
-  cudaDevAttrWarpSize = 10,
-  cudaDevAttrMultiProcessorCount = 16,
-  cudaDevAttrL2CacheSize = 38,
-  cudaDevAttrMaxThreadsPerMultiProcessor = 39,
-  cudaDevAttrComputeCapabilityMajor = 75,
-  cudaDevAttrComputeCapabilityMinor = 76,
-  cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
-};
-cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device);
 cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
-cudaError_t cudaDeviceSynchronize();
 
 // ---- streams and memory
 
 typedef struct CUstream_st* cudaStream_t;
-cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
@@ -67,46 +49,16 @@ enum cudaStreamCaptureMode {
 };
 cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
 
-enum cudaMemcpyKind {
-  cudaMemcpyHostToHost,
-  cudaMemcpyHostToDevice,
-  cudaMemcpyDeviceToHost,
-  cudaMemcpyDeviceToDevice,
-  cudaMemcpyDefault,
-};
-cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind kind,
-                            cudaStream_t stream = nullptr);
 cudaError_t cudaMemsetAsync(void* to, int byte, size_t bytes, cudaStream_t stream = nullptr);
-cudaError_t cudaMalloc(void** address, size_t bytes);
-cudaError_t cudaFree(void* address);
 
 }  // extern "C"
 
-template <class T>
-cudaError_t cudaMalloc(T** address, size_t bytes) {
-  return cudaMalloc(reinterpret_cast<void**>(address), bytes);
-}
-
 // ---- launches
 
-struct cudaLaunchAttribute;  // none is emulated: a launch that brings one fails as not supported
 struct cudaLaunchConfig_t {
   dim3 gridDim, blockDim;
-  size_t dynamicSmemBytes;
   cudaStream_t stream;
-  cudaLaunchAttribute* attrs;
-  unsigned numAttrs;
 };
-
-enum cudaFuncAttribute {
-  cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
-  cudaFuncAttributePreferredSharedMemoryCarveout = 9,
-};
-cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value);
-template <class T>
-cudaError_t cudaFuncSetAttribute(T* kernel, cudaFuncAttribute attribute, int value) {
-  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
-}
 
 namespace emulation {
 

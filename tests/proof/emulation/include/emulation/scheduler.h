@@ -21,17 +21,11 @@ std::string text(const Place& place);  // " at file:line"
 // Waits for the whole block; returns how many threads brought `predicate`.
 int meet_block(const char* name, bool predicate, Place place);
 
-struct Met {
-  uint64_t value;    // what the lane `source` brought; all ones, hence NaN, if that lane did not take part
-  unsigned nonzero;  // the lanes that brought something else than 0
-};
-// Waits for the lanes in `mask`. An exited lane is forgiven a vote and a __syncwarp, as in CUDA, but not a shuffle.
-// Only
-// __syncwarp orders what the lanes wrote before what they read.
-enum class Exited { forgiven, failure };
-enum class Memory { unordered, ordered };
-Met meet_warp(const char* name, unsigned mask, uint64_t value, unsigned source, Exited exited, Memory memory,
-              Place place);
+// Waits for the lanes in `mask`; returns what the lane `source` brought, or all ones, hence NaN, if that lane did not
+// take part. Only a sync orders what the lanes wrote before what they read. It forgives a lane that has exited, as in
+// CUDA; a shuffle does not.
+enum class Meeting { sync, shuffle };
+uint64_t meet_warp(const char* name, Meeting kind, unsigned mask, uint64_t value, unsigned source, Place place);
 
 unsigned lane();
 
@@ -46,9 +40,6 @@ void copy(void* to, const void* from, size_t bytes);  // unchecked
 [[noreturn]] void fail(const std::string& what);
 
 // Runs every thread of the grid. An empty answer is success, else it tells what went wrong.
-std::string run_grid(dim3 grid, dim3 block, size_t dynamic_shared_bytes, const std::function<void()>& kernel);
-
-// `extern __shared__` cannot be emulated: a kernel asks for the same memory here.
-void* dynamic_shared();
+std::string run_grid(dim3 grid, dim3 block, const std::function<void()>& kernel);
 
 }  // namespace emulation
