@@ -1,12 +1,12 @@
 """Reads and writes the files of raw samples: what ``python -m benchmarks --json`` has measured."""
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpkernels._shared.files import replacing
 from mpkernels.bench import results
 from mpkernels.bench.pairs import FEWEST_SAMPLES
 from mpkernels.bench.results import Result
@@ -31,7 +31,7 @@ PAIR = {"bytes moved": "moved", "ours us": "ours_us", "torch us": "torch_us"}
 
 
 def write(path: Path, session: Session) -> None:
-    """Replace the file at once, so that a run that is stopped keeps what it has measured. A line a pair."""
+    """Replace the file at once, so that a run that is stopped keeps what it has measured. Each pair has a line."""
     head: dict[str, Any] = {"date": session.date, "machine": session.machine}
     for name, (attribute, unit) in HEAD.items():
         head[name] = {place: round(speed / unit, 2) for place, speed in getattr(session, attribute).items()}
@@ -39,10 +39,8 @@ def write(path: Path, session: Session) -> None:
     of_file = {attribute: name for name, attribute in PAIR.items()}
     pairs = [{of_file.get(key, key): value for key, value in asdict(it).items() if value} for it in session.results]
     lines = ",\n".join(json.dumps(pair, separators=(",", ":")) for pair in pairs)
-    path = path.resolve()  # a link stays one
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "pairs": [\n{lines}\n]}}\n')
-    os.replace(unfinished, path)
+    with replacing(path.resolve()) as file:  # a link stays one
+        file.write(f'{json.dumps(head, indent=1)[:-2]},\n "pairs": [\n{lines}\n]}}\n'.encode())
 
 
 def read(path: Path) -> Session:
