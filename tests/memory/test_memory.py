@@ -26,7 +26,7 @@ INPUTS = torch.ones(ROWS, IN)
 
 
 def model(kind=nn.Linear):
-    """With a norm of its own size, to tell it apart."""
+    """Return a layer and a norm, whose sizes differ, so that each can be told from the other."""
     torch.manual_seed(0)
     return nn.Sequential(kind(IN, OUT), nn.BatchNorm1d(OUT))
 
@@ -164,7 +164,7 @@ def test_three_ways_beside_each_other():
 @pytest.mark.parametrize("dtype", [None, B16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_linear_act_saves_as_much_as_torch(target, activation, dtype):
-    """As the docs say: besides its input and the weight one tensor, and none where there is no activation."""
+    """The docs say: besides its input and the weight one tensor, and none where there is no activation."""
 
     def loss(net):
         with torch.autocast(target.device.type, dtype=dtype or B16, enabled=dtype is not None):
