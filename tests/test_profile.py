@@ -49,7 +49,7 @@ def test_a_trace_names_phases_and_ops(tmp_path):
 
 
 def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
-    """Where there is a GPU, which here is but said to be."""
+    """Nsight gets them where there is a GPU, which torch is made to claim here."""
     seen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -145,7 +145,7 @@ def test_a_loop_that_breaks_off_leaves_its_trace(tmp_path):
 
 
 def test_batches_of_any_mapping():
-    """As tokenizers give them."""
+    """Tokenizers return such mappings."""
     rows = UserDict(ids=torch.zeros(8, 2), mask=torch.zeros(8, 2))
     with mpkernels.profile(warmup=0) as profile:
         for _ in profile.batches([rows] * 5):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mpkernels import __version__, doctor
-from mpkernels.doctor import selftest, verdict
+from mpkernels.doctor import selftest
+from mpkernels.doctor.command import verdict
 from mpkernels.doctor.samples import SAMPLES
 from mpkernels.ops import _registry
 from mpkernels.selector import rule
@@ -122,7 +123,7 @@ ON_GPU = GOOD._replace(device="cuda")
     ],
 )
 def test_the_last_line_says_whether_to_train_and_what_to_do(tests, to_install, gpu, says):
-    sentence = verdict.of(tests, to_install, gpu)
+    sentence = verdict(tests, to_install, gpu)
     assert says in sentence
     assert "\n" not in sentence
 
