@@ -5,9 +5,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mpkernels._shared.tables import Table
 from mpkernels.doctor import kernels, selftest
 from mpkernels.selector import rule
-from mpkernels.tables import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

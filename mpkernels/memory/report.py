@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkernels._shared.parameters import params_of, unwrapped
 from mpkernels._shared.saved import saved_storages
+from mpkernels._shared.tables import Report, Table
 from mpkernels._torch_private.modes import DispatchMode
 from mpkernels._torch_private.ops import to_copy
 from mpkernels._torch_private.tensors import storage_of
@@ -20,8 +22,6 @@ from mpkernels.linear import cast_cache
 from mpkernels.memory import measure
 from mpkernels.optim import AdamW, masters, param_state
 from mpkernels.optim.engine import Engine
-from mpkernels.parameters import params_of, unwrapped
-from mpkernels.tables import Report, Table
 
 Loss = Callable[[nn.Module], Tensor]
 Sizes = dict[str, int | None]

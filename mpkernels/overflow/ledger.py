@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkernels._shared.parameters import params_of, put_on
 from mpkernels.ops import overflow_
 from mpkernels.ops.grads.overflow import FIELDS
-from mpkernels.parameters import params_of, put_on
 
 
 class Record(NamedTuple):

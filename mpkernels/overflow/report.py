@@ -9,10 +9,10 @@ import torch
 from torch import distributed
 from torch.optim import Optimizer
 
+from mpkernels._shared.tables import Report, Table
 from mpkernels.overflow.advice import advise_on_forward, advise_on_gradients
 from mpkernels.overflow.gradient import Gradient, gradient_of
 from mpkernels.overflow.ledger import Record
-from mpkernels.tables import Report, Table
 
 ROWS, WIDTH = 20, 44  # the culprits that the table shows, and the characters of their names
 
