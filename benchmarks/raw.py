@@ -44,7 +44,7 @@ def write(path: Path, session: Session) -> None:
 
 
 def read(path: Path) -> Session:
-    """Raises ValueError where the file is not one that ``write`` wrote, OSError where there is none."""
+    """Read what ``write`` wrote. Raise ValueError if the file is another, OSError if there is none."""
     try:
         raw = json.loads(path.read_text())
         speeds = {

@@ -68,7 +68,8 @@ def compare(asked: int | None, path: Path) -> None:
         print("No demo.png: matplotlib is not installed (pip install 'mpkernels[demo]').")
     else:
         times = {FP32: ours.theirs, OURS: ours.ours, OURS_8_BIT: ours_8_bit.ours}
-        picture.draw(trainings, times, f"One training, four ways, on {place}", path)
+        was_busy = " (this machine was busy)" * bool(ours.doubts() or ours_8_bit.doubts())
+        picture.draw(trainings, times, f"One training, four ways, on {place}{was_busy}", path)
         print(f"Drawn: {path}")
     print(verdict(trainings, ours, ours_8_bit))
 
@@ -121,11 +122,12 @@ def verdict(trainings: Sequence[Training], ours: Samples, ours_8_bit: Samples) -
 
 def speed(ours: Samples, ours_8_bit: Samples) -> str:
     """Say how much faster the optimizer's step is, unless that can't be told."""
-    what = "as torch's fused one"
     if doubts := ours.doubts() or ours_8_bit.doubts():
-        return f"{busy(doubts).capitalize()};\n   so it can't be told whether the optimizer's step is as fast {what}."
+        said = busy(doubts).capitalize()
+        return f"{said};\n   so it can't be told how fast the optimizer's step is beside torch's fused one."
     milliseconds = (1e3 * median(seconds) for seconds in (ours.ours, ours.theirs))
     return (
-        f"The optimizer's step is {as_fast(ours.ratio())} {what} ({as_fast(ours_8_bit.ratio())} with 8-bit moments):\n"
+        f"The optimizer's step is {as_fast(ours.ratio())} as torch's fused one "
+        f"({as_fast(ours_8_bit.ratio())} with 8-bit moments):\n"
         "   {:.1f} ms, torch takes {:.1f}, with unscaling and clipping.".format(*milliseconds)
     )
