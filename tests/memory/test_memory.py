@@ -31,13 +31,13 @@ def model(kind=nn.Linear):
     return nn.Sequential(kind(IN, OUT), nn.BatchNorm1d(OUT))
 
 
-def loss_of(model):
-    return model(INPUTS).float().sum()
+def loss_of(model, inputs=INPUTS):
+    return model(inputs).float().sum()
 
 
-def half_loss_of(model):
+def half_loss_of(model, inputs=INPUTS):
     with torch.autocast("cpu", dtype=B16):
-        return loss_of(model)
+        return loss_of(model, inputs)
 
 
 NORM, STATS = 2 * OUT, 4 * 2 * OUT + 8
@@ -79,6 +79,8 @@ def test_activations_and_casts():
     assert (wide["cast cache"], wide["activations"]) == (0, 4 * ROWS * (IN + OUT) + 2 * 4 * OUT)
     half = mpkernels.memory_report(model(), loss=half_loss_of).predicted
     assert (half["cast cache"], half["activations"]) == (2 * WEIGHTS, 2 * ROWS * (IN + OUT) + 2 * 4 * OUT)
+    inputs = INPUTS.clone().requires_grad_()  # whose grad needs the cast weight, which is no activation for that
+    assert mpkernels.memory_report(model(), loss=lambda net: half_loss_of(net, inputs)).predicted == half
     mixed = mpkernels.memory_report(to_mixed(model()), loss=loss_of).predicted
     assert (mixed["cast cache"], mixed["activations"]) == (0, half["activations"])
 
