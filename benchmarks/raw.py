@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,21 @@ from mpkernels._shared.files import replacing
 from mpkernels.bench import results
 from mpkernels.bench.pairs import FEWEST_SAMPLES
 from mpkernels.bench.results import Result
+from mpkernels.doctor.machine import Description, describe
 
 
 @dataclass
 class Session(results.Session):
-    """What was measured, and the speeds of the machine itself."""
+    """What was measured on one machine on one day, and the speeds of the machine itself."""
 
+    date: str = field(default_factory=lambda: date.today().isoformat())
+    machine: Description = field(default_factory=describe)
     copy_speeds: dict[str, float] = field(default_factory=dict)  # bytes a second, by place
     gemm_speeds: dict[str, float] = field(default_factory=dict)  # flops a second, by place and dtype
+
+    @property
+    def device(self) -> str:
+        return str(self.machine["gpu" if self.is_on_gpu else "cpu"])
 
     def other_machine(self, other: "Session", keys: Iterable[str]) -> str:
         """Say which of these facts about the machine differ; empty where none does."""
@@ -52,7 +60,7 @@ def read(path: Path) -> Session:
             for name, (attribute, unit) in HEAD.items()
         }
         found = [_result(pair) for pair in raw["pairs"]]
-        return Session(raw["date"], dict(raw["machine"]), raw.get("skipped", {}), found, **speeds)
+        return Session(raw["date"], dict(raw["machine"]), skipped=raw.get("skipped", {}), results=found, **speeds)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no results of this benchmark ({type(error).__name__}: {error})") from error
 

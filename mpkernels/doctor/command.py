@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpkernels._shared.tables import Table
-from mpkernels.doctor import kernels, selftest
+from mpkernels.doctor import kernels, machine, selftest
 from mpkernels.selector import rule
 
 
@@ -17,14 +17,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     tests, to_install = selftest.run(), kernels.to_install()
     found: dict[str, Any] = {
-        "machine": kernels.machine(),
+        "machine": machine.details(),
         "builds": kernels.builds(),
         "kernels": kernels.by_op(),
         "why not": kernels.why_not(),
         "self-test": [result._asdict() for result in tests],
         "rule": rule.table(),
         "to install": to_install,
-        "verdict": verdict(tests, to_install, kernels.gpu()),
+        "verdict": verdict(tests, to_install, machine.gpu()),
     }
     print(json.dumps(found, indent=1) if asked.json else _prose(found))
     return 1 if any(result.problem for result in tests) else 0
