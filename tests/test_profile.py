@@ -65,10 +65,10 @@ def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
                 model(targets)  # of another size; the loop goes on
             (model(inputs) - targets).square().mean().backward()
             optimizer.step()
-        with pytest.raises(ZeroDivisionError):
-            optimizer.step(lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError) as error, mpkernels.profile(tmp_path / "trace.json"):
+        optimizer.step(lambda: 1 / 0)
     step = ["mpkernels.forward", "end", "mpkernels.backward", "end", "mpkernels.step", "end"]
-    assert seen == [*["mpkernels.forward", "end", *step] * 2, "mpkernels.step", "end"]
+    assert seen == [*["mpkernels.forward", "end", *step] * 2, "mpkernels.step", "end"], error  # which holds the frames
 
 
 def test_a_directory_is_for_tensorboard(tmp_path):
