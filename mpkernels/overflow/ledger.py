@@ -167,4 +167,6 @@ def _records_of(optimizer: Any, scalers: Ledger) -> list[Record]:
     ledger = getattr(optimizer, "_ledger", None)
     optimizers = ledger.records() if isinstance(ledger, Ledger) else []
     was_unscaled = any(record.report[0, 0] > 0 and record.report[0, 1] == 0 for record in optimizers)
-    return scalers.records() or optimizers if was_unscaled or not optimizers else optimizers
+    if was_unscaled or not optimizers:
+        return scalers.records() or optimizers
+    return optimizers
