@@ -48,9 +48,12 @@ def tally(found: list[Result]) -> str:
 
 
 def summary(session: Session) -> str:
-    lines = [f"{len(session.results)} pairs on {session.device}: {tally(session.results)}"]
+    told = [result for result in session.results if not result.doubts]
+    doubtful = len(session.results) - len(told)
+    in_doubt = f", {doubtful} in doubt" * bool(doubtful)
+    lines = [f"{len(session.results)} pairs on {session.device}: {tally(told)}{in_doubt}"]
     lines += [f"left out: {name}: {reason}" for name, reason in session.skipped.items()]
-    lines += [NOTE] * any(result.doubts for result in session.results)
+    lines += [NOTE] * bool(doubtful)
     return "\n".join([*lines, f"{headline(session)}."])
 
 

@@ -152,6 +152,7 @@ def test_the_headline_of_single_ops_counts_those_that_can_be_told():
     run.results[0] = replace(found[0], waited=0.2)
     counted = "2 of 3 cases are faster than torch, 0 slower"
     assert show.headline(run) == f"{counted}; this machine was busy: 1 more can't be told"
+    assert "4 pairs on NVIDIA H200: 2 faster, 1 even, 0 slower, 1 in doubt\n" in show.summary(run)
     run.results[:] = run.results[:1]
     assert show.headline(run) == "this machine was busy: 1 can't be told"
 
