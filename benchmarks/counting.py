@@ -6,10 +6,8 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from mpkernels._shared.saved import saved_storages
 from mpkernels.bench.pairs import Make, Workload
 from mpkernels.bench.results import Counts
 
@@ -29,14 +27,7 @@ def count(make: Make, device: str) -> Counts:
 def saved_bytes(run: Workload) -> int:
     """Return how many bytes a run saves for its backward, each storage once. What lives on after the run does not
     count: parameters and inputs."""
-    saved: dict[StorageWeakRef, int] = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        saved[StorageWeakRef(storage)] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(note, lambda it: it):
+    with saved_storages() as saved:
         run()
     gc.collect()
     return sum(size for storage, size in saved.items() if storage.expired())

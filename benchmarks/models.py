@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from benchmarks import cells, counting
-from mpkernels.bench import machine
 from mpkernels.bench.pairs import Workload
+from mpkernels.doctor.machine import describe
 from mpkernels.nn import fuse
 
 FOLDER = Path(__file__).parent / "results" / "models"
@@ -155,7 +155,7 @@ def main(name: str, models: Mapping[str, Maker]) -> None:
         for dtype, is_mixed in DTYPES.items()
     ]
     FOLDER.mkdir(exist_ok=True)
-    found = {"machine": machine.describe(), "transformers": metadata.version("transformers"), "rows": rows}
+    found = {"machine": describe(), "transformers": metadata.version("transformers"), "rows": rows}
     (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 

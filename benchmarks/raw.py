@@ -1,23 +1,31 @@
 """Reads and writes the files of raw samples: what ``python -m benchmarks --json`` has measured."""
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+from mpkernels._shared.files import replacing
 from mpkernels.bench import results
 from mpkernels.bench.pairs import FEWEST_SAMPLES
 from mpkernels.bench.results import Result
+from mpkernels.doctor.machine import Description, describe
 
 
 @dataclass
 class Session(results.Session):
-    """What was measured, and the speeds of the machine itself."""
+    """What was measured on one machine on one day, and the speeds of the machine itself."""
 
+    date: str = field(default_factory=lambda: date.today().isoformat())
+    machine: Description = field(default_factory=describe)
     copy_speeds: dict[str, float] = field(default_factory=dict)  # bytes a second, by place
     gemm_speeds: dict[str, float] = field(default_factory=dict)  # flops a second, by place and dtype
+
+    @property
+    def device(self) -> str:
+        return str(self.machine["gpu" if self.is_on_gpu else "cpu"])
 
     def other_machine(self, other: "Session", keys: Iterable[str]) -> str:
         """Say which of these facts about the machine differ; empty where none does."""
@@ -31,7 +39,7 @@ PAIR = {"bytes moved": "moved", "ours us": "ours_us", "torch us": "torch_us"}
 
 
 def write(path: Path, session: Session) -> None:
-    """Replace the file at once, so that a run that is stopped keeps what it has measured. A line a pair."""
+    """Replace the file at once, so that a run that is stopped keeps what it has measured. Each pair has a line."""
     head: dict[str, Any] = {"date": session.date, "machine": session.machine}
     for name, (attribute, unit) in HEAD.items():
         head[name] = {place: round(speed / unit, 2) for place, speed in getattr(session, attribute).items()}
@@ -39,14 +47,12 @@ def write(path: Path, session: Session) -> None:
     of_file = {attribute: name for name, attribute in PAIR.items()}
     pairs = [{of_file.get(key, key): value for key, value in asdict(it).items() if value} for it in session.results]
     lines = ",\n".join(json.dumps(pair, separators=(",", ":")) for pair in pairs)
-    path = path.resolve()  # a link stays one
-    unfinished = path.with_name(path.name + ".part")
-    unfinished.write_text(f'{json.dumps(head, indent=1)[:-2]},\n "pairs": [\n{lines}\n]}}\n')
-    os.replace(unfinished, path)
+    with replacing(path.resolve()) as file:  # a link stays one
+        file.write(f'{json.dumps(head, indent=1)[:-2]},\n "pairs": [\n{lines}\n]}}\n'.encode())
 
 
 def read(path: Path) -> Session:
-    """Raises ValueError where the file is not one that ``write`` wrote, OSError where there is none."""
+    """Read what ``write`` wrote. Raise ValueError if the file is another, OSError if there is none."""
     try:
         raw = json.loads(path.read_text())
         speeds = {
@@ -54,7 +60,7 @@ def read(path: Path) -> Session:
             for name, (attribute, unit) in HEAD.items()
         }
         found = [_result(pair) for pair in raw["pairs"]]
-        return Session(raw["date"], dict(raw["machine"]), raw.get("skipped", {}), found, **speeds)
+        return Session(raw["date"], dict(raw["machine"]), skipped=raw.get("skipped", {}), results=found, **speeds)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no results of this benchmark ({type(error).__name__}: {error})") from error
 

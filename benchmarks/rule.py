@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 import mpkernels
-from mpkernels.bench import machine
+from mpkernels.doctor.machine import describe
 from mpkernels.nn import MLP, LinearAct
 from mpkernels.selector.tune import TuneReport
 
@@ -105,7 +105,7 @@ def keep(options: argparse.Namespace, found: dict[str, Any]) -> None:
     runs = json.loads(options.json.read_text())["runs"] if options.json.exists() else []
     runs.append({"threads": options.threads, "us": found})
     options.json.parent.mkdir(parents=True, exist_ok=True)
-    options.json.write_text(json.dumps({"machine": machine.describe(), "runs": runs}, indent=1) + "\n")
+    options.json.write_text(json.dumps({"machine": describe(), "runs": runs}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

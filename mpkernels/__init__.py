@@ -6,8 +6,7 @@ from typing import Any
 
 from mpkernels import _extension, amp, checkpoint, functional, nn, ops, optim, selector
 from mpkernels.memory.batch_size import find_max_batch_size
-from mpkernels.memory.comparison import compare_memory
-from mpkernels.memory.report import memory_report
+from mpkernels.memory.report import compare_memory, memory_report
 from mpkernels.metrics import Metrics
 from mpkernels.ops._registry import backends
 from mpkernels.ops._routes import attach_defaults, backend

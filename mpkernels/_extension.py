@@ -18,7 +18,7 @@ _PACKAGE = Path(__file__).parent
 
 
 def _candidates() -> Iterator[Path]:
-    """Yield the library beside this file, then those of installed mpkernels, which a checkout shadows."""
+    """Yield the library beside this file, then those of the installed packages that a checkout hides."""
     yield _PACKAGE / "_native.so"
     for installed in metadata.distributions(name="mpkernels"):
         yield Path(str(installed.locate_file("mpkernels/_native.so")))
@@ -34,7 +34,7 @@ def build_info(library: Path | None) -> dict[str, Any]:
 
 
 def _find() -> tuple[Path | None, str]:
-    """Returns the library to load, or None and the reason. A checkout takes none that was built from other sources."""
+    """Return the library to load, or None and the reason. A checkout takes none that was built from other sources."""
     sources = fingerprint(_PACKAGE.parent)
     if sources is None:
         library = _PACKAGE / "_native.so"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def fingerprint(checkout: Path) -> str | None:
-    """Hashes what the library is built from. Returns None where ``checkout`` is none, but site-packages, say."""
+    """Hash what the library is built from. Return None where the folder is no checkout; site-packages, for example."""
     setup, csrc = checkout / "setup.py", checkout / "csrc"
     if not (setup.is_file() and csrc.is_dir()):
         return None

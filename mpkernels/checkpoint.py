@@ -27,10 +27,10 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
 
     Args:
         path: the file. It changes in a single moment, after everything has reached the disk.
-        objects: by name. Of one that has a ``state_dict``, that is saved; other values have to be such as
+        objects: by name. An object with a ``state_dict`` is saved by it; other values have to be such as
             ``torch.load(weights_only=True)`` takes: tensors, numbers, strings, and lists and dicts of them.
     """
-    states = {name: it.state_dict() if hasattr(it, "state_dict") else it for name, it in objects.items()}
+    states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in objects.items()}
     with replacing(Path(path)) as file:
         summed: Any = _Summed(file)
         torch.save(states, summed)
@@ -53,18 +53,19 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any
     states: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
     if missing := objects.keys() - states.keys():
         raise ValueError(f"checkpoint.load: {path} must have {sorted(missing)}, got {sorted(states)}")
+    names = sorted(objects, key=lambda name: not hasattr(objects[name], "state_dict"))
     with ExitStack() as undo:
-        for it in objects.values():
-            if hasattr(it, "state_dict"):
-                undo.callback(undo_of(it))
-        for name, it in sorted(objects.items(), key=lambda pair: not hasattr(pair[1], "state_dict")):
-            it.load_state_dict(states[name])
+        for name in names:
+            if hasattr(objects[name], "state_dict"):
+                undo.callback(undo_of(objects[name]))
+        for name in names:
+            objects[name].load_state_dict(states[name])
         undo.pop_all()
     return states
 
 
 class _Summed:
-    """A file that sums up what is written to it."""
+    """Passes on to a file what is written, and computes its checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.digest = file, _DIGEST()

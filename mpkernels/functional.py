@@ -7,6 +7,7 @@ from torch import OutOfMemoryError, Tensor
 from torch.overrides import is_tensor_like
 
 from mpkernels import selector
+from mpkernels._shared.parameters import is_sharded
 from mpkernels._torch_private.modes import is_any_autocast_enabled
 from mpkernels.distributed.parts import columns_of, parts_of_columns
 from mpkernels.linear import arguments, paths
@@ -14,7 +15,6 @@ from mpkernels.linear.cast_cache import clear as clear_cast_cache
 from mpkernels.linear.choice import autocast_dtype, is_left_to_torch, is_ours, is_watched, kernel_for, key_of
 from mpkernels.ops.linear.activations import ACTIVATIONS, ActivationLike, activation_name
 from mpkernels.ops.linear.kind import Kind, Parameters
-from mpkernels.parameters import is_sharded
 
 _LONE = {name: Kind("linear_act", name) for name in ACTIVATIONS}  # made once: small layers are slowed down by all else
 

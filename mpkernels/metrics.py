@@ -5,11 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import put_on, unwrapped
 from mpkernels.optim import Masters
 from mpkernels.optim.engine import Engine
 from mpkernels.optim.readback import Readback
 from mpkernels.optim.step_hooks import PassiveHook
-from mpkernels.parameters import put_on, unwrapped
 
 
 class Metrics:

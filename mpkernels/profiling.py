@@ -1,15 +1,17 @@
 """Measures where the time of a training loop goes. Until ``profile`` is called, it costs nothing."""
 
-import itertools
 import time
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from operator import methodcaller
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 from torch import profiler
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpkernels.optim.step_hooks import PassiveHook
 from mpkernels.overflow.find_nonfinite import tensors_in
@@ -41,27 +43,22 @@ class Profile:
 
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, and measure how long the loop waits for each."""
-        iterator, start = iter(loader), None
+        start = None if self._warmup else _now()
+        asked = time.perf_counter()
         try:
-            for count in itertools.count():
-                if count == self._warmup:
-                    _wait_for_device()
-                    start = time.perf_counter()
-                before = time.perf_counter()
-                try:
-                    batch = next(iterator)
-                except StopIteration:
-                    return
+            for count, batch in enumerate(loader, 1):
                 self._batches += 1
-                if count >= self._warmup:
-                    self.waited += time.perf_counter() - before
+                if start is not None:
+                    self.waited += time.perf_counter() - asked
                     self.steps += 1
-                    self.samples += _length(batch)
+                    self.samples += next((len(it) for it in tensors_in(batch) if it.dim() > 0), 1)
                 yield batch
+                if count == self._warmup:
+                    start = _now()
+                asked = time.perf_counter()
         finally:
             if start is not None:
-                _wait_for_device()
-                self.seconds += time.perf_counter() - start
+                self.seconds += _now() - start
 
     def table(self, rows: int = 20) -> str:
         """Return the throughput and, if there is a trace, torch.profiler's table of the costliest ops."""
@@ -78,6 +75,13 @@ class Profile:
     __str__ = table
 
 
+def _now() -> float:
+    """Return the time at which the device has finished all that it was given."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
 @contextmanager
 def _phase(name: str) -> Iterator[None]:
     """Mark a range in the trace and, if there is a GPU, in Nsight's."""
@@ -86,74 +90,65 @@ def _phase(name: str) -> Iterator[None]:
         yield
 
 
-class _NamedPhases:
-    """A context that marks the phases by torch's hooks. The backward has no hook, so torch.autograd.backward is
+@contextmanager
+def _named_phases() -> Iterator[None]:
+    """Mark forward, backward and step by torch's hooks. The backward has no hook, so torch.autograd.backward is
     wrapped."""
+    phases: list[Any] = []  # that have begun
+    depth = 0  # of calls of modules: the outermost one is the phase
 
-    def __enter__(self) -> None:
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+    def begin(name: str) -> None:
+        phases.append(_phase(name))
+        phases[-1].__enter__()
 
-        modules = torch.nn.modules.module
-        self._open: list[Any] = []
-        self._depth = 0  # of calls of modules: the outermost one is the phase
-        self._hooks = [
-            modules.register_module_forward_pre_hook(self._before_module),
-            modules.register_module_forward_hook(self._after_module, always_call=True),
-            register_optimizer_step_pre_hook(PassiveHook(lambda _: self._begin("step"))),
-            register_optimizer_step_post_hook(PassiveHook(lambda _: self._end())),
-        ]
-        self._backward = torch.autograd.backward
-        torch.autograd.backward = _phase("backward")(self._backward)
+    def end() -> None:
+        phases.pop().__exit__(None, None, None)
 
-    def __exit__(self, *_: object) -> None:
-        torch.autograd.backward = self._backward
-        while self._open:  # of a step that raised
-            self._end()
-        for hook in self._hooks:
+    def before_module(*_: Any) -> None:
+        nonlocal depth
+        depth += 1
+        if depth == 1:
+            begin("forward")
+
+    def after_module(*_: Any) -> None:
+        nonlocal depth
+        depth -= 1
+        if depth == 0:
+            end()
+
+    hooks = [
+        register_module_forward_pre_hook(before_module),
+        register_module_forward_hook(after_module, always_call=True),
+        register_optimizer_step_pre_hook(PassiveHook(lambda _: begin("step"))),
+        register_optimizer_step_post_hook(PassiveHook(lambda _: end())),
+    ]
+    backward = torch.autograd.backward
+    torch.autograd.backward = _phase("backward")(backward)
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+        for hook in hooks:
             hook.remove()
-
-    def _begin(self, name: str) -> None:
-        self._open.append(_phase(name))
-        self._open[-1].__enter__()
-
-    def _end(self) -> None:
-        self._open.pop().__exit__(None, None, None)
-
-    def _before_module(self, *_: Any) -> None:
-        if self._depth == 0:
-            self._begin("forward")
-        self._depth += 1
-
-    def _after_module(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0:
-            self._end()
+        while phases:  # of a step that raised
+            end()
 
 
 @contextmanager
 def _traced(path: Path) -> Iterator[Any]:
     """Run torch.profiler, and write its trace at the end, also after an exception."""
-    activities = [profiler.ProfilerActivity.CPU]
-    activities += [profiler.ProfilerActivity.CUDA] if torch.cuda.is_available() else []
     if path.suffix == ".json":
         path.parent.mkdir(parents=True, exist_ok=True)
-        write: Any = lambda running: running.export_chrome_trace(str(path))  # noqa: E731
+        write: Any = methodcaller("export_chrome_trace", str(path))
     else:
         write = profiler.tensorboard_trace_handler(str(path))
+    activities = [profiler.ProfilerActivity.CPU]
+    activities += [profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Using `torch.compile")  # under our hooks: they count what is nested
         # acc_events: or an older torch warns that events of other cycles are gone, of which there are none.
-        with profiler.profile(activities=activities, on_trace_ready=write, acc_events=True) as running, _NamedPhases():
+        with profiler.profile(activities=activities, on_trace_ready=write, acc_events=True) as running, _named_phases():
             yield running
-
-
-def _wait_for_device() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-
-
-def _length(batch: object) -> int:
-    return next((len(it) for it in tensors_in(batch) if it.dim() > 0), 1)
 
 
 @contextmanager
@@ -176,7 +171,6 @@ def profile(path: str | Path | None = None, *, warmup: int = 3) -> Iterator[Prof
     """
     if not isinstance(warmup, int) or warmup < 0:
         raise ValueError(f"profile: warmup must be a whole number from 0 on, got {warmup!r}")
-    running = nullcontext() if path is None else _traced(Path(path))
-    with running as torchs:
-        yield Profile(torchs, warmup)
-        _wait_for_device()
+    with nullcontext() if path is None else _traced(Path(path)) as running:
+        yield Profile(running, warmup)
+        _now()

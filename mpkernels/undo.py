@@ -17,27 +17,27 @@ Undo = Callable[[], None]
 _NO_EXTRA = nn.Module.get_extra_state
 
 
-def undo_of(it: Any) -> Undo:
+def undo_of(thing: Any) -> Undo:
     """Return a function that gives the object back the state that it has now, grads apart. Until that is called, the
     host keeps a copy of the object's tensors."""
-    if isinstance(it, nn.Module):
-        return _undo_of_module(it)
-    if isinstance(it, Optimizer):
-        return _undo_of_optimizer(it)
-    return partial(it.load_state_dict, copy.deepcopy(it.state_dict()))
+    if isinstance(thing, nn.Module):
+        return _undo_of_module(thing)
+    if isinstance(thing, Optimizer):
+        return _undo_of_optimizer(thing)
+    return partial(thing.load_state_dict, copy.deepcopy(thing.state_dict()))
 
 
 def _undo_of_module(module: nn.Module) -> Undo:
     modules = list(module.modules())
-    dicts = [it for each in modules for it in (*books_of(vars(each)), vars(each))]
-    tensors = [it for each in dicts for it in each.values() if isinstance(it, Tensor)]
+    dicts = [book for it in modules for book in (*books_of(vars(it)), vars(it))]
+    tensors = [value for book in dicts for value in book.values() if isinstance(value, Tensor)]
     undo_dicts = _undo_of_dicts(dicts, tensors)
     extra = [(it, copy.deepcopy(it.get_extra_state())) for it in modules if type(it).get_extra_state is not _NO_EXTRA]
 
     def undo() -> None:
         undo_dicts()
-        for each, state in extra:
-            each.set_extra_state(state)
+        for owner, state in extra:
+            owner.set_extra_state(state)
 
     return undo
 
@@ -50,8 +50,8 @@ def _undo_of_optimizer(optimizer: Optimizer) -> Undo:
     undo_dicts = _undo_of_dicts([vars(optimizer), optimizer.state, *optimizer.param_groups], tensors)
 
     def undo() -> None:
-        for each in (*inner, undo_dicts):
-            each()
+        for undo_part in (*inner, undo_dicts):
+            undo_part()
 
     return undo
 
@@ -74,9 +74,9 @@ def _undo_of_dicts(dicts: Iterable[Any], tensors: Iterable[Tensor]) -> Undo:
     def undo() -> None:
         for tensor, value in zip(written, values, strict=True):
             part_of(tensor).copy_(value)  # not detached: to a detached COO tensor, copy_ gives new parts
-        for it, before in entries:
-            it.clear()
-            it.update(before)
+        for entry, before in entries:
+            entry.clear()
+            entry.update(before)
 
     return undo
 

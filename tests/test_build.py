@@ -271,7 +271,7 @@ def bare(tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_wheel_works_where_there_is_nothing_but_torch(built, bare, tmp_path):
-    """And no checkout."""
+    """There is no checkout beside it, either."""
     python("-m", "pip", f"--python={bare}", "install", "--no-deps", str(built.wheel), cwd=tmp_path)
     status, said = attempt(str(bare), "-c", "import numpy", cwd=tmp_path)
     assert status == 1, said

@@ -126,7 +126,7 @@ def test_what_was_compiled_is_not_compiled_again(built):
 
 
 def test_nor_by_another_ninja_which_cannot_read_the_notes_of_this_one(built):
-    """As pip's own ninja leaves them."""
+    """pip's own ninja leaves such notes."""
     for notes in (".ninja_log", ".ninja_deps"):
         Path(setup.BUILD, notes).unlink(missing_ok=True)
     assert built() == []

@@ -151,7 +151,7 @@ def facts_of(its):
     ],
 )
 def test_a_fault_while_it_loads_changes_nothing(tmp_path, options):
-    """Or comes so late that everything is loaded; and a second try loads."""
+    """A fault that comes late may find everything loaded. A second try loads."""
     save(tmp_path / "last.pt", **all_of(2, 3, **options))
     load(tmp_path / "last.pt", **(done := all_of(1, 1, **options)))
     old, new, seen = facts_of(all_of(1, 1, **options)), facts_of(done), []
@@ -225,6 +225,23 @@ def test_everything_has_reached_the_disk_before_the_name_does(tmp_path, monkeypa
     monkeypatch.setattr(os, "replace", replace)
     save(path, weight=torch.ones(1000))
     assert happened == [("fsync", path.stat().st_size), ("replace", str(path)), ("fsync", "folder")]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions as posix has them")
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, 0o640), (0o600, 0o600), (0o664, 0o664)], ids=["new", "private", "shared"]
+)
+def test_it_is_read_by_those_who_read_the_one_before_or_any_new_file(tmp_path, before, after):
+    path = tmp_path / "last.pt"
+    umask = os.umask(0o027)
+    try:
+        if before is not None:
+            path.touch()
+            path.chmod(before)
+        save(path, step=1)
+    finally:
+        os.umask(umask)
+    assert path.stat().st_mode & 0o777 == after
 
 
 ENDLESS = """

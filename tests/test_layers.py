@@ -16,7 +16,7 @@ ROOMS = (  # from the top down
     *("__main__", "demo", "doctor", "bench", "integrations"),
     "__init__",
     *("profiling", "metrics", "memory", "checkpoint", "undo", "amp", "optim", "overflow"),
-    *("nn", "functional", "linear", "selector", "distributed", "parameters", "tables"),
+    *("nn", "functional", "linear", "selector", "distributed"),
     *("ops", "_torch_private", "_shared", "_extension", "_sources"),
 )
 

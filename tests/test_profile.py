@@ -49,7 +49,7 @@ def test_a_trace_names_phases_and_ops(tmp_path):
 
 
 def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
-    """Where there is a GPU, which here is but said to be."""
+    """Nsight gets them where there is a GPU, which torch is made to claim here."""
     seen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
@@ -65,8 +65,10 @@ def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
                 model(targets)  # of another size; the loop goes on
             (model(inputs) - targets).square().mean().backward()
             optimizer.step()
+    with pytest.raises(ZeroDivisionError) as error, mpkernels.profile(tmp_path / "trace.json"):
+        optimizer.step(lambda: 1 / 0)
     step = ["mpkernels.forward", "end", "mpkernels.backward", "end", "mpkernels.step", "end"]
-    assert seen == ["mpkernels.forward", "end", *step] * 2
+    assert seen == [*["mpkernels.forward", "end", *step] * 2, "mpkernels.step", "end"], error  # which holds the frames
 
 
 def test_a_directory_is_for_tensorboard(tmp_path):
@@ -145,7 +147,7 @@ def test_a_loop_that_breaks_off_leaves_its_trace(tmp_path):
 
 
 def test_batches_of_any_mapping():
-    """As tokenizers give them."""
+    """Tokenizers return such mappings."""
     rows = UserDict(ids=torch.zeros(8, 2), mask=torch.zeros(8, 2))
     with mpkernels.profile(warmup=0) as profile:
         for _ in profile.batches([rows] * 5):

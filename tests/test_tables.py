@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import mpkernels
+from mpkernels._shared.tables import Report, Table
 from mpkernels.optim import AdamW
-from mpkernels.tables import Report, Table
 from tests.networks import network
 
 

@@ -1,1 +1,1 @@
-"""Helpers that several rooms share: atomic files, saved bytes, the CPU's name."""
+"""Helpers that several rooms share: optimizers' tensors, tables, atomic files, saved bytes, the CPU's name."""

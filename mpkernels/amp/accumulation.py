@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkernels._shared.parameters import params_of, unwrapped
 from mpkernels.amp.clipping import clip_grad_norm_
 from mpkernels.amp.inf_check import given_group
 from mpkernels.amp.wide_grads import WideGrads
 from mpkernels.linear import cast_cache
-from mpkernels.parameters import params_of, unwrapped
 
 
 class MicroBatch:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import by_device, put_on, real
 from mpkernels._torch_private.modes import count_dispatch_modes
 from mpkernels._torch_private.ops import foreach_mul_
 from mpkernels._torch_private.tracing import is_tracing
@@ -17,7 +18,6 @@ from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes, given
 from mpkernels.ops import grad_stats, unscale_
-from mpkernels.parameters import by_device, put_on, real
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from mpkernels._shared.parameters import put_on
 from mpkernels.amp import handover, inf_check, scalings, unchecked
 from mpkernels.amp.attempts import AllOrNothing, Attempt
 from mpkernels.amp.autocasting import machines_device
@@ -21,7 +22,6 @@ from mpkernels.optim.readback import Readback
 from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledgers
 from mpkernels.overflow.report import OverflowReport
-from mpkernels.parameters import put_on
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkernels._shared.parameters import are_any_sharded, by_device, params_of, put_on, unwrapped
 from mpkernels._torch_private.tensors import values_of
 from mpkernels.amp.attempts import Attempt
 from mpkernels.distributed import fsdp1, meshes
@@ -17,7 +18,6 @@ from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
 from mpkernels.optim import offloaded
 from mpkernels.optim.offload import have_left
-from mpkernels.parameters import are_any_sharded, by_device, params_of, put_on, unwrapped
 
 FoundInf = dict[torch.device, Tensor]  # one entry at most: fp32, 0-dim, exactly 0 or 1, as torch's optimizers want
 Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their grads

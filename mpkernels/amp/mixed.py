@@ -10,12 +10,12 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from mpkernels._shared.parameters import params_of, unwrapped
 from mpkernels._torch_private.modules import SpectralParametrization, pre_hooks_of
 from mpkernels.amp.mixed_class import Mixed, mixed_class, own_forward_of
 from mpkernels.ops.step.split import split
 from mpkernels.optim import masters, param_state
 from mpkernels.optim.engine import Engine
-from mpkernels.parameters import params_of, unwrapped
 
 _NORMS = (
     *(nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.SyncBatchNorm),

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from mpkernels.parameters import put_on
+from mpkernels._shared.parameters import put_on
 
 Schedule = Callable[[int], float]
 Scaling = str | Schedule | Sequence[tuple[int, float]]

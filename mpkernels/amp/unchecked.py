@@ -5,9 +5,9 @@ from typing import Any
 
 from torch.amp.grad_scaler import OptState
 
+from mpkernels._shared.parameters import params_of
 from mpkernels.amp import handover, inf_check
 from mpkernels.amp.attempts import Attempt
-from mpkernels.parameters import params_of
 
 
 def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:

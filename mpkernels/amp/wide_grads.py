@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkernels._shared.parameters import is_sharded, params_of, set_grad_dtype, unwrapped
 from mpkernels._torch_private.sharded import is_fsdp1s, replaces_exchange
 from mpkernels.distributed import ddp
 from mpkernels.distributed.parts import await_grad
 from mpkernels.optim.masters import needs_master
-from mpkernels.parameters import is_sharded, params_of, set_grad_dtype, unwrapped
 
 _NEEDS_MODEL = "which exchanges grads in their parameters' dtype; pass the wrapper as model, or leave grad_dtype out"
 

@@ -44,7 +44,7 @@ class Samples(NamedTuple):
 
     ours: list[float]
     theirs: list[float]
-    waited: float  # seconds a second that all threads together waited for cores that other programs had
+    waited: float  # the share of the time for which a thread was ready to run, but other programs had the cores
 
     def ratio(self) -> Interval:
         """Return their time over ours, sample by sample: above 1, ours is faster."""
@@ -153,5 +153,5 @@ def _between_events(several: Workload, count: int) -> Stopwatch:
     return timed
 
 
-# For CUDA. A CPU has wall_stopwatch alone.
+# The clocks of a CUDA device. A CPU has wall_stopwatch alone.
 STOPWATCHES = {"device": graph_stopwatch, "host": wall_stopwatch, "loop": loop_stopwatch}

@@ -1,9 +1,10 @@
 """What was measured. Raw samples only: medians and intervals are computed from them when they are read."""
 
 from dataclasses import dataclass, field, replace
-from datetime import date
 
-from mpkernels.bench.machine import Description, describe
+import torch
+
+from mpkernels._shared import cpu
 from mpkernels.bench.pairs import Interval, Samples
 
 Counts = dict[str, int]
@@ -54,19 +55,21 @@ class Result:
         )
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Session:
-    """All results of one machine on one day."""
+    """All results of one run."""
 
-    date: str = field(default_factory=lambda: date.today().isoformat())
-    machine: Description = field(default_factory=describe)
     skipped: dict[str, str] = field(default_factory=dict)  # name: reason
     results: list[Result] = field(default_factory=list)
 
     @property
     def device(self) -> str:
         """The GPU, if anything was measured on one, or the CPU."""
-        return str(self.machine["gpu" if any(it.place == "cuda" for it in self.results) else "cpu"])
+        return torch.cuda.get_device_name() if self.is_on_gpu else cpu.name()
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return any(it.place == "cuda" for it in self.results)
 
     def add(self, result: Result) -> Result:
         """Add a result, or its samples to those of an earlier turn."""

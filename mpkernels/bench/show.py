@@ -7,9 +7,11 @@ from mpkernels.bench.results import Result, Session
 
 COLUMNS = "{:58} {:>9} {:>9}  {:26} {}"
 HEADER = COLUMNS.format("", "ours", "theirs", "x torch [95 % interval]", "torch is 6 wide")
-NOTE = f"""\
-wide: the interval spans more than {WIDE:.0%}. busy: threads waited for a core more than {BUSY:.0%} of the time.
-Measure both again before you believe them."""
+DOUBTS = {
+    "wide": f"the 95 % interval of the ratio spans more than {WIDE:.0%} of it",
+    "busy": f"threads waited for a core more than {BUSY:.0%} of the time",
+}
+NOTE = "\n".join([*(f"{word}: {meaning}." for word, meaning in DOUBTS.items()), "Measure such cases again."])
 TORCHS_WIDTH, MOST_WIDTH = 6, 30
 
 
@@ -46,33 +48,41 @@ def tally(found: list[Result]) -> str:
 
 
 def summary(session: Session) -> str:
-    lines = [f"{len(session.results)} pairs on {session.device}: {tally(session.results)}"]
+    told = [result for result in session.results if not result.doubts]
+    doubtful = len(session.results) - len(told)
+    in_doubt = f", {doubtful} in doubt" * bool(doubtful)
+    lines = [f"{len(session.results)} pairs on {session.device}: {tally(told)}{in_doubt}"]
     lines += [f"left out: {name}: {reason}" for name, reason in session.skipped.items()]
-    lines += [NOTE] * any(result.doubts for result in session.results)
+    lines += [NOTE] * bool(doubtful)
     return "\n".join([*lines, f"{headline(session)}."])
 
 
 def headline(session: Session) -> str:
-    """Say in one sentence what was measured: of the optimizer's step, if that is among it."""
+    """Say in one sentence what was measured: the optimizer's step, if that is among it. Where the samples are in doubt,
+    it says so in place of a figure."""
     first = next((it for it in session.results if it.op == "step" and not it.variant), None)
     if first is None:
-        words, doubtful = [verdict(it) for it in session.results], sum(bool(it.doubts) for it in session.results)
-        counted = f"{words.count('faster')} of {len(words)} cases are faster than torch, {words.count('slower')} slower"
-        return counted + f"; {doubtful} of them are in doubt" * bool(doubtful)
-    what = f"AdamW's step in {first.dtype}, with clipping"
-    if (times := figure(first.ratio, first.doubts)) is None:
-        return f"how fast {what}, is beside {first.baseline}'s can't be told: other programs were at work"
-    wide = "; the samples are wide" * bool(first.doubts)
-    return f"{what}, is {f'{times} times ' * bool(times)}as fast as {first.baseline}'s{wide}"
+        return _count(session.results)
+    what = f"AdamW's step in {first.dtype}, with clipping,"
+    if first.doubts:
+        return f"{busy(first.doubts)}; so it can't be told how fast {what} is beside {first.baseline}'s"
+    return f"{what} is {as_fast(first.ratio)} as {first.baseline}'s"
 
 
-def figure(ratio: Interval, doubts: list[str]) -> str | None:
-    """Return the ratio for a sentence: empty where nobody is ahead, None where other programs were at work, because
-    then even the interval can't be believed."""
-    if "busy" in doubts:
-        return None
-    if ratio.low <= 1 <= ratio.high:
-        return ""
-    if not doubts:
-        return f"{ratio.median:.2f}"
-    return f"at least {ratio.low:.2f}" if ratio.low > 1 else f"at most {ratio.high:.2f}"
+def _count(found: list[Result]) -> str:
+    told = [verdict(it) for it in found if not it.doubts]
+    parts = [f"{told.count('faster')} of {len(told)} cases are faster than torch, {told.count('slower')} slower"]
+    if len(told) < len(found):
+        more = " more" if told else ""
+        parts = parts * bool(told) + [f"this machine was busy: {len(found) - len(told)}{more} can't be told"]
+    return "; ".join(parts)
+
+
+def busy(doubts: list[str]) -> str:
+    """Say why nothing can be told."""
+    return f"this machine was busy: {' and '.join(DOUBTS[doubt] for doubt in doubts)}"
+
+
+def as_fast(ratio: Interval) -> str:
+    """Return the ratio for a sentence, without a number where neither is ahead."""
+    return "as fast" if ratio.low <= 1 <= ratio.high else f"{ratio.median:.2f} times as fast"

@@ -1,9 +1,13 @@
-"""A transformer over bytes, in plain torch. Most of its parameters are embeddings, as in small language models."""
+"""What is trained: a transformer over bytes, in plain torch, on text that every machine has."""
 
+import sysconfig
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
-from torch.nn import Embedding, LayerNorm, Linear, Module, ModuleList, functional, init
+from torch.nn import Embedding, LayerNorm, Linear, Module, ModuleList, Transformer, TransformerEncoderLayer, init
+from torch.nn.functional import pad
 
 
 class Size(NamedTuple):
@@ -21,37 +25,43 @@ SIZES = {
 }
 
 
-class Layer(Module):
-    def __init__(self, size: Size) -> None:
-        super().__init__()
-        width, self.heads = size.width, size.heads
-        self.norms = ModuleList(LayerNorm(width) for _ in range(2))
-        self.qkv, self.out = Linear(width, 3 * width), Linear(width, width)
-        self.up, self.down = Linear(width, 4 * width), Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        qkv = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
-        q, k, v = (it.unflatten(-1, (self.heads, -1)).transpose(1, 2) for it in qkv)
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.down(functional.gelu(self.up(self.norms[1](x))))  # type: ignore[no-any-return]
-
-
-class Transformer(Module):
-    """It predicts each next byte from embeddings of each byte, and of the pair of bytes that ends there."""
+class Predictor(Module):
+    """Predicts each next byte from embeddings of each byte, and of the pair of bytes that ends there. Most of its
+    parameters are embeddings, as in small language models."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.bytes, self.pairs = Embedding(256, size.width), Embedding(256 * 256, size.width)
-        self.places = Embedding(size.context, size.width)
-        self.layers = ModuleList(Layer(size) for _ in range(size.layers))
-        self.norm, self.head = LayerNorm(size.width), Linear(size.width, 256)
+        self.bytes, self.pairs, self.places = (Embedding(it, size.width) for it in (256, 256 * 256, size.context))
         for embedding in (self.bytes, self.pairs, self.places):
             init.normal_(embedding.weight, std=0.02)
+        shape = size.width, size.heads, 4 * size.width
+        self.layers = ModuleList(
+            TransformerEncoderLayer(*shape, dropout=0.0, activation="gelu", batch_first=True, norm_first=True)
+            for _ in range(size.layers)
+        )
+        self.norm, self.head = LayerNorm(size.width), Linear(size.width, 256)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        before = functional.pad(inputs[:, :-1], (1, 0))
-        x = self.bytes(inputs) + self.pairs(256 * before + inputs) + self.places.weight[: inputs.shape[1]]
+        context, before = inputs.shape[1], pad(inputs[:, :-1], (1, 0))
+        x = self.bytes(inputs) + self.pairs(256 * before + inputs) + self.places.weight[:context]
+        mask = Transformer.generate_square_subsequent_mask(context, x.device, x.dtype)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, mask, is_causal=True)
         return self.head(self.norm(x))  # type: ignore[no-any-return]
+
+
+def sources(device: torch.device) -> Tensor:
+    """Return the bytes of the modules of Python's standard library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    text = bytearray().join(path.read_bytes() for path in sorted(library.glob("*.py")))
+    if len(text) < 100_000:
+        raise FileNotFoundError(f"this Python has no sources of its standard library in {library}")
+    return torch.frombuffer(text, dtype=torch.uint8).to(device)
+
+
+def batch(text: Tensor, size: Size, seed: int) -> tuple[Tensor, Tensor]:
+    """Return inputs and targets, the same for each seed."""
+    draws = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(text) - size.context - 1, (size.batch, 1), generator=draws)
+    window = text[(starts + torch.arange(size.context + 1)).to(text.device)].long()
+    return window[:, :-1], window[:, 1:]

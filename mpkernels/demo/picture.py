@@ -1,6 +1,7 @@
 """The picture: loss, bytes, time of the optimizer's step, and the loss scale around an overflow."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -11,10 +12,9 @@ COLORS = {FP32: "#5b5b5b", BF16: "#d1662f", OURS: "#2f6fd1", OURS_8_BIT: "#27a0a
 SHADES = {"weight": 1.0, "grad": 0.6, "state": 0.3}
 GROUND = "#fafafa"  # light, so that a dark page changes nothing
 
-Times = Mapping[Way, Sequence[float]]  # seconds of the optimizer's step
 
-
-def draw(trainings: Sequence[Training], times: Times, title: str, path: Path) -> None:
+def draw(trainings: Sequence[Training], times: Mapping[Way, Sequence[float]], title: str, path: Path) -> None:
+    """Draw four panels. ``times``: seconds of the optimizer's step."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -34,38 +34,38 @@ def draw(trainings: Sequence[Training], times: Times, title: str, path: Path) ->
 
 
 def _losses(ax: Any, trainings: Sequence[Training]) -> None:
-    for it in trainings:
-        steps, losses = zip(*it.held_out, strict=True)
+    for training in trainings:
+        steps, losses = zip(*training.losses.items(), strict=True)
+        way, words = training.way, f"{training.way.name}: {losses[-1]:.3f}"
         # Where curves coincide, each is seen: the first is wide, ours are dashed.
-        style = {"linewidth": 4, "alpha": 0.5} if it.way == FP32 else {"linestyle": "--" if it.way.moments else "-"}
-        ax.plot(steps, losses, color=COLORS[it.way], label=f"{it.way.name}: {losses[-1]:.3f}", **style)
-    lowest = min(it.held_out[-1][1] for it in trainings)
+        style = {"linewidth": 4, "alpha": 0.5} if way == FP32 else {"linestyle": "--" if way.moments else "-"}
+        ax.plot(steps, losses, color=COLORS[way], label=words, **style)
+    lowest = min(training.losses[steps[-1]] for training in trainings)
     ax.set(ylim=(lowest - 0.02, lowest + 0.3), title="Held-out loss", xlabel="step")
     ax.legend(frameon=False)
 
 
 def _bytes(ax: Any, trainings: Sequence[Training]) -> None:
-    for place, it in enumerate(trainings):
-        bottom = 0.0
-        for kind, size in it.bytes_per_parameter().items():
-            ax.bar(place, size, bottom=bottom, color=COLORS[it.way], alpha=SHADES[kind], width=0.6)
-            ax.text(place, bottom + size / 2, kind, ha="center", va="center", fontsize=8)
+    for training in trainings:
+        sizes, name, bottom = training.bytes_per_parameter(), _label(training.way), 0.0
+        for kind, size in sizes.items():
+            ax.bar(name, size, bottom=bottom, color=COLORS[training.way], alpha=SHADES[kind], width=0.6)
+            ax.text(name, bottom + size / 2, kind, ha="center", va="center", fontsize=8)
             bottom += size
-        ax.text(place, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontweight="bold")
-    _name(ax, "Bytes a parameter", [it.way for it in trainings])
+        ax.text(name, bottom, f"{bottom:.1f}", ha="center", va="bottom", fontweight="bold")
+    ax.set_title("Bytes a parameter")
 
 
-def _times(ax: Any, times: Times) -> None:
-    for place, (way, seconds) in enumerate(times.items()):
+def _times(ax: Any, times: Mapping[Way, Sequence[float]]) -> None:
+    for way, seconds in times.items():
         low, middle, high = (1e3 * it for it in quantiles(seconds, n=4))
-        ax.bar(place, middle, color=COLORS[way], width=0.6, yerr=[[middle - low], [high - middle]], capsize=3)
-        ax.text(place, high, f"{middle:.1f}", ha="center", va="bottom", fontweight="bold")
-    _name(ax, "Unscale, clip and step: ms, with quartiles", [*times])
+        ax.bar(_label(way), middle, color=COLORS[way], width=0.6, yerr=[[middle - low], [high - middle]], capsize=3)
+        ax.text(_label(way), high, f"{middle:.1f}", ha="center", va="bottom", fontweight="bold")
+    ax.set_title("Unscale, clip and step: ms, with quartiles")
 
 
-def _name(ax: Any, title: str, ways: Sequence[Way]) -> None:
-    ax.set_title(title)
-    ax.set_xticks(range(len(ways)), [way.name.replace(", ", ",\n") for way in ways])
+def _label(way: Way) -> str:
+    return way.name.replace(", ", ",\n")
 
 
 def _scales(ax: Any, scales: Sequence[float]) -> None:
@@ -73,10 +73,8 @@ def _scales(ax: Any, scales: Sequence[float]) -> None:
     ax.set_yscale("log", base=2)
     ax.margins(y=0.4)  # room for the note
     ax.set(title="Loss scale of mpkernels", xlabel="step")
-    for i in range(1, len(scales)):
-        if scales[i] < scales[i - 1]:
-            note, arrow = (
-                f"step {i + 1} is skipped:\nan inf in {OVERFLOWING}",
-                {"arrowstyle": "->", "color": COLORS[BF16]},
-            )
-            ax.annotate(note, (i + 1, scales[i]), (0.03, 0.85), textcoords="axes fraction", arrowprops=arrow)
+    arrow = {"arrowstyle": "->", "color": COLORS[BF16]}
+    for step, (before, after) in enumerate(pairwise(scales), 2):
+        if after < before:
+            note = f"step {step} is skipped:\nan inf in {OVERFLOWING}"
+            ax.annotate(note, (step, after), (0.03, 0.85), textcoords="axes fraction", arrowprops=arrow)

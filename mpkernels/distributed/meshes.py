@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import distributed
 
+from mpkernels._shared.parameters import is_sharded
 from mpkernels._torch_private.sharded import root_mesh
 from mpkernels.distributed.processes import Processes
-from mpkernels.parameters import is_sharded
 
 
 def ranks_of(params: Iterable[Any]) -> tuple[int, ...]:

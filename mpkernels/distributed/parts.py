@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import are_any_sharded, is_sharded
 from mpkernels._torch_private.sharded import around_part, offsets_of_part, parts_in_place
-from mpkernels.parameters import are_any_sharded, is_sharded
 
 
 def part_of(tensor: Any) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from mpkernels.parameters import put_on
+from mpkernels._shared.parameters import put_on
 
 
 class Processes:

@@ -2,12 +2,12 @@
 
 import argparse
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpkernels.doctor import kernels, selftest, verdict
+from mpkernels._shared.tables import Table
+from mpkernels.doctor import kernels, machine, selftest
 from mpkernels.selector import rule
-from mpkernels.tables import Table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -17,17 +17,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     tests, to_install = selftest.run(), kernels.to_install()
     found: dict[str, Any] = {
-        "machine": kernels.machine(),
+        "machine": machine.details(),
         "builds": kernels.builds(),
         "kernels": kernels.by_op(),
         "why not": kernels.why_not(),
         "self-test": [result._asdict() for result in tests],
         "rule": rule.table(),
         "to install": to_install,
-        "verdict": verdict.of(tests, to_install, kernels.gpu()),
+        "verdict": verdict(tests, to_install, machine.gpu()),
     }
     print(json.dumps(found, indent=1) if asked.json else _prose(found))
     return 1 if any(result.problem for result in tests) else 0
+
+
+def verdict(tests: Sequence[selftest.Result], to_install: Sequence[str], gpu: str | None) -> str:
+    """Say in one sentence whether one can train here, and what to do next. ``to_install`` has what brings better
+    kernels, ``gpu`` the name of the one that torch sees."""
+    wrong = [it for it in tests if it.problem]
+    if wrong:
+        first = f"{wrong[0].op} on {wrong[0].device}, {wrong[0].kernel}"
+        return (
+            f"Don't train with this build: {len(wrong)} of {len(tests)} kernels are wrong, first {first}. "
+            'Next: train under `with mpkernels.backend("reference")`, and report `python -m mpkernels doctor --json`.'
+        )
+    on_gpu = [it for it in tests if it.device == "cuda"]
+    if gpu is not None and not on_gpu:
+        state = f"Training on {gpu} works, but every op runs on the slow reference there"
+    elif not tests:
+        state = "Training works, but every op runs on the slow reference"
+    else:
+        place = gpu or "the CPU (torch sees no GPU)"
+        state = f"Ready to train on {place}: all {len(tests)} kernels agree with the reference"
+    next_step = f"install {to_install[0]}" if to_install else "`python -m mpkernels bench --quick` measures the gain"
+    return f"{state}. Next: {next_step}."
 
 
 def _prose(found: Mapping[str, Any]) -> str:

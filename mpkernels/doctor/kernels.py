@@ -8,30 +8,9 @@ import torch
 
 import mpkernels
 from mpkernels import _extension
-from mpkernels._shared import cpu
-from mpkernels.bench.machine import describe as describe_for_bench
 from mpkernels.ops import _devices, _registry, _stack
 
 DEVICES = tuple(_stack.DEVICES)
-
-
-def machine() -> dict[str, str]:
-    return {name: str(value) for name, value in describe_for_bench().items() if value is not None} | {
-        "cpu features": ", ".join(cpu.features()) or "unknown",
-        "threads": str(torch.get_num_threads()),
-        "gpu": gpu() or "none that torch sees",
-        "cuda of torch": torch.version.cuda or "none",
-        "library": str(_extension.LIBRARY or "none"),
-        "nvcc": "on PATH" if shutil.which("nvcc") else "not on PATH",
-    }
-
-
-def gpu() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    properties = torch.cuda.get_device_properties(0)
-    name = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
-    return f"{torch.cuda.device_count()} of {name}" if torch.cuda.device_count() > 1 else name
 
 
 def builds() -> dict[str, Any]:

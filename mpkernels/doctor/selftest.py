@@ -36,11 +36,8 @@ def run() -> list[Result]:
 
 def _test(op: str, device: torch.device, kernel: str) -> Result:
     start = perf_counter()
-    problem = ""
-    for number, sample in enumerate(SAMPLES[op]):
-        if wrong := _compare(op, device, kernel, sample):
-            problem = f"sample {number}: {wrong}"
-            break
+    problems = ((number, _compare(op, device, kernel, sample)) for number, sample in enumerate(SAMPLES[op]))
+    problem = next((f"sample {number}: {problem}" for number, problem in problems if problem), "")
     return Result(op, device.type, kernel, problem, perf_counter() - start)
 
 

@@ -12,12 +12,12 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch.optim import Optimizer
 
+from mpkernels._shared.parameters import unwrapped
 from mpkernels.amp import clip_grad_norm_
 from mpkernels.amp.inf_check import given_group
 from mpkernels.integrations.fabric import OurScaler
 from mpkernels.metrics import Metrics
 from mpkernels.optim.engine import Engine
-from mpkernels.parameters import unwrapped
 
 
 class MixedPrecision(OurScaler, _MixedPrecision):

@@ -116,10 +116,10 @@ def _training_step(model: nn.Module, device: torch.device) -> Callable[[Any], No
     def step(batch: Any) -> None:
         optimizer.zero_grad()
         with policy.autocast(device.type):
-            outputs = [it for it in tensors_in(call(model, batch)) if it.requires_grad]
-            if not outputs:
+            losses = [it.float().square().mean() for it in tensors_in(call(model, batch)) if it.requires_grad]
+            if not losses:
                 raise ValueError("find_max_batch_size: model must return tensors that depend on its weights")
-            loss = torch.stack([it.float().square().mean() for it in outputs]).sum()
+            loss = torch.stack(losses).sum()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -138,15 +138,12 @@ class _Trial:
             self._step(_on(self._device, self._make_batch(size)))
             if self._device.type != "cpu":
                 torch.accelerator.synchronize(self._device)
+            return True
         except (RuntimeError, MemoryError) as error:
             if not measure.is_out_of_memory(error):
                 raise
-            fits = False
-        else:
-            fits = True
-        if not fits:
-            measure.clean_up()  # outside of except: the error holds the frames that hold the tensors
-        return fits
+        measure.clean_up()  # outside of except: the error holds the frames that hold the tensors
+        return False
 
     def most(self) -> float:
         """Return the largest size that may be tried next."""

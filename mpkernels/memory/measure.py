@@ -1,4 +1,4 @@
-"""What memory there is, how much of it is used, and what can be put back as it was."""
+"""How much memory there is, how much of it is used, and how to put things back as they were."""
 
 import ctypes
 import gc
@@ -58,9 +58,7 @@ def clean_up() -> None:
 
 def used(device: torch.device) -> int:
     """Return the bytes that torch has allocated on a CUDA device, or that this process has resident on the host."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    return _status("VmRSS") or _largest_resident()
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident("VmRSS")
 
 
 def start_peak(device: torch.device) -> None:
@@ -77,7 +75,29 @@ def peak(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
-    return _status("VmHWM") or _largest_resident()
+    return _resident("VmHWM")
+
+
+def _resident(field: str) -> int:
+    """Return a size of this process in memory, or the largest so far, where the system knows no other."""
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith(field + ":"):
+                return int(line.split()[1]) * 1024
+    import resource  # which Windows lacks
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def overview(device: torch.device) -> dict[str, int]:
+    """Return what a report shows of a device: what torch's allocator has on CUDA, this process elsewhere."""
+    if device.type != "cuda":
+        return {"resident process": used(torch.device("cpu"))}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "peak": torch.cuda.max_memory_allocated(device),
+    }
 
 
 def available() -> int:
@@ -104,20 +124,6 @@ def _left_in_control_groups(root: Path, cgroup_file: Path) -> Iterator[int]:
                 limit, usage = (int((folder / name).read_text()) for name in names)
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 yield limit - usage + int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-
-
-def _status(field: str) -> int | None:
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(field + ":"):
-                return int(line.split()[1]) * 1024
-    return None
-
-
-def _largest_resident() -> int:
-    import resource  # which Windows lacks
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @contextmanager

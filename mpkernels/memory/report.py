@@ -1,20 +1,27 @@
-"""Where a training step's memory goes."""
+"""Where a training step's memory goes, and what mixed precision saves of it."""
 
 import inspect
 from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mpkernels._shared.parameters import params_of, unwrapped
+from mpkernels._shared.saved import saved_storages
+from mpkernels._shared.tables import Report, Table
+from mpkernels._torch_private.modes import DispatchMode
+from mpkernels._torch_private.ops import to_copy
+from mpkernels._torch_private.tensors import storage_of
+from mpkernels.amp.mixed import to_mixed
+from mpkernels.amp.policy import Policy
 from mpkernels.distributed.parts import part_of
+from mpkernels.linear import cast_cache
 from mpkernels.memory import measure
-from mpkernels.memory.forward import kept_by
-from mpkernels.optim import masters, param_state
+from mpkernels.optim import AdamW, masters, param_state
 from mpkernels.optim.engine import Engine
-from mpkernels.parameters import params_of, unwrapped
-from mpkernels.tables import Report, Table
 
 Loss = Callable[[nn.Module], Tensor]
 Sizes = dict[str, int | None]
@@ -47,10 +54,30 @@ class MemoryReport(Report):
         return {"predicted": self.predicted, "measured": self.measured, "device": dict(self.device)}
 
     def _parts(self) -> list[str | Table]:
-        rows = [[name, text(size), text(self.measured.get(name))] for name, size in self.predicted.items()]
-        rows.append(["total", text(self.total), text(sum(filter(None, self.measured.values())))])
-        rows += [[name, "", text(size)] for name, size in self.device.items()]
+        rows = [[name, _mib(size), _mib(self.measured.get(name))] for name, size in self.predicted.items()]
+        rows.append(["total", _mib(self.total), _mib(sum(filter(None, self.measured.values())))])
+        rows += [[name, "", _mib(size)] for name, size in self.device.items()]
         return [Table(["", "predicted", "measured"], rows, holds_numbers=True)]
+
+
+@dataclass(frozen=True)
+class MemoryComparison(Report):
+    """A memory report for each way to train."""
+
+    reports: dict[str, MemoryReport]
+
+    def as_dict(self) -> dict[str, dict[str, Any]]:
+        return {way: report.as_dict() for way, report in self.reports.items()}
+
+    def _parts(self) -> list[str | Table]:
+        reports = self.reports.values()
+        rows = [[name, *(_mib(it.predicted[name]) for it in reports)] for name in self.reports["fp32"].predicted]
+        rows.append(["total", *(_mib(it.total) for it in reports)])
+        return [Table(["", *self.reports], rows, holds_numbers=True)]
+
+
+def _mib(size: int | None) -> str:
+    return "-" if size is None else f"{size / 2**20:,.2f} MiB"
 
 
 def memory_report(
@@ -85,8 +112,50 @@ def memory_report(
     if loss is not None:
         measure.refuse_meta("memory_report", model)
         with measure.restored([model], device):
-            predicted["cast cache"], predicted["activations"] = kept_by(model, loss)
-    return MemoryReport(predicted, measured, _on_device(device))
+            predicted["cast cache"], predicted["activations"] = _kept_by_a_forward(model, loss)
+    return MemoryReport(predicted, measured, measure.overview(device))
+
+
+def compare_memory(
+    model: nn.Module, loss: Loss, policy: Policy | str | None = None, device: str | torch.device | None = None
+) -> MemoryComparison:
+    """Compare the memory of one training step in three ways: in fp32; by torch.amp and torch's AdamW; by ``to_mixed``
+    and mpkernels' AdamW.
+
+    Args:
+        model: the model to train. Each way runs a copy, and the model stays unchanged.
+        loss: a function that takes the model and returns the loss of a batch. It needs no autocast of its own.
+        policy: the policy of the two mixed ways. None takes the machine's best one, or ``"mixed_bfloat16"`` if that is
+            float32.
+        device: where to train; None is the model's device.
+    """
+    first = next(model.parameters(), None)
+    if first is None:
+        raise ValueError(f"compare_memory: model must have parameters to train, got {type(model).__name__}")
+    measure.refuse_meta("compare_memory", model)
+    device = first.device if device is None else torch.device(device)
+    if policy is None:
+        best = Policy.best(device)
+        policy = Policy("mixed_bfloat16") if best.name == "float32" else best
+    policy = Policy(policy) if isinstance(policy, str) else policy
+    if policy.name == "float32":
+        raise ValueError(f"compare_memory: policy must be a mixed one, got {policy.name!r}")
+
+    def report(model: nn.Module, kind: Any, policy: Policy) -> MemoryReport:
+        def cast_loss(model: nn.Module) -> Tensor:
+            with policy.autocast(device):
+                return loss(model)
+
+        return memory_report(model, kind([it for it in model.parameters() if it.requires_grad]), cast_loss)
+
+    fp32, ours = deepcopy(model).to(device), to_mixed(deepcopy(model).to(device), policy.compute_dtype)
+    return MemoryComparison(
+        {
+            "fp32": report(fp32, torch.optim.AdamW, Policy("float32")),
+            "torch.amp": report(fp32, torch.optim.AdamW, policy),
+            "mpkernels": report(ours, AdamW, policy),
+        }
+    )
 
 
 def _grad_size(param: Tensor) -> int:
@@ -95,13 +164,11 @@ def _grad_size(param: Tensor) -> int:
 
 
 def _sizes(states: Iterable[dict[str, Any]]) -> Sizes:
-    copies: list[Tensor] = []
-    moments: list[Tensor] = []
-    for state in states:
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                (copies if key in _MASTERS else moments).append(value)
-    return {"masters": measure.size(copies), "moments": measure.size(moments)}
+    tensors = [(key, value) for state in states for key, value in state.items() if isinstance(value, Tensor)]
+    return {
+        "masters": measure.size(value for key, value in tensors if key in _MASTERS),
+        "moments": measure.size(value for key, value in tensors if key not in _MASTERS),
+    }
 
 
 def _sizes_after_a_step(optimizer: torch.optim.Optimizer) -> Sizes:
@@ -134,15 +201,30 @@ def _states_of_a_twin(optimizer: torch.optim.Optimizer, params: list[Tensor]) ->
     return list(twin_optimizer.state.values())
 
 
-def _on_device(device: torch.device) -> dict[str, int]:
-    if device.type == "cuda":
-        return {
-            "allocated": torch.cuda.memory_allocated(device),
-            "reserved": torch.cuda.memory_reserved(device),
-            "peak": torch.cuda.max_memory_allocated(device),
-        }
-    return {"resident process": measure.used(torch.device("cpu"))}
+def _kept_by_a_forward(model: nn.Module, loss: Loss) -> tuple[int, int]:
+    """Return the bytes that a call of ``loss(model)`` keeps for its backward: casts of parameters and buffers, and
+    everything else but parameters and buffers themselves."""
+    cast_cache.clear()  # what an earlier forward has left there would otherwise not be cast again
+    storages = {storage_of(part_of(it)) for it in (*model.parameters(), *model.buffers())}
+    mode = _Casts(storages)
+    with saved_storages() as saved, mode:
+        held = loss(model)
+    casts = {storage_of(it) for it in mode.casts}
+    activations = sum(size for storage, size in saved.items() if storage.cdata not in storages | casts)
+    del held
+    return measure.size(mode.casts), activations
 
 
-def text(size: int | None) -> str:
-    return "-" if size is None else f"{size / 2**20:,.2f} MiB"
+class _Casts(DispatchMode):  # type: ignore[misc]
+    """Keeps the copies that ops make of these storages in another dtype."""
+
+    def __init__(self, storages: set[int]) -> None:
+        super().__init__()
+        self.casts: list[Tensor] = []
+        self._storages = storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func is to_copy and storage_of(part_of(args[0])) in self._storages:
+            self.casts.append(part_of(out))
+        return out

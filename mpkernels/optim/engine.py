@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.cuda import is_current_stream_capturing
 from torch.nn import Module
 
+from mpkernels._shared.parameters import are_any_sharded, by_device, params_of, refuse_sparse, refuse_unserved
 from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import processes
 from mpkernels.distributed.parts import settled_grads
@@ -22,7 +23,6 @@ from mpkernels.optim.step_outcome import StepOutcome, found_here
 from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.overflow.report import OverflowReport
-from mpkernels.parameters import are_any_sharded, by_device, params_of, refuse_sparse, refuse_unserved
 
 
 class Engine(torch.optim.Optimizer):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkernels._shared.parameters import params_of, put_on
 from mpkernels._torch_private.optimizers import hooks_of_loading, hooks_of_saving
 from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import meshes
@@ -15,7 +16,6 @@ from mpkernels.distributed.parts import part_for, part_of, placed_as, settled_gr
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.op import grad_factor, write_outcome
 from mpkernels.optim import group_options, masters, norm, offloaded, stand_ins, step_hooks, step_outcome, wrappable
-from mpkernels.parameters import params_of, put_on
 
 
 class _OfWrapped:

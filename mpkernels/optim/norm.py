@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import by_device, put_on, real, sum_of
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_of
 from mpkernels.ops.grads.grad_stats import grad_stats
-from mpkernels.parameters import by_device, put_on, real, sum_of
 
 
 def look(

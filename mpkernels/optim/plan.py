@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import are_any_sharded, put_on, real
 from mpkernels._torch_private.modes import for_real
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_in, parts_of
@@ -20,7 +21,6 @@ from mpkernels.ops.step.op import StepOps
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.overflow.ledger import Ledger
-from mpkernels.parameters import are_any_sharded, put_on, real
 
 Group = dict[str, Any]
 State = dict[str, Tensor]

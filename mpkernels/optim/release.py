@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import group_of, params_of, set_grad_dtype
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels._torch_private.tensors import is_backward_nested
 from mpkernels.distributed import ddp
@@ -17,7 +18,6 @@ from mpkernels.optim.masters import needs_master
 from mpkernels.optim.offload.grads import HostGrads
 from mpkernels.optim.plan import Plan, Verdict
 from mpkernels.optim.step_outcome import is_guarded
-from mpkernels.parameters import group_of, params_of, set_grad_dtype
 
 Release = Callable[[Tensor], None]
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from mpkernels._shared.parameters import is_sharded
 from mpkernels.distributed.parts import part_of, parts_of, placed_as
 from mpkernels.ops.step.split import join_each, split_each
 from mpkernels.optim.masters import needs_master
-from mpkernels.parameters import is_sharded
 
 
 def step_group(optimizer: Any, group: dict[str, Any], factor: float) -> None:

@@ -6,12 +6,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import put_on, sum_of
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes, of_scaler
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.plan import Plan, Verdict
 from mpkernels.optim.readback import Readback
-from mpkernels.parameters import put_on, sum_of
 
 
 class Agreed(NamedTuple):

@@ -8,10 +8,10 @@ from torch import Tensor, distributed
 from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 
+from mpkernels._shared.parameters import are_any_sharded, params_of, put_on, sum_of
 from mpkernels.distributed.processes import is_torchs_sharded
 from mpkernels.optim import step_hooks, verdicts
 from mpkernels.optim.step_outcome import Agreed, processes_of
-from mpkernels.parameters import are_any_sharded, params_of, put_on, sum_of
 
 
 class TakesScale:

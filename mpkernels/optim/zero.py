@@ -6,11 +6,11 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from mpkernels._shared.parameters import params_of
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.step_hooks import PassiveHook
 from mpkernels.optim.step_outcome import is_guarded
-from mpkernels.parameters import params_of
 
 
 def follow() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import put_on
 from mpkernels._torch_private.modes import are_transforms_active
-from mpkernels.parameters import put_on
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mpkernels._shared.parameters import params_of, put_on
 from mpkernels.ops import overflow_
 from mpkernels.ops.grads.overflow import FIELDS
-from mpkernels.parameters import params_of, put_on
 
 
 class Record(NamedTuple):
@@ -51,11 +51,11 @@ class Ledger:
         found_inf: Tensor,
         scale: Tensor | None,
         unscaled: bool,
-        of_optimizer: Callable[[], Iterable[Tensor]],
+        all_params: Callable[[], Iterable[Tensor]],
     ) -> None:
         """Fill the record of found_inf's device, where these grads are, if an inf or NaN was found."""
         device = found_inf.device
-        report = self.report_for(params, device, of_optimizer)
+        report = self.report_for(params, device, all_params)
         overflow_(grads, found_inf, None if scale is None else put_on(device, scale), unscaled, report)
 
     def keep(self, devices: Iterable[torch.device]) -> None:
@@ -129,11 +129,11 @@ class Ledgers:
         unscaled: bool,
     ) -> None:
         """Fill the records if an inf or NaN was found. ``grads`` has the parameters and their grads on each device."""
-        for device, (params, of_params) in grads.items():
-            ledger, of_optimizer = self._entries[id(optimizer)].ledger, partial(params_of, optimizer)
-            there = [put_on(device, it.reshape(())) for it in found_infs.values()]
-            found_inf = there[0] if len(there) == 1 else torch.stack(there).amax()
-            ledger.fill(params, of_params, found_inf, scale, unscaled, of_optimizer)
+        ledger = self._entries[id(optimizer)].ledger
+        for device, (params, their_grads) in grads.items():
+            flags = [put_on(device, it.reshape(())) for it in found_infs.values()]
+            found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+            ledger.fill(params, their_grads, found_inf, scale, unscaled, partial(params_of, optimizer))
 
     def count(self, states: Mapping[int, Mapping[str, Any]], overflows: Tensor) -> None:
         """Note, after each update, which optimizer was the last to skip. A single optimizer needs no count."""
@@ -148,7 +148,7 @@ class Ledgers:
         entries = [(entry.optimizer(), entry) for entry in list(self._entries.values())]
         last = max((int(entry.last_skip) for _, entry in entries if entry.last_skip is not None), default=0)
         return [
-            (optimizer, _of(optimizer, entry.ledger))
+            (optimizer, _records_of(optimizer, entry.ledger))
             for optimizer, entry in entries
             if optimizer is not None and (entry.last_skip is None or (int(entry.last_skip) == last and last > 0))
         ]
@@ -161,10 +161,12 @@ class _Entry:
     last_skip: Tensor | None
 
 
-def _of(optimizer: Any, ledger: Ledger) -> list[Record]:
-    """Return the records of the scaler's ledger or of the optimizer's own. The optimizer's are preferred, unless the
-    scaler has unscaled the grads before the step."""
-    by_scaler: list[Record] = ledger.records()
-    own: list[Record] = optimizer._ledger.records() if isinstance(getattr(optimizer, "_ledger", None), Ledger) else []
-    was_unscaled = any(record.report[0, 0] > 0 and record.report[0, 1] == 0 for record in own)
-    return by_scaler if by_scaler and (was_unscaled or not own) else own
+def _records_of(optimizer: Any, scalers: Ledger) -> list[Record]:
+    """Return the records of the optimizer's own ledger, or of the scaler's if the optimizer has none, or if the scaler
+    has unscaled the grads before the step."""
+    ledger = getattr(optimizer, "_ledger", None)
+    optimizers = ledger.records() if isinstance(ledger, Ledger) else []
+    was_unscaled = any(record.report[0, 0] > 0 and record.report[0, 1] == 0 for record in optimizers)
+    if was_unscaled or not optimizers:
+        return scalers.records() or optimizers
+    return optimizers

@@ -9,10 +9,10 @@ import torch
 from torch import distributed
 from torch.optim import Optimizer
 
+from mpkernels._shared.tables import Report, Table
 from mpkernels.overflow.advice import advise_on_forward, advise_on_gradients
 from mpkernels.overflow.gradient import Gradient, gradient_of
 from mpkernels.overflow.ledger import Record
-from mpkernels.tables import Report, Table
 
 ROWS, WIDTH = 20, 44  # the culprits that the table shows, and the characters of their names
 
@@ -70,9 +70,9 @@ class OverflowReport(Report):
 
     def gather(self, group: Any = None) -> "OverflowReport":
         """Return the report on the parts of all processes, each with its ``rank``. All of them have to call this."""
-        own = self.gradients, self._is_of_a_skip, self.scale
-        all_parts: list[Any] = [own] * distributed.get_world_size(group)
-        distributed.all_gather_object(all_parts, own, group=group)
+        part = self.gradients, self._is_of_a_skip, self.scale
+        all_parts: list[Any] = [part] * distributed.get_world_size(group)
+        distributed.all_gather_object(all_parts, part, group=group)
         whole = copy(self)
         whole.gradients = [replace(it, rank=rank) for rank, (found, *_) in enumerate(all_parts) for it in found]
         whole._is_of_a_skip = any(was_skipped for _, was_skipped, _ in all_parts)

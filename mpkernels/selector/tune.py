@@ -11,16 +11,16 @@ from torch.func import functional_call
 from torch.nn.parallel import DistributedDataParallel
 
 from mpkernels import selector
+from mpkernels._shared.parameters import is_sharded
+from mpkernels._shared.tables import Report, Table
 from mpkernels._torch_private.modes import unseen
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels._torch_private.tensors import leaves_of, map_leaves
 from mpkernels._torch_private.tracing import before_compile, uncompiled
 from mpkernels.distributed import processes
-from mpkernels.parameters import is_sharded
 from mpkernels.selector import disk
 from mpkernels.selector.case import Case
 from mpkernels.selector.timing import Timed, time_ways
-from mpkernels.tables import Report, Table
 
 
 @dataclass

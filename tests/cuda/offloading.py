@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from mpkernels._shared.parameters import real
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from mpkernels.parameters import real
 from tests.cases import same_bits
 from tests.cuda.training import CUDA
 from tests.networks import B16, F16

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -248,7 +249,8 @@ def test_peaks_are_seen():
     torch.ones(64 * MB, dtype=torch.uint8)
     assert measure.peak(cpu) - before >= 60 * MB
     measure.start_peak(cpu)
-    if measure._status("VmHWM"):
+    status = Path("/proc/self/status")
+    if status.exists() and "VmHWM" in status.read_text():  # else the system can't forget a peak
         assert measure.peak(cpu) - before < 32 * MB
 
 

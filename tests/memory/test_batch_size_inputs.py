@@ -27,7 +27,7 @@ def test_a_converted_model_takes_fp32():
 
 
 class OfTokens(nn.Module):
-    """As language models are called: with token numbers, by name, for a dataclass or a mapping of outputs."""
+    """Is called as language models are: with token numbers, by name, for a mapping of outputs."""
 
     def __init__(self, dtype):
         super().__init__()

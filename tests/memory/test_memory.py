@@ -26,18 +26,18 @@ INPUTS = torch.ones(ROWS, IN)
 
 
 def model(kind=nn.Linear):
-    """With a norm of its own size, to tell it apart."""
+    """Return a layer and a norm, whose sizes differ, so that each can be told from the other."""
     torch.manual_seed(0)
     return nn.Sequential(kind(IN, OUT), nn.BatchNorm1d(OUT))
 
 
-def loss_of(model):
-    return model(INPUTS).float().sum()
+def loss_of(model, inputs=INPUTS):
+    return model(inputs).float().sum()
 
 
-def half_loss_of(model):
+def half_loss_of(model, inputs=INPUTS):
     with torch.autocast("cpu", dtype=B16):
-        return loss_of(model)
+        return loss_of(model, inputs)
 
 
 NORM, STATS = 2 * OUT, 4 * 2 * OUT + 8
@@ -79,6 +79,8 @@ def test_activations_and_casts():
     assert (wide["cast cache"], wide["activations"]) == (0, 4 * ROWS * (IN + OUT) + 2 * 4 * OUT)
     half = mpkernels.memory_report(model(), loss=half_loss_of).predicted
     assert (half["cast cache"], half["activations"]) == (2 * WEIGHTS, 2 * ROWS * (IN + OUT) + 2 * 4 * OUT)
+    inputs = INPUTS.clone().requires_grad_()  # whose grad needs the cast weight, which is no activation for that
+    assert mpkernels.memory_report(model(), loss=lambda net: half_loss_of(net, inputs)).predicted == half
     mixed = mpkernels.memory_report(to_mixed(model()), loss=loss_of).predicted
     assert (mixed["cast cache"], mixed["activations"]) == (0, half["activations"])
 
@@ -164,7 +166,7 @@ def test_three_ways_beside_each_other():
 @pytest.mark.parametrize("dtype", [None, B16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_linear_act_saves_as_much_as_torch(target, activation, dtype):
-    """As the docs say: besides its input and the weight one tensor, and none where there is no activation."""
+    """The docs say: besides its input and the weight one tensor, and none where there is no activation."""
 
     def loss(net):
         with torch.autocast(target.device.type, dtype=dtype or B16, enabled=dtype is not None):

@@ -119,7 +119,7 @@ def test_keyword_inputs():
 
 
 def test_a_module_that_is_used_twice():
-    """By the call that spoils it."""
+    """What counts is the call that made the inf or NaN."""
     root, shift = Root(), torch.nn.Linear(1, 1, bias=False)
     shift.weight.data.fill_(-1.0)
     assert first_of(torch.nn.Sequential(root, shift, root), torch.ones(1, 1)).module == "0"
@@ -127,7 +127,7 @@ def test_a_module_that_is_used_twice():
 
 
 def test_a_module_that_calls_itself():
-    """Of its calls, the one that ends first began last; what it was given is what counts."""
+    """The call that ends first began last; its inputs count."""
 
     class Inside(torch.nn.Module):
         def forward(self, x, depth):

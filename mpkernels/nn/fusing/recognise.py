@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import Conv1d, Conv2d, Conv3d, Dropout, Identity, Linear, Module, Parameter, functional
 
+from mpkernels._shared.parameters import is_sharded
 from mpkernels._torch_private.modules import books_of, runs_forward_alone
 from mpkernels.nn.fusing.looking import own_values
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, is_original
 from mpkernels.ops.linear.activations import ACTIVATIONS, module_activation
-from mpkernels.parameters import is_sharded
 
 PLAIN_TENSORS = (Tensor, Parameter)  # no subclass: DTensors, quantised weights and stand-ins go the plain way
 

@@ -11,9 +11,9 @@ from torch.nn import Module
 
 from mpkernels._shared.calls import call
 from mpkernels._shared.saved import saved_storages
+from mpkernels._shared.tables import Report, Table
 from mpkernels._torch_private.tensors import storage_of
 from mpkernels.nn.fusing.classes import become
-from mpkernels.tables import Report, Table
 
 
 class FusedSite(NamedTuple):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels.parameters import by_device
+from mpkernels._shared.parameters import by_device
 
 BUCKET = 64 << 20  # bytes of grads; torch's allocator of pinned memory rounds up to a power of 2
 _LINE = 64  # bytes, at whose multiples pieces of pinned memory begin

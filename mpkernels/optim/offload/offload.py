@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import params_of, unwrapped
 from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed.parts import part_of, parts_of, placed_as
 from mpkernels.optim.offload.copies import uninterrupted
 from mpkernels.optim.offload.grads import HostGrads, Slices
 from mpkernels.optim.offload.plan import OffloadedPlan
 from mpkernels.optim.offload.twins import Twins
-from mpkernels.parameters import params_of, unwrapped
 
 State = dict[str, Tensor]
 _NO_GRAPH = "with offload=True must not be part of a full graph: the host steps; compile forward and backward alone"

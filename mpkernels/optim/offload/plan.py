@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import by_device, put_on, real, sum_of
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_of
 from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
@@ -21,7 +22,6 @@ from mpkernels.optim.offload.twins import Twins
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Group, Plan, State, Verdict
 from mpkernels.overflow.ledger import Ledger
-from mpkernels.parameters import by_device, put_on, real, sum_of
 
 _ON_HOST = torch.device("cpu")
 

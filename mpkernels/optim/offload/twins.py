@@ -5,10 +5,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import is_sharded
 from mpkernels._torch_private.tensors import version_of
 from mpkernels.distributed.parts import parts_of, placed_as
 from mpkernels.optim.offload.copies import Lanes, Pinned, dense
-from mpkernels.parameters import is_sharded
 
 
 class Twin:

@@ -127,7 +127,7 @@ def test_several_devices():
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_parameters_that_were_replaced_are_let_go(make):
-    """As splatting does, which prunes and adds points between steps."""
+    """Splatting does so: it prunes and adds points between steps."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer, scaler, replaced = make([weight]), GradScaler("cpu"), []
     for _ in range(4):
@@ -142,8 +142,8 @@ def test_parameters_that_were_replaced_are_let_go(make):
     assert [it() is None for it in replaced] == [True, True, True, False]  # of the last one the last step was
 
 
-def test_who_has_rested_is_still_reported():
-    """The step that was skipped knew other parameters than the last one, which all are the optimizer's."""
+def test_a_parameter_without_a_grad_in_the_last_step_is_still_reported():
+    """The step that was skipped had grads of other parameters than the last one."""
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
     optimizer, scaler = AdamW(weights), GradScaler("cpu")
     for resting, factor in ((0, 1.0), (1, INF), (2, 1.0)):

@@ -1,4 +1,4 @@
-"""What the numbers were measured on, without naming the host."""
+"""Which machine this is, without naming the host: for doctor, and for the files of measured samples."""
 
 import functools
 import os
@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import mpkernels
+from mpkernels import _extension
 from mpkernels._shared import cpu
 
 Description = dict[str, str | int | None]
@@ -31,6 +32,26 @@ def describe() -> Description:
         "mpkernels": mpkernels.__version__,
         "commit": _commit(),
     }
+
+
+def details() -> dict[str, str]:
+    """Return what doctor shows, in words."""
+    return {name: str(value) for name, value in describe().items() if value is not None} | {
+        "cpu features": ", ".join(cpu.features()) or "unknown",
+        "threads": str(torch.get_num_threads()),
+        "gpu": gpu() or "none that torch sees",
+        "cuda of torch": torch.version.cuda or "none",
+        "library": str(_extension.LIBRARY or "none"),
+        "nvcc": "on PATH" if shutil.which("nvcc") else "not on PATH",
+    }
+
+
+def gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(0)
+    name = f"{properties.name}, sm_{properties.major}{properties.minor}, {properties.total_memory / 2**30:.0f} GiB"
+    return f"{torch.cuda.device_count()} of {name}" if torch.cuda.device_count() > 1 else name
 
 
 def _driver() -> str | None:

@@ -32,7 +32,7 @@ def group_of(optimizer: Optimizer, param: Tensor, group_number: int, place: int)
     groups is slow."""
     groups = optimizer.param_groups
     for group in groups[group_number : group_number + 1]:
-        if any(each is param for each in group["params"][place : place + 1]):
+        if any(other is param for other in group["params"][place : place + 1]):
             return group
     return next((group for group in groups if any(map(is_, group["params"], repeat(param)))), None)
 
