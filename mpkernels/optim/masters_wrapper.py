@@ -15,20 +15,8 @@ from mpkernels.distributed.parts import part_for, part_of, placed_as, settled_gr
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.op import grad_factor, write_outcome
 from mpkernels.optim import group_options, masters, norm, offloaded, stand_ins, step_hooks, step_outcome, wrappable
+from mpkernels.optim.attribute_of import AttributeOf
 from mpkernels.parameters import params_of, put_on
-
-
-class _OfWrapped:
-    """An attribute that the wrapped optimizer has under the same name."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: Any, kind: type | None = None) -> Any:
-        return self if optimizer is None else getattr(optimizer.wrapped, self._name)
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
-        setattr(optimizer.wrapped, self._name, value)
 
 
 class Masters(Optimizer):
@@ -61,9 +49,9 @@ class Masters(Optimizer):
     #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
     skipped_steps: Tensor | None = None
 
-    state: Any = _OfWrapped()
-    param_groups: Any = _OfWrapped()
-    defaults: Any = _OfWrapped()
+    state: Any = AttributeOf("wrapped")
+    param_groups: Any = AttributeOf("wrapped")
+    defaults: Any = AttributeOf("wrapped")
     wrapped: Any
     max_norm: float | None
     guard: bool | None
