@@ -110,7 +110,7 @@ def _unscale(scaler: Any, optimizer: Any, state: dict[str, Any]) -> None:
     if type(scaler).unscale_ is not GradScaler.unscale_ and not is_torchs_sharded(scaler):
         scaler.unscale_(optimizer)
         return
-    # As it does, but for fp16, which it takes from optimizers that unscale by themselves, and without asking others.
+    # torch's unscale_ would refuse fp16 grads, although this optimizer takes them, and would ask the other processes.
     inv_scale = scaler._scale.double().reciprocal().float()
     found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
     state["found_inf_per_device"] = scaler._unscale_grads_(optimizer, inv_scale, found_inf, True)
