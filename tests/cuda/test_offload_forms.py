@@ -5,17 +5,13 @@ import torch
 
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW
-from mpkernels.optim.offload import plan as plan_of_offload
 from mpkernels.optim.offload.plan import OffloadedPlan
-from tests.cuda.offloading import SQUARE, are_same, assert_same, loss_of, offloaded, parameters, trained
+from tests.cuda.offloading import SQUARE, are_same, assert_same, buckets_of, loss_of, offloaded, parameters, trained
 from tests.cuda.test_processes import fake_processes
 from tests.cuda.training import CUDA
 from tests.networks import B16
 
-
-@pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch):
-    monkeypatch.setattr(plan_of_offload, "BUCKET", 64 * 64 * 2)
+_buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 
 def test_closures_and_steps_without_grads():
