@@ -6,9 +6,7 @@ import torch
 from mpkernels.amp import accumulate
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
-from tests.networks import B16, backward, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, backward, network
 
 
 def deep_network(layers=8, width=64):

@@ -7,10 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from tests.cases import same_bits
-from tests.networks import one_thread
 from tests.optim.test_plan import made, put_grads
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 SHAPES = (4, 4), (6,), (2,)
 I8, B16 = torch.int8, torch.bfloat16

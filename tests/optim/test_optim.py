@@ -7,9 +7,7 @@ import torch
 
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
-from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16, assert_close, backward, network, train
 
 
 def test_lr_and_betas_as_tensors_follow_a_scheduler():

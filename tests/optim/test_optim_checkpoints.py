@@ -8,9 +8,7 @@ import torch
 
 from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
-from tests.networks import B16, network, one_thread, train
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, network, train
 
 I8 = torch.int8
 

@@ -7,9 +7,7 @@ import torch
 
 import mpkernels
 from mpkernels.optim import AdamW
-from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16, assert_close, backward, network, train
 
 
 def test_an_fp16_norm_beyond_65504_is_no_overflow():

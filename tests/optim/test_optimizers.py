@@ -6,10 +6,9 @@ from torch.testing._internal import common_optimizers
 
 import mpkernels
 from mpkernels.optim import SGD, Adam, AdamW
-from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
+from tests.networks import B16, F16, assert_close, backward, network, train
 from tests.optim.optimizers import OPTIMIZERS, assert_same_states, of_each, same, tensors_of, weights
 
-__all__ = ["one_thread"]  # a fixture that each test uses
 SCALERS = {"ours": mpkernels.GradScaler, "torch's": torch.amp.GradScaler}
 
 

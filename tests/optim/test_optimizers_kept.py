@@ -9,10 +9,8 @@ import torch
 
 import mpkernels
 from mpkernels.optim import SGD
-from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
+from tests.networks import B16, F16, assert_close, backward, network, train
 from tests.optim.optimizers import assert_same_states, of_each, same, tensors_of, weights
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 
 @of_each
