@@ -67,7 +67,7 @@ def step_kernel(
         tl.store(step, steps_before + 1)
     group = call + 2 * tensors + 1 + tl.load(row + 14) * (2 * TENSORS + HYPERPARAMETERS + 2)
     norm_of = total_sumsq if IS_CLIPPED else None
-    scalars = scalars_of(group, steps_before, grad_scale, norm_of, TENSORS, HYPERPARAMETERS, SCALARS)
+    scalars = scalars_of(group, steps_before, grad_scale, norm_of, TENSORS, HYPERPARAMETERS, SCALARS, NEEDED)
     arrays = arrays_of(
         row, tl.load(call + tensor), DTYPE, GRAD_DTYPE, STATE_DTYPE, WEIGHT_DTYPE, HAS_OPTIONAL, HAS_REMAINDER,
         STATES, NEEDED,
