@@ -134,13 +134,13 @@ class Masters(Optimizer):
         grad_scale: Any = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
         self.grad_norm = self._was_skipped = total_sumsq = None
-        own = [param for param in params if param.grad is not None]
+        with_grad = [param for param in params if param.grad is not None]
         processes = meshes.peers_of(params)
         is_guarded = step_outcome.is_guarded(self, any(map(masters.needs_master, params)), found_inf)
-        if not (own or processes) or not (is_guarded or found_inf is not None):
+        if not (with_grad or processes) or not (is_guarded or found_inf is not None):
             return 1.0
         if is_guarded:
-            total_sumsq, found_inf = norm.look(params, own, processes, found_inf)
+            total_sumsq, found_inf = norm.look(params, with_grad, processes, found_inf)
         if processes is not None:
             sumsq_of_all, found_inf, failed, _ = processes.agree(params, total_sumsq, found_inf)
             processes.refuse_if_failed("Masters: step", failed)
