@@ -16,7 +16,7 @@ _buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 def test_closures_and_steps_without_grads():
     params, optimizer = offloaded()
-    theirs, its = parameters(B16, shapes=SQUARE), None
+    theirs = parameters(B16, shapes=SQUARE)
     its = AdamW(theirs, lr=0.01)
     optimizer.step()
     for step in range(3):
@@ -45,7 +45,7 @@ def test_a_capture_is_refused():
 def test_a_replayed_backward_is_stepped():
     """Nothing counts what a graph writes to grads, so they are copied at each step."""
     params, optimizer = offloaded(guard=False)
-    theirs, its = parameters(B16, shapes=SQUARE), None
+    theirs = parameters(B16, shapes=SQUARE)
     its = AdamW(theirs, lr=0.01, guard=False)
     factor = torch.ones((), device=CUDA, dtype=B16)
     for it, of_it in ((optimizer, params), (its, theirs)):
@@ -104,7 +104,7 @@ def test_a_write_to_a_weight_that_nobody_counts_is_undone():
 
 def test_a_write_to_a_grad_that_nobody_counts_is_seen():
     params, optimizer = offloaded()
-    theirs, its = parameters(B16, shapes=SQUARE), None
+    theirs = parameters(B16, shapes=SQUARE)
     its = AdamW(theirs, lr=0.01)
     for it, of_it in ((optimizer, params), (its, theirs)):
         for step in range(2):

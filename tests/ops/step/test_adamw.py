@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels.ops.step.rules.adamw import ADAMW
 from tests.cases import same_bits
 from tests.ops.step import oracle
 from tests.ops.step.rows import F32, RULES, WEIGHTS, Rows
@@ -23,10 +22,6 @@ class Model(Rows):
         scalars = {name: changed.pop(name, None) for name in ("grad_scale", "found_inf")}
         hypers, before = self.line.hypers | changed, oracle.snapshot(self)
         super().step(grads, hypers, maximize, max_norm, on_device, report, **scalars)
-        for i, tensor in enumerate(on_device):
-            if tensor.numel():
-                name = ADAMW.hyperparameters[i % 3]
-                hypers[name] = [tensor.item() if group == i // 3 else x for group, x in enumerate(hypers[name])]
         signs = [-1 if it else 1 for it in maximize]
         of_groups = [oracle.Hyper(*numbers) for numbers in zip(*hypers.values(), signs, strict=True)]
         of_each = [of_groups[self.group_of(i)] for i in range(len(self.params))]
@@ -81,25 +76,6 @@ def test_empty_parameters_count_their_steps(target):
     model = Model(sizes=(0, 5), grads=(F32,), device=target.device)
     model.step(model.grads(0))
     assert {step.item() for step in model.steps} == {1.0}
-
-
-@pytest.mark.parametrize("which", [("lr",), ("beta1", "beta2")], ids="+".join)
-def test_some_hyperparameters_on_the_device(target, which):
-    """lr or betas as tensors give what the same floats give."""
-    options = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2], "device": target.device}
-    by_value, on_device = Model(**options), Model(**options)
-    numbers = {"lr": [1e-2, 1e-3], "beta1": [0.9, 0.8], "beta2": [0.999, 0.99]}
-    numbers = {name: torch.tensor(x, dtype=F32).double().tolist() for name, x in numbers.items()}
-    tensors = [
-        torch.full((), x[group], dtype=F32, device=target.device) if name in which else torch.empty(0)
-        for group in (0, 1)
-        for name, x in numbers.items()
-    ]
-    for seed in range(2):
-        by_value.step(by_value.grads(seed), **numbers)
-        wrong = numbers | {name: [0.5, 0.5] for name in which}
-        on_device.step(on_device.grads(seed), on_device=tensors, **wrong)
-    assert on_device.differences(by_value) == []
 
 
 def test_no_weight_moves_without_a_gradient_and_rate(target):
