@@ -13,10 +13,16 @@ template <class Rule>
 class StepPlan {
  public:
   explicit StepPlan(Arguments& arguments)
-      : states_(arguments), rows_(states_.steps.count()), checked_(states_.steps.count()) {
+      : states_(arguments.lists(Rule::kStates)),
+        masters_(arguments.tensors()),
+        scales_(arguments.tensors()),
+        steps_(arguments.tensors()),
+        group_sizes_(arguments.numbers<int64_t>()),
+        rows_(steps_.count()),
+        checked_(steps_.count()) {
     int64_t group = 0;
     size_t row = 0;
-    for (const int64_t size : states_.group_sizes) {
+    for (const int64_t size : group_sizes_) {
       for (const size_t end = row + size; row < end; ++row) {
         require(row < rows_.size(), Rule::kOp, "group_sizes do not go with steps");
         rows_[row].group = group;
@@ -26,8 +32,8 @@ class StepPlan {
     require(row == rows_.size(), Rule::kOp, "group_sizes do not go with steps");
   }
 
-  const Tensor& like() const { return states_.steps.front(); }
-  int32_t count() const { return states_.steps.count(); }
+  const Tensor& like() const { return steps_.front(); }
+  int32_t count() const { return steps_.count(); }
 
   std::vector<StepRow>& rows() { return rows_; }  // once they are filled
 
@@ -37,7 +43,7 @@ class StepPlan {
   // Checks everything before anything is written. A tensor that can't be used in place is borrowed from the lender.
   void fill_rows(const WeightArguments& weights, size_t groups, Lender& lender) {
     const TensorList &params = weights.params, &grads = weights.grads;
-    require(groups == states_.group_sizes.size(), Rule::kOp, "group_sizes do not go with the hyperparameters");
+    require(groups == group_sizes_.size(), Rule::kOp, "group_sizes do not go with the hyperparameters");
     require(params.count() == count() && grads.count() == count(), Rule::kOp,
             "params, grads and steps are not equally long");
     const auto device = like().device();
@@ -109,9 +115,9 @@ class StepPlan {
     bool is_same = is_at(param, row.param, checked.param_dtype) && grad.is_contiguous() &&
                    grad.dtype() == checked.grad_dtype && have_same_shape(grad, param);
     for (int state = 0; state < Rule::kStates; ++state)
-      is_same = is_same && is_entry_at(states_.states[state], row.states[state], checked.state_dtype);
-    return is_same && is_entry_at(states_.masters, row.master, checked.master_dtype) &&
-           (!row.scales || states_.scales[i].data() == row.scales) && states_.steps[i].data() == row.step;
+      is_same = is_same && is_entry_at(states_[state], row.states[state], checked.state_dtype);
+    return is_same && is_entry_at(masters_, row.master, checked.master_dtype) &&
+           (!row.scales || scales_[i].data() == row.scales) && steps_[i].data() == row.step;
   }
 
   // Entry i of a list that goes along with the parameters; null where the list or the entry is empty.
@@ -130,18 +136,18 @@ class StepPlan {
   RowTensors tensors_of(int32_t i, const Tensor& param) const {
     RowTensors found{};
     for (int state = 0; state < Rule::kStates; ++state) {
-      found.states[state] = entry(states_.states[state], i, Rule::kLists[state]);
+      found.states[state] = entry(states_[state], i, Rule::kLists[state]);
       check_like(param, found.states[state], i, Rule::kLists[state]);
     }
-    found.master = entry(states_.masters, i, "masters");
+    found.master = entry(masters_, i, "masters");
     check_like(param, found.master, i, "masters");
-    found.scales = entry(states_.scales, i, "scales");
+    found.scales = entry(scales_, i, "scales");
     require(!found.scales || found.states[0], Rule::kOp, at("scales", i) + " does not go with its states");
     return found;
   }
 
   void fill(StepRow& row, int32_t i, const Tensor& param, const Tensor& grad, Lender& lender) {
-    const Tensor& step = states_.steps[i];
+    const Tensor& step = steps_[i];
     row.size = param.size();
     require(step.is_fp32_scalar() && step.device() == param.device(), Rule::kOp,
             at("steps", i) + " is not a single fp32 on the parameters' device");
@@ -209,7 +215,9 @@ class StepPlan {
     return scales.data<float>();
   }
 
-  const StateArguments<Rule> states_;
+  const std::vector<TensorList> states_;
+  const TensorList masters_, scales_, steps_;
+  const std::vector<int64_t> group_sizes_;
   std::vector<StepRow> rows_;
   std::vector<Checked> checked_;
 };

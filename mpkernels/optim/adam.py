@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.rules.adam import adam_
-from mpkernels.optim import adamw, group_options
+from mpkernels.optim import adamw
 from mpkernels.optim.engine import Engine
 from mpkernels.optim.optimizer_rule import OptimizerRule
 
@@ -64,4 +64,3 @@ class Adam(Engine, torch.optim.Adam):
         switches: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
         switches |= {"differentiable": differentiable, "decoupled_weight_decay": decoupled_weight_decay}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, **switches)
-        group_options.leave_scaling_to_torch(self)

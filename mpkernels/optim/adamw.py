@@ -8,7 +8,6 @@ from torch import Tensor
 
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.rules.adamw import adamw_
-from mpkernels.optim import group_options
 from mpkernels.optim.engine import Engine
 from mpkernels.optim.optimizer_rule import OptimizerRule
 
@@ -80,4 +79,3 @@ class AdamW(Engine, torch.optim.AdamW):
         self._take_options(master, state_dtype, max_norm, guard, process_group, offload)
         switches: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "capturable": capturable, "fused": fused}
         super().__init__(params, lr, betas, eps, weight_decay, amsgrad, differentiable=differentiable, **switches)
-        group_options.leave_scaling_to_torch(self)

@@ -73,11 +73,11 @@ def loading(optimizer: Any) -> Iterator[Any]:
     own_hooks = hooks_of_loading(stand_in)
     try:
         yield stand_in
-        for new, own in zip(stand_in.param_groups, optimizer.param_groups, strict=True):
-            new.update({key: own[key] for key in group_options.OF_GROUPS})
-        for param, state, saved, own in states_to_adopt:
+        for new, group in zip(stand_in.param_groups, optimizer.param_groups, strict=True):
+            new.update({key: group[key] for key in group_options.OF_GROUPS})
+        for param, state, saved, group in states_to_adopt:
             stand_in.state[param] = param_state.adopt(
-                optimizer._rule, kind.__name__, home_of(optimizer, param), state, saved, own["state_dtype"]
+                optimizer._rule, kind.__name__, home_of(optimizer, param), state, saved, group["state_dtype"]
             )
         stand_in._is_loaded = True
         vars(optimizer).update(_without(own_hooks, stand_in))

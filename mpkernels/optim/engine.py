@@ -16,6 +16,7 @@ from mpkernels.distributed.processes import Processes
 from mpkernels.ops.step.op import write_outcome
 from mpkernels.optim import checkpoint, group_options, masters, offloaded, param_state, under_scaler, verdicts, zero
 from mpkernels.optim import offload as offloading
+from mpkernels.optim.attribute_of import AttributeOf
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
 from mpkernels.optim.release import GradientRelease, steps_in_backward
@@ -28,6 +29,11 @@ from mpkernels.overflow.report import OverflowReport
 class Engine(torch.optim.Optimizer):
     """The optimizers' common part. A class that inherits from this and from one of torch's adds a constructor and
     ``_rule``."""
+
+    #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if there is none.
+    grad_norm: Any = AttributeOf("_step_outcome")
+    #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
+    skipped_steps: Any = AttributeOf("_step_outcome")
 
     _rule: OptimizerRule
     _step_supports_amp_scaling = under_scaler.TakesScale()  # torch's GradScaler hands over its scale and found_inf
@@ -54,6 +60,7 @@ class Engine(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group as torch does. It may set its own ``master`` and ``state_dtype``; a bad group is not kept."""
         super().add_param_group(param_group)
+        group_options.leave_scaling_to_torch(self)
         group = self.param_groups[-1]
         group_options.complete(self, group)
         try:
@@ -83,24 +90,6 @@ class Engine(torch.optim.Optimizer):
         """Have the next step make plans anew, and a step that has failed not be tried again."""
         self._plans: list[Plan] = []
         self._foundations: Foundations | None = None
-
-    @property
-    def grad_norm(self) -> Tensor | None:
-        """The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if there is none."""
-        return self._step_outcome.grad_norm
-
-    @grad_norm.setter
-    def grad_norm(self, norm: Tensor | None) -> None:
-        self._step_outcome.grad_norm = norm
-
-    @property
-    def skipped_steps(self) -> Tensor | None:
-        """How many steps were skipped so far because of an inf or NaN: fp32, on the device."""
-        return self._step_outcome.skipped_steps
-
-    @skipped_steps.setter
-    def skipped_steps(self, count: Tensor | None) -> None:
-        self._step_outcome.skipped_steps = count
 
     @property
     def step_was_skipped(self) -> Tensor | None:

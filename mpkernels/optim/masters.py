@@ -55,19 +55,19 @@ def give(state: State, param: Tensor, scheme: str) -> None:
     if KEYS[scheme] in state:
         return
     kept = parts_in({key: state.pop(key) for key in KEYS.values() if key in state})
-    own = part_of(param.detach())
-    weight = true_weight(own, kept)
+    part = part_of(param.detach())
+    weight = true_weight(part, kept)
     if scheme == "fp32":
-        master = torch.empty_like(own, dtype=torch.float32).copy_(weight)
+        master = torch.empty_like(part, dtype=torch.float32).copy_(weight)
     else:
-        master = torch.zeros_like(own, dtype=torch.int16)
+        master = torch.zeros_like(part, dtype=torch.int16)
         if kept:
-            weight, remainder = split(weight, own.dtype)
+            weight, remainder = split(weight, part.dtype)
             master.copy_(remainder)
     state[KEYS[scheme]] = placed_as(param, master)
     mark(state, param)
     if kept:
-        own.copy_(weight)  # the other neighbour on ties, which the schemes round differently
+        part.copy_(weight)  # the other neighbour on ties, which the schemes round differently
 
 
 def saved_as(param: Tensor, remainder: Tensor) -> Tensor:
@@ -117,11 +117,11 @@ def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
     changed = []
     for param in params:
         if needs_master(param) and "master" in (state := states.get(param, {})):
-            own, master = part_of(param.detach()), part_of(state["master"])
-            new = true_weight(own, {"master": master})
+            part, master = part_of(param.detach()), part_of(state["master"])
+            new = true_weight(part, {"master": master})
             changed.append(~((new == master) | (new.isnan() & master.isnan())).all())
             master.copy_(new)
-            own.copy_(new)  # the other neighbour on ties, where a split master was loaded
+            part.copy_(new)  # the other neighbour on ties, where a split master was loaded
     return changed
 
 

@@ -16,19 +16,7 @@ from mpkernels.distributed.parts import part_for, part_of, placed_as, settled_gr
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.op import grad_factor, write_outcome
 from mpkernels.optim import group_options, masters, norm, offloaded, stand_ins, step_hooks, step_outcome, wrappable
-
-
-class _OfWrapped:
-    """An attribute that the wrapped optimizer has under the same name."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, optimizer: Any, kind: type | None = None) -> Any:
-        return self if optimizer is None else getattr(optimizer.wrapped, self._name)
-
-    def __set__(self, optimizer: Any, value: Any) -> None:
-        setattr(optimizer.wrapped, self._name, value)
+from mpkernels.optim.attribute_of import AttributeOf
 
 
 class Masters(Optimizer):
@@ -61,9 +49,9 @@ class Masters(Optimizer):
     #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
     skipped_steps: Tensor | None = None
 
-    state: Any = _OfWrapped()
-    param_groups: Any = _OfWrapped()
-    defaults: Any = _OfWrapped()
+    state: Any = AttributeOf("wrapped")
+    param_groups: Any = AttributeOf("wrapped")
+    defaults: Any = AttributeOf("wrapped")
     wrapped: Any
     max_norm: float | None
     guard: bool | None
@@ -146,13 +134,13 @@ class Masters(Optimizer):
         grad_scale: Any = getattr(self, "grad_scale", None)
         found_inf: Any = getattr(self, "found_inf", None)
         self.grad_norm = self._was_skipped = total_sumsq = None
-        own = [param for param in params if param.grad is not None]
+        with_grad = [param for param in params if param.grad is not None]
         processes = meshes.peers_of(params)
         is_guarded = step_outcome.is_guarded(self, any(map(masters.needs_master, params)), found_inf)
-        if not (own or processes) or not (is_guarded or found_inf is not None):
+        if not (with_grad or processes) or not (is_guarded or found_inf is not None):
             return 1.0
         if is_guarded:
-            total_sumsq, found_inf = norm.look(params, own, processes, found_inf)
+            total_sumsq, found_inf = norm.look(params, with_grad, processes, found_inf)
         if processes is not None:
             sumsq_of_all, found_inf, failed, _ = processes.agree(params, total_sumsq, found_inf)
             processes.refuse_if_failed("Masters: step", failed)

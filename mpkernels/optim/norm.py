@@ -12,13 +12,13 @@ from mpkernels.ops.grads.grad_stats import grad_stats
 
 
 def look(
-    params: Sequence[Tensor], own: Sequence[Tensor], processes: Parts | None, found_inf: Tensor | None
+    params: Sequence[Tensor], with_grad: Sequence[Tensor], processes: Parts | None, found_inf: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the sum of squares of this process's grads, and whether one holds an inf or NaN or a scaler has found it.
-    own: those of the parameters that have a grad. If this raises, so do the other processes."""
+    with_grad: those of the parameters that have one. If this raises, so do the other processes."""
     try:
-        shares = [1.0] * len(own) if processes is None else processes.shares(own)
-        grads = [real(_numbers(grad)) for grad in parts_of([param.grad for param in own])]
+        shares = [1.0] * len(with_grad) if processes is None else processes.shares(with_grad)
+        grads = [real(_numbers(grad)) for grad in parts_of([param.grad for param in with_grad])]
         nothing = torch.zeros((), dtype=torch.float64, device=params[0].device)
         sums, found = [nothing], [nothing if found_inf is None else put_on(nothing.device, found_inf)]
         for device, places in by_device(grads, range(len(grads))).items():

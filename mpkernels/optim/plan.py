@@ -72,15 +72,15 @@ class Plan:
         self._native: _NativePlan | None = None
         self._may_be_native = not is_for_once and type(nothing) is Tensor  # C++ can't hold on to a stand-in
 
-    def _own(self, grads: list[Any]) -> list[Tensor]:
+    def _grads_here(self, grads: list[Any]) -> list[Tensor]:
         """Return this plan's grads, out of a list with one grad for each of the optimizer's parameters."""
-        own = grads if self._takes_all else [grads[i] for i in self._places]
-        own = parts_of(own) if self._is_sharded else own
-        return list(map(real, own)) if self._is_complex else own
+        here = grads if self._takes_all else [grads[i] for i in self._places]
+        here = parts_of(here) if self._is_sharded else here
+        return list(map(real, here)) if self._is_complex else here
 
     def look(self, grads: list[Any]) -> GradStats:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
-        stats = grad_stats(self._own(grads))
+        stats = grad_stats(self._grads_here(grads))
         return stats if self._shares is None else stats._replace(total_sumsq=(stats.sumsq * self._shares).sum())
 
     @property
@@ -106,7 +106,7 @@ class Plan:
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
     ) -> None:
         """Take one step, or skip it if the verdict is an overflow. ``skipped_steps``, if given, counts the skips."""
-        own = self._own(grads)
+        grads_here = self._grads_here(grads)
         params = list(map(real, self.params)) if self._is_complex else self.params
         known = (None if it is None else put_on(self.device, it) for it in verdict[:3])
         shared = *self._hyperparameters(), *known, max_norm or math.inf, verdict.outcome, skipped_steps, self.report
@@ -118,15 +118,15 @@ class Plan:
                 raise RuntimeError(
                     f"{self._ops.rule.op}: a parameter has changed its device or dtype since its state was made"
                 )
-            self._ops.step(params, own, *self._lists, *shared)
+            self._ops.step(params, grads_here, *self._lists, *shared)
             self._increment_versions([])
             return
         if self._native is None or self._native.by_plan is not by_plan:  # other kernels run now than last time
             self._native = _NativePlan(self._ops, by_plan, self.device, self._lists)
         try:
-            by_plan(self._native.number, params, own, *shared, verdict.comes_inside)
+            by_plan(self._native.number, params, grads_here, *shared, verdict.comes_inside)
         except RuntimeError as error:
-            self._ops.step._check(params, own, *self._lists, *shared)
+            self._ops.step._check(params, grads_here, *self._lists, *shared)
             if not gives_way(error, params):
                 raise
             self.step(grads, self._seen(grads, verdict), max_norm, skipped_steps)

@@ -37,17 +37,16 @@ class GradientRelease:
         until the step. on_host: where all grads go instead, to be added up in fp32 and to wait for the step."""
         self._op, self._on_host = op, on_host
         self.steps_alone = on_host is None and any(release is not None for _, release in releases)  # in the backward
-        self._params = [param for param, _ in releases]
-        self._widths = {id(param): param.grad_dtype for param in self._params}  # of grads, as they are without us
+        self._widths: dict[Tensor, torch.dtype | None] = {}  # each parameter's grad_dtype without us
         self._is_accumulating = False
-        self._have_come: set[int] = set()  # the ids of those whose grads have come since the last step or zero_grad
-        if any(map(is_fsdp1s, self._params)):
+        self._have_come: set[Tensor] = set()  # parameters whose grads have come since the last step or zero_grad
+        if any(is_fsdp1s(param) for param, _ in releases):
             raise ValueError(f"{op}: params must not be FSDP's, which frees grads itself; leave it out")
         ddp.watch()
         self._wrappers = 0  # that were made when it was last known that none of them has these parameters
-        self._hooks = [
-            param.register_post_accumulate_grad_hook(self._hook(release or _narrow)) for param, release in releases
-        ]
+        self._hooks: list[Any] = []
+        for param, release in releases:
+            self._add(param, release or _narrow)
 
     def add_to_host(self, params: Sequence[Tensor]) -> None:
         """Send the grads of these to the host, too, if those of the others go there."""
@@ -55,14 +54,16 @@ class GradientRelease:
             return
         for param in params:
             if param.requires_grad:
-                self._params.append(param)
-                self._widths[id(param)] = param.grad_dtype
-                self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(self._on_host.take)))
+                self._add(param, self._on_host.take)
+
+    def _add(self, param: Tensor, release: Release) -> None:
+        self._widths[param] = param.grad_dtype
+        self._hooks.append(param.register_post_accumulate_grad_hook(self._hook(release)))
 
     def _hook(self, release: Release) -> Release:
         def after_accumulation(param: Tensor) -> None:
             if self._wrappers != ddp.made():
-                ddp.refuse(self._op, self._params, _SUMMED_UP)
+                ddp.refuse(self._op, list(self._widths), _SUMMED_UP)
                 self._wrappers = ddp.made()
             if self._is_accumulating and self._on_host is None:
                 return
@@ -77,15 +78,15 @@ class GradientRelease:
 
     def _refuse_second(self, param: Tensor) -> None:
         """Raise if the parameter has had a grad since the last step or zero_grad: else one step would take it twice."""
-        if id(param) in self._have_come:
-            place = next(i for i, each in enumerate(self._params) if each is param)
+        if param in self._have_come:
+            place = next(i for i, each in enumerate(self._widths) if each is param)
             raise RuntimeError(
                 f"{self._op}: params[{place}] of shape {tuple(param.shape)} must get its grad once before "
                 "each step, got a second one; give reentrant checkpoints that share it use_reentrant=False, and run "
                 "all backwards before a step but the last inside the accumulate() of what release_grads returned; "
                 "after a failed backward, call the optimizer's zero_grad() or step()"
             )
-        self._have_come.add(id(param))
+        self._have_come.add(param)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -103,8 +104,8 @@ class GradientRelease:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self.steps_alone, self._on_host = [], False, None
-        for param in self._params:
-            set_grad_dtype(param, self._widths[id(param)])
+        for param, width in self._widths.items():
+            set_grad_dtype(param, width)
 
     @property
     def is_on(self) -> bool:
@@ -125,15 +126,15 @@ class GradientRelease:
     def after_step(self) -> None:
         self.begin_anew()
         if self.is_on:
-            for param in self._params:
+            for param in self._widths:
                 param.grad = None
         self._restore_widths()
 
     def _restore_widths(self) -> None:
         """Let grads to come have the width that they had without us, where none is there now."""
-        for param in self._params:
+        for param, width in self._widths.items():
             if param.grad is None:
-                set_grad_dtype(param, self._widths[id(param)])
+                set_grad_dtype(param, width)
 
 
 def _narrow(param: Tensor) -> None:

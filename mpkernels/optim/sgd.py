@@ -8,7 +8,6 @@ from torch import Tensor
 
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.rules.sgd import sgd_
-from mpkernels.optim import group_options
 from mpkernels.optim.engine import Engine
 from mpkernels.optim.optimizer_rule import OptimizerRule
 
@@ -65,4 +64,3 @@ class SGD(Engine, torch.optim.SGD):
         switches: dict[str, Any] = {"maximize": maximize, "foreach": foreach, "fused": fused}
         switches |= {"differentiable": differentiable}
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, **switches)
-        group_options.leave_scaling_to_torch(self)

@@ -56,15 +56,6 @@ class StepOutcome:
         self.has_parts = self.parts is not None or fsdp1.has_parts(params)
         self.has_16_bit_parameters = any(map(needs_master, params))
 
-    def vector_on(self, device: torch.device, of_scaler: Tensor | None) -> Tensor:
-        """Return the tensor that a step writes its norm and its skip to, which a scaler may bring along, and have the
-        count of skips on the same device."""
-        if not torch.compiler.is_compiling():
-            if self.skipped_steps is None:
-                self.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
-            self.skipped_steps = put_on(device, self.skipped_steps)
-        return torch.empty(2, dtype=torch.float32, device=device) if of_scaler is None else of_scaler
-
     def note_step(self, verdict: Verdict) -> None:
         """Take up what a step that has been launched writes."""
         vector = verdict.outcome
@@ -102,7 +93,13 @@ def found_here(
     if guarded and not comes_inside:
         total_sumsq, found_inf = _look(plans, params, grads, found_inf)
     device = plans[0].device if processes is None or plans else processes.device_of(params)
-    vector = optimizer._step_outcome.vector_on(device, getattr(optimizer, "outcome", None))
+    if not torch.compiler.is_compiling():
+        kept: StepOutcome = optimizer._step_outcome
+        if kept.skipped_steps is None:
+            kept.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
+        kept.skipped_steps = put_on(device, kept.skipped_steps)
+    vector = getattr(optimizer, "outcome", None)  # a scaler brings one to read the skip from
+    vector = torch.empty(2, dtype=torch.float32, device=device) if vector is None else vector
     return Verdict(grad_scale, found_inf, total_sumsq, vector, guarded, comes_inside), processes
 
 

@@ -87,19 +87,19 @@ def _found_by_all(optimizer: Any, params: list[Tensor], scale: Tensor | None, lo
     if looks:
         optimizer.outcome = torch.empty(2, dtype=torch.float32, device=device)
     try:
-        own, processes = optimizer._look(params, are_any_sharded(params))[2:]
+        here, processes = optimizer._look(params, are_any_sharded(params))[2:]
     finally:
         if looks:
             del optimizer.outcome
     unit = torch.ones((), dtype=torch.float64) if scale is None else put_on(device, scale).double().square()
-    there = own if own.total_sumsq is None else own._replace(total_sumsq=own.total_sumsq * unit)
+    as_scaled = here if here.total_sumsq is None else here._replace(total_sumsq=here.total_sumsq * unit)
     has_norm = optimizer.max_norm is not None or optimizer.guard is True
     may_change = has_norm and step_hooks.may_change_grads(optimizer)
-    found_inf, sumsq_of_all, changing = verdicts.ask(optimizer, params, there, processes, may_change)
+    found_inf, sumsq_of_all, changing = verdicts.ask(optimizer, params, as_scaled, processes, may_change)
     optimizer._scaler = scaler
     optimizer._step_outcome.agreed = Agreed(
         found_inf,
-        own.total_sumsq,
+        here.total_sumsq,
         None if sumsq_of_all is None else sumsq_of_all / unit,
         may_change and changing.item() == processes.size(),
     )
@@ -110,7 +110,7 @@ def _unscale(scaler: Any, optimizer: Any, state: dict[str, Any]) -> None:
     if type(scaler).unscale_ is not GradScaler.unscale_ and not is_torchs_sharded(scaler):
         scaler.unscale_(optimizer)
         return
-    # As it does, but for fp16, which it takes from optimizers that unscale by themselves, and without asking others.
+    # torch's unscale_ would refuse fp16 grads, although this optimizer takes them, and would ask the other processes.
     inv_scale = scaler._scale.double().reciprocal().float()
     found_inf = torch.zeros((), dtype=torch.float32, device=inv_scale.device)
     state["found_inf_per_device"] = scaler._unscale_grads_(optimizer, inv_scale, found_inf, True)

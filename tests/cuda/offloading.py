@@ -7,6 +7,7 @@ from torch import nn
 from mpkernels._shared.parameters import real
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
+from mpkernels.optim.offload import plan
 from tests.cases import same_bits
 from tests.cuda.training import CUDA
 from tests.networks import B16, F16
@@ -15,6 +16,16 @@ from tests.optim.optimizers import OPTIMIZERS
 F32, INT8 = torch.float32, torch.int8
 SHAPES = (24, 32), (32,), (7, 5), (), (0, 3), (300,), (64, 9)
 SQUARE = [(64, 64)] * 6  # a bucket each
+
+
+def buckets_of(size):
+    """Return a fixture that divides the parameters of all tests in a file into buckets of so many bytes."""
+
+    @pytest.fixture(autouse=True)
+    def buckets(monkeypatch):
+        monkeypatch.setattr(plan, "BUCKET", size)
+
+    return buckets
 
 
 def parameters(dtype, place=CUDA, shapes=SHAPES):

@@ -6,16 +6,11 @@ import pytest
 import torch
 
 from mpkernels.amp import accumulate
-from mpkernels.optim.offload import plan as plan_of_offload
-from tests.cuda.offloading import F32, SCALERS, assert_same, loss_of, of_each_kept, parameters, trained
+from tests.cuda.offloading import F32, SCALERS, assert_same, buckets_of, loss_of, of_each_kept, parameters, trained
 from tests.networks import B16
 from tests.optim.optimizers import OPTIMIZERS
 
-
-@pytest.fixture(autouse=True)
-def _several_buckets(monkeypatch):
-    """Of small parameters, more than there are slices."""
-    monkeypatch.setattr(plan_of_offload, "BUCKET", 800)
+_buckets = buckets_of(800)  # more than there are slices
 
 
 @pytest.mark.parametrize("scaler", SCALERS)

@@ -9,16 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from mpkernels.optim.offload import plan as plan_of_offload
 from mpkernels.optim.plan import Plan
 from tests.cases import same_bits
-from tests.cuda.offloading import F32, INT8, SQUARE, all_of, loss_of, offloaded, parameters, size, trained
+from tests.cuda.offloading import F32, INT8, SQUARE, all_of, buckets_of, loss_of, offloaded, parameters, size, trained
 from tests.networks import B16
 
-
-@pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch):
-    monkeypatch.setattr(plan_of_offload, "BUCKET", 64 * 64 * 2)
+_buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 
 class Copies(TorchDispatchMode):

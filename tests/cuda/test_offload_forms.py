@@ -5,22 +5,18 @@ import torch
 
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW
-from mpkernels.optim.offload import plan as plan_of_offload
 from mpkernels.optim.offload.plan import OffloadedPlan
-from tests.cuda.offloading import SQUARE, are_same, assert_same, loss_of, offloaded, parameters, trained
+from tests.cuda.offloading import SQUARE, are_same, assert_same, buckets_of, loss_of, offloaded, parameters, trained
 from tests.cuda.test_processes import fake_processes
 from tests.cuda.training import CUDA
 from tests.networks import B16
 
-
-@pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch):
-    monkeypatch.setattr(plan_of_offload, "BUCKET", 64 * 64 * 2)
+_buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 
 def test_closures_and_steps_without_grads():
     params, optimizer = offloaded()
-    theirs, its = parameters(B16, shapes=SQUARE), None
+    theirs = parameters(B16, shapes=SQUARE)
     its = AdamW(theirs, lr=0.01)
     optimizer.step()
     for step in range(3):
@@ -49,7 +45,7 @@ def test_a_capture_is_refused():
 def test_a_replayed_backward_is_stepped():
     """Nothing counts what a graph writes to grads, so they are copied at each step."""
     params, optimizer = offloaded(guard=False)
-    theirs, its = parameters(B16, shapes=SQUARE), None
+    theirs = parameters(B16, shapes=SQUARE)
     its = AdamW(theirs, lr=0.01, guard=False)
     factor = torch.ones((), device=CUDA, dtype=B16)
     for it, of_it in ((optimizer, params), (its, theirs)):
@@ -108,7 +104,7 @@ def test_a_write_to_a_weight_that_nobody_counts_is_undone():
 
 def test_a_write_to_a_grad_that_nobody_counts_is_seen():
     params, optimizer = offloaded()
-    theirs, its = parameters(B16, shapes=SQUARE), None
+    theirs = parameters(B16, shapes=SQUARE)
     its = AdamW(theirs, lr=0.01)
     for it, of_it in ((optimizer, params), (its, theirs)):
         for step in range(2):

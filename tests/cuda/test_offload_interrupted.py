@@ -10,16 +10,13 @@ import torch
 
 import mpkernels
 from mpkernels.amp import GradScaler
-from mpkernels.optim.offload import plan as plan_of_offload
 from mpkernels.optim.plan import Plan
-from tests.cuda.offloading import SQUARE, all_of, are_same, assert_same, loss_of, offloaded, trained
+from tests.cuda.offloading import SQUARE, all_of, are_same, assert_same, buckets_of, loss_of, offloaded, trained
 
 ROOT = Path(mpkernels.__file__).parent
 
 
-@pytest.fixture(autouse=True)
-def _small_buckets(monkeypatch):
-    monkeypatch.setattr(plan_of_offload, "BUCKET", 64 * 64 * 2)
+_buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 
 def traced(run, number):

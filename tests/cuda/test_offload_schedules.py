@@ -7,24 +7,12 @@ import torch
 from torch import nn
 
 from mpkernels.amp import GradScaler, accumulate
-from mpkernels.optim.offload import plan as plan_of_offload
-from tests.cuda.offloading import (
-    F32,
-    INT8,
-    assert_same,
-    loss_of,
-    parameters,
-    take_step,
-)
+from tests.cuda.offloading import F32, INT8, assert_same, buckets_of, loss_of, parameters, take_step
 from tests.cuda.training import CUDA
 from tests.networks import B16, F16
 from tests.optim.optimizers import OPTIMIZERS
 
-
-@pytest.fixture(autouse=True)
-def _several_buckets(monkeypatch):
-    """Of small parameters, more than there are slices."""
-    monkeypatch.setattr(plan_of_offload, "BUCKET", 800)
+_buckets = buckets_of(800)  # more than there are slices
 
 
 class Two:

@@ -3,18 +3,13 @@
 import pytest
 import torch
 
-from mpkernels.optim.offload import plan as plan_of_offload
 from tests.cases import same_bits
-from tests.cuda.offloading import F32, assert_same, loss_of, parameters, take_step, trained
+from tests.cuda.offloading import F32, assert_same, buckets_of, loss_of, parameters, take_step, trained
 from tests.cuda.training import CUDA, on_side
 from tests.networks import B16
 from tests.optim.optimizers import OPTIMIZERS
 
-
-@pytest.fixture(autouse=True)
-def _several_buckets(monkeypatch):
-    """Of small parameters, more than there are slices."""
-    monkeypatch.setattr(plan_of_offload, "BUCKET", 800)
+_buckets = buckets_of(800)  # more than there are slices
 
 
 def late_clone(params):

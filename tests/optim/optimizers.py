@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from mpkernels.ops.step.split import join
 from mpkernels.optim import SGD, Adam, AdamW, Lion
 from tests.cases import same_bits
 from tests.ops.step.rows import LionInPlainTorch
@@ -48,6 +49,19 @@ def same(some, others):
 
 def weights(model):
     return [param.detach().clone() for param in model.parameters()]
+
+
+def weights_of(model, optimizer):
+    """Return the weights that the next step starts from: those of masters where there are some."""
+    found = []
+    for param in model.parameters():
+        state = optimizer.state[param]
+        if "remainder" in state:
+            assert state["remainder"].dtype == torch.int16
+            found.append(join(param.detach(), state["remainder"]))
+        else:
+            found.append(state.get("master", param.detach()))
+    return found
 
 
 def tensors_of(optimizer):

@@ -7,9 +7,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from mpkernels.optim import AdamW
-from tests.networks import B16, network, one_thread, train
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, network, train
 
 
 def test_post_hooks_of_the_user_have_the_last_word():

@@ -9,9 +9,7 @@ import torch
 
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
-from tests.networks import B16, backward, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, backward, network
 
 I8 = torch.int8
 

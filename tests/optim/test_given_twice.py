@@ -8,9 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
-from tests.networks import B16, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16
 
 OPTIONS = [{"guard": False, **it} for it in ({}, {"master": "fp32"}, {"state_dtype": torch.int8}, {"amsgrad": True})]
 SECOND = r"AdamW.release_grads: params\[.\] of shape \(3, 3\) must get its grad once before each step, got a second one"

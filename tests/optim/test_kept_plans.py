@@ -7,10 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from tests.cases import same_bits
-from tests.networks import one_thread
 from tests.optim.test_plan import made, put_grads
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 SHAPES = (4, 4), (6,), (2,)
 I8, B16 = torch.int8, torch.bfloat16
@@ -21,7 +18,7 @@ def numbers_of(params, optimizer):
     return [it.detach().clone() for it in (*params, *states)]
 
 
-def steps(params, optimizer, change, is_kept, change_grads, at=(2, 4)):
+def steps(params, optimizer, change, is_kept, change_grads, at):
     for seed in range(6):
         if seed in at:
             change(params, optimizer)
@@ -37,12 +34,14 @@ def nothing(params, optimizer):
     pass
 
 
-def assert_the_same(device, change=nothing, change_grads=nothing, **options):
+def assert_the_same(
+    device, change=nothing, change_grads=nothing, shapes=SHAPES, at=(2, 4), compared=numbers_of, **options
+):
     results = []
     for is_kept in (True, False):
-        params, optimizer = made(shapes=SHAPES, device=device, **options)
-        steps(params, optimizer, change, is_kept, change_grads)
-        results.append(numbers_of(params, optimizer))
+        params, optimizer = made(shapes=shapes, device=device, **options)
+        steps(params, optimizer, change, is_kept, change_grads, at)
+        results.append(compared(params, optimizer))
     assert all(map(same_bits, *results))
 
 
@@ -253,12 +252,7 @@ def test_a_change_is_seen_among_many(place):
         moment = optimizer.state[params[place]]["exp_avg"]
         moment.data = torch.full_like(moment, 2)
 
-    results = []
-    for is_kept in (True, False):
-        params, optimizer = made(sizes=(2,) * 300)
-        steps(params, optimizer, other_memory, is_kept, nothing)
-        results.append(numbers_of(params, optimizer))
-    assert all(map(same_bits, *results))
+    assert_the_same("cpu", other_memory, shapes=[(2,)] * 300)
 
 
 def test_another_dtype_at_the_same_place(target):
@@ -280,9 +274,4 @@ def test_moments_of_another_dtype_at_the_same_place(target):
             moment = optimizer.state[params[0]][name]
             moment.data = moment.flatten().view(B16)[:16].view(4, 4)
 
-    results = []
-    for is_kept in (True, False):
-        params, optimizer = made(shapes=SHAPES, device=target.device)
-        steps(params, optimizer, turned, is_kept, nothing, at=(5,))
-        results.append([param.detach() for param in params])
-    assert all(map(same_bits, *results))
+    assert_the_same(target.device, turned, at=(5,), compared=lambda params, _: [param.detach() for param in params])

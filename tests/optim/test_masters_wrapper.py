@@ -11,10 +11,8 @@ from mpkernels.ops.step.split import split
 from mpkernels.optim import Masters
 from mpkernels.optim.masters import true_weight
 from tests.cases import same_bits
-from tests.networks import B16, F16, one_thread
+from tests.networks import B16, F16
 from tests.optim.wrapped import OPTIMIZERS, every, give_grads, groups, parameters
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 F32 = torch.float32
 of_each = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)

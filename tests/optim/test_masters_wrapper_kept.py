@@ -10,11 +10,9 @@ from mpkernels import checkpoint
 from mpkernels.optim import AdamW, Masters
 from mpkernels.optim.masters import true_weight
 from tests.cases import same_bits
-from tests.networks import B16, F16, network, one_thread, train
+from tests.networks import B16, F16, network, train
 from tests.optim.test_masters_wrapper_use import around, step
 from tests.optim.wrapped import every, give_grads, groups, parameters
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 
 @pytest.mark.parametrize(

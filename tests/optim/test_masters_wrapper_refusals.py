@@ -5,9 +5,7 @@ import torch
 
 from mpkernels.optim import AdamW, Masters
 from mpkernels.optim.masters import true_weight
-from tests.networks import B16, F16, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16
 
 
 class OfClosures(torch.optim.SGD):

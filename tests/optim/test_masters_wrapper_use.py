@@ -12,10 +12,8 @@ from mpkernels.amp import GradScaler
 from mpkernels.optim import Masters
 from mpkernels.optim.masters import true_weight
 from tests.cases import same_bits
-from tests.networks import B16, F16, one_thread
+from tests.networks import B16, F16
 from tests.optim.wrapped import every, give_grads, groups, parameters
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 
 def around(kind=torch.optim.SGD, dtype=B16, **options):

@@ -10,13 +10,12 @@ from torch.distributed.fsdp import fully_shard
 
 from mpkernels import checkpoint
 from mpkernels.amp import to_full, to_mixed
-from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
-from tests.networks import B16, F16, network, one_thread, train
+from tests.networks import B16, F16, network, train
+from tests.optim.optimizers import weights_of
 from tests.processes import alone, needs_gloo
 
-__all__ = ["one_thread"]  # a fixture that each test uses
 DTYPES = [B16, F16, torch.float32, torch.float64]
 CONVERSIONS = [(before, after) for before in DTYPES for after in DTYPES if before != after]
 OPTIONS = [
@@ -33,19 +32,6 @@ def converted(before, after, **options):
     optimizer = AdamW(model.parameters(), lr=1e-2, guard=False, **options)
     train(model, optimizer, 3)
     return model.to(after), optimizer
-
-
-def weights_of(model, optimizer):
-    """The weights that the next step starts from."""
-    found = []
-    for param in model.parameters():
-        state = optimizer.state[param]
-        if "remainder" in state:
-            assert state["remainder"].dtype == torch.int16
-            found.append(join(param.detach(), state["remainder"]))
-        else:
-            found.append(state.get("master", param.detach()))
-    return found
 
 
 def as_it_was(model, optimizer):

@@ -10,9 +10,7 @@ import torch
 
 from mpkernels.optim import AdamW
 from tests.faults import faults
-from tests.networks import B16, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16
 
 pytestmark = pytest.mark.begins_first
 OPTIONS = [

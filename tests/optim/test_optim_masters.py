@@ -8,22 +8,12 @@ import pytest
 import torch
 
 from mpkernels.amp import to_full, to_mixed
-from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
-from tests.networks import B16, F16, backward, network, one_thread, train
+from tests.networks import B16, F16, backward, network, train
+from tests.optim.optimizers import weights_of
 
-__all__ = ["one_thread"]  # a fixture that each test uses
 SCHEMES = ["split", "fp32"]
-
-
-def true_weights(model, optimizer):
-    """What the masters of a model are, as the next step will take them."""
-    states = [optimizer.state[param] for param in model.parameters()]
-    return [
-        state["master"] if "master" in state else join(param.detach(), state["remainder"])
-        for param, state in zip(model.parameters(), states, strict=True)
-    ]
 
 
 def rest(model, optimizer):
@@ -49,9 +39,9 @@ def test_model_and_optimizer_load_in_any_order(target, own, saved, dtype, model_
         resumed.load_state_dict(checkpoint[0])
     other.load_state_dict(checkpoint[1])
     resumed.load_state_dict(checkpoint[0])
-    before = true_weights(source, optimizer)
+    before = weights_of(source, optimizer)
     rest(resumed, other)
-    for was, now in zip(before, true_weights(resumed, other), strict=True):
+    for was, now in zip(before, weights_of(resumed, other), strict=True):
         if own == "split" and saved == "fp32" and dtype == F16:
             assert ((was - now).abs() <= 2**-40).all()  # csrc/step/split.h
         else:
@@ -96,7 +86,7 @@ def test_weights_written_after_a_load_win_with_one_warning(target, own, write):
         rest(source, other)
     assert len(it) == 1
     rest(source, other)  # which warns of nothing more
-    for i, (param, master) in enumerate(zip(source.parameters(), true_weights(source, other), strict=True)):
+    for i, (param, master) in enumerate(zip(source.parameters(), weights_of(source, other), strict=True)):
         assert torch.equal(param, kept[i] * (i >= 2))
         assert torch.equal(master.to(B16), param)
 
@@ -169,7 +159,7 @@ def test_a_write_reaches_the_master_of_a_copy(own, before, duplicate):
     else:
         rest(twin, other)
     assert (twin[0].weight == 0).all()
-    assert (true_weights(twin, other)[0].abs() < 1e-30).all()
+    assert (weights_of(twin, other)[0].abs() < 1e-30).all()
 
 
 def test_a_state_dict_between_two_loads_changes_no_master():
@@ -180,9 +170,9 @@ def test_a_state_dict_between_two_loads_changes_no_master():
     other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     other.state_dict()
     resumed.load_state_dict(source.state_dict())
-    before = true_weights(source, optimizer)
+    before = weights_of(source, optimizer)
     rest(resumed, other)
-    assert all(map(same_bits, before, true_weights(resumed, other)))
+    assert all(map(same_bits, before, weights_of(resumed, other)))
 
 
 def test_remainders_travel_in_their_parameters_dtype():
@@ -194,38 +184,30 @@ def test_remainders_travel_in_their_parameters_dtype():
             assert saved["state"][number]["remainder"].dtype == dtype
             saved["state"][number]["remainder"] = saved["state"][number]["remainder"].view(torch.int16)  # as it was
             assert same_bits(saved["state"][number]["remainder"], optimizer.state[param]["remainder"])
-        before = true_weights(model, optimizer)
+        before = weights_of(model, optimizer)
         other = AdamW(model.parameters())
         other.load_state_dict(saved)
         rest(model, other)
-        assert all(map(same_bits, before, true_weights(model, other)))
+        assert all(map(same_bits, before, weights_of(model, other)))
 
 
-@pytest.mark.parametrize("got", [torch.float32, F16], ids=str)
-def test_a_remainder_in_another_dtype_is_rebuilt_with_a_warning(got):
-    """bf16's remainders are no fp16's."""
+@pytest.mark.parametrize(
+    ("own", "key", "got"),
+    [("split", "remainder", torch.float32), ("split", "remainder", F16), ("fp32", "master", B16)],
+    ids=str,
+)
+def test_a_master_that_comes_back_in_another_dtype_is_rebuilt_with_a_warning(own, key, got):
+    """bf16's remainders are no fp16's, and torch's own load_state_dict rounds a copy."""
     model = network(B16)
-    train(model, optimizer := AdamW(model.parameters()), 2)
+    train(model, optimizer := AdamW(model.parameters(), master=own), 2)
     saved = copy.deepcopy(optimizer.state_dict())
     for state in saved["state"].values():
-        state["remainder"] = state["remainder"].to(got)
-    with pytest.warns(UserWarning, match=f"AdamW: remainder came back as {got}; rebuilt from the weight"):
+        state[key] = state[key].to(got)
+    with pytest.warns(UserWarning, match=f"AdamW: {key} came back as {got}; rebuilt from the weight"):
         optimizer.load_state_dict(saved)
     rest(model, optimizer)
-    for param, master in zip(model.parameters(), true_weights(model, optimizer), strict=True):
+    for param, master in zip(model.parameters(), weights_of(model, optimizer), strict=True):
         assert torch.equal(master, param.detach().float())
-
-
-def test_what_turns_fp32_needs_no_master_any_more():
-    """``to_full`` keeps its digits; model.float() has the weight win."""
-    for own in SCHEMES:
-        model = network(B16)
-        train(model, optimizer := AdamW(model.parameters(), lr=1e-2, master=own), 2)
-        model.float()
-        before = copy.deepcopy(model)
-        rest(model, optimizer)
-        assert all(map(same_bits, before.parameters(), model.parameters()))
-        assert not any({"master", "remainder"} & optimizer.state[param].keys() for param in model.parameters())
 
 
 def test_a_write_is_seen_by_a_compiled_step():
@@ -258,17 +240,6 @@ def test_a_master_that_waits_for_its_parameters_first_grad(target):
     second.grad = torch.ones_like(second)
     optimizer.step()
     assert second.tolist() == [7.0] * 3
-
-
-def test_states_that_a_loader_has_put_in_place():
-    """As ZeroRedundancyOptimizer does: load_state_dict is never asked."""
-    model = network(B16)
-    train(model, optimizer := AdamW(model.parameters(), lr=1e-2), 3)
-    before, saved = true_weights(model, optimizer), copy.deepcopy(optimizer.state_dict())
-    other = AdamW(model.parameters())
-    other.state.update({param: saved["state"][i] for i, param in enumerate(model.parameters())})
-    rest(model, other)
-    assert all(map(same_bits, before, true_weights(model, other)))
 
 
 @pytest.mark.parametrize("how", ["written", "loaded later"])

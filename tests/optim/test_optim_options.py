@@ -11,9 +11,7 @@ from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from mpkernels.optim.param_state import create
 from mpkernels.optim.plan import Plan, Verdict
-from tests.networks import B16, assert_close, backward, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, assert_close, backward, network
 
 
 def two_groups(device=None, **options):

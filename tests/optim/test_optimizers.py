@@ -5,11 +5,10 @@ import torch
 from torch.testing._internal import common_optimizers
 
 import mpkernels
-from mpkernels.optim import SGD, Adam
-from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
+from mpkernels.optim import SGD, Adam, AdamW
+from tests.networks import B16, F16, assert_close, backward, network, train
 from tests.optim.optimizers import OPTIMIZERS, assert_same_states, of_each, same, tensors_of, weights
 
-__all__ = ["one_thread"]  # a fixture that each test uses
 SCALERS = {"ours": mpkernels.GradScaler, "torch's": torch.amp.GradScaler}
 
 
@@ -26,7 +25,21 @@ def test_it_steps_as_plain_torch_does(target, line):
         assert_close(ours, theirs, 4 * steps, line.lr)
 
 
-def lockstep(kind, twin, case):
+CLASSES = [(AdamW, torch.optim.AdamW), (Adam, torch.optim.Adam), (SGD, torch.optim.SGD)]
+
+
+def torchs_own(kind, of_errors=False):
+    """Return the inputs that torch's own tests have for a class of this name."""
+    if of_errors:
+        return getattr(common_optimizers, f"optim_error_inputs_func_{kind.__name__.lower()}")("cpu", torch.float32)
+    return getattr(common_optimizers, f"optim_inputs_func_{kind.__name__.lower()}")("cpu")
+
+
+INPUTS = [pytest.param(*it, case, id=f"{it[0].__name__}, {case.desc}") for it in CLASSES for case in torchs_own(it[0])]
+
+
+@pytest.mark.parametrize(("kind", "twin", "case"), INPUTS)
+def test_torchs_own_inputs(kind, twin, case):
     ours, theirs = network(), network()
     optimizer = kind(ours.parameters(), **case.kwargs)
     reference = twin(theirs.parameters(), **case.kwargs, foreach=False)
@@ -39,18 +52,7 @@ def lockstep(kind, twin, case):
         assert_close(ours, theirs, 4 * steps, float(case.kwargs.get("lr", 1e-3)))
 
 
-@pytest.mark.parametrize("case", common_optimizers.optim_inputs_func_adam("cpu"), ids=lambda case: case.desc)
-def test_torchs_own_inputs_of_adam(case):
-    lockstep(Adam, torch.optim.Adam, case)
-
-
-@pytest.mark.parametrize("case", common_optimizers.optim_inputs_func_sgd("cpu"), ids=lambda case: case.desc)
-def test_torchs_own_inputs_of_sgd(case):
-    lockstep(SGD, torch.optim.SGD, case)
-
-
-BAD = [(Adam, torch.optim.Adam, it) for it in common_optimizers.optim_error_inputs_func_adam("cpu", torch.float32)]
-BAD += [(SGD, torch.optim.SGD, it) for it in common_optimizers.optim_error_inputs_func_sgd("cpu", torch.float32)]
+BAD = [(*it, case) for it in CLASSES for case in torchs_own(it[0], of_errors=True)]
 
 
 @pytest.mark.parametrize(("kind", "twin", "case"), BAD, ids=lambda it: str(getattr(it, "__name__", "")))
@@ -69,6 +71,7 @@ def test_torchs_own_bad_inputs(kind, twin, case):
     [
         ({"master": "fp16"}, "master must be 'split' or 'fp32', got 'fp16'"),
         ({"max_norm": 0.0}, "max_norm must be above 0, got 0.0"),
+        ({"max_norm": 1.0, "guard": False}, "max_norm needs the guard: a non-finite norm would clip every grad to NaN"),
         ({"state_dtype": F16}, "state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got torch.float16"),
     ],
     ids=str,
@@ -209,11 +212,17 @@ def test_a_scheduler_and_a_tensor_lr(line):
 
 
 @of_each
-def test_sparse_grads_are_refused(line):
+@pytest.mark.parametrize("guard", [None, True])
+@pytest.mark.parametrize("dense_steps", [0, 1])
+def test_sparse_grads_raise_torchs_error(line, dense_steps, guard):
     embedding = torch.nn.Embedding(10, 3, sparse=True)
-    optimizer = line.ours(embedding.parameters())
+    optimizer = line.ours(embedding.parameters(), guard=guard)
+    for _ in range(dense_steps):
+        embedding.weight.grad = torch.ones(10, 3)
+        optimizer.step()
+    embedding.weight.grad = None
     embedding(torch.tensor([1, 2])).sum().backward()
-    with pytest.raises(RuntimeError, match="sparse"):
+    with pytest.raises(RuntimeError, match="Adam does not support sparse gradients, please consider SparseAdam"):
         optimizer.step()
 
 
@@ -247,7 +256,7 @@ def test_an_overflow_report_names_the_parameter(line):
 def test_adams_decoupled_decay_is_adamws():
     ours, theirs = network(), network()
     train(ours, Adam(ours.parameters(), 1e-2, weight_decay=0.1, decoupled_weight_decay=True), 10)
-    train(theirs, mpkernels.optim.AdamW(theirs.parameters(), 1e-2, weight_decay=0.1), 10)
+    train(theirs, AdamW(theirs.parameters(), 1e-2, weight_decay=0.1), 10)
     assert same(weights(ours), weights(theirs))
 
 

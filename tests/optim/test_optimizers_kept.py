@@ -9,25 +9,25 @@ import torch
 
 import mpkernels
 from mpkernels.optim import SGD
-from tests.networks import B16, F16, assert_close, backward, network, one_thread, train
+from tests.networks import B16, F16, assert_close, backward, network, train
 from tests.optim.optimizers import assert_same_states, of_each, same, tensors_of, weights
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 
 @of_each
 @pytest.mark.parametrize("state_dtype", [torch.float32, B16, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
-def test_a_checkpoint_goes_on_with_the_same_bits(line, dtype, state_dtype):
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_a_checkpoint_goes_on_with_the_same_bits(line, master, dtype, state_dtype):
+    options = {"master": master, "max_norm": 1.0, "state_dtype": state_dtype}
     model = network(dtype)
-    optimizer = line.ours(model.parameters(), state_dtype=state_dtype)
+    optimizer = line.ours(model.parameters(), **options)
     train(model, optimizer, 5)
     file = io.BytesIO()
     torch.save((model.state_dict(), optimizer.state_dict()), file)
     file.seek(0)
     other = network(dtype, seed=2)
-    loaded = line.ours(other.parameters(), state_dtype=state_dtype)
-    of_model, of_optimizer = torch.load(file)
+    loaded = line.ours(other.parameters(), **options)
+    of_model, of_optimizer = torch.load(file, weights_only=True)
     loaded.load_state_dict(of_optimizer)
     other.load_state_dict(of_model)
     for it, its_optimizer in ((model, optimizer), (other, loaded)):
@@ -121,14 +121,60 @@ def test_the_memory_report_predicts_its_states(line, dtype, state_dtype):
 
 
 @of_each
-def test_a_file_takes_up_all_of_a_training(line, tmp_path):
-    model = network(B16)
-    optimizer = line.ours(model.parameters(), max_norm=1.0)
+@pytest.mark.parametrize("steps_before", [0, 2])
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_to_mixed_keeps_its_weights_as_masters_and_to_full_gives_them_back(line, master, steps_before):
+    plain, mixed = network(), network()
+    optimizers = [line.ours(it.parameters(), master=master) for it in (plain, mixed)]
+    for model, optimizer in zip((plain, mixed), optimizers, strict=True):
+        for seed in range(steps_before):
+            backward(model, seed)
+            optimizer.step()
+    mpkernels.amp.to_mixed(mixed, optimizer=optimizers[1])
+    assert mixed[0].weight.dtype == B16
+    for seed in range(2):  # with the same grads, which each weight takes in its own dtype
+        backward(mixed, seed)
+        for a, b in zip(plain.parameters(), mixed.parameters(), strict=True):
+            a.grad = b.grad.to(a.dtype)
+        for optimizer in optimizers:
+            optimizer.step()
+    mpkernels.amp.to_full(mixed, optimizers[1])
+    assert same(weights(plain), weights(mixed))
+    backward(plain, 5)
+    backward(mixed, 5)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert same(weights(plain), weights(mixed))
+
+
+@of_each
+def test_a_file_takes_up_all_of_a_training_or_nothing(line, tmp_path):
+    model, other = network(B16), network(B16, seed=2)
+    optimizer, loaded = (line.ours(it.parameters(), max_norm=1.0) for it in (model, other))
     train(model, optimizer, 2)
-    mpkernels.checkpoint.save(tmp_path / "file", model=model, optimizer=optimizer)
-    other = network(B16, seed=2)
-    loaded = line.ours(other.parameters(), max_norm=1.0)
-    mpkernels.checkpoint.load(tmp_path / "file", model=other, optimizer=loaded)
-    train(model, optimizer, 2, first=2)
-    train(other, loaded, 2, first=2)
+    train(other, loaded, 1)
+    mpkernels.checkpoint.save(tmp_path / "it.pt", model=model, optimizer=optimizer)
+    before = weights(other)
+    with pytest.raises(Exception, match="bad"):
+        mpkernels.checkpoint.load(tmp_path / "it.pt", model=other, optimizer=loaded, bad=network())
+    assert same(before, weights(other))
+    mpkernels.checkpoint.load(tmp_path / "it.pt", model=other, optimizer=loaded)
+    for it, its_optimizer in ((model, optimizer), (other, loaded)):
+        train(it, its_optimizer, 2, first=2)
+    assert same(weights(model), weights(other))
+
+
+@of_each
+@pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
+def test_states_that_a_loader_puts_in_place_go_on(line, dtype):
+    """As ZeroRedundancyOptimizer loads them: past load_state_dict, as checkpoints hold them."""
+    model, other = network(dtype), network(dtype, seed=2)
+    optimizer, loaded = line.ours(model.parameters()), line.ours(other.parameters())
+    train(model, optimizer, 3)
+    other.load_state_dict(model.state_dict())
+    for number, param in enumerate(other.parameters()):
+        if state := optimizer.state_dict()["state"].get(number):
+            loaded.state[param] = {key: it.clone() for key, it in state.items()}
+    for it, its_optimizer in ((model, optimizer), (other, loaded)):
+        train(it, its_optimizer, 3, first=3)
     assert same(weights(model), weights(other))

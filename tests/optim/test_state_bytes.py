@@ -1,4 +1,4 @@
-"""What each optimizer keeps, in bytes a parameter: the table of docs/optimizers.md."""
+"""What each optimizer keeps in bytes a parameter, by the table of docs/optimizers.md; and saves, by docs/masters.md."""
 
 from fractions import Fraction
 
@@ -42,3 +42,17 @@ def test_bytes_a_parameter(kind, options, wanted):
             for dtypes in ((F32, F32), (narrow, F32), (narrow, B16), (narrow, INT8))
         ]
         assert tuple(kept) == wanted
+
+
+@pytest.mark.parametrize(
+    ("options", "bytes_a_parameter"),
+    [({}, 10), ({"state_dtype": B16}, 6), ({"state_dtype": INT8}, 10), ({"master": "fp32", "state_dtype": INT8}, 12)],
+    ids=str,
+)
+def test_bytes_of_the_states_in_a_checkpoint(options, bytes_a_parameter):
+    weight = torch.ones(SIZE, dtype=B16, requires_grad=True)
+    optimizer = AdamW([weight], **options)
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    states = optimizer.state_dict()["state"][0]
+    assert sum(it.nbytes for key, it in states.items() if key != "step") == bytes_a_parameter * SIZE

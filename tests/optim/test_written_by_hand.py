@@ -6,9 +6,7 @@ import torch
 from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
-from tests.networks import B16, backward, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, backward, network
 
 
 @pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(-1, None)], ids=["all", "first", "last"])

@@ -67,7 +67,7 @@ def step_kernel(
         tl.store(step, steps_before + 1)
     group = call + 2 * tensors + 1 + tl.load(row + 14) * (2 * TENSORS + HYPERPARAMETERS + 2)
     norm_of = total_sumsq if IS_CLIPPED else None
-    scalars = scalars_of(group, steps_before, grad_scale, norm_of, TENSORS, HYPERPARAMETERS, SCALARS)
+    scalars = scalars_of(group, steps_before, grad_scale, norm_of, TENSORS, HYPERPARAMETERS, SCALARS, NEEDED)
     arrays = arrays_of(
         row, tl.load(call + tensor), DTYPE, GRAD_DTYPE, STATE_DTYPE, WEIGHT_DTYPE, HAS_OPTIONAL, HAS_REMAINDER,
         STATES, NEEDED,
@@ -106,9 +106,9 @@ def row_words(rule: Rule, it: Arguments, i: int, group: int, arrays: Sequence[Te
     return [*addresses, *words, 0 if scales is None else scales.data_ptr()]
 
 
-def facts_of_rows(rule: Rule, params: Sequence[Tensor], own: Sequence[Sequence[int]]) -> dict[str, Any]:
+def facts_of_rows(rule: Rule, params: Sequence[Tensor], words: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return what the compiler may know of all rows: a kernel for fp64 alone, say, has no registers for others."""
-    _, *states, _, remainder, _, grad_dtype, state_dtype, weight_dtype, _, _ = map(set, zip(*own, strict=True))
+    _, *states, _, remainder, _, grad_dtype, state_dtype, weight_dtype, _, _ = map(set, zip(*words, strict=True))
     dtype = {_table.CODES[param.dtype] for param in params}
     dtypes = {"DTYPE": dtype, "GRAD_DTYPE": grad_dtype, "STATE_DTYPE": state_dtype, "WEIGHT_DTYPE": weight_dtype}
     optional = states[rule.needed : len(rule.states)]
@@ -138,7 +138,7 @@ def launch(rule: Rule, scalars: Any, step: Any, *arguments: Any) -> None:
         return
     nothing = call.params[0].new_empty(0)  # whose address is 0
     loans: list[tuple[Tensor, Tensor]] = []
-    flat, own, grads = [], [], []
+    flat, words_of_rows, grads = [], [], []
     for i, group in enumerate(call.group_of_each()):
         like = order_like(call, i)
         arrays = []
@@ -149,14 +149,14 @@ def launch(rule: Rule, scalars: Any, step: Any, *arguments: Any) -> None:
                 loans.append((tensor, arrays[-1]))
         flat.append(arrays[0])
         grads.append(_table.lend(call.grads[i], like))
-        own.append(row_words(rule, call, i, group, arrays, grads[i]))
+        words_of_rows.append(row_words(rule, call, i, group, arrays, grads[i]))
     rows, words, tensors, chunks = _table.build(
-        flat, [it.data_ptr() for it in grads], beside=group_words(rule, call), own=own, chunk=CHUNK
+        flat, [it.data_ptr() for it in grads], beside=group_words(rule, call), own=words_of_rows, chunk=CHUNK
     )
     of_chunk = None if call.report is None else call.report.new_empty(chunks * FIELDS.value)
     step_kernel[(chunks,)](
         rows, words, tensors, call.grad_scale, call.found_inf, call.total_sumsq, call.outcome, call.skipped_steps,
-        call.report, of_chunk, IS_CLIPPED=call.max_norm < math.inf, **facts_of_rows(rule, flat, own),
+        call.report, of_chunk, IS_CLIPPED=call.max_norm < math.inf, **facts_of_rows(rule, flat, words_of_rows),
         **facts_of_rule(rule), SCALARS=scalars, STEP=step, enable_fp_fusion=False,
     )  # fmt: skip
     for original, copy in loans:

@@ -63,12 +63,16 @@ def scalars_of(
     TENSORS: tl.constexpr,
     HYPERPARAMETERS: tl.constexpr,
     SCALARS: tl.constexpr,
+    NEEDED: tl.constexpr,
 ):
     """Return what grads are multiplied by, and the rule's scalars, in fp64."""
-    hyperparameters = ()
+    sign_and_max_norm, hyperparameters = group + 2 * TENSORS + HYPERPARAMETERS, ()
+    if NEEDED == 0:  # a kernel without states has so few registers that hyperparameters spill around these divisions
+        factor = grad_factor(sign_and_max_norm, grad_scale, total_sumsq)
     for which in tl.static_range(HYPERPARAMETERS):
         hyperparameters += (hyperparameter(group, which, TENSORS),)
-    factor = grad_factor(group + 2 * TENSORS + HYPERPARAMETERS, grad_scale, total_sumsq)
+    if NEEDED > 0:
+        factor = grad_factor(sign_and_max_norm, grad_scale, total_sumsq)
     return factor, SCALARS(hyperparameters, steps_before.to(tl.float64) + 1)
 
 

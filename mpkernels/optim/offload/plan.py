@@ -48,10 +48,10 @@ class OffloadedPlan:
         self._buckets = list(_buckets(places, sizes))
         self._plans = [Plan(rule, rows, bucket) for bucket in self._buckets]
         self._ledger, self._twins, self._arrived, self._slices = ledger, twins, arrived, slices
-        own = [params[i] for i in places]
-        self.device = own[0].device  # of the verdict
-        self.has_16_bit_parameters = any(map(needs_master, own))
-        shares = [1.0] if parts is None else parts.shares(own)
+        stepped = [params[i] for i in places]
+        self.device = stepped[0].device  # of the verdict
+        self.has_16_bit_parameters = any(map(needs_master, stepped))
+        shares = [1.0] if parts is None else parts.shares(stepped)
         self._shares = None if set(shares) == {1.0} else dict(zip(places, shares, strict=True))
         self._kinds: list[Any] = []
         self._there: list[list[Tensor]] = []
@@ -66,14 +66,14 @@ class OffloadedPlan:
 
     first_has_moved = has_moved
 
-    def _own(self, grads: list[Any]) -> dict[torch.device, list[int]]:
+    def _places_by_device(self, grads: list[Any]) -> dict[torch.device, list[int]]:
         """Return the places of the grads on each device."""
         return by_device((grads[i] for i in self._places), self._places)
 
     def look(self, grads: list[Any]) -> GradStats:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN. Each is looked at where it is."""
         sums, found = [], []
-        for places in self._own(grads).values():
+        for places in self._places_by_device(grads).values():
             stats = grad_stats(list(map(real, parts_of([grads[i] for i in places]))))
             total = stats.total_sumsq
             if self._shares is not None:
@@ -164,13 +164,13 @@ class OffloadedPlan:
 
     def _report(self, grads: list[Any], verdict: Verdict) -> None:
         """Write down what the grads of a skipped step are like."""
-        of_devices = self._own(grads)
+        of_devices = self._places_by_device(grads)
         self._ledger.keep(of_devices)
         for device, places in of_devices.items():
             params = [self._params[i] for i in places]
-            own = list(map(_in_order_of, parts_of(params), parts_of([grads[i] for i in places])))
+            in_order = list(map(_in_order_of, parts_of(params), parts_of([grads[i] for i in places])))
             found_inf = torch.ones((), device=device)
-            self._ledger.fill(params, own, found_inf, verdict.grad_scale, False, lambda: self._params)
+            self._ledger.fill(params, in_order, found_inf, verdict.grad_scale, False, lambda: self._params)
 
 
 def _in_order_of(param: Tensor, grad: Tensor) -> Tensor:

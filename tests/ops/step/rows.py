@@ -117,15 +117,16 @@ class Rows:
         return [it.to(self.device) for it in made]
 
     def group_of(self, i):
-        return int(i >= len(self.cases) // 2)
+        return int(i >= len(self.lists["params"]) // 2)
 
-    def step(self, grads, hypers=None, maximize=(False, True), max_norm=math.inf, on_device=(), **scalars):
-        hypers = self.line.hypers if hypers is None else hypers
-        sizes = [len(self.cases) // 2, -(-len(self.cases) // 2)]
-        given = {name: torch.full((), value, device=self.device) for name, value in scalars.items()}
+    def step(self, grads, hypers=None, maximize=(False, True), max_norm=math.inf, on_device=(), report=None, **scalars):
+        hypers, count = self.line.hypers if hypers is None else hypers, len(self.lists["params"])
+        numbers = {name: value for name, value in scalars.items() if value is not None}
+        given = {name: torch.full((), value, device=self.device) for name, value in numbers.items()}
         self.line.ops(
-            self.lists["params"], grads, *(self.lists[name] for name in self.rule.lists[2:]), sizes,
-            *map(list, hypers.values()), list(maximize), list(on_device), max_norm=max_norm,
+            self.lists["params"], grads, *(self.lists[name] for name in self.rule.lists[2:]),
+            [count // 2, -(-count // 2)], *map(list, hypers.values()), list(maximize), list(on_device),
+            max_norm=max_norm, report=report,
             total_sumsq=grad_stats(grads).total_sumsq if max_norm < math.inf else None, **given,
         )  # fmt: skip
 

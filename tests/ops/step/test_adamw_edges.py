@@ -8,7 +8,8 @@ import torch
 import mpkernels
 from mpkernels.ops.step.rules.adamw import ADAMW, adamw_
 from tests.cases import same_bits
-from tests.ops.step.test_adamw import B16, F16, F32, I8, WEIGHTS, Model, assert_same_steps, beside_the_reference
+from tests.ops.step.rows import B16, F16, F32, I8, WEIGHTS
+from tests.ops.step.test_adamw import Model, assert_same_steps, beside_the_reference
 
 
 def test_many_chunks_of_each_kind_of_moments(target):
@@ -66,13 +67,14 @@ def test_a_weight_that_was_written_to_wins_over_its_copied_master(target, states
         torch.where(master.to(param.dtype).view(torch.int16) == param.view(torch.int16), master, param.float())
         for param, master in ((x.cpu(), y.cpu()) for x, y in zip(ours.params, ours.masters, strict=True))
     ]
-    at_rest = {"lr": [0.0] * 2, "weight_decay": [0.0] * 2}
-    ours.step(ours.grads(0), found_inf=1.0, **at_rest)
-    ours.step(ours.grads(0), **at_rest)
+    at_rest = {"lr": [0.0] * 2, "weight_decay": [0.0] * 2, "maximize": (False, False)}
+    grads = [grad.abs() for grad in ours.grads(0)]  # a weight of -0.0 stays what it is less 0.0, not less -0.0
+    ours.step(grads, found_inf=1.0, **at_rest)
+    ours.step(grads, **at_rest)
     assert all(same_bits(master.cpu(), it) for master, it in zip(ours.masters, expected, strict=True))
     ours.step(ours.grads(1))
     with mpkernels.backend("reference"):
-        reference.step(reference.grads(0), **at_rest)
+        reference.step([grad.cpu() for grad in grads], **at_rest)
         reference.step(reference.grads(1))
     assert ours.differences(reference) == []
 

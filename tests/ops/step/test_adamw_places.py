@@ -5,7 +5,8 @@ import pytest
 import torch
 
 import mpkernels
-from tests.ops.step.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model, beside_the_reference
+from tests.ops.step.rows import B16, F16, F32, F64, I8, WEIGHTS
+from tests.ops.step.test_adamw import Model, beside_the_reference
 
 pytestmark = pytest.mark.kernels("native", "triton", "cuda")  # beside the reference
 LISTS = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tests.ops.step import oracle
-from tests.ops.step.test_adamw import B16, F16, F32, F64, I8, WEIGHTS, Model
+from tests.ops.step.rows import B16, F16, F32, F64, I8, WEIGHTS
+from tests.ops.step.test_adamw import Model
 
 HYPER = {
     "decay": {"weight_decay": [0.1, 0.3]},
@@ -99,7 +100,7 @@ def test_the_oracle_notices_one_per_cent(name):
     model.step(grads)
     after = oracle.snapshot(model)
     of_groups = oracle.Hyper(1e-2, 0.9, 0.999, 0.01, 1e-8, 1), oracle.Hyper(1e-3, 0.8, 0.99, 0.0, 1e-6, -1)
-    of_each = [of_groups[i >= len(model.params) // 3] for i in range(len(model.params))]
+    of_each = [of_groups[model.group_of(i)] for i in range(len(model.params))]
     oracle.assert_step(before, after, grads, of_each)
     setattr(after, name, list(map(SPOILT[name], getattr(before, name), getattr(after, name))))
     with pytest.raises(AssertionError):

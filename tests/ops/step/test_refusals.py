@@ -7,7 +7,8 @@ import torch
 
 from mpkernels.ops.step.rules.adamw import ADAMW, adamw_
 from tests.cases import same_bits
-from tests.ops.step.test_adamw import F32, I8, WEIGHTS, Model
+from tests.ops.step.rows import F32, I8, WEIGHTS
+from tests.ops.step.test_adamw import Model
 from tests.ops.step.test_adamw_edges import LAYOUTS, channels_last
 
 BAD = {  # which lists, and what becomes of them

@@ -65,16 +65,19 @@ def test_grads_are_only_read(target, line):
 
 @of_each_rule
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
-def test_hyperparameters_on_the_device(target, line, dtype):
-    """They give what the same floats give."""
+@pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(1, None)], ids=["all", "lr", "all but lr"])
+def test_hyperparameters_on_the_device(target, line, which, dtype):
+    """They give what the same floats give, also beside others that are floats."""
     model = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2]}
     by_value, on_device = rows_on(target, line, **model), rows_on(target, line, **model)
-    count = line.ops.rule.tensors
-    rounded = {name: tuple(torch.tensor(x, dtype=dtype).double().tolist()) for name, x in line.hypers.items()}
-    hypers = rounded | dict(list(line.hypers.items())[count:])
-    names = list(hypers)[:count]
+    may_be_tensors = list(line.hypers)[: line.ops.rule.tensors]
+    names = may_be_tensors[which]
+    rounded = {name: tuple(torch.tensor(line.hypers[name], dtype=dtype).double().tolist()) for name in names}
+    hypers, nothing = line.hypers | rounded, torch.empty(0, device=target.device)
     tensors = [
-        torch.full((), hypers[name][group], dtype=dtype, device=target.device) for group in (0, 1) for name in names
+        torch.full((), hypers[name][group], dtype=dtype, device=target.device) if name in names else nothing
+        for group in (0, 1)
+        for name in may_be_tensors
     ]
     for seed in range(2):
         by_value.step(by_value.grads(seed), hypers)
