@@ -85,11 +85,11 @@ void multiply_by(const char* op, const char* overload, StableIValue (&stack)[arg
 }
 
 // Emulated, a CPU's memory stands for CUDA's.
-inline bool is_on_cpu(const Matrix& it) {
+inline bool is_on_cpu(const Matrix& matrix) {
 #ifdef MPK_EMULATION
   return false;
 #else
-  return it.device.first == aoti_torch_device_type_cpu();
+  return matrix.device.first == aoti_torch_device_type_cpu();
 #endif
 }
 

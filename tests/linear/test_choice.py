@@ -179,6 +179,42 @@ def test_what_no_line_of_the_table_fits_is_torchs_in_every_size(asked, monkeypat
     assert asked == ["a closer look"]
 
 
+X, WEIGHT, BIAS = torch.randn(6, 8), torch.randn(6, 8), torch.randn(6)
+
+
+class OfAUser(torch.Tensor):
+    pass
+
+
+SIBLINGS = {
+    "a row": {"x": X[0]},
+    "3-D": {"x": X.view(2, 3, 8)},
+    "on another device": {"x": X.to("meta"), "weight": WEIGHT.to("meta"), "bias": BIAS.to("meta")},
+    "complex": {"x": X.cfloat(), "weight": WEIGHT.cfloat(), "bias": BIAS.cfloat()},
+    "sparse": {"x": X.to_sparse(), "activation": "none", "bias": None},
+    "expanded": {"x": torch.ones(()).expand(6, 8)},
+    "a subclass": {"x": X.as_subclass(OfAUser)},
+    "a weight of a subclass": {"weight": WEIGHT.as_subclass(OfAUser)},
+    "a bias of a subclass": {"bias": BIAS.as_subclass(OfAUser)},
+    "one bias for all": {"bias": BIAS[:1]},
+    "a bias of one dimension more": {"bias": BIAS[None]},
+    "a bias for each number": {"bias": torch.randn(6, 6)},
+    "a weight that trains": {"weight": Parameter(WEIGHT)},
+}
+
+
+@pytest.mark.parametrize("changes", SIBLINGS.values(), ids=SIBLINGS)
+def test_what_a_kernel_is_known_for_serves_no_call_that_it_cant(monkeypatch, changes):
+    """Whichever of both calls comes first."""
+    computed_by(monkeypatch, "native")
+    plain = {"x": X, "weight": WEIGHT, "bias": BIAS, "activation": "tanh"}
+    for call in (plain, plain | changes, plain):
+        got, want = linear_act(**call), torchs(**call)
+        assert (type(got), got.requires_grad, got.shape) == (type(want), want.requires_grad, want.shape)
+        if got.layout is torch.strided and not got.is_meta:
+            torch.testing.assert_close(got, want)
+
+
 def within(context, call):
     with context:
         return call()

@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels.ops._stack import of_thread
-
 
 class Tile(NamedTuple):
     BLOCK_M: int
@@ -51,13 +49,6 @@ TILES = {
 TILES["sm_120"] = TILES["sm_80"] | {"16 bits": Tile(128, 64, 32, 4, 8)}
 UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one, and their addresses take many registers
 
-# ``mpkernels.tune`` times these beside the chip's own tile, with many rows in 16 bits. It leaves out what a chip lacks
-# shared memory for.
-OTHERS = {
-    f"triton {it.BLOCK_M}x{it.BLOCK_N}x{it.BLOCK_K}": it
-    for it in (Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 8), Tile(64, 256, 32, 4, 8), Tile(256, 64, 32, 4, 8))
-}
-
 
 def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
     if x.dtype == torch.float32 and precision == "ieee":
@@ -68,9 +59,7 @@ def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
         return TILES[chip]["tf32"]
     # Triton makes a constant of a 1, and 3.6 then spills in the larger tile.
     is_few = len(x) <= FEW_ROWS or len(weight) == 1
-    if is_few:
-        return TILES[chip]["16 bits, few rows"]
-    return OTHERS.get(getattr(of_thread, "variant", None) or "", TILES[chip]["16 bits"])
+    return TILES[chip]["16 bits, few rows" if is_few else "16 bits"]
 
 
 def _is_even(matrix: Tensor) -> bool:

@@ -5,7 +5,6 @@
 #include <cstring>
 #include <map>
 #include <mutex>
-#include <utility>
 #include <vector>
 
 #include "common/torch_abi.h"
@@ -63,13 +62,11 @@ cudaError_t emulation::enqueue(cudaStream_t, const std::function<cudaError_t()>&
 
 bool emulation::fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
 
-bool emulation::is_current(cudaStream_t stream) { return reinterpret_cast<intptr_t>(stream) == emulation_stream; }
-
 // Work is given to the device that has the tensors, and to its current stream: nothing orders another one after it.
 static cudaError_t check_place(cudaStream_t stream) {
   if (emulation::fails_on_demand()) return cudaErrorMemoryAllocation;
   if (emulation_device != kTensorsDevice) return cudaErrorInvalidDevice;
-  return emulation::is_current(stream) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+  return reinterpret_cast<intptr_t>(stream) == emulation_stream ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 
 cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel, const std::string& parameters,
@@ -180,11 +177,6 @@ cudaError_t cudaDeviceSynchronize() { return cudaSuccess; }
 cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status) {
   *status = cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
-  std::swap(*mode, current);
   return cudaSuccess;
 }
 

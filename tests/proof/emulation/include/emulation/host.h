@@ -60,13 +60,6 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream);
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status);
 
-enum cudaStreamCaptureMode {
-  cudaStreamCaptureModeGlobal,
-  cudaStreamCaptureModeThreadLocal,
-  cudaStreamCaptureModeRelaxed,
-};
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode);
-
 enum cudaMemcpyKind {
   cudaMemcpyHostToHost,
   cudaMemcpyHostToDevice,
