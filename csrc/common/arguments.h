@@ -1,4 +1,4 @@
-// What a kernel takes off the stack: lists of tensors, as tables of flat memory, and numbers. It then owns them.
+// What a kernel takes off the stack, and then owns: numbers, and lists of tensors as tables of flat memory.
 #pragma once
 
 #include <memory>

@@ -11,7 +11,7 @@
 
 namespace mpk {
 
-// Memory for one call, of a thread's own stock.
+// Memory for one call, from a stock that each thread keeps.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) {

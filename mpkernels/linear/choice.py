@@ -21,7 +21,7 @@ from mpkernels._torch_private.tracing import FakeTensor, constant_in_graphs, is_
 from mpkernels.linear.trial import Trial, is_transposed
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import kernels_on
-from mpkernels.ops._stack import DEVICES, forced
+from mpkernels.ops._stack import forced
 from mpkernels.ops.linear.kind import ROUNDING, Kind, Parameters
 from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case
@@ -132,8 +132,6 @@ def _case(
     """Return the case for any number of rows. ``rounds`` says whether autocast casts a parameter that trains."""
     if device.type == "cuda" and dtypes[0] == torch.float32 and uses_tf32():
         details += ", in TF32"
-    if device.type not in DEVICES:
-        return Case(op, device, sizes, dtypes, activation, trains, details, None, ("torch",))
     unfit = ("reference", "triton") if device.type == "cpu" else ("reference",)  # Triton is interpreted there
     ours = [name for name in kernels_on(device, "linear_act") if name not in unfit]
     if "native" in ours and device.type == "cpu" and rounds and op != "linear_act":

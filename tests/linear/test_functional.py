@@ -8,7 +8,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-import mpkernels
 from mpkernels import selector
 from mpkernels.functional import linear_act
 from mpkernels.linear import paths
@@ -181,52 +180,6 @@ def test_errors_name_op_argument_wanted_and_got(arguments, kind, text, kernel):
                 linear_act(*arguments)
     finally:
         selector.pin(None)
-
-
-def test_other_devices_are_torchs():
-    y = linear_act(x.to("meta"), weight.to("meta"), bias.to("meta"))
-    assert y.shape == functional.linear(x, weight).shape
-    assert y.is_meta
-
-
-@pytest.mark.parametrize("kernel", [None, "native"])
-@pytest.mark.parametrize("shape", [(1, 5), (3, 5), (3, 1)], ids=str)
-def test_a_bias_of_more_dimensions_is_torchs(shape, kernel):
-    broad = torch.nn.Parameter(torch.randn(shape))
-    with nullcontext() if kernel is None else mpkernels.backend(kernel):
-        for _ in range(2):
-            assert torch.equal(linear_act(x, torch.nn.Parameter(weight), broad), torchs(x, weight, broad, "gelu"))
-
-
-class OfAUser(torch.Tensor):
-    pass
-
-
-FOREIGN = {
-    "complex": lambda: torch.randn(3, 4, dtype=torch.complex64),
-    "integers": lambda: torch.arange(-6, 6).view(3, 4),
-    "sparse": lambda: torch.randn(3, 4).to_sparse(),
-    "nested": lambda: torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)]),
-    "jagged": lambda: torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)], layout=torch.jagged),
-    "a subclass": lambda: torch.randn(3, 4).as_subclass(OfAUser),
-}
-
-
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-@pytest.mark.parametrize("kind", FOREIGN)
-def test_what_no_kernel_takes_is_torchs(kind):
-    x = FOREIGN[kind]()
-    weight, bias = (torch.randn(shape).to(x.dtype) for shape in ((5, 4), (5,)))
-    if kind == "sparse":
-        bias = None
-    activation = {"complex": "tanh", "integers": "relu", "sparse": "none"}.get(kind, "gelu")
-    with mpkernels.backend("native"):
-        got, want = (f(x, weight, bias, activation) for f in (linear_act, torchs))
-    assert type(got) is type(want)
-    assert got.layout == want.layout
-    if x.is_nested:
-        got, want = got.to_padded_tensor(0), want.to_padded_tensor(0)
-    torch.testing.assert_close(got, want)
 
 
 def test_autocast_refuses_an_fp64_bias():

@@ -7,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkernels import _extension, backend, selector
 from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
-from mpkernels.nn import MLP, LinearAct
 from mpkernels.ops.linear.kind import ROUNDING
 from mpkernels.selector import disk, rule
 from mpkernels.selector.case import Case
@@ -72,16 +71,6 @@ def test_an_mlp_of_many_rows_that_trains_keeps_half_in_fp32(op):
 def test_a_lone_gelu_is_ours_in_few_rows_alone():
     case = CPU._replace(op="linear_act", activation="gelu")
     assert [rule.kernel(case._replace(rows=rows)) for rows in (1, 64, 128, None)] == ["native"] * 2 + ["torch"] * 2
-
-
-@pytest.mark.parametrize(("op", "activation"), [("mlp", "gelu_tanh"), ("gated_mlp", "silu")])
-def test_an_mlp_keeps_half_in_16_bits_and_rounds_fp32_gradients_as_torch_does(monkeypatch, op, activation):
-    monkeypatch.setattr(rule, "multiplies_halves", lambda dtype: True)
-    case = CPU._replace(op=op, activation=activation, dtypes=(B16, F32), rows=2048)
-    assert rule.kernel(case) == ROUNDING
-    assert rule.kernel(case._replace(trains=False)) == "torch"
-    without_fp32_weights = case._replace(dtypes=(B16,), kernels=tuple(it for it in KERNELS if it != ROUNDING))
-    assert rule.kernel(without_fp32_weights) == "torch"  # which nobody has measured
 
 
 def test_a_kernel_that_is_not_there_is_not_chosen():
@@ -164,33 +153,6 @@ class AsModule(torch.nn.Module):
 
     def forward(self, x):
         return self.call(x)
-
-
-LAYERS = {
-    "linear_act": lambda: LinearAct(64, 48, activation="gelu"),
-    "mlp": lambda: MLP(64, 256, activation="gelu_tanh"),
-    "gated_mlp": lambda: MLP(64, 256, gated=True, activation="silu", bias=False),
-}
-
-
-def trained(layer, rows, call=None):
-    """Return the choices and all numbers of one step."""
-    selector.ask_again()
-    own = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
-    y = (call or layer)(own)
-    grads = torch.autograd.grad(y.square().mean(), [*layer.parameters()])
-    return selector.choices(), [y.detach(), *grads]
-
-
-@pytest.mark.parametrize("rows", [4, 256])
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_other_parameters_for_a_call_choose_alike(make, rows):
-    layer = make()
-    choices, numbers = trained(layer, rows)
-    params = dict(layer.named_parameters())
-    again, others = trained(layer, rows, lambda x: torch.func.functional_call(layer, params, (x,)))
-    assert again == choices
-    assert all(map(torch.equal, others, numbers))
 
 
 def test_pin_forces_what_is_there():

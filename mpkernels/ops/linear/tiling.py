@@ -32,12 +32,6 @@ TILES = {
         "tf32": Tile(128, 128, 32, 4, 8),
         "fp32": Tile(64, 64, 16, 3, 4),
     },
-    "sm_100": {
-        "16 bits": Tile(128, 128, 64, 4, 8),
-        "16 bits, few rows": Tile(64, 64, 128, 4, 4),
-        "tf32": Tile(128, 128, 32, 4, 8),
-        "fp32": Tile(64, 64, 16, 3, 4),
-    },
     "gfx942": {
         "16 bits": Tile(128, 128, 64, 2, 8),
         "16 bits, few rows": Tile(64, 64, 64, 2, 4),
@@ -45,6 +39,7 @@ TILES = {
         "fp32": Tile(64, 64, 32, 2, 4),
     },
 }
+TILES["sm_100"] = TILES["sm_90"] | {"16 bits, few rows": Tile(64, 64, 128, 4, 4)}
 # sm_120 has no more shared memory than 8.9, and two products at once spilled registers in sm_80's tile.
 TILES["sm_120"] = TILES["sm_80"] | {"16 bits": Tile(128, 64, 32, 4, 8)}
 UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one, and their addresses take many registers
