@@ -158,18 +158,13 @@ def _compute(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, *others
 
 def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -> Tensor:
     kind = kind._replace(activation=activation_name(kind.op, kind.activation))
-    if (
-        kind.op == "linear_act"
-        and is_sharded(params.weight)
-        and (parts := parts_of_columns(x, *params[:2])) is not None
-    ):
+    is_lone = kind.op == "linear_act"
+    if is_lone and is_sharded(params.weight) and (parts := parts_of_columns(x, *params[:2])) is not None:
         y: Tensor = columns_of(x, params.weight, linear_act(*parts, kind.activation))
         return y
-    is_lone = kind.op == "linear_act"
     is_broad = is_lone and isinstance(params.bias, Tensor) and params.bias.dim() > 1
-    if (is_broad or not is_ours(x, *params)) and all(
-        map(is_tensor_like, (it for it in (x, *params) if it is not None))
-    ):
+    given = [it for it in (x, *params) if it is not None]
+    if (is_broad or not is_ours(x, *params)) and all(map(is_tensor_like, given)):
         try:
             return paths.afresh(kind, x, params)
         except RuntimeError:

@@ -78,8 +78,6 @@ class Op:
     def by(self, kernel: str) -> Callable[..., Any]:
         """Return a function that runs the named kernel. For "triton" that is the op under a second name, unless
         torch.compile or a dispatch mode is active, which only know the first name."""
-        if kernel == "reference":
-            return self.reference
         if kernel != "triton" or torch.compiler.is_compiling() or count_dispatch_modes() > 0:
             return self
         return self._by_triton
