@@ -50,7 +50,7 @@ GPUS = {  # by the clock that mpkernels/bench/pairs.py has for them
     ),
 }
 SMALL = 8192  # features between two layers, or of a lone one's result
-WAYS = {"native": "ours, in C++", "triton": "ours, in Triton, the best tile", "cublaslt": "cublasLt's"}
+WAYS = {"native": "ours, in C++", "triton": "ours, in Triton, the best tile"}
 
 
 def of_cpus(runs: dict[str, Session]) -> Table:

@@ -148,34 +148,37 @@ def _compute(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, *others
     kernel = selector.by_key.get(key)
     if kernel == "torch" and not kind.recompute:
         return paths.by_torch(kind, x, weight, bias, *others)
-    own = Parameters(weight, bias, *others)
+    params = Parameters(weight, bias, *others)
     if kernel is None or is_watched():
-        return _of_any_kind(key, kind, x, own)
+        return _of_any_kind(key, kind, x, params)
     if kernel == "torch":
-        return paths.afresh(kind, x, own)
-    return paths.by_ours(kernel, kind, x, own, autocast_dtype(x) if is_any_autocast_enabled() else None)
+        return paths.afresh(kind, x, params)
+    return paths.by_ours(kernel, kind, x, params, autocast_dtype(x) if is_any_autocast_enabled() else None)
 
 
-def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, own: Parameters) -> Tensor:
+def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -> Tensor:
     kind = kind._replace(activation=activation_name(kind.op, kind.activation))
-    if kind.op == "linear_act" and is_sharded(own.weight) and (parts := parts_of_columns(x, *own[:2])) is not None:
-        y: Tensor = columns_of(x, own.weight, linear_act(*parts, kind.activation))
-        return y
     is_lone = kind.op == "linear_act"
-    is_broad = is_lone and isinstance(own.bias, Tensor) and own.bias.dim() > 1
-    if (is_broad or not is_ours(x, *own)) and all(map(is_tensor_like, (it for it in (x, *own) if it is not None))):
+    if is_lone and is_sharded(params.weight) and (parts := parts_of_columns(x, *params[:2])) is not None:
+        y: Tensor = columns_of(x, params.weight, linear_act(*parts, kind.activation))
+        return y
+    is_broad = is_lone and isinstance(params.bias, Tensor) and params.bias.dim() > 1
+    given = [it for it in (x, *params) if it is not None]
+    if (is_broad or not is_ours(x, *params)) and all(map(is_tensor_like, given)):
         try:
-            return paths.afresh(kind, x, own)
+            return paths.afresh(kind, x, params)
         except RuntimeError:
             if type(x) is Tensor and not x.is_nested:
-                arguments.block(kind, x, own)
+                arguments.block(kind, x, params)
             raise
-    arguments.block(kind, x, own)
-    if own.weight.dim() == 1:  # F.linear takes a vector without a bias alone
-        if own.bias is None:
-            return paths.afresh(kind, x, own)
-        return paths.afresh(kind, x, Parameters(own.weight.unsqueeze(0), own.bias.reshape(1))).squeeze(-1)
-    if is_lone and own.bias is not None and own.bias.shape != own.weight.shape[:1]:  # one element serves all features
-        key, own = None, own._replace(bias=own.bias.expand(own.weight.shape[0]))
+    arguments.block(kind, x, params)
+    if params.weight.dim() == 1:  # F.linear takes a vector without a bias alone
+        if params.bias is None:
+            return paths.afresh(kind, x, params)
+        return paths.afresh(kind, x, Parameters(params.weight.unsqueeze(0), params.bias.reshape(1))).squeeze(-1)
+    if (
+        is_lone and params.bias is not None and params.bias.shape != params.weight.shape[:1]
+    ):  # one element serves all features
+        key, params = None, params._replace(bias=params.bias.expand(params.weight.shape[0]))
     dtype = autocast_dtype(x)
-    return paths.compute(kernel_for(key, kind, x, own, dtype), kind, x, own, dtype)
+    return paths.compute(kernel_for(key, kind, x, params, dtype), kind, x, params, dtype)

@@ -1,14 +1,14 @@
-"""Gated layers and MLPs, ours and as torch has them: the oracle in fp64, and the rival in the dtype at hand."""
+"""Layers, gated layers and MLPs, ours and as torch has them: the oracle in fp64, and the rival in the dtype at hand."""
 
 from typing import NamedTuple
 
 import torch
 from torch.nn.functional import linear
 
-from mpkernels.functional import gated_linear, gated_mlp, mlp
+from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
 from mpkernels.ops.linear.kind import Kind, Parameters
 from tests import exact
-from tests.linear_cases import TORCH, relative_error
+from tests.linear_cases import TORCH
 
 
 class Block(NamedTuple):
@@ -26,6 +26,20 @@ def _stacked(x, weight, bias):
 
 
 BLOCKS = {
+    "linear_act": Block(
+        lambda a, x, w, b, **k: linear_act(x, w, b, a, **k),
+        lambda a, x, w, b: TORCH[a](linear(x, w, b)),
+        lambda k, h, n: [(h, k), (h,)],
+        2,
+        ("weight", "bias"),
+    ),
+    "linear_act without bias": Block(
+        lambda a, x, w, **k: linear_act(x, w, None, a, **k),
+        lambda a, x, w: TORCH[a](linear(x, w)),
+        lambda k, h, n: [(h, k)],
+        2,
+        ("weight",),
+    ),
     "gated": Block(
         lambda a, x, g, u, gb, ub, **k: gated_linear(x, g, u, gb, ub, a, **k),
         lambda a, x, g, u, gb, ub: TORCH[a](linear(x, g, gb)) * linear(x, u, ub),
@@ -90,33 +104,14 @@ def results(function, activation, leaves, dy, **options):
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
-def sizes(name, activation, leaves, dy):
-    """The size that the error of each result is in proportion to."""
-    x, *parameters, dy = (it.double().cpu() for it in (*leaves, dy))
-    names = BLOCKS[name].names
-    own = Parameters(*(dict(zip(names, parameters, strict=True)).get(each) for each in Parameters._fields))
-    kind = Kind(name, activation, "gated" in name, "stacked" in name, 0.0, False)
-    it = exact.block(kind, x, own, dy)
-    return [each.norm() for each in (it.y, it.dx, *(getattr(it.gradients, name) for name in names))]
-
-
 def assert_contract(name, activation, leaves, dy, **options):
-    """SEMANTICS' error contract: as near to fp64 as torch in the same dtype, but for 2 % and a floor. The floor of few
-    numbers, and of fp32, is a share of the summands' size, for a sum may cancel."""
-    block, dtype, eps = BLOCKS[name], dy.dtype, torch.finfo(dy.dtype).eps
-    wanted = results(block.torchs, activation, [it.double().cpu() for it in leaves], dy.double().cpu())
-    theirs = [it.cpu() for it in results(block.torchs, activation, leaves, dy)]
+    """Assert SEMANTICS' error contract on y and the gradients."""
+    block, wide = BLOCKS[name], [it.double().cpu() for it in leaves]
+    wanted = results(block.torchs, activation, wide, dy.double().cpu())
+    theirs = results(block.torchs, activation, leaves, dy)
     ours = results(block.ours, activation, leaves, dy, **options)
-    everything = zip(ours, wanted, theirs, sizes(name, activation, leaves, dy), strict=True)
-    for i, (mine, want, rival, size) in enumerate(everything):
-        assert (mine.shape, mine.dtype) == (rival.shape, rival.dtype)
-        numbers = min(mine.numel(), len(dy))
-        if numbers >= 64 and dtype != torch.float32:  # too many for luck, and for all of them to cancel
-            bound = 1.02 * relative_error(rival, want) + eps / 8
-            assert relative_error(mine, want) <= bound, f"{i}: {relative_error(mine, want):.3g} > {bound:.3g}"
-            continue
-        off, rivals = (((it.cpu() - want).norm() / size).item() for it in (mine, rival))
-        bound = 1.02 * rivals + 2 * eps
-        if dtype != torch.float32:  # a single number is rounded three times in a gated MLP, and torch's may be lucky
-            bound = 1.02 * rivals + eps / 8 + 2 * (eps + rivals) / max(1, numbers) ** 0.5
-        assert off <= bound, f"{i}: {off:.3g} > {bound:.3g}"
+    x, *parameters = wide
+    own = Parameters(*map(dict(zip(block.names, parameters, strict=True)).get, Parameters._fields))
+    found = exact.block(Kind(name, activation, "gated" in name, "stacked" in name), x, own, dy.double().cpu())
+    sizes = [found.y, found.dx, *(getattr(found.gradients, it) for it in block.names)]
+    exact.assert_as_near(("y", "x", *block.names), ours, theirs, wanted, sizes, len(dy))

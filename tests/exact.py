@@ -1,6 +1,6 @@
 """Layers and blocks in fp64, with how far off it may be expected that their numbers are in fewer bits."""
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -8,7 +8,6 @@ from torch import Tensor
 
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.kind import Kind, Parameters
-from mpkernels.selector.timing import Error
 
 
 class Exact(NamedTuple):
@@ -111,7 +110,26 @@ def _largest(it: Exact) -> Tensor:
     return torch.maximum(it.value.square(), it.squares)
 
 
-def errors(results: Iterable[Tensor], exact: Iterable[Exact]) -> list[Error]:
-    """Return how far each result is off."""
-    shares = [(result - it.value).norm() / it.norm() for result, it in zip(results, exact, strict=True)]
-    return [Error(share, it.value.numel()) for share, it in zip(torch.stack(shares).tolist(), exact, strict=True)]
+def assert_as_near(
+    names: Sequence[str],
+    ours: Sequence[Tensor],
+    theirs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    sizes: Sequence[Exact],
+    rows: int,
+) -> None:
+    """Assert SEMANTICS' error contract: our error against fp64 exceeds torch's by at most 2 %, plus a floor.
+
+    Few numbers, and fp32, get a floor in proportion to the summands' size, because sums may cancel. A few 16-bit
+    numbers may also be rounded luckily by torch: up to three times, in a gated MLP.
+    """
+    for name, mine, rival, want, size in zip(names, ours, theirs, wanted, sizes, strict=True):
+        assert (mine.shape, mine.dtype) == (rival.shape, rival.dtype), name
+        eps, numbers = torch.finfo(mine.dtype).eps, min(mine.numel(), rows)
+        is_wide = mine.dtype == torch.float32
+        is_exposed = is_wide or numbers < 64
+        norm = size.norm() if is_exposed else want.norm()
+        off, rivals = (((it.cpu() - want).norm() / norm).item() for it in (mine, rival))
+        luck = 2 * (eps + rivals) / max(1, numbers) ** 0.5 if is_exposed else 0.0
+        bound = 1.02 * rivals + (2 * eps if is_wide else eps / 8 + luck)
+        assert off <= bound, f"{name}: {off:.3g} > {bound:.3g}"

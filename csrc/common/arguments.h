@@ -1,4 +1,4 @@
-// What a kernel takes off the stack: lists of tensors, as tables of flat memory, and numbers. It then owns them.
+// What a kernel takes off the stack, and then owns: numbers, and lists of tensors as tables of flat memory.
 #pragma once
 
 #include <memory>
@@ -25,75 +25,6 @@ TableOf<Row> lay_out(std::vector<Row>& rows, int64_t chunk_size) {
   }
   return {rows.data(), static_cast<int32_t>(rows.size()), chunks, chunk_size};
 }
-
-// A Tensor[] argument as a table of flat memory. A tensor that is not dense lends a contiguous copy; return_copies()
-// writes such copies back.
-class TensorList {
- public:
-  explicit TensorList(StableIValue value) {
-    const auto list = reinterpret_cast<StableListHandle>(value);
-    size_t count = 0;
-    require(torch_list_size(list, &count) == 0, "mpkernels", "torch could not read a list");
-    tensors_.reserve(count);
-    for (size_t i = 0; i < count; ++i) {
-      StableIValue item = 0;
-      require(torch_list_get_item(list, i, &item) == 0, "mpkernels", "torch could not read a list");
-      tensors_.emplace_back(item);
-    }
-    require(torch_delete_list(list) == 0, "mpkernels", "torch could not free a list");
-  }
-
-  const Tensor& front() const {
-    require(!tensors_.empty(), "mpkernels", "a list without a tensor has no device");
-    return tensors_.front();
-  }
-  const Tensor& operator[](int32_t i) const { return tensors_[i]; }
-  int32_t count() const { return static_cast<int32_t>(tensors_.size()); }
-  int64_t elements() const { return elements_; }
-
-  // Checks everything before anything is written; op and name are for the message.
-  const std::vector<Row>& flatten(const char* op, const char* name, const Tensor& on_device_of, bool will_write) {
-    const auto device = on_device_of.device();
-    rows_.reserve(tensors_.size());
-    for (size_t i = 0; i < tensors_.size(); ++i) {
-      const Tensor& tensor = tensors_[i];
-      Row row{nullptr, tensor.size(), 0, Dtype::f32};
-      const char* problem = nullptr;
-      if (!tensor.is_strided())
-        problem = "is not dense";
-      else if (tensor.device() != device)
-        problem = "is on another device";
-      else if (!find_dtype(tensor.dtype(), &row.dtype))
-        problem = "is none of fp16, bf16, fp32, fp64";
-      else if (!tensor.is_contiguous() && !tensor.is_dense()) {
-        if (will_write && tensor.is_expanded()) problem = "has elements that share memory";
-        copies_.emplace_back(i, tensor.new_empty(tensor.ndim(), tensor.sizes(), tensor.dtype()));
-      }
-      if (problem) require(false, op, std::string(name) + "[" + std::to_string(i) + "] " + problem);
-      rows_.push_back(row);
-      elements_ += row.size;
-    }
-    for (auto& [i, copy] : copies_) copy.copy_from(tensors_[i]);
-    for (size_t i = 0, copied = 0; i < tensors_.size(); ++i) {
-      const bool is_copied = copied < copies_.size() && copies_[copied].first == i;
-      const Tensor& flat = is_copied ? copies_[copied++].second : tensors_[i];
-      rows_[i].data = will_write ? flat.data() : const_cast<void*>(flat.const_data());
-    }
-    return rows_;
-  }
-
-  std::vector<Row>& rows() { return rows_; }  // once they are flattened
-
-  void return_copies() {
-    for (const auto& [i, copy] : copies_) tensors_[i].copy_from(copy);
-  }
-
- private:
-  std::vector<Tensor> tensors_;
-  std::vector<std::pair<size_t, Tensor>> copies_;
-  std::vector<Row> rows_;
-  int64_t elements_ = 0;
-};
 
 // Hands out memory in which the elements of several tensors lie in the same order: a tensor's own, or a copy's.
 class Lender {
@@ -123,6 +54,70 @@ class Lender {
     bool will_write;
   };
   std::vector<Loan> loans_;
+};
+
+inline std::vector<StableIValue> take_list(StableIValue value) {
+  const auto list = reinterpret_cast<StableListHandle>(value);
+  size_t count = 0;
+  require(torch_list_size(list, &count) == 0, "mpkernels", "torch could not read a list");
+  std::vector<StableIValue> items(count);
+  for (size_t i = 0; i < count; ++i)
+    require(torch_list_get_item(list, i, &items[i]) == 0, "mpkernels", "torch could not read a list");
+  require(torch_delete_list(list) == 0, "mpkernels", "torch could not free a list");
+  return items;
+}
+
+// A Tensor[] argument as a table of flat memory. A tensor that is not dense lends a contiguous copy; return_copies()
+// writes such copies back.
+class TensorList {
+ public:
+  explicit TensorList(StableIValue value) {
+    const std::vector<StableIValue> items = take_list(value);
+    tensors_.reserve(items.size());
+    for (const StableIValue item : items) tensors_.emplace_back(item);
+  }
+
+  const Tensor& front() const {
+    require(!tensors_.empty(), "mpkernels", "a list without a tensor has no device");
+    return tensors_.front();
+  }
+  const Tensor& operator[](int32_t i) const { return tensors_[i]; }
+  int32_t count() const { return static_cast<int32_t>(tensors_.size()); }
+  int64_t elements() const { return elements_; }
+
+  // Checks everything before anything is written; op and name are for the message.
+  const std::vector<Row>& flatten(const char* op, const char* name, const Tensor& on_device_of, bool will_write) {
+    const auto device = on_device_of.device();
+    rows_.reserve(tensors_.size());
+    for (size_t i = 0; i < tensors_.size(); ++i) {
+      const Tensor& tensor = tensors_[i];
+      Row row{nullptr, tensor.size(), 0, Dtype::f32};
+      const char* problem = nullptr;
+      if (!tensor.is_strided())
+        problem = "is not dense";
+      else if (tensor.device() != device)
+        problem = "is on another device";
+      else if (!find_dtype(tensor.dtype(), &row.dtype))
+        problem = "is none of fp16, bf16, fp32, fp64";
+      else if (will_write && !tensor.is_contiguous() && tensor.is_expanded())
+        problem = "has elements that share memory";
+      if (problem) require(false, op, std::string(name) + "[" + std::to_string(i) + "] " + problem);
+      rows_.push_back(row);
+      elements_ += row.size;
+    }
+    for (size_t i = 0; i < tensors_.size(); ++i) rows_[i].data = lender_.lend(tensors_[i], tensors_[i], will_write);
+    return rows_;
+  }
+
+  std::vector<Row>& rows() { return rows_; }  // once they are flattened
+
+  void return_copies() { lender_.return_copies(); }
+
+ private:
+  std::vector<Tensor> tensors_;
+  Lender lender_;  // of copies, whose originals are tensors_
+  std::vector<Row> rows_;
+  int64_t elements_ = 0;
 };
 
 // Other kinds of argument.
@@ -155,16 +150,8 @@ inline int32_t take_optional_dtype(StableIValue value) {
 
 template <class T>
 std::vector<T> take_numbers(StableIValue value) {
-  const auto list = reinterpret_cast<StableListHandle>(value);
-  size_t count = 0;
-  require(torch_list_size(list, &count) == 0, "mpkernels", "torch could not read a list");
-  std::vector<T> numbers(count);
-  for (size_t i = 0; i < count; ++i) {
-    StableIValue item = 0;
-    require(torch_list_get_item(list, i, &item) == 0, "mpkernels", "torch could not read a list");
-    memcpy(&numbers[i], &item, sizeof(T));
-  }
-  require(torch_delete_list(list) == 0, "mpkernels", "torch could not free a list");
+  std::vector<T> numbers;
+  for (const StableIValue item : take_list(value)) numbers.push_back(take_number<T>(item));
   return numbers;
 }
 

@@ -57,8 +57,8 @@ __device__ __forceinline__ T* in_global(T* pointer) {
   return pointer;
 }
 
-// Calls body(element&) for this thread's share of a block's data, 16 bytes at a time but for what lies before their
-// first boundary and behind the last, and stores the elements back where T isn't const.
+// Calls body(element&) for this thread's share of a block's data, and stores the elements back where T isn't const. It
+// goes 16 bytes at a time, except before the first 16-byte boundary and after the last.
 template <class T, class Body>
 __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Body& body) {
   using Element = std::remove_const_t<T>;
@@ -96,8 +96,8 @@ __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Bo
   }
 }
 
-// The values of a block's threads joined by a function that is associative and commutative, but for rounding: the order
-// is fixed. Every thread gets the result.
+// Joins the values of a block's threads in a fixed order, by a function that rounding alone keeps from being
+// associative and commutative. Every thread gets the result.
 template <class Join>
 __device__ double block_join(double value, const Join& join) {
   __shared__ double of_warp[kThreads / 32];
@@ -114,9 +114,9 @@ static __device__ double block_sum(double value) {
   return block_join(value, [](double a, double b) { return a + b; });
 }
 
-// True in every thread of the last of `expected` blocks to call this with the same ticket, which starts at 0 and is 0
-// again after the last one. What thread 0 of the other blocks wrote before is then there to be read, past the L1 cache
-// (__ldcg).
+// Returns true in every thread of the last of `expected` blocks that call this with the same ticket. The ticket starts
+// at 0, and is 0 again afterwards. The last block may then read what thread 0 of the others wrote before, past the L1
+// cache (__ldcg).
 static __device__ bool last_one_out(uint32_t* ticket, uint32_t expected) {
   __shared__ bool is_last;
   __syncthreads();  // whatever the block's other threads still read of what a last block changes

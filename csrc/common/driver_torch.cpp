@@ -2,8 +2,8 @@
 #ifdef MPK_CUDA
 #include <cuda_runtime.h>
 
-// Returns an error of CUDA's, and which CUDA the driver was made for, as 1000 * major + 10 * minor. No device is begun
-// to be used by that.
+// Returns CUDA's error, and sets version to the CUDA that the driver was made for, as 1000 * major + 10 * minor. It
+// does not begin to use a device.
 extern "C" __attribute__((visibility("default"))) int mpkernels_ask_driver(int* version) {
   int devices = 0;
   const cudaError_t error = cudaGetDeviceCount(&devices);

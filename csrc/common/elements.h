@@ -38,7 +38,7 @@ __device__ void store(T* address, const Elements<T, count>& from) {
   for (size_t i = 0; i < sizeof raw / sizeof(Word); ++i) __stcs(reinterpret_cast<Word*>(address) + i, raw.at[i]);
 }
 
-// Of what is read once. As an intrinsic, which takes the very pointer that a store does: a plain load has its own copy.
+// Loads what is read once. The intrinsic shares its pointer with a store; a plain load would keep a copy of it.
 template <int count, class T>
 __device__ Elements<T, count> load_once(const T* address) {
   using Word = WordOf<count * sizeof(T)>;

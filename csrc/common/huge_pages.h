@@ -1,5 +1,5 @@
-// Large memory in pages of 2 MB. What comes fresh from the system is paid for page by page: in pages of 4 KB that takes
-// longer, on a virtual machine, than the work that is done in it.
+// Large memory in pages of 2 MB. The system hands out fresh memory page by page: in pages of 4 KB that takes longer, on
+// a virtual machine, than the work that is done in it.
 #pragma once
 
 #include <cstdint>

@@ -63,7 +63,7 @@ inline constexpr uint64_t kLargestFinite<bf16> = 0x7f7f7fff;
 template <>
 inline constexpr uint64_t kLargestFinite<fp16> = 0x477fefff;
 
-// As an integer, by which inf comes after all numbers, and NaN after inf.
+// Returns |x| as an integer: inf comes after all numbers, and NaN after inf.
 template <class F, class U = Bits<F>>
 MPK_FN U magnitude(const F& x) {
   return bit_cast<U>(x) & (~U{} >> 1);

@@ -38,7 +38,7 @@ struct Stretch {
   static constexpr int kMostRows = 3500;  // 28,000 bytes of the launch's 32,764
 
   const Row* table;             // all of it, without `data`
-  const int32_t* row_of_chunk;  // which a search would take ten reads for, each of which waits for the last
+  const int32_t* row_of_chunk;  // found without a search, whose ten reads would wait for each other
   int64_t chunk_size;
   int32_t count;  // of all the table's rows
   int32_t first_row, end_row, first_chunk, end_chunk;

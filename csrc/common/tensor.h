@@ -28,7 +28,7 @@ class Tensor {
     if (handle_) (void)aoti_torch_delete_tensor_object(handle_);  // a destructor can't raise, and a delete can't fail
   }
 
-  // Uninitialised and contiguous, on the device of this one.
+  // An uninitialised, contiguous tensor on this one's device.
   Tensor new_empty(int64_t ndim, const int64_t* sizes, int32_t dtype) const {
     std::vector<int64_t> strides(ndim);
     for (int64_t i = ndim - 1, stride = 1; i >= 0; stride *= sizes[i--]) strides[i] = stride;
@@ -46,7 +46,7 @@ class Tensor {
       ask_for_huge_pages(result.data(), bytes);
     return result;
   }
-  // A view of this one's memory, from so many elements behind its first one. torch takes no look at the address, which
+  // A view of this one's memory, from so many elements behind its first one. torch doesn't look at the address, which
   // a device may not know yet: a CUDA graph's memory that cudaMallocAsync gives is there once the graph runs.
   Tensor view(int64_t offset, int64_t ndim, const int64_t* sizes, const int64_t* strides) const {
     AtenTensorHandle view = nullptr;
@@ -54,7 +54,7 @@ class Tensor {
     require(error == 0, "mpkernels", "torch could not make a view");
     return Tensor(reinterpret_cast<StableIValue>(view));
   }
-  // Memory of a CPU that somebody else owns, who must outlive it.
+  // A view of CPU memory, whose owner must outlive it.
   static Tensor over(void* data, int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                      std::pair<int32_t, int32_t> device) {
     AtenTensorHandle view = nullptr;
@@ -63,7 +63,7 @@ class Tensor {
     require(error == 0, "mpkernels", "torch could not make a view");
     return Tensor(reinterpret_cast<StableIValue>(view));
   }
-  // Bytes on the device of this one, 16-byte aligned.
+  // Bytes on this tensor's device, aligned to 16.
   Tensor scratch(int64_t bytes) const { return new_empty(1, &bytes, aoti_torch_dtype_uint8()); }
   void copy_from(const Tensor& source) {
     require(aoti_torch_copy_(handle_, source.handle_, 0) == 0, "mpkernels", "torch could not copy a tensor");
@@ -83,7 +83,7 @@ class Tensor {
     static const int32_t strided = aoti_torch_layout_strided();
     return get<int32_t>(aoti_torch_get_layout) == strided;
   }
-  // A single fp32: what scales and flags are.
+  // Whether it is a single fp32, as scales and flags are.
   bool is_fp32_scalar() const { return is_strided() && dtype() == aoti_torch_dtype_float32() && size() == 1; }
   template <class T = void>
   T* data() const {

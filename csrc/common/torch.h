@@ -50,7 +50,7 @@ inline void require_success(cudaError_t error, const char* op) {
                                error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion;
   require(false, op,
           std::string("CUDA says ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error) +
-              // By which ops/_devices.py knows it, and uses other kernels.
+              // ops/_devices.py looks for this sentence, and uses other kernels.
               (is_not_for_this ? ". The compiled kernels can't run on this device" : ""));
 }
 

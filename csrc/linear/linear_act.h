@@ -1,4 +1,4 @@
-// linear_act: what goes over z, and over dz, between the matrix products.
+// linear_act's passes over z and over dz, between the matrix products.
 #pragma once
 
 #include "common/cpu.h"

@@ -29,8 +29,8 @@ struct Result {
   Dtype dtype;
 };
 
-// z -> y, which may be z; both are contiguous. Here and below, 16-bit results are rounded once, all is of dtype but
-// what says another one, and there is a row and a column at least.
+// z -> y, which may be z; both are contiguous. Here and below, 16-bit results are rounded once, everything is of
+// dtype unless it names another one, and there is a row and a column at least.
 cudaError_t act_cuda(Dtype dtype, const void* z, void* y, int64_t rows, int64_t columns, Activation activation,
                      cudaStream_t stream);
 // dy and saved -> dz, which may be dy, unless null; of a saved z also y anew, unless null; and the sums of dz's columns

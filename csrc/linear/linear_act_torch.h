@@ -1,4 +1,5 @@
-// linear_act's arguments, as a kernel takes them off the stack. What is wrong with them is worked out in Python.
+// linear_act's arguments, as a kernel takes them off the stack, and what all linear ops do with theirs. Python works
+// out what to tell a user whose arguments are refused here.
 #pragma once
 
 #include <optional>
@@ -22,9 +23,10 @@ inline bool is_matrix(const Tensor& tensor, int64_t rows, int64_t columns, const
          tensor.device() == like.device();
 }
 
-inline bool is_bias(const std::unique_ptr<Tensor>& it, int64_t size, const Tensor& like) {  // or none
-  return !it || (it->is_strided() && it->ndim() == 1 && it->size() == size && it->dtype() == like.dtype() &&
-                 it->device() == like.device());
+// Whether it is a bias of that size, or none.
+inline bool is_bias(const std::unique_ptr<Tensor>& bias, int64_t size, const Tensor& like) {
+  return !bias || (bias->is_strided() && bias->ndim() == 1 && bias->size() == size && bias->dtype() == like.dtype() &&
+                   bias->device() == like.device());
 }
 
 // A gradient's dtype is that of like, fp32, or -1: it is not wanted.
@@ -73,21 +75,6 @@ struct LinearActArguments {
   Dtype dtype;
 };
 
-// Calls compute with the arguments, with z where it is saved, else null, and with y, unless that is empty.
-template <class Body>
-void forward(StableIValue* stack, const Body& compute) {
-  const LinearActArguments it(stack);
-  Tensor y = it.new_output(), saved = it.new_output(/*wanted=*/it.saves_z());
-  if (y.size() > 0) {
-    const Matrix of_saved(saved);
-    compute(it, it.saves_z() ? &of_saved : nullptr, Matrix(y));
-  }
-  stack[0] = y.release();
-  stack[1] = saved.release();
-}
-
-void activate_product_on_cuda(const LinearActArguments& it, const Matrix& z, const Matrix& y);
-
 struct LinearActBackwardArguments {
   static constexpr const char* kOp = "linear_act_backward";
 
@@ -121,7 +108,6 @@ struct LinearActBackwardArguments {
     const int64_t sizes[] = {outputs(), x->sizes()[1]}, strides[] = {1, outputs()};
     return by_columns ? dy.new_empty(2, sizes, strides, weight_dtype) : dy.new_empty(2, sizes, weight_dtype);
   }
-  Tensor new_dbias() const { return mpk::new_dbias(dy, outputs(), bias_dtype); }
 
   Tensor dy;
   std::unique_ptr<Tensor> x, weight;

@@ -1,5 +1,4 @@
-#include "linear/linear_dact_torch.h"
-
+#include "linear/linear_act_torch.h"
 #include "linear/passes_cpu_torch.h"
 #ifdef MPK_CUDA
 #include "linear/passes_cuda_torch.h"
@@ -7,53 +6,94 @@
 
 namespace mpk {
 
+struct LinearDactArguments {
+  static constexpr const char* kOp = "linear_dact";
+
+  explicit LinearDactArguments(const StableIValue* stack)
+      : dy(stack[0]),
+        weight(stack[1]),
+        saved(stack[2]),
+        activation(take_activation(stack[3])),
+        bias_dtype(take_optional_dtype(stack[4])),
+        wants_h(take_number<bool>(stack[5]) && saves(activation) == Saves::z) {
+    require(find_dtype(dy.dtype(), &dtype) && dtype != Dtype::f64, kOp, "dy is none of fp16, bf16, fp32");
+    require(is_matrix(dy, -1, -1, dy), kOp, "dy is not a matrix");
+    require(is_matrix(weight, dy.sizes()[1], -1, dy), kOp, "weight does not fit dy");
+    require(saves(activation) == Saves::nothing || is_matrix(saved, rows(), columns(), dy), kOp,
+            "saved does not fit dy and weight");
+    require_gradient_dtype(bias_dtype, dy, kOp);
+  }
+  int64_t rows() const { return dy.sizes()[0]; }
+  int64_t columns() const { return weight.sizes()[1]; }
+  bool wants_dbias() const { return bias_dtype != -1; }
+
+  Tensor dy, weight, saved;
+  Activation activation;
+  int32_t bias_dtype;  // of torch's; -1: not wanted
+  bool wants_h;
+  Dtype dtype;
+};
+
+struct Slopes {
+  explicit Slopes(const LinearDactArguments& call)
+      : of_z(new_matrix(call.dy, call.rows(), call.columns())),
+        of_bias(new_dbias(call.dy, call.columns(), call.bias_dtype)),
+        of_h(new_matrix(call.dy, call.rows(), call.columns(), call.wants_h)),
+        dz(of_z),
+        dbias(of_bias),
+        h(of_h) {}
+  void return_to(StableIValue* stack) {
+    stack[0] = of_z.release();
+    stack[1] = of_bias.release();
+    stack[2] = of_h.release();
+  }
+
+  Tensor of_z, of_bias, of_h;
+  const Matrix dz, dbias, h;
+};
+
 // The product is rounded as torch rounds it, and dz once more, in its place.
 template <class Passes>
-static void differentiate_product(const LinearDactArguments& it, const Slopes& to) {
-  const Passes passes(it.kOp, it.dy);
-  multiply(to.dz, Matrix(it.dy), Matrix(it.weight));
+static void differentiate_product(const LinearDactArguments& call, const Slopes& to) {
+  const Passes passes(call.kOp, call.dy);
+  multiply(to.dz, Matrix(call.dy), Matrix(call.weight));
   if (to.dz.columns > 0)
-    passes.differentiate(it.activation, to.dz, saves(it.activation) == Saves::nothing ? to.dz : Matrix(it.saved),
-                         &to.dz, it.wants_h ? &to.h : nullptr, it.wants_dbias() ? &to.dbias : nullptr);
+    passes.differentiate(call.activation, to.dz, saves(call.activation) == Saves::nothing ? to.dz : Matrix(call.saved),
+                         &to.dz, call.wants_h ? &to.h : nullptr, call.wants_dbias() ? &to.dbias : nullptr);
 }
 
-// Computes some rows at a time in fp32. There is one block at least: without a row, it writes 0 to dbias.
-static void differentiate_in_fp32(const LinearDactArguments& it, const Slopes& to) {
-  const Matrix dy(it.dy), &all = to.dz;
-  const Widened weight = widen(Matrix(it.weight)),
-                saved = saves(it.activation) == Saves::nothing ? Widened{all, nullptr} : contiguous(Matrix(it.saved));
-  const int64_t block = std::max<int64_t>(1, std::min(rows_in_block(all.columns), all.rows));
-  const ScratchMatrix scratch(it.dtype == Dtype::f32 ? 0 : block, all.columns, aoti_torch_dtype_float32());
-  const BackwardPass pass(it.activation, it.dtype, all.rows, all.columns, it.wants_dbias());
-  int64_t first = 0;
-  do {
-    const int64_t rows = std::min(block, all.rows - first);
+// Computes some rows at a time in fp32. Without a row, it writes 0 to dbias.
+static void differentiate_in_fp32(const LinearDactArguments& call, const Slopes& to) {
+  const Matrix dy(call.dy), &all = to.dz;
+  const Widened weight = widen(Matrix(call.weight)), saved = saves(call.activation) == Saves::nothing
+                                                                 ? Widened{all, nullptr}
+                                                                 : contiguous(Matrix(call.saved));
+  const int64_t block = rows_in_block(all.rows, all.columns);
+  const ScratchMatrix scratch(call.dtype == Dtype::f32 ? 0 : block, all.columns, aoti_torch_dtype_float32());
+  const BackwardPass pass(call.activation, call.dtype, all.rows, all.columns, call.wants_dbias());
+  in_blocks(all.rows, block, [&](int64_t first, int64_t rows) {
     const Matrix dz = all.rows_from(first, rows),
-                 product = it.dtype == Dtype::f32 ? dz : scratch.view.rows_from(0, rows),
-                 h = it.wants_h ? to.h.rows_from(first, rows) : to.h;
+                 product = call.dtype == Dtype::f32 ? dz : scratch.view.rows_from(0, rows),
+                 h = call.wants_h ? to.h.rows_from(first, rows) : to.h;
     multiply(product, widen(dy.rows_from(first, rows)).view, weight.view);
-    pass.run(first, product, saved.view.rows_from(first, rows), nullptr, &dz, it.wants_h ? &h : nullptr);
-    first += block;
-  } while (first < all.rows);
-  if (it.wants_dbias()) pass.add_up(to.dbias);
+    pass.run(first, product, saved.view.rows_from(first, rows), nullptr, &dz, call.wants_h ? &h : nullptr);
+  });
+  if (call.wants_dbias()) pass.add_up(to.dbias);
 }
 
 static void linear_dact_on_cpu(StableIValue* stack, uint64_t, uint64_t) {
-  const LinearDactArguments it(stack);
-  Slopes to(it);
-  multiplies_halves(it.dtype) ? differentiate_product<CpuPasses>(it, to) : differentiate_in_fp32(it, to);
+  const LinearDactArguments call(stack);
+  Slopes to(call);
+  multiplies_halves(call.dtype) ? differentiate_product<CpuPasses>(call, to) : differentiate_in_fp32(call, to);
   to.return_to(stack);
 }
 MPK_CPU_KERNEL(LinearDactArguments::kOp, linear_dact_on_cpu)
 
 #ifdef MPK_CUDA
-void differentiate_product_on_cuda(const LinearDactArguments& it, const Slopes& to) {
-  differentiate_product<CudaPasses>(it, to);
-}
 static void linear_dact_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
-  const LinearDactArguments it(stack);
-  Slopes to(it);
-  differentiate_product_on_cuda(it, to);
+  const LinearDactArguments call(stack);
+  Slopes to(call);
+  differentiate_product<CudaPasses>(call, to);
   to.return_to(stack);
 }
 MPK_CUDA_KERNEL(LinearDactArguments::kOp, linear_dact_on_cuda)

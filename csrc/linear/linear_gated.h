@@ -1,4 +1,4 @@
-// linear_gated and linear_dgated: the formula, and what goes over z, and over dh, beside the matrix products.
+// linear_gated and linear_dgated: the formula, and the passes over z and over dh, beside the matrix products.
 #pragma once
 
 #include "common/cpu.h"

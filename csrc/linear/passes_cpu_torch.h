@@ -11,8 +11,20 @@ namespace mpk {
 inline constexpr int64_t kRowsOfSum = 16;
 inline constexpr int64_t kBlockBytes = 16 << 20, kLeastRows = 2 * kRowsOfSum;  // of z or dz in fp32
 
-inline int64_t rows_in_block(int64_t columns) {
-  return std::max<int64_t>(kBlockBytes / (4 * columns + 1) / kRowsOfSum * kRowsOfSum, kLeastRows);
+// So many rows are computed at a time: at least one, and no more than there are.
+inline int64_t rows_in_block(int64_t rows, int64_t columns) {
+  const int64_t fit = std::max<int64_t>(kBlockBytes / (4 * columns + 1) / kRowsOfSum * kRowsOfSum, kLeastRows);
+  return std::max<int64_t>(1, std::min(fit, rows));
+}
+
+// Calls body(first row, number of rows) for each block. Without a row there is one block, whose sums are 0.
+template <class Body>
+void in_blocks(int64_t rows, int64_t block, const Body& body) {
+  int64_t first = 0;
+  do {
+    body(first, std::min(block, rows - first));
+    first += block;
+  } while (first < rows);
 }
 
 // Most CPUs multiply 16-bit matrices several times more slowly than fp32 ones, so they are widened, multiplied in fp32

@@ -7,7 +7,9 @@
 
 namespace mpk {
 
-inline Strided strided(const Matrix& it) { return Strided(it.data, it.row_stride, it.column_stride, it.dtype); }
+inline Strided strided(const Matrix& matrix) {
+  return Strided(matrix.data, matrix.row_stride, matrix.column_stride, matrix.dtype);
+}
 
 // The passes of CpuPasses, under the same names. As long as they live, their device is the current one.
 class CudaPasses {

@@ -11,7 +11,7 @@
 
 namespace mpk {
 
-// Memory for one call, of a thread's own stock.
+// Memory for one call, from a stock that each thread keeps.
 class Scratch {
  public:
   explicit Scratch(int64_t bytes) {
@@ -85,11 +85,11 @@ void multiply_by(const char* op, const char* overload, StableIValue (&stack)[arg
 }
 
 // Emulated, a CPU's memory stands for CUDA's.
-inline bool is_on_cpu(const Matrix& it) {
+inline bool is_on_cpu(const Matrix& matrix) {
 #ifdef MPK_EMULATION
   return false;
 #else
-  return it.device.first == aoti_torch_device_type_cpu();
+  return matrix.device.first == aoti_torch_device_type_cpu();
 #endif
 }
 

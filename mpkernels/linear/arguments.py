@@ -67,31 +67,31 @@ _NAMES = {
 }
 
 
-def block(kind: Kind, x: Tensor, own: Parameters) -> None:
+def block(kind: Kind, x: Tensor, params: Parameters) -> None:
     """Check the tensors that a function is called with."""
     op, names = kind.op, Parameters(*_NAMES[kind.op])
-    for name, it in (("x", x), *zip(names, own, strict=True)):
+    for name, it in (("x", x), *zip(names, params, strict=True)):
         if it is not None or ("weight" in name and name != "up_weight"):
             tensor(op, name, it)
     if x.dim() == 0:
         raise ValueError(f"{op}: x must have at least one dimension, got a scalar")
-    _first_weight(kind, names.weight, x, own.weight)
-    rows = own.weight.shape[0] if own.weight.dim() == 2 else 1
+    _first_weight(kind, names.weight, x, params.weight)
+    rows = params.weight.shape[0] if params.weight.dim() == 2 else 1
     if kind.is_stacked and rows % 2:
         raise ValueError(f"{op}: {names.weight} must have gate's rows and as many of up, got {rows}")
-    if kind.is_stacked and own.up_bias is not None:
+    if kind.is_stacked and params.up_bias is not None:
         raise ValueError(f"{op}: up_bias must be None without up_weight: gate_bias holds both")
     hidden = rows // 2 if kind.is_stacked else rows
-    outputs = hidden if own.out_weight is None else own.out_weight.shape[0]
-    shapes: Parameters = Parameters(None, (rows,), tuple(own.weight.shape), (rows,), ("any", hidden), (outputs,))
-    for name, it, shape in zip(names, own, shapes, strict=True):
+    outputs = hidden if params.out_weight is None else params.out_weight.shape[0]
+    shapes: Parameters = Parameters(None, (rows,), tuple(params.weight.shape), (rows,), ("any", hidden), (outputs,))
+    for name, it, shape in zip(names, params, shapes, strict=True):
         if it is None or shape is None or (op == "linear_act" and it.numel() == 1 and it.dim() < 2):
             continue
         if it.dim() != len(shape) or any(want not in ("any", got) for want, got in zip(shape, it.shape, strict=True)):
             wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
             raise ValueError(f"{op}: {name} must have shape {wanted}, got {tuple(it.shape)}")
     casts = has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type)
-    for name, it in zip(names, own, strict=True):
+    for name, it in zip(names, params, strict=True):
         if it is not None and it.device != x.device:
             raise ValueError(f"{op}: {name} must be on {x.device}, got {it.device}")
         if it is not None and it.dtype != x.dtype and not casts:

@@ -21,8 +21,7 @@ from mpkernels._torch_private.tracing import FakeTensor, constant_in_graphs, is_
 from mpkernels.linear.trial import Trial, is_transposed
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._registry import kernels_on
-from mpkernels.ops._stack import DEVICES, forced
-from mpkernels.ops.linear import tiling
+from mpkernels.ops._stack import forced
 from mpkernels.ops.linear.kind import ROUNDING, Kind, Parameters
 from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case
@@ -94,27 +93,27 @@ def is_watched() -> bool:
     return derives_forward() or are_transforms_active() or count_dispatch_modes() > 0 or is_function_mode_active()
 
 
-def kernel_for(key: Hashable, kind: Kind, x: Tensor, own: Parameters, autocast: torch.dtype | None) -> str:
+def kernel_for(key: Hashable, kind: Kind, x: Tensor, params: Parameters, autocast: torch.dtype | None) -> str:
     """Return the name of a kernel of ours, or of plain torch; under ``backend`` the dispatcher's choice."""
-    given = [it for it in (x, *own) if it is not None]
+    given = [it for it in (x, *params) if it is not None]
     if torch.float64 in (autocast or x.dtype, *(it.dtype for it in given)) or are_transforms_active():
         return "torch"
     if forced:
         return "dispatched"
-    if not is_compiling() and 0 in (x.numel(), *own.sizes(kind)):  # where a look would make conditions of the graph
+    if not is_compiling() and 0 in (x.numel(), *params.sizes(kind)):  # where a look would make conditions of the graph
         return "torch"
     trains = is_grad_enabled() and any(it.requires_grad for it in given)
     dtypes = tuple(dict.fromkeys((autocast or x.dtype, *(it.dtype for it in given))))
-    rounds = trains and dtypes[0].itemsize == 2 and any(it is not None and it.dtype == torch.float32 for it in own)
-    details = _details(kind, x, own, trains)
-    of_case = kind.op, x.device, own.sizes(kind), dtypes, kind.activation, trains, details, rounds
+    rounds = trains and dtypes[0].itemsize == 2 and any(it is not None and it.dtype == torch.float32 for it in params)
+    details = _details(kind, x, params, trains)
+    of_case = kind.op, x.device, params.sizes(kind), dtypes, kind.activation, trains, details, rounds
     if is_tracing():
         return _known(*of_case)
     rows = x.numel() // x.shape[-1]
     case = _case(*of_case)._replace(rows=1 << (rows - 1).bit_length())
     if key is not None and kind.op == "linear_act" and autocast is None:
         selector.leave_to_torch(case)
-    return selector.choose(case, key, partial(Trial, rows, kind, x, own, trains, autocast))
+    return selector.choose(case, key, partial(Trial, rows, kind, x, params, trains, autocast))
 
 
 @constant_in_graphs
@@ -133,22 +132,16 @@ def _case(
     """Return the case for any number of rows. ``rounds`` says whether autocast casts a parameter that trains."""
     if device.type == "cuda" and dtypes[0] == torch.float32 and uses_tf32():
         details += ", in TF32"
-    if device.type not in DEVICES:
-        return Case(op, device, sizes, dtypes, activation, trains, details, None, ("torch",))
     unfit = ("reference", "triton") if device.type == "cpu" else ("reference",)  # Triton is interpreted there
     ours = [name for name in kernels_on(device, "linear_act") if name not in unfit]
     if "native" in ours and device.type == "cpu" and rounds and op != "linear_act":
         ours.append(ROUNDING)
-    if "triton" in ours and dtypes[0].itemsize == 2:
-        ours += tiling.OTHERS
-    if "native" in ours and device.type == "cuda" and activation == "gelu_tanh" and not op.startswith("gated"):
-        ours.append("cublaslt")
     return Case(op, device, sizes, dtypes, activation, trains, details, None, (*ours, "torch"))
 
 
-def _details(kind: Kind, x: Tensor, own: Parameters, trains: bool) -> str:
+def _details(kind: Kind, x: Tensor, params: Parameters, trains: bool) -> str:
     """Return what else the time of a call depends on."""
-    named = own._asdict().items()
+    named = params._asdict().items()
     parts = ["stacked"] if kind.is_stacked else []
     parts += [name for name, it in named if it is not None and "bias" in name]
     parts += [f"{name}.t()" for name, it in (("x", x), *named) if it is not None and is_transposed(it)]

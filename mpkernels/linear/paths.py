@@ -19,19 +19,19 @@ from mpkernels.ops.linear.activations import AFRESH, IN_PLACE
 from mpkernels.ops.linear.kind import Kind, Parameters
 
 
-def compute(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dtype | None) -> Tensor:
+def compute(kernel: str, kind: Kind, x: Tensor, params: Parameters, dtype: torch.dtype | None) -> Tensor:
     """Compute by the named kernel, or by plain torch. ``dtype`` is autocast's."""
     if kernel != "torch":
-        return by_ours(kernel, kind, x, own, dtype)
-    return afresh(kind, x, own) if is_compiling() or kind.recompute else by_torch(kind, x, *own)
+        return by_ours(kernel, kind, x, params, dtype)
+    return afresh(kind, x, params) if is_compiling() or kind.recompute else by_torch(kind, x, *params)
 
 
-def afresh(kind: Kind, x: Tensor, own: Parameters) -> Tensor:
+def afresh(kind: Kind, x: Tensor, params: Parameters) -> Tensor:
     """Compute with plain torch, and overwrite nothing."""
     if kind.recompute and is_grad_enabled():
-        y: Tensor = checkpoint(partial(by_torch, kind), x, *own, use_reentrant=False)
+        y: Tensor = checkpoint(partial(by_torch, kind), x, *params, use_reentrant=False)
         return y
-    return by_torch(kind, x, *own, overwrites=False)
+    return by_torch(kind, x, *params, overwrites=False)
 
 
 def by_torch(
@@ -62,26 +62,28 @@ def by_torch(
     return linear(functional.dropout(h, dropout) if dropout else h, out_weight, out_bias)
 
 
-def by_ours(kernel: str, kind: Kind, x: Tensor, own: Parameters, dtype: torch.dtype | None) -> Tensor:
+def by_ours(kernel: str, kind: Kind, x: Tensor, params: Parameters, dtype: torch.dtype | None) -> Tensor:
     """Compute by a kernel of ours. ``dtype`` is autocast's."""
     sizes, casts = x.shape, None
     if dtype is not None:
         x = _as_autocast_casts(x, dtype)
         keeps = not is_tracing()
-        is_kept = [keeps and it is not None and it.dtype == torch.float32 for it in own]
+        is_kept = [keeps and it is not None and it.dtype == torch.float32 for it in params]
         if True in is_kept:
-            casts = tuple([cast_cache.cast(it, dtype) if kept else None for it, kept in zip(own, is_kept, strict=True)])
-        own = Parameters(
+            casts = tuple(
+                [cast_cache.cast(it, dtype) if kept else None for it, kept in zip(params, is_kept, strict=True)]
+            )
+        params = Parameters(
             *[
                 it if it is None or kept else _as_autocast_casts(it, dtype)
-                for it, kept in zip(own, is_kept, strict=True)
+                for it, kept in zip(params, is_kept, strict=True)
             ]
         )
-    outputs = own.sizes(kind)[2]
+    outputs = params.sizes(kind)[2]
     if len(sizes) == 2:
-        return function.compute(kind, x, own, casts, kernel, (sizes[0], outputs))
+        return function.compute(kind, x, params, casts, kernel, (sizes[0], outputs))
     rows = x.reshape(prod(sizes[:-1]), sizes[-1])
-    return function.compute(kind, rows, own, casts, kernel, (*sizes[:-1], outputs))
+    return function.compute(kind, rows, params, casts, kernel, (*sizes[:-1], outputs))
 
 
 def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -19,20 +19,20 @@ class Trial:
     """A call like the one at hand and its backward, on other data in the same layouts."""
 
     def __init__(
-        self, rows: int, kind: Kind, x: Tensor, own: Parameters, trains: bool, autocast: torch.dtype | None
+        self, rows: int, kind: Kind, x: Tensor, params: Parameters, trains: bool, autocast: torch.dtype | None
     ) -> None:
         self._kind, self._trains, self._autocast, self._device = kind, trains, autocast, x.device
         self.dtype = autocast or x.dtype
-        inputs, hidden, outputs = own.sizes(kind)
+        inputs, hidden, outputs = params.sizes(kind)
         if self._device.type == "cpu":
-            products = 2 * hidden * ((1 + kind.is_gated) * inputs + (outputs if own.out_weight is not None else 0))
+            products = 2 * hidden * ((1 + kind.is_gated) * inputs + (outputs if params.out_weight is not None else 0))
             rows = min(rows, max(64, FLOPS_ON_CPU // products))
         self._generator = torch.Generator(self._device).manual_seed(0)
         self._x = self._like(x, (rows, inputs), 1.0)
         # Scaled so that results and gradients are near 1: neither overflows in 16 bits.
-        scales = [1.0 if it is None or it.dim() == 1 else it.shape[1] ** -0.5 for it in own]
-        made = zip(own, scales, strict=True)
-        self._own = Parameters(*(None if it is None else self._like(it, tuple(it.shape), by) for it, by in made))
+        scales = [1.0 if it is None or it.dim() == 1 else it.shape[1] ** -0.5 for it in params]
+        made = zip(params, scales, strict=True)
+        self._params = Parameters(*(None if it is None else self._like(it, tuple(it.shape), by) for it, by in made))
         self._dy = (self._normal((rows, outputs)) * rows**-0.5).to(self.dtype)
         self._rows, self._hidden = self._some_of(rows), self._some_of(hidden)
 
@@ -52,8 +52,8 @@ class Trial:
         # No cast is kept between calls: a step casts once.
         casting = torch.autocast(self._device.type, self._autocast, self._autocast is not None, cache_enabled=False)
         with casting, torch.set_grad_enabled(self._trains):
-            y = paths.compute(name, self._kind, self._x, self._own, self._autocast)
-        wanted = [it for it in (self._x, *self._own) if it is not None and it.requires_grad]
+            y = paths.compute(name, self._kind, self._x, self._params, self._autocast)
+        wanted = [it for it in (self._x, *self._params) if it is not None and it.requires_grad]
         return [y.detach(), *(torch.autograd.grad(y, wanted, self._dy) if wanted else ())]
 
     def errors(self, results: Sequence[Tensor]) -> list[Error]:
@@ -61,7 +61,7 @@ class Trial:
         dropout there is nothing to compare: each call drops others."""
         if self._kind.dropout:
             return [Error(0.0 if it.isfinite().all() else float("nan"), it.numel()) for it in results]
-        named = zip(("y", "x", *Parameters._fields), (self._dy, self._x, *self._own), strict=True)
+        named = zip(("y", "x", *Parameters._fields), (self._dy, self._x, *self._params), strict=True)
         names = [name for name, it in named if name == "y" or (it is not None and it.requires_grad)]
         exact = [self._exact[name] for name in names]
         parts = [self._part(name, it).double() for name, it in zip(names, results, strict=True)]
@@ -98,14 +98,14 @@ class Trial:
             return wide * (1 + noise * self._normal(tuple(wide.shape)))
 
         x, dy = given(self._x), given(self._dy)
-        own = {name: given(it) for name, it in self._own._asdict().items() if it is not None}
-        of_rows = self._derived(x[self._rows], own, dy[self._rows])
-        some = {name: self._part(name, it) for name, it in own.items()}
-        of_hidden = self._derived(x, some, dy if "out_weight" in own else dy[:, self._hidden])
+        params = {name: given(it) for name, it in self._params._asdict().items() if it is not None}
+        of_rows = self._derived(x[self._rows], params, dy[self._rows])
+        some = {name: self._part(name, it) for name, it in params.items()}
+        of_hidden = self._derived(x, some, dy if "out_weight" in params else dy[:, self._hidden])
         return of_hidden | {name: of_rows[name] for name in ("y", "x")}
 
-    def _derived(self, x: Tensor, own: dict[str, Tensor], dy: Tensor) -> dict[str, Tensor]:
-        leaves = {name: it.detach().requires_grad_() for name, it in {"x": x, **own}.items()}
+    def _derived(self, x: Tensor, params: dict[str, Tensor], dy: Tensor) -> dict[str, Tensor]:
+        leaves = {name: it.detach().requires_grad_() for name, it in {"x": x, **params}.items()}
         with torch.enable_grad():
             y = paths.by_torch(self._kind, leaves["x"], *(leaves.get(name) for name in Parameters._fields))
         return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))}

@@ -4,7 +4,7 @@ from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
 from mpkernels.ops.grads.overflow import overflow_
 from mpkernels.ops.grads.unscale import unscale_
 from mpkernels.ops.grads.update_scale import update_scale_
-from mpkernels.ops.linear.function import linear_act
+from mpkernels.ops.linear.linear_act import _linear_act  # noqa: F401  declared; called by linear alone
 from mpkernels.ops.linear.linear_dact import linear_dact
 from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated  # noqa: F401  declared; called by linear alone
 from mpkernels.ops.step.rules.adam import adam_
@@ -17,7 +17,6 @@ __all__ = [
     "adam_",
     "adamw_",
     "grad_stats",
-    "linear_act",
     "linear_dact",
     "lion_",
     "overflow_",

@@ -18,13 +18,13 @@ def pointers(address, at, T: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def both(a, b):
-    """Return what two masks let pass, the first of which may be None, which lets all pass."""
+    """Return a & b; None means all lanes."""
     return b if a is None else a & b
 
 
 @triton.jit
 def spread(value, at):
-    """Return a scalar in each lane: a mask is to be made of lanes, as the interpreter has it."""
+    """Return a scalar in each lane: Triton's interpreter makes masks of lanes alone."""
     return value + tl.zeros_like(at)
 
 
@@ -40,15 +40,15 @@ def load_raw(address, dtype, is_there, at, mask, ALIGNED: tl.constexpr):
 @triton.jit
 def widen(words, halves, dtype):
     """Return what load_raw loaded in fp32."""
-    of_bf16 = (halves.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    of_16 = tl.where(dtype == BF16, of_bf16, halves.to(tl.float16, bitcast=True).to(tl.float32))
-    return tl.where(dtype == FP32, words.to(tl.float32, bitcast=True), of_16)
+    from_bf16 = (halves.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    from_16 = tl.where(dtype == BF16, from_bf16, halves.to(tl.float16, bitcast=True).to(tl.float32))
+    return tl.where(dtype == FP32, words.to(tl.float32, bitcast=True), from_16)
 
 
 @triton.jit
 def round_to_16(values, dtype):
-    of_fp16 = values.to(tl.float16).to(tl.int16, bitcast=True)
-    return tl.where(dtype == BF16, values.to(tl.bfloat16).to(tl.int16, bitcast=True), of_fp16)
+    as_fp16 = values.to(tl.float16).to(tl.int16, bitcast=True)
+    return tl.where(dtype == BF16, values.to(tl.bfloat16).to(tl.int16, bitcast=True), as_fp16)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from mpkernels._torch_private.modes import count_dispatch_modes
 from mpkernels._torch_private.ops import below_autograd, keys_below_autograd
 from mpkernels.ops import _devices, _stack
 from mpkernels.ops._devices import ANY_TRITON, Capability, capabilities, left_out
-from mpkernels.ops._stack import DEVICES, NAMESPACE, forced, of_thread
+from mpkernels.ops._stack import DEVICES, NAMESPACE, forced
 
 BACKENDS = ("native", "triton", "reference")
 
@@ -76,17 +76,11 @@ class Op:
         return _triton_kernels[self.name](*arguments)
 
     def by(self, kernel: str) -> Callable[..., Any]:
-        """Return a function that runs the named kernel. For "triton" and "cublaslt" that is the op under a second name,
-        unless torch.compile or a dispatch mode is active, which only know the first name. "triton 128x256x64" names a
-        variant, too."""
-        if kernel == "reference":
-            return self.reference
-        if not kernel.startswith(("triton", "cublaslt")) or torch.compiler.is_compiling() or count_dispatch_modes() > 0:
+        """Return a function that runs the named kernel. For "triton" that is the op under a second name, unless
+        torch.compile or a dispatch mode is active, which only know the first name."""
+        if kernel != "triton" or torch.compiler.is_compiling() or count_dispatch_modes() > 0:
             return self
-        if kernel != "cublaslt":
-            return functools.partial(self._in_variant, kernel) if " " in kernel else self._by_triton
-        call = _native_calls.get(f"{self.name}_by_{kernel}")
-        return (call and call.on(torch.device("cuda"))) or self
+        return self._by_triton
 
     @functools.cached_property
     def _by_triton(self) -> Callable[..., Any]:
@@ -100,13 +94,6 @@ class Op:
                 _library.impl(name, self.triton, key)
         overload: Callable[..., Any] = getattr(getattr(torch.ops, NAMESPACE), name).default
         return overload
-
-    def _in_variant(self, kernel: str, *arguments: Any) -> Any:
-        of_thread.variant = kernel
-        try:
-            return self._by_triton(*arguments)
-        finally:
-            of_thread.variant = None
 
     def _bump_versions(self, keyset: Any, *arguments: Any) -> Any:
         result = self.overload.redispatch(keyset & keys_below_autograd, *arguments)

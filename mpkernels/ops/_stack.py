@@ -1,6 +1,5 @@
 """The dispatcher's own stack of kernels, by torch.library, which nothing else here touches."""
 
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,8 +12,6 @@ DEVICES = {
     "cpu": "CPU",
     "cuda": "CUDA",
 }  # torch.device.type -> dispatch key, where kernels other than the reference exist
-
-of_thread = threading.local()  # .variant: which of a kernel's variants is asked for, until its call ends
 
 definitions = Library(NAMESPACE, "DEF")
 

@@ -6,12 +6,12 @@ one. Nothing else times anything.
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, NoReturn
+from typing import Any
 
 from mpkernels.selector import disk, rule
 from mpkernels.selector.case import Case
 
-__all__ = ["choices", "forget", "make_deterministic", "pin", "warm_up"]
+__all__ = ["choices", "forget", "pin"]
 
 by_key: dict[Hashable, str] = {}  # the kernel of each call by its key, so that later calls needn't ask
 left_to_torch: set[tuple[str, Any, Any]] = set()  # activation, dtype and device of the linear_acts that torch computes
@@ -47,16 +47,6 @@ def forget() -> None:
     _chosen.clear()
     disk.clear()
     ask_again()
-
-
-def warm_up(*_: Any, **__: Any) -> NoReturn:
-    """Raise: nothing is timed unless you call ``mpkernels.tune(model, *inputs)``."""
-    raise RuntimeError("selector.warm_up is gone, for no call times anything: mpkernels.tune(model, *inputs) does")
-
-
-def make_deterministic() -> NoReturn:
-    """Raise: choices are the same in every run, unless you call ``mpkernels.tune``."""
-    raise RuntimeError("selector.make_deterministic is gone, for choices are the same in every run: leave it out")
 
 
 def choose(case: Case, key: Hashable = None, trial: Callable[[], Any] | None = None) -> str:

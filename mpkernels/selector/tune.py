@@ -127,8 +127,9 @@ def _run_step(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, An
     args, kwargs = map_leaves(_copy, (tuple(inputs), dict(keywords)))
     tensors = [*params.values(), *buffers.values(), *leaves_of((args, kwargs))]
     devices = {it.device.index for it in tensors if isinstance(it, Tensor) and it.is_cuda}
-    with torch.random.fork_rng(sorted(devices)), uncompiled(), _no_cast_kept():
+    with torch.random.fork_rng(sorted(devices)), uncompiled():
         functional_call(step, params | buffers, args, kwargs)
+    torch.clear_autocast_cache()  # or it would keep casts of these parameters until autocast ends
 
 
 class _Step(nn.Module):
@@ -153,14 +154,3 @@ def _inner(model: nn.Module) -> nn.Module:
 
 def _copy(it: Any) -> Any:
     return it.detach().clone().requires_grad_(it.requires_grad) if isinstance(it, Tensor) else it
-
-
-@contextmanager
-def _no_cast_kept() -> Iterator[None]:
-    """Autocast would keep casts of these parameters until its block ends."""
-    before = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)

@@ -1,4 +1,4 @@
-"""gated_linear, mlp and gated_mlp compute what torch's functions do, and keep less."""
+"""linear_act, gated_linear, mlp and gated_mlp compute what torch's functions do."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_error_contract(target, name, activation, dtype):
     name=st.sampled_from([*BLOCKS]),
     sizes=st.tuples(*[st.integers(1, 150)] * 4),
     dtype=st.sampled_from(DTYPES),
-    activation=st.sampled_from(["silu", "gelu", "relu"]),
+    activation=st.sampled_from([*ACTIVATIONS]),
     seed=st.integers(0, 1000),
 )
 def test_error_contract_at_any_shape(target, name, sizes, dtype, activation, seed):

@@ -4,19 +4,19 @@ import re
 
 import pytest
 import torch
-from torch.nn import functional
 
 import mpkernels
 from mpkernels import selector
 from mpkernels.functional import gated_linear, gated_mlp, mlp
 from mpkernels.linear import cast_cache, choice
-from mpkernels.ops.linear.kind import ROUNDING, Kind
+from mpkernels.ops.linear.kind import ROUNDING
 from tests.block_cases import BLOCKS, arguments, results
 from tests.linear.test_blocks_autograd import saved_by
 from tests.linear_cases import relative_error
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EVERY = pytest.mark.parametrize("name", BLOCKS)
+EVERY_BUT_A_LONE_LAYER = pytest.mark.parametrize("name", [name for name in BLOCKS if "linear_act" not in name])
 
 
 @EVERY
@@ -49,7 +49,7 @@ def test_compiles_without_a_graph_break(name, dtype, kernel):
 
 @EVERY
 def test_func_transforms_and_export(name):
-    x, *parameters, dy = arguments(name, F64)
+    x, *parameters, dy = arguments(name, F32)
     ours, torchs = BLOCKS[name][:2]
     with mpkernels.backend("native"):
         got, want = (torch.func.grad(lambda x, f=f: (f("silu", x, *parameters) * dy).sum())(x) for f in (ours, torchs))
@@ -68,7 +68,7 @@ def test_func_transforms_and_export(name):
     torch.testing.assert_close(exported.module()(x), torchs("silu", x, *parameters))
 
 
-@EVERY
+@EVERY_BUT_A_LONE_LAYER
 def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name):
     *leaves, _ = (it.requires_grad_() for it in arguments(name, F32, (70, 24, 32, 16)))
     trials = []
@@ -85,7 +85,7 @@ def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name)
 
 
 @pytest.mark.parametrize("dtype", [F16, B16], ids=str)
-@EVERY
+@EVERY_BUT_A_LONE_LAYER
 def test_gradients_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
     """As near to fp64 as torch under autocast, and half of what it saves."""
     monkeypatch.setattr(choice.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
@@ -110,14 +110,14 @@ def test_gradients_are_rounded_only_where_torch_rounds_them(monkeypatch):
     monkeypatch.setattr(choice.selector, "choose", lambda case, *_: offered.append(case.kernels) or "torch")
     x, *parameters, _ = arguments("mlp", F32)
     in_halves = [it.bfloat16().requires_grad_() for it in parameters]
-    for autocast, these in ((True, parameters), (False, parameters), (False, in_halves)):
+    for autocast, these in ((True, parameters), (True, in_halves), (False, parameters), (False, in_halves)):
         for it in these:
             it.requires_grad_()
         with torch.autocast("cpu", enabled=autocast):
-            BLOCKS["mlp"].ours("silu", x.to(these[0].dtype), *these)
+            BLOCKS["mlp"].ours("silu", x if autocast else x.to(these[0].dtype), *these)
             with torch.no_grad():
                 BLOCKS["mlp"].ours("silu", x.to(these[0].dtype), *these)
-    assert offered == [("native", ROUNDING, "torch"), *[("native", "torch")] * 5]
+    assert offered == [("native", ROUNDING, "torch"), *[("native", "torch")] * 7]
 
 
 def test_a_gradient_that_is_asked_for_in_fp32_is_not_rounded(monkeypatch):
@@ -132,40 +132,6 @@ def test_a_gradient_that_is_asked_for_in_fp32_is_not_rounded(monkeypatch):
         BLOCKS["mlp"].ours("silu", x, fc1, fc1_bias, fc2, fc2_bias).float().square().sum().backward()
     assert not torch.equal(fc1.grad, fc1.grad.bfloat16().float())
     assert torch.equal(fc2.grad, fc2.grad.bfloat16().float())
-
-
-def test_an_fp32_input_alone_rounds_nothing(monkeypatch):
-    offered = []
-    monkeypatch.setattr(choice.selector, "choose", lambda case, *_: offered.append(case.kernels) or "torch")
-    x, *parameters, _ = arguments("mlp", F32)
-    with torch.autocast("cpu"):
-        BLOCKS["mlp"].ours("silu", x, *(it.bfloat16().requires_grad_() for it in parameters))
-    assert offered == [("native", "torch")]
-
-
-MLP = {"x": torch.ones(3, 4), "fc1_weight": torch.ones(6, 4), "fc1_bias": torch.ones(6), "fc2_weight": torch.ones(5, 6)}
-OTHER_CALLS = [
-    {"x": torch.ones(2, 4)},
-    {"x": torch.ones(4, 3).t()},
-    {"x": torch.ones(3, 4, dtype=B16)},
-    {"x": torch.ones(3, 4, device="meta")},
-    {"fc1_weight": torch.ones(7, 4)},
-    {"fc1_weight": torch.ones(4, 6).t()},
-    {"fc2_weight": torch.ones(5, 6, dtype=B16)},
-    {"fc1_bias": None},
-    *({name: it.clone().requires_grad_()} for name, it in MLP.items()),
-]
-
-
-@pytest.mark.parametrize("other", OTHER_CALLS, ids=lambda it: " ".join(it))
-def test_calls_are_told_apart(other):
-    def key(**changes):
-        x, *parameters = (MLP | changes).values()
-        return choice.key_of(Kind("mlp", "gelu"), x, *parameters[:2], tuple(parameters[2:]))
-
-    assert None not in (key(), key(**other))
-    assert key() != key(**other)
-    assert key(**other) == key(**other)
 
 
 x, up, down, bias = torch.ones(3, 4), torch.ones(6, 4), torch.ones(5, 6), torch.ones(6)
@@ -201,15 +167,3 @@ def test_errors_name_function_argument_wanted_and_got(function, given, kind, tex
             function(*given)
     finally:
         selector.pin(None)
-
-
-class OfAUser(torch.Tensor):
-    pass
-
-
-def test_what_no_kernel_takes_is_torchs():
-    got = mlp(x.as_subclass(OfAUser), up, bias, down, None)
-    assert type(got) is OfAUser
-    assert torch.equal(
-        got.as_subclass(torch.Tensor), functional.linear(functional.gelu(functional.linear(x, up, bias)), down)
-    )

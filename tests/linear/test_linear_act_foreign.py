@@ -102,20 +102,6 @@ def test_a_model_that_was_made_in_inference_mode():
     torch.testing.assert_close(dx, want, rtol=0.02, atol=0.02)  # of bf16's 8 bits, after two roundings
 
 
-@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype:UserWarning")
-def test_a_nested_batch():
-    layer, parts = LinearAct(8, 6), [torch.randn(2, 8), torch.randn(3, 8)]
-    got = layer(torch.nested.nested_tensor(parts))
-    for part, want in zip(got.unbind(), map(sequential(layer), parts), strict=True):
-        torch.testing.assert_close(part, want)
-
-
-def test_an_activation_that_is_no_name():
-    layer = LinearAct(8, 6)
-    with pytest.raises(ValueError, match=r"activation must be one of none, .*, got \['gelu'\]"):
-        linear_act(torch.ones(1, 8), layer.weight, layer.bias, ["gelu"])
-
-
 def negative(*shape):
     return torch.randn(shape, dtype=torch.complex64).conj().imag
 

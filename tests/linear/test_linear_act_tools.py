@@ -1,8 +1,5 @@
 """What torch's own tools do to a LinearAct, and how it is made of a Linear and becomes one."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -123,17 +120,6 @@ def test_what_would_be_lost_is_refused(change, text):
             convert()
 
 
-def test_pickles_of_when_it_was_a_linear_load():
-    """They hold a class's name and attributes: Linear's, and the activation."""
-    layer, linear = LinearAct(7, 5, activation="silu"), torch.nn.Linear(7, 5)
-    assert vars(layer).keys() == vars(linear).keys() | {"activation"}
-    linear.activation, linear.__class__ = "silu", type("LinearAct", (torch.nn.Linear,), {"__module__": "mpkernels.nn"})
-    text = pickle.dumps(copy.deepcopy(linear).__reduce_ex__(2)[2])
-    old = LinearAct.__new__(LinearAct)
-    old.__setstate__(pickle.loads(text))
-    assert_close(old(X), functional.silu(functional.linear(X, linear.weight, linear.bias)))
-
-
 NORMS = (parametrizations.weight_norm, parametrizations.spectral_norm, parametrizations.orthogonal)
 
 
@@ -171,17 +157,6 @@ def test_hooks(target):
     dz = (layer.forward(2 * x.detach()) > 0).to(x.dtype)
     assert_close(x.grad, 6 * dz @ layer.weight)
     assert_close(want, functional.relu(functional.linear(x, layer.weight, layer.bias)))
-
-
-def test_hooks_of_checkpoints():
-    layer, other = LinearAct(7, 5), LinearAct(7, 5)
-    layer.register_state_dict_post_hook(
-        lambda module, state, prefix, metadata: state.update({prefix + "weight": state[prefix + "weight"] * 2})
-    )
-    other.register_load_state_dict_pre_hook(lambda module, state, prefix, *rest: state[prefix + "bias"].zero_())
-    torch.nn.Sequential(other).load_state_dict(torch.nn.Sequential(layer).state_dict())
-    assert torch.equal(other.weight, 2 * layer.weight)
-    assert not other.bias.any()
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao, whose end is announced

@@ -75,7 +75,7 @@ def test_what_is_timed_lies_in_memory_as_the_calls_tensors_do(trains):
     weight = transposed(torch.empty(24, 16)).requires_grad_()
     trial = Trial(8, Kind("linear_act", "gelu"), transposed(torch.empty(8, 16)), Parameters(weight, None), trains, None)
     assert trial._x.stride() == (1, 8)
-    assert trial._own.weight.stride() == (1, 24)
+    assert trial._params.weight.stride() == (1, 24)
     assert [it.shape for it in trial.run("native")] == [(8, 24), *[(24, 16)] * trains]
 
 

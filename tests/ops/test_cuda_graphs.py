@@ -8,11 +8,10 @@ import torch
 from mpkernels.amp import GradScaler, autocast, clip_grad_norm_
 from mpkernels.functional import linear_act
 from mpkernels.nn import LinearAct
-from mpkernels.ops import linear_dact
 from mpkernels.optim import AdamW
 from tests.cases import same_bits
 from tests.graphs import captured
-from tests.linear_cases import before_a_layer, layer
+from tests.linear_cases import layer
 from tests.networks import B16, F16, batch, network
 
 MODES = [
@@ -162,38 +161,20 @@ def test_a_replayed_iteration_is_an_eager_one(make, step, options, capturing):
     assert replayed["culprits"]
 
 
-@pytest.mark.parametrize("activation", ["none", "gelu_tanh", "silu"])
-@pytest.mark.parametrize("features", [24, 20])  # 20: rows that cublasLt doesn't get
-def test_a_captured_product_is_an_eager_one(activation, features, capturing):
-    """The very first of its shape: handles are made and algorithms chosen while the graph is captured. But Triton's
-    kernels are loaded before, which no capture allows."""
+@pytest.mark.parametrize("activation", ["none", "silu"])
+def test_a_captured_product_is_an_eager_one(activation, capturing):
+    """The very first of its shape. But Triton's kernels are loaded before, which no capture allows."""
     device = capturing.device
-    x, weight, bias, _ = layer(48, features, 40, B16, device)
+    x, weight, bias, _ = layer(48, 24, 40, B16, device)
     with torch.no_grad():
         if capturing.kernel == "triton":
             linear_act(x, weight, bias, activation)
         with captured(capturing) as graph:
             y = linear_act(x, weight, bias, activation)
         for seed in range(3):
-            x.copy_(layer(48, features, 40, B16, device, seed)[0])
+            x.copy_(layer(48, 24, 40, B16, device, seed)[0])
             graph.replay()
             assert torch.equal(y, linear_act(x, weight, bias, activation))
-
-
-@pytest.mark.parametrize("features", [24, 20])
-def test_a_captured_product_with_the_slope_is_an_eager_one(features, capturing):
-    """Likewise, where linear_dact's product ends in cublasLt's DGELU, and where it doesn't."""
-    dy, weight, z = before_a_layer(48, features, 56, B16, capturing.device)
-    arguments = dy, weight, z, "gelu_tanh", None
-    if capturing.kernel == "triton":
-        linear_dact(*arguments)
-    with captured(capturing) as graph:
-        dz, _ = linear_dact(*arguments)
-    for seed in range(3):
-        for own, other in zip((dy, z), before_a_layer(48, features, 56, B16, capturing.device, seed)[::2], strict=True):
-            own.copy_(other)
-        graph.replay()
-        assert torch.equal(dz, linear_dact(*arguments)[0])
 
 
 def test_a_captured_layer_trains_as_an_eager_one(capturing):

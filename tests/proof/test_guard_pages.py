@@ -84,7 +84,7 @@ def update_scale_fenced(fence, sizes, found_inf):
 
 
 def linear_act_fenced(fence, length, dtype, activation):
-    """Rows, features and outputs odd, one of each as long as a whole block, and all as cublasLt wants them."""
+    """Rows, features and outputs odd, one of each as long as a whole block, and all multiples of 8."""
     shapes = (5, 33, 31), (1, 8, length), (length, 8, 1), (0, 3, 5), (5, 0, 3), (8, 16, 24)
     for rows, features, outputs in shapes:
         x, weight, bias, dy = layer(rows, features, outputs, dtype)

@@ -1,7 +1,5 @@
 """Who computes where nobody has tuned: what the table says, in every process and situation; and nothing is timed."""
 
-import threading
-
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -9,7 +7,6 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkernels import _extension, backend, selector
 from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
-from mpkernels.nn import MLP, LinearAct
 from mpkernels.ops.linear.kind import ROUNDING
 from mpkernels.selector import disk, rule
 from mpkernels.selector.case import Case
@@ -49,12 +46,6 @@ def test_sixteen_bits_are_widened_where_the_cpu_cannot_multiply_them(has_instruc
     assert (name == "native") == (not has_instructions)
 
 
-def test_a_lone_layer_is_torchs_where_the_cpu_multiplies_its_numbers(monkeypatch):
-    monkeypatch.setattr(rule, "multiplies_halves", lambda dtype: True)
-    for dtypes in ((B16, F32), (F16,)):
-        assert rule.kernel(CPU._replace(op="linear_act", dtypes=dtypes)) == "torch"
-
-
 def test_what_is_torchs_in_every_size_is_what_no_line_fits(has_instructions):
     alone = CPU._replace(op="linear_act", rows=1, trains=False)
     assert rule.leaves_to_torch(alone)
@@ -82,16 +73,6 @@ def test_a_lone_gelu_is_ours_in_few_rows_alone():
     assert [rule.kernel(case._replace(rows=rows)) for rows in (1, 64, 128, None)] == ["native"] * 2 + ["torch"] * 2
 
 
-@pytest.mark.parametrize(("op", "activation"), [("mlp", "gelu_tanh"), ("gated_mlp", "silu")])
-def test_an_mlp_keeps_half_in_16_bits_and_rounds_fp32_gradients_as_torch_does(monkeypatch, op, activation):
-    monkeypatch.setattr(rule, "multiplies_halves", lambda dtype: True)
-    case = CPU._replace(op=op, activation=activation, dtypes=(B16, F32), rows=2048)
-    assert rule.kernel(case) == ROUNDING
-    assert rule.kernel(case._replace(trains=False)) == "torch"
-    without_fp32_weights = case._replace(dtypes=(B16,), kernels=tuple(it for it in KERNELS if it != ROUNDING))
-    assert rule.kernel(without_fp32_weights) == "torch"  # which nobody has measured
-
-
 def test_a_kernel_that_is_not_there_is_not_chosen():
     for dtypes in ((F32,), (B16, F32), (F16,)):
         assert rule.kernel(CPU._replace(dtypes=dtypes, kernels=("torch",))) == "torch"
@@ -100,7 +81,7 @@ def test_a_kernel_that_is_not_there_is_not_chosen():
 @pytest.mark.parametrize("dtypes", [(B16,), (B16, F32), (F16, F32)], ids=str)
 def test_on_cuda_wide_layers_that_train_are_ours(dtypes):
     """Fused products of Triton's are chosen by nobody who has not tuned."""
-    kernels = "native", "triton", "cublaslt", "torch"
+    kernels = "native", "triton", "torch"
     there = CPU._replace(op="gated_mlp", device=torch.device("cuda", 0), dtypes=dtypes, kernels=kernels)
     wide = there._replace(sizes=(4096, 14336, 4096))
     others = wide._replace(op="mlp", activation="gelu"), wide._replace(op="linear_act", activation="gelu")
@@ -174,58 +155,6 @@ class AsModule(torch.nn.Module):
         return self.call(x)
 
 
-LAYERS = {
-    "linear_act": lambda: LinearAct(64, 48, activation="gelu"),
-    "mlp": lambda: MLP(64, 256, activation="gelu_tanh"),
-    "gated_mlp": lambda: MLP(64, 256, gated=True, activation="silu", bias=False),
-}
-
-
-def trained(layer, rows, call=None):
-    """Return the choices and all numbers of one step."""
-    selector.ask_again()
-    own = torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows))
-    y = (call or layer)(own)
-    grads = torch.autograd.grad(y.square().mean(), [*layer.parameters()])
-    return selector.choices(), [y.detach(), *grads]
-
-
-@pytest.mark.parametrize("rows", [4, 256])
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_other_parameters_for_a_call_choose_alike(make, rows):
-    layer = make()
-    choices, numbers = trained(layer, rows)
-    params = dict(layer.named_parameters())
-    again, others = trained(layer, rows, lambda x: torch.func.functional_call(layer, params, (x,)))
-    assert again == choices
-    assert all(map(torch.equal, others, numbers))
-
-
-@pytest.mark.parametrize("rows", [4, 256])
-@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-def test_a_busy_machine_changes_neither_choices_nor_bits(make, rows):
-    layer = make()
-    choices, numbers = trained(layer, rows)
-    stop = threading.Event()
-
-    def burn():
-        while not stop.is_set():
-            torch.randn(256, 256).mm(torch.randn(256, 256))
-
-    burners = [threading.Thread(target=burn) for _ in range(4)]
-    try:
-        for it in burners:
-            it.start()
-        for _ in range(5):
-            again, others = trained(layer, rows)
-            assert again == choices
-            assert all(map(torch.equal, others, numbers))
-    finally:
-        stop.set()
-        for it in burners:
-            it.join()
-
-
 def test_pin_forces_what_is_there():
     for name in ("native", "torch"):
         selector.pin(name)
@@ -242,13 +171,6 @@ def test_pin_forces_what_is_there():
         selector.pin(None)
     with pytest.raises(ValueError, match="pin: name must be 'native', 'triton', 'torch' or None, got 'fastest'"):
         selector.pin("fastest")
-
-
-def test_what_is_gone_says_what_to_call_now():
-    with pytest.raises(RuntimeError, match=r"selector.warm_up is gone.*mpkernels.tune\(model, \*inputs\) does"):
-        selector.warm_up(torch.nn.Linear(2, 2), x)
-    with pytest.raises(RuntimeError, match=r"selector.make_deterministic is gone.*leave it out"):
-        selector.make_deterministic()
 
 
 @pytest.mark.parametrize("dtype", [F16, B16], ids=str)

@@ -21,7 +21,7 @@ def sigmoid(z):
 
 @triton.jit
 def logistic(z):
-    """sigmoid(z) and sigmoid(-z), each as accurate as the other, where 1 - sigmoid(z) would cancel."""
+    """Return sigmoid(z) and sigmoid(-z), each as accurate as the other, where 1 - sigmoid(z) would cancel."""
     power = tl.exp(-tl.abs(z))
     large = 1 / (1 + power)
     small = power * large
@@ -38,7 +38,7 @@ def tanh(z):
 
 
 @triton.jit
-def below(z):
+def gaussian(z):
     """Return the share of a Gaussian below z, and exp(-z^2 / 2). The tail is exp(-z^2 / 2) times a polynomial in
     t = 1 / (1 + |z| / 4), fitted to 4e-8 of it however thin it gets; half of 1 + erf keeps nothing of it."""
     bell = tl.exp(-0.5 * z * z)
@@ -56,43 +56,43 @@ def bounded_square(z):
 
 
 @triton.jit
-def of(ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, it, dy):
-    """The table: y of z, or dz of dy and of what ACTIVATIONS says that forward saves. ``it`` is z or what was saved."""
+def formula(ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, known, dy):
+    """Return y of z, or dz of dy and of what ACTIVATIONS says that forward saves. ``known`` is z or what was saved."""
     if ACTIVATION == "none":
-        result = dy if BACKWARD else it
+        result = dy if BACKWARD else known
     elif ACTIVATION == "relu":
-        result = tl.where(it <= 0, 0.0, dy if BACKWARD else it)  # NaN passes
+        result = tl.where(known <= 0, 0.0, dy if BACKWARD else known)  # NaN passes
     elif ACTIVATION == "relu2":
-        result = tl.where(it <= 0, 0.0, 2 * it * dy if BACKWARD else it * it)
+        result = tl.where(known <= 0, 0.0, 2 * known * dy if BACKWARD else known * known)
     elif ACTIVATION == "gelu":
-        share, bell = below(it)
-        result = dy * (share + it * (bell * DENSITY)) if BACKWARD else it * share
+        share, bell = gaussian(known)
+        result = dy * (share + known * (bell * DENSITY)) if BACKWARD else known * share
     elif ACTIVATION == "gelu_tanh":
-        square = bounded_square(it)
+        square = bounded_square(known)
         if BACKWARD:
-            s, one_minus_s = logistic(it * (LINEAR + CUBIC * square))
-            result = dy * (s + it * s * one_minus_s * (LINEAR + 3 * CUBIC * square))
+            s, one_minus_s = logistic(known * (LINEAR + CUBIC * square))
+            result = dy * (s + known * s * one_minus_s * (LINEAR + 3 * CUBIC * square))
         else:
-            result = it * sigmoid(it * (LINEAR + CUBIC * square))
+            result = known * sigmoid(known * (LINEAR + CUBIC * square))
     elif ACTIVATION == "silu":
         if BACKWARD:
-            s, one_minus_s = logistic(it)
-            result = dy * (s * (1 + it * one_minus_s))
+            s, one_minus_s = logistic(known)
+            result = dy * (s * (1 + known * one_minus_s))
         else:
-            result = it * sigmoid(it)
+            result = known * sigmoid(known)
     elif ACTIVATION == "sigmoid":
-        result = dy * it * (1 - it) if BACKWARD else sigmoid(it)
+        result = dy * known * (1 - known) if BACKWARD else sigmoid(known)
     else:
         tl.static_assert(ACTIVATION == "tanh")
-        result = dy * (1 - it * it) if BACKWARD else tanh(it)
+        result = dy * (1 - known * known) if BACKWARD else tanh(known)
     return result
 
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    return of(ACTIVATION, False, z, z)
+    return formula(ACTIVATION, False, z, z)
 
 
 @triton.jit
 def activate_backward(dy, saved, ACTIVATION: tl.constexpr):
-    return of(ACTIVATION, True, saved, dy)
+    return formula(ACTIVATION, True, saved, dy)

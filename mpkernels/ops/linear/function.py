@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mpkernels._torch_private.modes import are_transforms_active
 from mpkernels._torch_private.ops import unsafe_view
 from mpkernels._torch_private.tensors import derives_forward, version_of
 from mpkernels.ops._autocast import without_autocast
@@ -27,44 +26,27 @@ _Gradients = tuple[Tensor | None, ...]
 _Dtypes = tuple[torch.dtype | None, ...]
 
 
-def linear_act(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    activation: str,
-    shape: tuple[int, ...],
-    cast: tuple[Tensor, Tensor | None] | None = None,
-    kernel: str = "dispatched",
-) -> Tensor:
-    """``f(x W^T + b)`` of matrices in one dtype, in the ``shape`` that is wanted, differentiable as often as you like;
-    see mpkernels.functional.
+def compute(kind: Kind, x: Tensor, params: Parameters, casts: Casts, kernel: str, shape: tuple[int, ...]) -> Tensor:
+    """Return the block's result for matrix x, in the ``shape`` that is wanted.
 
-    ``cast`` is weight and bias in x's dtype, where their own is fp32; ``kernel`` as ``Op.by`` takes it.
+    ``casts`` has the parameters in x's dtype where they are fp32; ``kernel`` is as ``Op.by`` takes it.
     """
-    casts = None if cast is None else (*cast, None, None, None, None)
-    kernel = "reference" if x.dtype == torch.float64 else kernel
-    return compute(Kind("linear_act", activation), x, Parameters(weight, bias), casts, kernel, shape)
-
-
-def compute(kind: Kind, x: Tensor, own: Parameters, casts: Casts, kernel: str, shape: tuple[int, ...]) -> Tensor:
-    """Return the block's result for matrix x, in the ``shape`` that is wanted."""
-    transforms = are_transforms_active()
-    if transforms or derives_forward() or (torch.is_grad_enabled() and (own.weight.requires_grad or _wants(x, own))):
-        apply: Any = _BlockUnderTransforms.apply if transforms or torch.compiler.is_compiling() else _apply
-        count = 2 if kind.op == "linear_act" else len(own)  # each costs a small layer time
-        y: Tensor = apply(x, *own[:count], casts and casts[:count], kind, kernel, shape)[0]
+    if derives_forward() or (torch.is_grad_enabled() and (params.weight.requires_grad or _wants(x, params))):
+        apply: Any = _Block.apply if torch.compiler.is_compiling() else _apply
+        count = 2 if kind.op == "linear_act" else len(params)  # each costs a small layer time
+        y: Tensor = apply(x, *params[:count], casts and casts[:count], kind, kernel, shape)[0]
         return y
-    h, _ = begin(kind, x, kernel, False, *(own if casts is None else replaced(own, casts)))
-    if own.out_weight is None:
+    h, _ = begin(kind, x, kernel, False, *(params if casts is None else replaced(params, casts)))
+    if params.out_weight is None:
         return h if h.shape == shape else unsafe_view(h, shape)
     h = functional.dropout(h, kind.dropout) if kind.dropout else h
     last = None if casts is None else (*casts[4:], None, None, None, None)
-    return compute(Kind(kind.op, "none"), h, Parameters(own.out_weight, own.out_bias), last, kernel, shape)
+    return compute(Kind(kind.op, "none"), h, Parameters(params.out_weight, params.out_bias), last, kernel, shape)
 
 
-def _wants(x: Tensor, own: Parameters) -> bool:
+def _wants(x: Tensor, params: Parameters) -> bool:
     """Return whether x or a parameter of the first layers wants a gradient."""
-    return any(it is not None and it.requires_grad for it in (x, *own[:4]))
+    return any(it is not None and it.requires_grad for it in (x, *params[:4]))
 
 
 class _Call(NamedTuple):
@@ -82,64 +64,30 @@ class _Call(NamedTuple):
     fp32: list[tuple[Tensor, object] | None] | None
 
 
-class _BlockUnderTransforms(torch.autograd.Function):
+class _Block(torch.autograd.Function):
     """Its further results are what the backward keeps: z or h, through which a second backward finds its way to x and
     the weights, and the dropout's mask. The gradients of fp32 parameters are never rounded to 16 bits, but with
     ROUNDING."""
 
-    generate_vmap_rule = True
-
-    # A lone layer passes no loop: in a small one, each loop takes as long as its kernel.
+    # A lone layer passes no loop: in a small one, each loop takes as long as its kernel. Nor is there a setup_context,
+    # beside which torch looks the forward's signature up in each call: that takes longer than both kernels.
     @staticmethod
     def forward(
-        x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         *others, casts, kind, kernel, shape = arguments
-        its = (weight, bias, *others) if casts is None else replaced((weight, bias, *others), casts)
-        h, z = begin(kind, x, kernel, not kind.recompute, *its)
-        y, mask, has_out = h, None, len(its) > 2 and its[4] is not None
+        params = (weight, bias, *others) if casts is None else replaced((weight, bias, *others), casts)
+        h, z = begin(kind, x, kernel, not kind.recompute, *params)
+        y, mask, has_out = h, None, len(params) > 2 and params[4] is not None
         if has_out:
             if kind.dropout:
                 h, mask = torch.native_dropout(h, kind.dropout, True)
-            y, _ = _linear_act.by(kernel)(h, its[4], its[5], "none", False)
+            y, _ = _linear_act.by(kernel)(h, params[4], params[5], "none", False)
         kept = None if kind.recompute else z if kind.keeps_z else h if has_out else None
         # Autograd forbids in-place changes of a view. It is made before y is saved, so that changes of y are seen.
-        return y if y.shape == shape else unsafe_view(y, shape), kept, mask
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
-        x, weight, bias, *others, casts, kind, kernel, shape = inputs
-        (y, kept, mask), again = output, kind.recompute
-        wants_x, wants_weight, wants_bias, *wants = ctx.needs_input_grad
-        dtypes: _Dtypes = (grad_dtype(weight) if wants_weight else None, grad_dtype(bias) if wants_bias else None)
-        by_columns: tuple[bool, ...] = (wants_weight and lies_by_columns(weight),)
-        has_out, fp32 = False, None
-        if others:
-            has_out = others[2] is not None
-            dtypes += tuple(grad_dtype(it) if want else None for it, want in zip(others, wants, strict=False))
-            by_columns += tuple(want and lies_by_columns(it) for it, want in zip(others[::2], wants[::2], strict=False))
-        if kernel == ROUNDING and casts is not None:  # the weights that autocast has cast
-            pairs = enumerate(zip(dtypes, casts, strict=False))
-            dtypes = tuple(x.dtype if it and cast is not None and at % 2 == 0 else it for at, (it, cast) in pairs)
-        if casts is not None:
-            fp32 = _noted((weight, bias, *others), casts)
-            weight, bias, *others = replaced((weight, bias, *others), casts)
-        ctx.call = kind, kernel, (x.shape[0], shape[-1]), shape, has_out, wants_x, dtypes, by_columns, fp32
-        ctx.set_materialize_grads(False)
-        if mask is not None:
-            ctx.mark_non_differentiable(mask)
-        if kept is None and not (has_out or again) and ACTIVATIONS[kind.activation].saves == "y":
-            kept = y
-        if others and not again:
-            others = [others[0] if wants_x else None, None, others[2], None]
-        ctx.save_for_backward(
-            x if again or wants_weight or (others and dtypes[2]) else None,
-            weight if wants_x or again else None,
-            bias if again else None,
-            *others,
-            kept,
-            mask,
-        )
+        output = y if y.shape == shape else unsafe_view(y, shape), kept, mask
+        _save(ctx, (x, weight, bias, *arguments), output)
+        return output
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor | None, grad_of_kept: Tensor | None, _: Tensor | None) -> _Gradients:
@@ -149,8 +97,8 @@ class _BlockUnderTransforms(torch.autograd.Function):
         rest = None, None, None, None
         if dy is None and grad_of_kept is None:
             return None, *(None for _ in call.dtypes), *rest
-        x, *parameters, kept, mask = ctx.saved_tensors
-        its = Parameters(*parameters)
+        x, *kept_params, kept, mask = ctx.saved_tensors
+        params = Parameters(*kept_params)
         is_lone = not (call.kind.is_gated or call.has_out)
         if dy is None:
             dy = grad_of_kept.new_zeros(call.matrix)  # type: ignore[union-attr]
@@ -160,35 +108,58 @@ class _BlockUnderTransforms(torch.autograd.Function):
         if grad_of_kept is None and (is_compiling or not torch.is_grad_enabled()):
             if is_lone:
                 saved = dy.new_empty(0) if kept is None else kept
-                found = _layer(call, 0, dy, x, its.weight, saved, call.kind.activation)
+                found = _layer(call, 0, dy, x, params.weight, saved, call.kind.activation)
                 return (*found, *rest) if len(call.dtypes) == 2 else (*found, *rest, *rest)
-            dz, dbias, *of_out = _backward_of_out(call, dy, x, its, kept, mask)
-            return *_backward_of_first(call, dz, dbias, x, its), *of_out, *rest
+            dz, dbias, *of_out = _backward_of_out(call, dy, x, params, kept, mask)
+            return *_backward_of_first(call, dz, dbias, x, params), *of_out, *rest
         with without_autocast(dy):
-            return *_backward_by_torch(call, dy, x, its, kept, mask, grad_of_kept), *rest
-
-
-class _Block(torch.autograd.Function):
-    """The same without transforms. Beside a ``setup_context``, torch looks the forward's signature up in each call,
-    which takes longer than both kernels of a small layer."""
-
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        output = _BlockUnderTransforms.forward(*arguments)
-        _BlockUnderTransforms.setup_context(ctx, arguments, output)
-        return output
-
-    backward = _BlockUnderTransforms.backward
+            return *_backward_by_torch(call, dy, x, params, kept, mask, grad_of_kept), *rest
 
 
 # What _Block.apply comes to, which before torch 2.14 first looks for transforms that are over.
 _apply = super(torch.autograd.Function, _Block).apply
 
 
-def _noted(own: Sequence[Any], casts: tuple[Tensor | None, ...]) -> list[tuple[Tensor, object] | None]:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
+    """Give autograd's context what the backward needs."""
+    x, weight, bias, *others, casts, kind, kernel, shape = inputs
+    (y, kept, mask), again = output, kind.recompute
+    wants_x, wants_weight, wants_bias, *wants = ctx.needs_input_grad
+    dtypes: _Dtypes = (grad_dtype(weight) if wants_weight else None, grad_dtype(bias) if wants_bias else None)
+    by_columns: tuple[bool, ...] = (wants_weight and lies_by_columns(weight),)
+    has_out, fp32 = False, None
+    if others:
+        has_out = others[2] is not None
+        dtypes += tuple(grad_dtype(it) if want else None for it, want in zip(others, wants, strict=False))
+        by_columns += tuple(want and lies_by_columns(it) for it, want in zip(others[::2], wants[::2], strict=False))
+    if kernel == ROUNDING and casts is not None:  # the weights that autocast has cast
+        pairs = enumerate(zip(dtypes, casts, strict=False))
+        dtypes = tuple(x.dtype if it and cast is not None and at % 2 == 0 else it for at, (it, cast) in pairs)
+    if casts is not None:
+        fp32 = _noted((weight, bias, *others), casts)
+        weight, bias, *others = replaced((weight, bias, *others), casts)
+    ctx.call = kind, kernel, (x.shape[0], shape[-1]), shape, has_out, wants_x, dtypes, by_columns, fp32
+    ctx.set_materialize_grads(False)
+    if mask is not None:
+        ctx.mark_non_differentiable(mask)
+    if kept is None and not (has_out or again) and ACTIVATIONS[kind.activation].saves == "y":
+        kept = y
+    if others and not again:
+        others = [others[0] if wants_x else None, None, others[2], None]
+    ctx.save_for_backward(
+        x if again or wants_weight or (others and dtypes[2]) else None,
+        weight if wants_x or again else None,
+        bias if again else None,
+        *others,
+        kept,
+        mask,
+    )
+
+
+def _noted(params: Sequence[Any], casts: tuple[Tensor | None, ...]) -> list[tuple[Tensor, object] | None]:
     """Return the fp32 parameters and their versions, which a second backward needs. They aren't saved: they may be
     stepped before the first backward, which needs their casts alone."""
-    pairs = zip(own, casts, strict=True)
+    pairs = zip(params, casts, strict=True)
     return [None if cast is None or mine.is_inference() else (mine, version_of(mine)) for mine, cast in pairs]
 
 
@@ -209,20 +180,22 @@ def _layer(
 
 
 def _backward_of_out(
-    call: _Call, dy: Tensor, x: Tensor, its: Parameters, kept: Tensor, mask: Tensor | None
+    call: _Call, dy: Tensor, x: Tensor, params: Parameters, kept: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of z, of its bias (if a kernel has summed it up), and of the last layer's parameters."""
     kind, dtypes, nothing = call.kind, call.dtypes, dy.new_empty(0)
     if kind.recompute:
-        h, z = begin(kind, x, call.kernel, True, *its)
+        h, z = begin(kind, x, call.kernel, True, *params)
         kept = z if kind.keeps_z else h
     wants_h, dbias = dtypes[4] is not None, None
     if kind.is_gated:
-        dz, h = _linear_dgated.by(call.kernel)(dy, its.out_weight, kept, kind.activation, wants_h)
+        dz, h = _linear_dgated.by(call.kernel)(dy, params.out_weight, kept, kind.activation, wants_h)
     else:
         saved = kept if ACTIVATIONS[kind.activation].saves else nothing
         bias_dtype = dtypes[1] if mask is None else None
-        dz, dbias, anew = _linear_dact.by(call.kernel)(dy, its.out_weight, saved, kind.activation, bias_dtype, wants_h)
+        dz, dbias, anew = _linear_dact.by(call.kernel)(
+            dy, params.out_weight, saved, kind.activation, bias_dtype, wants_h
+        )
         dbias = None if bias_dtype is None else dbias
         h = anew if kind.keeps_z else kept
     if mask is not None:
@@ -235,31 +208,33 @@ def _dropped(value: Tensor, mask: Tensor, kind: Kind) -> Tensor:
     return value * mask * (0.0 if kind.dropout == 1 else 1 / (1 - kind.dropout))
 
 
-def _backward_of_first(call: _Call, dz: Tensor, dbias: Tensor | None, x: Tensor | None, its: Parameters) -> _Gradients:
+def _backward_of_first(
+    call: _Call, dz: Tensor, dbias: Tensor | None, x: Tensor | None, params: Parameters
+) -> _Gradients:
     """Return the gradients of x and of the first layer's parameters."""
     nothing = dz.new_empty(0)
     if not call.kind.is_gated or call.kind.is_stacked:
-        dx, dweight, sums = _layer(call, 0, dz, x, its.weight, nothing, "none", wants_bias=dbias is None)
+        dx, dweight, sums = _layer(call, 0, dz, x, params.weight, nothing, "none", wants_bias=dbias is None)
         return dx, dweight, sums if dbias is None else dbias, None, None
     dgate, dup = dz.chunk(2, 1)
-    dx, *of_gate = _layer(call, 0, dgate, x, its.weight, nothing, "none")
-    of_x, *of_up = _layer(call, 1, dup, x, its.up_weight, nothing, "none")
+    dx, *of_gate = _layer(call, 0, dgate, x, params.weight, nothing, "none")
+    of_x, *of_up = _layer(call, 1, dup, x, params.up_weight, nothing, "none")
     return dx if dx is None or of_x is None else dx + of_x, *of_gate, *of_up
 
 
 def _backward_by_torch(
-    call: _Call, dy: Tensor, x: Tensor, its: Parameters, kept: Tensor | None, mask: Tensor | None,
+    call: _Call, dy: Tensor, x: Tensor, params: Parameters, kept: Tensor | None, mask: Tensor | None,
     grad_of_kept: Tensor | None,
 ) -> _Gradients:  # fmt: skip
     """Return all gradients, differentiable themselves. ``grad_of_kept`` reaches z or h another way."""
     kind, compute = call.kind, torch.promote_types(dy.dtype, torch.float32)
     if call.fp32 is not None:
-        pairs = zip(its, call.fp32, strict=False)  # a lone layer has two
-        its = Parameters(
+        pairs = zip(params, call.fp32, strict=False)  # a lone layer has two
+        params = Parameters(
             *(it if it is None or mine is None else _unchanged(kind.op, *mine).to(it.dtype) for it, mine in pairs)
         )
     weight, bias, up_weight, up_bias, out_weight, _ = Parameters(
-        *(None if it is None else it.to(compute) for it in its)
+        *(None if it is None else it.to(compute) for it in params)
     )
     wide_x, wide_dy = None if x is None else x.to(compute), dy.to(compute)
     z = wide_dy if kept is None else kept.to(compute)

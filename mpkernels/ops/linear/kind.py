@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels._torch_private.modes import are_transforms_active
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_act import _linear_act
 from mpkernels.ops.linear.linear_gated import _linear_gated
@@ -50,16 +49,16 @@ class Parameters(NamedTuple):
         return inputs, hidden, hidden if self.out_weight is None else self.out_weight.shape[0]
 
 
-def replaced(own: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
+def replaced(params: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the others, and these tensors where the others are None."""
-    return [mine if other is None else other for mine, other in zip(own, others, strict=True)]
+    return [mine if other is None else other for mine, other in zip(params, others, strict=True)]
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
     """``parameter.grad_dtype = torch.float32`` asks for fp32 of a 16-bit parameter; autograd makes other widths."""
     if parameter.dtype == torch.float32:
         return torch.float32
-    if torch.compiler.is_compiling() or are_transforms_active() or not parameter.is_leaf:
+    if torch.compiler.is_compiling() or not parameter.is_leaf:
         return parameter.dtype
     return torch.float32 if parameter.grad_dtype == torch.float32 else parameter.dtype
 

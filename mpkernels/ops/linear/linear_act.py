@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mpkernels.ops import _checks
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._devices import TILED_TRITON
-from mpkernels.ops._registry import NativeCall, define
+from mpkernels.ops._registry import define
 from mpkernels.ops.linear.activations import ACTIVATIONS, check_activation
 
 
@@ -56,12 +56,6 @@ _linear_act = define(
     check=_check,
     triton_needs=TILED_TRITON,
 )(_reference)
-
-
-NativeCall(
-    _linear_act,
-    "linear_act_by_cublaslt(Tensor x, Tensor weight, Tensor? bias, str activation, bool save) -> (Tensor, Tensor)",
-)
 
 
 def _check_backward(

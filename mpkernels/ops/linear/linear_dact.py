@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 from mpkernels.ops import _checks
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops._devices import TILED_TRITON
-from mpkernels.ops._registry import NativeCall, define
+from mpkernels.ops._registry import define
 from mpkernels.ops.linear.activations import ACTIVATIONS, check_activation
 
 
@@ -56,13 +56,6 @@ _linear_dact = define(
     check=_check,
     triton_needs=TILED_TRITON,
 )(_reference)
-
-
-NativeCall(
-    _linear_dact,
-    "linear_dact_by_cublaslt(Tensor dy, Tensor weight, Tensor saved, str activation, ScalarType? bias_dtype, "
-    "bool wants_h) -> (Tensor, Tensor, Tensor)",
-)
 
 
 @register_flop_formula(_linear_dact.overload.overloadpacket)

@@ -5,8 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels.ops._stack import of_thread
-
 
 class Tile(NamedTuple):
     BLOCK_M: int
@@ -34,12 +32,6 @@ TILES = {
         "tf32": Tile(128, 128, 32, 4, 8),
         "fp32": Tile(64, 64, 16, 3, 4),
     },
-    "sm_100": {
-        "16 bits": Tile(128, 128, 64, 4, 8),
-        "16 bits, few rows": Tile(64, 64, 128, 4, 4),
-        "tf32": Tile(128, 128, 32, 4, 8),
-        "fp32": Tile(64, 64, 16, 3, 4),
-    },
     "gfx942": {
         "16 bits": Tile(128, 128, 64, 2, 8),
         "16 bits, few rows": Tile(64, 64, 64, 2, 4),
@@ -47,16 +39,10 @@ TILES = {
         "fp32": Tile(64, 64, 32, 2, 4),
     },
 }
+TILES["sm_100"] = TILES["sm_90"] | {"16 bits, few rows": Tile(64, 64, 128, 4, 4)}
 # sm_120 has no more shared memory than 8.9, and two products at once spilled registers in sm_80's tile.
 TILES["sm_120"] = TILES["sm_80"] | {"16 bits": Tile(128, 64, 32, 4, 8)}
 UNEVEN = Tile(64, 64, 32, 2, 4)  # elements are loaded one by one, and their addresses take many registers
-
-# ``mpkernels.tune`` times these beside the chip's own tile, with many rows in 16 bits. It leaves out what a chip lacks
-# shared memory for.
-OTHERS = {
-    f"triton {it.BLOCK_M}x{it.BLOCK_N}x{it.BLOCK_K}": it
-    for it in (Tile(64, 128, 64, 4, 4), Tile(128, 64, 64, 4, 8), Tile(64, 256, 32, 4, 8), Tile(256, 64, 32, 4, 8))
-}
 
 
 def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
@@ -68,9 +54,7 @@ def tile(chip: str, x: Tensor, weight: Tensor, precision: str) -> Tile:
         return TILES[chip]["tf32"]
     # Triton makes a constant of a 1, and 3.6 then spills in the larger tile.
     is_few = len(x) <= FEW_ROWS or len(weight) == 1
-    if is_few:
-        return TILES[chip]["16 bits, few rows"]
-    return OTHERS.get(getattr(of_thread, "variant", None) or "", TILES[chip]["16 bits"])
+    return TILES[chip]["16 bits, few rows" if is_few else "16 bits"]
 
 
 def _is_even(matrix: Tensor) -> bool:

@@ -10,8 +10,8 @@ from mpkernels.functional import linear_act
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_act import _linear_act_backward
 from mpkernels.ops.linear.linear_dact import _linear_dact
+from tests.block_cases import arguments, assert_contract
 from tests.linear_cases import (
-    assert_contract,
     assert_contract_of_dact,
     before_a_layer,
     layer,
@@ -35,7 +35,9 @@ def forced(request):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 def test_error_contract(activation, dtype, bias):
-    assert_contract(linear_act, *layer(130, 97, 75, dtype, bias=bias), activation)
+    name = "linear_act" if bias else "linear_act without bias"
+    *leaves, dy = arguments(name, dtype, (130, 97, 75, 1))
+    assert_contract(name, activation, leaves, dy)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

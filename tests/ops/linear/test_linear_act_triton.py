@@ -5,10 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from mpkernels.ops.linear import linear_act_triton, product_kernel, tiling
+from mpkernels.ops.linear import linear_act_triton, tiling
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
-from mpkernels.ops.linear.linear_dact import _linear_dact
-from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 from tests import linear_cases
 from tests.linear_cases import TORCH
 from tests.targets import CPU, CUDA, TARGETS
@@ -100,30 +98,6 @@ def test_choice_of_tiles(chip):
         assert tiling.tile(chip, *operands, "ieee") == tiling.UNEVEN
 
 
-@pytest.mark.parametrize("name", tiling.OTHERS)
-def test_another_tile_may_be_asked_for(monkeypatch, name):
-    used, cover = [], tiling.Tile.cover
-    monkeypatch.setattr(tiling.Tile, "cover", lambda it, *sizes: used.append(it) or cover(it, *sizes))
-    x, weight, bias, dy = matrices(144, 32, 80)
-    up, out = integers(80, 32, seed=5), integers(80, 96, seed=6)
-    z, both = integers(144, 96, seed=7), integers(144, 192, seed=8)
-    calls = {
-        _linear_act: (x, weight, bias, "relu2", True),
-        _linear_gated: (x, weight, up, bias, None, "relu2", True),
-        _linear_dact: (dy, out, z, "relu2", torch.float32, True),
-        _linear_dgated: (dy, out, both, "relu2", True),
-    }
-    for op, arguments in calls.items():
-        got, want = op.by(name)(*arguments), op.reference(*arguments)
-        assert all(map(torch.equal, got, want))
-    assert {(it.BLOCK_M, it.BLOCK_K) for it in used} == {(tiling.OTHERS[name].BLOCK_M, tiling.OTHERS[name].BLOCK_K)}
-    used.clear()
-    _linear_act(x, weight, bias, "relu2", True)
-    _linear_act.by(name)(x[:64], weight, bias, "relu2", True)
-    kinds = tiling.TILES[product_kernel.chip()]
-    assert used == [kinds["16 bits"], kinds["16 bits, few rows"]]
-
-
 def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):
     precisions, choose = [], tiling.tile
     monkeypatch.setattr(tiling, "tile", lambda *it: precisions.append(it[-1]) or choose(*it))
@@ -176,10 +150,6 @@ def test_autocast_does_not_reach_inside():
 
 def test_fp64_is_refused():
     x, weight, _, dy = matrices(2, 3, 4, torch.float64)
-    with pytest.raises(
-        TypeError, match=r"^linear_act: the Triton kernel takes fp16, bf16 and fp32, got torch.float64$"
-    ):
-        _linear_act(x, weight, None, "none", True)
     with pytest.raises(TypeError, match=r"^linear_act: the Triton kernel takes .*, got torch.float64$"):
         _linear_act(x, weight, None, "none", True)
     with pytest.raises(TypeError, match=r"^linear_act_backward: the Triton kernel takes "):

@@ -1,4 +1,4 @@
-"""linear_act's CUDA C++ around torch's products, under emulation: layouts, sums over many blocks, launches, errors."""
+"""linear_act's CUDA C++ around torch's products, under emulation: layouts, sums over many blocks, launches."""
 
 import itertools
 from functools import partial
@@ -6,29 +6,17 @@ from functools import partial
 import pytest
 import torch
 
-from mpkernels.ops import _registry
-from tests.linear_cases import integers, layer
-from tests.ops.test_ops import ARGUMENTS
+from mpkernels.ops.linear.linear_act import _linear_act as forward
+from mpkernels.ops.linear.linear_act import _linear_act_backward as backward
+from mpkernels.ops.linear.linear_dact import _linear_dact
+from tests.linear_cases import integers, layer, transposed
 from tests.targets import emulated_variable
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
 
-def forward(*arguments):
-    return _registry._ops["linear_act"](*arguments)
-
-
-def backward(*arguments):
-    return _registry._ops["linear_act_backward"](*arguments)
-
-
 def dact(*arguments, wants_h=False):
-    """dz and dbias, and h where it is wanted."""
-    return _registry._ops["linear_dact"](*arguments, wants_h)[: 2 + wants_h]
-
-
-def transposed(matrix):
-    return matrix.t().contiguous().t()
+    return _linear_dact(*arguments, wants_h)
 
 
 def with_a_gap(matrix):
@@ -85,17 +73,6 @@ def test_layouts_change_no_bit_of_dact(emulated, shape, dtype):
             assert all(map(torch.equal, dact(*strange, "silu", F32, wants_h=True), wanted))
 
 
-@pytest.mark.parametrize("dtype", [B16, F32], ids=str)
-def test_operands_that_repeat_themselves(emulated, dtype):
-    x, weight, bias, dy = whole_numbers(6, 8, 16, dtype)
-    for expanded in (lambda it: it[:1].expand(it.shape), lambda it: it[:, :1].expand(it.shape)):
-        x_, weight_, dy_ = (expanded(it) for it in (x, weight, dy))
-        y, z = forward(x_, weight_, bias[:1].expand(16), "none", True)
-        assert torch.equal(y, forward(x_.clone(), weight_.clone(), bias[:1].repeat(16), "none", True)[0])
-        got = backward(dy_, x_, weight_, z, "none", dtype, F32)
-        assert all(map(torch.equal, got, backward(dy_.clone(), x_.clone(), weight_.clone(), z, "none", dtype, F32)))
-
-
 # Blocks of columns that are whole and not, of rows that are one, some, and so many that they grow longer.
 SUMS = [(1, 8), (31, 264), (33, 256), (700, 40), (2000, 300), (8300, 264), (1100, 7), (2_200_000, 1)]
 
@@ -145,21 +122,6 @@ def test_launches(emulated):
         assert count(dact, x.repeat(100, 1), weight.t(), dy.repeat(100, 1), "gelu", None) == 2
         many = dy.repeat(100, 1)
         assert count(backward, many, None, None, many, "gelu", None, dtype) == 2
-
-
-def test_a_product_that_fails_is_an_error(emulated):
-    failure, said = emulated_variable("emulation_calls_to_failure"), set()
-    for call in itertools.count(1):
-        failure.value = call
-        try:
-            forward(*ARGUMENTS["linear_act"]("cpu"))
-        except RuntimeError as error:
-            said.add(str(error).splitlines()[0])
-        else:
-            break
-    failure.value = 0
-    assert "aten::linear: torch could not multiply two matrices" in said
-    assert any(it.startswith("linear_act: CUDA says ") for it in said)
 
 
 def test_sixteen_bits_are_rounded_as_torch_rounds_them(emulated):

@@ -11,7 +11,6 @@ int emulation_launches = 0;
 
 // Tests of errors that CUDA doesn't have of itself run under the emulation alone.
 bool emulation::fails_on_demand() { return false; }
-bool emulation::is_current(cudaStream_t) { return true; }
 
 cudaError_t emulation::enqueue(cudaStream_t stream, const std::function<cudaError_t()>& work) {
   using Work = std::function<cudaError_t()>;

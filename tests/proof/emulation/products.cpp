@@ -1,7 +1,8 @@
 // torch's products: its CPU ops compute them, but for the one that CUDA alone has, an fp32 product of 16-bit matrices.
 #include <memory>
+#include <vector>
 
-#include "blas.h"
+#include "common/cuda.h"
 #include "linear/matrix.h"
 #include "runtime.h"
 
@@ -10,7 +11,33 @@ extern "C" AOTITorchError __real_torch_call_dispatcher(const char*, const char*,
 
 namespace {
 
-using mpk::Tensor;
+using mpk::Matrix, mpk::Tensor;
+
+// The matrix in fp32, its rows one after another.
+std::vector<float> widened(const Matrix& matrix) {
+  std::vector<float> wide(matrix.rows * matrix.columns);
+  mpk::with_dtype(matrix.dtype, [&](auto zero) {
+    const auto* const from = static_cast<const decltype(zero)*>(matrix.data);
+    for (int64_t row = 0; row < matrix.rows; ++row) {
+      for (int64_t column = 0; column < matrix.columns; ++column) {
+        const auto element = from[row * matrix.row_stride + column * matrix.column_stride];
+        wide[row * matrix.columns + column] = static_cast<float>(mpk::widen(element));
+      }
+    }
+  });
+  return wide;
+}
+
+// Sixteen partial sums, as a GPU's threads hold parts of a long one.
+float dot(const float* a, const float* b, int64_t size) {
+  constexpr int parts = 16;
+  float part[parts] = {};
+  for (int64_t i = 0; i < size; ++i) part[i % parts] += a[i] * b[i];
+  for (int half = parts / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) part[i] += part[i + half];
+  }
+  return part[0];
+}
 
 struct Product {
   std::string op, overload;
@@ -33,13 +60,12 @@ struct Product {
   }
 
   void multiply_to_fp32() const {
-    const mpk::Matrix a(tensors[0]), b(tensors[1]), out(tensors[2]);
-    const auto left = emulation::widened(a.data, a.dtype, a.rows, a.columns, a.row_stride, a.column_stride);
-    const auto right = emulation::widened(b.data, b.dtype, b.columns, b.rows, b.column_stride, b.row_stride);
+    const Matrix a(tensors[0]), b(tensors[1]), out(tensors[2]);
+    const std::vector<float> left = widened(a), right = widened(b.transposed());
     for (int64_t row = 0; row < out.rows; ++row) {
       for (int64_t column = 0; column < out.columns; ++column) {
         static_cast<float*>(out.data)[row * out.row_stride + column * out.column_stride] =
-            emulation::dot(left.data() + row * a.columns, right.data() + column * a.columns, a.columns);
+            dot(left.data() + row * a.columns, right.data() + column * a.columns, a.columns);
       }
     }
   }

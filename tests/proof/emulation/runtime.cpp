@@ -3,7 +3,6 @@
 #include <cstdio>
 #include <cstring>
 #include <mutex>
-#include <utility>
 
 #include "common/torch_abi.h"
 
@@ -44,13 +43,11 @@ cudaError_t emulation::enqueue(cudaStream_t, const std::function<cudaError_t()>&
 
 bool emulation::fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
 
-bool emulation::is_current(cudaStream_t stream) { return reinterpret_cast<intptr_t>(stream) == emulation_stream; }
-
 // Work is given to the device that has the tensors, and to its current stream: nothing orders another one after it.
 static cudaError_t check_place(cudaStream_t stream) {
   if (emulation::fails_on_demand()) return cudaErrorMemoryAllocation;
   if (emulation_device != kTensorsDevice) return cudaErrorInvalidDevice;
-  return emulation::is_current(stream) ? cudaSuccess : cudaErrorInvalidResourceHandle;
+  return reinterpret_cast<intptr_t>(stream) == emulation_stream ? cudaSuccess : cudaErrorInvalidResourceHandle;
 }
 
 // ---- errors
@@ -126,11 +123,7 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
-cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  thread_local cudaStreamCaptureMode current = cudaStreamCaptureModeGlobal;
-  std::swap(*mode, current);
-  return cudaSuccess;
-}
+
 extern "C" int32_t aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
   *stream = reinterpret_cast<void*>(static_cast<intptr_t>(emulation_stream));
   return device == kTensorsDevice ? 0 : 1;

@@ -8,11 +8,8 @@ extern "C" int emulation_launches;  // of kernels, products among them
 
 namespace emulation {
 
-// Counts a call that gives a stream work, or that a library may refuse; true where a test wants it to fail.
+// Counts a call that gives a stream work; true where a test wants it to fail.
 bool fails_on_demand();
-
-// Whether torch says that this is the current stream.
-bool is_current(cudaStream_t stream);
 
 // What a call leaves to the stream: done at once, or, on the stand-in for a GPU, when the stream comes to it.
 cudaError_t enqueue(cudaStream_t stream, const std::function<cudaError_t()>& work);
