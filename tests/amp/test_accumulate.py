@@ -9,9 +9,7 @@ from torch.testing import assert_close
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW
 from tests.amp.test_amp import INIT
-from tests.networks import B16, batch, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, batch, network
 
 MAX_NORM = 0.1
 

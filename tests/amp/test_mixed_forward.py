@@ -14,9 +14,7 @@ from torch.testing import assert_close
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
 from tests.amp.mixed_models import F32, TOKENS, Tied, a_step
-from tests.networks import B16, F16, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16, network
 
 
 @pytest.mark.parametrize(

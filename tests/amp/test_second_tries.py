@@ -10,9 +10,7 @@ from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.amp.test_amp import OPTIMIZERS, SCALINGS
 from tests.cases import same_bits
-from tests.networks import B16, F16, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16
 
 
 class Failing(TorchDispatchMode):

@@ -67,17 +67,7 @@ def clip_scaler_and_skip(rank):
         assert_as_one_process(dtype, partial(make, max_norm=0.1), rank)
         assert_as_one_process(dtype, partial(make, max_norm=0.1), rank, is_scaled=True)
         assert_as_one_process(dtype, make, rank, is_scaled=True)
-
-
-def clipped_by_the_loop(rank):
-    """By the whole norm, and skipped by the scaler's step."""
-    for dtype, *_ in KEPT:
-        alone, model = even_network(dtype), shard(even_network(dtype), "fsdp2", **OFFLOADED)
-        tales = [
-            trained(it, OPTIMIZERS["AdamW"].ours, True, True, it is alone or rank == 1)[1] for it in (alone, model)
-        ]
-        assert all(map(same_bits, wholes(model), wholes(alone)))
-        assert all(a is b or same_bits(a, b) for a, b in zip(*tales, strict=True))
+        assert_as_one_process(dtype, make, rank, is_scaled=True, clips=True)
 
 
 def other_rules(rank):
@@ -174,7 +164,7 @@ def hooks_wait_for_grads_on_their_way(rank):
 
 
 CHECKS = (
-    *(hooks_wait_for_grads_on_their_way, clip_scaler_and_skip, clipped_by_the_loop, other_rules),
+    *(hooks_wait_for_grads_on_their_way, clip_scaler_and_skip, other_rules),
     *(as_without_the_offload, checkpoints_go_both_ways),
 )
 

@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
 from mpkernels.optim import AdamW
-from tests.networks import one_thread
 from tests.nn.fusing.models import recorded_ops
 from tests.processes import alone
 
@@ -20,8 +19,6 @@ pytest.importorskip("transformers", reason="needs the extra integrations")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 

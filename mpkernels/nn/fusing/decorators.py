@@ -4,7 +4,6 @@ import inspect
 from types import CellType, FunctionType
 from typing import Any
 
-from mpkernels.nn.fusing.calls import Method, is_replaced
 from mpkernels.nn.fusing.rewrite import NotRewritableError
 
 
@@ -19,16 +18,6 @@ def redecorated(kind: type, name: str, function: FunctionType) -> FunctionType:
     for wrapper in reversed(wrappers):
         written, function = wrapper, _around(function, wrapper, written)
     return function
-
-
-def unless_replaced(method: Method, decorated: FunctionType) -> FunctionType:
-    """Return the decorated method, but that a new one is called in its place, without the old one's decorators."""
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        current = getattr(method.kind, method.name) if is_replaced(method) else decorated
-        return current(*arguments, **named)
-
-    return _dressed(call, decorated)
 
 
 def is_made_for_subclasses(kind: type, method: Any) -> bool:

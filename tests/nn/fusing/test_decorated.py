@@ -11,10 +11,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
-from tests.networks import one_thread
 from tests.nn.fusing.models import Mlp, X, compiled, recorded_ops
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 calls = []
 

@@ -8,10 +8,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse
-from tests.networks import one_thread
 from tests.nn.fusing.models import Mlp, X, recorded_ops
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 
 class Ran(Exception):  # noqa: N818

@@ -5,10 +5,7 @@ import torch
 from torch import nn
 
 from mpkernels.nn import fuse
-from tests.networks import one_thread
 from tests.nn.fusing.models import Mlp, recorded_ops
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 
@@ -22,7 +19,7 @@ def scaled_class():
             torch.manual_seed(0)
             self.fc1, self.fc2, self.act = nn.Linear(8, 16), nn.Linear(16, 8), nn.GELU()
 
-        def forward(self, x, a=1.0, b=2.0, *more, c=3.0):
+        def forward(self, x, a=1.0, b=2.0, *more, c=3.0, **options):
             return self.fc2(self.act(self.fc1(x))) * a + b + c
 
     return Scaled
@@ -34,6 +31,10 @@ def other_order(self, x, b=2.0, a=1.0, *, c=3.0):
 
 def other_default(self, x, a=5.0, b=7.0, *, c=11.0):
     return x * a + b * 10 + c * 100
+
+
+def another_option(self, x, *, b=2.0, d=0.0):
+    return x * b + d
 
 
 def all_positional(self, x, *rest, c=0.0):
@@ -48,6 +49,7 @@ def all_positional(self, x, *rest, c=0.0):
         (other_default, (), {"b": 1.5}),
         (other_default, (4.0,), {}),
         (other_default, (), {"c": 0.5}),
+        (another_option, (), {"b": 3.0, "d": 5.0}),
         (all_positional, (1.0, 2.0, 8.0, 9.0), {"c": 1.0}),
     ],
 )
