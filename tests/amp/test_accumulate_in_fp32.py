@@ -203,7 +203,7 @@ class Twice(torch.nn.Module):
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_grads_are_at_least_as_exact_as_in_16_bits(compiles):
-    """Of a weight that is used twice, and by our own layer, which then doesn't round its grads either."""
+    """The weight is used twice, by our own layer, which then doesn't round its grads either."""
     torch.manual_seed(0)
     model = Twice()
     exact = copy.deepcopy(model).double()

@@ -110,7 +110,8 @@ def results(net, inputs):
 
 
 def relative_errors(ours, theirs):
-    """Of each tensor by its norm; of a gradient that is nothing but rounding (a key's bias), by those of all."""
+    """Return each tensor's error relative to its norm. A gradient that is nothing but rounding (a key's bias, say) is
+    compared with the largest norm."""
     assert ours.keys() == theirs.keys()
     floor = 1e-3 * max(it.norm() for it in theirs.values())
     return {name: ((ours[name] - it).norm() / it.norm().clamp(min=floor)).item() for name, it in theirs.items()}

@@ -31,7 +31,7 @@ X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
 
 def test_its_weight_can_be_adapted():
-    """By name, before the activation."""
+    """peft finds the weight by its name, and adds to it before the activation."""
     torch.manual_seed(0)
     config = LoraConfig(target_parameters=["up.weight"], target_modules=[], init_lora_weights=False)
     model = get_peft_model(Network(), config)

@@ -56,9 +56,8 @@ def methods_now(kind: type, recipe: Recipe) -> Methods:
 def decide(module: Module, kind: type) -> Decision:
     """Decide for a module. ``kind`` is its class, the plain one if it was fused."""
     has_forward = "forward" in vars(module) or inspect.getattr_static(kind, "forward") is not Module.forward
-    if not has_forward:  # as a ModuleList: the module that holds it is asked
-        return Decision((), [], [])
-    if not (any(is_layer(it) for it in module.modules() if it is not module) or _holds_both(module)):
+    has_layers = any(is_layer(it) for it in module.modules() if it is not module) or _holds_both(module)
+    if not (has_forward and has_layers):  # a ModuleList has no forward: the module that holds it is asked
         return Decision((), [], [])
     try:
         _refuse_foreign_forward(module, kind)

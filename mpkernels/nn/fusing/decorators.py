@@ -4,7 +4,7 @@ import inspect
 from types import CellType, FunctionType
 from typing import Any
 
-from mpkernels.nn.fusing.rewrite import NotRewritableError
+from mpkernels.nn.fusing.rewrite import NotRewritableError, dressed_as
 
 
 def innermost(kind: type, name: str) -> FunctionType:
@@ -57,14 +57,4 @@ def _around(function: FunctionType, wrapper: FunctionType, before: FunctionType)
     """Return the wrapper around this function instead of the one before. All else that it holds is shared with it."""
     cells = tuple(CellType(function) if _holds(cell, before) else cell for cell in wrapper.__closure__ or ())
     copied = FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, cells)
-    return _dressed(copied, wrapper)
-
-
-def _dressed(function: Any, wrapper: FunctionType) -> FunctionType:
-    """Give the function all that the wrapper is known by, and share its attributes: counters go on in both."""
-    lazy = "__annotate__" if hasattr(wrapper, "__annotate__") else "__annotations__"
-    for name in ("__name__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
-        setattr(function, name, getattr(wrapper, name))
-    function.__dict__ = vars(wrapper)
-    dressed: FunctionType = function
-    return dressed
+    return dressed_as(wrapper, copied)

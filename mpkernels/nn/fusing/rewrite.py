@@ -46,11 +46,16 @@ def rewrite(function: FunctionType, chosen: Sequence[tuple[Any, ...]]) -> Functi
     code = _compile(function, tree, imports)
     cells = tuple(CellType({CALLS: calls, LOOPS: sequential}[name]) for name in code.co_freevars)
     written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
-    lazy = "__annotate__" if hasattr(function, "__annotate__") else "__annotations__"
-    for name in ("__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
-        setattr(written, name, getattr(function, name))
-    written.__dict__.update(vars(function))
-    return written
+    return dressed_as(function, written)
+
+
+def dressed_as(known: FunctionType, function: FunctionType) -> FunctionType:
+    """Return the function with all that another one is known by. It shares attributes: counters go on in both."""
+    lazy = "__annotate__" if hasattr(known, "__annotate__") else "__annotations__"
+    for name in ("__name__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
+        setattr(function, name, getattr(known, name))
+    function.__dict__ = vars(known)
+    return function
 
 
 @lru_cache(maxsize=16)

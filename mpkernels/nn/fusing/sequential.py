@@ -99,7 +99,7 @@ def modules_of(module: Any) -> list[Module]:
 
 def is_plain_list(modules: Any) -> bool:
     """Return whether these are iterated over as torch does it."""
-    if isinstance(modules, Sequential):
+    if issubclass(type(modules), Sequential):
         return type(modules).__iter__ is SEQUENTIAL_ITER
     return type(modules) is ModuleList and ModuleList.__iter__ is LIST_ITER
 

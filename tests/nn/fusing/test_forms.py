@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from mpkernels.nn import fuse, unfuse
 from tests.nn.fusing.feed_forwards import KINDS, made, results
 from tests.nn.fusing.forms_left_alone import LEFT
-from tests.nn.fusing.models import FORMS, InBranchAndLoop, Mlp, TorchFunction, X, compiled, recorded_ops
+from tests.nn.fusing.models import FORMS, InBranchAndLoop, Mlp, X, compiled, recorded_ops
 
 EVERY = {form.__name__: (form, ops) for form, ops in FORMS.items()} | {
     name: (partial(made, name), [op]) for name, (_, op) in KINDS.items()
@@ -115,13 +115,3 @@ def test_the_other_part_of_a_site_is_fused_where_one_layer_is_not_plain():
     model = Mlp()
     model.fc2.register_forward_hook(lambda module, arguments, output: 2 * output)
     assert [site.stood_there for site in fuse(model).fused] == ["act(fc1(x))"]
-
-
-def test_functions_of_torch_are_looked_up_in_each_call():
-    model = TorchFunction()
-    fuse(model)
-    with recorded_ops() as ran, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch, "relu", F.elu)
-        got = model(X)
-    assert ran == []
-    assert_close(got, model.fc2(F.elu(model.fc1(X))), rtol=0, atol=0)

@@ -56,6 +56,7 @@ PATCHES = [
     (sequential, nn.Linear, "forward"),
     (sequential, nn.Dropout, "forward"),
     (sequential, nn.Sequential, "forward"),
+    (sequential, nn.Sequential, "__iter__"),
     (sequential, F, "linear"),
     (Function, F, "gelu"),
     (Mlp, Mlp, "forward"),

@@ -16,7 +16,7 @@ from tests.processes import alone, needs_gloo
 
 
 def losses(model):
-    """Of three steps."""
+    """Return the losses of three steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = []
     for _ in range(3):

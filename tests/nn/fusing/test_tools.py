@@ -243,21 +243,3 @@ def test_a_compiled_model_may_be_fused_and_back():
     unfuse(compiled)
     assert_close(compiled(X), want, rtol=0, atol=0)
     torch.compiler.reset()
-
-
-@pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
-def test_export_sees_the_modules(strict):
-    model = Mlp()
-    fuse(model)
-    nodes = torch.export.export(model, (X,), strict=strict).graph.nodes
-    paths = {path for node in nodes for path, _ in node.meta.get("nn_module_stack", {}).values()}
-    assert {path.split(".")[-1].removesuffix("']") for path in paths} >= {"fc1", "act", "fc2"}
-    torch.compiler.reset()
-
-
-def test_fx_sees_the_modules():
-    model = Mlp()
-    fuse(model)
-    calls = [it.target for it in torch.fx.symbolic_trace(model).graph.nodes if it.op == "call_module"]
-    assert calls == ["fc1", "act", "fc2"]
