@@ -51,8 +51,9 @@ def fused_class(plain: type, recipe: Recipe) -> type:
         space |= {"__reduce_ex__": _reduce, FUSED: record, _METHODS: methods, **methods_of(plain, recipe)}
         try:
             kind = type(plain)(plain.__name__, (plain,), space)
-            for name, _ in recipe:  # as the plain class's __init_subclass__ has left them
-                setattr(kind, name, _Replaceable(kind, plain, name))
+            for name, _ in recipe:
+                if vars(kind)[name] is space[name]:  # else __init_subclass__ has wrapped it, and compares it with that
+                    setattr(kind, name, _Replaceable(kind, plain, name))
             _made[record, methods] = kind
         except Exception as error:  # whatever its __init_subclass__ or its metaclass raises
             raise TypeError(str(error)) from error

@@ -20,6 +20,18 @@ def redecorated(kind: type, name: str, function: FunctionType) -> FunctionType:
     return function
 
 
+def unless_replaced(kind: type, name: str, method: FunctionType) -> FunctionType:
+    """Return a method that calls this one, or what somebody has given the class in its place since. It is for methods
+    that the class wraps in each subclass, where only a function will do."""
+    written = getattr(kind, name)
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        now = getattr(kind, name)
+        return (method if now is written else now)(*arguments, **named)
+
+    return dressed_as(method, call)  # type: ignore[arg-type]
+
+
 def is_made_for_subclasses(kind: type, method: Any) -> bool:
     """Return whether a wrapper was put around this method as its class was made. HF's layers do so, for checkpointing,
     and will wrap the method of a subclass in the same way."""

@@ -90,8 +90,8 @@ class Augmented(Effects):
 
 class Conditional(Effects):
     def forward(self, x):
-        h = self.act(self.fc1(x))
-        return self.fc2(h) if x.mul_(2).sum() else x
+        h = F.dropout(self.act(self.fc1(x)), 0.5, True)
+        return x * 1 if self.training else self.fc2(h)  # numbers are drawn in either case
 
 
 class Comprehension(Effects):
