@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mpkernels._shared.parameters import put_on
-from mpkernels.amp import handover, inf_check, scalings, unchecked
+from mpkernels.amp import handover, inf_check, scalings
 from mpkernels.amp.attempts import AllOrNothing, Attempt
 from mpkernels.amp.autocasting import machines_device
 from mpkernels.distributed import processes
@@ -170,20 +170,20 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step as torch does. If the step raises, remove the attributes that the scaler has set on the optimizer."""
         self._ledgers.take_up(optimizer, self._overflows)
-        attributes = handover.attributes_of(optimizer)
+        attributes = getattr(optimizer, "__dict__", {})  # a class with __slots__ has none
         before = {name: attributes[name] for name in handover.NAMES if name in attributes}
         try:
-            if handover.is_a_wrapper(optimizer):
-                optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
-                try:
-                    return super().step(optimizer, *args, **kwargs)
-                finally:
-                    del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
             if self._leaves_check_to(optimizer, kwargs):
-                return unchecked.step(self, optimizer, *args, **kwargs)
-            return super().step(optimizer, *args, **kwargs)
+                return handover.step(self, optimizer, *args, **kwargs)
+            if not handover.is_a_wrapper(optimizer, attributes):
+                return super().step(optimizer, *args, **kwargs)
+            optimizer._step_supports_amp_scaling = False  # type: ignore[attr-defined]
+            try:
+                return super().step(optimizer, *args, **kwargs)
+            finally:
+                del optimizer._step_supports_amp_scaling  # type: ignore[attr-defined]
         except BaseException:
-            handover.take_back(optimizer)
+            handover.take_back(attributes)
             attributes.update(before)
             raise
 
@@ -195,9 +195,11 @@ class GradScaler(torch.amp.GradScaler):
     def _leaves_check_to(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
         if not self._enabled or self._scale is None or "closure" in kwargs or not self._leaves_check:
             return False
+        if not getattr(type(optimizer), "_finds_inf", False):  # a wrapper reads as the optimizer inside
+            return False
         state = self._per_optimizer_states.get(id(optimizer))
         is_ready = state is None or state["stage"] is OptState.READY
-        return is_ready and getattr(optimizer, "_finds_inf", False) and not step_hooks.see_grads(optimizer)
+        return is_ready and optimizer._finds_inf and not step_hooks.see_grads(optimizer)  # type: ignore[attr-defined]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Update as torch does; ``new_scale`` may be a float, an int or any tensor of one element."""

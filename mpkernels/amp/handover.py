@@ -1,40 +1,70 @@
-"""What a scaler sets on an optimizer for the time of a step, as torch's does."""
+"""GradScaler's step of an optimizer that checks its grads itself: what each sets on the optimizer for the other."""
 
+from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
+from mpkernels._shared.parameters import are_any_sharded, params_of
+from mpkernels.amp.attempts import Attempt
+from mpkernels.amp.inf_check import given_peers
+from mpkernels.distributed import fsdp1
 from mpkernels.distributed.processes import Processes
+from mpkernels.optim.offload import have_left
 
 NAMES = ("grad_scale", "found_inf", "outcome", "peers")
 
 
-def give(optimizer: Any, scale: Tensor, peers: Processes | None, outcome: Tensor | None) -> None:
-    """Set what our AdamW's step needs to unscale, to look for inf and NaN in all processes, and to report."""
-    attributes_of(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
-    if peers is not None:
-        optimizer.peers = peers
-    preset = getattr(optimizer, "grad_scale", None)
-    optimizer.grad_scale = scale if preset is None else scale * preset
-    # The optimizer writes to this tensor: attributes that compiled code sets are lost outside of it.
-    optimizer.outcome = outcome
+def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+    """Step with scaled grads. The optimizer unscales them, looks for inf and NaN in all processes, and writes its
+    verdict where the scaler's update reads it. A step that has failed after its op is not taken again."""
+    scale, _ = scaler._check_scale_growth_tracker("step")
+    peers, state, result = given_peers(scaler, optimizer), scaler._per_optimizer_states[id(optimizer)], None
+    attempt: Attempt | None = state.get("attempt")
+    if attempt is None or not attempt.was_done():
+        device = _device_of_verdict(optimizer, peers, scale.device)
+        attempt = state["attempt"] = None if device is None else Attempt(partial(params_of, optimizer), device)
+        vars(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
+        if peers is not None:
+            optimizer.peers = peers
+        preset = getattr(optimizer, "grad_scale", None)
+        optimizer.grad_scale = scale if preset is None else scale * preset
+        # The optimizer writes to this tensor: attributes that compiled code sets are lost outside of it.
+        optimizer.outcome = None if attempt is None else attempt.outcome
+        try:
+            result = optimizer.step(*args, **kwargs)
+        except BaseException:
+            if attempt is not None:
+                attempt.note_failure()
+            raise
+    take_back(vars(optimizer))
+    state["found_inf_per_device"] = {} if attempt is None else {attempt.found_inf.device: attempt.found_inf}
+    state["stage"] = OptState.STEPPED
+    return result
 
 
-def take_back(optimizer: Optimizer) -> None:
-    """Remove what a scaler has set on the optimizer."""
+def take_back(attributes: dict[str, Any]) -> None:
+    """Remove what a scaler has set on an optimizer with these attributes."""
     for name in NAMES:
-        attributes_of(optimizer).pop(name, None)
+        attributes.pop(name, None)
 
 
-def attributes_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return an object's own attributes; none if its class has __slots__."""
-    return getattr(optimizer, "__dict__", {})
+def _device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: torch.device) -> torch.device | None:
+    """Return the device of the first grad. Without a grad: None, or the other one where processes have parts, or grads
+    wait on the host."""
+    params = params_of(optimizer)
+    found = next((param.grad.device for param in params if param.grad is not None), None)
+    if found is None:
+        have_parts = peers is not None or are_any_sharded(params) or fsdp1.has_parts(params)
+        return otherwise if have_parts or have_left(optimizer) else None
+    return found
 
 
-def is_a_wrapper(optimizer: Optimizer) -> bool:
-    """Return whether this optimizer forwards attribute reads to another one. The inner optimizer would never see the
-    attributes that a scaler sets on the outer one."""
+def is_a_wrapper(optimizer: Optimizer, attributes: dict[str, Any]) -> bool:
+    """Return whether this optimizer, which has these attributes of its own, forwards reads of others to another one.
+    The inner optimizer would never see the attributes that a scaler sets on the outer one."""
     flag, kind = "_step_supports_amp_scaling", type(optimizer)
-    is_own = hasattr(kind, flag) or flag in attributes_of(optimizer)
+    is_own = hasattr(kind, flag) or flag in attributes
     return not is_own and getattr(optimizer, flag, False) and kind.__setattr__ is object.__setattr__

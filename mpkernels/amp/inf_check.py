@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels._shared.parameters import are_any_sharded, by_device, params_of, put_on, unwrapped
+from mpkernels._shared.parameters import by_device, params_of, put_on, unwrapped
 from mpkernels._torch_private.tensors import values_of
 from mpkernels.amp.attempts import Attempt
 from mpkernels.distributed import fsdp1, meshes
@@ -86,17 +86,6 @@ def of_all(
     _, found_inf, failed, _ = processes.agree([scale], None, sum(found_infs.values()))
     processes.refuse_if_failed("GradScaler: the look at the grads", failed)
     return {found_inf.device: found_inf}
-
-
-def device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: torch.device) -> torch.device | None:
-    """Return the device of the first grad. Without a grad: None, or the other one where processes have parts, or grads
-    wait on the host."""
-    params = params_of(optimizer)
-    found = next((param.grad.device for param in params if param.grad is not None), None)
-    if found is None:
-        have_parts = peers is not None or are_any_sharded(params) or fsdp1.has_parts(params)
-        return otherwise if have_parts or have_left(optimizer) else None
-    return found
 
 
 def grads_of(optimizer: Optimizer) -> Grads:

@@ -9,9 +9,7 @@ from torch.testing import assert_close
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW
 from tests.amp.test_amp import INIT
-from tests.networks import B16, batch, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, batch, network
 
 MAX_NORM = 0.1
 
@@ -22,7 +20,7 @@ def loss_of(model, batch):
 
 
 def whole(every, of_rows, kind, max_norm=MAX_NORM):
-    """By hand: the concatenation of each group in one backward."""
+    """Train by hand: one backward of each group's concatenation."""
     model = network()
     optimizer = kind(model.parameters(), lr=1e-2)
     for first in range(0, len(of_rows), every):
@@ -55,7 +53,7 @@ def test_groups_are_steps_of_their_whole(kind, scaled):
 
 @pytest.mark.parametrize("rows", [(64, 8, 1, 30), (64, 64, 64)])
 def test_batches_that_differ_are_weighed(rows):
-    """By their rows: the whole's mean is no mean of means. Clipping would hide a wrong size."""
+    """A batch counts by its rows: the whole's mean is no mean of means. Clipping would hide a wrong size."""
     batches = [[it[:count] for it in batch(seed)] for seed, count in enumerate(rows)]
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -73,7 +71,7 @@ def test_batches_that_differ_are_weighed(rows):
     ids=["sgd", "ours", "clips"],
 )
 def test_it_hands_on_the_norm(kind, max_norm, scaled):
-    """That of the unscaled grads before clipping, of the group's last batch."""
+    """The group's last batch has the norm of the unscaled grads before clipping."""
     model, twin, scaler = network(), network(), GradScaler("cpu", enabled=scaled, **INIT)
     optimizer = kind(model.parameters(), lr=1e-2)
     for micro in accumulate([batch(seed) for seed in range(3)], 2, optimizer, scaler=scaler, max_norm=max_norm):

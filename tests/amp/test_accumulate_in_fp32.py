@@ -13,10 +13,8 @@ from mpkernels.nn import LinearAct
 from mpkernels.optim import AdamW, Masters
 from tests.amp.test_amp import INIT
 from tests.cases import same_bits
-from tests.networks import B16, F16, batch, network, one_thread
+from tests.networks import B16, F16, batch, network
 from tests.optim.optimizers import of_each
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 F32 = torch.float32
 MICROS = 64
@@ -27,16 +25,16 @@ def loss_of(model, micro_batch):
     return (model(inputs.to(next(model.parameters()).dtype)).float() - targets).square().mean()
 
 
-def summands(model, batches, scale=1.0):
-    """Return the 16-bit grads of each batch, weighted and scaled as accumulate does."""
-    losses = [loss_of(model, it) * (1 / len(batches)) * scale for it in batches]
+def summands(model, batches, scale=1.0, every=None):
+    """Return the 16-bit grads of each batch, weighted as one of so many, or of these, and scaled as accumulate does."""
+    losses = [loss_of(model, it) * (1 / (every or len(batches))) * scale for it in batches]
     return [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
 
 
-def sums(model, batches, scale=1.0):
+def sums(model, batches, scale=1.0, every=None):
     """Return their sums by one fp32 addition after the other."""
     totals = [torch.zeros_like(param, dtype=F32) for param in model.parameters()]
-    for grads in summands(model, batches, scale):
+    for grads in summands(model, batches, scale, every):
         for total, grad in zip(totals, grads, strict=True):
             total += grad
     return totals
@@ -162,7 +160,7 @@ def test_grads_of_a_group_that_is_left_are_rounded_once(leave):
     optimizer = AdamW(model.parameters())
     batches = [batch(seed) for seed in range(3)]
     batches_of_4 = accumulate([*batches, batches[0]], 4, optimizer, grad_dtype=F32)
-    want = [total.to(B16) for total in summed_by_quarters(model, batches)]
+    want = [total.to(B16) for total in sums(model, batches, every=4)]
     with pytest.raises(KeyError) if leave == "error" else pytest.MonkeyPatch.context():
         for i, micro in enumerate(batches_of_4):
             micro.backward(loss_of(model, micro.batch))
@@ -173,16 +171,6 @@ def test_grads_of_a_group_that_is_left_are_rounded_once(leave):
     batches_of_4.close()
     assert all(param.grad_dtype == B16 for param in model.parameters())
     assert all(map(same_bits, [param.grad for param in model.parameters()], want))
-
-
-def summed_by_quarters(model, batches):
-    totals = [torch.zeros_like(param, dtype=F32) for param in model.parameters()]
-    for each in batches:
-        for total, grad in zip(
-            totals, torch.autograd.grad(loss_of(model, each) * 0.25, [*model.parameters()]), strict=True
-        ):
-            total += grad
-    return totals
 
 
 def test_grads_from_before_are_added_to():
@@ -215,7 +203,7 @@ class Twice(torch.nn.Module):
 
 @pytest.mark.parametrize("compiles", [False, True])
 def test_grads_are_at_least_as_exact_as_in_16_bits(compiles):
-    """Of a weight that is used twice, and by our own layer, which then doesn't round its grads either."""
+    """The weight is used twice, by our own layer, which then doesn't round its grads either."""
     torch.manual_seed(0)
     model = Twice()
     exact = copy.deepcopy(model).double()

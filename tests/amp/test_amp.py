@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from tests.networks import one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 OPTIMIZERS = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),

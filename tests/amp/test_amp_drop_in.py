@@ -13,9 +13,7 @@ from mpkernels import amp
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.amp.test_amp import INIT
-from tests.networks import backward, network, one_thread, train
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import backward, network, train
 
 
 def test_signature():
@@ -92,27 +90,6 @@ def test_a_sparse_fp16_grad_that_overflows_when_its_values_are_added_up():
     scaler.step(optimizer)
     scaler.update()
     assert scaler.get_scale() == 0.5
-
-
-def test_a_loop_of_autocast_unscale_and_clip():
-    """The usual one, but for the import; with gradients that add up over two backwards."""
-    results = []
-    for kind in (GradScaler, torch.amp.GradScaler):
-        model = network()
-        optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-2), kind("cpu", **INIT)
-        for seed in range(8):
-            inputs = torch.randn(16, 20, generator=torch.Generator().manual_seed(seed))
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = model(inputs).float().square().mean() / 2
-            scaler.scale(loss).backward()
-            if seed % 2:
-                scaler.unscale_(optimizer)
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-        results.append((copy.deepcopy(model.state_dict()), scaler.state_dict()))
-    torch.testing.assert_close(*results, rtol=0, atol=0)
 
 
 def test_disabled_it_passes_everything_through():

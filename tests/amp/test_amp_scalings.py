@@ -8,9 +8,6 @@ import torch
 
 from mpkernels.amp import GradScaler
 from tests.amp.test_amp import OPTIMIZERS, SCALINGS, iterate, one_param
-from tests.networks import one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 INF = math.inf
 

@@ -7,9 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.amp.test_amp import OPTIMIZERS, SCALINGS, iterate, one_param
-from tests.networks import B16, F16, backward, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16, backward, network
 
 FUSED = {
     "torch's AdamW, fused": OPTIMIZERS["torch's AdamW, fused"],
@@ -39,16 +37,6 @@ def test_an_error_in_the_step_leaves_nothing_behind(make, monkeypatch):
     scaler.update()
     iterate(scaler_of_reference, same, reference)
     assert torch.equal(param, same)
-
-
-def test_an_error_in_the_step_leaves_a_scale_of_the_users_own():
-    param, optimizer = one_param(OPTIMIZERS["our AdamW"])
-    scaler, own = GradScaler("cpu"), torch.full((), 2.0)
-    scaler.scale(param.sum()).backward()
-    optimizer.grad_scale = own
-    with pytest.raises(TypeError):
-        scaler.step(optimizer, 1, 2, 3)
-    assert optimizer.grad_scale is own
 
 
 class Watch(TorchDispatchMode):
@@ -144,14 +132,6 @@ def test_our_adamw_hands_its_verdict_back(target, dtype, options):
     assert [iterate(scaler, param, optimizer, bad) for bad in (None, float("nan"), None)] == [8.0, 4.0, 4.0]
     assert (optimizer.state[param]["step"].item(), optimizer.skipped_steps.item()) == (2.0, 1.0)
     assert not vars(optimizer).keys() & {"grad_scale", "found_inf", "outcome"}
-
-
-def test_a_scale_that_the_user_took_part_in():
-    """torch multiplies its own by one that it finds on the optimizer."""
-    param, optimizer = one_param(OPTIMIZERS["our AdamW"])
-    optimizer.grad_scale = torch.full((), 4.0)
-    iterate(GradScaler("cpu", init_scale=8.0), param, optimizer)
-    assert optimizer.grad_norm.item() == pytest.approx(3**0.5 / 4)
 
 
 def test_our_adamw_releases_its_grads_under_our_scaler():

@@ -8,9 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpkernels.amp import clip_grad_norm_, clipping
 from tests.cases import DTYPES, clones, odd_layouts, random_grads, same_bits
-from tests.networks import B16, F16, backward, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16, backward, network
 
 NORM_TYPES = (2, 2.0, 1, 3, 0.5, math.inf)
 

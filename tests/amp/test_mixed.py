@@ -9,10 +9,7 @@ from mpkernels.amp import to_full, to_mixed
 from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.amp.mixed_models import F32, TOKENS, Tied, a_step
-from tests.networks import B16, F16, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
-
+from tests.networks import B16, F16, network
 
 IMAGE, SEQUENCE = torch.linspace(-1, 1, 384).view(2, 3, 8, 8), torch.linspace(-1, 1, 160).view(2, 5, 16)
 MODELS = {
@@ -104,3 +101,24 @@ def test_tied_weights_stay_one_and_grads_come_along():
     to_mixed(model)
     assert model.embed.weight is model.head.weight is weight
     assert_close(weight.grad, grad.bfloat16(), rtol=0, atol=0)
+
+
+def test_any_name_of_what_is_tied_keeps_it():
+    for name in ("0", "1"):
+        twice = nn.Linear(2, 2)
+        assert to_mixed(nn.Sequential(twice, twice), keep_fp32=name)[0].weight.dtype == F32
+    for name in ("head.weight", "embed.weight"):
+        assert to_mixed(Tied(), keep_fp32=name).embed.weight.dtype == F32
+
+
+def test_a_model_without_memory():
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+    assert to_mixed(model).weight.dtype == B16
+
+
+def test_ties_go_to_even_beside_an_fp32_master():
+    layer = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(layer.weight, 1 + 2.0**-8)
+    to_mixed(layer, optimizer=AdamW(layer.parameters(), master="fp32"))
+    assert layer.weight.item() == 1

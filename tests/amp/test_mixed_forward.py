@@ -14,9 +14,7 @@ from torch.testing import assert_close
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
 from tests.amp.mixed_models import F32, TOKENS, Tied, a_step
-from tests.networks import B16, F16, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16, network
 
 
 @pytest.mark.parametrize(
@@ -55,26 +53,18 @@ def test_a_forward_that_is_set_later_runs_under_autocast_too():
     assert model(inputs).dtype == F32
 
 
-def test_a_forward_put_into_the_dict_stays_there():
-    """Past ``__setattr__``, so that it isn't under autocast."""
+@pytest.mark.parametrize("dressed", [True, False])
+def test_a_forward_put_into_the_dict_stays_there(dressed):
+    """It went past ``__setattr__``, so that it isn't under autocast."""
     model = to_mixed(network())
 
-    @functools.wraps(model.forward)
     def forward(x):
         return x
 
-    vars(model)["forward"] = forward
+    vars(model)["forward"] = functools.wraps(model.forward)(forward) if dressed else forward
     to_full(model, AdamW(model.parameters()))
     assert model.forward is forward
     assert {it.dtype for it in model.parameters()} == {F32}
-
-
-def test_a_plain_function_put_into_the_dict_stays_there():
-    model = to_mixed(network())
-    vars(model)["forward"] = forward = lambda x: x
-    to_full(model, AdamW(model.parameters()))
-    assert model.forward is forward
-    assert model.forward(1) == 1
 
 
 def test_compiled_it_computes_the_same():

@@ -1,7 +1,6 @@
 """An optimizer beside to_mixed and to_full: its masters become the weights, and the weights its masters."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -11,9 +10,7 @@ from mpkernels.amp import to_full, to_mixed
 from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
 from tests.amp.mixed_models import F32
-from tests.networks import B16, network, one_thread, train
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, network, train
 
 
 @pytest.mark.parametrize("master", ["split", "fp32"])
@@ -70,22 +67,3 @@ def test_before_a_step_and_frozen_the_weight_is_its_own_master():
     rounded = [param.detach().float() for param in model.parameters()]
     to_full(model, AdamW([*model[0].parameters(), *model[2].parameters()]))
     assert_close([param.detach() for param in model.parameters()], rounded, rtol=0, atol=0)
-
-
-def test_checkpoints_go_on_bit_for_bit():
-    model = to_mixed(network())
-    optimizer = AdamW(model.parameters())
-    train(model, optimizer, 2)
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    other = to_mixed(network(seed=2))
-    other.load_state_dict(saved["model"])
-    again = AdamW(other.parameters())
-    again.load_state_dict(saved["optimizer"])
-    train(model, optimizer, 2)
-    train(other, again, 2)
-    to_full(model, optimizer)
-    to_full(other, again)
-    assert_close(other.state_dict(), model.state_dict(), rtol=0, atol=0)

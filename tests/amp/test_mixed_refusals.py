@@ -7,9 +7,7 @@ from torch.nn.parallel import DataParallel
 
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
-from tests.networks import B16, F16, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16, network
 
 F32 = torch.float32
 

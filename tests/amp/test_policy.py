@@ -7,9 +7,7 @@ import torch
 
 from mpkernels.amp import GradScaler, Policy, global_policy, set_global_policy, to_full
 from mpkernels.optim import AdamW
-from tests.networks import B16, F16, network, one_thread, train
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16, network, train
 
 F32 = torch.float32
 

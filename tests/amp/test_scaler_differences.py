@@ -10,9 +10,7 @@ from mpkernels.amp import GradScaler, autocast, inf_check
 from mpkernels.optim import AdamW
 from tests.amp.test_amp import OPTIMIZERS, SCALINGS, iterate, one_param
 from tests.cases import DTYPES
-from tests.networks import B16, F16, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16
 
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 

@@ -10,9 +10,7 @@ from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.amp.test_amp import OPTIMIZERS, SCALINGS
 from tests.cases import same_bits
-from tests.networks import B16, F16, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16
 
 
 class Failing(TorchDispatchMode):
@@ -115,7 +113,7 @@ def test_step(is_late, bad, options):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("method", ["unscale_", "step"])
 def test_the_next_iteration_is_no_second_try(method, in_place, is_late):
-    """Who gives an iteration up, and goes on with other grads, has them unscaled and stepped with."""
+    """A loop that gives an iteration up and goes on with other grads has those unscaled and stepped with."""
     for number in range(1000):
         run = Run(OPTIMIZERS["our AdamW"])
         try:

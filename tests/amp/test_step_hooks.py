@@ -15,9 +15,7 @@ from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.amp.test_amp_steps import Watch
 from tests.cases import same_bits
-from tests.networks import B16, F16, backward, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16, backward, network
 
 SCALERS = {"ours": GradScaler, "torch's": torch.amp.GradScaler}
 every_scaler = pytest.mark.parametrize("scaler_kind", SCALERS.values(), ids=SCALERS)

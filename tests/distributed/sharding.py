@@ -1,5 +1,6 @@
 """Networks and parameters as DTensors of four processes, and the same in one process."""
 
+import math
 from functools import cache
 
 import torch
@@ -7,7 +8,10 @@ from torch import distributed, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from mpkernels.amp import clip_grad_norm_
+
 WORLD = 4
+STEPS, BAD_STEP = 5, 2
 
 
 @cache
@@ -56,3 +60,24 @@ def whole(tensor):
 
 def wholes(model):
     return list(map(whole, model.parameters()))
+
+
+def trained(model, make, scaler=None, clips=False, spoils=True):
+    """Return the optimizer, and what each step told. spoils: whether this process puts an inf into its grads."""
+    optimizer, told = make(model.parameters()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, step, 1.0 if scaler is None else scaler.scale(torch.ones(())))
+        if step == BAD_STEP and spoils:
+            part_of(model[0].weight.grad).view(-1)[5] = math.inf
+        if clips:
+            scaler.unscale_(optimizer)
+            told.append(whole(clip_grad_norm_(model.parameters(), 0.1)))
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+            told.append(torch.tensor(scaler.get_scale()))
+        told += [getattr(optimizer, name, None) for name in ("grad_norm", "skipped_steps", "step_was_skipped")]
+    return optimizer, told

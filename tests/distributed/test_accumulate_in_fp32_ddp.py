@@ -130,7 +130,7 @@ def fp32_parameters_are_exchanged_as_without(rank):
 
 
 def many_buckets(rank):
-    """Of grads of two dtypes, in turns; one is larger than a bucket."""
+    """Grads of two dtypes take turns; one is larger than a bucket."""
     results = []
     for size in (2**30, 2000):
         model = network(B16)

@@ -8,35 +8,20 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from mpkernels.amp import GradScaler, accumulate, clip_grad_norm_
+from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW, Masters
 from tests.cases import same_bits
-from tests.distributed.sharding import backward, even_network, network, part_of, shard, whole, wholes
+from tests.distributed.sharding import backward, even_network, network, part_of, shard, trained, whole, wholes
 from tests.networks import B16, F16
 from tests.optim.optimizers import OPTIMIZERS
 from tests.processes import each, in_processes, spawn
 
 F32, INT8 = torch.float32, torch.int8
-STEPS, BAD_STEP = 4, 2
 OFFLOADED = {"offload_policy": CPUOffloadPolicy(pin_memory=False)}  # a CPU has no memory to pin
 
 
-def trained(model, make, is_scaled=False, clips=False, spoils=True):
-    """Return the optimizer, and what each step told. spoils: whether this process finds an inf, in its own part."""
-    optimizer, told = make(model.parameters()), []
-    scaler = GradScaler("cpu", init_scale=1024.0, enabled=is_scaled)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step, scaler.scale(torch.ones(())))
-        if step == BAD_STEP and spoils:
-            part_of(model[0].weight.grad).view(-1)[3] = math.inf
-        if clips:
-            scaler.unscale_(optimizer)
-            told.append(clip_grad_norm_(model.parameters(), 0.1))
-        scaler.step(optimizer)
-        scaler.update()
-        told += [getattr(optimizer, name, None) for name in ("grad_norm", "skipped_steps", "step_was_skipped")]
-    return optimizer, [*told, torch.tensor(scaler.get_scale())]
+def scaler():
+    return GradScaler("cpu", init_scale=1024.0)
 
 
 def numbers(optimizer):
@@ -45,16 +30,18 @@ def numbers(optimizer):
     return {(i, key): whole(it) for i, state in states.items() for key, it in state.items() if torch.is_tensor(it)}
 
 
-def assert_as_one_process(dtype, make, rank, **options):
+def assert_as_one_process(dtype, make, rank, is_scaled=False, clips=False):
     alone, model = even_network(dtype), shard(even_network(dtype), "fsdp2", **OFFLOADED)
-    theirs, tale = trained(alone, make, **options)
-    optimizer, told = trained(model, make, spoils=rank == 1, **options)
+    (theirs, tale), (optimizer, told) = (
+        trained(it, make, scaler() if is_scaled else None, clips, spoils=it is alone or rank == 1)
+        for it in (alone, model)
+    )
     assert all(map(same_bits, wholes(model), wholes(alone)))
     assert all(a is b or same_bits(a, b) for a, b in zip(told, tale, strict=True))
     saved, its = numbers(optimizer), numbers(theirs)
     assert saved.keys() == its.keys()
     assert all(same_bits(it, its[key]) for key, it in saved.items())
-    if options or dtype != F32:
+    if is_scaled or dtype != F32:
         assert optimizer.skipped_steps == 1
 
 
@@ -67,17 +54,7 @@ def clip_scaler_and_skip(rank):
         assert_as_one_process(dtype, partial(make, max_norm=0.1), rank)
         assert_as_one_process(dtype, partial(make, max_norm=0.1), rank, is_scaled=True)
         assert_as_one_process(dtype, make, rank, is_scaled=True)
-
-
-def clipped_by_the_loop(rank):
-    """By the whole norm, and skipped by the scaler's step."""
-    for dtype, *_ in KEPT:
-        alone, model = even_network(dtype), shard(even_network(dtype), "fsdp2", **OFFLOADED)
-        tales = [
-            trained(it, OPTIMIZERS["AdamW"].ours, True, True, it is alone or rank == 1)[1] for it in (alone, model)
-        ]
-        assert all(map(same_bits, wholes(model), wholes(alone)))
-        assert all(a is b or same_bits(a, b) for a, b in zip(*tales, strict=True))
+        assert_as_one_process(dtype, make, rank, is_scaled=True, clips=True)
 
 
 def other_rules(rank):
@@ -96,7 +73,7 @@ def as_without_the_offload(rank):
         found = []
         for offload in ({}, OFFLOADED):
             model = shard(network(dtype), "fsdp2", **policies, **offload)
-            found.append((trained(model, make, True, spoils=rank == 1)[1], wholes(model)))
+            found.append((trained(model, make, scaler(), spoils=rank == 1)[1], wholes(model)))
         (told, weights), (tale, theirs) = found
         assert all(map(same_bits, weights, theirs))
         assert all(a is b or same_bits(a, b) for a, b in zip(told, tale, strict=True))
@@ -174,7 +151,7 @@ def hooks_wait_for_grads_on_their_way(rank):
 
 
 CHECKS = (
-    *(hooks_wait_for_grads_on_their_way, clip_scaler_and_skip, clipped_by_the_loop, other_rules),
+    *(hooks_wait_for_grads_on_their_way, clip_scaler_and_skip, other_rules),
     *(as_without_the_offload, checkpoints_go_both_ways),
 )
 

@@ -162,7 +162,7 @@ def of_both(folder, rank):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """Of each fault and side: whether some process has seen it."""
+    """Return, for each fault and side, whether some process has seen it."""
     folder = tmp_path_factory.mktemp("faults")
     spawn(partial(of_both, folder), folder, WORLD)
     of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]

@@ -2,7 +2,6 @@
 but for last bits."""
 
 import gc
-import math
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -10,38 +9,26 @@ from itertools import product
 import torch
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
-from mpkernels.amp import GradScaler, accumulate, clip_grad_norm_
+from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW
 from tests.amp.test_amp_steps import Watch
 from tests.cases import same_bits
-from tests.distributed.sharding import WORLD, backward, even_network, network, part_of, shard, whole, wholes
+from tests.distributed.sharding import (
+    STEPS,
+    WORLD,
+    backward,
+    even_network,
+    network,
+    shard,
+    trained,
+    whole,
+    wholes,
+)
 from tests.networks import B16, F16
 from tests.processes import each, in_processes, spawn
 
 F32, INT8 = torch.float32, torch.int8
 KINDS = "fsdp2", "hsdp"
-STEPS, BAD_STEP = 5, 2
-
-
-def trained(model, make, scaler=None, clips=False, spoils=True):
-    """Return what each step told. spoils: whether this process puts an inf into its grads."""
-    optimizer, told = make(model.parameters()), []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step, 1.0 if scaler is None else scaler.scale(torch.ones(())))
-        if step == BAD_STEP and spoils:
-            part_of(model[0].weight.grad).view(-1)[5] = math.inf
-        if clips:
-            scaler.unscale_(optimizer)
-            told.append(whole(clip_grad_norm_(model.parameters(), 0.1)))
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-            told.append(torch.tensor(scaler.get_scale()))
-        told += [getattr(optimizer, name, None) for name in ("grad_norm", "skipped_steps", "step_was_skipped")]
-    return told
 
 
 def ours(**options):
@@ -85,8 +72,8 @@ def as_one_process(rank):
         dtype, make, is_scaled, clips = case
         alone, model = new(dtype), shard(new(dtype), kind)
         scalers = (GradScaler("cpu", init_scale=64.0) if is_scaled else None for _ in range(2))
-        want = trained(alone, make, next(scalers), clips == "loop")
-        told = trained(model, make, next(scalers), clips == "loop", spoils=rank == 0)
+        _, want = trained(alone, make, next(scalers), clips == "loop")
+        _, told = trained(model, make, next(scalers), clips == "loop", spoils=rank == 0)
         has_whole_packs = new is even_network
         for a, b in zip(told, want, strict=True):
             assert (a is b or same_bits(a, b)) if has_whole_packs else is_told_alike(a, b), (kind, case, a, b)
@@ -184,7 +171,7 @@ def released(rank):
 
 
 def one_collective_and_no_wait(rank):
-    """Of a step that clips or that a scaler watches."""
+    """Count the collectives of a step that clips or that a scaler watches."""
     model = shard(network(), "fsdp2")
     for options, scaled, collectives in (
         ({"max_norm": 1.0}, False, 1),

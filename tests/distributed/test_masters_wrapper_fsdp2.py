@@ -18,8 +18,8 @@ from mpkernels.amp import GradScaler
 from mpkernels.ops.step.split import join
 from mpkernels.optim import Masters
 from tests.cases import same_bits
-from tests.distributed.sharding import backward, even_network, network, part_of, shard, whole, wholes
-from tests.distributed.test_fsdp2 import is_told_alike, trained
+from tests.distributed.sharding import backward, even_network, network, part_of, shard, trained, whole, wholes
+from tests.distributed.test_fsdp2 import is_told_alike
 from tests.networks import B16, F16
 from tests.processes import each, in_processes, spawn
 
@@ -37,15 +37,15 @@ def as_one_process(rank):
         alone, model = even_network(dtype), shard(even_network(dtype), "fsdp2")
         scalers = (GradScaler("cpu", init_scale=64.0) if is_scaled else None for _ in range(2))
         guard = None if max_norm or is_scaled else True
-        want = trained(alone, partial(make, max_norm=max_norm, guard=guard), next(scalers))
-        told = trained(model, partial(make, max_norm=max_norm, guard=guard), next(scalers), spoils=rank == 0)
+        _, want = trained(alone, partial(make, max_norm=max_norm, guard=guard), next(scalers))
+        _, told = trained(model, partial(make, max_norm=max_norm, guard=guard), next(scalers), spoils=rank == 0)
         case = dtype, is_scaled, max_norm
         assert all(map(is_told_alike, told, want)), (case, told, want)
         assert all(map(same_bits, wholes(model), wholes(alone))), case
 
 
 def uneven_parts(rank):
-    """Of which a process may have none; without a norm nothing is added up."""
+    """A process may have no part at all; without a norm nothing is added up."""
     for dtype in (B16, F16):
         alone, model = network(dtype), shard(network(dtype), "fsdp2")
         trained(alone, make)
@@ -54,7 +54,7 @@ def uneven_parts(rank):
 
 
 def muon(rank):
-    """Whose products span the processes' parts: as the bare class over fp32 parts, with the same grads."""
+    """Its products span the processes' parts: it steps as the bare class does over fp32 parts with the same grads."""
     model, bare = shard(even_network(B16), "fsdp2"), shard(even_network(B16).float(), "fsdp2")
     ours, theirs = (
         make(model.parameters(), torch.optim.Muon),
@@ -83,7 +83,7 @@ def contents(model, optimizer):
 
 
 def checkpoints(rank):
-    """By torch's functions for state dicts, of parts and of the whole, into parts and into a whole."""
+    """torch's functions save parts and the whole, and load them into parts and into a whole."""
     model = shard(even_network(B16), "fsdp2")
     optimizer = make(model.parameters())
     run(model, optimizer, 0, 3)

@@ -126,7 +126,7 @@ def clipping_of_parts(rank):
 
 
 def a_collective_each_step(rank):
-    """And no host waits for a device."""
+    """No host waits for a device meanwhile."""
     group = distributed.group.WORLD
     for options, count in (({}, 1), ({"max_norm": 1.0}, 1), ({"guard": False}, 0)):
         param = nn.Parameter(torch.ones(3))

@@ -86,7 +86,7 @@ def fsdp(rank):
 
 
 def assert_same_weights(model, whole):
-    """But for the coefficient of clipping, which comes of a sum in another order."""
+    """Only the coefficient of clipping may differ in last bits: it comes from a sum in another order."""
     flat = torch.cat([param.detach().flatten() for param in whole.parameters()])
     with FullyShardedDataParallel.summon_full_params(model):
         ours = torch.cat([param.detach().flatten() for param in model.parameters()])[: flat.numel()]

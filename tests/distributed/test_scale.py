@@ -68,8 +68,8 @@ def refuse(mesh):
 
 
 def costs(make, ranks):
-    """Of a third run: earlier ones make states and plans, and look at each rank once. Calls don't show how long a list
-    is that one of them goes through, so nobody may ask for that of the ranks."""
+    """Return the calls of a third run: earlier ones make states and plans, and look at each rank once. Calls don't show
+    how long a list is that one of them goes through, so nobody may ask for that of the ranks."""
     runs = [make(sharded(tensors, ranks)) for tensors in (10, 20, 30)]
     for run in runs * 2:
         run()

@@ -194,7 +194,7 @@ def an_error_where_no_hook_is(rank):
 
 
 def dtensors(rank):
-    """Of several meshes. Processes that share none with the one that finds an inf skip with it."""
+    """There are several meshes. Processes that share none with the one that finds an inf skip with it."""
     mesh = mesh_of("two dimensions")
     placed = (mesh["rows"], [Shard(0)]), (mesh["columns"], [Shard(0)]), (mesh, [Replicate(), Shard(1)])
     for scaler_kind in (GradScaler, torch.amp.GradScaler):

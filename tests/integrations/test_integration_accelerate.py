@@ -9,7 +9,7 @@ from torch.testing import assert_close
 from mpkernels import Metrics, memory_report
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
-from tests.networks import B16, batch, network, one_thread
+from tests.networks import B16, batch, network
 
 pytest.importorskip("accelerate", reason="needs the extra integrations")
 with warnings.catch_warnings():
@@ -20,8 +20,6 @@ with warnings.catch_warnings():
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from mpkernels.integrations.accelerate import tell_skips
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Accelerate's own
 LR, MAX_NORM = 1e-2, 0.1
@@ -60,27 +58,6 @@ def test_prepare_accumulate_and_clip(precision):
     assert_close(our_norms, their_norms, rtol=1e-3, atol=0)
     assert_close(ours, theirs, rtol=0, atol=LR / 100)
     assert isinstance(optimizer.optimizer, AdamW)
-
-
-def test_a_mixed_model_and_a_checkpoint(tmp_path):
-    accelerator = Accelerator(cpu=True)
-    model = to_mixed(network())
-    model, optimizer = accelerator.prepare(model, AdamW(model.parameters(), lr=LR))
-
-    def step(seed):
-        inputs, targets = batch(seed)
-        accelerator.backward((model(inputs).float() - targets).square().mean())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(0)
-    accelerator.save_state(tmp_path)
-    step(1)
-    expected = [optimizer.state[it]["remainder"].clone() for it in (model[0].weight, model[3].weight)]
-    accelerator.load_state(tmp_path)
-    step(1)
-    assert model[0].weight.dtype == B16
-    assert_close([optimizer.state[it]["remainder"] for it in (model[0].weight, model[3].weight)], expected)
 
 
 def test_a_model_is_converted_and_converted_back_with_the_optimizer_that_accelerate_made():

@@ -7,13 +7,11 @@ from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW, Masters
 from tests import libraries
 from tests.cases import same_bits
-from tests.networks import B16, backward, network, one_thread
+from tests.networks import B16, backward, network
 from tests.optim.optimizers import of_each
 
 libraries.need()
 from tests.matrix.offloading import CPUOffloadOptimizer, on_a_cpu  # noqa: E402
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 REFUSED = (
     r"^\w+: max_norm and guard need the grads of all parameters, and torchao's CPUOffloadOptimizer makes an optimizer "

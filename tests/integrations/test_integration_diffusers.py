@@ -8,11 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from mpkernels import selector
 from mpkernels.nn import fuse, unfuse
-from tests.networks import one_thread
 from tests.nn.fusing.feed_forwards import X, results
-from tests.nn.fusing.models import compiled, recorded_ops
+from tests.nn.fusing.models import recorded_ops
 
 for library in ("diffusers", "peft", "torchao"):
     pytest.importorskip(library, reason="needs the extra integrations")
@@ -22,8 +20,6 @@ with warnings.catch_warnings():
     from diffusers.models.attention import BasicTransformerBlock, FeedForward
     from peft import LoraConfig, inject_adapter_in_model
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 OPS = {"gelu": "mlp", "gelu-approximate": "mlp", "linear-silu": "mlp", "geglu": "gated_mlp", "swiglu": "gated_mlp"}
@@ -50,29 +46,6 @@ def test_it_is_one_mlp(activation, final_dropout):
     assert list(model.state_dict()) == keys
     unfuse(model)
     assert_close(results(model), want, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("activation", OPS)
-def test_half_as_much_is_saved(activation):
-    report = fuse(feed_forward(activation))
-    selector.pin("native")
-    try:
-        plain, fused = report.saved_bytes(X)
-    finally:
-        selector.pin(None)
-    z = X.nbytes * 2 * (2 if OPS[activation] == "gated_mlp" else 1)
-    assert (plain, fused) == (X.nbytes + 2 * z, X.nbytes + z)
-
-
-@pytest.mark.parametrize("activation", OPS)
-def test_compiled(activation):
-    model = feed_forward(activation)
-    want = results(model)
-    fuse(model)
-    run, graphs = compiled(model)
-    assert_close(results(run), want, rtol=1e-5, atol=1e-5)
-    assert "mpkernels." in "".join(graphs)
-    torch.compiler.reset()
 
 
 def test_another_activation_is_left_with_a_reason():

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from mpkernels import Metrics
 from mpkernels.amp import GradScaler, clip_grad_norm_, to_full, to_mixed
 from mpkernels.optim import AdamW
-from tests.networks import B16, F16, batch, network, one_thread
+from tests.networks import B16, F16, batch, network
 
 pytest.importorskip("lightning", reason="needs the extra integrations")
 with warnings.catch_warnings():
@@ -19,8 +19,6 @@ with warnings.catch_warnings():
     from lightning.fabric.plugins.precision import MixedPrecision as FabricsOwn
 
     from mpkernels.integrations.fabric import MixedPrecision
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own
 MAX_NORM, LR, BATCHES = 0.1, 1e-2, 6

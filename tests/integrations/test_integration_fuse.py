@@ -12,7 +12,6 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
 from mpkernels.optim import AdamW
-from tests.networks import one_thread
 from tests.nn.fusing.models import recorded_ops
 from tests.processes import alone
 
@@ -20,8 +19,6 @@ pytest.importorskip("transformers", reason="needs the extra integrations")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     import transformers
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 
@@ -113,7 +110,8 @@ def results(net, inputs):
 
 
 def relative_errors(ours, theirs):
-    """Of each tensor by its norm; of a gradient that is nothing but rounding (a key's bias), by those of all."""
+    """Return each tensor's error relative to its norm. A gradient that is nothing but rounding (a key's bias, say) is
+    compared with the largest norm."""
     assert ours.keys() == theirs.keys()
     floor = 1e-3 * max(it.norm() for it in theirs.values())
     return {name: ((ours[name] - it).norm() / it.norm().clamp(min=floor)).item() for name, it in theirs.items()}

@@ -8,7 +8,6 @@ import torch
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse
-from tests.networks import one_thread
 from tests.nn.fusing.models import recorded_ops
 
 for library in ("transformers", "peft", "torchao"):
@@ -19,8 +18,6 @@ with warnings.catch_warnings():
     from torchao.float8 import convert_to_float8_training
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 TOKENS = torch.randint(0, 64, (2, 16), generator=torch.Generator().manual_seed(0))

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from tests.networks import B16, F16, batch, network, one_thread
+from tests.networks import B16, F16, batch, network
 
 pytest.importorskip("lightning", reason="needs the extra integrations")
 with warnings.catch_warnings():
@@ -19,8 +19,6 @@ with warnings.catch_warnings():
     from lightning.pytorch.plugins.precision import MixedPrecision as LightningsOwn
 
     from mpkernels.integrations.lightning import LogMixedPrecision, MixedPrecision
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # Lightning's own: no workers, no logger, ...
 MAX_NORM, LR, BATCHES = 0.1, 1e-2, 6

@@ -9,12 +9,11 @@ from tests import libraries
 from tests.matrix import table
 from tests.matrix.drop_ins import COLUMNS
 from tests.matrix.runner import judge
-from tests.networks import one_thread
 
 libraries.need()
 from tests.matrix import adapters, offloading, trainers  # noqa: E402
 
-__all__ = ["adapters", "offloading", "one_thread", "trainers"]  # the table's tools, and a fixture of each test
+__all__ = ["adapters", "offloading", "trainers"]  # the table's tools
 
 
 @pytest.mark.each_value_once

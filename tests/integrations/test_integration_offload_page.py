@@ -5,15 +5,13 @@ import torch
 
 from mpkernels.optim import AdamW
 from tests import ROOT, libraries
-from tests.networks import B16, one_thread
+from tests.networks import B16
 from tests.test_docs import ANY_BLOCK, BLOCK
 
 libraries.need()
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 from tests.matrix.offloading import on_a_cpu  # noqa: E402
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 PAGE = (ROOT / "docs" / "offload.md").read_text()
 SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -9,7 +9,6 @@ from torch import nn
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
-from tests.networks import one_thread
 from tests.nn.fusing.feed_forwards import X, results
 from tests.nn.fusing.models import compiled, recorded_ops
 
@@ -20,8 +19,6 @@ with warnings.catch_warnings():
     except (ImportError, RuntimeError) as error:  # of torchvision, whose ops are missing
         pytest.skip(f"needs timm: {error}", allow_module_level=True)
     from timm.layers import GatedMlp, GluMlp, Mlp, SwiGLU
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the library's own
 OPS = {Mlp: "mlp", GatedMlp: "mlp", SwiGLU: "gated_mlp"}

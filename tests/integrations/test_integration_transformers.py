@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.nn import LinearAct
 from mpkernels.optim import AdamW
-from tests.networks import B16, one_thread
+from tests.networks import B16
 
 pytest.importorskip("transformers", reason="needs the extra integrations")
 pytest.importorskip("accelerate", reason="needs the extra integrations")
@@ -21,8 +21,6 @@ with warnings.catch_warnings():
     from transformers.activations import ACT2CLS, ACT2FN
 
     from mpkernels.integrations.transformers import LogMixedPrecision, TellSkips, adamw
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # transformers' own
 LR, STEPS = 3e-3, 12

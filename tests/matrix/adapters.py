@@ -38,7 +38,7 @@ def peft_lora_of_all_linear(run):
 
 @changes_modules
 def peft_lora_of_a_parameter(run):
-    """Which adds to the weight, not to what the layer computes."""
+    """The adapter adds to the weight, not to what the layer computes."""
     adapted(run, LoraConfig(r=2, lora_alpha=2, target_modules=[], target_parameters=["first.weight"]))
     yield
 
@@ -102,7 +102,7 @@ def torchao_int8(run):
 
 @changes_modules
 def torchao_int8_of_any_weight(run):
-    """Of LinearAct's, too."""
+    """LinearAct's weight is quantised, too."""
     quantize_(run.model, Int8WeightOnlyConfig(), filter_fn=lambda module, _: hasattr(module, "weight"))
     yield
 

@@ -22,8 +22,8 @@ class Recorded:
         return {f"step {i}: {j}": it for i, step in enumerate(self.made) for j, it in enumerate(step)}
 
     def replayed(self, run: Run) -> Result:
-        """By an optimizer that sees these weights and grads and nothing else. What a tool wrote to a weight is written
-        in place."""
+        """Replay the steps with an optimizer that sees these weights and grads and nothing else. What a tool wrote to
+        a weight is written in place."""
         optimizer = run.drop_in.optimizer([torch.nn.Parameter(weight) for weight, _ in self.given[0]])
         replay = Recorded(optimizer)
         for given in self.given:
@@ -90,8 +90,8 @@ def changes_modules(change: Callable[[Run], Iterator[None]]) -> Callable[[Run], 
 
 
 def outputs_and_grads(run: Run) -> Result:
-    """Of one row, so that no sum of the backward depends on its order; those of the forward are exact. The sign of a
-    zero is the multiplier's affair, and differs between CPUs."""
+    """Return them for one row, so that no sum of the backward depends on its order; those of the forward are exact. The
+    sign of a zero is the multiplier's affair, and differs between CPUs."""
     inputs, targets = (it[:1] for it in batch(0, 0, run.dtype))
     outputs = run.model(inputs)
     (outputs - targets).float().square().sum().backward()

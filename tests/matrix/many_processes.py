@@ -56,7 +56,7 @@ def ddp_no_sync(run):
 
 @tool()
 def ddp_midway(run):
-    """Which then gives all processes the first one's weights."""
+    """DistributedDataParallel then gives all processes the first one's weights."""
     (part,), run.parts = run.parts, PARTS
     run.steps(FIRST)
     with torch.no_grad():

@@ -9,7 +9,7 @@ from tests.matrix.runner import ALL, FIRST, PARTS, REST, Run, tool
 
 @tool()
 def hooks(run: Run) -> None:
-    """Of every kind, that change nothing."""
+    """Hooks of every kind change nothing."""
     run.model.register_forward_pre_hook(lambda _, args: (args[0].requires_grad_(),))  # else backward hooks warn
     for module in run.model.modules():
         module.register_forward_pre_hook(lambda _, args: args)

@@ -153,5 +153,5 @@ def outputs_quantised(run, which):
 
 @tool(oracle=lambda run: outputs_quantised(Run(run.drop_in.with_torchs_layer()), {"last"}))
 def quantize_dynamic_of_the_layer(run):
-    """Which is no Linear, and left alone."""
+    """The layer is no Linear, and left alone."""
     return outputs_quantised(run, {nn.Linear})

@@ -70,7 +70,7 @@ class Run:
 
 
 def bare(model: Any) -> nn.Module:
-    """Of DistributedDataParallel and torch.compile."""
+    """Return the model inside DistributedDataParallel and torch.compile."""
     while inner := getattr(model, "module", None) or getattr(model, "_orig_mod", None):
         model = inner
     return model

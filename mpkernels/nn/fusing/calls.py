@@ -1,7 +1,7 @@
 """What a rewritten forward calls: whether its layers still are plain, and the fused op over them."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -23,6 +23,7 @@ from mpkernels.nn.fusing.recognise import (
 
 Layers = Sequence[Module]
 Between = Sequence[Any]
+Parameters = tuple[Tensor, Tensor | None]
 
 
 def are_plain(x: Any, layers: Layers, activation: object, between: Between = ()) -> bool:
@@ -46,34 +47,6 @@ def are_plain(x: Any, layers: Layers, activation: object, between: Between = ())
         or is_exporting()
         or (not is_compiling() and is_jit_tracing())
     )
-
-
-class Method(NamedTuple):
-    """A method of a plain class as it was when it was fused."""
-
-    kind: type
-    name: str
-    value: Any
-    written: Any  #: the function that the value's decorators wrap
-
-
-def is_replaced(method: Method) -> bool:
-    """Return whether somebody has given the plain class another method since."""
-    return getattr(method.kind, method.name) is not method.value
-
-
-def by_replacement(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Call the new method. It may have defaults and an order of its own: so what had a default is handed on by name,
-    unless it is that very default."""
-    code, defaults = method.written.__code__, method.written.__defaults__ or ()
-    names, end = code.co_varnames[: code.co_argcount], code.co_argcount
-    first = max(end - len(defaults), code.co_posonlyargcount)
-    if len(arguments) > end:  # then what comes before them has to have a place, too
-        first = end
-    old = dict(zip(names[end - len(defaults) :], defaults, strict=True)) | (method.written.__kwdefaults__ or {})
-    by_name = dict(zip(names[first:], arguments[first:end], strict=True)) | named
-    kept = {name: value for name, value in by_name.items() if name not in old or value is not old[name]}
-    return getattr(method.kind, method.name)(*arguments[:first], *arguments[end:], **kept)
 
 
 def is_gelu(function: object) -> bool:
@@ -105,31 +78,35 @@ def are_halves(layers: Layers) -> bool:
     return second == [first] if second else first % 2 == 0
 
 
-def _parameters(layer: Any) -> tuple[Tensor, Tensor | None]:
-    weight: Tensor = layer.weight
-    return (weight if type(layer) is Linear else weight.t()), layer.bias
-
-
-def _name(activation: object) -> str:
-    name = known_activation(activation)
-    assert name is not None  # are_plain has said so
-    return name
-
-
-def linear_act(x: Tensor, layers: Layers, activation: object) -> Tensor:
-    return functional.linear_act(x, *_parameters(layers[0]), _name(activation))
-
-
-def mlp(
+def fused(
+    kind: str,
     x: Tensor,
     layers: Layers,
     activation: object,
     between: Between = (),
     dropout: float = 0.0,
     training: bool = False,
+    is_gate_last: bool = False,
 ) -> Tensor:
-    fc1, fc2 = map(_parameters, layers)
-    return functional.mlp(x, *fc1, *fc2, _name(activation), *_dropout(between, dropout, training))
+    """Return what calls of these compute, by the op of this kind. ``dropout`` and ``training`` are those of torch's
+    function among what is called between the layers. Gate and up may be two layers, or one that holds the rows of
+    both."""
+    name = known_activation(activation)
+    assert name is not None  # are_plain has said so
+    is_gated, is_mlp = kind.startswith("gated"), kind.endswith("mlp")
+    options = (name, *_dropout(between, dropout, training)) if is_mlp else (name,)
+    parameters = [_parameters(layer) for layer in layers]
+    op: Callable[..., Tensor] = getattr(functional, kind)
+    if not is_gated:
+        return op(x, *[it for weight_and_bias in parameters for it in weight_and_bias], *options)
+    if len(layers) == 1 + is_mlp:
+        parameters[:1] = _taken_apart(*parameters[0], is_gate_last)
+    return op(x, *[weight for weight, _ in parameters], *[bias for _, bias in parameters], *options)
+
+
+def _parameters(layer: Any) -> Parameters:
+    weight: Tensor = layer.weight
+    return (weight if type(layer) is Linear else weight.t()), layer.bias
 
 
 def _dropout(between: Between, p: float, training: bool) -> tuple[float, bool]:
@@ -140,33 +117,10 @@ def _dropout(between: Between, p: float, training: bool) -> tuple[float, bool]:
     return p, training
 
 
-def gated_linear(x: Tensor, layers: Layers, activation: object, is_gate_last: bool = False) -> Tensor:
-    """Gate and up may be two layers, or one that holds the rows of both."""
-    gate, gate_bias, up, up_bias = _gate_and_up(layers, is_gate_last)
-    return functional.gated_linear(x, gate, up, gate_bias, up_bias, _name(activation))
-
-
-def gated_mlp(
-    x: Tensor,
-    layers: Layers,
-    activation: object,
-    between: Between = (),
-    dropout: float = 0.0,
-    training: bool = False,
-    is_gate_last: bool = False,
-) -> Tensor:
-    gate, gate_bias, up, up_bias = _gate_and_up(layers[:-1], is_gate_last)
-    down, down_bias = _parameters(layers[-1])
-    options = _name(activation), *_dropout(between, dropout, training)
-    return functional.gated_mlp(x, gate, up, down, gate_bias, up_bias, down_bias, *options)
-
-
-def _gate_and_up(layers: Layers, is_gate_last: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    gate, gate_bias = _parameters(layers[0])
-    if len(layers) == 2:
-        return gate, gate_bias, *_parameters(layers[1])
+def _taken_apart(weight: Tensor, bias: Tensor | None, is_gate_last: bool) -> list[Any]:
+    """Return the gate's parameters and those of what it multiplies, which one layer holds."""
     if not is_gate_last:
-        return gate, gate_bias, None, None  # the ops take both in one
-    up, gate = gate.chunk(2)
-    up_bias, gate_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)
-    return gate, gate_bias, up, up_bias
+        return [(weight, bias), (None, None)]  # the ops take both in one
+    up, gate = weight.chunk(2)
+    up_bias, gate_bias = (None, None) if bias is None else bias.chunk(2)
+    return [(gate, gate_bias), (up, up_bias)]

@@ -14,27 +14,23 @@ from torch.nn.utils import parametrize
 from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls, sequential
 from mpkernels.nn.fusing.chain import dotted, short
-from mpkernels.nn.fusing.decorators import innermost, redecorated, unless_replaced
+from mpkernels.nn.fusing.decorators import innermost, is_made_for_subclasses, redecorated, unless_replaced
 from mpkernels.nn.fusing.looking import UNSEEN, has_plain_attributes, own_values, value_of
 from mpkernels.nn.fusing.loops import Loop
-from mpkernels.nn.fusing.originals import DROPOUT, GELU, SEQUENTIAL_FORWARD, SEQUENTIAL_ITER, TORCH_CHUNK
+from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK
 from mpkernels.nn.fusing.recognise import (
     is_activation,
     is_layer,
     is_linear,
     known_activation,
     uses_activation,
-    why_dropped_twice,
-    why_never,
-    why_no_activation,
-    why_not_passing,
+    why_not_fused,
 )
 from mpkernels.nn.fusing.rewrite import NotRewritableError, rewrite, sites_of
 from mpkernels.nn.fusing.sites import Site, partition
 
 Recipe = tuple[Any, ...]
-"""Each method's name and its chosen sites: index, text and, if it is a loop, the chosen runs of its modules. A
-Sequential's recipe is these runs."""
+"""Each method's name and its chosen sites: index, text and, if it is a loop, the chosen runs of its modules."""
 
 Methods = tuple[Any, ...]
 """What a recipe was made of. Somebody may give the class others."""
@@ -49,46 +45,33 @@ class Decision(NamedTuple):
 
 def methods_of(kind: type, recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's methods, written anew, in the form that a class body has them."""
-    if _is_sequential(kind):
-        return {"forward": sequential.forward_of(recipe, kind)}
-    return {name: _method(kind, name, chosen) for name, chosen in recipe}
+    methods = {name: redecorated(kind, name, rewrite(innermost(kind, name), chosen)) for name, chosen in recipe}
+    for name, method in methods.items():
+        if is_made_for_subclasses(kind, inspect.getattr_static(kind, name)):
+            methods[name] = unless_replaced(kind, name, method)
+    return methods
 
 
 def methods_now(kind: type, recipe: Recipe) -> Methods:
     """Return the recipe's methods as the class has them, under all decorators."""
-    names = ("forward", "__iter__") if isinstance(recipe[0], sequential.Stretch) else [name for name, _ in recipe]
-    return tuple(inspect.getattr_static(kind, name, None) for name in names)
-
-
-def _method(kind: type, name: str, chosen: Any) -> FunctionType:
-    written = innermost(kind, name)
-    method = calls.Method(kind, name, getattr(kind, name), written)
-    rewritten = rewrite(written, chosen, method)
-    decorated = redecorated(kind, name, rewritten)
-    return rewritten if decorated is rewritten else unless_replaced(method, decorated)
+    return tuple(inspect.getattr_static(kind, name, None) for name, _ in recipe)
 
 
 def decide(module: Module, kind: type) -> Decision:
     """Decide for a module. ``kind`` is its class, the plain one if it was fused."""
     has_forward = "forward" in vars(module) or inspect.getattr_static(kind, "forward") is not Module.forward
-    if not has_forward:  # as a ModuleList: the module that holds it is asked
-        return Decision((), [], [])
-    if not (any(is_layer(it) for it in module.modules() if it is not module) or _holds_both(module)):
+    has_layers = any(is_layer(it) for it in module.modules() if it is not module) or _holds_both(module)
+    if not (has_forward and has_layers):  # a ModuleList has no forward: the module that holds it is asked
         return Decision((), [], [])
     try:
         _refuse_foreign_forward(module, kind)
-        decision = _of_runs(sequential.modules_of(module)) if _is_sequential(kind) else _by_source(module, kind)
+        decision = _by_source(module, kind)
     except NotRewritableError as error:
         decision = Decision((), [], [(_holds_both(module), f"its forward {error}")])
     if not (decision.recipe or decision.left):
         reason = "its forward applies no activation to the output of a linear layer in a form that fuse knows"
         decision = decision._replace(left=[(_holds_both(module), reason)])
     return decision._replace(left=[(text, reason) for text, reason in decision.left if text])
-
-
-def _is_sequential(kind: type) -> bool:
-    forward, iterate = (inspect.getattr_static(kind, name, None) for name in ("forward", "__iter__"))
-    return forward is SEQUENTIAL_FORWARD and iterate is SEQUENTIAL_ITER
 
 
 def _refuse_foreign_forward(module: Module, kind: type) -> None:
@@ -126,8 +109,9 @@ def _by_source(module: Module, kind: type) -> Decision:
             if isinstance(loop, Loop) and sequential.is_plain_list(modules):
                 decision = _of_runs(sequential.modules_of(modules))
                 entries += [(index, loop.text, decision.recipe)] if decision.recipe else []
-                fused += [(f"{loop.text}: {text}", by) for text, by in decision.fused]
-                left += [(f"{loop.text}: {text}", reason) for text, reason in decision.left]
+                where = "" if modules is module else f"{loop.text}: "
+                fused += [(where + text, computed_by) for text, computed_by in decision.fused]
+                left += [(where + text, reason) for text, reason in decision.left]
                 covered += decision.covered
         recipe += [(name, tuple(entries))] if entries else []
     return Decision(tuple(recipe), fused, left, covered)
@@ -152,26 +136,25 @@ def _methods_in_reach(kind: type) -> Iterator[tuple[str, FunctionType, list[Site
 def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
     """Return "" for a site that an op of ours can compute, the reason for one that it can't, and None for calls that
     are something else, such as a norm after a linear layer."""
-    activation = _resolve(site.activation, module, function)
-    layers, between = ([_resolve(it, module, function) for it in each] for each in (site.layers, site.between))
+    named = [
+        [(short(called), _resolve(called, module, function)) for called in expressions]
+        for expressions in (site.layers, [site.activation], site.between)
+    ]
+    layers, [activation], between = ([value for _, value in pairs] for pairs in named)
     if not is_activation(activation) or not all(map(is_layer, layers)):
         return None
     if any(is_activation(it) or is_layer(it) for it in between):
         return None
-    reasons = [(site.layers[at], why_never(layer)) for at, layer in enumerate(layers)]
-    reasons.append((site.activation, why_no_activation(activation)))
-    reasons += [(site.between[at], why_not_passing(it)) for at, it in enumerate(between)]
     if site.is_tanh_form and activation is not GELU:
         return None
     if site.dropout is not None and _resolve(site.dropout.called, module, function) is not DROPOUT:
         return None
     if site.chunk is not None and _resolve(site.chunk, module, function) is not TORCH_CHUNK:
         return None
-    reason = next((f"{short(role)} {why}" for role, why in reasons if why is not None), "")
     gates = layers[: len(site.gates)]
+    reason = why_not_fused(*named)
     if gates and not reason and not calls.are_halves(gates):
         return f"{short(site.layers[0])} is not as wide as what it multiplies"
-    reason = reason or why_dropped_twice(between) or ""
     return reason or ("" if _only_reads(site, module, function) else "something else is evaluated between its calls")
 
 

@@ -4,8 +4,7 @@ import inspect
 from types import CellType, FunctionType
 from typing import Any
 
-from mpkernels.nn.fusing.calls import Method, is_replaced
-from mpkernels.nn.fusing.rewrite import NotRewritableError
+from mpkernels.nn.fusing.rewrite import NotRewritableError, dressed_as
 
 
 def innermost(kind: type, name: str) -> FunctionType:
@@ -21,14 +20,16 @@ def redecorated(kind: type, name: str, function: FunctionType) -> FunctionType:
     return function
 
 
-def unless_replaced(method: Method, decorated: FunctionType) -> FunctionType:
-    """Return the decorated method, but that a new one is called in its place, without the old one's decorators."""
+def unless_replaced(kind: type, name: str, method: FunctionType) -> FunctionType:
+    """Return a method that calls this one, or what somebody has given the class in its place since. It is for methods
+    that the class wraps in each subclass, where only a function will do."""
+    written = getattr(kind, name)
 
     def call(*arguments: Any, **named: Any) -> Any:
-        current = getattr(method.kind, method.name) if is_replaced(method) else decorated
-        return current(*arguments, **named)
+        now = getattr(kind, name)
+        return (method if now is written else now)(*arguments, **named)
 
-    return _dressed(call, decorated)
+    return dressed_as(method, call)  # type: ignore[arg-type]
 
 
 def is_made_for_subclasses(kind: type, method: Any) -> bool:
@@ -68,14 +69,4 @@ def _around(function: FunctionType, wrapper: FunctionType, before: FunctionType)
     """Return the wrapper around this function instead of the one before. All else that it holds is shared with it."""
     cells = tuple(CellType(function) if _holds(cell, before) else cell for cell in wrapper.__closure__ or ())
     copied = FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, cells)
-    return _dressed(copied, wrapper)
-
-
-def _dressed(function: Any, wrapper: FunctionType) -> FunctionType:
-    """Give the function all that the wrapper is known by, and share its attributes: counters go on in both."""
-    lazy = "__annotate__" if hasattr(wrapper, "__annotate__") else "__annotations__"
-    for name in ("__name__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
-        setattr(function, name, getattr(wrapper, name))
-    function.__dict__ = vars(wrapper)
-    dressed: FunctionType = function
-    return dressed
+    return dressed_as(wrapper, copied)

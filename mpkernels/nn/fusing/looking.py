@@ -1,6 +1,7 @@
 """Look values up without running anybody's code: no property, ``__getattr__`` or lazy module is asked."""
 
 from functools import reduce
+from inspect import getattr_static
 from types import MemberDescriptorType, ModuleType
 from typing import Any
 
@@ -47,20 +48,16 @@ def _attribute(owner: Any, name: str) -> Any:
         return own.get(name, UNSEEN)
     if _defined(kind, "__getattribute__") is not object.__getattribute__:
         return UNSEEN
-    of_class = _defined(kind, name)
-    if hasattr(type(of_class), "__set__") or hasattr(type(of_class), "__delete__"):  # it goes before own values
-        return of_class.__get__(owner, kind) if isinstance(of_class, MemberDescriptorType) else UNSEEN
-    if name in own:
-        return own[name]
-    if of_class is not UNSEEN:
-        return _of_class(of_class)
-    return _registered(kind, own, name)
-
-
-def _of_class(value: Any) -> Any:
-    if type(value) is staticmethod:
-        return value.__func__
-    return UNSEEN if hasattr(type(value), "__get__") and type(value) is not type else value
+    found = getattr_static(owner, name, UNSEEN)
+    if type(found) is MemberDescriptorType:  # of __slots__
+        return found.__get__(owner, kind)
+    if found is UNSEEN:
+        return _registered(kind, own, name)
+    if name in own and found is own[name]:
+        return found
+    if type(found) is staticmethod:
+        return found.__func__
+    return UNSEEN if hasattr(type(found), "__get__") and type(found) is not type else found
 
 
 def _registered(kind: type, own: dict[str, Any], name: str) -> Any:

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mpkernels.nn.fusing.chain import Chain, Suite, inner_scopes, loads, short
+from mpkernels.nn.fusing.chain import Suite, dotted, inner_scopes, loads, short
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,18 @@ def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
     read = {name for node, name in loads(function) if id(node) not in called}
     read_later = {name for scope in inner_scopes(function) for _, name in loads(scope)}
     for block in blocks:
-        for at, statement in enumerate(block.statements):
+        for statement in block.statements:
             value = _result(statement)
-            if value and isinstance(statement, ast.For) and Chain(block, at).is_own(statement.iter):
+            if value and isinstance(statement, ast.For) and _is_own(statement.iter, function):
                 is_seen = block.is_guarded or value in read_later or ast.unparse(statement.target) in read
                 if not is_seen:
                     yield Loop(block, statement, statement.iter, value)
+
+
+def _is_own(modules: ast.expr, function: ast.FunctionDef) -> bool:
+    """Return whether these are ``self.layers``, or ``self``, as in torch.nn.Sequential."""
+    arguments = function.args.args
+    return bool(arguments) and dotted(modules).partition(".")[0] == arguments[0].arg
 
 
 def _result(statement: ast.stmt) -> str:

@@ -79,7 +79,6 @@ TORCH_CHUNK = _own(torch, "chunk")
 DROPOUT = _own(functional, "dropout")
 GELU = _own(functional, "gelu")
 MODULE_GETATTR = _own(nn.Module, "__getattr__")
-SEQUENTIAL_FORWARD = _own(nn.Sequential, "forward")
 SEQUENTIAL_ITER = _own(nn.Sequential, "__iter__")
 LIST_ITER = _own(nn.ModuleList, "__iter__")
 

@@ -15,6 +15,7 @@ from mpkernels.nn.fusing.looking import own_values
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, is_original
 from mpkernels.ops.linear.activations import ACTIVATIONS, module_activation
 
+Named = Sequence[tuple[str, Any]]
 PLAIN_TENSORS = (Tensor, Parameter)  # no subclass: DTensors, quantised weights and stand-ins go the plain way
 
 
@@ -78,10 +79,14 @@ def why_not_passing(value: object) -> str | None:
     return None if is_original(value) else PATCHED
 
 
-def why_dropped_twice(between: Sequence[Any]) -> str | None:
-    """Return why an op that drops once can't stand for all these dropouts and identities. None if it can."""
-    dropping = sum(it is DROPOUT or (type(it) is Dropout and it.p != 0) for it in between)
-    return "more than one dropout stands between its layers" if dropping > 1 else None
+def why_not_fused(layers: Named, activation: Named, between: Named) -> str:
+    """Return why no op of ours can stand for calls of these, each of which has a name. "" if one can."""
+    reasons = [(name, why_never(layer)) for name, layer in layers]
+    reasons += [(name, why_no_activation(it)) for name, it in activation]
+    reasons += [(name, why_not_passing(it)) for name, it in between]
+    dropping = sum(it is DROPOUT or (type(it) is Dropout and it.p != 0) for _, it in between)
+    twice = "more than one dropout stands between its layers" if dropping > 1 else ""
+    return next((f"{name} {why}" for name, why in reasons if why is not None), twice)
 
 
 def drops(value: object) -> bool:

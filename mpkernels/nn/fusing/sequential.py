@@ -1,25 +1,16 @@
 """Modules that are called one after another, by torch.nn.Sequential or by a loop over a torch.nn.ModuleList: runs of
 them that one fused op can replace."""
 
-from collections.abc import Callable, Sequence
-from functools import wraps
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.nn import Dropout, Identity, Module, ModuleList
+from torch.nn import Dropout, Identity, Module, ModuleList, Sequential
 
 from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls, projections
-from mpkernels.nn.fusing.originals import LIST_ITER, SEQUENTIAL_FORWARD, SEQUENTIAL_ITER
-from mpkernels.nn.fusing.recognise import (
-    is_activation,
-    is_layer,
-    known_activation,
-    why_dropped_twice,
-    why_never,
-    why_no_activation,
-    why_not_passing,
-)
+from mpkernels.nn.fusing.originals import LIST_ITER, SEQUENTIAL_ITER
+from mpkernels.nn.fusing.recognise import is_activation, is_layer, known_activation, why_not_fused
 
 
 class Stretch(NamedTuple):
@@ -61,11 +52,7 @@ class Stretch(NamedTuple):
 
     def compute(self, x: Tensor, modules: Sequence[Module]) -> Tensor:
         layers, activation, between = self.parts(modules)
-        if self.kind == "linear_act":
-            return calls.linear_act(x, layers, activation)
-        if self.kind == "mlp":
-            return calls.mlp(x, layers, activation, between)
-        return calls.gated_mlp(x, layers, activation, between, is_gate_last=True)
+        return calls.fused(self.kind, x, layers, activation, between, is_gate_last=True)
 
     def why_left(self, modules: Sequence[Module]) -> str:
         """Return why an op of ours can't compute this. "" if it can."""
@@ -73,11 +60,7 @@ class Stretch(NamedTuple):
         if self.has_projection and (reason := projections.why_no_projection(first)) is not None:
             return f"{type(first).__name__} {reason}"
         layers, activation, between = self.parts(modules)
-        reasons: list[tuple[object, str | None]] = [(layer, why_never(layer)) for layer in layers]
-        reasons.append((activation, why_no_activation(activation)))
-        reasons += [(it, why_not_passing(it)) for it in between]
-        reason = next((f"{type(module).__name__} {why}" for module, why in reasons if why is not None), "")
-        return reason or why_dropped_twice(between) or ""
+        return why_not_fused(_named(layers), _named([activation]), _named(between))
 
     def text(self, modules: Sequence[Module]) -> str:
         return ", ".join(type(it).__name__ for it in modules[self.first : self.last + 1])
@@ -85,6 +68,10 @@ class Stretch(NamedTuple):
     def computed_by(self, modules: Sequence[Module]) -> str:
         _, activation, _ = self.parts(modules)
         return f"{self.kind}, {known_activation(activation)}"
+
+
+def _named(modules: Sequence[object]) -> list[tuple[str, object]]:
+    return [(type(it).__name__, it) for it in modules]
 
 
 def runs_of(modules: Sequence[Module]) -> list[Stretch]:
@@ -112,6 +99,8 @@ def modules_of(module: Any) -> list[Module]:
 
 def is_plain_list(modules: Any) -> bool:
     """Return whether these are iterated over as torch does it."""
+    if issubclass(type(modules), Sequential):
+        return type(modules).__iter__ is SEQUENTIAL_ITER
     return type(modules) is ModuleList and ModuleList.__iter__ is LIST_ITER
 
 
@@ -127,13 +116,3 @@ def run_all(container: Any, runs: Sequence[tuple[Any, ...]], value: Any) -> Any:
             value, at = modules[at](value), at + 1
             modules = modules_of(container)  # which the call may have changed
     return value
-
-
-def forward_of(runs: Sequence[Stretch], kind: Any) -> Callable[[Any, Any], Any]:
-    @wraps(SEQUENTIAL_FORWARD)  # whose source torch.jit.script reads
-    def forward(self: Any, input: Any) -> Any:
-        if kind.forward is not SEQUENTIAL_FORWARD or kind.__iter__ is not SEQUENTIAL_ITER:  # they were replaced since
-            return kind.forward(self, input)
-        return run_all(self, runs, input)
-
-    return forward

@@ -14,21 +14,6 @@ class HiddenIsUsedAgain(Mlp):
         return self.fc2(y) + h.sum()
 
 
-class HiddenIsReturned(Mlp):
-    def forward(self, x):
-        h = self.fc1(x)
-        y = self.act(h)
-        return y, h
-
-
-class HiddenIsCaptured(Mlp):
-    def forward(self, x):
-        h = self.fc1(x)
-        later = lambda: h.sum()  # noqa: E731
-        y = self.act(h)
-        return y + later()
-
-
 class HiddenIsCapturedBefore(Mlp):
     def forward(self, x):
         later = lambda: h.sum()  # noqa: E731
@@ -185,17 +170,6 @@ class DecoratedOutsideOfACell(Mlp):
         return self.act(self.fc1(x))
 
 
-def _doubled(forward):
-    def double(self, x):
-        return 2 * forward(self, x)
-
-    return double
-
-
-class WrappedSilently(Mlp):
-    forward = _doubled(Mlp.forward)
-
-
 class OfGlobals(Mlp):
     exec("def forward(self, x):\n    return self.act(self.fc1(x))")
 
@@ -228,8 +202,6 @@ class OtherLinear(Mlp):
 
 LEFT = {
     HiddenIsUsedAgain: "its forward applies no",
-    HiddenIsReturned: "its forward applies no",
-    HiddenIsCaptured: "its forward applies no",
     HiddenIsCapturedBefore: "its forward applies no",
     HiddenIsCapturedByAFunctionBefore: "its forward applies no",
     HiddenIsKeptByTheLoop: "its forward applies no",
@@ -248,7 +220,6 @@ LEFT = {
     Super: "its forward is a closure, or calls super()",
     DecoratedByAnObject: "its forward is no Python function",
     DecoratedOutsideOfACell: "its forward is decorated, and the decorator keeps it in no cell of its closure",
-    WrappedSilently: "its forward is a closure, or calls super()",
     OfGlobals: "its forward has no source",
     Unknown: "act is no activation that mpkernels knows",
     Subclassed: "its forward applies no",

@@ -1,11 +1,12 @@
-"""Whatever happens to the layers before or after fuse: the fused model computes what the plain model computes with the
-same change, to the bit, because the lines run as they were written."""
+"""Whatever happens to a part of a model before or after fuse: the fused model computes what the plain model computes
+with the same change, to the bit, because the lines run as they were written."""
 
 import copy
 from contextlib import contextmanager
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.ao.quantization import quantize_dynamic
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
@@ -13,15 +14,22 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
-from tests.networks import one_thread
+from tests.nn.fusing import as_diffusers
+from tests.nn.fusing.feed_forwards import KINDS, FeedForward, TimmMlp, made, results
 from tests.nn.fusing.models import Chain, Gated, GatedApart, Mlp, Packed, X, recorded_ops
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of weight_norm
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor"),  # of torch.ao
 ]
+FORMS = {"Mlp": Mlp, "gate and up apart": GatedApart, "gate and up in one": Packed}
+OUTSIDE = ("", "net", "layers", "layers.0", "drop2", "6", "net.3")  # what the op doesn't stand for
+PARTS = {
+    "Mlp": ["fc1", "act", "fc2"],
+    "gate and up apart": ["fc1", "up", "act", "dropout", "fc2"],
+    "gate and up in one": ["packed", "fc2"],
+    **{name: [part for part, _ in made(name).named_modules() if part not in OUTSIDE] for name in KINDS},
+}
 
 
 class Doubled(nn.Module):
@@ -29,7 +37,7 @@ class Doubled(nn.Module):
         return 2 * weight
 
 
-class Wrapped(nn.Module):
+class Adapted(nn.Module):
     """As an adapter does: the layer, and something beside it."""
 
     def __init__(self, layer):
@@ -44,27 +52,111 @@ class OwnTensor(torch.Tensor):
     """As quantised weights are."""
 
 
-def wrap(model, name):
-    torch.manual_seed(1)
-    setattr(model, name, Wrapped(getattr(model, name)))
+class OwnLinear(nn.Linear):
+    def forward(self, x):
+        return F.relu(F.linear(x, self.weight))
 
 
-def replace_weight_by_subclass(model, name):
-    layer = getattr(model, name)
+class OwnDropout(nn.Dropout):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+
+def put(change):
+    """Put something else in the place of a part."""
+
+    def replace(model, part):
+        owner, _, name = part.rpartition(".")
+        setattr(model.get_submodule(owner), name, change(model.get_submodule(part)))
+
+    return replace
+
+
+def on(change):
+    return lambda model, part: change(model.get_submodule(part))
+
+
+def double_forward(module):
+    own = module.forward
+    module.forward = lambda *arguments: 2 * own(*arguments)
+
+
+def call_another(layer):
+    layer.forward = nn.Linear(layer.in_features, layer.out_features).forward
+
+
+def take_weight_of_a_subclass(layer):
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(OwnTensor))
 
 
-def replace_forward(model, name):
-    layer = getattr(model, name)
-    layer.forward = lambda x: nn.Linear.forward(layer, x) + 1
+def another_class(layer):
+    return OwnLinear(layer.in_features, layer.out_features)
 
 
-def of_layer(change):
-    return lambda model, name: change(getattr(model, name))
+OF_ANY_PART = {
+    "forward hook": on(lambda it: it.register_forward_hook(lambda module, arguments, y: y * 2)),
+    "forward pre-hook": on(lambda it: it.register_forward_pre_hook(lambda module, arguments: arguments[0] * 2)),
+    "backward hook": on(lambda it: it.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,))),
+    "backward pre-hook": on(lambda it: it.register_full_backward_pre_hook(lambda module, dy: (dy[0] * 2,))),
+    "forward of the instance": on(double_forward),
+    "another activation": put(lambda it: nn.Sequential(it, nn.ELU())),
+}
+OF_LAYERS = {
+    "adapter": put(Adapted),
+    "forward of another layer": on(call_another),
+    "prune": on(lambda it: prune.l1_unstructured(it, "weight", 0.5)),
+    "hooked weight_norm": on(lambda it: nn.utils.weight_norm(it).weight_g.data.mul_(2)),
+    "weight_norm": on(parametrizations.weight_norm),
+    "orthogonal": on(parametrizations.orthogonal),
+    "parametrize": on(lambda it: parametrize.register_parametrization(it, "weight", Doubled())),
+    "weight of a subclass": on(take_weight_of_a_subclass),
+    "checkpoint_wrapper": put(checkpoint_wrapper),
+    "another class": put(another_class),
+}
+CHANGES = OF_ANY_PART | OF_LAYERS
 
 
-def call_another(model, name):
-    getattr(model, name).forward = nn.Linear(8, getattr(model, name).out_features).forward
+def made_in_any_form(name):
+    return FORMS[name]() if name in FORMS else made(name)
+
+
+def check(name, part, change, is_first):
+    plain, fused = made_in_any_form(name), made_in_any_form(name)
+    if is_first:
+        fuse(fused)
+    for model in (plain, fused):
+        torch.manual_seed(2)
+        CHANGES[change](model, part)
+    if not is_first:
+        fuse(fused)
+    with recorded_ops() as ran:
+        got = results(fused)
+    assert set(ran) <= (set() if is_first else {"linear_act", "gated_linear"})
+    want = results(plain)
+    assert_close(got, want, rtol=1e-5 if ran else 0, atol=1e-5 if ran else 0)
+    unfuse(fused)
+    assert_close(results(fused), want, rtol=0, atol=0)
+
+
+in_either_order = pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+
+
+@in_either_order
+@pytest.mark.parametrize("change", OF_ANY_PART)
+@pytest.mark.parametrize("name", PARTS)
+def test_a_changed_part_computes_as_in_the_plain_model(name, change, is_first):
+    for part in PARTS[name]:
+        check(name, part, change, is_first)
+
+
+@in_either_order
+@pytest.mark.parametrize("change", OF_LAYERS)
+@pytest.mark.parametrize("name", PARTS)
+def test_a_changed_layer_computes_as_in_the_plain_model(name, change, is_first):
+    model = made_in_any_form(name)
+    for part in PARTS[name]:
+        if isinstance(model.get_submodule(part), nn.Linear):
+            check(name, part, change, is_first)
 
 
 @pytest.mark.parametrize("form", [Gated, GatedApart, Packed])
@@ -77,57 +169,6 @@ def test_a_gate_that_is_as_wide_no_more_is_broadcast(form, name):
     unfuse(plain)
     plain.fc2 = model.fc2 = nn.Linear(2, 8) if form is Packed and name == "packed" else model.fc2
     assert_close(model(X), plain(X), rtol=1e-5, atol=1e-6)
-
-
-CHANGES = {
-    "wrapped": wrap,
-    "forward hook": of_layer(lambda it: it.register_forward_hook(lambda module, arguments, y: y * 2)),
-    "forward pre-hook": of_layer(lambda it: it.register_forward_pre_hook(lambda module, arguments: arguments[0] * 2)),
-    "backward hook": of_layer(lambda it: it.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,))),
-    "backward pre-hook": of_layer(lambda it: it.register_full_backward_pre_hook(lambda module, dy: (dy[0] * 2,))),
-    "forward of the instance": replace_forward,
-    "forward of another layer": call_another,
-    "prune": of_layer(lambda it: prune.l1_unstructured(it, "weight", 0.5)),
-    "weight_norm": of_layer(lambda it: nn.utils.weight_norm(it).weight_g.data.mul_(2)),
-    "parametrized weight_norm": of_layer(lambda it: parametrizations.weight_norm(it)),
-    "parametrize": of_layer(lambda it: parametrize.register_parametrization(it, "weight", Doubled())),
-    "weight of a subclass": replace_weight_by_subclass,
-    "checkpoint_wrapper": lambda model, name: setattr(model, name, checkpoint_wrapper(getattr(model, name))),
-    "another class": lambda model, name: setattr(model, name, nn.Sequential(nn.Linear(8, 16))),
-}
-LAYERS = {Mlp: "fc1", Chain: "fc1", GatedApart: "up", Packed: "packed"}
-
-
-def results(model):
-    model.zero_grad()
-    x = X.clone().requires_grad_()
-    y = model(x)
-    y.square().sum().backward()
-    return [y.detach(), x.grad, *(it.grad for it in model.parameters() if it.grad is not None)]
-
-
-@pytest.mark.parametrize("kind", LAYERS, ids=lambda it: it.__name__)
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
-def test_a_changed_layer_computes_as_in_the_plain_model(kind, change, is_first):
-    if change == "another class" and kind is Packed:
-        pytest.skip("half as many features")
-    plain, fused = kind(), kind()
-    torch.manual_seed(2)
-    CHANGES[change](plain, LAYERS[kind])
-    fuse(fused if is_first else nn.Identity())
-    torch.manual_seed(2)
-    CHANGES[change](fused, LAYERS[kind])
-    fuse(fused)
-    with recorded_ops() as ran:
-        got = results(fused)
-    assert not {"mlp", "gated_mlp"} & set(ran)
-    if is_first:
-        assert ran == []
-        assert_close(got, results(plain), rtol=0, atol=0)
-    assert_close(got, results(plain), rtol=1e-5, atol=1e-5)
-    unfuse(fused)
-    assert_close(results(fused), results(plain), rtol=0, atol=0)
 
 
 @contextmanager
@@ -156,7 +197,7 @@ def test_global_hooks_see_each_module(hook):
     assert ran == ["mlp"]
 
 
-def test_another_activation_and_another_dropout_are_computed():
+def test_another_activation_and_another_rate_are_computed():
     plain, fused = Chain(), Chain()
     fuse(fused)
     for replace, ops in ((nn.SiLU, ["mlp"]), (nn.ELU, []), (lambda: torch.relu, ["mlp"])):
@@ -169,71 +210,6 @@ def test_another_activation_and_another_dropout_are_computed():
     for model in (plain, fused):
         model.dropout = nn.Dropout(1.0)
     assert_close(fused(X), plain(X), rtol=0, atol=0)
-    for model in (plain, fused):
-        model.dropout = nn.AlphaDropout(0.0)
-    with recorded_ops() as ran:
-        assert_close(fused(X), plain(X), rtol=0, atol=0)
-    assert ran == []
-
-
-def sequential():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.0), nn.Linear(16, 8))
-
-
-def dropout_of(model):
-    return model.dropout if isinstance(model, Chain) else model[2]
-
-
-DROPOUT_CHANGES = {
-    "forward hook": lambda it: it.register_forward_hook(lambda module, arguments, y: y * 2),
-    "forward pre-hook": lambda it: it.register_forward_pre_hook(lambda module, arguments: arguments[0] * 2),
-    "backward hook": lambda it: it.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,)),
-    "forward of the instance": lambda it: setattr(it, "forward", lambda x: x + 1),
-}
-
-
-@pytest.mark.parametrize("make", [Chain, sequential], ids=lambda it: it.__name__)
-@pytest.mark.parametrize("change", DROPOUT_CHANGES)
-@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
-def test_a_changed_dropout_computes_as_in_the_plain_model(make, change, is_first):
-    plain, fused = make(), make()
-    fuse(fused if is_first else nn.Identity())
-    for model in (plain, fused):
-        DROPOUT_CHANGES[change](dropout_of(model))
-    fuse(fused)
-    with recorded_ops() as ran:
-        got = results(fused)
-    assert "mlp" not in ran
-    assert_close(got, results(plain), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("make", [Chain, sequential], ids=lambda it: it.__name__)
-def test_a_dropout_has_a_mode_of_its_own(make):
-    """Whatever the mode of the layers beside it."""
-    model = make()
-    dropout_of(model).p = 0.5
-    want = model.eval()(X)
-    fuse(model)
-    model.train()
-    dropout_of(model).eval()
-    with recorded_ops() as ran:
-        assert_close(model(X), want, rtol=1e-5, atol=1e-6)
-    assert ran == ["mlp"]
-    model.eval()
-    dropout_of(model).train()
-    with recorded_ops() as ran:
-        assert not torch.allclose(model(X), want, rtol=1e-2, atol=1e-2)
-    assert ran == ["mlp"]
-
-
-def test_dropout_follows_the_modules_mode():
-    fused = Chain()
-    fused.dropout.p = 0.5
-    want = fused.eval()(X)
-    fuse(fused)
-    assert_close(fused(X), want, rtol=1e-5, atol=1e-6)
-    assert (fused.train()(X) == 0).any()
 
 
 def test_a_hook_that_is_removed_leaves_the_fused_op():
@@ -288,3 +264,39 @@ def test_a_compiled_model_sees_what_the_compiled_plain_model_sees(change):
         CHANGES[change](model, "fc1")
     assert_close(compiled[1](X), compiled[0](X), rtol=1e-5, atol=1e-6)
     torch.compiler.reset()
+
+
+def test_a_method_of_the_instance():
+    model = FeedForward(as_diffusers.GELU)
+    fuse(model)
+    model.net[0].gelu = torch.relu
+    want = model.net[2](torch.relu(model.net[0].proj(X)))
+    with recorded_ops() as ran:
+        assert torch.equal(model(X), want)
+    assert ran == []
+
+
+def test_an_identity_may_become_a_norm_and_a_norm_an_identity():
+    model = TimmMlp()
+    fuse(model)
+    model.norm = nn.LayerNorm(16)
+    want = model.fc2(model.norm(model.act(model.fc1(X))))
+    with recorded_ops() as ran:
+        assert torch.equal(model(X), want)
+    assert ran == []
+    model.norm = nn.Identity()
+    with recorded_ops() as ran:
+        model(X)
+    assert ran == ["mlp"]
+    assert [site.stood_there for site in fuse(TimmMlp(norm=nn.LayerNorm)).fused] == ["act(fc1(x))"]
+
+
+@pytest.mark.parametrize("dropout", [nn.AlphaDropout, nn.Dropout1d, OwnDropout])
+def test_another_dropout_is_called(dropout):
+    model = TimmMlp()
+    fuse(model)
+    model.drop1 = dropout(0.0)
+    want = model.fc2(model.drop1(model.act(model.fc1(X))))
+    with recorded_ops() as ran:
+        assert torch.equal(model(X), want)
+    assert ran == []

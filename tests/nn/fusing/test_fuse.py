@@ -10,10 +10,7 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse, fusing, unfuse
 from mpkernels.nn.fusing import classes
-from tests.networks import one_thread
 from tests.nn.fusing.models import Chain, Mlp, Packed, X, compiled, recorded_ops
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 RELU = nn.ReLU()
 SEQUENTIALS = {
@@ -181,20 +178,6 @@ def test_saved_bytes_are_counted_plain_and_fused():
     assert plain == fused == X.nbytes + X.nbytes * 2
     assert report.saved_bytes((X,)) == report.saved_bytes({"x": X}) == (plain, fused)
     assert type(model) is not Python
-
-
-def test_a_class_that_allows_no_subclass_is_left():
-    class Final(Mlp):
-        def __init_subclass__(cls):
-            raise TypeError("this class is final")
-
-        def forward(self, x):
-            return self.act(self.fc1(x))
-
-    model = Final()
-    [site] = fuse(model).left
-    assert site.reason == "its class allows no subclass: this class is final"
-    assert type(model) is Final
 
 
 class Sealed(Mlp):

@@ -10,12 +10,9 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse
 from mpkernels.nn.fusing import projections
-from tests.networks import one_thread
 from tests.nn.fusing import as_diffusers
 from tests.nn.fusing.feed_forwards import FeedForward, Looped, X, made
 from tests.nn.fusing.models import recorded_ops
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 
 def test_a_list_may_become_longer_shorter_and_another():

@@ -2,6 +2,7 @@
 whether that was done before fuse or after."""
 
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -11,10 +12,9 @@ from torch.overrides import TorchFunctionMode
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse
-from tests.networks import one_thread
+from tests.nn.fusing import as_diffusers
+from tests.nn.fusing.feed_forwards import FeedForward, made
 from tests.nn.fusing.models import Function, Gated, InMethod, Keywords, Mlp, Packed, PackedByTorch, X, recorded_ops
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 
 class WithDropout(Mlp):
@@ -56,11 +56,22 @@ PATCHES = [
     (sequential, nn.Linear, "forward"),
     (sequential, nn.Dropout, "forward"),
     (sequential, nn.Sequential, "forward"),
+    (sequential, nn.Sequential, "__iter__"),
     (sequential, F, "linear"),
     (Function, F, "gelu"),
     (Mlp, Mlp, "forward"),
     (Keywords, Keywords, "forward"),
     (InMethod, InMethod, "_block"),
+    (partial(made, "timm's Mlp"), nn.Identity, "forward"),
+    (partial(made, "timm's Mlp"), nn.Dropout, "forward"),
+    (partial(made, "a loop"), nn.ModuleList, "__iter__"),
+    (partial(made, "diffusers' GELU"), as_diffusers.GELU, "forward"),
+    (partial(made, "diffusers' GELU"), as_diffusers.GELU, "gelu"),
+    (partial(made, "diffusers' GELU"), FeedForward, "forward"),
+    (partial(made, "diffusers' GEGLU"), as_diffusers.GEGLU, "gelu"),
+    (partial(made, "diffusers' GEGLU"), torch.Tensor, "chunk"),
+    (partial(made, "diffusers' GEGLU"), F, "linear"),
+    (partial(made, "diffusers' SwiGLU"), as_diffusers.SwiGLU, "forward"),
 ]
 
 
@@ -69,7 +80,9 @@ def patched(owner, name):
     def replacement(*arguments, **options):
         calls.append(name)
         value = own(*arguments, **options)
-        return tuple(2.0 + it for it in value) if isinstance(value, tuple) else 2.0 + value
+        if isinstance(value, tuple):
+            return tuple(2.0 + it for it in value)
+        return 2.0 + value if isinstance(value, torch.Tensor) else value
 
     own, calls = getattr(owner, name), []
     with pytest.MonkeyPatch.context() as patch:
@@ -169,24 +182,3 @@ def test_a_tensor_of_a_subclass_sees_each_function(kind):
     with recorded_ops() as ran:
         assert type(model(X)) is SeesFunctions
     assert (SeesFunctions.calls, ran) == (2, [])
-
-
-def test_a_function_may_be_another_one_of_torchs():
-    plain, fused = Function(), Function()
-    fuse(fused)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(F, "gelu", lambda x, approximate: F.silu(x))
-        assert_close(fused(X), plain(X), rtol=0, atol=0)
-
-
-def test_a_new_forward_has_its_own_defaults():
-    plain, fused = Keywords(), Keywords()
-    fuse(fused)
-
-    def forward(self, x, *, scale=5.0, bias=1.0, **options):
-        return scale * self.act(self.fc1(x)) + bias
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Keywords, "forward", forward)
-        for options in ({}, {"scale": 3.0}, {"bias": 2.0}):
-            assert_close(fused(X, **options), plain(X, **options), rtol=0, atol=0)

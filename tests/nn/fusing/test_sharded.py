@@ -10,16 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
-from tests.networks import one_thread
 from tests.nn.fusing.feed_forwards import KINDS, made
 from tests.nn.fusing.models import Chain, Mlp, X, recorded_ops
 from tests.processes import alone, needs_gloo
 
-__all__ = ["one_thread"]  # a fixture that each test uses
-
 
 def losses(model):
-    """Of three steps."""
+    """Return the losses of three steps."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = []
     for _ in range(3):
