@@ -8,15 +8,11 @@ from mpkernels.ops.step.op import StepOps
 Group = Mapping[str, Any]
 
 
-def never(_: Group) -> bool:
-    return False
-
-
 class OptimizerRule(NamedTuple):
     ops: StepOps
     hyperparameters: Callable[[Group], tuple[Any, ...]]  # of a group, in the order in which the rule names them
     # Whether a group's parameters have the states that the rule can do without.
-    has_optional: Callable[[Group], bool] = never
+    has_optional: Callable[[Group], bool] = lambda _: False
 
     def keys(self, group: Group) -> tuple[str, ...]:
         """Return the keys of a parameter's states."""

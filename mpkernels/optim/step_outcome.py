@@ -32,9 +32,6 @@ class Agreed(NamedTuple):
             return False
         return before.item() != after.item()
 
-    def with_own(self, now: Verdict) -> Verdict:
-        return now._replace(found_inf=self.found_inf, total_sumsq=self.sumsq_of_all if now.has_norm else None)
-
 
 class StepOutcome:
     """What an optimizer's steps have found. ``grad_norm``, ``skipped_steps`` and ``was_skipped()`` are for users; the

@@ -25,7 +25,8 @@ def of_all(optimizer: Any, params: Sequence[Tensor], verdict: Verdict, processes
             f"{type(optimizer).__name__}: a hook has changed the grads in this process, after all processes had agreed "
             "on their norm; register it in all processes, or clip without max_norm"
         )
-    return agreed.with_own(verdict)
+    total_sumsq = agreed.sumsq_of_all if verdict.has_norm else None
+    return verdict._replace(found_inf=agreed.found_inf, total_sumsq=total_sumsq)
 
 
 def ask(

@@ -122,7 +122,7 @@ def test_memory_is_given_back():
 
     params, optimizer = offloaded(released=True)
     trained(optimizer, params)
-    plan, twin = optimizer._plans[0], optimizer._offload.home(params[0])
+    plan, twin = optimizer._plans[0], optimizer._offload.twins.home(params[0])
     assert isinstance(plan, OffloadedPlan)
     optimizer._release.remove()
     dead = weakref.ref(optimizer), weakref.ref(plan), weakref.ref(twin)

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from mpkernels.ops.grads.overflow import in_order_of_memory, order_of_memory
-
 QUANTIZED = 256  # elements that share a scale
 SMALLEST_SCALE = 2.0**-126
 
@@ -29,14 +27,19 @@ def encode(values: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
     return _as(values, q).to(torch.int8), scales
 
 
+def _order(tensor: Tensor) -> list[int]:
+    """Return the dimensions, from the slowest in memory to the fastest."""
+    return sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True)
+
+
 def _blocks(tensor: Tensor) -> Tensor:
-    """Return a dense tensor's elements as they lie in memory: a row for each scale, the last filled up with zeros."""
-    flat = in_order_of_memory(tensor)
+    """A dense tensor's elements as they lie in memory, a row for each scale; the last one is filled up with zeros."""
+    flat = tensor.permute(_order(tensor)).reshape(-1)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % QUANTIZED)).view(-1, QUANTIZED)
 
 
 def _as(like: Tensor, blocks: Tensor) -> Tensor:
-    """Undo ``_blocks``."""
-    order = order_of_memory(like)
+    """The other way round."""
+    order = _order(like)
     permuted = blocks.flatten()[: like.numel()].view([like.shape[i] for i in order])
     return permuted.permute(sorted(range(like.dim()), key=order.__getitem__))

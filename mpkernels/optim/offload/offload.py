@@ -57,13 +57,9 @@ class Offload:
             return as_written(f"{name}: step", step, _NO_GRAPH)
         return step
 
-    def home(self, param: Tensor) -> Tensor:
-        """Return what states and plans take in a parameter's place: its twin, if it is on a GPU."""
-        return self.twins.home(param)
-
     def placed(self, param: Tensor, state: State) -> tuple[Tensor, State]:
         """Return a parameter's home, and beside it the state, of which a loader may have put some elsewhere."""
-        home = self.home(param)
+        home = self.twins.home(param)
         device = part_of(home.detach()).device
         if all(_is_there(it, device) for it in state.values()):
             return home, state
@@ -86,7 +82,7 @@ class Offload:
         rows = list(rows)
         for i in places:
             group, param, state = rows[i]
-            rows[i] = group, self.home(param), state
+            rows[i] = group, self.twins.home(param), state
         sizes = [it.numel() * it.itemsize for it in parts_of([grads[i] for i in places])]
         outcome = optimizer._step_outcome
         shared = self.twins, self.arrived, self._slices
@@ -96,7 +92,7 @@ class Offload:
 def home_of(optimizer: Any, param: Tensor) -> Tensor:
     """Return what an optimizer's states are made for: the parameter, or with ``offload`` its twin on the host."""
     offload: Offload | None = optimizer._offload
-    return param if offload is None else offload.home(param)
+    return param if offload is None else offload.twins.home(param)
 
 
 def weights_and_states(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, State]]:

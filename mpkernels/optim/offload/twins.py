@@ -69,7 +69,7 @@ class Twins:
         return iter(self._twins)  # of parameters
 
     def home(self, param: Tensor) -> Tensor:
-        """Return a GPU parameter's twin, and any other parameter as it is."""
+        """Return what states and plans take in a parameter's place: its twin, if it is on a GPU."""
         if not param.is_cuda:
             return param
         if param not in self._twins:
