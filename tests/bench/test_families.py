@@ -161,7 +161,7 @@ def test_no_ratio_is_shown_that_other_programs_have_disturbed():
 def test_a_run_that_was_cut_off_shows_what_it_has():
     run = session()
     only = replace(run, results=[it for it in run.results if it.baseline == "torchao-8bit"])
-    (header, _, row) = front.numbers({"cpu": only}, [], [])
+    _, _, row = front.numbers({"cpu": only}, [], [])
     assert row.startswith("| torchao-8bit; ours with fp32 weights, 8-bit moments | 14 / 16 |")
 
 
