@@ -126,7 +126,7 @@ def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]
     quiet = families.undisturbed(families.compared(run))
     shown = [pair for pair in BESIDE if kept.keys() >= {*pair}]
     columns: dict[str, list[str]] = {
-        f"times as fast as others' AdamW: {_short(run, place_of(run))} ({_samples([name])})": [
+        f"AdamW beside others': {_short(run, place_of(run))} ({_samples([name])})": [
             f"{theirs}; ours with {ours.partition(', ')[2]}" for ours, theirs in shown
         ],
         "bytes a parameter, ours / theirs": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in shown],
@@ -135,7 +135,7 @@ def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]
         column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]
         pairs = ([it for it in column if (families.side(it, True), it.baseline) == pair] for pair in shown)
         if column:
-            columns[op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
+            columns["times as fast: " + op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
     return [*columns], [list(row) for row in zip(*columns.values(), strict=True)]
 
 
