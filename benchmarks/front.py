@@ -107,35 +107,35 @@ WORTH_A_WORD = 0.95  # of a model's peak memory
 def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable[Path]) -> Iterator[str]:
     """Yield the first screen's numbers: AdamW beside others, what is where under offload, whole models' memory."""
     for name, run in compared.items():
-        yield from filter(None, table(*_beside_others(name, run)))  # a list may follow a table at once
         kept = families.bytes_a_parameter(families.compared(run))
-        host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
-        yield f"* With `offload=True`, {WEIGHT_AND_GRAD} bytes a parameter are on the device, {host} on the host."
+        yield from filter(None, table(*_beside_others(name, run, kept)))  # a list may follow a table at once
+        if kept.keys() >= {*OURS}:
+            host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
+            yield f"* With `offload=True`, {WEIGHT_AND_GRAD} bytes a parameter are on the device, {host} on the host."
     seen = {run.device for run in compared.values() if families.undisturbed(families.compared(run))}
     elsewhere = [it for it in machines if it.run.device not in seen and WITHOUT_SCALER in it.groups]
-    if ratios := [
-        f"{_ratios(it, WITHOUT_SCALER)} on {_short(it.run, it.place)} ({_samples(it.names)})" for it in elsewhere
-    ]:
-        yield f"* Clip and step, without a scaler, in torch's fused AdamW's speed: {'; '.join(ratios)}."
+    words = [f"{_ratios(it, WITHOUT_SCALER)} on {_short(it.run, it.place)} ({_samples(it.names)})" for it in elsewhere]
+    if words:
+        yield f"* Clip and step, without a scaler, times torch's fused AdamW's speed: {'; '.join(words)}."
     for path in fused:
         yield _models(path)
 
 
-def _beside_others(name: str, run: Session) -> tuple[list[str], list[list[str]]]:
+def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]) -> tuple[list[str], list[list[str]]]:
     """A column that nothing was measured for, without other programs at work, is left out."""
-    found = families.compared(run)
-    kept, quiet = families.bytes_a_parameter(found), families.undisturbed(found)
+    quiet = families.undisturbed(families.compared(run))
+    shown = [pair for pair in BESIDE if kept.keys() >= {*pair}]
     columns: dict[str, list[str]] = {
-        f"times as fast as others' AdamW: {_short(run, place_of(run))} ({_samples([name])})": [
-            f"{theirs}; ours with {ours.partition(', ')[2]}" for ours, theirs in BESIDE
+        f"AdamW beside others': {_short(run, place_of(run))} ({_samples([name])})": [
+            f"{theirs}; ours with {ours.partition(', ')[2]}" for ours, theirs in shown
         ],
-        "bytes a parameter": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in BESIDE],
+        "bytes a parameter, ours / theirs": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in shown],
     }
     for op, on_one in product(families.SHAPES, (False, True)):
         column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]
-        pairs = ([it for it in column if (families.side(it, True), it.baseline) == pair] for pair in BESIDE)
+        pairs = ([it for it in column if (families.side(it, True), it.baseline) == pair] for pair in shown)
         if column:
-            columns[op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
+            columns["times as fast: " + op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
     return [*columns], [list(row) for row in zip(*columns.values(), strict=True)]
 
 

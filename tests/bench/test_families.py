@@ -151,11 +151,18 @@ def test_no_ratio_is_shown_that_other_programs_have_disturbed():
     busy = replace(run, results=[replace(it, waited=0.2) for it in run.results])
     assert [family.name for family in families.of_run("cpu", busy)] == ["bytes-cpu"]
     header, _, row, *_ = front.numbers({"cpu": busy}, [], [])
-    assert header.endswith("| bytes a parameter |")
+    assert header.endswith("| bytes a parameter, ours / theirs |")
     assert row == "| torch fused; ours with bf16 weights, fp32 moments | 14 / 16 |"
     partly = replace(run, results=[*run.results[:-1], busy.results[-1]])
     times, _ = families.of_run("cpu", partly)
     assert len(times.rows) == 2 * (len(run.results) - 1)
+
+
+def test_a_run_that_was_cut_off_shows_what_it_has():
+    run = session()
+    only = replace(run, results=[it for it in run.results if it.baseline == "torchao-8bit"])
+    _, _, row = front.numbers({"cpu": only}, [], [])
+    assert row.startswith("| torchao-8bit; ours with fp32 weights, 8-bit moments | 14 / 16 |")
 
 
 def test_machines_without_these_rivals_are_beside_torch_alone():
