@@ -1,7 +1,7 @@
 """What a rewritten forward calls: whether its layers still are plain, and the fused op over them."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -47,6 +47,34 @@ def are_plain(x: Any, layers: Layers, activation: object, between: Between = ())
         or is_exporting()
         or (not is_compiling() and is_jit_tracing())
     )
+
+
+class Method(NamedTuple):
+    """A method of a plain class as it was when it was fused."""
+
+    kind: type
+    name: str
+    value: Any
+    written: Any  #: the function that the value's decorators wrap
+
+
+def is_replaced(method: Method) -> bool:
+    """Return whether somebody has given the plain class another method since."""
+    return getattr(method.kind, method.name) is not method.value
+
+
+def by_replacement(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    """Call the new method. It may have defaults and an order of its own: so what had a default is handed on by name,
+    unless it is that very default."""
+    code, defaults = method.written.__code__, method.written.__defaults__ or ()
+    names, end = code.co_varnames[: code.co_argcount], code.co_argcount
+    first = max(end - len(defaults), code.co_posonlyargcount)
+    if len(arguments) > end:  # then what comes before them has to have a place, too
+        first = end
+    old = dict(zip(names[end - len(defaults) :], defaults, strict=True)) | (method.written.__kwdefaults__ or {})
+    by_name = dict(zip(names[first:], arguments[first:end], strict=True)) | named
+    kept = {name: value for name, value in by_name.items() if name not in old or value is not old[name]}
+    return getattr(method.kind, method.name)(*arguments[:first], *arguments[end:], **kept)
 
 
 def is_gelu(function: object) -> bool:

@@ -18,19 +18,6 @@ class Record(NamedTuple):
     recipe: Recipe
 
 
-class _Replaceable:
-    """A method of a fused class. Once somebody gives the plain class another method, that is called instead."""
-
-    def __init__(self, kind: type, plain: type, name: str) -> None:
-        self._kind, self._plain, self._name = kind, plain, name
-        self._fused, self._written = vars(kind)[name], getattr(plain, name)
-
-    def __get__(self, module: Any, kind: type) -> Any:
-        if getattr(self._plain, self._name) is self._written:
-            return self._fused.__get__(module, kind)
-        return getattr(super(self._kind, kind if module is None else module), self._name)
-
-
 _METHODS = "mpkernels_fused_methods"
 _made: WeakValueDictionary[tuple[Record, Methods], type] = WeakValueDictionary()
 
@@ -50,11 +37,7 @@ def fused_class(plain: type, recipe: Recipe) -> type:
         space = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
         space |= {"__reduce_ex__": _reduce, FUSED: record, _METHODS: methods, **methods_of(plain, recipe)}
         try:
-            kind = type(plain)(plain.__name__, (plain,), space)
-            for name, _ in recipe:
-                if vars(kind)[name] is space[name]:  # else __init_subclass__ has wrapped it, and compares it with that
-                    setattr(kind, name, _Replaceable(kind, plain, name))
-            _made[record, methods] = kind
+            kind = _made[record, methods] = type(plain)(plain.__name__, (plain,), space)
         except Exception as error:  # whatever its __init_subclass__ or its metaclass raises
             raise TypeError(str(error)) from error
     return kind

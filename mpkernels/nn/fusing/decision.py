@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls, sequential
 from mpkernels.nn.fusing.chain import dotted, short
-from mpkernels.nn.fusing.decorators import innermost, is_made_for_subclasses, redecorated, unless_replaced
+from mpkernels.nn.fusing.decorators import innermost, redecorated, unless_replaced
 from mpkernels.nn.fusing.looking import UNSEEN, has_plain_attributes, own_values, value_of
 from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK
@@ -45,16 +45,20 @@ class Decision(NamedTuple):
 
 def methods_of(kind: type, recipe: Recipe) -> dict[str, Any]:
     """Return the recipe's methods, written anew, in the form that a class body has them."""
-    methods = {name: redecorated(kind, name, rewrite(innermost(kind, name), chosen)) for name, chosen in recipe}
-    for name, method in methods.items():
-        if is_made_for_subclasses(kind, inspect.getattr_static(kind, name)):
-            methods[name] = unless_replaced(kind, name, method)
-    return methods
+    return {name: _method(kind, name, chosen) for name, chosen in recipe}
 
 
 def methods_now(kind: type, recipe: Recipe) -> Methods:
     """Return the recipe's methods as the class has them, under all decorators."""
     return tuple(inspect.getattr_static(kind, name, None) for name, _ in recipe)
+
+
+def _method(kind: type, name: str, chosen: Any) -> FunctionType:
+    written = innermost(kind, name)
+    method = calls.Method(kind, name, getattr(kind, name), written)
+    rewritten = rewrite(written, chosen, method)
+    decorated = redecorated(kind, name, rewritten)
+    return rewritten if decorated is rewritten else unless_replaced(method, decorated)
 
 
 def decide(module: Module, kind: type) -> Decision:

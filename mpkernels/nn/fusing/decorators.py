@@ -4,6 +4,7 @@ import inspect
 from types import CellType, FunctionType
 from typing import Any
 
+from mpkernels.nn.fusing.calls import Method, is_replaced
 from mpkernels.nn.fusing.rewrite import NotRewritableError, dressed_as
 
 
@@ -20,16 +21,14 @@ def redecorated(kind: type, name: str, function: FunctionType) -> FunctionType:
     return function
 
 
-def unless_replaced(kind: type, name: str, method: FunctionType) -> FunctionType:
-    """Return a method that calls this one, or what somebody has given the class in its place since. It is for methods
-    that the class wraps in each subclass, where only a function will do."""
-    written = getattr(kind, name)
+def unless_replaced(method: Method, decorated: FunctionType) -> FunctionType:
+    """Return the decorated method, but that a new one is called in its place, without the old one's decorators."""
 
     def call(*arguments: Any, **named: Any) -> Any:
-        now = getattr(kind, name)
-        return (method if now is written else now)(*arguments, **named)
+        current = getattr(method.kind, method.name) if is_replaced(method) else decorated
+        return current(*arguments, **named)
 
-    return dressed_as(method, call)  # type: ignore[arg-type]
+    return dressed_as(decorated, call)  # type: ignore[arg-type]
 
 
 def is_made_for_subclasses(kind: type, method: Any) -> bool:

@@ -3,6 +3,7 @@
 import __future__
 
 import ast
+import inspect
 import linecache
 from collections.abc import Sequence
 from copy import deepcopy
@@ -14,7 +15,8 @@ from mpkernels.nn.fusing import calls, sequential
 from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.sites import Site, find_sites
 
-CALLS, LOOPS = "mpkernels_calls", "mpkernels_loops"  # what these modules are called in a rewritten function
+# what these modules and methods are called in a rewritten function
+CALLS, METHOD, LOOPS = "mpkernels_calls", "mpkernels_method", "mpkernels_loops"
 
 
 class NotRewritableError(Exception):
@@ -27,9 +29,9 @@ def sites_of(function: FunctionType) -> list[Site | Loop]:
     return find_sites(_parse(function)[0])
 
 
-def rewrite(function: FunctionType, chosen: Sequence[tuple[Any, ...]]) -> FunctionType:
+def rewrite(function: FunctionType, chosen: Sequence[tuple[Any, ...]], method: Any) -> FunctionType:
     """Return the function with fused calls at the sites with these indexes and texts, and at runs of a loop's modules.
-    Globals, defaults and line numbers stay."""
+    Globals, defaults and line numbers stay. If somebody replaces the method, that is called instead."""
     tree, imports = _parse(function)
     sites = dict(enumerate(find_sites(tree)))
     of_calls = []
@@ -43,8 +45,9 @@ def rewrite(function: FunctionType, chosen: Sequence[tuple[Any, ...]]) -> Functi
             raise NotRewritableError("has changed since it was fused")  # in a file that is loaded
     for site in sorted(of_calls, key=lambda site: site.first, reverse=True):
         _replace(site)
+    tree.body.insert(0, _detour(tree, bool(function.__code__.co_flags & inspect.CO_GENERATOR)))
     code = _compile(function, tree, imports)
-    cells = tuple(CellType({CALLS: calls, LOOPS: sequential}[name]) for name in code.co_freevars)
+    cells = tuple(CellType({CALLS: calls, METHOD: method, LOOPS: sequential}[name]) for name in code.co_freevars)
     written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
     return dressed_as(function, written)
 
@@ -101,7 +104,7 @@ def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.st
     names = function.__qualname__.split(".")
     is_method = len(names) > 1 and names[-2].isidentifier()
     name = names[-2] if is_method else "Outer"
-    tree = ast.parse(f"class {name}:\n def outer({CALLS}, {LOOPS}): pass")
+    tree = ast.parse(f"class {name}:\n def outer({CALLS}, {METHOD}, {LOOPS}): pass")
     tree.body[0].body[0].body = [node]  # type: ignore[attr-defined]
     tree.body = [*imports, *tree.body]
     futures = function.__code__.co_flags & __future__.annotations.compiler_flag
@@ -126,6 +129,20 @@ def _is_same_constant(one: Any, other: Any) -> bool:
     if isinstance(one, str) and "<locals>" in one:  # the qualified name of an inner function, in Python 3.10
         return isinstance(other, str) and one.split(".")[-1] == other.split(".")[-1]
     return type(one) is type(other) and bool(one == other)
+
+
+def _detour(function: ast.FunctionDef, is_generator: bool) -> ast.stmt:
+    """Return a statement that calls the method which has replaced this one since, with the same arguments."""
+    every = function.args
+    positional = [it.arg for it in (*every.posonlyargs, *every.args)] + [f"*{it.arg}" for it in (every.vararg,) if it]
+    named = [f"{it.arg!r}: {it.arg}" for it in every.kwonlyargs] + [f"**{it.arg}" for it in (every.kwarg,) if it]
+    arguments = f"({''.join(f'{it}, ' for it in positional)}), {{{', '.join(named)}}}"
+    call = f"{CALLS}.by_replacement({METHOD}, {arguments})"
+    text = f"if {CALLS}.is_replaced({METHOD}): return {f'(yield from {call})' if is_generator else call}"
+    detour = ast.parse(text).body[0]
+    for node in ast.walk(detour):
+        ast.copy_location(node, function.body[0])
+    return detour
 
 
 def _replace_loop(loop: Loop, runs: Sequence[Sequence[Any]]) -> None:

@@ -89,10 +89,6 @@ def take_weight_of_a_subclass(layer):
     layer.weight = nn.Parameter(layer.weight.detach().as_subclass(OwnTensor))
 
 
-def another_class(layer):
-    return OwnLinear(layer.in_features, layer.out_features)
-
-
 OF_ANY_PART = {
     "forward hook": on(lambda it: it.register_forward_hook(lambda module, arguments, y: y * 2)),
     "forward pre-hook": on(lambda it: it.register_forward_pre_hook(lambda module, arguments: arguments[0] * 2)),
@@ -111,7 +107,7 @@ OF_LAYERS = {
     "parametrize": on(lambda it: parametrize.register_parametrization(it, "weight", Doubled())),
     "weight of a subclass": on(take_weight_of_a_subclass),
     "checkpoint_wrapper": put(checkpoint_wrapper),
-    "another class": put(another_class),
+    "another class": put(lambda it: OwnLinear(it.in_features, it.out_features)),
 }
 CHANGES = OF_ANY_PART | OF_LAYERS
 

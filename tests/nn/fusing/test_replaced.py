@@ -19,27 +19,38 @@ def scaled_class():
             torch.manual_seed(0)
             self.fc1, self.fc2, self.act = nn.Linear(8, 16), nn.Linear(16, 8), nn.GELU()
 
-        def forward(self, x, a=1.0, b=2.0):
-            return self.fc2(self.act(self.fc1(x))) * a + b
+        def forward(self, x, a=1.0, b=2.0, *more, c=3.0, **options):
+            return self.fc2(self.act(self.fc1(x))) * a + b + c
 
     return Scaled
 
 
-def with_other_defaults(self, x, b=5.0, a=7.0, *, c=11.0):
+def other_order(self, x, b=2.0, a=1.0, *, c=3.0):
     return x * a + b * 10 + c * 100
 
 
-def with_any_number(self, x, *rest, c=0.0):
+def other_default(self, x, a=5.0, b=7.0, *, c=11.0):
+    return x * a + b * 10 + c * 100
+
+
+def another_option(self, x, *, b=2.0, d=0.0):
+    return x * b + d
+
+
+def all_positional(self, x, *rest, c=0.0):
     return x * len(rest) + c
 
 
 @pytest.mark.parametrize(
     ("new", "arguments", "named"),
     [
-        (with_other_defaults, (), {"a": 1.0}),  # the old default
-        (with_other_defaults, (4.0,), {"c": 0.5}),
-        (with_any_number, (1.0, 2.0, 8.0, 9.0), {"c": 1.0}),
-        (staticmethod(lambda x: 2 * x), (), {}),
+        (other_order, (), {"a": 3.0, "b": 5.0}),
+        (other_order, (), {}),
+        (other_default, (), {"b": 1.5}),
+        (other_default, (4.0,), {}),
+        (other_default, (), {"c": 0.5}),
+        (another_option, (), {"b": 3.0, "d": 5.0}),
+        (all_positional, (1.0, 2.0, 8.0, 9.0), {"c": 1.0}),
     ],
 )
 def test_arguments_arrive_as_they_were_given(new, arguments, named):
@@ -48,6 +59,24 @@ def test_arguments_arrive_as_they_were_given(new, arguments, named):
     assert fuse(fused).fused
     kind.forward = new
     assert torch.equal(fused(X, *arguments, **named), plain(X, *arguments, **named))
+
+
+def test_a_generator_is_replaced_too():
+    class Parts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc1, self.fc2, self.act = nn.Linear(8, 16), nn.Linear(16, 8), nn.GELU()
+
+        def forward(self, x):
+            return sum(self.parts(x))
+
+        def parts(self, x):
+            yield self.fc2(self.act(self.fc1(x)))
+
+    fused = Parts()
+    assert fuse(fused).fused
+    Parts.parts = lambda self, x: iter([x, x])
+    assert torch.equal(fused(X), 2 * X)
 
 
 def test_what_was_patched_and_restored_is_fused_again():
