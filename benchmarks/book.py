@@ -99,7 +99,7 @@ def book(runs: dict[str, Session], scaled: Iterable[Path] = (), fused: Iterable[
     ]
     for family in all_families(runs, fused):
         lines += family.lines()
-    lines += ["## All machines", "", *table(*front.rows([_front(it) for it in _by_device(runs).values()], "results"))]
+    lines += ["## All machines", "", *table(*front.rows([_front(it) for it in _by_device(runs).values()]))]
     for name, run in sorted(runs.items(), key=_age, reverse=True):
         lines += of_run(name, run)
     return "\n".join([*lines, *past_one_device(scaled), *whole_models(fused)])
@@ -154,12 +154,9 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
 
 
 def readme(text: str, runs: dict[str, Session], fused: Iterable[Path] = ()) -> str:
-    """Return README with the numbers of its first screen anew, and with what else it has marks for."""
-    found = [_front(it) for it in _by_device(runs).values()]
-    whole = chain.from_iterable(table(*models.summary(path)) for path in fused)
-    numbers = front.numbers(_compared(runs), found, fused)
-    parts = {"numbers": numbers, "figures": front.figures(found), "results": table(*front.rows(found)), "models": whole}
-    return _filled("README.md", text, {name: lines for name, lines in parts.items() if BEGIN.format(name) in text})
+    """Return README with the numbers of its first screen anew."""
+    machines = [_front(it) for it in _by_device(runs).values()]
+    return _filled("README.md", text, {"numbers": front.numbers(_compared(runs), machines, fused)})
 
 
 def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path] = ()) -> str:

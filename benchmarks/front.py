@@ -39,15 +39,9 @@ class Front(NamedTuple):
     on_one_thread: dict[str, list[Result]]  # likewise; empty where that is all there is
 
 
-def figures(runs: list[Front]) -> list[str]:
-    """Return one figure for each machine that has measured it."""
-    return [f"  * {_ratios(it, ROWS[STEP])}, on {_machine(it)}" for it in runs if ROWS[STEP] in it.groups]
-
-
-def rows(runs: list[Front], folder: str = "benchmarks/results") -> tuple[list[str], list[list[str]]]:
-    """Return the header and the cells of the table of all machines."""
-    machines = [_machine(it).replace("benchmarks/results", folder) for it in runs]
-    header = ["times torch's speed: median (least to most) of all cases", *machines]
+def rows(runs: list[Front]) -> tuple[list[str], list[list[str]]]:
+    """Return the header and the cells of RESULTS.md's table of all machines."""
+    header = ["times torch's speed: median (least to most) of all cases", *map(_machine, runs)]
     return header, [[name, *(_ratios(it, title) for it in runs)] for name, title in ROWS.items()]
 
 
@@ -59,7 +53,7 @@ def place_of(*runs: Session) -> str:
 
 def _machine(it: Front) -> str:
     name = f"{it.run.device.replace('(R)', '')}{_cores(it.run, it.place)}, torch {it.run.machine.get('torch')}"
-    return f"{name} ({_samples(it.names)})"
+    return f"{name} ({_samples(it.names, 'results')})"
 
 
 def _cores(run: Session, place: str) -> str:
@@ -68,8 +62,8 @@ def _cores(run: Session, place: str) -> str:
     return "" if place == "cuda" else f", {threads}{of_all} cores"
 
 
-def _samples(names: Iterable[str]) -> str:
-    return ", ".join(f"[samples](benchmarks/results/{name}.json)" for name in names)
+def _samples(names: Iterable[str], folder: str = "benchmarks/results") -> str:
+    return ", ".join(f"[samples]({folder}/{name}.json)" for name in names)
 
 
 def _ratios(it: Front, title: str) -> str:

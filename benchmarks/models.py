@@ -131,23 +131,6 @@ def table(path: Path) -> tuple[Iterable[str], Iterable[Iterable[str]]]:
     return used, zip(*used.values(), strict=True)
 
 
-def summary(path: Path) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of README's table: times torch's speed, and the share of its peak memory."""
-    found = json.loads(path.read_text())
-    rows, where = found["rows"], "{cpu}, {cores} cores, torch {torch}".format(**found["machine"])
-    dtypes = list(dict.fromkeys(row["dtype"] for row in rows))
-    header = [f"`fuse(model)`: {where} ([samples](benchmarks/results/models/{path.name}))", *dtypes]
-    speed = times(*AS_THEY_ARE)
-
-    def cell(row: Row) -> str:
-        return f"{speed(row)}; {peak(row):.2f}"
-
-    by_model: dict[str, dict[str, str]] = {}
-    for row in rows:
-        by_model.setdefault(row["model"], {})[row["dtype"]] = cell(row)
-    return header, [[model, *(cells.get(it, "not measured") for it in dtypes)] for model, cells in by_model.items()]
-
-
 def main(name: str, models: Mapping[str, Maker]) -> None:
     rows = [
         {"dtype": dtype, "model": model, **measure(make, is_mixed)}

@@ -1,4 +1,4 @@
-"""The book, README's table and the headline say what was measured, and no more."""
+"""The book, README's numbers and the headline say what was measured, and no more."""
 
 import shutil
 from dataclasses import replace
@@ -30,7 +30,7 @@ def test_the_book_is_what_the_raw_files_say(capsys):
 
 TABLES = [
     ("benchmarks/RESULTS.md", "|---"),
-    ("README.md", book.BEGIN.format("results")),
+    ("README.md", book.BEGIN.format("numbers")),
     *(("docs/performance.md", book.BEGIN.format(table)) for table in ("cpus", "gpus", "calls")),
 ]
 
@@ -170,7 +170,7 @@ def test_the_headline_of_single_ops_counts_those_that_can_be_told():
     assert show.headline(run) == "this machine was busy: 1 can't be told"
 
 
-def test_readme_shows_the_newest_of_each_row():
+def test_the_table_of_machines_shows_the_newest_of_each_row():
     """A later run that has measured something else takes nothing away."""
     older, newer = (
         Session(date, {"gpu": "Abacus", "cpu": None, "torch": "2.13.0"}, results=[
@@ -187,7 +187,7 @@ def test_readme_shows_the_newest_of_each_row():
     assert rows[front.STEP] == "**1.50**"
     assert rows["the same calls, only the imports changed"] == "**1.40**"
     assert rows["clipping and step without a scaler: `Adam(max_norm=...)`"] == "**1.30**"
-    assert "[samples](benchmarks/results/older.json), [samples](benchmarks/results/newer.json)" in header[1]
+    assert "[samples](results/older.json), [samples](results/newer.json)" in header[1]
 
 
 def test_a_later_run_on_one_thread_hides_nothing():
@@ -213,13 +213,14 @@ def test_a_cpu_is_not_called_by_the_gpu_beside_it():
     runs = {"host": Session("2026-11-26", machine, results=[on_cpu])}
     assert "## Abacus, 2026-11-26" in book.book(runs)
     runs["h200"] = replace(runs["host"], results=[replace(on_cpu, place="cuda", torch_us=[300.0] * 6)])
-    blocks = "".join(book.BEGIN.format(name) + book.END for name in ("figures", "results", "models"))
-    of_gpu, of_cpu = (line for line in book.readme(blocks, runs).splitlines() if line.startswith("  * "))
-    assert of_gpu.startswith("  * **3.00**, on NVIDIA H200, torch")
-    assert of_cpu.startswith("  * **1.50**, on Abacus, 2 of 16 cores, torch")
+    header = next(line for line in book.book(runs).splitlines() if line.startswith("| times torch's speed"))
+    assert [cell.partition(" (")[0] for cell in header.strip("| ").split(" | ")[1:]] == [
+        "NVIDIA H200, torch 2.11.0",
+        "Abacus, 2 of 16 cores, torch 2.11.0",
+    ]
 
 
-def test_readme_shows_one_thread_beside_all():
+def test_the_table_of_machines_shows_one_thread_beside_all():
     def step(place, theirs, **more):
         words = {"op": "step", "place": place, "baseline": "torch.amp fused"} | more
         return replace(result(100.0, theirs), **words)
@@ -230,9 +231,11 @@ def test_readme_shows_one_thread_beside_all():
         step("cpu-1", 110.0, variant="imports", baseline="torch fused"),
     ]
     run = Session("2026-11-25", {"gpu": None, "cpu": "Abacus", "torch": "2.13.0"}, results=found)
-    shown = book._front({"abacus": run})
-    assert front.figures([shown])[0].startswith("  * **2.50**; one thread **1.50**, on Abacus, 16 cores")
-    rows = dict(front.rows([shown])[1])
+    (_, machine), cells = front.rows([book._front({"abacus": run})])
+    assert machine.startswith("Abacus, 16 cores")
+    rows = dict(cells)
+    assert rows[front.STEP] == "**2.50**; one thread **1.50**"
     assert rows["the same calls, only the imports changed"] == "not measured; one thread **1.10**"
-    alone = book._front({"abacus": replace(run, results=found[:1])})
-    assert front.figures([alone])[0].startswith("  * **1.50**, on Abacus, 1 cores")
+    (_, machine), cells = front.rows([book._front({"abacus": replace(run, results=found[:1])})])
+    assert machine.startswith("Abacus, 1 cores")
+    assert dict(cells)[front.STEP] == "**1.50**"

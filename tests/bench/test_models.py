@@ -68,15 +68,3 @@ def test_the_table_has_the_columns_that_were_measured(tmp_path):
     assert (
         " | ".join(cells) == f"small | fp32 | mlp, gelu | {speeds} | 5 MB / 10 MB (0.50) | {saved} | 3 KB / 4 KB (0.75)"
     )
-
-
-def test_readme_names_the_machine_and_has_a_row_for_each_model(tmp_path):
-    path = tmp_path / "cpu.json"
-    row = {"peak": {"ours": 5e6, "theirs": 10e6}, "seconds": {"ours": [1.0, 1.0, 2.0], "theirs": [2.0, 3.0, 2.0]}}
-    rows = [row | {"model": "small", "dtype": "fp32"}, row | {"model": "large", "dtype": "bf16"}]
-    path.write_text(json.dumps({"machine": {"cpu": "Z80", "cores": 1, "torch": "2.13"}, "rows": rows}))
-    header, cells = models.summary(path)
-    where = "`fuse(model)`: Z80, 1 cores, torch 2.13 ([samples](benchmarks/results/models/cpu.json))"
-    assert header == [where, "fp32", "bf16"]
-    found = "2.00 (1.00 to 3.00); 0.50"
-    assert cells == [["small", found, "not measured"], ["large", "not measured", found]]
