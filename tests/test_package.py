@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import mpkernels
 
 SUBMODULES = """
@@ -19,12 +17,6 @@ def test_submodules_need_no_import_of_their_own():
     command = [sys.executable, "-W", "error", "-c", SUBMODULES]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-def test_what_is_not_there_is_told_as_by_any_module():
-    with pytest.raises(AttributeError, match=r"^module 'mpkernels' has no attribute 'optimizer'$"):
-        mpkernels.optimizer  # noqa: B018
-    assert not hasattr(mpkernels, "Gradscaler")
 
 
 def test_one_function_decides_who_waits_for_a_copy_to_the_host():
