@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mpkernels.ops import _stack
+from mpkernels.ops import _dispatcher
 from tests.targets import CUDA
 
 
@@ -42,8 +42,8 @@ class _Graph(TorchDispatchMode):
     def __torch_dispatch__(self, op, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.kept.append((args, kwargs))
-        if op.namespace == _stack.NAMESPACE:
-            kernel = _stack.forced[-1][op.name().partition("::")[2], "cpu"]
+        if op.namespace == _dispatcher.NAMESPACE:
+            kernel = _dispatcher.forced[-1][op.name().partition("::")[2], "cpu"]
             with self:
                 return kernel(*args, **kwargs)
         if op.namespace != "aten" or self._is_for_host(op, args, kwargs):

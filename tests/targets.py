@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 import mpkernels
-from mpkernels.ops import _devices, _registry, _stack
+from mpkernels.ops import _devices, _dispatcher, _registry
 from tests import ROOT
 from tests.proof import emulation
 
@@ -95,4 +95,4 @@ _emulated_schemas: list[torch.library.Library] = []  # they live as long as this
 def _emulated() -> AbstractContextManager[None]:
     names = (*_registry._ops, *_registry._native_calls)
     kernels = {(name, "cpu"): getattr(getattr(torch.ops, EMULATED), name).default for name in names}
-    return _stack.force(kernels)
+    return _dispatcher.force(kernels)

@@ -107,9 +107,18 @@ def test_an_import_that_hides_is_found(line):
 
 
 def test_the_registry_and_the_checks_import_no_op():
-    below = {"mpkernels._extension", "mpkernels.ops._stack", "mpkernels.ops._devices"}
+    below = {"mpkernels._extension", "mpkernels.ops._dispatcher", "mpkernels.ops._devices"}
     below |= {module for module in MODULES if room_of(module) == "_torch_private"}
-    of_ops = "_stack", "_devices", "_registry", "_checks", "_table", "linear.activations", "step.split", "step.int8"
+    of_ops = (
+        "_dispatcher",
+        "_devices",
+        "_registry",
+        "_checks",
+        "_table",
+        "linear.activations",
+        "step.split",
+        "step.int8",
+    )
     for module in of_ops:
         assert GRAPH[f"mpkernels.ops.{module}"] <= below, module
 
@@ -132,7 +141,7 @@ def test_triton_is_imported_by_kernels_alone():
 
 def test_only_one_module_touches_torch_library():
     for path in ROOT.rglob("*.py"):
-        if path.stem != "_stack":
+        if path.stem != "_dispatcher":
             assert not [name for name in imports_of(path) if name.startswith("torch.library")], path
 
 

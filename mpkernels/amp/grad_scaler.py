@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from mpkernels._shared.parameters import put_on
 from mpkernels.amp import handover, inf_check, scalings
-from mpkernels.amp.attempts import AllOrNothing, Attempt
 from mpkernels.amp.autocasting import machines_device
+from mpkernels.amp.retries import AllOrNothing, Attempt
 from mpkernels.distributed import processes
 from mpkernels.ops import update_scale_
 from mpkernels.ops._checks import suggests_options

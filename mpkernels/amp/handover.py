@@ -8,8 +8,8 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from mpkernels._shared.parameters import are_any_sharded, params_of
-from mpkernels.amp.attempts import Attempt
 from mpkernels.amp.inf_check import given_peers
+from mpkernels.amp.retries import Attempt
 from mpkernels.distributed import fsdp1
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim.offload import have_left

@@ -10,13 +10,13 @@ from torch.optim import Optimizer
 
 from mpkernels._shared.parameters import by_device, params_of, put_on, unwrapped
 from mpkernels._torch_private.tensors import values_of
-from mpkernels.amp.attempts import Attempt
+from mpkernels.amp.retries import Attempt
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops import grad_stats
 from mpkernels.ops import unscale_ as unscale_list_
-from mpkernels.optim import offloaded
+from mpkernels.optim import torchao_offload
 from mpkernels.optim.offload import have_left
 
 FoundInf = dict[torch.device, Tensor]  # one entry at most: fp32, 0-dim, exactly 0 or 1, as torch's optimizers want
@@ -90,7 +90,7 @@ def of_all(
 
 def grads_of(optimizer: Optimizer) -> Grads:
     """Return each device's parameters that have a grad, and their grads; a sparse grad is represented by its values."""
-    offloaded.refuse_scaler(optimizer)
+    torchao_offload.refuse_scaler(optimizer)
     if have_left(optimizer):
         raise RuntimeError(
             "GradScaler: grads must be on their parameters' device to be unscaled before the step, got some that "

@@ -8,9 +8,9 @@ import torch
 
 import mpkernels
 from mpkernels import _extension
-from mpkernels.ops import _devices, _registry, _stack
+from mpkernels.ops import _devices, _dispatcher, _registry
 
-DEVICES = tuple(_stack.DEVICES)
+DEVICES = tuple(_dispatcher.DEVICES)
 
 
 def builds() -> dict[str, Any]:

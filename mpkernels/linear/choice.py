@@ -20,8 +20,8 @@ from mpkernels._torch_private.tensors import derives_forward
 from mpkernels._torch_private.tracing import FakeTensor, constant_in_graphs, is_exporting, is_jit_tracing, is_tracing
 from mpkernels.linear.trial import Trial, is_transposed
 from mpkernels.ops._autocast import has_autocast
+from mpkernels.ops._dispatcher import forced
 from mpkernels.ops._registry import kernels_on
-from mpkernels.ops._stack import forced
 from mpkernels.ops.linear.kind import ROUNDING, Kind, Parameters
 from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from mpkernels.ops._stack import DEVICES
+from mpkernels.ops._dispatcher import DEVICES
 
 
 def has_autocast(device_type: str) -> bool:

@@ -12,7 +12,7 @@ import torch
 
 from mpkernels import _extension
 from mpkernels._torch_private.devices import when_cuda_begins
-from mpkernels.ops._stack import forced
+from mpkernels.ops._dispatcher import forced
 
 Capability = tuple[int, int]
 ANY_TRITON: Capability = (7, 0)  # what Triton's atomics and barriers need

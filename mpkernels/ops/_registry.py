@@ -17,13 +17,13 @@ import torch
 
 from mpkernels._torch_private.modes import count_dispatch_modes
 from mpkernels._torch_private.ops import below_autograd, keys_below_autograd
-from mpkernels.ops import _devices, _stack
+from mpkernels.ops import _devices, _dispatcher
 from mpkernels.ops._devices import ANY_TRITON, Capability, capabilities, left_out
-from mpkernels.ops._stack import DEVICES, NAMESPACE, forced
+from mpkernels.ops._dispatcher import DEVICES, NAMESPACE, forced
 
 BACKENDS = ("native", "triton", "reference")
 
-_library = _stack.definitions
+_library = _dispatcher.definitions
 _ops: dict[str, "Op"] = {}
 _triton_kernels: dict[str, Callable[..., Any]] = {}
 
@@ -130,7 +130,7 @@ class NativeCall:
         _library.impl(self.name, torch.library.fallthrough_kernel, "Autograd")
         self.overload: Any = getattr(getattr(torch.ops, NAMESPACE), self.name).default
         _native_calls[self.name] = self
-        _stack.off_stack.add(self.name)
+        _dispatcher.off_stack.add(self.name)
 
     def on(self, device: torch.device) -> Callable[..., Any] | None:
         """Return the C++ function for a device; None if another kernel than C++'s runs the op now."""

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from mpkernels._torch_private.ops import find_kernel, has_kernel
-from mpkernels.ops import _devices, _registry, _stack
+from mpkernels.ops import _devices, _dispatcher, _registry
 from mpkernels.ops._devices import capabilities, device_of, left_out
+from mpkernels.ops._dispatcher import DEVICES, NAMESPACE, Kernels, force
 from mpkernels.ops._registry import BACKENDS, Op
-from mpkernels.ops._stack import DEVICES, NAMESPACE, Kernels, force
 
 
 def attach_defaults() -> None:
@@ -33,15 +33,15 @@ _by_device: dict[str, object] = {}  # device type -> routes
 def go_by_devices(device_type: str) -> None:
     """Where an op's first kernel can't run on one of the devices, have it run the first that can on the device at hand.
     On most machines there is no such op, and nobody asks for the device."""
-    _stack.pop_innermost()  # or what is forced now would be taken for C++'s
+    _dispatcher.pop_innermost()  # or what is forced now would be taken for C++'s
     _by_device.pop(device_type, None)
     routes = {
         (op.name, device_type): _route(op, device_type)
         for op in _registry._ops.values()
         if not _runs_everywhere(op.name, _attached(op.name, device_type), device_type)
     }
-    _by_device[device_type] = _stack.push(routes)
-    _stack.push_innermost()
+    _by_device[device_type] = _dispatcher.push(routes)
+    _dispatcher.push_innermost()
 
 
 def _attached(op: str, device_type: str) -> str:

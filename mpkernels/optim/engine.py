@@ -14,7 +14,16 @@ from mpkernels.distributed import processes
 from mpkernels.distributed.parts import settled_grads
 from mpkernels.distributed.processes import Processes
 from mpkernels.ops.step.op import write_outcome
-from mpkernels.optim import checkpoint, group_options, masters, offloaded, param_state, under_scaler, verdicts, zero
+from mpkernels.optim import (
+    checkpoint,
+    group_options,
+    masters,
+    param_state,
+    torchao_offload,
+    under_scaler,
+    verdicts,
+    zero,
+)
 from mpkernels.optim import offload as offloading
 from mpkernels.optim.attribute_of import AttributeOf
 from mpkernels.optim.optimizer_rule import OptimizerRule
@@ -65,7 +74,7 @@ class Engine(torch.optim.Optimizer):
         group_options.complete(self, group)
         try:
             group_options.check_group(self, group)
-            offloaded.refuse(self, group["params"])
+            torchao_offload.refuse(self, group["params"])
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise

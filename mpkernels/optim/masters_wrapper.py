@@ -15,7 +15,16 @@ from mpkernels.distributed import meshes
 from mpkernels.distributed.parts import part_for, part_of, placed_as, settled_grads
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.op import grad_factor, write_outcome
-from mpkernels.optim import group_options, masters, norm, offloaded, stand_ins, step_hooks, step_outcome, wrappable
+from mpkernels.optim import (
+    group_options,
+    masters,
+    norm_without_plan,
+    stand_ins,
+    step_hooks,
+    step_outcome,
+    torchao_offload,
+    wrappable,
+)
 from mpkernels.optim.attribute_of import AttributeOf
 
 
@@ -65,7 +74,7 @@ class Masters(Optimizer):
         wrappable.check(optimizer)
         group_options.check_global("Masters", max_norm, guard)
         self.__setstate__({"wrapped": optimizer, "max_norm": max_norm, "guard": guard})
-        offloaded.refuse(self, params_of(optimizer))
+        torchao_offload.refuse(self, params_of(optimizer))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.wrapped = state["wrapped"]  # where torch looks for defaults
@@ -140,7 +149,7 @@ class Masters(Optimizer):
         if not (with_grad or processes) or not (is_guarded or found_inf is not None):
             return 1.0
         if is_guarded:
-            total_sumsq, found_inf = norm.look(params, with_grad, processes, found_inf)
+            total_sumsq, found_inf = norm_without_plan.look(params, with_grad, processes, found_inf)
         if processes is not None:
             sumsq_of_all, found_inf, failed, _ = processes.agree(params, total_sumsq, found_inf)
             processes.refuse_if_failed("Masters: step", failed)

@@ -56,12 +56,12 @@ def test_the_version():
 BROKEN = """
     import sys
     from mpkernels.__main__ import main
-    from mpkernels.ops import _registry, _stack
+    from mpkernels.ops import _registry, _dispatcher
 
     def broken(grads, found_inf, inv_scale):
         {body}
 
-    with _stack.force({{("unscale_", "cpu"): broken}}):
+    with _dispatcher.force({{("unscale_", "cpu"): broken}}):
         sys.exit(main(sys.argv[1:]))
 """
 

@@ -8,7 +8,7 @@ import torch
 import mpkernels
 from mpkernels import _extension
 from mpkernels.doctor.kernels import why_not
-from mpkernels.ops import _devices, _registry, _routes, _stack
+from mpkernels.ops import _devices, _dispatcher, _registry, _routes
 from tests.ops.step.rows import RULES
 from tests.optim.optimizers import OPTIMIZERS
 
@@ -91,7 +91,7 @@ def test_each_device_has_the_kernels_that_run_on_it(machine_with):
 
 def test_where_all_can_run_nothing_is_put_between_the_dispatcher_and_the_kernels(machine_with, monkeypatch):
     pushed = []
-    monkeypatch.setattr(_routes._stack, "push", lambda kernels: pushed.append(kernels))
+    monkeypatch.setattr(_routes._dispatcher, "push", lambda kernels: pushed.append(kernels))
     machine_with((9, 0), (8, 6), (7, 5))
     assert not any(pushed)
     assert not _devices.left_out
@@ -124,7 +124,7 @@ def test_of_two_devices_each_runs_its_own_kernel(machine_with, monkeypatch):
             warnings.simplefilter("error")
             run([there], there, there)
         with mpkernels.backend("native"):
-            native = _stack.forced[-1]["unscale_", "cuda"]
+            native = _dispatcher.forced[-1]["unscale_", "cuda"]
             native([here], here, here)
             with pytest.raises(
                 NotImplementedError,

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.proof.gate import measure, table, traces
+from tests.proof.gate import limits, measure, traces
 from tests.proof.gate.launches import Launch
-from tests.proof.gate.table import SHARED_LIMIT, Section, regressions
+from tests.proof.gate.limits import SHARED_LIMIT, Section, regressions
 from tests.proof.sass.counts import TOTALS
 
 GOOD = {"registers": 40, "spills": 0, "stack": 0, "shared": 1024, "load128": 4, "HGMMA": 8}
@@ -97,7 +97,7 @@ def test_what_is_missed_is_printed_where_it_is_known_and_fails_where_it_is_not()
 
 def test_the_tables_are_of_the_same_compilers():
     assert {name: it.version for name, it in traces.read().of_compiler.items()} == {
-        name: it.version for name, it in table.read().items()
+        name: it.version for name, it in limits.read().items()
     }
 
 

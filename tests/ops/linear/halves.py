@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from mpkernels.ops import _registry, _stack
+from mpkernels.ops import _dispatcher, _registry
 from tests import ROOT
 from tests.proof import emulation
 
@@ -20,7 +20,7 @@ FLAGS = "-std=c++17 -O1 -fPIC -fvisibility=hidden -ffp-contract=off -fno-math-er
 
 @functools.cache
 def kernels():
-    """Return the kernels of the linear ops, as ``_stack.force`` takes them."""
+    """Return the kernels of the linear ops, as ``_dispatcher.force`` takes them."""
     schemas = torch.library.Library(LIBRARY, "DEF")
     ops = [op for op in _registry._ops.values() if op.name.startswith("linear_")]
     for op in ops:
@@ -57,6 +57,6 @@ def _build():
 
 @contextmanager
 def products_in_halves(is_fast):
-    with _stack.force(kernels()):
+    with _dispatcher.force(kernels()):
         ctypes.c_int.in_dll(ctypes.CDLL(str(_build())), "multiplies_halves_fast").value = is_fast
         yield

@@ -15,10 +15,10 @@ import triton
 
 import setup
 from tests import targets
-from tests.proof.gate import launches, measure, table, traced, traces
+from tests.proof.gate import launches, limits, measure, traced, traces
 from tests.proof.gate.cases import CASES
 from tests.proof.gate.chips import CODES
-from tests.proof.gate.table import Kernels, Section
+from tests.proof.gate.limits import Kernels, Section
 from tests.proof.gate.traces import Traces
 
 
@@ -45,7 +45,7 @@ def main() -> int:
 
     sections, counted, problems = measure_all(cuda, may_reuse=not options.update)
     if options.update and not problems:
-        table.write(sections)
+        limits.write(sections)
         traces.update(counted, traces.missed(counted, _beside_table(sections)))
     wanted = traces.read()
     for compiler, it in counted.items():
@@ -70,8 +70,8 @@ def main() -> int:
 
 
 def _beside_table(sections: dict[str, Section]) -> list[str]:
-    wanted = table.read()
-    return [line for compiler, section in sections.items() for line in table.regressions(section, wanted[compiler])]
+    wanted = limits.read()
+    return [line for compiler, section in sections.items() for line in limits.regressions(section, wanted[compiler])]
 
 
 def measure_all(cuda: setup.Cuda, may_reuse: bool) -> tuple[dict[str, Section], dict[str, Traces], list[str]]:

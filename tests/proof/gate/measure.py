@@ -16,7 +16,7 @@ from triton.runtime import driver
 import setup
 from tests.proof.gate.chips import CODES
 from tests.proof.gate.launches import Launch, NoGpu
-from tests.proof.gate.table import INSTRUCTIONS, Kernels, Numbers
+from tests.proof.gate.limits import INSTRUCTIONS, Kernels, Numbers
 from tests.proof.sass import code
 
 Keep = Callable[[str, code.Code], None]  # takes a kernel's name and its code, for traced.py to run

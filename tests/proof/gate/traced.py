@@ -16,7 +16,7 @@ from triton import knobs
 from triton.runtime import driver
 
 import mpkernels
-from mpkernels.ops import _registry, _stack
+from mpkernels.ops import _dispatcher, _registry
 from tests import targets
 from tests.proof.gate import launches
 from tests.proof.gate.cases import CASES, ORDINARY
@@ -148,7 +148,7 @@ def watch_triton(chip: str, take: Take) -> Iterator[None]:
 
     kernels = {op.name: op.triton for op in _registry._ops.values() if op.triton_module in launches._triton_modules()}
     knobs.runtime.jit_cache_hook = note
-    with _noted(last), _stack.force({(name, "cpu"): kernel for name, kernel in kernels.items()}):
+    with _noted(last), _dispatcher.force({(name, "cpu"): kernel for name, kernel in kernels.items()}):
         yield
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from tests.proof.sass.code import Code, Instruction
 from tests.proof.sass.memory import LANES, Memory
-from tests.proof.sass.registers import Access, Register
+from tests.proof.sass.register_file import Access, Register
 from tests.proof.sass.warp import Launch, Warp, run_block
 
 SECTOR, BANKS = 32, 32  # bytes that memory is asked for at once; banks of 4 bytes

@@ -7,7 +7,7 @@ import numpy as np
 
 from tests.proof.sass.code import Code, Instruction, Operand
 from tests.proof.sass.memory import LANES, Constants, Lanes, Memory, Shared
-from tests.proof.sass.registers import Access, Registers, Step
+from tests.proof.sass.register_file import Access, Registers, Step
 
 
 class Launch(NamedTuple):
