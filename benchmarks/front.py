@@ -105,12 +105,12 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
         yield from filter(None, table(*_beside_others(name, run, kept)))  # a list may follow a table at once
         if kept.keys() >= {*OURS}:
             host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
-            yield f"* With `offload=True`, {WEIGHT_AND_GRAD} bytes a parameter are on the device, {host} on the host."
+            yield f"* `offload=True` leaves {WEIGHT_AND_GRAD} bytes a parameter on the device, and puts {host} on the host."
     seen = {run.device for run in compared.values() if families.undisturbed(families.compared(run))}
     elsewhere = [it for it in machines if it.run.device not in seen and WITHOUT_SCALER in it.groups]
     words = [f"{_ratios(it, WITHOUT_SCALER)} on {_short(it.run, it.place)} ({_samples(it.names)})" for it in elsewhere]
     if words:
-        yield f"* Clip and step, without a scaler, times torch's fused AdamW's speed: {'; '.join(words)}."
+        yield f"* Clip and step elsewhere, times as fast as torch's fused AdamW: {'; '.join(words)}."
     for path in fused:
         yield _models(path)
 
@@ -120,10 +120,10 @@ def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]
     quiet = families.undisturbed(families.compared(run))
     shown = [pair for pair in BESIDE if kept.keys() >= {*pair}]
     columns: dict[str, list[str]] = {
-        f"AdamW beside others': {_short(run, place_of(run))} ({_samples([name])})": [
-            f"{theirs}; ours with {ours.partition(', ')[2]}" for ours, theirs in shown
+        f"AdamW on {_short(run, place_of(run))} ({_samples([name])})": [
+            f"{ours.partition(', ')[2]}; beside {theirs}" for ours, theirs in shown
         ],
-        "bytes a parameter, ours / theirs": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in shown],
+        "bytes a parameter: ours / theirs": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in shown],
     }
     for op, on_one in product(families.SHAPES, (False, True)):
         column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]
@@ -143,5 +143,5 @@ def _models(path: Path) -> str:
     words = ", ".join(f"{it['model']} {models.peak(it):.2f} ({it['dtype']})" for it in smaller)
     where = f"{SHORT.get(found['machine']['cpu'], found['machine']['cpu'])}, {found['machine']['cores']} cores"
     source = f"[samples](benchmarks/results/models/{path.name})"
-    what = "Peak memory of a training step beside the weights, after `fuse(model)`, as a share of what it was"
+    what = "`fuse(model)` leaves this share of a training step's peak memory beside the weights"
     return f"* {what}: {words}; {where} ({source})."
