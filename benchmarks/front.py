@@ -105,7 +105,7 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
         yield from filter(None, table(*_beside_others(name, run, kept)))  # a list may follow a table at once
         if kept.keys() >= {*OURS}:
             host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
-            yield f"* `offload=True` leaves {WEIGHT_AND_GRAD} bytes a parameter on the device, and puts {host} on the host."
+            yield f"* `offload=True` leaves {WEIGHT_AND_GRAD} bytes a parameter on the device; {host} are on the host."
     seen = {run.device for run in compared.values() if families.undisturbed(families.compared(run))}
     elsewhere = [it for it in machines if it.run.device not in seen and WITHOUT_SCALER in it.groups]
     words = [f"{_ratios(it, WITHOUT_SCALER)} on {_short(it.run, it.place)} ({_samples(it.names)})" for it in elsewhere]

@@ -127,7 +127,7 @@ def test_what_offload_leaves_where_is_what_its_page_has():
             result.counts["ours"]["kept"] = int(kept[1] * families.ELEMENTS[result.case])
     (said,) = (line for line in front.numbers({"cpu": found}, [], []) if "offload" in line)
     hosts = [states + weights for weights, states in map(on_paper.kept, CHOICES)]
-    assert f"{hosts[0]:.3g} or {hosts[1]:.3g} on the host" in said
+    assert f"{hosts[0]:.3g} or {hosts[1]:.3g} are on the host" in said
 
 
 CHOICES = [it for it in on_paper.CHOICES if (on_paper.NAMES[it.weights], it.master) == ("bf16", "split")][::2]

@@ -1,0 +1,72 @@
+"""Calls that no kernel of ours serves, though one serves a call that is much like them."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.nn import Parameter, functional
+
+import mpkernels
+from mpkernels.functional import linear_act
+from tests.linear.choosing import computed_by, forget_choices
+from tests.linear_cases import torchs
+
+X, WEIGHT, BIAS = torch.randn(6, 8), torch.randn(6, 8), torch.randn(6)
+
+
+class OfAUser(torch.Tensor):
+    """Its linear layers aren't torch's."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        result = super().__torch_function__(function, types, arguments, options)
+        return -result if function is functional.linear else result
+
+
+SIBLINGS = {
+    "a row": {"x": X[0]},
+    "3-D": {"x": X.view(2, 3, 8)},
+    "on another device": {"x": X.to("meta"), "weight": WEIGHT.to("meta"), "bias": BIAS.to("meta")},
+    "complex": {"x": X.cfloat(), "weight": WEIGHT.cfloat(), "bias": BIAS.cfloat()},
+    "integers": {"x": X.int(), "weight": WEIGHT.int(), "bias": BIAS.int(), "activation": "relu"},
+    "nested": {"x": lambda: torch.nested.nested_tensor([X[:2], X])},
+    "jagged": {"x": lambda: torch.nested.nested_tensor([X[:2], X], layout=torch.jagged)},
+    "sparse": {"x": X.to_sparse(), "activation": "none", "bias": None},
+    "expanded": {"x": torch.ones(()).expand(6, 8)},
+    "a subclass": {"x": X.as_subclass(OfAUser)},
+    "a weight of a subclass": {"weight": WEIGHT.as_subclass(OfAUser)},
+    "a bias of a subclass": {"bias": BIAS.as_subclass(OfAUser)},
+    "one bias for all": {"bias": BIAS[:1]},
+    "a bias of one dimension more": {"bias": BIAS[None]},
+    "a bias for each number": {"bias": torch.randn(6, 6)},
+    "a bias for each row": {"bias": BIAS[:, None]},
+    "a weight that trains": {"weight": Parameter(WEIGHT)},
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("changes", SIBLINGS.values(), ids=SIBLINGS)
+def test_a_kernel_serves_no_call_that_it_cant(monkeypatch, changes, forced):
+    """Nor does it where a similar call is known as one that it serves."""
+    forget_choices(monkeypatch)
+    computed_by(monkeypatch, "native")
+    plain = {"x": X, "weight": WEIGHT, "bias": BIAS, "activation": "tanh"}
+    other = plain | {name: it() if callable(it) else it for name, it in changes.items()}
+    with mpkernels.backend("native") if forced else nullcontext():
+        for call in (plain, other, plain):
+            got, want = linear_act(**call), torchs(**call)
+            assert (type(got), got.layout, got.requires_grad) == (type(want), want.layout, want.requires_grad)
+            if got.is_nested:
+                got, want = (it.to_padded_tensor(0) for it in (got, want))
+            assert got.shape == want.shape
+            if not got.is_meta:
+                torch.testing.assert_close(got, want)
+
+
+def test_a_sparse_x_is_not_taken_for_an_expanded_one(monkeypatch):
+    """Neither has strides."""
+    forget_choices(monkeypatch)
+    computed_by(monkeypatch, "native")
+    for x in (torch.ones(()).expand(6, 8), X.to_sparse()):
+        torch.testing.assert_close(linear_act(x, WEIGHT, None, "none"), torchs(x, WEIGHT, None, "none"))
