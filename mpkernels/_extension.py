@@ -51,11 +51,11 @@ LIBRARY, _WHY_NONE = _find()
 
 
 def load() -> None:
-    """Load the compiled kernels. Without them, warn once; every op then runs its reference."""
+    """Load the compiled kernels. Without them, warn once: ops then run Triton's on GPUs, elsewhere the reference."""
     if LIBRARY is None:
         warnings.warn(
-            f"mpkernels: the compiled kernels {_WHY_NONE}, so the slow reference runs in their place; "
-            f"in a checkout, `{sys.executable} -m pip install -v -e .` builds them and says what it left out",
+            f"mpkernels: the compiled kernels {_WHY_NONE}, so the slow reference runs in their place, "
+            f"on GPUs Triton's kernels; in a checkout, `{sys.executable} -m pip install -v -e .` builds them and says what it left out",
             RuntimeWarning,
             stacklevel=3,
         )

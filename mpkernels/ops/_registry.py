@@ -1,9 +1,9 @@
 """One op, several kernels, and torch's own dispatcher to choose between them.
 
-An op's schema is declared once, here. Its reference, in plain torch, is at once the specification, the oracle of the
-tests, the fake kernel of torch.compile and the fallback on any device. Kernels attach themselves to the schema: C++
-and CUDA when the library is loaded (csrc/<family>/<op>_torch.cpp), Triton by ``implement`` in
-ops/<family>/<op>_triton.py. Nobody imports a kernel.
+An op's schema is declared once, by ``define`` in ops/<family>/<op>.py. Its reference, in plain torch, is at once the
+specification, the oracle of the tests, the fake kernel of torch.compile and the fallback on any device. Kernels attach
+themselves to the schema: C++ and CUDA when the library is loaded (csrc/<family>/<op>_torch.cpp), Triton by
+``implement`` in ops/<family>/<op>_triton.py. Nobody imports a kernel.
 """
 
 import functools
