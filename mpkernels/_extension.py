@@ -55,7 +55,8 @@ def load() -> None:
     if LIBRARY is None:
         warnings.warn(
             f"mpkernels: the compiled kernels {_WHY_NONE}, so the slow reference runs in their place, "
-            f"on GPUs Triton's kernels; in a checkout, `{sys.executable} -m pip install -v -e .` builds them and says what it left out",
+            "on GPUs Triton's kernels; in a checkout, "
+            f"`{sys.executable} -m pip install -v -e .` builds them and says what it left out",
             RuntimeWarning,
             stacklevel=3,
         )
