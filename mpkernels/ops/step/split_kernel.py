@@ -21,9 +21,9 @@ def unit_of_fp16(bits):
 def join(weight, remainder, dtype):
     weight, remainder = weight.to(tl.int32), remainder.to(tl.int32)
     if dtype == BF16:
-        alone = (weight << 16).to(tl.float32, bitcast=True)
-        joined = ((weight << 16) + remainder).to(tl.float32, bitcast=True)
-        master = tl.where(joined != joined, alone, joined)  # beyond 0 and beyond inf lie NaNs
+        alone = weight << 16
+        nearest = (alone + remainder).to(tl.float32, bitcast=True)
+        master = tl.where(nearest != nearest, alone.to(tl.float32, bitcast=True), nearest)  # beyond 0 and inf lie NaNs
     else:
         magnitude = (weight & 0x7FFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         beyond = remainder.to(tl.float32) * unit_of_fp16(weight).to(tl.float32, bitcast=True)
