@@ -93,6 +93,12 @@ BESIDE = (  # what ours has, and the rival's name
     ("mpkernels, fp32 weights, 8-bit moments", "bitsandbytes-8bit"),
     ("mpkernels, bf16 weights, bf16 moments", "torch-optimi-kahan"),
 )
+RIVALS = {
+    "torch fused": "torch's fused, fp32 weights",
+    "torchao-8bit": "torchao's",
+    "bitsandbytes-8bit": "bitsandbytes'",
+    "torch-optimi-kahan": "torch-optimi's, Kahan sums",
+}
 WITHOUT_SCALER = "step vs torch fused"
 WEIGHT_AND_GRAD, PINNED_COPY = 4, 2  # bytes of a bf16 parameter: left on the device by offload; added on the host
 WORTH_A_WORD = 0.95  # of a model's peak memory
@@ -103,6 +109,7 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
     for name, run in compared.items():
         kept = families.bytes_a_parameter(families.compared(run))
         yield from filter(None, table(*_beside_others(name, run, kept)))  # a list may follow a table at once
+        yield "* Median (least to most) over sizes and numbers of tensors; below 1, theirs is faster."
         if kept.keys() >= {*OURS}:
             host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
             yield f"* `offload=True` leaves {WEIGHT_AND_GRAD} bytes a parameter on the device; {host} are on the host."
@@ -120,8 +127,8 @@ def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]
     quiet = families.undisturbed(families.compared(run))
     shown = [pair for pair in BESIDE if kept.keys() >= {*pair}]
     columns: dict[str, list[str]] = {
-        f"AdamW on {_short(run, place_of(run))} ({_samples([name])})": [
-            f"{ours.partition(', ')[2]}; beside {theirs}" for ours, theirs in shown
+        f"AdamW on {_short(run, place_of(run))} ({_samples([name])}): how many times as fast": [
+            f"{ours.partition(', ')[2]}; beside {RIVALS[theirs]}" for ours, theirs in shown
         ],
         "bytes a parameter: ours / theirs": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in shown],
     }
@@ -129,7 +136,7 @@ def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]
         column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]
         pairs = ([it for it in column if (families.side(it, True), it.baseline) == pair] for pair in shown)
         if column:
-            columns["times as fast: " + op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
+            columns[op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
     return [*columns], [list(row) for row in zip(*columns.values(), strict=True)]
 
 

@@ -112,7 +112,9 @@ def test_the_first_screen_is_short_and_names_no_long_machine():
     runs = {"cpu": session()}
     lines = list(front.numbers(runs, [], book.ROOT.glob("benchmarks/results/models/*.json")))
     assert len(lines) <= 10
-    row = next(line for line in lines if line.startswith("| bf16 weights, fp32 moments; beside torch fused"))
+    row = next(
+        line for line in lines if line.startswith("| bf16 weights, fp32 moments; beside torch's fused, fp32 weights")
+    )
     four, two = "**4.00** (4.00 to 4.00)", "**2.00** (2.00 to 2.00)"
     assert row.split(" | ")[1:] == ["14 / 16", four, two, four, f"{two} |"]
     assert "AMD Zen 3, 2 cores ([samples]" in lines[0]
@@ -152,7 +154,7 @@ def test_no_ratio_is_shown_that_other_programs_have_disturbed():
     assert [family.name for family in families.of_run("cpu", busy)] == ["bytes-cpu"]
     header, _, row, *_ = front.numbers({"cpu": busy}, [], [])
     assert header.endswith("| bytes a parameter: ours / theirs |")
-    assert row == "| bf16 weights, fp32 moments; beside torch fused | 14 / 16 |"
+    assert row == "| bf16 weights, fp32 moments; beside torch's fused, fp32 weights | 14 / 16 |"
     partly = replace(run, results=[*run.results[:-1], busy.results[-1]])
     times, _ = families.of_run("cpu", partly)
     assert len(times.rows) == 2 * (len(run.results) - 1)
@@ -161,8 +163,8 @@ def test_no_ratio_is_shown_that_other_programs_have_disturbed():
 def test_a_run_that_was_cut_off_shows_what_it_has():
     run = session()
     only = replace(run, results=[it for it in run.results if it.baseline == "torchao-8bit"])
-    _, _, row = front.numbers({"cpu": only}, [], [])
-    assert row.startswith("| fp32 weights, 8-bit moments; beside torchao-8bit | 14 / 16 |")
+    _, _, row, _ = front.numbers({"cpu": only}, [], [])
+    assert row.startswith("| fp32 weights, 8-bit moments; beside torchao's | 14 / 16 |")
 
 
 def test_machines_without_these_rivals_are_beside_torch_alone():
