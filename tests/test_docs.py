@@ -169,9 +169,10 @@ def test_a_command_is_taken_as_it_stands(words, monkeypatch):
 
 
 def lines_of_make(target, **variables):
-    """Return what make would run, with these environment variables alone: this test itself may run under make."""
+    """Return what make would run with these variables alone: this test itself may run under make."""
     command = ["make", "--no-print-directory", "-n", target]
-    does = subprocess.run(command, cwd=ROOT, env={"PATH": os.environ["PATH"]} | variables, capture_output=True, text=True)
+    environment = {"PATH": os.environ["PATH"]} | variables
+    does = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     return [line.strip() for line in does.stdout.splitlines()]
 
 
