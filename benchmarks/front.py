@@ -148,7 +148,8 @@ def _models(path: Path) -> str:
     found = json.loads(path.read_text())
     smaller = [it for it in found["rows"] if models.peak(it) < WORTH_A_WORD]
     words = ", ".join(f"{it['model']} {models.peak(it):.2f} ({it['dtype']})" for it in smaller)
+    others = len(found["rows"]) - len(smaller)
     where = f"{SHORT.get(found['machine']['cpu'], found['machine']['cpu'])}, {found['machine']['cores']} cores"
     source = f"[samples](benchmarks/results/models/{path.name})"
     what = "`fuse(model)` leaves this share of a training step's peak memory beside the weights"
-    return f"* {what}: {words}; {where} ({source})."
+    return f"* {what}: {words}; all of it in {others} others; {where}, uncompiled ({source})."
