@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks import raw
+from benchmarks import raw_samples
 from benchmarks.cases import all_cases
 from benchmarks.measuring import run_one
 from mpkernels.bench import show
@@ -48,7 +48,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.list:
         print("\n".join(it.name + f"  (left out: {it.missing})" * bool(it.missing) for it in benchmarks))
         return 0
-    session, old = raw.Session(), None
+    session, old = raw_samples.Session(), None
     try:
         _check_output(arguments)
         old = _of_same("--compare", arguments.compare, session, HARDWARE) if arguments.compare else None
@@ -76,9 +76,9 @@ def _check_output(arguments: argparse.Namespace) -> None:
         raise ValueError(f"--json: {arguments.json} can't be written")
 
 
-def _of_same(option: str, path: Path, here: raw.Session, keys: Iterable[str]) -> raw.Session:
+def _of_same(option: str, path: Path, here: raw_samples.Session, keys: Iterable[str]) -> raw_samples.Session:
     try:
-        there = raw.read(path)
+        there = raw_samples.read(path)
     except OSError as error:
         raise ValueError(f"{option}: {path}: {error.strerror}") from error
     except ValueError as error:
@@ -88,11 +88,11 @@ def _of_same(option: str, path: Path, here: raw.Session, keys: Iterable[str]) ->
     return there
 
 
-def _measure_all(benchmarks: list[Benchmark], session: raw.Session, path: Path | None) -> int:
+def _measure_all(benchmarks: list[Benchmark], session: raw_samples.Session, path: Path | None) -> int:
     known = {result.name for result in session.results}
     todo = [benchmark for benchmark in benchmarks if benchmark.name not in known]
     todo.sort(key=lambda it: session.skipped.get(it.name, "").startswith(FAILED))  # what failed before comes last
-    keep = partial(raw.write, path, session) if path else bool
+    keep = partial(raw_samples.write, path, session) if path else bool
     failed = False
     try:
         print(show.HEADER, flush=True)
@@ -117,7 +117,7 @@ def _measure_all(benchmarks: list[Benchmark], session: raw.Session, path: Path |
     return int(failed)
 
 
-def _try(benchmark: Benchmark, session: raw.Session, keep: Callable[[], object]) -> bool:
+def _try(benchmark: Benchmark, session: raw_samples.Session, keep: Callable[[], object]) -> bool:
     """Return whether it was measured. A case that takes the process with it leaves a note."""
     reason = session.skipped.get(benchmark.name)  # an earlier run's
     session.skipped[benchmark.name] = f"{FAILED}it did not end"
@@ -145,7 +145,7 @@ def _device_is_lost(device: str) -> bool:
     return False
 
 
-def changes(old: raw.Session, new: raw.Session) -> str:
+def changes(old: raw_samples.Session, new: raw_samples.Session) -> str:
     """Say how the ratios of what both have measured have changed."""
     before = {result.name: result.ratio for result in old.results}
     lines = []

@@ -1,8 +1,8 @@
 """Every case of ``python -m benchmarks``, for pytest-benchmark: its options, its JSON, its histories."""
 
-from benchmarks import cells
+from benchmarks import formatting
 from benchmarks.measuring import run_one
-from benchmarks.replay import replay
+from benchmarks.replayed_clock import replay
 
 
 def test_beside_torch(benchmark, case, session, seconds):
@@ -18,10 +18,10 @@ def test_beside_torch(benchmark, case, session, seconds):
             "baseline": result.baseline,
             "bytes moved": result.moved,
             "flops": result.flops,
-            "GB/s": cells.a_second(result, result.moved) / 1e9,
-            "TFLOP/s": cells.a_second(result, result.flops) / 1e12,
+            "GB/s": formatting.a_second(result, result.moved) / 1e9,
+            "TFLOP/s": formatting.a_second(result, result.flops) / 1e12,
             "copy GB/s": session.copy_speeds[result.place] / 1e9,
-            "of best": cells.share(result, session),
+            "of best": formatting.share(result, session),
             "x torch": result.ratio.median,
             "x torch interval": [result.ratio.low, result.ratio.high],
             "doubts": result.doubts,

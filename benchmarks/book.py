@@ -10,9 +10,18 @@ from itertools import chain
 from pathlib import Path
 from statistics import median
 
-from benchmarks import cells, chart, families, front, models, raw, scale, shown
-from benchmarks.cells import table
-from benchmarks.raw import Session
+from benchmarks import (
+    chart,
+    formatting,
+    many_gpus,
+    models,
+    performance_page,
+    raw_samples,
+    readme_numbers,
+    result_pictures,
+)
+from benchmarks.formatting import table
+from benchmarks.raw_samples import Session
 from mpkernels.bench import show
 from mpkernels.bench.results import Result
 
@@ -60,13 +69,13 @@ COLUMNS: dict[str, Cell] = {
     "kernel": lambda result, run: result.kernel,
     "ours": lambda result, run: show.time(median(result.ours_us)),
     "theirs": lambda result, run: show.time(median(result.torch_us)),
-    "speed": lambda result, run: cells.speed(result),
-    "of best": cells.share,
+    "speed": lambda result, run: formatting.speed(result),
+    "of best": formatting.share,
     "x torch [95 %]": _ratio,
     "": _verdict,
-    "kept, ours / theirs": _both("kept", cells.size),
-    "peak memory, ours / theirs": _both("peak memory", cells.size),
-    "saved for backward, ours / theirs": _both("saved", cells.size),
+    "kept, ours / theirs": _both("kept", formatting.size),
+    "peak memory, ours / theirs": _both("peak memory", formatting.size),
+    "saved for backward, ours / theirs": _both("saved", formatting.size),
     "launches": _both("launches", str),
     "host waits": _both("host waits", str),
 }
@@ -99,21 +108,21 @@ def book(runs: dict[str, Session], scaled: Iterable[Path] = (), fused: Iterable[
     ]
     for family in all_families(runs, fused):
         lines += family.lines()
-    lines += ["## All machines", "", *table(*front.rows([_front(it) for it in _by_device(runs).values()]))]
+    lines += ["## All machines", "", *table(*readme_numbers.rows([_front(it) for it in _by_device(runs).values()]))]
     for name, run in sorted(runs.items(), key=_age, reverse=True):
         lines += of_run(name, run)
     return "\n".join([*lines, *past_one_device(scaled), *whole_models(fused)])
 
 
-def all_families(runs: dict[str, Session], fused: Iterable[Path]) -> list[families.Family]:
+def all_families(runs: dict[str, Session], fused: Iterable[Path]) -> list[result_pictures.Family]:
     """Return those of each device's newest run that has them, and those of whole models."""
-    of_steps = chain.from_iterable(families.of_run(*it) for it in _compared(runs).items())
-    return [*of_steps, *map(families.of_models, fused)]
+    of_steps = chain.from_iterable(result_pictures.of_run(*it) for it in _compared(runs).items())
+    return [*of_steps, *map(result_pictures.of_models, fused)]
 
 
 def _compared(runs: dict[str, Session]) -> dict[str, Session]:
     """Return the newest run of each device that has been compared with other libraries."""
-    newest = {run.device: (name, run) for name, run in sorted(runs.items(), key=_age) if families.compared(run)}
+    newest = {run.device: (name, run) for name, run in sorted(runs.items(), key=_age) if result_pictures.compared(run)}
     return dict(newest.values())
 
 
@@ -140,33 +149,33 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
         "unscale_, clip, fused): GB of weights, grads and states, GB moved, launches."
     )
     yield ""
-    yield from table(["", "GPUs", "GB held", "GB moved", "launches"], scale.counted())
+    yield from table(["", "GPUs", "GB held", "GB moved", "launches"], many_gpus.counted())
     for path in measured:
         yield from (f"## Past one device, the host's time: {path.stem}", "")
         yield (
-            "The same steps on so many DTensors, with a [fake process group](scale.py), so that collectives take no "
-            "time; the least of 40 samples in turns, on cores that others used, too. "
-            "[test_scale.py](../tests/distributed/test_scale.py) counts calls, to show what these times show roughly: "
-            "the host's cost is flat in ranks and linear in tensors."
+            "The same steps on so many DTensors, with a [fake process group](many_gpus.py), so that collectives "
+            "take no time; the least of 40 samples in turns, on cores that others used, too. "
+            "[A test](../tests/distributed/test_cost_of_many_gpus.py) counts calls, to show what these times show "
+            "roughly: the host's cost is flat in ranks and linear in tensors."
         )
         yield ""
-        yield from table(["DTensors", "ranks", "ours / torch", "x torch", "collectives"], scale.measured(path))
+        yield from table(["DTensors", "ranks", "ours / torch", "x torch", "collectives"], many_gpus.measured(path))
 
 
 def readme(text: str, runs: dict[str, Session], fused: Iterable[Path] = ()) -> str:
     """Return README with the numbers of its first screen anew."""
     machines = [_front(it) for it in _by_device(runs).values()]
-    return _filled("README.md", text, {"numbers": front.numbers(_compared(runs), machines, fused)})
+    return _filled("README.md", text, {"numbers": readme_numbers.numbers(_compared(runs), machines, fused)})
 
 
 def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path] = ()) -> str:
     """Return docs/performance.md with its tables anew."""
     columns = {header: COLUMNS[header] for header in ("x torch [95 %]", "", "of best")}
-    of_gpus = (shown.of_gpu(*item, columns) for item in _by_device(runs).items())
+    of_gpus = (performance_page.of_gpu(*item, columns) for item in _by_device(runs).items())
     parts = {
-        "cpus": table(*shown.of_cpus(runs)),
+        "cpus": table(*performance_page.of_cpus(runs)),
         "gpus": chain.from_iterable(table(header, rows) for header, rows in of_gpus if rows),
-        "calls": chain.from_iterable(table(*shown.calls(path)) for path in ruled),
+        "calls": chain.from_iterable(table(*performance_page.calls(path)) for path in ruled),
     }
     return _filled("docs/performance.md", text, parts)
 
@@ -195,24 +204,24 @@ def _age(item: tuple[str, Session]) -> tuple[str, str]:
     return item[1].date, item[0]
 
 
-def _front(runs: dict[str, Session]) -> front.Front:
+def _front(runs: dict[str, Session]) -> readme_numbers.Front:
     """``runs``: all of one machine, the newest last."""
     newest = [*runs.values()][-1]
-    best, groups, on_one = front.place_of(*runs.values()), Groups(), Groups()
+    best, groups, on_one = readme_numbers.place_of(*runs.values()), Groups(), Groups()
     source: dict[str, str] = {}  # of each row
     for name, run in runs.items():
         of_run = group(it for it in run.results if it.place == best)
-        source |= dict.fromkeys(of_run.keys() & front.ROWS.values(), name)
+        source |= dict.fromkeys(of_run.keys() & readme_numbers.ROWS.values(), name)
         groups |= of_run
         on_one |= group(it for it in run.results if it.place == "cpu-1")
     names = [name for name in runs if name in source.values()]
-    return front.Front(names, newest, best, groups, {} if best == "cpu-1" else on_one)
+    return readme_numbers.Front(names, newest, best, groups, {} if best == "cpu-1" else on_one)
 
 
 def pages(root: Path) -> dict[Path, str]:
     """Every file that is written, with what belongs into it."""
     here = root / "benchmarks"
-    runs = {path.stem: raw.read(path) for path in sorted((here / "results").glob("*.json"))}
+    runs = {path.stem: raw_samples.read(path) for path in sorted((here / "results").glob("*.json"))}
     charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}
     scaled, fused = (sorted((here / "results" / name).glob("*.json")) for name in ("scale", "models"))
     front_page, page = root / "README.md", root / "docs" / "performance.md"

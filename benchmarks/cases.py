@@ -6,8 +6,8 @@ from itertools import chain, product
 
 import torch
 
-from benchmarks import blocks, fp32, layers, offload, optimizers, peers, rivals, scaling, sharded
-from benchmarks.lists import lists
+from benchmarks import blocks, fp32_training, layers, loss_scale, offload, optimizers, peers, rivals, sharded
+from benchmarks.tensor_lists import lists
 from mpkernels.bench import cases, linear, ops, steps, training
 from mpkernels.bench.cases import BEST, DEFAULT, EAGER, WITHOUT_SCALER, Benchmark, step
 from mpkernels.bench.settings import FOUR_LARGE, HUNDRED, THOUSAND, Place, Setting, Sizes, places
@@ -33,11 +33,11 @@ def _single_ops(place: Place) -> Iterator[Benchmark]:
         for setting in lists(place):
             yield Benchmark(op, setting, partial(compare, setting), op)
     scale = Setting(place, "fp32", Sizes("a-scale"))
-    yield Benchmark("update_scale_", scale, partial(scaling.compare_update_scale, scale), "update_scale_")
+    yield Benchmark("update_scale_", scale, partial(loss_scale.compare_update_scale, scale), "update_scale_")
     for setting in lists(place):
         if setting.sizes in (HUNDRED, THOUSAND):
             for variant, found in (("skipped", 1.0), ("not-skipped", 0.0)):
-                prepare = partial(scaling.compare_overflow, setting, found)
+                prepare = partial(loss_scale.compare_overflow, setting, found)
                 yield Benchmark("overflow_", setting, prepare, "overflow_", "grad_stats", variant)
 
 
@@ -121,7 +121,7 @@ def _training(place: Place) -> Iterator[Benchmark]:
             (DEFAULT, ""): (ours(), torchs(steps.default)),
             ("torch.amp fused compiled", ""): (ours(), torchs(steps.fused, compiled=True)),
             ("torch.amp fused compiled", "compiled"): (ours(compiled=True), torchs(steps.fused, compiled=True)),
-            ("torch fp32", ""): (ours(), fp32.train(setting)),
+            ("torch fp32", ""): (ours(), fp32_training.train(setting)),
         }
         for (baseline, variant), pair in sides.items():
             prepare = partial(training.compare, setting, *pair)

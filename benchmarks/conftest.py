@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import raw
+from benchmarks import raw_samples
 from benchmarks.cases import all_cases
-from benchmarks.replay import replay
+from benchmarks.replayed_clock import replay
 from mpkernels.bench import show
 
-SESSION = pytest.StashKey[raw.Session]()
+SESSION = pytest.StashKey[raw_samples.Session]()
 
 
 def pytest_addoption(parser):
@@ -16,7 +16,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("python_files", "bench_*.py")
-    config.stash[SESSION] = raw.Session()
+    config.stash[SESSION] = raw_samples.Session()
     path = config.getoption("--results", None)
     if path and not path.parent.is_dir():
         raise pytest.UsageError(f"--results: no directory {path.parent}")
@@ -62,5 +62,5 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.write_line(show.line(result))
     terminalreporter.write_line(show.summary(session))
     if path := config.getoption("--results"):
-        raw.write(path, session)
+        raw_samples.write(path, session)
         terminalreporter.write_line(f"raw samples: {path}")

@@ -118,8 +118,8 @@ count_tried() { { cat "$out/results.json" 2>/dev/null || true; } | grep -cE '"ou
 
 measure_linear() {
   local code=0
-  # Torch, product and pass, Triton: the table of mpkernels/selector/rule.py for this chip. Then all linear cases.
-  limited python3 -m benchmarks.rule "$device" "${ruled[@]}" 2>&1 | tee "$out/rule.txt" || code=$?
+  # Torch, product and pass, Triton: the table of mpkernels/selector/table.py for this chip. Then all linear cases.
+  limited python3 -m benchmarks.selector_table "$device" "${ruled[@]}" 2>&1 | tee "$out/rule.txt" || code=$?
   bench --only "${linear[@]}" --without compile || code=$?
   return $code
 }

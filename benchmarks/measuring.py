@@ -1,8 +1,8 @@
 """A case's result, with what it counts, and with the machine's own speeds right after."""
 
-from benchmarks import speeds
+from benchmarks import machine_speeds
 from benchmarks.counting import count
-from benchmarks.raw import Session
+from benchmarks.raw_samples import Session
 from mpkernels.bench import measuring
 from mpkernels.bench.cases import Benchmark
 from mpkernels.bench.pairs import BUILDS
@@ -17,9 +17,9 @@ def run_one(benchmark: Benchmark, session: Session, seconds: float, builds: int 
         result = measuring.result_of(benchmark, pair, seconds, builds)
         if pair.is_counted:
             result.counts.update(ours=count(pair.ours, device), theirs=count(pair.theirs, device))
-        _keep_best(session.copy_speeds, str(place), speeds.copy_speed(device))
+        _keep_best(session.copy_speeds, str(place), machine_speeds.copy_speed(device))
         if pair.flops:
-            _keep_best(session.gemm_speeds, f"{place} {dtype}", speeds.gemm_speed(device, DTYPES[dtype]))
+            _keep_best(session.gemm_speeds, f"{place} {dtype}", machine_speeds.gemm_speed(device, DTYPES[dtype]))
     del pair
     measuring.clean_up()
     return session.add(result)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from benchmarks import cells, counting
+from benchmarks import counting, formatting
 from mpkernels.bench.pairs import Workload
 from mpkernels.doctor.machine import describe
 from mpkernels.nn import fuse
@@ -102,7 +102,7 @@ def sizes(key: str, theirs: str, ours: str) -> Callable[[Row], str]:
         sides = row.get(key, {})
         if theirs not in sides:
             return ""
-        return f"{cells.size(sides[ours])} / {cells.size(sides[theirs])} ({sides[ours] / sides[theirs]:.2f})"
+        return f"{formatting.size(sides[ours])} / {formatting.size(sides[theirs])} ({sides[ours] / sides[theirs]:.2f})"
 
     return cell
 

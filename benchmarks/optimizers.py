@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import peers
-from benchmarks.lists import ONE_50M
+from benchmarks.tensor_lists import ONE_50M
 from mpkernels.bench import steps
 from mpkernels.bench.cases import BEST, WITHOUT_SCALER, Benchmark
 from mpkernels.bench.pairs import Pair, Workload

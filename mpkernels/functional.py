@@ -10,11 +10,11 @@ from mpkernels import selector
 from mpkernels._shared.parameters import is_sharded
 from mpkernels._torch_private.modes import is_any_autocast_enabled
 from mpkernels.distributed.parts import columns_of, parts_of_columns
-from mpkernels.linear import arguments, paths
+from mpkernels.linear import arguments, compute_block
 from mpkernels.linear.cast_cache import clear as clear_cast_cache
-from mpkernels.linear.choice import autocast_dtype, is_left_to_torch, is_ours, is_watched, kernel_for, key_of
+from mpkernels.linear.key_and_case import autocast_dtype, is_left_to_torch, is_ours, is_watched, kernel_for, key_of
 from mpkernels.ops.linear.activations import ACTIVATIONS, ActivationLike, activation_name
-from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.ops.linear.block_kind import Kind, Parameters
 
 _LONE = {name: Kind("linear_act", name) for name in ACTIVATIONS}  # made once: small layers are slowed down by all else
 
@@ -42,7 +42,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
     kind = (_LONE.get(activation) if type(activation) is str else None) or Kind("linear_act", activation)
     if is_left_to_torch(activation, x, weight, bias):
         try:
-            return paths.by_torch(kind, x, weight, bias)
+            return compute_block.by_torch(kind, x, weight, bias)
         except OutOfMemoryError:
             raise
         except RuntimeError:  # what torch refuses gets a closer look
@@ -147,13 +147,13 @@ def _compute(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, *others
     key = key_of(kind, x, weight, bias, others)
     kernel = selector.by_key.get(key)
     if kernel == "torch" and not kind.recompute:
-        return paths.by_torch(kind, x, weight, bias, *others)
+        return compute_block.by_torch(kind, x, weight, bias, *others)
     params = Parameters(weight, bias, *others)
     if kernel is None or is_watched():
         return _of_any_kind(key, kind, x, params)
     if kernel == "torch":
-        return paths.afresh(kind, x, params)
-    return paths.by_ours(kernel, kind, x, params, autocast_dtype(x) if is_any_autocast_enabled() else None)
+        return compute_block.afresh(kind, x, params)
+    return compute_block.by_ours(kernel, kind, x, params, autocast_dtype(x) if is_any_autocast_enabled() else None)
 
 
 def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -> Tensor:
@@ -166,7 +166,7 @@ def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -> Te
     given = [it for it in (x, *params) if it is not None]
     if (is_broad or not is_ours(x, *params)) and all(map(is_tensor_like, given)):
         try:
-            return paths.afresh(kind, x, params)
+            return compute_block.afresh(kind, x, params)
         except RuntimeError:
             if type(x) is Tensor and not x.is_nested:
                 arguments.block(kind, x, params)
@@ -174,11 +174,11 @@ def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -> Te
     arguments.block(kind, x, params)
     if params.weight.dim() == 1:  # F.linear takes a vector without a bias alone
         if params.bias is None:
-            return paths.afresh(kind, x, params)
-        return paths.afresh(kind, x, Parameters(params.weight.unsqueeze(0), params.bias.reshape(1))).squeeze(-1)
+            return compute_block.afresh(kind, x, params)
+        return compute_block.afresh(kind, x, Parameters(params.weight.unsqueeze(0), params.bias.reshape(1))).squeeze(-1)
     if (
         is_lone and params.bias is not None and params.bias.shape != params.weight.shape[:1]
     ):  # one element serves all features
         key, params = None, params._replace(bias=params.bias.expand(params.weight.shape[0]))
     dtype = autocast_dtype(x)
-    return paths.compute(kernel_for(key, kind, x, params, dtype), kind, x, params, dtype)
+    return compute_block.compute(kernel_for(key, kind, x, params, dtype), kind, x, params, dtype)

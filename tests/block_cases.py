@@ -6,7 +6,7 @@ import torch
 from torch.nn.functional import linear
 
 from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
-from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.ops.linear.block_kind import Kind, Parameters
 from tests import exact
 from tests.linear_cases import TORCH
 

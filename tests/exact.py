@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from mpkernels.ops.linear.activations import ACTIVATIONS
-from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.ops.linear.block_kind import Kind, Parameters
 
 
 class Exact(NamedTuple):

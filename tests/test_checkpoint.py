@@ -15,8 +15,8 @@ from mpkernels.amp import GradScaler
 from mpkernels.checkpoint import load, save
 from mpkernels.optim import AdamW
 from tests import ROOT
-from tests.cases import same_bits
 from tests.faults import faults
+from tests.hard_grads import same_bits
 from tests.networks import B16, backward, network, one_thread
 
 __all__ = ["one_thread"]  # a fixture that each test uses

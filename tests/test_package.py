@@ -25,5 +25,5 @@ def test_one_function_decides_who_waits_for_a_copy_to_the_host():
     root = Path(mpkernels.__file__).parent
     found = [path.relative_to(root) for path in root.rglob("*.py") if "non_blocking" in path.read_text()]
     assert sorted(map(str, found)) == [
-        *("_shared/parameters.py", "ops/_table.py", "optim/offload/copies.py", "optim/readback.py")
+        *("_shared/parameters.py", "ops/_tensor_table.py", "optim/offload/copies.py", "optim/readback.py")
     ]

@@ -1,7 +1,9 @@
 // A call of grad_stats on a list of grads: the op calls it, and a step that checks its grads first.
 #pragma once
 
-#include "common/torch.h"
+#include "common/chunks_torch.h"
+#include "common/registration_torch.h"
+#include "common/stream_torch.h"
 #include "grads/grad_stats.h"
 
 namespace mpk {

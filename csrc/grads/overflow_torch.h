@@ -1,7 +1,9 @@
 // The report on the CPU. overflow_ calls it, and an optimizer's step that is skipped.
 #pragma once
 
-#include "common/torch.h"
+#include "common/chunks_torch.h"
+#include "common/registration_torch.h"
+#include "common/stream_torch.h"
 #include "grads/overflow.h"
 
 namespace mpk {

@@ -1,6 +1,8 @@
 #include <atomic>
 
-#include "common/torch.h"
+#include "common/chunks_torch.h"
+#include "common/registration_torch.h"
+#include "common/stream_torch.h"
 #include "grads/unscale.h"
 
 namespace mpk {

@@ -1,4 +1,6 @@
-#include "common/torch.h"
+#include "common/chunks_torch.h"
+#include "common/registration_torch.h"
+#include "common/stream_torch.h"
 #include "grads/update_scale.h"
 
 namespace mpk {

@@ -175,7 +175,7 @@ MPK_CUDA_KERNEL(LinearActBackwardArguments::kOp, linear_act_backward_on_cuda)
 
 }  // namespace mpk
 
-// Tells selector/rule.py whether this CPU's 16-bit products are left to torch. dtype is a Dtype.
+// Tells selector/table.py whether this CPU's 16-bit products are left to torch. dtype is a Dtype.
 extern "C" __attribute__((visibility("default"))) int32_t mpkernels_multiplies_halves(int32_t dtype) {
   return mpk::multiplies_halves(static_cast<mpk::Dtype>(dtype));
 }

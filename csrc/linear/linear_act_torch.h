@@ -4,7 +4,9 @@
 
 #include <optional>
 
-#include "common/torch.h"
+#include "common/chunks_torch.h"
+#include "common/registration_torch.h"
+#include "common/stream_torch.h"
 #include "linear/activation.h"
 #include "linear/matrix.h"
 

@@ -5,8 +5,10 @@
 #include <cstdlib>
 #include <optional>
 
+#include "common/chunks_torch.h"
 #include "common/huge_pages.h"
-#include "common/torch.h"
+#include "common/registration_torch.h"
+#include "common/stream_torch.h"
 #include "linear/matrix.h"
 
 namespace mpk {

@@ -1,7 +1,9 @@
 // The arguments of a rule's ops, in the order in which mpkernels/ops/step/arguments.py declares them.
 #pragma once
 
-#include "common/torch.h"
+#include "common/chunks_torch.h"
+#include "common/registration_torch.h"
+#include "common/stream_torch.h"
 #include "step/step.h"
 
 namespace mpk {

@@ -6,8 +6,8 @@
 #include "common/cpu.h"
 #include "common/table.h"
 #include "grads/grad_stats.h"
-#include "grads/overflow.h"
 #include "step/int8.h"
+#include "step/skip_and_clip.h"
 #include "step/split.h"
 
 #ifdef MPK_CUDA
@@ -51,41 +51,6 @@ MPK_FN int64_t bytes_read(const StepRow& row) {
   const int64_t state_width = row.scales ? 1 : width_of(row.state_dtype);
   return row.size * (width_of(row.param_dtype) + width_of(row.grad_dtype) +
                      (row.master ? width_of(row.master_kind) : 0) + state_width * states);
-}
-
-// What all parameters of a step share. The pointers are to the device, and null where there is no such thing.
-struct StepShared {
-  const float* grad_scale;    // grads are divided by it
-  const float* found_inf[2];  // the scaler's and the guard's: nothing moves unless both are 0
-  const double* total_sumsq;  // the sum of the grads' squares, before unscaling
-  double max_norm;            // inf: no clipping
-  float* outcome;         // the norm of the unscaled grads, if total_sumsq is there; 1 if the step is skipped, else 0
-  float* skipped_steps;   // counted up
-  OverflowReport report;  // filled if the step is skipped
-};
-
-MPK_FN double unscale_factor(const StepShared& shared) {
-  return shared.grad_scale ? static_cast<float>(1 / static_cast<double>(*shared.grad_scale)) : 1.0;
-}
-
-MPK_FN double unscaled_norm(const StepShared& shared) { return sqrt(*shared.total_sumsq) * unscale_factor(shared); }
-
-// A scale below 1 can make finite grads overflow when they are unscaled: their norm is then beyond fp32.
-MPK_FN bool is_skipped(const StepShared& shared) {
-  for (const float* found_inf : shared.found_inf) {
-    if (found_inf && *found_inf != 0) return true;
-  }
-  return shared.grad_scale && shared.total_sumsq && unscaled_norm(shared) > 0x1.fffffep127;
-}
-
-// Writes the norm and whether the step was skipped; counts skips.
-MPK_FN void write_outcome(const StepShared& shared) {
-  const bool skipped = is_skipped(shared);
-  if (shared.outcome) {
-    if (shared.total_sumsq) shared.outcome[0] = static_cast<float>(unscaled_norm(shared));
-    shared.outcome[1] = skipped ? 1.0f : 0.0f;
-  }
-  if (shared.skipped_steps && skipped) *shared.skipped_steps += 1;
 }
 
 template <class Rule>
@@ -141,11 +106,7 @@ MPK_FN StepScalars<Rule, To> rounded(const StepScalars<Rule, double>& scalars) {
 template <class Rule>
 MPK_FN StepScalars<Rule, double> step_scalars(const StepGroup<Rule>& group, float steps_before,
                                               const StepShared& shared) {
-  double factor = unscale_factor(shared);
-  if (shared.total_sumsq && shared.max_norm < INFINITY) {
-    const double coefficient = shared.max_norm / (unscaled_norm(shared) + 1e-6);
-    if (!(coefficient >= 1)) factor *= coefficient;  // NaN stays NaN
-  }
+  double factor = grad_factor(shared);
   if (group.maximize) factor = -factor;
   return {factor, Rule::scalars(hyperparameters(group), static_cast<double>(steps_before) + 1)};
 }

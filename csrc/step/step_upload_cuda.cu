@@ -1,3 +1,4 @@
+// Copies a new plan's rows to the device, where each of its steps reads them.
 #include "common/rows.h"
 #include "step/step.h"
 

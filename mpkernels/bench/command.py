@@ -8,9 +8,9 @@ from itertools import product
 
 from mpkernels.bench import show
 from mpkernels.bench.cases import Benchmark, all_cases, quick, select
-from mpkernels.bench.clock import Clock
 from mpkernels.bench.measuring import run_one
 from mpkernels.bench.pairs import BUILDS
+from mpkernels.bench.quick_minute import Clock
 from mpkernels.bench.results import Session
 
 QUICK_SECONDS = 50.0  # for all that is begun; what comes before and after takes some seconds more

@@ -5,9 +5,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mpkernels._shared.tables import Table
+from mpkernels._shared.report_tables import Table
 from mpkernels.doctor import kernels, machine, selftest
-from mpkernels.selector import rule
+from mpkernels.selector import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         "kernels": kernels.by_op(),
         "why not": kernels.why_not(),
         "self-test": [result._asdict() for result in tests],
-        "rule": rule.table(),
+        "rule": table.table(),
         "to install": to_install,
         "verdict": verdict(tests, to_install, machine.gpu()),
     }
@@ -68,7 +68,7 @@ def _prose(found: Mapping[str, Any]) -> str:
         "why not others": _table(found["why not"]),
         "self-test": _outcome(found["self-test"]),
         "what computes linear layers and MLPs: the first line that fits, else plain torch": Table(
-            rule.HEAD, found["rule"]
+            table.HEAD, found["rule"]
         ).lines(),
         "to get more, install": found["to install"] or ["nothing"],
     }

@@ -10,7 +10,7 @@ from torch.nn import Module
 
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops.linear.activations import ACTIVATIONS
-from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.ops.linear.block_kind import Kind, Parameters
 
 
 def tensor(who: str, name: str, value: object) -> None:

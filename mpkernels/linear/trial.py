@@ -6,8 +6,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from mpkernels.linear import paths
-from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.linear import compute_block
+from mpkernels.ops.linear.block_kind import Kind, Parameters
 from mpkernels.selector.timing import Error
 
 FLOPS_ON_CPU = 2**33  # more rows would take proportionally longer, and tell no more
@@ -52,7 +52,7 @@ class Trial:
         # No cast is kept between calls: a step casts once.
         casting = torch.autocast(self._device.type, self._autocast, self._autocast is not None, cache_enabled=False)
         with casting, torch.set_grad_enabled(self._trains):
-            y = paths.compute(name, self._kind, self._x, self._params, self._autocast)
+            y = compute_block.compute(name, self._kind, self._x, self._params, self._autocast)
         wanted = [it for it in (self._x, *self._params) if it is not None and it.requires_grad]
         return [y.detach(), *(torch.autograd.grad(y, wanted, self._dy) if wanted else ())]
 
@@ -107,7 +107,7 @@ class Trial:
     def _derived(self, x: Tensor, params: dict[str, Tensor], dy: Tensor) -> dict[str, Tensor]:
         leaves = {name: it.detach().requires_grad_() for name, it in {"x": x, **params}.items()}
         with torch.enable_grad():
-            y = paths.by_torch(self._kind, leaves["x"], *(leaves.get(name) for name in Parameters._fields))
+            y = compute_block.by_torch(self._kind, leaves["x"], *(leaves.get(name) for name in Parameters._fields))
         return {"y": y.detach(), **dict(zip(leaves, torch.autograd.grad(y, list(leaves.values()), dy), strict=True))}
 
 

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from mpkernels.ops._table import BF16, FP32
+from mpkernels.ops._tensor_table import BF16, FP32
 
 
 @triton.jit

@@ -22,7 +22,7 @@ left_out: dict[torch.device, str] = {}  # where the compiled kernels can't run -
 _warned: set[torch.device] = set()
 
 TOO_OLD = 35  # cudaErrorInsufficientDriver
-# What a launch says where the decision was too hopeful. See require_success in csrc/common/torch.h.
+# What a launch says where the decision was too hopeful. See require_success in csrc/common/stream_torch.h.
 _CANT_RUN = re.compile(r"CUDA says (\w+): .*The compiled kernels can't run on this device", re.DOTALL)
 
 

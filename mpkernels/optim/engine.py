@@ -13,16 +13,16 @@ from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import processes
 from mpkernels.distributed.parts import settled_grads
 from mpkernels.distributed.processes import Processes
-from mpkernels.ops.step.op import write_outcome
+from mpkernels.ops.step.skip_and_clip import write_outcome
 from mpkernels.optim import (
     checkpoint,
+    common_verdict,
     group_options,
     masters,
     param_state,
     torchao_offload,
     under_scaler,
-    verdicts,
-    zero,
+    zero_redundancy,
 )
 from mpkernels.optim import offload as offloading
 from mpkernels.optim.attribute_of import AttributeOf
@@ -63,7 +63,7 @@ class Engine(torch.optim.Optimizer):
         self.master, self.state_dtype, self.max_norm, self.guard = master, state_dtype, max_norm, guard
         self.offload = offload
         self._peers = processes.given(type(self).__name__, process_group)
-        zero.follow()
+        zero_redundancy.follow()
         self._start_afresh()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -156,7 +156,7 @@ class Engine(torch.optim.Optimizer):
 
     def _step(self, params: list[Tensor], sharded: bool) -> None:
         plans, grads, verdict, others = self._look(params, sharded)
-        verdict = verdict if others is None else verdicts.of_all(self, params, verdict, others)
+        verdict = verdict if others is None else common_verdict.of_all(self, params, verdict, others)
         skipped_steps = self._step_outcome.skipped_steps
         for i, plan in enumerate(plans):  # of which the first tells the outcome
             of_plan = verdict if i == 0 else verdict._replace(outcome=None)
@@ -169,7 +169,7 @@ class Engine(torch.optim.Optimizer):
     def _look(self, params: list[Tensor], sharded: bool) -> tuple[list[Plan], list[Any], Verdict, Processes | None]:
         """Return the plans, the grads, this process's verdict on them, and the processes that have to agree on one."""
         if (failures := self._step_outcome.failures) is not None:
-            verdicts.raise_if_one_has_failed(self, failures)
+            common_verdict.raise_if_one_has_failed(self, failures)
         try:
             grads = settled_grads(params) if sharded else [param.grad for param in params]
             if self._offload is not None:
@@ -179,7 +179,7 @@ class Engine(torch.optim.Optimizer):
             plans = self._plans_for(params, grads)
             return plans, grads, *found_here(self, plans, params, grads)
         except Exception:
-            verdicts.tell_failure(self, params)
+            common_verdict.tell_failure(self, params)
             raise
 
     def _compare_loaded(self) -> None:

@@ -14,7 +14,7 @@ from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import meshes
 from mpkernels.distributed.parts import part_for, part_of, placed_as, settled_grads
 from mpkernels.ops._checks import suggests_options
-from mpkernels.ops.step.op import grad_factor, write_outcome
+from mpkernels.ops.step.skip_and_clip import grad_factor, write_outcome
 from mpkernels.optim import (
     group_options,
     masters,

@@ -10,7 +10,7 @@ from torch.amp.grad_scaler import OptState
 
 from mpkernels._shared.parameters import are_any_sharded, params_of, put_on, sum_of
 from mpkernels.distributed.processes import is_torchs_sharded
-from mpkernels.optim import step_hooks, verdicts
+from mpkernels.optim import common_verdict, step_hooks
 from mpkernels.optim.step_outcome import Agreed, processes_of
 
 
@@ -95,7 +95,7 @@ def _found_by_all(optimizer: Any, params: list[Tensor], scale: Tensor | None, lo
     as_scaled = here if here.total_sumsq is None else here._replace(total_sumsq=here.total_sumsq * unit)
     has_norm = optimizer.max_norm is not None or optimizer.guard is True
     may_change = has_norm and step_hooks.may_change_grads(optimizer)
-    found_inf, sumsq_of_all, changing = verdicts.ask(optimizer, params, as_scaled, processes, may_change)
+    found_inf, sumsq_of_all, changing = common_verdict.ask(optimizer, params, as_scaled, processes, may_change)
     optimizer._scaler = scaler
     optimizer._step_outcome.agreed = Agreed(
         found_inf,

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 from torch.optim import Optimizer
 
-from mpkernels._shared.tables import Report, Table
+from mpkernels._shared.report_tables import Report, Table
 from mpkernels.overflow.advice import advise_on_forward, advise_on_gradients
 from mpkernels.overflow.gradient import Gradient, gradient_of
 from mpkernels.overflow.ledger import Record

@@ -8,7 +8,7 @@ one. Nothing else times anything.
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from mpkernels.selector import disk, rule
+from mpkernels.selector import disk, table
 from mpkernels.selector.case import Case
 
 __all__ = ["choices", "forget", "pin"]
@@ -56,7 +56,7 @@ def choose(case: Case, key: Hashable = None, trial: Callable[[], Any] | None = N
     kept, chosen, asked = by_key, _chosen, _asked
     if asked is not None and trial is not None and len(case.kernels) > 1:
         asked[case] = trial
-    name = tuned.get(case) or _tuned_for_any_rows(case) or rule.kernel(case)
+    name = tuned.get(case) or _tuned_for_any_rows(case) or table.kernel(case)
     if _pinned is not None and _pinned in case.kernels:
         name = _pinned
     chosen[case] = name
@@ -78,7 +78,7 @@ def leave_to_torch(case: Case) -> None:
     """Remember that torch computes such a call in any size and layout, if no line, tuning or pin says otherwise."""
     kept = left_to_torch  # taken first, as in ``choose``
     is_open = bool(tuned) or _asked is not None or _pinned not in ("torch", None)
-    if not is_open and (_pinned or rule.leaves_to_torch(case)):
+    if not is_open and (_pinned or table.leaves_to_torch(case)):
         kept.add((case.activation, case.dtypes[0], case.device))
 
 

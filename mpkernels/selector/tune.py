@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mpkernels import selector
 from mpkernels._shared.parameters import is_sharded
-from mpkernels._shared.tables import Report, Table
+from mpkernels._shared.report_tables import Report, Table
 from mpkernels._torch_private.modes import unseen
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels._torch_private.tensors import leaves_of, map_leaves

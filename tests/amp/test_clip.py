@@ -7,7 +7,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mpkernels.amp import clip_grad_norm_, clipping
-from tests.cases import DTYPES, clones, odd_layouts, random_grads, same_bits
+from tests.hard_grads import DTYPES, clones, odd_layouts, random_grads, same_bits
 from tests.networks import B16, F16, backward, network
 
 NORM_TYPES = (2, 2.0, 1, 3, 0.5, math.inf)

@@ -14,7 +14,7 @@ from mpkernels import Metrics
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.amp.test_amp_steps import Watch
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16, backward, network
 
 SCALERS = {"ours": GradScaler, "torch's": torch.amp.GradScaler}

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import raw
+from benchmarks import raw_samples
 from tests import ROOT, commands
 
 TINY = "unscale_ cpu-1 fp32 1x2^20"
@@ -117,9 +117,9 @@ def test_bad_arguments_of_the_command_are_told_in_a_line(words, complaint):
 
 def test_a_link_to_the_results_stays_a_link(tmp_path):
     (tmp_path / "link.json").symlink_to("real.json")
-    raw.write(tmp_path / "link.json", raw.Session())
+    raw_samples.write(tmp_path / "link.json", raw_samples.Session())
     assert (tmp_path / "link.json").is_symlink()
-    assert raw.read(tmp_path / "real.json").results == []
+    assert raw_samples.read(tmp_path / "real.json").results == []
 
 
 def test_an_unknown_command():
@@ -182,9 +182,9 @@ def test_what_is_left_out_is_said(capsys):
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_results_are_read_as_they_were_written(path, tmp_path):
-    session = raw.read(path)
-    raw.write(tmp_path / "again.json", session)
-    assert raw.read(tmp_path / "again.json") == session
+    session = raw_samples.read(path)
+    raw_samples.write(tmp_path / "again.json", session)
+    assert raw_samples.read(tmp_path / "again.json") == session
 
 
 def test_a_reader_that_leaves_early():

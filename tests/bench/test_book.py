@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks import book, cases, front, shown
-from benchmarks.raw import Session
+from benchmarks import book, cases, performance_page, readme_numbers
+from benchmarks.raw_samples import Session
 from mpkernels.bench import cases as shipped
 from mpkernels.bench import show
 from mpkernels.bench.results import Result
@@ -72,7 +72,9 @@ def test_changed_times_of_linear_layers_are_noticed(copy, capsys):
     assert "docs/performance.md has drifted" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("clock", "name"), [(clock, it) for clock, names in shown.GPUS.items() for it in names])
+@pytest.mark.parametrize(
+    ("clock", "name"), [(clock, it) for clock, names in performance_page.GPUS.items() for it in names]
+)
 def test_a_page_says_with_which_clock_a_gpu_was_timed(monkeypatch, clock, name):
     for module in (cases, shipped):
         monkeypatch.setattr(module, "places", lambda: [Place("cuda", 1)])
@@ -182,9 +184,9 @@ def test_the_table_of_machines_shows_the_newest_of_each_row():
             ("2026-11-26", [("adam", 130.0, "torch fused"), ("imports", 140.0, "torch fused")]),
         )
     )  # fmt: skip
-    header, cells = front.rows([book._front({"older": older, "newer": newer})])
+    header, cells = readme_numbers.rows([book._front({"older": older, "newer": newer})])
     rows = dict(cells)
-    assert rows[front.STEP] == "**1.50**"
+    assert rows[readme_numbers.STEP] == "**1.50**"
     assert rows["the same calls, only the imports changed"] == "**1.40**"
     assert rows["clipping and step without a scaler: `Adam(max_norm=...)`"] == "**1.30**"
     assert "[samples](results/older.json), [samples](results/newer.json)" in header[1]
@@ -201,9 +203,9 @@ def test_a_later_run_on_one_thread_hides_nothing():
         )
         for date, places in (("2026-11-25", ["cpu-1", "cpu-2"]), ("2026-11-26", ["cpu-1"]))
     )
-    (_, machine), rows = front.rows([book._front({"both": both, "one": one})])
+    (_, machine), rows = readme_numbers.rows([book._front({"both": both, "one": one})])
     assert machine.startswith("Abacus, 2 cores")
-    assert dict(rows)[front.STEP] == "**1.50**; one thread **1.50**"
+    assert dict(rows)[readme_numbers.STEP] == "**1.50**; one thread **1.50**"
 
 
 def test_a_cpu_is_not_called_by_the_gpu_beside_it():
@@ -231,11 +233,11 @@ def test_the_table_of_machines_shows_one_thread_beside_all():
         step("cpu-1", 110.0, variant="imports", baseline="torch fused"),
     ]
     run = Session("2026-11-25", {"gpu": None, "cpu": "Abacus", "torch": "2.13.0"}, results=found)
-    (_, machine), cells = front.rows([book._front({"abacus": run})])
+    (_, machine), cells = readme_numbers.rows([book._front({"abacus": run})])
     assert machine.startswith("Abacus, 16 cores")
     rows = dict(cells)
-    assert rows[front.STEP] == "**2.50**; one thread **1.50**"
+    assert rows[readme_numbers.STEP] == "**2.50**; one thread **1.50**"
     assert rows["the same calls, only the imports changed"] == "not measured; one thread **1.10**"
-    (_, machine), cells = front.rows([book._front({"abacus": replace(run, results=found[:1])})])
+    (_, machine), cells = readme_numbers.rows([book._front({"abacus": replace(run, results=found[:1])})])
     assert machine.startswith("Abacus, 1 cores")
-    assert dict(cells)[front.STEP] == "**1.50**"
+    assert dict(cells)[readme_numbers.STEP] == "**1.50**"

@@ -8,8 +8,8 @@ from mpkernels._shared.parameters import real
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from mpkernels.optim.offload import plan
-from tests.cases import same_bits
 from tests.cuda.training import CUDA
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 from tests.optim.optimizers import OPTIMIZERS
 

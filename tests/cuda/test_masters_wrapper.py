@@ -5,8 +5,8 @@ import torch
 from torch.nn import Parameter
 
 from mpkernels.optim import Masters
-from tests.cases import same_bits
 from tests.cuda.training import CUDA
+from tests.hard_grads import same_bits
 
 SHAPES = [(5,), (3, 4), (), (0,), (7, 9), (1,), (130,)]
 STEP = 0.5  # exact, so that it doesn't matter where a product is rounded

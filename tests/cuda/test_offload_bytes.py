@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.on_paper import CHOICES, ELEMENTS, bytes_of, kept
+from benchmarks.offload_on_paper import CHOICES, ELEMENTS, bytes_of, kept
 from mpkernels.optim import AdamW
 from mpkernels.optim.offload.copies import BUCKET
 from tests.cuda.training import CUDA

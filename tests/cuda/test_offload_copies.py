@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from mpkernels.optim.plan import Plan
-from tests.cases import same_bits
 from tests.cuda.offloading import F32, INT8, SQUARE, all_of, buckets_of, loss_of, offloaded, parameters, size, trained
+from tests.hard_grads import same_bits
 from tests.networks import B16
 
 _buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import fully_shard
 from mpkernels.amp import GradScaler
 from mpkernels.distributed.parts import part_of
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
 from tests.cuda.offloading import F32, INT8, assert_same, buckets_of, loss_of, offloaded, parameters, take_step, trained
 from tests.cuda.test_processes import fake_processes
 from tests.cuda.training import CUDA
+from tests.hard_grads import same_bits
 from tests.networks import B16
 
 _buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE

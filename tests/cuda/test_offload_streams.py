@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.cases import same_bits
 from tests.cuda.offloading import F32, assert_same, buckets_of, loss_of, parameters, take_step, trained
 from tests.cuda.training import CUDA, on_side
+from tests.hard_grads import same_bits
 from tests.networks import B16
 from tests.optim.optimizers import OPTIMIZERS
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.distributed.parts import settled_grads
 from mpkernels.optim import SGD, AdamW
-from tests.cases import same_bits
 from tests.distributed.sharding import even_network, mesh_of, network, shard, whole, wholes
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 from tests.processes import each, in_processes, spawn
 

@@ -13,9 +13,9 @@ from mpkernels.amp import accumulate
 from mpkernels.distributed import ddp
 from mpkernels.optim import SGD, AdamW
 from tests.amp.test_amp_steps import Watch
-from tests.cases import same_bits
 from tests.distributed.sharding import network
 from tests.distributed.test_accumulate_in_fp32 import EVERY, F32, WORLD, inputs_of, loss_of
+from tests.hard_grads import same_bits
 from tests.networks import B16
 from tests.processes import each, in_processes, spawn
 

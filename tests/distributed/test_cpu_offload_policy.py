@@ -10,8 +10,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW, Masters
-from tests.cases import same_bits
 from tests.distributed.sharding import backward, even_network, network, part_of, shard, trained, whole, wholes
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 from tests.optim.optimizers import OPTIMIZERS
 from tests.processes import each, in_processes, spawn

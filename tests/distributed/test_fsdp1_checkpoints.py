@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.processes import needs_gloo, spawn
 
 KINDS = [{}, {"state_dtype": torch.bfloat16}, {"state_dtype": torch.int8}, {"master": "fp32"}]

@@ -12,7 +12,6 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW
 from tests.amp.test_amp_steps import Watch
-from tests.cases import same_bits
 from tests.distributed.sharding import (
     STEPS,
     WORLD,
@@ -24,6 +23,7 @@ from tests.distributed.sharding import (
     whole,
     wholes,
 )
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 from tests.processes import each, in_processes, spawn
 

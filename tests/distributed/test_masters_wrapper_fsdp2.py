@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.state_dict import (
 from mpkernels.amp import GradScaler
 from mpkernels.ops.step.split import join
 from mpkernels.optim import Masters
-from tests.cases import same_bits
 from tests.distributed.sharding import backward, even_network, network, part_of, shard, trained, whole, wholes
 from tests.distributed.test_fsdp2 import is_told_alike
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 from tests.processes import each, in_processes, spawn
 

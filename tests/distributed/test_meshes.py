@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from mpkernels.amp import GradScaler, clip_grad_norm_, clipping, inf_check
 from mpkernels.distributed.parts import settled_grads
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of, whole, wholes
+from tests.hard_grads import same_bits
 from tests.networks import B16
 from tests.processes import each, in_processes, spawn
 

@@ -14,7 +14,7 @@ from torch import distributed, nn
 from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.processes import alone, needs_gloo
 
 

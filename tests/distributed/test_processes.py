@@ -13,7 +13,7 @@ import mpkernels
 from mpkernels.amp import GradScaler, accumulate, clip_grad_norm_
 from mpkernels.optim import AdamW
 from tests.amp.test_amp_steps import Watch
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 from tests.processes import each, in_processes, spawn
 

@@ -12,7 +12,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16
 from tests.processes import in_processes, spawn
 

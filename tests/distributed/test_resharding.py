@@ -21,8 +21,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, backward, mesh_of, network, part_of, shard, whole, wholes
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 from tests.processes import alone, in_processes, spawn
 

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of, whole
+from tests.hard_grads import same_bits
 from tests.networks import B16
 from tests.processes import in_processes, spawn
 

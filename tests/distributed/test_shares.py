@@ -5,7 +5,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from benchmarks.scale import among
+from benchmarks.many_gpus import among
 from mpkernels.distributed.meshes import Parts
 
 

@@ -15,11 +15,11 @@ from torch.distributed.tensor import Replicate, Shard
 from mpkernels.amp import GradScaler, inf_check
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
 from tests.distributed.sharding import WORLD, mesh_of, part_of
 from tests.distributed.test_meshes import params_on
 from tests.distributed.test_processes import OURS, SHARDED, TORCHS, assert_parts_are_of_the_whole, trained
 from tests.distributed.test_processes_of_torch import assert_same_weights, backward, network, sharded, spoil
+from tests.hard_grads import same_bits
 from tests.networks import B16
 from tests.processes import each, in_processes, spawn
 

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import mpkernels
 from mpkernels import selector
 from mpkernels.nn import MLP, LinearAct
-from mpkernels.selector import disk, rule, tune
+from mpkernels.selector import disk, table, tune
 from mpkernels.selector.timing import Timed
 from tests.processes import needs_gloo, spawn
 
@@ -57,7 +57,7 @@ def in_parallel(folder, rank):
     model = DistributedDataParallel(torch.nn.Sequential(MLP(8, 32, activation="gelu_tanh"), LinearAct(8, 6)))
     for rows in (4, 128):
         model(torch.randn(rows, 8)).sum().backward()
-    assert [name for _, name in seen] == [rule.kernel(case) for case, _ in seen]
+    assert [name for _, name in seen] == [table.kernel(case) for case, _ in seen]
     assert [name for _, name in seen] == ["torch", "native", "native", "torch"]
     assert timed == []
 

@@ -14,7 +14,7 @@ from mpkernels.doctor import selftest
 from mpkernels.doctor.command import verdict
 from mpkernels.doctor.samples import SAMPLES
 from mpkernels.ops import _registry
-from mpkernels.selector import rule
+from mpkernels.selector import table
 from tests import commands
 
 
@@ -36,7 +36,7 @@ def test_it_finds_this_machine_well():
     assert {(it["op"], it["device"]) for it in found["self-test"]} >= {(op, "cpu") for op in SAMPLES}
     assert [it["problem"] for it in found["self-test"] if it["problem"]] == []
     assert found["kernels"]["unscale_"]["cpu"][0] == "native"
-    assert found["rule"] == rule.table()
+    assert found["rule"] == table.table()
 
 
 def test_prose_names_what_serves_each_op():
@@ -44,7 +44,7 @@ def test_prose_names_what_serves_each_op():
     assert run.returncode == 0
     assert all(op in run.stdout for op in SAMPLES)
     assert "agree with the reference" in run.stdout
-    assert all(cell in run.stdout for line in rule.table() for cell in line)
+    assert all(cell in run.stdout for line in table.table() for cell in line)
     assert run.stdout.splitlines()[-1].startswith("Ready to train on ")
 
 

@@ -6,7 +6,7 @@ import torch
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW, Masters
 from tests import libraries
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, backward, network
 from tests.optim.optimizers import of_each
 

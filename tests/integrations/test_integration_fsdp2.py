@@ -15,8 +15,8 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
 from tests.distributed.sharding import part_of, wholes
+from tests.hard_grads import same_bits
 from tests.networks import assert_close, batch, network
 from tests.processes import in_processes, spawn
 

@@ -1,7 +1,7 @@
 """What tests of the choice between kernels share: a selector that knows nothing yet, and an answer in its place."""
 
 from mpkernels import selector
-from mpkernels.selector import rule
+from mpkernels.selector import table
 
 
 def forget_choices(monkeypatch):
@@ -9,9 +9,9 @@ def forget_choices(monkeypatch):
     for name, empty in {"by_key": {}, "_chosen": {}, "tuned": {}, "left_to_torch": set()}.items():
         monkeypatch.setattr(selector, name, empty)
     monkeypatch.setattr(selector, "_pinned", None)
-    monkeypatch.setattr(rule, "TABLE", ())
-    monkeypatch.setattr(rule, "leaves_to_torch", lambda case: False)
+    monkeypatch.setattr(table, "TABLE", ())
+    monkeypatch.setattr(table, "leaves_to_torch", lambda case: False)
 
 
 def computed_by(monkeypatch, name):
-    monkeypatch.setattr(rule, "kernel", lambda case: name)
+    monkeypatch.setattr(table, "kernel", lambda case: name)

@@ -8,8 +8,8 @@ import torch
 import mpkernels
 from mpkernels import selector
 from mpkernels.functional import gated_linear, gated_mlp, mlp
-from mpkernels.linear import cast_cache, choice
-from mpkernels.ops.linear.kind import ROUNDING
+from mpkernels.linear import cast_cache, key_and_case
+from mpkernels.ops.linear.block_kind import ROUNDING
 from tests.block_cases import BLOCKS, arguments, results
 from tests.linear.test_blocks_autograd import saved_by
 from tests.linear_cases import relative_error
@@ -72,7 +72,7 @@ def test_func_transforms_and_export(name):
 def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name):
     *leaves, _ = (it.requires_grad_() for it in arguments(name, F32, (70, 24, 32, 16)))
     trials = []
-    monkeypatch.setattr(choice.selector, "choose", lambda case, key, prepare: trials.append(prepare()) or "torch")
+    monkeypatch.setattr(key_and_case.selector, "choose", lambda case, key, prepare: trials.append(prepare()) or "torch")
     for activation in ("silu", "relu"):
         BLOCKS[name].ours(activation, *leaves)
     assert len(trials) == 2
@@ -88,7 +88,7 @@ def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name)
 @EVERY_BUT_A_LONE_LAYER
 def test_gradients_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
     """As near to fp64 as torch under autocast, and half of what it saves."""
-    monkeypatch.setattr(choice.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
+    monkeypatch.setattr(key_and_case.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
     *leaves, dy = arguments(name, F32, (65, 24, 33, 21))
     block = BLOCKS[name]
     with torch.autocast("cpu", dtype=dtype):
@@ -107,7 +107,7 @@ def test_gradients_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
 
 def test_gradients_are_rounded_only_where_torch_rounds_them(monkeypatch):
     offered = []
-    monkeypatch.setattr(choice.selector, "choose", lambda case, *_: offered.append(case.kernels) or "torch")
+    monkeypatch.setattr(key_and_case.selector, "choose", lambda case, *_: offered.append(case.kernels) or "torch")
     x, *parameters, _ = arguments("mlp", F32)
     in_halves = [it.bfloat16().requires_grad_() for it in parameters]
     for autocast, these in ((True, parameters), (True, in_halves), (False, parameters), (False, in_halves)):
@@ -122,7 +122,7 @@ def test_gradients_are_rounded_only_where_torch_rounds_them(monkeypatch):
 
 def test_a_gradient_that_is_asked_for_in_fp32_is_not_rounded(monkeypatch):
     """Beside a weight in fp32, whose gradient is."""
-    monkeypatch.setattr(choice.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
+    monkeypatch.setattr(key_and_case.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
     x, fc1, fc1_bias, fc2, fc2_bias, _ = arguments("mlp", F32, (65, 24, 33, 21))
     fc1 = fc1.bfloat16().requires_grad_()
     fc1.grad_dtype = F32

@@ -8,7 +8,7 @@ import torch
 import mpkernels
 from mpkernels import functional, nn, optim
 from mpkernels.linear import cast_cache
-from tests.casts import B16, Casts, ThroughData, autocast, by_torch, forward
+from tests.cast_counts import B16, Casts, ThroughData, autocast, by_torch, forward
 
 
 @pytest.fixture

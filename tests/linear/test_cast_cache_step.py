@@ -7,7 +7,7 @@ import torch
 
 from mpkernels import amp, nn, optim
 from mpkernels.linear import cast_cache
-from tests.casts import Casts, ThroughData, assert_fresh, autocast, forward
+from tests.cast_counts import Casts, ThroughData, assert_fresh, autocast, forward
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from mpkernels import selector
 from mpkernels.functional import linear_act
-from mpkernels.linear import paths
+from mpkernels.linear import compute_block
 from mpkernels.nn import LinearAct
 from mpkernels.ops.linear.activations import ACTIVATIONS
-from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.ops.linear.block_kind import Kind, Parameters
 from tests.linear_cases import layer, relative_error, results, torchs
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -123,7 +123,7 @@ def test_cudas_autocast_gives_its_dtype_whoever_computes(activation, mode, kerne
     with FakeTensorMode(), mode(), CudasAutocast():
         arguments = (torch.empty(shape, device="cuda") for shape in ((3, 4), (5, 4), (5,)))
         x, *own = arguments
-        assert paths.compute(kernel, Kind("linear_act", activation), x, Parameters(*own), B16).dtype == B16
+        assert compute_block.compute(kernel, Kind("linear_act", activation), x, Parameters(*own), B16).dtype == B16
 
 
 def test_autocast_leaves_fp64_alone(target):
@@ -195,7 +195,7 @@ def test_memory_that_is_missing_is_not_asked_for_again(monkeypatch):
         calls.append(1)
         raise torch.OutOfMemoryError("all is taken")
 
-    monkeypatch.setattr(paths, "by_torch", fail)
+    monkeypatch.setattr(compute_block, "by_torch", fail)
     with pytest.raises(torch.OutOfMemoryError, match="all is taken"):
         module(x)
     assert len(calls) == 1

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import mpkernels
 from mpkernels import selector
 from mpkernels.functional import linear_act
-from mpkernels.linear import choice
+from mpkernels.linear import key_and_case
 from mpkernels.nn import LinearAct
 from mpkernels.ops import _registry
 
@@ -112,8 +112,8 @@ def by_triton(monkeypatch):
     pytest.importorskip("triton")
     if "triton" not in mpkernels.backends("linear_act"):
         pytest.skip("Triton is not interpreted here")
-    case_of = choice._case
-    monkeypatch.setattr(choice, "_case", lambda *of: case_of(*of)._replace(kernels=("triton", "torch")))
+    case_of = key_and_case._case
+    monkeypatch.setattr(key_and_case, "_case", lambda *of: case_of(*of)._replace(kernels=("triton", "torch")))
     selector.pin("triton")
     return LinearAct(8, 6)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpkernels.linear.trial import Trial
-from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.ops.linear.block_kind import Kind, Parameters
 from mpkernels.selector.timing import first_off, time_ways
 from tests.linear_cases import TORCH, transposed
 from tests.networks import B16, F16

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.matrix.runner import FIRST, REST, Result, Run, batch, tool
 
 

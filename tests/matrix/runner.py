@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.matrix.drop_ins import DropIn
 
 HALF, STEPS = 3, 6

@@ -9,8 +9,8 @@ from mpkernels.amp import GradScaler, autocast, clip_grad_norm_
 from mpkernels.functional import linear_act
 from mpkernels.nn import LinearAct
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
 from tests.graphs import captured
+from tests.hard_grads import same_bits
 from tests.linear_cases import layer
 from tests.networks import B16, F16, batch, network
 

@@ -36,10 +36,10 @@ def test_the_last_element_counts(target):
 
 def test_triton_addresses_beyond_32_bits():
     """A row whose first chunk lies far before the one that runs: the address must come out right, in 64 bits."""
-    from mpkernels.ops import _table
+    from mpkernels.ops import _tensor_table
     from mpkernels.ops.grads import unscale_triton
 
-    chunk = _table.CHUNK_BYTES // 4
+    chunk = _tensor_table.CHUNK_BYTES // 4
     skipped_chunks = SIZE // chunk
     skipped = skipped_chunks * chunk
     device = "cuda" if torch.cuda.is_available() else "cpu"  # where Triton runs compiled, or interpreted

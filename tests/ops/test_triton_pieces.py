@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 import mpkernels
-from mpkernels.ops import _table, grad_stats
-from mpkernels.ops._table import BF16, BLOCK, FP16, head_of
+from mpkernels.ops import _tensor_table, grad_stats
+from mpkernels.ops._tensor_table import BF16, BLOCK, FP16, head_of
 from mpkernels.ops.grads.grad_stats_triton import sum_of
 from mpkernels.ops.grads.overflow_kernel import write_line
 from mpkernels.ops.step import split as reference
@@ -80,27 +80,27 @@ def test_a_sum_has_the_same_bits_wherever_the_grad_lies(dtype, size):
 
 @pytest.fixture
 def kept(monkeypatch):
-    monkeypatch.setattr(_table, "_kept", {})
-    return _table._kept
+    monkeypatch.setattr(_tensor_table, "_kept", {})
+    return _tensor_table._kept
 
 
 def test_rows_stay_on_the_device_as_long_as_the_list_is_the_same(kept):
     grads = [torch.ones(size, device=DEVICE) for size in (3, 40_000)]
-    first, again = (_table.build(grads, [address, 16], beside=[address]) for address in (32, 48))
+    first, again = (_tensor_table.build(grads, [address, 16], beside=[address]) for address in (32, 48))
     assert again.rows is first.rows
     assert first.rows.tolist() == [3, 0, 16384, 0, 40_000, 1, 16384, 0, 0, 1, 1, 1]
     assert again.call.tolist() == [48, 16, 0, 0, 0, 48]
     assert (first.tensors, first.chunks) == (2, 4)
-    assert _table.build([grads[0].half(), grads[1]], [16, 32]).rows is not first.rows
-    assert _table.build(grads, [16, 32], chunk=8192).rows is not first.rows
+    assert _tensor_table.build([grads[0].half(), grads[1]], [16, 32]).rows is not first.rows
+    assert _tensor_table.build(grads, [16, 32], chunk=8192).rows is not first.rows
 
 
 def test_no_more_rows_stay_than_some(kept, monkeypatch):
-    monkeypatch.setattr(_table, "KEPT", 2)
+    monkeypatch.setattr(_tensor_table, "KEPT", 2)
     lists = [[torch.ones(size, device=DEVICE)] for size in (1, 2, 3)]
-    first, _, _ = (_table.build(each, [16]).rows for each in (*lists[:2], lists[0]))
-    _table.build(lists[2], [16])
-    assert _table.build(lists[0], [16]).rows is first  # the second was used longest ago
+    first, _, _ = (_tensor_table.build(each, [16]).rows for each in (*lists[:2], lists[0]))
+    _tensor_table.build(lists[2], [16])
+    assert _tensor_table.build(lists[0], [16]).rows is first  # the second was used longest ago
     assert len(kept) == 2
 
 

@@ -8,7 +8,7 @@ import torch
 
 from mpkernels.ops.step.split import join
 from mpkernels.optim import SGD, Adam, AdamW, Lion
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.ops.step.rows import LionInPlainTorch
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16
 
 OPTIONS = [{"guard": False, **it} for it in ({}, {"master": "fp32"}, {"state_dtype": torch.int8}, {"amsgrad": True})]

@@ -5,7 +5,7 @@ import torch
 
 from mpkernels.amp import accumulate
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, backward, network
 
 

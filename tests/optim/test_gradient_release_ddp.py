@@ -7,7 +7,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import backward, network
 from tests.processes import alone, in_processes, needs_gloo, spawn
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.optim.test_plan import made, put_grads
 
 SHAPES = (4, 4), (6,), (2,)

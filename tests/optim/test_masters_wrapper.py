@@ -10,7 +10,7 @@ from mpkernels.amp import GradScaler
 from mpkernels.ops.step.split import split
 from mpkernels.optim import Masters
 from mpkernels.optim.masters import true_weight
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 from tests.optim.wrapped import OPTIMIZERS, every, give_grads, groups, parameters
 

@@ -9,7 +9,7 @@ import torch
 from mpkernels import checkpoint
 from mpkernels.optim import AdamW, Masters
 from mpkernels.optim.masters import true_weight
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16, network, train
 from tests.optim.test_masters_wrapper_use import around, step
 from tests.optim.wrapped import every, give_grads, groups, parameters

@@ -11,7 +11,7 @@ import mpkernels
 from mpkernels.amp import GradScaler
 from mpkernels.optim import Masters
 from mpkernels.optim.masters import true_weight
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 from tests.optim.wrapped import every, give_grads, groups, parameters
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, network, train
 
 GROUP = {"lr": 1e-3, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0, "step": 3}

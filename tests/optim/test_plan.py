@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpkernels
 from mpkernels.ops.step.rules.adamw import adamw_ as op
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import backward, network
 
 SIZES = (5, 3, 700, 1)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.optim.test_plan import made, put_grads
 from tests.targets import TARGETS, emulated_variable
 

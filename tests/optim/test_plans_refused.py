@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.optim.test_plan import made, put_grads
 
 

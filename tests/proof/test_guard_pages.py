@@ -20,7 +20,7 @@ from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
 from mpkernels.ops.linear.linear_dact import _linear_dact
 from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 from tests import ROOT
-from tests.cases import DTYPES, random_grads
+from tests.hard_grads import DTYPES, random_grads
 from tests.linear_cases import before_a_layer, layer, saved_of
 from tests.ops.step.rows import RULES, WEIGHTS, Rows
 from tests.targets import TARGETS

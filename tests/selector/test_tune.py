@@ -9,12 +9,12 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkernels
 from mpkernels import selector
-from mpkernels.linear import choice
+from mpkernels.linear import key_and_case
 from mpkernels.nn import LinearAct
 from mpkernels.optim import AdamW
 from mpkernels.selector import disk, timing, tune
 from mpkernels.selector.timing import Error, Timed, time_ways
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.processes import alone, needs_gloo
 
 B16 = torch.bfloat16
@@ -134,8 +134,8 @@ def test_a_checkpoint_that_computes_again_in_the_backward(timed):
 
 
 def test_on_a_gpu_it_is_offered_tritons_kernels(monkeypatch):
-    monkeypatch.setattr(choice, "kernels_on", lambda device, op: ["native", "triton", "reference"])
-    case = choice._case("linear_act", torch.device("cuda"), (8, 6, 6), (B16,), "gelu_tanh", True, "", False)
+    monkeypatch.setattr(key_and_case, "kernels_on", lambda device, op: ["native", "triton", "reference"])
+    case = key_and_case._case("linear_act", torch.device("cuda"), (8, 6, 6), (B16,), "gelu_tanh", True, "", False)
     assert case.kernels == ("native", "triton", "torch")
 
 

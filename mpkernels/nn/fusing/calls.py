@@ -12,14 +12,8 @@ from mpkernels._torch_private.modes import is_function_mode_active
 from mpkernels._torch_private.modules import are_all_modules_hooked
 from mpkernels._torch_private.tracing import is_exporting, is_jit_tracing
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK, are_gates_original
-from mpkernels.nn.fusing.recognise import (
-    PLAIN_TENSORS,
-    drops,
-    known_activation,
-    why_no_activation,
-    why_no_layer,
-    why_not_passing,
-)
+from mpkernels.nn.fusing.recognise import drops, known_activation
+from mpkernels.nn.fusing.why_not import PLAIN_TENSORS, why_no_activation, why_no_layer, why_not_passing
 
 Layers = Sequence[Module]
 Between = Sequence[Any]

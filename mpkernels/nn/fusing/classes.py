@@ -7,8 +7,8 @@ from weakref import WeakValueDictionary
 
 from mpkernels.nn.fusing.decision import Methods, Recipe, methods_now, methods_of
 from mpkernels.nn.fusing.decorators import is_made_for_subclasses
-from mpkernels.nn.fusing.looking import FUSED
 from mpkernels.nn.fusing.rewrite import NotRewritableError
+from mpkernels.nn.fusing.safe_lookup import FUSED
 
 
 class Record(NamedTuple):

@@ -13,21 +13,15 @@ from torch.nn.utils import parametrize
 
 from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls, sequential
-from mpkernels.nn.fusing.chain import dotted, short
 from mpkernels.nn.fusing.decorators import innermost, redecorated, unless_replaced
-from mpkernels.nn.fusing.looking import UNSEEN, has_plain_attributes, own_values, value_of
+from mpkernels.nn.fusing.inlined_names import dotted, short
 from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK
-from mpkernels.nn.fusing.recognise import (
-    is_activation,
-    is_layer,
-    is_linear,
-    known_activation,
-    uses_activation,
-    why_not_fused,
-)
+from mpkernels.nn.fusing.recognise import is_activation, is_layer, is_linear, known_activation, uses_activation
 from mpkernels.nn.fusing.rewrite import NotRewritableError, rewrite, sites_of
+from mpkernels.nn.fusing.safe_lookup import UNSEEN, has_plain_attributes, own_values, value_of
 from mpkernels.nn.fusing.sites import Site, partition
+from mpkernels.nn.fusing.why_not import why_not_fused
 
 Recipe = tuple[Any, ...]
 """Each method's name and its chosen sites: index, text and, if it is a loop, the chosen runs of its modules."""

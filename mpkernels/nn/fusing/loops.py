@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mpkernels.nn.fusing.chain import Suite, dotted, inner_scopes, loads, short
+from mpkernels.nn.fusing.inlined_names import Suite, dotted, inner_scopes, loads, short
 
 
 @dataclass(frozen=True)

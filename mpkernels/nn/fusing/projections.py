@@ -7,9 +7,10 @@ from torch import Tensor
 from torch.nn import Module, Sequential
 
 from mpkernels._torch_private.modules import books_of, runs_forward_alone
-from mpkernels.nn.fusing.looking import FUSED, own_values
 from mpkernels.nn.fusing.originals import is_original
-from mpkernels.nn.fusing.recognise import PATCHED, WATCHED, is_linear, uses_activation
+from mpkernels.nn.fusing.recognise import is_linear, uses_activation
+from mpkernels.nn.fusing.safe_lookup import FUSED, own_values
+from mpkernels.nn.fusing.why_not import PATCHED, WATCHED
 
 _HOME = "diffusers.models.activations"
 _IS_GATED = {"GELU": False, "LinearActivation": False, "GEGLU": True, "SwiGLU": True}  # by the layer's second half

@@ -10,7 +10,8 @@ from torch.nn import Dropout, Identity, Module, ModuleList, Sequential
 from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls, projections
 from mpkernels.nn.fusing.originals import LIST_ITER, SEQUENTIAL_ITER
-from mpkernels.nn.fusing.recognise import is_activation, is_layer, known_activation, why_not_fused
+from mpkernels.nn.fusing.recognise import is_activation, is_layer, known_activation
+from mpkernels.nn.fusing.why_not import why_not_fused
 
 
 class Stretch(NamedTuple):

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, Protocol
 
-from mpkernels.nn.fusing.chain import Chain, Place, Suite, binds, dotted, short
+from mpkernels.nn.fusing.evaluation_order import Read, reads_before, reads_of
+from mpkernels.nn.fusing.inlined_names import Chain, Place, Suite, binds, dotted, short
 from mpkernels.nn.fusing.loops import Loop, find_loops
-from mpkernels.nn.fusing.order import Read, reads_before, reads_of
 
 _READ_ANY = ("locals", "vars", "dir", "eval", "exec")
 KINDS = ("gated_mlp", "mlp", "gated_linear", "linear_act")  # what replaces most comes first

@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpkernels.ops import _table
+from mpkernels.ops import _tensor_table
 from mpkernels.ops._registry import implement
-from mpkernels.ops._table import (
+from mpkernels.ops._tensor_table import (
     BF16,
     BLOCK,
     FP16,
@@ -207,8 +207,8 @@ def grad_stats_kernel(rows, call, tensors, chunks, sumsq, nonfinite, total_sumsq
 
 @implement(_grad_stats)
 def grad_stats_triton(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    flat = [grad if _table.is_dense(grad) else grad.contiguous() for grad in grads]
-    table = _table.build(flat, [grad.data_ptr() for grad in flat])
+    flat = [grad if _tensor_table.is_dense(grad) else grad.contiguous() for grad in grads]
+    table = _tensor_table.build(flat, [grad.data_ptr() for grad in flat])
     sumsq, of_chunk = (
         torch.empty(size, dtype=torch.float64, device=table.rows.device) for size in (table.tensors, 2 * table.chunks)
     )

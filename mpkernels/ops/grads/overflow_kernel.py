@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from mpkernels.ops._bits_kernel import load_raw, pointers, widen
-from mpkernels.ops._table import BLOCK, FP64, chunks_of, is_last_one_out
+from mpkernels.ops._tensor_table import BLOCK, FP64, chunks_of, is_last_one_out
 
 FIELDS = tl.constexpr(6)
 INFINITY = tl.constexpr(float("inf"))

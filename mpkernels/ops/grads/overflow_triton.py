@@ -9,9 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpkernels.ops import _table
+from mpkernels.ops import _tensor_table
 from mpkernels.ops._registry import implement
-from mpkernels.ops._table import ROW, find_span
+from mpkernels.ops._tensor_table import ROW, find_span
 from mpkernels.ops.grads.overflow import _overflow
 from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
 
@@ -34,8 +34,8 @@ def overflow_triton(
 ) -> None:
     if not grads:
         return
-    flat = [grad if _table.is_dense(grad) else grad.contiguous() for grad in grads]
-    rows, call, tensors, chunks = _table.build(flat, [grad.data_ptr() for grad in flat])
+    flat = [grad if _tensor_table.is_dense(grad) else grad.contiguous() for grad in grads]
+    rows, call, tensors, chunks = _tensor_table.build(flat, [grad.data_ptr() for grad in flat])
     of_chunk = torch.empty(chunks * FIELDS.value, dtype=torch.float64, device=report.device)
     overflow_kernel[(chunks,)](
         rows, call, tensors, found_inf, scale, report, of_chunk, UNSCALED=unscaled, enable_fp_fusion=False

@@ -8,9 +8,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpkernels.ops import _table
+from mpkernels.ops import _tensor_table
 from mpkernels.ops._registry import implement
-from mpkernels.ops._table import BF16, BLOCK, FP16, FP32, head_mask, head_of, is_non_finite, load_span
+from mpkernels.ops._tensor_table import BF16, BLOCK, FP16, FP32, head_mask, head_of, is_non_finite, load_span
 from mpkernels.ops.grads.unscale import _unscale
 
 
@@ -69,8 +69,8 @@ def unscale_kernel(rows, call, tensors, found_inf, inv_scale):
 def unscale_triton(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
     if not grads:
         return
-    flat = [grad if _table.is_dense(grad) else grad.contiguous() for grad in grads]
-    rows, call, tensors, chunks = _table.build(flat, [grad.data_ptr() for grad in flat])
+    flat = [grad if _tensor_table.is_dense(grad) else grad.contiguous() for grad in grads]
+    rows, call, tensors, chunks = _tensor_table.build(flat, [grad.data_ptr() for grad in flat])
     unscale_kernel[(chunks,)](rows, call, tensors, found_inf, inv_scale, enable_fp_fusion=False)
     for grad, copy in zip(grads, flat, strict=True):
         if copy is not grad:

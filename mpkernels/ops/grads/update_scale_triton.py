@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from mpkernels.ops._registry import implement
-from mpkernels.ops._table import is_non_finite
+from mpkernels.ops._tensor_table import is_non_finite
 from mpkernels.ops.grads.update_scale import _update_scale
 
 

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from mpkernels.ops._bits_kernel import both, load_raw, pointers, round_to_16, spread, store_raw, widen
-from mpkernels.ops._table import BLOCK, FP32, head_of, width_of
+from mpkernels.ops._tensor_table import BLOCK, FP32, head_of, width_of
 from mpkernels.ops.step.split_kernel import copied_master, join, split
 
 COUNT = tl.constexpr(BLOCK.value // 2)  # elements of a block: registers hold all its arrays

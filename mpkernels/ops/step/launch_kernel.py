@@ -11,27 +11,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mpkernels.ops import _table
-from mpkernels.ops._table import BLOCK, FP64, INT8
+from mpkernels.ops import _tensor_table
+from mpkernels.ops._tensor_table import BLOCK, FP64, INT8
 from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
 from mpkernels.ops.step.arguments import Arguments, entry
 from mpkernels.ops.step.block_int8_kernel import step_int8
 from mpkernels.ops.step.block_kernel import COUNT, arrays_of, moved, step_span
 from mpkernels.ops.step.op import order_like
 from mpkernels.ops.step.rule import Rule
-from mpkernels.ops.step.scalars_kernel import is_skipped, rounded, scalars_of, write_outcome
+from mpkernels.ops.step.scalars_kernel import rounded, scalars_of
+from mpkernels.ops.step.skip_and_clip_kernel import is_skipped, write_outcome
 
 # Words of a row after the common ones: addresses of param, of three states or 0, of the weight (param or its fp32
 # master), of the remainder or 0, of step; dtypes of grad, states and weight; the group; the address of scales or 0.
 MOST_STATES = 3
-ROW = tl.constexpr(_table.ROW.value + 9 + MOST_STATES)
+ROW = tl.constexpr(_tensor_table.ROW.value + 9 + MOST_STATES)
 CHUNK = 16384  # elements; a program reads 14 bytes or more for each, of all arrays together
 
 
 @triton.jit
 def report_span(rows, call, tensors, report, of_chunk, grad_scale):
     chunk = tl.program_id(0)
-    tensor, row, begin, size = _table.find_span(rows, tensors, chunk, ROW)
+    tensor, row, begin, size = _tensor_table.find_span(rows, tensors, chunk, ROW)
     overflow_program(
         chunk, row, tensor, begin, size, tl.load(call + tensor), tl.load(row + 11), call + tensors + tensor,
         report, of_chunk, grad_scale, False,
@@ -60,10 +61,12 @@ def step_kernel(
     """Step one chunk. The last seven arguments are the rule's: what ``Rule`` says, and its functions."""
     if begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk):
         return
-    tensor, row, begin, size = _table.find_span(rows, tensors, tl.program_id(0), ROW)
+    tensor, row, begin, size = _tensor_table.find_span(rows, tensors, tl.program_id(0), ROW)
     step = tl.load(row + 10).to(tl.pointer_type(tl.float32))
     steps_before = tl.load(step)
-    if _table.is_last_one_out(call + tensors + tensor, _table.chunks_of(row)):  # the others have read the count
+    if _tensor_table.is_last_one_out(
+        call + tensors + tensor, _tensor_table.chunks_of(row)
+    ):  # the others have read the count
         tl.store(step, steps_before + 1)
     group = call + 2 * tensors + 1 + tl.load(row + 14) * (2 * TENSORS + HYPERPARAMETERS + 2)
     norm_of = total_sumsq if IS_CLIPPED else None
@@ -100,7 +103,7 @@ def row_words(rule: Rule, it: Arguments, i: int, group: int, arrays: Sequence[Te
     scales = entry(it.scales, i)
     of_states = [state.dtype for state in states if state.numel()] or [torch.float32]
     state_dtype = torch.float64 if param.dtype == torch.float64 else of_states[0]
-    dtypes = [_table.CODES[dtype] for dtype in (grad.dtype, state_dtype, weight.dtype)]
+    dtypes = [_tensor_table.CODES[dtype] for dtype in (grad.dtype, state_dtype, weight.dtype)]
     remainder = master.data_ptr() if is_split else 0
     words = weight.data_ptr(), remainder, it.steps[i].data_ptr(), *dtypes, group
     return [*addresses, *words, 0 if scales is None else scales.data_ptr()]
@@ -109,7 +112,7 @@ def row_words(rule: Rule, it: Arguments, i: int, group: int, arrays: Sequence[Te
 def facts_of_rows(rule: Rule, params: Sequence[Tensor], words: Sequence[Sequence[int]]) -> dict[str, Any]:
     """Return what the compiler may know of all rows: a kernel for fp64 alone, say, has no registers for others."""
     _, *states, _, remainder, _, grad_dtype, state_dtype, weight_dtype, _, _ = map(set, zip(*words, strict=True))
-    dtype = {_table.CODES[param.dtype] for param in params}
+    dtype = {_tensor_table.CODES[param.dtype] for param in params}
     dtypes = {"DTYPE": dtype, "GRAD_DTYPE": grad_dtype, "STATE_DTYPE": state_dtype, "WEIGHT_DTYPE": weight_dtype}
     optional = states[rule.needed : len(rule.states)]
     return {
@@ -124,7 +127,9 @@ def group_words(rule: Rule, call: Arguments) -> list[int]:
     sign = [-1.0 if it else 1.0 for it in call.maximize]
     numbers = (*call.hyperparameters, sign, [call.max_norm] * groups)
     by_value = torch.tensor(numbers, dtype=torch.float64, device="cpu").view(torch.int64).t()
-    tensors = [(it.data_ptr(), _table.CODES[it.dtype]) for it in call.on_device] or [(0, 0)] * (rule.tensors * groups)
+    tensors = [(it.data_ptr(), _tensor_table.CODES[it.dtype]) for it in call.on_device] or [(0, 0)] * (
+        rule.tensors * groups
+    )
     pairs = torch.tensor(tensors, device="cpu").view(-1, rule.tensors, 2)
     by_tensor = pairs.transpose(1, 2).reshape(-1, 2 * rule.tensors)
     words: list[int] = torch.cat((by_tensor, by_value), 1).flatten().tolist()
@@ -144,13 +149,13 @@ def launch(rule: Rule, scalars: Any, step: Any, *arguments: Any) -> None:
         arrays = []
         for of_rows in (call.params, *call.states, call.masters):
             tensor = entry(of_rows, i)
-            arrays.append(nothing if tensor is None else _table.lend(tensor, like))
+            arrays.append(nothing if tensor is None else _tensor_table.lend(tensor, like))
             if tensor is not None:
                 loans.append((tensor, arrays[-1]))
         flat.append(arrays[0])
-        grads.append(_table.lend(call.grads[i], like))
+        grads.append(_tensor_table.lend(call.grads[i], like))
         words_of_rows.append(row_words(rule, call, i, group, arrays, grads[i]))
-    rows, words, tensors, chunks = _table.build(
+    rows, words, tensors, chunks = _tensor_table.build(
         flat, [it.data_ptr() for it in grads], beside=group_words(rule, call), own=words_of_rows, chunk=CHUNK
     )
     of_chunk = None if call.report is None else call.report.new_empty(chunks * FIELDS.value)

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from mpkernels.ops._table import BF16
+from mpkernels.ops._tensor_table import BF16
 
 NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float beside it is an integer, in its low bits
 NEAREST_BITS = tl.constexpr(0x4B400000)

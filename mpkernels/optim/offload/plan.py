@@ -14,7 +14,7 @@ from mpkernels._shared.parameters import by_device, put_on, real, sum_of
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_of
 from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
-from mpkernels.ops.step.op import write_outcome
+from mpkernels.ops.step.skip_and_clip import write_outcome
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.offload.copies import BUCKET, dense, uninterrupted
 from mpkernels.optim.offload.grads import HostGrads, Slices

@@ -5,7 +5,7 @@ import torch
 
 import mpkernels
 from mpkernels.ops import grad_stats
-from tests.cases import DTYPES, SIZES, clones, every_place, odd_layouts, random_grads
+from tests.hard_grads import DTYPES, SIZES, clones, every_place, odd_layouts, random_grads
 
 
 def exact_sumsq(grad):

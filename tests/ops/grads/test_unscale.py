@@ -4,7 +4,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpkernels.ops import unscale_
-from tests.cases import DTYPES, SIZES, clones, every_place, odd_layouts, random_grads, same_bits
+from tests.hard_grads import DTYPES, SIZES, clones, every_place, odd_layouts, random_grads, same_bits
 
 
 def unscaled_by(grads, inv_scale, device):

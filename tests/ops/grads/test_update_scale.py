@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mpkernels.ops import update_scale_
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 
 INF, NAN = math.inf, math.nan
 SCALES = (0.0, -0.0, 1e-45, 2.0**-130, 1 / 3, 1.0, 65536.0, 2.0**127, 3.4e38, INF, NAN)

@@ -20,7 +20,7 @@ from tests.linear_cases import (
     torchs_dact,
     with_gaps,
 )
-from tests.ops.linear.halves import products_in_halves
+from tests.ops.linear.pretended_cpu import products_in_halves
 
 HALVES = (torch.float16, torch.bfloat16)
 

@@ -7,7 +7,7 @@ from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 from tests.block_cases import arguments, assert_contract
 from tests.linear_cases import TORCH, integers, relative_error, transposed
-from tests.ops.linear.halves import products_in_halves
+from tests.ops.linear.pretended_cpu import products_in_halves
 from tests.ops.linear.test_linear_act import DTYPES, HALVES, kinds, specials
 
 B16, F32 = torch.bfloat16, torch.float32

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mpkernels.ops.step.split import copied_master, join  # proven for every weight there is in test_split.py
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 
 F32, F64, I8 = torch.float32, torch.float64, torch.int8
 HALF = {F32: 2.0**-24, F64: 2.0**-53, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # what rounding costs at most

@@ -15,7 +15,7 @@ from mpkernels.ops.step.rules.adamw import adamw_
 from mpkernels.ops.step.rules.lion import lion_
 from mpkernels.ops.step.rules.sgd import sgd_
 from mpkernels.ops.step.split import join, split
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.quick import meeting
 
 F32, F16, B16, F64, I8 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8

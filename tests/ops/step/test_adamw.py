@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpkernels
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.ops.step import oracle
 from tests.ops.step.rows import F32, RULES, WEIGHTS, Rows
 

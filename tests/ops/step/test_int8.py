@@ -7,7 +7,7 @@ import torch
 
 import mpkernels
 from mpkernels.ops.step import int8
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.ops.step.rows import F32, I8, WEIGHTS
 from tests.ops.step.test_adamw import Model
 

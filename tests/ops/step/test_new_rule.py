@@ -29,7 +29,7 @@ IMPORTS = """
 from tests import conftest  # first, for it changes Triton's interpreter
 import mpkernels
 import torch
-from tests.ops.step import rows, test_rules
+from tests.ops.step import rows, test_rules_same_bits
 from tests.optim import optimizers, test_optimizers
 from tests.targets import TARGETS
 """
@@ -40,10 +40,10 @@ assert TARGETS["cpu-cuda"].why_missing() is None  # it is built now
 for name in ("cpu-reference", "cpu-native", "cpu-triton", "cpu-cuda"):
     target = TARGETS[name]
     with target.active():
-        test_rules.test_every_combination_of_dtypes(target, RULE)
-        test_rules.test_unscale_and_clip(target, RULE, {"grad_scale": 3.0, "max_norm": 0.5})
-        test_rules.test_nothing_moves_on_overflow(target, RULE)
-        test_rules.test_fp64_is_plain_torchs(target, RULE, True)
+        test_rules_same_bits.test_every_combination_of_dtypes(target, RULE)
+        test_rules_same_bits.test_unscale_and_clip(target, RULE, {"grad_scale": 3.0, "max_norm": 0.5})
+        test_rules_same_bits.test_nothing_moves_on_overflow(target, RULE)
+        test_rules_same_bits.test_fp64_is_plain_torchs(target, RULE, True)
         test_optimizers.test_it_steps_as_plain_torch_does(target, OPTIMIZER)
 test_optimizers.test_16_bit_parameters_learn_what_fp32_ones_learn(OPTIMIZER, torch.bfloat16, "split", torch.int8)
 print("all kernels agree")

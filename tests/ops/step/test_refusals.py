@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpkernels.ops.step.rules.adamw import ADAMW, adamw_
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.ops.step.rows import F32, I8, WEIGHTS
 from tests.ops.step.test_adamw import Model
 from tests.ops.step.test_adamw_edges import LAYOUTS, channels_last

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels.ops.step.split import TOGETHER, join, join_each, split, split_each
 from tests import ROOT
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.proof.emulation import find_compiler
 
 CSRC = ROOT / "csrc"

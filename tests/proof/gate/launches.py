@@ -15,7 +15,7 @@ from triton.runtime import KernelInterface, driver
 
 from mpkernels import ops
 from mpkernels.ops import _registry
-from tests.cases import DTYPES
+from tests.hard_grads import DTYPES
 from tests.ops.test_ops import ARGUMENTS, CALLS
 from tests.proof.gate import linear, steps
 

@@ -1,39 +1,39 @@
-"""The tables of docs/offload.md are what benchmarks/on_paper.py computes. tests/cuda/test_offload_bytes.py compares its
-bytes with what a step allocates on a device."""
+"""The tables of docs/offload.md are what benchmarks/offload_on_paper.py computes. tests/cuda/test_offload_bytes.py
+compares its bytes with what a step allocates on a device."""
 
 import re
 
 import pytest
 import torch
 
-from benchmarks import on_paper
-from benchmarks.on_paper import CHOICES, ELEMENTS, Choice
+from benchmarks import offload_on_paper
+from benchmarks.offload_on_paper import CHOICES, ELEMENTS, Choice
 from tests import ROOT, libraries
 
 B16 = torch.bfloat16
 
 
 def test_the_page_has_what_is_computed():
-    text = on_paper.PAGE.read_text()
-    assert on_paper.page(text) == text
+    text = offload_on_paper.PAGE.read_text()
+    assert offload_on_paper.page(text) == text
 
 
 @pytest.mark.parametrize("table", ["memory", "traffic", "tokens"])
 def test_a_number_typed_by_hand_is_noticed(table):
-    text = on_paper.PAGE.read_text()
-    at = text.index(" | ", text.index(on_paper.BEGIN.format(table)))
+    text = offload_on_paper.PAGE.read_text()
+    at = text.index(" | ", text.index(offload_on_paper.BEGIN.format(table)))
     typed = text[:at] + " | 9.99" + text[at:]
-    assert on_paper.page(typed) == text
+    assert offload_on_paper.page(typed) == text
 
 
 def test_a_page_without_a_tables_place_is_refused():
     with pytest.raises(SystemExit, match=r"offload.md: the lines .* are missing"):
-        on_paper.page("# Nothing")
+        offload_on_paper.page("# Nothing")
 
 
 def test_bytes_by_hand():
     """Weight, remainder or copy, two moments."""
-    kept = {choice: on_paper.kept(choice) for choice in CHOICES}
+    kept = {choice: offload_on_paper.kept(choice) for choice in CHOICES}
     assert len(kept) == 9
     assert kept[Choice(B16, "split", torch.float32)] == (2, 2 + 4 + 4)
     assert kept[Choice(B16, "fp32", B16)] == (2, 4 + 2 + 2)
@@ -42,7 +42,7 @@ def test_bytes_by_hand():
 
 
 def test_seconds_by_hand():
-    ours = on_paper.ours(Choice(B16, "split", torch.float32))
+    ours = offload_on_paper.ours(Choice(B16, "split", torch.float32))
     assert ours.step == 2 + 2 + 2 * (2 + 2 + 4 + 4)
     assert 8e9 * ours.to_host / 25e9 == pytest.approx(0.64)
     assert 8e9 * ours.after_backward(25e9) == pytest.approx(2.24)
@@ -57,7 +57,7 @@ def test_what_was_measured_is_what_its_output_says():
     steps = [float(after[f"offload, {kind}"]) for kind in ("max_norm", "int8", "max_norm, released", "int8, released")]
     (ours,) = re.findall(r"^offload, max_norm: whole ([\d.]+) ms", log, re.MULTILINE)
     theirs, *_ = re.findall(r"^torchao .* no clip, bf16 states and no master: whole ([\d.]+) ms", log, re.MULTILINE)
-    page = " ".join(on_paper.PAGE.read_text().split())
+    page = " ".join(offload_on_paper.PAGE.read_text().split())
     words = "the step takes {:.0f} ms, with int8 moments {:.0f}; after `release_grads` {:.0f} and {:.0f}."
     assert words.format(*steps) in page
     assert f"A whole iteration takes {float(ours):.0f} ms," in page
@@ -78,6 +78,6 @@ def test_torchaos_bytes_are_its_own(dtype):
         optimizer.step()
     ((copy, inner),) = ((optimizer.param_d2h_map[it], inner) for it, inner in optimizer.optim_dict.items())
     states = [it for key, it in inner.state[copy].items() if key != "step"]
-    way = on_paper.torchaos(dtype.itemsize)
-    assert way.on_host == on_paper.bytes_of([copy, copy.grad, *states])
+    way = offload_on_paper.torchaos(dtype.itemsize)
+    assert way.on_host == offload_on_paper.bytes_of([copy, copy.grad, *states])
     assert (way.on_gpu, way.to_host, way.to_gpu) == (dtype.itemsize, copy.grad.itemsize, copy.itemsize)

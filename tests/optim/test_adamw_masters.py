@@ -9,7 +9,7 @@ import torch
 
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16, backward, network, train
 from tests.optim.optimizers import weights_of
 

@@ -4,7 +4,7 @@ import ast
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from mpkernels.nn.fusing.chain import dotted
+from mpkernels.nn.fusing.inlined_names import dotted
 
 
 class Read(NamedTuple):

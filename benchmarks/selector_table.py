@@ -1,8 +1,8 @@
-"""The ways to compute linear layers and MLPs, timed in turns: what mpkernels/selector/rule.py takes a chip's lines of.
+"""The ways to compute linear layers and MLPs, timed in turns: what mpkernels/selector/table.py takes a chip's lines of.
 
-``python -m benchmarks.rule cuda`` prints what each way is in torch's speed, and ``--json FILE`` keeps it. On a CPU,
-``python -m benchmarks.rule cpu --threads 1`` does so for a grid of small and middling sizes. A line of the table quotes
-what its file holds; run it twice on a quiet machine before you write one.
+``python -m benchmarks.selector_table cuda`` prints what each way is in torch's speed, and ``--json FILE`` keeps it. On
+a CPU, ``python -m benchmarks.selector_table cpu --threads 1`` does so for a grid of small and middling sizes. A line of
+the table quotes what its file holds; run it twice on a quiet machine before you write one.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def on_cpus() -> Iterator[Call]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.rule", description=__doc__)
+    parser = argparse.ArgumentParser("python -m benchmarks.selector_table", description=__doc__)
     parser.add_argument("device", choices=["cpu", "cuda"])
     parser.add_argument("--only", default="", help="a part of the cases' names")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels._shared.tables import Report, Table
+from mpkernels._shared.report_tables import Report, Table
 from mpkernels.optim import AdamW
 from tests.networks import network
 

@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.scale import MODELS, SIDES, among, collectives, sharded
+from benchmarks.many_gpus import MODELS, SIDES, among, collectives, sharded
 from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.bench.steps import scaler_of
 from mpkernels.optim import AdamW

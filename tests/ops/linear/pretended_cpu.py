@@ -44,7 +44,7 @@ def _build():
     built.parent.mkdir(parents=True, exist_ok=True)
     sources = [*(csrc / "linear").glob("*_cpu.cpp"), *(csrc / "linear").glob("linear_*_torch.cpp")]
     macros = "-DMPK_ISA=baseline", f'-DMPK_LIBRARY="{LIBRARY}"', "-DMPK_HALF_PRODUCTS=multiplies_halves_fast"
-    includes = f"-I{csrc}", "-include", Path(__file__).with_name("halves.h")
+    includes = f"-I{csrc}", "-include", Path(__file__).with_name("pretended_cpu.h")
     with tempfile.TemporaryDirectory(dir=built.parent) as scratch:
         stub, linked = Path(scratch, "libtorch.so"), Path(scratch, "linked.so")
         subprocess.run([*cxx, "-shared", "-Wl,-soname,libtorch.so", "-x", "c++", "/dev/null", "-o", stub], check=True)

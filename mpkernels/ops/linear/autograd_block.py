@@ -16,7 +16,7 @@ from mpkernels._torch_private.ops import unsafe_view
 from mpkernels._torch_private.tensors import derives_forward, version_of
 from mpkernels.ops._autocast import without_autocast
 from mpkernels.ops.linear.activations import ACTIVATIONS
-from mpkernels.ops.linear.kind import ROUNDING, Kind, Parameters, begin, grad_dtype, lies_by_columns, replaced
+from mpkernels.ops.linear.block_kind import ROUNDING, Kind, Parameters, begin, grad_dtype, lies_by_columns, replaced
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward, weight_gradient
 from mpkernels.ops.linear.linear_dact import _linear_dact
 from mpkernels.ops.linear.linear_gated import _linear_dgated, gradients

@@ -7,15 +7,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.cuda.training import CUDA, on_side
 
-_table = pytest.importorskip("mpkernels.ops._table", exc_type=ImportError)
+_tensor_table = pytest.importorskip("mpkernels.ops._tensor_table", exc_type=ImportError)
 
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch):
     """What is kept for lists of tensors; nothing at first."""
-    monkeypatch.setattr(_table, "_captured", {})
-    monkeypatch.setattr(_table, "_kept", {})
-    return _table._kept
+    monkeypatch.setattr(_tensor_table, "_captured", {})
+    monkeypatch.setattr(_tensor_table, "_kept", {})
+    return _tensor_table._kept
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def captured(function):
 
 
 def rows(size):
-    return _table._rows_on(CUDA, (size, 0, 8, 0), [2])
+    return _tensor_table._rows_on(CUDA, (size, 0, 8, 0), [2])
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
@@ -45,7 +45,7 @@ def test_rows_are_there_for_the_stream_that_copied_them_and_for_graphs():
     assert first.tolist() == [9, 0, 8, 0, 0, 0]
     assert rows(9) is first
     assert captured(lambda: [rows(9), rows(9)]) == [first, first]
-    assert [*_table._captured.values()] == [first]  # whatever is no longer kept, the graph reads it
+    assert [*_tensor_table._captured.values()] == [first]  # whatever is no longer kept, the graph reads it
     own, other = captured(lambda: [rows(10), rows(10)])
     assert own is not other  # each is filled by its own graph's replays
     assert own.tolist() == other.tolist() == [10, 0, 8, 0, 0, 0]
@@ -58,15 +58,15 @@ def test_rows_are_there_for_the_stream_that_copied_them_and_for_graphs():
 def test_captured_calls_bring_their_words_by_value(grads, is_warm):
     """However many there are: no pinned memory is taken, which a capture refuses, and nothing is kept for each."""
     addresses = [2**62 + 16 * i for i in range(200)]  # which no float holds
-    eager = _table.build(grads, addresses, beside=[7]) if is_warm else None
-    tables = captured(lambda: [_table.build(grads, addresses, beside=[call]) for call in range(50)])
+    eager = _tensor_table.build(grads, addresses, beside=[7]) if is_warm else None
+    tables = captured(lambda: [_tensor_table.build(grads, addresses, beside=[call]) for call in range(50)])
     for call, table in enumerate(tables):
         assert table.call.tolist() == [*addresses, *[0] * 201, call]
         assert table.rows.tolist() == tables[0].rows.tolist()
         assert eager is None or table.rows is eager.rows
     assert len({table.call.data_ptr() for table in tables}) == 50  # each is written by its own replay
-    assert len(_table._captured) == (1 if is_warm else 0)
-    assert eager is None or _table.build(grads, addresses).rows is eager.rows
+    assert len(_tensor_table._captured) == (1 if is_warm else 0)
+    assert eager is None or _tensor_table.build(grads, addresses).rows is eager.rows
 
 
 class Counting(TorchDispatchMode):
@@ -84,7 +84,7 @@ def test_words_are_written_in_few_launches(grads):
 
     def build():
         with ops:
-            _table.build(grads, [16] * 200)
+            _tensor_table.build(grads, [16] * 200)
 
     captured(build)
     assert 0 < len(ops.names) <= 8

@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from mpkernels._torch_private.modes import are_transforms_active
 from mpkernels._torch_private.tracing import is_tracing
 from mpkernels.linear import cast_cache
-from mpkernels.ops.linear import function
+from mpkernels.ops.linear import autograd_block
 from mpkernels.ops.linear.activations import AFRESH, IN_PLACE
-from mpkernels.ops.linear.kind import Kind, Parameters
+from mpkernels.ops.linear.block_kind import Kind, Parameters
 
 
 def compute(kernel: str, kind: Kind, x: Tensor, params: Parameters, dtype: torch.dtype | None) -> Tensor:
@@ -81,9 +81,9 @@ def by_ours(kernel: str, kind: Kind, x: Tensor, params: Parameters, dtype: torch
         )
     outputs = params.sizes(kind)[2]
     if len(sizes) == 2:
-        return function.compute(kind, x, params, casts, kernel, (sizes[0], outputs))
+        return autograd_block.compute(kind, x, params, casts, kernel, (sizes[0], outputs))
     rows = x.reshape(prod(sizes[:-1]), sizes[-1])
-    return function.compute(kind, rows, params, casts, kernel, (*sizes[:-1], outputs))
+    return autograd_block.compute(kind, rows, params, casts, kernel, (*sizes[:-1], outputs))
 
 
 def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks import book, chart, families, front, on_paper, rivals
-from benchmarks.raw import Session
+from benchmarks import book, chart, offload_on_paper, readme_numbers, result_pictures, rivals
+from benchmarks.raw_samples import Session
 from mpkernels.bench import steps
 from mpkernels.bench.results import Result
 from mpkernels.bench.settings import Place, Setting, Sizes
@@ -73,11 +73,11 @@ def test_all_lengths_fill_blocks_of_8_bit_moments():
 
 
 def test_the_columns_are_ligers_but_for_the_version():
-    assert [*families.HEADER[:-1], "liger_version"] == LIGERS.split()
+    assert [*result_pictures.HEADER[:-1], "liger_version"] == LIGERS.split()
 
 
 def test_each_side_of_each_pair_is_a_row_with_its_quantiles(tmp_path):
-    times, _ = families.of_run("cpu", session())
+    times, _ = result_pictures.of_run("cpu", session())
     rows = rows_of(times, tmp_path)
     assert len(rows) == 2 * len(session().results)
     ours, theirs = rows[:2]
@@ -92,7 +92,7 @@ def test_each_side_of_each_pair_is_a_row_with_its_quantiles(tmp_path):
 
 
 def test_bytes_are_those_of_a_parameter(tmp_path):
-    _, kept = families.of_run("cpu", session())
+    _, kept = result_pictures.of_run("cpu", session())
     found = {(row["kernel_provider"], row["metric_name"]): row["y_value_50"] for row in rows_of(kept, tmp_path)}
     assert found["torch fused", "kept memory"] == "16"
     assert found["torch fused", "peak memory"] == "17"
@@ -100,7 +100,7 @@ def test_bytes_are_those_of_a_parameter(tmp_path):
 
 
 def test_a_picture_has_a_dot_for_each_pair():
-    times, kept = families.of_run("cpu", session())
+    times, kept = result_pictures.of_run("cpu", session())
     titles = times.picture.count("<title>")
     assert titles == len(session().results)
     x = chart.TIMES.across(4.0)
@@ -110,7 +110,7 @@ def test_a_picture_has_a_dot_for_each_pair():
 
 def test_the_first_screen_is_short_and_names_no_long_machine():
     runs = {"cpu": session()}
-    lines = list(front.numbers(runs, [], book.ROOT.glob("benchmarks/results/models/*.json")))
+    lines = list(readme_numbers.numbers(runs, [], book.ROOT.glob("benchmarks/results/models/*.json")))
     assert len(lines) <= 10
     row = next(
         line for line in lines if line.startswith("| bf16 weights, fp32 moments; beside torch's fused, fp32 weights")
@@ -122,17 +122,19 @@ def test_the_first_screen_is_short_and_names_no_long_machine():
 
 
 def test_what_offload_leaves_where_is_what_its_page_has():
-    kept = [sum(on_paper.kept(choice)) + choice.weights.itemsize for choice in CHOICES]
+    kept = [sum(offload_on_paper.kept(choice)) + choice.weights.itemsize for choice in CHOICES]
     found = session(kept=(kept[0], 16.0))
     for result in found.results:
         if "8bit" in result.variant:
-            result.counts["ours"]["kept"] = int(kept[1] * families.ELEMENTS[result.case])
-    (said,) = (line for line in front.numbers({"cpu": found}, [], []) if "offload" in line)
-    hosts = [states + weights for weights, states in map(on_paper.kept, CHOICES)]
+            result.counts["ours"]["kept"] = int(kept[1] * result_pictures.ELEMENTS[result.case])
+    (said,) = (line for line in readme_numbers.numbers({"cpu": found}, [], []) if "offload" in line)
+    hosts = [states + weights for weights, states in map(offload_on_paper.kept, CHOICES)]
     assert f"{hosts[0]:.3g} or {hosts[1]:.3g} are on the host" in said
 
 
-CHOICES = [it for it in on_paper.CHOICES if (on_paper.NAMES[it.weights], it.master) == ("bf16", "split")][::2]
+CHOICES = [
+    it for it in offload_on_paper.CHOICES if (offload_on_paper.NAMES[it.weights], it.master) == ("bf16", "split")
+][::2]
 
 
 def test_a_model_that_keeps_all_its_memory_is_not_on_the_first_screen(tmp_path):
@@ -142,7 +144,7 @@ def test_a_model_that_keeps_all_its_memory_is_not_on_the_first_screen(tmp_path):
         for name, share in (("GPT-2", 51), ("BERT", 100))
     ]
     path.write_text(json.dumps({"machine": MACHINE, "rows": rows}))
-    (said,) = front.numbers({}, [], [path])
+    (said,) = readme_numbers.numbers({}, [], [path])
     assert "GPT-2 0.51 (fp32)" in said
     assert "BERT" not in said
 
@@ -151,19 +153,19 @@ def test_no_ratio_is_shown_that_other_programs_have_disturbed():
     """What is counted can be believed nevertheless."""
     run = session()
     busy = replace(run, results=[replace(it, waited=0.2) for it in run.results])
-    assert [family.name for family in families.of_run("cpu", busy)] == ["bytes-cpu"]
-    header, _, row, *_ = front.numbers({"cpu": busy}, [], [])
+    assert [family.name for family in result_pictures.of_run("cpu", busy)] == ["bytes-cpu"]
+    header, _, row, *_ = readme_numbers.numbers({"cpu": busy}, [], [])
     assert header.endswith("| bytes a parameter: ours / theirs |")
     assert row == "| bf16 weights, fp32 moments; beside torch's fused, fp32 weights | 14 / 16 |"
     partly = replace(run, results=[*run.results[:-1], busy.results[-1]])
-    times, _ = families.of_run("cpu", partly)
+    times, _ = result_pictures.of_run("cpu", partly)
     assert len(times.rows) == 2 * (len(run.results) - 1)
 
 
 def test_a_run_that_was_cut_off_shows_what_it_has():
     run = session()
     only = replace(run, results=[it for it in run.results if it.baseline == "torchao-8bit"])
-    _, _, row, _ = front.numbers({"cpu": only}, [], [])
+    _, _, row, _ = readme_numbers.numbers({"cpu": only}, [], [])
     assert row.startswith("| fp32 weights, 8-bit moments; beside torchao's | 14 / 16 |")
 
 
@@ -172,7 +174,7 @@ def test_machines_without_these_rivals_are_beside_torch_alone():
         "step", "", "cuda", "bf16", "100x500k", "native", 1, 0.0, [1.0] * 6, [2.0] * 6, baseline="torch fused"
     )  # fmt: skip
     h200 = Session("2026-11-26", {"gpu": "NVIDIA H200", "cpu": "Z80"}, results=[pair])
-    (said,) = front.numbers({}, [book._front({"h200": h200})], [])
+    (said,) = readme_numbers.numbers({}, [book._front({"h200": h200})], [])
     assert "**2.00** on NVIDIA H200 ([samples](benchmarks/results/h200.json))" in said
 
 
@@ -180,7 +182,9 @@ def test_machines_without_these_rivals_are_beside_torch_alone():
 def test_other_samples_make_other_files(tmp_path, name):
     def text(run):
         files = {
-            path.name: text for family in families.of_run("cpu", run) for path, text in family.files(tmp_path).items()
+            path.name: text
+            for family in result_pictures.of_run("cpu", run)
+            for path, text in family.files(tmp_path).items()
         }
         return files[name]
 

@@ -1,6 +1,6 @@
 """What a step costs each of many GPUs under FSDP2: bytes and launches, counted, and the host's time, measured.
 
-``python -m benchmarks.scale NAME`` measures, and writes results/scale/NAME.json for the book. A fake process group
+``python -m benchmarks.many_gpus NAME`` measures, and writes results/scale/NAME.json for the book. A fake process group
 stands for the other ranks: collectives cost nothing, so that the times are the host's alone.
 """
 

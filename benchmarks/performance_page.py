@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.raw import Session
+from benchmarks.raw_samples import Session
 from mpkernels.bench.results import Result
 
 Table = tuple[list[str], list[list[str]]]  # header and rows
@@ -74,8 +74,8 @@ def of_gpu(device: str, runs: dict[str, Session], columns: dict[str, Callable[[R
 
 
 def calls(path: Path) -> Table:
-    """Return what benchmarks/rule.py has timed: times torch's speed, the least and the most of all calls with so many
-    rows."""
+    """Return what benchmarks/selector_table.py has timed: times torch's speed, the least and the most of all calls with
+    so many rows."""
     found = json.loads(path.read_text())
     ratios: dict[tuple[str, str, str], dict[int, list[float]]] = {}
     for run in found["runs"]:

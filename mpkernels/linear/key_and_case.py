@@ -22,7 +22,7 @@ from mpkernels.linear.trial import Trial, is_transposed
 from mpkernels.ops._autocast import has_autocast
 from mpkernels.ops._dispatcher import forced
 from mpkernels.ops._registry import kernels_on
-from mpkernels.ops.linear.kind import ROUNDING, Kind, Parameters
+from mpkernels.ops.linear.block_kind import ROUNDING, Kind, Parameters
 from mpkernels.ops.linear.tf32 import uses_tf32
 from mpkernels.selector.case import Case
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import chart, models, rivals
 from benchmarks.chart import Axis, Dot
-from benchmarks.raw import Session
+from benchmarks.raw_samples import Session
 from mpkernels.bench.results import Result
 
 HEADER = [

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16, assert_close, backward, network, train
 
 

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from mpkernels import checkpoint
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
-from tests.cases import same_bits
+from tests.hard_grads import same_bits
 from tests.networks import B16, F16, network, train
 from tests.optim.optimizers import weights_of
 from tests.processes import alone, needs_gloo

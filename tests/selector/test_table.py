@@ -7,8 +7,8 @@ from torch.utils.checkpoint import checkpoint
 
 from mpkernels import _extension, backend, selector
 from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
-from mpkernels.ops.linear.kind import ROUNDING
-from mpkernels.selector import disk, rule
+from mpkernels.ops.linear.block_kind import ROUNDING
+from mpkernels.selector import disk, table
 from mpkernels.selector.case import Case
 from tests import ROOT
 
@@ -34,7 +34,7 @@ def afresh(monkeypatch):
 
 @pytest.fixture(params=[False, True], ids=["widened", "halves"])
 def has_instructions(request, monkeypatch):
-    monkeypatch.setattr(rule, "multiplies_halves", lambda dtype: request.param)
+    monkeypatch.setattr(table, "multiplies_halves", lambda dtype: request.param)
     return request.param
 
 
@@ -42,40 +42,40 @@ def has_instructions(request, monkeypatch):
 @pytest.mark.parametrize("dtype", [B16, F16], ids=str)
 @pytest.mark.parametrize("rows", [1, 512, None])
 def test_sixteen_bits_are_widened_where_the_cpu_cannot_multiply_them(has_instructions, op, dtype, rows):
-    name = rule.kernel(CPU._replace(op=op, dtypes=(dtype, F32), rows=rows))
+    name = table.kernel(CPU._replace(op=op, dtypes=(dtype, F32), rows=rows))
     assert (name == "native") == (not has_instructions)
 
 
 def test_what_is_torchs_in_every_size_is_what_no_line_fits(has_instructions):
     alone = CPU._replace(op="linear_act", rows=1, trains=False)
-    assert rule.leaves_to_torch(alone)
+    assert table.leaves_to_torch(alone)
     for other in (alone._replace(activation="gelu"), alone._replace(op="mlp")):
-        assert not rule.leaves_to_torch(other)
-    assert rule.leaves_to_torch(alone._replace(dtypes=(B16,))) == has_instructions
+        assert not table.leaves_to_torch(other)
+    assert table.leaves_to_torch(alone._replace(dtypes=(B16,))) == has_instructions
     there = alone._replace(device=torch.device("cuda"), dtypes=(B16,))
-    assert rule.leaves_to_torch(there)
-    assert not rule.leaves_to_torch(there._replace(activation="gelu"))
+    assert table.leaves_to_torch(there)
+    assert not table.leaves_to_torch(there._replace(activation="gelu"))
 
 
 @pytest.mark.parametrize("op", ["mlp", "gated_mlp"])
 def test_an_mlp_of_many_rows_that_trains_keeps_half_in_fp32(op):
     case = CPU._replace(op=op)
-    assert rule.kernel(case) == "native"
-    assert rule.kernel(case._replace(rows=None)) == "native"  # a graph serves any number of rows
+    assert table.kernel(case) == "native"
+    assert table.kernel(case._replace(rows=None)) == "native"  # a graph serves any number of rows
     narrow = case._replace(sizes=(256, 1024, 256))
-    assert rule.kernel(narrow._replace(activation="gelu_tanh")) == "native"
+    assert table.kernel(narrow._replace(activation="gelu_tanh")) == "native"
     for other in (case._replace(rows=1), case._replace(trains=False), narrow):
-        assert rule.kernel(other) == "torch"
+        assert table.kernel(other) == "torch"
 
 
 def test_a_lone_gelu_is_ours_in_few_rows_alone():
     case = CPU._replace(op="linear_act", activation="gelu")
-    assert [rule.kernel(case._replace(rows=rows)) for rows in (1, 64, 128, None)] == ["native"] * 2 + ["torch"] * 2
+    assert [table.kernel(case._replace(rows=rows)) for rows in (1, 64, 128, None)] == ["native"] * 2 + ["torch"] * 2
 
 
 def test_a_kernel_that_is_not_there_is_not_chosen():
     for dtypes in ((F32,), (B16, F32), (F16,)):
-        assert rule.kernel(CPU._replace(dtypes=dtypes, kernels=("torch",))) == "torch"
+        assert table.kernel(CPU._replace(dtypes=dtypes, kernels=("torch",))) == "torch"
 
 
 @pytest.mark.parametrize("dtypes", [(B16,), (B16, F32), (F16, F32)], ids=str)
@@ -85,21 +85,21 @@ def test_on_cuda_wide_layers_that_train_are_ours(dtypes):
     there = CPU._replace(op="gated_mlp", device=torch.device("cuda", 0), dtypes=dtypes, kernels=kernels)
     wide = there._replace(sizes=(4096, 14336, 4096))
     others = wide._replace(op="mlp", activation="gelu"), wide._replace(op="linear_act", activation="gelu")
-    assert [rule.kernel(it) for it in (wide, wide._replace(rows=1), *others)] == ["native"] * 4
+    assert [table.kernel(it) for it in (wide, wide._replace(rows=1), *others)] == ["native"] * 4
     for it in (there, wide._replace(trains=False), *(it._replace(rows=64) for it in others)):
-        assert rule.kernel(it) == "torch"
+        assert table.kernel(it) == "torch"
     for it in (wide._replace(dtypes=(F32,)), wide._replace(kernels=("triton", "torch"))):
-        assert rule.kernel(it) == "torch"
+        assert table.kernel(it) == "torch"
 
 
 def test_the_docs_have_the_table():
     text = (ROOT / "docs" / "selector.md").read_text()
-    for line in rule.table():
+    for line in table.table():
         assert f"| {' | '.join(line)} |" in text
 
 
 def test_each_line_names_a_file_that_is_there():
-    for line in rule.TABLE:
+    for line in table.TABLE:
         name = line.measured.partition(":")[0]
         assert (ROOT / "benchmarks" / "results" / name).is_file()
 

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benchmarks import families, models
-from benchmarks.cells import table
-from benchmarks.raw import Session
+from benchmarks import models, result_pictures
+from benchmarks.formatting import table
+from benchmarks.raw_samples import Session
 from mpkernels.bench.results import Result
 
 STEP = "the optimizer's step, with unscaling and clipping, beside torch's fused AdamW"
@@ -107,13 +107,13 @@ WORTH_A_WORD = 0.95  # of a model's peak memory
 def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable[Path]) -> Iterator[str]:
     """Yield the first screen's numbers: AdamW beside others, what is where under offload, whole models' memory."""
     for name, run in compared.items():
-        kept = families.bytes_a_parameter(families.compared(run))
+        kept = result_pictures.bytes_a_parameter(result_pictures.compared(run))
         yield from filter(None, table(*_beside_others(name, run, kept)))  # a list may follow a table at once
         yield "* Median (least to most) over sizes and numbers of tensors; below 1, theirs is faster."
         if kept.keys() >= {*OURS}:
             host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
             yield f"* `offload=True` leaves {WEIGHT_AND_GRAD} bytes a parameter on the device; {host} are on the host."
-    seen = {run.device for run in compared.values() if families.undisturbed(families.compared(run))}
+    seen = {run.device for run in compared.values() if result_pictures.undisturbed(result_pictures.compared(run))}
     elsewhere = [it for it in machines if it.run.device not in seen and WITHOUT_SCALER in it.groups]
     words = [f"{_ratios(it, WITHOUT_SCALER)} on {_short(it.run, it.place)} ({_samples(it.names)})" for it in elsewhere]
     if words:
@@ -124,7 +124,7 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
 
 def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]) -> tuple[list[str], list[list[str]]]:
     """A column that nothing was measured for, without other programs at work, is left out."""
-    quiet = families.undisturbed(families.compared(run))
+    quiet = result_pictures.undisturbed(result_pictures.compared(run))
     shown = [pair for pair in BESIDE if kept.keys() >= {*pair}]
     columns: dict[str, list[str]] = {
         f"AdamW on {_short(run, place_of(run))} ({_samples([name])}): how many times as fast": [
@@ -132,9 +132,9 @@ def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]
         ],
         "bytes a parameter: ours / theirs": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in shown],
     }
-    for op, on_one in product(families.SHAPES, (False, True)):
+    for op, on_one in product(result_pictures.SHAPES, (False, True)):
         column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]
-        pairs = ([it for it in column if (families.side(it, True), it.baseline) == pair] for pair in shown)
+        pairs = ([it for it in column if (result_pictures.side(it, True), it.baseline) == pair] for pair in shown)
         if column:
             columns[op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
     return [*columns], [list(row) for row in zip(*columns.values(), strict=True)]

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Iterator
 from statistics import median
 
-from benchmarks.raw import Session
+from benchmarks.raw_samples import Session
 from mpkernels.bench.results import Result
 
 

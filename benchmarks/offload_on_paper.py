@@ -1,6 +1,6 @@
 """What ``offload=True`` keeps, and what it copies, on paper: the tables of docs/offload.md. Nothing here is measured.
 
-``python -m benchmarks.on_paper`` writes them into the page.
+``python -m benchmarks.offload_on_paper`` writes them into the page.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.book import END
-from benchmarks.cells import table
+from benchmarks.formatting import table
 from mpkernels.optim import AdamW
 
 PAGE = Path(__file__).parents[1] / "docs" / "offload.md"
-BEGIN = "<!-- {} written by python -m benchmarks.on_paper -->\n"
+BEGIN = "<!-- {} written by python -m benchmarks.offload_on_paper -->\n"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
 ELEMENTS = 64 * 256  # whole blocks of 8-bit moments
 

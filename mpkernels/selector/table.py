@@ -5,7 +5,7 @@ from math import inf
 from typing import NamedTuple
 
 from mpkernels._extension import multiplies_halves
-from mpkernels.ops.linear.kind import ROUNDING
+from mpkernels.ops.linear.block_kind import ROUNDING
 from mpkernels.selector.case import Case
 
 _ALL, _MLPS = ("linear_act", "gated_linear", "mlp", "gated_mlp"), ("mlp", "gated_mlp")

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import mpkernels
 from mpkernels import selector
 from mpkernels.functional import linear_act
-from mpkernels.linear import paths
+from mpkernels.linear import compute_block
 from mpkernels.nn import LinearAct
-from mpkernels.selector import rule
-from tests.cases import same_bits
+from mpkernels.selector import table
+from tests.hard_grads import same_bits
 from tests.linear.choosing import computed_by, forget_choices
 from tests.linear_cases import TORCH, torchs, transposed
 
@@ -94,7 +94,7 @@ def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):
     computed_by(monkeypatch, "native")
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
-    monkeypatch.setattr(paths, "by_ours", None)
+    monkeypatch.setattr(compute_block, "by_ours", None)
     torch.func.grad(lambda x: layer(x).sum())(x)
 
 
@@ -156,7 +156,7 @@ OTHERS_THAN_TORCHS = {
 
 @pytest.mark.parametrize("other", OTHERS_THAN_TORCHS.values(), ids=OTHERS_THAN_TORCHS)
 def test_what_no_line_of_the_table_fits_is_torchs_in_every_size(asked, monkeypatch, other):
-    monkeypatch.setattr(rule, "leaves_to_torch", lambda case: case.activation == "gelu")
+    monkeypatch.setattr(table, "leaves_to_torch", lambda case: case.activation == "gelu")
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
     has_asked(asked)
@@ -205,7 +205,7 @@ def test_who_has_a_say_is_heard(asked, monkeypatch, change):
 def test_who_has_a_say_is_heard_also_while_a_call_is_looked_at(asked, monkeypatch, change):
     """By another thread."""
     monkeypatch.setattr(selector, "_pinned", None)
-    monkeypatch.setattr(rule, "kernel", lambda case: change() or "native")
+    monkeypatch.setattr(table, "kernel", lambda case: change() or "native")
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
     has_asked(asked)
