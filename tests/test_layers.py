@@ -114,7 +114,7 @@ def test_the_registry_and_the_checks_import_no_op():
         "_devices",
         "_registry",
         "_checks",
-        "_table",
+        "_tensor_table",
         "linear.activations",
         "step.split",
         "step.int8",
@@ -133,7 +133,7 @@ def test_nobody_imports_a_kernel():
 
 def test_triton_is_imported_by_kernels_alone():
     for path in ROOT.rglob("*.py"):
-        if not path.stem.endswith(("_triton", "_kernel")) and path.stem != "_table":
+        if not path.stem.endswith(("_triton", "_kernel")) and path.stem != "_tensor_table":
             body = ast.parse(path.read_text()).body
             at_import = [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
             assert "triton" not in " ".join(at_import), path

@@ -131,9 +131,10 @@ def made(name, **options):
     return KINDS[name][0](**options)
 
 
-def results(model, x=X):
+def results(model, x=X, dy=None):
+    """Return y and all gradients, of the sum of y's squares if no dy is given."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     y = model(x)
-    y.float().square().sum().backward()
+    y.backward(2 * y.detach() if dy is None else dy.to(y.dtype))
     return [y.detach(), x.grad, *(it.grad for it in model.parameters() if it.grad is not None)]
