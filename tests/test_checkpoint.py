@@ -140,6 +140,7 @@ def facts_of(its):
     return str(torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, own)), its["scheduler"].last_epoch
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # Python drops those of a generator's end
@@ -252,6 +253,7 @@ for step in range(10**9):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(os.name != "posix", reason="kills by a signal")
 def test_the_last_good_one_survives_a_kill(tmp_path):
     path = tmp_path / "last.pt"

@@ -59,6 +59,7 @@ def pytest_terminal_summary(terminalreporter, config):
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("arguments", "ran"),
     [(("-n", "2"), 13), (("tests",), 13), (("--all",), 38), (("tests/one/test_it.py",), 38)],
@@ -70,6 +71,7 @@ def test_what_a_run_leaves_out(tmp_path, arguments, ran):
     assert (f"{38 - ran} more with --all: {38 - ran} in tests/one" in said) == (ran < 38)
 
 
+@pytest.mark.exhaustive
 def test_workers_begin_with_what_takes_long(tmp_path):
     said = run_pytest(tmp_path, FILES, "-n", "1", "--dist", "loadfile", "-v")
     assert re.findall(r"PASSED tests/one/test_(\w+).py", said) == ["long", "b", "b", "a"]

@@ -19,6 +19,8 @@ from mpkernels.bench.pairs import Pair, measure, median_interval
 from mpkernels.bench.results import Result
 from mpkernels.bench.settings import FOUR_LARGE, HUNDRED, THOUSAND, Place, Setting, Sizes
 
+pytestmark = pytest.mark.exhaustive
+
 
 def test_the_interval_holds_the_median_in_95_of_100():
     for size in range(6, 102):

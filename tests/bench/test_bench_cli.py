@@ -15,6 +15,8 @@ from benchmarks import __main__ as benchmarks
 from benchmarks import raw_samples
 from tests import ROOT, commands
 
+pytestmark = pytest.mark.exhaustive
+
 TINY = "unscale_ cpu-1 fp32 1x2^20"
 WITHOUT = (
     "import sys; sys.modules.update(dict.fromkeys({modules!r})); from mpkernels.__main__ import main; sys.exit(main())"

@@ -11,6 +11,8 @@ from benchmarks.counting import count, saved_bytes
 from mpkernels.bench.linear import Shape
 from mpkernels.bench.settings import Place, Setting
 
+pytestmark = pytest.mark.exhaustive
+
 
 def test_peak_memory_is_that_of_the_tensors():
     def make():

@@ -14,7 +14,7 @@ from tests.networks import one_thread
 __all__ = ["one_thread"]  # a fixture that each test uses
 
 ROWS, WIDTH, HIDDEN = 8, 16, 64
-pytestmark = pytest.mark.begins_first
+pytestmark = [pytest.mark.exhaustive, pytest.mark.begins_first]
 SIDES = ["ours", "theirs", "ours compiled", "theirs compiled"]
 
 

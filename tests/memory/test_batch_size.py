@@ -18,6 +18,8 @@ from mpkernels.memory import batch_size, measure
 from mpkernels.optim import AdamW
 from tests.networks import B16, network, one_thread, train
 
+pytestmark = pytest.mark.exhaustive
+
 __all__ = ["one_thread"]  # a fixture that each test uses
 
 MB = 2**20

@@ -10,6 +10,8 @@ import mpkernels
 from mpkernels.amp import to_mixed
 from tests.networks import B16, F16, network, one_thread
 
+pytestmark = pytest.mark.exhaustive
+
 __all__ = ["one_thread"]  # a fixture that each test uses
 
 

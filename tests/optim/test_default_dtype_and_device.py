@@ -11,6 +11,8 @@ from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
 from tests.networks import B16, backward, network
 
+pytestmark = pytest.mark.exhaustive
+
 I8 = torch.int8
 
 

@@ -54,6 +54,7 @@ def test_fsdp2(is_first):
         assert ran == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.each_value_once
 @needs_gloo
 @pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
