@@ -61,7 +61,7 @@ def test_what_was_measured_is_what_its_output_says():
     words = "the step takes {:.0f} ms, with int8 moments {:.0f}; after `release_grads` {:.0f} and {:.0f}."
     assert words.format(*steps) in page
     assert f"A whole iteration takes {float(ours):.0f} ms," in page
-    assert f"with torchao's {float(theirs):.0f}, without masters and clipping." in page
+    assert f"with torchao's optimizer {float(theirs):.0f}, without masters and clipping." in page
     assert "1.07e9 parameters, NVIDIA H200, 16 threads" in log
 
 
