@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -46,6 +47,16 @@ def test_prose_names_what_serves_each_op():
     assert "agree with the reference" in run.stdout
     assert all(cell in run.stdout for line in rule.table() for cell in line)
     assert run.stdout.splitlines()[-1].startswith("Ready to train on ")
+
+
+def test_the_table_fits_a_terminal_and_explains_its_words():
+    _, after = mpkernels("doctor").stdout.split("\nwhat computes linear layers and MLPs on cpu", 1)
+    tables, _ = after.split("\nto get more", 1)
+    assert max(map(len, tables.splitlines())) <= 120
+    assert all(word in tables for word in rule.HEAD[1:])
+    assert all(note in tables for note in rule.NOTES)
+    numbers = [str(number) for number, _ in enumerate(rule.TABLE, 1)]
+    assert re.findall(r"^  (\d+)  ", tables, re.MULTILINE) == 2 * numbers
 
 
 def test_the_version():
