@@ -9,7 +9,7 @@ from mpkernels.ops.linear.block_kind import ROUNDING
 from mpkernels.selector.case import Case
 
 _ALL, _MLPS = ("linear_act", "gated_linear", "mlp", "gated_mlp"), ("mlp", "gated_mlp")
-FP32, HALVES, WIDENED = "fp32", "16 bits", "16 bits without instructions for them"
+FP32, HALVES, WIDENED = "fp32", "16 bits", "16 bits in fp32"
 
 _ANY = (1, inf)
 ZEN3, EPYC = "rule/cpu-epyc-zen3-2026-11-25.json", "cpu-epyc-2026-11-23.json"
@@ -57,20 +57,27 @@ TABLE = (
     Line("cuda", HALVES, ("mlp",), ("gelu", "gelu_tanh"), True, (512, inf), 14336, "native", f"{H200}: 1.02 to 1.12"),
     Line("cuda", HALVES, ("linear_act",), ("gelu",), True, (512, inf), 14336, "native", f"{H200}: 1.00 to 1.04"),
 )
-HEAD = "device", "computes in", "functions", "activations", "calls", "rows", "from hidden", "computed by", "measured"
+HEAD = "device", "dtype", "functions", "activations", "calls", "input rows", "out_features", "computed by", "measured"
+NOTES = (
+    f"{WIDENED}: on a CPU without instructions for 16-bit products, which therefore multiplies in fp32",
+    "training: a call that autograd records; input rows: all dimensions of the input but its last, multiplied",
+    "out_features: of the only layer, or of an MLP's first one",
+    "native: our C++; gradients rounded: fp32 weights get gradients rounded to 16 bits, as from torch under autocast",
+    "measured: times torch's speed, forward and backward, in this file of benchmarks/results",
+)
 
 
 def table() -> list[list[str]]:
-    """Return the table's cells, for people."""
+    """Return the table's cells, for people: a list for each line, in the order of ``HEAD``."""
     return [
         [
             line.device,
             line.numbers,
-            ", ".join(line.ops),
+            "any" if line.ops == _ALL else ", ".join(line.ops),
             ", ".join(line.activations) or "any",
-            "that train" if line.trains else "any",
+            "training" if line.trains else "any",
             _range(*line.rows),
-            str(line.least_hidden),
+            _range(line.least_hidden, inf),
             line.kernel,
             line.measured,
         ]
@@ -79,6 +86,8 @@ def table() -> list[list[str]]:
 
 
 def _range(first: int, last: float) -> str:
+    if (first, last) == _ANY:
+        return "any"
     return f"from {first}" if last == inf else f"{first} to {last}"
 
 
