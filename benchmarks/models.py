@@ -145,4 +145,6 @@ def main(name: str, models: Mapping[str, Maker]) -> None:
 if __name__ == "__main__":
     from benchmarks.architectures import MODELS
 
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m benchmarks.models NAME, which writes benchmarks/results/models/NAME.json")
     main(sys.argv[1], MODELS)

@@ -104,11 +104,12 @@ def true_weight(param: Tensor, state: State) -> Tensor:
     them, return the parameter's value. A parameter without a master is returned unchanged."""
     weight = param.detach()
     if "remainder" in state:
-        return join(weight, state["remainder"])
+        return join(weight, state["remainder"].to(weight.device))  # offload=True keeps it on the host
     if "master" not in state:
         return weight
-    rounds_to_it = (weight == state["master"].to(weight.dtype)) | (weight == split(state["master"], weight.dtype)[0])
-    return torch.where(rounds_to_it, state["master"], weight)
+    master = state["master"].to(weight.device)
+    rounds_to_it = (weight == master.to(weight.dtype)) | (weight == split(master, weight.dtype)[0])
+    return torch.where(rounds_to_it, master, weight)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from mpkernels.amp import GradScaler
+from mpkernels.amp import GradScaler, to_full, to_mixed
 from mpkernels.distributed.parts import part_of
 from mpkernels.optim import AdamW
 from tests.cuda.offloading import F32, INT8, assert_same, buckets_of, loss_of, offloaded, parameters, take_step, trained
@@ -170,3 +170,18 @@ def test_fsdp2(released):
             results.append([part_of(param.detach()).cpu() for param in it.parameters()] + [x.cpu() for x in states])
             results[-1].append(optimizer.skipped_steps.cpu())
     assert all(map(same_bits, *results))
+
+
+@pytest.mark.parametrize("master", ["split", "fp32"])
+def test_to_full_takes_the_masters_from_the_host(master):
+    found = []
+    for offload in (True, False):
+        torch.manual_seed(0)
+        model = to_mixed(nn.Linear(64, 64, device=CUDA), B16)
+        optimizer = AdamW(model.parameters(), lr=1e-3, master=master, offload=offload)
+        model(torch.ones(2, 64, device=CUDA)).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(list(to_full(model, optimizer).parameters()))
+    assert all(param.dtype == F32 for param in found[0])
+    assert all(map(same_bits, *found))
