@@ -163,6 +163,7 @@ def test_without_nvcc_cuda_is_left_out_and_the_cpu_kernels_work(rebuildable, too
     unscale_with(["native", "reference"], rebuildable)
 
 
+@pytest.mark.exhaustive
 def test_a_deleted_module_is_not_shipped(rebuildable, tools):
     (rebuildable / "mpkernels" / "ops" / "grads" / "unscale_triton.py").unlink()
     python(*PIP_WHEEL, "--no-build-isolation", cwd=rebuildable, **tools)

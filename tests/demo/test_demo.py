@@ -43,6 +43,7 @@ def whole(tmp_path_factory):
     return out, demo("--steps", "5", out=out).stdout
 
 
+@pytest.mark.exhaustive
 def test_it_says_at_the_start_how_many_steps_there_will_be(whole):
     _, said = whole
     assert re.search(r"^5 steps of each follow\.$", said, re.MULTILINE)
