@@ -11,13 +11,14 @@ from math import comb
 import pytest
 import torch
 
-from benchmarks import cases
+from benchmarks import cases, every_op
 from benchmarks.cases import all_cases
 from mpkernels.bench import cases as shipped
 from mpkernels.bench import command, measuring, steps
 from mpkernels.bench.pairs import Pair, measure, median_interval
 from mpkernels.bench.results import Result
 from mpkernels.bench.settings import FOUR_LARGE, HUNDRED, THOUSAND, Place, Setting, Sizes
+from mpkernels.doctor.samples import SAMPLES
 
 pytestmark = pytest.mark.exhaustive
 
@@ -134,3 +135,8 @@ def test_a_loop_whose_imports_are_changed_clips_in_each_run_or_in_none(monkeypat
         norms = [torch.cat([param.grad for param in params]).norm().item() for params in sides]
         assert norms == pytest.approx([norm * share**number for norm in first], rel=1e-5)
     assert pair.moved == 340 * (32 if share == 1 else 40)
+
+
+def test_compute_sanitizer_is_shown_every_op(capsys):
+    every_op.main(torch.device("cpu"))
+    assert int(capsys.readouterr().out.split()[0]) > len(SAMPLES)
