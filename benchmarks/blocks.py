@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from benchmarks import peers
+from benchmarks import other_libraries
 from mpkernels.bench.linear import MakeLayer, Shape, forward_and_backward
 from mpkernels.bench.pairs import Make, Pair
 from mpkernels.bench.settings import Setting
@@ -64,7 +64,7 @@ def torchs(setting: Setting, name: str, compiled: bool = False) -> Make:
 
 
 def ligers(setting: Setting, name: str) -> Make:
-    return _side(setting, partial(peers.ligers_block, name))
+    return _side(setting, partial(other_libraries.ligers_block, name))
 
 
 def compare(setting: Setting, name: str, ours: Make, theirs: Make) -> Pair:

@@ -6,7 +6,17 @@ from itertools import chain, product
 
 import torch
 
-from benchmarks import blocks, fp32_training, layers, loss_scale, offload, optimizers, peers, rivals, sharded
+from benchmarks import (
+    adamw_beside_others,
+    blocks,
+    dtensor_step,
+    fp32_training,
+    layers,
+    loss_scale,
+    offload,
+    optimizers,
+    other_libraries,
+)
 from benchmarks.tensor_lists import lists
 from mpkernels.bench import cases, linear, ops, steps, training
 from mpkernels.bench.cases import BEST, DEFAULT, EAGER, WITHOUT_SCALER, Benchmark, step
@@ -53,12 +63,12 @@ def _steps(place: Place) -> Iterator[Benchmark]:
             yield step(setting, variant="no-clipping", clips=False)
             prepare = partial(optimizers.compare_reporting, setting)
             yield Benchmark("step", setting, prepare, "adamw_", "ours without a report", "guarded")
-    yield from rivals.comparisons(place)
+    yield from adamw_beside_others.comparisons(place)
     yield from _steps_without_scaler(place)
     if place.device == "cpu":
-        setting = Setting(place, "fp32", sharded.SIZES)
-        prepare = partial(sharded.compare, setting)
-        yield Benchmark("step", setting, prepare, "adamw_", BEST, "dtensors", sharded.why_not())
+        setting = Setting(place, "fp32", dtensor_step.SIZES)
+        prepare = partial(dtensor_step.compare, setting)
+        yield Benchmark("step", setting, prepare, "adamw_", BEST, "dtensors", dtensor_step.why_not())
     yield from optimizers.comparisons(place)
     yield from offload.comparisons(place)
 
@@ -105,10 +115,10 @@ def _blocks(place: Place) -> Iterator[Benchmark]:
             (TUNED, ""): (ours(), torchs(compiled=True)),
             (TUNED, "compiled"): (ours(compiled=True), torchs(compiled=True)),
         }
-        if name in peers.LIGERS_BLOCKS:
+        if name in other_libraries.LIGERS_BLOCKS:
             sides[LIGER, ""] = ours(), blocks.ligers(setting, name)
         for (baseline, variant), pair in sides.items():
-            missing = peers.why_not(peers.LIGER, True, place.device) if baseline == LIGER else ""
+            missing = other_libraries.why_not(other_libraries.LIGER, True, place.device) if baseline == LIGER else ""
             prepare = partial(blocks.compare, setting, name, *pair)
             yield Benchmark(name, setting, prepare, block.op, baseline, variant, missing)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mpkernels._shared.saved import saved_storages
+from mpkernels._shared.saved_for_backward import saved_storages
 from mpkernels.bench.pairs import Make, Workload
 from mpkernels.bench.results import Counts
 

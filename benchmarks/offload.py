@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from benchmarks import peers
+from benchmarks import other_libraries
 from mpkernels.bench import steps
 from mpkernels.bench.cases import Benchmark
 from mpkernels.bench.pairs import Pair, Workload
@@ -34,7 +34,7 @@ def comparisons(place: Place) -> Iterator[Benchmark]:
     }
     for ((dtype, variant), options), (baseline, make), clips in product(kept.items(), theirs.items(), (True, False)):
         setting = Setting(place, dtype, HUNDRED)
-        missing = peers.why_not("torchao.optim", False, place.device) if make is _torchaos else ""
+        missing = other_libraries.why_not("torchao.optim", False, place.device) if make is _torchaos else ""
         prepare = partial(compare, setting, make, clips, **options)
         variant = "-".join(filter(None, (variant, "" if clips else "no-clipping")))
         yield Benchmark("offload", setting, prepare, "adamw_", baseline, variant, missing)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import peers
+from benchmarks import other_libraries
 from benchmarks.tensor_lists import ONE_50M
 from mpkernels.bench import steps
 from mpkernels.bench.cases import BEST, WITHOUT_SCALER, Benchmark
@@ -33,7 +33,7 @@ RULES = {
     "adam": Rule(Adam, partial(steps.fused, kind=torch.optim.Adam), "adam_", 2),
     "sgd-momentum": Rule(partial(SGD, momentum=0.9), partial(torch.optim.SGD, momentum=0.9, fused=True), "sgd_", 1),
     "sgd": Rule(SGD, partial(torch.optim.SGD, fused=True), "sgd_", 0),
-    "lion": Rule(Lion, peers.maker(peers.LION), "lion_", 1, "torch-optimi"),
+    "lion": Rule(Lion, other_libraries.maker(other_libraries.LION), "lion_", 1, "torch-optimi"),
 }
 
 
@@ -52,7 +52,9 @@ def comparisons(place: Place) -> Iterator[Benchmark]:
         baselines, missing = (WITHOUT_SCALER, BEST), ""
         if rule.peer:
             baselines = rule.peer, f"torch.amp {rule.peer}"
-            missing = peers.why_not(peers.LION.module, peers.LION.needs_cuda, place.device)
+            missing = other_libraries.why_not(
+                other_libraries.LION.module, other_libraries.LION.needs_cuda, place.device
+            )
         for prepare, baseline in zip((alone, scaled), baselines, strict=True):
             yield Benchmark("step", setting, prepare, rule.op, baseline, name, missing)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from benchmarks import chart, models, rivals
+from benchmarks import adamw_beside_others, chart, models
 from benchmarks.chart import Axis, Dot
 from benchmarks.raw_samples import Session
 from mpkernels.bench.results import Result
@@ -23,8 +23,8 @@ HEADER = [
     *("extra_benchmark_config_str", "gpu_name", "timestamp", "mpkernels_version"),
 ]
 TENSORS = "tensors", "number x size of tensors"
-ELEMENTS = {sizes.name: sizes.elements for sizes in rivals.SIZES}
-SHAPES = dict(zip(rivals.CLIPS, ("", "hollow"), strict=True))
+ELEMENTS = {sizes.name: sizes.elements for sizes in adamw_beside_others.SIZES}
+SHAPES = dict(zip(adamw_beside_others.CLIPS, ("", "hollow"), strict=True))
 Row = list[Any]
 
 
@@ -46,8 +46,8 @@ class Family(NamedTuple):
 
 
 def compared(run: Session) -> list[Result]:
-    """Return those of a run's results that rivals.py compares."""
-    return [it for it in run.results if it.op in rivals.CLIPS]
+    """Return those of a run's results that adamw_beside_others.py compares."""
+    return [it for it in run.results if it.op in adamw_beside_others.CLIPS]
 
 
 def undisturbed(found: list[Result]) -> list[Result]:

@@ -12,7 +12,7 @@ project = "mpkernels"
 author = "the mpkernels authors"
 version = release = mpkernels.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "files"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "linked_files"]
 html_theme = "alabaster"
 html_theme_options = {"description": "Mixed-precision training for PyTorch", "page_width": "1000px"}
 html_show_sourcelink = False

@@ -1,5 +1,5 @@
 #include "linear/linear_act_cuda.h"
-#include "linear/rows_cuda.h"
+#include "linear/tiling_cuda.h"
 
 namespace mpk {
 

@@ -1,5 +1,5 @@
 #include "linear/linear_gated.h"
-#include "linear/rows_cpu.h"
+#include "linear/vectors_cpu.h"
 
 namespace mpk::MPK_ISA {
 

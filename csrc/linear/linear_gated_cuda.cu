@@ -1,6 +1,6 @@
 #include "linear/linear_gated.h"
 #include "linear/linear_gated_cuda.h"
-#include "linear/rows_cuda.h"
+#include "linear/tiling_cuda.h"
 
 namespace mpk {
 

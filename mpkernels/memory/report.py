@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mpkernels._shared.parameters import params_of, unwrapped
 from mpkernels._shared.report_tables import Report, Table
-from mpkernels._shared.saved import saved_storages
+from mpkernels._shared.saved_for_backward import saved_storages
 from mpkernels._torch_private.modes import DispatchMode
 from mpkernels._torch_private.ops import to_copy
 from mpkernels._torch_private.tensors import storage_of

@@ -26,9 +26,9 @@ from mpkernels.optim import (
 )
 from mpkernels.optim import offload as offloading
 from mpkernels.optim.attribute_of import AttributeOf
+from mpkernels.optim.gradient_release import GradientRelease, steps_in_backward
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
-from mpkernels.optim.release import GradientRelease, steps_in_backward
 from mpkernels.optim.step_outcome import StepOutcome, found_here
 from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW
-from tests.amp.test_amp import INIT
+from tests.amp.test_grad_scaler import INIT
 from tests.networks import B16, batch, network
 
 MAX_NORM = 0.1

@@ -11,7 +11,7 @@ import mpkernels
 from mpkernels.amp import GradScaler, accumulate, clip_grad_norm_
 from mpkernels.nn import LinearAct
 from mpkernels.optim import AdamW, Masters
-from tests.amp.test_amp import INIT
+from tests.amp.test_grad_scaler import INIT
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16, batch, network
 from tests.optim.optimizers import of_each

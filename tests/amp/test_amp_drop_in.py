@@ -12,7 +12,7 @@ import torch
 from mpkernels import amp
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from tests.amp.test_amp import INIT
+from tests.amp.test_grad_scaler import INIT
 from tests.networks import backward, network, train
 
 

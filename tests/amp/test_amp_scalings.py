@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpkernels.amp import GradScaler
-from tests.amp.test_amp import OPTIMIZERS, SCALINGS, iterate, one_param
+from tests.amp.test_grad_scaler import OPTIMIZERS, SCALINGS, iterate, one_param
 
 INF = math.inf
 

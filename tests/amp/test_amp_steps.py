@@ -6,7 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from tests.amp.test_amp import OPTIMIZERS, SCALINGS, iterate, one_param
+from tests.amp.test_grad_scaler import OPTIMIZERS, SCALINGS, iterate, one_param
 from tests.networks import B16, F16, backward, network
 
 FUSED = {

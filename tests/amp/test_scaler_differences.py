@@ -8,7 +8,7 @@ import torch
 
 from mpkernels.amp import GradScaler, autocast, inf_check
 from mpkernels.optim import AdamW
-from tests.amp.test_amp import OPTIMIZERS, SCALINGS, iterate, one_param
+from tests.amp.test_grad_scaler import OPTIMIZERS, SCALINGS, iterate, one_param
 from tests.hard_grads import DTYPES
 from tests.networks import B16, F16
 

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from tests.amp.test_amp import OPTIMIZERS, SCALINGS
+from tests.amp.test_grad_scaler import OPTIMIZERS, SCALINGS
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 

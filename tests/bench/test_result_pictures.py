@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from benchmarks import book, chart, offload_on_paper, readme_numbers, result_pictures, rivals
+from benchmarks import adamw_beside_others, book, chart, offload_on_paper, readme_numbers, result_pictures
 from benchmarks.raw_samples import Session
 from mpkernels.bench import steps
 from mpkernels.bench.results import Result
@@ -22,10 +22,10 @@ y_value_80 extra_benchmark_config_str gpu_name timestamp liger_version"""
 
 
 def session(kept=(14.0, 16.0), ratio=2.0):
-    """What rivals.py compares: ours takes 1 to 6 us, the others so many times as long."""
+    """What adamw_beside_others.py compares: ours takes 1 to 6 us, the others so many times as long."""
     found = []
     for threads in (1, 2):
-        for case in rivals.comparisons(Place("cpu", threads)):
+        for case in adamw_beside_others.comparisons(Place("cpu", threads)):
             sizes = case.setting.sizes
             counts = {
                 name: {"kept": int(each * sizes.elements), "peak memory": int((each + 1) * sizes.elements)}
@@ -53,8 +53,8 @@ def test_both_sides_take_the_same_step(clips, monkeypatch):
     """Beside torch's fused AdamW, whose weights ours end at."""
     made, parameters = [], steps.parameters
     monkeypatch.setattr(steps, "parameters", lambda *words: made.append(parameters(*words)) or made[-1])
-    rival = next(rivals.rivals(Place("cpu", 1)))
-    pair = rivals.compare(Setting(Place("cpu", 1), "fp32", Sizes("small", ((1000,),) * 3)), rival, clips)
+    rival = next(adamw_beside_others.rivals(Place("cpu", 1)))
+    pair = adamw_beside_others.compare(Setting(Place("cpu", 1), "fp32", Sizes("small", ((1000,),) * 3)), rival, clips)
     for side in (pair.ours, pair.theirs):
         run = side()
         for _ in range(5):
@@ -67,8 +67,8 @@ def test_both_sides_take_the_same_step(clips, monkeypatch):
 
 def test_all_lengths_fill_blocks_of_8_bit_moments():
     """Or torchao would keep fp32 ones."""
-    lengths = {length for sizes in rivals.SIZES for (length,) in sizes.shapes}
-    assert [length % rivals.BLOCK for length in lengths] == [0] * 3
+    lengths = {length for sizes in adamw_beside_others.SIZES for (length,) in sizes.shapes}
+    assert [length % adamw_beside_others.BLOCK for length in lengths] == [0] * 3
     assert lengths == {49_999_872, 499_968, 5_120}  # the nearest
 
 

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional
 from torch.testing import assert_close
 
-from benchmarks import blocks, cases, peers
+from benchmarks import blocks, cases, other_libraries
 from mpkernels.bench.linear import Shape
 from mpkernels.bench.settings import Place, Setting
 
@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 SETTING = Setting(Place("cpu", 1), "fp32", Shape(3, 16, 24).sizes())
 
 
-@pytest.mark.parametrize("name", peers.LIGERS_BLOCKS)
+@pytest.mark.parametrize("name", other_libraries.LIGERS_BLOCKS)
 def test_all_but_the_kernel_computes_what_torch_does(monkeypatch, name):
     """The kernel needs a GPU."""
     monkeypatch.setattr(LigerSiLUMulFunction, "apply", lambda a, b, *scales: functional.silu(a) * b)
@@ -31,12 +31,12 @@ def test_all_but_the_kernel_computes_what_torch_does(monkeypatch, name):
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_it_is_measured_on_cuda_alone(device):
     ligers = [it for it in cases._blocks(Place(device, 1)) if it.baseline == cases.LIGER]
-    assert {it.op for it in ligers} == {*peers.LIGERS_BLOCKS}
+    assert {it.op for it in ligers} == {*other_libraries.LIGERS_BLOCKS}
     assert {it.missing for it in ligers} == {"" if device == "cuda" else "liger_kernel needs CUDA"}
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="Liger's kernels need CUDA")
-@pytest.mark.parametrize("name", peers.LIGERS_BLOCKS)
+@pytest.mark.parametrize("name", other_libraries.LIGERS_BLOCKS)
 def test_the_kernel_computes_what_torch_does(name):
     on_cuda = SETTING._replace(place=Place("cuda", 1))
     assert_close(blocks.ligers(on_cuda, name)()(), blocks.torchs(on_cuda, name)()())

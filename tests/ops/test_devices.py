@@ -9,7 +9,7 @@ import mpkernels
 from mpkernels import _extension
 from mpkernels.doctor.kernels import why_not
 from mpkernels.ops import _devices, _dispatcher, _registry, _routes
-from tests.ops.step.rows import RULES
+from tests.ops.step.rules_table import RULES
 from tests.optim.optimizers import OPTIMIZERS
 
 CPU = torch.device("cpu")

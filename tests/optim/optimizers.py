@@ -1,4 +1,4 @@
-"""The optimizers, one line each: a fifth rule costs a line here, and one in tests/ops/step/rows.py."""
+"""The optimizers, one line each: a fifth rule costs a line here, and one in tests/ops/step/rules_table.py."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ import torch
 from mpkernels.ops.step.split import join
 from mpkernels.optim import SGD, Adam, AdamW, Lion
 from tests.hard_grads import same_bits
-from tests.ops.step.rows import LionInPlainTorch
+from tests.ops.step.rules_table import LionInPlainTorch
 
 
 class Line(NamedTuple):

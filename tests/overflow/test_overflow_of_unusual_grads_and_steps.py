@@ -11,7 +11,7 @@ import torch
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from mpkernels.overflow.ledger import Ledgers
-from tests.amp.test_amp import OPTIMIZERS
+from tests.amp.test_grad_scaler import OPTIMIZERS
 from tests.networks import B16, network, one_thread
 from tests.overflow.test_overflow_report import INF, NAN, culprits, every_optimizer, iterate, params_of
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
-from tests.amp.test_amp import OPTIMIZERS
+from tests.amp.test_grad_scaler import OPTIMIZERS
 from tests.networks import B16, F16, network, one_thread
 
 __all__ = ["one_thread"]  # a fixture that each test uses

@@ -22,7 +22,7 @@ from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 from tests import ROOT
 from tests.hard_grads import DTYPES, random_grads
 from tests.linear_cases import before_a_layer, layer, saved_of
-from tests.ops.step.rows import RULES, WEIGHTS, Rows
+from tests.ops.step.rules_table import RULES, WEIGHTS, Rows
 from tests.targets import TARGETS
 
 pytestmark = pytest.mark.begins_first

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn import Module
 
-from mpkernels._shared.calls import call
+from mpkernels._shared.call_model import call
 from mpkernels._shared.report_tables import Report, Table
-from mpkernels._shared.saved import saved_storages
+from mpkernels._shared.saved_for_backward import saved_storages
 from mpkernels._torch_private.tensors import storage_of
 from mpkernels.nn.fusing.classes import become
 

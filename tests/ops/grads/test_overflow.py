@@ -8,7 +8,7 @@ import torch
 import mpkernels
 from mpkernels.ops import overflow_
 from tests.hard_grads import DTYPES, clones, odd_layouts, random_grads, same_bits
-from tests.ops.step.rows import B16, F16, F32, F64, I8, WEIGHTS
+from tests.ops.step.rules_table import B16, F16, F32, F64, I8, WEIGHTS
 from tests.ops.step.test_adamw import Model
 
 INF, NAN = math.inf, math.nan

@@ -8,7 +8,7 @@ import torch
 import mpkernels
 from tests.hard_grads import same_bits
 from tests.ops.step import oracle
-from tests.ops.step.rows import F32, RULES, WEIGHTS, Rows
+from tests.ops.step.rules_table import F32, RULES, WEIGHTS, Rows
 
 
 class Model(Rows):

@@ -8,7 +8,7 @@ import torch
 import mpkernels
 from mpkernels.ops.step.rules.adamw import ADAMW, adamw_
 from tests.hard_grads import same_bits
-from tests.ops.step.rows import B16, F16, F32, I8, WEIGHTS
+from tests.ops.step.rules_table import B16, F16, F32, I8, WEIGHTS
 from tests.ops.step.test_adamw import Model, assert_same_steps, beside_the_reference
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import mpkernels
-from tests.ops.step.rows import B16, F16, F32, F64, I8, WEIGHTS
+from tests.ops.step.rules_table import B16, F16, F32, F64, I8, WEIGHTS
 from tests.ops.step.test_adamw import Model, beside_the_reference
 
 pytestmark = pytest.mark.kernels("native", "triton", "cuda")  # beside the reference

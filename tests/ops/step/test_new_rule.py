@@ -21,7 +21,7 @@ IN_THE_TABLES = """\
 from mpkernels.ops.step.rules.rmsprop import rmsprop_
 from mpkernels.optim.rmsprop import RMSprop
 HYPERS = {"lr": (1e-2, 1e-3), "alpha": (0.99, 0.9), "eps": (1e-8, 1e-6)}
-RULE = rows.Line(rmsprop_, HYPERS, torch.optim.RMSprop, lambda it, _: it | {"foreach": False})
+RULE = rules_table.Line(rmsprop_, HYPERS, torch.optim.RMSprop, lambda it, _: it | {"foreach": False})
 OPTIMIZER = optimizers.Line(RMSprop, {"alpha": 0.9}, torch.optim.RMSprop, ("square_avg",), 1e-3)
 """
 
@@ -29,7 +29,7 @@ IMPORTS = """
 from tests import conftest  # first, for it changes Triton's interpreter
 import mpkernels
 import torch
-from tests.ops.step import rows, test_rules_same_bits
+from tests.ops.step import rules_table, test_rules_same_bits
 from tests.optim import optimizers, test_optimizers
 from tests.targets import TARGETS
 """

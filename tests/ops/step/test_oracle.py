@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.step import oracle
-from tests.ops.step.rows import B16, F16, F32, F64, I8, WEIGHTS
+from tests.ops.step.rules_table import B16, F16, F32, F64, I8, WEIGHTS
 from tests.ops.step.test_adamw import Model
 
 HYPER = {

@@ -7,7 +7,7 @@ import torch
 
 from mpkernels.ops.step.rules.adamw import ADAMW, adamw_
 from tests.hard_grads import same_bits
-from tests.ops.step.rows import F32, I8, WEIGHTS
+from tests.ops.step.rules_table import F32, I8, WEIGHTS
 from tests.ops.step.test_adamw import Model
 from tests.ops.step.test_adamw_edges import LAYOUTS, channels_last
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.hard_grads import same_bits
-from tests.ops.step.rows import B16, F16, F32, F64, I8, RULES, WEIGHTS, Rows, assert_same_steps, rows_on
+from tests.ops.step.rules_table import B16, F16, F32, F64, I8, RULES, WEIGHTS, Rows, assert_same_steps, rows_on
 
 of_each_rule = pytest.mark.parametrize("line", RULES.values(), ids=RULES)
 beside_the_reference = pytest.mark.kernels("native", "triton", "cuda")

@@ -16,9 +16,9 @@ import triton
 import setup
 from tests import targets
 from tests.proof.gate import launches, limits, measure, traced, traces
-from tests.proof.gate.cases import CASES
 from tests.proof.gate.chips import CODES
 from tests.proof.gate.limits import Kernels, Section
+from tests.proof.gate.memory_bound_calls import CASES
 from tests.proof.gate.traces import Traces
 
 

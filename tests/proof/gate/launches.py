@@ -17,7 +17,7 @@ from mpkernels import ops
 from mpkernels.ops import _registry
 from tests.hard_grads import DTYPES
 from tests.ops.test_ops import ARGUMENTS, CALLS
-from tests.proof.gate import linear, steps
+from tests.proof.gate import linear_calls, step_calls
 
 TARGETS = {
     "sm_75": GPUTarget("cuda", 75, 32),
@@ -124,11 +124,11 @@ def _runs_on(chip: str, op: _registry.Op) -> bool:
 
 def _calls(op: _registry.Op, chip: str) -> Iterator[tuple[Any, ...]]:
     """The arguments that all ops are tested with, as they are and in every dtype that the op takes throughout."""
-    if op.name in linear.CALLS:
-        yield from linear.CALLS[op.name](chip)
+    if op.name in linear_calls.CALLS:
+        yield from linear_calls.CALLS[op.name](chip)
         return
-    if op.name in steps.CALLS:
-        yield from steps.CALLS[op.name]()
+    if op.name in step_calls.CALLS:
+        yield from step_calls.CALLS[op.name]()
     for name, make in CALLS:
         if name == op.name:
             yield make("cpu")

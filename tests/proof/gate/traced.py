@@ -19,9 +19,9 @@ import mpkernels
 from mpkernels.ops import _dispatcher, _registry
 from tests import targets
 from tests.proof.gate import launches
-from tests.proof.gate.cases import CASES, ORDINARY
 from tests.proof.gate.chips import CODES
 from tests.proof.gate.measure import demangled, output
+from tests.proof.gate.memory_bound_calls import CASES, ORDINARY
 from tests.proof.gate.traces import Traced
 from tests.proof.sass.code import Code
 from tests.proof.sass.counts import count

@@ -7,8 +7,8 @@ from math import ceil, log2, prod
 from pathlib import Path
 from typing import NamedTuple
 
-from tests.proof.gate.cases import CASES
 from tests.proof.gate.chips import CHIPS, REGISTERS, Chip
+from tests.proof.gate.memory_bound_calls import CASES
 
 PATH = Path(__file__).with_name("traces.json")
 LANES = 32

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import peers
+from benchmarks import other_libraries
 from benchmarks.tensor_lists import ONE_50M
 from mpkernels.bench import steps
 from mpkernels.bench.cases import WITHOUT_SCALER, Benchmark
@@ -46,10 +46,10 @@ class Rival(NamedTuple):
 def rivals(place: Place) -> Iterator[Rival]:
     for dtype, moments in (("fp32", torch.float32), ("bf16", torch.float32), ("bf16", torch.int8)):
         yield Rival(WITHOUT_SCALER, steps.fused, dtype, moments)
-    for name, peer in peers.PEERS.items():
+    for name, peer in other_libraries.PEERS.items():
         dtype = next(word for word, it in DTYPES.items() if it == peer.weights)
-        missing = peers.why_not(peer.module, peer.needs_cuda, place.device)
-        yield Rival(name, peers.maker(peer), dtype, peer.moments, peer.weights, missing)
+        missing = other_libraries.why_not(peer.module, peer.needs_cuda, place.device)
+        yield Rival(name, other_libraries.maker(peer), dtype, peer.moments, peer.weights, missing)
 
 
 def comparisons(place: Place) -> Iterator[Benchmark]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from mpkernels.ops.step.rule import Rule
-from tests.ops.step.rows import RULES
+from tests.ops.step.rules_table import RULES
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
