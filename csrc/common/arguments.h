@@ -1,4 +1,4 @@
-// What a kernel takes off the stack, and then owns: numbers, and lists of tensors as tables of flat memory.
+// Takes a kernel's arguments off torch's stack, and owns them. Lists of tensors become tables of flat memory.
 #pragma once
 
 #include <memory>
@@ -15,7 +15,7 @@ int64_t elements_of(const std::vector<Row>& rows) {
   return sum;
 }
 
-// Numbers the rows' chunks.
+// Divides the rows into chunks of chunk_size elements.
 template <class Row>
 TableOf<Row> lay_out(std::vector<Row>& rows, int64_t chunk_size) {
   int32_t chunks = 0;
@@ -26,7 +26,7 @@ TableOf<Row> lay_out(std::vector<Row>& rows, int64_t chunk_size) {
   return {rows.data(), static_cast<int32_t>(rows.size()), chunks, chunk_size};
 }
 
-// Hands out memory in which the elements of several tensors lie in the same order: a tensor's own, or a copy's.
+// Lends a tensor's own memory, or a copy's, so that the elements of several tensors lie in the same order.
 class Lender {
  public:
   void* lend(const Tensor& tensor, const Tensor& like, bool will_write) {
@@ -109,18 +109,17 @@ class TensorList {
     return rows_;
   }
 
-  std::vector<Row>& rows() { return rows_; }  // once they are flattened
+  std::vector<Row>& rows() { return rows_; }  // valid after flatten()
 
   void return_copies() { lender_.return_copies(); }
 
  private:
   std::vector<Tensor> tensors_;
-  Lender lender_;  // of copies, whose originals are tensors_
+  Lender lender_;  // its copies refer to their originals in tensors_
   std::vector<Row> rows_;
   int64_t elements_ = 0;
 };
 
-// Other kinds of argument.
 inline std::unique_ptr<Tensor> take_optional(StableIValue value) {
   const std::unique_ptr<StableIValue> inner(reinterpret_cast<StableIValue*>(value));
   return inner ? std::make_unique<Tensor>(*inner) : nullptr;
@@ -142,7 +141,7 @@ T take_number(StableIValue value) {
   return number;
 }
 
-// A dtype of torch's; -1: None.
+// Returns a dtype by torch's number; -1 stands for None.
 inline int32_t take_optional_dtype(StableIValue value) {
   const std::unique_ptr<StableIValue> inner(reinterpret_cast<StableIValue*>(value));
   return inner ? take_number<int32_t>(*inner) : -1;

@@ -5,10 +5,10 @@
 
 namespace mpk {
 
-// CPU: a chunk is 128 KB of fp32, within reach of every L2. A list of small tensors stays on one thread.
+// On the CPU, a chunk is 128 KB of fp32, which fits every L2. A list of small tensors stays on one thread.
 inline constexpr int64_t kCpuChunk = 32768;
 
-// Calls body(first, last) for ranges of [0, count) on torch's own threads, with at least grain to each.
+// Calls body(first, last) for ranges of [0, count), of `grain` or more each, on torch's own threads.
 template <class Body>
 void on_threads(int64_t count, int64_t grain, const Body& body) {
   const auto run = [](int64_t first, int64_t last, void* body) { (*static_cast<const Body*>(body))(first, last); };
@@ -27,8 +27,8 @@ void parallel_for_chunks(const TableOf<Row>& table, int64_t elements, const Body
 }
 
 #ifdef MPK_CUDA
-// CUDA: 128 KB hides a chunk's start-up. Smaller if there would be fewer than 1,024 chunks, larger if more than 16,384.
-// Only sizes decide, so that sums come out alike on all chips.
+// On CUDA, a chunk of 128 KB hides a block's start-up. Chunks are smaller if there would be fewer than 1,024, larger if
+// more than 16,384. They depend on sizes alone, so that sums come out alike on all chips.
 template <class Row>
 TableOf<Row> lay_out_on_cuda(std::vector<Row>& rows) {
   constexpr int64_t enough_bytes = 128 << 10, enough_chunks = 1024, many_chunks = 16384;
@@ -40,7 +40,7 @@ TableOf<Row> lay_out_on_cuda(std::vector<Row>& rows) {
   return lay_out(rows, chunk);
 }
 
-// Memory for the rows of a table that is too long for a launch's parameters; else none.
+// Device memory for a table's rows, allocated only if they don't fit into a launch's parameters.
 template <class Row>
 class RowMemory {
  public:

@@ -16,7 +16,7 @@ struct HalfProducts {
   bool fp16, bf16;
 };
 
-// What oneDNN may use of the CPU. The variable is oneDNN's own.
+// Returns which formats ONEDNN_MAX_CPU_ISA, oneDNN's own variable, leaves allowed.
 inline HalfProducts allowed_half_products() {
   const char* const limit = std::getenv("ONEDNN_MAX_CPU_ISA");
   const std::string isa = limit ? limit : "ALL";

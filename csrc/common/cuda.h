@@ -25,7 +25,7 @@ inline float widen(fp16 x) { return bit_cast<float>(fp32_bits_of_fp16<float>(x.b
 inline void narrow(float wide, fp16& x) { x.bits = fp16_bits_of_fp32<float>(bit_cast<uint32_t>(wide)); }
 #endif
 
-// sm_80 brought an instruction for each of these two. The emulation runs what older chips do.
+// Each of these two is one instruction since sm_80. The emulation runs the code for older chips.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
 __device__ __forceinline__ void narrow(float wide, bf16& x) {
   asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(x.bits) : "f"(wide));
@@ -48,7 +48,7 @@ __device__ __forceinline__ void narrow(T wide, T& x) {
   x = wide;
 }
 
-// Tells the compiler that a pointer which comes out of memory leads to global memory, as those in parameters do.
+// Tells the compiler that a pointer points to global memory, which it knows only of pointers in a kernel's parameters.
 template <class T>
 __device__ __forceinline__ T* in_global(T* pointer) {
 #ifdef __CUDA_ARCH__
@@ -57,8 +57,8 @@ __device__ __forceinline__ T* in_global(T* pointer) {
   return pointer;
 }
 
-// Calls body(element&) for this thread's share of a block's data, and stores the elements back where T isn't const. It
-// goes 16 bytes at a time, except before the first 16-byte boundary and after the last.
+// Calls body(element&) for this thread's share of a block's data, and stores the elements back where T isn't const.
+// Accesses are 16 bytes wide, except before the first 16-byte boundary and after the last.
 template <class T, class Body>
 __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Body& body) {
   using Element = std::remove_const_t<T>;
@@ -96,8 +96,8 @@ __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Bo
   }
 }
 
-// Joins the values of a block's threads in a fixed order, by a function that rounding alone keeps from being
-// associative and commutative. Every thread gets the result.
+// Joins the values of a block's threads in a fixed order. `join` must be commutative, and associative apart from
+// rounding. Every thread gets the result.
 template <class Join>
 __device__ double block_join(double value, const Join& join) {
   __shared__ double of_warp[kThreads / 32];
@@ -119,7 +119,7 @@ static __device__ double block_sum(double value) {
 // cache (__ldcg).
 static __device__ bool last_one_out(uint32_t* ticket, uint32_t expected) {
   __shared__ bool is_last;
-  __syncthreads();  // whatever the block's other threads still read of what a last block changes
+  __syncthreads();  // so that this block's threads have read all that the last block may change
   if (threadIdx.x == 0) {
     __threadfence();
     is_last = atomicInc(ticket, expected - 1) == expected - 1;

@@ -10,7 +10,7 @@ struct Elements {
   T at[count];
 };
 
-// What one access moves of so many bytes: 16 at most.
+// What one access moves of so many bytes, a power of two: 16 bytes at most.
 template <size_t bytes>
 using WordOf = std::conditional_t<
     bytes % sizeof(uint4) == 0, uint4,
@@ -34,11 +34,11 @@ template <class T, int count>
 __device__ void store(T* address, const Elements<T, count>& from) {
   using Word = WordOf<count * sizeof(T)>;
   const auto raw = bit_cast<Elements<Word, count * sizeof(T) / sizeof(Word)>>(from);
-  // As an intrinsic: nvcc 13 splits a plain store of registers that a branch has filled into single words.
+  // Unlike this intrinsic, a plain store of registers that a branch has filled is split into single words by nvcc 13.
   for (size_t i = 0; i < sizeof raw / sizeof(Word); ++i) __stcs(reinterpret_cast<Word*>(address) + i, raw.at[i]);
 }
 
-// Loads what is read once. The intrinsic shares its pointer with a store; a plain load would keep a copy of it.
+// Loads data that is read once. The intrinsic shares its pointer with a store; a plain load would copy the pointer.
 template <int count, class T>
 __device__ Elements<T, count> load_once(const T* address) {
   using Word = WordOf<count * sizeof(T)>;
@@ -48,7 +48,7 @@ __device__ Elements<T, count> load_once(const T* address) {
 }
 
 // Elements as they lie in memory, in 32 bits or in 16. Load all arrays before widening any: a load after a dtype branch
-// waits for earlier ones, and so it would if both widths shared registers.
+// waits for earlier loads, as it would if both widths shared registers.
 template <int count>
 struct Raw {
   Elements<uint32_t, count> words;

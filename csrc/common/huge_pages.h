@@ -1,5 +1,5 @@
-// Large memory in pages of 2 MB. The system hands out fresh memory page by page: in pages of 4 KB that takes longer, on
-// a virtual machine, than the work that is done in it.
+// Asks for pages of 2 MB for large memory. The system hands out fresh memory page by page: in pages of 4 KB, on a
+// virtual machine, that takes longer than the work on the memory.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ namespace mpk {
 
 inline constexpr uintptr_t kHugePage = 2 << 20;
 
-// Asks for huge pages where they fit into the memory: none is added to it.
+// Asks for huge pages where whole ones lie within the memory.
 inline void ask_for_huge_pages(void* memory, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
   const uintptr_t begin = reinterpret_cast<uintptr_t>(memory);

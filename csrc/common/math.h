@@ -1,5 +1,5 @@
-// exp and what activations make of it, to fp32's full accuracy: branch-free, for float and for vectors of it. NaN
-// passes.
+// exp, sigmoid, the normal distribution and tanh, to fp32's full accuracy, without a branch, for float and vectors of
+// floats. NaN stays NaN.
 #pragma once
 
 #include "common/numeric.h"
@@ -12,7 +12,6 @@ struct Fma {
   static MPK_FN F of(F a, F b, F c) { return fmaf(a, b, c); }
 };
 
-// A number for every lane.
 template <class F, class B>
 MPK_FN F every_lane(B b) {
   if constexpr (std::is_same_v<F, B>)
@@ -35,7 +34,7 @@ MPK_FN F polynomial(F x, const float (&coefficients)[count]) {
 }
 
 #ifdef __CUDA_ARCH__
-// The chip's own instructions: 2^x is off by 2^-22.5 of it at most, 1 / x by one rounding.
+// The chip's own instructions: the relative error of 2^x is 2^-22.5 at most, that of 1 / x one rounding.
 __device__ __forceinline__ float power_of_two(float x) {
   float power;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(x));
@@ -53,8 +52,8 @@ MPK_FN F quotient(F a, F b) {
 }
 #endif
 
-// exp(x + low) of an x that is not above 0, where low is what rounding took off x: 2^n e^r with |r| <= log(2) / 2.
-// 0 where it would be subnormal, for those take CPUs a hundred cycles each.
+// Returns exp(x + low) for x <= 0, where low is what rounding took off x: 2^n e^r with |r| <= log(2) / 2. Returns 0
+// instead of subnormal numbers, which take CPUs a hundred cycles each.
 template <class F, class U = Bits<F>>
 MPK_FN F exponential(F x, F low = F{}) {
   const F bounded = x < -87.0f ? F{} - 87.0f : x;
@@ -100,7 +99,7 @@ MPK_FN Normal<F> normal(F z) {
   const F a = magnitude > 12.8f ? F{} + 12.8f : magnitude;
   const F half = 0.5f * a, square = half * a;
   const F bell = exponential(F{} - square, F{} - fused(half, a, F{} - square));
-  const F e = magnitude > 12.8f ? F{} : bell;  // or beyond would be subnormal
+  const F e = magnitude > 12.8f ? F{} : bell;  // else `beyond` would be subnormal
   const F one_and = 1.0f + a, four_and = 4.0f + a,
           inverse = quotient(F{} + 1.0f, one_and * four_and);  // one division, not two
   const F s = (a - 4.0f) * one_and * inverse;

@@ -24,7 +24,7 @@ struct bf16 {
 
 enum class Dtype : int8_t { f32, f16, b16, f64 };
 
-// Sums are held in fp64, everything else is computed in fp32, but for fp64 tensors, which stay in fp64 throughout.
+// Kernels compute in fp32, for fp64 tensors in fp64. Sums are held in fp64.
 template <class T>
 using Compute = std::conditional_t<std::is_same_v<T, double>, double, float>;
 
@@ -69,7 +69,7 @@ MPK_FN U magnitude(const F& x) {
   return bit_cast<U>(x) & (~U{} >> 1);
 }
 
-// simd.h adds vectors of floats, for which GCC 12 takes two instructions.
+// simd.h specialises this for vectors of floats, because GCC 12 makes two instructions of it.
 template <class U>
 struct Larger {
   static MPK_FN U of(U a, U b) { return a > b ? a : b; }
@@ -81,20 +81,20 @@ MPK_FN U larger(U a, U b) {
 }
 
 // Whether x will be inf or NaN after rounding to T. Integers only: isfinite() or a bool would keep compilers from
-// vectorising the loop around it.
+// vectorising the loop around this.
 template <class T, class F>
 MPK_FN auto is_non_finite(const F& x) {
   using Word = std::conditional_t<sizeof(Compute<T>) == 8, uint64_t, uint32_t>;
   return magnitude(x) > Word{kLargestFinite<T>};
 }
 
-// A number that the compiler knows. std::integral_constant's is no use in CUDA: it converts on the host alone.
+// A number that the compiler knows. std::integral_constant is no use in CUDA, because it converts on the host alone.
 template <int number>
 struct Constant {
   MPK_FN constexpr operator int() const { return number; }
 };
 
-// Calls body(i) for i = 0 .. count - 1, each a constant: arrays that are indexed by it stay in registers.
+// Calls body(i) for i = 0 .. count - 1. Each i is a constant, so that arrays indexed by i stay in registers.
 #ifdef __CUDACC__
 #pragma nv_exec_check_disable  // a kernel's body is for the device alone
 #endif
@@ -131,15 +131,15 @@ MPK_FN F sign(F x) {
   return x > 0 ? one : x < 0 ? -one : zero;
 }
 
-// 16-bit formats to fp32 and back, round to nearest even, in integers: for machines without the instruction. U is
-// uint32_t or a vector of it; the 16 bits sit in the low half of each word. No fp32 subnormal is ever an operand, so
+// Convert 16-bit formats to fp32 and back, round to nearest even, in integers, for machines without the instruction. U
+// is uint32_t or a vector of it; the 16 bits sit in the low half of each word. No fp32 subnormal is ever an operand, so
 // torch.set_flush_denormal changes nothing.
 template <class U>
 MPK_FN U fp32_bits_of_bf16(U half) {
   return half << 16;
 }
 
-// Whether these are the bits of an fp32 NaN. simd.h adds the vectors, which compare the floats: one instruction.
+// Whether `word` holds the bits of an fp32 NaN. For vectors, simd.h compares the floats, in one instruction.
 template <class U>
 struct IsNan {
   static MPK_FN auto of(U word) { return (word & 0x7fffffffu) > 0x7f800000u; }
@@ -165,7 +165,7 @@ template <class F, class U = Bits<F>>
 MPK_FN U fp16_bits_of_fp32(Bits<F> word) {
   const U magnitude = word & 0x7fffffffu;
   const U normal = (magnitude - 0x37fff001u + ((magnitude >> 13) & 1u)) >> 13;
-  const U subnormal = bit_cast<U>(bit_cast<F>(magnitude) + 0.5f) - 0x3f000000u;  // 0.5's last bit is fp16's smallest
+  const U subnormal = bit_cast<U>(bit_cast<F>(magnitude) + 0.5f) - 0x3f000000u;  // ulp(0.5f) is fp16's smallest number
   const U finite = magnitude < 0x38800000u ? subnormal : normal;
   const U quiet_nan = (magnitude >> 13 & 0x03ffu) | 0x7e00u;
   const U infinite = quiet_nan * 0u + 0x7c00u;
@@ -173,7 +173,7 @@ MPK_FN U fp16_bits_of_fp32(Bits<F> word) {
   return (magnitude > 0x7f800000u ? quiet_nan : number) | (word >> 16 & 0x8000u);
 }
 
-// The two conversions of fp16 as a kernel of F does them; simd.h has those of vectors.
+// Converts fp16 to fp32 bits and back. simd.h specialises this for vectors.
 template <class F>
 struct Fp16 {
   using Half = Bits<F>;

@@ -5,9 +5,9 @@
 
 namespace mpk {
 
-inline constexpr uint64_t kTorch2_10 = uint64_t{2} << 56 | uint64_t{10} << 48;  // whose C ABI is used
+inline constexpr uint64_t kTorch2_10 = uint64_t{2} << 56 | uint64_t{10} << 48;  // the version of the C ABI
 
-// A kernel takes the arguments off the stack, which it then owns, and puts the results there.
+// A kernel takes its arguments off the stack, owns them, and puts its results there.
 using Kernel = void (*)(StableIValue* stack, uint64_t arguments, uint64_t results);
 
 struct Registration {
@@ -19,7 +19,7 @@ struct Registration {
   }
 };
 
-// The schema is declared in Python (mpkernels/ops); a kernel attaches itself to it under its device.
+// Python declares the schemas (mpkernels/ops). Each macro registers a kernel for an op on one device.
 #ifdef MPK_EMULATION
 #define MPK_LIBRARY "mpkernels_emulated"
 #define MPK_CPU_KERNEL(op, kernel)

@@ -5,8 +5,8 @@
 
 namespace mpk {
 
-// As many rows of a table as fit into the parameters of a launch (4 KB on every chip, 32,764 bytes since Volta): no
-// device memory to fill first, nothing to keep alive, and a CUDA graph holds its own copy.
+// Rows of a table in the parameters of a launch (4 KB on every chip, 32,764 bytes since Volta). No device memory need
+// be filled or kept alive, and a CUDA graph holds its own copy.
 template <class Row, int capacity>
 struct PageOf {
   PageOf(const TableOf<Row>& table, int32_t first)
@@ -25,8 +25,8 @@ __device__ Span span_of_block(const Rows& table) {
   return find_span(table.rows, table.count, static_cast<int32_t>(blockIdx.x), table.chunk_size);
 }
 
-// A page's rows are read from where they lie, in constant memory. One in global memory is copied, since for all that
-// the compiler knows any store could change it.
+// A page's row is read in place, from constant memory. A row in global memory is copied, because the compiler must
+// assume that any store changes it.
 template <class Row, int capacity>
 __device__ const Row& row_at(const PageOf<Row, capacity>& page, int32_t row) {
   return page.rows[row];
@@ -36,13 +36,13 @@ __device__ Row row_at(const TableOf<Row>& table, int32_t row) {
   return table.rows[row];
 }
 
-// One block a row: constant memory is quick only where all lanes read the same.
+// One block per row, because constant memory is fast only where all lanes read the same address.
 template <class Row, int capacity>
 __global__ void upload_kernel(const __grid_constant__ PageOf<Row, capacity> page, Row* to) {
   if (threadIdx.x == 0) to[blockIdx.x] = page.rows[blockIdx.x];
 }
 
-// A stretch of rows that stay on the device, and where their tensors lie at this step.
+// A stretch of rows that stay on the device, and the addresses of their tensors at this step.
 template <int capacity>
 struct StretchAt : Stretch {
   StretchAt(const Stretch& stretch, void* const* at) : Stretch(stretch) {
@@ -65,8 +65,8 @@ __device__ Row row_at(const StretchAt<capacity>& stretch, int32_t row) {
   return found;
 }
 
-// Calls launch_with(rows): a page, or a table on the device, where pages have carried the rows into `memory`. So a
-// kernel is launched once, for any number of tensors.
+// Calls launch_with(rows) once, for any number of tensors. `rows` is a page or, for more rows than a page holds, a
+// table in `memory`, into which pages have carried the rows.
 template <class Row, class LaunchWith>
 cudaError_t with_rows(const TableOf<Row>& table, Row* memory, cudaStream_t stream, const LaunchWith& launch_with) {
   using Large = PageOf<Row, kRowsInParameters<Row>>;

@@ -117,8 +117,8 @@ MPK_FN Doubles load(const double* from) { return load_bytes<Doubles>(from); }
 MPK_FN void store(float* to, Floats x) { memcpy(to, &x, sizeof x); }
 MPK_FN void store(double* to, Doubles x) { memcpy(to, &x, sizeof x); }
 
-// GCC 12 widens and narrows vectors by unpacking halves, where one instruction does it. Bytes are small whole numbers:
-// they become floats, and come from the low bits of words.
+// GCC 12 would widen and narrow vectors by unpacking halves, where one of these instructions does it. An int8 is a
+// whole number: it is loaded as a float, and stored from the low bits of a word.
 #if defined(__AVX512F__)
 MPK_FN Words widen(Halves h) { return bit_cast<Words>(_mm512_cvtepu16_epi32(bit_cast<__m256i>(h))); }
 MPK_FN Halves narrow(Words w) { return bit_cast<Halves>(_mm512_cvtepi32_epi16(bit_cast<__m512i>(w))); }
@@ -201,8 +201,8 @@ struct Fp16<MPK_ISA::Floats> {
 
 namespace mpk::MPK_ISA {
 
-// How many elements of T one vector holds, and how many a block of for_each_block: a fixed number, so that sums taken
-// in its order are the same to the last bit with every instruction set.
+// kLanesOf: how many elements of T a vector holds. kBlock: how many elements for_each_block takes at a time, fixed so
+// that sums in its order are the same to the last bit with every instruction set.
 template <class T>
 inline constexpr int kLanesOf = sizeof(Floats) / sizeof(Compute<T>);
 inline constexpr int kBlock = 32;

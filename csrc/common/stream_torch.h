@@ -1,4 +1,4 @@
-// The device and the stream of a launch: the tensor's, and torch's current one there. What CUDA says becomes an error.
+// The device and the stream of a launch: the tensor's, and torch's current one there. Raises CUDA's errors.
 #pragma once
 
 #ifdef MPK_CUDA
@@ -18,7 +18,7 @@ inline void require_success(cudaError_t error, const char* op) {
               (is_not_for_this ? ". The compiled kernels can't run on this device" : ""));
 }
 
-// Makes a tensor's device the current one as long as it lives, and knows torch's current stream there.
+// Makes a tensor's device the current one while this object lives, and holds torch's current stream there.
 class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor& tensor) {
@@ -41,7 +41,7 @@ class OnDeviceOf {
   void* stream_ = nullptr;
 };
 
-// Whether what the stream is given becomes part of a CUDA graph instead of being done.
+// Whether the stream records its work into a CUDA graph instead of running it.
 inline bool is_capturing(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   require_success(cudaStreamIsCapturing(stream, &status), "mpkernels");

@@ -10,7 +10,7 @@ MPK_FN int64_t width_of(Dtype dtype) { return dtype == Dtype::f64 ? 8 : dtype ==
 struct Row {
   void* data;
   int64_t size;         // in elements
-  int32_t first_chunk;  // counted over the whole table; every row has at least one chunk, an empty row an empty one
+  int32_t first_chunk;  // counted over the whole table; even an empty row has a chunk
   Dtype dtype;
 
   MPK_FN void* at(int64_t element) const { return static_cast<char*>(data) + element * width_of(dtype); }
@@ -18,7 +18,7 @@ struct Row {
 
 MPK_FN int64_t bytes_read(const Row& row) { return row.size * width_of(row.dtype); }
 
-// An op that needs more than one tensor at a time has a row of its own, with a size, a first_chunk and bytes_read.
+// An op that needs several tensors at a time has its own type of row, with a size, a first_chunk and bytes_read.
 template <class Row>
 struct TableOf {
   const Row* rows;
@@ -28,19 +28,19 @@ struct TableOf {
 };
 using Table = TableOf<Row>;
 
-// A CUDA kernel finds so many rows in its launch's parameters; further ones need memory of their own (rows.h).
+// How many rows fit into the parameters of a CUDA launch. Further rows need device memory (rows.h).
 template <class Row>
 inline constexpr int kRowsInParameters = 32512 / sizeof(Row);
 
-// Adjacent rows of a table that stays on the device from step to step, as many as one launch takes. Where their tensors
-// lie comes with the launch (rows.h).
+// Adjacent rows of a table that stays on the device from step to step, as many as one launch takes. The launch brings
+// the addresses of their tensors (rows.h).
 struct Stretch {
   static constexpr int kMostRows = 3500;  // 28,000 bytes of the launch's 32,764
 
-  const Row* table;             // all of it, without `data`
-  const int32_t* row_of_chunk;  // found without a search, whose ten reads would wait for each other
+  const Row* table;             // the whole table, of which `data` is not used
+  const int32_t* row_of_chunk;  // saves a search, whose ten reads would wait for each other
   int64_t chunk_size;
-  int32_t count;  // of all the table's rows
+  int32_t count;  // of rows in the whole table
   int32_t first_row, end_row, first_chunk, end_chunk;
 
   MPK_FN int32_t rows() const { return end_row - first_row; }
@@ -66,7 +66,7 @@ MPK_FN Span span_at(const Row* rows, int32_t chunk, int32_t row, int64_t chunk_s
   return {chunk, row, begin, left < chunk_size ? left : chunk_size};
 }
 
-// The row that holds chunk is the last one whose first chunk is not beyond it.
+// Finds the row that holds the chunk: the last row whose first_chunk is not above it.
 template <class Row>
 MPK_FN Span find_span(const Row* rows, int32_t count, int32_t chunk, int64_t chunk_size) {
   int32_t low = 0;
@@ -77,7 +77,7 @@ MPK_FN Span find_span(const Row* rows, int32_t count, int32_t chunk, int64_t chu
   return span_at(rows, chunk, low, chunk_size);
 }
 
-// The span after this one; beyond the table's last one, a span that must not be used.
+// Returns the next chunk's span. After the table's last chunk, the result must not be used.
 template <class Row>
 inline Span next_span(const TableOf<Row>& table, const Span& span) {
   const bool same_row = span.row + 1 == table.count || table.rows[span.row + 1].first_chunk > span.chunk + 1;

@@ -18,7 +18,7 @@ inline void require(bool met, const char* op, const char* what) {
 }
 inline void require(bool met, const char* op, const std::string& what) { require(met, op, what.c_str()); }
 
-// Owns one reference to a tensor, as arguments arrive and results leave.
+// Owns one reference to a tensor, as torch passes arguments and takes results.
 class Tensor {
  public:
   explicit Tensor(StableIValue value) : handle_(reinterpret_cast<AtenTensorHandle>(value)) {}
@@ -40,14 +40,14 @@ class Tensor {
         aoti_torch_empty_strided(ndim, sizes, strides, dtype, device().first, device().second, &empty);
     require(error == 0, "mpkernels", "torch could not allocate a tensor");
     Tensor result(reinterpret_cast<StableIValue>(empty));
-    constexpr int64_t kMappedAnew = 32 << 20;  // by malloc each time; less than that it keeps for the next
+    constexpr int64_t kMappedAnew = 32 << 20;  // malloc maps so many bytes anew each time, but keeps smaller blocks
     const int64_t bytes = result.size() * aoti_torch_dtype_element_size(dtype);
     if (bytes >= kMappedAnew && result.device().first == aoti_torch_device_type_cpu())
       ask_for_huge_pages(result.data(), bytes);
     return result;
   }
-  // A view of this one's memory, from so many elements behind its first one. torch doesn't look at the address, which
-  // a device may not know yet: a CUDA graph's memory that cudaMallocAsync gives is there once the graph runs.
+  // Returns a view of this tensor's memory, `offset` elements behind its first one. torch doesn't look at the address,
+  // which may not be valid yet: memory that cudaMallocAsync gives a CUDA graph is there once the graph runs.
   Tensor view(int64_t offset, int64_t ndim, const int64_t* sizes, const int64_t* strides) const {
     AtenTensorHandle view = nullptr;
     const AOTITorchError error = aoti_torch__reinterpret_tensor(handle_, ndim, sizes, strides, offset, &view);
@@ -83,13 +83,13 @@ class Tensor {
     static const int32_t strided = aoti_torch_layout_strided();
     return get<int32_t>(aoti_torch_get_layout) == strided;
   }
-  // Whether it is a single fp32, as scales and flags are.
+  // Whether this is a single fp32, as scales and flags are.
   bool is_fp32_scalar() const { return is_strided() && dtype() == aoti_torch_dtype_float32() && size() == 1; }
   template <class T = void>
   T* data() const {
     return static_cast<T*>(get<void*>(torch_get_mutable_data_ptr));
   }
-  // Does not break torch's copy-on-write sharing, as data() does.
+  // Unlike data(), this keeps torch's copy-on-write sharing.
   const void* const_data() const { return get<const void*>(torch_get_const_data_ptr); }
 
   bool is_contiguous() const { return get<bool>(aoti_torch_is_contiguous); }
@@ -108,7 +108,7 @@ class Tensor {
     }
     return true;
   }
-  // Whether the same memory is certain to be seen twice, as in an expanded tensor.
+  // Whether elements are certain to share memory, as in an expanded tensor.
   bool is_expanded() const {
     for (int64_t i = 0; i < ndim(); ++i) {
       if (sizes()[i] > 1 && strides()[i] == 0) return true;
@@ -127,7 +127,7 @@ class Tensor {
   AtenTensorHandle handle_;
 };
 
-// Whether element i of a and of b lie equally far into their memory, for every i. The shapes must be the same.
+// Whether each element lies at the same offset in a as in b. The shapes must be the same.
 inline bool have_same_layout(const Tensor& a, const Tensor& b) {
   if (a.is_contiguous() && b.is_contiguous()) return true;
   for (int64_t i = 0; i < a.ndim(); ++i) {

@@ -1,4 +1,4 @@
-// grad_stats: sum of squares and a non-finite flag of every grad and of all of them; the grads are only read.
+// grad_stats: sum of squares and a non-finite flag of each grad, and of all grads together; the grads are only read.
 #pragma once
 
 #include "common/cpu.h"
@@ -31,14 +31,14 @@ MPK_FN C sum_of_squares(const C (&x)[kSumPack]) {
 }
 
 // Takes the bits of a pack's sum in fp32, and returns whether the sum lies outside of 2^-100 to 2^100: then squares may
-// have underflown or overflown.
+// have underflowed or overflowed.
 template <class U>
 MPK_FN auto is_beyond_fp32(const U& sum) {
   constexpr uint32_t least = (127 - 100) << 23, most = (127 + 100) << 23;
   return sum - least > most - least;
 }
 
-// Adds up such a pack in fp64, where the square of an fp32 is exact and cannot overflow. Most such packs are zeros.
+// Adds up a pack in fp64, where squares of fp32 are exact and can't overflow. Most packs that come here are zeros.
 MPK_FN double wide_sum_of_squares(const float (&x)[kSumPack]) {
   uint32_t bits = 0;
   for (const float each : x) bits |= magnitude(each);
@@ -58,8 +58,8 @@ struct GradStats {
 MPK_FOR_EACH_ISA(Stats grad_stats_span(Dtype dtype, const void* grads, int64_t size))
 
 #ifdef MPK_CUDA
-// RowMemory makes `memory`, for rows that need it. Scratch: of_chunk has one entry per chunk, tickets one per tensor
-// and one more.
+// `memory` comes from RowMemory. of_chunk and tickets are scratch: of_chunk has one entry per chunk, tickets one per
+// tensor and one more.
 cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
                             cudaStream_t stream);
 // The same for a plan, whose rows stay on the device; the host passes the grads' addresses. The tickets are 0 before

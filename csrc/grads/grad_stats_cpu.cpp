@@ -44,7 +44,7 @@ static MPK_FN Quad sum_of_pairs(const Lanes (&sums)[2]) {
 #endif
 inline constexpr int kSums = 8 * sizeof(float) / sizeof(Lanes);
 
-// Returns the squares of a vector of elements. For bf16 it returns sums of two neighbours' squares, because one
+// Returns the squares of a vector of elements. For bf16, returns sums of two neighbours' squares, because one
 // instruction widens either neighbour in its place.
 template <class T>
 static MPK_FN Lanes squares(const T* from) {
@@ -97,7 +97,7 @@ static MPK_FN float widen(float x) { return x; }
 static MPK_FN float widen(bf16 x) { return bit_cast<float>(fp32_bits_of_bf16<uint32_t>(x.bits)); }
 static MPK_FN float widen(fp16 x) { return bit_cast<float>(fp32_bits_of_fp16<float>(x.bits)); }
 
-// Returns the same sums. A pack whose sum in fp32 has lost something is added up in fp64.
+// As sum_of_pairs, but adds up a pack in fp64 if its sum is_beyond_fp32.
 template <class T>
 static __attribute__((noinline)) Quad careful_sum_of_pairs(const T* block, const Lanes (&sums)[kSums]) {
   if (is_zero(block)) return Quad{};

@@ -73,7 +73,7 @@ static __device__ __forceinline__ double share_of_sum(const T* data, int64_t siz
   return sum;
 }
 
-// One block a chunk; the last block of a tensor adds up its chunks, and the last of all the tensors.
+// One block per chunk; the last block of a tensor adds up its chunks, and the last block of all adds up the tensors.
 template <class Rows>
 __global__ void __launch_bounds__(kThreads)
     grad_stats_kernel(const __grid_constant__ Rows grads, GradStats stats, Stats* of_chunk, uint32_t* tickets) {

@@ -1,4 +1,4 @@
-// A call of grad_stats on a list of grads: the op calls it, and a step that checks its grads first.
+// A call of grad_stats on a list of grads, for the op and for a step that checks its grads first.
 #pragma once
 
 #include "common/chunks_torch.h"

@@ -59,7 +59,7 @@ MPK_FN Overflow line_of(const Tally<C>& tally, int64_t begin) {
 }
 
 struct OverflowReport {
-  Overflow* lines;     // a heading, and one for each grad; null if nothing is to be reported
+  Overflow* lines;     // a heading, then one line per grad; null: write no report
   const float* scale;  // the loss scale of the step; null without a scaler
   bool is_unscaled;    // whether the grads have been divided by the scale
 
@@ -73,7 +73,7 @@ struct OverflowReport {
 MPK_FOR_EACH_ISA(Overflow overflow_span(Dtype dtype, const void* grads, int64_t begin, int64_t size))
 
 #ifdef MPK_CUDA
-// RowMemory makes `memory`, for rows that need it. Scratch: of_chunk has one entry per chunk, tickets one per grad.
+// `memory` comes from RowMemory. of_chunk and tickets are scratch: one entry per chunk, and one per grad.
 cudaError_t overflow_cuda(const Table& grads, Row* memory, const float* found_inf, const OverflowReport& report,
                           Overflow* of_chunk, uint32_t* tickets, cudaStream_t stream);
 #endif

@@ -1,4 +1,4 @@
-// The report on the CPU. overflow_ calls it, and an optimizer's step that is skipped.
+// Makes the report on the CPU, for overflow_ and for a skipped step of an optimizer.
 #pragma once
 
 #include "common/chunks_torch.h"

@@ -10,7 +10,7 @@
 
 namespace mpk {
 
-// A check of the product finds every inf and NaN: a grad that isn't finite stays so, and a finite one that overflows
+// Checking the product finds every inf and NaN: a non-finite grad stays non-finite, and a finite grad that overflows
 // when it is unscaled (scale < 1) spoils the step as well.
 template <class F>
 MPK_FN F unscale(F grad, float inv_scale) {
@@ -21,7 +21,7 @@ MPK_FN F unscale(F grad, float inv_scale) {
 MPK_FOR_EACH_ISA(bool unscale_span(Dtype dtype, void* grads, int64_t size, float inv_scale))
 
 #ifdef MPK_CUDA
-// RowMemory makes `memory`, for rows that need it.
+// `memory` comes from RowMemory.
 cudaError_t unscale_cuda(const Table& grads, Row* memory, float* found_inf, const float* inv_scale,
                          cudaStream_t stream);
 #endif

@@ -3,7 +3,7 @@
 
 namespace mpk {
 
-// One block a chunk.
+// One block per chunk.
 template <class Rows>
 __global__ void __launch_bounds__(kThreads)
     unscale_kernel(const __grid_constant__ Rows grads, float* found_inf, const float* inv_scale) {

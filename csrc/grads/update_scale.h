@@ -1,4 +1,4 @@
-// update_scale_: what the loss scale becomes once it is known whether the step has overflowed.
+// update_scale_: updates the loss scale after a step, by whether the step has overflowed.
 #pragma once
 
 #include "common/numeric.h"
@@ -12,7 +12,7 @@ namespace mpk {
 struct ScaleState {
   float* scale;
   int32_t* growth_tracker;  // steps since the last overflow or growth
-  int32_t* overflows;       // in a row, in all
+  int32_t* overflows;       // [0]: in a row; [1]: in all
 };
 
 struct ScalePolicy {
@@ -22,7 +22,7 @@ struct ScalePolicy {
   int64_t hysteresis;
 };
 
-// torch's _amp_update_scale_, to the bit, where min_scale is 0, max_scale inf and hysteresis 1.
+// Equals torch's _amp_update_scale_ to the bit if min_scale is 0, max_scale inf and hysteresis 1.
 MPK_FN void update_scale(const ScaleState& state, const float* found_inf, const ScalePolicy& policy) {
   const double scale = *state.scale;
   if (*found_inf != 0) {

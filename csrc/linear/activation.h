@@ -1,5 +1,5 @@
-// The activations of linear_act: forward is y of z, backward is dz of dy and of what was saved, z or y. Each passes
-// NaN. The formulas are those of mpkernels/ops/linear/activations.py.
+// The activations of linear_act: forward computes y from z; backward computes dz from dy and from what was saved, z or
+// y. NaN stays NaN. The formulas are those of mpkernels/ops/linear/activations.py.
 #pragma once
 
 #include "common/math.h"
@@ -59,8 +59,8 @@ struct Gelu {
 
 struct GeluTanh {
   static constexpr Saves kSaves = Saves::z;
-  static constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // 2 sqrt(2 / pi), and 0.044715 of it
-  // The bound keeps inf times the 0 of a saturated sigmoid from making a NaN of a finite z.
+  static constexpr float kLinear = 1.59576912f, kCubic = 0.0713548163f;  // 2 sqrt(2 / pi), and 0.044715 times that
+  // The bound keeps z^2 from being inf, which times the 0 of a saturated sigmoid would be NaN.
   template <class F>
   static MPK_FN F bounded_square(F z) {
     const F square = z * z;

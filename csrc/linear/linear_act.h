@@ -7,10 +7,10 @@
 
 namespace mpk {
 
-// Rows lie one after another. 16-bit results are rounded once.
+// Matrices are contiguous. 16-bit results are rounded once.
 //
-// z + bias -> y, and saved is z + bias, too. z may be fp32 or of dtype; y and saved are of dtype, and may be where z
-// is.
+// Computes y from z + bias, and saves z + bias. z is fp32 or of dtype; y and saved are of dtype, and may share z's
+// memory.
 struct Forward {
   Activation activation;
   Dtype z_dtype, dtype;
@@ -20,17 +20,17 @@ struct Forward {
   void* saved;  // or null
 };
 
-// dy, saved -> dz in fp32, in dtype or both, and the sums of its columns; of a saved z, y anew. dy may be fp32 or of
-// dtype; saved and y are of dtype. A dz may be where dy is.
+// Computes dz, in fp32, in dtype or both, the sums of its columns, and y once more from a saved z. dy is fp32 or of
+// dtype; saved and y are of dtype. dz and narrow_dz may share dy's memory.
 struct Backward {
   Activation activation;
   Dtype dy_dtype, dtype;
   const void* dy;
-  const void* saved;  // not looked at if the activation saves nothing
+  const void* saved;  // not read if the activation saves nothing
   float* dz;          // or null
   void* narrow_dz;    // or null
   void* y;            // or null
-  float* sums;        // or null; one for each column, of these rows alone
+  float* sums;        // or null; one per column, over these rows alone
 };
 
 MPK_FOR_EACH_ISA(void linear_act_rows(const Forward& pass, int64_t rows, int64_t columns))

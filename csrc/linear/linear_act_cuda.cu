@@ -19,8 +19,8 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
   });
 }
 
-// Sums of a block's columns. A thread adds up in its registers, and in fp64 where its rows are many. Then lines add up
-// in pairs, so that equal rows, as in a mean's gradient, lose no more than others.
+// Sums of a block's columns. A thread adds up its rows in registers and, if they are many, these sums in fp64. Then
+// lines are added in pairs, so that equal rows, as in a mean's gradient, lose no more than others.
 template <int count>
 class ColumnSums {
  public:
@@ -40,8 +40,8 @@ class ColumnSums {
     if (rows_ >= kRowsOfSum) {
       for (int i = 0; i < count; ++i) sum_.at[i] = static_cast<float>(memory_[i * kThreads + threadIdx.x] + sum_.at[i]);
     }
-    __syncthreads();                              // the memory is the lines' from here on
-    constexpr int apart = kThreads + 32 / count;  // so that lanes meet neither writing nor reading in one of 32 banks
+    __syncthreads();                              // memory_ holds lines' sums from here on
+    constexpr int apart = kThreads + 32 / count;  // so that lanes write and read in 32 different banks
     static_assert(apart * sizeof(float) <= kThreads * sizeof(double));
     float* const shares = reinterpret_cast<float*>(memory_);
     for (int i = 0; i < count; ++i) shares[i * apart + threadIdx.x] = sum_.at[i];
@@ -64,9 +64,9 @@ class ColumnSums {
   int64_t rows_ = 0;
 };
 
-// Makes dz, its sums over the rows of each block, and y of a saved z, where they are wanted. makes_y is a template's
-// argument, because computing y costs instructions where nobody wants it.
-// y in fp32 takes more registers than kBlocksAtOnce leaves, and so do 8 elements a thread.
+// Makes dz, its sums over the rows of each block, and y from a saved z, where they are wanted. makes_y is a template
+// argument, so that a kernel without y has no instructions for it.
+// y in fp32 takes more registers than kBlocksAtOnce leaves, and so do 8 elements per thread.
 template <class T, int count, bool makes_y>
 __global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ? 2
                                             : count == 8                       ? 3

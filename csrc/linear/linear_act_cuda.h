@@ -1,4 +1,4 @@
-// The passes of linear_act on CUDA: over z, after the product that makes it, and over dz, before those that need it.
+// The passes of linear_act on CUDA: over z, after the product that makes z, and over dz, before the products with dz.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,7 +8,7 @@
 
 namespace mpk {
 
-// A matrix in any layout, an expanded one among them.
+// A matrix in any layout, even an expanded one.
 struct Strided {
   Strided() = default;
   Strided(const void* data, int64_t row_stride, int64_t column_stride, Dtype dtype)
@@ -29,17 +29,17 @@ struct Result {
   Dtype dtype;
 };
 
-// z -> y, which may be z; both are contiguous. Here and below, 16-bit results are rounded once, everything is of
-// dtype unless it names another one, and there is a row and a column at least.
+// z -> y, which may share z's memory; both are contiguous. In all of these functions, 16-bit results are rounded once,
+// a matrix is of dtype unless it has a dtype of its own, and there is at least one row and one column.
 cudaError_t act_cuda(Dtype dtype, const void* z, void* y, int64_t rows, int64_t columns, Activation activation,
                      cudaStream_t stream);
-// dy and saved -> dz, which may be dy, unless null; of a saved z also y anew, unless null; and the sums of dz's columns
-// before rounding, unless null: a row for each of count_row_blocks(rows, columns). There may be no row.
+// dy and saved -> each of dz, y and sums that isn't null. dz may share dy's memory; y is made only from a saved z; sums
+// are the sums of dz's columns before rounding, in count_row_blocks(rows, columns) rows. Here, rows may be 0.
 cudaError_t act_backward_cuda(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, void* y,
                               const Result& sums, int64_t rows, int64_t columns, Activation activation,
                               cudaStream_t stream);
 int64_t count_row_blocks(int64_t rows, int64_t columns);
-// Such rows of sums -> their sum.
+// Adds up these rows of sums.
 cudaError_t add_up_cuda(const float* rows_of_sums, const Result& sum, int64_t rows, int64_t columns,
                         cudaStream_t stream);
 

@@ -7,7 +7,7 @@
 
 namespace mpk {
 
-// Calls compute with the arguments, with z where it is saved, else null, and with y, unless that is empty.
+// Calls compute(arguments, z if it is saved, else null, y), unless y is empty.
 template <class Body>
 static void forward(StableIValue* stack, const Body& compute) {
   const LinearActArguments call(stack);
@@ -20,7 +20,7 @@ static void forward(StableIValue* stack, const Body& compute) {
   stack[1] = saved.release();
 }
 
-// z is torch's product, rounded as torch rounds it; y is a pass over z, and where nobody saves z, in its place.
+// torch computes z, rounded as torch rounds it. A pass over z makes y, in z's place unless z is saved.
 template <class Passes>
 static void activate_product(const LinearActArguments& call, const Matrix& z, const Matrix& y) {
   const Passes passes(call.kOp, call.x);
@@ -82,7 +82,7 @@ struct Gradients {
   const Matrix dx, dbias;
 };
 
-// dz is rounded as torch rounds it, on its way to both products.
+// dz is rounded, as torch rounds it, before both products.
 template <class Passes>
 static void multiply_slopes(const LinearActBackwardArguments& call, const Gradients& to) {
   const Passes passes(call.kOp, call.dy);
@@ -96,7 +96,7 @@ static void multiply_slopes(const LinearActBackwardArguments& call, const Gradie
                          /*y=*/nullptr, call.wants_dbias() ? &to.dbias : nullptr);
   if (call.wants_dx()) multiply(to.dx, dz, Matrix(*call.weight));
   if (!call.wants_dweight()) return;
-  // dweight is transposed where the weight is, so that its rows lie in line, too.
+  // by_columns: the weight is the transpose of a contiguous matrix, and so is its gradient. dweight is that matrix.
   const Matrix x(*call.x), found(to.of_weight), dweight = call.by_columns ? found.transposed() : found,
                                                 left = call.by_columns ? x.transposed() : dz.transposed(),
                                                 right = call.by_columns ? dz : x;
@@ -106,7 +106,7 @@ static void multiply_slopes(const LinearActBackwardArguments& call, const Gradie
     passes.multiply_to_fp32(dweight, left, right);
 }
 
-// Adds what some rows of dz and x contribute to dweight. The first rows overwrite it.
+// Adds what some rows of dz and x contribute to dweight. The first rows overwrite dweight.
 static void multiply_dweight(bool by_columns, const Matrix& dweight, const Matrix& dz, const Matrix& x, int64_t first) {
   const Matrix left = (by_columns ? x : dz).transposed(), &right = by_columns ? dz : x;
   first == 0 ? multiply(dweight, left, right) : multiply_onto(dweight, left, right, dweight.tensor());
@@ -116,7 +116,7 @@ static void multiply_dweight(bool by_columns, const Matrix& dweight, const Matri
 static void slopes_in_fp32(const LinearActBackwardArguments& call, const Gradients& to) {
   const int32_t fp32 = aoti_torch_dtype_float32();
   const bool has_slope = saves(call.activation) != Saves::nothing;
-  const bool is_dz_dy = !has_slope && call.dtype == Dtype::f32;  // then both products are torch's, of dy as it lies
+  const bool is_dz_dy = !has_slope && call.dtype == Dtype::f32;  // then torch makes both products, of dy itself
   const Matrix dweight = call.by_columns ? Matrix(to.of_weight).transposed() : Matrix(to.of_weight);
   if (is_dz_dy && call.wants_dx()) multiply(to.dx, Matrix(call.dy), Matrix(*call.weight));
   if (is_dz_dy && call.wants_dweight())

@@ -1,5 +1,5 @@
-// linear_act's arguments, as a kernel takes them off the stack, and what all linear ops do with theirs. Python works
-// out what to tell a user whose arguments are refused here.
+// linear_act's arguments, as a kernel takes them off the stack, and helpers that all linear ops share. If arguments are
+// refused here, Python works out what to tell the user.
 #pragma once
 
 #include <optional>
@@ -25,13 +25,13 @@ inline bool is_matrix(const Tensor& tensor, int64_t rows, int64_t columns, const
          tensor.device() == like.device();
 }
 
-// Whether it is a bias of that size, or none.
+// Whether `bias` is null or a vector of that size.
 inline bool is_bias(const std::unique_ptr<Tensor>& bias, int64_t size, const Tensor& like) {
   return !bias || (bias->is_strided() && bias->ndim() == 1 && bias->size() == size && bias->dtype() == like.dtype() &&
                    bias->device() == like.device());
 }
 
-// A gradient's dtype is that of like, fp32, or -1: it is not wanted.
+// A gradient's dtype must be like's, fp32, or -1 if the gradient isn't wanted.
 inline void require_gradient_dtype(int32_t torch_dtype, const Tensor& like, const char* op) {
   require(torch_dtype == -1 || torch_dtype == like.dtype() || torch_dtype == aoti_torch_dtype_float32(), op,
           "a gradient's dtype");
@@ -115,7 +115,7 @@ struct LinearActBackwardArguments {
   std::unique_ptr<Tensor> x, weight;
   Tensor saved;
   Activation activation;
-  int32_t weight_dtype, bias_dtype;  // of torch's; -1: not wanted
+  int32_t weight_dtype, bias_dtype;  // torch's numbers; -1: not wanted
   bool by_columns;                   // dweight's columns lie one after another, as the weight's do
   Dtype dtype;
 };

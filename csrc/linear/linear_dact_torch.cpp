@@ -29,7 +29,7 @@ struct LinearDactArguments {
 
   Tensor dy, weight, saved;
   Activation activation;
-  int32_t bias_dtype;  // of torch's; -1: not wanted
+  int32_t bias_dtype;  // torch's number; -1: not wanted
   bool wants_h;
   Dtype dtype;
 };
@@ -52,7 +52,7 @@ struct Slopes {
   const Matrix dz, dbias, h;
 };
 
-// The product is rounded as torch rounds it, and dz once more, in its place.
+// The product is rounded as torch rounds it. dz takes its memory, and is rounded once more.
 template <class Passes>
 static void differentiate_product(const LinearDactArguments& call, const Slopes& to) {
   const Passes passes(call.kOp, call.dy);

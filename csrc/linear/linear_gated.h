@@ -19,7 +19,7 @@ struct Gated {
   static MPK_FN F forward(F gate, F up) {
     return A::forward(gate) * up;
   }
-  // The gradients of both, and h.
+  // Returns the gradients of gate and up, and h.
   template <class F>
   static MPK_FN GatedGradients<F> backward(F dh, F gate, F up) {
     const F opened = A::forward(gate);
@@ -27,9 +27,9 @@ struct Gated {
   }
 };
 
-// Rows that lie one after another; each of z's is one of gate and one of up. 16-bit results are rounded once.
+// Matrices are contiguous; a row of z holds a row of gate, then one of up. 16-bit results are rounded once.
 //
-// z + bias -> h, and z as it is saved. z may be fp32 or of dtype; all else is of dtype, and saved may be where z is.
+// z + bias -> h, and z + bias -> saved. z is fp32 or of dtype; all else is of dtype. saved may share z's memory.
 struct GatedForward {
   Activation activation;
   Dtype z_dtype, dtype;
@@ -39,7 +39,7 @@ struct GatedForward {
   void* saved;  // or null
 };
 
-// dh, z -> dz, and h anew. dh may be fp32 or of dtype; all else is of dtype.
+// dh, z -> dz, and h once more. dh is fp32 or of dtype; all else is of dtype.
 struct GatedBackward {
   Activation activation;
   Dtype dh_dtype, dtype;

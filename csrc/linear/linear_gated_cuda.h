@@ -1,4 +1,4 @@
-// The two passes of linear_gated and linear_dgated on CUDA: over z, after the products that make it, and over dh.
+// The two passes of linear_gated and linear_dgated on CUDA: over z, after the products that make z, and over dh.
 #pragma once
 
 #include "linear/linear_act_cuda.h"

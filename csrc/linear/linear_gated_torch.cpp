@@ -6,7 +6,7 @@
 
 namespace mpk {
 
-// Returns gate and up as one matrix, if they are its halves.
+// Returns gate and up as one matrix, if up follows gate in memory.
 static std::optional<Matrix> joined(const Matrix& gate, const Matrix& up) {
   if (gate.row_stride != up.row_stride || gate.column_stride != up.column_stride || gate.at(gate.rows) != up.data)
     return std::nullopt;
@@ -70,7 +70,7 @@ struct LinearDgatedArguments {
   Dtype dtype;
 };
 
-// z is torch's products, one where both weights are halves of one, rounded as torch rounds them; h is a pass over z.
+// torch makes z, rounded as torch rounds, in one product if the weights are halves of one matrix. A pass makes h.
 template <class Passes>
 static void gate_products(const LinearGatedArguments& call, const Matrix& z, const Matrix& h) {
   const Passes passes(call.kOp, call.x);
@@ -118,7 +118,7 @@ static void gate_in_fp32(const LinearGatedArguments& call, const Matrix* saved, 
   });
 }
 
-// makes_z: compute needs z, whether it is saved or not.
+// makes_z: compute needs z, even if z isn't saved.
 template <class Body>
 static void forward(StableIValue* stack, bool makes_z, const LinearGatedArguments& call, const Body& compute) {
   Tensor h = call.new_h(), z = call.new_z(/*wanted=*/call.save || makes_z);
@@ -145,7 +145,7 @@ static void linear_gated_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
 MPK_CUDA_KERNEL(LinearGatedArguments::kOp, linear_gated_on_cuda)
 #endif
 
-// dh is torch's product, rounded as torch rounds it, or given.
+// dh is torch's product, rounded as torch rounds it; without a weight, dh is dy.
 template <class Passes>
 static void differentiate_product(const LinearDgatedArguments& call, const Matrix& dz, const Matrix* h) {
   const Passes passes(call.kOp, call.z);

@@ -1,4 +1,4 @@
-// A matrix as kernels take it apart: any strides, any place, any device.
+// A matrix as kernels see it: in any strides and on any device.
 #pragma once
 
 #include "common/table.h"
@@ -6,9 +6,9 @@
 
 namespace mpk {
 
-// Rows and columns of a tensor, which must outlive it, or of bare memory.
+// A view of a tensor, which must outlive the view, or of bare memory.
 struct Matrix {
-  const Tensor* owner;  // null of bare memory
+  const Tensor* owner;  // null for bare memory
   void* data;
   int64_t rows, columns, row_stride, column_stride;
   int32_t torch_dtype;
@@ -26,7 +26,7 @@ struct Matrix {
         device(tensor.device()) {
     find_dtype(torch_dtype, &dtype);
   }
-  // Contiguous, over bare memory.
+  // A contiguous matrix in bare memory.
   Matrix(void* data, int64_t rows, int64_t columns, int32_t torch_dtype, std::pair<int32_t, int32_t> device)
       : owner(nullptr),
         data(data),
@@ -59,7 +59,7 @@ struct Matrix {
     const int64_t sizes[] = {rows, columns}, strides[] = {row_stride, column_stride};
     return view(2, sizes, strides);
   }
-  Tensor vector() const {  // of a row
+  Tensor vector() const {  // of a matrix with one row
     return view(1, &columns, &column_stride);
   }
 

@@ -7,11 +7,11 @@
 
 namespace mpk {
 
-// Rows of a partial sum, whatever the number of threads: n equal ones, added in turn, lose n / 8 eps.
+// Rows of a partial sum, for any number of threads. n equal rows, added one after another, lose n / 8 eps.
 inline constexpr int64_t kRowsOfSum = 16;
 inline constexpr int64_t kBlockBytes = 16 << 20, kLeastRows = 2 * kRowsOfSum;  // of z or dz in fp32
 
-// So many rows are computed at a time: at least one, and no more than there are.
+// Returns how many rows to compute at a time: at least one, and no more than there are.
 inline int64_t rows_in_block(int64_t rows, int64_t columns) {
   const int64_t fit = std::max<int64_t>(kBlockBytes / (4 * columns + 1) / kRowsOfSum * kRowsOfSum, kLeastRows);
   return std::max<int64_t>(1, std::min(fit, rows));
@@ -27,8 +27,8 @@ void in_blocks(int64_t rows, int64_t block, const Body& body) {
   } while (first < rows);
 }
 
-// Most CPUs multiply 16-bit matrices several times more slowly than fp32 ones, so they are widened, multiplied in fp32
-// and narrowed. Where there are instructions for it, torch multiplies them as they are, as on a GPU.
+// Whether torch multiplies 16-bit matrices as they are: on CPUs with instructions for it, as on a GPU. Other CPUs are
+// several times slower at that than in fp32; there, matrices are widened, multiplied in fp32 and narrowed.
 inline bool multiplies_halves(Dtype dtype) {
 #ifdef MPK_HALF_PRODUCTS  // tests compile either way for any CPU
   return dtype != Dtype::f32 && MPK_HALF_PRODUCTS;
@@ -82,7 +82,7 @@ inline void narrow(const Matrix& wide, const Matrix& to) {
   });
 }
 
-// dz of dy and saved, some rows at a time, and y of a saved z; and the sums of dz's columns over all rows.
+// Computes dz from dy and saved, and y from a saved z, some rows at a time; and the sums of dz's columns over all rows.
 class BackwardPass {
  public:
   BackwardPass(Activation activation, Dtype dtype, int64_t rows, int64_t columns, bool adds_up)
@@ -140,7 +140,7 @@ class CpuPasses {
       linear_act_rows({activation, z.dtype, y.dtype, z.at(row), nullptr, y.at(row), nullptr}, last - row, z.columns);
     });
   }
-  // dz and y are not wanted where they are null, nor are the sums of dz's columns.
+  // A null dz, y or dbias isn't wanted. dbias gets the sums of dz's columns.
   void differentiate(Activation activation, const Matrix& dy, const Matrix& saved, const Matrix* dz, const Matrix* y,
                      const Matrix* dbias) const {
     const Widened from = contiguous(dy),
@@ -167,7 +167,7 @@ class CpuPasses {
           last - row, dh.columns);
     });
   }
-  // out is the sum of two products in 16 bits: the rounded product, and what rounding took from it.
+  // out is the sum of two 16-bit results: the rounded product, and what rounding took from the product.
   void multiply_to_fp32(const Matrix& out, const Matrix& a, const Matrix& b) const {
     const ScratchMatrix high(out.rows, out.columns, a.torch_dtype), low(out.rows, out.columns, a.torch_dtype);
     multiply(high.view, a, b);

@@ -11,7 +11,7 @@ inline Strided strided(const Matrix& matrix) {
   return Strided(matrix.data, matrix.row_stride, matrix.column_stride, matrix.dtype);
 }
 
-// The passes of CpuPasses, under the same names. As long as they live, their device is the current one.
+// CpuPasses on CUDA, under the same names. While an object of this class lives, its device is the current one.
 class CudaPasses {
  public:
   CudaPasses(const char* op, const Tensor& on_device_of) : op_(op), there_(on_device_of), device_(on_device_of) {}
@@ -23,7 +23,7 @@ class CudaPasses {
                      const Matrix* dbias) const {
     const Strided known = saves(activation) == Saves::nothing ? Strided() : strided(saved);
     const int64_t blocks = count_row_blocks(dy.rows, dy.columns);
-    const bool has_parts = dbias && blocks > 1;  // or the only row of sums is dbias itself
+    const bool has_parts = dbias && blocks > 1;  // else dbias is the only row of sums
     const int64_t sizes[] = {has_parts ? blocks : 0, dy.columns};
     const Tensor parts = there_.new_empty(2, sizes, aoti_torch_dtype_float32());
     const Result sums = has_parts ? Result{parts.data(), Dtype::f32}

@@ -1,5 +1,5 @@
-// Products of matrices: torch makes them all, so that its switches and each chip's best library count here, too. torch
-// is given new tensors over the same memory, at which neither autograd nor autocast look.
+// All products of matrices are torch's, so that its switches and each chip's best library count here, too. torch gets
+// new tensors over the same memory, which neither autograd nor autocast look at.
 #pragma once
 
 #include <cstdlib>
@@ -49,7 +49,7 @@ class Scratch {
       static thread_local Stock stock;
       return stock;
     }
-    void put_back(const Piece& piece) {  // the one that came first goes first
+    void put_back(const Piece& piece) {  // frees the oldest pieces first
       pieces.push_back(piece);
       int64_t kept = 0;
       for (const Piece& each : pieces) kept += each.bytes;
@@ -83,10 +83,10 @@ inline void require_product(AOTITorchError error, const char* op = "mpkernels") 
 template <size_t arguments>
 void multiply_by(const char* op, const char* overload, StableIValue (&stack)[arguments]) {
   require_product(torch_call_dispatcher(op, overload, stack, kTorch2_10), op);
-  Tensor{stack[0]};  // the result, once more
+  Tensor{stack[0]};  // takes and drops the reference that torch returns
 }
 
-// Emulated, a CPU's memory stands for CUDA's.
+// In the emulation, a CPU's memory stands for CUDA's.
 inline bool is_on_cpu(const Matrix& matrix) {
 #ifdef MPK_EMULATION
   return false;
@@ -95,17 +95,17 @@ inline bool is_on_cpu(const Matrix& matrix) {
 #endif
 }
 
-// out = a b + times c, where c may be out, or a row for all of out's; on the CPU, by torch's op as it is: for the
-// dispatcher to find it by name takes as long as a small product.
+// out = a b + times c, on the CPU. c may be out, or a row that is added to each row. torch's op is called directly,
+// because the dispatcher takes as long to find it by name as a small product takes.
 inline void multiply_onto(const Matrix& out, const Matrix& a, const Matrix& b, const Tensor& c, double times = 1) {
   const Tensor result = out.tensor(), left = a.tensor(), right = b.tensor();
   require_product(aoti_torch_cpu_addmm_out(result.handle(), c.handle(), left.handle(), right.handle(), times, 1));
 }
 
-// out = a b, in their dtype; on CUDA also in fp32, of 16-bit matrices.
+// out = a b, in the dtype of a and b; on CUDA, out may also be fp32 for 16-bit a and b.
 inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
   if (is_on_cpu(out)) return multiply_onto(out, a, b, out.tensor(), /*times=*/0);
-  if (out.column_stride != 1 && out.row_stride == 1)  // torch would make a copy of some
+  if (out.column_stride != 1 && out.row_stride == 1)  // else torch copies a matrix in some cases
     return multiply(out.transposed(), b.transposed(), a.transposed());
   if (out.dtype == a.dtype) {
     StableIValue stack[] = {a.tensor().release(), b.tensor().release(), out.tensor().release()};
@@ -116,7 +116,7 @@ inline void multiply(const Matrix& out, const Matrix& a, const Matrix& b) {
   multiply_by("aten::mm", "dtype_out", stack);
 }
 
-// out = a weight^T + bias, if there is one, a row, rounded once. This is addmm; aten::addmm itself takes numbers of a
+// out = a weight^T + bias, rounded once; bias is a row, or missing. This is addmm, but aten::addmm takes numbers of a
 // kind that torch's stable ABI lacks.
 inline void multiply_and_add(const Matrix& out, const Matrix& a, const Matrix& weight,
                              const std::optional<Matrix>& bias) {
@@ -128,7 +128,7 @@ inline void multiply_and_add(const Matrix& out, const Matrix& a, const Matrix& w
   multiply_by("aten::linear", "out", stack);
 }
 
-// Calls body(first, last) for ranges of [0, count) on torch's own threads; each takes so many elements.
+// Calls body(first, last) for ranges of [0, count) on torch's own threads. `elements` says how many each index covers.
 template <class Body>
 void parallel_for(int64_t count, int64_t elements, const Body& body) {
   on_threads(count, 1 + kCpuChunk / (elements + 1), body);

@@ -6,12 +6,12 @@
 
 namespace mpk {
 
-inline constexpr int kElements = 8;      // of a thread in one row: 16 bytes in 16-bit formats, 32 in fp32
-inline constexpr int kBlocksAtOnce = 4;  // on a multiprocessor; more of them would spill registers
-inline constexpr int kRowsOfSum = 16;    // rows that are added up in fp32 in turn; 8 equal ones lose an eps
+inline constexpr int kElements = 8;      // per thread and row: 16 bytes in 16-bit formats, 32 in fp32
+inline constexpr int kBlocksAtOnce = 4;  // on a multiprocessor; more blocks would spill registers
+inline constexpr int kRowsOfSum = 16;    // rows that are added one by one in fp32; 8 equal rows lose an eps
 
-// A block's threads stand in lines, `across` of them side by side, each before `count` adjacent columns; the lines take
-// turns at the block's rows. It depends on the matrix's shape alone, and so does the order of sums.
+// A block's threads form lines of `across` threads, each of which takes `count` adjacent columns; the lines take turns
+// at the block's rows. The tiling depends on the matrix's shape alone, and so does the order of sums.
 struct Tiling {
   Tiling(int64_t rows, int64_t columns)
       : rows(rows), columns(columns), count(columns % kElements == 0 ? kElements : 1) {
@@ -21,8 +21,8 @@ struct Tiling {
     rows_of_block = kThreads / across * kLeastRowsOfLine;
     while (blocks() > kEnoughBlocks && row_blocks() > kFewPartialSums) rows_of_block *= 2;
   }
-  // Makes narrow blocks, down to the 32 bytes that memory hands out, so that few columns fill a chip, too. Each line
-  // keeps a few rows at least.
+  // Makes blocks narrow, down to the 32 bytes that memory hands out, so that even few columns fill a chip. Each line
+  // keeps kLeastRowsOfLine rows at least.
   static Tiling of_one_row_of_blocks(int64_t rows, int64_t columns) {
     Tiling tiling(0, columns);
     tiling.rows = tiling.rows_of_block = rows;

@@ -7,7 +7,7 @@
 
 namespace mpk::MPK_ISA {
 
-// Up to kLanes elements. A vector's worth in one go; what is left of a row, through a copy.
+// Load and store up to kLanes elements. A whole vector goes directly, the rest of a row through a copy.
 template <class T>
 MPK_FN Floats load_some(const T* from, int64_t count) {
   if (count >= kLanes) return load(from);
@@ -30,7 +30,7 @@ MPK_FN void for_each_vector(int64_t size, const Body& body) {
   if (i < size) body(i, size - i);
 }
 
-// The ops' dtypes; fp64 is the reference's.
+// Calls body with a value of dtype's type. fp64, which only the reference computes, is left out.
 template <class Body>
 void with_float_or_half(Dtype dtype, const Body& body) {
   with_dtype(dtype, [&](auto zero) {

@@ -6,9 +6,9 @@
 
 namespace mpk {
 
-// What a thread takes at once: two packs of adjacent elements, or two or four single ones where arrays do not lie
-// alike. A pack is 16 bytes in fp32, 8 in 16-bit formats, 4 in codes. So a warp touches adjacent bytes in every format,
-// and formats mix as long as all arrays begin at the same place of a pack.
+// A thread takes two packs of adjacent elements at once, or, where arrays are not aligned alike, two or four single
+// elements. A pack is 16 bytes in fp32, 8 in 16-bit formats, 4 in codes. So a warp touches adjacent bytes in every
+// format, and formats mix as long as all arrays begin at the same place of a pack.
 static constexpr uint32_t kPack = 4, kPacks = 2;
 
 // A row's arrays from a span's first element on.
@@ -41,7 +41,7 @@ __device__ Arrays<Rule> arrays_at(const StepRow& row, int64_t begin) {
   return arrays;
 }
 
-// How many elements lie before the first pack; kPack if the arrays do not agree.
+// Returns how many elements lie before the first pack; kPack if arrays differ in that.
 template <class Rule>
 __device__ int head_of(const Arrays<Rule>& arrays, int64_t state_width) {
   const auto head = [](const void* array, int64_t width) {
@@ -57,7 +57,7 @@ __device__ int head_of(const Arrays<Rule>& arrays, int64_t state_width) {
   return all ? first : kPack;
 }
 
-// A kind of row that the compiler knows: its loops ask for no dtype.
+// A kind of row whose dtypes the compiler knows, so that its loops ask for none.
 template <Dtype param, Dtype grad, Dtype state, Master master>
 struct Known {
   static constexpr bool in_packs = true;
@@ -81,7 +81,7 @@ struct Known {
 using Fp32Rows = Known<Dtype::f32, Dtype::f32, Dtype::f32, Master::none>;
 using SplitRows = Known<Dtype::b16, Dtype::b16, Dtype::f32, Master::split>;
 
-// All other rows. They take single elements: packs of an unknown width would need twice the registers.
+// All other rows. Their loops take single elements, because packs of an unknown width would need twice the registers.
 struct Unknown {
   static constexpr bool in_packs = false;
   static constexpr int singles = 2;

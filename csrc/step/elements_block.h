@@ -97,8 +97,8 @@ __device__ void load_elements(const Arrays<Rule>& arrays, uint32_t first, const 
   });
 }
 
-// Between loads and uses, and behind the stores, where whole warps go through packs. Else ptxas moves the last loads
-// behind the first uses, and has loads wait for one another on behalf of the stores before (seen in 13.0, sm_90).
+// Called between loads and uses, and after stores, where warps go through packs. Else ptxas moves the last loads behind
+// the first uses, and makes loads wait for one another because of earlier stores (13.0, sm_90).
 template <int count>
 __device__ void keep_order() {
   if constexpr (count > 1) __syncwarp();

@@ -1,15 +1,15 @@
-// States in 8 bits: codes, and one fp32 scale for each kQuantized of them. The scale is the block's largest magnitude,
-// and a code counts steps of the root, so that small values keep a relative precision of their own.
+// States in 8 bits: codes, and one fp32 scale for each block of kQuantized codes. The scale is the block's largest
+// magnitude. A code counts steps of the value's root, which are finer for small values.
 //
-// Sign::any (exp_avg): scale * (q / 127)^2 with q's sign, q in -127 .. 127. It is off by scale * (1/127 + 1/254^2) at
-// most.
+// Sign::any (exp_avg): the value is scale * (q / 127)^2 with q's sign, q in -127 .. 127. Its error is at most scale *
+// (1/127 + 1/254^2).
 //
 // Sign::not_negative (exp_avg_sq): the value's root is coded, as scale * (q / 255)^2, q in 0 .. 255, stored as q - 128.
-// The root is off by scale * (1/255 + 1/510^2) at most, and 0 only where the value is, or would be as an fp32: else an
-// update that is divided by the root would explode.
+// The root's error is at most scale * (1/255 + 1/510^2). The root is 0 only if the value is 0, or would be as an fp32:
+// otherwise an update that is divided by the root would explode.
 //
-// A decoded value is encoded as it was before, so a checkpoint in fp32 loses nothing (but where a not negative value is
-// subnormal: with a root's scale below 2^-47). With an inf or NaN among them, none of the kQuantized need be finite;
+// Encoding a decoded value gives the same code, so a checkpoint in fp32 loses nothing, except not negative values that
+// are subnormal: with a root's scale below 2^-47. If a block holds an inf or NaN, none of its values need be finite;
 // with a scale below 2^-126 all are 0.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace mpk {
 
-// The values that a state may have, by which its code is chosen.
+// Which signs a state's values may have. This decides how they are coded.
 enum class Sign { any, not_negative };
 
 inline constexpr int kQuantized = 256;
@@ -38,7 +38,7 @@ MPK_FN F decode(F code, float scale) {
   }
 }
 
-// What is coded of a value, and what scales are the largest of.
+// Returns the number that is coded for a value. A scale is the largest magnitude of such numbers.
 template <Sign sign, class F>
 MPK_FN F coded_number(F value) {
   if constexpr (sign == Sign::any)
@@ -47,12 +47,12 @@ MPK_FN F coded_number(F value) {
     return SquareRoot<F>::of(value);
 }
 
-// largest: magnitude among the coded numbers of a block.
+// largest: the largest magnitude among a block's coded numbers.
 MPK_FN float scale_of(float largest) { return largest < kSmallestScale ? 0.0f : largest; }
 
 MPK_FN float inverse_of(float scale) { return scale == 0 ? 0.0f : 1 / scale; }
 
-// The last byte of the result is the code. NaN becomes 0: it is not larger than any number.
+// The last byte of the result is the code. NaN becomes 0, because NaN is not larger than any number.
 template <Sign sign, class F, class U = Bits<F>>
 MPK_FN U encode(F number, float inverse) {
   if constexpr (sign == Sign::any) {

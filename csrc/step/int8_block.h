@@ -71,7 +71,7 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t begin, uint32_t 
   }
   float inverse[Rule::kStates]{};
   for_each_state([&](auto i) {
-    uint32_t largest = 0;  // bits in place of floats: whole numbers have an instruction for a warp's largest
+    uint32_t largest = 0;  // as bits: one instruction finds a warp's largest integer
     for (const States<Rule, float, count>& states : all) {
       for (const float number : states.at[i].at) largest = larger(largest, magnitude(number));
     }
@@ -86,7 +86,7 @@ __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t begin, uint32_t 
   }
 }
 
-// Nothing is peeled: an element's place in its row decides which others share its scale.
+// No elements are peeled for alignment, because an element's place in its row decides which others share its scale.
 template <class Rule>
 __device__ void step_coded(const Arrays<Rule>& arrays, uint32_t size, float* scales, uint32_t blocks,
                            const StepScalars<Rule, float>& scalars) {

@@ -1,4 +1,4 @@
-// What a step is given beside its tensors: hyperparameters, scale, clipping, what to write about itself.
+// A step's arguments beside its tensors: hyperparameters, scale, clipping, and where to write its outcome and report.
 #pragma once
 
 #include "grads/overflow_torch.h"
@@ -6,11 +6,11 @@
 
 namespace mpk {
 
-// Everything else that may differ from step to step.
+// Everything but params and grads that may differ from step to step.
 template <class Rule>
 class OptionArguments {
  public:
-  // plan: of the parameters that these go with.
+  // plan: of the parameters that these options apply to.
   OptionArguments(Arguments& arguments, const StepPlan<Rule>& plan)
       : groups(by_value(arguments)),
         on_device_(arguments.tensors()),
@@ -29,7 +29,7 @@ class OptionArguments {
     }
   }
 
-  // stats: of the grads, if the step has looked at them; else null pointers.
+  // stats: of the grads, if the step has computed them; else null pointers.
   StepShared shared(const GradStats& stats) const {
     const int32_t fp32 = aoti_torch_dtype_float32(), fp64 = aoti_torch_dtype_float64();
     const auto* const grad_scale = pointer<const float>(grad_scale_, "grad_scale", fp32, 1);

@@ -1,4 +1,4 @@
-// What the device keeps of a plan from step to step, as long as its rows are the same.
+// What the device keeps of a plan from step to step, as long as the plan's rows are the same.
 #pragma once
 
 #include "grads/grad_stats_torch.h"
@@ -7,8 +7,8 @@
 #ifdef MPK_CUDA
 namespace mpk {
 
-// This memory is allocated, written and read on one stream. So it is written before it is read, and torch's allocator,
-// which follows that stream, gives it to nobody else before the last step is over.
+// All of this memory is allocated, written and read on one stream. So it is written before it is read, and torch's
+// allocator, which follows that stream, reuses the memory only after the last step.
 template <class Rule>
 class PlanOnDevice {
  public:
@@ -41,7 +41,7 @@ class PlanOnDevice {
     }
   }
 
-  // grads: the address of each.
+  // grads: the address of each grad.
   void look(void* const* grads) const {
     for (const StepLaunch& launched : launches_) {
       require_success(
@@ -63,7 +63,7 @@ class PlanOnDevice {
 
  private:
   const TableOf<StepRow> table_;
-  const Tensor rows_, grads_, row_of_chunk_, tickets_, of_chunk_;  // for kernels alone
+  const Tensor rows_, grads_, row_of_chunk_, tickets_, of_chunk_;  // only kernels use these
   const GradStatsResults results_;
   std::vector<StepLaunch> launches_;
 };

@@ -35,12 +35,12 @@ class StepPlan {
   const Tensor& like() const { return steps_.front(); }
   int32_t count() const { return steps_.count(); }
 
-  std::vector<StepRow>& rows() { return rows_; }  // once they are filled
+  std::vector<StepRow>& rows() { return rows_; }  // valid after fill_rows()
 
   // What the device keeps of the rows as they are now, or null.
   std::shared_ptr<PlanOnDevice<Rule>> on_device;
 
-  // Checks everything before anything is written. A tensor that can't be used in place is borrowed from the lender.
+  // Checks everything before anything is written. A tensor that can't be used in place is copied by the lender.
   void fill_rows(const WeightArguments& weights, size_t groups, Lender& lender) {
     const TensorList &params = weights.params, &grads = weights.grads;
     require(groups == group_sizes_.size(), Rule::kOp, "group_sizes do not go with the hyperparameters");
@@ -64,7 +64,7 @@ class StepPlan {
     }
   }
 
-  // One per row. pow is slow and neighbours are mostly at the same step, so they share the result.
+  // Returns one entry per row. pow is slow, so neighbours share the result while group and step are the same.
   std::vector<StepScalars<Rule, double>> scalars(const std::vector<StepGroup<Rule>>& groups,
                                                  const StepShared& shared) const {
     std::vector<StepScalars<Rule, double>> all;
@@ -86,7 +86,7 @@ class StepPlan {
     int32_t param_dtype, grad_dtype, state_dtype, master_dtype;
   };
 
-  // The tensors that a row is made of, beside its grad; null where there is none.
+  // A row's tensors beside its parameter and grad; null where there is none.
   struct RowTensors {
     const Tensor* states[Rule::kStates];
     const Tensor *master, *scales;
@@ -100,13 +100,13 @@ class StepPlan {
     return memcmp(&a, &b, sizeof(StepRow)) == 0;
   }
 
-  // Whether row i's tensors are where they were, as they were. Of the grad, whose memory may be new, the device isn't
-  // looked at; the others' addresses tell their device.
+  // Whether row i's tensors have the same addresses, sizes, layouts and dtypes as before. The grad's memory may be new;
+  // fill_rows has checked its device. The other tensors' addresses tell their devices.
   bool is_as_checked(int32_t i, const Tensor& param, const Tensor& grad) const {
     const StepRow& row = rows_[i];
     const Checked& checked = checked_[i];
     const auto is_at = [&](const Tensor& tensor, const void* address, int32_t dtype) {
-      // data(): a lazy clone that shares the memory gets its own now.
+      // data(), so that a lazy clone that shares the memory gets its own now.
       return tensor.data() == address && tensor.size() == row.size && tensor.is_contiguous() && tensor.dtype() == dtype;
     };
     const auto is_entry_at = [&](const TensorList& list, const void* address, int32_t dtype) {
@@ -157,7 +157,7 @@ class StepPlan {
     check_like(param, &grad, i, "grads");
     const RowTensors found = tensors_of(i, param);
     fill_dtypes(row, i, param, grad, found);
-    // Codes stay in the order that they have: each block of it shares a scale.
+    // Codes stay in their order of memory, because each block of adjacent codes shares a scale.
     const Tensor& like = found.scales ? *found.states[0] : param;
     row.param = lender.lend(param, like, true);
     row.grad = lender.lend(grad, like, false);

@@ -1,19 +1,19 @@
-// Whether a step is skipped, and by what it multiplies its grads: the loss scale's inverse, and max_norm's coefficient.
+// Whether a step is skipped, and what its grads are multiplied by: the loss scale's inverse, max_norm's coefficient.
 #pragma once
 
 #include "grads/overflow.h"
 
 namespace mpk {
 
-// What all parameters of a step share. The pointers are to the device, and null where there is no such thing.
+// What all parameters of a step share. The pointers are to the device, or null.
 struct StepShared {
   const float* grad_scale;    // grads are divided by it
   const float* found_inf[2];  // the scaler's and the guard's: nothing moves unless both are 0
   const double* total_sumsq;  // the sum of the grads' squares, before unscaling
   double max_norm;            // inf: no clipping
-  float* outcome;         // the norm of the unscaled grads, if total_sumsq is there; 1 if the step is skipped, else 0
-  float* skipped_steps;   // counted up
-  OverflowReport report;  // filled if the step is skipped
+  float* outcome;             // [0]: norm of the unscaled grads, if total_sumsq isn't null; [1]: 1 if skipped, else 0
+  float* skipped_steps;       // counted up
+  OverflowReport report;      // filled if the step is skipped
 };
 
 MPK_FN double unscale_factor(const StepShared& shared) {
@@ -40,7 +40,7 @@ MPK_FN void write_outcome(const StepShared& shared) {
   if (shared.skipped_steps && skipped) *shared.skipped_steps += 1;
 }
 
-// Returns what unscales and clips the grads if they are multiplied by it.
+// Returns the factor that unscales and clips the grads.
 MPK_FN double grad_factor(const StepShared& shared) {
   double factor = unscale_factor(shared);
   if (shared.total_sumsq && shared.max_norm < INFINITY) {

@@ -1,5 +1,5 @@
 // A master weight in two halves: the 16-bit weight that the model uses, and a 16-bit remainder. No second copy of the
-// weight is stored. Written over float and over vectors of it, without a branch.
+// weight is stored. The functions take float or vectors of floats, and have no branches.
 //
 // bf16: the weight is the master's upper half, rounded to nearest, ties away from zero; the remainder is the lower
 // half, as a signed number. Every master but NaN comes back bit for bit. (Ties to even would need a 17th bit: an even
@@ -11,9 +11,9 @@
 //
 // NaN stays NaN, with its sign, in both; its payload may change.
 //
-// If somebody writes to a weight, its remainder is that of another number. The joined master still rounds to the
-// weight: where no master has these two halves, the weight alone is the master. That is so beyond 0 and beyond inf, in
-// fp16 for sums that fp32 can't hold, and for powers of two, below which numbers lie half as far apart.
+// If somebody writes to a weight, its remainder still belongs to the old weight. The joined master rounds to the new
+// weight all the same: where no master has these two halves, the weight alone is the master. That is so beyond 0 and
+// beyond inf, in fp16 for sums that fp32 can't hold, and for powers of two, below which numbers lie half as far apart.
 #pragma once
 
 #include "common/numeric.h"
@@ -37,7 +37,7 @@ MPK_FN U magnitude_of(U bits) {
   return bits & 0x7fffffffu;
 }
 
-// Beyond 0 and beyond inf lie NaNs.
+// A joined master beyond 0 or beyond inf has the bits of a NaN.
 template <class U>
 MPK_FN U join_bf16(const Split<U>& split) {
   const U weight = split.weight << 16;
@@ -50,14 +50,14 @@ MPK_FN U unless_beyond_zero(U joined, U weight) {
   return (joined ^ weight) < 0x80000000u ? joined : weight;
 }
 
-// A 2^-16th of the last place of an fp16 that is widened to fp32, with its sign; all as bits.
+// Returns a 2^-16th of the last place of an fp16, with the fp16's sign. Both are the bits of fp32 numbers.
 template <class U>
 MPK_FN U unit_of_fp16(U weight) {
   const U exponent = larger(weight & 0x7f800000u, U{} + (113u << 23));
   return (exponent - (26u << 23)) | (weight & 0x80000000u);
 }
 
-inline constexpr float kIntegers = 12582912.0f;  // 1.5 * 2^23: a float beside it is an integer, in its low bits
+inline constexpr float kIntegers = 12582912.0f;  // 1.5 * 2^23: adding it rounds a float to an integer, in the low bits
 inline constexpr uint32_t kIntegersBits = 0x4b400000u;
 
 template <class F>
@@ -77,7 +77,7 @@ MPK_FN U join_fp16(const SplitFp16<F>& split) {
 template <class F, class U = Bits<F>>
 MPK_FN SplitFp16<F> split_fp16(Bits<F> master) {
   const auto is_infinite = (master & 0x7fffffffu) == 0x7f800000u;
-  // A tie is lifted above itself, and so goes away from zero.
+  // The last bit lifts a tie above itself, so that the tie rounds away from zero.
   const auto weight = Fp16<F>::narrow(is_infinite ? master : master | 1u);
   const U nearest = Fp16<F>::widen(weight);
   const F units_in_one = bit_cast<F>((254u << 23) - unit_of_fp16(nearest));
@@ -88,8 +88,8 @@ MPK_FN SplitFp16<F> split_fp16(Bits<F> master) {
 }
 
 // The other way to keep a master is a whole copy beside the weight. If the copy doesn't round to the weight, somebody
-// has written to the weight, which wins. Bits are compared, so that neither NaN nor a subnormal that the CPU takes for
-// 0 matters. `written` is the 16-bit weight, widened.
+// has written to the weight, and the weight becomes the master. Bits are compared, so that neither NaN nor a subnormal
+// that the CPU takes for 0 matters. `written` is the 16-bit weight, widened.
 template <class F, class U = Bits<F>>
 MPK_FN F copied_master(Dtype dtype, F copy, F written) {
   const U bits = bit_cast<U>(copy);

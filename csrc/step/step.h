@@ -16,8 +16,8 @@
 
 namespace mpk {
 
-// How the true weight of a parameter is kept: as the parameter itself, beside it in fp32, or split over it and an
-// int16.
+// How the true weight of a parameter is kept: as the parameter itself, in fp32 beside the parameter, or split over the
+// parameter and an int16.
 enum class Master : int8_t { none, fp32, split };
 
 MPK_FN int64_t width_of(Master kind) { return kind == Master::split ? 2 : 4; }
@@ -61,7 +61,7 @@ struct StepGroup {
   bool maximize;
 };
 
-// Returns the group's hyperparameters, read from the device where they lie there.
+// Returns the group's hyperparameters. Those that are tensors are read from the device.
 template <class Rule>
 MPK_FN typename Rule::Hyperparameters hyperparameters(const StepGroup<Rule>& group) {
   struct Values {
@@ -102,7 +102,7 @@ MPK_FN StepScalars<Rule, To> rounded(const StepScalars<Rule, double>& scalars) {
   return converted<To>(scalars, [](double scalar) { return static_cast<To>(scalar); });
 }
 
-// steps_before: how many the parameter has taken so far.
+// steps_before: how many steps the parameter has taken so far.
 template <class Rule>
 MPK_FN StepScalars<Rule, double> step_scalars(const StepGroup<Rule>& group, float steps_before,
                                               const StepShared& shared) {
@@ -118,13 +118,13 @@ MPK_FOR_EACH_ISA(template <class Rule>
 // What the device keeps of a plan, for each step's kernels to read.
 struct KeptRows {
   StepRow* rows;  // without `grad`
-  Row* grads;     // without `data`, for kernels that read nothing else of a row
+  Row* grads;     // the grads' part of each row, without `data`
   int32_t* row_of_chunk;
   uint32_t* tickets;  // 0 between launches: one for each row and one more
 };
 
-// What the rows need of a kernel. The more it can do, the more registers it takes, and the fewer blocks fit
-// a multiprocessor.
+// What the rows need of a kernel. The more a kernel can do, the more registers it takes, and the fewer blocks fit a
+// multiprocessor.
 enum class Needs { common, codes, all };
 
 template <class Rule>

@@ -31,7 +31,7 @@ __device__ void step_plain(const Arrays<Rule>& arrays, const Place& place, const
   keep_order<count>();
 }
 
-// Steps whole rounds of packs, after what lies before and behind them: so those sizes take no registers from the packs.
+// Steps what lies before and behind the packs first, so that those sizes take no registers while packs are stepped.
 template <class Kind, class Rule>
 __device__ __forceinline__ void step_plain(const Arrays<Rule>& any, uint32_t size,
                                            const StepScalars<Rule, float>& scalars) {
@@ -72,15 +72,15 @@ __device__ void step_fp64(const StepRow& row, const Span& span, const StepScalar
   }
 }
 
-// What a block's threads share of its row. One thread computes it, for that is done in fp64, at a 64th of fp32's speed
-// on some chips.
+// What a block's threads share of its row. One thread computes this, because fp64 runs at a 64th of fp32's speed on
+// some chips.
 template <class Rule>
 struct RowScalars {
   bool is_skipped;
   float* step;
   float steps;  // what *step becomes
   uint32_t* ticket;
-  int32_t chunks;  // with a ticket each
+  int32_t chunks;  // of the row; the last one to take the ticket counts the step
   StepScalars<Rule, float> in_fp32;
   StepScalars<Rule, double> in_fp64;
 };

@@ -8,7 +8,7 @@
 
 namespace mpk::MPK_ISA {
 
-// A parameter's arrays, from some element on. null: an array that the row doesn't have.
+// A parameter's arrays, from some element on; null where the row has none.
 template <class Rule>
 struct Arrays {
   char *param, *states[Rule::kStates], *master, *grad;
@@ -44,7 +44,7 @@ static Arrays<Rule> arrays_of(const StepRow& row) {
   return arrays;
 }
 
-// What the formula reads, and leaves its results in: whole vectors.
+// What the formula reads and overwrites, in whole vectors.
 template <class Rule, class T>
 struct Numbers {
   T* param;
@@ -52,13 +52,13 @@ struct Numbers {
   T* states[Rule::kStates];
 };
 
-// Returns each scalar in all lanes. Else compilers would spread them for each vector, as a store may have changed them.
+// Returns each scalar in all lanes. Else compilers would spread it for each vector, as a store may have changed it.
 template <class F, class Rule, class C>
 static MPK_FN StepScalars<Rule, F> spread(const StepScalars<Rule, C>& scalars) {
   return converted<F>(scalars, [](C scalar) { return scalar - F{}; });  // a sum would make +0 of -0
 }
 
-// Leaves kept(k, state) of each new state k.
+// Stores kept(k, state) in the place of each state k.
 template <bool has_optional, class Rule, class T, class F, class Kept>
 static MPK_FN void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, const StepScalars<Rule, F>& scalars,
                                 const Kept& kept) {
@@ -80,9 +80,9 @@ static MPK_FN void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, c
                                     : step_vectors<false>(numbers, size, scalars, kept);
 }
 
-// So many 16-bit numbers are unpacked, stepped and packed at a time, in three loops. In one loop, loads and stores are
-// so far apart that a core's window holds only two or three vectors and waits: that took 1.3 to 1.5 times as long (Zen
-// 3).
+// How many 16-bit numbers are unpacked, stepped and packed at a time, in three loops. In one loop, loads and stores are
+// so far apart that a core's window holds only two or three vectors and waits: one loop took 1.3 to 1.5 times as long
+// (Zen 3).
 inline constexpr int kUnpacked = 256;
 
 // Calls body(array, i) for each vector, with the array's own type.
@@ -94,7 +94,7 @@ static MPK_FN void for_each_vector(Dtype dtype, Array* array, int64_t size, cons
   dtype == Dtype::b16 ? run(reinterpret_cast<bf16*>(array)) : run(reinterpret_cast<fp16*>(array));
 }
 
-// Returns the array itself where it holds fp32.
+// Returns the array itself if it holds fp32, else its numbers in `to`.
 static MPK_FN float* unpack(Dtype dtype, char* array, int64_t size, float* to) {
   if (!array || dtype == Dtype::f32) return reinterpret_cast<float*>(array);
   for_each_vector(dtype, array, size, [&](auto* halves, int64_t i) { store(to + i, load(halves)); });
@@ -113,7 +113,7 @@ static MPK_FN Words join(const fp16* weight, Words remainder) {
   return join_fp16<Floats>({load_bytes<Halves>(weight), remainder});
 }
 
-// Returns the true weights: a master in fp32 where it lies.
+// Returns the true weights. A master in fp32 is not copied.
 template <class Rule>
 static MPK_FN float* unpack_weights(const StepRow& row, const Arrays<Rule>& arrays, int64_t size, float* to) {
   if (row.master_kind == Master::none) return unpack(row.param_dtype, arrays.param, size, to);
@@ -180,8 +180,8 @@ static void step_whole(const StepRow&, const Arrays<Rule>& arrays, int64_t size,
   step_vectors(numbers, size, scalars, [](auto, Doubles state) { return state; });
 }
 
-// Calls step(copies, size) with copies of `count` elements, which fill whole vectors by being repeated, so that the
-// largest stays the largest; then takes over what step has written.
+// Calls step(copies, size) with copies of `count` elements, which are repeated to fill whole vectors, so that the
+// largest stays the largest; then copies back what step has written.
 template <class Rule, class Step>
 static void step_copies(const StepRow& row, Arrays<Rule> arrays, int64_t count, int64_t lanes, const Step& step) {
   const int64_t whole = (count + lanes - 1) / lanes * lanes;
@@ -222,7 +222,7 @@ static void decode_block(const int8_t* codes, int64_t size, float scale, float* 
   for (int64_t i = 0; i < size; i += kLanes) store(values + i, decode<sign>(load(codes + i), scale));
 }
 
-// Returns the largest of these floats without a sign, whose bits are passed. One instruction compares bits as integers,
+// Takes the bits of floats without a sign, and returns the largest float. One instruction compares bits as integers,
 // and a NaN's bits are the largest.
 static float largest_of(Words magnitudes) {
   uint32_t largest = 0;
@@ -230,8 +230,8 @@ static float largest_of(Words magnitudes) {
   return bit_cast<float>(largest);
 }
 
-// Steps kQuantized elements or fewer. Decoding and encoding have loops of their own for the reason that unpacking has;
-// the scales of the states lie `stride` apart.
+// Steps kQuantized elements or fewer. Decoding and encoding have loops of their own, like unpacking (kUnpacked). The
+// scales of the states lie `stride` apart.
 template <bool has_optional, class Rule>
 static void step_codes(const StepRow& row, const Arrays<Rule>& arrays, int64_t size, float* scales, int64_t stride,
                        const StepScalars<Rule, Floats>& scalars) {
@@ -246,7 +246,7 @@ static void step_codes(const StepRow& row, const Arrays<Rule>& arrays, int64_t s
   });
   Words largest[Rule::kStates]{};
   step_vectors<has_optional>(numbers, size, scalars, [&](auto k, Floats state) {
-    const Floats number = coded_number<Rule::kSigns[k]>(state);  // a root that the formula has taken, too
+    const Floats number = coded_number<Rule::kSigns[k]>(state);  // if a root, the formula has taken it, too
     largest[k] = larger(largest[k], magnitude(number));
     return number;
   });

@@ -18,7 +18,7 @@ struct GroupsOf {
   StepGroup<Rule> of[StepLaunch::kMostGroups];
 };
 
-// One block a chunk; the last block of a parameter counts the step, which all of them have read by then.
+// One block per chunk; the last block of a parameter counts its step up, after all of its blocks have read the count.
 template <class Rule, Needs needs>
 __global__ void __launch_bounds__(kThreads, needs == Needs::all ? 2 : 3)
     step_kernel(const __grid_constant__ StepStretch grads, const __grid_constant__ GroupsOf<Rule> groups,

@@ -47,7 +47,7 @@ class StepCall {
     plan_.fill_rows(weights_, options_.groups.size(), lender_);
     // A graph may outlive the plan, so each of its replays writes the rows to memory of the graph's own.
     const bool is_captured = is_capturing(device.stream());
-    // Put back only after a step without an error: one may leave tickets that are not 0.
+    // `kept` is put back only after a step without an error, because an error may leave tickets that are not 0.
     std::shared_ptr<PlanOnDevice<Rule>> kept = is_captured ? nullptr : std::exchange(plan_.on_device, nullptr);
     if (!kept || kept->stream != device.stream()) kept = std::make_shared<PlanOnDevice<Rule>>(plan_, device.stream());
     std::vector<void*> grads;

@@ -4,7 +4,7 @@
 
 namespace mpk {
 
-// One block a row: constant memory is quick only where all lanes read the same.
+// One block per row, because constant memory is fast only where all lanes read the same address.
 template <int capacity>
 __global__ void step_upload_kernel(const __grid_constant__ PageOf<StepRow, capacity> page, int32_t first, KeptRows to) {
   const StepRow& row = page.rows[blockIdx.x];

@@ -12,10 +12,10 @@ struct Adamw {
   static constexpr int kStates = 3, kNeeded = 2;
   static constexpr const char* kLists[] = {"exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"};
   static constexpr Sign kSigns[] = {Sign::any, Sign::not_negative, Sign::not_negative};
-  static constexpr bool kOptionalIsRare = true;  // so that most kernels needn't know those
+  static constexpr bool kOptionalIsRare = true;  // most kernels leave these states out
 
-  // Whether CUDA has a loop for each usual kind of row, and a kernel for 8-bit states alone: faster there, and twice as
-  // long to compile.
+  // Whether CUDA has a loop for each usual kind of row, and a kernel for 8-bit states alone. Those run faster, and take
+  // twice as long to compile.
   static constexpr bool kIsTuned = true;
 
   // The hyperparameters of a group. The first kTensors may be tensors, which are read at each step.
@@ -30,8 +30,8 @@ struct Adamw {
     C decay, weight1, beta2, weight2, step_size, eps;
   };
 
-  // step: 1 at the first one. The root's bias correction is in step_size and eps: that saves a division for each
-  // element, and a CPU would wait for it.
+  // step: 1 at the first step. step_size and eps include the root's bias correction, which saves a division per element
+  // that a CPU would wait for.
   static MPK_FN Scalars<double> scalars(const Hyperparameters& group, double step) {
     const double correction1 = 1 - pow(group.beta1, step), correction2 = sqrt(1 - pow(group.beta2, step));
     return {1 - group.lr * group.weight_decay,    1 - group.beta1,        group.beta2, 1 - group.beta2,

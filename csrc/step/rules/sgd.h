@@ -8,7 +8,7 @@ namespace mpk {
 struct Sgd {
   static constexpr const char* kOp = "sgd_";
 
-  // There with momentum only.
+  // The momentum buffer, which is there with momentum only.
   static constexpr int kStates = 1, kNeeded = 0;
   static constexpr const char* kLists[] = {"momentum_buffers"};
   static constexpr Sign kSigns[] = {Sign::any};
@@ -24,7 +24,7 @@ struct Sgd {
     C weight_decay, momentum, weight, nesterov, lr;
   };
 
-  // step: 1 at the first one, after which the momentum buffer is the grad.
+  // step: 1 at the first step, after which the momentum buffer is the grad.
   static MPK_FN Scalars<double> scalars(const Hyperparameters& group, double step) {
     const bool is_first = step == 1;
     return {group.weight_decay, is_first ? 0 : group.momentum, is_first ? 1 : 1 - group.dampening,
