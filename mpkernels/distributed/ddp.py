@@ -40,7 +40,7 @@ def made() -> int:
 
 
 def refuse(op: str, params: Sequence[Tensor], reason: str) -> None:
-    """Raise if a wrapper exchanges the grad of one of these, for a reason that says what to do instead."""
+    """Raise if a wrapper exchanges the grad of one of ``params``. ``reason`` says what to do instead."""
     exchanged = {id(param) for wrapper in list(_wrappers) for param in exchanged_by(wrapper)}
     for i, param in enumerate(params):
         if id(param) in exchanged:
@@ -60,7 +60,7 @@ def exchanged_by(wrapper: DistributedDataParallel) -> list[Tensor]:
 @torch.no_grad()
 def exchange(op: str, wrapper: DistributedDataParallel) -> None:
     """Replace each grad by its mean over the wrapper's processes, as the wrapper's backward would outside no_sync.
-    Grads may have another dtype than their parameters, which its own buckets refuse."""
+    Grads may have another dtype than their parameters, which the wrapper's own buckets refuse."""
     params = [param for param in exchanged_by(wrapper) if param.requires_grad]
     if wrapper.find_unused_parameters:
         _fill_in(params, wrapper.process_group)
@@ -79,7 +79,7 @@ def exchange(op: str, wrapper: DistributedDataParallel) -> None:
         distributed.all_reduce(flat, group=wrapper.process_group)
         for grad, mean in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
             grad.copy_(mean.view(grad.shape))
-    wrapper.require_forward_param_sync = True  # as after its own exchange: the next forward broadcasts the buffers
+    wrapper.require_forward_param_sync = True  # the next forward broadcasts buffers, as after DDP's exchange
 
 
 def _fill_in(params: Sequence[Tensor], group: Any) -> None:

@@ -1,4 +1,4 @@
-"""The processes that hold DTensors' parts: which they are, and how much of a sum each part is."""
+"""The processes that hold DTensors' parts: which they are, and how much each part counts in a sum."""
 
 from collections.abc import Iterable, Sequence
 from math import prod
@@ -12,7 +12,7 @@ from mpkernels.distributed.processes import Processes
 
 
 def ranks_of(params: Iterable[Any]) -> tuple[int, ...]:
-    """Return the processes that hold a part of any of these, or the whole. Plain tensors add no ranks."""
+    """Return the ranks that hold a part of a DTensor among ``params``, or all of it. Plain tensors add no ranks."""
     meshes = {param.device_mesh for param in params if is_sharded(param)}
     key = frozenset(map(id, meshes))
     if key not in _ranks:
@@ -22,12 +22,12 @@ def ranks_of(params: Iterable[Any]) -> tuple[int, ...]:
     return _ranks[key][1]
 
 
-_ranks: dict[frozenset[int], tuple[set[Any], tuple[int, ...]]] = {}  # by the ids of meshes, which live on here
+_ranks: dict[frozenset[int], tuple[set[Any], tuple[int, ...]]] = {}  # by the ids of meshes, which the values keep alive
 
 
 def _ranks_in(meshes: set[Any]) -> tuple[int, ...]:
     """Return the ranks in these meshes, and in the mesh that several slices of one mesh span together."""
-    dims: dict[Any, set[str]] = {}  # a root mesh, and its dimensions that slices use
+    dims: dict[Any, set[str]] = {}  # root mesh -> the dimensions of it that slices use
     ranks: set[int] = set()
     for mesh in meshes:
         ranks.update(mesh.mesh.flatten().tolist())
@@ -35,7 +35,7 @@ def _ranks_in(meshes: set[Any]) -> tuple[int, ...]:
         if names is not None:
             dims.setdefault(root_mesh(mesh), set()).update(names)
     for root, used in dims.items():
-        # A slice for data and one for tensors: a process of the one must know those of the other's other slices.
+        # If a mesh has a slice for data and one for tensors, each process must know the processes of all slices.
         names_in_order = [name for name in root.mesh_dim_names or () if name in used]
         if len(names_in_order) == len(used):
             ranks.update(root[tuple(names_in_order)].mesh.flatten().tolist())
@@ -50,15 +50,15 @@ def peers_of(params: Sequence[Any], group: Any = None) -> "Parts | None":
 
 
 class Parts(Processes):
-    """Processes that hold DTensors' parts. Some may hold the same, as with HSDP: squares count by their share."""
+    """Processes that hold DTensors' parts. Where several hold the same part, as with HSDP, each has a share."""
 
     def __init__(self, group: Any, size: int) -> None:
         super().__init__(group)
         self._size = size
 
     def shares(self, params: Sequence[Any]) -> list[float]:
-        """Return how much the square of this process's part of each counts in a sum over all processes: those that
-        hold the same part count as one."""
+        """Return how much the square of this process's part of each parameter counts in a sum over all processes.
+        Processes that hold the same part count as one."""
         known: dict[Any, float] = {None: 1 / self._size}  # a plain parameter is whole in each process
         kinds: list[Any] = [(it.device_mesh, it.placements) if is_sharded(it) else None for it in params]
         for it in kinds:

@@ -25,7 +25,7 @@ def part_of(tensor: Any) -> Any:
 
 
 def parts_of(tensors: Sequence[Any]) -> list[Any]:
-    """Return ``part_of`` each: the same objects each time, and fast."""
+    """Return ``part_of`` each tensor: the same objects each time, and fast."""
     if not are_any_sharded(tensors):
         return list(tensors)
     in_place = parts_in_place(tensors)
@@ -38,7 +38,7 @@ def parts_in(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def placed_as(like: Any, part: Tensor) -> Any:
-    """Return this process's part of something that is placed as ``like`` is: a DTensor where that is one."""
+    """Return a DTensor placed as ``like``, with ``part`` as this process's part; ``part`` if ``like`` is no DTensor."""
     if not is_sharded(like):
         return part
     if part.device.type not in (like.device_mesh.device_type, "meta"):
@@ -69,7 +69,7 @@ def part_for(param: Any, whole: Any) -> Any:
 def reshard(model: torch.nn.Module) -> None:
     """Free the whole weights that FSDP2's outermost module keeps after a forward, for a backward that won't come."""
     loaded = sys.modules.get("torch.distributed.fsdp")
-    if loaded is None:  # then nothing is wrapped by it
+    if loaded is None:  # then FSDP2 wraps nothing
         return
     for module in model.modules():
         if isinstance(module, loaded.FSDPModule):
@@ -84,8 +84,8 @@ def await_grad(param: Any) -> None:
 
 
 def settled_grads(params: Sequence[Any]) -> list[Any]:
-    """Return the grad of each parameter, placed as it is; None where there is none. Under sequence parallelism each
-    process has a summand of a norm layer's grad."""
+    """Return the grad of each parameter, placed as the parameter is; None where there is none. Under sequence
+    parallelism each process has a summand of a norm layer's grad."""
     grads = [param.grad for param in params]
     if not are_any_sharded(grads):
         return grads

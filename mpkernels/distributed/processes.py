@@ -86,7 +86,7 @@ def given(op: str, process_group: Any) -> Processes | None:
 
 
 def of_first_rank(op: str, value: Any, error: Exception | None, group: Any) -> Any:
-    """Return what the first rank has. Each must come here; if one brings an error, all raise."""
+    """Return the first rank's value. All processes must call this; if one passes an error, all raise."""
     mine = value, None if error is None else repr(error)
     everybody = [mine]
     if are_several():
@@ -115,7 +115,7 @@ def is_torchs_sharded(scaler: Any) -> bool:
 
 
 def hand_back(optimizer: Any, found_inf: Tensor) -> None:
-    """Give found_inf to the scaler that has handed it over, for its update."""
+    """Give found_inf to the scaler that the optimizer steps under, for the scaler's update."""
     scaler, optimizer._scaler = optimizer._scaler, None
     if scaler is not None and hasattr(optimizer, "found_inf"):
         scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
