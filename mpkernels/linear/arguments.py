@@ -20,13 +20,12 @@ def tensor(who: str, name: str, value: object) -> None:
 
 
 def flag(who: str, name: str, value: object) -> None:
-    """Require a bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{who}: {name} must be a bool, got {value!r}{hint(value)}")
 
 
 def layer(who: str, widths: Mapping[str, object], bias: object, device: object, dtype: object) -> None:
-    """Check what all layers are made of; torch looks at sizes, devices and dtypes that are some."""
+    """Check the arguments of any layer. torch checks sizes, devices and dtypes that have the right type."""
     for name, value in widths.items():
         width(who, name, value)
     flag(who, "bias", bias)
@@ -52,7 +51,7 @@ def probability(who: str, name: str, value: object) -> None:
 
 
 def hint(value: object) -> str:
-    """Return a question for who gave an activation in another argument's place; empty for other values."""
+    """Return a question for a user who gave an activation in another argument's place; an empty string for others."""
     if isinstance(value, str):
         return f"; did you mean activation={value.lower()!r}?" if value.lower() in ACTIVATIONS else ""
     is_module = isinstance(value, Module) or (isinstance(value, type) and issubclass(value, Module))

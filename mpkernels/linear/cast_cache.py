@@ -23,7 +23,7 @@ from mpkernels._torch_private.tensors import base_of, version_of
 
 
 class _Kept(NamedTuple):
-    parameter: Tensor  # held, so that no other one gets its id
+    parameter: Tensor  # kept alive, so that no other parameter gets its id
     version: object
     data_ptr: int
     stream: int
@@ -53,7 +53,7 @@ def one_step() -> Iterator[None]:
         yield
     finally:
         mine.clear()
-        mine.is_over = True  # two that are interleaved do not end in turn
+        mine.is_over = True  # interleaved contexts end in any order
 
 
 def _step() -> _Casts | None:
@@ -99,7 +99,7 @@ def _is_transpose_of_a_leaf(tensor: Tensor) -> bool:
 
 
 def _may_keep(parameter: Tensor) -> bool:
-    """Return whether torch's own cache would keep it. A CUDA graph keeps nothing: its replays would miss a step."""
+    """Return whether torch's own cache would keep the cast. A CUDA graph keeps none: its replays would miss a step."""
     return (
         parameter.requires_grad
         and parameter.is_leaf
@@ -111,8 +111,8 @@ def _may_keep(parameter: Tensor) -> bool:
 
 
 def _enter_block(device_type: str, dtype: torch.dtype) -> _Casts:
-    """Make torch's autocast cast an empty tensor, and store a new block of casts on the node that its cache keeps. The
-    op saves nothing, so that counts of saved tensors stay right."""
+    """Make torch's autocast cast an empty tensor, and store a new block of casts on the node that torch's cache keeps.
+    The op saves nothing, so that counts of saved tensors stay right."""
     global _block
     with without_dispatch_modes():
         product: Any = torch.addmm(*_empty_ones(device_type, dtype))
@@ -124,6 +124,6 @@ def _enter_block(device_type: str, dtype: torch.dtype) -> _Casts:
 
 @cache
 def _empty_ones(device_type: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what autocast casts, and two factors that it needn't."""
+    """Return an empty tensor that autocast casts, and two factors that have its dtype already."""
     factor = torch.empty(0, 0, dtype=dtype, device=device_type)
     return torch.empty_like(factor, dtype=torch.float32, requires_grad=True), factor, factor

@@ -1,4 +1,4 @@
-"""The ways to compute a block: by plain torch, or by our kernels with what autocast would cast."""
+"""Computes a block by plain torch, or by our kernels with the casts that autocast would make."""
 
 from functools import partial
 from math import prod
@@ -46,8 +46,8 @@ def by_torch(
     *,
     overwrites: bool = True,
 ) -> Tensor:
-    """Compute as a user of torch would, and keep what torch keeps. Without autograd, nobody needs z any more, and the
-    activation overwrites it, where in place has its rules."""
+    """Compute as a user of torch would, and keep what torch keeps. Without autograd, nobody needs z any more, so the
+    activation overwrites z by its in-place function."""
     _, activation, is_gated, _, dropout, _ = kind
     z = linear(x, weight, bias)
     is_afresh = is_grad_enabled() or not overwrites or are_transforms_active()
@@ -87,6 +87,6 @@ def by_ours(kernel: str, kind: Kind, x: Tensor, params: Parameters, dtype: torch
 
 
 def _as_autocast_casts(value: Tensor, dtype: torch.dtype) -> Tensor:
-    if value.dtype in (dtype, torch.float64) or not value.is_floating_point():  # most are, and need no op
+    if value.dtype in (dtype, torch.float64) or not value.is_floating_point():  # most values, which need no op
         return value
     return value.to(dtype)

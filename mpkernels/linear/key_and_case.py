@@ -34,12 +34,12 @@ def key_of(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, others: t
     """Return a key for ``selector.by_key`` that holds everything the choice of a kernel depends on. Return None for a
     call that needs a closer look, such as one on tensor subclasses. Bad arguments have keys, too, under which nothing
     is found, because every check here slows down small layers."""
-    # Other compilers pass subclasses, refused below. is_compiling would ask for them at the cost of another call.
+    # Other compilers pass subclasses, which are refused below; is_compiling would cost another call.
     if is_dynamo_compiling() or forced or is_jit_tracing() or type(x) is not Tensor or type(kind.activation) is not str:
         return None
     if type(weight) not in _PLAIN:
         return None
-    try:  # no loops: these, too, slow down small layers
+    try:  # no loops, which slow down small layers
         of_x = x.shape, x.stride(-1), x.layout, x.dtype, x.device, x.requires_grad
         of_weight = weight.shape, weight.stride(-1), weight.layout, weight.dtype, weight.requires_grad
         key: tuple[Any, ...] = kind, of_x, of_weight, is_grad_enabled(), None
@@ -65,7 +65,7 @@ def is_left_to_torch(activation: object, x: Tensor, weight: Tensor, bias: Tensor
     """Return whether torch is known to compute such a ``linear_act``, whatever its sizes: in small layers, ``key_of``
     takes as long as the activation."""
     return (
-        not is_dynamo_compiling()  # first, or its graphs would depend on what comes next
+        not is_dynamo_compiling()  # first, or dynamo's graphs would depend on the rest
         and type(activation) is str
         and type(x) is Tensor
         and (activation, x.dtype, x.device) in selector.left_to_torch
@@ -76,7 +76,7 @@ def is_left_to_torch(activation: object, x: Tensor, weight: Tensor, bias: Tensor
 
 
 def is_ours(x: Tensor, *parameters: Tensor | None) -> bool:
-    """Return whether one of our kernels can compute this call. It needs dense, plain tensors and no forward-mode
+    """Return whether one of our kernels can compute this call. Kernels need dense, plain tensors and no forward-mode
     derivatives. Nor may torch.export or torch.jit.trace record the call, because the record must run without us."""
     return (
         type(x) in _SERVED
@@ -94,13 +94,13 @@ def is_watched() -> bool:
 
 
 def kernel_for(key: Hashable, kind: Kind, x: Tensor, params: Parameters, autocast: torch.dtype | None) -> str:
-    """Return the name of a kernel of ours, or of plain torch; under ``backend`` the dispatcher's choice."""
+    """Return the name of a kernel of ours, or "torch"; under ``backend``, "dispatched"."""
     given = [it for it in (x, *params) if it is not None]
     if torch.float64 in (autocast or x.dtype, *(it.dtype for it in given)) or are_transforms_active():
         return "torch"
     if forced:
         return "dispatched"
-    if not is_compiling() and 0 in (x.numel(), *params.sizes(kind)):  # where a look would make conditions of the graph
+    if not is_compiling() and 0 in (x.numel(), *params.sizes(kind)):  # a look would add guards
         return "torch"
     trains = is_grad_enabled() and any(it.requires_grad for it in given)
     dtypes = tuple(dict.fromkeys((autocast or x.dtype, *(it.dtype for it in given))))
@@ -120,7 +120,7 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, params: Parameters, autocas
 def _known(*of_case: Any) -> str:
     """Return the choice for any number of rows: a graph serves several sizes."""
     case = _case(*of_case)
-    if any(isinstance(size, torch.SymInt) for size in case.sizes):  # to compare it would make a constant of it
+    if any(isinstance(size, torch.SymInt) for size in case.sizes):  # a comparison would make it constant
         case = case._replace(sizes=())
     return selector.choose(case)
 

@@ -12,7 +12,7 @@ from mpkernels.selector.timing import Error
 
 FLOPS_ON_CPU = 2**33  # more rows would take proportionally longer, and tell no more
 SAMPLES = 64  # rows and hidden features that are compared, the first and the last among them
-_NOISE, _DRAWS = 1e-9, 3  # the noise is too small to turn a relu
+_NOISE, _DRAWS = 1e-9, 3  # the noise is too small to move a relu's input across 0
 
 
 class Trial:
@@ -57,8 +57,8 @@ class Trial:
         return [y.detach(), *(torch.autograd.grad(y, wanted, self._dy) if wanted else ())]
 
     def errors(self, results: Sequence[Tensor]) -> list[Error]:
-        """Compare some rows of y and of x's gradient, and what some hidden features have of the parameters'. With a
-        dropout there is nothing to compare: each call drops others."""
+        """Compare some rows of y and of x's gradient, and some hidden features of the parameters' gradients. With a
+        dropout there is nothing to compare, because each call drops other elements."""
         if self._kind.dropout:
             return [Error(0.0 if it.isfinite().all() else float("nan"), it.numel()) for it in results]
         named = zip(("y", "x", *Parameters._fields), (self._dy, self._x, *self._params), strict=True)
