@@ -1,7 +1,7 @@
-"""What computes a linear layer or block: a kernel of ours or plain torch.
+"""Chooses what computes a linear layer or block: a kernel of ours or plain torch.
 
-It follows a table, ``rule``, from what can be seen of a call: the device, the dtype, the CPU's instructions, the sizes.
-So it is the same in every run and process. ``mpkernels.tune`` times the ways for a model instead, and ``pin`` forces
+The choice follows ``table`` by what a call shows: the device, the dtype, the CPU's instructions, the sizes. So the
+choice is the same in every run and process. ``mpkernels.tune`` times the ways for a model instead, and ``pin`` forces
 one. Nothing else times anything.
 """
 
@@ -50,8 +50,8 @@ def forget() -> None:
 
 
 def choose(case: Case, key: Hashable = None, trial: Callable[[], Any] | None = None) -> str:
-    """Return what computes a case: what is pinned, else what was tuned, else what the table says. ``by_key`` remembers
-    it under ``key``, so that later calls find it without asking. ``trial`` returns code to time the case with."""
+    """Return what computes a case: what is pinned, else what was tuned, else what the table says. ``by_key`` keeps the
+    choice under ``key``, so that later calls find it without asking. ``trial`` returns code to time the case with."""
     # Taken first: pin and tune replace these dicts, so that a choice from before goes with them.
     kept, chosen, asked = by_key, _chosen, _asked
     if asked is not None and trial is not None and len(case.kernels) > 1:

@@ -1,4 +1,4 @@
-"""A case that the selector is asked for, and what was chosen for it."""
+"""What the selector is asked about a call."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ class Case(NamedTuple):
     op: str
     device: torch.device
     sizes: tuple[int, ...]  #: features of x, of h, of the result
-    dtypes: tuple[torch.dtype, ...]  #: first the one that is computed in
+    dtypes: tuple[torch.dtype, ...]  #: the computing dtype first
     activation: str
     trains: bool
     details: str
     rows: int | None  #: rounded up to a power of two; None where a graph serves any number
-    kernels: tuple[str, ...] = ()  #: that can be had, plain torch last
+    kernels: tuple[str, ...] = ()  #: the available ones, plain torch last
 
     def __str__(self) -> str:
         dtypes = ",".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)

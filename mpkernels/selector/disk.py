@@ -1,6 +1,6 @@
 """What ``mpkernels.tune`` has found, on disk: a file for all machines and versions that share a home.
 
-It only saves time: a file that can't be read, written or understood is as good as none.
+The file only saves time: one that can't be read, written or understood is as good as none.
 """
 
 import json
@@ -22,7 +22,7 @@ def path() -> Path:
 
 
 def load(case: Case) -> Timed | None:
-    """Return what ``save`` wrote, if it is that."""
+    """Return what ``save`` wrote; None if the file holds nothing of that form."""
     kept = _read().get(_key(case))
     times, left_out = (kept.get("us"), kept.get("left_out")) if isinstance(kept, dict) else (None, None)
     if not (isinstance(times, dict) and "torch" in times and isinstance(left_out, dict)):

@@ -22,7 +22,7 @@ class Line(NamedTuple):
     numbers: str
     ops: tuple[str, ...]
     activations: tuple[str, ...]  # () is any
-    trains: bool  # else any call
+    trains: bool  # whether only calls that train fit
     rows: tuple[int, float]  # from, to; a graph that serves any number counts as more than any other
     least_hidden: int  # features between the layers, or of a lone one's result
     kernel: str

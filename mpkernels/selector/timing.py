@@ -11,32 +11,32 @@ from torch import Tensor
 FEWEST_ROUNDS, MOST_ROUNDS, ENOUGH_SECONDS = 5, 50, 0.5
 HOPELESS = 3.0  # a kernel is timed no further if the faster of two runs takes so many times the fastest's time
 
-# Plain torch computes what it does faster by more than 1 % or 2 us: else a kernel of ours saves more for the backward.
+# A kernel of ours wins up to 1 % or 2 us above torch's time, because it keeps less for the backward.
 SHARE, SECONDS = 0.01, 2e-6
 
 
 class Error(NamedTuple):
-    """How far numbers are from what is exact, as a share of its norm."""
+    """How far numbers are from the exact ones, as a share of the exact norm."""
 
     share: float
     numbers: int
 
 
 class Trial(Protocol):
-    """A call like the one that is asked for, on data of its own."""
+    """A call like the user's, on data of its own."""
 
-    dtype: torch.dtype  # that it computes in
+    dtype: torch.dtype  # the computing dtype
 
     def run(self, name: str) -> Sequence[Tensor]:
         """Compute by a kernel, or by plain torch."""
 
     def errors(self, results: Sequence[Tensor]) -> list[Error]:
-        """Return how far results are off, or parts of them that tell."""
+        """Return how far each result is off, or a part that represents it."""
 
 
 class Timed(NamedTuple):
     seconds: dict[str, float]
-    left_out: dict[str, str]  # why, of each kernel that must not be used
+    left_out: dict[str, str]  # kernel that must not be used -> why
 
     @property
     def best(self) -> str:
@@ -66,7 +66,7 @@ def time_ways(trial: Trial, names: Sequence[str], device: torch.device) -> Timed
 
 
 def _unfit(trial: Trial, name: str, torchs: list[Error], device: torch.device) -> str | None:
-    """Return why a kernel must not be used. This first run of it compiles and allocates, too."""
+    """Return why a kernel must not be used. This first run of the kernel compiles and allocates, too."""
     try:
         off = first_off(trial.errors(_finished(trial, name, device)), torchs, trial.dtype)
     except torch.OutOfMemoryError:

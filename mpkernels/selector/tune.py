@@ -90,7 +90,7 @@ def tune(model: nn.Module, *inputs: Any, process_group: Any = None, again: bool 
 
 @contextmanager
 def _asking() -> Iterator[dict[Case, Any]]:
-    """Yield the cases that are asked for within, of which none counts as known by its key."""
+    """Yield the cases that calls in this context ask for. No call counts as known by its key."""
     asked: dict[Case, Any] = {}
     selector._asked = asked
     selector.ask_again()
@@ -129,7 +129,7 @@ def _run_step(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, An
     devices = {it.device.index for it in tensors if isinstance(it, Tensor) and it.is_cuda}
     with torch.random.fork_rng(sorted(devices)), uncompiled():
         functional_call(step, params | buffers, args, kwargs)
-    torch.clear_autocast_cache()  # or it would keep casts of these parameters until autocast ends
+    torch.clear_autocast_cache()  # else it keeps casts of these parameters until autocast ends
 
 
 class _Step(nn.Module):
