@@ -16,8 +16,8 @@ def has_autocast(device_type: str) -> bool:
 
 @contextmanager
 def without_autocast(like: Tensor) -> Iterator[None]:
-    """Compute in the dtypes that are there. The end of a torch.autocast would forget all threads' casts where it is the
-    outermost one, as it is in the threads that go backward on GPUs."""
+    """Disable autocast. Not by torch.autocast, because the end of the outermost one, such as one in the threads that go
+    backward on GPUs, would forget all threads' casts."""
     device = like.device.type
     if not has_autocast(device) or not torch.is_autocast_enabled(device):
         yield

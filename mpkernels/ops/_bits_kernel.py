@@ -24,13 +24,13 @@ def both(a, b):
 
 @triton.jit
 def spread(value, at):
-    """Return a scalar in each lane: Triton's interpreter makes masks of lanes alone."""
+    """Return a scalar in each lane, because Triton's interpreter makes masks only of lanes."""
     return value + tl.zeros_like(at)
 
 
 @triton.jit
 def load_raw(address, dtype, is_there, at, mask, ALIGNED: tl.constexpr):
-    """Load the bits of a block in fp32 or 16 bits, without a branch: loads of many arrays are then under way."""
+    """Load the bits of a block in fp32 or 16 bits, without a branch, so that loads of many arrays overlap."""
     dtypes = spread(dtype, at)
     words = tl.load(pointers(address, at, tl.int32, ALIGNED), mask=both(mask, both(is_there, dtypes == FP32)))
     halves = tl.load(pointers(address, at, tl.int16, ALIGNED), mask=both(mask, both(is_there, dtypes != FP32)))
@@ -39,7 +39,7 @@ def load_raw(address, dtype, is_there, at, mask, ALIGNED: tl.constexpr):
 
 @triton.jit
 def widen(words, halves, dtype):
-    """Return what load_raw loaded in fp32."""
+    """Return in fp32 what load_raw loaded."""
     from_bf16 = (halves.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     from_16 = tl.where(dtype == BF16, from_bf16, halves.to(tl.float16, bitcast=True).to(tl.float32))
     return tl.where(dtype == FP32, words.to(tl.float32, bitcast=True), from_16)

@@ -1,6 +1,6 @@
-"""Which kernels can't run on a device that is there, and why: CUDA's machine code is made for some chips.
+"""Finds which kernels can't run on which devices, and why: CUDA's machine code is made for some chips.
 
-This is decided once, of all devices that torch sees, when torch begins to use CUDA: before there is a tensor on one.
+This is decided once, for all devices that torch sees, when torch begins to use CUDA and no device has a tensor yet.
 """
 
 import re
@@ -17,12 +17,12 @@ from mpkernels.ops._dispatcher import forced
 Capability = tuple[int, int]
 ANY_TRITON: Capability = (7, 0)  # what Triton's atomics and barriers need
 TILED_TRITON: Capability = (8, 0)  # what our tiles of matrix products need: an older chip has less shared memory
-capabilities: dict[torch.device, Capability] = {}  # of NVIDIA's, once torch has begun to use them
+capabilities: dict[torch.device, Capability] = {}  # of NVIDIA's devices, once torch uses CUDA
 left_out: dict[torch.device, str] = {}  # where the compiled kernels can't run -> why, and what to do about it
 _warned: set[torch.device] = set()
 
 TOO_OLD = 35  # cudaErrorInsufficientDriver
-# What a launch says where the decision was too hopeful. See require_success in csrc/common/stream_torch.h.
+# What a launch says if the decision was too hopeful. See require_success in csrc/common/stream_torch.h.
 _CANT_RUN = re.compile(r"CUDA says (\w+): .*The compiled kernels can't run on this device", re.DOTALL)
 
 
@@ -56,7 +56,7 @@ def look_now() -> None:
 
 
 def why_not_native(capability: Capability, built_for: Sequence[str], compiler: str, driver: tuple[int, int]) -> str:
-    """Return why the compiled kernels can't run on such a device, and what to do; nothing if they can.
+    """Return why the compiled kernels can't run on a device, and what to do; nothing if they can.
 
     Args:
         capability: of the device.
@@ -90,7 +90,7 @@ def _pair(version: str) -> list[int]:
 
 
 def gives_way(error: Exception, arguments: Sequence[Any]) -> bool:
-    """Return whether the error says that C++'s kernels can't run on this device, where from now on others do."""
+    """Return whether the error says that C++'s kernels can't run on this device. Others then run there from now on."""
     found, device = _CANT_RUN.search(str(error)), device_of(arguments)
     if found is None or forced or device is None or device in left_out:
         return False
@@ -127,7 +127,7 @@ def device_of(arguments: Sequence[Any]) -> torch.device | None:
 
 
 def on_their_device(launcher: Callable[..., Any]) -> Callable[..., Any]:
-    """Triton launches on the current device, whichever the tensors' is."""
+    """Make a launcher launch on its tensors' device, because Triton launches on the current one."""
 
     def launch(*arguments: Any) -> Any:
         device = device_of(arguments)

@@ -1,4 +1,4 @@
-"""The dispatcher's own stack of kernels, by torch.library, which nothing else here touches."""
+"""Puts kernels above the attached ones, on the stack of torch's dispatcher."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ definitions = Library(NAMESPACE, "DEF")
 
 Kernels = dict[tuple[str, str], Callable[..., Any]]  # (op, device type) -> kernel
 forced: list[Kernels] = []  # innermost last; only the innermost is on the dispatcher's stack
-off_stack: set[str] = set()  # ops whose kernels are asked for by NativeCall.on alone
+off_stack: set[str] = set()  # ops whose kernels only NativeCall.on looks up
 _pushed: Library | None = None
 
 
@@ -40,7 +40,7 @@ def push_innermost() -> None:
 
 def pop_innermost() -> None:
     global _pushed
-    _pushed = None  # with which its kernels go
+    _pushed = None  # which takes its kernels off the stack
 
 
 @contextmanager

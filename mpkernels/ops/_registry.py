@@ -52,7 +52,7 @@ class Op:
             _library.impl(self.name, self._bump_versions, "ADInplaceOrView", with_keyset=True)
 
     def __call__(self, *arguments: Any) -> Any:
-        """Kernels check what memory safety needs; what the user did wrong is worked out only once one has refused."""
+        """Kernels check what memory safety needs; once one has refused, work out what the user did wrong."""
         if self._takes_lists:  # an iterator would be used up by the op, and nothing be left to tell autograd of
             arguments = tuple(list(each) if isinstance(each, Iterator) else each for each in arguments)
         try:
@@ -70,7 +70,7 @@ class Op:
         return self(*arguments)
 
     def triton(self, *arguments: Any) -> Any:
-        """The Triton kernel. Triton is imported by the first call, since that takes longer than all else here."""
+        """Run the Triton kernel. The first call imports Triton, which takes longer than all other imports here."""
         if self.name not in _triton_kernels:
             importlib.import_module(self.triton_module)
         return _triton_kernels[self.name](*arguments)
@@ -101,7 +101,7 @@ class Op:
         return result
 
     def _tell_autograd(self, arguments: Sequence[Any]) -> None:
-        """Kernels get bare pointers, so torch can't see what they change: raise its version for autograd."""
+        """Raise the versions of what kernels change: they get bare pointers, so torch can't see the changes."""
         for i in self._mutated:
             if arguments[i] is not None:
                 torch.autograd.graph.increment_version(arguments[i])
@@ -122,7 +122,7 @@ def define(
 
 
 class NativeCall:
-    """A second schema that C++ alone implements: a shorter way to call an op, which stays its specification."""
+    """A second schema that only C++ implements: a shorter way to call an op. The op stays the specification."""
 
     def __init__(self, op: Op, schema: str) -> None:
         self.op, self.schema, self.name = op, schema, schema.partition("(")[0]
@@ -184,7 +184,7 @@ def backends(op: str, device: str | torch.device = "cpu") -> list[str]:
     >>> mpkernels.backends("unscale_", "cuda")
     ['native', 'triton', 'reference']
 
-    What a GPU can't run is known once torch has begun to use CUDA, which asking doesn't do.
+    What a GPU can't run is known once torch has begun to use CUDA. This function doesn't make torch begin.
     """
     if op not in _ops:
         raise ValueError(f"backends: op must be one of {', '.join(sorted(_ops))}, got {op!r}")
@@ -195,7 +195,7 @@ def backends(op: str, device: str | torch.device = "cpu") -> list[str]:
 
 
 def kernels_on(device: torch.device, op: str) -> list[str]:
-    """As ``backends`` does. A device without an index stands for one that runs all that there is."""
+    """As ``backends`` does. A device without an index counts as one that runs every kernel."""
     needs = _ops[op].triton_needs
     runs = {
         "native": (op, device.type) in _native and device not in left_out,

@@ -1,4 +1,4 @@
-"""What runs when an op is called: attached for good, by devices where they differ, or as a user asks."""
+"""Chooses what runs when an op is called: by default, by device where devices differ, or as a user asks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,9 +31,9 @@ _by_device: dict[str, object] = {}  # device type -> routes
 
 
 def go_by_devices(device_type: str) -> None:
-    """Where an op's first kernel can't run on one of the devices, have it run the first that can on the device at hand.
-    On most machines there is no such op, and nobody asks for the device."""
-    _dispatcher.pop_innermost()  # or what is forced now would be taken for C++'s
+    """Where an op's first kernel can't run on one of the devices, make the op run the first kernel that the device at
+    hand can run. On most machines there is no such op, and no call looks up its device."""
+    _dispatcher.pop_innermost()  # else forced kernels would be taken for C++'s
     _by_device.pop(device_type, None)
     routes = {
         (op.name, device_type): _route(op, device_type)
@@ -75,7 +75,7 @@ def _route(op: Op, device_type: str, only: str | None = None) -> Callable[..., A
 
 
 def _native_kernel(op: str, device_type: str) -> Callable[..., Any]:
-    """Return C++'s kernel, to be called past the dispatcher, or what stands in for it."""
+    """Return C++'s kernel, to be called past the dispatcher, or the reference if there is none."""
     is_there = (op, device_type) in _registry._native
     kernel = find_kernel(f"{NAMESPACE}::{op}", DEVICES[device_type]) if is_there else None
     return kernel or _registry._ops[op].reference
@@ -98,7 +98,7 @@ def backend(name: str) -> Iterator[None]:
                 kernels[op.name, device_type] = _refusal(op.name, name, device_type, available)
             elif not _runs_everywhere(op.name, name, device_type):
                 kernels[op.name, device_type] = _route(op, device_type, only=name)
-            elif name != "native":  # which lies on the stack already
+            elif name != "native":  # the native one is on the stack already
                 kernels[op.name, device_type] = getattr(op, name)
     with force(kernels):
         yield

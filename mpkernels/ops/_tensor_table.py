@@ -12,22 +12,22 @@ from torch import Tensor
 
 from mpkernels._torch_private.ops import foreach_add_
 
-BLOCK = tl.constexpr(1024)  # elements a program holds at a time: of 128 threads each loads 16 bytes or more
-CHUNK_BYTES = 65536  # that a program takes of a tensor in all
+BLOCK = tl.constexpr(1024)  # elements a program holds at a time: each of its 128 threads loads 16 bytes or more
+CHUNK_BYTES = 65536  # of a tensor that one program takes
 ROW = tl.constexpr(4)  # words a row has at least: size, first chunk, elements in a chunk, dtype; an op may add its own
 FP32 = tl.constexpr(0)
 FP16 = tl.constexpr(1)
 BF16 = tl.constexpr(2)
 FP64 = tl.constexpr(3)
-INT8 = tl.constexpr(4)  # of moments alone
+INT8 = tl.constexpr(4)  # only moments are int8
 
 CODES = {
     torch.float32: FP32.value, torch.float16: FP16.value, torch.bfloat16: BF16.value, torch.float64: FP64.value,
     torch.int8: INT8.value,
 }  # fmt: skip
 KEPT = 256  # lists of tensors whose rows stay on the device
-_kept: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, int]] = {}  # and the stream that copied; latest last
-_captured: dict[int, Tensor] = {}  # by id: rows that a CUDA graph reads at every replay, though nobody keeps them
+_kept: dict[tuple[torch.device, tuple[int, ...]], tuple[Tensor, int]] = {}  # with the stream that copied; latest last
+_captured: dict[int, Tensor] = {}  # by id: rows that CUDA graphs read at every replay, kept alive here
 
 
 class Table(NamedTuple):
@@ -49,7 +49,7 @@ def build(
     Args:
         tensors: what programs take chunks of.
         addresses: one for each row, new in each call.
-        beside: the op's words beside the rows, likewise.
+        beside: the op's words beside the rows, new in each call.
         own: the op's own words in each row, after the common ones.
         chunk: elements in a chunk; without it, as many as CHUNK_BYTES hold.
     """
@@ -69,7 +69,7 @@ def build(
 
 
 def _rows_on(device: torch.device, rows: tuple[int, ...], chunks: Sequence[int]) -> Tensor:
-    """Copies are known by what they hold; only the stream that copied, and graphs captured later, find it there."""
+    """Return the rows on the device. Equal rows share a copy, for the stream that copied and for captures after it."""
     is_cuda = device.type == "cuda"
     stream = torch.cuda.current_stream(device).cuda_stream if is_cuda else 0
     copy, home = _kept.pop((device, rows), (None, stream))
@@ -77,7 +77,7 @@ def _rows_on(device: torch.device, rows: tuple[int, ...], chunks: Sequence[int])
     if copy is None or (home != stream and not is_captured):
         copy, home = _to_device([*rows, *(i for i, count in enumerate(chunks) for _ in range(count))], device), stream
         if is_captured:
-            return copy  # to be made by each replay, and by nothing before
+            return copy  # not kept, because only replays make it
     if is_captured:
         _captured[id(copy)] = copy
     _kept[device, rows] = copy, home
@@ -91,13 +91,13 @@ def _to_device(content: Sequence[int], device: torch.device) -> Tensor:
         return _written(content, device)
     words = torch.tensor(content, dtype=torch.int64, device="cpu")
     if device.type == "cuda":
-        words = words.pin_memory()  # or the copy would wait for the device
+        words = words.pin_memory()  # else the copy would wait for the device
     return words.to(device, non_blocking=True)
 
 
 def _written(content: Sequence[int], device: torch.device) -> Tensor:
-    """Return the words in memory of the graph that is being captured. Its launches bring them by value, some 90 each: a
-    capture allows taking no pinned memory, and what a replay copies from would have to live as long as the graph."""
+    """Return the words in memory of the graph that is being captured. Launches carry them by value, some 90 each: a
+    capture can't take pinned memory, and the source of a replay's copy would have to live as long as the graph."""
     words = torch.zeros(len(content), dtype=torch.int64, device=device)
     places = [i for i, word in enumerate(content) if word != 0]
     if places:
@@ -119,8 +119,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def lend(tensor: Tensor, like: Tensor) -> Tensor:
-    """``tensor`` with its elements in the dense order of ``like``: itself, or a copy if it has another layout; in
-    the order of indices if that is not dense."""
+    """Return ``tensor`` if it has the layout of ``like``, else a copy in the dense order of ``like``; in the order of
+    indices if ``like`` is not dense."""
     if tensor.is_contiguous() and like.is_contiguous():
         return tensor
     if tensor.stride() == like.stride() and is_dense(like):
@@ -159,13 +159,13 @@ def load_span(rows, call, tensors, chunk):
 
 @triton.jit
 def head_of(address, width):
-    """Count the elements, be they there or not, before the first that is aligned to 16 bytes."""
+    """Return how many elements would fit before the first address that is aligned to 16 bytes."""
     return ((16 - address % 16) % 16 // width).to(tl.int32)
 
 
 @triton.jit
 def head_mask(lanes, head, size):
-    """Tell which lanes of the block that ends where the aligned elements begin hold some of so many."""
+    """Tell which lanes hold elements of the span, in the block that ends where the aligned elements begin."""
     first = -head + BLOCK  # Triton 3.7's interpreter knows no constant minus a number
     return (lanes >= first) & (lanes < first + size)
 
@@ -177,7 +177,7 @@ def is_non_finite(x):
 
 @triton.jit
 def is_last_one_out(ticket, expected):
-    """Tell whether this is the last of `expected` programs to ask; then what the others stored before can be read, and
-    what they read before can be overwritten."""
+    """Tell whether this is the last of `expected` programs to ask. Then it can read what the others stored before they
+    asked, and overwrite what they have read."""
     tl.debug_barrier()
     return tl.atomic_add(ticket, 1, sem="acq_rel") == expected - 1

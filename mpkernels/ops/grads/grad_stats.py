@@ -64,8 +64,8 @@ def grad_stats(grads: Sequence[Tensor]) -> GradStats:
 
     Neither an fp16 norm above 65504 nor an fp32 square above 3e38 is mistaken for an overflow, and no square is too
     small to count. Squares are added in fp32 by eights, and those sums in fp64, to a relative error of 4 * 2^-24 at
-    most; of fp64 grads all is fp64. Results repeat to the last bit, whatever the number of threads. One launch for any
-    number of tensors; nothing is copied to the host.
+    most; fp64 grads are added in fp64. Results repeat to the last bit, whatever the number of threads. One launch for
+    any number of tensors; nothing is copied to the host.
 
     Args:
         grads: at least one dense tensor, all on one device, in fp16, bf16, fp32 or fp64; empty ones are welcome.

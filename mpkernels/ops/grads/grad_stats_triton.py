@@ -1,4 +1,4 @@
-"""grad_stats in Triton: one program a chunk; the last of a tensor adds up its chunks, the last of all the tensors."""
+"""grad_stats in Triton: one program per chunk; a tensor's last one sums up its chunks, the last of all the tensors."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -30,7 +30,7 @@ LEAST_SUM, MOST_SUM = tl.constexpr(LEAST), tl.constexpr(MOST)
 
 @triton.jit
 def stats_of_span(address, size, T: tl.constexpr, IS_BF16: tl.constexpr):
-    """Each lane adds up every PACKSth pack, in order. If fp32 has lost something of one, all are added up again."""
+    """Each lane adds up every PACKSth pack, in order. If fp32 has lost something, careful_sums adds up all packs."""
     grads = address.to(tl.pointer_type(T))
     sumsq = tl.zeros([PACKS], tl.float64)
     lost = tl.zeros([PACKS], tl.int1)
@@ -82,7 +82,7 @@ def places(begin, width: tl.constexpr):
 
 @triton.jit
 def load_packs(grads, T: tl.constexpr):
-    """Load a block's packs, all of which are there, 16 bytes at a time: in halves, or whole ones twice."""
+    """Load a block's packs, 16 bytes at a time: fp32 packs in two halves, 16-bit packs whole, returned twice."""
     width: tl.constexpr = 128 // T.primitive_bitwidth
     first = tl.load(grads + places(0, width))
     second = first
@@ -93,7 +93,7 @@ def load_packs(grads, T: tl.constexpr):
 
 @triton.jit
 def load_some_packs(grads, begin, size, T: tl.constexpr):
-    """Load what is there of a block's packs, wherever it lies."""
+    """As load_packs, from any address, with 0 for elements beyond the span."""
     width: tl.constexpr = 128 // T.primitive_bitwidth
     at = places(begin, width)
     first = tl.load(grads + at, mask=at < size, other=0)

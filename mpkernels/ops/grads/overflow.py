@@ -39,7 +39,7 @@ def _overflow(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, 
 
 
 def lines(grads: Sequence[Tensor], order: Sequence[Tensor], scale: Tensor | None, unscaled: bool) -> Tensor:
-    """Return the report about these grads, each in the order of the memory of the other tensor."""
+    """Return the report about ``grads``, each read in the memory order of its tensor in ``order``."""
     zero = grads[0].new_zeros((), dtype=torch.float64)
     divisor = zero if scale is None else scale.reshape(()).double()
     grad_lines = [_line(in_order_of_memory(*pair).double(), zero) for pair in zip(grads, order, strict=True)]
@@ -65,7 +65,7 @@ def _line(x: Tensor, zero: Tensor) -> list[Tensor]:
 
 
 def in_order_of_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
-    """Return the elements in the order in which ``like``, or else the tensor itself, fills its memory; in that of
+    """Return the elements in the order in which ``like``, or else the tensor itself, fills its memory; in the order of
     indices if there are gaps."""
     like = tensor if like is None else like
     dims = order_of_memory(like)

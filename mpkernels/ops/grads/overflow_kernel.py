@@ -15,7 +15,7 @@ NOWHERE = tl.constexpr(2**31 - 1)
 
 @triton.jit
 def count_span(of_chunk, dtype, address, begin, size, compute: tl.constexpr):
-    """Return the five fields of a chunk after its size."""
+    """Store a chunk's five fields after its size."""
     lanes = tl.arange(0, BLOCK // 2)
     infs = tl.zeros([BLOCK // 2], tl.int32)
     nans = tl.zeros([BLOCK // 2], tl.int32)

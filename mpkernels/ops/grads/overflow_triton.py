@@ -1,4 +1,4 @@
-"""overflow_ in Triton: one program a chunk; the last of a grad merges its chunks."""
+"""overflow_ in Triton: one program per chunk; the last program of a grad merges its chunks."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

@@ -1,4 +1,4 @@
-"""unscale_ in Triton: one program a chunk."""
+"""unscale_ in Triton: one program per chunk."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

@@ -1,4 +1,4 @@
-"""update_scale_: what the loss scale becomes once it is known whether the step has overflowed."""
+"""update_scale_: updates the loss scale after a step, by whether the step has overflowed."""
 
 import math
 from typing import Any
@@ -71,7 +71,7 @@ def update_scale_(
     """Multiplies ``scale`` by ``backoff_factor`` after an overflow, by ``growth_factor`` after ``growth_interval``
     steps without one.
 
-    What ``torch._amp_update_scale_`` does, to the bit, and counts overflows beside it. One launch, one thread; nothing
+    Does what ``torch._amp_update_scale_`` does, to the bit, and also counts overflows. One launch, one thread; nothing
     is copied to the host.
 
     Args:
@@ -84,9 +84,9 @@ def update_scale_(
         overflows: two int32: how many there have been in a row, and in all.
         min_scale: how far the backoff may go.
         max_scale: how far the growth may go.
-        hysteresis: how many overflows in a row it takes for the scale to back off; each further one in that row makes
-            it back off again. Without an overflow the count starts afresh, as in TransformerEngine (Megatron's goes on
-            until the scale grows).
+        hysteresis: how many overflows in a row it takes for the scale to back off; each further overflow in that
+            row makes the scale back off again. Without an overflow the count starts afresh, as in TransformerEngine
+            (Megatron's goes on until the scale grows).
     """
     _update_scale(
         scale,

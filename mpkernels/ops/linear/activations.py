@@ -15,7 +15,7 @@ from mpkernels._torch_private.ops import gelu_
 class Activation(NamedTuple):
     forward: Callable[[Tensor], Tensor]  #: z -> y
     backward: Callable[[Tensor, Tensor], Tensor]  #: dy, saved -> dz
-    saves: Literal["z", "y", ""]  #: what backward is handed as saved; y where it tells as much as z
+    saves: Literal["z", "y", ""]  #: what backward gets as saved: y where y tells as much as z
 
 
 def _relu(z: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ CUBIC = LINEAR * 0.044715
 
 
 def _bounded_square(z: Tensor) -> Tensor:
-    """Bound z, where the sigmoid is saturated anyway: inf times 0 would make a NaN of a finite z."""
+    """Return z^2, bounded where the sigmoid is saturated anyway: else inf times 0 would make NaN of a finite z."""
     return (z * z).clamp(max=1e30)
 
 
@@ -47,7 +47,7 @@ def _gelu_tanh(z: Tensor) -> Tensor:
 def _gelu_tanh_backward(dy: Tensor, z: Tensor) -> Tensor:
     square = _bounded_square(z)
     exponent = z * (LINEAR + CUBIC * square)
-    s, one_minus_s = torch.sigmoid(exponent), torch.sigmoid(-exponent)  # the difference would cancel
+    s, one_minus_s = torch.sigmoid(exponent), torch.sigmoid(-exponent)  # 1 - s would cancel
     return dy * (s + z * s * one_minus_s * (LINEAR + 3 * CUBIC * square))
 
 
@@ -66,7 +66,7 @@ ACTIVATIONS = {
     "tanh": Activation(torch.tanh, lambda dy, y: dy * (1 - y * y), "y"),
 }
 
-# Plain torch computes y of z with these functions of its own: afresh, or in z's place.
+# torch's own functions for y of z: into new memory, or into z's.
 AFRESH: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda z: z,
     "relu": torch.relu,
@@ -102,7 +102,7 @@ _NAMES_IN_TRANSFORMERS = {
     "ReLUSquaredActivation": "relu2",
     "GELUActivation": "gelu",
     "GELUTanh": "gelu_tanh",
-    "PytorchGELUTanh": "gelu_tanh",  # of version 4
+    "PytorchGELUTanh": "gelu_tanh",  # in version 4
     "NewGELUActivation": "gelu_tanh",
     "FastGELUActivation": "gelu_tanh",
     "AccurateGELUActivation": "gelu_tanh",
@@ -111,7 +111,7 @@ _NAMES_IN_TRANSFORMERS = {
 
 
 def activation_name(op: str, activation: object) -> str:
-    """Return the name in ACTIVATIONS of what is given by that name, as a module or as a module's class."""
+    """Return the name in ACTIVATIONS of an activation, given by that name, as a module or as a module's class."""
     if isinstance(activation, str):
         check_activation(op, activation)
         return activation

@@ -11,7 +11,7 @@ from mpkernels.ops.linear import activations
 
 LINEAR = tl.constexpr(activations.LINEAR)
 CUBIC = tl.constexpr(activations.CUBIC)
-DENSITY = tl.constexpr(1 / sqrt(2 * pi))  # of a Gaussian, where it is highest
+DENSITY = tl.constexpr(1 / sqrt(2 * pi))  # a Gaussian's density at 0
 
 
 @triton.jit
@@ -21,7 +21,7 @@ def sigmoid(z):
 
 @triton.jit
 def logistic(z):
-    """Return sigmoid(z) and sigmoid(-z), each as accurate as the other, where 1 - sigmoid(z) would cancel."""
+    """Return sigmoid(z) and sigmoid(-z), equally accurate; 1 - sigmoid(z) would cancel."""
     power = tl.exp(-tl.abs(z))
     large = 1 / (1 + power)
     small = power * large
@@ -40,7 +40,7 @@ def tanh(z):
 @triton.jit
 def gaussian(z):
     """Return the share of a Gaussian below z, and exp(-z^2 / 2). The tail is exp(-z^2 / 2) times a polynomial in
-    t = 1 / (1 + |z| / 4), fitted to 4e-8 of it however thin it gets; half of 1 + erf keeps nothing of it."""
+    t = 1 / (1 + |z| / 4), fitted to a relative error of 4e-8 however thin the tail; (1 + erf) / 2 would lose it."""
     bell = tl.exp(-0.5 * z * z)
     t = 1 / (1 + 0.25 * tl.abs(z))
     tail = tl.fma(t, tl.fma(t, 0.019782082, -0.080877609), 0.095597463)
@@ -57,7 +57,7 @@ def bounded_square(z):
 
 @triton.jit
 def formula(ACTIVATION: tl.constexpr, BACKWARD: tl.constexpr, known, dy):
-    """Return y of z, or dz of dy and of what ACTIVATIONS says that forward saves. ``known`` is z or what was saved."""
+    """Return y of z, or dz of dy and of what was saved (ACTIVATIONS says which). ``known`` is z or what was saved."""
     if ACTIVATION == "none":
         result = dy if BACKWARD else known
     elif ACTIVATION == "relu":

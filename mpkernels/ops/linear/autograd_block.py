@@ -1,8 +1,8 @@
 """A linear block as one differentiable function.
 
-Its backward keeps z, which the activation was taken of, and computes h, the input of the last layer, anew. After an
-activation whose result tells its slope, an ungated block keeps h instead, which without a last layer is y. With
-``recompute`` it keeps x alone. Of a dropout it keeps the mask, as bools.
+The forward keeps z, the activation's input, and the backward computes h, the input of the last layer, anew. If the
+activation's result tells its slope, an ungated block keeps h instead, which without a last layer is y. With
+``recompute``, a block keeps x alone. A dropout's mask is kept as bools.
 """
 
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward, w
 from mpkernels.ops.linear.linear_dact import _linear_dact
 from mpkernels.ops.linear.linear_gated import _linear_dgated, gradients
 
-Casts = tuple[Tensor | None, ...] | None  # of each parameter that is fp32, its value in x's dtype
+Casts = tuple[Tensor | None, ...] | None  # fp32 parameters in x's dtype; None for other parameters
 _Gradients = tuple[Tensor | None, ...]
 _Dtypes = tuple[torch.dtype | None, ...]
 
@@ -29,11 +29,11 @@ _Dtypes = tuple[torch.dtype | None, ...]
 def compute(kind: Kind, x: Tensor, params: Parameters, casts: Casts, kernel: str, shape: tuple[int, ...]) -> Tensor:
     """Return the block's result for matrix x, in the ``shape`` that is wanted.
 
-    ``casts`` has the parameters in x's dtype where they are fp32; ``kernel`` is as ``Op.by`` takes it.
+    ``casts`` has the fp32 parameters in x's dtype; ``kernel`` is as ``Op.by`` takes it.
     """
     if derives_forward() or (torch.is_grad_enabled() and (params.weight.requires_grad or _wants(x, params))):
         apply: Any = _Block.apply if torch.compiler.is_compiling() else _apply
-        count = 2 if kind.op == "linear_act" else len(params)  # each costs a small layer time
+        count = 2 if kind.op == "linear_act" else len(params)  # each argument costs a small layer time
         y: Tensor = apply(x, *params[:count], casts and casts[:count], kind, kernel, shape)[0]
         return y
     h, _ = begin(kind, x, kernel, False, *(params if casts is None else replaced(params, casts)))
@@ -55,22 +55,21 @@ class _Call(NamedTuple):
 
     kind: Kind
     kernel: str
-    matrix: tuple[int, int]  #: y's
-    shape: tuple[int, ...]  #: that y was returned in
+    matrix: tuple[int, int]  #: y's shape as a matrix
+    shape: tuple[int, ...]  #: in which y was returned
     has_out: bool
     wants_x: bool
     dtypes: _Dtypes  #: of the gradients that are wanted, one for each of the Parameters
-    by_columns: tuple[bool, ...]  #: whether a weight's gradient lies so
+    by_columns: tuple[bool, ...]  #: whether each weight's gradient lies by columns
     fp32: list[tuple[Tensor, object] | None] | None
 
 
 class _Block(torch.autograd.Function):
-    """Its further results are what the backward keeps: z or h, through which a second backward finds its way to x and
-    the weights, and the dropout's mask. The gradients of fp32 parameters are never rounded to 16 bits, but with
-    ROUNDING."""
+    """Besides y, it returns what the backward keeps: z or h, through which a second backward reaches x and the weights,
+    and the dropout's mask. Only with ROUNDING are gradients of fp32 parameters rounded to 16 bits."""
 
-    # A lone layer passes no loop: in a small one, each loop takes as long as its kernel. Nor is there a setup_context,
-    # beside which torch looks the forward's signature up in each call: that takes longer than both kernels.
+    # A lone layer passes no loop: in a small one, each loop takes as long as its kernel. There is no setup_context:
+    # beside one, torch looks up the forward's signature in each call, which takes longer than both kernels.
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *arguments: Any
@@ -84,7 +83,7 @@ class _Block(torch.autograd.Function):
                 h, mask = torch.native_dropout(h, kind.dropout, True)
             y, _ = _linear_act.by(kernel)(h, params[4], params[5], "none", False)
         kept = None if kind.recompute else z if kind.keeps_z else h if has_out else None
-        # Autograd forbids in-place changes of a view. It is made before y is saved, so that changes of y are seen.
+        # No in-place change of a view is allowed. The view is made before y is saved, so that changes of y are seen.
         output = y if y.shape == shape else unsafe_view(y, shape), kept, mask
         _save(ctx, (x, weight, bias, *arguments), output)
         return output
@@ -93,7 +92,7 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor | None, grad_of_kept: Tensor | None, _: Tensor | None) -> _Gradients:
         call, is_compiling = _Call(*ctx.call), torch.compiler.is_compiling()
         if is_compiling or call.kind.recompute:
-            grad_of_kept = None  # zeros of torch.compile's, which knows no second backward
+            grad_of_kept = None  # torch.compile passes zeros: it knows no second backward
         rest = None, None, None, None
         if dy is None and grad_of_kept is None:
             return None, *(None for _ in call.dtypes), *rest
@@ -102,7 +101,7 @@ class _Block(torch.autograd.Function):
         is_lone = not (call.kind.is_gated or call.has_out)
         if dy is None:
             dy = grad_of_kept.new_zeros(call.matrix)  # type: ignore[union-attr]
-        elif call.shape != call.matrix:  # in which y came; in a small layer, a reshape takes as long as a kernel
+        elif call.shape != call.matrix:  # a reshape takes as long as a small layer's kernel
             dy = dy.reshape(call.matrix)
             kept = kept.reshape(call.matrix) if is_lone and kept is not None else kept
         if grad_of_kept is None and (is_compiling or not torch.is_grad_enabled()):
@@ -116,7 +115,7 @@ class _Block(torch.autograd.Function):
             return *_backward_by_torch(call, dy, x, params, kept, mask, grad_of_kept), *rest
 
 
-# What _Block.apply comes to, which before torch 2.14 first looks for transforms that are over.
+# _Block.apply without the search for transforms that are over, with which it begins before torch 2.14.
 _apply = super(torch.autograd.Function, _Block).apply
 
 
@@ -157,8 +156,8 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None
 
 
 def _noted(params: Sequence[Any], casts: tuple[Tensor | None, ...]) -> list[tuple[Tensor, object] | None]:
-    """Return the fp32 parameters and their versions, which a second backward needs. They aren't saved: they may be
-    stepped before the first backward, which needs their casts alone."""
+    """Return the fp32 parameters and their versions, which a second backward needs. The parameters aren't saved,
+    because they may be stepped before the first backward, which needs only their casts."""
     pairs = zip(params, casts, strict=True)
     return [None if cast is None or mine.is_inference() else (mine, version_of(mine)) for mine, cast in pairs]
 
@@ -167,7 +166,7 @@ def _layer(
     call: _Call, number: int, dz: Tensor, x: Tensor | None, weight: Tensor | None, saved: Tensor, activation: str,
     wants_bias: bool = True,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:  # fmt: skip
-    """Return the gradients of x, weight and bias of the block's layer of that number, where they are wanted."""
+    """Return the gradients of x, weight and bias of the block's layer ``number``, where they are wanted."""
     weight_dtype, bias_dtype = call.dtypes[2 * number : 2 * number + 2]
     wants = number < 2 and call.wants_x, weight_dtype is not None, wants_bias and bias_dtype is not None
     if not any(wants):
@@ -226,7 +225,7 @@ def _backward_by_torch(
     call: _Call, dy: Tensor, x: Tensor, params: Parameters, kept: Tensor | None, mask: Tensor | None,
     grad_of_kept: Tensor | None,
 ) -> _Gradients:  # fmt: skip
-    """Return all gradients, differentiable themselves. ``grad_of_kept`` reaches z or h another way."""
+    """Return all gradients, themselves differentiable. ``grad_of_kept`` is what else reaches z or h."""
     kind, compute = call.kind, torch.promote_types(dy.dtype, torch.float32)
     if call.fp32 is not None:
         pairs = zip(params, call.fp32, strict=False)  # a lone layer has two

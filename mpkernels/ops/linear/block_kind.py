@@ -18,7 +18,7 @@ ROUNDING = "native, gradients rounded"
 class Kind(NamedTuple):
     """What a block does with its parameters."""
 
-    op: str  #: that the user has called
+    op: str  #: the function that the user has called
     activation: Any  #: its name, or what the user gave for it
     is_gated: bool = False
     is_stacked: bool = False  #: gate's and up's parameters are one matrix and one bias, gate's rows first
@@ -50,12 +50,12 @@ class Parameters(NamedTuple):
 
 
 def replaced(params: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the others, and these tensors where the others are None."""
+    """Return ``others``, with the entries of ``params`` where those are None."""
     return [mine if other is None else other for mine, other in zip(params, others, strict=True)]
 
 
 def grad_dtype(parameter: Tensor) -> torch.dtype:
-    """``parameter.grad_dtype = torch.float32`` asks for fp32 of a 16-bit parameter; autograd makes other widths."""
+    """Return the dtype of a gradient: the parameter's, or fp32 if its grad_dtype is. Autograd casts to others."""
     if parameter.dtype == torch.float32:
         return torch.float32
     if torch.compiler.is_compiling() or not parameter.is_leaf:
@@ -64,8 +64,8 @@ def grad_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def lies_by_columns(weight: Tensor) -> bool:
-    """Return whether the matrix is the transpose of a contiguous one. Its gradient then lies likewise, which adds up
-    without a detour."""
+    """Return whether the matrix is the transpose of a contiguous one. Its gradient then gets the same layout, so that
+    gradients add up without a detour."""
     return not weight.is_contiguous() and weight.dim() == 2 and weight.t().is_contiguous()
 
 

@@ -1,7 +1,7 @@
 """linear_act: y = f(x W^T + b) and its backward, each one op.
 
 Both compute in fp32 and round each result once. Where torch multiplies 16-bit matrices as they are, z and dz are
-rounded as torch rounds them. fp64 is the reference's alone, kernels refuse it. For kernels:
+rounded as torch rounds them. Only the reference computes fp64; kernels refuse it. For kernels:
 
 ``linear_act(x, weight, bias, activation, save) -> (y, saved)``
     x [M, K], weight [N, K], bias [N] or None: one dtype of fp16, bf16, fp32, any strides, any size down to 0.
@@ -9,10 +9,10 @@ rounded as torch rounds them. fp64 is the reference's alone, kernels refuse it. 
     else a tensor of shape [0]. Neither may share memory with an argument or with the other.
 ``linear_act_backward(dy, x, weight, saved, activation, weight_dtype, bias_dtype, by_columns) -> (dx, dweight, dbias)``
     dy [M, N], any strides (expanded ones are common); saved as ACTIVATIONS[activation].saves says: z or y, [M, N], or
-    [0]. A result is wanted where this is given: dx [M, K] in dy's dtype where ``weight`` is, dweight [N, K] in
-    ``weight_dtype`` where that is (then x is given too), dbias [N] in ``bias_dtype`` where that is. Both are dy's dtype
-    or fp32. A result that is not wanted has shape [0]. dweight is contiguous or, ``by_columns``, the transpose of what
-    is. dz = f'(saved) dy is kept in fp32 as long as a kernel can; sums run in a fixed order.
+    [0]. dx [M, K], in dy's dtype, is wanted if ``weight`` is given; dweight [N, K] if ``weight_dtype`` is (then x is,
+    too); dbias [N] if ``bias_dtype`` is. These are the dtypes of dweight and dbias: dy's or fp32. A result that is not
+    wanted has shape [0]. dweight is contiguous or, with ``by_columns``, the transpose of a contiguous matrix.
+    dz = f'(saved) dy is kept in fp32 as long as a kernel can; sums run in a fixed order.
 """
 
 from typing import Any

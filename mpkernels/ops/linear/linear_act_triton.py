@@ -16,7 +16,7 @@ from mpkernels.ops.linear.activations_kernel import activate, activate_backward
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
 from mpkernels.ops.linear.product_kernel import add_bias, chip, multiply, precision, refuse_fp64, tile_of
 
-MOST_ADDED = 8  # numbers one after another in fp32, for which equal ones are off by up to 1.3 eps; 16 by 2.5
+MOST_ADDED = 8  # numbers added one by one in fp32: 8 equal ones are off by up to 1.3 eps, 16 by 2.5
 PARTS = 128  # partial sums for the bias: enough programs for any chip, and little to add up in the end
 PART_ROWS = 64
 BLOCK = {"BLOCK_M": 16, "BLOCK_N": 128}
@@ -111,7 +111,7 @@ def linear_act_backward_triton(
 
 
 def _dact(dy: Tensor, saved: Tensor, activation: str, multiplies: bool, adds_up: bool) -> tuple[Tensor, Tensor]:
-    """dz, and the sums of its columns over some rows each; of both only what is asked for."""
+    """Return dz, and the sums of its columns over some rows each. Only what is asked for is computed."""
     rows, columns = dy.shape
     part_rows = max(PART_ROWS, triton.next_power_of_2(triton.cdiv(rows, PARTS)))
     part_rows = min(part_rows, MOST_ADDED * BLOCK["BLOCK_M"])

@@ -1,13 +1,13 @@
-"""linear_dact: where the backward of a linear layer meets the activation before it, in one op.
+"""linear_dact: the backward of a linear layer and of the activation before it, in one op.
 
-It computes in fp32 and rounds each result once, where a kernel can; fp64 is the reference's alone, kernels refuse it.
-For kernels:
+It computes in fp32 and rounds each result once, where a kernel can. Only the reference computes fp64; kernels refuse
+it. For kernels:
 
 ``linear_dact(dy, weight, saved, activation, bias_dtype, wants_h) -> (dz, dbias, h)``
     dy [M, N], weight [N, K]; saved [M, K] as ACTIVATIONS[activation].saves says: z or y of the layer before, or [0].
     One dtype of fp16, bf16, fp32, any strides, any size down to 0. dz = f'(saved) (dy weight) is [M, K], contiguous,
-    in dy's dtype. dbias, [K], is the sum of dz's rows before they are rounded, in ``bias_dtype``, which is dy's dtype
-    or fp32; where that is None it is not wanted, and has shape [0]. Sums run in a fixed order. If ``wants_h`` and
+    in dy's dtype. dbias, [K], is the sum of dz's rows before they are rounded, in ``bias_dtype``: dy's dtype or fp32.
+    If ``bias_dtype`` is None, dbias isn't wanted, and has shape [0]. Sums run in a fixed order. If ``wants_h`` and
     saved is z, h = f(z) is [M, K], contiguous, in dy's dtype; else it has shape [0]. No result may share memory with an
     argument.
 """
@@ -70,9 +70,9 @@ def linear_dact(
     as z, and the gradient of the bias that was added to z.
 
     ``dy`` is the gradient of the linear layer's output, ``saved`` what the activation's backward needs: z for relu2,
-    gelu, gelu_tanh and silu; y for relu, sigmoid and tanh; for none an empty tensor. They are matrices in one dtype.
-    dz comes in that dtype; the sums, of what was not rounded yet, in ``bias_dtype``, that dtype or fp32, or if it is
-    None as an empty tensor. Neither result carries a gradient.
+    gelu, gelu_tanh and silu; y for relu, sigmoid and tanh; for none an empty tensor. They are matrices in one dtype,
+    which dz has, too. The sums are those of dz before it is rounded, in ``bias_dtype``: that dtype or fp32; None makes
+    them an empty tensor. Neither result carries a gradient.
     """
     computes_alone = isinstance(dy, Tensor) and dy.dtype == torch.float64
     dz, dbias, _ = (_linear_dact.reference if computes_alone else _linear_dact)(

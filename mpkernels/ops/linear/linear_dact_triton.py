@@ -1,4 +1,4 @@
-"""linear_dact in Triton: a product that takes the slope, and sums up columns, before it leaves registers."""
+"""linear_dact in Triton: a product that is multiplied by the slope, and summed up by columns, in registers."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -34,7 +34,7 @@ def linear_dact_kernel(
     if saved is not None:
         at = rows[:, None] * saved_row + columns[None, :] * saved_column
         known = tl.load(saved + at, mask=inside, other=0).to(tl.float32)
-        if h is not None:  # which leaves registers before the slope needs them
+        if h is not None:  # h leaves registers before the slope needs them
             tl.store(h + to, activate(known, ACTIVATION).to(h.dtype.element_ty), mask=inside)
         value = activate_backward(value, known, ACTIVATION)
     tl.store(dz + to, value.to(dz.dtype.element_ty), mask=inside)

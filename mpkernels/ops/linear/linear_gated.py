@@ -1,6 +1,6 @@
 """linear_gated: h = f(x Wg^T + bg) * (x Wu^T + bu), as in SwiGLU; and linear_dgated, where its backward begins.
 
-Both compute in fp32 and round each result once, where a kernel can; fp64 is the reference's alone, kernels refuse it.
+Both compute in fp32 and round each result once, where a kernel can. Kernels refuse fp64; the reference takes it.
 gate and up lie side by side, in one matrix of twice N columns: z holds both, dz their gradients. For kernels:
 
 ``linear_gated(x, gate_weight, up_weight, gate_bias, up_bias, activation, save) -> (h, z)``
@@ -86,7 +86,7 @@ def _check_backward(dy: Tensor, weight: Tensor | None, z: Tensor, activation: st
 
 
 def gradients(dh: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of gate and of up, and h. Differentiable itself."""
+    """Return the gradients of gate and of up, and h. These can be differentiated."""
     forward, backward, saves = ACTIVATIONS[activation]
     opened = forward(gate)
     return backward(dh * up, opened if saves == "y" else gate), dh * opened, opened * up

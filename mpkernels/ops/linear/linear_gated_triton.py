@@ -22,7 +22,7 @@ from mpkernels.ops.linear.product_kernel import (
     tile_of,
 )
 
-PASS = tiling.Tile(16, 128, 16, 1, 4)  # of linear_dgated without a product
+PASS = tiling.Tile(16, 128, 16, 1, 4)  # for linear_dgated without a product
 
 
 @triton.jit
@@ -85,7 +85,7 @@ def linear_dgated_kernel(
     gate = tl.load(z + at, mask=inside, other=0).to(tl.float32)
     opened = activate(gate, ACTIVATION)
     tl.store(dz + to + N, (dh * opened).to(dz.dtype.element_ty), mask=inside)
-    # Loaded behind a store, past which no load is moved: registers hold one of both at a time.
+    # up is loaded behind a store, past which no load is moved, so that registers hold one of both at a time.
     up = tl.load(z + at + z_column * N, mask=inside, other=0).to(tl.float32)
     if h is not None:
         tl.store(h + rows[:, None] * N + columns[None, :], (opened * up).to(h.dtype.element_ty), mask=inside)

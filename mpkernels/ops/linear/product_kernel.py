@@ -15,7 +15,7 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def tile_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Programs that run at once work in a few rows of tiles, and read the same weights."""
+    """Return a program's tile. Programs that run at once get tiles in a few rows, and read the same weights."""
     width = GROUP * tl.cdiv(N, BLOCK_N)
     first = number // width * GROUP
     height = tl.minimum(tl.cdiv(M, BLOCK_M) - first, GROUP)
@@ -24,7 +24,7 @@ def tile_of(number, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def multiply_add(a, b, total, PRECISION: tl.constexpr):
-    if INTERPRETED:  # it keeps bf16 as integers, and would multiply those
+    if INTERPRETED:  # the interpreter keeps bf16 as integers, and would multiply those
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, total, input_precision=PRECISION)
 
@@ -33,7 +33,7 @@ def multiply_add(a, b, total, PRECISION: tl.constexpr):
 def multiply(
     a, b, rows, columns, M, N, K, a_row, a_column, b_row, b_column, PRECISION: tl.constexpr, BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """Some rows of a [M, K] times some columns of b [K, N], in any strides."""
+    """Return some rows of a [M, K] times some columns of b [K, N], in any strides."""
     depth = tl.arange(0, BLOCK_K)
     a_block = a + rows[:, None] * a_row + depth.to(tl.int64)[None, :] * a_column
     b_block = b + columns[None, :] * b_column + depth.to(tl.int64)[:, None] * b_row

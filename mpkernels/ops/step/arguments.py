@@ -1,4 +1,4 @@
-"""What a step's ops are given: their schemas, and the arguments by name."""
+"""The schemas of a step's ops, and their arguments by name."""
 
 from collections.abc import Sequence
 from itertools import count
@@ -10,16 +10,16 @@ from mpkernels.ops.step.rule import Rule
 
 
 class Arguments(NamedTuple):
-    """An entry of a list that is optional is an empty tensor where a parameter has none."""
+    """In an optional list, the entry of a parameter that has none is an empty tensor."""
 
     params: Sequence[Tensor]
     grads: Sequence[Tensor]
-    states: Sequence[Sequence[Tensor]]  # a list of each of the rule's states; those that it doesn't need are optional
+    states: Sequence[Sequence[Tensor]]  # one list for each of the rule's states; those after ``needed`` are optional
     masters: Sequence[Tensor]  # optional, as is the whole list
     scales: Sequence[Tensor]  # likewise
     steps: Sequence[Tensor]
     group_sizes: Sequence[int]
-    hyperparameters: Sequence[Sequence[float]]  # of each of the rule's, the values of all groups
+    hyperparameters: Sequence[Sequence[float]]  # for each of the rule's, the values of all groups
     maximize: Sequence[bool]
     on_device: Sequence[Tensor]
     grad_scale: Tensor | None
@@ -34,7 +34,7 @@ class Arguments(NamedTuple):
     def of(cls, rule: Rule, arguments: Sequence[Any]) -> "Arguments":
         """Return the arguments that the rule's op has been called with."""
         after_states = 2 + len(rule.states)
-        first = after_states + 4  # hyperparameter
+        first = after_states + 4  # the place of the first hyperparameter
         last = first + len(rule.hyperparameters)
         states, hyperparameters = arguments[2:after_states], arguments[first:last]
         named = *arguments[:2], states, *arguments[after_states:first], hyperparameters, *arguments[last:]
@@ -55,8 +55,8 @@ def entry(tensors: Sequence[Tensor], i: int) -> Tensor | None:
 
 
 def schemas(rule: Rule) -> tuple[str, str, str, str]:
-    """Return the schemas of a step, and of a step over states that C++ holds on to: of making such a plan, of the step
-    by it, of forgetting it."""
+    """Return the schemas of the step, and of three ops on states that C++ keeps, called a plan: to make a plan, to step
+    by it, to forget it."""
     states = [f"Tensor(!)[] {name}" for name in (*rule.state_lists, "masters", "scales", "steps")]
     weights = "Tensor(!)[] params, Tensor[] grads"
     options = ", ".join(

@@ -35,9 +35,9 @@ def step_int8_block(
     words, halves, remainders = load_weight(arrays, at, mask)
     grad_words, grad_halves = load_raw(grad_at, grad_dtype, None, at, mask, mask is None)
     codes, states = (), ()
-    of_state, its_scales = tl.zeros(at.shape, tl.int8), tl.zeros(block.shape, tl.float32)  # where none is there
+    of_state, its_scales = tl.zeros(at.shape, tl.int8), tl.zeros(block.shape, tl.float32)  # of a missing state
     for i in tl.static_range(len(states_at)):
-        if i < NEEDED:  # noqa: SIM114  Triton knows this, but not what comes after
+        if i < NEEDED:  # noqa: SIM114  a constant for Triton, unlike the next condition
             of_state, its_scales = load_codes(states_at[i], scales + i * blocks, at, mask, block, has_block)
         elif optional:
             of_state, its_scales = load_codes(states_at[i], scales + i * blocks, at, mask, block, has_block)
@@ -47,9 +47,9 @@ def step_int8_block(
     for i in tl.static_range(len(states_at)):
         states += (int8.decode(codes[i][0], codes[i][1], NOT_NEGATIVE >> i & 1),)
     weight, states = STEP(weight, grad, states, optional, of_rule)
-    store_weight(weight, arrays, at, mask)  # first: its registers are free for codes
+    store_weight(weight, arrays, at, mask)  # first, to free its registers for codes
     for i in tl.static_range(len(states_at)):
-        if i < NEEDED:  # noqa: SIM114  Triton knows this, but not what comes after
+        if i < NEEDED:  # noqa: SIM114  a constant for Triton, unlike the next condition
             store_codes(states[i], states_at[i], scales + i * blocks, at, mask, block, has_block, NOT_NEGATIVE >> i & 1)
         elif optional:
             store_codes(states[i], states_at[i], scales + i * blocks, at, mask, block, has_block, NOT_NEGATIVE >> i & 1)
@@ -60,8 +60,8 @@ def step_int8(
     arrays, begin, size, elements, scales, scalars, WHOLE: tl.constexpr, NEEDED: tl.constexpr,
     NOT_NEGATIVE: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """WHOLE elements at once where the arrays are aligned. Blocks of codes begin where the parameter does: no head is
-    peeled."""
+    """Step WHOLE elements at once where the arrays are aligned. No head is peeled, because blocks of codes begin where
+    the parameter does."""
     blocks, first = tl.cdiv(elements, QUANTIZED).to(tl.int32), (begin // QUANTIZED).to(tl.int32)
     whole = tl.where(are_aligned(arrays), size // WHOLE * WHOLE, 0)
     for i in range(0, whole, WHOLE):

@@ -1,4 +1,4 @@
-"""A step of a span, in Triton: of each block all is loaded, then computed, then stored."""
+"""A step of a span, in Triton: each block is loaded whole, then computed, then stored."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator,assignment"
 
@@ -10,12 +10,12 @@ from mpkernels.ops._tensor_table import BLOCK, FP32, head_of, width_of
 from mpkernels.ops.step.split_kernel import copied_master, join, split
 
 COUNT = tl.constexpr(BLOCK.value // 2)  # elements of a block: registers hold all its arrays
-MASKED = tl.constexpr(BLOCK.value // 8)  # where a mask or an odd address lets a thread load one element at a time
+MASKED = tl.constexpr(BLOCK.value // 8)  # elements of a masked or unaligned block: threads load one at a time
 
 
 @triton.jit
 def word(row, number: tl.constexpr, KNOWN: tl.constexpr):
-    """Return a word of a row. If it is known to the compiler, so is what follows from it: loads that never happen."""
+    """Return a word of a row. If it is KNOWN to the compiler, loads that depend on it may be left out."""
     return tl.load(row + number) if KNOWN is None else tl.full([], KNOWN, tl.int64)
 
 
@@ -159,7 +159,7 @@ def step_any_block(arrays, at, mask, scalars, IS_FP64: tl.constexpr, NEEDED: tl.
 
 @triton.jit
 def step_span(arrays, size, scalars, IS_FP64: tl.constexpr, NEEDED: tl.constexpr, STEP: tl.constexpr):
-    count: tl.constexpr = MASKED if IS_FP64 else COUNT  # of fp64 two a thread spill under Triton 3.6
+    count: tl.constexpr = MASKED if IS_FP64 else COUNT  # two fp64 elements per thread spill under Triton 3.6
     head = tl.minimum(head_of(arrays[0], width_of(arrays[5])), size)
     after_head = moved(arrays, head, NEEDED)
     whole = tl.where(are_aligned(after_head), (size - head) // count * count, 0)

@@ -1,4 +1,4 @@
-"""What a user may have got wrong in the arguments of a step."""
+"""Checks the arguments of a step, and names what the user got wrong."""
 
 from typing import Any
 
@@ -65,7 +65,7 @@ def _check_groups(rule: Rule, it: Arguments) -> None:
 
 
 def _check_row(rule: Rule, i: int, row: dict[str, Tensor]) -> None:
-    """Refuse tensors of one parameter that do not go together. row: those that are there, by their lists' names."""
+    """Refuse tensors of one parameter that do not go together. row: the existing ones, by their lists' names."""
     op, param, master = rule.op, row["params"], row.get("masters")
     _checks.scalar(op, f"steps[{i}]", row["steps"], like=param)
     states = {name: row[name] for name in rule.state_lists if name in row}

@@ -1,4 +1,4 @@
-"""Moments in 8 bits, as csrc/step/int8.h has them and explains them: here in torch, as the specification."""
+"""Moments in 8 bits in torch, as the specification. csrc/step/int8.h explains them."""
 
 import torch
 from torch import Tensor
@@ -33,13 +33,13 @@ def _order(tensor: Tensor) -> list[int]:
 
 
 def _blocks(tensor: Tensor) -> Tensor:
-    """A dense tensor's elements as they lie in memory, a row for each scale; the last one is filled up with zeros."""
+    """Return a dense tensor's elements in memory order, a row for each scale; the last row is filled up with zeros."""
     flat = tensor.permute(_order(tensor)).reshape(-1)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % QUANTIZED)).view(-1, QUANTIZED)
 
 
 def _as(like: Tensor, blocks: Tensor) -> Tensor:
-    """The other way round."""
+    """Undo ``_blocks``, in the shape and strides of ``like``."""
     order = _order(like)
     permuted = blocks.flatten()[: like.numel()].view([like.shape[i] for i in order])
     return permuted.permute(sorted(range(like.dim()), key=order.__getitem__))

@@ -19,7 +19,7 @@ def in_blocks(values):
 
 @triton.jit
 def decode(codes, scales, squared: tl.constexpr):
-    """codes in whole blocks, a scale for each."""
+    """Return the fp32 values of whole blocks of codes, with a scale for each block."""
     q = in_blocks(codes.to(tl.float32) + (128 if squared else 0))
     root = q * (1 / (255 if squared else 127))
     values = scales[:, None] * (root * tl.abs(root))
@@ -44,7 +44,7 @@ def encode(values, mask, squared: tl.constexpr):
     if squared:
         steps = tl.where(numbers > 0, tl.maximum(roots * 255, 1.0), 0.0)
     else:
-        steps = tl.maximum(roots * 127, 0.0)  # NaN is 0
+        steps = tl.maximum(roots * 127, 0.0)  # NaN becomes 0
         steps = (steps.to(tl.int32, bitcast=True) | (bits & -0x80000000)).to(tl.float32, bitcast=True)
     codes = (steps + (NEAREST - 128 if squared else NEAREST)).to(tl.int32, bitcast=True)  # a code is the last byte
     return tl.reshape(codes, values.shape).to(tl.int8), scales

@@ -1,4 +1,4 @@
-"""A step in Triton: one program a chunk; the last program of a parameter to read its step counts it up."""
+"""A step in Triton: one program per chunk; the last program that reads a parameter's step counts the step up."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -41,7 +41,7 @@ def report_span(rows, call, tensors, report, of_chunk, grad_scale):
 
 @triton.jit
 def begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk):
-    """Return whether the step is skipped, after writing and reporting what there is to tell of it."""
+    """Return whether the step is skipped, after writing its outcome and, of a skipped step, the report."""
     skipped = is_skipped(grad_scale, found_inf, total_sumsq)
     if tl.program_id(0) == 0:
         write_outcome(skipped, grad_scale, total_sumsq, outcome, skipped_steps)
@@ -80,7 +80,7 @@ def step_kernel(
         step_span(arrays, size, scalars, True, NEEDED, STEP)
     elif HAS_INT8 and arrays[7] == INT8:
         scales = tl.load(row + 15).to(tl.pointer_type(tl.float32))
-        whole: tl.constexpr = COUNT if HAS_OPTIONAL or DTYPE is None else BLOCK  # three states, or any dtype, spill
+        whole: tl.constexpr = COUNT if HAS_OPTIONAL or DTYPE is None else BLOCK  # else 3 states or any dtype spill
         step_int8(arrays, begin, size, tl.load(row), scales, rounded(scalars), whole, NEEDED, NOT_NEGATIVE, STEP)
     else:
         step_span(arrays, size, rounded(scalars), False, NEEDED, STEP)
@@ -141,7 +141,7 @@ def launch(rule: Rule, scalars: Any, step: Any, *arguments: Any) -> None:
     call = Arguments.of(rule, arguments)
     if not call.params:
         return
-    nothing = call.params[0].new_empty(0)  # whose address is 0
+    nothing = call.params[0].new_empty(0)  # an empty tensor's address is 0
     loans: list[tuple[Tensor, Tensor]] = []
     flat, words_of_rows, grads = [], [], []
     for i, group in enumerate(call.group_of_each()):

@@ -19,9 +19,9 @@ from mpkernels.ops.step.split import copied_master, join, split
 
 
 class StepOps:
-    """A rule's op, ``step``, and the same over states that C++ keeps under a number, because handing over all lists
-    takes longer than stepping small tensors: ``plan`` returns that number, ``by_plan`` steps, after a check of the
-    grads if it is ``guarded``, and ``forget`` lets the states go."""
+    """A rule's ops. ``step`` takes all lists. Because that takes longer than stepping small tensors, the other ops let
+    C++ keep the states under a number: ``plan`` returns the number, ``by_plan`` steps, after a check of the grads if it
+    is ``guarded``, and ``forget`` lets the states go."""
 
     def __init__(self, rule: Rule) -> None:
         schema, plan, by_plan, forget = schemas(rule)
@@ -29,7 +29,7 @@ class StepOps:
         def reference(*arguments: Any) -> None:
             _step(rule, *arguments)
 
-        reference.__module__ = rule.step.__module__  # beside which the Triton kernel lies
+        reference.__module__ = rule.step.__module__  # the Triton kernel's module lies beside it
         self.rule = rule
         self.step = define(schema, check=partial(check, rule))(reference)
         self.plan, self.by_plan, self.forget = (NativeCall(self.step, it) for it in (plan, by_plan, forget))
@@ -56,8 +56,8 @@ class StepOps:
                 one fp32 or fp64 where it is a tensor, else an empty tensor.
             grad_scale: one fp32; grads are divided by it.
             found_inf: one fp32; nothing moves, no step is counted, unless it is 0.
-            total_sumsq: one fp64, of the grads as they are; with it the grads are clipped to max_norm, and nothing
-                moves if their norm without grad_scale is beyond fp32.
+            total_sumsq: one fp64, of the grads before they are unscaled. If given, the grads are clipped to max_norm,
+                and nothing moves if their unscaled norm is beyond fp32.
             outcome: two fp32; the first becomes the norm of the unscaled grads if total_sumsq is given, the second 1 if
                 the step is skipped, else 0.
             skipped_steps: one fp32, counted up if the step is skipped.
@@ -83,14 +83,14 @@ def _step(rule: Rule, *arguments: Any) -> None:
 
 
 def order_like(it: Arguments, i: int) -> Tensor:
-    """Return the tensor in whose order of memory a parameter is stepped. Codes must keep theirs: neighbours share a
-    scale."""
+    """Return the tensor in whose order of memory a parameter is stepped. Codes must keep theirs, because neighbours
+    share a scale."""
     states = it.states_of(i)
     return states[0] if states and states[0].dtype == torch.int8 else it.params[i]
 
 
 def _stepped(rule: Rule, it: Arguments, i: int, group: int) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs: each tensor of a parameter that a step replaces, and by what."""
+    """Return pairs of each tensor that a step replaces, and its new value."""
     states, scales = it.states_of(i), entry(it.scales, i)
     if scales is not None:
         scales = scales.view(-1, -(-it.params[i].numel() // int8.QUANTIZED))
@@ -122,7 +122,7 @@ def _weight(it: Arguments, i: int) -> Tensor:
 
 
 def _new_weight(it: Arguments, i: int, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs: what is to be replaced, and by what."""
+    """Return pairs of what is to be replaced, and the new value."""
     param, master = it.params[i], entry(it.masters, i)
     if master is None:
         return [(param, weight)]
@@ -141,7 +141,7 @@ def _decoded(rule: Rule, states: Sequence[Tensor], scales: Tensor | None) -> lis
 def _encoded(
     rule: Rule, states: Sequence[Tensor], values: Sequence[Tensor], scales: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return pairs: what is to be replaced, and by what. Codes share a scale with neighbours in memory."""
+    """Return pairs of what is to be replaced, and the new value. Codes share a scale with neighbours in memory."""
     if scales is None:
         return list(zip(states, values, strict=True))
     pairs = []

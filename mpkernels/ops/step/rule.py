@@ -1,4 +1,4 @@
-"""What an optimizer's rule says of itself. The machinery of a step asks this and names no rule."""
+"""What an optimizer's rule says of itself. The code of a step uses only this, and names no rule."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,13 +9,13 @@ from torch import Tensor
 class Rule(NamedTuple):
     name: str  # the op's, without its underscore
     states: tuple[str, ...]  # the states of a parameter, by their keys; the op takes a list of each: exp_avgs
-    needed: int  # so many of these are always there; those that follow depend on an option
-    not_negative: tuple[str, ...]  # the states that never are; their 8-bit codes are those of roots
+    needed: int  # how many of the states are always there; the others depend on an option
+    not_negative: tuple[str, ...]  # the states that are never negative; 8-bit codes hold their roots
     hyperparameters: tuple[str, ...]  # of a group
-    tensors: int  # so many of these, from the first one on, may be tensors on the device
-    counts: bool  # whether each parameter's state has a number of steps also in checkpoints
-    # Takes the hyperparameters of a group and the number of this step, 1 at the first one, as 0-dim fp64 tensors or
-    # floats. Returns a named tuple of what all elements of a parameter share, likewise.
+    tensors: int  # how many of the hyperparameters, from the first on, may be tensors on the device
+    counts: bool  # whether checkpoints hold the number of steps of each parameter
+    # Takes the hyperparameters of a group and the number of this step, 1 at the first step, as 0-dim fp64 tensors or
+    # floats. Returns a named tuple of such numbers, which all elements of a parameter share.
     scalars: Callable[..., Any]
     # Takes the weight, the unscaled grad, the states that are there and the scalars, in the computing dtype. Returns
     # the new weight and the new states.

@@ -49,7 +49,7 @@ def scalars_of(
 
 @triton.jit
 def rounded(scalars):
-    """Return them in fp32."""
+    """Return the scalars in fp32."""
     factor, of_rule = scalars
     of_rule_in_fp32 = ()
     for i in tl.static_range(len(of_rule)):

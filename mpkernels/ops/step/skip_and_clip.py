@@ -1,4 +1,4 @@
-"""Whether a step is skipped, and by what it multiplies its grads: the loss scale's inverse, and max_norm's coefficient.
+"""Whether a step is skipped, and what its grads are multiplied by: the loss scale's inverse, max_norm's coefficient.
 csrc/step/skip_and_clip.h and skip_and_clip_kernel.py do the same."""
 
 import math
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def grad_factor(like: Tensor, grad_scale: Tensor | None, total_sumsq: Tensor | None, max_norm: float) -> Tensor:
-    """Return what unscales and clips the grads if they are multiplied by it, in fp64, on the device of ``like``."""
+    """Return the factor that unscales and clips the grads, in fp64, on the device of ``like``."""
     factor = _unscale_factor(like, grad_scale)
     if total_sumsq is None or not max_norm < math.inf:
         return factor

@@ -1,4 +1,4 @@
-"""skip_and_clip.py in Triton: whether a step is skipped, and by what it multiplies its grads."""
+"""skip_and_clip.py in Triton: whether a step is skipped, and what its grads are multiplied by."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator,assignment"
 

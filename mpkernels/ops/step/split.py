@@ -1,11 +1,11 @@
-"""How a 16-bit weight's fp32 master is kept, as csrc/step/split.h explains it: here in torch, as the specification."""
+"""A 16-bit weight's fp32 master in two halves, in torch, as the specification. csrc/step/split.h explains it."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-TOGETHER = {"cuda": 2**22}  # elements, with which an op keeps a GPU busy for longer than its host
+TOGETHER = {"cuda": 2**22}  # elements with which an op takes a GPU longer than the host
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -41,7 +41,7 @@ def split_each(masters: Sequence[Tensor], weights: Sequence[Tensor], remainders:
 
 
 def _batches(weights: Sequence[Tensor]) -> list[list[int]]:
-    """Divide the places of weights, so that small ones on a GPU are computed together."""
+    """Divide the places of weights into batches, so that small weights on a GPU are computed together."""
     batches: list[list[int]] = []
     room = 0
     for i, it in enumerate(weights):
@@ -55,7 +55,7 @@ def _batches(weights: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _flat(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the elements of all, or of a single one the tensor as it is."""
+    """Return the elements of all tensors as one; a single tensor as it is."""
     return tensors[0] if len(tensors) == 1 else torch.cat([it.reshape(-1) for it in tensors])
 
 
@@ -68,7 +68,7 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 
 def copied_master(weight: Tensor, copy: Tensor) -> Tensor:
-    """Return the fp32 master of a 16-bit weight and the copy of one, which holds where it rounds to the weight."""
+    """Return the fp32 master of a 16-bit weight: the copy where it rounds to the weight, else the weight."""
     is_its = copy.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
     return torch.where(is_its, copy, weight.float())
 
@@ -82,11 +82,11 @@ def _split_bf16(master: Tensor) -> tuple[Tensor, Tensor]:
 def _join_bf16(weight: Tensor, remainder: Tensor) -> Tensor:
     alone = weight.float()
     joined = (alone.view(torch.int32) + remainder).view(torch.float32)
-    return torch.where(joined.isnan(), alone, joined)  # beyond 0 and beyond inf lie NaNs
+    return torch.where(joined.isnan(), alone, joined)  # beyond 0 or inf, joined is a NaN
 
 
 def _unit_of_fp16(magnitude: Tensor) -> Tensor:
-    """Return a 2^-16th of the last place of an fp16, which comes without its sign and widened to fp32."""
+    """Return a 2^-16th of the last place of an fp16, whose magnitude is given in fp32."""
     exponent = magnitude.view(torch.int32) & 0x7F800000
     return (exponent.clamp(min=113 << 23) - (26 << 23)).view(torch.float32)
 

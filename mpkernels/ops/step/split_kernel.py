@@ -1,4 +1,4 @@
-"""csrc/step/split.h in Triton: a master weight as a 16-bit weight and a remainder, and back; and the copy of one."""
+"""csrc/step/split.h in Triton: a master as a 16-bit weight and a remainder, and back; or as a copy."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -7,7 +7,7 @@ import triton.language as tl
 
 from mpkernels.ops._tensor_table import BF16
 
-NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: a float beside it is an integer, in its low bits
+NEAREST = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it rounds a float to an integer, in the low bits
 NEAREST_BITS = tl.constexpr(0x4B400000)
 
 
@@ -23,7 +23,7 @@ def join(weight, remainder, dtype):
     if dtype == BF16:
         alone = weight << 16
         nearest = (alone + remainder).to(tl.float32, bitcast=True)
-        master = tl.where(nearest != nearest, alone.to(tl.float32, bitcast=True), nearest)  # beyond 0 and inf lie NaNs
+        master = tl.where(nearest != nearest, alone.to(tl.float32, bitcast=True), nearest)  # a NaN beyond 0 or inf
     else:
         magnitude = (weight & 0x7FFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
         beyond = remainder.to(tl.float32) * unit_of_fp16(weight).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Adam, as torch.optim.Adam (foreach=False) steps: as AdamW does, but unless the decay is decoupled, it joins the
+"""Adam, as torch.optim.Adam (foreach=False) steps: like AdamW, but a decay that isn't decoupled is added to the
 grad."""
 
 from typing import NamedTuple

@@ -1,4 +1,4 @@
-"""Adam's rule in Triton, to the bit adam.py: tests/ops/step/test_rules_same_bits.py compares them."""
+"""Adam's rule in Triton, equal to adam.py to the bit: tests/ops/step/test_rules_same_bits.py compares them."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

@@ -21,7 +21,7 @@ class Scalars(NamedTuple):
 
 
 def scalars(lr: Tensor, beta1: Tensor, beta2: Tensor, weight_decay: Tensor, eps: Tensor, step: Tensor) -> Scalars:
-    """The root's bias correction is in step_size and eps: that saves a division for each element."""
+    """step_size and eps include the root's bias correction, which saves a division per element."""
     correction1, correction2 = 1 - beta1**step, (1 - beta2**step).sqrt()
     return Scalars(
         decay=1 - lr * weight_decay,

@@ -1,4 +1,4 @@
-"""AdamW's rule in Triton, to the bit adamw.py: tests/ops/step/test_rules_same_bits.py compares them."""
+"""AdamW's rule in Triton, equal to adamw.py to the bit: tests/ops/step/test_rules_same_bits.py compares them."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

@@ -1,4 +1,4 @@
-"""Lion's rule in Triton, to the bit lion.py: tests/ops/step/test_rules_same_bits.py compares them."""
+"""Lion's rule in Triton, equal to lion.py to the bit: tests/ops/step/test_rules_same_bits.py compares them."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

@@ -44,7 +44,7 @@ def step(weight: Tensor, grad: Tensor, states: list[Tensor], scalars: Scalars) -
 SGD = Rule(
     name="sgd",
     states=("momentum_buffer",),
-    needed=0,  # it is there with momentum
+    needed=0,  # the buffer is there with momentum
     not_negative=(),
     hyperparameters=("lr", "weight_decay", "momentum", "dampening", "nesterov"),
     tensors=2,

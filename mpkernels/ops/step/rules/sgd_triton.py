@@ -1,4 +1,4 @@
-"""SGD's rule in Triton, to the bit sgd.py: tests/ops/step/test_rules_same_bits.py compares them."""
+"""SGD's rule in Triton, equal to sgd.py to the bit: tests/ops/step/test_rules_same_bits.py compares them."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
