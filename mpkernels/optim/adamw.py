@@ -49,7 +49,7 @@ class AdamW(Engine, torch.optim.AdamW):
             norm and skip together. Don't pass it under DistributedDataParallel, where every process has all grads.
         offload: whether to keep masters and moments in the host's memory, and to step there, for parameters on a GPU.
             Their weights stay on the GPU; grads and weights travel at each step, 2 bytes an element each in 16 bits.
-            All else is as without it, but that a step makes the host wait, and can't be captured in a CUDA graph.
+            Nothing else changes, except that a step makes the host wait, and can't be captured in a CUDA graph.
     """
 
     _rule = OptimizerRule(adamw_, hyperparameters, has_largest)

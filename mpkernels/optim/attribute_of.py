@@ -4,7 +4,7 @@ from typing import Any
 
 
 class AttributeOf:
-    """An attribute that the object in ``holder``, another attribute, has under the same name."""
+    """An attribute that stands for one of the same name, on the object that the attribute ``holder`` names."""
 
     def __init__(self, holder: str) -> None:
         self._holder = holder

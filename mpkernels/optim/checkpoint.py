@@ -22,7 +22,7 @@ def saving(optimizer: Any) -> Iterator[None]:
     """Make torch's state_dict, called inside this context, return portable states. The user's hooks run after ours."""
 
     def make_plain(_: Optimizer, saved: dict[str, Any]) -> None:
-        states = saved["state"]  # where a user may keep something else, too
+        states = saved["state"]  # a user may keep something else there, too
         for group, packed in zip(optimizer.param_groups, saved["param_groups"], strict=True):
             packed["state_dtype"] = str(group["state_dtype"])  # torch.distributed.checkpoint takes no dtype
             for param, number in zip(group["params"], packed["params"], strict=True):
@@ -56,10 +56,10 @@ def loading(optimizer: Any) -> Iterator[Any]:
             _refuse_twice(op, saved["params"])
             for param, number in zip(group["params"], saved["params"], strict=False):
                 if states.get(number):
-                    states[number] = {key: it for key, it in states[number].items() if it is not None}  # as SGD has it
+                    states[number] = {key: it for key, it in states[number].items() if it is not None}  # SGD saves None
                     _check(op, optimizer._rule.ops.rule, number, states[number], param)
                     states_to_adopt.append((param, states[number], saved, group))
-                    # All that torch insists on. Apex and TransformerEngine count once for the group.
+                    # torch insists on nothing else. Apex and TransformerEngine count once for the group.
                     states[number] = {"step": states[number].get("step", 0.0)}
         return loaded | {"state": states}
 

@@ -33,8 +33,8 @@ def ask(
     optimizer: Any, params: Sequence[Tensor], verdict: Verdict, processes: Processes, may_change: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return found_inf and the sum of squares of all processes, and in how many hooks may yet change the grads. Raise
-    if another one has failed; on a GPU, whose answer is on its way, skip the step, and let the next one raise. A CUDA
-    graph skips it at each replay, and nobody raises."""
+    if another process has failed; on a GPU, where the answer is still on its way, skip the step, and let the next step
+    raise. A CUDA graph skips the step at each replay, and nobody raises."""
     sumsq_of_all, found_inf, failed, changing = processes.agree(
         params, verdict.total_sumsq, verdict.found_inf, may_change=may_change
     )
@@ -51,7 +51,7 @@ def ask(
 
 def raise_if_one_has_failed(optimizer: Any, failures: Readback) -> None:
     failed: Any = failures.read()
-    if failed is not None and failed.tolist() > 0:  # which waits for nothing: it lies on the host
+    if failed is not None and failed.tolist() > 0:  # no wait: failed lies on the host
         failures.forget()
         optimizer._forget_plans()
         raise RuntimeError(
@@ -61,7 +61,7 @@ def raise_if_one_has_failed(optimizer: Any, failures: Readback) -> None:
 
 
 def tell_failure(optimizer: Any, params: Sequence[Tensor]) -> None:
-    """Join the processes that wait for this one's verdict, though it has none, so that they don't step either."""
+    """Tell the processes that wait for this one's verdict that it has none, so that they don't step either."""
     optimizer._step_outcome.find_parts(params, optimizer._peers)  # if the step has not come so far
     _, processes = asks(optimizer, (), params, getattr(optimizer, "found_inf", None))
     if processes is not None:

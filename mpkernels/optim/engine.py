@@ -46,14 +46,14 @@ class Engine(torch.optim.Optimizer):
 
     _rule: OptimizerRule
     _step_supports_amp_scaling = under_scaler.TakesScale()  # torch's GradScaler hands over its scale and found_inf
-    _finds_inf = True  # ours hands over its scale and `outcome`, where it then reads whether a step was skipped
-    _peers: Processes | None = None  # that hold other parts of the grads
-    _scaler: torch.amp.GradScaler | None = None  # that asks whether it may hand over
+    _finds_inf = True  # our GradScaler hands over its scale and `outcome`, and reads skips from the latter
+    _peers: Processes | None = None  # the processes that hold other parts of the grads
+    _scaler: torch.amp.GradScaler | None = None  # the one that last asked whether it may hand over
     _step_outcome = StepOutcome()  # of no step yet
     _release: GradientRelease | None = None
     offload = False
     _offload: offloading.Offload | None = None
-    _is_loaded = False  # since the last step: the model may yet be loaded after it
+    _is_loaded = False  # since the last step; the model may be loaded later
 
     def _take_options(
         self, master: str, state_dtype: Any, max_norm: Any, guard: Any, process_group: Any, offload: bool = False
@@ -158,11 +158,11 @@ class Engine(torch.optim.Optimizer):
         plans, grads, verdict, others = self._look(params, sharded)
         verdict = verdict if others is None else common_verdict.of_all(self, params, verdict, others)
         skipped_steps = self._step_outcome.skipped_steps
-        for i, plan in enumerate(plans):  # of which the first tells the outcome
+        for i, plan in enumerate(plans):  # the first plan writes the outcome
             of_plan = verdict if i == 0 else verdict._replace(outcome=None)
             plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else skipped_steps)
         if not plans and verdict.outcome is not None:
-            write_outcome(*verdict[:4], skipped_steps)  # as adamw_ would, which has nothing to step
+            write_outcome(*verdict[:4], skipped_steps)  # as a plan would
         if not torch.compiler.is_compiling():
             self._step_outcome.note_step(verdict)
 
@@ -187,7 +187,7 @@ class Engine(torch.optim.Optimizer):
         if torch.compiler.is_compiling():
             return
         if any(it.is_cuda for it in params_of(self)) and is_current_stream_capturing():
-            return  # to compare waits for the device; kernels take up what was written all the same, without a word
+            return  # comparing waits for the device; kernels follow written weights anyway, but don't warn
         self._is_loaded = False
         masters.compare_loaded(type(self).__name__, *offloading.weights_and_states(self))
 
@@ -204,7 +204,7 @@ class Engine(torch.optim.Optimizer):
         """Return one plan for each device. Reuse the plans of the last step if they still fit."""
         if torch.compiler.is_compiling():
             return self._new_plans(params, grads)
-        # One plan's kernels look at all its parameters before any moves; several can't wait for each other.
+        # One plan's kernels check all parameters before they step any; several plans can't wait for each other.
         moved = [it.has_moved if len(self._plans) > 1 else it.first_has_moved for it in self._plans]
         known = self._foundations
         if known is None or any(moved) or not known.hold(self.param_groups, params, grads, self.state):
@@ -258,16 +258,16 @@ class Engine(torch.optim.Optimizer):
         """From now on, free each grad inside the backward, so that the grads are never in memory all at once.
 
         The backward steps each parameter as soon as its grad is complete, and ``step`` has nothing left to do. With
-        ``max_norm``, the guard or a scaler, the step needs all grads first. They are then kept until the step, in 16
+        ``max_norm``, the guard or a scaler, the step needs all grads first. Grads are then kept until the step, in 16
         bits: the grads of fp32 parameters become bf16, which on CUDA only mpkernels' GradScaler accepts. If several
         backwards come before a step, run all but the last one under ``with release.accumulate():``; a second grad of a
         parameter that is stepped in the backward raises. Reentrant checkpoints' grads are kept until the step.
 
-        With ``offload``, each grad goes to the host in the dtype that it has, and is freed on the GPU. It waits there
+        With ``offload``, each grad goes to the host in the dtype that it has, and is freed on the GPU. There it waits
         for the step, under no scaler but mpkernels'. Grads of several backwards are added up there in fp32.
 
-        DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the one the first backward
-        raises, under the other this method does. ``scaler`` is the scaler that you train with, if there is one.
+        DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the former the first backward
+        raises, under the latter this method does. ``scaler`` is the scaler that you train with, if there is one.
         """
         on_host = None if self._offload is None else self._offload.for_release(params_of(self))
         releases = steps_in_backward(self, scaler, on_host)

@@ -43,13 +43,13 @@ class GradientRelease:
         if any(is_fsdp1s(param) for param, _ in releases):
             raise ValueError(f"{op}: params must not be FSDP's, which frees grads itself; leave it out")
         ddp.watch()
-        self._wrappers = 0  # that were made when it was last known that none of them has these parameters
+        self._wrappers = 0  # how many existed at the last check that none has these parameters
         self._hooks: list[Any] = []
         for param, release in releases:
             self._add(param, release or _narrow)
 
     def add_to_host(self, params: Sequence[Tensor]) -> None:
-        """Send the grads of these to the host, too, if those of the others go there."""
+        """Send the grads of these parameters to the host, too, if the other grads go there."""
         if self._on_host is None:
             return
         for param in params:
@@ -118,7 +118,7 @@ class GradientRelease:
         return self._on_host is not None
 
     def begin_anew(self) -> None:
-        """Let each parameter get its grad again, as after a step. A backward that has failed is given up thereby."""
+        """Let each parameter get its grad again, as after a step. A backward that has failed is given up."""
         self._have_come.clear()
         if self._on_host is not None:
             self._on_host.forget()
@@ -131,14 +131,14 @@ class GradientRelease:
         self._restore_widths()
 
     def _restore_widths(self) -> None:
-        """Let grads to come have the width that they had without us, where none is there now."""
+        """Let later grads of parameters that have none now come in the dtype that they had without us."""
         for param, width in self._widths.items():
             if param.grad is None:
                 set_grad_dtype(param, width)
 
 
 def _narrow(param: Tensor) -> None:
-    settled_grads([param])  # summands of a DTensor's grad are not to be rounded
+    settled_grads([param])  # adds up summands of a DTensor's grad before rounding
     if param.grad is not None and param.grad.dtype == torch.float32:
         set_grad_dtype(param, torch.bfloat16)
 

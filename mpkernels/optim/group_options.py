@@ -29,7 +29,7 @@ def check_global(name: str, max_norm: float | None, guard: bool | None, offload:
 
 
 def refuse_twice(name: str, params: Sequence[Tensor]) -> None:
-    """Raise if a parameter comes twice: torch would step it twice, to other results with each implementation."""
+    """Raise if a parameter comes twice: torch would step it twice, each implementation with other results."""
     if len(set(map(id, params))) == len(params) or torch.compiler.is_compiling():
         return
     places: dict[int, int] = {}
@@ -53,7 +53,7 @@ def leave_scaling_to_torch(optimizer: Any) -> None:
 
 def check_group(optimizer: Any, group: dict[str, Any]) -> None:
     name = type(optimizer).__name__
-    for key in _OF_THE_OPTIMIZER:  # which ZeroRedundancyOptimizer repeats in each group
+    for key in _OF_THE_OPTIMIZER:  # ZeroRedundancyOptimizer repeats these in each group
         if key in group and group[key] != getattr(optimizer, key, None):
             raise ValueError(f"{name}: {key} must be given to the optimizer, for all parameters, got it in a group")
     ours = *OF_GROUPS, *_OF_THE_OPTIMIZER

@@ -22,13 +22,13 @@ def needs_master(param: Tensor) -> bool:
 
 
 def unfit(param: Tensor, state: State) -> list[str]:
-    """Return the keys of masters that aren't this parameter's any more: the model was converted to fp32 or fp64, or to
-    the other 16-bit dtype, whose remainders mean something else. Its weights win."""
+    """Return the keys of masters that aren't this parameter's any more, because the model was converted to fp32 or
+    fp64, or to the other 16-bit dtype, whose remainders mean something else. Then the model's weights win."""
     if not needs_master(param):
         return [key for key in KEYS.values() if key in state]
     remainder = state.get("remainder")
     if remainder is None or getattr(remainder, "made_for", remainder.dtype) in (torch.int16, param.dtype):
-        return []  # a plain int16 has lost its mark, as where a user has moved it
+        return []  # a plain int16 has lost its mark, because a user has moved it, say
     return ["remainder"]
 
 
@@ -38,7 +38,7 @@ def drop_unfit(state: State, param: Tensor) -> None:
 
 
 def mark(state: State, param: Tensor) -> None:
-    """Note on a remainder which 16-bit dtype it completes: its bits don't tell."""
+    """Note on a remainder which 16-bit dtype it completes: the remainder's bits don't tell."""
     if "remainder" in state:
         state["remainder"].made_for = param.dtype  # type: ignore[attr-defined]
 
@@ -49,7 +49,7 @@ def give(state: State, param: Tensor, scheme: str) -> None:
     if not needs_master(param):
         return
     if "remainder" in state and state["remainder"].dtype != torch.int16:
-        # As a checkpoint has it, where a loader has put that into the state itself, as ZeRO's does.
+        # A checkpoint's form, where a loader such as ZeRO's has put it into the state itself.
         state["remainder"] = placed_as(param, part_of(state["remainder"]).view(torch.int16))
         mark(state, param)
     if KEYS[scheme] in state:
@@ -67,7 +67,7 @@ def give(state: State, param: Tensor, scheme: str) -> None:
     state[KEYS[scheme]] = placed_as(param, master)
     mark(state, param)
     if kept:
-        part.copy_(weight)  # the other neighbour on ties, which the schemes round differently
+        part.copy_(weight)  # changes weights on ties, which the schemes round differently
 
 
 def saved_as(param: Tensor, remainder: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def saved_in_fp32(param: Tensor, state: State) -> State:
 
 def loaded(name: str, param: Tensor, saved: Mapping[str, Any]) -> State:
     """Return the master in a saved state, unchanged. ``give`` converts it to the optimizer's scheme at the first step:
-    until then the model may not be loaded, and its weight is needed for that."""
+    that needs the weight, and the model may be loaded after the optimizer."""
     key = next((key for key in ("master", "remainder") if key in saved), None)
     if key is None or not needs_master(param):
         return {}
@@ -93,7 +93,7 @@ def loaded(name: str, param: Tensor, saved: Mapping[str, Any]) -> State:
     if key == "remainder" and found.dtype == param.dtype:
         found = found.view(torch.int16)
     dtype = torch.float32 if key == "master" else torch.int16
-    if found.dtype != dtype:  # as torch's own load_state_dict leaves it, which casts states to the parameter's dtype
+    if found.dtype != dtype:  # torch's own load_state_dict casts states to the parameter's dtype
         warnings.warn(f"{name}: {key} came back as {found.dtype}; rebuilt from the weight", stacklevel=4)
         return {}
     return {key: torch.empty_like(param, dtype=dtype).copy_(found)}
@@ -104,7 +104,7 @@ def true_weight(param: Tensor, state: State) -> Tensor:
     them, return the parameter's value. A parameter without a master is returned unchanged."""
     weight = param.detach()
     if "remainder" in state:
-        return join(weight, state["remainder"].to(weight.device))  # offload=True keeps it on the host
+        return join(weight, state["remainder"].to(weight.device))  # offload=True keeps states on the host
     if "master" not in state:
         return weight
     master = state["master"].to(weight.device)
@@ -122,7 +122,7 @@ def align(params: Iterable[Tensor], states: States) -> list[Tensor]:
             new = true_weight(part, {"master": master})
             changed.append(~((new == master) | (new.isnan() & master.isnan())).all())
             master.copy_(new)
-            part.copy_(new)  # the other neighbour on ties, where a split master was loaded
+            part.copy_(new)  # changes weights on ties, where a split master was loaded
     return changed
 
 

@@ -65,7 +65,7 @@ class Masters(Optimizer):
     max_norm: float | None
     guard: bool | None
     _peers = None  # AdamW's process_group
-    _is_loaded = False  # since the last step: the model may yet be loaded after it
+    _is_loaded = False  # since the last step; the model may be loaded later
     _was_skipped: bool | None = None
     _fp32_states: Any = None  # the dict of states in which none has 16 bits any more
 
@@ -77,7 +77,7 @@ class Masters(Optimizer):
         torchao_offload.refuse(self, params_of(optimizer))
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.wrapped = state["wrapped"]  # where torch looks for defaults
+        self.wrapped = state["wrapped"]  # first, because `defaults` is read from wrapped
         super().__setstate__(state)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -213,7 +213,7 @@ class Masters(Optimizer):
                 of_params[param] = _loaded(param, number, kept)
                 states[number] = {key: it for key, it in states[number].items() if key not in kept}
         narrow = filter(masters.needs_master, params_of(self))
-        with stand_ins.renamed(self.wrapped, {it: stand_ins.blank(it) for it in narrow}):  # to whose dtype torch casts
+        with stand_ins.renamed(self.wrapped, {it: stand_ins.blank(it) for it in narrow}):  # torch casts to fp32 then
             self.wrapped.load_state_dict(state_dict | {"state": states})
         for param, kept in of_params.items():
             self.state.setdefault(param, {}).update(kept)
@@ -231,7 +231,7 @@ def _first(changed: Any, otherwise: Any) -> Any:
 
 
 def _numbered(groups: Sequence[dict[str, Any]], saved: dict[str, Any]) -> list[tuple[Tensor, Any]]:
-    """Return each parameter with its number in a state dict, whose lengths torch compares."""
+    """Return each parameter with its number in a state dict. torch compares their lengths."""
     pairs = zip(groups, saved["param_groups"], strict=False)
     return [it for group, packed in pairs for it in zip(group["params"], packed["params"], strict=False)]
 

@@ -14,8 +14,8 @@ from mpkernels.ops.grads.grad_stats import grad_stats
 def look(
     params: Sequence[Tensor], with_grad: Sequence[Tensor], processes: Parts | None, found_inf: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return the sum of squares of this process's grads, and whether one holds an inf or NaN or a scaler has found it.
-    with_grad: those of the parameters that have one. If this raises, so do the other processes."""
+    """Return the sum of squares of this process's grads, and whether one holds an inf or NaN or a scaler has found one.
+    with_grad: the parameters that have a grad. If this raises, so do the other processes."""
     try:
         shares = [1.0] * len(with_grad) if processes is None else processes.shares(with_grad)
         grads = [real(_numbers(grad)) for grad in parts_of([param.grad for param in with_grad])]

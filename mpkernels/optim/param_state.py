@@ -32,18 +32,18 @@ def for_step(rule: OptimizerRule, name: str, param: Tensor, state: State, group:
         steps = _steps_so_far(rule, state, group)
         state = state | {"step": torch.full((), steps, dtype=torch.float32, device=param.device)}
     masters.drop_unfit(state, param)
-    if missing := [key for key in rule.keys(group) if key not in state]:  # the group's option has come since
+    if missing := [key for key in rule.keys(group) if key not in state]:  # the group's option was set later
         state = placed(rule, param, _without_master(rule, part_of(param), group["state_dtype"], missing)) | state
     if _is_kept_otherwise(rule, param, state, group["state_dtype"]):
         state = adopt(rule, name, param, state, group, group["state_dtype"])
     masters.give(state, param, group["master"])
     if "step" in state:
-        state["step"] = state["step"].to(torch.float32)  # which a user may have set
+        state["step"] = state["step"].to(torch.float32)  # a user may have set another dtype
     return state
 
 
 def placed(rule: OptimizerRule, param: Tensor, state: State) -> State:
-    """Return a state of a parameter's part as that of the parameter: what has its shape is placed as it is."""
+    """Return a part's state as its parameter's: what has the parameter's shape is placed as the parameter is."""
     shaped = *rule.ops.rule.states, *masters.KEYS.values()
     return {key: placed_as(param, value) if key in shaped else value for key, value in state.items()}
 
@@ -74,7 +74,7 @@ def _is_kept_otherwise(rule: OptimizerRule, param: Tensor, state: State, state_d
 
 
 def decoded(rule: OptimizerRule, param: Tensor, state: State) -> State:
-    """Return a parameter's state in numbers that torch knows."""
+    """Return a parameter's state, with 8-bit states decoded to fp32."""
     if "scales" not in state:
         return state
     keys = [key for key in rule.ops.rule.states if key in state]
@@ -92,7 +92,7 @@ def portable(rule: OptimizerRule, param: Tensor, state: State, in_one_dtype: boo
     unfit = masters.unfit(param, state)
     state = {key: value for key, value in state.items() if key not in unfit} if unfit else state
     state = decoded(rule, param, state)
-    if not rule.ops.rule.counts and "step" in state:  # torch's class takes an optional state that is there as begun
+    if not rule.ops.rule.counts and "step" in state:  # torch's class takes any optional state for one that has begun
         unbegun = rule.ops.rule.states[rule.ops.rule.needed :] if state["step"] == 0 else ()
         state = {key: value for key, value in state.items() if key not in ("step", *unbegun)}
     if in_one_dtype:
@@ -104,8 +104,8 @@ def portable(rule: OptimizerRule, param: Tensor, state: State, in_one_dtype: boo
 
 
 def _steps_so_far(rule: OptimizerRule, saved: Mapping[str, Any], group: Mapping[str, Any]) -> float:
-    """Return how many steps a parameter with saved states has taken. Apex counts once for a group, rules that don't
-    count save no number: their states have begun."""
+    """Return how many steps a parameter with saved states has taken. Apex counts once for a group. Rules that don't
+    count save no number, but their states have begun."""
     return float(saved.get("step", group.get("step", 0 if rule.ops.rule.counts else 1)))
 
 

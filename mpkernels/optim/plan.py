@@ -70,7 +70,7 @@ class Plan:
         shares = [1.0] if parts is None else parts.shares(params)
         self._shares = None if set(shares) == {1.0} else torch.tensor(shares, dtype=torch.float64, device=self.device)
         self._native: _NativePlan | None = None
-        self._may_be_native = not is_for_once and type(nothing) is Tensor  # C++ can't hold on to a stand-in
+        self._may_be_native = not is_for_once and type(nothing) is Tensor  # C++ can't keep fake tensors
 
     def _grads_here(self, grads: list[Any]) -> list[Tensor]:
         """Return this plan's grads, out of a list with one grad for each of the optimizer's parameters."""
@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def first_has_moved(self) -> bool:
-        """Tell whether the first one has, as a model does as a whole."""
+        """Tell whether the first parameter has moved. A model moves as a whole."""
         return (self._is_sharded and self._is_elsewhere) or _kind(self._wholes[0]) != self._kinds[0]
 
     def native_step(self) -> Callable[..., None] | None:
@@ -134,7 +134,7 @@ class Plan:
             self._increment_versions(params)
 
     def _seen(self, grads: list[Any], verdict: Verdict) -> Verdict:
-        """Return what the step would have seen of the grads, had it come to that."""
+        """Return the verdict with what the step would have found in the grads, had it come to that."""
         if not verdict.comes_inside:
             return verdict
         stats = self.look(grads)
@@ -142,7 +142,7 @@ class Plan:
         return verdict._replace(found_inf=found_inf, total_sumsq=stats.total_sumsq, comes_inside=False)
 
     def _increment_versions(self, params: list[Tensor]) -> None:
-        """Tell autograd that these have changed, and the DTensors whose parts they are."""
+        """Tell autograd that these parameters have changed, and the DTensors whose parts they are."""
         torch.autograd.graph.increment_version([*params, *self._wholes] if self._is_sharded else params)
 
     def _hyperparameters(self) -> tuple[Any, ...]:
@@ -156,7 +156,7 @@ class Plan:
         )
 
     def _on_device(self, of_each: Sequence[Sequence[Any]]) -> list[Tensor]:
-        """Return these hyperparameters of each group, in turn: those that are tensors, and nothing for the others."""
+        """Return each group's hyperparameters in turn: the tensors, and an empty tensor for each number."""
         hypers = list(chain.from_iterable(zip(*of_each, strict=True)))
         if not any(map(self._is_read_in_place, hypers)):
             return []
@@ -176,7 +176,7 @@ class Plan:
 
 
 class _NativePlan:
-    """C++'s half of a plan, which holds on to the states. It ends with this object."""
+    """C++'s half of a plan, which keeps the states until this object is collected."""
 
     def __init__(
         self, ops: StepOps, by_plan: Callable[..., None], device: torch.device, lists: tuple[Any, ...]
@@ -191,7 +191,7 @@ class _NativePlan:
 
 
 def _unseen(function: Callable[..., None], *arguments: Any) -> None:
-    """Garbage is collected at any time, also while torch traces."""
+    """Call the function unseen by torch's tracing: garbage is collected at any time, also while torch traces."""
     with for_real():
         function(*arguments)
 
@@ -218,7 +218,7 @@ def _lists_of(
     lists = (
         list(map(real, kind)) if any(each is not nothing for each in kind) else [] for kind in (*kept, masters, scales)
     )
-    uncounted = partial(torch.zeros, (), device=nothing.device)  # what counts the steps of a parameter without states
+    uncounted = partial(torch.zeros, (), device=nothing.device)  # the step count of a parameter without states
     return *lists, [state["step"] if "step" in state else uncounted() for state in states]
 
 
@@ -260,7 +260,7 @@ class Foundations:
         )
 
 
-_END = (object(),)  # the same in no other list: lists that end together are equally long
+_END = (object(),)  # an end mark that no other list holds, so that lists of other lengths differ
 
 
 def _are_same(some: Any, others: list[Any]) -> bool:
@@ -272,7 +272,7 @@ def _are_none(grads: list[Tensor | None]) -> list[bool]:
 
 
 def _shape(rule: OptimizerRule, groups: list[Group]) -> list[tuple[Any, ...]]:
-    """Return what of the groups decides which states there are. A new key may be one that a group must not have."""
+    """Return what decides which states there are. A new key changes the number of keys, and may be forbidden."""
     return [
         (len(group), len(group["params"]), rule.has_optional(group), group["master"], group["state_dtype"])
         for group in groups

@@ -9,8 +9,8 @@ from torch import Tensor
 class Readback:
     """Holds the newest value that has arrived on the host. A value sent inside a CUDA graph stays on the device.
 
-    A capture allows neither to ask an event nor to free pinned memory, for which torch records events. So nothing
-    arrives meanwhile, and what is outdated stays until a value is sent outside of a capture.
+    A capture allows neither to query an event nor to free pinned memory, which would record events. So nothing arrives
+    during a capture, and what is outdated stays until a value is sent outside of one.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class Readback:
     def send(self, value: Tensor) -> None:
         if not value.is_cuda or torch.cuda.is_current_stream_capturing():
             if self._is_pinned:
-                self.forget()  # what was sent before would arrive after it, and pass for newer
+                self.forget()  # an earlier value would arrive after this one, and pass for newer
             self._arrived = value
             return
         self._outdated.clear()
@@ -34,7 +34,7 @@ class Readback:
         self.read()
 
     def forget(self) -> None:
-        """Drop the value, also one that is on its way."""
+        """Drop the value, and those on their way."""
         if self._is_pinned:
             self._outdated += self._arrived, self._on_its_way
         self._arrived, self._on_its_way, self._is_pinned = None, deque(), False

@@ -32,7 +32,7 @@ class SGD(Engine, torch.optim.SGD):
         momentum: how much of the momentum buffer each step keeps. At the first step the buffer is the grad.
         dampening: which share of a grad doesn't reach the buffer.
         weight_decay: a share of each weight that is added to its grad; a tensor is allowed.
-        nesterov: whether to step by the grad and the buffer that follows.
+        nesterov: whether to step by the grad plus momentum times the new buffer.
         maximize: whether to raise the loss instead of lowering it.
         differentiable: whether to run torch's own step, through which autograd can go; needs fp32 parameters.
     """

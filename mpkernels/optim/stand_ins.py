@@ -15,16 +15,16 @@ from mpkernels.optim.masters import needs_master
 
 
 def step_group(optimizer: Any, group: dict[str, Any], factor: float) -> None:
-    """Have the optimizer step one of its groups, with grads that are multiplied by the factor. In place of 16-bit
-    parameters, whose states must hold remainders, it steps fp32 weights; then these are rounded. If it raises, what it
-    has done so far is kept, as with fp32 parameters."""
+    """Have the optimizer step one of its groups, with grads that are multiplied by the factor. The optimizer steps fp32
+    weights in place of 16-bit parameters, whose states must hold remainders; then the weights are rounded. If the step
+    raises, what it has done so far is kept, as with fp32 parameters."""
     params, state, groups = list(group["params"]), optimizer.state, optimizer.param_groups
     moving = [param for param in params if param.grad is not None]
     narrow = [param for param in moving if needs_master(param)]
     stand_ins = {param: blank(param) for param in params if param.grad is None and needs_master(param)}
     stand_ins |= zip(narrow, _wide(narrow, [state[param]["remainder"] for param in narrow], factor), strict=True)
     grads = {param: param.grad for param in moving if param not in stand_ins and factor != 1}
-    remainders = {param: state[param].pop("remainder") for param in narrow}  # classes ask whether a state is empty
+    remainders = {param: state[param].pop("remainder") for param in narrow}  # optimizers test whether a state is empty
     try:
         for param, grad in grads.items():
             param.grad = placed_as(param, part_of(grad) * factor)
@@ -42,7 +42,7 @@ def step_group(optimizer: Any, group: dict[str, Any], factor: float) -> None:
 
 @contextmanager
 def renamed(optimizer: Any, stand_ins: Mapping[Tensor, Tensor]) -> Iterator[None]:
-    """Inside this context, have the optimizer's groups and states hold stand-ins instead of parameters. To set a
+    """Inside this context, have the optimizer's groups and states hold stand-ins instead of parameters. Setting a
     parameter's ``data`` to fp32 instead would take DDP's hooks off it."""
     try:
         _rename(optimizer, stand_ins)

@@ -11,7 +11,7 @@ _RUNS_HOOKS = Optimizer.profile_hook_step(lambda self: None).__code__  # of the 
 
 
 class PassiveHook:
-    """A hook of ours that doesn't look at grads, so that they may still be scaled. It hears of skipped steps, too."""
+    """A hook of ours that doesn't look at grads, so they may still be scaled. It is called after skipped steps, too."""
 
     def __init__(self, function: Callable[[Any], object]) -> None:
         self._function = function
@@ -22,13 +22,13 @@ class PassiveHook:
 
 def see_grads(optimizer: Any) -> bool:
     """Return whether others may look at the grads in a step: hooks of the optimizer or of all, or a subclass's step.
-    Functions that are set on the optimizer itself, as by LR schedulers, torch.compile and Accelerate, are not meant."""
+    Functions that LR schedulers, torch.compile or Accelerate set on the optimizer itself don't count."""
     before, after = hooks_around_step(optimizer)
     return _has_own_step(optimizer) or not all(map(_is_passive, before + after))
 
 
 def may_change_grads(optimizer: Any) -> bool:
-    """Return whether others come before the step that uses the grads."""
+    """Return whether hooks or a subclass's step come before the step that uses the grads."""
     before, _ = hooks_around_step(optimizer)
     return _has_own_step(optimizer) or not all(map(_is_passive, before))
 
@@ -46,7 +46,7 @@ def _is_passive(hook: Any) -> bool:
 
 
 def tell_of_skip(optimizer: Any) -> None:
-    """Call the hooks of ours that follow the optimizer's steps, after one that a scaler has not taken."""
+    """Call our own hooks that follow the optimizer's steps, after a step that a scaler has skipped."""
     for hook in post_hooks_of_step(optimizer):
         if isinstance(hook, PassiveHook):
             hook(optimizer)

@@ -15,12 +15,12 @@ from mpkernels.optim.readback import Readback
 
 
 class Agreed(NamedTuple):
-    """What all processes have found, before a step that hooks run around."""
+    """What all processes have found before a step that has hooks around it."""
 
     found_inf: Tensor
-    own_sumsq: Tensor | None  # of this process's grads then
+    own_sumsq: Tensor | None  # of this process's grads at that time
     sumsq_of_all: Tensor | None
-    may_all_change: bool  # the grads, in hooks or in steps of their own, of which the norm is to be found anew
+    may_all_change: bool  # whether all have hooks or steps that may change grads: the norm is found anew
 
     def is_final(self) -> bool:
         return self.own_sumsq is None or not self.may_all_change or self.found_inf.item() > 0
@@ -34,8 +34,8 @@ class Agreed(NamedTuple):
 
 
 class StepOutcome:
-    """What an optimizer's steps have found. ``grad_norm``, ``skipped_steps`` and ``was_skipped()`` are for users; the
-    rest, for the step after: who holds the parameters, and what other processes have said."""
+    """What an optimizer's steps have found. ``grad_norm``, ``skipped_steps`` and ``was_skipped()`` are for users. The
+    rest is for the next step: who holds the parameters, and what other processes have said."""
 
     def __init__(self, grad_norm: Tensor | None = None, skipped_steps: Tensor | None = None) -> None:
         self.grad_norm, self.skipped_steps = grad_norm, skipped_steps
@@ -43,18 +43,18 @@ class StepOutcome:
         self.has_parts = False  # whether other processes hold parts of the parameters: DTensors, or FSDP1's
         self.has_16_bit_parameters = False
         self.agreed: Agreed | None = None  # from before hooks run until the step
-        self.failures: Readback | None = None  # how many processes could not take the last step that all were asked of
+        self.failures: Readback | None = None  # how many processes have failed in the last common step
         self._was_skipped = Readback()
 
     def find_parts(self, params: Sequence[Tensor], peers: Processes | None) -> None:
-        """Note whether other processes hold parts of these parameters, and, of DTensors, which; whether any has 16
-        bits. peers: those that the user has named."""
+        """Note which processes hold parts of these DTensors, whether other processes hold parts of the parameters at
+        all, and whether any has 16 bits. peers: the processes that the user has named."""
         self.parts = meshes.peers_of(params, None if peers is None else peers.group)
         self.has_parts = self.parts is not None or fsdp1.has_parts(params)
         self.has_16_bit_parameters = any(map(needs_master, params))
 
     def note_step(self, verdict: Verdict) -> None:
-        """Take up what a step that has been launched writes."""
+        """Keep what a launched step writes."""
         vector = verdict.outcome
         self.grad_norm = vector[0] if vector is not None and verdict.has_norm else None
         if vector is None:
@@ -63,7 +63,7 @@ class StepOutcome:
             self._was_skipped.send(vector[1])
 
     def was_skipped(self) -> Tensor | None:
-        """Return whether the newest step that the device has finished was skipped. Nobody waits for the device."""
+        """Return whether the newest step that the device has finished was skipped. The host doesn't wait."""
         skipped = self._was_skipped.read()
         return None if skipped is None else skipped > 0
 
@@ -72,7 +72,7 @@ def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = Non
     """Return whether the optimizer checks the grads before it steps. If a scaler has checked them, it need not."""
     if optimizer.max_norm is not None or optimizer.guard or getattr(optimizer, "outcome", None) is not None:
         return True
-    on_by_itself = has_16_bit_parameters or optimizer._peers is not None  # which may have 16-bit parameters
+    on_by_itself = has_16_bit_parameters or optimizer._peers is not None  # peers may have 16-bit parameters
     return optimizer.guard is None and found_inf is None and on_by_itself
 
 
@@ -95,7 +95,7 @@ def found_here(
         if kept.skipped_steps is None:
             kept.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
         kept.skipped_steps = put_on(device, kept.skipped_steps)
-    vector = getattr(optimizer, "outcome", None)  # a scaler brings one to read the skip from
+    vector = getattr(optimizer, "outcome", None)  # a scaler brings a vector to read the skip from
     vector = torch.empty(2, dtype=torch.float32, device=device) if vector is None else vector
     return Verdict(grad_scale, found_inf, total_sumsq, vector, guarded, comes_inside), processes
 
@@ -103,7 +103,7 @@ def found_here(
 def asks(
     optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], found_inf: Any
 ) -> tuple[bool, Processes | None]:
-    """Return whether the step checks its grads, and the processes that it asks."""
+    """Return whether the step checks its grads, and the processes that decide with it."""
     outcome: StepOutcome = optimizer._step_outcome
     of_plans = any(it.has_16_bit_parameters for it in plans)
     # A process without grads decides as the others do.

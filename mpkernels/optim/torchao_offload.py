@@ -33,7 +33,8 @@ def refuse(optimizer: Any, params: Sequence[Tensor]) -> None:
 
 
 def refuse_scaler(optimizer: Any) -> None:
-    """Raise if this is torchao's: its backward hooks start copies to the host, and the step alone waits for them."""
+    """Raise if the optimizer is torchao's: its backward hooks start copies to the host, its step alone waits for
+    them."""
     offloading = _offloading()
     if offloading is not None and isinstance(optimizer, offloading):
         raise TypeError(

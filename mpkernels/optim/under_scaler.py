@@ -17,12 +17,12 @@ from mpkernels.optim.step_outcome import Agreed, processes_of
 class TakesScale:
     """An optimizer's ``_step_supports_amp_scaling``: whether its step unscales the grads and skips by itself.
 
-    It doesn't where hooks or a subclass's step would see scaled grads. A scaler's ``step`` reads this attribute before
-    it calls the optimizer, which no other way tells of the scaler. So that is the time to unscale such grads and to
-    look at them in all processes, of which torch's scaler knows nothing.
+    The step doesn't where hooks or a subclass's step would see scaled grads. A scaler's ``step`` reads this attribute
+    before it calls the optimizer, and nothing else tells the optimizer of the scaler. So that is the time to unscale
+    such grads, and to look at them in all processes, which torch's scaler doesn't do.
 
-    The optimizer remembers the scaler: torch's update by a found_inf that covers this process alone, and the step of
-    several processes has to correct it.
+    The optimizer remembers the scaler: torch updates its scale by this process's found_inf alone, which the step of
+    several processes has to correct.
     """
 
     def __get__(self, optimizer: Any, kind: type | None = None) -> bool:
@@ -51,7 +51,7 @@ def _can_step(optimizer: Any, scaler: Any) -> bool:
         )
     optimizer._step_outcome.find_parts(params, optimizer._peers)
     processes = processes_of(optimizer, params, scaler)
-    step_unscales = state.setdefault("step_unscales", state["stage"] is OptState.READY)  # also if it is tried again
+    step_unscales = state.setdefault("step_unscales", state["stage"] is OptState.READY)  # kept if step is tried again
     state["step_asks"], optimizer._step_outcome.agreed = processes is not None, None
     try:
         if state["stage"] is OptState.READY:
@@ -81,8 +81,8 @@ def _can_step(optimizer: Any, scaler: Any) -> bool:
 
 @torch.no_grad()
 def _found_by_all(optimizer: Any, params: list[Tensor], scale: Tensor | None, looks: bool) -> Tensor:
-    """Agree with the processes now, and not in the step: those without hooks, which agree inside it, do so as often.
-    scale: what they still have on the grads whose norm they tell. looks: whether they tell one without max_norm."""
+    """Agree with the other processes now, not in the step; those without hooks agree in the step, as often. scale: what
+    grads contain when their norm is exchanged. looks: whether a norm is exchanged without max_norm, too."""
     scaler, device = optimizer._scaler, params[0].device if params else torch.device("cpu")
     if looks:
         optimizer.outcome = torch.empty(2, dtype=torch.float32, device=device)

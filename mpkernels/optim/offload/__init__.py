@@ -1,7 +1,7 @@
 """offload=True: states and masters on the host, behind weights on a GPU.
 
 A parameter on a GPU has a *twin* on the host, in its dtype, which holds what the weight holds (twins.py). States,
-masters, checkpoints and the plans of a step take the twin in the parameter's place, and so are the host's without a
+masters, checkpoints and the plans of a step take the twin in the parameter's place, and so lie on the host without a
 further change. The optimizer's one plan (plan.py) is made of plans over twins, one for each *bucket*: neighbours with
 some 64 MiB of grads.
 
@@ -12,13 +12,13 @@ steps and weights of different buckets overlap: each direction has a stream of i
 the weights; the host doesn't.
 
 ``release_grads`` sends each grad to the host inside the backward, and frees it (grads.py). Then the whole model's grads
-wait in pinned memory, one that comes again is added up in fp32, and the verdict is found on the host.
+wait in pinned memory, further grads of a parameter are added up in fp32, and the verdict is found on the host.
 
-Grads are not sent before the step without ``release_grads``: who writes to a grad after the backward without torch's
-counter, as ``param.grad.data.clamp_()``, all_reduce, other kernels and replayed graphs do, would do so in vain.
+Without ``release_grads``, grads are sent in the step. Sent earlier, they would miss later writes that torch's version
+counter misses: by ``param.grad.data.clamp_()``, all_reduce, other kernels and replayed graphs.
 
 Twins are pinned, so weights go back without a copy to yet another buffer: that would take 4 bytes of the host's memory
-traffic a parameter, where a step with 8-bit moments takes 16. They take the memory that a twin needs anyway.
+traffic a parameter, where a step with 8-bit moments takes 16. The pinned memory is the twins' own.
 """
 
 from mpkernels.optim.offload.offload import Offload, have_left, home_of, weights_and_states

@@ -12,7 +12,7 @@ from torch import Tensor
 from mpkernels._shared.parameters import by_device
 
 BUCKET = 64 << 20  # bytes of grads; torch's allocator of pinned memory rounds up to a power of 2
-_LINE = 64  # bytes, at whose multiples pieces of pinned memory begin
+_LINE = 64  # bytes: pieces of pinned memory begin at multiples
 
 
 class Lane:
@@ -22,11 +22,11 @@ class Lane:
         self.device, self.stream = device, torch.cuda.Stream(device)
 
     def follow(self) -> None:
-        """Have the copies to come wait for all that the device's current stream was given so far."""
+        """Have later copies wait for all that the device's current stream was given so far."""
         self.stream.wait_event(torch.cuda.current_stream(self.device).record_event())
 
     def copy(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Start to copy to the first of each pair from the second. What is pinned stays as it is until that is done."""
+        """Start to copy each pair's second to its first. Pinned memory must not be changed until that is done."""
         with torch.cuda.stream(self.stream):
             for to, source in pairs:
                 to.copy_(source, non_blocking=True)
@@ -71,7 +71,7 @@ class Pinned:
         self._lock = threading.Lock()  # backwards of several devices run in as many threads
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of this shape and dtype, and of its strides if they leave no gaps."""
+        """Return a tensor of the shape and dtype of ``tensor``, and of its strides if they leave no gaps."""
         size = size_of(tensor)
         with self._lock:
             if self._left.numel() < size:
@@ -96,7 +96,7 @@ def shaped(memory: Tensor, like: Tensor) -> Tensor:
 
 
 def dense(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy if its elements leave gaps or share memory: what then goes to the host is a single
+    """Return the tensor, or a copy if its elements leave gaps or share memory. The result goes to the host in a single
     copy, for which nothing is allocated."""
     if tensor.is_contiguous() or torch.empty_like(tensor, device="meta").stride() == tensor.stride():
         return tensor

@@ -50,8 +50,8 @@ class HostGrads:
 
     @torch.no_grad()
     def take(self, param: Tensor) -> None:
-        """Send a GPU parameter's grad to the host, behind what the current stream was given so far, and free it. What
-        has come before it is added up."""
+        """Send a GPU parameter's grad to the host, behind what the current stream was given so far, and free it.
+        Earlier grads of the parameter are added up."""
         grad = settled_grads([param])[0]
         if grad is None or not grad.is_cuda or grad.layout != torch.strided or torch.cuda.is_current_stream_capturing():
             return
@@ -66,7 +66,7 @@ class HostGrads:
         lane.follow()
         lane.copy([(slot.arrival, part)])
         slot.event.record(lane.stream)
-        part.record_stream(lane.stream)  # which is freed while it is copied
+        part.record_stream(lane.stream)  # part is freed while it is copied
         slot.has_arrival, param.grad = True, None
 
     def have(self, param: Tensor) -> bool:
@@ -102,12 +102,12 @@ class Slices:
         return [_one_after_another(self._memory[i % self.COUNT], grads) for i, grads in enumerate(buckets)]
 
     def begin(self, grads: Sequence[Tensor]) -> None:
-        """Have the copies to come wait for all that the current streams of these grads' devices were given so far."""
+        """Have later copies wait for all that the current streams of these grads' devices were given so far."""
         for lane in {self._lanes.of(it): None for it in grads}:
             lane.follow()
 
     def start(self, bucket: int, grads: Sequence[Tensor], there: Sequence[Tensor]) -> None:
-        """Start to copy a bucket's grads, whose slice nobody reads any more."""
+        """Start to copy a bucket's grads into its slice, which must not be in use any more."""
         lanes = self._lanes.copy(list(zip(there, grads, strict=True)))
         self._events[bucket] = [lane.stream.record_event() for lane in lanes]
 

@@ -40,7 +40,7 @@ class Offload:
         release = optimizer._release
         if not (release is not None and release.is_on) and not any(map(have, params)):
             return grads
-        if not isinstance(getattr(optimizer, "found_inf", None), Tensor | None):  # which it sets to 0 if it sees none
+        if not isinstance(getattr(optimizer, "found_inf", None), Tensor | None):  # torch's sets 0.0 if it sees no grads
             raise RuntimeError(
                 f"{type(optimizer).__name__}: release_grads with offload=True has sent grads to the host, where "
                 "torch's GradScaler doesn't look for them; use mpkernels.amp.GradScaler, or leave release_grads out"
@@ -58,7 +58,7 @@ class Offload:
         return step
 
     def placed(self, param: Tensor, state: State) -> tuple[Tensor, State]:
-        """Return a parameter's home, and beside it the state, of which a loader may have put some elsewhere."""
+        """Return a parameter's home, and its state, moved there: a loader may have put some of it elsewhere."""
         home = self.twins.home(param)
         device = part_of(home.detach()).device
         if all(_is_there(it, device) for it in state.values()):
@@ -72,7 +72,7 @@ class Offload:
     def plan(
         self, optimizer: Any, params: Sequence[Tensor], rows: Sequence[Any], places: list[int], grads: list[Any]
     ) -> Any:
-        """Return the one plan of the parameters at these places: a Plan, as far as an optimizer uses one."""
+        """Return the one plan of the parameters at these places. An optimizer uses it like a Plan."""
         for i in places:
             if params[i].device.type not in ("cuda", "cpu"):
                 raise ValueError(
@@ -106,7 +106,7 @@ def weights_and_states(optimizer: Any) -> tuple[list[Tensor], Mapping[Tensor, St
 
 def have_left(optimizer: Any) -> bool:
     """Return whether some of an optimizer's grads wait on the host, where their parameters show none."""
-    offload = getattr(unwrapped(optimizer), "_offload", None)  # others may answer anything
+    offload = getattr(unwrapped(optimizer), "_offload", None)  # other classes may have any attributes
     return isinstance(offload, Offload) and any(map(offload.arrived.have, params_of(optimizer)))
 
 

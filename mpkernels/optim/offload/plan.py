@@ -1,5 +1,5 @@
-"""The plan of a step whose states are on the host: it steps bucket after bucket there, while grads and weights of
-others are on their way."""
+"""The plan of a step whose states are on the host: it steps bucket after bucket there, while grads and weights of other
+buckets are on their way."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -57,7 +57,7 @@ class OffloadedPlan:
         self._there: list[list[Tensor]] = []
 
     def native_step(self) -> None:
-        """Return no call that both looks at the grads and steps: the look comes before all buckets."""
+        """Return None, because the look at the grads comes before all buckets, not in a call that also steps."""
 
     @property
     def has_moved(self) -> bool:
@@ -87,8 +87,8 @@ class OffloadedPlan:
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
     ) -> None:
         """Take one step, or skip it if the verdict is an overflow. The host waits for the verdict, and for the grads.
-        If this raises, nothing has moved."""
-        self._twins.send_all()  # those that were brought up to date with loaded masters
+        If this raises, no parameter has been stepped."""
+        self._twins.send_all()  # twins that were brought up to date with loaded masters
         scale, found_inf, total_sumsq = (None if it is None else it.to(_ON_HOST) for it in verdict[:3])
         outcome = torch.zeros(2)
         is_skipped = write_outcome(scale, found_inf, total_sumsq, outcome, None)
@@ -111,7 +111,7 @@ class OffloadedPlan:
             self._arrived.forget()
 
     def _brought(self, grads: list[Any]) -> list[tuple[list[int], list[Tensor]]]:
-        """Return of each bucket the places of the grads that are yet on a GPU, and these."""
+        """Return, for each bucket, the places of the grads that are still on a GPU, and those grads."""
         found = []
         for bucket in self._buckets:
             places = [i for i in bucket if grads[i].is_cuda]
@@ -131,7 +131,7 @@ class OffloadedPlan:
         return host
 
     def _rehearse(self, host: list[Any], max_norm: float | None) -> None:
-        """Have each bucket's step check its arguments. It is skipped, so it does nothing else."""
+        """Have each bucket's step check its arguments. These steps are skipped, so they do nothing else."""
         skip = Verdict(found_inf=torch.ones(()))
         for plan in self._plans:
             plan.step(host, skip, max_norm)
@@ -163,7 +163,7 @@ class OffloadedPlan:
             self._slices.start(i, buckets[i][1], self._there[i])
 
     def _report(self, grads: list[Any], verdict: Verdict) -> None:
-        """Write down what the grads of a skipped step are like."""
+        """Note in the ledger the facts about the grads of a skipped step."""
         of_devices = self._places_by_device(grads)
         self._ledger.keep(of_devices)
         for device, places in of_devices.items():

@@ -1,4 +1,4 @@
-"""The copies on the host of weights on a GPU: each holds what its weight holds, whoever of the two was written to."""
+"""The copies on the host of weights on a GPU: each holds what its weight holds, whichever of the two was written to."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -29,7 +29,7 @@ class Twin:
         self.note(param, part)
 
     def note(self, param: Tensor, part: Tensor) -> None:
-        """Remember that the two are the same now."""
+        """Remember that weight and twin are the same now."""
         self._its, self._own = _mark(param, part), version_of(self.part)
 
     def is_behind(self, param: Tensor, part: Tensor) -> bool:
@@ -94,13 +94,13 @@ class Twins:
                 self._lanes.of(part)
 
     def begin(self) -> None:
-        """Have the weights go back once all is done that the current streams were given so far."""
+        """Have later copies of weights wait for all that the current streams were given so far."""
         for lane in self._lanes:
             lane.follow()
 
     @torch.no_grad()
     def send(self, params: Iterable[Tensor]) -> None:
-        """Start to bring the twins that have changed to these weights."""
+        """Start to copy the twins that have changed to these weights."""
         pairs = []
         changed = [it for it in params if it in self._twins and self._twins[it].is_ahead()]
         parts = parts_of(changed)
@@ -120,7 +120,7 @@ class Twins:
             lane.be_followed()
 
     def send_all(self) -> None:
-        """Bring each twin that has changed to its weight."""
+        """Copy each twin that has changed to its weight."""
         if any(twin.is_ahead() for twin in self._twins.values()):
             self.begin()
             try:
