@@ -115,9 +115,9 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
             yield f"* `offload=True` leaves {WEIGHT_AND_GRAD} bytes a parameter on the device; {host} are on the host."
     seen = {run.device for run in compared.values() if result_pictures.undisturbed(result_pictures.compared(run))}
     elsewhere = [it for it in machines if it.run.device not in seen and WITHOUT_SCALER in it.groups]
-    words = [f"{_ratios(it, WITHOUT_SCALER)} on {_short(it.run, it.place)} ({_samples(it.names)})" for it in elsewhere]
+    words = [f"{_short(it.run, it.place)}: {_ratios(it, WITHOUT_SCALER)} ({_samples(it.names)})" for it in elsewhere]
     if words:
-        yield f"* Clip and step elsewhere, times as fast as torch's fused AdamW: {'; '.join(words)}."
+        yield f"* Clip and step elsewhere, times as fast as torch's fused AdamW. {'; '.join(words)}."
     for path in fused:
         yield _models(path)
 
@@ -151,5 +151,5 @@ def _models(path: Path) -> str:
     others = len(found["rows"]) - len(smaller)
     where = f"{SHORT.get(found['machine']['cpu'], found['machine']['cpu'])}, {found['machine']['cores']} cores"
     source = f"[samples](benchmarks/results/models/{path.name})"
-    what = "`fuse(model)` leaves this share of a training step's peak memory beside the weights"
-    return f"* {what}: {words}; all of it in {others} others; {where}, uncompiled ({source})."
+    what = "With `fuse(model)`, a training step's peak memory beside the weights, relative to without"
+    return f"* {what}: {words}; no less in {others} other models; {where}, uncompiled ({source})."

@@ -70,7 +70,10 @@ def pytest_configure(config):
     if required:
         asked["gloo"] = why_no_gloo
     if "cpu-cuda" in required:  # built here; pytest itself says nothing before
-        print("tests: compiling the CUDA kernels for the CPU, unless they are, in some minutes", file=sys.stderr)
+        if not hasattr(config, "workerinput"):
+            print(
+                "tests: the CUDA kernels are compiled for the CPU now, in minutes, if they aren't yet", file=sys.stderr
+            )
     missing = {name: why for name, why_missing in asked.items() if (why := why_missing())}
     if missing:
         raise pytest.UsageError(

@@ -3,12 +3,21 @@
 import gc
 import itertools
 import sys
+from pathlib import Path
 
 import torch
 
+import mpkernels
+
 ERRORS = (KeyboardInterrupt, MemoryError, torch.OutOfMemoryError)
-# Whose lines and calls count. Of what they call, deepcopy and no_grad for example, the call does.
-COUNTED = ("/mpkernels/", "/torch/optim/", "/torch/amp/", "/torch/nn/modules/module.py", "/contextlib.py")
+# Code in these places counts, line by line and call by call; what it calls elsewhere counts as one call.
+COUNTED = (
+    str(Path(mpkernels.__file__).parent),
+    "/torch/optim/",
+    "/torch/amp/",
+    "/torch/nn/modules/module.py",
+    "/contextlib.py",
+)
 
 
 def _is_counted(frame):

@@ -6,7 +6,7 @@ from mpkernels.bench.pairs import BUSY, WIDE, Interval
 from mpkernels.bench.results import Result, Session
 
 COLUMNS = "{:58} {:>9} {:>9}  {:26} {}"
-HEADER = COLUMNS.format("", "ours", "theirs", "x torch [95 % interval]", "torch is 6 wide")
+HEADER = COLUMNS.format("", "ours", "theirs", "x torch [95 % interval]", "torch: ██████")
 DOUBTS = {
     "wide": f"the 95 % interval of the ratio spans more than {WIDE:.0%} of it",
     "busy": f"threads waited for a core more than {BUSY:.0%} of the time",
@@ -37,7 +37,7 @@ def bar(ratio: float) -> str:
 
 def line(result: Result) -> str:
     low, middle, high = result.ratio
-    ratio = f"{middle:.2f} [{low:.2f}, {high:.2f}] {verdict(result)}"
+    ratio = f"{middle:.2f} [{low:.2f}, {high:.2f}] {'in doubt' if result.doubts else verdict(result)}"
     drawn = " ".join([bar(middle), *result.doubts])
     return COLUMNS.format(result.name, time(median(result.ours_us)), time(median(result.torch_us)), ratio, drawn)
 

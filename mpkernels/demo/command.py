@@ -59,6 +59,8 @@ def compare(asked: int | None, path: Path) -> None:
     place = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"A transformer learns Python from its standard library's sources, in four ways, on {place}.", flush=True)
     text = sources(device)
+    if asked is None:
+        print(f"The first steps tell how many {ENOUGH:.0f} seconds hold.", flush=True)
     steps = asked or count_steps(text)
     print(f"{steps} steps of each follow.", flush=True)
     trainings = [Training(way, text, steps) for way in WAYS]

@@ -9,7 +9,10 @@ from mpkernels.overflow.gradient import Gradient
 def advise_on_forward(first: FirstNonFinite | None) -> str:
     """Return a suggestion from what ``find_nonfinite`` has found in the forward of the skipped step."""
     if first is None:
-        return "Every module's output was finite: the loss or the backward pass made the first inf or NaN."
+        return (
+            "Every module's output was finite: the loss, or the backward pass under too high a loss scale, made the "
+            "first inf or NaN."
+        )
     if not first.has_finite_weights:
         return f"The weights of {first} are not finite: an earlier step has spoiled them. Go back to a checkpoint."
     if first.had_finite_inputs:
@@ -25,9 +28,14 @@ def advise_on_gradients(gradients: Sequence[Gradient], culprits: Sequence[Gradie
             "optimizer, or their norm is beyond fp32 once a scale below 1 is taken off."
         )
     if len(culprits) > 1 and all(it.nans > 0 for it in gradients):
+        high = (
+            ""
+            if scale is None or scale <= 1
+            else f", unless the scale of {scale:g} is far too high: see whether it falls"
+        )
         return (
-            "Every gradient holds NaN, so the loss itself, or an input, is inf or NaN, and no scale will help: run a "
-            "forward pass under mpkernels.amp.find_nonfinite(model)."
+            f"Every gradient holds NaN, so the loss itself, or an input, is inf or NaN{high}. Run a forward pass under "
+            "mpkernels.amp.find_nonfinite(model)."
         )
     if scale is None or scale <= 1:
         return f"The loss scale is not to blame: look at {culprits[0].name} and what follows it in the forward pass."

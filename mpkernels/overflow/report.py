@@ -114,9 +114,9 @@ class OverflowReport(Report):
     def _parts(self) -> list[str | Table]:
         if not self:
             return ["No step has been skipped."]
-        at = "" if self.scale is None else f" at scale {self.scale:g}"
+        at = "" if self.scale is None else f", at scale {self.scale:g}"
         parts: list[str | Table] = [
-            f"The last step skipped{at}: {len(self.culprits)} of {len(self.gradients)} gradients are not finite."
+            f"The newest skipped step{at}: {len(self.culprits)} of {len(self.gradients)} gradients are not finite."
         ]
         if self.culprits:
             parts.append(_table(self.culprits[:ROWS]))

@@ -175,7 +175,7 @@ def test_machines_without_these_rivals_are_beside_torch_alone():
     )  # fmt: skip
     h200 = Session("2026-11-26", {"gpu": "NVIDIA H200", "cpu": "Z80"}, results=[pair])
     (said,) = readme_numbers.numbers({}, [book._front({"h200": h200})], [])
-    assert "**2.00** on NVIDIA H200 ([samples](benchmarks/results/h200.json))" in said
+    assert "NVIDIA H200: **2.00** ([samples](benchmarks/results/h200.json))" in said
 
 
 @pytest.mark.parametrize("name", ["step-cpu.svg", "step-cpu.csv", "bytes-cpu.svg", "bytes-cpu.csv"])

@@ -29,8 +29,12 @@ SUGGESTIONS = {
     "NaN appears from p0 on, as where an inf meets a 0: the scale may be too high.": {
         "grads": [[1.0, NAN], [INF], [1.0]]
     },
-    "Every gradient holds NaN, so the loss itself, or an input, is inf or NaN, and no scale will help": {
+    "Every gradient holds NaN, so the loss itself, or an input, is inf or NaN, unless the scale of 65536 is far too high": {
         "grads": [[1.0, NAN], [NAN, INF]]
+    },
+    "Every gradient holds NaN, so the loss itself, or an input, is inf or NaN. Run a forward pass": {
+        "grads": [[1.0, NAN], [NAN, INF]],
+        "scale": 1.0,
     },
     "The loss scale is not to blame: look at p1 and what follows it in the forward pass.": {
         "grads": [[1.0, NAN], [INF], [1.0]],
@@ -53,7 +57,11 @@ def test_suggestions(text, seen):
         (1.0, -10.0, "1.1 (Root) was the first to give an inf or NaN, of finite inputs: compute it in fp32 or bf16."),
         (1.0, NAN, "The weights of 0 (Linear) are not finite: an earlier step has spoiled them."),
         (NAN, 0.0, "0 (Linear) was the first module to give an inf or NaN, and got it as an input: look at the data."),
-        (0.0, 1.0, "Every module's output was finite: the loss or the backward pass made the first inf or NaN."),
+        (
+            0.0,
+            1.0,
+            "Every module's output was finite: the loss, or the backward pass under too high a loss scale, made the first",
+        ),
     ],
 )
 def test_what_was_found_in_the_forward_pass(inputs, bias, text):

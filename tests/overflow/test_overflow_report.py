@@ -252,7 +252,7 @@ def test_the_table():
     optimizer, scaler = torch.optim.SGD(list(zip(names, params, strict=True)), lr=0.1), GradScaler("cpu")
     iterate(scaler, optimizer, bad=[(param, (1, 0), INF) for param in params[10:40]] + [(params[3], (0, 0), 0.0)])
     lines = str(scaler.overflow_report()).splitlines()
-    assert lines[0] == "The last step skipped at scale 65536: 30 of 50 gradients are not finite."
+    assert lines[0] == "The newest skipped step, at scale 65536: 30 of 50 gradients are not finite."
     assert " ".join(lines[1].split()) == "parameter group shape inf nan first at largest finite zeros"
     assert lines[2].endswith("layer.39.weight  0      [2, 3]  1    0    [1, 0]    1               0.0%")
     assert len(lines[2:22]) == 20

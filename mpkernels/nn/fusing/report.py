@@ -69,7 +69,7 @@ class FuseReport(Report):
                 become(module, kind)
 
     def _parts(self) -> list[str | Table]:
-        fused = _table(("fused", "what stood there", "computed by"), self.fused)
+        fused = _table(("fused", "what stood there", "becomes a call of"), self.fused)
         return [fused, "", _table(("left", "what stands there", "why"), self.left)]
 
 

@@ -156,7 +156,7 @@ class Unknown(Mlp):
 def test_the_report_is_a_table():
     report = fuse(nn.Sequential(Chain(), Chain(), Packed(), Unknown()))
     assert str(report) == (
-        "fused  what stood there                                         computed by\n"
+        "fused  what stood there                                         becomes a call of\n"
         "* (2)  fc2(dropout(act(fc1(x))))                                mlp, gelu\n"
         "*      gate, up = packed(x).chunk(2); fc2(function(gate) * up)  gated_mlp, silu\n"
         "\n"
