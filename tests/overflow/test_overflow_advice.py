@@ -1,4 +1,4 @@
-"""What an overflow report suggests."""
+"""The suggestions of an overflow report."""
 
 import pytest
 import torch
