@@ -32,7 +32,7 @@ def main() -> tuple[int, int]:
         scaler.step(optimizer)
         scaler.update()
 
-        # On a GPU this is the newest answer that has arrived, mostly that of the step before: to have this step's answer,
+        # On a GPU this is the newest answer that has arrived, mostly that of the step before: for this step's answer,
         # the host would have to wait for the device. The schedule then moves a step late, which no training notices.
         was_skipped = scaler.step_was_skipped
         if was_skipped is not None and not was_skipped:
