@@ -23,7 +23,7 @@ from typing import NamedTuple
 import setuptools
 
 TOOLS_MISSING = "mpkernels: to build without isolation, first run: pip install -U 'setuptools>=77' ninja"
-if int(setuptools.__version__.partition(".")[0]) < 77:  # an older one fails on pyproject.toml with a riddle
+if int(setuptools.__version__.partition(".")[0]) < 77:  # an older one misreads pyproject.toml
     raise SystemExit(TOOLS_MISSING)
 
 from setuptools.command import bdist_wheel, build, build_ext  # noqa: E402
@@ -34,7 +34,7 @@ NVCC_FLAGS = (
 )
 CXX_FLAGS = "-fPIC -fvisibility=hidden -ffp-contract=off -fno-math-errno -Wall -Wextra -Wno-psabi -Werror=unused-result"
 COMMON_FLAGS = "-std=c++17 -O3 -I csrc"
-# Chip -> the virtual one that its code is made of. sm_90's is the same to the last instruction as from compute_90.
+# Chip -> the virtual chip that its code is compiled for. For sm_90, compute_80 and compute_90 give equal instructions.
 ARCHS = {"75": "75", "80": "80", "90": "80", "100": "100", "120": "100"}
 ISAS = {"baseline": ""}
 if platform.machine() in ("x86_64", "AMD64"):
@@ -47,7 +47,7 @@ LIBRARY = f"{BUILD}/_native.so"
 
 
 class Cuda(NamedTuple):
-    left_out: str = ""  # the reason; then all else is empty
+    left_out: str = ""  # why there are no CUDA kernels; then all else is empty
     note: str = ""
     compiler: str = ""
     built_for: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ def find_cuda(cxx: list[str]) -> Cuda:
         cuda = ask_nvcc(nvcc, cxx)
         if cuda.compile:
             return cuda
-        left_out.append(cuda.left_out)  # and go on: a distribution's old nvcc often hides a newer one
+        left_out.append(cuda.left_out)  # try the next: a distribution's old nvcc often hides a newer one
     return Cuda("; ".join(dict.fromkeys(left_out)) or "no nvcc found")
 
 
@@ -94,7 +94,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def driver_version() -> tuple[int, int] | None:
-    """The CUDA that this machine's driver was made for. None where there is no driver, as where images are built."""
+    """Return the CUDA version that this machine's driver was made for. None without a driver, as in image builds."""
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -105,7 +105,7 @@ def driver_version() -> tuple[int, int] | None:
 
 def ask_nvcc(nvcc: str, cxx: list[str]) -> Cuda:
     release = re.search(r"release (\d+)\.(\d+)", ask(nvcc, "--version")[1])
-    if not release or (int(release[1]), int(release[2])) < (12, 1):  # 12.1 brought 32 KB of kernel parameters
+    if not release or (int(release[1]), int(release[2])) < (12, 1):  # since 12.1 a kernel may have 32 KB of parameters
         return Cuda(f"{nvcc} is {release[0] if release else 'broken'}, CUDA 12.1 or newer is needed")
     version, driver = f"{release[1]}.{release[2]}", driver_version()
     if driver and driver[0] < int(release[1]):
@@ -113,12 +113,12 @@ def ask_nvcc(nvcc: str, cxx: list[str]) -> Cuda:
             f"{nvcc} is of CUDA {version}, whose programs the driver that is here, made for CUDA "
             f"{driver[0]}.{driver[1]}, can't run: update the driver, or install a CUDA toolkit {driver[0]}.x"
         )
-    known = ask(nvcc, "--list-gpu-arch")[1].split()
-    archs = {arch: virtual for arch, virtual in ARCHS.items() if f"compute_{arch}" in known}
+    supported = ask(nvcc, "--list-gpu-arch")[1].split()
+    archs = {arch: virtual for arch, virtual in ARCHS.items() if f"compute_{arch}" in supported}
     if not archs:
         return Cuda(f"{nvcc} knows none of the chips {', '.join(ARCHS)}")
     named = [word for word in cxx if not word.startswith("-") and shutil.which(word)]
-    host, complaint = find_host(nvcc, named[-1])  # of "ccache g++ -m64 -I include" it is g++
+    host, complaint = find_host(nvcc, named[-1])  # g++ in "ccache g++ -m64 -I include"
     if complaint:
         return Cuda(f"{nvcc} works with no C++ compiler that is here: {complaint}")
     # nvcc may be a script that calls another; the dry run tells where the real one keeps its files.
@@ -130,7 +130,7 @@ def ask_nvcc(nvcc: str, cxx: list[str]) -> Cuda:
     codes = {virtual: [f"sm_{arch}" for arch, it in archs.items() if it == virtual] for virtual in archs.values()}
     newest = [*codes][-1]
     codes[newest].append(f"compute_{newest}")  # PTX, which a driver translates for later chips
-    flags = [f"-gencode 'arch=compute_{virtual},code=[{','.join(of_it)}]'" for virtual, of_it in codes.items()]
+    flags = [f"-gencode 'arch=compute_{virtual},code=[{','.join(chips)}]'" for virtual, chips in codes.items()]
     is_newer = driver is not None and driver < (int(release[1]), int(release[2]))
     return Cuda(
         # Within one major version an older driver runs the code, but doesn't translate a newer compiler's PTX.
@@ -145,8 +145,8 @@ def ask_nvcc(nvcc: str, cxx: list[str]) -> Cuda:
 
 
 def find_host(nvcc: str, cxx: str) -> tuple[str, str]:
-    """Return the C++ compiler that nvcc is to use, or what it said of each: an nvcc refuses compilers that are newer
-    than itself. Something is compiled, for a dry run doesn't look."""
+    """Return a C++ compiler that nvcc accepts, or "" and its complaints: an nvcc refuses compilers newer than itself.
+    This compiles a file, because a dry run doesn't check the compiler."""
     complaints = []
     with tempfile.TemporaryDirectory() as scratch:
         source, built = Path(scratch, "nothing.cu"), Path(scratch, "nothing.o")
@@ -161,7 +161,7 @@ def find_host(nvcc: str, cxx: str) -> tuple[str, str]:
 
 
 def jobs_in_memory() -> int:
-    """How many compilers fit, at 1 GB each. ninja itself looks at the cores."""
+    """Return how many compilers fit into memory, at 1 GB each. ninja itself limits jobs by cores."""
     fits = [16]
     for file, amount, gb in (
         ("/proc/meminfo", r"MemAvailable: *(\d+)", 1 << 20),
@@ -173,15 +173,15 @@ def jobs_in_memory() -> int:
 
 
 def write_if_new(path: Path, text: str) -> None:
-    """A file that is newer than an object has that compiled anew."""
+    """Write the file only if its text changes: ninja compiles again what is older than the file."""
     os.makedirs(path.parent, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
 
 
-# An object is compiled anew if its sources or its command have changed. The commands lie in files of ours, and ninja is
-# to go by nothing but times (generator, and no deps): its own notes are lost between versions of ninja, so that pip's
-# would compile all that another front end has compiled.
+# ninja compiles an object again if its sources or its command have changed. The commands lie in files of ours, and
+# ninja goes by files' times alone (generator, and no deps): versions of ninja can't read each other's notes, so that
+# pip's ninja would compile again all that another front end has compiled.
 def ninja_file(cxx: str, cuda: Cuda) -> str:
     objects, edges = [], []
 
@@ -194,7 +194,7 @@ def ninja_file(cxx: str, cuda: Cuda) -> str:
     if cuda.compile:
         add("*_cuda.cu", cuda.compile)
     add("*_torch.cpp", f"{cxx} {CXX_FLAGS} {cuda.includes}")
-    # Of an inline function in several objects the linker keeps the first copy. So the widest instruction set
+    # The linker keeps the first copy of an inline function that several objects have. So the widest instruction set
     # comes last: its copies must not end up in code that every CPU runs.
     for isa, flags in ISAS.items():
         add("*_cpu.cpp", f"{cxx} {CXX_FLAGS} {flags} -DMPK_ISA={isa}", f".{isa}")
@@ -224,7 +224,7 @@ build {LIBRARY}: link {" ".join(objects)} | {stub}
 
 
 def run_ninja(text: str) -> None:
-    # Beside python first: a virtual environment that was never activated is not on PATH.
+    # Look beside python first: a virtual environment that was never activated is not on PATH.
     ninja = shutil.which("ninja", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     if not ninja:
         raise SystemExit(TOOLS_MISSING)
@@ -235,15 +235,15 @@ def run_ninja(text: str) -> None:
 
 
 def build_library(cxx: list[str], cuda: Cuda, installed: Path) -> dict[str, dict]:
-    """Build the library, and write beside it what it was built of and for, which is returned, too."""
-    sources = runpy.run_path("mpkernels/_sources.py")["fingerprint"](Path())  # now: one may be edited meanwhile
+    """Build the library, and write beside it what it was built from and for. Return the kernels' part of that."""
+    sources = runpy.run_path("mpkernels/_sources.py")["fingerprint"](Path())  # before a source is edited meanwhile
     run_ninja(ninja_file(shlex.join(cxx), cuda))
     info = {
         "cpu": {"built_for": [*ISAS], "compiler": ask(*cxx, "--version")[1].splitlines()[0], "left_out": ""},
         "cuda": {"built_for": cuda.built_for, "compiler": cuda.compiler, "left_out": cuda.left_out},
     }
     os.makedirs(installed.parent, exist_ok=True)
-    installed.unlink(missing_ok=True)  # a running process may have the old one mapped
+    installed.unlink(missing_ok=True)  # not overwritten: a running process may have mapped the old library
     shutil.copy(LIBRARY, installed)
     installed.with_name("_build_info.json").write_text(json.dumps({"sources": sources} | info, indent=2) + "\n")
     return info
@@ -251,7 +251,7 @@ def build_library(cxx: list[str], cuda: Cuda, installed: Path) -> dict[str, dict
 
 class BuildNative(build_ext.build_ext):
     def get_ext_filename(self, fullname: str) -> str:
-        return fullname.replace(".", "/") + ".so"  # of CPython only its stable ABI, so no tag of CPython's
+        return fullname.replace(".", "/") + ".so"  # without CPython's tag, because it uses only the stable ABI
 
     def run(self) -> None:
         cxx = find_cxx()
@@ -272,7 +272,7 @@ def say(text: str) -> None:
 
 
 class Build(build.build):
-    # Compile first: what fails for want of a compiler is to have copied nothing.
+    # Compile first, so that a build without a compiler fails before it copies anything.
     sub_commands = sorted(build.build.sub_commands, key=lambda command: command[0] != "build_ext")
 
 
@@ -283,6 +283,6 @@ class AnyPythonWheel(bdist_wheel.bdist_wheel):
 
 if __name__ == "__main__":
     native = setuptools.Extension("mpkernels._native", sorted(map(str, Path("csrc").rglob("*.[ch]*"))))
-    shutil.rmtree("build/lib", ignore_errors=True)  # or a module deleted since the last build would be shipped
+    shutil.rmtree("build/lib", ignore_errors=True)  # else a module deleted since the last build would be shipped
     commands = {"build": Build, "build_ext": BuildNative, "bdist_wheel": AnyPythonWheel}
     setuptools.setup(ext_modules=[native], cmdclass=commands, options={"build": {"build_lib": "build/lib"}})

@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: all cases, kept in a file of raw samples that a later call goes on with."""
+"""``python -m benchmarks``: measures all cases, and keeps raw samples in a file that a later call can continue."""
 
 import argparse
 import os
@@ -16,9 +16,9 @@ from mpkernels.bench import show
 from mpkernels.bench.cases import Benchmark, select
 from mpkernels.bench.command import SECONDS_OF_A_CASE, STOPPED, failure
 
-FAILED = "failed, "  # the reasons of cases that were tried begin so
+FAILED = "failed, "  # begins the reason of each case that was tried
 LOST = 3
-HARDWARE = ("cpu", "simd", "cores", "gpu")  # what must be equal for two results to be compared
+HARDWARE = ("cpu", "simd", "cores", "gpu")  # facts that must be equal before two results are compared
 
 
 def parser() -> argparse.ArgumentParser:
@@ -40,11 +40,11 @@ def chosen(arguments: argparse.Namespace) -> list[Benchmark]:
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    asked = parser()
-    arguments = asked.parse_args(words)
+    options = parser()
+    arguments = options.parse_args(words)
     benchmarks = chosen(arguments)
     if not benchmarks:
-        asked.error(f"--only: no case's name has {' or '.join(map(repr, arguments.only))} in it; --list shows all")
+        options.error(f"--only: no case's name has {' or '.join(map(repr, arguments.only))} in it; --list shows all")
     if arguments.list:
         print("\n".join(it.name + f"  (left out: {it.missing})" * bool(it.missing) for it in benchmarks))
         return 0
@@ -55,7 +55,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if arguments.resume and arguments.json.exists():
             session = _of_same("--resume", arguments.json, session, session.machine)
     except (OSError, ValueError) as error:
-        asked.error(str(error))
+        options.error(str(error))
     code = _measure_all(benchmarks, session, arguments.json)
     if old is not None:
         print(changes(old, session))
@@ -67,7 +67,7 @@ def _check_output(arguments: argparse.Namespace) -> None:
         raise ValueError("--resume needs --json FILE")
     if arguments.json is None:
         return
-    written = arguments.json.resolve()  # where a link leads
+    written = arguments.json.resolve()  # follows a link
     if written.exists() and not written.is_file():
         raise ValueError(f"--json: {arguments.json} is no file")
     if not written.parent.is_dir():
@@ -89,9 +89,9 @@ def _of_same(option: str, path: Path, here: raw_samples.Session, keys: Iterable[
 
 
 def _measure_all(benchmarks: list[Benchmark], session: raw_samples.Session, path: Path | None) -> int:
-    known = {result.name for result in session.results}
-    todo = [benchmark for benchmark in benchmarks if benchmark.name not in known]
-    todo.sort(key=lambda it: session.skipped.get(it.name, "").startswith(FAILED))  # what failed before comes last
+    measured = {result.name for result in session.results}
+    todo = [benchmark for benchmark in benchmarks if benchmark.name not in measured]
+    todo.sort(key=lambda it: session.skipped.get(it.name, "").startswith(FAILED))  # cases that failed before come last
     keep = partial(raw_samples.write, path, session) if path else bool
     failed = False
     try:
@@ -118,8 +118,8 @@ def _measure_all(benchmarks: list[Benchmark], session: raw_samples.Session, path
 
 
 def _try(benchmark: Benchmark, session: raw_samples.Session, keep: Callable[[], object]) -> bool:
-    """Return whether it was measured. A case that takes the process with it leaves a note."""
-    reason = session.skipped.get(benchmark.name)  # an earlier run's
+    """Return whether the case was measured. A case that ends the whole process leaves a note."""
+    reason = session.skipped.get(benchmark.name)  # why an earlier run skipped the case
     session.skipped[benchmark.name] = f"{FAILED}it did not end"
     keep()
     try:
@@ -146,7 +146,7 @@ def _device_is_lost(device: str) -> bool:
 
 
 def changes(old: raw_samples.Session, new: raw_samples.Session) -> str:
-    """Say how the ratios of what both have measured have changed."""
+    """Return a line for each case that both sessions have measured: how its ratio has changed."""
     before = {result.name: result.ratio for result in old.results}
     lines = []
     for result in new.results:

@@ -1,7 +1,7 @@
-"""AdamW's step, with clipping and alone, beside torch's fused one and those of other libraries; without a scaler.
+"""AdamW's step without a scaler, with clipping and alone, beside torch's fused AdamW and other libraries'.
 
-A rival with 8-bit moments is beside ours with them, one with bf16 weights beside ours in bf16. Ours in bf16 looks for
-inf and NaN in both, as is its default.
+Our moments have the rival's dtype, and our weights are bf16 if the rival's are. By default, our step of bf16 weights
+looks for inf and NaN, with clipping and alone.
 """
 
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from mpkernels.bench.pairs import Pair, Workload
 from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting, Sizes
 from mpkernels.optim import AdamW
 
-BLOCK = 256  # torchao keeps in 8 bits only moments whose number is a multiple of this
+BLOCK = 256  # torchao keeps moments in 8 bits only if their number is a multiple of this
 
 
 def in_blocks(sizes: Sizes) -> Sizes:
-    """Return the sizes, each the nearest multiple of BLOCK."""
+    """Return the sizes, each rounded to a multiple of BLOCK."""
     return sizes._replace(shapes=tuple((round(length / BLOCK) * BLOCK,) for (length,) in sizes.shapes))
 
 
@@ -33,7 +33,7 @@ VARIANTS = {torch.float32: "", torch.bfloat16: "moments-bf16", torch.int8: "mome
 
 
 class Rival(NamedTuple):
-    """What ours is beside: weights of a dtype, and moments of ours."""
+    """An optimizer that ours is compared with, and the dtypes of both."""
 
     name: str
     make: steps.MakeOptimizer
@@ -64,13 +64,13 @@ def compare(setting: Setting, rival: Rival, clips: bool) -> Pair:
     options: dict[str, Any] = {"max_norm": steps.MAX_NORM if clips else None, "state_dtype": rival.moments}
     moved = steps.bytes_of_our_step(dtype, rival.moments)
     if not clips and dtype == torch.float32:
-        moved -= dtype.itemsize  # nothing needs the grads before the step
+        moved -= dtype.itemsize  # nothing reads the grads before the step
     return Pair(
         lambda: AdamW(steps.parameters(setting, dtype), **options).step,
         lambda: _step_of(rival, setting, clips),
         moved=int(moved * setting.sizes.elements),
-        clock="loop",  # no graph can hold a peer's step
-        is_counted=clips,  # once is enough
+        clock="loop",  # a peer's step can't be captured in a graph
+        is_counted=clips,  # only one of the two cases has to be counted
     )
 
 

@@ -1,4 +1,4 @@
-"""Models of transformers, with their usual width, cut to 4 layers and a small vocabulary, and what they are given."""
+"""Models of transformers, with their usual width, cut to 4 layers and a small vocabulary, and inputs for them."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""Every case of ``python -m benchmarks``, for pytest-benchmark: its options, its JSON, its histories."""
+"""Runs every case of ``python -m benchmarks`` under pytest-benchmark, with that tool's options, JSON and histories."""
 
 from benchmarks import formatting
 from benchmarks.measuring import run_one
@@ -6,7 +6,7 @@ from benchmarks.replayed_clock import replay
 
 
 def test_beside_torch(benchmark, case, session, seconds):
-    """Ours is the benchmark, torch's is beside it in extra_info."""
+    """Time ours as the benchmark, and put torch's time into extra_info."""
     result = run_one(case, session, seconds)
     samples = [microseconds / 1e6 for microseconds in result.ours_us]
     benchmark.group = f"{result.op} {result.place}"

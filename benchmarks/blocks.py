@@ -1,4 +1,4 @@
-"""MLPs, forward and backward, beside the same of others' layers; fp32 weights, autocast."""
+"""Our MLPs beside torch's and Liger's, forward and backward, with fp32 weights under autocast."""
 
 from functools import partial
 from typing import NamedTuple
@@ -31,8 +31,8 @@ def torchs_mlp(features: int, hidden: int) -> nn.Module:
 class BlockPair(NamedTuple):
     ours: MakeLayer
     torchs: MakeLayer
-    op: str  # that does the work
-    products: int  # of the forward
+    op: str  # does the work
+    products: int  # how many the forward computes
 
 
 def _gated(activation: str, torchs: nn.Module) -> BlockPair:

@@ -1,6 +1,6 @@
-"""Writes the results' book from the raw files: RESULTS.md, its charts, the tables in README and docs/performance.md.
+"""Writes from the raw samples: RESULTS.md, its charts, and the tables in README and docs/performance.md.
 
-``python -m benchmarks.book`` writes, ``python -m benchmarks.book --check`` fails where something has drifted.
+``python -m benchmarks.book`` writes these files. With ``--check`` it fails if one of them differs from the samples.
 """
 
 import argparse
@@ -34,7 +34,7 @@ Cell = Callable[[Result, Session], str]
 
 
 def group(found: Iterable[Result]) -> Groups:
-    """Group results by what is compared with what. Groups and their cases are in alphabetical order."""
+    """Group results by the two sides that they compare. Groups and their cases are in alphabetical order."""
     groups: Groups = {}
     for result in sorted(found, key=lambda it: it.name):
         groups.setdefault(f"{f'{result.op} {result.variant}'.strip()} vs {result.baseline}", []).append(result)
@@ -42,7 +42,7 @@ def group(found: Iterable[Result]) -> Groups:
 
 
 def short_of_aim(found: list[Result]) -> str:
-    """A whole training step is to be so many times as fast as torch.amp's best; where it is not, this says so."""
+    """Name the whole training steps that are less than AIM times as fast as torch.amp's best."""
     short = [result.case for result in found if result.op == "train" and result.ratio.median < AIM]
     return f" Short of {AIM} times: {', '.join(short)}." if short else ""
 
@@ -115,9 +115,9 @@ def book(runs: dict[str, Session], scaled: Iterable[Path] = (), fused: Iterable[
 
 
 def all_families(runs: dict[str, Session], fused: Iterable[Path]) -> list[result_pictures.Family]:
-    """Return those of each device's newest run that has them, and those of whole models."""
-    of_steps = chain.from_iterable(result_pictures.of_run(*it) for it in _compared(runs).items())
-    return [*of_steps, *map(result_pictures.of_models, fused)]
+    """Return the families of each device's newest run that has some, and those of whole models."""
+    families = chain.from_iterable(result_pictures.of_run(name, run) for name, run in _compared(runs).items())
+    return [*families, *map(result_pictures.of_models, fused)]
 
 
 def _compared(runs: dict[str, Session]) -> dict[str, Session]:
@@ -127,7 +127,7 @@ def _compared(runs: dict[str, Session]) -> dict[str, Session]:
 
 
 def whole_models(measured: Iterable[Path]) -> Iterator[str]:
-    """Yield what benchmarks/models.py has measured."""
+    """Yield the lines on whole models, which benchmarks/models.py has measured."""
     for path in measured:
         yield from (f"## Whole models, fused: {path.stem}", "")
         yield (
@@ -142,7 +142,7 @@ def whole_models(measured: Iterable[Path]) -> Iterator[str]:
 
 
 def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
-    """Yield what a step costs each of many GPUs: counted; and the host's time, measured."""
+    """Yield the lines on a step's cost on each of many GPUs: counted, then the host's time, which is measured."""
     yield from ("## Past one device, counted", "")
     yield (
         "A step of Llama 3 on each of so many GPUs under FSDP2, ours (bf16 with a split master) / torch's (fp32, "
@@ -163,25 +163,25 @@ def past_one_device(measured: Iterable[Path]) -> Iterator[str]:
 
 
 def readme(text: str, runs: dict[str, Session], fused: Iterable[Path] = ()) -> str:
-    """Return README with the numbers of its first screen anew."""
+    """Return README's text with new numbers on its first screen."""
     machines = [_front(it) for it in _by_device(runs).values()]
     return _filled("README.md", text, {"numbers": readme_numbers.numbers(_compared(runs), machines, fused)})
 
 
 def performance(text: str, runs: dict[str, Session], ruled: Iterable[Path] = ()) -> str:
-    """Return docs/performance.md with its tables anew."""
+    """Return the text of docs/performance.md with new tables."""
     columns = {header: COLUMNS[header] for header in ("x torch [95 %]", "", "of best")}
-    of_gpus = (performance_page.of_gpu(*item, columns) for item in _by_device(runs).items())
+    gpu_tables = (performance_page.of_gpu(*item, columns) for item in _by_device(runs).items())
     parts = {
         "cpus": table(*performance_page.of_cpus(runs)),
-        "gpus": chain.from_iterable(table(header, rows) for header, rows in of_gpus if rows),
+        "gpus": chain.from_iterable(table(header, rows) for header, rows in gpu_tables if rows),
         "calls": chain.from_iterable(table(*performance_page.calls(path)) for path in ruled),
     }
     return _filled("docs/performance.md", text, parts)
 
 
 def _filled(name: str, text: str, parts: dict[str, Iterable[str]]) -> str:
-    """Return a page with these parts in place of what its marks enclose."""
+    """Return the page's text, with these parts between the marks that name them."""
     for part, lines in parts.items():
         begin = BEGIN.format(part)
         before, found_begin, rest = text.partition(begin)
@@ -193,7 +193,7 @@ def _filled(name: str, text: str, parts: dict[str, Iterable[str]]) -> str:
 
 
 def _by_device(runs: dict[str, Session]) -> dict[str, dict[str, Session]]:
-    """All runs of each device, the oldest first."""
+    """Return all runs of each device, the oldest first."""
     by_device: dict[str, dict[str, Session]] = {}
     for name, run in sorted(runs.items(), key=_age):
         by_device.setdefault(run.device, {})[name] = run
@@ -205,21 +205,21 @@ def _age(item: tuple[str, Session]) -> tuple[str, str]:
 
 
 def _front(runs: dict[str, Session]) -> readme_numbers.Front:
-    """``runs``: all of one machine, the newest last."""
+    """Return what README shows of a machine. ``runs`` are all of its runs, the newest last."""
     newest = [*runs.values()][-1]
     best, groups, on_one = readme_numbers.place_of(*runs.values()), Groups(), Groups()
-    source: dict[str, str] = {}  # of each row
+    source: dict[str, str] = {}  # row -> the run that it comes from
     for name, run in runs.items():
-        of_run = group(it for it in run.results if it.place == best)
-        source |= dict.fromkeys(of_run.keys() & readme_numbers.ROWS.values(), name)
-        groups |= of_run
+        measured = group(it for it in run.results if it.place == best)
+        source |= dict.fromkeys(measured.keys() & readme_numbers.ROWS.values(), name)
+        groups |= measured
         on_one |= group(it for it in run.results if it.place == "cpu-1")
     names = [name for name in runs if name in source.values()]
     return readme_numbers.Front(names, newest, best, groups, {} if best == "cpu-1" else on_one)
 
 
 def pages(root: Path) -> dict[Path, str]:
-    """Every file that is written, with what belongs into it."""
+    """Return the text of each file that the book consists of."""
     here = root / "benchmarks"
     runs = {path.stem: raw_samples.read(path) for path in sorted((here / "results").glob("*.json"))}
     charts = {here / "results" / f"{name}.svg": chart.draw(group(run.results)) for name, run in runs.items()}

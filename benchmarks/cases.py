@@ -1,4 +1,4 @@
-"""All that is compared: the cases of ``python -m mpkernels bench``, and more sizes, dtypes, ops and baselines."""
+"""All cases: those of ``python -m mpkernels bench``, and more sizes, dtypes, ops and baselines."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -25,7 +25,7 @@ from mpkernels.bench.settings import FOUR_LARGE, HUNDRED, THOUSAND, Place, Setti
 TUNED = "torch.compile max-autotune"
 LIGER = "liger-kernel"
 SHORT = Sizes("20x350k", ((350_000,),) * 20)
-MATRICES = {  # for Muon, whose bf16 products are slow on many a CPU
+MATRICES = {  # for Muon. On CPUs they are small, because bf16 products are slow on many.
     "cpu": Sizes("4x96x96", ((96, 96),) * 4),
     "cuda": Sizes("16x1024x1024", ((1024, 1024),) * 16),
 }
@@ -33,7 +33,7 @@ MATRICES = {  # for Muon, whose bf16 products are slow on many a CPU
 
 def all_cases() -> list[Benchmark]:
     on_each = (chain(_single_ops(place), _steps(place)) for place in places())
-    best = places()[-1]  # whole networks: with all cores, and on the GPU where there is one
+    best = places()[-1]  # where whole networks run: on the GPU if there is one, else on all cores
     more = chain(chain.from_iterable(on_each), _linear(best), _blocks(best), _training(best))
     return list({it.name: it for it in [*more, *cases.all_cases()]}.values())
 
@@ -55,7 +55,7 @@ def _steps(place: Place) -> Iterator[Benchmark]:
     for setting in lists(place):
         yield step(setting)
         if setting.dtype == "fp32" and setting.sizes in (HUNDRED, THOUSAND):
-            yield step(setting, DEFAULT, steps.default, clock="loop")  # no graph can hold its waits
+            yield step(setting, DEFAULT, steps.default, clock="loop")  # it waits, which a CUDA graph can't hold
         if setting.dtype == "bf16" and setting.sizes.name in (HUNDRED.name, "1x1e9"):
             yield step(setting, variant="master-fp32", master="fp32")
             yield step(setting, variant="moments-bf16", state_dtype=torch.bfloat16)
@@ -79,7 +79,8 @@ def _steps_without_scaler(place: Place) -> Iterator[Benchmark]:
         prepare = partial(steps.compare_without_scaler, setting)
         yield Benchmark("step", setting, prepare, "adamw_", WITHOUT_SCALER)
         if dtype == "fp32" and place.device == "cpu":
-            for variant, share in (("imports", 1.0), ("imports-clipping", 0.999)):  # another run must have what to clip
+            # Below 1, so that the grads of each run still exceed the bound.
+            for variant, share in (("imports", 1.0), ("imports-clipping", 0.999)):
                 prepare = partial(steps.compare_imports, setting, share)
                 yield Benchmark("step", setting, prepare, "adamw_", WITHOUT_SCALER, variant)
     for dtype in ("bf16", "fp16"):

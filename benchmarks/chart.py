@@ -22,7 +22,7 @@ circle.hollow { fill-opacity: 0; stroke-opacity: 1 }
 
 
 class Axis(NamedTuple):
-    ticks: Sequence[float]  # from the least that is drawn to the most; what lies outside is drawn at the edge
+    ticks: Sequence[float]  # from least to most; a dot beyond them is drawn at the edge
     unit: str = ""
     is_logarithmic: bool = False
 
@@ -35,12 +35,12 @@ class Axis(NamedTuple):
 
 class Dot(NamedTuple):
     value: float
-    kind: str  # its classes in STYLE
+    kind: str  # the dot's classes in STYLE
     name: str
     reach: tuple[float, float] | None = None  # the ends of a line through the dot
 
 
-Row = tuple[str, Sequence[Dot]]  # its label; a row without dots is a heading
+Row = tuple[str, Sequence[Dot]]  # label and dots; a row without dots is a heading
 TIMES = Axis(RATIOS, "x", is_logarithmic=True)
 
 
@@ -56,7 +56,7 @@ def _of_case(result: Result) -> Dot:
 
 
 def chart(rows: Sequence[Row], axis: Axis, note: str, legend: Mapping[str, str]) -> str:
-    """Draw rows of dots. legend: what each kind of dot means."""
+    """Draw rows of dots. ``legend`` says what each kind of dot means."""
     bottom = TOP + ROW * len(rows)
     width, height = LABELS + PLOT + 20, bottom + 8 + LINE * (1 + len(legend))
     parts = [f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}">', STYLE]

@@ -51,7 +51,7 @@ def seconds(benchmark, pytestconfig):
     return float(pytestconfig.getoption("benchmark_max_time")) if benchmark.enabled else 0.0
 
 
-@pytest.hookimpl(trylast=True)  # below pytest-benchmark's tables
+@pytest.hookimpl(trylast=True)  # prints below pytest-benchmark's tables
 def pytest_terminal_summary(terminalreporter, config):
     session = config.stash[SESSION]
     if not session.results:

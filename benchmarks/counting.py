@@ -1,5 +1,5 @@
-"""What a run costs besides time, as torch's profilers and hooks see it: memory at its peak, and what is saved for the
-backward; on CUDA launches and waits."""
+"""Counts by torch's profilers and hooks what a run costs besides time: peak memory, bytes saved for the backward, and
+on CUDA launches and waits."""
 
 import gc
 from itertools import accumulate
@@ -18,15 +18,15 @@ WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 
 def count(make: Make, device: str) -> Counts:
-    """Count one side alone. What it keeps after a run, weights, grads and states, is in its peak, too. That leaves out
-    workspaces of oneDNN and cuBLAS, and what the first run needs, which makes the states and compiles."""
+    """Count one side alone. Its peak includes the weights, grads and states that it keeps after a run. Workspaces of
+    oneDNN and cuBLAS are left out, and so is the first run, which makes the states and compiles."""
     gc.collect()
     return _count_on_cuda(make) if device == "cuda" else _count_on_cpu(make)
 
 
 def saved_bytes(run: Workload) -> int:
-    """Return how many bytes a run saves for its backward, each storage once. What lives on after the run does not
-    count: parameters and inputs."""
+    """Return how many bytes a run saves for its backward, each storage once. Parameters and inputs, which outlive the
+    run, don't count."""
     with saved_storages() as saved:
         run()
     gc.collect()
@@ -34,7 +34,7 @@ def saved_bytes(run: Workload) -> int:
 
 
 def peak_beside(run: Workload) -> int:
-    """Return the most bytes that a run allocates on the CPU at a time, beside what was there before."""
+    """Return a run's peak memory on the CPU in bytes, without what was allocated before."""
     return max(accumulate(_allocations(run)), default=0)
 
 
@@ -56,13 +56,13 @@ def _saved(run: Workload) -> Counts:
 
 
 def _allocations(run: Workload) -> list[int]:
-    """Return the bytes of each allocation, in order, and below 0 of what is freed."""
+    """Return the bytes of each allocation, in order. Freed bytes count below 0."""
     return [record.cpu_memory_usage() for record in _records(run) if record.kind() == "memory_alloc"]
 
 
 def _records(run: Workload) -> list[Any]:
-    nothing_more = False, True, False, False, False, torch._C._profiler._ExperimentalConfig()  # but memory
-    _legacy._enable_profiler_legacy(_legacy.ProfilerConfig(_legacy.ProfilerState.CPU, *nothing_more))
+    memory_alone = False, True, False, False, False, torch._C._profiler._ExperimentalConfig()
+    _legacy._enable_profiler_legacy(_legacy.ProfilerConfig(_legacy.ProfilerState.CPU, *memory_alone))
     try:
         run()
     finally:

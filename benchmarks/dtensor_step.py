@@ -1,4 +1,4 @@
-"""A step of DTensors, beside torch's on the same: what they cost the host. One process has all parts."""
+"""A step of DTensors beside torch's step of the same: the host's time. One process has all parts."""
 
 import atexit
 from typing import Any
@@ -11,7 +11,7 @@ from mpkernels.bench import steps
 from mpkernels.bench.pairs import Pair
 from mpkernels.bench.settings import Setting, Sizes
 
-if distributed.is_available():  # else all but this can be measured
+if distributed.is_available():  # without it, all other cases can be measured
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 

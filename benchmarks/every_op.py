@@ -1,4 +1,4 @@
-"""Every kernel of every op, small, and whole steps: what compute-sanitizer watches.
+"""Runs every kernel of every op on small tensors, and whole steps, for compute-sanitizer to watch.
 
 ``python -m benchmarks.every_op cuda``.
 """

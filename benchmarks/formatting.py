@@ -1,4 +1,4 @@
-"""Tables, and sizes and speeds as they show them."""
+"""Writes tables in Markdown, and the sizes and speeds in their cells."""
 
 from collections.abc import Iterable, Iterator
 from statistics import median

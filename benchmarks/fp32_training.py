@@ -1,4 +1,4 @@
-"""A training step of torch's in fp32: the baseline of those who have no autocast yet."""
+"""A training step of torch's in fp32: the baseline for a user who doesn't use autocast yet."""
 
 import torch
 from torch import nn
@@ -10,7 +10,7 @@ from mpkernels.bench.training import train as train_once
 
 
 def train(setting: Setting) -> Make:
-    """Without autocast there is no scaler; the norm is clipped."""
+    """Train without autocast and scaler. The norm is clipped."""
 
     def after_forward(network: nn.Module) -> steps.AfterForward:
         step = steps.clip_and_step([*network.parameters()], steps.default, torch.nn.utils.clip_grad_norm_)

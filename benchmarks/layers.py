@@ -1,5 +1,5 @@
-"""Linear layers at all sizes, the bare function at small ones, and the product in which a layer's backward meets the
-activation before it."""
+"""Linear layers at all sizes, the bare function at small ones, and linear_dact: the product of a layer's backward
+followed by the backward of the activation before that layer."""
 
 import torch
 from torch.nn import Parameter, functional
@@ -16,13 +16,13 @@ SHAPES = {
     "cpu": [Shape(64, 768, 3072), Shape(512, 768, 3072), Shape(512, 1024, 1024)],
     "cuda": [Shape(rows, *layer) for layer in LAYERS for rows in ROWS],
 }
-SMALL = [Shape(1, 64, 64), Shape(8, 256, 1024)]  # the way to the kernel takes longer than the kernel
-CALLS = 50  # of a small one, in each run
+SMALL = [Shape(1, 64, 64), Shape(8, 256, 1024)]  # here the call takes longer than the kernel
+CALLS = 50  # of a small layer, in each run
 MOST_TUNING = (64, 1024, 8192, 65536)  # rows that max-autotune is given: it takes up to a minute for each
 
 
 def compare_function(setting: Setting, activation: str, trains: bool) -> Pair:
-    """Compare the bare function with torch's two. torch's gelu takes longer to start than its other activations."""
+    """Compare the bare function with torch's linear and activation. torch's gelu starts slower than the others."""
     torchs = getattr(functional, activation)
     (rows, inputs, outputs), device = setting.sizes.shapes[0], setting.place.device
     shapes = (rows, inputs), (outputs, inputs), (outputs,)
@@ -48,8 +48,8 @@ def compare_function(setting: Setting, activation: str, trains: bool) -> Pair:
 
 
 def compare_dact(setting: Setting) -> Pair:
-    """Compare the backward of a layer that takes ``outputs`` back to ``inputs``, as an MLP's second does. torch takes
-    three ops."""
+    """Compare the backward through an MLP's second layer, from ``inputs`` to ``outputs``, and through its activation.
+    torch takes three ops."""
     (rows, inputs, outputs), device = setting.sizes.shapes[0], setting.place.device
     generator = torch.Generator(device).manual_seed(0)
     dy, weight, z = (

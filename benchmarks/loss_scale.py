@@ -8,7 +8,7 @@ from mpkernels.ops import grad_stats, overflow_, update_scale_
 
 
 def compare_update_scale(setting: Setting) -> Pair:
-    """The scale stays as it is: one that grows would end in inf."""
+    """Compare updates that leave the scale as it is: a growing scale would end in inf."""
     device, never = setting.place.device, 10**9
     scale, found_inf = torch.ones((), device=device), torch.zeros((), device=device)
     tracker, overflows = (torch.zeros(size, dtype=torch.int32, device=device) for size in ((), (2,)))
@@ -19,11 +19,11 @@ def compare_update_scale(setting: Setting) -> Pair:
     def theirs() -> None:
         torch._amp_update_scale_(scale, tracker, found_inf, 2.0, 0.5, never)
 
-    return Pair(lambda: ours, lambda: theirs, moved=36, clock="host")  # all but the flag are read and written
+    return Pair(lambda: ours, lambda: theirs, moved=36, clock="host")  # the flag is only read
 
 
 def compare_overflow(setting: Setting, found: float) -> Pair:
-    """Compare with one pass of grad_stats: no op of torch's tells as much."""
+    """Compare with one pass of grad_stats, because no op of torch's reports as much."""
     grads, device = setting.tensors(), setting.place.device
     report = torch.zeros(1 + len(grads), 6, dtype=torch.float64, device=device)
     found_inf = torch.full((), found, device=device)

@@ -1,4 +1,4 @@
-"""How fast a machine copies and multiplies: what other speeds are compared with."""
+"""Measures how fast a machine copies and multiplies. Other speeds are compared with these."""
 
 import functools
 from collections.abc import Callable
@@ -11,10 +11,10 @@ COPIED = 2**27  # bytes, so that source and target are several times the last ca
 
 
 def copy_speed(device: str) -> float:
-    """Return the bytes a second of the best of a few copies: the yardstick of kernels that memory limits.
+    """Return the bytes a second of the best of a few copies. Kernels that memory limits are compared with it.
 
-    A kernel can be faster, if its data stays in the cache, or on a CPU if it writes only where it has read: a copy's
-    target is first read into the cache, which isn't counted.
+    A kernel can be faster if its data stays in the cache. On a CPU it can also be faster if it writes only where it
+    has read: a copy's target is first read into the cache, which isn't counted.
     """
     timed = _copy_stopwatch(device)
     return 2 * COPIED / min(timed() for _ in range(5))
@@ -28,10 +28,10 @@ def _copy_stopwatch(device: str) -> Stopwatch:
 
 
 def gemm_speed(device: str, dtype: torch.dtype) -> float:
-    """Return the flops a second of the best of a few products of random matrices: of this dtype; on a CPU of this or
-    of fp32, because it may lack instructions for 16 bits."""
+    """Return the flops a second of the best of a few products of random matrices in this dtype. A CPU may lack
+    instructions for 16 bits, so there fp32 counts if it is faster."""
     dtypes = {dtype} if device == "cuda" else {dtype, torch.float32}
-    return max(_gemm_speed(device, each) for each in dtypes)
+    return max(_gemm_speed(device, candidate) for candidate in dtypes)
 
 
 def _gemm_speed(device: str, dtype: torch.dtype) -> float:

@@ -1,4 +1,4 @@
-"""What a step costs each of many GPUs under FSDP2: bytes and launches, counted, and the host's time, measured.
+"""The cost of a step on each of many GPUs under FSDP2: bytes and launches are counted, the host's time is measured.
 
 ``python -m benchmarks.many_gpus NAME`` measures, and writes results/scale/NAME.json for the book. A fake process group
 stands for the other ranks: collectives cost nothing, so that the times are the host's alone.
@@ -35,13 +35,13 @@ SIDES: dict[str, Callable[[list[Parameter]], Any]] = {
 
 
 class Model(NamedTuple):
-    """A Llama 3: per layer four projections of attention, three of the MLP, two norms; embeddings, and a norm."""
+    """A Llama 3. A layer has four projections for attention, three for the MLP, and two norms."""
 
     width: int
     hidden: int
     layers: int
-    keys: int  # rows of the key's and of the value's projection
-    embeddings: int = 2  # one where inputs and outputs share it
+    keys: int  # rows of the projections for keys and values
+    embeddings: int = 2  # 1 if inputs and outputs share the embedding
     vocabulary: int = 128256
 
     def sizes(self) -> list[int]:
@@ -59,7 +59,7 @@ MODELS = {
 
 
 def sharded(tensors: int, ranks: int) -> list[Parameter]:
-    """Each as a part of 16 elements, with a grad, of a mesh of so many ranks."""
+    """Return DTensors on a mesh of so many ranks. This rank's part of each, and of its grad, has 16 elements."""
     mesh = init_device_mesh("cpu", (ranks,))
 
     def place() -> Any:
@@ -72,7 +72,7 @@ def sharded(tensors: int, ranks: int) -> list[Parameter]:
 
 
 def among(ranks: int, run: Callable[[], Any]) -> Any:
-    """Run as the first of so many ranks, of which no other exists."""
+    """Run as rank 0 of so many ranks; the others don't exist."""
     distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     try:
         return run()
@@ -87,7 +87,7 @@ def collectives(finish: Callable[[], object]) -> int:
 
 
 def measure(tensors: int, ranks: int) -> dict[str, Any]:
-    """Return each side's collectives and microseconds of the host: the least, as others may use the cores."""
+    """Return each side's collectives, and the host's microseconds: the least, because others may use the cores."""
     finishes = {side: make(sharded(tensors, ranks)) for side, make in SIDES.items()}
     samples: dict[str, list[float]] = {side: [] for side in finishes}
     for finish in finishes.values():
@@ -101,18 +101,17 @@ def measure(tensors: int, ranks: int) -> dict[str, Any]:
     return {"tensors": tensors, "ranks": ranks, **sides}
 
 
-# A launch of a foreach op takes so many tensors in lists of so many, and 320 blocks of 65536 elements: ATen's
-# MultiTensorApply.cuh.
-MOST_TENSORS = {1: 110, 4: 36}
+# A launch of a foreach op holds at most these tensors and elements, by ATen's MultiTensorApply.cuh.
+MOST_TENSORS = {1: 110, 4: 36}  # number of lists -> tensors in each
 MOST_ELEMENTS = 320 * 65536
 OUR_LAUNCHES = 2 + 1 + 4  # grad_stats and adamw_; update_scale_; the outcome's zeros, and three small ones at the scale
 
 
 def torchs_launches(sizes: list[int]) -> int:
-    """unscale_, norms, clipping and the counts of steps take a list each, the update four. Around them: the inverse
-    scale, found_inf, the norm of norms, the coefficient, the scale."""
-    around = 4 + 2 + 3 + 3 + 1
-    return 4 * _foreach_launches(sizes, 1) + _foreach_launches(sizes, 4) + around
+    """Return the launches of torch's step: four foreach ops over one list (unscale_, norms, clipping, counts of
+    steps), the update over four lists, and single ops."""
+    single = 4 + 2 + 3 + 3 + 1  # for the inverse scale, found_inf, the norm of norms, the coefficient, the scale
+    return 4 * _foreach_launches(sizes, 1) + _foreach_launches(sizes, 4) + single
 
 
 def _foreach_launches(sizes: list[int], lists: int) -> int:
@@ -120,8 +119,8 @@ def _foreach_launches(sizes: list[int], lists: int) -> int:
 
 
 def counted() -> Iterator[list[str]]:
-    """Yield for each model and number of GPUs: bytes of state and grads, bytes moved, launches; ours with a split bf16
-    master beside torch's in fp32."""
+    """Yield a row for each model and number of GPUs: GB held, GB moved, launches. Ours has bf16 weights with split
+    masters, torch's fp32 weights."""
     for name, model in MODELS.items():
         for ranks in RANKS:
             sizes = [-(-size // ranks) for size in model.sizes()]

@@ -1,8 +1,8 @@
-"""Whole models, fused by ``mpkernels.nn.fuse``, beside themselves, both as they are and under torch.compile: time and
-memory of a forward and backward.
+"""Whole models, fused by ``mpkernels.nn.fuse`` beside unfused, with and without torch.compile: time and memory of a
+forward and backward.
 
-``python -m benchmarks.models NAME`` measures those of architectures.py, and writes results/models/NAME.json for the
-book.
+``python -m benchmarks.models NAME`` measures the models of architectures.py, and writes results/models/NAME.json for
+the book.
 """
 
 import json
@@ -26,16 +26,16 @@ from mpkernels.doctor.machine import describe
 from mpkernels.nn import fuse
 
 FOLDER = Path(__file__).parent / "results" / "models"
-ROUNDS, WARM_UP = 7, 3  # torch compiles
+ROUNDS, WARM_UP = 7, 3  # torch compiles while it warms up
 DTYPES = {"bf16 autocast": True, "fp32": False}
 
-Maker = Callable[[], tuple[Module, dict[str, Tensor]]]  # of a model and its inputs
+Maker = Callable[[], tuple[Module, dict[str, Tensor]]]  # returns a model and its inputs
 Row = dict[str, Any]
 
 
 def measure(make: Maker, is_mixed: bool) -> Row:
-    """Return what computes the fused model; and of each side seconds of rounds in turns, what a step needs at its peak
-    beside the weights, and what its forward saves for the backward."""
+    """Return the kernels that compute the fused model, and for each side: the seconds of each round, the peak memory
+    of a step without the weights, and the bytes that its forward saves for the backward."""
     torch.manual_seed(0)
     plain, batch = make()
     fused = deepcopy(plain.train())
@@ -73,7 +73,7 @@ def seconds_in_turns(runs: Mapping[str, Workload]) -> dict[str, list[float]]:
 
 
 def times(theirs: str, ours: str) -> Callable[[Row], str]:
-    """Return the column that says how many times as fast as ``theirs`` ``ours`` is: median, least to most of rounds."""
+    """Return the column "how many times as fast as theirs is ours": the median of the rounds, and least to most."""
 
     def cell(row: Row) -> str:
         if not row["seconds"].keys() >= {theirs, ours}:
@@ -85,7 +85,7 @@ def times(theirs: str, ours: str) -> Callable[[Row], str]:
 
 
 def ratios(row: Row, one: str, other: str) -> list[float]:
-    """Return the first side's time over the other's in each round, the least first."""
+    """Return ``one`` side's time over the ``other``'s in each round, the least first."""
     seconds = row["seconds"]
     return sorted(first / second for first, second in zip(seconds[one], seconds[other], strict=True))
 
@@ -96,7 +96,7 @@ def peak(row: Row) -> float:
 
 
 def sizes(key: str, theirs: str, ours: str) -> Callable[[Row], str]:
-    """Return the column that says how many bytes both sides have, and the share of ours in theirs."""
+    """Return the column of both sides' bytes, and our bytes over theirs."""
 
     def cell(row: Row) -> str:
         sides = row.get(key, {})
@@ -124,7 +124,7 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
 
 
 def table(path: Path) -> tuple[Iterable[str], Iterable[Iterable[str]]]:
-    """Return the header and the rows of what was measured. An older file lacks some columns."""
+    """Return header and rows. An older file lacks some columns."""
     rows = json.loads(path.read_text())["rows"]
     cells = {header: [column(row) for row in rows] for header, column in COLUMNS.items()}
     used = {header: column for header, column in cells.items() if any(column)}

@@ -1,8 +1,8 @@
-"""A step on the host beside torchao's CPUOffloadOptimizer, and beside torch's fused AdamW over copies of one's own.
+"""A step on the host beside torchao's CPUOffloadOptimizer, and beside torch's fused AdamW over copies made by hand.
 
-On a GPU it is the whole: grads come during the backward, the host steps, weights go back. On a CPU it is the host's
-half: our step, beside a fused AdamW a parameter, which is what torchao calls, and beside one for all. Theirs have fp32
-weights. Ours and the one for all clip; torchao can't. With no-clipping nobody does.
+On a GPU all is timed: grads are copied during the backward, the host steps, weights are copied back. On a CPU only the
+host's step is timed, beside one fused AdamW for each parameter, which is what torchao calls, and beside one for all.
+The baselines have fp32 weights. Ours and the one for all clip; torchao can't. In "no-clipping" cases nobody clips.
 """
 
 import importlib
@@ -95,7 +95,7 @@ def _on_host(grad: Tensor | None) -> Tensor | None:
 
 
 def _after_backward(params: list[Parameter], step: Callable[[], object]) -> Workload:
-    """Return a backward that does nothing but bring these grads, and the step."""
+    """Return a run of a backward that only accumulates these grads, and of the step."""
     grads = []
     for param in params:
         grads.append(param.grad)

@@ -1,4 +1,4 @@
-"""What ``offload=True`` keeps, and what it copies, on paper: the tables of docs/offload.md. Nothing here is measured.
+"""Computes the tables of docs/offload.md: what ``offload=True`` keeps and copies. Nothing here is measured.
 
 ``python -m benchmarks.offload_on_paper`` writes them into the page.
 """
@@ -18,11 +18,11 @@ from mpkernels.optim import AdamW
 PAGE = Path(__file__).parents[1] / "docs" / "offload.md"
 BEGIN = "<!-- {} written by python -m benchmarks.offload_on_paper -->\n"
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int8: "int8"}
-ELEMENTS = 64 * 256  # whole blocks of 8-bit moments
+ELEMENTS = 64 * 256  # fills blocks of 8-bit moments
 
-HOST = 100e9  # bytes a second that the host's memory moves
-BUSES = {"PCIe 4": 25e9, "PCIe 5": 50e9}  # likewise, each way
-GPUS = {"100 TFLOP/s": 100e12, "400 TFLOP/s": 400e12}  # what a training reaches, not what a data sheet has
+HOST = 100e9  # bytes a second, read and written in the host's memory
+BUSES = {"PCIe 4": 25e9, "PCIe 5": 50e9}  # bytes a second, each way
+GPUS = {"100 TFLOP/s": 100e12, "400 TFLOP/s": 400e12}  # reached in training, less than a data sheet says
 MODELS = {"1B": 1e9, "8B": 8e9, "70B": 70e9}
 
 
@@ -33,13 +33,13 @@ class Choice(NamedTuple):
 
 
 _MASTERS = (torch.bfloat16, "split"), (torch.bfloat16, "fp32"), (torch.float32, "split")
-CHOICES = [Choice(*of_weights, moments) for of_weights, moments in product(_MASTERS, NAMES)]
+CHOICES = [Choice(weights, master, moments) for (weights, master), moments in product(_MASTERS, NAMES)]
 
 
 class Kept(NamedTuple):
-    """Bytes a parameter."""
+    """Bytes that are kept for each parameter."""
 
-    weights: float  # on the GPU, and once more on the host; a grad is as wide
+    weights: float  # on the GPU, and once more on the host; grads take as many bytes
     states: float  # on the host: master and moments
 
 
@@ -48,10 +48,10 @@ class Way(NamedTuple):
 
     on_gpu: float
     on_host: float
-    to_host: float  # of a step: grads
-    to_gpu: float  # likewise: weights
+    to_host: float  # grads, copied in a step
+    to_gpu: float  # weights, copied in a step
     step: float  # read and written in the host's memory by a step
-    overlaps: bool = True  # weights go back while others are stepped
+    overlaps: bool = True  # weights are copied back while others are stepped
 
     def after_backward(self, bus: float) -> float:
         """Return the seconds a parameter that the GPU waits for weights, once the grads are on the host."""
@@ -69,12 +69,12 @@ def kept(choice: Choice, device: str = "cpu") -> Kept:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> float:
-    """Return how many bytes they have for each of the parameter's elements."""
+    """Return the bytes of the tensors for each of the parameter's ELEMENTS."""
     return sum(it.numel() * it.itemsize for it in tensors) / ELEMENTS
 
 
 def ours(choice: Choice) -> Way:
-    """With ``release_grads``: the host finds the norm, so it reads the grads twice."""
+    """Return our way, with ``release_grads``. The host computes the norm, so it reads the grads twice."""
     weights, states = kept(choice)
     step = 2 * weights + 2 * (weights + states)
     return Way(weights, 2 * weights + states, weights, weights, step)
@@ -88,8 +88,8 @@ def torchaos(weights: int) -> Way:
 
 def deepspeeds() -> Way:
     """ZeRO-Offload of DeepSpeed 0.19.6 in one process, as runtime/zero/stage_1_and_2.py has it. The GPU widens grads to
-    fp32 before they are sent. Master, grads and moments are fp32. Grads are rewritten, to be unscaled and clipped; then
-    there is one step of the whole partition. A pinned buffer takes the rounded weights, which are sent after that."""
+    fp32 before they are sent. Master, grads and moments are fp32. The host unscales and clips the grads in place, then
+    steps the whole partition, then rounds the weights into a pinned buffer, which is sent last."""
     unscale, adam, rounding = 4 + 4, 4 + 2 * 12, 4 + 2
     return Way(2, 4 + 4 + 8 + 2, 4, 2, unscale + adam + rounding, overlaps=False)
 
@@ -118,8 +118,8 @@ def memory() -> Iterator[str]:
 
 
 def traffic() -> Iterator[str]:
-    """Yield the table of bytes a parameter beside others' ways. For models it has seconds over each bus: of the grads'
-    way to the host, then of what comes after the backward."""
+    """Yield the table that compares ways: bytes a parameter, and for models the seconds over each bus, first of the
+    grads' copies to the host, then of what comes after the backward."""
 
     def cell(size: float, way: Way) -> str:
         grads = " / ".join(f"{size * way.to_host / bus:.2g}" for bus in BUSES.values())
@@ -133,8 +133,8 @@ def traffic() -> Iterator[str]:
 
 
 def tokens() -> Iterator[str]:
-    """Yield the table of how many tokens hide what: of a model of any size, whose backward takes 4 operations a
-    parameter and token, its forward 2."""
+    """Yield the table of how many tokens a step needs to hide copies and updates. A backward takes 4 operations a
+    parameter and token, a forward 2, so the model's size doesn't matter."""
     way = next(iter(WAYS.values()))
     hides = [f"over {bus}, grads hide" for bus in BUSES]
     header = "GPU reaches", *hides, "forward and backward take as long as the step", "with int8 moments"
@@ -151,7 +151,7 @@ def _number(value: float) -> str:
 
 
 def page(text: str) -> str:
-    """Return the page with its tables anew."""
+    """Return the page's text with new tables."""
     for make in (memory, traffic, tokens):
         begin = BEGIN.format(make.__name__)
         before, _, rest = text.partition(begin)

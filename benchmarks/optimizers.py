@@ -1,7 +1,8 @@
-"""Each optimizer's step beside torch's fused class, Lion's beside torch-optimi's; Muon's; a step's report.
+"""Each optimizer's step beside torch's fused class, Lion's beside torch-optimi's; Masters of Muon; the cost of reports.
 
-With fp32 weights and clipping, the bytes allow AdamW and Adam 1.25 times torch's speed, SGD with momentum 1.33, without
-1.5; under a scaler, too, 1.5, 1.67 and 2; AdamW and Adam 1 where neither is.
+The bytes moved allow these multiples of torch's speed, with fp32 weights: with clipping 1.25 for AdamW and Adam, 1.33
+for SGD with momentum, 1.5 without momentum; with clipping and a scaler 1.5, 1.67 and 2; with neither 1 for AdamW and
+Adam.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,8 +25,8 @@ class Rule(NamedTuple):
     ours: Callable[..., Any]
     theirs: steps.MakeOptimizer
     op: str
-    states: int  # of a parameter
-    peer: str = ""  # the library that ``theirs`` is of, if not torch
+    states: int  # how many a parameter has
+    peer: str = ""  # the library that ``theirs`` comes from, if it isn't torch
 
 
 RULES = {
@@ -38,8 +39,8 @@ RULES = {
 
 
 def bytes_of_torchs_step(states: int = 2, unscales: bool = True, clips: bool = True) -> int:
-    """Return how many bytes torch moves for each parameter, all fp32: unscale_ and clipping read and write the grads,
-    the norm reads them; the fused step reads them, and reads and writes weight and states."""
+    """Return how many bytes torch moves for each fp32 parameter. unscale_ and clipping read and write the grads, the
+    norm reads them. The fused step reads the grads, and reads and writes weight and states."""
     return 8 * unscales + (4 + 8) * clips + 4 + 2 * 4 * (1 + states)
 
 
@@ -47,7 +48,7 @@ def comparisons(place: Place) -> Iterator[Benchmark]:
     for (name, rule), sizes in product(RULES.items(), (ONE_50M, HUNDRED, THOUSAND)):
         setting = Setting(place, "fp32", sizes)
         alone = partial(steps.compare_without_scaler, setting, rule.ours, rule.theirs, rule.states)
-        clock = "loop" if rule.peer else sizes.clock  # no graph can hold a peer's step
+        clock = "loop" if rule.peer else sizes.clock  # a peer's step can't be captured in a graph
         scaled = partial(steps.compare_steps, setting, rule.theirs, clock, rule.states, make=rule.ours)
         baselines, missing = (WITHOUT_SCALER, BEST), ""
         if rule.peer:
@@ -60,7 +61,7 @@ def comparisons(place: Place) -> Iterator[Benchmark]:
 
 
 def compare_muon(setting: Setting) -> Pair:
-    """``Masters`` around torch's Muon over 16-bit weights, and Muon over fp32 ones; both clip. Products decide."""
+    """Compare ``Masters(Muon)`` over 16-bit weights with Muon over fp32 ones. Both clip; products take most time."""
     dtype = DTYPES[setting.dtype]
     return Pair(
         lambda: Masters(torch.optim.Muon(steps.parameters(setting, dtype)), max_norm=steps.MAX_NORM).step,
@@ -72,7 +73,7 @@ def compare_muon(setting: Setting) -> Pair:
 
 
 def compare_reporting(setting: Setting) -> Pair:
-    """A step that could report an overflow beside the same without: no more bytes or launches, so 1 is expected."""
+    """Compare steps with and without a report. A report adds no bytes or launches, so 1 is expected."""
     dtype = DTYPES[setting.dtype]
     moved = int(steps.bytes_of_our_step(dtype) * setting.sizes.elements)
 

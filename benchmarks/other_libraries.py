@@ -17,8 +17,8 @@ class Peer(NamedTuple):
     module: str
     optimizer: str
     options: dict[str, Any]
-    moments: torch.dtype = torch.float32  # ours have the same
-    weights: torch.dtype = torch.float32  # likewise
+    moments: torch.dtype = torch.float32  # our optimizer's moments get the same dtype
+    weights: torch.dtype = torch.float32  # and so do the weights
     needs_cuda: bool = False
 
 
@@ -39,7 +39,7 @@ LIGERS_BLOCKS = {"swiglu_mlp": ("LigerSwiGLUMLP", "silu"), "geglu_mlp": ("LigerG
 
 
 def why_not(module: str, needs_cuda: bool, device: str) -> str:
-    """The reason why a peer is left out here; empty where it is not."""
+    """Return why a peer is left out here; "" if it is measured."""
     package = module.partition(".")[0]
     if needs_cuda and device != "cuda":
         return f"{package} needs CUDA"

@@ -1,4 +1,4 @@
-"""What docs/performance.md shows: some cases of CPUs and of GPUs, and linear layers that are called one by one."""
+"""The tables of docs/performance.md: some cases on CPUs and on GPUs, and linear layers called one by one."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ CPUS = (
     "update_scale_ cpu-2 fp32 a-scale vs torch",
 )
 CLOCKS = {"device": "GPU", "loop": "loop", "host": "host"}
-GPUS = {  # by the clock that mpkernels/bench/pairs.py has for them
+GPUS = {  # clock of mpkernels/bench/pairs.py -> the cases that it times
     "device": (
         "step cuda bf16 1x1e9 vs torch.amp fused",
         "step cuda fp32 1x1e9 vs torch.amp fused",
@@ -49,33 +49,33 @@ GPUS = {  # by the clock that mpkernels/bench/pairs.py has for them
         "step masters-muon cuda fp16 16x1024x1024 vs torch Muon",
     ),
 }
-SMALL = 8192  # features between two layers, or of a lone one's result
+SMALL = 8192  # most hidden features of a small MLP, or output features of a small layer
 WAYS = {"native": "ours, in C++", "triton": "ours, in Triton, the best tile"}
 
 
 def of_cpus(runs: dict[str, Session]) -> Table:
     """Return times torch's speed in each run that has measured all of CPUS."""
-    found = {name: {it.name: f"{it.ratio.median:.2f}" for it in run.results} for name, run in runs.items()}
-    whole = {name: ratios for name, ratios in found.items() if ratios.keys() >= set(CPUS)}
-    return ["case", *whole], [[case, *(ratios[case] for ratios in whole.values())] for case in CPUS]
+    medians = {name: {it.name: f"{it.ratio.median:.2f}" for it in run.results} for name, run in runs.items()}
+    complete = {name: ratios for name, ratios in medians.items() if ratios.keys() >= set(CPUS)}
+    return ["case", *complete], [[case, *(ratios[case] for ratios in complete.values())] for case in CPUS]
 
 
 def of_gpu(device: str, runs: dict[str, Session], columns: dict[str, Callable[[Result, Session], str]]) -> Table:
-    """Return what was measured of GPUS on a device, each case by the newest of its runs, which are the last."""
-    found = {result.name: (result, run) for run in runs.values() for result in run.results}
+    """Return the results of GPUS on a device, each case from its newest run. ``runs`` has the newest last."""
+    newest = {result.name: (result, run) for run in runs.values() for result in run.results}
     links = ", ".join(f"[samples](../benchmarks/results/{name}.json)" for name in runs)
     rows = [
-        [case, CLOCKS[clock], *(column(*found[case]) for column in columns.values())]
+        [case, CLOCKS[clock], *(column(*newest[case]) for column in columns.values())]
         for clock, cases in GPUS.items()
         for case in cases
-        if case in found
+        if case in newest
     ]
     return [f"{device} ({links})", "timed", *columns], rows
 
 
 def calls(path: Path) -> Table:
-    """Return what benchmarks/selector_table.py has timed: times torch's speed, the least and the most of all calls with
-    so many rows."""
+    """Return the times of benchmarks/selector_table.py as multiples of torch's speed: the least and the most of all
+    calls with the same number of rows."""
     found = json.loads(path.read_text())
     ratios: dict[tuple[str, str, str], dict[int, list[float]]] = {}
     for run in found["runs"]:
@@ -86,8 +86,8 @@ def calls(path: Path) -> Table:
                 row = op, f"to {SMALL}" if hidden <= SMALL else "above", WAYS[kernel]
                 ratios.setdefault(row, {}).setdefault(rows, []).append(microseconds["torch"] / best)
     all_rows = sorted({rows for by_rows in ratios.values() for rows in by_rows})
-    where = "{gpu}, torch {torch}".format(**found["machine"])
-    header = [f"{where} ([samples](../benchmarks/results/rule/{path.name}))", "hidden", "computed by"]
+    machine = "{gpu}, torch {torch}".format(**found["machine"])
+    header = [f"{machine} ([samples](../benchmarks/results/rule/{path.name}))", "hidden", "computed by"]
     cells = [[*row, *(_range(ratios[row].get(it, [])) for it in all_rows)] for row in sorted(ratios, key=_order)]
     return [*header, *(f"{rows} rows" for rows in all_rows)], cells
 
@@ -95,8 +95,8 @@ def calls(path: Path) -> Table:
 def _best(microseconds: dict[str, float]) -> Iterator[tuple[str, float]]:
     """Yield each kernel's time, in its best tile."""
     for kernel in WAYS:
-        if ways := [each for name, each in microseconds.items() if name.split()[0] == kernel]:
-            yield kernel, min(ways)
+        if tiles := [time for name, time in microseconds.items() if name.split()[0] == kernel]:
+            yield kernel, min(tiles)
 
 
 def _order(row: tuple[str, str, str]) -> tuple[int, str, bool]:

@@ -1,4 +1,4 @@
-"""Reads and writes the files of raw samples: what ``python -m benchmarks --json`` has measured."""
+"""Reads and writes files of raw samples, as ``python -m benchmarks --json`` keeps them."""
 
 import json
 from collections.abc import Iterable
@@ -28,26 +28,26 @@ class Session(results.Session):
         return str(self.machine["gpu" if self.is_on_gpu else "cpu"])
 
     def other_machine(self, other: "Session", keys: Iterable[str]) -> str:
-        """Say which of these facts about the machine differ; empty where none does."""
+        """Say which of these facts about the two machines differ; "" if none does."""
         differing = [key for key in keys if self.machine.get(key) != other.machine.get(key)]
         return "; ".join(f"{key} {self.machine.get(key)}, here {other.machine.get(key)}" for key in differing)
 
 
-# The names in the file, and the attributes here.
+# name in the file -> attribute of Session (and its unit), or of Result
 HEAD = {"copy GB/s": ("copy_speeds", 1e9), "gemm TFLOP/s": ("gemm_speeds", 1e12)}
 PAIR = {"bytes moved": "moved", "ours us": "ours_us", "torch us": "torch_us"}
 
 
 def write(path: Path, session: Session) -> None:
-    """Replace the file at once, so that a run that is stopped keeps what it has measured. Each pair has a line."""
+    """Replace the file at once, so that a run that is stopped keeps its results. Each pair has a line."""
     head: dict[str, Any] = {"date": session.date, "machine": session.machine}
     for name, (attribute, unit) in HEAD.items():
         head[name] = {place: round(speed / unit, 2) for place, speed in getattr(session, attribute).items()}
     head["skipped"] = session.skipped
-    of_file = {attribute: name for name, attribute in PAIR.items()}
-    pairs = [{of_file.get(key, key): value for key, value in asdict(it).items() if value} for it in session.results]
+    names = {attribute: name for name, attribute in PAIR.items()}
+    pairs = [{names.get(key, key): value for key, value in asdict(it).items() if value} for it in session.results]
     lines = ",\n".join(json.dumps(pair, separators=(",", ":")) for pair in pairs)
-    with replacing(path.resolve()) as file:  # a link stays one
+    with replacing(path.resolve()) as file:  # a link stays a link
         file.write(f'{json.dumps(head, indent=1)[:-2]},\n "pairs": [\n{lines}\n]}}\n'.encode())
 
 

@@ -1,4 +1,4 @@
-"""The numbers of README's first screen, and the rows of all machines: of each machine, the newest of each row."""
+"""The numbers of README's first screen, and RESULTS.md's table of all machines, each row from its newest run."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -32,11 +32,11 @@ ROWS = {
 class Front(NamedTuple):
     """A machine as README shows it."""
 
-    names: list[str]  # of its raw files
+    names: list[str]  # of the machine's raw files
     run: Session  # the newest
     place: str  # the GPU, or the most threads of any run
-    groups: dict[str, list[Result]]  # by what is compared with what
-    on_one_thread: dict[str, list[Result]]  # likewise; empty where that is all there is
+    groups: dict[str, list[Result]]  # the comparison's title -> its results on ``place``
+    on_one_thread: dict[str, list[Result]]  # the same on one thread; empty if ``place`` is one thread
 
 
 def rows(runs: list[Front]) -> tuple[list[str], list[list[str]]]:
@@ -58,8 +58,8 @@ def _machine(it: Front) -> str:
 
 def _cores(run: Session, place: str) -> str:
     threads, cores = place.removeprefix("cpu-"), run.machine.get("cores")
-    of_all = f" of {cores}" if cores and str(cores) != threads else ""
-    return "" if place == "cuda" else f", {threads}{of_all} cores"
+    total = f" of {cores}" if cores and str(cores) != threads else ""
+    return "" if place == "cuda" else f", {threads}{total} cores"
 
 
 def _samples(names: Iterable[str], folder: str = "benchmarks/results") -> str:
@@ -79,14 +79,14 @@ def _ratio(found: list[Result]) -> str:
     return f"**{median(ratios):.2f}**{spread}"
 
 
-SHORT = {  # what virtual machines call by family and model alone
+SHORT = {  # names for CPUs of which virtual machines tell family and model alone
     "AMD EPYC, family 25 model 1": "AMD Zen 3",
     "AMD EPYC, family 25 model 17": "AMD Zen 4",
     "AMD EPYC, family 26 model 2": "AMD Zen 5",
     "Intel(R) Xeon(R) Processor, family 6 model 207": "Intel Emerald Rapids",
 }
 OURS = "mpkernels, bf16 weights, fp32 moments", "mpkernels, bf16 weights, 8-bit moments"
-BESIDE = (  # what ours has, and the rival's name
+BESIDE = (  # our side, and the rival that it is compared with
     (OURS[0], "torch fused"),
     (OURS[1], "torch fused"),
     ("mpkernels, fp32 weights, 8-bit moments", "torchao-8bit"),
@@ -100,21 +100,21 @@ RIVALS = {
     "torch-optimi-kahan": "torch-optimi's, Kahan sums",
 }
 WITHOUT_SCALER = "step vs torch fused"
-WEIGHT_AND_GRAD, PINNED_COPY = 4, 2  # bytes of a bf16 parameter: left on the device by offload; added on the host
-WORTH_A_WORD = 0.95  # of a model's peak memory
+WEIGHT_AND_GRAD, PINNED_COPY = 4, 2  # bytes of a bf16 parameter that offload leaves on the device, and adds on the host
+WORTH_A_WORD = 0.95  # peak memory is mentioned if the fused model needs at most this share
 
 
 def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable[Path]) -> Iterator[str]:
-    """Yield the first screen's numbers: AdamW beside others, what is where under offload, whole models' memory."""
+    """Yield the first screen's numbers: AdamW beside others, bytes by place under offload, whole models' memory."""
     for name, run in compared.items():
         kept = result_pictures.bytes_a_parameter(result_pictures.compared(run))
-        yield from filter(None, table(*_beside_others(name, run, kept)))  # a list may follow a table at once
+        yield from filter(None, table(*_beside_others(name, run, kept)))  # no empty line before the list
         yield "* Median (least to most) over sizes and numbers of tensors; below 1, theirs is faster."
         if kept.keys() >= {*OURS}:
             host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
             yield f"* `offload=True` leaves {WEIGHT_AND_GRAD} bytes a parameter on the device; {host} are on the host."
-    seen = {run.device for run in compared.values() if result_pictures.undisturbed(result_pictures.compared(run))}
-    elsewhere = [it for it in machines if it.run.device not in seen and WITHOUT_SCALER in it.groups]
+    shown = {run.device for run in compared.values() if result_pictures.undisturbed(result_pictures.compared(run))}
+    elsewhere = [it for it in machines if it.run.device not in shown and WITHOUT_SCALER in it.groups]
     words = [f"{_short(it.run, it.place)}: {_ratios(it, WITHOUT_SCALER)} ({_samples(it.names)})" for it in elsewhere]
     if words:
         yield f"* Clip and step elsewhere, times as fast as torch's fused AdamW. {'; '.join(words)}."
@@ -123,7 +123,7 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
 
 
 def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]) -> tuple[list[str], list[list[str]]]:
-    """A column that nothing was measured for, without other programs at work, is left out."""
+    """Return header and rows. A column is left out if all of its measurements were disturbed by other programs."""
     quiet = result_pictures.undisturbed(result_pictures.compared(run))
     shown = [pair for pair in BESIDE if kept.keys() >= {*pair}]
     columns: dict[str, list[str]] = {

@@ -1,4 +1,4 @@
-"""A clock for pytest-benchmark, which only times what it calls itself: it replays samples taken before."""
+"""A clock that replays samples taken before, because pytest-benchmark only times what it calls itself."""
 
 from collections.abc import Callable
 

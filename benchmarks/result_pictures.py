@@ -1,6 +1,6 @@
-"""What RESULTS.md opens with: a picture for each family of results, and the same numbers as CSV.
+"""Makes the first part of RESULTS.md: a picture for each family of results, and the same numbers as CSV.
 
-The columns are those of Liger-Kernel's benchmark data, but for the version, which is ours.
+The columns are those of Liger-Kernel's benchmark data, with our version in place of theirs.
 """
 
 import csv
@@ -29,7 +29,7 @@ Row = list[Any]
 
 
 class Family(NamedTuple):
-    name: str  # of its files
+    name: str  # of the family's files
     title: str
     text: str
     picture: str
@@ -46,12 +46,12 @@ class Family(NamedTuple):
 
 
 def compared(run: Session) -> list[Result]:
-    """Return those of a run's results that adamw_beside_others.py compares."""
+    """Return the results of a run that come from cases of adamw_beside_others.py."""
     return [it for it in run.results if it.op in adamw_beside_others.CLIPS]
 
 
 def undisturbed(found: list[Result]) -> list[Result]:
-    """Return what was measured while no other programs were at work."""
+    """Return the results that were measured while no other programs were at work."""
     return [it for it in found if "busy" not in it.doubts]
 
 
@@ -75,7 +75,7 @@ def of_run(name: str, run: Session) -> Iterator[Family]:
 
 
 def side(result: Result, is_ours: bool) -> str:
-    """Return whose step it is, with our weights and moments."""
+    """Return the name of a side: the rival's, or ours with the dtypes of weights and moments."""
     if not is_ours:
         return result.baseline
     moments = result.variant.removeprefix("moments-").replace("8bit", "8-bit") or "fp32"
@@ -102,13 +102,15 @@ def _picture_of_steps(found: list[Result]) -> str:
 
 
 def bytes_a_parameter(found: list[Result]) -> dict[str, tuple[float, float]]:
-    """Return what each side keeps, and its peak while it clips and steps, of the first list of tensors."""
+    """Return the bytes a parameter that each side keeps, and its peak while it clips and steps, on the first list of
+    tensors."""
     kept: dict[str, tuple[float, float]] = {}
     for result in found:
         for name, counts in result.counts.items():
             if result.op == "clip-and-step":
-                both = counts["kept"] / ELEMENTS[result.case], counts["peak memory"] / ELEMENTS[result.case]
-                kept.setdefault(side(result, name == "ours"), both)
+                elements = ELEMENTS[result.case]
+                sizes = counts["kept"] / elements, counts["peak memory"] / elements
+                kept.setdefault(side(result, name == "ours"), sizes)
     return dict(sorted(kept.items(), key=lambda it: (it[1], it[0])))
 
 
@@ -139,7 +141,7 @@ def _row(names: tuple[str, ...], samples: list[float], more: dict[str, Any], sou
 
 
 def of_models(path: Path) -> Family:
-    """Return the times and the memory of whole models, of a file of benchmarks/models.py."""
+    """Return the family of times and memory of whole models, from a file of benchmarks/models.py."""
     found = json.loads(path.read_text())
     machine, day = found["machine"], path.stem[-len("2026-11-25") :]
     text = (

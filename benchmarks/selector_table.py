@@ -1,8 +1,8 @@
-"""The ways to compute linear layers and MLPs, timed in turns: what mpkernels/selector/table.py takes a chip's lines of.
+"""Times the ways to compute linear layers and MLPs, in turns. A chip's lines in mpkernels/selector/table.py quote it.
 
-``python -m benchmarks.selector_table cuda`` prints what each way is in torch's speed, and ``--json FILE`` keeps it. On
-a CPU, ``python -m benchmarks.selector_table cpu --threads 1`` does so for a grid of small and middling sizes. A line of
-the table quotes what its file holds; run it twice on a quiet machine before you write one.
+``python -m benchmarks.selector_table cuda`` prints each way's speed as a multiple of torch's, and ``--json FILE`` keeps
+the times. ``python -m benchmarks.selector_table cpu --threads 1`` takes a grid of small and middling sizes. A line of
+the table quotes such a file; run this twice on a quiet machine before you write one.
 """
 
 import argparse
@@ -29,7 +29,7 @@ class Call(NamedTuple):
     features: int
     hidden: int
     rows: int
-    dtype: torch.dtype = B16  # of autocast; fp32 is without one
+    dtype: torch.dtype = B16  # autocast's; fp32 runs without autocast
 
     def __str__(self) -> str:
         sizes = f"{self.rows}x{self.features}x{self.hidden}"
@@ -49,7 +49,7 @@ class Call(NamedTuple):
 
 
 def on_gpus() -> Iterator[Call]:
-    """GPT-2's and Llama's sizes, among others; 28672 is Llama 70B's."""
+    """Yield sizes of GPT-2 and Llama, among others; 28672 is Llama 70B's."""
     for rows, (features, hidden) in product(
         (8192, 64, 512, 2048), ((768, 3072), (4096, 14336), (1024, 4096), (2048, 8192))
     ):
@@ -65,8 +65,8 @@ def on_gpus() -> Iterator[Call]:
 def on_cpus() -> Iterator[Call]:
     sizes, rows = ((256, 1024), (768, 3072)), (4, 16, 64, 256, 512)
     for op, activations in (("linear_act", (*SMOOTH, "tanh", "sigmoid")), ("mlp", SMOOTH), ("gated_mlp", GATES)):
-        for activation, (features, hidden), each in product(activations, sizes, rows):
-            yield Call(op, activation, features, hidden, each, F32)
+        for activation, (features, hidden), count in product(activations, sizes, rows):
+            yield Call(op, activation, features, hidden, count, F32)
     for dtype, op in product((B16, F16), ("linear_act", "mlp", "gated_mlp")):
         yield Call(op, "silu", *sizes[0], 64, dtype)
 
@@ -82,7 +82,7 @@ def main() -> None:
     found: dict[str, Any] = {}
     try:
         measure(options, found)
-    finally:  # what was measured until somebody stopped it
+    finally:  # also after Ctrl-C: keep what was measured so far
         if options.json is not None and found:
             keep(options, found)
 
@@ -92,8 +92,9 @@ def measure(options: argparse.Namespace, found: dict[str, Any]) -> None:
         if options.only in str(case):
             report = case.measure(options.device)
             ((_, timed),) = report.timed.items()
-            found[str(case)] = {name: round(1e6 * each, 1) for name, each in timed.seconds.items()}
-            ratios = ", ".join(f"{name} {timed.seconds['torch'] / each:.2f}" for name, each in timed.seconds.items())
+            found[str(case)] = {way: round(1e6 * seconds, 1) for way, seconds in timed.seconds.items()}
+            torchs = timed.seconds["torch"]
+            ratios = ", ".join(f"{way} {torchs / seconds:.2f}" for way, seconds in timed.seconds.items())
             print(
                 f"{case}: {ratios}",
                 *(f"; {name} is left out: {why}" for name, why in timed.left_out.items()),

@@ -1,4 +1,4 @@
-"""The lists of tensors that ops and steps are measured at, as optimizers get them."""
+"""The lists of tensors that ops and steps are measured on, as optimizers get them."""
 
 from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting, Sizes
 
@@ -6,7 +6,7 @@ from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting, 
 def gpt2_shapes(
     width: int, vocabulary: int = 50257, positions: int = 1024, layers: int = 12
 ) -> tuple[tuple[int, ...], ...]:
-    """The 148 parameters of GPT-2 small at width 768."""
+    """Return the shapes of the 148 parameters of GPT-2 small, at width 768."""
     norm = [(width,), (width,)]
     attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
     mlp = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]
@@ -22,7 +22,7 @@ LISTS_ANYWHERE = [
     HUNDRED,
     THOUSAND,
     Sizes("1x2^20-in-cache", ((2**20,),)),
-    Sizes("1000x10-host-cost", ((10,),) * 1000, clock="host"),  # the work itself is next to nothing
+    Sizes("1000x10-host-cost", ((10,),) * 1000, clock="host"),  # so few elements that the host's time decides
 ]
 
 

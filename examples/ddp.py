@@ -20,7 +20,7 @@ STEPS, EVERY = 20, 2
 
 
 def batches(rank: int, device: str):
-    """Each process draws its own."""
+    """Return random batches, other ones in each process."""
     generator = torch.Generator().manual_seed(rank)
     for _ in range(STEPS * EVERY):
         inputs = torch.randn(64, 32, generator=generator)
@@ -56,7 +56,7 @@ def main() -> None:
     dist.init_process_group("nccl" if has_gpus else "gloo")
     train(f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu")
     dist.destroy_process_group()
-    gc.collect()  # the model's cycles hold gloo's threads, and one that ends after Python aborts (torch 2.13)
+    gc.collect()  # frees the model, whose cycles hold gloo's threads: a thread that outlives Python aborts (torch 2.13)
 
 
 if __name__ == "__main__":

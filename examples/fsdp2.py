@@ -26,7 +26,7 @@ STEPS, EVERY = 40, 5
 
 
 def batch(step: int, rank: int, device: str):
-    """Each process draws its own, and the same one after a restart."""
+    """Return a random batch, another one in each process, and the same again after a restart."""
     generator = torch.Generator().manual_seed(1000 * rank + step)
     inputs = torch.randn(64, 32, generator=generator)
     return inputs.to(device), inputs.sum(1, keepdim=True).to(device)
@@ -41,7 +41,7 @@ class Training:
             fully_shard(module)
         self.optimizer = AdamW(self.model.parameters(), lr=1e-2, max_norm=1.0)
         self.scaler = GradScaler(device.partition(":")[0])
-        self.scaler.scale(torch.zeros((), device=device))  # so that it has a scale to save
+        self.scaler.scale(torch.zeros((), device=device))  # makes the scale, so that the scaler has one to save
 
     def step(self, inputs: torch.Tensor, targets: torch.Tensor) -> float:
         loss = torch.nn.functional.mse_loss(self.model(inputs.half()).float(), targets)
@@ -85,7 +85,7 @@ def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     store, rank, world = next(dist.rendezvous("env://"))
-    # torchrun keeps its store over restarts: a process might find the address of one that has died (torch 2.13).
+    # torchrun keeps its store over restarts, where a process might find the address of a dead one (torch 2.13).
     store = dist.PrefixStore(os.environ["TORCHELASTIC_RESTART_COUNT"], store)
     dist.init_process_group("nccl" if has_gpus else "gloo", store=store, rank=rank, world_size=world)
     device = f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu"
@@ -99,7 +99,7 @@ def main() -> None:
             train(device, Path(folders[0]))
             dist.barrier()
     dist.destroy_process_group()
-    gc.collect()  # the model's cycles hold gloo's threads, and one that ends after Python aborts (torch 2.13)
+    gc.collect()  # frees the model, whose cycles hold gloo's threads: a thread that outlives Python aborts (torch 2.13)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ def main() -> None:
     dist.init_process_group("nccl" if has_gpus else "gloo")
     train(device)
     dist.destroy_process_group()
-    gc.collect()  # the model's cycles hold gloo's threads, and one that ends after Python aborts (torch 2.13)
+    gc.collect()  # frees the model, whose cycles hold gloo's threads: a thread that outlives Python aborts (torch 2.13)
 
 
 if __name__ == "__main__":

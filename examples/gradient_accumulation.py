@@ -20,7 +20,7 @@ CONTEXT, ROWS, BATCHES, EVERY = 16, 32, 58, 4  # 58 is no multiple of 4
 
 
 def batches():
-    """Some bytes of Python's own sources, and the byte that comes next."""
+    """Return batches of bytes of Python's own sources, and the byte that comes next."""
     source = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_bytes()
     text = torch.tensor(list(source))
     for _ in range(BATCHES):
@@ -29,7 +29,7 @@ def batches():
 
 
 def main() -> tuple[int, float]:
-    """Steps taken, and the last loss."""
+    """Return how many steps were taken, and the last loss."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(
         torch.nn.Embedding(256, 16), torch.nn.Flatten(), torch.nn.Linear(16 * CONTEXT, 256), torch.nn.LayerNorm(256)
@@ -43,7 +43,7 @@ def main() -> tuple[int, float]:
         context, following = micro.batch
         with policy.autocast():
             loss = functional.cross_entropy(model(context), following.squeeze(1))
-        micro.backward(loss)  # the fourth's clips, steps and clears the grads
+        micro.backward(loss)  # the fourth call clips, steps and clears the grads
         if micro.is_last:
             steps += 1
             print(f"step {steps:2}  loss {loss.item():.3f}")

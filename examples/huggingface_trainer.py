@@ -4,7 +4,7 @@
     python examples/huggingface_trainer.py
 
 ``to_mixed`` halves the memory of weights and grads, AdamW keeps what the rounding takes away, ``to_full`` puts it back.
-Learning rate, betas and weight decay are TrainingArguments'. TellSkips matters for fp16=True on a GPU alone.
+Learning rate, betas and weight decay come from TrainingArguments. TellSkips matters only for fp16=True on a GPU.
 The model is made from a config and learns bytes of Python's own sources, so that nothing is downloaded; with
 ``from_pretrained`` it is the same.
 """
@@ -29,7 +29,7 @@ def text():
 
 
 def main() -> tuple[float, float]:
-    """The first loss and the last one."""
+    """Return the first loss and the last one."""
     shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
     model = to_mixed(LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=CONTEXT, **shape)))
@@ -58,7 +58,7 @@ def main() -> tuple[float, float]:
         )
         trainer.add_callback(LogMixedPrecision(trainer))
         trainer.train()
-        to_full(model, trainer.optimizer.optimizer)  # Accelerate wraps it
+        to_full(model, trainer.optimizer.optimizer)  # inside Accelerate's wrapper
         model.save_pretrained(folder)
         print({str(param.dtype) for param in LlamaForCausalLM.from_pretrained(folder).parameters()})
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

@@ -46,7 +46,7 @@ def main() -> tuple[float, float]:
             arguments,
             train_dataset=Dataset.from_list(rows),
             processing_class=tokenizer_of_bytes(),
-            optimizer_cls_and_kwargs=adamw(arguments),  # learning rate, betas and weight decay are the arguments'
+            optimizer_cls_and_kwargs=adamw(arguments),  # with the arguments' learning rate, betas and weight decay
         )
         trainer.train()
     state = trainer.optimizer.optimizer.state.values()  # Accelerate wraps the optimizer

@@ -22,7 +22,7 @@ try:
 except ImportError:
     from standins.nemo_automodel import build_optimizer
 
-CONFIG = {"_target_": "mpkernels.optim.AdamW", "lr": 1e-2, "betas": [0.9, 0.95]}  # as the YAML above is read
+CONFIG = {"_target_": "mpkernels.optim.AdamW", "lr": 1e-2, "betas": [0.9, 0.95]}  # as in the YAML above
 
 
 def main() -> tuple[float, float]:
@@ -30,7 +30,7 @@ def main() -> tuple[float, float]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(torch.bfloat16)
     target, options = CONFIG["_target_"], {key: value for key, value in CONFIG.items() if key != "_target_"}
-    [optimizer] = build_optimizer(model, (target, options))  # one for each part of the model
+    [optimizer] = build_optimizer(model, (target, options))  # Automodel makes one for each part of the model
     print("built by", build_optimizer.__module__)
 
     losses = []

@@ -1,8 +1,8 @@
-"""Masters and moments on the host: the GPU has the weights, and grads only as long as the backward needs them.
+"""Masters and moments on the host: the GPU holds the weights, and each grad only during the backward.
 
     python examples/offload.py
 
-Without a GPU all of it is on the CPU.
+Without a GPU everything is on the CPU.
 """
 
 import sysconfig

@@ -16,7 +16,7 @@ STEPS = 40
 
 
 def main() -> tuple[int, int]:
-    """Updates that were skipped, and steps that the schedule took."""
+    """Return how many updates were skipped, and how many steps the schedule took."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(DEVICE)
     optimizer = AdamW(model.named_parameters(), lr=1e-2)
@@ -32,7 +32,7 @@ def main() -> tuple[int, int]:
         scaler.step(optimizer)
         scaler.update()
 
-        # On a GPU this is the newest answer that has arrived, most often that of the step before: to have this step's,
+        # On a GPU this is the newest answer that has arrived, mostly that of the step before: for this step's answer,
         # the host would have to wait for the device. The schedule then moves a step late, which no training notices.
         was_skipped = scaler.step_was_skipped
         if was_skipped is not None and not was_skipped:

@@ -29,7 +29,7 @@ def train(dtype: torch.dtype, **options) -> tuple[float, int, float]:
         inputs = torch.randn(256, 32, device=DEVICE)
         loss = (model(inputs.to(dtype)).float() - inputs[:, :8].sum(1, keepdim=True)).square().mean()
         scaler.scale(loss).backward()
-        scaler.step(optimizer)  # unscales, clips and updates, or skips: in one go, and nobody waits for the device
+        scaler.step(optimizer)  # unscales, clips and updates, or skips, without making the host wait
         scaler.update()
     tensors = [it for param in model.parameters() for it in (param, param.grad, *optimizer.state[param].values())]
     size = sum(it.nbytes for it in tensors if it.ndim) / sum(it.numel() for it in model.parameters())

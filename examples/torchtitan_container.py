@@ -23,7 +23,7 @@ except ImportError:
 class MixedPrecision(OptimizersContainer):
     @dataclass(kw_only=True, slots=True)
     class Config(OptimizersContainer.Config):
-        """torchtitan builds the class in which its config is defined."""
+        """A config that makes torchtitan build the class around it."""
 
     @staticmethod
     def _resolve_optimizer_factory(name):
@@ -41,7 +41,7 @@ def main() -> tuple[float, float]:
     model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(torch.bfloat16)
     optimizers, losses = adamw(lr=1e-2).build(model_parts=[model]), []
     for step in range(40):
-        if step == 20:  # as after a restart
+        if step == 20:  # go on from the state dict, as after a restart
             saved, optimizers = optimizers.state_dict(), adamw(lr=1e-2).build(model_parts=[model])
             optimizers.load_state_dict(saved)
         inputs = torch.randn(256, 32)

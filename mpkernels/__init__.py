@@ -37,8 +37,8 @@ attach_defaults()
 
 
 def __getattr__(name: str) -> Any:
-    """Import ``mpkernels.doctor``, which uses all of the package, when it is asked for. Find what lies one room further
-    as well: ``mpkernels.AdamW`` is ``mpkernels.optim.AdamW``."""
+    """Import ``mpkernels.doctor``, which uses all of the package, on first use. Find names of the rooms, too:
+    ``mpkernels.AdamW`` is ``mpkernels.optim.AdamW``."""
     if name == "doctor":
         return import_module("mpkernels.doctor")
     for room in (optim, amp, nn, functional):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from mpkernels import __version__
 
-# name: (the module with its add_arguments(parser) and run(arguments, refuse), what it does). Imported when called.
+# command -> (the module with add_arguments(parser) and run(arguments, refuse), imported when called; what it does)
 COMMANDS = {
     "demo": ("mpkernels.demo.command", "trains a small transformer by torch.amp and by mpkernels, beside each other"),
     "doctor": ("mpkernels.doctor.command", "what this machine has, which kernels it runs, and whether they are right"),
@@ -40,9 +40,9 @@ def main(words: Sequence[str] | None = None) -> int:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments, command.error)
         sys.stdout.flush()
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # whose reader has seen enough
+        if not isinstance(error, BrokenPipeError):  # ``| head`` has closed the pipe
             print(f"{command.prog}: {error.strerror or error}", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes into it at exit
         return 1
     return code
 

@@ -18,14 +18,14 @@ _PACKAGE = Path(__file__).parent
 
 
 def _candidates() -> Iterator[Path]:
-    """Yield the library beside this file, then those of the installed packages that a checkout hides."""
+    """Yield the library beside this file, then the libraries of installed packages that a checkout hides."""
     yield _PACKAGE / "_native.so"
     for installed in metadata.distributions(name="mpkernels"):
         yield Path(str(installed.locate_file("mpkernels/_native.so")))
 
 
 def build_info(library: Path | None) -> dict[str, Any]:
-    """Return what the build wrote down beside ``library``; empty where nothing can be read."""
+    """Return what the build has noted beside ``library``; empty if nothing can be read."""
     try:
         info: dict[str, Any] = {} if library is None else json.loads((library.parent / "_build_info.json").read_text())
     except (OSError, ValueError):
@@ -34,7 +34,7 @@ def build_info(library: Path | None) -> dict[str, Any]:
 
 
 def _find() -> tuple[Path | None, str]:
-    """Return the library to load, or None and the reason. A checkout takes none that was built from other sources."""
+    """Return the library to load, or None and the reason. A checkout refuses one that was built from other sources."""
     sources = fingerprint(_PACKAGE.parent)
     if sources is None:
         library = _PACKAGE / "_native.so"
@@ -51,7 +51,7 @@ LIBRARY, _WHY_NONE = _find()
 
 
 def load() -> None:
-    """Load the compiled kernels. Without them, warn once: ops then run Triton's on GPUs, elsewhere the reference."""
+    """Load the compiled kernels. Without them, warn once: ops then run Triton's kernels on GPUs, else the reference."""
     if LIBRARY is None:
         warnings.warn(
             f"mpkernels: the compiled kernels {_WHY_NONE}, so the slow reference runs in their place, "
@@ -65,8 +65,8 @@ def load() -> None:
 
 
 def ask_driver() -> tuple[int, int] | None:
-    """Return the error, or 0, with which the library's CUDA runtime meets the driver that is here, and the CUDA that
-    this driver was made for, such as 13000. Return None if the library has no CUDA kernels."""
+    """Return the error of the library's CUDA runtime with this machine's driver (0 if none), and the CUDA version that
+    the driver was made for, such as 13000. Return None if the library has no CUDA kernels."""
     ask = None if LIBRARY is None else getattr(ctypes.CDLL(str(LIBRARY)), "mpkernels_ask_driver", None)
     version = ctypes.c_int()
     return None if ask is None else (ask(ctypes.byref(version)), version.value)
@@ -74,7 +74,7 @@ def ask_driver() -> tuple[int, int] | None:
 
 def multiplies_halves(dtype: torch.dtype) -> bool:
     """Return whether this CPU has instructions for products in a 16-bit dtype, as far as oneDNN may use them."""
-    number = {torch.float16: 1, torch.bfloat16: 2}[dtype]  # Dtype's, in csrc/common/numeric.h
+    number = {torch.float16: 1, torch.bfloat16: 2}[dtype]  # as enum Dtype in csrc/common/numeric.h
     return LIBRARY is not None and bool(_handle().mpkernels_multiplies_halves(number))
 
 

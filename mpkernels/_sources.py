@@ -5,7 +5,7 @@ from pathlib import Path
 
 
 def fingerprint(checkout: Path) -> str | None:
-    """Hash what the library is built from. Return None where the folder is no checkout; site-packages, for example."""
+    """Hash what the library is built from. Return None if the folder is no checkout, such as site-packages."""
     setup, csrc = checkout / "setup.py", checkout / "csrc"
     if not (setup.is_file() and csrc.is_dir()):
         return None

@@ -1,7 +1,7 @@
-"""Checkpoints of one process, in a file that is there whole or not at all.
+"""Saves and loads checkpoints of one process, in a file that is there whole or not at all.
 
-torch.load reads the file, too. Behind what torch.save writes come a mark with the version of this format, and a
-checksum of all before it.
+torch.load reads the file, too. After torch.save's data come a mark with the version of this format, and a checksum of
+all before it.
 """
 
 import hashlib
@@ -65,7 +65,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any
 
 
 class _Summed:
-    """Passes on to a file what is written, and computes its checksum."""
+    """Passes writes on to a file, and computes the checksum of all data."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.digest = file, _DIGEST()

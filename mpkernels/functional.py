@@ -16,7 +16,7 @@ from mpkernels.linear.key_and_case import autocast_dtype, is_left_to_torch, is_o
 from mpkernels.ops.linear.activations import ACTIVATIONS, ActivationLike, activation_name
 from mpkernels.ops.linear.block_kind import Kind, Parameters
 
-_LONE = {name: Kind("linear_act", name) for name in ACTIVATIONS}  # made once: small layers are slowed down by all else
+_LONE = {name: Kind("linear_act", name) for name in ACTIVATIONS}  # made once, to keep small layers fast
 
 __all__ = ["clear_cast_cache", "gated_linear", "gated_mlp", "linear_act", "mlp"]
 
@@ -45,7 +45,7 @@ def linear_act(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation
             return compute_block.by_torch(kind, x, weight, bias)
         except OutOfMemoryError:
             raise
-        except RuntimeError:  # what torch refuses gets a closer look
+        except RuntimeError:  # find out what torch has refused, and name it
             pass
     return _compute(kind, x, weight, bias)
 
@@ -172,13 +172,13 @@ def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -> Te
                 arguments.block(kind, x, params)
             raise
     arguments.block(kind, x, params)
-    if params.weight.dim() == 1:  # F.linear takes a vector without a bias alone
+    if params.weight.dim() == 1:  # F.linear takes a 1-D weight only without a bias
         if params.bias is None:
             return compute_block.afresh(kind, x, params)
         return compute_block.afresh(kind, x, Parameters(params.weight.unsqueeze(0), params.bias.reshape(1))).squeeze(-1)
     if (
         is_lone and params.bias is not None and params.bias.shape != params.weight.shape[:1]
-    ):  # one element serves all features
+    ):  # torch broadcasts a bias of one element
         key, params = None, params._replace(bias=params.bias.expand(params.weight.shape[0]))
     dtype = autocast_dtype(x)
     return compute_block.compute(kernel_for(key, kind, x, params, dtype), kind, x, params, dtype)

@@ -1,4 +1,4 @@
-"""The numbers of a training that loggers ask for, without making the host wait for the device."""
+"""Gives loggers a training's numbers without making the host wait for the device."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ class Metrics:
         return {} if arrived is None else dict(zip(self._names, arrived.tolist(), strict=True))
 
     def remove(self) -> None:
-        """Follow the optimizer's steps no longer."""
+        """Stop following the optimizer's steps."""
         self._hook.remove()
 
     def _follow(self, optimizer: Any) -> None:
@@ -58,11 +58,12 @@ class Metrics:
             return
         scaler = self._scaler
         scale: Tensor | None = scaler._scale if scaler is not None and scaler.is_enabled() else None
-        found = {"grad_norm": optimizer.grad_norm, "skipped_steps": optimizer.skipped_steps, "loss_scale": scale}
-        there = {name: it.float() for name, it in found.items() if it is not None}
-        if self._names != tuple(there):
-            self._names = tuple(there)
+        all_numbers = {"grad_norm": optimizer.grad_norm, "skipped_steps": optimizer.skipped_steps, "loss_scale": scale}
+        numbers = {name: number.float() for name, number in all_numbers.items() if number is not None}
+        if self._names != tuple(numbers):
+            self._names = tuple(numbers)
             self._readback.forget()
-        if there:
-            device = next((it.device for it in there.values() if it.is_cuda), torch.device("cpu"))  # no wait for copies
-            self._readback.send(torch.stack([put_on(device, it) for it in there.values()]))
+        if numbers:
+            # A CUDA device if a number lies there, because a copy from it to the CPU would make the host wait.
+            device = next((it.device for it in numbers.values() if it.is_cuda), torch.device("cpu"))
+            self._readback.send(torch.stack([put_on(device, it) for it in numbers.values()]))

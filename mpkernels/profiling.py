@@ -25,10 +25,10 @@ class Profile:
     def __init__(self, profiler: Any, warmup: int) -> None:
         self._profiler, self._warmup = profiler, warmup
         self._batches = 0
-        self.steps = 0  #: the measured batches: those after the warm-up
-        self.samples = 0  #: the samples in them: the first dimension of each batch's first tensor
-        self.seconds = 0.0  #: how long they took, until the device had finished
-        self.waited = 0.0  #: the part of these seconds in which the loop waited for its next batch
+        self.steps = 0  #: how many batches were measured: all after the warm-up
+        self.samples = 0  #: how many samples these batches had, by the first dimension of each batch's first tensor
+        self.seconds = 0.0  #: how long the measured batches took, until the device had finished
+        self.waited = 0.0  #: the part of ``seconds`` in which the loop waited for its next batch
 
     @property
     def samples_per_second(self) -> float | None:
@@ -44,18 +44,18 @@ class Profile:
     def batches(self, loader: Iterable[Batch]) -> Iterator[Batch]:
         """Yield the loader's batches, and measure how long the loop waits for each."""
         start = None if self._warmup else _now()
-        asked = time.perf_counter()
+        wait_began = time.perf_counter()
         try:
             for count, batch in enumerate(loader, 1):
                 self._batches += 1
                 if start is not None:
-                    self.waited += time.perf_counter() - asked
+                    self.waited += time.perf_counter() - wait_began
                     self.steps += 1
                     self.samples += next((len(it) for it in tensors_in(batch) if it.dim() > 0), 1)
                 yield batch
                 if count == self._warmup:
                     start = _now()
-                asked = time.perf_counter()
+                wait_began = time.perf_counter()
         finally:
             if start is not None:
                 self.seconds += _now() - start
@@ -94,8 +94,8 @@ def _phase(name: str) -> Iterator[None]:
 def _named_phases() -> Iterator[None]:
     """Mark forward, backward and step by torch's hooks. The backward has no hook, so torch.autograd.backward is
     wrapped."""
-    phases: list[Any] = []  # that have begun
-    depth = 0  # of calls of modules: the outermost one is the phase
+    phases: list[Any] = []  # the phases that have begun
+    depth = 0  # how deep calls of modules are nested: the outermost call is the phase
 
     def begin(name: str) -> None:
         phases.append(_phase(name))
@@ -130,7 +130,7 @@ def _named_phases() -> Iterator[None]:
         torch.autograd.backward = backward
         for hook in hooks:
             hook.remove()
-        while phases:  # of a step that raised
+        while phases:  # a step has raised
             end()
 
 
@@ -145,8 +145,8 @@ def _traced(path: Path) -> Iterator[Any]:
     activities = [profiler.ProfilerActivity.CPU]
     activities += [profiler.ProfilerActivity.CUDA] * torch.cuda.is_available()
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Using `torch.compile")  # under our hooks: they count what is nested
-        # acc_events: or an older torch warns that events of other cycles are gone, of which there are none.
+        warnings.filterwarnings("ignore", "Using `torch.compile")  # warns of hooks; ours count nested calls
+        # acc_events silences an older torch's warning about lost events of other cycles; there are no other cycles.
         with profiler.profile(activities=activities, on_trace_ready=write, acc_events=True) as running, _named_phases():
             yield running
 

@@ -1,4 +1,4 @@
-"""Gives modules, optimizers and other objects back the state that they had."""
+"""Restores modules, optimizers and other objects to an earlier state."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
@@ -18,8 +18,8 @@ _NO_EXTRA = nn.Module.get_extra_state
 
 
 def undo_of(thing: Any) -> Undo:
-    """Return a function that gives the object back the state that it has now, grads apart. Until that is called, the
-    host keeps a copy of the object's tensors."""
+    """Return a function that restores the object's present state, except grads. As long as the function lives, the host
+    keeps a copy of the object's tensors."""
     if isinstance(thing, nn.Module):
         return _undo_of_module(thing)
     if isinstance(thing, Optimizer):
@@ -43,7 +43,7 @@ def _undo_of_module(module: nn.Module) -> Undo:
 
 
 def _undo_of_optimizer(optimizer: Optimizer) -> Undo:
-    inner = [_undo_of_optimizer(it) for it in vars(optimizer).values() if isinstance(it, Optimizer)]  # a wrapper's
+    inner = [_undo_of_optimizer(it) for it in vars(optimizer).values() if isinstance(it, Optimizer)]  # in a wrapper
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     attributes = {key: value for key, value in vars(optimizer).items() if key != "param_groups"}
     tensors = _tensors_in([attributes, groups])
@@ -65,7 +65,7 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def _undo_of_dicts(dicts: Iterable[Any], tensors: Iterable[Tensor]) -> Undo:
-    """Return a function that gives the dicts their entries back, and the tensors their numbers."""
+    """Return a function that restores the dicts' entries and the tensors' numbers."""
     entries = [(it, dict(it)) for it in dicts if isinstance(it, dict)]
     written = list({id(it): it for it in tensors if _is_writable(it)}.values())
     values = [part_of(it.detach()).to("cpu", copy=True) for it in written]
@@ -73,7 +73,7 @@ def _undo_of_dicts(dicts: Iterable[Any], tensors: Iterable[Tensor]) -> Undo:
     @torch.no_grad()
     def undo() -> None:
         for tensor, value in zip(written, values, strict=True):
-            part_of(tensor).copy_(value)  # not detached: to a detached COO tensor, copy_ gives new parts
+            part_of(tensor).copy_(value)  # copy_ to a detached COO tensor would replace its parts, not ours
         for entry, before in entries:
             entry.clear()
             entry.update(before)
@@ -82,6 +82,6 @@ def _undo_of_dicts(dicts: Iterable[Any], tensors: Iterable[Tensor]) -> Undo:
 
 
 def _is_writable(tensor: Tensor) -> bool:
-    """Return whether copy_ can write to the tensor: an expanded one shows an element in several places."""
+    """Return whether copy_ can write to the tensor. It can't write to an expanded one, whose elements share memory."""
     is_expanded = tensor.layout == torch.strided and not tensor.is_nested and 0 in tensor.stride()
     return not (tensor.is_nested or tensor.is_mkldnn or is_lazy(tensor) or tensor.is_meta or is_expanded)

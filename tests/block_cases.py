@@ -1,4 +1,4 @@
-"""Layers, gated layers and MLPs, ours and as torch has them: the oracle in fp64, and the rival in the dtype at hand."""
+"""Layers, gated layers and MLPs, ours and torch's: torch in fp64 is the oracle, torch in the tested dtype the rival."""
 
 from typing import NamedTuple
 
@@ -12,13 +12,13 @@ from tests.linear_cases import TORCH
 
 
 class Block(NamedTuple):
-    """A function of x and its parameters, which come in one order for ours and for torch's."""
+    """A function of x and parameters. Ours and torch's take the parameters in the same order."""
 
     ours: object
     torchs: object
-    shapes: object  # of the parameters, for K, H, N
-    bytes_saved: int  # of each hidden feature in 16 bits
-    names: tuple[str, ...]  # of the parameters, as the package has them
+    shapes: object  # returns the parameters' shapes, from K, H, N
+    bytes_saved: int  # for the backward, for each hidden feature in 16 bits
+    names: tuple[str, ...]  # of the parameters in the package
 
 
 def _stacked(x, weight, bias):
@@ -87,7 +87,7 @@ MLPS = {name: it for name, it in BLOCKS.items() if "mlp" in name}
 
 
 def arguments(name, dtype, sizes=(6, 8, 10, 7), device="cpu", seed=0):
-    """x, the parameters, and dy: of a size that leaves z and h around 1."""
+    """Return x, the parameters, and dy, of a size that leaves z and h around 1."""
     generator = torch.Generator().manual_seed(seed)
     rows, inputs, hidden, outputs = sizes
     last = outputs if "mlp" in name else hidden
@@ -98,7 +98,7 @@ def arguments(name, dtype, sizes=(6, 8, 10, 7), device="cpu", seed=0):
 
 
 def results(function, activation, leaves, dy, **options):
-    """y and the gradients."""
+    """Return y and the gradients."""
     leaves = [it.detach().requires_grad_() for it in leaves]
     y = function(activation, *leaves, **options)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]

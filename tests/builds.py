@@ -1,4 +1,4 @@
-"""Commands of a user who builds, in copies of the checkout."""
+"""Runs the commands of a user who builds, in copies of the checkout."""
 
 import os
 import shutil
@@ -24,6 +24,6 @@ def python(*arguments: str, cwd: Path, **env: str) -> str:
 
 
 def copy_checkout(to: Path) -> Path:
-    """What git would track. It isn't asked, because .ci/run tests a copy that is no repository."""
+    """Copy the files that git would track, without git: .ci/run tests a copy that is no repository."""
     ignored = [Path(line).name for line in (ROOT / ".gitignore").read_text().split()]
     return shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".git", *ignored))

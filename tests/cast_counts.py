@@ -1,4 +1,4 @@
-"""What the tests of cast weights look at: how often, and whether the cast is the weight's."""
+"""Counts casts of weights, and ways to write to a weight, for tests of the cast cache."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,7 +33,7 @@ def autocast(**keywords):
 
 
 class ThroughData(torch.optim.SGD):
-    """As many optimizers do it that are older than versions."""
+    """Writes through ``weight.data``, as many old optimizers do."""
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -1,4 +1,4 @@
-"""Runs ``python -m mpkernels ...`` in forks of a process that has imported the package: to import torch takes long."""
+"""Runs ``python -m mpkernels ...`` in forks of a process that has imported the package: importing torch is slow."""
 
 import json
 import os
@@ -13,7 +13,7 @@ from tests import ROOT
 
 
 def run(*words, cwd=None, env=None):
-    """As subprocess.run, with its text captured."""
+    """Run as subprocess.run does, with captured text."""
     server = _server()
     with tempfile.TemporaryDirectory() as folder:
         request = {"words": list(map(str, words)), "cwd": str(cwd or Path.cwd()), "env": dict(env or os.environ)}
@@ -54,7 +54,7 @@ def _serve():
 
 
 def _status_of(work, request):
-    """What Python would exit with."""
+    """Return the exit status that Python would have."""
     try:
         status = work(request)
     except SystemExit as end:

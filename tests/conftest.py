@@ -6,7 +6,7 @@ from functools import partial
 import hypothesis
 import pytest
 
-os.environ["OMP_WAIT_POLICY"] = "passive"  # read with torch: threads that spin while they wait take others' time
+os.environ["OMP_WAIT_POLICY"] = "passive"  # set before torch reads it; spinning threads slow others down
 
 import torch
 
@@ -53,12 +53,13 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Of ``-n auto``. Each takes a gigabyte or two, and now and then waits for processes: hence one more than cores."""
+    """Return the number of workers for ``-n auto``. A worker takes a gigabyte or two. It sometimes waits for processes,
+    so there is one more than cores."""
     return min(os.cpu_count() + 1, 8)
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):  # one of several share the cores; a single thread would test no sharing of work
+    if hasattr(config, "workerinput"):  # a worker: two threads, to test how threads share work
         torch.set_num_threads(max(2, torch.get_num_threads() // config.workerinput["workercount"]))
     required = set(filter(None, config.getoption("--require").split(",")))
     if unknown := required - TARGETS.keys() - {EXTRA}:
@@ -69,11 +70,8 @@ def pytest_configure(config):
         asked |= {name: partial(libraries.why_missing, name) for name in libraries.NAMES}
     if required:
         asked["gloo"] = why_no_gloo
-    if "cpu-cuda" in required:  # built here; pytest itself says nothing before
-        if not hasattr(config, "workerinput"):
-            print(
-                "tests: the CUDA kernels are compiled for the CPU now, in minutes, if they aren't yet", file=sys.stderr
-            )
+    if "cpu-cuda" in required and not hasattr(config, "workerinput"):  # pytest prints nothing before the build
+        print("tests: the CUDA kernels are compiled for the CPU now, in minutes, if they aren't yet", file=sys.stderr)
     missing = {name: why for name, why_missing in asked.items() if (why := why_missing())}
     if missing:
         raise pytest.UsageError(
@@ -90,13 +88,14 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(autouse=True)
 def our_kernels():
-    """A test knows which kernel it tests. What tests the table of what computes asks for it."""
+    """Let our kernels compute all that they can, so that a test knows which kernel it tests. Tests of the selector's
+    table switch this off."""
     selector.pin("native")
 
 
 @pytest.fixture
 def target(request):
-    """Every op runs this target's kernel as long as the test lasts."""
+    """Make every op run this target's kernel during the test."""
     request.node.user_properties.append((TARGET, str(request.param)))
     if why := request.param.why_missing():
         pytest.skip(why)
@@ -107,7 +106,7 @@ def target(request):
 
 
 def _set_order_of_emulated_threads(test):
-    """The same in every run of the test, whatever ran before."""
+    """Start the emulation's order of threads anew, so that each run of a test has the same order."""
     seed = zlib.crc32(test.nodeid.encode())
     emulated_variable("emulation_seed").value = seed
     test.add_report_section("setup", "emulated CUDA", f"seed {seed}")
@@ -115,7 +114,7 @@ def _set_order_of_emulated_threads(test):
 
 @pytest.fixture(params=["cpu-cuda"])  # in the tests' ids, too: -k cuda finds all that look at CUDA C++
 def emulated(request):
-    """As ``target``, for what is asked of the emulation alone."""
+    """Like ``target``, for tests of the emulation alone."""
     target = TARGETS[request.param]
     request.node.user_properties.append((TARGET, request.param))
     if why := target.why_missing():

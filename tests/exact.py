@@ -1,4 +1,4 @@
-"""Layers and blocks in fp64, with how far off it may be expected that their numbers are in fewer bits."""
+"""Layers and blocks in fp64, and the errors to expect of the same numbers in fewer bits."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,8 +11,8 @@ from mpkernels.ops.linear.block_kind import Kind, Parameters
 
 
 class Exact(NamedTuple):
-    """Numbers without an error, and the squares of the size that the error of each is in proportion to: that of a sum
-    is of the size of what is added up, however little is left of it."""
+    """Exact numbers, and the squares of the sizes to which their errors are proportional. A sum's error is proportional
+    to the size of its terms, however little is left of the sum."""
 
     value: Tensor
     squares: Tensor
@@ -21,7 +21,7 @@ class Exact(NamedTuple):
         return Exact(self.value.t(), self.squares.t())
 
     def norm(self) -> Tensor:
-        """Return the size of all of them together, 1 where it is 0."""
+        """Return the norm of the tensors together, or 1 if it is 0."""
         norm = (self.value.square() + self.squares).sum().sqrt()
         return torch.where(norm > 0, norm, 1)
 
@@ -29,7 +29,7 @@ class Exact(NamedTuple):
 class ExactBlock(NamedTuple):
     y: Exact
     dx: Exact
-    gradients: Parameters  # of each parameter that there is
+    gradients: Parameters  # one for each parameter that exists
 
 
 def given(value: Tensor) -> Exact:
@@ -50,7 +50,7 @@ def product(a: Exact, b: Exact) -> Exact:
 
 
 def summed(a: Exact) -> Exact:
-    """Return the sum of the rows."""
+    """Return the sum over rows."""
     return Exact(a.value.sum(0), _largest(a).sum(0))
 
 
@@ -60,8 +60,8 @@ def linear(x: Exact, weight: Tensor, bias: Tensor | None) -> Exact:
 
 
 def activated(activation: str, z: Exact) -> tuple[Exact, Exact]:
-    """Return the activation of z and its slope. Their errors come from z; that of the slope is at least of the size of
-    1, for kernels may work it out from a y that was rounded."""
+    """Return the activation of z and its slope. Their errors come from z; the slope's error is at least proportional to
+    1, because kernels may compute the slope from a rounded y."""
     at = z.value.detach().requires_grad_()
     with torch.enable_grad():
         y = ACTIVATIONS[activation].forward(at)  # torch's gelu is 0 from z = -8.3 on, in fp64 too

@@ -1,4 +1,4 @@
-"""A fault at each line and each call of some code, as Ctrl-C or a lack of memory may come anywhere."""
+"""Raises an error at each line and each call of some code, because Ctrl-C or a lack of memory may come anywhere."""
 
 import gc
 import itertools
@@ -31,7 +31,7 @@ class _Fault:
         self.place, self.error, self.has_come = place, error, False
 
     def __enter__(self):
-        gc.disable()  # finalizers hand on no error
+        gc.disable()  # an error in a finalizer would be lost
         sys.setprofile(self._on_call_into_c)
         sys.settrace(self._on_line)
 
@@ -39,8 +39,8 @@ class _Fault:
         sys.settrace(None)
         sys.setprofile(None)
         gc.enable()
-        torch.set_grad_enabled(True)  # which torch.no_grad leaves off if it is interrupted
-        return self.has_come  # whatever it has become: modules wrap errors
+        torch.set_grad_enabled(True)  # an interrupted torch.no_grad leaves it off
+        return self.has_come  # by flag, not by type: modules wrap errors
 
     def _count(self):
         if self.place == 0 and not self.has_come:
@@ -61,8 +61,8 @@ class _Fault:
 
 
 def faults(every=1):
-    """Yield contexts: in the first one, the first line of the code inside raises, then the second one, and so on, or
-    ``every`` so many. The last one is that in which nothing is left to raise."""
+    """Yield contexts. In the first, the first line of the code inside raises, in the next the second line, and so on,
+    in steps of ``every``. In the last context nothing raises."""
     for place, error in zip(itertools.count(0, every), itertools.cycle(ERRORS)):
         yield (fault := _Fault(place, error))
         if not fault.has_come:

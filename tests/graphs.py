@@ -1,6 +1,6 @@
-"""CUDA graphs, and what stands for them where the reference or Triton's interpreter computes on the CPU: of a captured
-step nothing is done, all is kept, and a replay does it with the same arguments. So what a replay gets wrong was decided
-by the host, and what the host reads of a captured result is NaN."""
+"""CUDA graphs, and a stand-in for them on the CPU, for the reference and Triton's interpreter: ops of a captured step
+aren't run but kept, and a replay runs them with the same arguments. So a replay shows what the host has decided during
+the capture, and a captured result reads as NaN on the host."""
 
 from contextlib import contextmanager
 
@@ -14,10 +14,10 @@ from tests.targets import CUDA
 
 @contextmanager
 def captured(target):
-    """Yields the graph, to be replayed once it is complete."""
+    """Capture the code inside the context. The yielded graph can be replayed afterwards."""
     if target.device == CUDA:
         one = torch.ones(1, 1, device=CUDA)
-        torch.mm(one, one)  # torch's handle of cuBLAS can't be made while a graph is captured
+        torch.mm(one, one)  # makes torch's handle of cuBLAS, which can't be made in a capture
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             yield graph
@@ -31,7 +31,7 @@ class _Graph(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.steps = []
-        self.kept = []  # its memory is the graph's own
+        self.kept = []  # keeps tensors alive, whose memory belongs to the graph
         self.on_host = set()
 
     @torch.no_grad()
@@ -56,7 +56,8 @@ class _Graph(TorchDispatchMode):
         return self._keep_op(op, args, kwargs)
 
     def _is_for_host(self, op, args, kwargs):
-        """torch.tensor makes what is, since no graph may copy it to a device; and so is what is computed of that."""
+        """Return whether an op's result stays on the host: that of torch.tensor, which no graph may copy to a
+        device, or a number computed from such a result."""
         tensors = _tensors((args, kwargs))
         is_host = op is torch.ops.aten.lift_fresh.default or all(_memory(each) in self.on_host for each in tensors)
         return bool(tensors) and is_host

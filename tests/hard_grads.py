@@ -1,10 +1,10 @@
-"""Lists of grads that kernels get wrong."""
+"""Lists of grads that careless kernels get wrong."""
 
 import torch
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
-# Around every vector, block, page and chunk that some kernel cuts at.
+# Sizes around each vector, block, page and chunk at which some kernel cuts.
 SIZES = (0, 1, 2, 7, 15, 31, 32, 33, 255, 1023, 1024, 1025, 8191, 8193, 16383, 16385, 32769, 40000)
 
 
@@ -14,7 +14,7 @@ def random_grads(dtypes=DTYPES, sizes=SIZES, seed=0):
 
 
 def odd_layouts(dtype=torch.float32, seed=0):
-    """Transposed, channels-last, sliced, one element off alignment, with a gap, 0-dim, empty in the middle."""
+    """Return grads that are transposed, channels-last, sliced, misaligned, with a gap, 0-dim, and empty in between."""
     base = torch.randn(6, 4, 8, 10, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
     return [
         base[0, 0].t(),
@@ -30,13 +30,14 @@ def odd_layouts(dtype=torch.float32, seed=0):
 
 
 def every_place(dtype=torch.float32, seed=0):
-    """Views that begin at each element of two 16-byte words, shorter than one and longer than a CUDA block's round."""
+    """Return views that begin at each element of two 16-byte words, some shorter than a word and some longer than a
+    CUDA block's round."""
     base = torch.randn(20_000, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
     return [base[offset:][:size] for offset in range(16) for size in (0, 1, 5, 15, 16, 17, 33, 8191, 8209)]
 
 
 def clones(grads, device="cpu"):
-    """Copies that keep their strides, gaps included, and their place within 16 bytes."""
+    """Return copies with the same strides, gaps included, and the same place within 16 bytes."""
     copies = []
     for grad in grads:
         span = 1 + sum((size - 1) * stride for size, stride in zip(grad.shape, grad.stride(), strict=True) if size > 0)
@@ -47,7 +48,7 @@ def clones(grads, device="cpu"):
 
 
 def same_bits(a, b):
-    """Equal to the last bit, -0.0 and 0.0 apart; one NaN is as good as another."""
+    """Return whether all bits are equal. -0.0 differs from 0.0, but all NaN count as equal."""
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
     both_nan = a.isnan() & b.isnan()

@@ -15,7 +15,7 @@ NAMES = [it.partition(";")[0].replace("-", "_") for it in _REQUIRED]  # of modul
 
 
 def why_missing(name: str) -> str | None:
-    """None where it can be imported."""
+    """Return why the library can't be imported, or None."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -26,7 +26,7 @@ def why_missing(name: str) -> str | None:
 
 
 def need() -> None:
-    """Skip the module that asks, where one is missing. ``--require=integrations`` has let no such run begin."""
+    """Skip the calling module if a library is missing. With ``--require=integrations`` such a run doesn't begin."""
     for name in NAMES:
         if why := why_missing(name):
             pytest.skip(f"needs the extra integrations: {why}", allow_module_level=True)

@@ -1,5 +1,5 @@
-"""A linear layer and the activation after or before it, as torch has them: the oracle, in fp64, and the rival,
-in the dtype at hand."""
+"""torch's linear layer with an activation after or before it: in fp64 as the oracle, in the tested dtype as the
+rival."""
 
 from functools import partial
 
@@ -27,7 +27,7 @@ def torchs(x, weight, bias, activation):
 
 
 def layer(rows, features, outputs, dtype, device="cpu", seed=0, bias=True):
-    """x, weight, bias or None, dy: of a size that leaves z around 1."""
+    """Return x, weight, bias or None, and dy, of a size that leaves z around 1."""
     generator = torch.Generator().manual_seed(seed)
     shapes = (rows, features), (outputs, features), (outputs,), (rows, outputs)
     x, weight, b, dy = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
@@ -39,25 +39,25 @@ def layer(rows, features, outputs, dtype, device="cpu", seed=0, bias=True):
 
 
 def integers(*shape, dtype=torch.bfloat16, device="cpu", seed=0):
-    """Small enough that a sum of 64 products is exact, in whichever order, in 16 bits too."""
+    """Return integers so small that a sum of 64 products is exact in any order, even in 16 bits."""
     generator = torch.Generator().manual_seed(seed + sum(shape))
     return torch.randint(-2, 3, shape, generator=generator).to(device, dtype)
 
 
 def results(function, x, weight, bias, dy, activation):
-    """y and the gradients of x, weight and bias, where there is one."""
+    """Return y and the gradients of x, weight and, if there is one, bias."""
     leaves = [each.detach().requires_grad_() for each in (x, weight, bias) if each is not None]
     y = function(*leaves, *([None] if bias is None else []), activation)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
 
 def with_gaps(tensor):
-    """The same, but each second element of its memory is NaN."""
+    """Return the same numbers in memory where NaN stands between each two."""
     return torch.stack((tensor, torch.full_like(tensor, torch.nan)), -1).flatten(-2)[..., ::2]
 
 
 def transposed(matrix):
-    """The same, but its columns lie one after the other."""
+    """Return the same matrix, stored by columns."""
     return matrix.t().contiguous().t()
 
 
@@ -68,7 +68,7 @@ def relative_error(got, want):
 
 
 def before_a_layer(rows, outputs, columns, dtype, device="cpu", seed=0):
-    """dy and weight of a layer, and z of the activation before it."""
+    """Return dy and weight of a layer, and z of the activation before it."""
     z, weight, _, dy = layer(rows, columns, outputs, dtype, device, seed)
     return dy, weight, z
 

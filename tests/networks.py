@@ -1,4 +1,4 @@
-"""A network that is trained in a blink, for tests of optimizers."""
+"""A network that trains quickly, for tests of optimizers."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The networks are so small that threads cost more than they give, most of all where others use the cores too."""
+    """Compute with one thread: the networks are so small that threads slow them down, above all on busy cores."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -43,7 +43,7 @@ def train(model, optimizer, steps, first=0):
 
 
 def assert_close(ours, theirs, steps, lr=1e-3):
-    """Both round a handful of times a step; each rounding moves a weight by an ulp of itself or of its update."""
+    """Assert equality up to a handful of roundings a step, each by an ulp of the weight or of its update."""
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         bound = steps * 2**-23 * (2 * b.abs().max().item() + 8 * lr)
         assert (a - b).abs().max().item() <= bound

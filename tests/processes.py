@@ -1,4 +1,4 @@
-"""Tests in several processes, by gloo."""
+"""Runs tests in several processes, which communicate by gloo."""
 
 import gc
 import multiprocessing
@@ -22,7 +22,7 @@ def in_processes(test):
     return pytest.mark.exhaustive(needs_gloo(test))
 
 
-# What most checks import. A process starts as a copy of one that has imported this, in a tenth of the time.
+# Modules that most checks import. Processes are forked from one that has imported them, in a tenth of the time.
 PRELOADED = (
     *("mpkernels.amp", "mpkernels.nn", "mpkernels.optim", "torch.distributed.checkpoint.state_dict"),
     *("torch.distributed.fsdp.sharded_grad_scaler", "torch.distributed.tensor.parallel", "torch.distributed.optim"),
@@ -37,12 +37,12 @@ def start(function, arguments, world):
 
 
 def spawn(check, tmp_path, world=2):
-    """check(rank) in each."""
+    """Call check(rank) in each process."""
     start(_on_rank, (check, tmp_path / "store", world), world)
 
 
 def each(checks, rank):
-    """Of ``spawn``, by ``partial``: several checks in the same processes."""
+    """Run several checks in the same processes: an argument for ``spawn``, by ``partial``."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     for check in checks:
         check(rank)
@@ -67,7 +67,7 @@ def leave():
 
 @contextmanager
 def alone():
-    """A group of this process, in which nobody is waited for."""
+    """Make a process group of this process alone."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield distributed.group.WORLD
     leave()

@@ -1,4 +1,4 @@
-"""Which tests run where nobody asks for all: those that tell most for their time. The rest runs with ``--all``.
+"""Chooses the tests of a run without ``--all``: those that tell most for their time.
 
 Left out are tests marked ``exhaustive``, and combinations of parameters: of each test function, as many run as it takes
 for each two values of two parameters to meet; where it is marked ``each_value_once``, for each value to be there. Files

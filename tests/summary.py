@@ -1,4 +1,4 @@
-"""What the tests say of themselves: beforehand how long all of them take, in the end which kernels were tested."""
+"""Prints before the tests how long they take, and after them which kernels were tested."""
 
 from collections import Counter, defaultdict
 
@@ -49,5 +49,5 @@ def _ran(counts):
 
 
 def _reason(report):
-    """Without the place, which comes before it."""
+    """Return the reason of a skip, without the place that precedes it."""
     return report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)

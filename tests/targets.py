@@ -30,11 +30,11 @@ class Target:
 
     @property
     def is_interpreted(self) -> bool:
-        """Some milliseconds for each Triton program."""
+        """Whether Triton's interpreter runs the kernel, which takes milliseconds for each program."""
         return self.kernel == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
 
     def why_missing(self) -> str | None:
-        """None where this machine can run the target."""
+        """Return why this machine can't run the target, or None."""
         if self.device == CUDA and not torch.cuda.is_available():
             return "torch sees no CUDA device"
         if self.kernel == "cuda":
@@ -71,7 +71,7 @@ def emulation_library() -> Path:
 
 
 def emulated_variable(name: str) -> ctypes.c_int:
-    """Of the emulation, for tests to read and set."""
+    """Return a variable of the emulation, for tests to read and set."""
     return ctypes.c_int.in_dll(ctypes.CDLL(str(emulation_library())), name)
 
 

@@ -1,4 +1,4 @@
-"""What the build promises, through the commands that a user types, in copies of the checkout."""
+"""The build, through the commands that a user types, in copies of the checkout."""
 
 import json
 import os
@@ -225,7 +225,7 @@ def installed(request, built, tools, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_clone_runs_on_the_kernels_that_were_installed_from_it(installed):
-    """Its folder hides an installed package from all that is run in it."""
+    """The clone's folder hides the installed package from Python that runs there."""
     clone, library, run = installed
     status, said = run("-W", "error", "-m", "mpkernels", "doctor", "--json")
     assert status == 0, said
@@ -272,7 +272,7 @@ def bare(tmp_path):
 
 @pytest.mark.exhaustive
 def test_the_wheel_works_where_there_is_nothing_but_torch(built, bare, tmp_path):
-    """There is no checkout beside it, either."""
+    """There is no checkout either."""
     python("-m", "pip", f"--python={bare}", "install", "--no-deps", str(built.wheel), cwd=tmp_path)
     status, said = attempt(str(bare), "-c", "import numpy", cwd=tmp_path)
     assert status == 1, said

@@ -80,7 +80,7 @@ def test_a_wrong_file_changes_nothing(tmp_path, spoil):
 
 
 def test_a_large_file_is_checked_to_its_end(tmp_path):
-    """It is read in parts."""
+    """A large file is read in parts."""
     path, weight = tmp_path / "last.pt", torch.arange(700_000)
     save(path, weight=weight)
     assert torch.equal(load(path)["weight"], weight)
@@ -101,7 +101,7 @@ def test_what_the_file_lacks_changes_nothing(tmp_path):
 
 
 class Counting(torch.nn.Module):
-    """Has what a module may have: parameters, buffers, and a state beside them."""
+    """A module with parameters, buffers, and extra state."""
 
     def __init__(self, seed):
         super().__init__()
@@ -132,7 +132,7 @@ def all_of(seed, steps, kind=AdamW, **options):
 
 
 def facts_of(its):
-    """All that training would go on from, as text."""
+    """Return as text all state that training would go on from."""
     model, optimizer = its["model"], its["optimizer"]
     states = [optimizer.state.get(param, {}) for param in model.parameters()]
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]

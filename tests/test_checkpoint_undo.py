@@ -14,7 +14,7 @@ class Frozen(dict):
 
 
 class Refusing:
-    """Refuses what it gets, and what it had."""
+    """An object that refuses both a new state and its own old one."""
 
     def state_dict(self):
         return {}
@@ -29,7 +29,7 @@ class OnlyLoading:
 
 
 class Copying(torch.optim.SGD):
-    """Writes to the tensors that it has."""
+    """An object that loads by writing to its tensors."""
 
     def load_state_dict(self, state_dict):
         for param, state in zip(self.state, state_dict["state"].values(), strict=True):
@@ -105,7 +105,7 @@ def test_an_object_without_a_state_dict_is_loaded_last(tmp_path):
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Shows the state of the optimizer that it holds, as Accelerate's does."""
+    """A wrapper that shows its inner optimizer's state, like Accelerate's."""
 
     def __init__(self, inner):
         self.inner = inner

@@ -1,4 +1,4 @@
-"""The loops that tutorials on mixed precision show: torch's and ours differ in what is imported, in nothing else."""
+"""The loops of tutorials on mixed precision. torch's and ours differ only in their imports."""
 
 import copy
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What docs/differences.md says, and no other test."""
+"""Statements of docs/differences.md that no other test checks."""
 
 import gc
 import weakref

@@ -129,7 +129,7 @@ def _casting(forward):
 
 
 def public_objects():
-    """What the API page lists, with the methods and properties that are ours."""
+    """Return the objects that the API page lists, with those of their methods and properties that are ours."""
     for module in (mpkernels, optim, amp, checkpoint, functional, nn, ops, selector, doctor):
         for name in module.__all__ if hasattr(module, "__all__") else _own(module):
             it = getattr(module, name)
@@ -153,7 +153,7 @@ def test_every_argument_of_a_public_name_has_a_text_of_its_own():
 
 
 def commands():
-    """As README and docs have them, in blocks and in lines."""
+    """Return the commands in README and docs, from blocks and from lines."""
     text = "\n".join(page.read_text() for page in PAGES)
     command = r"(?:python -m )?mpkernels ((?:bench|demo|doctor)\b.*?)"
     return sorted({*re.findall(rf"`{command}`", text), *re.findall(rf"^{command}(?: +#.*)?$", text, re.MULTILINE)})

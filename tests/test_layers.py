@@ -43,7 +43,7 @@ def imports_of(path):
 
 
 def own_imports(path):
-    """Of modules, whichever of their names is imported."""
+    """Return the modules of ours that a file imports, by module even if only a name is imported."""
     for name in imports_of(path):
         if name.split(".")[0] == "mpkernels":
             yield name if name in MODULES else name.rpartition(".")[0]
@@ -75,7 +75,7 @@ SUBSCRIPT = re.compile(r"sys\.modules\[[^]]*mpkernels[^]]*")
 
 
 def hidden_imports(source):
-    """Yield what makes one of our modules known, but for the imports at the top of a file."""
+    """Yield all imports of our modules except those at the top of a file."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and node not in tree.body and "mpkernels" in ast.unparse(node):
@@ -124,7 +124,7 @@ def test_the_registry_and_the_checks_import_no_op():
 
 
 def test_nobody_imports_a_kernel():
-    """But another one, whose rule it takes further."""
+    """Only kernels may import a kernel, to build on its functions."""
     for module, imported in GRAPH.items():
         if module.endswith("_triton"):
             continue
@@ -146,13 +146,13 @@ def test_only_one_module_touches_torch_library():
 
 
 def test_what_compiles_is_not_imported():
-    """It takes as long as torch itself."""
+    """Importing the compiler takes as long as importing torch."""
     code = "import sys, mpkernels.amp, mpkernels.nn, mpkernels.optim; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_no_environment_variable_is_read():
-    """But for oneDNN's own, which says what torch multiplies with."""
+    """Except oneDNN's own variable, which decides what torch multiplies with."""
     for path in [*ROOT.rglob("*.py"), *(ROOT.parent / "csrc").rglob("*.[ch]*")]:
         text = path.read_text().replace('getenv("ONEDNN_MAX_CPU_ISA")', "")
         assert "environ" not in text, path

@@ -1,4 +1,4 @@
-"""What loggers are given, and that nobody waits for it."""
+"""Metrics gives loggers their numbers, and the host never waits."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What ``import mpkernels`` gives."""
+"""The package after ``import mpkernels``."""
 
 import subprocess
 import sys

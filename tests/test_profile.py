@@ -49,7 +49,7 @@ def test_a_trace_names_phases_and_ops(tmp_path):
 
 
 def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
-    """Nsight gets them where there is a GPU, which torch is made to claim here."""
+    """Nsight gets ranges if there is a GPU; here torch is made to claim one."""
     seen = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

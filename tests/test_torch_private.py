@@ -26,7 +26,7 @@ def test_all_are_tried():
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="older ones lack some")
 def test_this_torch_has_each():
-    """Else a stand-in is in use, unseen. CONTRIBUTING.md says what to do when torch has renamed one."""
+    """Otherwise a stand-in is in use unnoticed. CONTRIBUTING.md says what to do when torch has renamed one."""
     from mpkernels._torch_private.finding import look_up  # here, because test_without_each must begin without it
 
     missing = {f"{module}.{name}" for module, name in LOOKED_UP if look_up(module, name, None) is None}

@@ -72,7 +72,7 @@ def draw(text, count, generator):
 
 
 def the_text():
-    """To learn from, and held out: Python's reference manual, 0.4 MB that every Python carries."""
+    """Return text to learn from and held-out text: Python's reference manual, 0.4 MB in every Python."""
     text = torch.tensor(list("".join(topics.values()).encode()))
     return text.tensor_split([len(text) * 9 // 10])
 

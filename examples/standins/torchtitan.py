@@ -1,4 +1,4 @@
-"""A stand-in for torchtitan.components.optimizer, written from its documentation: what a subclass of a container uses.
+"""A stand-in for torchtitan.components.optimizer, from its documentation: the parts that a container's subclass uses.
 
 Like torchtitan 0.3.0, it gives each parameter to the first group whose pattern its name matches, makes one optimizer
 of each kind, and has state dicts whose keys are the parameters' names. It has nothing else of torchtitan.
@@ -31,15 +31,15 @@ class OptimizersContainer(torch.optim.Optimizer):
         fused = {"fused": config.implementation == "fused", "foreach": config.implementation == "foreach"}
         self.optimizers, everything = [], []
         for part in model_parts:
-            groups, left = {}, {name: it for name, it in part.named_parameters() if it.requires_grad}
+            groups, unmatched = {}, {name: it for name, it in part.named_parameters() if it.requires_grad}
             for group in config.param_groups:
-                names = [name for name in left if re.search(group.pattern, name)]
-                options = {"params": [left.pop(name) for name in names], "param_names": names, **fused}
+                names = [name for name in unmatched if re.search(group.pattern, name)]
+                options = {"params": [unmatched.pop(name) for name in names], "param_names": names, **fused}
                 groups.setdefault(group.optimizer_name, []).append(options | group.optimizer_kwargs)
-            for name, those in groups.items():
-                self.optimizers.append(self._resolve_optimizer_factory(name)(those))
-                everything += [param for group in those for param in group["params"]]
-        super().__init__(everything, {})  # for hooks
+            for name, own_groups in groups.items():
+                self.optimizers.append(self._resolve_optimizer_factory(name)(own_groups))
+                everything += [param for group in own_groups for param in group["params"]]
+        super().__init__(everything, {})  # lets hooks be registered
 
     @staticmethod
     def _resolve_optimizer_factory(name: str) -> type[torch.optim.Optimizer]:

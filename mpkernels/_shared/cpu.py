@@ -1,4 +1,4 @@
-"""Which CPU this is, and what it can do that makes one kernel or another the faster."""
+"""Tells which CPU this is, and the features on which the fastest kernel depends."""
 
 import functools
 import platform
@@ -26,12 +26,12 @@ def name() -> str:
 
 
 def features() -> list[str]:
-    """Return the instruction sets that kernels care about; empty where that is not known."""
-    known = " ".join(_facts().get(key, "") for key in ("flags", "Features")).split()
-    return [each for each in _FEATURES if each in known]
+    """Return the instruction sets that kernels care about; empty if the system doesn't tell."""
+    flags = " ".join(_facts().get(key, "") for key in ("flags", "Features")).split()
+    return [feature for feature in _FEATURES if feature in flags]
 
 
 def simd() -> str:
     """Return the widest instruction set that torch uses on this CPU, "AVX512 AMX" say."""
-    multiplies = any(each.startswith("amx") for each in features())
-    return torch.backends.cpu.get_cpu_capability() + (" AMX" if multiplies else "")
+    has_amx = any(feature.startswith("amx") for feature in features())
+    return torch.backends.cpu.get_cpu_capability() + (" AMX" if has_amx else "")

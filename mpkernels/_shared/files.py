@@ -11,16 +11,15 @@ from typing import BinaryIO
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file to write to. It gets the path's name when the context ends, once all has reached the disk. After
-    an exception, what was there is still there.
+    """Yield a new file to write to. When the context ends and all data has reached the disk, the file replaces the one
+    at ``path``, and takes over its permissions. After an exception, the old file is still there.
 
-    The file may be read by those who could read the one that it replaces. A new one may be read as any that ``open``
-    makes."""
+    Without an old file, the permissions are those that ``open`` gives."""
     unfinished = path.with_name(f".{path.name}.{token_hex(4)}")
-    file = open(unfinished, "xb")  # noqa: SIM115, outside of try: what another has there isn't ours to remove
+    file = open(unfinished, "xb")  # noqa: SIM115, outside of try: another's file of this name isn't ours to remove
     try:
         with file:
-            with suppress(OSError):  # there is none, or its file system knows no permissions
+            with suppress(OSError):  # no old file, or a file system without permissions
                 shutil.copymode(path, unfinished)
             yield file
             file.flush()
@@ -30,7 +29,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         with suppress(OSError):
             os.unlink(unfinished)
         raise
-    if os.name == "posix":  # where the new name reaches the disk with its folder
+    if os.name == "posix":  # the new name reaches the disk when its folder does
         folder = os.open(path.parent, os.O_RDONLY)
         try:
             os.fsync(folder)

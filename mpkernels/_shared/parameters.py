@@ -1,4 +1,4 @@
-"""The tensors that optimizers are given: which they are, where they lie, whether they are DTensors."""
+"""Helpers for the tensors that optimizers are given: lists them, groups them by device, knows DTensors."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -47,24 +47,24 @@ def by_device(tensors: Iterable[Tensor], items: Iterable[Item]) -> dict[torch.de
 
 def is_sharded(tensor: Any) -> bool:
     """Return whether this is a DTensor."""
-    loaded = sys.modules.get("torch.distributed.tensor")  # else there can be none
+    loaded = sys.modules.get("torch.distributed.tensor")  # without this module there are no DTensors
     return loaded is not None and isinstance(tensor, loaded.DTensor)
 
 
 def are_any_sharded(tensors: Iterable[Any]) -> bool:
-    """Return whether there is a DTensor among these, at the cost of a look at each one's class."""
+    """Return whether there is a DTensor among these. Looks only at each tensor's class."""
     loaded = sys.modules.get("torch.distributed.tensor")
     return loaded is not None and any(map(issubclass, set(map(type, tensors)), repeat(loaded.DTensor)))
 
 
 def put_on(device: torch.device, tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy of it on the device. The host waits only where it would itself read the copy before
-    it has arrived: on the CPU."""
+    """Return the tensor, or a copy of it on the device. The host waits only for a copy to the CPU: it might read that
+    too early."""
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def sum_of(tensors: Sequence[Tensor]) -> Tensor:
-    """Add up one tensor from each device, on the first."""
+    """Add up one tensor from each device, on the first tensor's device."""
     total = tensors[0]
     for tensor in tensors[1:]:
         total = total + put_on(total.device, tensor)
@@ -77,8 +77,8 @@ def real(tensor: Tensor) -> Tensor:
 
 
 def set_grad_dtype(param: Tensor, dtype: torch.dtype | None) -> None:
-    """Give the grad that is there, and those to come, this dtype. None allows any, and gives the one that is there its
-    parameter's."""
+    """Give the present grad and later ones this dtype. None allows any dtype for later grads, and gives the present one
+    its parameter's."""
     if param.grad_dtype == dtype:
         return
     grad, param.grad = param.grad, None
@@ -88,13 +88,13 @@ def set_grad_dtype(param: Tensor, dtype: torch.dtype | None) -> None:
 
 
 def refuse_sparse(grad: Tensor | None) -> None:
-    """Raise what torch's AdamW does."""
+    """Raise torch's AdamW's error if the grad is sparse."""
     if grad is not None and grad.is_sparse:
         raise RuntimeError("Adam does not support sparse gradients, please consider SparseAdam instead")
 
 
 def refuse_unserved(op: str, argument: str, tensors: Iterable[Tensor]) -> None:
-    """Name the first tensor of a class that computes its own way and knows nothing of our ops."""
+    """Raise for the first tensor whose class computes in its own way, because that knows nothing of our ops."""
     for i, tensor in enumerate(tensors):
         if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
             raise TypeError(

@@ -1,4 +1,4 @@
-"""Tables for people: text where they print, HTML in a notebook."""
+"""Tables for people: text when printed, HTML in a notebook."""
 
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Table(NamedTuple):
-    """A head and rows of cells. Columns that hold numbers stand at the right, the first one never does."""
+    """A head and rows of cells. Columns of numbers are aligned to the right, except the first column."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -35,7 +35,7 @@ class Report:
     """A report that ``print`` shows as text and a notebook as HTML tables."""
 
     def _parts(self) -> Iterable[str | Table]:
-        """Return what it shows, from top to bottom: sentences and tables."""
+        """Return the report's sentences and tables, from top to bottom."""
         raise NotImplementedError
 
     def __str__(self) -> str:

@@ -1,8 +1,8 @@
-"""Every private name of torch's that this package reads: why, and what happens where a torch lacks it.
+"""Every private name of torch's that this package reads: why, and what happens if a torch lacks it.
 
-What is missing has a stand-in here, on the safe side: all works, some of it slower or with a refusal that says so.
-Each file is about one part of torch; ``finding`` looks the names up for all of them. CONTRIBUTING.md says what to do
-when torch renames one.
+A missing name has a safe stand-in here: all works, though some of it slower, or with an error that says so. Each file
+is about one part of torch; ``finding`` looks the names up for all files. CONTRIBUTING.md says what to do when torch
+renames one.
 
 GradScaler also overrides its parent's own methods (``_unscale_grads_``, ``_check_inf_per_device``,
 ``_lazy_init_scale_growth_tracker``), calls ``_check_scale_growth_tracker``, and keeps its books (``_enabled``,

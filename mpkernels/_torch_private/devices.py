@@ -1,4 +1,4 @@
-"""What this machine's devices can do, and when they begin."""
+"""Tells what this machine's devices can do, and when torch begins to use CUDA."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ from mpkernels._torch_private.finding import look_up
 
 
 def when_cuda_begins(call: Callable[[], None]) -> None:
-    """Call this once torch has begun to use CUDA, but nobody else has, or now if it has. Without the queue: only if it
-    has, and otherwise the first launch tells what can't run on a device."""
+    """Call this as soon as torch begins to use CUDA; now if it has begun. Without the queue: call it only if torch has
+    begun; otherwise the first launch tells what can't run on a device."""
     queue = look_up("torch.cuda", "_lazy_call", None)
     if queue is not None and torch.backends.cuda.is_built():
         queue(call)
@@ -17,7 +17,7 @@ def when_cuda_begins(call: Callable[[], None]) -> None:
         call()
 
 
-# Tell whether the CPU multiplies bf16. Without them: Policy.best assumes that it doesn't.
+# Tell whether the CPU multiplies bf16. Without these: Policy.best assumes that it doesn't.
 has_amx: Callable[[], bool] = look_up("torch.cpu", "_is_amx_tile_supported", lambda: False)
 has_avx512_bf16: Callable[[], bool] = look_up("torch.cpu", "_is_avx512_bf16_supported", lambda: False)
 

@@ -1,4 +1,4 @@
-"""Looking a private name up, and stand-ins for what isn't there."""
+"""Looks private names up, and has stand-ins for missing ones."""
 
 import importlib
 from functools import reduce
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def look_up(module: str, name: str, otherwise: Any) -> Any:
-    """Return what a module of torch's has under a name, which may have dots, or ``otherwise``."""
+    """Return the attribute ``name`` (which may have dots) of a module of torch's, or ``otherwise`` if it is missing."""
     try:
         return reduce(getattr, name.split("."), importlib.import_module(module))
     except (AttributeError, ImportError):

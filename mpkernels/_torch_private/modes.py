@@ -1,4 +1,4 @@
-"""Modes, transforms and autocast, which observe the ops that are called, and how to hide ops from them."""
+"""Detects modes, transforms and autocast, which observe the ops that are called, and hides ops from them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -9,19 +9,19 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from mpkernels._torch_private.finding import NoClass, look_up, maybe
 
-# Tell whether a tracer, mode or transform observes ops. Without them: we assume so, and torch computes.
+# Tell whether a tracer, mode or transform observes ops. Without these: we assume so, and torch computes.
 are_transforms_active: Callable[[], bool] = look_up("torch._C", "_are_functorch_transforms_active", maybe)
 count_dispatch_modes: Callable[[], int] = look_up("torch._C", "_len_torch_dispatch_stack", maybe)
 count_function_modes: Callable[[], int] = look_up("torch._C", "_len_torch_function_stack", maybe)
 _function_mode_at: Callable[[int], Any] = look_up("torch._C", "_get_function_stack_at", lambda at: None)
 _DeviceContext: type = look_up("torch.utils._device", "DeviceContext", NoClass)
-# Hides what is done from function modes and tensors of subclasses. Without it: they see what fuse looks at.
+# Hides calls from function modes and tensors of subclasses. Without it: modes and subclasses see what fuse looks at.
 without_functions: Any = look_up("torch._C", "DisableTorchFunction", nullcontext)
 
-# Faster than its public twin, which matters in a small layer.
+# Faster than the public function, which matters in a small layer.
 is_any_autocast_enabled: Callable[[], bool] = look_up("torch._C", "_is_any_autocast_enabled", maybe)
 
-# Hide ops from dispatch modes and transforms. Without them: modes see these ops, too.
+# Hide ops from dispatch modes and transforms. Without these: modes see the ops, too.
 without_dispatch_modes: Any = look_up("torch._C", "_DisableTorchDispatch", nullcontext)
 _without_transforms: Any = look_up("torch._C", "_DisableFuncTorch", nullcontext)
 _may_hook_saved: Callable[[], bool] = look_up("torch._C", "_autograd._saved_tensors_hooks_is_enabled", maybe)
@@ -31,8 +31,8 @@ DispatchMode: Any = look_up("torch.utils._python_dispatch", "TorchDispatchMode",
 
 
 def is_function_mode_active() -> bool:
-    """Return whether a TorchFunctionMode sees the functions of torch that are called. The one of a default device looks
-    at those alone that make tensors. Without the stack's entries: each counts."""
+    """Return whether a TorchFunctionMode sees calls of torch's functions. A default device's mode doesn't count: it
+    only changes functions that make tensors. Without the stack's entries: each mode counts."""
     for at in range(count_function_modes()):  # noqa: SIM110, for torch.compile
         if type(_function_mode_at(at)) is not _DeviceContext:
             return True

@@ -1,4 +1,4 @@
-"""What a module holds, and which hooks run when it is called."""
+"""Tells what a module holds, and which hooks run when it is called."""
 
 from types import MethodType
 from typing import Any
@@ -12,8 +12,8 @@ SpectralParametrization: type = look_up("torch.nn.utils.parametrizations", "_Spe
 
 
 def pre_hooks_of(module: torch.nn.Module) -> list[Any]:
-    """Return what is called before a forward. Without the book: nothing, and under torch.nn.utils.spectral_norm
-    to_mixed needs keep_fp32."""
+    """Return the hooks that run before a module's forward. Without the attribute: none, and under
+    torch.nn.utils.spectral_norm to_mixed needs keep_fp32."""
     return list(getattr(module, "_forward_pre_hooks", {}).values())
 
 
@@ -24,35 +24,36 @@ _hooks_of_all_modules: tuple[Any, ...] = tuple(
 
 
 def are_all_modules_hooked() -> bool:
-    """Return whether hooks run around the forward of each module. Without torch's books of them: no."""
+    """Return whether there are hooks around the forward of every module. Without torch's dicts of such hooks: no."""
     forward, forward_pre, backward, backward_pre = _hooks_of_all_modules
     return bool(forward or forward_pre or backward or backward_pre)
 
 
-# The names by which a module calls itself. Without the second: only ``__call__`` is checked.
+# The methods that run when a module is called. Without the second: only ``__call__`` is checked.
 CALLED_BY = tuple(name for name in ("__call__", "_call_impl") if hasattr(torch.nn.Module, name))
 
 
-def books_of(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return a module's parameters, buffers and children as its ``__dict__`` has them, so that no parametrization is
-    run. Without these books: nothing, and nothing is fused."""
-    return [own.get(book, {}) for book in ("_parameters", "_buffers", "_modules")]
+def books_of(attributes: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a module's dicts of parameters, buffers and children from its ``__dict__``, so that no parametrization
+    runs. Without these attributes: empty dicts, and nothing is fused."""
+    return [attributes.get(book, {}) for book in ("_parameters", "_buffers", "_modules")]
 
 
 def runs_forward_alone(module: torch.nn.Module) -> bool:
-    """Return whether a call of the module runs its class's forward and no hooks of its own. Without the books of hooks:
-    it doesn't, and nothing is fused."""
-    own = vars(module)
+    """Return whether a call of the module runs its class's forward and no hooks of the module. Without the dicts of
+    hooks: False, and nothing is fused."""
+    attributes = vars(module)
     if (
-        own.get("_forward_hooks", True)
-        or own.get("_forward_pre_hooks", True)
-        or own.get("_backward_hooks", True)
-        or own.get("_backward_pre_hooks", True)
-        or own.get("_compiled_call_impl") is not None
-        or "_call_impl" in own
+        attributes.get("_forward_hooks", True)
+        or attributes.get("_forward_pre_hooks", True)
+        or attributes.get("_backward_hooks", True)
+        or attributes.get("_backward_pre_hooks", True)
+        or attributes.get("_compiled_call_impl") is not None
+        or "_call_impl" in attributes
     ):
         return False
-    if "forward" not in own and not torch.compiler.is_compiling():  # which notices a forward that comes later
+    # torch.compile reads module.forward below, and so notices when a forward is set on the module later.
+    if "forward" not in attributes and not torch.compiler.is_compiling():
         return True
-    forward = module.forward  # as torch.compile can follow it: of getattr(forward, "__func__", None) it makes None
+    forward = module.forward  # no getattr(forward, "__func__", None): torch.compile makes None of that
     return isinstance(forward, MethodType) and forward.__func__ is type(module).forward and forward.__self__ is module

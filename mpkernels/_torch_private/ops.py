@@ -1,4 +1,4 @@
-"""Ops of torch's, and the kernels that the dispatcher has for ours."""
+"""Finds ops of torch's, and the kernels that the dispatcher has for our ops."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -19,8 +19,8 @@ has_kernel: Callable[[str, str], bool] = look_up(
 
 
 def find_kernel(op: str, key: str) -> Callable[..., Any] | None:
-    """Return the kernel that C++ has attached to an op, to be called directly. Without the function: nothing, and where
-    it can't run on one of the machine's devices, the reference runs on the others, too."""
+    """Return the kernel that C++ has attached to an op, to be called directly. Without the function: None, and if the
+    kernel can't run on one of the machine's devices, the reference runs on the others, too."""
     find, keys = look_up("torch.library", "get_kernel", None), look_up("torch._C", "DispatchKeySet", None)
     own_key = look_up("torch._C", f"DispatchKey.{key}", None)
     if None in (find, keys, own_key):
@@ -41,12 +41,12 @@ foreach_add_: Callable[[list[Tensor], list[int]], object] = look_up(
     lambda tensors, numbers: [it.add_(n) for it, n in zip(tensors, numbers, strict=True)],
 )
 
-# A view that autograd takes for none, so that users may change the result in place. Without it: a copy.
+# Makes a view that autograd doesn't take for a view, so that users may change the result in place. Without it: a copy.
 unsafe_view: Callable[[Tensor, Sequence[int]], Tensor] = look_up(
     "torch", "ops.aten._unsafe_view", lambda tensor, shape: tensor.view(shape).clone()
 )
 
-# Computes gelu in place. Without it: torch.ops does, which takes longer than a small layer.
+# Computes gelu in place. Without it: torch.ops does, but the call takes longer than a small layer.
 gelu_: Callable[..., Tensor] = look_up("torch", "_C._nn.gelu_", torch.ops.aten.gelu_.default)
 
 # The op that casts. Without it: memory_report counts no casts of autocast's.

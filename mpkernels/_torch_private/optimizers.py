@@ -1,4 +1,4 @@
-"""Which hooks run around an optimizer's step and its loading."""
+"""Finds the hooks that run around an optimizer's step, its loading and its saving."""
 
 from typing import Any
 
@@ -6,15 +6,15 @@ from mpkernels._torch_private.finding import look_up
 
 
 def hooks_of_loading(optimizer: Any) -> tuple[dict[int, Any], dict[int, Any]]:
-    """Return the user's hooks that run before and after load_state_dict. Without the attributes: none, and torch calls
-    the hooks with the stand-in that it loads."""
+    """Return the user's hooks that run before and after load_state_dict. Without the attributes: none, and torch passes
+    the hooks the stand-in that it loads into."""
     before = getattr(optimizer, "_optimizer_load_state_dict_pre_hooks", {})
     return before, getattr(optimizer, "_optimizer_load_state_dict_post_hooks", {})
 
 
 def hooks_of_saving(optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Return the user's hooks that run before and after state_dict. Without the attributes: none, and they are not
-    called around that of Masters."""
+    """Return the user's hooks that run before and after state_dict. Without the attributes: none, and Masters'
+    state_dict doesn't call the hooks."""
     names = (f"_optimizer_state_dict_{kind}_hooks" for kind in ("pre", "post"))
     before, after = (list(getattr(optimizer, name, {}).values()) for name in names)
     return before, after
@@ -27,8 +27,8 @@ _hooks_of_all_steps: tuple[Any, ...] = tuple(
 
 
 def hooks_around_step(optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Return the hooks before and after an optimizer's step, its own and those of all. Without torch's books of them:
-    none, and under a scaler they see scaled grads."""
+    """Return the hooks before and after an optimizer's step, both its own and those of all optimizers. Without torch's
+    dicts of hooks: none, and under a scaler hooks see scaled grads."""
     before = getattr(optimizer, "_optimizer_step_pre_hooks", _NONE)
     after = getattr(optimizer, "_optimizer_step_post_hooks", _NONE)
     if not (before or after or any(_hooks_of_all_steps)):  # as nearly always, at each step
@@ -38,6 +38,6 @@ def hooks_around_step(optimizer: Any) -> tuple[list[Any], list[Any]]:
 
 
 def post_hooks_of_step(optimizer: Any) -> list[Any]:
-    """Return what is called after an optimizer's own step. Without the book: nothing, and Metrics miss a step that a
-    scaler has skipped, where there are hooks of others."""
+    """Return the hooks after this optimizer's step. Without the attribute: none, and Metrics miss steps that a scaler
+    has skipped if there are other hooks."""
     return list(getattr(optimizer, "_optimizer_step_post_hooks", {}).values())

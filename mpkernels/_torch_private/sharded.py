@@ -1,4 +1,4 @@
-"""Parameters of which this process holds a part: FSDP's, DTensors."""
+"""Reads parameters of which this process holds a part: FSDP's, and DTensors."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,51 +10,51 @@ from mpkernels._torch_private.finding import NoClass, look_up
 
 
 def flat_param_handle() -> type:
-    """FSDP1's book of a flat parameter. Without it: FSDP's process group must be given."""
+    """Return FSDP1's class that manages a flat parameter. Without it: FSDP's process group must be given."""
     found: type = look_up("torch.distributed.fsdp._flat_param", "FlatParamHandle", NoClass)
     return found
 
 
 def is_fsdp1s(param: Tensor) -> bool:
-    """Return whether FSDP1 made this of other parameters. Without the mark: none is, and the group must be given."""
+    """Return whether this is a flat parameter of FSDP1's. Without the mark: False, and the group must be given."""
     return bool(getattr(param, "_fsdp_flattened", False))
 
 
 def replaces_exchange(wrapper: Any) -> bool:
-    """Return whether a hook of the user's exchanges this DistributedDataParallel's grads. Without the list: none does,
-    and where ``accumulate(grad_dtype=)`` exchanges them, that isn't called."""
+    """Return whether a hook of the user's exchanges this DistributedDataParallel's grads. Without the list: False, and
+    ``accumulate(grad_dtype=)`` exchanges the grads without calling such a hook."""
     return bool(getattr(wrapper, "_comm_hooks", None))
 
 
 def parts_in_place(tensors: Iterable[Any]) -> list[Any]:
-    """Return the tensor that each DTensor holds; None for others. Without the attribute: None, so that a method of
-    theirs makes a new view of each parameter at each call, and AdamW plans each step anew."""
+    """Return the tensor that each DTensor holds; None for other tensors. Without the attribute: None; then ``to_local``
+    makes a new view of each parameter at each call, and AdamW plans each step anew."""
     return [getattr(it, "_local_tensor", None) for it in tensors]
 
 
 def around_part(part: Tensor, like: Any) -> Any:
-    """Return a DTensor that is placed as the other one is, and whose part lies where it is: on the host behind a mesh
-    of GPUs, say, where ``from_local`` would bring it to them. Without the spec: it raises."""
+    """Return a DTensor with this part, placed like ``like``. The part isn't moved, whereas ``from_local`` would bring
+    one on the host to a mesh of GPUs. Without the spec: it raises."""
     spec = like._spec
     meta = spec.tensor_meta._replace(dtype=part.dtype)
     return type(like)(part, replace(spec, tensor_meta=meta), requires_grad=False)
 
 
 def originals_of(flat: Any) -> list[Tensor]:
-    """Return the parameters that FSDP1 made views of its flat one. Without its lists: none, and the group must be
-    given."""
+    """Return the original parameters that are views of FSDP1's flat parameter. Without the lists: none, and the group
+    must be given."""
     return [*(getattr(flat, "_params", None) or ()), *(getattr(flat, "_shared_params", None) or ())]
 
 
 def root_mesh(mesh: Any) -> Any:
-    """Return the mesh that this one is a slice of. Without the method: itself, so that parameters on several slices
-    need a process_group."""
+    """Return the mesh that this one is a slice of. Without the method: the slice itself, so that parameters on several
+    slices need a process_group."""
     find = getattr(mesh, "_get_root_mesh", None)
     return mesh if find is None else find()
 
 
 def offsets_of_part(shape: Any, mesh: Any, placements: Any) -> tuple[int, ...]:
-    """Return where this process's part of a DTensor begins. Without the function: at 0, so that a report's indices are
-    those within the part."""
+    """Return where this process's part of a DTensor begins. Without the function: 0, so that a report's indices count
+    within the part."""
     find = look_up("torch.distributed.tensor._utils", "compute_local_shape_and_global_offset", None)
     return (0,) * len(shape) if find is None else tuple(find(shape, mesh, placements)[1])

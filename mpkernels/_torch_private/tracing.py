@@ -1,4 +1,4 @@
-"""What torch.compile, torch.export and torch.jit trace, and what they have compiled."""
+"""Detects tracing by torch.compile, torch.export and torch.jit, and what they have compiled."""
 
 import sys
 from collections.abc import Callable
@@ -15,37 +15,38 @@ _mode_of: Callable[[Any], Any] = look_up("torch._C", "_get_dispatch_mode", lambd
 _kinds_of_modes: Any = look_up("torch._C", "_TorchDispatchModeKey", None)
 is_jit_tracing: Callable[[], bool] = look_up("torch._C", "_is_tracing", maybe)
 
-# A stand-in that torch.compile and torch.export trace with. Without it: torch computes what they trace.
+# The class of tensors that torch.compile and torch.export trace with. Without it: torch computes in traced code.
 FakeTensor: type = look_up("torch._subclasses.fake_tensor", "FakeTensor", NoClass)
 
 
 def before_compile(module: torch.nn.Module) -> torch.nn.Module | None:
-    """Return what torch.compile wrapped here. Without the attribute: nothing, and tune runs the compiled module."""
+    """Return the module that torch.compile wrapped. Without the attribute: None, and tune runs the compiled module."""
     return getattr(module, "_orig_mod", None)
 
 
 def is_exporting() -> bool:
-    """Return whether torch.export traces. Without the flag: what is_exporting() says, which is true of all that an
-    older torch compiles."""
+    """Return whether torch.export traces. Without the flag: what torch's is_exporting() says, which an older torch also
+    sets in torch.compile."""
     flag = getattr(torch.compiler, "_is_exporting_flag", None)
     return torch.compiler.is_exporting() if flag is None else bool(flag)
 
 
 def constant_in_graphs(function: Function) -> Function:
-    """Have torch.compile call this while it traces, as torch.compiler.assume_constant_result does, which first imports
-    what compiles: a second, also where nothing does. Without the mark: it is traced, as any function."""
+    """Let torch.compile call this function while it traces, and take the result for a constant. Unlike
+    torch.compiler.assume_constant_result this doesn't import the compiler, which takes a second. Without the mark: the
+    function is traced like any other."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def uncompiled() -> Any:
-    """Have what torch.compile has compiled run as it was written. Where nothing has imported it, nothing is."""
-    is_there = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if is_there else nullcontext()
+    """Return a context in which compiled code runs as it was written. Without torch.compile imported there is none."""
+    is_imported = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if is_imported else nullcontext()
 
 
 def may_be_compiled() -> bool:
-    """Return whether something has imported torch.compile, which takes a second."""
+    """Return whether the caller may be compiled. Checks whether torch.compile is imported, without importing it."""
     return torch.compiler.is_compiling() or "torch._dynamo" in sys.modules
 
 
@@ -54,7 +55,8 @@ def as_written(
     function: Function,
     why: str = "of DTensors must not be part of a full graph: torch.compile can't trace their meshes",
 ) -> Function:
-    """Return a function that torch.compile runs as it is, with all that it calls, or refuses with fullgraph=True."""
+    """Return the function, marked so that torch.compile doesn't compile it and all that it calls, and raises with
+    fullgraph=True."""
     if torch.compiler.is_compiling():
         raise RuntimeError(f"{name} {why}")
     written: Function = torch.compiler.disable(function)
@@ -65,7 +67,7 @@ _TRACING = [getattr(_kinds_of_modes, name, None) for name in ("FAKE", "PROXY", "
 
 
 def is_tracing() -> bool:
-    """Return whether torch writes down what is called: then a tensor is a stand-in, or would be a graph's constant."""
+    """Return whether torch records calls into a graph: then a tensor is a stand-in, or would become a constant."""
     return (
         torch.compiler.is_compiling()
         or are_transforms_active()

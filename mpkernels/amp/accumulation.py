@@ -40,7 +40,7 @@ class MicroBatch:
         backward also clips, takes the step, updates the loss scale and clears the grads."""
         if self._is_done:
             raise RuntimeError("accumulate: backward has been called for this batch already")
-        if self._share > 0:  # else the loss may be a mean of nothing, whose gradient is NaN however small its share
+        if self._share > 0:  # a share of 0 may be a mean of nothing, whose gradient is NaN even times 0
             self._scale(loss * self._share).backward()
         self._is_done = True
         if self.is_last:
@@ -127,7 +127,7 @@ def _micro_batches(
         weights = [1.0 if weigh is None else float(weigh(batch)) for batch in group]
         if not sum(weights) > 0:
             raise ValueError(f"accumulate: weigh must give a group more than 0 in all, got {weights}")
-        pairs = sorted(zip(group, weights, strict=True), key=lambda pair: pair[1] > 0)  # the last one's backward counts
+        pairs = sorted(zip(group, weights, strict=True), key=lambda pair: pair[1] > 0)  # the last backward steps
         with cast_cache.one_step(), nullcontext() if wide is None else wide.of_group():
             for i, (batch, weight) in enumerate(pairs):
                 micro = MicroBatch(batch, weight / sum(weights), i == len(group) - 1, step, scaler.scale)
@@ -142,8 +142,9 @@ def _micro_batches(
 
 
 def _keep_to_itself(around: ExitStack, model: Any, optimizer: Any, are_wide: bool) -> None:
-    """Keep a batch's grads on this process and in memory. The context must contain the forward, too, because DDP
-    decides there whether it will exchange grads. What FSDP2 keeps adds up in its own dtype: wide grads it exchanges."""
+    """Keep a batch's grads in this process's memory, without an exchange. The context must contain the forward, too,
+    because DDP decides there whether to exchange. Wide grads are exchanged by FSDP2 at each batch, because it would add
+    up the kept ones in its own dtype."""
     if hasattr(model, "no_sync"):
         around.enter_context(model.no_sync())
     if hasattr(model, "set_requires_gradient_sync") and not are_wide:  # FSDP2's

@@ -20,7 +20,7 @@ def autocast(*arguments: Any, **keywords: Any) -> torch.amp.autocast:
     """
     if arguments and isinstance(arguments[0], bool):
         keywords_of_old = dict(zip(("enabled", "dtype", "cache_enabled"), arguments, strict=False))
-        for name in keywords_of_old.keys() & keywords.keys():  # Python itself says KeyError in an except clause
+        for name in keywords_of_old.keys() & keywords.keys():  # Python's own error is a KeyError in an except clause
             raise TypeError(f"autocast() got multiple values for argument {name!r}")
         return torch.amp.autocast(machines_device(), **keywords_of_old, **keywords)
     if not arguments and "device_type" not in keywords:

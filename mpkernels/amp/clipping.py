@@ -96,28 +96,30 @@ def _norm(
     shares: Sequence[float] | None,
 ) -> Tensor:
     """Return the norm, on the device of the first grad. With processes, return their common norm, on the device where
-    they communicate. shares: how much each grad's square counts in the sum over processes, if some hold the same."""
+    they communicate. ``shares`` says how much each grad's square counts in the sum over processes, because several may
+    hold the same grad."""
     dtype = reduce(torch.promote_types, {grad.dtype for grad in grads}, torch.float32)
     dtype = dtype.to_real() if dtype.is_complex else dtype  # torch.compile can't trace to_real
     try:
-        own = _own_norm(grads, norm_type, shares)
-    except Exception:  # then the others don't clip, and the host of a CPU raises there, too
+        partial_norm = _own_norm(grads, norm_type, shares)
+    except Exception:  # tell the other processes: they don't clip, and on a CPU they raise, too
         if processes is not None and norm_type == 2:
             processes.agree(params, None, None, has_failed=True)
         elif processes is not None:
             processes.norm(params, math.nan, norm_type)
         raise
     if norm_type != 2:
-        return (own if processes is None else processes.norm(params, own, norm_type)).to(dtype)
+        return (partial_norm if processes is None else processes.norm(params, partial_norm, norm_type)).to(dtype)
+    sumsq = partial_norm
     if processes is not None:
-        own, _, failed, _ = processes.agree(params, own, None)
+        sumsq, _, failed, _ = processes.agree(params, sumsq, None)
         processes.refuse_if_failed("clip_grad_norm_", failed)
-        own = own.masked_fill(failed > 0, math.nan)
-    return own.sqrt().to(dtype)
+        sumsq = sumsq.masked_fill(failed > 0, math.nan)
+    return sumsq.sqrt().to(dtype)
 
 
 def _own_norm(grads: Sequence[Tensor], norm_type: float, shares: Sequence[float] | None) -> Tensor:
-    """Return the norm of this process's grads; of type 2 its square."""
+    """Return the norm of this process's grads; for type 2 the norm's square."""
     device = grads[0].device if grads else torch.device("cpu")
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2:
@@ -149,8 +151,8 @@ def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
 
 
 def _is_known_one(coefficient: Tensor) -> bool:
-    """Return whether the host knows that no grad changes. It would have to wait for any device but the CPU, and what a
-    mode or tracer writes down must not depend on it."""
+    """Return whether the host knows, without waiting for a device, that the coefficient is 1, so that no grad changes.
+    False under a mode or tracer, because the ops that it records must not depend on values."""
     is_watched = is_tracing() or count_dispatch_modes() > 0
     is_known = type(coefficient) is Tensor and coefficient.device.type == "cpu" and not is_watched
     return is_known and float(coefficient) == 1.0
@@ -172,7 +174,7 @@ def _scale(grads: Sequence[Tensor], coefficient: Tensor) -> None:
 
 
 def _real(grads: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return what a grad has in the same memory; a conjugate's signs don't matter here."""
+    """Return complex grads as real views of their memory. A conjugate's signs don't matter for norm and scaling."""
     if not any(map(torch.is_complex, grads)):
         return grads
     return [real(grad.conj() if grad.is_conj() else grad) for grad in grads]

@@ -72,7 +72,7 @@ class GradScaler(torch.amp.GradScaler):
         self._scaling = "scheduled" if schedule is not None else scaling
         self._schedule, self._updates = schedule, 0
         self._min_scale, self._max_scale, self._hysteresis = beyond
-        self._init_overflows = [0, 0]  # in a row, in all
+        self._init_overflows = [0, 0]  # overflows in a row, and in all
         self._overflows: Tensor | None = None
         self._was_skipped = Readback()
         self._ledgers, self._peers = Ledgers(), processes.given("GradScaler", process_group)
@@ -95,7 +95,7 @@ class GradScaler(torch.amp.GradScaler):
         return None if self._overflows is None else self._overflows[1]
 
     def scale(self, outputs: Any) -> Any:
-        """Scale as torch does, which on the CPU would read a device's scale before it has arrived."""
+        """Scale as torch does, but wait for the copy of a device's scale to the CPU; torch reads it too early."""
         is_one = isinstance(outputs, Tensor)
         if is_one and self._enabled and self._scale is not None:
             return outputs * put_on(outputs.device, self._scale)
@@ -108,7 +108,7 @@ class GradScaler(torch.amp.GradScaler):
         overflows = self._fill_overflows(torch.empty(2, dtype=torch.int32, device=dev))
         try:
             super()._lazy_init_scale_growth_tracker(dev)
-        except BaseException:  # one without the other could not be used, nor made anew
+        except BaseException:  # drop both, so that the next call makes both
             self._scale = self._growth_tracker = None
             raise
         self._overflows = overflows
@@ -119,7 +119,7 @@ class GradScaler(torch.amp.GradScaler):
         return overflows
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Unscale as torch does. If that fails, the next call goes on where the grads still have the scale."""
+        """Unscale as torch does. If it fails, the next call unscales only grads that are still scaled."""
         try:
             super().unscale_(optimizer)
         except BaseException:
@@ -128,15 +128,15 @@ class GradScaler(torch.amp.GradScaler):
             raise
 
     def _attempts(self, optimizer: Optimizer) -> dict[torch.device, Attempt]:
-        state: dict[str, Any] = self._per_optimizer_states.get(id(optimizer), {})  # torch adds one when it unscales
+        state: dict[str, Any] = self._per_optimizer_states.get(id(optimizer), {})  # torch adds it when it unscales
         return state.setdefault("attempts", {})  # type: ignore[no-any-return]
 
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
         grads = inf_check.grads_of(optimizer)
-        unscale = partial(inf_check.unscale_, grads, inv_scale, self._attempts(optimizer))  # allow_fp16 or not
-        step_asks = self._per_optimizer_states[id(optimizer)].get("step_asks")  # the processes
+        unscale = partial(inf_check.unscale_, grads, inv_scale, self._attempts(optimizer))  # fp16 is always allowed
+        step_asks = self._per_optimizer_states[id(optimizer)].get("step_asks")  # whether the step asks the processes
         peers = None if step_asks else inf_check.peers_of(self, optimizer)
         found_infs = inf_check.of_all(peers, unscale, inv_scale)
         self._note(optimizer, grads, found_infs, unscaled=True)
@@ -144,12 +144,12 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: Optimizer) -> dict[Any, Tensor]:
         """Return whether the grads hold an inf or NaN. torch calls this before the step of an optimizer that unscales
-        by itself, so the grads are only read."""
+        inside its step, so this only reads the grads."""
         grads, (scale, _) = inf_check.grads_of(optimizer), self._check_scale_growth_tracker("_check_inf_per_device")
 
         def look() -> dict[Any, Tensor]:
             found_infs: dict[Any, Tensor] = inf_check.look(grads, scale)
-            if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's, that may know other ranks
+            if type(self)._unscale_grads_ is not GradScaler._unscale_grads_:  # a subclass's may ask other ranks
                 for device, found_inf in super(GradScaler, self)._check_inf_per_device(optimizer).items():
                     found_infs[device] = torch.maximum(found_inf, found_infs.get(device, found_inf))
             return found_infs
@@ -161,8 +161,8 @@ class GradScaler(torch.amp.GradScaler):
         return found_infs
 
     def _note(self, optimizer: Optimizer, grads: inf_check.Grads, found_infs: Any, unscaled: bool) -> None:
-        """Write down, on the device, what the grads are like if the step will be skipped."""
-        if self._scale is None:  # a subclass's way to take a scale of its own off
+        """Record the facts about the grads on the device, if the step will be skipped."""
+        if self._scale is None:  # a subclass unscales by a scale of its own
             return
         self._ledgers.take_up(optimizer, self._overflows)
         self._ledgers.fill(optimizer, grads, found_infs, self._scale, unscaled)
@@ -195,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
     def _leaves_check_to(self, optimizer: Optimizer, kwargs: dict[str, Any]) -> bool:
         if not self._enabled or self._scale is None or "closure" in kwargs or not self._leaves_check:
             return False
-        if not getattr(type(optimizer), "_finds_inf", False):  # a wrapper reads as the optimizer inside
+        if not getattr(type(optimizer), "_finds_inf", False):  # its type, because a wrapper forwards attribute reads
             return False
         state = self._per_optimizer_states.get(id(optimizer))
         is_ready = state is None or state["stage"] is OptState.READY
@@ -218,7 +218,7 @@ class GradScaler(torch.amp.GradScaler):
         with AllOrNothing(scale, tracker, self._overflows):
             if new_scale is not None:
                 scalings.set_to(new_scale, scale)
-                scale, tracker = scale.clone(), tracker.clone()  # so that only overflows are counted
+                scale, tracker = scale.clone(), tracker.clone()  # the update moves clones, and so only counts overflows
             if found_infs:
                 self._move(scale, tracker, found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum())
             if self._schedule is not None:
@@ -228,7 +228,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _move(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
         overflows = self._overflows
-        assert overflows is not None  # made with the scale
+        assert overflows is not None  # it is made with the scale
         factors = self._growth_factor, self._backoff_factor, self._growth_interval
         beyond = self._min_scale, self._max_scale, self._hysteresis
         update_scale_(scale, tracker, found_inf, *factors, overflows, *beyond)

@@ -1,4 +1,4 @@
-"""GradScaler's step of an optimizer that checks its grads itself: what each sets on the optimizer for the other."""
+"""GradScaler's step of an optimizer that checks its grads itself. They exchange data as attributes of the optimizer."""
 
 from functools import partial
 from typing import Any
@@ -26,12 +26,12 @@ def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> float | None
     if attempt is None or not attempt.was_done():
         device = _device_of_verdict(optimizer, peers, scale.device)
         attempt = state["attempt"] = None if device is None else Attempt(partial(params_of, optimizer), device)
-        vars(optimizer).pop("found_inf", None)  # torch's scaler sets its own there
+        vars(optimizer).pop("found_inf", None)  # torch's scaler may have left one there
         if peers is not None:
             optimizer.peers = peers
         preset = getattr(optimizer, "grad_scale", None)
         optimizer.grad_scale = scale if preset is None else scale * preset
-        # The optimizer writes to this tensor: attributes that compiled code sets are lost outside of it.
+        # The optimizer writes to this tensor, because attributes that compiled code sets are lost outside of that code.
         optimizer.outcome = None if attempt is None else attempt.outcome
         try:
             result = optimizer.step(*args, **kwargs)
@@ -52,8 +52,8 @@ def take_back(attributes: dict[str, Any]) -> None:
 
 
 def _device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: torch.device) -> torch.device | None:
-    """Return the device of the first grad. Without a grad: None, or the other one where processes have parts, or grads
-    wait on the host."""
+    """Return the device of the first grad. Without a grad, return ``otherwise`` if other processes may have grads or
+    grads wait on the host, else None."""
     params = params_of(optimizer)
     found = next((param.grad.device for param in params if param.grad is not None), None)
     if found is None:
@@ -63,8 +63,8 @@ def _device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise:
 
 
 def is_a_wrapper(optimizer: Optimizer, attributes: dict[str, Any]) -> bool:
-    """Return whether this optimizer, which has these attributes of its own, forwards reads of others to another one.
-    The inner optimizer would never see the attributes that a scaler sets on the outer one."""
+    """Return whether this optimizer forwards reads of attributes to an inner one, but not writes: the inner optimizer
+    would never see what a scaler sets. ``attributes`` are those of this optimizer alone."""
     flag, kind = "_step_supports_amp_scaling", type(optimizer)
-    is_own = hasattr(kind, flag) or flag in attributes
-    return not is_own and getattr(optimizer, flag, False) and kind.__setattr__ is object.__setattr__
+    has_flag = hasattr(kind, flag) or flag in attributes
+    return not has_flag and getattr(optimizer, flag, False) and kind.__setattr__ is object.__setattr__

@@ -19,17 +19,17 @@ from mpkernels.ops import unscale_ as unscale_list_
 from mpkernels.optim import torchao_offload
 from mpkernels.optim.offload import have_left
 
-FoundInf = dict[torch.device, Tensor]  # one entry at most: fp32, 0-dim, exactly 0 or 1, as torch's optimizers want
-Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # parameters and their grads
+FoundInf = dict[torch.device, Tensor]  # at most one tensor: fp32, 0-dim, exactly 0 or 1, as torch's optimizers want
+Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # device -> parameters and their grads
 
 
 def unscale_(grads: Grads, inv_scale: Tensor, attempts: dict[torch.device, Attempt]) -> FoundInf:
-    """Unscale the grads in place, and return whether any of them is inf or NaN afterwards. Leave out the devices whose
-    grads an attempt has unscaled before it failed."""
-    for device, (params, of_device) in grads.items():
+    """Unscale the grads in place, and return whether any of them is inf or NaN afterwards. Leave out devices whose
+    grads an earlier, failed attempt has already unscaled."""
+    for device, (params, neighbours) in grads.items():
         if device not in attempts or not attempts[device].was_done():
-            this = attempts[device] = Attempt(partial(list, params), device)
-            unscale_list_([*of_device, this.mark], this.found_inf, put_on(device, inv_scale))
+            attempt = attempts[device] = Attempt(partial(list, params), device)
+            unscale_list_([*neighbours, attempt.mark], attempt.found_inf, put_on(device, inv_scale))
     return _together([attempts[device].found_inf for device in grads], inv_scale.device)
 
 
@@ -37,25 +37,26 @@ def look(grads: Grads, scale: Tensor) -> FoundInf:
     """Return whether the grads will hold an inf or NaN once they are unscaled. A scale below 1 enlarges them, so finite
     grads count as well if their unscaled norm is too large for fp32."""
     found_infs = []
-    for device, (_, of_device) in grads.items():
-        stats = grad_stats(of_device)
+    for device, (_, neighbours) in grads.items():
+        stats = grad_stats(neighbours)
         norm = stats.total_sumsq.sqrt() / put_on(device, scale)
         found_infs.append(torch.maximum(stats.found_inf, (norm > torch.finfo(torch.float32).max).float()))
     return _together(found_infs, scale.device)
 
 
 def _together(found_infs: list[Tensor], device: torch.device) -> FoundInf:
-    there = [put_on(device, found_inf) for found_inf in found_infs]
-    return {device: there[0] if len(there) == 1 else torch.stack(there).amax()} if there else {}
+    flags = [put_on(device, found_inf) for found_inf in found_infs]
+    return {device: flags[0] if len(flags) == 1 else torch.stack(flags).amax()} if flags else {}
 
 
 def given_peers(scaler: Any, optimizer: Any) -> Processes | None:
     """Return the processes of the process_group that the user gave to the scaler or to the optimizer."""
-    both = [getattr(it, "_peers", None) for it in (scaler, unwrapped(optimizer))]
-    ours, own = (it if isinstance(it, Processes) else None for it in both)  # others may answer anything
-    if ours is not None and own is not None and ours.group is not own.group:
+    values = [getattr(it, "_peers", None) for it in (scaler, unwrapped(optimizer))]
+    # Other libraries' classes may return anything for this name.
+    scalers, optimizers = (value if isinstance(value, Processes) else None for value in values)
+    if scalers is not None and optimizers is not None and scalers.group is not optimizers.group:
         raise ValueError("GradScaler: process_group must be that of the optimizer, got another one")
-    return ours or own
+    return scalers or optimizers
 
 
 def given_group(scaler: Any, optimizer: Any) -> Any:
@@ -108,5 +109,5 @@ def _values(param: Tensor, grad: Tensor) -> Tensor:
     if not grad.is_sparse:
         return grad
     if grad.dtype is torch.float16 and not grad.is_coalesced():
-        param.grad = grad = grad.coalesce()  # or the sum of an index's values might overflow later, unseen
+        param.grad = grad = grad.coalesce()  # an overflow in adding values up later goes unnoticed
     return values_of(grad)

@@ -1,4 +1,4 @@
-"""A model's weights in 16 bits, and back."""
+"""Converts a model's weights to 16 bits, and back."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
@@ -94,9 +94,9 @@ def to_full(model: Model, optimizer: torch.optim.Optimizer) -> Model:
         raise ValueError(f"to_full: model must come from to_mixed, got {type(model).__name__}")
     optimizer = _checked("to_full", optimizer)
     narrow = {name: param for name, param in model.named_parameters() if masters.needs_master(param)}
-    known = set(params_of(optimizer))
+    params = set(params_of(optimizer))
     for name, param in narrow.items():
-        if param.requires_grad and param not in known:
+        if param.requires_grad and param not in params:
             raise ValueError(f"to_full: optimizer must hold the master of {name}, which is not among its parameters")
     with torch.no_grad():
         if optimizer._is_loaded:
@@ -147,7 +147,7 @@ def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
 
 
 def _spectral_of(module: nn.Module) -> list[Tensor]:
-    """Return the weights that spectral_norm divides. It multiplies them with fp32 vectors of its own."""
+    """Return the weights under spectral_norm, which multiplies them with fp32 vectors of its own."""
     is_parametrized = isinstance(module, parametrize.ParametrizationList)
     if is_parametrized and any(isinstance(it, SpectralParametrization) for it in module.children()):
         return list(module.parameters(recurse=False))
@@ -155,8 +155,8 @@ def _spectral_of(module: nn.Module) -> list[Tensor]:
 
 
 def _is_fp32s(module: nn.Module) -> bool:
-    """Return whether a module's parameters stay fp32: a norm's, and those that autocast has no rule for. A linear layer
-    that normalises its weight has "norm" in its name, too, but holds a matrix."""
+    """Return whether a module's parameters stay fp32: those of norms and of Bilinear, which autocast has no rule for. A
+    linear layer that normalises its weight may have "norm" in its class's name, too, but it holds a matrix."""
     if isinstance(module, (*_NORMS, nn.Bilinear)):
         return True
     return "norm" in type(module).__name__.lower() and all(it.dim() <= 1 for it in module.parameters(recurse=False))
@@ -172,7 +172,7 @@ def _check(name: str, param: Tensor, goal: torch.dtype, dtype: torch.dtype) -> N
 
 
 def _set(param: Tensor, value: Tensor) -> None:
-    """Set a parameter as Module.to does: it stays the same object, tied and known to its optimizer."""
+    """Change the parameter's data as Module.to does: it stays the same object, for tied modules and its optimizer."""
     if value.dtype == param.dtype:
         return
     grad = param.grad
@@ -189,10 +189,10 @@ def _with_master(param: Tensor, goal: torch.dtype, optimizer: Engine) -> Tensor:
         return param.to(goal)
     rounded, remainder = split(param.detach(), goal)
     scheme = group["master"]
-    own = param_state.create(optimizer._rule, rounded, group)
+    state = param_state.create(optimizer._rule, rounded, group)
     masters.drop_unfit(optimizer.state[param], param)
-    own.update(optimizer.state[param])
-    own[masters.KEYS[scheme]] = remainder if scheme == "split" else param.detach()
-    masters.mark(own, rounded)
-    optimizer.state[param] = own
+    state.update(optimizer.state[param])
+    state[masters.KEYS[scheme]] = remainder if scheme == "split" else param.detach()
+    masters.mark(state, rounded)
+    optimizer.state[param] = state
     return rounded if scheme == "split" else param.to(goal)

@@ -13,7 +13,7 @@ from mpkernels.ops._autocast import has_autocast
 
 
 class UnderAutocast:
-    """A forward without a ``self`` that was set on a model, run under autocast."""
+    """Runs under autocast a forward that was set on a model and isn't the model's method."""
 
     def __init__(self, model: Any, forward: Any, dtype: torch.dtype) -> None:
         functools.update_wrapper(self, forward)
@@ -38,31 +38,32 @@ _CODE = _under_autocast(lambda self: None, torch.bfloat16).__code__
 
 
 def own_forward_of(model: Any) -> Any:
-    """Return the forward that was set on a model, as it was set; None where there is none."""
+    """Return the forward that was set on a model, without our autocast; None if none was set."""
     forward = vars(model).get("forward")
     if isinstance(forward, UnderAutocast):
         return forward._forward
     function = getattr(forward, "__func__", None)
-    is_ours = getattr(function, "__code__", None) is _CODE  # a wrapper of a user's would have all its attributes
+    is_ours = getattr(function, "__code__", None) is _CODE  # a wrapper by functools.wraps has our attributes, too
     return MethodType(function.before_autocast, model) if is_ours else forward  # type: ignore[union-attr]
 
 
 class Mixed:
-    """What ``to_mixed`` makes of a model's class: a subclass that has its name, and runs its forward under autocast."""
+    """Base of the class that ``to_mixed`` gives a model: a subclass of the model's class, with the same name, whose
+    forward runs under autocast."""
 
     _mixed_class: type[nn.Module]
     _mixed_dtype: torch.dtype
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Run a forward that is set on the model under autocast, too: TRL's losses and Accelerate set theirs so. A
-        method of the model stays one, so that a deep copy of the model gets its own."""
+        """Put a forward that is set on the model under autocast, too: TRL's losses and Accelerate set one. A method of
+        the model stays a method, so that a deep copy of the model gets a method of its own."""
         if name == "forward" and isinstance(value, MethodType) and value.__self__ is self:
             value = MethodType(_under_autocast(value.__func__, self._mixed_dtype), self)
         elif name == "forward":
             value = UnderAutocast(self, value, self._mixed_dtype)
         super().__setattr__(name, value)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # a class made here has no name to be found by
+    def __reduce_ex__(self, protocol: Any) -> Any:  # pickle can't find a class made here by its name
         reduced: Any = super().__reduce_ex__(protocol)
         make, arguments, *rest = reduced
         if make is copyreg.__newobj__:  # type: ignore[attr-defined]
@@ -88,7 +89,7 @@ def _rebuild(kind: Any, dtype: torch.dtype, *arguments: Any) -> nn.Module:
 
 
 def _rebuild_of(make: Any, arguments: Any, dtype: torch.dtype) -> nn.Module:
-    """Rebuild a model whose own class, such as a fused one, has no name to be found by either."""
+    """Rebuild a model whose original class, such as a fused one, can't be found by its name either."""
     made: nn.Module = make(*arguments)
     kind: Any = type(made)
     made.__class__ = mixed_class(kind, dtype)
@@ -96,7 +97,7 @@ def _rebuild_of(make: Any, arguments: Any, dtype: torch.dtype) -> nn.Module:
 
 
 def _device_type(model: nn.Module) -> str:
-    """Return the type of device of its weights; a replica of DataParallel has none of its own."""
+    """Return the type of device of the model's weights. A replica of DataParallel has no weights of its own."""
     for param in model.parameters():
         if has_autocast(param.device.type):
             return param.device.type

@@ -42,7 +42,7 @@ class Policy:
 
         bf16 wherever hardware multiplies it, because it needs no scaling: CUDA from Ampere on, ROCm, XPU, and CPUs with
         AMX, AVX512_BF16 or Arm's BF16. Else fp16 on a CUDA device with tensor cores, and on MPS, whose first generation
-        emulates bf16. Else fp32: a CPU without such instructions widens, multiplies and rounds, and is slower for it.
+        emulates bf16. Else fp32: a CPU without such instructions widens, multiplies and rounds, which is slower.
         """
         device = torch.device(machines_device() if device is None else device)
         if device.type == "cuda":
@@ -88,7 +88,7 @@ def _best_on_cuda(device: torch.device) -> str:
 def _multiplies_bf16() -> bool:
     if has_amx() or has_avx512_bf16():
         return True
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # which torch 2.10 may lack
+    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.10 may lack this function
     return capabilities.get("bf16", False)  # Arm's name for it
 
 

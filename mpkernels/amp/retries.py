@@ -1,4 +1,4 @@
-"""What keeps GradScaler's methods from doing a thing twice, where a call has failed and is tried again."""
+"""Keeps GradScaler's methods from doing a thing twice if a call has failed and is tried again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,12 +13,11 @@ from mpkernels._torch_private.tensors import version_of
 class Attempt:
     """One call of an op with some parameters' grads.
 
-    The op changes ``mark`` with everything else. If an error comes from there, nothing but the mark tells on which side
-    of the op it came from.
+    The op changes ``mark`` with everything else. After an error, only the mark tells whether the op had run.
     """
 
     def __init__(self, params: Callable[[], Sequence[Tensor]], device: torch.device) -> None:
-        #: -1 and 0. Of a step: where it writes the norm, and whether it was skipped
+        #: begins as -1 (the mark) and 0. A step writes the norm, and 1 if it was skipped
         self.outcome = torch.arange(-1, 1, dtype=torch.float32, device=device)
         self.found_inf = self.outcome[1]
         self._params = params
@@ -33,7 +32,7 @@ class Attempt:
         self._grads_then = [(_nothing, None) if it is None else (ref(it), version_of(it)) for it in grads]
 
     def was_done(self) -> bool:
-        """Return whether the call has failed after the op, and no grad has changed since. Waits for the device."""
+        """Return whether the call failed after its op had run, and no grad has changed since. Waits for the device."""
         then, grads = self._grads_then, [param.grad for param in self._params()]
         if then is None or len(then) != len(grads):
             return False
@@ -45,10 +44,10 @@ class Attempt:
 
 
 class AllOrNothing:
-    """A context that puts back what the few numbers in the tensors were before it, if an error ends it."""
+    """A context that restores the few numbers in the tensors if an error ends it."""
 
     def __init__(self, *tensors: Tensor | None) -> None:
-        # On the CPU as numbers, which takes a tenth of the time of a copy.
+        # On the CPU they are kept as Python's numbers, which takes a tenth of the time of a copy.
         as_numbers = not torch.compiler.is_compiling()
         self._before: list[tuple[Tensor, Any]] = [
             (it, it.tolist() if as_numbers and it.is_cpu else it.clone()) for it in tensors if it is not None

@@ -1,4 +1,4 @@
-"""Checks GradScaler's options of how the loss scale moves, and makes schedules of them; sets a scale."""
+"""Checks GradScaler's options on how the loss scale moves, makes schedules from them, and sets a scale."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ BEYOND_TORCH = ("min_scale", "max_scale", "hysteresis")
 
 
 def check(scaling: Scaling, options: dict[str, Any]) -> Schedule | None:
-    """Return the schedule, if there is one. ``options`` has what DEFAULTS has."""
+    """Return the schedule, if there is one. ``options`` has the keys of DEFAULTS."""
     if scaling == "dynamic":
         low, first, high = options["min_scale"], options["init_scale"], options["max_scale"]
         _require(low >= 0, "min_scale", "0 or more", low)
@@ -57,7 +57,7 @@ def _schedule(scaling: Any) -> Schedule:
 
 
 def set_to(new_scale: float | Tensor, scale: Tensor) -> None:
-    """Give a scale the value of a number, or of a tensor of one element."""
+    """Set a scale to a number, or to the value of a tensor of one element."""
     if isinstance(new_scale, int | float) and not isinstance(new_scale, bool):
         scale.fill_(new_scale)
         return

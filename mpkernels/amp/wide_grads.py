@@ -44,12 +44,12 @@ class WideGrads:
 
     @contextmanager
     def of_group(self) -> Iterator[None]:
-        """Let grads be fp32 in this context. Those that are left at its end are rounded to what they were before."""
+        """Let grads be fp32 in this context. Grads that are left at its end are rounded to their earlier dtype."""
         before = [(param, param.grad_dtype) for param in self._params()]
         hooks = []
         try:
             for param, _ in before:
-                if is_sharded(param):  # FSDP2 assigns a grad in its parameter's dtype, and adds later ones to it
+                if is_sharded(param):  # FSDP2 assigns the first grad in its parameter's dtype, and adds others
                     set_grad_dtype(param, None)
                     hooks.append(param.register_post_accumulate_grad_hook(_widen))
                     _widen(param)
@@ -68,7 +68,7 @@ class WideGrads:
             around.enter_context(wrapper.no_sync())
 
     def exchange(self) -> None:
-        """Do at a group's end what DistributedDataParallel was kept from."""
+        """Exchange the grads at a group's end, because DistributedDataParallel was kept from it."""
         for wrapper in self._wrappers:
             ddp.exchange(self._op, wrapper)
 

@@ -1,4 +1,4 @@
-"""What is compared with what, and where."""
+"""Lists the cases of the benchmark: which sides are compared, and where they run."""
 
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
@@ -16,15 +16,15 @@ from mpkernels.ops import _devices
 
 
 class Benchmark(NamedTuple):
-    """A line of the results."""
+    """A case: one line of the results."""
 
     op: str
     setting: Setting
     prepare: Callable[[], Pair]
     kernel_of: str  # the op that does the work
     baseline: str = "torch"
-    variant: str = ""  # of ours
-    missing: str = ""  # why it can't be measured here
+    variant: str = ""  # of our side
+    missing: str = ""  # why the case can't be measured here
 
     @property
     def name(self) -> str:
@@ -40,7 +40,7 @@ BEST = "torch.amp fused"
 DEFAULT = "torch.amp default"
 EAGER = "torch.amp eager"
 WITHOUT_SCALER = "torch fused"
-QUICK = [  # the most telling first, because a slow machine does not come to the end
+QUICK = [  # the most telling cases come first, because a slow machine doesn't reach the last ones
     f"step {{place}} bf16 {FOUR_LARGE.name} vs {BEST}",
     f"step {{place}} bf16 {FOUR_LARGE.name} vs {DEFAULT}",
     f"step moments-8bit {{place}} bf16 {FOUR_LARGE.name} vs {BEST}",
@@ -57,18 +57,18 @@ QUICK = [  # the most telling first, because a slow machine does not come to the
 
 
 def all_cases() -> list[Benchmark]:
-    best = places()[-1]  # whole networks: with all cores, and on the GPU where there is one
+    best = places()[-1]  # where whole networks run: on the GPU if there is one, else on all cores
     return [*chain.from_iterable(map(_lists, places())), *_linear(best), *_training(best)]
 
 
 def select(benchmarks: list[Benchmark], patterns: list[str]) -> list[Benchmark]:
-    """Return those that a pattern names, in the patterns' order. A pattern is part of a name; * stands for anything."""
+    """Return the cases that patterns name, in the patterns' order. A pattern is part of a name; * matches anything."""
     by_pattern = ([it for it in benchmarks if fnmatch(it.name, f"*{pattern}*")] for pattern in patterns)
     return list({it.name: it for it in chain.from_iterable(by_pattern)}.values())
 
 
 def quick(benchmarks: list[Benchmark]) -> list[Benchmark]:
-    first, best = places()[0], places()[-1]  # one thread; all, or the GPU
+    first, best = places()[0], places()[-1]  # one thread; all threads, or the GPU
     order = [name.format(place=best, one=first if best.device == "cpu" else best) for name in QUICK]
     return sorted((it for it in benchmarks if it.name in order), key=lambda it: order.index(it.name))
 
@@ -88,7 +88,7 @@ def step(
 
 
 def _lists(place: Place) -> Iterator[Benchmark]:
-    """Yield what has the tensors of an optimizer."""
+    """Yield the cases over an optimizer's list of tensors."""
     for sizes in (FOUR_LARGE, HUNDRED, THOUSAND):
         bf16, fp32 = (Setting(place, dtype, sizes) for dtype in ("bf16", "fp32"))
         yield from (step(bf16), step(fp32))
@@ -99,7 +99,7 @@ def _lists(place: Place) -> Iterator[Benchmark]:
         if place.device == "cpu":
             prepare = partial(steps.compare_imports, fp32, 1.0)
             yield Benchmark("step", fp32, prepare, "adamw_", WITHOUT_SCALER, "imports")
-    yield step(Setting(place, "bf16", FOUR_LARGE), DEFAULT, steps.default, clock="loop")  # no graph can hold its waits
+    yield step(Setting(place, "bf16", FOUR_LARGE), DEFAULT, steps.default, clock="loop")  # it waits, which no graph can
     fp32 = Setting(place, "fp32", THOUSAND)
     yield Benchmark("grad_stats", fp32, partial(ops.compare_grad_stats, fp32), "grad_stats")
     yield Benchmark("unscale_", fp32, partial(ops.compare_unscale, fp32), "unscale_")

@@ -13,7 +13,7 @@ from mpkernels.bench.pairs import BUILDS
 from mpkernels.bench.quick_minute import Clock
 from mpkernels.bench.results import Session
 
-QUICK_SECONDS = 50.0  # for all that is begun; what comes before and after takes some seconds more
+QUICK_SECONDS = 50.0  # for turns; what comes before and after takes some seconds more
 SECONDS_OF_A_CASE = 2.5
 # Other programs disturb a machine for seconds at a time. Several turns, apart in time, meet different moments.
 QUICK_TURNS, SECONDS_OF_A_TURN = 4, 0.9
@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
-    """``refuse`` says what is wrong with the arguments, and ends the program."""
+    """Run the command. ``refuse`` says what is wrong with the arguments, and ends the program."""
     chosen = select(all_cases(), arguments.only)
     chosen = quick(chosen) if arguments.quick else chosen
     if not chosen:
@@ -73,7 +73,7 @@ def _one_by_one(chosen: list[Benchmark], session: Session) -> int:
 
 
 def _measure(benchmark: Benchmark, session: Session, seconds: float, builds: int) -> int:
-    """Return 1 where the case fails, whatever is raised: the others can still be measured."""
+    """Return 1 if the case fails with any error, so that the other cases are still measured."""
     try:
         session.add(run_one(benchmark, seconds, builds))
     except Exception as error:

@@ -25,7 +25,8 @@ MakeLayer = Callable[[int, int], Module]
 
 
 def forward_and_backward(setting: Setting, layer: MakeLayer, outputs: int, compiled: bool = False) -> Make:
-    """``layer`` makes a module of the setting's two sizes, which yields ``outputs`` features."""
+    """Return a run of a layer's forward and backward. ``layer`` makes the module, with the setting's two sizes, whose
+    output has ``outputs`` features."""
     (rows, inputs, hidden), device, dtype = setting.sizes.shapes[0], setting.place.device, DTYPES[setting.dtype]
 
     def make() -> Workload:

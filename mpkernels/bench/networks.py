@@ -43,7 +43,7 @@ class TransformerLayer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """GPT-2's shape, embedding and output tied."""
+    """A transformer of GPT-2's shape, whose embedding and output layer share a weight."""
 
     def __init__(self, layer: Layer, width: int, depth: int, heads: int, vocabulary: int, positions: int) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class Transformer(nn.Module):
 
 
 class Task:
-    """A network, made anew for each side from the same seed, and a batch to train it on."""
+    """A network and a batch to train it on. Each side makes its own network, from the same seed."""
 
     def __init__(self, make: Callable[[Layer], nn.Module], batch: Callable[[str], tuple[Tensor, Tensor]]) -> None:
         self._make, self.batch = make, batch

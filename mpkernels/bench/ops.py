@@ -11,7 +11,7 @@ def compare_unscale(setting: Setting) -> Pair:
     """Compare with the op that torch.amp.GradScaler calls."""
     grads, device = setting.tensors(), setting.place.device
     found_inf = torch.zeros(1, device=device)
-    # torch has a short cut for 1. One of these undoes the other.
+    # 2 and back by 0.5, because torch has a short cut for 1.
     inv_scales = [torch.full((1,), value, device=device) for value in (2.0, 0.5)]
 
     def ours() -> None:

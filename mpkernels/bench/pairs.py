@@ -1,4 +1,4 @@
-"""Two ways to do the same, timed in turns, so that whatever else the machine does slows down both."""
+"""Times two ways to do the same in turns, so that other programs slow down both."""
 
 from collections.abc import Callable
 from math import comb
@@ -9,26 +9,26 @@ from typing import NamedTuple
 
 import torch
 
-FEWEST_SAMPLES = 6  # the fewest whose least and greatest bound a 95 % interval of the median
-BUILDS = 3  # where the data happens to lie matters, too; one build has to do if it takes long
-MOST_SAMPLES = 101  # more would only fill the results' file: a short run's sample is the mean of several turns
-RUNS_IN_GRAPH = 20  # an event costs about the 3 us of the shortest kernels
+FEWEST_SAMPLES = 6  # the fewest whose least and greatest value bound a 95 % interval of the median
+BUILDS = 3  # how often the data is made, because speed depends on where it lies; once if that takes long
+MOST_SAMPLES = 101  # keeps the results' file small: a short run's sample is the mean of several turns
+RUNS_IN_GRAPH = 20  # several, because an event costs about 3 us, as much as the shortest kernels
 STEPS_IN_LOOP = 3
-WIDE, BUSY = 0.1, 0.05  # above these, samples are in doubt
+WIDE, BUSY = 0.1, 0.05  # samples are in doubt if their interval, or the share of time waited, exceeds this
 
 Workload = Callable[[], object]
-Make = Callable[[], Workload]  # builds what a workload needs; each of the two can be built and looked at alone
+Make = Callable[[], Workload]  # makes one side's data and returns its workload
 Stopwatch = Callable[[], float]
 
 
 class Pair(NamedTuple):
-    """``ours`` and ``theirs`` leave the data as they found it, or it would overflow or go denormal after many runs."""
+    """Two sides. A run must leave the data as it was, else numbers overflow or become denormal after many runs."""
 
     ours: Make
     theirs: Make
     calls: int = 1  # how often a run calls the op
     moved: int = 0  # bytes that one call of ours has to read and write
-    flops: int = 0  # of one call
+    flops: int = 0  # of one call of ours
     clock: str = "device"
     is_counted: bool = False  # whether memory, launches and waits are counted, too
 
@@ -40,7 +40,7 @@ class Interval(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """Seconds a call took. Neighbours in the two lists were measured together."""
+    """Seconds a call took. Entries of the two lists at the same place were measured together."""
 
     ours: list[float]
     theirs: list[float]
@@ -58,8 +58,8 @@ class Samples(NamedTuple):
 def median_interval(values: list[float]) -> Interval:
     """Return the median and its 95 % confidence interval, by order statistics, which suit any noise.
 
-    A value lies below the true median as often as a coin shows heads. So many values are cut off at each end as tosses
-    show fewer heads than in 2.5 % of all cases at most.
+    A value lies below the true median as often as a coin shows heads. At each end, the most values are cut off such
+    that fewer heads than that come in at most 2.5 % of all cases.
     """
     ordered = sorted(values)
     outside, tail = 0, 0.0
@@ -70,7 +70,7 @@ def median_interval(values: list[float]) -> Interval:
 
 
 def measure(pair: Pair, device: str, seconds: float, builds: int = BUILDS) -> Samples:
-    """Each sample holds both orders: a side that runs after the other finds another cache than after itself."""
+    """Measure a pair. Each sample holds both orders, because a side's speed depends on what the cache holds before."""
     make = STOPWATCHES[pair.clock] if device == "cuda" else wall_stopwatch
     samples: tuple[list[float], list[float]] = ([], [])
     waited, start = -seconds_waited(), perf_counter()
@@ -91,7 +91,7 @@ def measure(pair: Pair, device: str, seconds: float, builds: int = BUILDS) -> Sa
             for side in (0, 1):
                 samples[side].append(spent[side] / (2 * turns * pair.calls))
         seconds -= perf_counter() - built
-        del stopwatches, stopwatch  # and the memory
+        del stopwatches, stopwatch  # frees their memory
         if is_last:
             break
     waited += seconds_waited()
@@ -99,12 +99,12 @@ def measure(pair: Pair, device: str, seconds: float, builds: int = BUILDS) -> Sa
 
 
 def seconds_waited() -> float:
-    """Return the seconds that this process's threads were ready to run, but didn't. Always 0 where it isn't Linux."""
+    """Return the seconds that this process's threads were ready to run, but didn't. Always 0 on systems but Linux."""
     return sum(int(thread.read_text().split()[1]) for thread in Path("/proc/self/task").glob("*/schedstat")) / 1e9
 
 
 def wall_stopwatch(run: Workload) -> Stopwatch:
-    # Each run starts on an empty queue of the GPU: the host must never wait for a full one.
+    # Each run starts with an empty queue of the GPU, so that the host never waits for a full one.
     settle = torch.cuda.synchronize if torch.cuda.is_available() else int
 
     def timed() -> float:
@@ -129,7 +129,7 @@ def graph_stopwatch(run: Workload) -> Stopwatch:
 
 
 def loop_stopwatch(run: Workload) -> Stopwatch:
-    """Time a few runs by events, one queued behind the other as in a training loop, with the host's time."""
+    """Time a few runs by events. Runs are queued back to back as in a training loop, so the host's time counts."""
 
     def loop() -> None:
         for _ in range(STEPS_IN_LOOP):

@@ -1,4 +1,4 @@
-"""The minute of ``--quick``."""
+"""Keeps ``--quick`` within a minute."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,7 +6,7 @@ from time import perf_counter
 
 
 class Clock:
-    """Knows how long the turns of each case took, and so which still fit."""
+    """Remembers how long the turns of each case took, and so knows which still fit."""
 
     def __init__(self, seconds: float) -> None:
         self._start, self._seconds = perf_counter(), seconds
@@ -19,7 +19,8 @@ class Clock:
         self._longest[name] = max(perf_counter() - start, self._longest.get(name, 0.0))
 
     def why_not(self, name: str) -> str:
-        """Empty where there is time for a turn. A case that is new is taken to last as long as the longest so far."""
+        """Return why there is no time for a turn of a case; "" if there is. A new case is taken to last as long as the
+        longest so far."""
         expected = self._longest.get(name, max(self._longest.values(), default=0.0))
         fits = perf_counter() - self._start + expected <= self._seconds
         return "" if fits else "the minute of --quick is over"

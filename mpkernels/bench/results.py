@@ -1,4 +1,4 @@
-"""What was measured. Raw samples only: medians and intervals are computed from them when they are read."""
+"""Holds measurements as raw samples. Medians and intervals are computed from the samples when they are read."""
 
 from dataclasses import dataclass, field, replace
 
@@ -24,7 +24,7 @@ class Result:
     torch_us: list[float]
     baseline: str = "torch"
     flops: int = 0
-    counts: dict[str, Counts] = field(default_factory=dict)  # of "ours" and "theirs"; python -m benchmarks counts
+    counts: dict[str, Counts] = field(default_factory=dict)  # of each side; python -m benchmarks counts
 
     @property
     def name(self) -> str:

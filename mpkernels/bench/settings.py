@@ -1,4 +1,4 @@
-"""What a case is measured at: a place, a dtype and the sizes of its tensors."""
+"""The setting of a case: place, dtype and sizes of tensors."""
 
 from itertools import chain
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-NOISE = 2**20  # random numbers, repeated in all tensors
+NOISE = 2**20  # how many random numbers are drawn, to be repeated in all tensors
 
 
 class Place(NamedTuple):
@@ -19,7 +19,7 @@ class Place(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The shapes of the tensors of a case. Results call its name the case."""
+    """The shapes of a case's tensors. Results show ``name`` as the case."""
 
     name: str
     shapes: tuple[tuple[int, ...], ...] = ()
@@ -51,12 +51,12 @@ class Setting(NamedTuple):
         return tensors
 
 
-FOUR_LARGE = Sizes("4x2.5M", ((2_500_000,),) * 4)  # larger than most caches; few ops, so that threads seldom wait
+FOUR_LARGE = Sizes("4x2.5M", ((2_500_000,),) * 4)  # larger than most caches, with few waits among threads
 HUNDRED = Sizes("100x500k", ((500_000,),) * 100)
 THOUSAND = Sizes("1000x5k", ((5_000,),) * 1000)
 
 
 def places() -> list[Place]:
-    """Return one thread, as torchrun sets it; as many as torch takes, by OMP_NUM_THREADS or the cores; the GPU."""
+    """Return where to measure: on one thread, as torchrun sets it; on as many as torch takes; on the GPU, if any."""
     on_cpu = [Place("cpu", threads) for threads in sorted({1, torch.get_num_threads()})]
     return on_cpu + [Place("cuda", 1)] * torch.cuda.is_available()

@@ -1,4 +1,4 @@
-"""Results as text."""
+"""Shows results as text."""
 
 from statistics import median
 
@@ -24,7 +24,7 @@ def time(microseconds: float) -> str:
 
 
 def verdict(result: Result) -> str:
-    """Return who is faster; even where the interval holds 1."""
+    """Return who is faster; "even" if the interval holds 1."""
     low, _, high = result.ratio
     return "faster" if low > 1 else "slower" if high < 1 else "even"
 
@@ -58,8 +58,8 @@ def summary(session: Session) -> str:
 
 
 def headline(session: Session) -> str:
-    """Say in one sentence what was measured: the optimizer's step, if that is among it. Where the samples are in doubt,
-    it says so in place of a figure."""
+    """Return one sentence on the measurements, on the optimizer's step if that was measured. If the samples are in
+    doubt, the sentence says so instead of a figure."""
     first = next((it for it in session.results if it.op == "step" and not it.variant), None)
     if first is None:
         return _count(session.results)
@@ -79,10 +79,10 @@ def _count(found: list[Result]) -> str:
 
 
 def busy(doubts: list[str]) -> str:
-    """Say why nothing can be told."""
+    """Return why the samples allow no verdict."""
     return f"this machine was busy: {' and '.join(DOUBTS[doubt] for doubt in doubts)}"
 
 
 def as_fast(ratio: Interval) -> str:
-    """Return the ratio for a sentence, without a number where neither is ahead."""
+    """Return the ratio as part of a sentence, without a number if neither side is faster."""
     return "as fast" if ratio.low <= 1 <= ratio.high else f"{ratio.median:.2f} times as fast"

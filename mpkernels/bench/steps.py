@@ -1,7 +1,7 @@
-"""What follows the backward in a training loop: mpkernels.amp and mpkernels.optim beside torch.amp.
+"""Times what follows the backward in a training loop: mpkernels.amp and mpkernels.optim beside torch.amp.
 
-Both sides do all of it: torch's is unscale_, clip_grad_norm_, step, update; ours is step and update, which clips within
-the step. Without a scaler: clip_grad_norm_ and step beside our step, or beside the same two calls.
+torch's side calls unscale_, clip_grad_norm_, step and update; ours calls step, which clips, and update. Without a
+scaler, torch's side is clip_grad_norm_ and step, and ours is step alone or the same two calls.
 """
 
 import math
@@ -24,11 +24,11 @@ MakeOptimizer = Callable[[Iterable[Parameter]], torch.optim.Optimizer]
 
 class AfterForward(NamedTuple):
     scale: Callable[[Tensor], Tensor]  # scales the loss
-    finish: Workload  # does all that follows the backward
+    finish: Workload  # runs all that follows the backward
 
 
 def scaler_of(kind: type[torch.amp.GradScaler], device: str) -> torch.amp.GradScaler:
-    """Return a scaler whose scale stays 1: the same grads are used in each run, and torch's unscale_ rewrites them."""
+    """Return a scaler whose scale stays 1, because each run uses the same grads, and torch's unscale_ rewrites them."""
     scaler = kind(device, init_scale=1.0, growth_interval=10**9)
     scaler.scale(torch.ones((), device=device))  # makes the scale
     return scaler
@@ -73,7 +73,7 @@ def default(params: Iterable[Parameter]) -> torch.optim.Optimizer:
 def parameters(setting: Setting, dtype: torch.dtype) -> list[Parameter]:
     params = [Parameter(value) for value in setting.tensors(dtype)]
     for param in params:
-        param.grad = param.detach().flip(0)  # random, too, and quickly made
+        param.grad = param.detach().flip(0)  # random numbers that are quickly made
     return params
 
 
@@ -86,7 +86,8 @@ def bytes_of_our_step(grads_dtype: torch.dtype, state_dtype: torch.dtype = torch
 
 
 def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, states: int = 2, **options: Any) -> Pair:
-    """Our parameters have the grads' dtype, and a split master if that is 16 bits wide; torch's are fp32."""
+    """Compare steps under a scaler. Our parameters have the setting's dtype, with split masters in 16 bits; torch's are
+    fp32."""
     dtype, device = DTYPES[setting.dtype], setting.place.device
     moved = bytes_of_our_step(dtype, options.get("state_dtype", torch.float32), states) * setting.sizes.elements
     return Pair(
@@ -101,7 +102,7 @@ def compare_steps(setting: Setting, theirs: MakeOptimizer, clock: str, states: i
 def compare_without_scaler(
     setting: Setting, ours: Callable[..., Any] = AdamW, theirs: MakeOptimizer = fused, states: int = 2
 ) -> Pair:
-    """``AdamW(max_norm=...)``, and torch's clip_grad_norm_ before its fused step. states: how many a parameter has."""
+    """Compare ``AdamW(max_norm=...)`` with torch's clip_grad_norm_ and fused step. A parameter has ``states``."""
     dtype = DTYPES[setting.dtype]
     return Pair(
         lambda: ours(parameters(setting, dtype), max_norm=MAX_NORM).step,
@@ -112,8 +113,8 @@ def compare_without_scaler(
 
 
 def compare_imports(setting: Setting, share: float) -> Pair:
-    """The same calls on both sides; only the imports differ. Each run clips the grads to ``share`` of their norm. Where
-    that is 1, torch rewrites all grads nevertheless, and we don't."""
+    """Compare the same calls with different imports. Each run clips the grads to ``share`` of their norm. If ``share``
+    is 1, torch rewrites all grads nevertheless, and we don't."""
     dtype = DTYPES[setting.dtype]
     rewritten = 2 * dtype.itemsize * (share < 1)
     return Pair(
@@ -126,7 +127,8 @@ def compare_imports(setting: Setting, share: float) -> Pair:
 def clip_and_step(
     params: list[Parameter], make: MakeOptimizer, clip: Callable[..., Tensor], share: float = 0.0
 ) -> Workload:
-    """share: see ``compare_imports``. It reads the norm, so it is for CPUs; 0 clips to MAX_NORM."""
+    """Return a run of clipping and step. ``share`` is that of ``compare_imports``, which reads the norm and so is for
+    CPUs alone; 0 clips to MAX_NORM."""
     optimizer, most = make(params), math.inf if share else MAX_NORM
 
     def finish() -> None:

@@ -12,7 +12,7 @@ from mpkernels.bench.settings import DTYPES, Setting
 
 TASKS = {
     "mlp-20x1000-batch-512": partial(networks.regression, 20, 1000, 512),
-    "mlp-6x512-batch-128": partial(networks.regression, 6, 512, 128),  # a tenth of a second on two cores
+    "mlp-6x512-batch-128": partial(networks.regression, 6, 512, 128),  # takes a tenth of a second on two cores
     "transformer-tiny": partial(
         networks.language, width=128, depth=4, heads=4, vocabulary=1000, sequences=8, tokens=64
     ),
@@ -31,7 +31,8 @@ def tasks_on(device: str) -> list[str]:
 def train(
     setting: Setting, layer: networks.Layer, after_forward: Side, *, autocast: bool, compiled: bool, master: bool
 ) -> Workload:
-    """``master``: the parameters have the setting's dtype, and the optimizer keeps their fp32 weights."""
+    """Return a run of a training step. With ``master``, the parameters have the setting's dtype, and the optimizer
+    keeps fp32 masters."""
     device, dtype = setting.place.device, DTYPES[setting.dtype]
     task = TASKS[setting.sizes.name]()
     network = task.network(layer, device)
@@ -79,14 +80,14 @@ def compare(setting: Setting, ours: Make, theirs: Make) -> Pair:
 
 
 def flops(setting: Setting) -> int:
-    """Return the linear layers' flops: two for each weight and row, and twice as many in the backward. Attention is
-    left out."""
+    """Return the linear layers' flops: two for each weight and row, and twice as many in the backward. Attention's own
+    products are left out."""
     task = TASKS[setting.sizes.name]()
     with torch.device("meta"):
         network = task.network(networks.torchs_layer, "meta")
         inputs, _ = task.batch("meta")
     weights = sum(it.weight.numel() for it in network.modules() if isinstance(it, nn.Linear))
     if isinstance(network, networks.Transformer):
-        weights += network.tokens.weight.numel()  # the output layer's
+        weights += network.tokens.weight.numel()  # the output layer, whose weight is the embedding
         return 6 * weights * inputs.numel()
     return 6 * weights * inputs.shape[0]

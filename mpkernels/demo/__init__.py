@@ -1,1 +1,1 @@
-"""``python -m mpkernels demo``: the same small training by torch.amp and by mpkernels, beside each other."""
+"""``python -m mpkernels demo``: a small training by torch.amp and by mpkernels, side by side."""

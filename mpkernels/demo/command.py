@@ -20,10 +20,10 @@ from mpkernels.demo import picture
 from mpkernels.demo.model import sources
 from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, WAYS, Training, Way
 
-STEPS, FEWEST = 500, 20  # of each way
-ENOUGH = 90.0  # seconds of training
-FIRST = 4  # steps that are tried to see how many there is time for
-SECONDS_OF_STEPS = 3.0  # for each comparison of the optimizers' steps
+STEPS, FEWEST = 500, 20  # how many steps each way takes, and the fewest
+ENOUGH = 90.0  # seconds that all trainings may take
+FIRST = 4  # steps that are timed to see how many fit
+SECONDS_OF_STEPS = 3.0  # that each comparison of the optimizers' steps takes
 
 
 def number_of_steps(text: str) -> int:
@@ -50,7 +50,7 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         compare(asked.steps, path)
     except KeyboardInterrupt:
         print("mpkernels demo: interrupted, nothing was drawn", file=sys.stderr)
-        return 130  # as shells have it
+        return 130  # a shell's status after Ctrl-C
     return 0
 
 
@@ -77,7 +77,7 @@ def compare(asked: int | None, path: Path) -> None:
 
 
 def count_steps(text: Tensor) -> int:
-    """Return how many steps of each way there is time for, by the last of a few on models of their own."""
+    """Return how many steps of each way fit into the time. Takes a few steps on extra models and times the last."""
     trainings, seconds = [Training(way, text, FIRST) for way in WAYS], 0.0
     for step in range(FIRST):
         began = perf_counter()
@@ -103,7 +103,7 @@ def train(trainings: Sequence[Training], steps: int) -> None:
 
 
 def time_steps(model: torch.nn.Module, way: Way, seconds: float) -> Samples:
-    """Time steps of such a model with unscaling and clipping, by ours of this way and by torch's fused optimizer, in
+    """Time steps with unscaling and clipping on a model of this way, by our optimizer and by torch's fused one, in
     turns."""
     shapes, device = tuple(tuple(it.shape) for it in model.parameters()), next(model.parameters()).device.type
     setting = Setting(Place(device, torch.get_num_threads()), "bf16", Sizes("demo", shapes))
@@ -111,7 +111,7 @@ def time_steps(model: torch.nn.Module, way: Way, seconds: float) -> Samples:
 
 
 def verdict(trainings: Sequence[Training], ours: Samples, ours_8_bit: Samples) -> str:
-    """Say what was gained: speed of the optimizer's step, memory; and that the loss is that of fp32 weights."""
+    """Say how much faster the optimizer's step is, how much memory is saved, and that the loss is as in fp32."""
     sizes = {it.way: sum(it.bytes_per_parameter().values()) for it in trainings}
     losses = {it.way: [*it.losses.values()][-1] for it in trainings}
     return f"""
@@ -123,7 +123,7 @@ def verdict(trainings: Sequence[Training], ours: Samples, ours_8_bit: Samples) -
 
 
 def speed(ours: Samples, ours_8_bit: Samples) -> str:
-    """Say how much faster the optimizer's step is, unless that can't be told."""
+    """Say how much faster the optimizer's step is, or that the samples don't tell."""
     if doubts := ours.doubts() or ours_8_bit.doubts():
         said = busy(doubts).capitalize()
         return f"{said};\n   so it can't be told how fast the optimizer's step is beside torch's fused one."

@@ -1,4 +1,4 @@
-"""What is trained: a transformer over bytes, in plain torch, on text that every machine has."""
+"""The demo's model, a transformer over bytes in plain torch, and its text, which every machine has."""
 
 import sysconfig
 from pathlib import Path
@@ -26,8 +26,8 @@ SIZES = {
 
 
 class Predictor(Module):
-    """Predicts each next byte from embeddings of each byte, and of the pair of bytes that ends there. Most of its
-    parameters are embeddings, as in small language models."""
+    """Predicts the next byte from embeddings of single bytes and of pairs of bytes. Most of its parameters are
+    embeddings, as in small language models."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()

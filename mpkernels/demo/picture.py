@@ -1,4 +1,4 @@
-"""The picture: loss, bytes, time of the optimizer's step, and the loss scale around an overflow."""
+"""Draws the picture: loss, bytes, time of the optimizer's step, and the loss scale around an overflow."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -8,13 +8,13 @@ from typing import Any
 
 from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, OVERFLOWING, Training, Way
 
-COLORS = {FP32: "#5b5b5b", BF16: "#d1662f", OURS: "#2f6fd1", OURS_8_BIT: "#27a0a5"}  # apart for the colour-blind, too
+COLORS = {FP32: "#5b5b5b", BF16: "#d1662f", OURS: "#2f6fd1", OURS_8_BIT: "#27a0a5"}  # the colour-blind see them apart
 SHADES = {"weight": 1.0, "grad": 0.6, "state": 0.3}
-GROUND = "#fafafa"  # light, so that a dark page changes nothing
+GROUND = "#fafafa"  # light on dark pages, too
 
 
 def draw(trainings: Sequence[Training], times: Mapping[Way, Sequence[float]], title: str, path: Path) -> None:
-    """Draw four panels. ``times``: seconds of the optimizer's step."""
+    """Draw four panels. ``times`` has the seconds of the optimizer's step."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -37,7 +37,7 @@ def _losses(ax: Any, trainings: Sequence[Training]) -> None:
     for training in trainings:
         steps, losses = zip(*training.losses.items(), strict=True)
         way, words = training.way, f"{training.way.name}: {losses[-1]:.3f}"
-        # Where curves coincide, each is seen: the first is wide, ours are dashed.
+        # The first curve is wide, and ours are dashed, so that curves that coincide can all be seen.
         style = {"linewidth": 4, "alpha": 0.5} if way == FP32 else {"linestyle": "--" if way.moments else "-"}
         ax.plot(steps, losses, color=COLORS[way], label=words, **style)
     lowest = min(training.losses[steps[-1]] for training in trainings)

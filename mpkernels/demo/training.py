@@ -1,4 +1,4 @@
-"""One model, trained in four ways that differ in the dtype of its weights and in who steps them."""
+"""Trains one model in four ways, which differ in the dtype of the weights and in the optimizer."""
 
 from typing import Any, NamedTuple
 
@@ -12,15 +12,15 @@ from mpkernels import amp, nn, optim
 from mpkernels.demo.model import SIZES, Predictor, batch
 
 MAX_NORM, BETAS = 1.0, (0.9, 0.95)
-WARM_UP = 20  # steps
-GROWTH_INTERVAL = 40  # steps, so that a short training sees the loss scale grow
-OVERFLOWING, PLACE = "layers.0.linear1.weight", (5, 7)  # where a grad gets an inf
+WARM_UP = 20  # steps in which the learning rate rises
+GROWTH_INTERVAL = 40  # steps, so few that the loss scale grows in a short training
+OVERFLOWING, PLACE = "layers.0.linear1.weight", (5, 7)  # the parameter and the place whose grad is set to inf
 
 
 class Way(NamedTuple):
     name: str
     weights: torch.dtype
-    moments: torch.dtype | None = None  # None is torch's optimizer, whose moments have the dtype of the weights
+    moments: torch.dtype | None = None  # None means torch's optimizer, whose moments have the weights' dtype
 
 
 FP32 = Way("torch.amp, fp32 weights", torch.float32)
@@ -34,7 +34,7 @@ class Training:
     def __init__(self, way: Way, text: Tensor, steps: int) -> None:
         self.way, self.device, self.size = way, text.device.type, SIZES[text.device.type]
         self.held_out, self.text = text.tensor_split([len(text) // 20])
-        self.losses: dict[int, float] = {}  # on the text that is held out, after some of the steps
+        self.losses: dict[int, float] = {}  # step -> loss on the held-out text
         self.scales: list[float] = []  # after each step
         torch.manual_seed(0)
         self.model = Predictor(self.size).to(self.device, way.weights)
@@ -56,12 +56,12 @@ class Training:
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     def step(self, step: int, overflows: bool = False) -> None:
-        """Train on a batch. With ``overflows``, a grad gets an inf, for which the scaler skips the step."""
+        """Train on a batch. With ``overflows``, set a grad to inf, so that the scaler skips the step."""
         self.optimizer.zero_grad()
         self.scaler.scale(self.loss(self.text, step)).backward()
         if overflows:
             self.model.get_parameter(OVERFLOWING).grad[PLACE] = torch.inf  # type: ignore[index]
-        if self.way.moments is None:  # ours unscales and clips in its step
+        if self.way.moments is None:  # our optimizer unscales and clips in its step
             self.scaler.unscale_(self.optimizer)
             clip_grad_norm_(self.model.parameters(), MAX_NORM)
         self.scaler.step(self.optimizer)
@@ -74,7 +74,7 @@ class Training:
         self.losses[after] = sum(self.loss(self.held_out, seed).item() for seed in range(8)) / 8
 
     def bytes_per_parameter(self) -> dict[str, float]:
-        """Return what the tensors take that are kept from one step to the next."""
+        """Return the bytes of the tensors that live from one step to the next."""
         params: list[Tensor] = [*self.model.parameters()]
         grads = [it.grad for it in params if it.grad is not None]
         states = [it for state in self.optimizer.state.values() for it in state.values() if isinstance(it, Tensor)]

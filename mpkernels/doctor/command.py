@@ -1,4 +1,4 @@
-"""The command: gathers, tests, prints."""
+"""The command: gathers facts, tests kernels, prints a report."""
 
 import argparse
 import json
@@ -31,8 +31,8 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
 
 
 def verdict(tests: Sequence[selftest.Result], to_install: Sequence[str], gpu: str | None) -> str:
-    """Say in one sentence whether one can train here, and what to do next. ``to_install`` has what brings better
-    kernels, ``gpu`` the name of the one that torch sees."""
+    """Return one sentence: whether this machine can train, and what to do next. ``to_install`` names what brings better
+    kernels; ``gpu`` is the GPU that torch sees."""
     wrong = [it for it in tests if it.problem]
     if wrong:
         first = f"{wrong[0].op} on {wrong[0].device}, {wrong[0].kernel}"
@@ -82,8 +82,8 @@ def _table(rows: Mapping[str, str]) -> list[str]:
 
 
 def _linear_layers(rows: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the table of what computes linear layers and MLPs, in parts that fit a terminal: one for each device, and
-    one with the measurements."""
+    """Return tables of what computes linear layers and MLPs, which fit a terminal: one for each device, and one with
+    the measurements."""
     _, *head, measured = table.HEAD
     lines = [(device, [str(number), *cells], last) for number, (device, *cells, last) in enumerate(rows, 1)]
     parts = {

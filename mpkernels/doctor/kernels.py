@@ -1,4 +1,4 @@
-"""Which kernels are there, which are not, and what would have to be installed."""
+"""Tells which kernels are there, which are missing, and what would have to be installed."""
 
 import importlib.util
 import shutil
@@ -14,19 +14,19 @@ DEVICES = tuple(_dispatcher.DEVICES)
 
 
 def builds() -> dict[str, Any]:
-    """Return what was compiled for each device, and what was left out and why."""
+    """Return what was compiled for each device, or why it was left out."""
     info = _extension.build_info(_extension.LIBRARY)
     return {device: info[device] for device in DEVICES if device in info}
 
 
 def by_op() -> dict[str, dict[str, list[str]]]:
-    """Return each op's kernels on each device. The first is used."""
+    """Return each op's kernels on each device. The first kernel is the one that runs."""
     _devices.look_now()
     return {op: {device: mpkernels.backends(op, device) for device in DEVICES} for op in sorted(_registry._ops)}
 
 
 def why_not() -> dict[str, str]:
-    """Return why a kind of kernel is not used on a device, for the kinds that are not."""
+    """Return for each kind of kernel that isn't used on a device the reason why."""
     built, reasons = builds(), {}
     for device in DEVICES:
         left_out = built.get(device, {}).get("left_out", "")
@@ -47,7 +47,7 @@ def why_not() -> dict[str, str]:
 
 
 def to_install() -> list[str]:
-    """Return what to install for kernels that this machine could run, and lacks."""
+    """Return what to install to get missing kernels that this machine could run."""
     advice = []
     if _extension.LIBRARY is None:
         advice.append("a C++ compiler, then mpkernels again: without compiled kernels the slow reference runs")

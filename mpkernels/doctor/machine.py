@@ -1,4 +1,4 @@
-"""Which machine this is, without naming the host: for doctor, and for the files of measured samples."""
+"""Describes this machine, without the host's name, for doctor and for the files of measured samples."""
 
 import functools
 import os
@@ -35,7 +35,7 @@ def describe() -> Description:
 
 
 def details() -> dict[str, str]:
-    """Return what doctor shows, in words."""
+    """Return the machine's description as doctor shows it."""
     return {name: str(value) for name, value in describe().items() if value is not None} | {
         "cpu features": ", ".join(cpu.features()) or "unknown",
         "threads": str(torch.get_num_threads()),

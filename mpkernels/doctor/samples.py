@@ -1,4 +1,4 @@
-"""Arguments for every op, ordinary and odd: what tests and ``mpkernels doctor`` call kernels with."""
+"""Makes arguments for every op, ordinary and odd ones, with which tests and ``mpkernels doctor`` call kernels."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,12 +17,12 @@ F16, B16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float64
 
 
 class Sample(NamedTuple):
-    arguments: Callable[[torch.device], tuple[Any, ...]]  #: made anew by each call
-    tolerance: float = 0.0  #: of a kernel's distance from the reference, beside its norm; 0: equal bits
+    arguments: Callable[[torch.device], tuple[Any, ...]]  #: makes new arguments in each call
+    tolerance: float = 0.0  #: the largest distance from the reference, relative to its norm; 0 demands equal bits
 
 
 def grads(device: torch.device, *specials: float) -> list[Tensor]:
-    """Make tensors in every dtype, of a size that fills vectors and of one that doesn't; ``specials`` come first."""
+    """Make tensors in every dtype, of a size that fills vectors and one that doesn't, each with ``specials`` first."""
     generator = torch.Generator().manual_seed(0)
     made = [torch.randn(size, generator=generator, dtype=F64).to(dtype) for size in (5, 1025) for dtype in DTYPES]
     for grad in made:
@@ -48,7 +48,8 @@ HYPERPARAMETERS = {
 def optimizer_step(
     rule: Rule, device: torch.device, state_dtype: torch.dtype = F32, found_inf: float = 0.0
 ) -> tuple[Any, ...]:
-    """Every way to keep a weight, in two groups. One has tensors on the device, one has the rule's optional states."""
+    """Make arguments of a step with every way to keep a weight, in two groups. One group has hyperparameters on the
+    device, one has the rule's optional states."""
     make: dict[str, Any] = {"device": device}
     params = [
         torch.linspace(-1, 1, size, **make).to(dtype) for size, dtype in ((5, B16), (1025, F16), (33, F32), (7, B16))
@@ -94,7 +95,7 @@ def overflown(device: torch.device) -> tuple[Any, ...]:
 
 
 def scale_state(device: torch.device, found_inf: float = 1.0) -> tuple[Any, ...]:
-    """Make the arguments of an update after an overflow, of which it takes two."""
+    """Make the arguments of an update after an overflow, with a hysteresis of two."""
     make: dict[str, Any] = {"device": device}
     scale, found = torch.full((), 3.0, **make), torch.full((), found_inf, **make)
     tracker, overflows = torch.full((), 5, dtype=torch.int32, **make), torch.ones(2, dtype=torch.int32, **make)
@@ -106,7 +107,7 @@ def matrices(dtype: torch.dtype, device: torch.device, *shapes: tuple[int, ...])
     return [torch.randn(shape, generator=generator, dtype=F64).to(dtype).to(device) for shape in shapes]
 
 
-ODD, TILES = (5, 7, 9), (16, 24, 32)  # rows, columns, outputs; tensor cores like the second ones
+ODD, TILES = (5, 7, 9), (16, 24, 32)  # rows, columns, outputs; the second sizes suit tensor cores
 
 
 def linear(
@@ -152,7 +153,7 @@ def linear_dact_of_nothing_saved(device: torch.device) -> tuple[Any, ...]:
 def linear_gated(
     device: torch.device, dtype: torch.dtype, activation: str, sizes: tuple[int, int, int] = ODD, *specials: float
 ) -> tuple[Any, ...]:
-    """Make a gate with a bias, and an up without."""
+    """Make arguments with a bias for the gate, and none for up."""
     rows, features, outputs = sizes
     x, weights, bias = matrices(dtype, device, (rows, features), (2 * outputs, features), (outputs,))
     x[: len(specials), 0] = torch.tensor(specials)
@@ -178,14 +179,14 @@ def linear_dgated_of_h(device: torch.device) -> tuple[Any, ...]:
     return dh, None, z, "silu", False
 
 
-# Two sums of n terms in two orders differ by n roundings of the sum of magnitudes at most, two roundings to a dtype by
-# one of its eps; where terms cancel, the sum of magnitudes is some times the sum.
+# Sums of n terms in two orders differ by at most n roundings of the sum of magnitudes; two roundings to a dtype differ
+# by at most its eps. If terms cancel, the sum of magnitudes is several times the sum.
 SUMS = 1100 * torch.finfo(F64).eps
 ROUNDED = {dtype: 8 * torch.finfo(dtype).eps if dtype == F32 else torch.finfo(dtype).eps for dtype in (F32, F16, B16)}
 
 
 def in_dtypes(make: Callable[..., tuple[Any, ...]], *arguments: tuple[Any, ...]) -> list[Sample]:
-    """Return a sample for each tuple of what ``make`` takes after the device; the first one is the dtype."""
+    """Return a sample for each tuple of ``make``'s arguments after the device, the first of which is a dtype."""
     return [Sample(lambda device, it=it: make(device, *it), ROUNDED[it[0]]) for it in arguments]  # type: ignore[misc]
 
 

@@ -1,4 +1,4 @@
-"""Every kernel that can run here against its reference, on the samples of its op."""
+"""Compares every kernel that can run here with its reference, on the samples of its op."""
 
 from contextlib import nullcontext
 from time import perf_counter
@@ -17,12 +17,12 @@ class Result(NamedTuple):
     op: str
     device: str
     kernel: str
-    problem: str  #: empty where all is well
+    problem: str  #: empty if all is well
     seconds: float
 
 
 def run() -> list[Result]:
-    """Triton's interpreter, which can run its kernels on a CPU, is left out: it doesn't round as chips do."""
+    """Compare all kernels, but not by Triton's interpreter on the CPU, because it doesn't round as chips do."""
     _devices.look_now()
     devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     return [
@@ -42,14 +42,14 @@ def _test(op: str, device: torch.device, kernel: str) -> Result:
 
 
 def _compare(op: str, device: torch.device, kernel: str, sample: Sample) -> str:
-    is_used = kernel == mpkernels.backends(op, device)[0]  # then whatever the dispatcher would run is what is tested
+    is_used = kernel == mpkernels.backends(op, device)[0]  # then the test goes through the dispatcher
     want_arguments, got_arguments = sample.arguments(torch.device("cpu")), sample.arguments(device)
     want = _registry._ops[op].reference(*want_arguments)
     try:
         with nullcontext() if is_used else mpkernels.backend(kernel):
             got = _registry._ops[op](*got_arguments)
         return _difference((want_arguments, want), (got_arguments, got), sample.tolerance)
-    except Exception as error:  # whatever goes wrong in a kernel is its result
+    except Exception as error:  # any error in a kernel is its result
         return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 

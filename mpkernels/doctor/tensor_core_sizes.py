@@ -1,4 +1,4 @@
-"""Sizes that tensor cores can take as they are."""
+"""Finds layers whose sizes keep tensor cores from their fast path."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,23 +8,23 @@ from torch import nn
 
 from mpkernels.nn import LinearAct
 
-_ROW = 16  # bytes that a row must be a multiple of for the widest loads
-_TILE = 64  # columns: half of what a block of a matrix kernel has
+_ROW = 16  # bytes: the widest loads need rows whose length is a multiple of this
+_TILE = 64  # columns: half a block of a matrix kernel
 
 
 class Advice(NamedTuple):
     """A layer whose shape costs speed, and what to do about it. Print it for a sentence."""
 
     where: str  #: the layer's name in the model, or its class
-    problem: str  #: which of its sizes is the reason
-    remedy: str  #: which size to take instead
+    problem: str  #: the size that is the reason
+    remedy: str  #: the size to take instead
 
     def __str__(self) -> str:
         return f"{self.where}: {self.problem}; {self.remedy}"
 
 
 def advise(model: nn.Module, dtype: torch.dtype = torch.bfloat16) -> list[Advice]:
-    """Return what keeps the model's layers off the fast path of tensor cores in a dtype; empty where nothing does.
+    """Return what keeps the model's layers off the fast path of tensor cores in a dtype; empty if nothing does.
 
     >>> mpkernels.doctor.advise(torch.nn.Linear(768, 50257))
     [Advice(where='Linear', problem='out_features=50257 is no multiple of 8', remedy='50304 is')]

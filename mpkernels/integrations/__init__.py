@@ -1,1 +1,1 @@
-"""What other libraries need beyond an import: a file for each, which imports it."""
+"""Adapts mpkernels to other libraries that need more than an import. Each file is for one library, and imports it."""

@@ -10,7 +10,7 @@ from mpkernels.optim.engine import Engine
 class _TellsSkips(AcceleratedOptimizer):
     @property
     def step_was_skipped(self) -> bool:
-        return bool(self.optimizer.step_was_skipped)  # None as long as nothing is known
+        return bool(self.optimizer.step_was_skipped)  # it is None until the first answer has arrived
 
 
 def tell_skips(optimizer: Any) -> Any:

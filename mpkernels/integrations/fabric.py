@@ -14,7 +14,7 @@ from mpkernels.amp.autocasting import machines_device
 
 
 class OurScaler:
-    """Gives one of Lightning's plugins our GradScaler and the machine's device as defaults."""
+    """Makes our GradScaler and the machine's device the defaults of one of Lightning's plugins."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Lightning: a precision plugin, and a callback that logs what our optimizers know of their steps.
+"""Lightning: a precision plugin, and a callback that logs our optimizers' grad norm, skips and loss scale.
 
 >>> Trainer(plugins=[MixedPrecision("16-mixed")], callbacks=[LogMixedPrecision()], gradient_clip_val=1.0)
 """
@@ -36,7 +36,7 @@ class MixedPrecision(OurScaler, _MixedPrecision):
     def optimizer_step(self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any) -> Any:
         def closure_and_unscale() -> Any:
             loss = closure()
-            if loss is not None or not model.automatic_optimization:  # else there was no backward
+            if loss is not None or not model.automatic_optimization:  # without a loss there was no backward
                 self.scaler.unscale_(optimizer)
             return loss
 

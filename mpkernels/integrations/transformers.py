@@ -1,4 +1,4 @@
-"""Hugging Face's Trainer: AdamW with the options of TrainingArguments, and what it knows of its steps in Trainer's log.
+"""Hugging Face's Trainer: AdamW with the options of TrainingArguments, and its norm and skips in Trainer's log.
 
 >>> trainer = Trainer(model, args, optimizer_cls_and_kwargs=adamw(args), callbacks=[TellSkips()])
 >>> trainer.add_callback(LogMixedPrecision(trainer))
@@ -49,7 +49,7 @@ class LogMixedPrecision(TrainerCallback):
     clipping to AdamW by ``max_grad_norm=0`` in TrainingArguments and ``adamw(args, max_norm=1.0)``.
 
     Args:
-        trainer: the Trainer whose ``log`` takes them.
+        trainer: the Trainer whose ``log`` takes the numbers.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -1,0 +1,1 @@
+"""Memory: reports on a training step's memory, and the largest batch size that fits."""

@@ -1,4 +1,4 @@
-"""The largest batch that fits."""
+"""Finds the largest batch that fits into memory."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +18,7 @@ from mpkernels.memory import measure
 from mpkernels.optim import AdamW
 from mpkernels.overflow.find_nonfinite import tensors_in
 
-_SHARE = 0.7  # of a host's available memory
+_SHARE = 0.7  # the part of a host's available memory that a step may take
 _CPU = torch.device("cpu")
 
 
@@ -73,7 +73,7 @@ def find_max_batch_size(
             step: Any = model_or_step if model is None else _training_step(model, device)
             trial = (_TrialOnCpu if device.type == "cpu" else _Trial)(step, make_batch, device)
             largest = _search(trial, start, max_batch)
-            del step, trial  # an optimizer, with its state
+            del step, trial  # frees the optimizer and its state
     finally:
         measure.clean_up()
     if largest == 0:
@@ -98,7 +98,7 @@ def _check(start: int, max_batch: int, input_shape: Sequence[int] | None, make_b
 
 
 def _dtype_of(model: nn.Module | None) -> torch.dtype:
-    """Return the dtype of the inputs that a model takes. One from ``to_mixed`` casts them itself."""
+    """Return the dtype of a model's inputs: fp32 for a model from ``to_mixed``, which casts inputs itself."""
     params = () if model is None or isinstance(model, Mixed) else model.parameters()
     return next((param.dtype for param in params if param.is_floating_point()), torch.float32)
 
@@ -142,7 +142,7 @@ class _Trial:
         except (RuntimeError, MemoryError) as error:
             if not measure.is_out_of_memory(error):
                 raise
-        measure.clean_up()  # outside of except: the error holds the frames that hold the tensors
+        measure.clean_up()  # outside of except: there the error still keeps frames and their tensors alive
         return False
 
     def most(self) -> float:
@@ -164,7 +164,7 @@ class _TrialOnCpu(_Trial):
         if not super().fits(size):
             return False
         self._took = max(measure.peak(_CPU) - self._before, 1)
-        if self._largest == 0:  # libraries are loaded and states are made now, neither of which grows with the batch
+        if self._largest == 0:  # the first step loads libraries and makes states, which don't grow with the batch
             measure.clean_up()
             self._before = measure.used(_CPU)
         self._largest = size
@@ -177,7 +177,7 @@ class _TrialOnCpu(_Trial):
 
 
 def _on(device: torch.device, batch: Any) -> Any:
-    if hasattr(batch, "to"):  # a tensor, or what a tokenizer returns
+    if hasattr(batch, "to"):  # a tensor, or a tokenizer's BatchEncoding
         return batch.to(device)
     return map_leaves(lambda it: it.to(device) if isinstance(it, Tensor) else it, batch)
 

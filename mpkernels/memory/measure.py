@@ -1,4 +1,4 @@
-"""How much memory there is, how much of it is used, and how to put things back as they were."""
+"""Measures how much memory there is and how much is used, and restores the state of objects."""
 
 import ctypes
 import gc
@@ -32,13 +32,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def size(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of the storages of these tensors, or of this process's parts of them. A storage counts once."""
+    """Return the bytes of the tensors' storages, for DTensors of this process's parts. A storage counts once."""
     storages = {storage_of(it): it.untyped_storage().nbytes() for it in map(part_of, tensors)}
     return sum(storages.values())
 
 
 def refuse_meta(op: str, model: nn.Module) -> None:
-    """Raise if a model can't run because a tensor of it has no memory."""
+    """Raise if a model can't run because one of its tensors has no memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             raise ValueError(
@@ -62,7 +62,7 @@ def used(device: torch.device) -> int:
 
 
 def start_peak(device: torch.device) -> None:
-    """Let ``peak`` start here. Where the system can't forget the largest size so far, it starts with the process."""
+    """Let ``peak`` start here. If the system can't forget the largest size so far, the peak is that of the process."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
@@ -71,7 +71,7 @@ def start_peak(device: torch.device) -> None:
 
 
 def peak(device: torch.device) -> int:
-    """Return the most that ``used`` has been."""
+    """Return the largest value of ``used`` since ``start_peak``."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device)
@@ -79,18 +79,18 @@ def peak(device: torch.device) -> int:
 
 
 def _resident(field: str) -> int:
-    """Return a size of this process in memory, or the largest so far, where the system knows no other."""
+    """Return a size of this process in memory. On systems that don't tell, return the largest size so far."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024
-    import resource  # which Windows lacks
+    import resource  # Windows lacks it
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def overview(device: torch.device) -> dict[str, int]:
-    """Return what a report shows of a device: what torch's allocator has on CUDA, this process elsewhere."""
+    """Return the rows that a report shows of a device: torch's allocator's on CUDA, this process's size elsewhere."""
     if device.type != "cuda":
         return {"resident process": used(torch.device("cpu"))}
     return {
@@ -111,7 +111,7 @@ def available() -> int:
 
 
 def _left_in_control_groups(root: Path, cgroup_file: Path) -> Iterator[int]:
-    """Return the room in each control group of this process that has a limit."""
+    """Yield the free memory of each control group of this process that has a limit."""
     for line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else []:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -120,7 +120,7 @@ def _left_in_control_groups(root: Path, cgroup_file: Path) -> Iterator[int]:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         group = top / path.lstrip("/")
         for folder in (it for it in (group, *group.parents) if it.is_relative_to(top)):
-            with suppress(OSError, ValueError):  # not there, or "max": no limit
+            with suppress(OSError, ValueError):  # no file, or "max": no limit
                 limit, usage = (int((folder / name).read_text()) for name in names)
                 stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
                 yield limit - usage + int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
@@ -128,8 +128,8 @@ def _left_in_control_groups(root: Path, cgroup_file: Path) -> Iterator[int]:
 
 @contextmanager
 def restored(objects: Iterable[Any], device: torch.device) -> Iterator[None]:
-    """Give modules (with grads), other objects with a ``state_dict``, and torch's random numbers back, when the context
-    ends, what they had before it."""
+    """When the context ends, restore the state of modules (with grads), of other objects with a ``state_dict``, and of
+    torch's random numbers."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         for it in objects:

@@ -1,4 +1,4 @@
-"""Where a training step's memory goes, and what mixed precision saves of it."""
+"""Reports where a training step's memory goes, and how much mixed precision saves."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -31,7 +31,7 @@ _MASTERS = set(masters.KEYS.values())
 
 @dataclass(frozen=True)
 class MemoryReport(Report):
-    """The memory of a training step in this process, in bytes. Of a DTensor that is the part which lies here.
+    """The memory of a training step in this process, in bytes. Of a DTensor, this process's part counts.
 
     ``predicted``: the size of each kind of tensor in a step. Parameters, buffers, gradients, masters and moments are
     computed from shapes and dtypes; cast cache and activations are counted in one forward.
@@ -172,9 +172,9 @@ def _sizes(states: Iterable[dict[str, Any]]) -> Sizes:
 
 
 def _sizes_after_a_step(optimizer: torch.optim.Optimizer) -> Sizes:
-    """Return the bytes of the states after a step; None if an optimizer can't say without one."""
+    """Return the bytes of the states after a step; None if they aren't known before the first step."""
     params = [param for param in params_of(optimizer) if param.requires_grad]
-    if isinstance(optimizer, Engine):  # also after a load: masters are made at the first step
+    if isinstance(optimizer, Engine):  # computed even after a load, because the first step adds masters
         return _sizes(
             param_state.create(optimizer._rule, part_of(param).to("meta"), group)
             for group in optimizer.param_groups
@@ -185,7 +185,7 @@ def _sizes_after_a_step(optimizer: torch.optim.Optimizer) -> Sizes:
         return _sizes(optimizer.state.values())
     try:
         return _sizes(_states_of_a_twin(optimizer, params))
-    except (RuntimeError, TypeError):  # its step reads values, or its constructor takes other arguments
+    except (RuntimeError, TypeError):  # the step reads values, or the constructor takes other arguments
         return {"masters": None, "moments": None}
 
 
@@ -195,28 +195,28 @@ def _states_of_a_twin(optimizer: torch.optim.Optimizer, params: list[Tensor]) ->
     for twin in twins:
         twin.grad = torch.empty_like(twin)
     kind: Any = type(optimizer)
-    known = inspect.signature(kind).parameters.keys() - {"fused", "foreach", "capturable"}
-    twin_optimizer = kind(twins, **{key: it for key, it in optimizer.defaults.items() if key in known})
+    options = inspect.signature(kind).parameters.keys() - {"fused", "foreach", "capturable"}
+    twin_optimizer = kind(twins, **{key: it for key, it in optimizer.defaults.items() if key in options})
     twin_optimizer.step()
     return list(twin_optimizer.state.values())
 
 
 def _kept_by_a_forward(model: nn.Module, loss: Loss) -> tuple[int, int]:
-    """Return the bytes that a call of ``loss(model)`` keeps for its backward: casts of parameters and buffers, and
-    everything else but parameters and buffers themselves."""
-    cast_cache.clear()  # what an earlier forward has left there would otherwise not be cast again
+    """Return the bytes that a call of ``loss(model)`` keeps for its backward: first casts of parameters and buffers,
+    then everything else except parameters and buffers themselves."""
+    cast_cache.clear()  # a weight whose cast is cached would not be cast again, and not be counted
     storages = {storage_of(part_of(it)) for it in (*model.parameters(), *model.buffers())}
     mode = _Casts(storages)
     with saved_storages() as saved, mode:
-        held = loss(model)
+        output = loss(model)
     casts = {storage_of(it) for it in mode.casts}
     activations = sum(size for storage, size in saved.items() if storage.cdata not in storages | casts)
-    del held
+    del output
     return measure.size(mode.casts), activations
 
 
 class _Casts(DispatchMode):  # type: ignore[misc]
-    """Keeps the copies that ops make of these storages in another dtype."""
+    """Keeps the copies that autocast makes of these storages."""
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()

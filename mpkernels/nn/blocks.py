@@ -14,7 +14,7 @@ from mpkernels.ops.linear.activations import ActivationLike, activation_name
 
 class _Layers(Module):
     """A module that holds the weights and biases of linear layers, each as ``<layer>_weight`` and ``<layer>_bias``. It
-    holds no ``torch.nn.Linear``: what replaces or wraps those would not be called."""
+    holds no ``torch.nn.Linear``: tools would replace or wrap such a layer, but its forward is never called."""
 
     def __init__(self, activation: ActivationLike) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class GatedLinear(_Layers):
         in_features: how many features x has.
         out_features: how many features the result has.
         bias: whether both linear layers have a bias.
-        device: of the parameters.
-        dtype: of the parameters, too.
+        device: where the parameters are made.
+        dtype: which dtype the parameters have.
         activation: as LinearAct takes it.
     """
 
@@ -101,11 +101,11 @@ class MLP(_Layers):
         hidden_features: how many features the activation has.
         out_features: how many features the result has; by default as many as x.
         bias: whether each layer has a bias.
-        device: of the parameters.
-        dtype: of the parameters, too.
-        activation: as LinearAct takes it; gelu by default, silu where gated.
-        gated: make a gated MLP.
-        dropout: the probability of dropping what the activation, and the gate, yield. For training alone.
+        device: where the parameters are made.
+        dtype: which dtype the parameters have.
+        activation: as LinearAct takes it; gelu by default, silu if gated.
+        gated: whether to make a gated MLP.
+        dropout: the probability of dropping a hidden feature in training.
         recompute: save less for the backward, as ``mpkernels.functional.mlp`` says.
     """
 

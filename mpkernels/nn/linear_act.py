@@ -103,7 +103,7 @@ def _share(layer: Linear | LinearAct, made: _Layer) -> _Layer:
 
 
 def _refuse_what_would_be_lost(which: str, layer: Module, kind: type[Module]) -> None:
-    """The other layer gets weight and bias alone."""
+    """Raise if the layer has more than weight and bias: nothing else goes into the converted layer."""
     if type(layer) is not kind:
         raise TypeError(
             f"{which} must be a plain {kind.__name__}, got {type(layer).__name__}, whose parametrizations or forward "

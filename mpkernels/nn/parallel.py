@@ -22,7 +22,7 @@ class ColwiseParallel(parallel.ColwiseParallel):
         input_layouts, output_layouts, use_local_output: those of torch's class.
     """
 
-    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:  # which torch asks each style for
+    def _apply(self, module: Module, device_mesh: DeviceMesh) -> Module:  # torch calls it for each style
         if not isinstance(module, LinearAct):
             return super()._apply(module, device_mesh)
         for name, param in list(module.named_parameters(recurse=False)):

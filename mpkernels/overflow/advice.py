@@ -28,11 +28,8 @@ def advise_on_gradients(gradients: Sequence[Gradient], culprits: Sequence[Gradie
             "optimizer, or their norm is beyond fp32 once a scale below 1 is taken off."
         )
     if len(culprits) > 1 and all(it.nans > 0 for it in gradients):
-        high = (
-            ""
-            if scale is None or scale <= 1
-            else f", unless the scale of {scale:g} is far too high: see whether it falls"
-        )
+        has_scale = scale is not None and scale > 1
+        high = f", unless the scale of {scale:g} is far too high: see if it falls" if has_scale else ""
         return (
             f"Every gradient holds NaN, so the loss itself, or an input, is inf or NaN{high}. Run a forward pass under "
             "mpkernels.amp.find_nonfinite(model)."

@@ -1,4 +1,4 @@
-"""Which module was the first to give an inf or NaN."""
+"""Finds the module that was the first to give an inf or NaN."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -13,10 +13,10 @@ from mpkernels._torch_private.modes import are_transforms_active
 
 @dataclass(frozen=True)
 class FirstNonFinite:
-    module: str  #: its name in the model; "" is the model itself
+    module: str  #: the module's name in the model; "" is the model itself
     kind: str
     had_finite_inputs: bool
-    has_finite_weights: bool  #: when asked
+    has_finite_weights: bool  #: at the time of asking
 
     def __str__(self) -> str:
         return f"{self.module} ({self.kind})" if self.module else f"the model itself ({self.kind})"
@@ -42,8 +42,8 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
-        self._calls: list[tuple[str, torch.nn.Module, Tensor | None, Tensor]] = []  # in the order in which they ended
-        self._inputs: dict[int, list[Tensor | None]] = {}  # of calls that have begun
+        self._calls: list[tuple[str, torch.nn.Module, Tensor | None, Tensor]] = []  # in the order of their ends
+        self._inputs: dict[int, list[Tensor | None]] = {}  # id of a module -> flags of its running calls
         self._hooks: list[Any] = []
 
     def __enter__(self) -> "find_nonfinite":
@@ -65,8 +65,8 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
 
     def _after(self, name: str) -> Any:
         def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-            begun, is_finite = self._inputs.get(id(module)), _is_finite(output)
-            were_finite = begun.pop() if begun else None  # None if it had begun before the watch did
+            inputs, is_finite = self._inputs.get(id(module)), _is_finite(output)
+            were_finite = inputs.pop() if inputs else None  # no entry if the call began before the context
             if is_finite is not None:
                 self._calls.append((name, module, were_finite, is_finite))
 

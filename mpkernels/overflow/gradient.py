@@ -11,7 +11,7 @@ from mpkernels.ops.grads.overflow import order_of_memory
 
 @dataclass(frozen=True)
 class Gradient:
-    """What a parameter's grad was like. A DTensor's grad is described by each process for its part."""
+    """The facts about a parameter's grad. Each process describes its own part of a DTensor's grad."""
 
     name: str
     group: int
@@ -20,10 +20,10 @@ class Gradient:
     elements: int
     infs: int
     nans: int
-    first: tuple[int, ...] | None  #: index of an inf or NaN, the first in memory; of a sparse grad, among its values
-    largest: float  #: finite magnitude, without the scale
-    zeros: float  #: share of the elements that are 0
-    rank: int | None = None  #: the process that holds it, where a report is of all
+    first: tuple[int, ...] | None  #: the index of the first inf or NaN in memory; of a sparse grad, among its values
+    largest: float  #: the largest finite magnitude, without the scale
+    zeros: float  #: the share of the elements that are 0
+    rank: int | None = None  #: the process that holds it, in a report on all processes
 
     @property
     def is_finite(self) -> bool:
@@ -50,7 +50,7 @@ def gradient_of(
 
 
 def _index(whole: Tensor, offset: int, size: int, follows_grads: bool) -> tuple[int, ...]:
-    """Return the index of the element that lies so far into the memory of the grad, or of this process's part of it."""
+    """Return the index of the element at this offset in the memory of the grad, or of this process's part of it."""
     param, grad = part_of(whole), part_of(whole.grad)
     if param.is_complex() and size == 2 * param.numel():
         offset //= 2

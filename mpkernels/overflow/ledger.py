@@ -18,8 +18,8 @@ from mpkernels.ops.grads.overflow import FIELDS
 
 class Record(NamedTuple):
     params: list[Tensor]
-    report: Tensor  # a heading and a line for each parameter, filled by overflow_ or by a step
-    follows_grads: bool  # whether the report counts indices in the grads' order of memory, or in the parameters'
+    report: Tensor  # a heading and a line for each parameter, which overflow_ or a step fills
+    follows_grads: bool  # whether indices count in the grads' order of memory; else in the parameters'
 
 
 class Ledger:
@@ -28,13 +28,13 @@ class Ledger:
     def __init__(self, follows_grads: bool = False) -> None:
         self._follows_grads = follows_grads
         self._newest: dict[torch.device, Record] = {}
-        self._older: dict[torch.device, Record] = {}  # what was known before the newest record was begun
+        self._older: dict[torch.device, Record] = {}  # the records before the newest ones
 
     def report_for(
         self, params: Sequence[Tensor], device: torch.device, all_params: Callable[[], Iterable[Tensor]]
     ) -> Tensor:
-        """Return the tensor that a step of these parameters fills if it is skipped. Until then it holds the facts about
-        the last skip, without those of parameters that have left the optimizer."""
+        """Return the tensor that a step of these parameters fills if it is skipped. Until then, reports show the facts
+        of the last skip, except those of parameters that have left the optimizer."""
         newest = self._newest.get(device)
         if newest is not None and len(newest.params) == len(params) and all(map(is_, newest.params, params)):
             return newest.report
@@ -76,15 +76,15 @@ class Ledger:
 
 
 def _only(params: Iterable[Tensor], record: Record) -> Record:
-    """Return the record without parameters that aren't among these."""
+    """Return the record with only those of its parameters that are among these."""
     wanted = set(map(id, params))
-    kept = [param for param in record.params if id(param) in wanted]
-    return record._replace(params=kept, report=_among(kept, record))
+    remaining = [param for param in record.params if id(param) in wanted]
+    return record._replace(params=remaining, report=_among(remaining, record))
 
 
 def _among(params: list[Tensor], record: Record) -> Tensor:
-    """Return the record's lines at the places that its parameters have among all these. No index goes to the device: a
-    CUDA graph's capture would refuse that."""
+    """Return a report on these parameters with the record's lines, and zeros for parameters that it lacks. This indexes
+    on the host, because a CUDA graph's capture refuses to copy an index to the device."""
     heading, *lines = record.report.unbind()
     line = {id(param): line for param, line in zip(record.params, lines, strict=True)}
     none = torch.zeros_like(heading)
@@ -95,25 +95,25 @@ class Ledgers:
     """The ledgers of a scaler's optimizers. A copy or a pickle of this object is empty."""
 
     def __init__(self) -> None:
-        self._entries: dict[int, _Entry] = {}  # by id: an optimizer need not be hashable
+        self._entries: dict[int, _Entry] = {}  # optimizer's id -> entry, because an optimizer need not be hashable
 
     def __reduce__(self) -> tuple[type["Ledgers"], tuple[()]]:
         return Ledgers, ()
 
     def take_up(self, optimizer: Optimizer, overflows: Tensor | None) -> None:
-        """Make a ledger for the optimizer, if it has none. overflows: the scaler's counts, in a row and in all."""
+        """Make a ledger for the optimizer if it has none. ``overflows``: the scaler's counts, in a row and in all."""
         if id(optimizer) in self._entries:
             return
         last_skip = None
         if overflows is not None and self._entries:
             last_skip = torch.zeros_like(overflows[1])
             for entry in list(self._entries.values()):
-                if entry.last_skip is None:  # it was the only optimizer, so all skips were its
+                if entry.last_skip is None:  # this was the only optimizer, so the last skip was its own
                     entry.last_skip = overflows[1].clone()
         self._entries[id(optimizer)] = _Entry(self._hold(optimizer), Ledger(follows_grads=True), last_skip)
 
     def _hold(self, optimizer: Optimizer) -> Callable[[], Optimizer | None]:
-        """Refer weakly to the optimizer, if its class allows it, and drop its entry with it."""
+        """Return a reference to the optimizer, if possible a weak one that drops the entry when the optimizer ends."""
         entries, key = self._entries, id(optimizer)
         try:
             return ref(optimizer, lambda _: entries.pop(key, None))
@@ -162,7 +162,7 @@ class _Entry:
 
 
 def _records_of(optimizer: Any, scalers: Ledger) -> list[Record]:
-    """Return the records of the optimizer's own ledger, or of the scaler's if the optimizer has none, or if the scaler
+    """Return the records of the optimizer's own ledger; or of the scaler's if the optimizer has none, or if the scaler
     has unscaled the grads before the step."""
     ledger = getattr(optimizer, "_ledger", None)
     optimizers = ledger.records() if isinstance(ledger, Ledger) else []

@@ -1,4 +1,4 @@
-"""The report on a skipped step, for people, logs and TensorBoard."""
+"""Writes the report on a skipped step, for people, logs and TensorBoard."""
 
 from collections.abc import Sequence
 from copy import copy
@@ -14,7 +14,7 @@ from mpkernels.overflow.advice import advise_on_forward, advise_on_gradients
 from mpkernels.overflow.gradient import Gradient, gradient_of
 from mpkernels.overflow.ledger import Record
 
-ROWS, WIDTH = 20, 44  # the culprits that the table shows, and the characters of their names
+ROWS, WIDTH = 20, 44  # how many culprits the table shows, and how many characters of a name
 
 
 class OverflowReport(Report):
@@ -69,22 +69,22 @@ class OverflowReport(Report):
             self.suggestion = advise_on_gradients(self.gradients, self.culprits, self.scale)
 
     def gather(self, group: Any = None) -> "OverflowReport":
-        """Return the report on the parts of all processes, each with its ``rank``. All of them have to call this."""
+        """Return the report on the parts of all processes, each with its ``rank``. Every process must call this."""
         part = self.gradients, self._is_of_a_skip, self.scale
-        all_parts: list[Any] = [part] * distributed.get_world_size(group)
-        distributed.all_gather_object(all_parts, part, group=group)
-        whole = copy(self)
-        whole.gradients = [replace(it, rank=rank) for rank, (found, *_) in enumerate(all_parts) for it in found]
-        whole._is_of_a_skip = any(was_skipped for _, was_skipped, _ in all_parts)
-        whole.scale = next((scale for *_, scale in all_parts if scale), None)
-        whole._conclude()
-        return whole
+        parts: list[Any] = [part] * distributed.get_world_size(group)
+        distributed.all_gather_object(parts, part, group=group)
+        report = copy(self)
+        report.gradients = [replace(it, rank=rank) for rank, (gradients, *_) in enumerate(parts) for it in gradients]
+        report._is_of_a_skip = any(was_skipped for _, was_skipped, _ in parts)
+        report.scale = next((scale for *_, scale in parts if scale), None)
+        report._conclude()
+        return report
 
     def __bool__(self) -> bool:
         return self._is_of_a_skip
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain numbers, strings and lists, as JSON has them."""
+        """Return the report as numbers, strings and lists, which JSON can hold."""
         return {
             "skipped": bool(self),
             "scale": self.scale,
@@ -99,8 +99,8 @@ class OverflowReport(Report):
         }
 
     def log_to(self, writer: Any, step: int | None = None) -> None:
-        """Write the report's numbers by ``writer.add_scalar``, as TensorBoard's SummaryWriter has it. Write nothing if
-        no step was skipped."""
+        """Write the report's numbers by ``writer.add_scalar``, a method of TensorBoard's SummaryWriter. Write nothing
+        if no step was skipped."""
         if not self:
             return
         writer.add_scalar("overflow/gradients", len(self.culprits), step)
@@ -108,8 +108,8 @@ class OverflowReport(Report):
         if self.scale is not None:
             writer.add_scalar("overflow/scale", self.scale, step)
         for it in self.culprits:
-            for what, value in {"inf": it.infs, "nan": it.nans, "largest": it.largest, "zeros": it.zeros}.items():
-                writer.add_scalar(f"overflow/{what}/{it.name}", value, step)
+            for kind, value in {"inf": it.infs, "nan": it.nans, "largest": it.largest, "zeros": it.zeros}.items():
+                writer.add_scalar(f"overflow/{kind}/{it.name}", value, step)
 
     def _parts(self) -> list[str | Table]:
         if not self:
@@ -144,7 +144,7 @@ def _table(gradients: Sequence[Gradient]) -> Table:
 
 
 def _names(optimizer: Optimizer, model: torch.nn.Module | None) -> dict[int, tuple[str, int]]:
-    """Return, by a parameter's id, its name as the model or the optimizer has it, and its group."""
+    """Return a dict: parameter's id -> its name in the model or the optimizer, and its group's number."""
     names_in_model = {} if model is None else {id(param): name for name, param in model.named_parameters()}
     names = {}
     for number, group in enumerate(optimizer.param_groups):

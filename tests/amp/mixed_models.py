@@ -1,4 +1,4 @@
-"""Models that to_mixed is tried on, and how they are trained."""
+"""Models that to_mixed is tested on, and a function that trains them."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ F32 = torch.float32
 
 
 class LlamaRMSNorm(nn.Module):
-    """As libraries write it: not torch's class, and its output takes the weight's dtype."""
+    """A norm as libraries write it: not torch's class, and its output takes the weight's dtype."""
 
     def __init__(self, width):
         super().__init__()
@@ -19,7 +19,7 @@ class LlamaRMSNorm(nn.Module):
 
 
 class NormedLinear(nn.Linear):
-    """No norm for all its name: the weight is a matrix."""
+    """A linear layer in spite of its name: the weight is a matrix."""
 
     def forward(self, x):
         return nn.functional.linear(x, nn.functional.normalize(self.weight, dim=1), self.bias)

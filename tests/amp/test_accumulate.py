@@ -20,7 +20,7 @@ def loss_of(model, batch):
 
 
 def whole(every, of_rows, kind, max_norm=MAX_NORM):
-    """Train by hand: one backward of each group's concatenation."""
+    """Train by hand: one backward for the concatenation of each group."""
     model = network()
     optimizer = kind(model.parameters(), lr=1e-2)
     for first in range(0, len(of_rows), every):
@@ -53,7 +53,8 @@ def test_groups_are_steps_of_their_whole(kind, scaled):
 
 @pytest.mark.parametrize("rows", [(64, 8, 1, 30), (64, 64, 64)])
 def test_batches_that_differ_are_weighed(rows):
-    """A batch counts by its rows: the whole's mean is no mean of means. Clipping would hide a wrong size."""
+    """A batch is weighed by its rows, because the mean of all rows isn't the mean of the batches' means. Nothing is
+    clipped here: clipping would hide a wrong size."""
     batches = [[it[:count] for it in batch(seed)] for seed, count in enumerate(rows)]
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
@@ -128,7 +129,7 @@ def test_it_draws_no_more_than_a_group_ahead():
         if micro.batch == 5:
             break
     assert len(drawn) == 8
-    assert weight.grad is not None  # of the group that was left
+    assert weight.grad is not None  # the grad of the group that the loop left
 
 
 def test_exchange_is_off_but_for_the_last_also_after_an_error():
@@ -211,7 +212,7 @@ def test_clipping_needs_the_grads():
 
 
 def test_the_last_batch_of_a_group_counts():
-    """With its backward DDP exchanges all grads of the group."""
+    """DDP exchanges all grads of the group in the last batch's backward."""
     order = []
     optimizer = torch.optim.SGD([weight := torch.nn.Parameter(torch.ones(1))], lr=0.1)
     for micro in accumulate([3, 0, 2, 0, 0, 1], 3, optimizer, weigh=float):

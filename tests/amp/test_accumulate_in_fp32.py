@@ -1,4 +1,4 @@
-"""accumulate(grad_dtype=torch.float32): grads of 16-bit parameters add up as fp32 does."""
+"""accumulate(grad_dtype=torch.float32): grads of 16-bit parameters add up in fp32."""
 
 import copy
 
@@ -26,13 +26,13 @@ def loss_of(model, micro_batch):
 
 
 def summands(model, batches, scale=1.0, every=None):
-    """Return the 16-bit grads of each batch, weighted as one of so many, or of these, and scaled as accumulate does."""
+    """Return each batch's 16-bit grads, with the weight and scale that accumulate gives its loss."""
     losses = [loss_of(model, it) * (1 / (every or len(batches))) * scale for it in batches]
     return [torch.autograd.grad(loss, list(model.parameters())) for loss in losses]
 
 
 def sums(model, batches, scale=1.0, every=None):
-    """Return their sums by one fp32 addition after the other."""
+    """Return the sums of grads by one fp32 addition after the other."""
     totals = [torch.zeros_like(param, dtype=F32) for param in model.parameters()]
     for grads in summands(model, batches, scale, every):
         for total, grad in zip(totals, grads, strict=True):
@@ -52,7 +52,7 @@ def trained(model, optimizer, batches, every, **options):
 
 
 def seen_by(optimizer):
-    """Return a list that each step's grads are put into."""
+    """Return a list into which each step puts its grads."""
     seen = []
     optimizer.register_step_pre_hook(
         lambda *_: seen.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
@@ -62,7 +62,7 @@ def seen_by(optimizer):
 
 @pytest.mark.parametrize("dtype", [B16, F16], ids=str)
 def test_many_batches_add_up_without_loss(dtype):
-    """Each of the 16-bit sums is off by more than all of fp32's roundings together can be."""
+    """Sums in 16 bits would each be off by more than all of fp32's roundings together."""
     batches = [batch(seed) for seed in range(MICROS)]
     found = {}
     for width in (None, F32):
@@ -83,7 +83,7 @@ def test_many_batches_add_up_without_loss(dtype):
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("clips", [None, "loop", "step"])
 def test_a_step_takes_the_sums(line, scaled, clips):
-    """With each rule, in each form of master and state, as if the sums had been given as grads."""
+    """For each rule, and each kind of master and state, a step does what it would do if the sums were its grads."""
     of_step = {"max_norm": 0.1} if clips == "step" else {}
     for dtype, master, state_dtype in ((B16, "split", F32), (F16, "split", torch.int8), (B16, "fp32", B16)):
         model, twin = network(dtype), network(dtype)
@@ -224,7 +224,7 @@ def test_grads_are_at_least_as_exact_as_in_16_bits(compiles):
 
 
 def test_torch_refuses_what_its_step_cannot_take():
-    """As the docs say: torch's own AdamW takes grads of the parameters' dtype alone."""
+    """The docs say that torch's own AdamW takes only grads of the parameters' dtype."""
     model = network(B16)
     with pytest.raises(RuntimeError, match="dtype"):
         trained(model, torch.optim.AdamW(model.parameters()), [batch(0)], 1, grad_dtype=F32)

@@ -17,13 +17,13 @@ from tests.networks import backward, network, train
 
 
 def test_signature():
-    """torch's, but that no device is named: what comes beyond it has keywords."""
+    """The signature is torch's, except that device has no name as a default; our own options are keywords."""
     ours = list(inspect.signature(GradScaler).parameters.values())
     theirs = list(inspect.signature(torch.amp.GradScaler).parameters.values())
     assert [(it.name, it.kind) for it in ours[: len(theirs)]] == [(it.name, it.kind) for it in theirs]
     assert [it.default for it in ours[1 : len(theirs)]] == [it.default for it in theirs[1:]]
     assert all(it.kind is it.KEYWORD_ONLY for it in ours[len(theirs) :])
-    assert issubclass(GradScaler, torch.amp.GradScaler)  # which trainers ask for
+    assert issubclass(GradScaler, torch.amp.GradScaler)  # trainers check for it
 
 
 @pytest.mark.parametrize("bad", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}])
@@ -109,7 +109,7 @@ def test_disabled_it_passes_everything_through():
 
 
 class Wrapper:
-    """As Lookahead and schedulers of old are written: what it lacks, the optimizer inside answers."""
+    """A wrapper like Lookahead, which forwards reads of attributes that it lacks to the inner optimizer."""
 
     def __init__(self, inner):
         self.inner = inner
@@ -153,7 +153,7 @@ def test_a_new_scale_that_is_no_number(bad):
 
 
 class Unhashable:
-    """As a dataclass is that compares by its fields."""
+    """An optimizer that can't be hashed, like a dataclass that compares by its fields."""
 
     __hash__ = None
 
@@ -167,7 +167,7 @@ class Unhashable:
 
 
 class Slotted:
-    """Has no attributes but these, and takes no weak reference."""
+    """An optimizer with __slots__, which allows no other attributes and no weak reference."""
 
     __slots__ = ("_optimizer", "param_groups")
     __init__, step = Unhashable.__init__, Unhashable.step
@@ -204,11 +204,11 @@ FUSED = partial(torch.optim.AdamW, fused=True)
     ("make", "name"),
     [
         *((make, "_unscale_grads_") for make in (AdamW, FUSED, torch.optim.AdamW)),
-        *((make, "_check_inf_per_device") for make in (AdamW, FUSED)),  # only who takes the scale off itself
+        *((make, "_check_inf_per_device") for make in (AdamW, FUSED)),  # only optimizers that unscale in their step
     ],
 )
 def test_a_subclass_that_looks_for_infs_itself_is_asked(make, name):
-    """To hear of other ranks' infs, say."""
+    """Such a subclass may learn of other ranks' infs, for example."""
     asked = []
 
     def look(self, *arguments):
@@ -229,7 +229,7 @@ def test_a_subclass_that_looks_for_infs_itself_is_asked(make, name):
 
 @pytest.mark.parametrize("of", [torch.amp, amp], ids=["torch", "mpkernels"])
 def test_a_scale_can_be_taken_off_that_is_no_scalers(of):
-    """torch's own tests hand one to a scaler that has none yet."""
+    """torch's own tests pass a scale to a scaler that has none yet."""
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.tensor([4.0, math.inf])
     found = of.GradScaler("cpu")._unscale_grads_(AdamW([weight]), torch.full((1,), 0.25), torch.zeros(1), False)

@@ -1,4 +1,4 @@
-"""How GradScaler's scale moves, in the ways that torch's doesn't have."""
+"""How GradScaler's scale moves with options that torch's scaler lacks."""
 
 import math
 import re
@@ -75,7 +75,7 @@ def test_what_cannot_be_combined_raises(options, text):
 
 
 def test_bounds_may_meet():
-    """The scale then stays where it is, and overflows are counted."""
+    """If min_scale is max_scale, the scale stays, and overflows are still counted."""
     scaler = GradScaler("cpu", init_scale=4.0, min_scale=4.0, max_scale=4.0, growth_interval=1)
     assert scales(scaler, [0, 1, 0]) == [4.0, 4.0, 4.0]
     assert scaler.skipped_steps.item() == 1
@@ -112,7 +112,7 @@ def test_a_run_goes_on_from_its_state_dict(name, late):
 
 
 def test_torchs_state_loads_whatever_the_mode():
-    """A dynamic scaler takes it; the others scale as the constructor said."""
+    """A dynamic scaler takes the scale from torch's state; others go on with the scale from their constructor."""
     theirs = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=7).state_dict()
     for name, scale in (("dynamic", 32.0), ("bounded", 32.0), ("static", 65536.0), ("scheduled", 8.0)):
         scaler = GradScaler("cpu", **SCALINGS[name])

@@ -147,7 +147,7 @@ def test_our_adamw_releases_its_grads_under_our_scaler():
 
 
 def test_a_scale_that_the_step_takes_off_stays_in_the_grads():
-    """They are read, not written to. torch's fused step writes them back."""
+    """Our step only reads the grads. torch's fused step writes them back unscaled."""
     for name, kept in (("our AdamW", 2048.0), ("torch's AdamW, fused", 2.0)):
         weight = torch.nn.Parameter(torch.ones(2))
         optimizer, scaler = OPTIMIZERS[name]([weight]), GradScaler("cpu", init_scale=1024.0)

@@ -1,3 +1,5 @@
+"""autocast is torch's, with the machine's device as its default."""
+
 import pytest
 import torch
 
@@ -33,7 +35,7 @@ def test_autocast_compiles_without_a_graph_break():
 
 
 def test_torch_amps_names_are_all_there():
-    """An older torch lists none."""
+    """Skipped with an older torch, whose torch.amp has no __all__."""
     theirs = getattr(torch.amp, "__all__", ("GradScaler", "autocast", "custom_bwd", "custom_fwd"))
     assert set(theirs) <= set(amp.__all__)
     assert amp.custom_fwd is torch.amp.custom_fwd

@@ -24,7 +24,7 @@ def params_of(grads, device="cpu"):
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("max_norm", [1e-3, 1e9, 1])
 def test_fp32_as_torch_does_it(target, norm_type, max_norm):
-    """Each sum of torch's rounds some 10 times in a row, in fp32; ours once."""
+    """torch's sums are rounded some 10 times in a row, in fp32; our sum is rounded once."""
     ours, theirs = network(device=target.device), network(device=target.device)
     for model in (ours, theirs):
         backward(model, 0)
@@ -62,7 +62,7 @@ def test_a_norm_within_bounds_changes_no_bit(norm_type):
 @pytest.mark.parametrize(("grad", "max_norm"), [(2.0, 5.0), (math.inf, 1.0), (math.nan, 1.0)])
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.complex64], ids=str)
 def test_grads_that_need_no_clipping_are_not_written_on_a_cpu(dtype, grad, max_norm):
-    """To write them takes as long as a third of the step."""
+    """Writing the grads would take as long as a third of the step."""
     params = params_of([torch.full((4,), grad, dtype=dtype), torch.empty(0)])
     versions = [param.grad._version for param in params]
     clip_grad_norm_(params, max_norm)
@@ -87,7 +87,7 @@ def test_it_is_one_graph_whatever_the_norm(max_norm):
 
 
 def test_an_fp16_norm_beyond_65504_is_finite():
-    """torch: inf, and every grad silently 0."""
+    """torch's norm would be inf, and every grad silently 0."""
     grads = [torch.full((100,), 60000.0, dtype=F16), torch.full((3,), 1.0)]
     params = params_of(grads)
     assert clip_grad_norm_(params, 60.0).item() == pytest.approx(600000.0)
@@ -113,7 +113,7 @@ def test_squares_beyond_fp32_are_no_overflow():
 @pytest.mark.parametrize("norm_type", [2, 1, 3, math.inf])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_a_norm_that_is_not_finite_leaves_the_grads_as_they_are(target, bad, norm_type):
-    """torch makes them NaN, or 0, every one."""
+    """torch makes every grad NaN or 0."""
     grads = [torch.tensor([1.0, bad]), torch.tensor([2.0], dtype=B16)]
     params = params_of(grads, target.device)
     assert not clip_grad_norm_(params, 0.1, norm_type).isfinite()
@@ -148,7 +148,7 @@ def test_grads_that_are_part_of_a_graph():
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
 def test_complex_grads_as_torch_clips_them(target, dtype, norm_type):
-    """Also where autograd has left the conjugation to whoever reads the grad, which torch refuses."""
+    """Also for lazily conjugated grads, which torch refuses."""
     results = []
     for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
         params = params_of([torch.tensor([3 + 4j, 1j, 0], dtype=dtype), torch.tensor([-2.0, 5.0])], target.device)

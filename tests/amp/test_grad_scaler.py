@@ -1,4 +1,4 @@
-"""GradScaler beside torch's own: the same events, and after each of them the same of everything."""
+"""GradScaler beside torch's own: the same calls, and after each call the same state."""
 
 import pickle
 
@@ -45,7 +45,7 @@ def one_param(make, device="cpu", dtype=torch.float32):
 
 
 def iterate(scaler, param, optimizer, bad=None):
-    """The scale after one iteration, whose unscaled grads are 1, but for a bad one."""
+    """Return the scale after one iteration. Unscaled grads are 1, except a bad one."""
     optimizer.zero_grad()
     scaler.scale(param.sum()).backward()
     if bad is not None:
@@ -98,7 +98,7 @@ class Side:
         self.scaler.set_backoff_factor(backoff)
 
     def after(self, event, *arguments):
-        """All that can be told from outside; the tensors apart."""
+        """Return all state that users can see, with tensors apart from other values."""
         try:
             outcome = getattr(self, event)(*arguments)
         except Exception as error:
@@ -121,7 +121,7 @@ def assert_lockstep(target, name, events, **options):
         assert told == told_theirs, events[: i + 1]
         torch.testing.assert_close(tensors, tensors_theirs, rtol=0, atol=0, equal_nan=True)
         assert not left_behind
-        if left_behind_theirs:  # an error in the step; torch's next one would divide by the scale twice
+        if left_behind_theirs:  # the step has failed; torch's next step would divide by the scale twice
             return
 
 
@@ -145,7 +145,7 @@ STEPS = [("step", 0), ("step", 1), ("update", None)]
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_training_as_torch_does_it(target, name, iterations, enabled):
-    """Whole iterations, with something else in between, and an overflow in one of the two."""
+    """Whole iterations with another call in between, and an overflow in one of the two."""
     events = []
     for between, overflowed in iterations:
         bad = [("backward", overflowed, float("inf"))] if overflowed >= 0 else []
@@ -154,7 +154,7 @@ def test_training_as_torch_does_it(target, name, iterations, enabled):
 
 
 def test_what_must_raise_raises():
-    """So that equal exceptions mean something."""
+    """Without this, equal exceptions of both scalers would prove nothing."""
     texts = []
     for events in (
         [("unscale", 0)],
@@ -174,4 +174,4 @@ def test_what_must_raise_raises():
             results = [side.after(*event)[0][0] for event in events]
             assert all(result is None for result in results[:-1])
             texts.append(results[-1])
-    assert all(text is not None for i, text in enumerate(texts) if i != 13), texts  # our AdamW steps nothing gladly
+    assert all(text is not None for i, text in enumerate(texts) if i != 13), texts  # our AdamW steps without grads, too

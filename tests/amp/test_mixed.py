@@ -32,7 +32,7 @@ MODELS = {
 
 
 def torch_runs(make, inputs, dtype):
-    """oneDNN has no fp16 LSTM, or none that trains, for some CPUs, and torch asks for it all the same."""
+    """Return whether torch can run the model: oneDNN lacks a (trainable) fp16 LSTM on some CPUs, but torch calls it."""
     try:
         with torch.autocast("cpu", dtype=dtype):
             make()(inputs)
@@ -91,7 +91,7 @@ def test_what_stays_fp32():
     assert dtypes(norm) == dict.fromkeys(("0.weight", "0.bias"), B16) | stats | dict.fromkeys(
         ("1.weight", "1.bias", "2.weight", "2.bias"), F32
     )
-    assert to_mixed(nn.Sequential(nn.LayerNorm(4)).bfloat16())[0].weight.dtype == F32  # one that came in 16 bits
+    assert to_mixed(nn.Sequential(nn.LayerNorm(4)).bfloat16())[0].weight.dtype == F32  # it was already in 16 bits
 
 
 def test_tied_weights_stay_one_and_grads_come_along():

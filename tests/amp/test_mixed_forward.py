@@ -55,7 +55,7 @@ def test_a_forward_that_is_set_later_runs_under_autocast_too():
 
 @pytest.mark.parametrize("dressed", [True, False])
 def test_a_forward_put_into_the_dict_stays_there(dressed):
-    """It went past ``__setattr__``, so that it isn't under autocast."""
+    """A forward in ``__dict__`` has bypassed ``__setattr__``, so it isn't under autocast."""
     model = to_mixed(network())
 
     def forward(x):

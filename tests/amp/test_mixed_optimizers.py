@@ -1,4 +1,4 @@
-"""An optimizer beside to_mixed and to_full: its masters become the weights, and the weights its masters."""
+"""An optimizer passed to to_mixed and to_full: weights become its masters, and masters become weights."""
 
 import copy
 
@@ -15,7 +15,7 @@ from tests.networks import B16, network, train
 
 @pytest.mark.parametrize("master", ["split", "fp32"])
 def test_the_optimizer_goes_on_in_fp32(master):
-    """Three steps in 16 bits, then three in fp32: those are torch's, from the same weights and moments."""
+    """After three steps in 16 bits, three steps in fp32 equal torch's steps from the same weights and moments."""
     model = to_mixed(network())
     ours = AdamW(model.parameters(), lr=1e-3, master=master)
     train(model, ours, 3)
@@ -31,7 +31,7 @@ def test_the_optimizer_goes_on_in_fp32(master):
     train(twin, theirs, 3)
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         assert_close(a, b, rtol=1e-6, atol=1e-6)
-    to_mixed(model)  # and back again: masters grow anew
+    to_mixed(model)  # back again: the next step makes new masters
     train(model, AdamW(model.parameters()), 1)
 
 

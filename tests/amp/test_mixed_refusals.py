@@ -1,4 +1,4 @@
-"""What to_mixed and to_full refuse, and that they have changed nothing then."""
+"""What to_mixed and to_full refuse; a refusal changes nothing."""
 
 import pytest
 import torch

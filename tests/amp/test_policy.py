@@ -1,4 +1,4 @@
-"""Policies: what goes with a name, and which is best where."""
+"""Policies: the dtypes, autocast and scaler of each name, and which policy is best on which device."""
 
 import warnings
 

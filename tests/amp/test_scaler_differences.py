@@ -1,4 +1,4 @@
-"""GradScaler where it differs from torch's: on purpose."""
+"""GradScaler's intended differences from torch's."""
 
 import pickle
 import weakref
@@ -17,7 +17,7 @@ every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIM
 
 @every_optimizer
 def test_a_finite_grad_that_overflows_when_unscaled_skips_the_step(target, make):
-    """A scale below 1: torch finds nothing, and the parameters become NaN."""
+    """With a scale below 1, torch finds no inf, and the parameters become NaN."""
     param, optimizer = one_param(make, target.device)
     scaler = GradScaler(target.device.type, init_scale=0.5)
     scaler.scale(param.sum()).backward()
@@ -48,7 +48,7 @@ def test_grads_of_every_dtype_in_one_optimizer():
 
 
 def test_torch_refuses_fp16_grads():
-    """When it no longer does, the test above need not be here."""
+    """When torch takes fp16 grads, the test above can go."""
     param, optimizer = one_param(OPTIMIZERS["SGD"], dtype=F16)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(param.float().sum()).backward()
@@ -112,7 +112,7 @@ def test_one_of_two_optimizers_overflows():
 
 
 def test_found_inf_of_several_devices_is_one_at_most():
-    """torch adds them up, and then its own fused optimizers step, for which 2 is not 1."""
+    """torch adds up the devices' flags to 2, and then its own fused optimizers step, because they compare with 1."""
     one, zero, cpu = torch.ones(()), torch.zeros(()), torch.device("cpu")
     assert inf_check._together([one, zero, one], cpu)[cpu].item() == 1.0
     assert inf_check._together([zero, zero], cpu)[cpu].item() == 0.0
@@ -144,7 +144,7 @@ def test_a_scaler_is_pickled_as_it_is():
         for bad in (float("inf"), None, float("inf")):
             iterate(scaler, param, optimizer, bad)
         twin = pickle.loads(pickle.dumps(scaler))
-        assert not any(isinstance(value, torch.Tensor) for value in vars(twin).values())  # they may have no such device
+        assert not any(isinstance(value, torch.Tensor) for value in vars(twin).values())  # their device may be missing
         assert twin.step_was_skipped is None
         for bad in (float("inf"), None):
             assert iterate(twin, param, optimizer, bad) == iterate(scaler, param, optimizer, bad)
@@ -154,7 +154,7 @@ def test_a_scaler_is_pickled_as_it_is():
 
 @pytest.mark.parametrize("name", ["our AdamW", "torch's AdamW, fused"])
 def test_a_step_that_raises_leaves_what_the_user_has_set(name):
-    """As a loop that divides the grads by a number of its own does, through the attribute that torch's steps take."""
+    """A loop may set grad_scale, which torch's fused steps read, to divide the grads by a number of its own."""
     param, optimizer = one_param(OPTIMIZERS[name])
     scaler, preset = GradScaler("cpu", init_scale=4.0), torch.full((), 2.0)
     optimizer.grad_scale = preset
@@ -167,7 +167,7 @@ def test_a_step_that_raises_leaves_what_the_user_has_set(name):
 
 
 def test_a_scale_that_the_user_has_set_multiplies_the_scalers():
-    """As torch has it."""
+    """torch's step multiplies both scales, too."""
     param = torch.nn.Parameter(torch.ones(3))
     optimizer, scaler = AdamW([param], max_norm=1e6), GradScaler("cpu", init_scale=4.0)
     optimizer.grad_scale = torch.full((), 2.0)

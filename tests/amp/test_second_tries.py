@@ -1,5 +1,5 @@
-"""A method of GradScaler's that has failed at any place, before or after an op has run, can be called again, and then
-all is as if it had not failed."""
+"""If a method of GradScaler's fails at any place, before or after an op has run, it can be called again, with the same
+result as if it hadn't failed."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.networks import B16, F16
 
 
 class Failing(TorchDispatchMode):
-    """Raises at the op of this number; ``is_late``: once it has run."""
+    """A mode that raises at the op of this number; with ``is_late`` after the op has run."""
 
     def __init__(self, number, is_late, error=KeyboardInterrupt):
         super().__init__()
@@ -50,7 +50,7 @@ class Run:
         getattr(self.scaler, method)(*() if method == "update" else (self.optimizer,))
 
     def state(self):
-        """All that a user sees."""
+        """Return all state that a user sees."""
         scaler, optimizer = self.scaler, self.optimizer
         told = [scaler.get_scale(), scaler._get_growth_tracker(), scaler.skipped_steps.item(), scaler._updates]
         told += [None if (it := scaler.step_was_skipped) is None else it.item(), scaler.overflow_report().as_dict()]
@@ -58,13 +58,13 @@ class Run:
         return told, [*tensors, *(it for state in optimizer.state.values() for it in state.values())]
 
 
-#: What comes before a method, and after it.
+#: Method -> the calls before it, and those after it.
 BEFORE = {"unscale_": [], "step": [], "update": ["step"]}
 AFTER = {"unscale_": ["step", "update"], "step": ["update"], "update": []}
 
 
 def assert_second_tries(method, make, is_late, error=KeyboardInterrupt, **options):
-    """With an error at each of the ops in turn."""
+    """Assert that a second try gives the same, with an error at each op in turn."""
     for number in range(1000):
         failing, undisturbed = Run(make, **options), Run(make, **options)
         for before in BEFORE[method]:
@@ -75,7 +75,7 @@ def assert_second_tries(method, make, is_late, error=KeyboardInterrupt, **option
         except error:
             failing.call(method)
         else:
-            assert number == 1 if method == "update" else number > 2  # an update is a single op, all else are numbers
+            assert number == 1 if method == "update" else number > 2  # an update has a single op
             return
         for it in AFTER[method]:
             failing.call(it)
@@ -113,7 +113,7 @@ def test_step(is_late, bad, options):
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("method", ["unscale_", "step"])
 def test_the_next_iteration_is_no_second_try(method, in_place, is_late):
-    """A loop that gives an iteration up and goes on with other grads has those unscaled and stepped with."""
+    """A loop may give an iteration up and go on with other grads: these are unscaled and stepped."""
     for number in range(1000):
         run = Run(OPTIMIZERS["our AdamW"])
         try:
@@ -125,7 +125,7 @@ def test_the_next_iteration_is_no_second_try(method, in_place, is_late):
             assert number > 2
             return
         before = [(param.detach().clone(), steps_of(run, param)) for param in run.params]
-        old = [param.grad for param in run.params]  # which somebody may keep
+        old = [param.grad for param in run.params]  # somebody may hold on to the old grads
         run.optimizer.zero_grad(set_to_none=not in_place)
         for param in run.params:
             grad = torch.full_like(param, run.scaler.get_scale())

@@ -100,7 +100,7 @@ OPTIONS = [
 @every_scaler
 @every_way
 def test_they_see_unscaled_grads_and_what_they_change_counts(way, scaler_kind, dtype, options):
-    """As where the loop unscales and clips by itself."""
+    """The result is the same as if the loop unscales and clips by itself."""
     ours, by_hand = network(dtype), network(dtype)
     with watched(way, ours, **options) as optimizer:
         steps(ours, optimizer, scaler_kind("cpu", init_scale=1024.0), (1.0, 1.0, 1.0))
@@ -169,7 +169,7 @@ def test_every_kernel_serves_them(target, scaler_kind):
 
 @every_scaler
 def test_a_step_without_a_grad_is_none(scaler_kind):
-    """As it is without hooks."""
+    """A step without any grad isn't taken, as without hooks."""
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers, scaler = [AdamW([it], lr=0.5) for it in params], scaler_kind("cpu", init_scale=8.0)
     for optimizer in optimizers:
@@ -201,7 +201,7 @@ def test_a_hook_that_raises_leaves_a_step_that_can_be_tried_again(scaler_kind):
 
 
 class Nothing(AdamW):
-    """Has no step of its own."""
+    """A subclass without a step of its own."""
 
 
 def scheduled(optimizer):
@@ -213,7 +213,7 @@ def compiled(optimizer):
 
 
 def replaced(optimizer):
-    """As Accelerate does, to see whether it is called."""
+    """Replace the optimizer's step, as Accelerate does to see whether it is called."""
     step = optimizer.step
     optimizer.step = lambda *args: step(*args)
 
@@ -231,7 +231,7 @@ PASSIVE = {
 @pytest.mark.parametrize("kind", [AdamW, Nothing, type("New", (AdamW,), {})])
 @pytest.mark.parametrize("add", PASSIVE.values(), ids=PASSIVE)
 def test_what_looks_at_no_grads_costs_nothing(kind, add):
-    """Nobody waits, nobody writes to the grads: the step takes the scale."""
+    """With passive hooks, the host doesn't wait and no grad is written: the step unscales."""
     model, scaler = network(), GradScaler("cpu", init_scale=1024.0)
     optimizer = kind(model.parameters(), lr=0.1)
     add(optimizer)
@@ -258,7 +258,7 @@ def test_a_profile_costs_nothing(tmp_path):
 
 @every_way
 def test_those_who_ask_are_told_that_the_scaler_unscales(way):
-    """Lightning and Fabric do, and then clip, too."""
+    """Lightning and Fabric ask for it, and clip then."""
     with watched(way, network()) as optimizer:
         assert not optimizer._step_supports_amp_scaling
         assert not optimizer.seen

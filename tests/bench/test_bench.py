@@ -1,4 +1,4 @@
-"""What is under the benchmark's numbers: the interval, the turns, the cases."""
+"""The parts that make the benchmark's numbers: interval, turns, cases."""
 
 import argparse
 import math
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.exhaustive
 def test_the_interval_holds_the_median_in_95_of_100():
     for size in range(6, 102):
         low, _, high = median_interval([float(value) for value in range(size)])
-        outside = int(low)  # so many samples lie below, and above
+        outside = int(low)  # how many samples lie below the interval, and above it
         assert high == size - 1 - outside
         missed = 2 * sum(comb(size, heads) for heads in range(outside + 1)) / 2**size
         assert missed <= 0.05
@@ -43,7 +43,7 @@ def test_a_pair_is_timed_in_turns():
 
 
 def test_time_that_is_overdrawn_still_gives_samples():
-    """A build that took longer than all of it, on a busy machine."""
+    """On a busy machine, one build may take longer than all of the time."""
     pair = Pair(lambda: lambda: None, lambda: lambda: None)
     samples = measure(pair, "cpu", seconds=-1)
     assert len(samples.ours) == 6
@@ -55,7 +55,7 @@ def test_turns_are_taken_together():
     both = first.and_more(replace(first, waited=0.0, ours_us=[3.0] * 18, torch_us=[3.0] * 18, counts={}))
     assert (both.name, both.counts) == (first.name, first.counts)
     assert (both.ours_us, both.torch_us) == ([1.0] * 6 + [3.0] * 18, [2.0] * 6 + [3.0] * 18)
-    assert both.waited == 0.125  # of all samples
+    assert both.waited == 0.125  # the share over all samples
 
 
 def test_names_of_cases_are_unique():
@@ -74,7 +74,7 @@ def test_random_inputs():
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, failing):
-    """What the other turns have found isn't either."""
+    """The samples of other turns are kept, too."""
     turns = []
 
     def run_one(benchmark, seconds, builds):
@@ -84,7 +84,7 @@ def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, failing):
         return measuring.run_one(benchmark, seconds=0, builds=1)
 
     monkeypatch.setattr(command, "run_one", run_one)
-    monkeypatch.setattr(command, "QUICK_SECONDS", math.inf)  # a busy machine's minute may be over before
+    monkeypatch.setattr(command, "QUICK_SECONDS", math.inf)  # a minute may be too short on a busy machine
     arguments = argparse.ArgumentParser()
     command.add_arguments(arguments)
     code = command.run(arguments.parse_args(["--quick", "--only", "unscale_"]), pytest.fail)
@@ -92,7 +92,7 @@ def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, failing):
     said = capsys.readouterr().out
     assert (code, len(turns)) == (1, 4)
     assert f"left out: {name}: failed, RuntimeError: no luck" in said
-    assert said.count(name) == 2  # in the table, too
+    assert said.count(name) == 2  # once in the table
 
 
 @pytest.mark.parametrize("told", [None, "1"])

@@ -1,4 +1,4 @@
-"""The commands, as they are typed: ``python -m mpkernels bench``, and a checkout's ``python -m benchmarks``."""
+"""The commands as users type them: ``python -m mpkernels bench``, and a checkout's ``python -m benchmarks``."""
 
 import json
 import os
@@ -25,7 +25,7 @@ RESULTS = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
 
 
 def bench(*words, python=None, **options):
-    """python: its words, where it must be a process of its own."""
+    """Run the command. ``python`` has Python's arguments, if it must be a new process."""
     if python is None:
         return commands.run("bench", *words, **options)
     command = [sys.executable, *python, "bench", *map(str, words)]
@@ -64,7 +64,7 @@ def test_it_compares_with_an_earlier_run(measured, tmp_path, capsys):
 
 
 def refusal(capsys, *words):
-    """What ``python -m benchmarks`` says of its arguments, before it measures anything."""
+    """Return the error of ``python -m benchmarks`` for wrong arguments, before it measures anything."""
     with pytest.raises(SystemExit) as end:
         benchmarks.main([*words])
     said = capsys.readouterr()
@@ -156,7 +156,7 @@ def test_a_case_that_is_named_is_measured():
 @pytest.mark.parametrize("module", [("mpkernels", "bench"), ("benchmarks", "--json", "new.json")], ids=" ".join)
 def test_stopped_it_shows_and_keeps_what_it_has(tmp_path, module):
     command = [sys.executable, "-m", *module, "--only", "unscale_ cpu-1", "grad_stats cpu-1"]
-    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell has put in the background ignores it
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a process in a shell's background ignores it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, preexec_fn=listens, cwd=tmp_path, env=environment, **pipes) as process:
@@ -190,7 +190,7 @@ def test_results_are_read_as_they_were_written(path, tmp_path):
 
 
 def test_a_reader_that_leaves_early():
-    """``| head -1`` does so."""
+    """A pipe to ``head -1`` is closed after a line."""
     command = [sys.executable, "-m", "mpkernels", "bench", "--list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         process.stdout.close()

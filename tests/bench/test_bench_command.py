@@ -1,4 +1,4 @@
-"""What the command makes of patterns, and of cases that fail, hang or take the device with them."""
+"""The command with patterns, and with cases that fail, hang or break the device."""
 
 import argparse
 
@@ -83,8 +83,8 @@ def test_patterns_choose_and_order_and_leave_out():
 
 @pytest.fixture
 def quick(monkeypatch, capsys):
-    """Run ``bench --quick`` where each turn takes so many seconds of a clock that nothing else moves. Return the names
-    of the turns, the seconds, and what was said."""
+    """Run ``bench --quick`` with a clock that only turns advance, each by so many seconds. Return the names of the
+    turns, the seconds, and the output."""
 
     def quick(seconds_of):
         now, turns = [0.0], []
@@ -116,7 +116,7 @@ def test_quick_ends_within_its_minute_and_says_what_it_left_out(quick, seconds):
 
 
 def test_quick_goes_on_with_what_still_fits(quick):
-    """A slow case has one turn, and the others have all of theirs."""
+    """A slow case gets one turn, and the other cases get all of theirs."""
     turns, _, _ = quick(lambda benchmark: 26.0 if benchmark.op == "grad_stats" else 0.1)
     counts = {turns.count(name) for name in turns if not name.startswith("grad_stats")}
     assert counts == {command.QUICK_TURNS}

@@ -1,4 +1,4 @@
-"""The benchmark's blocks, what they are beside, and how their memory is counted."""
+"""The benchmark's blocks, their baselines, and how their memory is counted."""
 
 from functools import partial
 
@@ -19,7 +19,7 @@ def test_peak_memory_is_that_of_the_tensors():
         kept = torch.zeros(1000)
 
         def run():
-            for _ in range(2):  # the second comes when the first is gone
+            for _ in range(2):  # the second allocation comes after the first is freed
                 doubled = kept * kept
                 del doubled
 
@@ -40,10 +40,10 @@ def test_what_is_saved_is_counted_once_without_parameters_and_inputs():
     weight, x = torch.ones(10, requires_grad=True), torch.ones(100, 10)
 
     def run():
-        h = x * weight  # saves both, which live on
+        h = x * weight  # saves x and weight, which outlive the run
         return (h.sin() + h.cos() + weight.view(2, 5).exp().sum()).sum().backward()
 
-    assert saved_bytes(run) == 4 * (100 * 10 + 10)  # h, and what exp yields
+    assert saved_bytes(run) == 4 * (100 * 10 + 10)  # h, and exp's result
 
 
 def test_blocks_are_beside_eager_compiled_and_liger():

@@ -1,4 +1,4 @@
-"""The book, README's numbers and the headline say what was measured, and no more."""
+"""RESULTS.md, README's numbers and the headline say what was measured, and no more."""
 
 import shutil
 from dataclasses import replace
@@ -173,7 +173,7 @@ def test_the_headline_of_single_ops_counts_those_that_can_be_told():
 
 
 def test_the_table_of_machines_shows_the_newest_of_each_row():
-    """A later run that has measured something else takes nothing away."""
+    """A later run that lacks a row doesn't remove it."""
     older, newer = (
         Session(date, {"gpu": "Abacus", "cpu": None, "torch": "2.13.0"}, results=[
             replace(result(100.0, theirs), op="step", variant=variant, baseline=baseline)
@@ -209,7 +209,7 @@ def test_a_later_run_on_one_thread_hides_nothing():
 
 
 def test_a_cpu_is_not_called_by_the_gpu_beside_it():
-    """The host of a GPU is measured, too."""
+    """A machine with a GPU may have measured its CPU alone."""
     machine = {"gpu": "NVIDIA H200", "cpu": "Abacus", "cores": 16, "torch": "2.11.0"}
     on_cpu = replace(result(100.0, 150.0), place="cpu-2", op="step", baseline="torch.amp fused")
     runs = {"host": Session("2026-11-26", machine, results=[on_cpu])}

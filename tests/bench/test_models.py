@@ -1,4 +1,4 @@
-"""Whole models, fused, beside themselves: what is measured of a small one, and what the book makes of it."""
+"""Whole models, fused and plain: what is measured on a small one, and what the book shows of it."""
 
 import json
 from functools import partial
@@ -44,7 +44,7 @@ def test_each_side_is_timed_and_counted(monkeypatch, tmp_path):
         assert sorted(row["peak"]) == sorted(row["saved"]) == sorted(SIDES)
         assert all(row["peak"][side] >= row["saved"][side] for side in SIDES)
     full, hidden = rows[1], 4 * ROWS * HIDDEN
-    assert full["saved"]["theirs"] == 2 * hidden  # what GELU takes, and what the second layer takes
+    assert full["saved"]["theirs"] == 2 * hidden  # GELU's input, and the second layer's
     assert full["saved"]["ours"] in (hidden, 2 * hidden)  # the table may say torch
     path = tmp_path / "small.json"
     path.write_text(json.dumps({"rows": rows}))

@@ -1,5 +1,5 @@
-"""The tables of docs/offload.md are what benchmarks/offload_on_paper.py computes. tests/cuda/test_offload_bytes.py
-compares its bytes with what a step allocates on a device."""
+"""The tables of docs/offload.md are those that benchmarks/offload_on_paper.py computes.
+tests/cuda/test_offload_bytes.py compares their bytes with a step's allocations on a device."""
 
 import re
 
@@ -32,7 +32,7 @@ def test_a_page_without_a_tables_place_is_refused():
 
 
 def test_bytes_by_hand():
-    """Weight, remainder or copy, two moments."""
+    """The bytes of weight, remainder or copy, and two moments."""
     kept = {choice: offload_on_paper.kept(choice) for choice in CHOICES}
     assert len(kept) == 9
     assert kept[Choice(B16, "split", torch.float32)] == (2, 2 + 4 + 4)

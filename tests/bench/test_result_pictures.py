@@ -1,4 +1,4 @@
-"""What RESULTS.md opens with, and the numbers of README's first screen, come from the raw samples alone."""
+"""RESULTS.md's pictures and the numbers of README's first screen come from the raw samples alone."""
 
 import csv
 import io
@@ -50,7 +50,7 @@ def rows_of(family, tmp_path):
 
 @pytest.mark.parametrize("clips", [True, False])
 def test_both_sides_take_the_same_step(clips, monkeypatch):
-    """Beside torch's fused AdamW, whose weights ours end at."""
+    """Our step ends at the weights of torch's fused AdamW."""
     made, parameters = [], steps.parameters
     monkeypatch.setattr(steps, "parameters", lambda *words: made.append(parameters(*words)) or made[-1])
     rival = next(adamw_beside_others.rivals(Place("cpu", 1)))
@@ -66,10 +66,10 @@ def test_both_sides_take_the_same_step(clips, monkeypatch):
 
 
 def test_all_lengths_fill_blocks_of_8_bit_moments():
-    """Or torchao would keep fp32 ones."""
+    """With other lengths, torchao would keep fp32 moments."""
     lengths = {length for sizes in adamw_beside_others.SIZES for (length,) in sizes.shapes}
     assert [length % adamw_beside_others.BLOCK for length in lengths] == [0] * 3
-    assert lengths == {49_999_872, 499_968, 5_120}  # the nearest
+    assert lengths == {49_999_872, 499_968, 5_120}  # the nearest multiples of 256
 
 
 def test_the_columns_are_ligers_but_for_the_version():
@@ -150,7 +150,7 @@ def test_a_model_that_keeps_all_its_memory_is_not_on_the_first_screen(tmp_path):
 
 
 def test_no_ratio_is_shown_that_other_programs_have_disturbed():
-    """What is counted can be believed nevertheless."""
+    """Counts are shown nevertheless."""
     run = session()
     busy = replace(run, results=[replace(it, waited=0.2) for it in run.results])
     assert [family.name for family in result_pictures.of_run("cpu", busy)] == ["bytes-cpu"]

@@ -1,4 +1,4 @@
-"""The bytes that a step is said to move are those that are counted, and what they allow."""
+"""The bytes that benchmarks assume a step moves equal the counted ones, and the speeds that they allow."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.optim.test_step_costs import COSTS, SIZE, Traffic, params_of
 )
 def test_bytes_that_are_claimed_are_those_that_are_counted(dtype, options, kept, moved):
     state_dtype = options.get("state_dtype", torch.float32)
-    scales = 4 * 4 / 256 if state_dtype == torch.int8 else 0  # of two moments, read and written
+    scales = 4 * 4 / 256 if state_dtype == torch.int8 else 0  # the scales of two moments, read and written
     assert steps.bytes_of_our_step(dtype, state_dtype) == moved + scales
     assert optimizers.bytes_of_torchs_step() == 48
 
@@ -25,7 +25,7 @@ def test_bytes_that_are_claimed_are_those_that_are_counted(dtype, options, kept,
     ("adamw", 1.25, 1.5), ("adam", 1.25, 1.5), ("sgd-momentum", 4 / 3, 5 / 3), ("sgd", 1.5, 2.0),
 ])  # fmt: skip
 def test_what_the_bytes_of_each_rule_allow(name, alone, scaled):
-    """The states are those that the optimizers have; lion is beside a library that isn't fused."""
+    """Rules have as many states as their optimizers. Lion is left out: its rival isn't fused."""
     param = torch.nn.Parameter(torch.ones(8))
     param.grad = torch.ones(8)
     rule = optimizers.RULES[name]
@@ -39,7 +39,7 @@ def test_what_the_bytes_of_each_rule_allow(name, alone, scaled):
 
 
 def test_the_page_has_the_bytes_that_are_counted():
-    """With clipping and without; the column of a step under a scaler is that of the tests of a step's costs."""
+    """The page's columns with and without clipping. tests/optim/test_step_costs.py has the one under a scaler."""
     page = (ROOT / "docs" / "performance.md").read_text().partition("moved: unscale")[2]
     rows = [line.strip("| ").split(" | ")[2:] for line in page.partition("\n\n")[0].splitlines()[2:]]
     torchs, *ours = [[int(cell.split()[0]) for cell in row] for row in rows]
@@ -61,7 +61,7 @@ def moved_by_torch(clips):
         if clips:
             torch.nn.utils.clip_grad_norm_([param], 1.0)
         optimizer.step()
-    never_written = 4  # the grads, though the fused step's schema says so
+    never_written = 4  # the grads: the fused step only claims to write them
     return traffic.bytes / SIZE - never_written
 
 

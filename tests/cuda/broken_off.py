@@ -1,5 +1,4 @@
-"""A call breaks off at each of its allocations, and at each of its waits. Nothing may be half done, and the call works
-when it is made again.
+"""Lets a call break off at each of its allocations and waits. Nothing may be half done, and a second call must work.
 
 test_allocators.py runs this in a process whose torch caches no memory, so that CUDA's stand-in sees each allocation."""
 
@@ -19,13 +18,13 @@ from tests.cuda.training import CUDA, Loop, batch
 
 
 class Break(NamedTuple):
-    countdown: str  # a variable of the stand-in's: at 1 the next call of its kind breaks off
+    countdown: str  # a variable of the stand-in: at 1 the next allocation or wait breaks off
     error: type[BaseException]
     says: str
 
     @contextmanager
     def at(self, number):
-        """Turn the error of the call of this number into a BrokenOffError."""
+        """Let the allocation or wait of this number fail, and turn its error into a BrokenOffError."""
         countdown = ctypes.c_int.in_dll(ctypes.CDLL("libcudart.so.13"), self.countdown)
         countdown.value = number
         try:
@@ -47,11 +46,11 @@ CTRL_C = Break("standin_waits_to_interrupt", KeyboardInterrupt, "")
 
 
 def ready(options, steps):
-    """Return a loop after some steps, and with the grads of the next one."""
+    """Return a loop after some steps, with the grads of the next step."""
     torch.manual_seed(0)
-    layers = nn.ModuleList([LinearAct(24, 8), nn.Linear(8, 4)]).to(CUDA)  # few, for each allocation takes a run
+    layers = nn.ModuleList([LinearAct(24, 8), nn.Linear(8, 4)]).to(CUDA)  # few, because each allocation takes a run
     loop = Loop(CUDA, layers=layers, **options)
-    loop.metrics.remove()  # a hook behind the step: what fails there fails after it
+    loop.metrics.remove()  # else its hook might fail after the step is done
     for step in range(steps):
         loop.step(batch(step, CUDA))
     loop.optimizer.zero_grad()
@@ -61,7 +60,7 @@ def ready(options, steps):
 
 
 def state_of(loop):
-    """Return all but the grads, which unscale_ may have begun with: it knows how far it has come."""
+    """Return the state without grads: unscale_ may have changed some, but knows which."""
     states = loop.optimizer.state_dict()["state"].values()
     held = [it for state in states for it in state.values() if torch.is_tensor(it)]
     return [it.detach().cpu() for it in (*loop.layers.parameters(), *held)], loop.scaler.get_scale()
@@ -106,7 +105,7 @@ def test_each_call(name, options, steps, breaks, tmp_path):
             if (tmp_path / "it").exists():
                 checkpoint.load(tmp_path / "it")  # raises if it isn't whole
         is_done = is_same(state_of(loop), state_of(wanted)) and is_same(grads_of(loop), grads_of(wanted))
-        if steps > 0:  # else states may have been made
+        if steps > 0:  # else the call may have made states
             assert is_same(state_of(loop), before) or (is_done and breaks is CTRL_C)
         if not is_done or name == "save":
             call(loop, saved, tmp_path / "it")

@@ -9,12 +9,12 @@ def _cuda():
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     yield
-    torch.cuda.set_stream(torch.cuda.default_stream())  # a capture that fails leaves its own behind
+    torch.cuda.set_stream(torch.cuda.default_stream())  # a failed capture leaves its own stream behind
 
 
 @pytest.fixture(autouse=True)
 def _ctrl_c():
-    """Let Ctrl-C be heard. What a shell has put in the background ignores it."""
+    """Let Ctrl-C raise: a process in a shell's background ignores it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

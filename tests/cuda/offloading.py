@@ -1,4 +1,4 @@
-"""Small models whose optimizer is offloaded, and what is compared with one that isn't."""
+"""Small models whose optimizer is offloaded, and helpers to compare it with one that isn't."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from tests.optim.optimizers import OPTIMIZERS
 
 F32, INT8 = torch.float32, torch.int8
 SHAPES = (24, 32), (32,), (7, 5), (), (0, 3), (300,), (64, 9)
-SQUARE = [(64, 64)] * 6  # a bucket each
+SQUARE = [(64, 64)] * 6  # each fills a bucket
 
 
 def buckets_of(size):
@@ -34,7 +34,7 @@ def parameters(dtype, place=CUDA, shapes=SHAPES):
 
 
 def loss_of(params, seed, poisons=False, without=()):
-    """Return a loss whose grads are random numbers, as late as the device's."""
+    """Return a loss whose grads are random numbers, which the device computes as late as in a training."""
     generator, terms = torch.Generator().manual_seed(seed), []
     for i, param in enumerate(params):
         grad = torch.randn(param.shape, generator=generator)
@@ -63,7 +63,7 @@ def trained(optimizer, params, scaler=None, bad_step=2, steps=4):
 
 
 def all_of(optimizer, norm=True):
-    """Return all that a user can see of it, on the host. The weights come by the current stream."""
+    """Return copies on the host of all state that a user can see. The current stream copies the weights."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found = [real(param.detach().cpu()) for param in params]
     saved = optimizer.state_dict()["state"]

@@ -1,5 +1,5 @@
-"""torch's allocators other than the usual one, and calls that break off. Each has a process of its own: torch asks once
-which allocator to use."""
+"""torch's allocators other than the usual one, and calls that break off. Each test starts a process, because torch
+chooses its allocator once."""
 
 import importlib.util
 import os

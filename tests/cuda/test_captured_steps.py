@@ -1,5 +1,5 @@
-"""A training step in a CUDA graph: captured in each mode, after eager steps whose outcome is on its way still, and
-replayed between others. It trains as the eager loop does, bit for bit."""
+"""A training step in a CUDA graph trains as the eager loop does, bit for bit: captured in each mode, after eager steps
+whose outcome is still on its way, and replayed between eager steps."""
 
 from functools import partial
 
@@ -75,7 +75,7 @@ def test_replays_of_each_optimizer_train_as_eager_steps(line):
 
 @pytest.mark.parametrize("asked", ["metrics", "optimizer", "scaler"])
 def test_the_last_outcome_may_be_asked_for_in_a_capture(asked):
-    """By a loop that logs the step before, captured as it is."""
+    """A loop that logs the step before can be captured unchanged."""
     loop, x = Loop(CUDA, max_norm=1.0), batch(0, CUDA)
     ask = {
         "metrics": loop.metrics.read,
@@ -104,7 +104,7 @@ def test_pinned_batches_between_replays():
     torch.cuda.synchronize()
     told = loop.metrics.read()
     graph = captured(lambda: loop.step(x))
-    assert loop.metrics.read() == told  # they follow no captured step
+    assert loop.metrics.read() == told  # Metrics don't follow captured steps
     eager = Loop(CUDA)
     eager.step(x)
     for (pinned,) in DataLoader([(it,) for it in batches], batch_size=None, pin_memory=True):
@@ -130,7 +130,7 @@ def test_a_capture_that_fails_leaves_the_optimizer_usable():
     with pytest.raises(RuntimeError, match="captur"):
         captured(fails)
     torch.cuda.set_stream(stream)
-    captured(partial(x.add_, 0))  # torch 2.11 ends with this what its generator has begun
+    captured(partial(x.add_, 0))  # ends what torch 2.11's generator has begun in a failed capture
     for it in (loop, wanted):
         it.optimizer.zero_grad()
         it.step(x)
@@ -138,7 +138,7 @@ def test_a_capture_that_fails_leaves_the_optimizer_usable():
 
 
 def test_a_replay_casts_the_weights_as_they_are_then():
-    """Not as they were in the autocast block around the capture, where a cast may have been made before."""
+    """A cast made earlier in the autocast block around the capture must not serve."""
     weight = nn.Parameter(torch.randn(32, 24, device=CUDA))
     graph, stream = torch.cuda.CUDAGraph(), on_side()
     with autocast("cuda", torch.bfloat16), torch.cuda.stream(stream):
@@ -194,7 +194,7 @@ def test_graphed_callables(layer):
 
 
 class Parts:
-    """Parameters of several chunks, whose blocks hand their shares to the last one, and their grads."""
+    """Parameters of several chunks, whose blocks pass their sums to the last block, and grads."""
 
     def __init__(self):
         self.params = [nn.Parameter(torch.full((size,), 1.0, device=CUDA)) for size in (20_000, 5, 9_000)]
@@ -211,7 +211,7 @@ class Parts:
 
 
 def test_a_graph_outlives_the_plan_it_was_captured_with():
-    """The plan of a step is made anew when other parameters have grads. What the graph reads of the old one stays."""
+    """When other parameters have grads, a new plan is made. The graph still reads the old plan's tensors."""
 
     def train(uses_graph):
         parts, stream = Parts(), on_side()
@@ -244,7 +244,7 @@ def test_a_graph_keeps_its_rows_when_the_plan_gets_others():
 
 
 def test_rows_captured_are_not_there_for_an_eager_step():
-    """On the stream of the capture, which does nothing by itself."""
+    """A captured copy of rows has not been done yet when an eager step follows on the same stream."""
     results = []
     for captures in (True, False):
         parts, stream = Parts(), on_side()

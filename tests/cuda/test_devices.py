@@ -23,7 +23,7 @@ def test_training(devices, places, way):
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("with_side", [CUDA, OTHER], ids=["the current device's", "the other's"])
 def test_each_device_has_a_current_stream(devices, with_side, way):
-    """Work for one device goes to its own, though another device is the current one."""
+    """Work for a device goes to that device's current stream, even if another device is current."""
     with torch.cuda.stream(on_side(with_side)), torch.cuda.device(CUDA):
         got = Loop(OTHER, **way).run().results()
     assert_alike(got, Loop("cpu", **way).run().results())

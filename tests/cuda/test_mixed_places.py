@@ -11,11 +11,11 @@ from mpkernels.optim import AdamW
 from tests.cuda.training import CUDA
 
 CPU = torch.device("cpu")
-TWO, THREE = (list(product((CPU, CUDA), repeat=count))[1:] for count in (2, 3))  # but all on the CPU
+TWO, THREE = (list(product((CPU, CUDA), repeat=count))[1:] for count in (2, 3))  # without all on the CPU
 
 
 def same(run, *places):
-    """Return what comes out on the CPU, which on these devices is no different."""
+    """Return the CPU's results, after asserting that these devices give the same."""
     on_cpu, ours = (
         [it.to("cpu") if isinstance(it, Tensor) else it for it in run(*where)]
         for where in ([CPU] * len(places), places)
@@ -33,7 +33,7 @@ def parameters(*places):
 
 
 def set_grads(params, step=0, scale=1.0):
-    """The second step's overflow, in the last parameter."""
+    """Set random grads. In the second step the last parameter's overflows."""
     for i, param in enumerate(params):
         param.grad = torch.full_like(param, (0.5 + i + step) * scale)
     if step == 1:
@@ -41,7 +41,7 @@ def set_grads(params, step=0, scale=1.0):
 
 
 def trained(of_scale, params, optimizer, before_step=lambda scaler: None):
-    """Return all that the host can see of three steps."""
+    """Return all state that the host can see after three steps."""
     scaler, seen = GradScaler("cpu", init_scale=4.0, growth_interval=1), []
     for step, scale in enumerate((4.0, 8.0, 4.0)):
         scaler.scale(torch.ones((), device=of_scale))
@@ -68,7 +68,7 @@ def test_a_scaled_step(places, unscales, kind):
 
 @pytest.mark.parametrize("places", THREE, ids=str)
 def test_two_optimizers_of_one_scaler(places):
-    """Each has its own found_inf."""
+    """Each optimizer has a found_inf of its own."""
 
     def run(of_scale, *of_params):
         params = parameters(*of_params)

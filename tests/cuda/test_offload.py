@@ -1,4 +1,4 @@
-"""offload=True: what it computes is to the bit what the same optimizer computes without, whoever is late."""
+"""offload=True computes the same bits as the optimizer without it, whichever copy is late."""
 
 from contextlib import nullcontext
 
@@ -35,7 +35,7 @@ def test_bits(line, dtype, master, state_dtype, scaler, limits):
 @of_each_kept
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"guard": False}], ids=str)
 def test_bits_of_released_grads(dtype, master, state_dtype, scaler, limits):
-    """Their norm is found on the host, where sums have another order."""
+    """The host computes the norm of released grads, where sums have another order."""
     options = {"master": master, "state_dtype": state_dtype, **limits}
     is_checked = scaler != "no scaler" or "max_norm" in limits or (dtype != F32 and not limits)
     bad_step, found = 2 if is_checked else -1, []

@@ -1,4 +1,4 @@
-"""offload=True: what is allocated where is what the table of docs/offload.md has for it."""
+"""offload=True allocates on each side the bytes that the table of docs/offload.md has."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from mpkernels.optim import AdamW
 from mpkernels.optim.offload.copies import BUCKET
 from tests.cuda.training import CUDA
 
-FEW = 16384  # bytes: numbers of a step
+FEW = 16384  # bytes: room for a step's few numbers
 
 
 def allocated(before=0):
@@ -19,7 +19,7 @@ def allocated(before=0):
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_bytes_a_parameter(choice, released):
-    weights, states = kept(choice)  # as the table has them, from a step on the CPU
+    weights, states = kept(choice)  # what the table has, from a step on the CPU
     before, few = allocated(), FEW / ELEMENTS
     weight = torch.nn.Parameter(torch.ones(ELEMENTS, dtype=choice.weights, device=CUDA))
     optimizer = AdamW([weight], offload=True, max_norm=1.0, master=choice.master, state_dtype=choice.moments)
@@ -41,7 +41,7 @@ def test_bytes_a_parameter(choice, released):
     assert bytes_of(waiting) == (weights if released else 0)
     buckets = [it for it in offload._slices._memory if it.numel()]
     assert all(it.is_pinned() and it.numel() <= BUCKET for it in buckets)
-    assert len(buckets) == (0 if released else 1)  # of three: there is one parameter
+    assert len(buckets) == (0 if released else 1)  # one of three, because there is one parameter
 
 
 def test_grads_of_several_backwards_take_4_bytes_more():

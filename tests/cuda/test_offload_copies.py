@@ -18,11 +18,11 @@ _buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 
 class Copies(TorchDispatchMode):
-    """Counts what is copied between a device and the host, in copies of more than a few numbers."""
+    """Counts bytes copied between a device and the host, in copies of more than a few numbers."""
 
     def __init__(self):
         super().__init__()
-        self.bytes = {"cuda": 0, "cpu": 0}  # by where they go
+        self.bytes = {"cuda": 0, "cpu": 0}  # by target
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         if function is torch.ops.aten.copy_.default:
@@ -65,7 +65,7 @@ def test_a_skipped_step_brings_nothing_back(released):
 
 @pytest.mark.parametrize("released", [False, True])
 def test_the_device_keeps_the_weights_alone(released):
-    """And released grads only until they have left."""
+    """Released grads lie on the device only until they are copied."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     params, optimizer = offloaded(released=released, max_norm=1.0, shapes=[(128, 128)] * 12)
@@ -75,11 +75,11 @@ def test_the_device_keeps_the_weights_alone(released):
     assert torch.cuda.memory_allocated() - before <= weights + few
     terms = [param.float().sum() for param in params]
     torch.cuda.reset_peak_memory_stats()
-    for term in terms:  # a backward as of a deep network: not all grads at once
+    for term in terms:  # several terms, so that grads come one after another as in a deep network
         term.backward()
     optimizer.step()
     of_grads = 2 * size(params[:1]) if released else weights
-    of_backward = 6 * size(params[:1])  # what autograd computes with
+    of_backward = 6 * size(params[:1])  # autograd's own temporary tensors
     assert torch.cuda.max_memory_allocated() - before <= weights + of_grads + of_backward + few
 
 
@@ -94,7 +94,7 @@ def test_pinned_memory_is_allocated_once(monkeypatch):
     monkeypatch.setattr(torch, "empty", empty)
     params, optimizer = offloaded(max_norm=1.0)
     trained(optimizer, params)
-    assert found == [64 << 20, 8192, 8192, 8192]  # of twins, and three slices
+    assert found == [64 << 20, 8192, 8192, 8192]  # twins, and three slices
     trained(optimizer, params)
     assert len(found) == 4
 
@@ -109,7 +109,7 @@ class Watch:
 
         def noted(plan, grads, verdict, *rest):
             if verdict.found_inf is None:  # no rehearsal
-                is_asked = len(self.notes) in (1, 2, 3)  # who polls gets an answer in the end
+                is_asked = len(self.notes) in (1, 2, 3)  # polled until true
                 self.notes.append((sorted(self.slices._events), is_asked and self.lane.stream.query()))
             step(plan, grads, verdict, *rest)
 
@@ -117,7 +117,7 @@ class Watch:
 
 
 def test_copies_run_beside_the_steps_of_other_buckets(monkeypatch):
-    """While the host steps a bucket, the next two are on their way, and nobody has waited for what was stepped."""
+    """While the host steps a bucket, copies of the next two are on their way, and nobody waits for stepped weights."""
     if importlib.util.find_spec("standin_attach") is None:
         pytest.skip("on a device that is there, copies may be done early")
     params, optimizer = offloaded(guard=False)
@@ -132,7 +132,7 @@ def test_copies_run_beside_the_steps_of_other_buckets(monkeypatch):
     optimizer.step()
     assert [on_the_way for on_the_way, _ in watch.notes] == [[1, 2], [2, 3], [3, 4], [4, 5], [5], []]
     if Path(importlib.util.find_spec("standin_attach").origin).with_name("settings").read_text().startswith("lazy"):
-        assert not any(done for _, done in watch.notes)  # of the weights that go back
+        assert not any(done for _, done in watch.notes)  # copies of weights to the device
     assert len(waits) == 1 + len(SQUARE)  # for the last step's weights, and for the grads of each bucket
 
 

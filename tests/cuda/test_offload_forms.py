@@ -43,7 +43,7 @@ def test_a_capture_is_refused():
 
 
 def test_a_replayed_backward_is_stepped():
-    """Nothing counts what a graph writes to grads, so they are copied at each step."""
+    """A graph's writes to grads raise no version, so grads are copied at each step."""
     params, optimizer = offloaded(guard=False)
     theirs = parameters(B16, shapes=SQUARE)
     its = AdamW(theirs, lr=0.01, guard=False)
@@ -90,7 +90,7 @@ def test_the_refusals():
 
 
 def test_a_write_to_a_weight_that_nobody_counts_is_undone():
-    """As docs/differences.md says: what is written otherwise is seen."""
+    """docs/differences.md says so. Writes that raise a tensor's version are noticed."""
     params, optimizer = offloaded(guard=False)
     trained(optimizer, params, bad_step=-1)
     optimizer.zero_grad()

@@ -20,8 +20,8 @@ _buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 
 def traced(run, number):
-    """Run this, and press Ctrl-C at the line of ours of this number, of those where it isn't held back. Return whether
-    there was one."""
+    """Run the call, and raise Ctrl-C at our line of this number, not counting lines where it is held back. Return
+    whether there was such a line."""
     left = number
 
     def at_line(frame, event, argument):
@@ -42,7 +42,7 @@ def traced(run, number):
         return True
     finally:
         sys.settrace(None)
-        torch.set_grad_enabled(True)  # which no_grad does not, if it is the line of its end
+        torch.set_grad_enabled(True)  # Ctrl-C at no_grad's last line leaves it off
     return False
 
 
@@ -104,7 +104,7 @@ def test_ctrl_c_among_the_buckets_comes_after_the_last(monkeypatch, bucket, rele
 
 
 def test_what_no_bucket_takes_moves_none():
-    """The last one's grad has another shape than its state."""
+    """The last parameter's grad has another shape than its state."""
     params, optimizer = offloaded()
     trained(optimizer, params)
     before = all_of(optimizer, norm=False)

@@ -32,7 +32,7 @@ def moved(params, place=None, dtype=None):
     "way", [{"place": "cpu"}, {"place": torch.device("cuda", 1)}, {"dtype": F32}, {"dtype": torch.float16}], ids=str
 )
 def test_a_model_that_moves(way, master):
-    """To the host and back, as where a sampler is given the GPU; to another device or dtype for good."""
+    """A model moves to the host and back, as when a sampler needs the GPU; or to another device or dtype for good."""
     if torch.cuda.device_count() < 2 and way.get("place") not in ("cpu", None):
         pytest.skip("there are no two CUDA devices")
     found = []
@@ -143,7 +143,7 @@ def test_weights_with_gaps_in_other_orders_and_complex_ones():
 
 @pytest.mark.parametrize("released", [False, True])
 def test_fsdp2(released):
-    """In a single process, whose parameters are DTensors on a mesh of GPUs."""
+    """A single process, whose parameters are DTensors on a mesh of GPUs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 4)).to(CUDA)
     twin, results = copy.deepcopy(model), []

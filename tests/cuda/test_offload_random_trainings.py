@@ -1,4 +1,4 @@
-"""offload=True: random lives of an optimizer, which must not part from the same one without."""
+"""offload=True: in random trainings, the optimizer stays equal to one without offload."""
 
 import random
 
@@ -16,7 +16,7 @@ _buckets = buckets_of(800)  # more than there are slices
 
 
 class Two:
-    """The same optimizer with and without offload, which must not part."""
+    """The same optimizer with and without offload, whose states must stay equal."""
 
     def __init__(self, random, line, dtype, scaled, released, **options):
         self.random, self.line, self.options, self.seed, self.released = random, line, options, 0, released
@@ -67,7 +67,7 @@ class Two:
         self.each(lambda i, it, params: it.load_state_dict(it.state_dict()))
 
     def begins_anew_from_the_others(self):
-        """New optimizers load what the other one has saved."""
+        """Each new optimizer loads what the other one has saved."""
         saved = [it.state_dict() for it in self.optimizers]
         if self.released:
             self.optimizers[0]._release.remove()

@@ -1,4 +1,4 @@
-"""offload=True: streams that are late, and who may read or write what meanwhile."""
+"""offload=True with late streams: what may be read or written meanwhile."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def values(tensors):
 
 
 def test_who_still_reads_the_old_weights_reads_them():
-    """The grads have long left, so nothing else makes a copy to a weight wait for the stream that the step is on."""
+    """A copy to a weight must wait for reads on the step's stream. The grads left long ago: no other wait delays it."""
     params = parameters(F32)
     optimizer = OPTIMIZERS["AdamW"].ours(params, offload=True)
     optimizer.release_grads()
@@ -37,7 +37,7 @@ def test_who_still_reads_the_old_weights_reads_them():
 
 
 def test_a_step_on_another_stream_leaves_what_the_first_one_brings():
-    """The twins of the second step are the memory from which the first one's weights are still copied."""
+    """The second step writes to the twins, from which the first step's weights are still copied."""
     params = parameters(F32, shapes=[(8, 8)])
     optimizer = OPTIMIZERS["SGD"].ours(params, offload=True)
     optimizer.release_grads()
@@ -47,7 +47,7 @@ def test_a_step_on_another_stream_leaves_what_the_first_one_brings():
     read = torch.cuda.current_stream().record_event()
     with torch.cuda.stream(torch.cuda.Stream(CUDA)):
         params[0].grad = torch.ones(8, 8).to(CUDA)
-        optimizer._offload.arrived.take(params[0])  # as a backward does that needs no new weight, and waits for none
+        optimizer._offload.arrived.take(params[0])  # a backward that reads no new weight does so without a wait
         torch.cuda.current_stream().wait_event(read)
         optimizer.step()
     theirs = parameters(F32, shapes=[(8, 8)])

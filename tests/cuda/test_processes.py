@@ -1,4 +1,4 @@
-"""Several processes whose tensors are on CUDA devices: gloo's, and torch's fake ones where a step is captured."""
+"""Several processes with tensors on CUDA devices, by gloo; for captured steps, torch's fake process group."""
 
 import copy
 import warnings
@@ -19,7 +19,7 @@ STEPS = 3
 
 
 def train(model, place, rank=None, scaler_options=None):
-    """Each rank takes half of a batch; without a rank, all of it."""
+    """Train. Each rank takes half of a batch; without a rank, take all of it."""
     optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=0.5)
     scaler = GradScaler(place.type, init_scale=8.0)
     for step in range(STEPS):
@@ -52,7 +52,7 @@ def under_ddp(rank):
 
 @needs_gloo
 def test_processes_train_as_one_does(tmp_path):
-    """Under DDP. Under FSDP2 gloo would read the devices' memory as if it were the host's: torch's own gap."""
+    """Under DDP only: under FSDP2, gloo would read the devices' memory as if it were the host's, a fault of torch's."""
     spawn(under_ddp, tmp_path)
 
 
@@ -66,7 +66,7 @@ def fake_processes(world):
 
 
 def test_fsdp2_trains_as_a_plain_model_does():
-    """A single process: all that its collectives have to do is to copy."""
+    """A single process, whose collectives only copy."""
     model = nn.Sequential(*network("cpu"))
     wanted = train(copy.deepcopy(model), torch.device("cpu"))
     with fake_processes(1), warnings.catch_warnings(action="ignore"):
@@ -83,7 +83,7 @@ def _two_fake_processes():
 
 @pytest.mark.usefixtures("_two_fake_processes")
 def test_a_sharded_step_can_be_captured():
-    """Its collectives do nothing; what is shown is that no part of the step waits, asks or frees what it must not."""
+    """The collectives do nothing. The test shows that no part of the step waits, asks a device or frees memory."""
     torch.manual_seed(0)
     params = [DTensor.from_local(torch.ones(8, 4, device=CUDA), distributed.device_mesh.init_device_mesh("cuda", (2,)))]
     params = [nn.Parameter(param) for param in params]

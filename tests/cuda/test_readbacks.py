@@ -1,4 +1,4 @@
-"""What a step sends to the host is read once it is there, and neither asked for nor freed while a graph is captured."""
+"""Numbers that a step sends to the host are read after they have arrived, and not polled or freed in a capture."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_what_a_capture_makes_outdated_is_freed_after_it(readback, has_arrived, 
     for _ in range(3):
         readback.send(value)
         readback.forget()
-    assert len(readback._outdated) == 2  # of the last one alone
+    assert len(readback._outdated) == 2  # those of the last capture alone
     for _ in range(3):
         readback.send(torch.zeros(()))
     assert len(readback._outdated) == 2
@@ -86,7 +86,7 @@ def test_a_captured_skip_is_seen_though_the_warm_up_was_still_on_its_way():
 @pytest.mark.parametrize("arrivals", [0, 1, 2], ids=["nothing has arrived", "some has", "all has"])
 @pytest.mark.parametrize("question", ["the optimizer", "the scaler", "metrics"])
 def test_a_loop_that_asks_is_captured_as_it_is(question, arrivals):
-    """Warm-up and capture on one stream. What has arrived at the last look is what the capture is told."""
+    """Warm-up and capture are on one stream. The capture reads what had arrived at the last poll."""
     optimizer, scaler = AdamW([parameter()], guard=True, lr=0.1), GradScaler("cuda", init_scale=4.0)
     metrics = Metrics(optimizer, scaler)
     ask = {
@@ -119,7 +119,7 @@ def test_a_loop_that_asks_is_captured_as_it_is(question, arrivals):
 
 
 def test_metrics_are_told_in_order_and_under_their_own_names():
-    """A step that computes less than the one before it has fewer numbers."""
+    """A step may have fewer numbers than the step before it."""
     optimizer = AdamW([parameter()], max_norm=1.0)
     metrics = Metrics(optimizer)
     stepped(optimizer)

@@ -24,7 +24,7 @@ def test_training_on_a_side_stream(way):
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_streams_that_take_turns(way):
-    """Each step is on another stream, which waits for the one before."""
+    """Each step is on another stream, which waits for the stream before."""
     results = []
     for streams in (None, [on_side() for _ in range(3)]):
         loop, last = Loop(CUDA, **way), torch.cuda.current_stream()
@@ -40,7 +40,7 @@ def test_streams_that_take_turns(way):
 
 
 def test_a_cast_that_two_streams_share():
-    """Under one autocast, a cast that one stream has made is not read on another before it is there."""
+    """Under one autocast, a stream waits for a cast that another stream is making."""
     weight = nn.Parameter(torch.randn(32, 24, device=CUDA))
     torch.cuda.synchronize()
     casts = []
@@ -76,14 +76,14 @@ def test_nothing_waits():
 
 @pytest.mark.parametrize("place", [0, 1], ids=["on a side stream", "on a device that is not the current one"])
 def test_an_outcome_is_told_once_it_has_arrived(place):
-    """Not before, when the pinned memory that it is copied to holds anything."""
+    """Before its arrival, the pinned memory holds arbitrary numbers."""
     if place >= torch.cuda.device_count():
         pytest.skip("there is one CUDA device")
     loop = Loop(torch.device("cuda", place), max_norm=1.0)
     with torch.cuda.stream(on_side()) if place == 0 else nullcontext():
         for step in range(4):
             loop.step(batch(step), poisons=step == 3)
-            for _ in range(8):  # who asks often gets an answer, and not before it is there
+            for _ in range(8):  # polling ends with the right answer
                 loop.metrics.read()
             told = loop.metrics.read(), loop.optimizer.step_was_skipped, loop.scaler.step_was_skipped
             assert step == 3 or all(map(math.isfinite, told[0].values()))

@@ -1,5 +1,5 @@
-"""The words that Triton's kernels find their tensors by: on the device as long as a list is the same, and a graph's own
-where it captures."""
+"""The tables of addresses by which Triton's kernels find tensors: kept on the device while a list stays the same, and a
+new one for each captured graph."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ _tensor_table = pytest.importorskip("mpkernels.ops._tensor_table", exc_type=Impo
 
 @pytest.fixture(autouse=True)
 def kept(monkeypatch):
-    """What is kept for lists of tensors; nothing at first."""
+    """Return the dict of kept tables, empty at first."""
     monkeypatch.setattr(_tensor_table, "_captured", {})
     monkeypatch.setattr(_tensor_table, "_kept", {})
     return _tensor_table._kept
@@ -20,7 +20,7 @@ def kept(monkeypatch):
 
 @pytest.fixture
 def grads():
-    """Of a large model."""
+    """Return as many grads as a large model has."""
     return [torch.ones(1 + i % 5, device=CUDA) for i in range(200)]
 
 
@@ -45,7 +45,7 @@ def test_rows_are_there_for_the_stream_that_copied_them_and_for_graphs():
     assert first.tolist() == [9, 0, 8, 0, 0, 0]
     assert rows(9) is first
     assert captured(lambda: [rows(9), rows(9)]) == [first, first]
-    assert [*_tensor_table._captured.values()] == [first]  # whatever is no longer kept, the graph reads it
+    assert [*_tensor_table._captured.values()] == [first]  # the graph still reads it
     own, other = captured(lambda: [rows(10), rows(10)])
     assert own is not other  # each is filled by its own graph's replays
     assert own.tolist() == other.tolist() == [10, 0, 8, 0, 0, 0]
@@ -56,8 +56,8 @@ def test_rows_are_there_for_the_stream_that_copied_them_and_for_graphs():
 
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_captured_calls_bring_their_words_by_value(grads, is_warm):
-    """However many there are: no pinned memory is taken, which a capture refuses, and nothing is kept for each."""
-    addresses = [2**62 + 16 * i for i in range(200)]  # which no float holds
+    """For any number of tensors: a capture can't take pinned memory, and no table is kept for a call."""
+    addresses = [2**62 + 16 * i for i in range(200)]  # more bits than a float holds
     eager = _tensor_table.build(grads, addresses, beside=[7]) if is_warm else None
     tables = captured(lambda: [_tensor_table.build(grads, addresses, beside=[call]) for call in range(50)])
     for call, table in enumerate(tables):

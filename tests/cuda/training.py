@@ -14,7 +14,7 @@ CUDA = torch.device("cuda", 0)
 
 
 def network(*places, dtype=torch.float32):
-    """Return layers, each on the next of these places."""
+    """Return layers, spread over these places in turn."""
     torch.manual_seed(0)
     layers = [
         LinearAct(24, 32, activation="gelu_tanh"),
@@ -47,7 +47,7 @@ _adamw = partial(AdamW, lr=1e-2)
 
 
 class Loop:
-    """A loop under a loss scaler, as users write them; ``way`` says what else it does."""
+    """A loop under a loss scaler, as users write it; ``way`` says what else the loop does."""
 
     def __init__(self, *places, unscales=False, clips=False, layers=None, make=_adamw, **options):
         self.layers = network(*places) if layers is None else layers

@@ -153,7 +153,7 @@ def test_no_speed_is_told_where_the_samples_show_a_busy_machine(samples, why, at
 @pytest.mark.exhaustive
 def test_ctrl_c_ends_it_in_a_line(tmp_path):
     words = [*COMMAND, "--steps", "100000", "--out", str(tmp_path)]
-    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what a shell has put in the background ignores it
+    listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a process in a shell's background ignores it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(words, **pipes, env=ONE_THREAD, preexec_fn=listens) as run:
         while "steps of each follow" not in run.stdout.readline():

@@ -16,7 +16,7 @@ STEPS, BAD_STEP = 5, 2
 
 @cache
 def mesh_of(kind):
-    """Made once: each mesh connects its processes anew."""
+    """Return a mesh, made only once, because each new mesh connects its processes again."""
     if kind == "fsdp2":
         return init_device_mesh("cpu", (distributed.get_world_size(),))
     return init_device_mesh("cpu", (2, WORLD // 2), mesh_dim_names=("rows", "columns"))
@@ -42,7 +42,7 @@ def shard(model, kind, **policies):
 
 
 def backward(model, step, scale=1.0, inputs=None):
-    """The same in each process, whose grads then are their mean, bit for bit."""
+    """Run the same backward in each process, so that the grads equal their mean bit for bit."""
     weight = model[0].weight
     generator = torch.Generator().manual_seed(step)
     inputs = torch.randn(8, weight.shape[1], generator=generator) if inputs is None else inputs
@@ -63,7 +63,7 @@ def wholes(model):
 
 
 def trained(model, make, scaler=None, clips=False, spoils=True):
-    """Return the optimizer, and what each step told. spoils: whether this process puts an inf into its grads."""
+    """Return the optimizer, and each step's outcome. ``spoils``: whether this process sets a grad to inf."""
     optimizer, told = make(model.parameters()), []
     for step in range(STEPS):
         optimizer.zero_grad()

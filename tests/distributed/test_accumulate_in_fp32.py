@@ -38,7 +38,7 @@ def columns_of(model):
 
 
 def trained(model, wrapper, make, rank, scaler=None, is_bad=lambda number: False, seen=None, **options):
-    """Return the optimizer. seen: a list to put each step's grads into."""
+    """Train and return the optimizer. Each step's grads go into the list ``seen``."""
     optimizer = make(model.parameters())
     if seen is not None:
         optimizer.register_step_pre_hook(lambda *_: seen.append([whole(it.grad).clone() for it in model.parameters()]))
@@ -50,7 +50,7 @@ def trained(model, wrapper, make, rank, scaler=None, is_bad=lambda number: False
 
 
 def by_hand(model, make, mean_of, scaler=None, is_bad=lambda rank, number: False):
-    """The same in one process. mean_of: makes a step's fp32 grads of the 16-bit grads, by rank and batch."""
+    """Train in one process. ``mean_of`` makes a step's fp32 grads from the 16-bit grads of each rank and batch."""
     optimizer = make(model.parameters())
     scaler = GradScaler("cpu", enabled=False) if scaler is None else scaler
     for first in range(0, GROUPS * EVERY, EVERY):
@@ -74,12 +74,12 @@ def by_hand(model, make, mean_of, scaler=None, is_bad=lambda rank, number: False
 
 
 def mean_of_sums(grads):
-    """As under DDP: each process adds up in fp32, and the sums are exchanged."""
+    """Do as DDP: each process adds up in fp32, then the sums are exchanged."""
     return sum(sum((it.float() for it in of_rank[1:]), of_rank[0].float()) / WORLD for of_rank in grads)
 
 
 def sum_of_means(grads):
-    """As under FSDP2: each batch's grads are exchanged in 16 bits, and the process adds up its part in fp32."""
+    """Do as FSDP2: each batch's grads are exchanged in 16 bits, and each process adds up its part in fp32."""
     means = [(a / WORLD + b / WORLD).float() for a, b in zip(*grads, strict=True)]
     return sum(means[1:], means[0])
 
@@ -107,7 +107,7 @@ def ddp_takes_the_mean_of_fp32_sums(rank):
 
 
 def zero_steps_its_part(rank):
-    """Each process steps some of the parameters, by the norm of all."""
+    """Under ZeRO, each process steps some of the parameters, clipped by the norm of all."""
     model, alone = network(B16), network(B16)
     options = {"lr": 1e-2, "max_norm": 0.1}
     make = partial(ZeroRedundancyOptimizer, optimizer_class=AdamW, **options)
@@ -141,7 +141,7 @@ def fsdp2_adds_up_means_in_fp32(rank):
 
 
 def fsdp2s_policies(rank):
-    """With each policy grads add up in fp32: FSDP2's own sums, kept to one exchange a group, would be of 16 bits."""
+    """With each policy grads add up in fp32. FSDP2's own sums for one exchange a group would be in 16 bits."""
     make = lambda params: SGD(params, lr=0.0)  # noqa: E731
     for dtype, policies in (
         (B16, {}),
@@ -162,7 +162,7 @@ def fsdp2s_policies(rank):
 
 
 def tensor_and_sequence_parallel(rank):
-    """Also where each process has a summand of a grad, as of the norm."""
+    """Also for parameters, such as a norm's, of whose grad each process holds a summand."""
     torch.manual_seed(0)
     layers = {"norm": nn.LayerNorm(20), "up": nn.Linear(20, 32), "down": nn.Linear(32, 20)}
     model = nn.Sequential(OrderedDict(layers)).to(B16)

@@ -21,7 +21,7 @@ from tests.processes import each, in_processes, spawn
 
 
 def it_exchanges_once_a_group(rank):
-    """Without a wait of the host, unless some parameters may be unused."""
+    """The host doesn't wait, unless some parameters may be unused."""
     model = network(B16)
     wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
     for micro in accumulate(range(EVERY), EVERY, optimizer, model=wrapper, grad_dtype=F32):
@@ -53,7 +53,7 @@ def unused_parameters(rank):
         optimizer = AdamW(trained_params, lr=1e-2)
         for micro in accumulate(range(2), 1, optimizer, model=wrapper, grad_dtype=width):
             micro.backward(wrapper(inputs_of(micro.batch, rank, 20).to(B16)).float().square().mean())
-        assert len(optimizer.state) == 4  # none of the third branch
+        assert len(optimizer.state) == 4  # the third branch's parameters have none
         results.append([it.detach() for it in model.parameters()])
     assert all(map(same_bits, *results))  # one batch a group is a plain step
     model = Branches()
@@ -64,7 +64,7 @@ def unused_parameters(rank):
 
 
 class Picture(nn.Module):
-    """A weight and its grad lie channels last, and a norm has buffers; its parameters are fp32."""
+    """A network with a channels-last weight and grad, and with a norm that has buffers and fp32 parameters."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class Picture(nn.Module):
 
 
 def buffers_strides_and_steps_between(rank):
-    """The next forward broadcasts the buffers, as it does after the wrapper's own exchange, which still works."""
+    """The next forward broadcasts buffers, as after DDP's own exchange. DDP's own exchange still works in between."""
     model = Picture()
     wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters(), lr=1e-2)
     generator = torch.Generator().manual_seed(rank)

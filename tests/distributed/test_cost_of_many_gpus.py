@@ -1,5 +1,5 @@
-"""What a step of DTensors costs the host: as much however many processes there are, and so much per tensor. Calls are
-counted, not time. A fake process group stands for the others."""
+"""A step of DTensors costs the host the same for any number of processes, and in proportion to tensors. Calls are
+counted, not time. A fake process group stands for the other processes."""
 
 import gc
 import sys
@@ -17,7 +17,7 @@ from mpkernels.optim import AdamW
 
 
 def calls_of(run):
-    """How often functions are called, of Python and of C."""
+    """Count the calls of Python's and C's functions."""
     calls = 0
 
     def note(frame, event, argument):
@@ -25,7 +25,7 @@ def calls_of(run):
         calls += event in ("call", "c_call")
 
     gc.collect()
-    gc.disable()  # whose finalizers would count where they happen to come
+    gc.disable()  # finalizers at random moments would count
     sys.setprofile(note)
     try:
         run()
@@ -48,7 +48,7 @@ def look_at_the_norm(params):
 
 
 def clip(params):
-    """Each run to half as much: grads that are clipped need no clipping by the same bound, but for luck in rounding."""
+    """Clip to half the norm in each run, because grads that are already clipped to a bound need no clipping."""
     bounds = (2.0**-i for i in count())
     return lambda: clip_grad_norm_(params, next(bounds))
 
@@ -58,7 +58,7 @@ def unscale(params):
 
     def run():
         scaler.unscale_(optimizer)
-        scaler._per_optimizer_states.clear()  # so that it may again
+        scaler._per_optimizer_states.clear()  # lets it unscale again
 
     return run
 
@@ -68,8 +68,8 @@ def refuse(mesh):
 
 
 def costs(make, ranks):
-    """Return the calls of a third run: earlier ones make states and plans, and look at each rank once. Calls don't show
-    how long a list is that one of them goes through, so nobody may ask for that of the ranks."""
+    """Return the calls of a third run, because earlier runs make states and plans, and look at each rank once. A count
+    of calls doesn't show how long a list is that a call goes through, so the list of ranks may not be asked for."""
     runs = [make(sharded(tensors, ranks)) for tensors in (10, 20, 30)]
     for run in runs * 2:
         run()

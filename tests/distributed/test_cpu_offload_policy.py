@@ -25,7 +25,7 @@ def scaler():
 
 
 def numbers(optimizer):
-    """Return all of its states, whole, by parameter and key."""
+    """Return all states of the optimizer as whole tensors, by parameter and key."""
     states = optimizer.state_dict()["state"]
     return {(i, key): whole(it) for i, state in states.items() for key, it in state.items() if torch.is_tensor(it)}
 
@@ -66,7 +66,7 @@ def other_rules(rank):
 
 
 def as_without_the_offload(rank):
-    """Parts that are no whole blocks; grads of other dtypes than the weights; fp16, whose halves FSDP2 adds up."""
+    """Parts that don't fill blocks; grads of other dtypes than the weights; fp16, which FSDP2 halves and adds up."""
     policy = MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=F32)
     make = partial(OPTIMIZERS["AdamW"].ours, max_norm=0.1, state_dtype=INT8)
     for dtype, policies in ((F32, {"mp_policy": policy}), (F16, {})):
@@ -103,14 +103,14 @@ def checkpoints_go_both_ways(rank):
 
 
 class Device:
-    """An accelerator whose copies to the host are late: they come when somebody waits."""
+    """An accelerator whose copies to the host arrive only when somebody waits."""
 
     def __init__(self, model):
         self.late = {}
         self.model = model
 
     def sends(self):
-        """Take the newest grads away, as if they were on their way, in a hook that comes before ours."""
+        """Hide the newest grads, as if their copies were on the way, in a hook that runs before ours."""
         for param in self.model.parameters():
             param.register_post_accumulate_grad_hook(self._send)
 

@@ -1,5 +1,5 @@
-"""Faults of torch's own classes that ours must not have. One function for each: it returns whether the classes that it
-is given show the fault. If this torch has mended one, the test of it is skipped, once ours has passed."""
+"""Faults of torch's own classes that ours must not have. One function for each fault returns whether the given classes
+show it. If this torch has mended a fault, its test is skipped after our classes have passed."""
 
 import json
 import math
@@ -26,7 +26,7 @@ fused = partial(torch.optim.AdamW, fused=True)
 
 
 def make(placed, dtype=torch.float32):
-    """A parameter of ones with a grad of threes. placed: (mesh, placements), or None for a plain one."""
+    """Return a parameter of ones with a grad of threes. ``placed``: (mesh, placements), or None for a plain one."""
     values = torch.ones(8, 4, dtype=dtype), torch.full((8, 4), 3.0, dtype=dtype)
     param, grad = values if placed is None else (distribute_tensor(it, *placed) for it in values)
     param = nn.Parameter(param)
@@ -41,7 +41,7 @@ def start(scaler):
 
 
 def do_ranks_part(adamw, scaler, params, unscales=False):
-    """The grads of some processes hold an inf."""
+    """Return whether processes take different steps when the grads of some hold an inf."""
     optimizer = adamw(params)
     if unscales:
         scaler.unscale_(optimizer)
@@ -53,7 +53,7 @@ def do_ranks_part(adamw, scaler, params, unscales=False):
 
 
 def an_inf_of_one_rank(adamw, scaler, rank, folder, unscales=False):
-    """Under ShardedGradScaler: one skips, the others step."""
+    """Under ShardedGradScaler, one process skips, and the others step."""
     param = make(None)
     param.grad[0, 0] = math.inf if rank == 0 else 3.0
     return do_ranks_part(adamw, start(ShardedGradScaler), [param], unscales)
@@ -103,7 +103,7 @@ def a_step_after_one_out_of_memory(adamw, scaler, rank, folder):
 
 
 def trained_with_a_master(adamw, param, master):
-    """The optimizer, after a step; torch's keeps the master that a user gives it."""
+    """Return the optimizer after a step. torch's keeps a master that the user puts into its state."""
     options = {"master": "fp32"} if issubclass(getattr(adamw, "func", adamw), AdamW) else {}
     optimizer = adamw([param], lr=1e-3, **options)
     optimizer.step()
@@ -112,7 +112,7 @@ def trained_with_a_master(adamw, param, master):
 
 
 def loaded_master(adamw, param, master, folder=None):
-    """The master before and after a checkpoint of torch.distributed.checkpoint, or of none with folder=None."""
+    """Return the master before and after a torch.distributed.checkpoint; by state_dict alone if folder is None."""
     model = nn.Module()
     model.weight = param
     optimizer = trained_with_a_master(adamw, param, master)
@@ -135,7 +135,7 @@ def masters_are_rounded(adamw, scaler, rank, folder):
 
 
 def masters_are_mixed_up(adamw, scaler, rank, folder):
-    """A state that doesn't say which part it is becomes, in torch.distributed.checkpoint, one for all."""
+    """torch.distributed.checkpoint saves a state that isn't a DTensor as one tensor for all processes."""
     param = nn.Parameter(distribute_tensor(torch.arange(8.0).to(B16), mesh_of("fsdp2"), [Shard(0)]))
     param.grad = torch.ones_like(param)
     before, after = loaded_master(adamw, param, part_of(param).float(), folder)
@@ -162,7 +162,7 @@ def of_both(folder, rank):
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory):
-    """Return, for each fault and side, whether some process has seen it."""
+    """Return for each fault and side whether a process has seen the fault."""
     folder = tmp_path_factory.mktemp("faults")
     spawn(partial(of_both, folder), folder, WORLD)
     of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]

@@ -23,7 +23,7 @@ def test_resumed_training_is_the_same_to_the_bit(tmp_path, dtype):
 
 
 def resume_in_every_way(dtype, rank):
-    warnings.simplefilter("ignore", FutureWarning)  # of FSDP1's end
+    warnings.simplefilter("ignore", FutureWarning)  # FSDP1 is deprecated
     for options in KINDS:
         for kind in (StateDictType.FULL_STATE_DICT, StateDictType.SHARDED_STATE_DICT):
             resume(dtype, False, options, kind)

@@ -1,5 +1,5 @@
-"""FSDP2 and HSDP: four processes train as one does, bit for bit; where parts cut packs of grad_stats and a norm clips,
-but for last bits."""
+"""FSDP2 and HSDP: four processes train as one does, bit for bit. Only last bits differ if a norm clips and parts cut
+packs of grad_stats."""
 
 import gc
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ def ours(**options):
 
 
 def torchs_fused(params):
-    """Its vectors round otherwise than its scalars at the end of a part."""
+    """torch's fused step rounds differently in vectors and in the scalars at the end of a part."""
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
 
@@ -61,7 +61,7 @@ CASES = (  # dtype, optimizer, whether by a scaler, what clips: clip_grad_norm_ 
 
 
 def is_told_alike(a, b):
-    """Return whether at most a norm's last bits differ: where parts begin within a pack of grad_stats, fp32 adds other
+    """Return whether at most a norm's last bits differ. If parts begin within a pack of grad_stats, fp32 adds other
     squares, and each of the two norms may be off by 2^-23, half of a pack's four roundings. Scales and counts are whole
     numbers, which this holds to the last bit."""
     return a is b or same_bits(a, b) or (a.dtype == F32 and abs(a - b) <= 2.0**-22 * b)
@@ -77,7 +77,7 @@ def as_one_process(rank):
         has_whole_packs = new is even_network
         for a, b in zip(told, want, strict=True):
             assert (a is b or same_bits(a, b)) if has_whole_packs else is_told_alike(a, b), (kind, case, a, b)
-        # Weights that are clipped by a norm with other last bits have other last bits, too. Nothing else may round.
+        # A norm with other last bits clips weights to other last bits. Nothing else may be rounded differently.
         may_round = make is torchs_fused or not (has_whole_packs or clips is None)
         for a, b in zip(wholes(model), wholes(alone), strict=True):
             assert same_bits(a, b) or (may_round and are_close(a, b)), (kind, new, case)
@@ -121,7 +121,7 @@ def policies(rank):
 
 
 def frozen_and_unused(rank):
-    """Only what has a grad steps, and the norm is of that."""
+    """Only parameters with a grad are stepped and count in the norm."""
     alone, model = network(), shard(network(), "fsdp2")
     told = []
     for it in (alone, model):

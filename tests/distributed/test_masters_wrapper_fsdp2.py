@@ -54,7 +54,7 @@ def uneven_parts(rank):
 
 
 def muon(rank):
-    """Its products span the processes' parts: it steps as the bare class does over fp32 parts with the same grads."""
+    """Muon's products span the parts of all processes. Masters(Muon) steps as bare Muon does over fp32 parts."""
     model, bare = shard(even_network(B16), "fsdp2"), shard(even_network(B16).float(), "fsdp2")
     ours, theirs = (
         make(model.parameters(), torch.optim.Muon),

@@ -47,13 +47,13 @@ def sequence_parallel(mesh):
 
 
 def both(_):
-    """FSDP2 over one dimension of the mesh, tensor parallelism over the other."""
+    """Apply FSDP2 over one dimension of the mesh, tensor parallelism over the other."""
     mesh = mesh_of("two dimensions")
     return fully_shard(tensor_parallel(mesh["columns"]), mesh=mesh["rows"])
 
 
 def trained(model, scaler, spoils, **options):
-    """eps of 1 keeps an update within lr * (the change of its grad), however small the grad is."""
+    """Train with an eps of 1, so that an update changes by at most lr times the change of its grad."""
     optimizer, told = AdamW(model.parameters(), lr=LR, eps=1.0, max_norm=0.05, **options), []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -81,7 +81,7 @@ def parallel_layers(rank):
 
 
 def released(rank):
-    """In the backward as in the step; with a norm to wait for, grads are summed up before they become bf16."""
+    """Released grads step in the backward as in the step. With a norm, grads are summed before they become bf16."""
     for make in (tensor_parallel, sequence_parallel):
         for options in ({"guard": False}, {"max_norm": 0.05}):
             models = [make(mesh_of("fsdp2")) for _ in range(2)]
@@ -100,7 +100,7 @@ def released(rank):
 
 
 def params_on(*placed, dtype=torch.float32):
-    """Parameters of ones with grads of threes. placed: (mesh, placements), or None for a plain one."""
+    """Return parameters of ones with grads of threes. ``placed``: (mesh, placements), or None for a plain one."""
     params = []
     for it in placed:
         values = torch.ones(6, 8, dtype=dtype), torch.full((6, 8), 3.0, dtype=dtype)
@@ -136,7 +136,7 @@ def two_meshes(rank):
 
 
 def beside_plain_parameters(rank):
-    """In one group. A plain parameter is the same in all processes, and counts once."""
+    """DTensors and plain parameters in one group. A plain one is the same in all processes, and counts once."""
     placed = (mesh_of("fsdp2"), [Shard(0)]), None
     for options in ({"max_norm": 1.0}, {"max_norm": 1.0, "state_dtype": torch.int8}):
         params, alone = params_on(*placed, dtype=B16), params_on(None, None, dtype=B16)
@@ -156,7 +156,7 @@ def beside_plain_parameters(rank):
 
 
 def a_process_without_grads(rank):
-    """Joins all the same, and its part stays as it is."""
+    """A process without grads joins the collectives, and its part stays unchanged."""
     for scaled in (False, True):
         params = params_on((mesh_of("fsdp2"), [Shard(1)]), dtype=B16)
         optimizer, scaler = AdamW(params, lr=0.1, max_norm=1.0), GradScaler("cpu", init_scale=4.0, enabled=scaled)
@@ -170,7 +170,7 @@ def a_process_without_grads(rank):
 
 
 def an_error_while_grads_are_read(rank):
-    """In unscale_ or clip_grad_norm_: all raise, and nobody clips."""
+    """If unscale_ or clip_grad_norm_ fails in one process, all raise, and none clips."""
     for module, name in ((inf_check, "unscale_list_"), (clipping, "grad_stats")):
         params, scaler = params_on((mesh_of("fsdp2"), [Shard(0)]), None), GradScaler("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
@@ -200,13 +200,13 @@ def compiled(rank):
 
 
 def reports(rank):
-    """The index is the whole parameter's, and gather says which process has it."""
+    """A report's index is that in the whole parameter, and ``gather`` says which process holds it."""
     for by_scaler in (False, True):
         params = params_on((mesh_of("fsdp2"), [Shard(0)]), None)
         optimizer, scaler = AdamW(params, guard=True), GradScaler("cpu", init_scale=1.0, enabled=by_scaler)
         scaler.scale(torch.ones(()))
         if rank == 2:
-            part_of(params[0].grad)[1, 5] = math.nan  # of rows 4 and 5
+            part_of(params[0].grad)[1, 5] = math.nan  # the second of rows 4 and 5
         scaler.step(optimizer)
         scaler.update()
         own = (scaler if by_scaler else optimizer).overflow_report()
@@ -219,7 +219,7 @@ def reports(rank):
 
 
 def an_error_in_one_process(rank):
-    """All raise, nobody has stepped, and the next step goes on."""
+    """If one process fails, all raise, none has stepped, and the next step works."""
     for scaled in (False, True):
         params = params_on((mesh_of("fsdp2"), [Shard(0)]), None, dtype=B16)
         optimizer, scaler = AdamW(params, lr=0.1, max_norm=1.0), GradScaler("cpu", init_scale=4.0, enabled=scaled)

@@ -1,4 +1,4 @@
-"""process_group in a process alone: what is refused, copied and compiled."""
+"""process_group in a single process: what is refused, copied and compiled."""
 
 import copy
 import math
@@ -40,7 +40,7 @@ def test_copies_share_the_group_and_pickles_are_refused():
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("of", ["scaler", "optimizer"])
 def test_a_scaler_leaves_nothing_behind_on_an_optimizer(of, fails):
-    """Later steps, under another scaler or none, would ask the processes of this one."""
+    """Otherwise later steps, under another scaler or none, would ask this scaler's processes."""
     with alone() as group:
         param = torch.ones(2, requires_grad=True)
         optimizer = AdamW([param], process_group=group if of == "optimizer" else None)
@@ -59,11 +59,11 @@ def test_a_scaler_leaves_nothing_behind_on_an_optimizer(of, fails):
 @pytest.mark.parametrize("has_failed", [False, True])
 @pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
 def test_all_skip_where_one_has_failed(found_inf, has_failed):
-    """On a GPU, whose host doesn't wait to hear of it, that is what keeps the others' weights where they are."""
+    """On a GPU, where no host waits for an error in another process, skipping keeps the weights unchanged."""
     with alone() as group:
         sumsq, skips, failed, _ = Processes(group).agree([torch.ones(1)], torch.tensor(2.0), found_inf, has_failed)
     assert (sumsq.item(), failed.item()) == (2.0, float(has_failed))
-    assert skips.item() == float(bool(found_inf) or has_failed)  # 1 at most: torch's optimizers take 2 for 0
+    assert skips.item() == float(bool(found_inf) or has_failed)  # at most 1, because torch's optimizers step if it is 2
 
 
 @needs_gloo

@@ -1,4 +1,4 @@
-"""process_group: grads that are parted among processes are clipped by one norm, and cost the step in all or in none."""
+"""process_group: grads divided among processes are clipped by one norm, and all processes skip a step, or none."""
 
 import math
 from functools import partial
@@ -25,7 +25,7 @@ OURS, TORCHS, SHARDED = (
 
 
 def params_and_grads(dtype, steps=4, bad=1):
-    """Squares of the grads add up without rounding, in whatever order. One grad holds an inf in one step."""
+    """Return parameters and grads, whose squares add up without rounding in any order. In one step a grad is inf."""
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in SIZES]
     grads = [[torch.randint(-9, 9, (n,), generator=generator).to(dtype) / 8 for n in SIZES] for _ in range(steps)]
@@ -34,12 +34,12 @@ def params_and_grads(dtype, steps=4, bad=1):
 
 
 def part_of(rank):
-    """The last is for the process without a grad: a parameter that is nobody's else."""
+    """Return this rank's parameters. The process without a grad gets the last one, which no other has."""
     return {0: (0, 3), 1: (1, 2, 5), 2: (4,), None: range(len(SIZES))}[rank]
 
 
 def trained(rank, dtype, make, scaler=None, before_step=lambda scaler, optimizer: None):
-    """The part of the rank, None all, and what was told of each step."""
+    """Train the rank's part, or all without a rank. Return the parameters, and each step's outcome."""
     params, grads = params_and_grads(dtype)
     mine = part_of(rank)
     optimizer, told = make([params[i] for i in mine]), []
@@ -71,7 +71,7 @@ def steps_of_parts(rank):
         (B16, {"master": "fp32", "max_norm": 0.5}),
         (F16, {"state_dtype": torch.int8}),
     )
-    for kernel in mpkernels.backends("adamw_", "cpu"):  # native looks at grads within the step, reference before
+    for kernel in mpkernels.backends("adamw_", "cpu"):  # native checks grads within the step, reference before it
         for dtype, options in kinds:
             make = partial(AdamW, lr=0.1, **options)
             with mpkernels.backend(kernel):
@@ -126,7 +126,7 @@ def clipping_of_parts(rank):
 
 
 def a_collective_each_step(rank):
-    """No host waits for a device meanwhile."""
+    """Each step makes a collective, and no host waits for a device."""
     group = distributed.group.WORLD
     for options, count in (({}, 1), ({"max_norm": 1.0}, 1), ({"guard": False}, 0)):
         param = nn.Parameter(torch.ones(3))
@@ -145,7 +145,7 @@ def a_collective_each_step(rank):
 
 
 def accumulated_parts(rank):
-    """The group of AdamW, or of the scaler, is clipping's, too."""
+    """Clipping uses the process_group of AdamW or of the scaler."""
     group, weights = distributed.group.WORLD, []
     for adamws, scalers in ((group, None), (None, group)):
         param = nn.Parameter(torch.ones(3 + rank))

@@ -1,4 +1,4 @@
-"""FSDP1 and ZeroRedundancyOptimizer leave a part of the grads to each process: AdamW finds out, and asks the others."""
+"""FSDP1 and ZeroRedundancyOptimizer give each process a part of the grads. AdamW detects it, and asks the others."""
 
 import math
 from functools import partial
@@ -30,13 +30,13 @@ def sharded(dtype, uses_orig_params=True, strategy=ShardingStrategy.FULL_SHARD):
 
 
 def backward(model, dtype, scale=1.0):
-    """The same in each process, whose grads then are their mean."""
+    """Run the same backward in each process, so that the grads equal their mean."""
     loss = model(torch.linspace(-1, 1, 12).view(2, 6).to(dtype)).float().square().sum()
     (loss * scale).backward()
 
 
 def spoil(model):
-    """One element of this process's grads."""
+    """Set one element of this process's grads to inf."""
     next(param.grad for param in model.parameters() if param.grad is not None).view(-1)[-1] = math.inf
 
 
@@ -94,7 +94,7 @@ def assert_same_weights(model, whole):
 
 
 def fsdp_beside_whole_parameters(rank):
-    """Their squares are not to be added up; a skip is a skip."""
+    """Parameters outside FSDP1 are the same in all processes, so their squares count once. A skip is common to all."""
     for options, is_refused in (({"max_norm": 1.0}, True), ({"guard": True}, False), ({"guard": False}, False)):
         model, head = sharded(torch.float32), nn.Linear(3, 1)
         optimizer = AdamW([*model.parameters(), *head.parameters()], **options)
@@ -119,7 +119,7 @@ def release_is_refused(rank):
 
 
 def zero(rank):
-    """More processes than parameters, so that one has none."""
+    """There are more processes than parameters, so that one process has none."""
     for dtype, options in (
         (torch.float32, {"max_norm": 0.5}),
         (torch.float32, {}),

@@ -1,4 +1,4 @@
-"""Random trainings: all processes decide alike, and as one process does that has everything."""
+"""Random trainings: all processes decide alike, and like a single process that has all parameters."""
 
 import math
 import random
@@ -31,7 +31,7 @@ def placements():
 
 
 def parameters(dtype, generator, placed):
-    """Placed, and whole."""
+    """Return the parameters as DTensors, and as whole tensors."""
     values = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
     return [nn.Parameter(_place(it, where)) for it, where in zip(values, placed, strict=True)], [
         nn.Parameter(it.clone()) for it in values
@@ -43,7 +43,7 @@ def _place(value, where):
 
 
 def take(params, grads, placed, scaler, micro_batches):
-    """Give each parameter the sum of several grads. To sum up plain tensors takes a fraction of DTensors' time."""
+    """Give each parameter the sum of several grads. Plain tensors are summed, which is much faster than DTensors."""
     scaler.scale(torch.ones(()))
     scale = scaler.get_scale() if scaler.is_enabled() else 1.0
     for param, grad, where in zip(params, grads, placed, strict=True):

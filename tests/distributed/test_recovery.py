@@ -1,4 +1,4 @@
-"""A process dies by kill -9; torchrun starts all anew, and training goes on from the last complete checkpoint."""
+"""After kill -9 of one process, torchrun restarts all, and training continues from the last complete checkpoint."""
 
 import os
 import random

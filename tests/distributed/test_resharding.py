@@ -64,14 +64,14 @@ def run(model, optimizer, numbers):
 
 
 def contents(model, optimizer):
-    """Weights and states, whole, by name. torch hands out the optimizer's own steps."""
+    """Return weights and states by name, as whole tensors. Steps are copied: torch returns the optimizer's own."""
     states = get_optimizer_state_dict(model, optimizer, options=FULL)["state"]
     found = {(name, key): value for name, state in states.items() for key, value in state.items()}
     return {name: it.clone() for name, it in (found | dict(enumerate(wholes(model)))).items()}
 
 
 def assert_same(case, got, want):
-    """8-bit moments of other blocks are encoded anew, once."""
+    """Assert equal contents. 8-bit moments may differ by one new encoding, in other blocks."""
     assert got.keys() == want.keys()
     for key, value in want.items():
         if case == "int8 moments" and isinstance(key, tuple) and key[1].startswith("exp_avg"):
@@ -126,7 +126,7 @@ def loaded(rank, folder, kind):
 
 
 def states_say_which_part_they_are(rank, folder):
-    """So that torch.distributed.checkpoint puts them together."""
+    """States are DTensors, so that torch.distributed.checkpoint joins the parts."""
     param = nn.Parameter(distribute_tensor(torch.arange(8.0).to(B16), mesh_of("fsdp2"), [Shard(0)]))
     optimizer = AdamW([param], master="fp32")
     param.grad = torch.ones_like(param)
@@ -160,7 +160,7 @@ def saved_by_four(tmp_path_factory):
 
 @in_processes
 def test_four_processes_on_other_meshes(saved_by_four):
-    """The fixture's processes have compared."""
+    """The fixture's processes have compared already."""
 
 
 @in_processes

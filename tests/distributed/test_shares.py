@@ -1,4 +1,4 @@
-"""How much of a sum over all processes a part of a DTensor is. A fake process group stands for the other processes."""
+"""Which share of its square a part of a DTensor adds to a sum over all processes. The process group is fake."""
 
 import pytest
 import torch
@@ -13,15 +13,15 @@ from mpkernels.distributed.meshes import Parts
     ("placements", "parts"),
     [
         ([Shard(0), Shard(1)], 8),
-        ([Shard(0), Replicate()], 2),  # which four processes each hold
-        ([Replicate(), Shard(0)], 4),  # HSDP: which two processes each hold
+        ([Shard(0), Replicate()], 2),  # four processes hold the same part
+        ([Replicate(), Shard(0)], 4),  # HSDP: two processes hold the same part
         ([Replicate(), Replicate()], 1),
         (None, 1),  # a plain tensor
     ],
     ids=str,
 )
 def test_processes_that_hold_the_same_part_count_as_one(placements, parts):
-    """The sides of the mesh differ, so that one can't be taken for the other."""
+    """The mesh's dimensions have different sizes, so that a test notices if they are confused."""
 
     def share():
         mesh, local = init_device_mesh("cpu", (2, 4)), torch.ones(2, 2)

@@ -1,4 +1,4 @@
-"""Where hooks or a subclass's step have the grads unscaled first, an inf of one process costs all of them the step."""
+"""If hooks or a subclass's step need unscaled grads, an inf in one process makes all processes skip the step."""
 
 import math
 from contextlib import nullcontext
@@ -58,7 +58,7 @@ def without_hooks(kind, params, **options):
 
 
 def ways_to_give_a_group():
-    """For the scaler, and for the optimizer."""
+    """The process_group may be given to the scaler or to the optimizer."""
     given = {"process_group": distributed.group.WORLD}
     return (
         (OURS, given, {"max_norm": 0.5}),
@@ -127,7 +127,7 @@ PRE, POST = AdamW.register_step_pre_hook, AdamW.register_step_post_hook
 
 
 def hooks_on_one_rank(rank):
-    """As one that writes a log. The processes ask one another as often with hooks as without."""
+    """A rank may have a hook that writes a log. Processes exchange as often with hooks as without."""
     for scaler, scalers, options in ways_to_give_a_group():
         for before_step in (leave_scaled, unscale_first):
             ends, counts = [], []
@@ -145,7 +145,7 @@ def hooks_on_one_rank(rank):
 
 
 def hooks_that_change_the_norm(rank):
-    """What they leave is what max_norm clips."""
+    """max_norm clips the grads as hooks have left them."""
     for scaler, scalers, options in ways_to_give_a_group():
         for before_step in (leave_scaled, unscale_first):
             alone = {key: it for key, it in options.items() if key != "process_group"}
@@ -194,7 +194,7 @@ def an_error_where_no_hook_is(rank):
 
 
 def dtensors(rank):
-    """There are several meshes. Processes that share none with the one that finds an inf skip with it."""
+    """There are several meshes. Processes skip even if they share no mesh with the process that finds an inf."""
     mesh = mesh_of("two dimensions")
     placed = (mesh["rows"], [Shard(0)]), (mesh["columns"], [Shard(0)]), (mesh, [Replicate(), Shard(1)])
     for scaler_kind in (GradScaler, torch.amp.GradScaler):
@@ -218,7 +218,7 @@ def dtensors(rank):
 
 
 def fsdp1(rank):
-    """With hooks in both processes, and in the first alone."""
+    """Hooks are in both processes, or in the first alone."""
     kinds = (torch.float32, ShardedGradScaler), (torch.float32, GradScaler), (B16, GradScaler)
     for (dtype, scaler_kind), hooked_ranks in product(kinds, ((0, 1), (0,))):
         whole, model = network(dtype), sharded(dtype)
@@ -241,7 +241,7 @@ def fsdp1(rank):
 
 
 def an_error_in_one_process(rank):
-    """All raise, and can try again."""
+    """If one process fails, all raise, and can try again."""
     given = {"process_group": distributed.group.WORLD}
     for scaler_kind in (GradScaler, torch.amp.GradScaler):
         params = [torch.nn.Parameter(torch.ones(3))]

@@ -18,7 +18,7 @@ pytestmark = [needs_gloo, pytest.mark.exhaustive]
 
 
 def as_rank(folder, rank):
-    """A disk of its own. Return who has timed; each rank would find another kernel the fastest."""
+    """Give this rank a cache file of its own and a different fastest kernel. Return a list of the cases it times."""
     timed = []
 
     def time_ways(trial, names, device):
@@ -44,7 +44,7 @@ def test_without_it_nothing_is_timed(tmp_path):
 
 
 def in_parallel(folder, rank):
-    """DistributedDataParallel, whose replicas must compute the same bits: each call as the table says."""
+    """Replicas of DistributedDataParallel must compute the same bits, so each call goes by the table."""
     timed, seen = as_rank(folder, rank), []
     choose = selector.choose
 
@@ -71,7 +71,7 @@ def tuned(folder, rank):
     torch.manual_seed(rank)
     model = torch.nn.Sequential(LinearAct(8, 6), torch.nn.BatchNorm1d(6), LinearAct(6, 4))
     model, x = DistributedDataParallel(model), torch.randn(5, 8)
-    model(x)  # what was chosen before does not count
+    model(x)  # forgets earlier choices
     buffers = [it.clone() for it in model.buffers()]
     report = mpkernels.tune(model, x)
     assert all(torch.equal(*pair) for pair in zip(buffers, model.buffers(), strict=True))

@@ -27,7 +27,7 @@ LR, MAX_NORM = 1e-2, 0.1
 
 @pytest.fixture(autouse=True)
 def fresh():
-    """Accelerate keeps what the first Accelerator of a process was told."""
+    """Reset the options that Accelerate keeps from the first Accelerator of a process."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
@@ -54,7 +54,7 @@ def loop(kind, **options):
 def test_prepare_accumulate_and_clip(precision):
     ours, our_norms, optimizer = loop(AdamW, mixed_precision=precision)
     theirs, their_norms, _ = loop(torch.optim.AdamW, mixed_precision=precision)
-    assert len(our_norms) == 4  # two batches each, and one that was left
+    assert len(our_norms) == 4  # three of two batches, and one of the last batch
     assert_close(our_norms, their_norms, rtol=1e-3, atol=0)
     assert_close(ours, theirs, rtol=0, atol=LR / 100)
     assert isinstance(optimizer.optimizer, AdamW)
@@ -84,7 +84,7 @@ def test_a_model_is_converted_and_converted_back_with_the_optimizer_that_acceler
 
 @pytest.mark.parametrize("tells", [True, False])
 def test_schedules_wait_where_a_step_was_skipped(tells):
-    """Without ``tell_skips`` Accelerate sees none."""
+    """Without ``tell_skips``, Accelerate doesn't notice skips."""
     Accelerator(cpu=True)
     model = network()
     inner = AdamW(model.parameters(), lr=LR)
@@ -115,7 +115,7 @@ def test_tell_skips_takes_our_prepared_optimizer_alone():
 
 
 def test_metrics_follow_the_prepared_optimizer():
-    """``accelerator.scaler`` is None but on a GPU."""
+    """``accelerator.scaler`` is None except on a GPU."""
     accelerator, model = Accelerator(cpu=True, mixed_precision="bf16"), network()
     optimizer = accelerator.prepare(AdamW(model.parameters(), max_norm=MAX_NORM))
     metrics = Metrics(optimizer, accelerator.scaler)

@@ -1,4 +1,4 @@
-"""torchao's CPUOffloadOptimizer makes one optimizer a parameter: what needs the grads of all is refused."""
+"""torchao's CPUOffloadOptimizer makes one optimizer for each parameter, so features that need all grads are refused."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_what_needs_all_grads_is_refused(line, kind):
 @pytest.mark.parametrize("dtype", [F32, B16], ids=str)
 @of_each
 def test_without_it_is_right(line, dtype):
-    """The way out: as one optimizer of all parameters."""
+    """The way out is one optimizer of all parameters."""
     for options in ({"guard": False}, {"guard": False, "state_dtype": torch.int8}):
         model, twin = network(dtype), network(dtype)
         offloaded = CPUOffloadOptimizer(model.parameters(), line.ours, minimal_size=100, **options)
@@ -63,7 +63,7 @@ def test_without_it_is_right(line, dtype):
 
 
 def test_a_scaler_is_refused():
-    """Its look doesn't wait for copies to the host. torch's scaler is torch's."""
+    """Our scaler's check wouldn't wait for copies to the host. torch's scaler isn't ours to refuse."""
     model = network()
     optimizer, scaler = CPUOffloadOptimizer(model.parameters(), AdamW, minimal_size=0), GradScaler("cpu")
     backward(model, 0, scaler.scale(torch.ones(())))

@@ -44,13 +44,13 @@ def with_fsdp(state, *args, fsdp_plugin=None, **options):
 
 
 def fresh():
-    """Accelerate keeps what the first Accelerator of a process was told."""
+    """Reset the options that Accelerate keeps from the first Accelerator of a process."""
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
 
 def by_accelerate(make, clips, folder=None):
-    """Trained weights, and the norms. folder: of a checkpoint midway, from which the last steps are taken twice."""
+    """Return trained weights and norms. With ``folder``, save and load a checkpoint midway, to take steps twice."""
     fresh()
     options = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100, "state_dict_type": "SHARDED_STATE_DICT"}
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **options))
@@ -80,7 +80,7 @@ def by_accelerate(make, clips, folder=None):
 
 
 def accelerate(rank, folder):
-    """prepare puts other parameters, DTensors, into the optimizer's groups."""
+    """Accelerate's ``prepare`` replaces the parameters in the optimizer's groups by DTensors."""
     ours, our_norms = by_accelerate(partial(AdamW, max_norm=MAX_NORM), clips=False, folder=folder)
     theirs, their_norms = by_accelerate(torch.optim.AdamW, clips=True)
     torch.testing.assert_close(our_norms, their_norms, rtol=1e-5, atol=0)
@@ -92,7 +92,7 @@ def accelerate(rank, folder):
 
 
 def trainer(rank, folder):
-    """Hugging Face's, by its fsdp_config."""
+    """Hugging Face's Trainer uses FSDP2 by its fsdp_config."""
     losses = []
     for kind in (AdamW, torch.optim.AdamW):
         fresh()
@@ -141,7 +141,7 @@ def by_lightning(epochs, **resumed):
 
 
 def lightning(rank, folder):
-    """Masters survive its checkpoint, bit for bit."""
+    """Masters survive Lightning's checkpoint, bit for bit."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     by_lightning(1).save_checkpoint(folder)
     runs = [by_lightning(2, ckpt_path=folder), by_lightning(2)]

@@ -21,7 +21,7 @@ SETTING = Setting(Place("cpu", 1), "fp32", Shape(3, 16, 24).sizes())
 
 @pytest.mark.parametrize("name", other_libraries.LIGERS_BLOCKS)
 def test_all_but_the_kernel_computes_what_torch_does(monkeypatch, name):
-    """The kernel needs a GPU."""
+    """Liger's kernel needs a GPU, so torch's formula stands for it."""
     monkeypatch.setattr(LigerSiLUMulFunction, "apply", lambda a, b, *scales: functional.silu(a) * b)
     monkeypatch.setattr(LigerGELUMulFunction, "apply", lambda a, b: functional.gelu(a, approximate="tanh") * b)
     ligers, torchs = blocks.ligers(SETTING, name)(), blocks.torchs(SETTING, name)()

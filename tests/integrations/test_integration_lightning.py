@@ -69,7 +69,7 @@ def fit(module, precision, tmp_path, clip=MAX_NORM, algorithm="norm", scaler=Non
 
 
 def by_hand(dtype, clip):
-    """What the trainer should have done."""
+    """Train by hand as the trainer should."""
     model, norms = network(), []
     optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=LR), GradScaler("cpu", enabled=dtype == F16)
     for seed in range(BATCHES):
@@ -133,7 +133,7 @@ def test_the_scaler_is_ours_and_saved_with_the_checkpoint(tmp_path):
 
 
 def test_without_the_plugin_adamw_clips_itself_and_lightning_refuses_to(tmp_path):
-    """It takes every optimizer that can unscale for one that will, also in bf16."""
+    """Lightning assumes that an optimizer which can unscale in its step will do so, even in bf16."""
     own = {"plugins": [LightningsOwn("bf16-mixed", "cpu")]}
     with pytest.raises(RuntimeError, match="AdamW, does not allow for gradient clipping"):
         fit(Module(AdamW), "bf16-mixed", tmp_path, **own)

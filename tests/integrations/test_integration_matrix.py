@@ -23,7 +23,7 @@ def test_with_another_library(tool, drop_in, wanted):
 
 
 class ActivatingLinear(nn.Linear):
-    """What LinearAct must not be."""
+    """A Linear with an activation, as LinearAct must not be."""
 
     def __init__(self, inputs, outputs, activation):
         super().__init__(inputs, outputs)

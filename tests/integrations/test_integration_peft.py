@@ -1,5 +1,5 @@
-"""peft's adapters around LinearAct, against the real library: none adds behind the activation what belongs before it.
-They refuse the layer, leave it alone, or change its weight."""
+"""peft's adapters around LinearAct, against the real library. No adapter adds after the activation what belongs before
+it: adapters refuse the layer, leave it alone, or change its weight."""
 
 import warnings
 
@@ -43,7 +43,7 @@ def test_its_weight_can_be_adapted():
 
 
 def test_its_linear_can_be_adapted():
-    """The way out: the activation is a module of its own then."""
+    """The way out is ``to_linear``, with the activation as a module of its own."""
     torch.manual_seed(0)
     network = Network()
     want = network(X)

@@ -112,7 +112,7 @@ def test_a_mixed_model_is_trained_saved_and_resumed(tmp_path):
 
 
 def test_adamw_takes_the_options_of_the_arguments_and_trainers_groups(tmp_path):
-    """As ``optim="adamw_torch"`` makes its own."""
+    """The options are those with which Trainer makes its own AdamW for ``optim="adamw_torch"``."""
     options = {"weight_decay": 0.02, "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6}
     args = arguments(tmp_path, optim="adamw_torch", **options)
     theirs = Trainer(model(), args).create_optimizer()
@@ -134,7 +134,7 @@ def followed(args, **options):
 
 
 def test_what_the_optimizer_knows_is_in_trainers_own_log(tmp_path):
-    """The scaler stands for the one that Accelerate makes on a GPU."""
+    """The scaler here stands for the scaler that Accelerate makes on a GPU."""
     args = arguments(tmp_path, lr_scheduler_type="linear", logging_steps=2, max_grad_norm=0)
     trainer = followed(args, max_norm=1.0)
     trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -188,7 +188,7 @@ ACTIVATIONS = {
 
 @pytest.mark.parametrize("name", ACT2CLS)
 def test_activations(name):
-    """Each is taken for what it computes, or refused."""
+    """Each activation of transformers is recognised by what it computes, or refused."""
     module = ACT2FN[name]
     if name not in ACTIVATIONS:
         with pytest.raises(ValueError, match=r"^LinearAct: activation must be one of none, "):

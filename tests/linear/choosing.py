@@ -1,11 +1,11 @@
-"""What tests of the choice between kernels share: a selector that knows nothing yet, and an answer in its place."""
+"""Helpers for tests of the choice between kernels: a selector without choices, and a fixed answer in its place."""
 
 from mpkernels import selector
 from mpkernels.selector import table
 
 
 def forget_choices(monkeypatch):
-    """Make the selector as it is at first, without a table: torch computes all."""
+    """Reset the selector to its start, and take its table away, so that torch computes everything."""
     for name, empty in {"by_key": {}, "_chosen": {}, "tuned": {}, "left_to_torch": set()}.items():
         monkeypatch.setattr(selector, name, empty)
     monkeypatch.setattr(selector, "_pinned", None)

@@ -47,7 +47,7 @@ def test_recomputing_changes_no_bit(target, name, dtype):
 
 
 def test_the_backward_makes_no_pass_for_h(target):
-    """A kernel makes h where it reads z for the slope."""
+    """The kernel that reads z for the slope makes h, too."""
     *leaves, dy = arguments("mlp", B16, device=target.device)
     y = BLOCKS["mlp"].ours("gelu", *(it.requires_grad_() for it in leaves))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
@@ -104,7 +104,7 @@ def test_what_is_not_finite_is_seen(target, name, dtype, value):
         assert dx[[0, 2, 3, 4, 5]].isfinite().all()
         if value != value:
             assert y[1].isnan().any()
-            assert dx[1].isnan().any() or activation == "relu"  # whose slope at NaN is 1, as torch's
+            assert dx[1].isnan().any() or activation == "relu"  # relu's slope at NaN is 1, as torch's
 
 
 @pytest.mark.parametrize("dtype", [F16, B16], ids=str)

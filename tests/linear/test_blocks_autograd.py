@@ -1,4 +1,4 @@
-"""What blocks keep for their backward, and what comes of it: frozen parts, second backwards, dropouts."""
+"""What blocks keep for their backward, with frozen parts, second backwards and dropouts."""
 
 import itertools
 
@@ -57,7 +57,7 @@ def test_frozen_in_every_combination(target, name, options):
         y.backward(dy)
         for it, need, want in zip(these, wanted, every, strict=True):
             assert (it.grad is not None) == need
-            if need and not (name == "mlp" and it is these[2]):  # whose sums another kernel may take
+            if need and not (name == "mlp" and it is these[2]):  # another kernel may compute its sums
                 assert relative_error(it.grad, want) <= torch.finfo(B16).eps
 
 
@@ -162,7 +162,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["linear_act", "gated_linear", "mlp", "gated_mlp"])
 def test_a_weights_gradient_lies_as_the_weight_lies(target, name, layout, dtype):
-    """So that it is added to others in one run over memory. Where the weight has gaps or overlaps, by rows."""
+    """Then grads add up in one pass over memory. If the weight has gaps or overlaps, the gradient lies by rows."""
     lay = LAYOUTS[layout]
     shapes = (5, 8), (6, 8), (6, 8), (8, 6)
     x, up, gate, down = (torch.randn(*shape, device=target.device, dtype=dtype) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Blocks within torch.compile, torch.func and torch.export, the selector, the cast cache; and what is refused."""
+"""Blocks under torch.compile, torch.func and torch.export, with the selector and the cast cache; and refusals."""
 
 import re
 
@@ -87,7 +87,7 @@ def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name)
 @pytest.mark.parametrize("dtype", [F16, B16], ids=str)
 @EVERY_BUT_A_LONE_LAYER
 def test_gradients_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
-    """As near to fp64 as torch under autocast, and half of what it saves."""
+    """Gradients are as near to fp64 as torch's under autocast, and half as much is saved."""
     monkeypatch.setattr(key_and_case.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
     *leaves, dy = arguments(name, F32, (65, 24, 33, 21))
     block = BLOCKS[name]
@@ -121,7 +121,7 @@ def test_gradients_are_rounded_only_where_torch_rounds_them(monkeypatch):
 
 
 def test_a_gradient_that_is_asked_for_in_fp32_is_not_rounded(monkeypatch):
-    """Beside a weight in fp32, whose gradient is."""
+    """The gradient of the fp32 weight beside it is rounded."""
     monkeypatch.setattr(key_and_case.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
     x, fc1, fc1_bias, fc2, fc2_bias, _ = arguments("mlp", F32, (65, 24, 33, 21))
     fc1 = fc1.bfloat16().requires_grad_()

@@ -15,7 +15,7 @@ X, WEIGHT, BIAS = torch.randn(6, 8), torch.randn(6, 8), torch.randn(6)
 
 
 class OfAUser(torch.Tensor):
-    """Its linear layers aren't torch's."""
+    """A tensor subclass with a linear of its own."""
 
     @classmethod
     def __torch_function__(cls, function, types, arguments=(), options=None):
@@ -48,7 +48,7 @@ SIBLINGS = {
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("changes", SIBLINGS.values(), ids=SIBLINGS)
 def test_a_kernel_serves_no_call_that_it_cant(monkeypatch, changes, forced):
-    """Nor does it where a similar call is known as one that it serves."""
+    """Not even after a similar call that a kernel serves."""
     forget_choices(monkeypatch)
     computed_by(monkeypatch, "native")
     plain = {"x": X, "weight": WEIGHT, "bias": BIAS, "activation": "tanh"}
@@ -65,7 +65,7 @@ def test_a_kernel_serves_no_call_that_it_cant(monkeypatch, changes, forced):
 
 
 def test_a_sparse_x_is_not_taken_for_an_expanded_one(monkeypatch):
-    """Neither has strides."""
+    """An expanded x has strides of 0, a sparse x has none."""
     forget_choices(monkeypatch)
     computed_by(monkeypatch, "native")
     for x in (torch.ones(()).expand(6, 8), X.to_sparse()):

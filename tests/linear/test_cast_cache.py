@@ -107,7 +107,7 @@ def test_what_autocast_is_told_not_to_keep_is_not_kept(layer):
 
 
 def test_only_parameters_that_are_trained_are_kept(layer):
-    """As torch has it. What is computed anew in each forward would not be found again."""
+    """torch's cache does the same. Tensors computed in each forward would never be found again."""
     computed = layer.weight * 2
     layer.bias.requires_grad_(False)
     with autocast():
@@ -120,7 +120,8 @@ TRANSPOSES = {"t": lambda it: it.t(), "mT": lambda it: it.mT, "permute": lambda 
 
 @pytest.mark.parametrize("transpose", TRANSPOSES.values(), ids=TRANSPOSES)
 def test_a_transposed_parameter_is_kept_as_long_as_it_itself(transpose):
-    """One cast serves both. Strides are the view's, lest another product be chosen; a change of either is seen."""
+    """One cast serves the parameter and its view. The view's cast has the view's strides, so that torch chooses the
+    same product. A change of either is noticed."""
     weight = torch.nn.Parameter(torch.randn(5, 7))
     with autocast():
         with Casts((5, 7), (7, 5)) as casts:
@@ -147,7 +148,7 @@ def test_no_other_view_of_a_parameter_is_taken_for_its_transpose():
 
 
 def test_going_backward_in_a_thread_forgets_no_cast(target):
-    """As on GPUs, where autograd has a thread for each device."""
+    """On GPUs, autograd has a thread for each device."""
     weight = torch.nn.Parameter(torch.randn(7, 5, device=target.device))
     with torch.autocast(target.device.type, dtype=B16), Casts(weight.shape, weight.t().shape) as casts:
         for _ in range(3):
@@ -173,7 +174,7 @@ def test_nothing_outlives_its_block(layer):
 
 
 def test_parameters_can_be_swapped(layer, monkeypatch):
-    """torch.utils.swap_tensors refuses one that somebody refers to weakly."""
+    """torch.utils.swap_tensors refuses tensors with weak references."""
     forward(layer)
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
     assert layer.half().weight.dtype == torch.float16

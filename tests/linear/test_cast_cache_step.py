@@ -17,7 +17,7 @@ def layer():
 
 
 def accumulated(layer, every=3, make=optim.AdamW):
-    """The micro-batches of two groups, with the casts each forward took, and what it gave."""
+    """Yield the micro-batches of two groups, with each forward's count of casts and its result."""
     optimizer = make(layer.parameters())
     for micro in amp.accumulate(range(2 * every), every, optimizer):
         with Casts(*(it.shape for it in layer.parameters())) as casts, autocast():
@@ -29,7 +29,7 @@ def accumulated(layer, every=3, make=optim.AdamW):
 def test_once_in_a_step_of_several_blocks(layer):
     assert [count for _, count, _ in accumulated(layer)] == [2, 0, 0] * 2
     with autocast():
-        assert cast_cache._block() is None  # the last step's were not of this block
+        assert cast_cache._block() is None  # the last step's casts are not this block's
     forward(layer)
     layer.weight.data.mul_(2)
     assert_fresh(layer, forward(layer, backward=False))
@@ -42,14 +42,14 @@ def test_each_step_of_a_group_is_seen(layer, make):
 
 
 def is_fresh_from_block_to_block(layer):
-    """Also after a write that raises no version: no step is under way."""
+    """Without a step under way, each block casts anew, even after a write that raises no version."""
     forward(layer, backward=False)
     layer.weight.data.mul_(-2)
     assert_fresh(layer, forward(layer, backward=False))
 
 
 def test_groups_that_are_interleaved(layer):
-    """As those of two networks that are trained against each other."""
+    """Two networks that are trained against each other interleave their groups."""
     other = nn.LinearAct(7, 5)
     for (_, _, y), (_, _, its) in zip(
         accumulated(layer, make=ThroughData), accumulated(other, every=2, make=ThroughData), strict=False

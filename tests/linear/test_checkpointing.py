@@ -21,7 +21,7 @@ def model():
 
 
 def grads(model, run, dtype, outside):
-    """outside: autocast surrounds the checkpoint; else it is within what is run again."""
+    """Return the grads. With ``outside``, autocast surrounds the checkpoint; else it is in the code that runs twice."""
     torch.manual_seed(1)
     inputs = torch.linspace(-1, 1, 128).view(8, 16).requires_grad_()
 

@@ -1,4 +1,4 @@
-"""linear_act takes what F.linear and an activation take, and does what they do."""
+"""linear_act takes the arguments of F.linear and an activation, and computes the same."""
 
 import re
 from contextlib import nullcontext
@@ -70,7 +70,7 @@ def test_a_weight_of_one_dimension(target):
 @pytest.mark.parametrize("activation", ["none", "gelu", "tanh"])
 @pytest.mark.parametrize("shape", [(8,), (7, 8), (2, 3, 8), (2, 1, 3, 8), (0, 3, 8)], ids=str)
 def test_the_gradients_of_a_weight_of_one_dimension(target, shape, activation):
-    """y has as many dimensions less than x, and is no matrix where it has two."""
+    """With a 1-D weight, y has one dimension less than x."""
     x, (_, weight, bias, _) = torch.randn(shape, device=target.device), layer(1, 8, 1, F32, target.device)
     dy = torch.randn(shape[:-1], device=target.device)
     for one in (None, bias, bias[0]):
@@ -103,7 +103,7 @@ def test_autocast(target, dtype, parameters, inputs, bias):
 
 
 class CudasAutocast(nullcontext):
-    """Which ``torch.autocast`` does not turn on where there is no GPU."""
+    """CUDA's autocast, which ``torch.autocast`` doesn't turn on without a GPU."""
 
     def __enter__(self):
         self.before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
@@ -119,7 +119,7 @@ class CudasAutocast(nullcontext):
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_cudas_autocast_gives_its_dtype_whoever_computes(activation, mode, kernel):
-    """It makes fp32 of 16 bits in more ops than the CPU's. Tensors without memory need no GPU."""
+    """CUDA's autocast widens 16 bits to fp32 in more ops than the CPU's. Meta tensors need no GPU."""
     with FakeTensorMode(), mode(), CudasAutocast():
         arguments = (torch.empty(shape, device="cuda") for shape in ((3, 4), (5, 4), (5,)))
         x, *own = arguments
@@ -172,7 +172,7 @@ ERRORS = [
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize(("arguments", "kind", "text"), ERRORS, ids=[text for *_, text in ERRORS])
 def test_errors_name_op_argument_wanted_and_got(arguments, kind, text, kernel):
-    """The second time, a choice is known."""
+    """Each call is made twice, because the second time a choice is known."""
     selector.pin(kernel)
     try:
         for _ in range(2):

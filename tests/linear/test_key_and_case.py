@@ -1,4 +1,4 @@
-"""Who computes a layer, how often that is asked, and what the asking costs where plain torch computes."""
+"""How a call's key and case choose who computes a layer, how often the selector is asked, and what that costs."""
 
 import sys
 from contextlib import nullcontext
@@ -23,7 +23,7 @@ B16, F16 = torch.bfloat16, torch.float16
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
-    """The cases that the selector was asked for. Plain torch computes each, though it might be another's."""
+    """Return the list of cases that the selector is asked for. It answers "torch" to each."""
     asked, ask = [], selector.choose
 
     def choose(case, *rest):
@@ -70,7 +70,7 @@ class Heard(TorchDispatchMode):
 
 @pytest.mark.parametrize("activation", TORCH)
 def test_torch_writes_over_z_where_no_backward_needs_it(activation):
-    """One allocation less, same bits."""
+    """This saves an allocation, and gives the same bits."""
     layer, x = LinearAct(8, 6, activation=activation), torch.randn(5, 8)
     want, before = torchs(x, layer.weight, layer.bias, activation), x.clone()
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
@@ -136,7 +136,7 @@ def test_whether_a_gradient_is_wanted_is_seen(asked, trained):
 
 
 def test_a_call_whose_x_is_frozen_is_another_case():
-    """It computes a product less."""
+    """A frozen x needs one product less."""
     layer = LinearAct(8, 6)
     for x in (torch.randn(5, 8), torch.randn(5, 8, requires_grad=True)):
         layer(x)
@@ -178,7 +178,7 @@ def within(context, call):
 
 
 class AutocastOnCuda(nullcontext):
-    """Which ``torch.autocast`` does not turn on where there is no GPU."""
+    """CUDA's autocast, which ``torch.autocast`` doesn't turn on without a GPU."""
 
     def __enter__(self):
         torch.set_autocast_enabled("cuda", True)
@@ -203,7 +203,7 @@ def test_who_has_a_say_is_heard(asked, monkeypatch, change):
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_who_has_a_say_is_heard_also_while_a_call_is_looked_at(asked, monkeypatch, change):
-    """By another thread."""
+    """Another thread may make the change while a call is looked at."""
     monkeypatch.setattr(selector, "_pinned", None)
     monkeypatch.setattr(table, "kernel", lambda case: change() or "native")
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
@@ -250,7 +250,7 @@ def test_ever_new_sizes_do_not_pile_up(monkeypatch):
 
 
 def test_torch_compile_is_not_bound_to_what_was_chosen():
-    """A graph that had looked at it would be compiled anew once there is a choice."""
+    """If a graph depended on the choice, it would be compiled again when a choice is made."""
     layer, graphs = LinearAct(8, 6), []
     compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
     x = torch.randn(5, 8)
@@ -263,7 +263,7 @@ def test_torch_compile_is_not_bound_to_what_was_chosen():
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
 def test_it_takes_hardly_more_calls_than_two_modules_of_torch(activation, autocast):
-    """Which are what it stands for: in a small layer each call counts."""
+    """LinearAct replaces two modules of torch's, and in a small layer each Python call counts."""
     ours = LinearAct(8, 6, activation=activation)
     modules = {"gelu": torch.nn.GELU, "relu": torch.nn.ReLU, "silu": torch.nn.SiLU}
     torchs = torch.nn.Sequential(torch.nn.Linear(8, 6), modules[activation]())
@@ -274,7 +274,7 @@ def test_it_takes_hardly_more_calls_than_two_modules_of_torch(activation, autoca
 
 
 def calls(module, x):
-    """Of functions, Python's and C's."""
+    """Count the calls of Python's and C's functions."""
     count = 0
 
     def see(frame, event, argument):

@@ -1,4 +1,4 @@
-"""What a layer of ours must leave as it is in code that was written for torch's."""
+"""Code that was written for torch's layers must work the same with ours."""
 
 from functools import partial
 
@@ -38,7 +38,7 @@ SHAPES = [(8,), (5, 8), (2, 3, 8), (0, 8)]
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_result_may_be_changed_in_place(target, shape, activation):
-    """It is no view of anything, as F.linear's is none."""
+    """The result is no view, like F.linear's."""
     selector.pin("native")
     layer, x = LinearAct(8, 6, activation=activation, device=target.device), torch.randn(shape, device=target.device)
     learned = torch.nn.Parameter(torch.randn(6, device=target.device))
@@ -74,7 +74,7 @@ def test_grads_of_any_strides(target):
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_a_checkpoint_computes_the_same_twice(kernel):
-    """Though a mode listens to the first time alone: another kernel saves other tensors."""
+    """Also if a mode listens only to the first run: another kernel would save other tensors."""
     selector.pin(kernel)
     layer, x = LinearAct(8, 8, activation="relu"), torch.randn(4, 8, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
@@ -108,7 +108,7 @@ def negative(*shape):
 
 @pytest.fixture
 def by_triton(monkeypatch):
-    """As where ``tune`` has found Triton's kernel to be the fastest."""
+    """Make Triton's kernel the choice, as if ``tune`` had found it the fastest."""
     pytest.importorskip("triton")
     if "triton" not in mpkernels.backends("linear_act"):
         pytest.skip("Triton is not interpreted here")
@@ -119,7 +119,7 @@ def by_triton(monkeypatch):
 
 
 def test_triton_gets_what_lies_in_memory(by_triton):
-    """The dispatcher works out a negative."""
+    """For a lazily negated tensor, the dispatcher negates before the kernel runs."""
     theirs, x = sequential(by_triton), negative(5, 8)
     assert x.is_neg()
     torch.testing.assert_close(by_triton(x), theirs(x))
@@ -154,7 +154,7 @@ def test_triton_under_batched_grads(by_triton):
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 def test_sizes_stay_symbols(activation):
-    """Of the rows, and of a weight that is an input of the graph."""
+    """torch.compile keeps symbolic sizes of the rows, and of a weight that is an input of the graph."""
     layer, x = LinearAct(3, 4, activation=activation), torch.randn(9, 3)
     traced = partial(make_fx, tracing_mode="symbolic", _allow_non_fake_inputs=True)
     counted = traced(lambda x: layer(x) + x.shape[0])(torch.randn(6, 3))

@@ -35,7 +35,7 @@ def by_torch(parameters, x):
 
 
 def losses_and_grads(forward, parameters, x, autocast):
-    """Of two steps: the first one's weights must not serve in the second."""
+    """Return losses and grads of two steps. The second step must not use the first one's weights."""
     optimizer, losses = torch.optim.SGD(parameters, lr=0.1), []
     for _ in range(2):
         optimizer.zero_grad()
@@ -89,7 +89,7 @@ def whole(tensor):
 
 
 def tensor_parallel(rank, mesh, kernel, plan, bias):
-    """Sums of at most 34 products in another order, one behind the other."""
+    """Two layers in a row, with sums of at most 34 products in another order."""
     alone, model = Block(bias), parallelize_module(Block(bias), mesh, PLANS[plan])
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
     results = []
@@ -105,7 +105,7 @@ def tensor_parallel(rank, mesh, kernel, plan, bias):
 
 
 def columns_of_any_number(rank, mesh):
-    """Also where not all processes have as many."""
+    """Processes may have different numbers of columns."""
     x = torch.randn(5, 16)
     for activation in ("gelu", "relu2"):
         alone, layer = LinearAct(16, 33, activation=activation), LinearAct(16, 33, activation=activation)

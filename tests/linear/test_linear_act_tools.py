@@ -144,7 +144,7 @@ def test_normed_weights(target, norm):
 
 
 def test_hooks(target):
-    """Each is called once, sees y after the activation, and may replace what it sees."""
+    """Each hook is called once, sees y after the activation, and may replace it."""
     layer, x = LinearAct(7, 5, activation="relu").to(target.device), X.clone().to(target.device).requires_grad_()
     want, seen = layer(x).detach(), []
     layer.register_forward_pre_hook(lambda module, arguments: seen.append("pre") or (2 * arguments[0],))

@@ -1,4 +1,4 @@
-"""What mpkernels.tune compares finds kernels that are wrong, and none that are right."""
+"""mpkernels.tune's comparison rejects wrong kernels, and accepts right ones."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def off(trial, results):
 @pytest.mark.parametrize("activation", TORCH)
 @pytest.mark.parametrize(("dtype", "autocast"), DTYPES, ids=str)
 def test_a_right_kernel_passes_whatever_the_size(dtype, autocast, activation):
-    """Also where an output is a single number, or little is left of a sum."""
+    """Also if an output is a single number, or a sum nearly cancels."""
     for i, size in enumerate(SIZES):
         trial = trial_of(*size, dtype, autocast, activation, trains=i != 4, has_bias=i != 5)
         assert off(trial, trial.run("native")) is None, size
@@ -43,7 +43,7 @@ def with_a_nan(it):
 
 
 def without_the_last(it):
-    """A ragged edge that nobody wrote to."""
+    """Spoil a result like a kernel that leaves the last, ragged tile unwritten."""
     it[-1:] = 0
     return it
 

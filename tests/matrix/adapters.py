@@ -1,4 +1,4 @@
-"""peft and torchao: tools that put adapters or other numbers in the place of linear layers."""
+"""peft and torchao: tools that replace linear layers by adapters or quantised layers."""
 
 import warnings
 
@@ -30,7 +30,7 @@ def peft_lora(run):
 
 @changes_modules
 def peft_lora_of_all_linear(run):
-    """LinearAct is none, and left alone."""
+    """LinearAct is no Linear, so peft leaves it alone."""
     swaps = ["last"] if run.drop_in.first_layer is None else "all-linear"
     adapted(run, LoraConfig(r=2, lora_alpha=2, target_modules=swaps))
     yield
@@ -45,7 +45,7 @@ def peft_lora_of_a_parameter(run):
 
 @changes_modules
 def peft_lora_merged(run):
-    """Midway, into the weights that are then trained."""
+    """Merge midway into the weights, which are then trained."""
     adapted(run, LoraConfig(r=2, lora_alpha=2, target_modules=["last"]))
     run.model.base_model.model.requires_grad_(True)
     yield
@@ -83,7 +83,7 @@ def peft_ia3_of_the_layer(run):
 
 
 def is_swapped(run: Run):
-    """As torchao asks of each module: all Linears beside a LinearAct, which is none, and else the last alone."""
+    """Return whether torchao should swap this module: all Linears beside a LinearAct, else the last Linear alone."""
     layers = [run.model.last] if run.drop_in.first_layer is None else list(run.model)
     return lambda module, name: isinstance(module, nn.Linear) and module in layers
 

@@ -1,4 +1,4 @@
-"""How a tool is judged that puts other weights or modules in a model: its training is no longer the one without it."""
+"""Judges tools that change a model's weights or modules, so that the training differs from the one without the tool."""
 
 from collections.abc import Callable, Iterator
 
@@ -10,7 +10,7 @@ from tests.matrix.runner import FIRST, REST, Result, Run, batch, tool
 
 
 class Recorded:
-    """The weights and grads an optimizer was given in each step, and the weights it made of them."""
+    """The weights and grads that an optimizer got in each step, and the weights that it made."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.given: list[list[tuple[Tensor, Tensor | None]]] = []
@@ -41,7 +41,7 @@ class Recorded:
 
 
 def _params(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Quantised weights, which are not trained, know no comparison."""
+    """Return the trained parameters. Quantised weights aren't trained, and can't be compared."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [param for param in params if type(param) is torch.nn.Parameter or hasattr(param, "full_tensor")]
 
@@ -51,7 +51,7 @@ def _weight_and_grad(param: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    """Return a copy; of a DTensor, one of all its parts."""
+    """Return a copy, of a DTensor a whole one."""
     tensor = tensor.detach()
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).clone()
 
@@ -100,7 +100,7 @@ def outputs_and_grads(run: Run) -> Result:
 
 
 def set_exact(run: Run, seed: int = 3) -> None:
-    """Weights that a tool has drawn anew: sums of products with halves then don't round."""
+    """Set weights that a tool has drawn to numbers whose products with halves add up without rounding."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for param in run.model.parameters():

@@ -84,7 +84,7 @@ def a_write_through_data(run: Run) -> None:
 
 @tool()
 def weights_swapped_and_back(run: Run) -> None:
-    """As averages are tried: other weights in, through ``data``, and the own back."""
+    """Swap averaged weights in through ``data``, and back."""
     run.steps(FIRST)
     own = [param.detach().clone() for param in run.model.parameters()]
     for param in run.model.parameters():
@@ -96,7 +96,7 @@ def weights_swapped_and_back(run: Run) -> None:
 
 @tool()
 def state_dict_as_tensors_that_live(run: Run) -> None:
-    """A state_dict shares memory with its model, and loads into itself."""
+    """A state_dict, which shares memory with its model, is loaded into the same model."""
     run.steps(FIRST)
     run.model.load_state_dict(run.model.state_dict())
     run.optimizer.load_state_dict(run.optimizer.state_dict())
@@ -105,7 +105,7 @@ def state_dict_as_tensors_that_live(run: Run) -> None:
 
 
 def file_of(run: Run) -> dict[str, dict]:
-    """A checkpoint as it comes back from a file, read the safe way."""
+    """Return a checkpoint after saving it to a file and loading it with weights_only."""
     file = io.BytesIO()
     parts = {"model": run.model, "optimizer": run.optimizer, "scaler": run.scaler}
     torch.save({name: it.state_dict() for name, it in parts.items()}, file)
@@ -137,7 +137,7 @@ def checkpoint_optimizer_first(run: Run) -> None:
 
 @tool(like=write_midway)
 def checkpoint_then_a_write(run: Run) -> None:
-    """Weights that are not the loaded masters' win, with a warning."""
+    """Weights that differ from the loaded masters win, with a warning."""
     run.steps(FIRST)
     load_into_others(run, ("model", "optimizer", "scaler"))
     written(run)
@@ -148,7 +148,7 @@ def checkpoint_then_a_write(run: Run) -> None:
 
 @tool()
 def swapped_tensors(run: Run) -> None:
-    """Weights stay the same objects in Python, and become others below."""
+    """Weights stay the same Python objects, over other tensors in C++."""
     run.steps(FIRST)
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:

@@ -1,4 +1,4 @@
-"""What is tried with each tool: the columns of the matrix."""
+"""The columns of the matrix: our drop-ins that are tried with each tool."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -21,7 +21,7 @@ _SCALERS = {"our": GradScaler, "torch's": torch.amp.GradScaler}
 
 @dataclass(frozen=True)
 class DropIn:
-    """A way to train with us."""
+    """A way to train with mpkernels."""
 
     name: str
     kind: type[torch.optim.Optimizer]
@@ -43,14 +43,14 @@ class DropIn:
         return issubclass(self.kind, Engine)
 
     def saves(self, key: str) -> bool:
-        """Whether checkpoints hold a state: SGD and Lion count steps, and torch's SGD has no such number."""
+        """Return whether checkpoints hold this state: not the step of SGD and Lion, because torch's SGD has none."""
         return key != "step" or not self.is_ours or self.kind._rule.ops.rule.counts
 
     def optimizer(self, params: Iterable[Any], **more: Any) -> torch.optim.Optimizer:
         return self.kind(params, **self.options | more)
 
     def network(self, seed: int = 1) -> nn.Sequential:
-        """A first step's sums are exact, in whichever order."""
+        """Return a network whose sums in a first step are exact in any order."""
         torch.manual_seed(seed)
         if self.first_layer is None:
             layers = {"first": nn.Linear(16, 40), "act": nn.ReLU()}
@@ -63,7 +63,7 @@ class DropIn:
         return model.to(self.dtype)
 
     def scaler(self) -> torch.amp.GradScaler:
-        """Its scale moves within a training, and never rounds."""
+        """Return a scaler whose scale moves during a training, and never rounds."""
         kind = _SCALERS.get(self.whose_scaler, torch.amp.GradScaler)
         return kind("cpu", init_scale=8.0, growth_interval=2, enabled=bool(self.whose_scaler))
 

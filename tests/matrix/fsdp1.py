@@ -23,7 +23,7 @@ MAX_NORM = 4.0
 
 
 def by_hand(run, cuts_at_params, processes=2, **options):
-    """In one process: weights flat and cut in a part for each, which is an own parameter."""
+    """Train in one process, with a parameter for each process's part of the flattened weights."""
     weights = list(run.model.parameters())
     sizes = [it.numel() for it in weights]
     cuts = {0, -(-sum(sizes) // processes), sum(sizes)}
@@ -57,7 +57,7 @@ def weights_of(model):
 def wrapped(run, uses_orig_params, strategy=ShardingStrategy.FULL_SHARD, mixed_precision=None, **options):
     how = {"device_id": torch.device("cpu"), "sharding_strategy": strategy, "mixed_precision": mixed_precision}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of its end
+        warnings.simplefilter("ignore", FutureWarning)  # FSDP1 is deprecated
         run.model = FullyShardedDataParallel(run.model, use_orig_params=uses_orig_params, **how)
     run.optimizer = run.drop_in.optimizer(run.model.parameters(), **options)
 
@@ -161,7 +161,7 @@ def fsdp1_orig_params_sharded_checkpoint(run):
 
 @tool(like=lambda run: by_hand(run, False))
 def fsdp1_own_state_dict(run):
-    """Each process its own part, by ``state_dict`` of the optimizer itself."""
+    """Each process saves and loads its part by the optimizer's own ``state_dict``."""
     wrapped(run, False)
     run.steps(FIRST)
     saved = copy.deepcopy(run.optimizer.state_dict())
@@ -173,7 +173,7 @@ def fsdp1_own_state_dict(run):
 
 @tool(like=lambda run: by_hand(run, True))
 def fsdp1_after_the_optimizer(run):
-    """Parameters stay, as Accelerate has it."""
+    """The optimizer is made before FSDP1, and its parameters stay, as in Accelerate."""
     optimizer = run.optimizer
     wrapped(run, True)
     run.optimizer = optimizer
@@ -182,7 +182,7 @@ def fsdp1_after_the_optimizer(run):
 
 
 def full_states(run):
-    """Weights, and states by the parameters' names."""
+    """Return weights and states by the parameters' names."""
     fsdp = FullyShardedDataParallel
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

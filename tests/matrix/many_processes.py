@@ -1,5 +1,5 @@
-"""torch.distributed's tools. Each of two processes sees a half of each batch; together they have to make of it what one
-process makes of the whole."""
+"""torch.distributed's tools. Each of two processes sees half of each batch. Their result must be that of one process
+with whole batches."""
 
 import torch
 from torch import distributed
@@ -24,7 +24,7 @@ def ddp_with_views(run):
 
 
 def two_backwards(run):
-    """The grads of each half are summed up first, as each process does."""
+    """Sum the grads of each half first, as each process does."""
     params = list(run.model.parameters())
 
     def backward(number):

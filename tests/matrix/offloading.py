@@ -15,7 +15,7 @@ with warnings.catch_warnings():
 
 
 class Stream:
-    """Nothing is late here."""
+    """A stand-in for a stream, on which nothing is ever late."""
 
     def wait_stream(self, other):
         pass
@@ -28,7 +28,7 @@ class Stream:
 
 
 class TorchWithoutPinning(types.SimpleNamespace):
-    """torch, as torchao's module sees it: its streams are ours, and no memory is pinned."""
+    """Stands for torch in torchao's module: it has our streams, and pins no memory."""
 
     cuda = types.SimpleNamespace(Stream=Stream, current_stream=Stream, stream=lambda _: nullcontext())
 
@@ -50,7 +50,7 @@ def on_a_cpu():
 
 @tool()
 def torchao_cpu_offload(run: Run) -> None:
-    """One optimizer a parameter."""
+    """torchao makes an optimizer for each parameter."""
     with on_a_cpu():
         run.optimizer = CPUOffloadOptimizer(run.model.parameters(), run.drop_in.optimizer, minimal_size=0)
         run.steps()

@@ -1,4 +1,4 @@
-"""Cells in two processes, all of a table in one start of theirs."""
+"""Judges all of a table's cells in two processes, which are started once."""
 
 import gc
 import importlib
@@ -20,7 +20,7 @@ Cell = tuple[str, str]  # tool and drop-in, by their names
 
 
 def judge_all(modules: list[str], cells: list[Cell], folder: Path) -> dict[Cell, list[tuple[str, str]]]:
-    """The verdicts of each process. ``modules`` have the tools."""
+    """Return the verdicts of each process on the tools in ``modules``."""
     start(_on_rank, (modules, cells, folder), WORLD)
     of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
     return {cell: [tuple(it[i]) for it in of_ranks] for i, cell in enumerate(cells)}
@@ -38,8 +38,8 @@ def _on_rank(rank: int, modules: list[str], cells: list[Cell], folder: Path) -> 
     found = []
     met = distributed.FileStore(str(folder / "met"), WORLD)
     for i, (tool, drop_in) in enumerate(cells):
-        # Its own group for each: a process that has raised leaves the other one waiting, for as long as a group waits
-        # to be joined. So both meet before they join the next.
+        # Each cell has its own group: a process that raises leaves the other one waiting until the group's timeout. So
+        # both meet before they join the next group.
         met.set(f"{i} {rank}", "here")
         met.wait([f"{i} {other}" for other in range(WORLD)], timedelta(minutes=5))
         store = distributed.FileStore(str(folder / f"store {i}"), WORLD)

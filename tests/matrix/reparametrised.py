@@ -47,7 +47,7 @@ def weight_norm_of_old(run):
 
 @torch.no_grad()
 def _make_rows_of_length_1(run):
-    """No quotient of theirs rounds."""
+    """Give the weight rows of length 1, so that the normalisation doesn't round."""
     for layer in (run.model.first, run.model.last):
         layer.weight.copy_(torch.where(layer.weight > 0, 0.25, -0.25))
         layer.weight[:, 16:] = 0
@@ -112,7 +112,7 @@ def turned_to_bf16(run):
 
 @changes_modules
 def sharpness_aware(run):
-    """Grads of weights that are moved away and put back, as SAM has them."""
+    """SAM moves the weights, takes the grads there, and puts the weights back."""
     backward, model = run.backward, run.model
 
     def backward_there(number):
@@ -140,7 +140,7 @@ def dynamically_quantised(model, which):
 
 @tool()
 def quantize_dynamic(run):
-    """A copy, midway, to try it."""
+    """Quantise a copy of the model midway."""
     run.steps(FIRST)
     dynamically_quantised(run.model, {nn.Linear})
     run.steps(REST)
@@ -153,5 +153,5 @@ def outputs_quantised(run, which):
 
 @tool(oracle=lambda run: outputs_quantised(Run(run.drop_in.with_torchs_layer()), {"last"}))
 def quantize_dynamic_of_the_layer(run):
-    """The layer is no Linear, and left alone."""
+    """LinearAct is no Linear, so it is left alone."""
     return outputs_quantised(run, {nn.Linear})

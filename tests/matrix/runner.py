@@ -28,7 +28,7 @@ class Run:
     """A model in training. Tools put others in place of its parts."""
 
     def __init__(self, drop_in: DropIn, parts: tuple[int, ...] = PARTS) -> None:
-        """parts: of each batch, that this process sees."""
+        """``parts``: the parts of each batch that this process sees."""
         self.drop_in, self.parts = drop_in, parts
         self.model: Any = drop_in.network()
         self.optimizer: Any = drop_in.optimizer(self.model.parameters())
@@ -47,7 +47,7 @@ class Run:
         return self.drop_in.skips and number == BAD_STEP and part == 1
 
     def backward(self, number: int) -> None:
-        """The mean over the parts, as distributed training has it."""
+        """Run the backward of the mean over the parts, as in distributed training."""
         for part in self.parts:
             self.scaler.scale(self.loss(number, part) / len(self.parts)).backward()
 
@@ -77,14 +77,14 @@ def bare(model: Any) -> nn.Module:
 
 
 def plain(run: Run) -> Result:
-    """The training without a tool."""
+    """Train without a tool."""
     run.steps()
     return run.result()
 
 
 @dataclass(frozen=True)
 class Tool:
-    """``function`` trains with the tool. What it has to come to: ``oracle``, told the run that is over, makes it."""
+    """A tool. ``function`` trains with it; ``oracle`` takes the finished run and returns the expected result."""
 
     function: Callable[[Run], Result | None]
     oracle: Callable[[Run], Result]
@@ -94,7 +94,7 @@ TOOLS: dict[str, Tool] = {}
 
 
 def tool(like: Callable[[Run], Any] = plain, oracle: Callable[[Run], Result] | None = None) -> Any:
-    """A function becomes a row of the table, by its name. ``like``: the same without the tool, in one process."""
+    """Make the function a row of the table, by its name. ``like`` trains the same in one process without the tool."""
 
     def trained_alike(run: Run) -> Result:
         return carried_out(like, Run(run.drop_in))
@@ -112,7 +112,7 @@ def carried_out(function: Callable[[Run], Result | None], run: Run) -> Result:
 
 
 def judge(name: str, drop_in: DropIn, parts: tuple[int, ...] = PARTS) -> tuple[str, str]:
-    """("right", ""), ("different", where), or the name of the exception and its message."""
+    """Return ("right", ""), ("different", where), or the name of the exception and its message."""
     run = Run(drop_in, parts)
     try:
         got = {key: it.detach().clone() for key, it in carried_out(TOOLS[name].function, run).items()}

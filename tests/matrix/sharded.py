@@ -35,7 +35,7 @@ def fsdp2(run):
 
 @tool(oracle=lambda run: run.record.replayed(run))
 def tensor_parallel(run):
-    """Its grads are sums in another order, so that the oracle is an optimizer of the same grads."""
+    """Grads are sums in another order here, so the oracle is an optimizer that gets the same grads."""
     parallelize_module(
         run.model,
         init_device_mesh("cpu", (2,)),
@@ -49,7 +49,7 @@ def tensor_parallel(run):
 
 
 def resumed(run, wrap):
-    """Midway by a checkpoint that all processes write, and read into others."""
+    """All processes write a checkpoint midway, and read it into new objects."""
     run.steps(FIRST)
     with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
         warnings.simplefilter("ignore")

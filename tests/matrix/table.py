@@ -1,4 +1,4 @@
-"""The matrix itself: what comes of each tool (row) with each kind of drop-in (column of ``drop_ins.COLUMNS``)."""
+"""The matrix: the expected result of each tool (row) with each kind of drop-in (column of ``drop_ins.COLUMNS``)."""
 
 import re
 
@@ -123,7 +123,7 @@ def _ours(drop_in: DropIn) -> bool:
 
 
 def _wide(drop_in: DropIn) -> bool:
-    """8-bit moments of other parts of a weight are encoded anew, in other blocks."""
+    """Allow for 8-bit moments, which are encoded again in other blocks if a process gets another part of a weight."""
     return _ours(drop_in) and drop_in.options["state_dtype"] != torch.int8
 
 
@@ -132,7 +132,7 @@ RIGHT = {"right": lambda _: True, "ours": _ours, "wide": _wide, "fp32": lambda i
 
 
 def cells(table: str) -> list[tuple[str, DropIn, str]]:
-    """(tool, drop-in, expectation). ``.``: nothing to be tried."""
+    """Return (tool, drop-in, expectation) for each cell. ``.`` marks a cell that isn't tried."""
     header, *rows = [line.split() for line in table.splitlines() if line]
     assert header[1:] == list(COLUMNS)
     found = []

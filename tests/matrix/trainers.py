@@ -27,7 +27,7 @@ NUMBERS = [{"number": number} for number in ALL]
 
 
 def quietly(function):
-    """These libraries warn of much, and of nothing that is ours."""
+    """Silence the libraries' warnings, none of which is about mpkernels."""
 
     def train(run):
         with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
@@ -39,7 +39,7 @@ def quietly(function):
 
 
 class Loss(nn.Module):
-    """A model whose output is its loss, of the next batch each time."""
+    """A model whose forward returns the loss of the next batch."""
 
     def __init__(self, run: Run, first: int = 0) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Loss(nn.Module):
 
 
 def renew(run: Run) -> None:
-    """What is resumed is made from others."""
+    """Put a new model and optimizer into the run, to be resumed from a checkpoint."""
     run.model = run.drop_in.network(seed=7)
     run.optimizer, run.scaler = run.drop_in.optimizer(run.model.parameters()), run.drop_in.scaler()
 

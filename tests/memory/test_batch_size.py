@@ -113,7 +113,7 @@ def test_a_model_without_memory_is_refused():
 
 
 def test_a_failed_step_holds_no_memory():
-    """Its frame, to which the error holds on, would keep the tensors in it from being freed."""
+    """The error keeps the step's frame alive, and the frame its tensors, until both are dropped."""
     alive = []
 
     def step(inputs):

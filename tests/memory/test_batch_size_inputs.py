@@ -1,4 +1,4 @@
-"""find_max_batch_size: what the batches are that it tries."""
+"""find_max_batch_size: the batches with which it tries a step."""
 
 from collections import UserDict
 
@@ -29,7 +29,7 @@ def test_a_converted_model_takes_fp32():
 
 
 class OfTokens(nn.Module):
-    """Is called as language models are: with token numbers, by name, for a mapping of outputs."""
+    """A model called like language models: it takes token numbers by name, and returns a mapping."""
 
     def __init__(self, dtype):
         super().__init__()

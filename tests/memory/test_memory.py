@@ -131,7 +131,7 @@ def test_tied_weights_count_once():
 
 
 def test_what_two_functions_save_counts_once():
-    """The next layer's input is a view of exp's result."""
+    """exp saves its result, and the next layer saves a view of it."""
     net = nn.ModuleList([nn.Linear(IN, OUT), nn.Linear(OUT, 1)])
     report = mpkernels.memory_report(net, loss=lambda net: net[1](net[0](INPUTS).exp().view(-1, OUT)).sum())
     assert report.predicted["activations"] == 4 * ROWS * (IN + OUT)

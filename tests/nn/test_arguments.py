@@ -1,4 +1,4 @@
-"""An argument in another's place is refused, and the text says where it belongs."""
+"""An argument in another one's place is refused, and the error says where it belongs."""
 
 import re
 from functools import partial
@@ -57,7 +57,7 @@ def test_an_activation_in_place_of_a_width(given, got):
 
 
 def test_a_bias_in_place_of_a_width():
-    """It would make a layer without outputs."""
+    """False in place of a width would make a layer without outputs."""
     refused("MLP: out_features must be an int or None, got False; did you mean bias=False?", lambda: MLP(8, 16, False))
     refused("LinearAct: out_features must be an int, got True; did you mean bias=True?", lambda: LinearAct(8, True))
 

@@ -1,3 +1,5 @@
+"""GatedLinear and MLP as modules: parameters, copies, training, errors."""
+
 import copy
 import pickle
 import re
@@ -11,7 +13,7 @@ from tests.linear_cases import TORCH
 
 
 class Torchs(torch.nn.Module):
-    """The layers as torch.nn has them, whose names are ours with a dot."""
+    """The blocks of torch.nn's layers. Their parameters have our names with a dot instead of the underscore."""
 
     def __init__(self, module, layers):
         super().__init__()

@@ -1,3 +1,5 @@
+"""LinearAct as a module: parameters and their replacements, checkpoints, subclasses, recorders of calls, copies."""
+
 import copy
 import pickle
 
@@ -22,9 +24,9 @@ def both(**keywords):
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
 def test_parameters_are_linears(bias, dtype):
-    """The same numbers from the same seed, and each loads the other's checkpoint."""
+    """LinearAct and Linear draw the same numbers from the same seed, and load each other's checkpoints."""
     theirs, ours = both(bias=bias, dtype=dtype)
-    assert not isinstance(ours, torch.nn.Linear)  # or what replaces all of them would take it for one
+    assert not isinstance(ours, torch.nn.Linear)  # else tools that replace all Linears would replace it
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     for mine, torchs_own in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(mine, torchs_own)
@@ -60,7 +62,7 @@ class Doubled(torch.nn.Module):
 
 
 def hold_as_plain_attribute(layer):
-    """As FullyShardedDataParallel does with its views."""
+    """Keep the weight as a plain attribute, as FullyShardedDataParallel does with its views."""
     weight = layer.weight.detach() + 1
     del layer.weight
     layer.weight = weight
@@ -95,7 +97,7 @@ def test_what_takes_the_place_of_a_parameter_is_computed_with(replace, compiled)
 
 
 class Standardised(nn.LinearAct):
-    """Computes with another weight than it holds."""
+    """A Linear that computes with another weight than it holds."""
 
     @property
     def weight(self):

@@ -37,7 +37,7 @@ def test_a_wrong_declaration_would_be_refused():
 
 
 def test_torch_declares_every_function_that_we_do():
-    """A misspelt one would be taken for a new function, and be missing when the library is loaded."""
+    """The compiler takes a misspelt name for a new function, which is then missing when the library is loaded."""
     inductor = TORCH / "include/torch/csrc/inductor/aoti_torch"
     headers = [TORCH / "include/torch/csrc/stable/c/shim.h", inductor / "c/shim.h", inductor / "generated/c_shim_cpu.h"]
     known = " ".join(header.read_text() for header in headers)

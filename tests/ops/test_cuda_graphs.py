@@ -33,7 +33,7 @@ def capturing(target):
 
 
 def set_grads(model, seed):
-    """In place, as a graph wants them; an inf every seventh time."""
+    """Set grads in place, as a graph needs it, with an inf every seventh time."""
     generator = torch.Generator().manual_seed(seed)
     for param in model.parameters():
         grad = torch.randn(param.shape, generator=generator) * (1 + seed % 3)
@@ -75,7 +75,7 @@ def test_replayed_steps_are_eager_steps(dtype, options, capturing):
 
 @contextmanager
 def warming_up(device):
-    """On a stream of its own, as torch.cuda.graph asks for: after all that came before, and before all that follows."""
+    """Warm up on a side stream, as torch.cuda.graph demands, ordered after earlier work and before later work."""
     if device.type != "cuda":
         yield
         return
@@ -118,7 +118,7 @@ BOUNDED = {"max_scale": 2.0**11, "min_scale": 2.0**9, "hysteresis": 2}
     ],
 )
 def test_a_replayed_iteration_is_an_eager_one(make, step, options, capturing):
-    """All of it: forward, backward, unscale_, clip, step, update. The scale grows and backs off with what is found."""
+    """The graph holds forward, backward, unscale_, clip, step and update. The scale grows and backs off in replays."""
     device = capturing.device
     runs = []
     for _ in range(2):
@@ -178,7 +178,7 @@ def test_a_captured_product_is_an_eager_one(activation, capturing):
 
 
 def test_a_captured_layer_trains_as_an_eager_one(capturing):
-    """Through its backward, the sums of its bias gradient among it."""
+    """The captured backward includes the sums of the bias gradient."""
     device, layers = capturing.device, []
     for _ in range(2):
         torch.manual_seed(0)

@@ -20,7 +20,7 @@ CANT = "CUDA says cudaErrorNoKernelImageForDevice: no image. The compiled kernel
 
 @pytest.fixture(autouse=True)
 def state():
-    """What has been decided of devices, as it was before the test once that is over."""
+    """Restore after the test what was decided about devices."""
     kept = _devices.capabilities, _devices.left_out, _devices._warned
     before = [it.copy() for it in kept]
     yield
@@ -136,7 +136,7 @@ def test_of_two_devices_each_runs_its_own_kernel(machine_with, monkeypatch):
 
 @pytest.mark.parametrize("device", ["cuda", "cuda:1", torch.device("cuda", 0)], ids=str)
 def test_asking_for_kernels_does_not_begin_to_use_cuda(monkeypatch, device):
-    """Else processes that are forked later couldn't use it."""
+    """Otherwise processes forked later couldn't use CUDA."""
 
     def refuse(*arguments):
         raise AssertionError("CUDA was initialised")
@@ -195,7 +195,7 @@ def test_the_next_kernel_runs_in_the_place_of_c_plus_plus(monkeypatch):
 
 
 def fail_where_possible(monkeypatch, call):
-    """Have C++'s kernel behave as on a chip that it has no code for."""
+    """Make the C++ kernel fail as on a chip for which it has no code."""
     overload = call.overload
 
     def run(*arguments):

@@ -71,7 +71,7 @@ FAR = {"rows": ((9, 3), (2**28, 1)), "columns": ((3, 9), (1, 2**28)), "steps of 
 
 @pytest.mark.parametrize(("shape", "strides"), FAR.values(), ids=FAR)
 def test_a_matrix_spread_over_more_than_32_bits(target, memory, shape, strides):
-    """In the place of each argument of linear_act, its backward and linear_dact."""
+    """Each argument of linear_act, its backward and linear_dact is such a matrix once."""
     near = integers(*shape, device=target.device)
     far = memory.as_strided(shape, strides).copy_(near)
     rows, columns = shape
@@ -94,7 +94,7 @@ def test_a_matrix_spread_over_more_than_32_bits(target, memory, shape, strides):
 
 
 def test_triton_writes_to_matrices_beyond_32_bits(target, memory):
-    """The first columns of nine rows that are 2^28 elements long."""
+    """The matrices are the first columns of nine rows that are 2^28 elements long."""
     if target.kernel != "triton":
         pytest.skip("launches Triton's kernels")
     from mpkernels.ops.linear.linear_act_triton import dact_kernel, linear_act_kernel

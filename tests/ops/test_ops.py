@@ -1,4 +1,4 @@
-"""What holds for every op, whatever it computes."""
+"""Tests that hold for every op, whatever it computes."""
 
 import contextlib
 import re
@@ -67,7 +67,7 @@ def test_compiles_without_a_graph_break(target, name, make):
 
 @pytest.mark.parametrize(("name", "make"), ARGUMENTS.items())
 def test_the_default_device_is_none_of_its_business(target, name, make):
-    """After torch.set_default_device("cuda"), say, what a launcher makes on the host must still lie there."""
+    """After torch.set_default_device("cuda"), for example, launchers must still make tensors on the host."""
     arguments, same = make(target.device), make(target.device)
     want = _registry._ops[name](*same)
     with torch.device("meta"):
@@ -235,7 +235,7 @@ def test_every_kernel_gives_the_same_error(kernel):
 
 
 def kernel_that_runs():
-    """By what the profiler sees: the reference is made of torch's ops, a kernel isn't."""
+    """Return the kernel that runs, by the profiler: the reference consists of torch's ops, a kernel doesn't."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         ops.grad_stats([grad])
     return "reference" if any(event.key == "aten::square" for event in profile.key_averages()) else "native"
@@ -254,7 +254,7 @@ def test_backends_nest_and_end():
 
 
 def test_backends_that_end_in_another_order_than_they_began():
-    """As they may in two threads."""
+    """Contexts in two threads may end in any order."""
     first, second = mpkernels.backend("reference"), mpkernels.backend("native")
     first.__enter__()
     second.__enter__()

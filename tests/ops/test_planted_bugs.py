@@ -1,4 +1,4 @@
-"""Narrow ledges that a careless edit falls off. Each test was written for a planted bug that the others let pass."""
+"""Each test was written for a planted bug that all other tests had let pass."""
 
 import pytest
 import torch

@@ -15,8 +15,8 @@ from tests.ops.step.rules_table import LionInPlainTorch
 class Line(NamedTuple):
     kind: Callable[..., Any]
     options: dict[str, Any]
-    twin: Callable[..., torch.optim.Optimizer]  # in plain torch
-    states: tuple[str, ...]  # that checkpoints hold for an fp32 parameter, as the twin's do
+    twin: Callable[..., torch.optim.Optimizer]  # the same optimizer in plain torch
+    states: tuple[str, ...]  # an fp32 parameter's states in checkpoints, also in the twin's
     lr: float = 1e-2
 
     def ours(self, params, **more):
@@ -52,7 +52,7 @@ def weights(model):
 
 
 def weights_of(model, optimizer):
-    """Return the weights that the next step starts from: those of masters where there are some."""
+    """Return the weights that the next step starts from: masters if there are some."""
     found = []
     for param in model.parameters():
         state = optimizer.state[param]

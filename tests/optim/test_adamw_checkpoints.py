@@ -22,7 +22,7 @@ def stepped(**options):
 
 
 def saved_and_loaded(optimizer):
-    """A state_dict as it comes back from a file, read the safe way."""
+    """Return a state_dict after saving it to a file and loading it with weights_only."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -57,7 +57,7 @@ def test_a_state_of_another_shape_is_refused_before_anything_changes(key):
 
 @pytest.mark.parametrize("missing", ["exp_avg", "exp_avg_sq"])
 def test_a_state_without_a_moment_is_refused(missing):
-    """Another optimizer's, say, whose moments would silently be 0."""
+    """Another optimizer's state, for example, would silently give moments of 0."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = AdamW([weight])
     weight.grad = torch.ones(2)
@@ -71,7 +71,7 @@ def test_a_state_without_a_moment_is_refused(missing):
 
 
 def test_an_empty_state_is_none():
-    """To ask a state for one makes one, for it is a defaultdict."""
+    """The state is a defaultdict, so reading a parameter's state makes an empty one."""
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = AdamW(weights)
     weights[0].grad = torch.ones(2)

@@ -27,7 +27,7 @@ MASTERS = {"remainder", "master"}
 
 
 def converted(before, after, **options):
-    """A model and its optimizer after three steps in one dtype, the model then in another."""
+    """Return a model and its optimizer after three steps in one dtype, with the model then converted to another."""
     model = network(before)
     optimizer = AdamW(model.parameters(), lr=1e-2, guard=False, **options)
     train(model, optimizer, 3)
@@ -56,7 +56,7 @@ def loaded(model, optimizer):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("before", "after"), CONVERSIONS, ids=str)
 def test_what_is_saved_of_a_converted_model_loads_into_it(tmp_path, before, after, options):
-    """And goes on from it as the optimizer that was there does, to the bit."""
+    """Training then continues to the bit as with the optimizer that was saved."""
     model, optimizer = converted(before, after, **options)
     other = network(after, seed=7)
     again = AdamW(other.parameters(), guard=False, **options)
@@ -137,7 +137,7 @@ def test_grads_are_released_of_a_converted_model(before, after, options):
 
 
 def test_a_converted_model_becomes_mixed_and_full_again():
-    """And takes up no master of an earlier life."""
+    """No master from before the conversion is used."""
     for scheme in ("split", "fp32"):
         model, optimizer = converted(B16, torch.float32, master="split")
         optimizer.param_groups[0]["master"] = scheme

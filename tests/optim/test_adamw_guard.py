@@ -41,7 +41,7 @@ def test_the_guard_skips(dtype, bad):
 
 
 def assert_bool(told, expected):
-    """0-dim, on the host."""
+    """Assert a 0-dim bool on the host."""
     assert (told.dtype, told.shape, told.device.type) == (torch.bool, (), "cpu")
     assert told.item() is expected
 
@@ -96,7 +96,7 @@ def test_the_guard_has_its_own_say_under_a_scaler(options, backend):
 
 @pytest.mark.parametrize("without", ["grads", "guard"])
 def test_a_step_that_looks_at_nothing_says_nothing(without):
-    """Not what the one before it found."""
+    """Such a step reports nothing, not even the outcome of the step before."""
     model = network()
     optimizer = AdamW(model.parameters(), max_norm=1.0)
     backward(model, 0)

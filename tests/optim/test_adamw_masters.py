@@ -1,4 +1,4 @@
-"""A master holds for the weight it was made of, whatever is loaded, copied or written in whatever order."""
+"""A master is used only for the weight that it was made from, after loads, copies and writes in any order."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ SCHEMES = ["split", "fp32"]
 
 
 def rest(model, optimizer):
-    """A step that moves nothing."""
+    """Take a step that moves nothing."""
     for group in optimizer.param_groups:
         group |= {"lr": 0.0, "weight_decay": 0.0}
     for param in model.parameters():
@@ -85,7 +85,7 @@ def test_weights_written_after_a_load_win_with_one_warning(target, own, write):
     with pytest.warns(UserWarning, match="AdamW: 2 parameters are not the weights that the loaded masters") as it:
         rest(source, other)
     assert len(it) == 1
-    rest(source, other)  # which warns of nothing more
+    rest(source, other)  # doesn't warn again
     for i, (param, master) in enumerate(zip(source.parameters(), weights_of(source, other), strict=True)):
         assert torch.equal(param, kept[i] * (i >= 2))
         assert torch.equal(master.to(B16), param)

@@ -1,4 +1,4 @@
-"""AdamW's own options: in a group, in what it shows of itself, and beside torch's."""
+"""AdamW's own options: in groups, in its repr, and beside torch's options."""
 
 import copy
 import inspect
@@ -167,7 +167,7 @@ def test_options_that_change_between_steps_hold_from_the_next_one(target, first,
 
 
 def test_the_optimizers_own_values_may_be_repeated_in_a_group():
-    """As ZeroRedundancyOptimizer does with every option."""
+    """ZeroRedundancyOptimizer repeats every option in a group."""
     repeated = {"max_norm": 1.0, "guard": True}
     optimizer = AdamW([{"params": [torch.ones(2, requires_grad=True)], **repeated}], **repeated)
     assert optimizer.param_groups[0]["max_norm"] == 1.0
@@ -216,7 +216,7 @@ def test_a_scalers_verdict_stands_beside_a_guard_that_finds_nothing(target, max_
 
 
 def test_a_plan_without_cpps_half_looks_at_no_grads(target):
-    """It must say so: else a guarded step would go on unguarded."""
+    """Such a plan must say so, else a guarded step would go on unguarded."""
     param = torch.nn.Parameter(torch.ones(3, device=target.device))
     optimizer = AdamW([param])
     group, state = optimizer.param_groups[0], create(AdamW._rule, param, optimizer.param_groups[0])

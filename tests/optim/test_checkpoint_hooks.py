@@ -20,7 +20,7 @@ def test_post_hooks_of_the_user_have_the_last_word():
 
 
 def test_hooks_of_the_user_see_the_optimizer_itself():
-    """One that comes before the load may still add the group that the checkpoint has."""
+    """A hook before the load may still add a group that the checkpoint has."""
     weights, seen = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
     optimizer = AdamW([weights[0]])
     both = AdamW([{"params": [weight]} for weight in weights])
@@ -87,7 +87,7 @@ def foreign_states(optimizer, say):
 
 
 def an_old_checkpoint(optimizer, say):
-    """Steps were numbers, and groups had fewer options."""
+    """In old checkpoints, steps were numbers, and groups had fewer options."""
     saved = copy.deepcopy(optimizer.state_dict())
     for state in saved["state"].values():
         state["step"] = int(state["step"])
@@ -137,7 +137,7 @@ USES = [
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 def test_used_as_torchs_own_tests_use_theirs(use):
-    """Said and saved is what torch says and saves, beside our options; and the next step is the same."""
+    """repr and checkpoints equal torch's, plus our options, and the next step is the same."""
     results = []
     for kind in (AdamW, torch.optim.AdamW):
         params, said = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)], []

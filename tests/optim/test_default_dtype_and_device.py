@@ -1,4 +1,4 @@
-"""AdamW steps alike whatever the default dtype and device, where its numbers lie, and without any memory."""
+"""AdamW steps alike for any default dtype and device, with numbers anywhere, and with tensors without memory."""
 
 import contextlib
 import subprocess
@@ -18,7 +18,7 @@ I8 = torch.int8
 
 @pytest.mark.parametrize("dtype", [B16, torch.float64], ids=str)
 def test_another_default_dtype(target, dtype):
-    """Nothing of ours is as wide as the default."""
+    """None of our tensors takes the default dtype."""
     results = []
     for default in (torch.float32, dtype):
         models = [network(it, target.device) for it in (torch.float32, B16)]
@@ -51,7 +51,7 @@ def test_the_default_device_is_none_of_its_business(target, options):
 
 
 def test_a_number_on_the_host_goes_by_value_to_another_device():
-    """To copy it there, the host would wait."""
+    """A copy to the device would make the host wait."""
     model = network()
     backward(model, 0)
     optimizer = AdamW(model.parameters(), lr=torch.tensor(0.5), betas=(0.75, 0.875))

@@ -1,4 +1,4 @@
-"""What would step a parameter twice in one step is refused, before it moves."""
+"""Stepping a parameter twice in one step is refused before the parameter moves."""
 
 import copy
 
@@ -137,7 +137,7 @@ def test_a_second_backward_before_the_step(options):
 
 
 class Fails(torch.autograd.Function):
-    """Whose backward runs out of memory."""
+    """A function whose backward runs out of memory."""
 
     @staticmethod
     def forward(ctx, x):
@@ -194,7 +194,7 @@ TWICE = r"AdamW: params\[2\] of shape \(3, 3\) must be given once, got it as par
 @pytest.mark.parametrize("named", [False, True])
 @pytest.mark.parametrize("foreach", [None, False, True])
 def test_a_parameter_twice_in_a_group_is_refused_at_the_step(named, foreach):
-    """torch warns of it before."""
+    """torch warns of it in the constructor."""
     first, second = weights(2)
     twice = [first, second, first]
     given = [(str(i), it) for i, it in enumerate(twice)] if named else twice

@@ -1,4 +1,4 @@
-"""Grads that are freed inside the backward: the same steps, and never all of them in memory."""
+"""Grads that are freed inside the backward: the steps are the same, and never all grads are in memory."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ def deep_network(layers=8, width=64):
 
 
 def watch_grads(model):
-    """The bytes that all grads together hold, whenever one has come."""
+    """Return a list that gets the bytes of all grads together whenever a grad has come."""
     seen = []
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(
@@ -147,7 +147,7 @@ def test_frozen_parameters_and_a_second_call():
 
 @pytest.mark.parametrize("end", ["zero_grad", "remove"])
 def test_grads_get_their_width_back(end):
-    """Without a step in between."""
+    """No step comes in between."""
     model = deep_network()
     optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
     release = optimizer.release_grads()
@@ -183,7 +183,7 @@ def test_a_scaler_that_is_off_holds_nothing_back():
 
 @pytest.mark.parametrize(("options", "kept"), [({}, True), ({"max_norm": 1.0}, B16)], ids=["at once", "until the step"])
 def test_after_its_end_grads_stay(options, kept):
-    """And after an accumulation that fails they go again."""
+    """After an accumulation that fails, grads are released again."""
     model = deep_network()
     optimizer = AdamW(model.parameters(), **options)
     release = optimizer.release_grads()

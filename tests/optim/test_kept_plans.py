@@ -1,4 +1,4 @@
-"""A plan that is kept from step to step does what one does that is made anew for each, whatever changes in between."""
+"""A plan kept from step to step does the same as a new plan for each step, whatever changes in between."""
 
 import copy
 
@@ -74,7 +74,7 @@ def another_layout_in_place(params, optimizer):
 
 @listed(CHANGES)
 def a_longer_one(params, optimizer):
-    """So that those after it lie in other chunks."""
+    """Make a parameter longer, so that those after it lie in other chunks."""
     params[0].grad, params[0].data = None, torch.ones(20_000)
     for name in ("exp_avg", "exp_avg_sq"):
         optimizer.state[params[0]][name].data = torch.ones(20_000)
@@ -151,7 +151,7 @@ def another_dict_of_states(params, optimizer):
 
 @listed(CHANGES)
 def states_exchanged(params, optimizer):
-    """In the order that the optimizer had them in."""
+    """Exchange states, in the optimizer's order."""
     params[2].data = params[2].data.new_ones(6)
     for name in ("exp_avg", "exp_avg_sq"):
         optimizer.state[params[2]][name].data = torch.ones(6)

@@ -36,7 +36,7 @@ def own_state(optimizer, param):
 
 
 def assert_same(some, others):
-    """To the bit, also of what lies in lists and dicts."""
+    """Assert equal bits, also of tensors in lists and dicts."""
     assert type(some) is type(others)
     if isinstance(some, torch.Tensor):
         assert some.dtype == others.dtype

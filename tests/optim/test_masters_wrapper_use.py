@@ -149,7 +149,7 @@ def test_hooks_around_state_dicts_see_the_whole():
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler], ids=lambda it: it.__module__)
 def test_a_hook_never_sees_a_scaled_grad(kind):
-    """torch's scaler unscales no fp16 grads, whoever asks."""
+    """torch's scaler unscales no fp16 grads, so it is refused."""
     optimizer, scaler, seen = around(), kind("cpu", init_scale=64.0), []
     optimizer.register_step_pre_hook(lambda it, *_: seen.append(every(it)[0].grad.clone()))
     give_grads(every(optimizer), 0, B16)

@@ -1,4 +1,4 @@
-"""What is loaded is loaded wholly or not at all, wherever a fault comes."""
+"""A checkpoint is loaded completely or not at all, wherever a fault comes."""
 
 import copy
 import gc
@@ -36,7 +36,7 @@ def plain(value):
 
 
 def facts_of(optimizer):
-    """What an optimizer would train with."""
+    """Return all state that an optimizer would train with."""
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
     states = [optimizer.state.get(param, {}) for group in optimizer.param_groups for param in group["params"]]
     return groups, [{key: plain(value) for key, value in state.items()} for state in states], optimizer._is_loaded
@@ -47,7 +47,7 @@ def facts_of(optimizer):
 )  # Python drops those of a generator's end
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_fault_leaves_all_as_it_was_or_all_loaded(options):
-    """And a second try loads."""
+    """A second try then loads the checkpoint."""
     saved = trained(3, eps=0.5, **options).state_dict()
     (done := trained(1, **options)).load_state_dict(copy.deepcopy(saved))
     old, new, seen = facts_of(trained(1, **options)), facts_of(done), []

@@ -1,4 +1,4 @@
-"""Each optimizer as a drop-in: what AdamW can, all can."""
+"""Each optimizer as a drop-in: all can do what AdamW can."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""A plan: when it is kept, how it ends, and who is told of its steps."""
+"""A plan: when it is kept, when it ends, and that autograd learns of its steps."""
 
 import gc
 
@@ -28,7 +28,7 @@ def put_grads(params, seed):
 
 
 def drawn(seed, shapes):
-    """The same on each machine, whichever device is the default one."""
+    """Return random numbers that are the same on each machine and default device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
 
@@ -41,7 +41,7 @@ def test_what_is_drawn_does_not_depend_on_the_default_device():
 
 
 def test_it_is_kept():
-    """Also where a parameter that had no grad for a step has one again."""
+    """The plan is kept even if a parameter lacks a grad for one step."""
     params, optimizer = made(sizes=(4, 6))
     numbers = []
     for seed in range(5):
@@ -60,7 +60,7 @@ class Sub(torch.Tensor):
 
 
 def negated(grad):
-    """Its memory holds the negatives."""
+    """Return a lazily negated tensor, whose memory holds the negatives."""
     return torch._neg_view(grad.neg())
 
 
@@ -129,7 +129,7 @@ def test_a_plan_that_is_none_is_refused(number):
 
 
 def test_neighbours_at_other_steps(target):
-    """Whose powers of the betas are their own."""
+    """Neighbouring parameters at different steps have different powers of the betas."""
     weights = []
     for apart in (True, False):
         params, optimizer = made(sizes=(4, 6, 2), device=target.device)

@@ -1,4 +1,4 @@
-"""What the device keeps of a plan serves its own steps alone, and counts its rows' blocks."""
+"""A plan's data on the device, and its counts of rows' blocks, serve that plan's steps alone."""
 
 import pytest
 import torch
@@ -58,7 +58,7 @@ def in_groups(count, device="cpu"):
 
 @pytest.mark.parametrize("count", [1, 17, 61, 130])
 def test_each_parameter_steps_by_its_own_group(emulated, count):
-    """Also in a later launch than the first."""
+    """Also for parameters of a later launch than the first."""
     params, optimizer = in_groups(count)
     for seed in range(3):
         put_grads(params, seed)

@@ -1,4 +1,4 @@
-"""What doesn't fit what a plan was made of is refused, before anything moves."""
+"""Tensors that no longer fit a plan are refused before anything moves."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""How far one must read to follow a step: the functions of ours that a steady one enters, and their files, counted."""
+"""How much code a reader must follow for a step: counts our functions that a steady step enters, and their files."""
 
 import multiprocessing
 import sys

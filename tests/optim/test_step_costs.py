@@ -103,7 +103,7 @@ def test_bytes_that_torch_moves():
 
 
 class Given(NamedTuple):
-    """What our kernels' launchers ask of CUDA, and of torch's allocator."""
+    """Counts what our kernels' launchers ask of CUDA and of torch's allocator."""
 
     launches: int
     memsets: int = 0
@@ -112,7 +112,7 @@ class Given(NamedTuple):
 
 @pytest.fixture
 def given(emulated):
-    """By a call, on the emulation."""
+    """Return what a call gives the emulated device."""
     counters = [emulated_variable(f"emulation_{name}") for name in Given._fields]
 
     def count(call):
@@ -184,7 +184,7 @@ def test_what_a_moved_weight_gives_the_device(given):
 
 
 def test_layouts_that_are_none_of_a_row_stay_on_the_device(given):
-    """What a kernel may take as it lies need not be contiguous."""
+    """A kernel takes some layouts as they are, so tensors need not be contiguous."""
     param = torch.nn.Parameter(torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last))
     optimizer = AdamW([param], max_norm=1.0)
     for step in range(3):
@@ -198,7 +198,7 @@ def test_layouts_that_are_none_of_a_row_stay_on_the_device(given):
     [(1, 0), (161, 0), (1355, 2), *(pytest.param(*it, marks=pytest.mark.exhaustive) for it in ((1354, 0), (2709, 3)))],
 )
 def test_launches_of_an_op(given, count, uploads):
-    """The kernel's own is one, for any number of tensors."""
+    """An op's kernel is launched once for any number of tensors."""
     grads = [torch.ones(1) for _ in range(count)]
     assert given(lambda: grad_stats(grads)).launches == 1 + uploads
     assert given(lambda: unscale_(grads, torch.zeros(()), torch.ones(()))).launches == 1 + uploads

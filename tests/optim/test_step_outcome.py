@@ -1,5 +1,5 @@
-"""What a step has found belongs to one object; copies, pickles of any age and failed loads keep what users read of it.
-Messages name the class that raises them."""
+"""A step's outcome belongs to one object. Copies, old pickles and failed loads keep what users read from it. Messages
+name the class that raises them."""
 
 import copy
 import pickle
@@ -15,7 +15,7 @@ from tests.networks import B16, backward, network, train
 
 
 class Tuned(AdamW):
-    """A user's, without a step of its own."""
+    """A user's subclass without a step of its own."""
 
 
 def skipped_once(kind=AdamW):
@@ -154,7 +154,7 @@ def test_copies_know_all_that_the_optimizer_knows():
 
 
 class Event:
-    """Has no synchronize."""
+    """An event without ``synchronize``, because nothing may wait."""
 
     def __init__(self):
         self.has_passed = False

@@ -1,4 +1,4 @@
-"""What users do to weights, states and groups with their own hands, between steps."""
+"""Users change weights, states and groups by hand between steps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""find_nonfinite."""
+"""find_nonfinite names the first module whose output holds an inf or NaN."""
 
 from dataclasses import dataclass
 
@@ -16,7 +16,7 @@ INF, NAN = float("inf"), float("nan")
 
 
 class Root(torch.nn.Module):
-    """NaN of negative inputs."""
+    """A module that gives NaN for negative inputs."""
 
     def forward(self, x):
         return x.sqrt()
@@ -119,7 +119,7 @@ def test_keyword_inputs():
 
 
 def test_a_module_that_is_used_twice():
-    """What counts is the call that made the inf or NaN."""
+    """The call that made the inf or NaN counts."""
     root, shift = Root(), torch.nn.Linear(1, 1, bias=False)
     shift.weight.data.fill_(-1.0)
     assert first_of(torch.nn.Sequential(root, shift, root), torch.ones(1, 1)).module == "0"

@@ -1,4 +1,4 @@
-"""What an overflow report suggests."""
+"""The suggestions of an overflow report."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ SUGGESTIONS = {
     "NaN appears from p0 on, as where an inf meets a 0: the scale may be too high.": {
         "grads": [[1.0, NAN], [INF], [1.0]]
     },
-    "Every gradient holds NaN, so the loss itself, or an input, is inf or NaN, unless the scale of 65536 is far too high": {
+    "Every gradient holds NaN, so the loss itself, or an input, is inf or NaN, unless the scale of 65536 is": {
         "grads": [[1.0, NAN], [NAN, INF]]
     },
     "Every gradient holds NaN, so the loss itself, or an input, is inf or NaN. Run a forward pass": {
@@ -60,7 +60,7 @@ def test_suggestions(text, seen):
         (
             0.0,
             1.0,
-            "Every module's output was finite: the loss, or the backward pass under too high a loss scale, made the first",
+            "Every module's output was finite: the loss, or the backward pass under too high a loss scale,",
         ),
     ],
 )

@@ -1,4 +1,4 @@
-"""overflow_report of unusual grads, of unusual steps, and what becomes of it in copies."""
+"""overflow_report on unusual grads and unusual steps, and in copies."""
 
 import copy
 import gc
@@ -127,7 +127,7 @@ def test_several_devices():
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_parameters_that_were_replaced_are_let_go(make):
-    """Splatting does so: it prunes and adds points between steps."""
+    """Gaussian splatting replaces parameters when it prunes and adds points between steps."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer, scaler, replaced = make([weight]), GradScaler("cpu"), []
     for _ in range(4):
@@ -167,7 +167,7 @@ def test_a_grad_with_gaps_is_taken_in_the_order_of_its_indices():
 
 @pytest.mark.parametrize("bad", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
 def test_several_devices_have_a_found_inf_each(target, bad):
-    """Whichever has found one, all devices' grads are written down."""
+    """If one device finds an inf, the facts of all devices' grads are recorded."""
     param, ledgers = torch.nn.Parameter(torch.ones(2, device=target.device)), Ledgers()
     grad, scale = torch.tensor([1.0, INF], device=target.device), torch.full((), 4.0, device=target.device)
     optimizer = torch.optim.SGD([param])

@@ -104,7 +104,7 @@ def test_any_grads(name, shapes, data, unscales):
 
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16, torch.float64], ids=str)
 def test_bf16_without_a_scaler(target, dtype):
-    """A scaler that is disabled leaves it all to the guard."""
+    """With a disabled scaler, the guard makes the report."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)).to(target.device, dtype)
     optimizer, scaler = AdamW(model.parameters(), guard=True), GradScaler(target.device.type, enabled=False)
     before = [param.clone() for param in model.parameters()]
@@ -165,7 +165,7 @@ def test_parameters_whose_grads_come_and_go(make):
 
 @every_optimizer
 def test_several_optimizers(make):
-    """The report is about those that the last skip concerned, in whatever turns they step."""
+    """The report covers the optimizers of the last skip, in whatever order they step."""
     (one,), (two,) = params_of((2,)), params_of((3,))
     optimizers = first, second = make([one]), make([two])
     scaler = GradScaler("cpu")

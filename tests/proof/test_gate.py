@@ -1,4 +1,4 @@
-"""The compile gate notices what it is there for."""
+"""The compile gate notices kernels that got worse."""
 
 import json
 import os
@@ -51,7 +51,7 @@ def test_kernels_that_come_and_go():
 
 
 def test_a_launch_names_the_functions_that_a_kernel_is_given():
-    """Rules share a kernel, and differ in these: without a name, two rules' launches would look alike."""
+    """Rules share a kernel and differ in these functions. Without names, launches of two rules would look alike."""
     said = {
         "signature": {"rows": "*i64", "STATES": "constexpr", "STEP": "constexpr"},
         "constant_keys": [[1], [2]],

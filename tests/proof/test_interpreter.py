@@ -1,4 +1,4 @@
-"""The interpreter's mends, where the tests of kernels would not notice."""
+"""Changes to Triton's interpreter that tests of kernels would not notice."""
 
 from unittest import mock
 

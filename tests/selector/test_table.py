@@ -1,4 +1,4 @@
-"""Who computes where nobody has tuned: what the table says, in every process and situation; and nothing is timed."""
+"""Without tuning, the table decides who computes, in every process and situation, and nothing is timed."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ CPU = Case("mlp", torch.device("cpu"), (768, 3072, 768), (F32,), "silu", True, "
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch):
-    """Nothing in a call may time, nor look at the disk."""
+    """Assert that no call times kernels or reads the disk."""
 
     def fail(*_):
         raise AssertionError("a call times, or reads what was tuned")

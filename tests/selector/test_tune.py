@@ -1,4 +1,4 @@
-"""mpkernels.tune: one step that leaves nothing behind but what it has found, here and on disk."""
+"""mpkernels.tune runs one step, and leaves nothing behind except its choices, in memory and on disk."""
 
 import json
 
@@ -22,7 +22,7 @@ B16 = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def timed(monkeypatch, tmp_path):
-    """The cases that were timed; a kernel of ours is the fastest in each."""
+    """Return the list of timed cases; a kernel of ours is the fastest in each."""
     timed = []
 
     def time_ways(trial, names, device):
@@ -38,7 +38,7 @@ def timed(monkeypatch, tmp_path):
 
 
 class Net(nn.Module):
-    """Has all that a step changes; its outputs are nested."""
+    """A network with all that a step changes, and with nested outputs."""
 
     def __init__(self):
         super().__init__()
@@ -53,7 +53,7 @@ class Net(nn.Module):
 
 
 def everything(model, x):
-    """All that could have changed."""
+    """Return all state that could have changed."""
     tensors = [*model.parameters(), *model.buffers(), x]
     return [it.detach().clone() for it in tensors], [it.grad for it in tensors], torch.get_rng_state()
 
@@ -105,7 +105,7 @@ def test_autocasts_casts_are_not_kept(monkeypatch):
 
 
 def test_no_optimizer_hears_of_it():
-    """Else one that steps within the backward would."""
+    """Otherwise an optimizer that steps inside the backward would step."""
     model, x = LinearAct(8, 6), torch.randn(5, 8)
     optimizer = AdamW(model.parameters(), guard=False)
     optimizer.release_grads()
@@ -232,7 +232,7 @@ def test_a_place_that_cant_be_written_is_no_error(monkeypatch, tmp_path):
 
 
 class Ways:
-    """Ways to do the same that take so many seconds of a clock that nothing but they move."""
+    """Ways to compute the same. Each advances a fake clock by its number of seconds."""
 
     dtype = torch.float16
 

@@ -1,4 +1,4 @@
-"""fuse(model): fused ops in place of linear layers, activations and gates, while all modules stay where they are."""
+"""fuse(model) computes linear layers, activations and gates by fused ops. All modules stay where they are."""
 
 from collections.abc import Sequence
 from types import MethodType
@@ -42,7 +42,7 @@ def fuse(model: Module, dry_run: bool = False) -> FuseReport:
 
 
 def _install(model: Module, report: FuseReport) -> None:
-    """Give each module its new class, or say why it refuses one. If something else fails, none has changed."""
+    """Give each module its new class, or report why it refuses one. If anything else fails, no module changes."""
     before = [(module, type(module)) for module, _, _ in report._classes]
     names = {module: name for name, module in model.named_modules()}
     try:
@@ -50,7 +50,7 @@ def _install(model: Module, report: FuseReport) -> None:
             module, _, kind = entry
             try:
                 become(module, kind)
-            except (TypeError, AttributeError) as error:  # its memory is laid out otherwise, or __class__ is its own
+            except (TypeError, AttributeError) as error:  # another memory layout, or a __class__ of its own
                 report._classes.remove(entry)
                 refusing = [it for it in report.fused if it.module == names[module]]
                 report.fused = [it for it in report.fused if it not in refusing]
@@ -62,7 +62,7 @@ def _install(model: Module, report: FuseReport) -> None:
 
 
 def _fuse_one(name: str, module: Module, report: FuseReport) -> Sequence[Module]:
-    """Decide for one module. Return others that are computed with it, and so have nothing to be decided."""
+    """Decide for one module. Return further modules that its fused ops compute, which need no decision."""
     kind = type(module)
     plain = plain_class(kind)
     recipe, fused, left, covered = decide(module, plain)
@@ -71,8 +71,8 @@ def _fuse_one(name: str, module: Module, report: FuseReport) -> Sequence[Module]
             report._classes.append((module, plain, fused_class(plain, recipe)))
         except TypeError as error:
             fused, left, covered = [], [(kind.__name__, f"its class allows no subclass: {error}")], ()
-    report.fused += [FusedSite(name, *each) for each in fused]
-    report.left += [LeftSite(name, *each) for each in left]
+    report.fused += [FusedSite(name, *entry) for entry in fused]
+    report.left += [LeftSite(name, *entry) for entry in left]
     return covered
 
 
@@ -91,9 +91,9 @@ def unfuse(model: Module) -> None:
                 f"{name or 'the model'}: undo that first"
             )
     for _, module in fused:
-        kind, own = type(module), vars(module).get("forward")
+        kind, set_forward = type(module), vars(module).get("forward")
         become(module, plain_class(kind))
-        if getattr(own, "__func__", None) is kind.forward:  # as Accelerate leaves it when it unwraps a model
+        if getattr(set_forward, "__func__", None) is kind.forward:  # Accelerate leaves it there when it unwraps a model
             object.__setattr__(module, "forward", MethodType(type(module).forward, module))
 
 

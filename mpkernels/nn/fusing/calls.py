@@ -21,18 +21,18 @@ Parameters = tuple[Tensor, Tensor | None]
 
 
 def are_plain(x: Any, layers: Layers, activation: object, between: Between = ()) -> bool:
-    """Return whether calls of these compute just what torch defines, and nobody watches, so that one op can replace
-    them. What is called between the activation and the last layer may drop once, and else passes on what it takes."""
+    """Return whether one op can replace the calls of these modules: each computes just what torch defines, and no hook
+    or mode watches. ``between`` may hold one dropout; the other modules in it must return their input."""
     if type(x) not in PLAIN_TENSORS or why_no_activation(activation) is not None:
         return False
     for layer in layers:
         if why_no_layer(layer) is not None:
             return False
     dropping = 0
-    for it in between:
-        if why_not_passing(it) is not None:
+    for called in between:
+        if why_not_passing(called) is not None:
             return False
-        dropping += it is DROPOUT or drops(it)
+        dropping += called is DROPOUT or drops(called)
     if dropping > 1:
         return False
     return not (
@@ -58,17 +58,17 @@ def is_replaced(method: Method) -> bool:
 
 
 def by_replacement(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Call the new method. It may have defaults and an order of its own: so what had a default is handed on by name,
-    unless it is that very default."""
+    """Call the new method. Its defaults and the order of its arguments may differ. So arguments that had a default are
+    passed by name, and left out if they equal the old default."""
     code, defaults = method.written.__code__, method.written.__defaults__ or ()
     names, end = code.co_varnames[: code.co_argcount], code.co_argcount
     first = max(end - len(defaults), code.co_posonlyargcount)
-    if len(arguments) > end:  # then what comes before them has to have a place, too
+    if len(arguments) > end:  # arguments for *args come after all others, so these are passed by position
         first = end
     old = dict(zip(names[end - len(defaults) :], defaults, strict=True)) | (method.written.__kwdefaults__ or {})
     by_name = dict(zip(names[first:], arguments[first:end], strict=True)) | named
-    kept = {name: value for name, value in by_name.items() if name not in old or value is not old[name]}
-    return getattr(method.kind, method.name)(*arguments[:first], *arguments[end:], **kept)
+    given = {name: value for name, value in by_name.items() if name not in old or value is not old[name]}
+    return getattr(method.kind, method.name)(*arguments[:first], *arguments[end:], **given)
 
 
 def is_gelu(function: object) -> bool:
@@ -77,13 +77,12 @@ def is_gelu(function: object) -> bool:
 
 
 def are_gates(layers: Layers, chunk: object = TORCH_CHUNK) -> bool:
-    """Return whether a gate is multiplied by torch's own methods, after it was taken apart by them if one layer makes
-    both."""
+    """Return whether torch's own methods multiply the gate and, if one layer makes both factors, chunk its output."""
     return chunk is TORCH_CHUNK and are_gates_original(len(layers) == 1) and are_halves(layers)
 
 
 def are_ordinary(*values: object) -> bool:
-    """Return whether operators do nothing to these but compute."""
+    """Return whether operators on these values only compute, and run no code of a user's class."""
     for value in values:  # noqa: SIM110 (torch.compile breaks at a generator)
         if type(value) not in _ORDINARY:
             return False
@@ -94,8 +93,8 @@ _ORDINARY = (*PLAIN_TENSORS, int, float, bool, type(None))
 
 
 def are_halves(layers: Layers) -> bool:
-    """Return whether a gate and what it multiplies are equally wide, so that neither is broadcast. They are two layers,
-    or one that holds both."""
+    """Return whether the gate and its other factor are equally wide, so that neither is broadcast. ``layers`` are two
+    layers, or one that makes both factors."""
     first, *second = (_parameters(it)[0].shape[0] for it in layers)
     return second == [first] if second else first % 2 == 0
 
@@ -110,9 +109,9 @@ def fused(
     training: bool = False,
     is_gate_last: bool = False,
 ) -> Tensor:
-    """Return what calls of these compute, by the op of this kind. ``dropout`` and ``training`` are those of torch's
-    function among what is called between the layers. Gate and up may be two layers, or one that holds the rows of
-    both."""
+    """Compute by the op of this kind what calls of these modules compute. ``dropout`` and ``training`` are the
+    arguments of torch's dropout function if ``between`` holds it. Gate and up may be two layers, or one that holds the
+    rows of both."""
     name = known_activation(activation)
     assert name is not None  # are_plain has said so
     is_gated, is_mlp = kind.startswith("gated"), kind.endswith("mlp")
@@ -132,17 +131,17 @@ def _parameters(layer: Any) -> Parameters:
 
 
 def _dropout(between: Between, p: float, training: bool) -> tuple[float, bool]:
-    """Return p and training of the module that drops. Where none does, those of the function."""
-    for it in between:
-        if drops(it):
-            return it.p, True
+    """Return p and training of the module that drops. If no module drops, return the function's."""
+    for called in between:
+        if drops(called):
+            return called.p, True
     return p, training
 
 
 def _taken_apart(weight: Tensor, bias: Tensor | None, is_gate_last: bool) -> list[Any]:
-    """Return the gate's parameters and those of what it multiplies, which one layer holds."""
+    """Return the parameters of gate and up from those of the one layer that holds both."""
     if not is_gate_last:
-        return [(weight, bias), (None, None)]  # the ops take both in one
+        return [(weight, bias), (None, None)]  # the ops take the joint weight
     up, gate = weight.chunk(2)
     up_bias, gate_bias = (None, None) if bias is None else bias.chunk(2)
     return [(gate, gate_bias), (up, up_bias)]

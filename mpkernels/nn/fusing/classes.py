@@ -23,7 +23,7 @@ _made: WeakValueDictionary[tuple[Record, Methods], type] = WeakValueDictionary()
 
 
 def record_of(kind: type) -> Record | None:
-    """Return what a class was fused from. Return None if it is no fused class itself, whatever it inherits from."""
+    """Return what a class was fused from. Return None for any other class, even if a base of it is fused."""
     record: Record | None = vars(kind).get(FUSED)
     return record
 
@@ -44,7 +44,7 @@ def fused_class(plain: type, recipe: Recipe) -> type:
 
 
 def is_stale(kind: type) -> bool:
-    """Return whether somebody has given the plain class other methods since it was fused to this one."""
+    """Return whether methods of the plain class were replaced since this fused class was made."""
     record = record_of(kind)
     return record is not None and methods_now(*record) != vars(kind)[_METHODS]
 
@@ -55,8 +55,9 @@ def become(module: Any, kind: type) -> None:
 
 
 def plain_class(kind: type) -> type:
-    """Return the class as it is without any fused one. What others have derived from a fused class, as fully_shard and
-    parametrize do, is derived from its plain one. It mustn't have a forward, which may call the fused one."""
+    """Return the class without fused ones among its bases. A class that others have derived from a fused one, as
+    fully_shard and parametrize do, is made anew from the plain one. It mustn't have a forward of its own, because that
+    may call the fused one."""
     record = record_of(kind)
     if record is not None:
         return plain_class(record.plain)
@@ -64,7 +65,7 @@ def plain_class(kind: type) -> type:
         return kind
     space = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
     if "forward" in space and is_made_for_subclasses(kind, space["forward"]):
-        del space["forward"]  # and is made anew
+        del space["forward"]  # the new class wraps it again
     return type(kind)(kind.__name__, tuple(map(plain_class, kind.__bases__)), space)
 
 
@@ -79,7 +80,7 @@ def is_fused(kind: type) -> bool:
 
 
 def _reduce(self: Any, protocol: Any) -> Any:
-    """Pickle and copy the module by its plain class, since pickle finds no other by its name."""
+    """Pickle and copy the module by its plain class: pickle finds classes by name, and the fused one has none."""
     kind: Any = next(it for it in type(self).__mro__ if record_of(it) is not None)
     reduced = super(kind, self).__reduce_ex__(protocol)
     usual = copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]
@@ -88,8 +89,8 @@ def _reduce(self: Any, protocol: Any) -> Any:
 
 
 def restore(plain: Any, recipe: Recipe) -> Any:
-    """Return a new module of a fused class, which pickle and copy fill. It is plain where the class's source has
-    changed since."""
+    """Return a new module of a fused class, for pickle and copy to fill; of the plain class if its source has changed
+    since."""
     module = plain.__new__(plain)
     with suppress(NotRewritableError, TypeError, AttributeError):
         become(module, fused_class(plain, recipe))

@@ -1,4 +1,4 @@
-"""Decide for one module which sites a fused op computes, and say why the others are left."""
+"""Decides for one module which sites a fused op computes, and says why the others are left."""
 
 import ast
 import builtins
@@ -32,18 +32,18 @@ Methods = tuple[Any, ...]
 
 class Decision(NamedTuple):
     recipe: Recipe
-    fused: list[tuple[str, str]]  #: what stands there, and what computes it
-    left: list[tuple[str, str]]  #: what stands there, and why it is left
+    fused: list[tuple[str, str]]  #: (the site's text, the op that computes it)
+    left: list[tuple[str, str]]  #: (the site's text, why it is left)
     covered: Sequence[Module] = ()  #: projections that their caller's MLP computes: they aren't fused by themselves
 
 
 def methods_of(kind: type, recipe: Recipe) -> dict[str, Any]:
-    """Return the recipe's methods, written anew, in the form that a class body has them."""
+    """Return the rewritten methods of a recipe by their names, as a class body has them."""
     return {name: _method(kind, name, chosen) for name, chosen in recipe}
 
 
 def methods_now(kind: type, recipe: Recipe) -> Methods:
-    """Return the recipe's methods as the class has them, under all decorators."""
+    """Return the recipe's methods as the class has them now, with all decorators."""
     return tuple(inspect.getattr_static(kind, name, None) for name, _ in recipe)
 
 
@@ -56,10 +56,10 @@ def _method(kind: type, name: str, chosen: Any) -> FunctionType:
 
 
 def decide(module: Module, kind: type) -> Decision:
-    """Decide for a module. ``kind`` is its class, the plain one if it was fused."""
+    """Decide for a module. ``kind`` is its class, or the plain class of a fused module."""
     has_forward = "forward" in vars(module) or inspect.getattr_static(kind, "forward") is not Module.forward
     has_layers = any(is_layer(it) for it in module.modules() if it is not module) or _holds_both(module)
-    if not (has_forward and has_layers):  # a ModuleList has no forward: the module that holds it is asked
+    if not (has_forward and has_layers):  # a ModuleList has no forward: its loop stands in the module that holds it
         return Decision((), [], [])
     try:
         _refuse_foreign_forward(module, kind)
@@ -107,9 +107,9 @@ def _by_source(module: Module, kind: type) -> Decision:
             if isinstance(loop, Loop) and sequential.is_plain_list(modules):
                 decision = _of_runs(sequential.modules_of(modules))
                 entries += [(index, loop.text, decision.recipe)] if decision.recipe else []
-                where = "" if modules is module else f"{loop.text}: "
-                fused += [(where + text, computed_by) for text, computed_by in decision.fused]
-                left += [(where + text, reason) for text, reason in decision.left]
+                prefix = "" if modules is module else f"{loop.text}: "
+                fused += [(prefix + text, computed_by) for text, computed_by in decision.fused]
+                left += [(prefix + text, reason) for text, reason in decision.left]
                 covered += decision.covered
         recipe += [(name, tuple(entries))] if entries else []
     return Decision(tuple(recipe), fused, left, covered)
@@ -157,7 +157,7 @@ def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
 
 
 def _only_reads(site: Site, module: Module, function: FunctionType) -> bool:
-    """Return whether nothing happens between the calls but that names and attributes are read, by nobody's code."""
+    """Return whether between the calls only names and attributes are read, and no code runs to read them."""
     if site.reads is None:
         return False
     attributes = [it.node for it in site.reads if isinstance(it.node, ast.Attribute)]
@@ -165,10 +165,10 @@ def _only_reads(site: Site, module: Module, function: FunctionType) -> bool:
 
 
 def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:
-    """Return the value of a dotted name, UNSEEN where it has none, or only code would tell."""
+    """Return the value of a dotted name. UNSEEN if it has none, or if only running code would tell."""
     first, *names = dotted(expression).split(".")
-    known = {function.__code__.co_varnames[0]: module} if function.__code__.co_argcount else {}
-    return value_of(known.get(first, function.__globals__.get(first, vars(builtins).get(first, UNSEEN))), names)
+    local = {function.__code__.co_varnames[0]: module} if function.__code__.co_argcount else {}
+    return value_of(local.get(first, function.__globals__.get(first, vars(builtins).get(first, UNSEEN))), names)
 
 
 def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
@@ -178,9 +178,10 @@ def _computed_by(site: Site, module: Module, function: FunctionType) -> str:
 
 def _holds_both(module: Module) -> str:
     """Return the class's name if the module, or a list in it, has an activation and a matrix to multiply with."""
-    own = own_values(module)
-    parameters, _, children = books_of(own)
-    listed = [it for each in children.values() if type(each) is ModuleList for it in sequential.modules_of(each)]
-    has_matrix = any(map(is_linear, (*children.values(), *own.values(), *listed)))
+    attributes = own_values(module)
+    parameters, _, children = books_of(attributes)
+    lists = [child for child in children.values() if type(child) is ModuleList]
+    listed = [inner for modules in lists for inner in sequential.modules_of(modules)]
+    has_matrix = any(map(is_linear, (*children.values(), *attributes.values(), *listed)))
     has_matrix = has_matrix or any(it is not None and it.ndim > 1 for it in parameters.values())
     return type(module).__name__ if has_matrix and (uses_activation(module) or any(map(is_activation, listed))) else ""

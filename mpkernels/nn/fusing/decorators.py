@@ -1,4 +1,4 @@
-"""Methods beneath their decorators: the function that was written, and the same decorators around another one."""
+"""Finds the function beneath a method's decorators, and puts copies of the decorators around another function."""
 
 import inspect
 from types import CellType, FunctionType
@@ -9,12 +9,12 @@ from mpkernels.nn.fusing.rewrite import NotRewritableError, dressed_as
 
 
 def innermost(kind: type, name: str) -> FunctionType:
-    """Return the function that this class's method was written as, beneath all decorators that keep it."""
+    """Return the function beneath all decorators of this class's method."""
     return _layers(kind, name)[-1]
 
 
 def redecorated(kind: type, name: str, function: FunctionType) -> FunctionType:
-    """Return this function with copies of the decorators that the class's method has."""
+    """Return this function inside copies of the decorators of the class's method."""
     *wrappers, written = _layers(kind, name)
     for wrapper in reversed(wrappers):
         written, function = wrapper, _around(function, wrapper, written)
@@ -22,7 +22,8 @@ def redecorated(kind: type, name: str, function: FunctionType) -> FunctionType:
 
 
 def unless_replaced(method: Method, decorated: FunctionType) -> FunctionType:
-    """Return the decorated method, but that a new one is called in its place, without the old one's decorators."""
+    """Return a function that calls the decorated method or, if the plain class's method was replaced, the new one
+    without these decorators."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         current = getattr(method.kind, method.name) if is_replaced(method) else decorated
@@ -32,15 +33,15 @@ def unless_replaced(method: Method, decorated: FunctionType) -> FunctionType:
 
 
 def is_made_for_subclasses(kind: type, method: Any) -> bool:
-    """Return whether a wrapper was put around this method as its class was made. HF's layers do so, for checkpointing,
-    and will wrap the method of a subclass in the same way."""
+    """Return whether ``__init_subclass__`` has wrapped this method. HF's layers do so for checkpointing, and will wrap
+    the method of a subclass in the same way."""
     makers = [vars(it).get("__init_subclass__") for it in kind.__mro__]
     made = [const for it in makers if isinstance(it, classmethod) for const in it.__func__.__code__.co_consts]
     return isinstance(method, FunctionType) and method.__code__ in made and hasattr(method, "__wrapped__")
 
 
 def _layers(kind: type, name: str) -> list[FunctionType]:
-    """Return the wrappers of a method, outermost first, and the function within."""
+    """Return the wrappers of a method, the outermost first, and last the function within."""
     method = inspect.getattr_static(kind, name)
     while is_made_for_subclasses(kind, method):
         method = method.__wrapped__
@@ -60,12 +61,12 @@ def _layers(kind: type, name: str) -> list[FunctionType]:
 def _holds(cell: CellType, value: Any) -> bool:
     try:
         return cell.cell_contents is value
-    except ValueError:  # it is empty
+    except ValueError:  # the cell is empty
         return False
 
 
 def _around(function: FunctionType, wrapper: FunctionType, before: FunctionType) -> FunctionType:
-    """Return the wrapper around this function instead of the one before. All else that it holds is shared with it."""
+    """Return a copy of the wrapper that wraps this function instead of ``before``, and shares all else with it."""
     cells = tuple(CellType(function) if _holds(cell, before) else cell for cell in wrapper.__closure__ or ())
     copied = FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, cells)
     return dressed_as(wrapper, copied)

@@ -1,4 +1,4 @@
-"""What a statement evaluates before one of its expressions, and whether that only reads."""
+"""Finds what a statement evaluates before one of its expressions, and whether this only reads."""
 
 import ast
 from collections.abc import Iterator
@@ -11,12 +11,12 @@ class Read(NamedTuple):
     """A name or an attribute that is read."""
 
     node: ast.expr
-    is_operand: bool  #: of an operator, which does nothing but compute as long as this is a number or a plain tensor
+    is_operand: bool  #: whether an operator takes it, which only computes if this is a number or a plain tensor
 
 
 def reads_before(statement: ast.stmt, expression: ast.expr) -> list[Read] | None:
-    """Return all that is read before the expression is evaluated. Return None if more than reading may happen, or if
-    the expression may be passed over."""
+    """Return all that the statement reads before it evaluates the expression. Return None if it may do more than read,
+    or may skip the expression."""
     before = _before(statement.value, expression) if isinstance(statement, _WITH_VALUE) and statement.value else None
     if before is None:
         return None
@@ -59,11 +59,11 @@ def _operands(node: ast.AST) -> Iterator[ast.expr]:
 
 
 def _before(node: ast.expr, expression: ast.expr) -> list[ast.expr] | None:
-    """Return the expressions within the node that are evaluated before this one. None if it isn't always evaluated."""
+    """Return the expressions in the node that are evaluated before this one. None if the node may skip this one."""
     if node is expression:
         return []
     operands = list(_operands(node))
-    at = next(at for at, it in enumerate(operands) if any(each is expression for each in ast.walk(it)))
+    at = next(at for at, operand in enumerate(operands) if any(it is expression for it in ast.walk(operand)))
     certain = {ast.IfExp: 1, ast.BoolOp: 1, ast.Compare: 2}.get(type(node), len(operands))
     inner = _before(operands[at], expression)
     if inner is None or at >= certain:

@@ -1,4 +1,4 @@
-"""Statements of a block as one expression: which assignment made a name, and whether the name is used elsewhere."""
+"""Reads statements of a block as one expression: finds the assignment of a name, and other uses of the name."""
 
 import ast
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 def dotted(node: ast.AST) -> str:
-    """Return ``a.b.c`` for such an expression, nothing for others."""
+    """Return ``a.b.c`` for a dotted name, "" for other expressions."""
     if isinstance(node, ast.Name):
         return node.id
     if isinstance(node, ast.Attribute) and (before := dotted(node.value)):
@@ -26,8 +26,8 @@ class Suite:
 
     function: ast.FunctionDef
     statements: list[ast.stmt]
-    is_repeated: bool  #: by a loop
-    is_guarded: bool  #: by a statement that may catch an error, so that names are read even after a return
+    is_repeated: bool  #: whether a loop repeats them
+    is_guarded: bool  #: whether a statement around them may catch errors, so that names are read even after a return
 
     @classmethod
     def all_of(cls, function: ast.FunctionDef) -> Iterator["Suite"]:
@@ -46,7 +46,7 @@ class Suite:
                     yield from Suite(self.function, inner, is_repeated, is_guarded)._and_inner()
 
     def binder(self, name: str, before: int) -> int:
-        """Return the index of the last statement before that one which binds the name, -1 if there is none."""
+        """Return the index of the last statement before index ``before`` that binds the name, -1 if there is none."""
         return next((at for at in reversed(range(before)) if name in _bound(self.statements[at])), -1)
 
 
@@ -64,12 +64,12 @@ class Half(NamedTuple):
     call: ast.Call
     which: object
     packed: Place
-    function: ast.expr | None  #: ``torch.chunk``, where that is called instead of the tensor's method
+    function: ast.expr | None  #: ``torch.chunk``, if it is called instead of the tensor's method
 
 
 @dataclass
 class Chain:
-    """An expression in a statement of a block, with the assignments before it that it was followed back to."""
+    """Follows names in one statement of a block back to the assignments that made them."""
 
     block: Suite
     last: int
@@ -97,12 +97,12 @@ class Chain:
         return value
 
     def half(self, value: Place | None) -> Half | None:
-        """Take the value apart if it is one half of a chunk in two."""
+        """Return the parts of an expression that takes one half of a ``chunk`` into two. None for others."""
         value = self.follow(value)
         if value is None or not isinstance(value.node, ast.Subscript) or not isinstance(value.node.slice, ast.Constant):
             return None
-        whole = self.follow(Place(value.node.value, value.index))
-        if whole is None or not isinstance(call := whole.node, ast.Call) or not isinstance(call.func, ast.Attribute):
+        halves = self.follow(Place(value.node.value, value.index))
+        if halves is None or not isinstance(call := halves.node, ast.Call) or not isinstance(call.func, ast.Attribute):
             return None
         if call.func.attr != "chunk":
             return None
@@ -112,11 +112,11 @@ class Chain:
             function = call.func
         written = [ast.unparse(it) for it in (*arguments, *call.keywords)]
         is_half = written in (["2", "-1"], ["2", "dim=-1"])
-        return Half(call, value.node.slice.value, Place(packed, whole.index), function) if is_half else None
+        return Half(call, value.node.slice.value, Place(packed, halves.index), function) if is_half else None
 
     def first_if_sound(self, expression: ast.expr, read: list[Place]) -> int | None:
-        """Return where the chain begins. Return None if other statements lie between, if the names that it makes are
-        used elsewhere, or if what it reads is bound anew on the way."""
+        """Return the index of the chain's first statement. Return None if other statements lie in between, if a name
+        that the chain binds is used elsewhere, or if a name that it reads is bound again on the way."""
         first = min(self.used, default=self.last)
         if self.used != set(range(first, self.last)):
             return None
@@ -129,7 +129,7 @@ class Chain:
         return None if any(name in made for name in self._loaded_elsewhere(expression, first)) else first
 
     def _loaded_elsewhere(self, expression: ast.expr, first: int) -> Iterator[str]:
-        """Yield the names that are read where they could still have the values which the chain has given them."""
+        """Yield the names that are read elsewhere, where they may still have a value from the chain."""
         window = self.block.statements[first : self.last + 1]
         inside = {id(node) for statement in window for node in ast.walk(statement)}
         last = window[-1]
@@ -138,10 +138,10 @@ class Chain:
         if isinstance(last, ast.AugAssign):
             yield from _bound(last)
         ends = isinstance(last, ast.Return) and not self.block.is_guarded
-        kept = set() if self.block.is_guarded else _bound(last)
+        overwritten = set() if self.block.is_guarded else _bound(last)
         for node, name in loads(self.block.function):
             is_after = self.block.is_repeated or (node.lineno, node.col_offset) > (last.lineno, last.col_offset)
-            if id(node) not in inside and name not in kept and is_after and not ends:
+            if id(node) not in inside and name not in overwritten and is_after and not ends:
                 yield name
         for scope in inner_scopes(self.block.function):
             yield from (name for _, name in loads(scope))
@@ -151,12 +151,12 @@ _LATER = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.GeneratorExp)
 
 
 def inner_scopes(function: ast.FunctionDef) -> list[ast.AST]:
-    """Return what reads the function's names when it is run, not where it stands."""
+    """Return the function's inner functions and generators: they read its names when they run, not where they stand."""
     return [it for it in ast.walk(function) if isinstance(it, _LATER) and it is not function]
 
 
 def _may_catch(statement: ast.stmt) -> bool:
-    """Return whether an error within the statement may end there: a context manager of torch lets each pass."""
+    """Return whether the statement may catch an error. Context managers of torch let all errors pass."""
     if isinstance(statement, ast.With):
         calls = [it.context_expr for it in statement.items]
         return not all(isinstance(it, ast.Call) and dotted(it.func).startswith("torch.") for it in calls)
@@ -164,7 +164,7 @@ def _may_catch(statement: ast.stmt) -> bool:
 
 
 def _assigned(statement: ast.stmt, name: str) -> ast.expr | None:
-    """Return what a simple assignment gives to this name; for ``a, b = pair`` it is ``pair[0]`` and ``pair[1]``."""
+    """Return the expression that a simple assignment gives to the name: ``pair[0]`` to a in ``a, b = pair``."""
     if not isinstance(statement, ast.AnnAssign) and not (
         isinstance(statement, ast.Assign) and len(statement.targets) == 1
     ):

@@ -1,4 +1,4 @@
-"""Find loops that call one module after another, in the function's syntax tree alone."""
+"""Finds loops that call one module after another, in the function's syntax tree alone."""
 
 import ast
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ class Loop:
     block: Suite
     statement: ast.For
     modules: ast.expr
-    value: str  #: the name of what they are called on
+    value: str  #: the name of the value that goes through the modules, x here
 
     @property
     def text(self) -> str:
@@ -22,9 +22,9 @@ class Loop:
 
 
 def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
-    """Yield those whose modules are the function's own, and of which nobody reads more than the last result."""
+    """Yield the loops over modules of ``self`` whose values in between nobody reads."""
     blocks = [*Suite.all_of(function)]
-    # Each loop reads its own module by calling it. Any other read wants it when the loop is over, or in another loop.
+    # A read of the loop's variable, other than the call in the loop itself, is one after the loop or in another loop.
     called = {id(it.body[0].value.func) for block in blocks for it in block.statements if _result(it)}  # type: ignore
     read = {name for node, name in loads(function) if id(node) not in called}
     read_later = {name for scope in inner_scopes(function) for _, name in loads(scope)}
@@ -44,7 +44,7 @@ def _is_own(modules: ast.expr, function: ast.FunctionDef) -> bool:
 
 
 def _result(statement: ast.stmt) -> str:
-    """Return x of ``for layer in ...: x = layer(x)``. "" for other statements."""
+    """Return "x" for ``for layer in ...: x = layer(x)``, "" for other statements."""
     if not isinstance(statement, ast.For) or statement.orelse or not isinstance(statement.target, ast.Name):
         return ""
     match statement.body:

@@ -1,5 +1,5 @@
-"""Torch's own classes and functions as they were when this was imported, and whether somebody has put others in their
-place since. Those are to be called in a fused model, too, so the plain lines run there."""
+"""Keeps torch's classes and functions as they were when this module was imported, and tells whether somebody has
+replaced one since. A fused model must call the replacement, too, so it then runs the plain lines."""
 
 import os
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ from mpkernels._torch_private.modules import CALLED_BY
 
 _HOME = os.path.dirname(torch.__file__)
 Attribute = tuple[Any, str, Any]
-"""A module or class, the name of its attribute, and what that was."""
+"""A module or class, the name of its attribute, and the attribute's original value."""
 
 
 def _own(owner: Any, name: str) -> Any:
-    """Return an attribute of torch's. If somebody has replaced it before, return what equals nothing."""
+    """Return an attribute of torch's. If somebody has already replaced it, return an object that equals nothing."""
     value = getattr(owner, name)
     is_foreign = isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(_HOME)
     return object() if is_foreign else value
@@ -29,8 +29,8 @@ def _all_of(*attributes: tuple[Any, str]) -> tuple[Attribute, ...]:
 
 
 def _are_in_place(attributes: Sequence[Attribute]) -> bool:
-    for owner, name, own in attributes:  # noqa: SIM110 (a generator takes as long as the rest)
-        if getattr(owner, name) is not own:
+    for owner, name, original in attributes:  # noqa: SIM110 (a generator takes as long as the rest)
+        if getattr(owner, name) is not original:
             return False
     return True
 
@@ -39,7 +39,7 @@ _CALL = [(name, _own(nn.Module, name)) for name in CALLED_BY]
 
 
 def _of_module(kind: type, forward: Any, functions: Sequence[Attribute]) -> tuple[Attribute, ...]:
-    return ((kind, "forward", forward), *((kind, *each) for each in _CALL), *functions)
+    return ((kind, "forward", forward), *((kind, *attribute) for attribute in _CALL), *functions)
 
 
 def _module(kind: type, *functions: tuple[Any, str]) -> tuple[Attribute, ...]:
@@ -47,7 +47,8 @@ def _module(kind: type, *functions: tuple[Any, str]) -> tuple[Attribute, ...]:
 
 
 _TANH_OF_CUBE = ((torch, "tanh"), (torch, "pow"))
-# What a call of the module or function runs. It was read in torch 2.13, transformers 5.24 and diffusers 0.42.
+# The functions that a call of each module or function runs, by the sources of torch 2.13, transformers 5.24 and
+# diffusers 0.42.
 _RUNS: dict[object, tuple[Attribute, ...]] = {
     nn.Linear: _module(nn.Linear, (functional, "linear")),
     nn.Dropout: _module(nn.Dropout, (functional, "dropout")),
@@ -71,7 +72,7 @@ _FUNCTIONS_IN_LIBRARIES: dict[str, tuple[tuple[Any, str], ...]] = {
     **dict.fromkeys(("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"), _TANH_OF_CUBE),
 }
 _IN_LIBRARIES = {name: _all_of(*functions) for name, functions in _FUNCTIONS_IN_LIBRARIES.items()}
-_OF_LIBRARIES: dict[type, tuple[Attribute, ...]] = {}  # by class, as they are met
+_OF_LIBRARIES: dict[type, tuple[Attribute, ...]] = {}  # filled when a class is first met
 GATE = _all_of((Tensor, "__mul__"))
 CHUNK = _all_of((Tensor, "chunk"), (torch, "chunk"))
 
@@ -84,34 +85,34 @@ LIST_ITER = _own(nn.ModuleList, "__iter__")
 
 
 def is_original(called: Any, kind: Any = None) -> bool:
-    """Return whether a linear layer, an activation or a dropout, be it a module or a function of torch, computes what
-    torch, transformers or diffusers define. ``kind`` is a module's plain class, where it was fused."""
+    """Return whether a linear layer, an activation or a dropout computes what torch, transformers or diffusers define.
+    ``called`` is a module, or a function of torch. ``kind`` is the plain class of a fused module."""
     kind = kind or type(called)
     runs = _RUNS.get(kind)
     if runs is not None:
         return _are_in_place(runs)
     if not isinstance(called, nn.Module):
         return _are_in_place(_RUNS.get(called, ()))
-    own = _OF_LIBRARIES.get(kind)
-    if own is None:
+    runs = _OF_LIBRARIES.get(kind)
+    if runs is None:
         forward = _as_written(kind)
         if forward is None:
-            return False  # and look again another time: what is patched may be restored
+            return False  # without a note in _OF_LIBRARIES, because a patch may be undone
         methods = _methods_within(kind, forward)
         if methods is None:
             return False
         functions = *_IN_LIBRARIES.get(kind.__name__, ()), *methods
-        own = _OF_LIBRARIES[kind] = _of_module(kind, forward, functions)
-    return _are_in_place(own) and _is_inner_original(called)
+        runs = _OF_LIBRARIES[kind] = _of_module(kind, forward, functions)
+    return _are_in_place(runs) and _is_inner_original(called)
 
 
 def are_gates_original(is_packed: bool) -> bool:
-    """Return whether tensors are multiplied, and taken apart if ``is_packed``, by torch's own methods."""
+    """Return whether torch's own methods multiply tensors and, if ``is_packed``, chunk them."""
     return _are_in_place(GATE) and (not is_packed or _are_in_place(CHUNK))
 
 
 def _as_written(kind: type) -> Any:
-    """Return the forward of a class that isn't torch's, if it stands in the class's own file; else None."""
+    """Return the forward of a class that isn't torch's, or None if it doesn't stand in the class's own file."""
     forward: Any = vars(kind).get("forward")
     is_own = (
         isinstance(forward, FunctionType)
@@ -124,12 +125,12 @@ def _as_written(kind: type) -> Any:
 def _methods_within(kind: type, forward: FunctionType) -> list[Attribute] | None:
     """Return the methods of the class that its forward names. None if one of them doesn't stand in the same file."""
     named = [(kind, name, vars(kind).get(name)) for name in forward.__code__.co_names]
-    own: list[Attribute] = [it for it in named if isinstance(it[-1], FunctionType)]
-    return own if all(it.__globals__ is forward.__globals__ for _, _, it in own) else None
+    methods: list[Attribute] = [it for it in named if isinstance(it[-1], FunctionType)]
+    return methods if all(method.__globals__ is forward.__globals__ for _, _, method in methods) else None
 
 
 def _is_inner_original(module: nn.Module) -> bool:
-    """Return whether the function that some of transformers' activations hold is one that their classes give them."""
+    """Return whether ``act``, a function that some activations of transformers hold, comes from their class."""
     act = vars(module).get("act")
     if isinstance(act, MethodType):
         return act.__self__ is module and act.__func__ is getattr(type(module), act.__name__, None)

@@ -1,5 +1,5 @@
-"""Modules of diffusers that are a linear layer with an activation, or a gated one, such as the first of its
-FeedForward."""
+"""Knows diffusers' projections: modules that are a linear layer with an activation, or a gated one, such as the first
+module of FeedForward."""
 
 from typing import Any
 
@@ -13,12 +13,13 @@ from mpkernels.nn.fusing.safe_lookup import FUSED, own_values
 from mpkernels.nn.fusing.why_not import PATCHED, WATCHED
 
 _HOME = "diffusers.models.activations"
-_IS_GATED = {"GELU": False, "LinearActivation": False, "GEGLU": True, "SwiGLU": True}  # by the layer's second half
-_ELSEWHERE = ("mps", "npu")  # devices on which their forward may run something else
+# A gated projection's gate is the second half of its layer's output.
+_IS_GATED = {"GELU": False, "LinearActivation": False, "GEGLU": True, "SwiGLU": True}
+_ELSEWHERE = ("mps", "npu")  # devices on which a projection's forward may run something else
 
 
 def is_projection(value: object) -> bool:
-    """Return whether this is such a module, or may be one that mpkernels doesn't know."""
+    """Return whether this is a projection, or looks like one that mpkernels doesn't know."""
     if not issubclass(type(value), Module) or issubclass(type(value), Sequential) or is_linear(value):
         return False
     children = books_of(own_values(value))[-1].values()
@@ -30,7 +31,7 @@ def is_gated(projection: Module) -> bool:
 
 
 def why_no_projection(module: Any) -> str | None:
-    """Return why a call of this isn't known to be that of a linear layer and an activation. None if it is."""
+    """Return why a call of the module may do more than a linear layer and an activation. None if it doesn't."""
     if not _is_known(module):
         return "is none of the modules that fuse takes apart into a layer and an activation"
     if not runs_forward_alone(module) or "gelu" in vars(module):
@@ -40,7 +41,7 @@ def why_no_projection(module: Any) -> str | None:
 
 
 def is_usual_on(x: Tensor) -> bool:
-    """Return whether projections compute on this tensor's device what they do on most."""
+    """Return whether projections run their usual code on this tensor's device."""
     return x.device.type not in _ELSEWHERE
 
 

@@ -1,4 +1,4 @@
-"""What a module is: a linear layer, an activation, a module that drops."""
+"""Recognises what a module is: a linear layer, an activation, a dropout."""
 
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
@@ -23,7 +23,7 @@ _FUNCTIONS: dict[object, str] = {
 
 
 def known_activation(value: object) -> str | None:
-    """Return the name in ACTIVATIONS of such a name, a module or a function of torch. Return None for anything else."""
+    """Return the name in ACTIVATIONS for a name, a module or a function of torch. Return None for anything else."""
     if type(value) is str:
         return value if value in ACTIVATIONS else None
     if type(value) in _FUNCTION:
@@ -35,7 +35,7 @@ def known_activation(value: object) -> str | None:
 
 
 def drops(value: object) -> bool:
-    """Return whether this is a module that drops, as its p and its mode are now."""
+    """Return whether this is a dropout that drops with its present p and mode."""
     return type(value) is Dropout and value.training and value.p != 0
 
 
@@ -55,7 +55,8 @@ _NAMES = {it.__name__ for it in (*_FUNCTIONS, *_OTHERS)}
 
 
 def is_activation(value: object) -> bool:
-    """Return whether this is an activation, one of ours or not. A site that does nothing needs no op."""
+    """Return whether this is an activation, one of ours or not. "none" isn't one: a site without activation needs no
+    op."""
     name = None if type(value) is str else known_activation(value)
     if type(value) in _FUNCTION:
         return name is not None or value in _OTHERS
@@ -65,8 +66,8 @@ def is_activation(value: object) -> bool:
 
 def uses_activation(module: object) -> bool:
     """Return whether a module holds an activation, or a method of its class names one."""
-    own = own_values(module)
-    if any(map(is_activation, (*books_of(own)[-1].values(), *own.values()))):
+    attributes = own_values(module)
+    if any(map(is_activation, (*books_of(attributes)[-1].values(), *attributes.values()))):
         return True
     classes = [it for it in type(module).__mro__ if it not in Module.__mro__]
     methods = [it for kind in classes for it in vars(kind).values() if isinstance(it, FunctionType)]
@@ -74,15 +75,15 @@ def uses_activation(module: object) -> bool:
 
 
 def is_layer(value: object) -> bool:
-    """Return whether this is a linear layer, or one that a convolution of size 1 computes."""
+    """Return whether this is a linear layer, or a convolution of size 1, which computes the same."""
     is_convolution = issubclass(type(value), Conv1d | Conv2d | Conv3d)
     return is_linear(value) or (is_convolution and set(getattr(value, "kernel_size", ())) == {1})
 
 
 def is_linear(value: object) -> bool:
-    """Return whether this is a linear layer, or one that somebody has wrapped."""
+    """Return whether this is a linear layer, or a wrapper that looks like one."""
     if issubclass(type(value), Linear) or is_conv1d(value):
         return True
-    own = own_values(value)
-    weight: Any = own.get("weight", books_of(own)[0].get("weight"))
-    return "in_features" in own or (issubclass(type(weight), Tensor) and weight.ndim == 2)
+    attributes = own_values(value)
+    weight: Any = attributes.get("weight", books_of(attributes)[0].get("weight"))
+    return "in_features" in attributes or (issubclass(type(weight), Tensor) and weight.ndim == 2)

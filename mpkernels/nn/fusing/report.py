@@ -1,4 +1,4 @@
-"""What fuse has found in a model, as a table."""
+"""Reports as a table what fuse has found in a model."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -74,7 +74,7 @@ class FuseReport(Report):
 
 
 def _table(head: tuple[str, str, str], sites: Sequence[tuple[str, str, str]]) -> Table:
-    """Return one row for what stands in many layers alike: their numbers are shown as a star, with a count."""
+    """Return the table with one row for equal sites of many layers: a star stands for their numbers, with a count."""
     counts: dict[tuple[str, ...], int] = {}
     for module, *rest in sites:
         key = (re.sub(r"\b\d+\b", "*", module) or "(the model)", *rest)

@@ -1,4 +1,4 @@
-"""Write a function anew, with a fused call at chosen sites and everything else as it stood."""
+"""Rewrites a function with fused calls at chosen sites, and leaves everything else as it is."""
 
 import __future__
 
@@ -15,7 +15,7 @@ from mpkernels.nn.fusing import calls, sequential
 from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.sites import Site, find_sites
 
-# what these modules and methods are called in a rewritten function
+# names of modules and methods of ours in a rewritten function
 CALLS, METHOD, LOOPS = "mpkernels_calls", "mpkernels_method", "mpkernels_loops"
 
 
@@ -25,25 +25,25 @@ class NotRewritableError(Exception):
 
 @lru_cache(maxsize=1024)
 def sites_of(function: FunctionType) -> list[Site | Loop]:
-    """Return all candidates in the function's source, which must be what runs."""
+    """Return all candidates in the function's source. Raise NotRewritableError if other code runs."""
     return find_sites(_parse(function)[0])
 
 
 def rewrite(function: FunctionType, chosen: Sequence[tuple[Any, ...]], method: Any) -> FunctionType:
     """Return the function with fused calls at the sites with these indexes and texts, and at runs of a loop's modules.
-    Globals, defaults and line numbers stay. If somebody replaces the method, that is called instead."""
+    Globals, defaults and line numbers stay. If somebody replaces the plain class's method, the function calls that."""
     tree, imports = _parse(function)
     sites = dict(enumerate(find_sites(tree)))
-    of_calls = []
+    fused_sites = []
     for index, text, *runs in chosen:
         site = sites.get(index)
         if isinstance(site, Loop) and site.text == text and runs:
             _replace_loop(site, *runs)
         elif isinstance(site, Site) and site.text == text and site.reads is not None:
-            of_calls.append(site)
+            fused_sites.append(site)
         else:
-            raise NotRewritableError("has changed since it was fused")  # in a file that is loaded
-    for site in sorted(of_calls, key=lambda site: site.first, reverse=True):
+            raise NotRewritableError("has changed since it was fused")  # pickled with an older source
+    for site in sorted(fused_sites, key=lambda site: site.first, reverse=True):
         _replace(site)
     tree.body.insert(0, _detour(tree, bool(function.__code__.co_flags & inspect.CO_GENERATOR)))
     code = _compile(function, tree, imports)
@@ -53,7 +53,7 @@ def rewrite(function: FunctionType, chosen: Sequence[tuple[Any, ...]], method: A
 
 
 def dressed_as(known: FunctionType, function: FunctionType) -> FunctionType:
-    """Return the function with all that another one is known by. It shares attributes: counters go on in both."""
+    """Give the function the names and docs of ``known``, and the same attribute dict: counters count in both."""
     lazy = "__annotate__" if hasattr(known, "__annotate__") else "__annotations__"
     for name in ("__name__", "__kwdefaults__", "__qualname__", "__module__", "__doc__", lazy):
         setattr(function, name, getattr(known, name))
@@ -84,7 +84,7 @@ def _imports(statements: list[ast.stmt]) -> list[ast.stmt]:
 
 
 def _parse(function: FunctionType) -> tuple[ast.FunctionDef, list[ast.stmt]]:
-    """Return the function's syntax tree, and the imports of its file, upon which Python 3.11 compiles calls."""
+    """Return the function's syntax tree and its file's imports, which decide how Python 3.11 compiles calls."""
     code = function.__code__
     try:
         imports, functions = _file("".join(linecache.getlines(code.co_filename, function.__globals__)))
@@ -99,8 +99,8 @@ def _parse(function: FunctionType) -> tuple[ast.FunctionDef, list[ast.stmt]]:
 
 
 def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.stmt]) -> CodeType:
-    """Compile within a class of the same name, which ``self.__private`` names need, and within a function that has
-    ``calls`` as a local variable, so that no new global is needed."""
+    """Compile inside a class of the same name, because names like ``self.__private`` need it, and inside a function
+    that has our modules as arguments, so that no new global is needed."""
     names = function.__qualname__.split(".")
     is_method = len(names) > 1 and names[-2].isidentifier()
     name = names[-2] if is_method else "Outer"
@@ -116,7 +116,7 @@ def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.st
 
 
 def _is_same(one: CodeType, other: CodeType) -> bool:
-    """Return whether both compute the same, wherever they were compiled."""
+    """Return whether both code objects compute the same. Their files and lines may differ."""
     parts = ("co_code", "co_names", "co_varnames", "co_cellvars", "co_freevars")
     if [getattr(one, part) for part in parts] != [getattr(other, part) for part in parts]:
         return False
@@ -132,10 +132,10 @@ def _is_same_constant(one: Any, other: Any) -> bool:
 
 
 def _detour(function: ast.FunctionDef, is_generator: bool) -> ast.stmt:
-    """Return a statement that calls the method which has replaced this one since, with the same arguments."""
-    every = function.args
-    positional = [it.arg for it in (*every.posonlyargs, *every.args)] + [f"*{it.arg}" for it in (every.vararg,) if it]
-    named = [f"{it.arg!r}: {it.arg}" for it in every.kwonlyargs] + [f"**{it.arg}" for it in (every.kwarg,) if it]
+    """Return a statement that, if the method was replaced, calls the new one with the same arguments."""
+    args = function.args
+    positional = [it.arg for it in (*args.posonlyargs, *args.args)] + [f"*{it.arg}" for it in (args.vararg,) if it]
+    named = [f"{it.arg!r}: {it.arg}" for it in args.kwonlyargs] + [f"**{it.arg}" for it in (args.kwarg,) if it]
     arguments = f"({''.join(f'{it}, ' for it in positional)}), {{{', '.join(named)}}}"
     call = f"{CALLS}.by_replacement({METHOD}, {arguments})"
     text = f"if {CALLS}.is_replaced({METHOD}): return {f'(yield from {call})' if is_generator else call}"
@@ -146,7 +146,7 @@ def _detour(function: ast.FunctionDef, is_generator: bool) -> ast.stmt:
 
 
 def _replace_loop(loop: Loop, runs: Sequence[Sequence[Any]]) -> None:
-    """Have plain runs of the loop's modules computed at once, if they are in a plain list."""
+    """Put before the loop: if the modules are in a plain list, fused ops compute runs of them that are plain."""
     modules, value, plain = ast.unparse(loop.modules), loop.value, tuple(map(tuple, runs))
     choice: Any = ast.parse(
         f"if {LOOPS}.is_plain_list({modules}): {value} = {LOOPS}.run_all({modules}, {plain!r}, {value})"
@@ -190,14 +190,14 @@ class _Insert(ast.NodeTransformer):
 
 
 class _Named(ast.NodeTransformer):
-    """Puts the name of what is held in the place of each expression that has one."""
+    """Puts a name in the place of each expression that ``_hold`` has marked with one."""
 
     def visit(self, node: ast.AST) -> Any:
         return _name(node, ast.Load()) if hasattr(node, _NAME) else super().visit(node)
 
 
 def _hold(site: Site) -> list[ast.expr]:
-    """Give names to the head of a site, so that what is evaluated before x isn't evaluated again after it."""
+    """Mark the expressions of a site's head with names, so that the plain lines don't evaluate them again."""
     for at, node in enumerate(site.head):
         setattr(node, _NAME, f"{CALLS}_{at}")
     return site.head

@@ -1,4 +1,4 @@
-"""Look values up without running anybody's code: no property, ``__getattr__`` or lazy module is asked."""
+"""Looks values up without running anybody's code: no property, ``__getattr__`` or lazy module is asked."""
 
 from functools import reduce
 from inspect import getattr_static
@@ -19,12 +19,12 @@ FUSED = "mpkernels_fused"
 
 
 def value_of(first: Any, names: list[str]) -> Any:
-    """Return ``first.a.b`` for the names a and b. UNSEEN if that can't be looked up."""
+    """Return ``first.a.b`` for the names a and b. UNSEEN if only running code would tell."""
     return reduce(_attribute, names, first)
 
 
 def has_plain_attributes(kind: type) -> bool:
-    """Return whether modules of this class find their attributes as torch's do, and run nothing else for it."""
+    """Return whether modules of this class look attributes up as torch's modules do, and run no other code."""
     return _defined(kind, "__getattribute__") is object.__getattribute__ and _defined(kind, "__getattr__") in (
         MODULE_GETATTR,
         UNSEEN,
@@ -32,7 +32,7 @@ def has_plain_attributes(kind: type) -> bool:
 
 
 def own_values(value: Any) -> dict[str, Any]:
-    """Return what an object has as its own, without its class's. Nothing for objects that have no ``__dict__``."""
+    """Return the object's own attributes, without its class's. Nothing for objects that have no ``__dict__``."""
     try:
         own: dict[str, Any] = object.__getattribute__(value, "__dict__")
     except AttributeError:
@@ -49,7 +49,7 @@ def _attribute(owner: Any, name: str) -> Any:
     if _defined(kind, "__getattribute__") is not object.__getattribute__:
         return UNSEEN
     found = getattr_static(owner, name, UNSEEN)
-    if type(found) is MemberDescriptorType:  # of __slots__
+    if type(found) is MemberDescriptorType:  # an attribute in __slots__
         return found.__get__(owner, kind)
     if found is UNSEEN:
         return _registered(kind, own, name)

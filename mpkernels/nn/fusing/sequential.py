@@ -1,5 +1,5 @@
-"""Modules that are called one after another, by torch.nn.Sequential or by a loop over a torch.nn.ModuleList: runs of
-them that one fused op can replace."""
+"""Finds runs of modules that one fused op can replace, among modules that torch.nn.Sequential or a loop over a
+torch.nn.ModuleList calls one after another."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ from mpkernels.nn.fusing.why_not import why_not_fused
 
 
 class Stretch(NamedTuple):
-    """Modules that follow each other: a linear layer and an activation, or a projection that is both; and for an MLP,
-    perhaps dropouts and identities and another linear layer."""
+    """A run of modules: a linear layer and an activation, or a projection that is both. An MLP goes on with any
+    dropouts and identities, and another linear layer."""
 
     kind: str
     first: int
@@ -27,7 +27,7 @@ class Stretch(NamedTuple):
         return self.first <= other.last and other.first <= self.last
 
     def parts(self, modules: Sequence[Module]) -> tuple[list[Module], object, list[Module]]:
-        """Return linear layers, activation, and what stands between the activation and the last layer."""
+        """Return the linear layers, the activation, and the modules between the activation and the last layer."""
         layer, *rest = modules[self.first : self.last + 1]
         activation: object
         if self.has_projection:
@@ -94,26 +94,26 @@ def runs_of(modules: Sequence[Module]) -> list[Stretch]:
 
 
 def modules_of(module: Any) -> list[Module]:
-    """Return what torch's own iteration over a Sequential or ModuleList yields: a module in two places twice."""
+    """Return the modules as torch iterates over a Sequential or ModuleList: one in two places comes twice."""
     return [*books_of(vars(module))[-1].values()]
 
 
 def is_plain_list(modules: Any) -> bool:
-    """Return whether these are iterated over as torch does it."""
+    """Return whether torch's own code iterates over these."""
     if issubclass(type(modules), Sequential):
         return type(modules).__iter__ is SEQUENTIAL_ITER
     return type(modules) is ModuleList and ModuleList.__iter__ is LIST_ITER
 
 
 def run_all(container: Any, runs: Sequence[tuple[Any, ...]], value: Any) -> Any:
-    """Call the modules one after another, and a fused op in place of each run that is plain."""
-    by_start = {run[1]: Stretch(*run) for run in runs}
+    """Call the modules one after another, with a fused op in place of each run that is plain."""
+    run_at = {run[1]: Stretch(*run) for run in runs}
     modules, at = modules_of(container), 0
     while at < len(modules):
-        run = by_start.get(at)
+        run = run_at.get(at)
         if run is not None and run.is_plain(value, modules):
             value, at = run.compute(value, modules), run.last + 1
         else:
             value, at = modules[at](value), at + 1
-            modules = modules_of(container)  # which the call may have changed
+            modules = modules_of(container)  # the call may have changed the container
     return value

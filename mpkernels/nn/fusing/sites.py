@@ -1,5 +1,5 @@
-"""Find the places in a function where one fused op can replace several calls: in the function's syntax tree alone,
-without a look at any module."""
+"""Finds the places in a function where one fused op can replace several calls, in the syntax tree alone, without a
+look at any module."""
 
 import ast
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ from mpkernels.nn.fusing.inlined_names import Chain, Place, Suite, binds, dotted
 from mpkernels.nn.fusing.loops import Loop, find_loops
 
 _READ_ANY = ("locals", "vars", "dir", "eval", "exec")
-KINDS = ("gated_mlp", "mlp", "gated_linear", "linear_act")  # what replaces most comes first
+KINDS = ("gated_mlp", "mlp", "gated_linear", "linear_act")  # the ops that replace most come first
 
 
 @dataclass(frozen=True)
@@ -38,22 +38,22 @@ class Site:
     layers: tuple[ast.expr, ...]
     activation: ast.expr
     is_tanh_form: bool
-    between: tuple[ast.expr, ...]  #: what is called between the activation and the last layer, the last call first
-    dropout: Dropout | None  #: the one function among these
-    chunk: ast.expr | None  #: ``torch.chunk``, if that takes the gate and what it multiplies apart
-    is_gate_last: bool  #: of the two that one layer makes
-    reads: tuple[Read, ...] | None  #: what else is evaluated between the calls. None if it may do more than read
+    between: tuple[ast.expr, ...]  #: modules and functions called between activation and last layer, the last one first
+    dropout: Dropout | None  #: the function among ``between``
+    chunk: ast.expr | None  #: ``torch.chunk``, if it splits one layer's output into gate and up
+    is_gate_last: bool  #: whether the gate is the second half of one layer's output
+    reads: tuple[Read, ...] | None  #: what is read between the calls. None if more than reading may happen
 
     @property
     def head(self) -> list[ast.expr]:
-        """Return x, if it is an expression, behind what its statement evaluates before it."""
+        """Return what the statement evaluates before x, and x at the end. Nothing if x is a mere name."""
         if isinstance(self.x, ast.Name):
             return []
         node: Any = self.expression if self.first == self.last else self.block.statements[self.first].value  # type: ignore[attr-defined]
         found = []
         while node is not self.x:
             if isinstance(node.func, ast.Attribute) and any(it is self.x for it in ast.walk(node.func)):
-                node = node.func.value  # whose chunk is called
+                node = node.func.value  # the tensor in tensor.chunk(2, dim=-1)
             else:
                 found.append(node.func)
                 node = node.args[0]
@@ -61,12 +61,12 @@ class Site:
 
     @property
     def gates(self) -> tuple[ast.expr, ...]:
-        """The layers that make a gate and what it multiplies."""
+        """The layers that make gate and up: two, one that makes both, or none."""
         return self.layers[: -1 if self.kind.endswith("mlp") else None] if self.kind.startswith("gated") else ()
 
     @property
     def text(self) -> str:
-        """What stands there, on one line and without ``self.``."""
+        """The site's calls as one line, without ``self.``."""
         *layers, activation = map(short, (*self.layers, self.activation))
         hidden, packed = f"{activation}({layers[0]}(x))", ""
         if self.kind.startswith("gated"):
@@ -82,8 +82,8 @@ class Site:
         if self.block.statements is not other.block.statements:
             return False
         if self.first == self.last == other.first == other.last:
-            both = ((self, other), (other, self))
-            return any(inner.expression is node for outer, inner in both for node in ast.walk(outer.expression))
+            orders = ((self, other), (other, self))
+            return any(inner.expression is node for outer, inner in orders for node in ast.walk(outer.expression))
         return self.first <= other.last and other.first <= self.last
 
 
@@ -92,10 +92,10 @@ def find_sites(function: ast.FunctionDef) -> list[Site | Loop]:
     found: list[Site | Loop] = []
     for node in ast.walk(function):
         if isinstance(node, ast.Global | ast.Nonlocal) or (isinstance(node, ast.Name) and node.id in _READ_ANY):
-            return found  # others may read what is assigned here
+            return found  # other code may read the function's variables
     arguments = function.args.args
     if arguments and any(binds(it, arguments[0].arg) for it in function.body):
-        return found  # self is something else
+        return found  # ``self`` is assigned, so it may be another object
     for block in Suite.all_of(function):
         for last, statement in enumerate(block.statements):
             for expression in _expressions(statement):
@@ -119,8 +119,8 @@ def partition(sites: Sequence[Candidate], verdicts: Sequence[str | None]) -> tup
 
 
 def _apart(sites: Sequence[Candidate], indexes: Sequence[int], taken: Sequence[int]) -> list[int]:
-    """Choose indexes of sites that don't overlap. Those that replace more are preferred, then the later ones: of
-    Linear, ReLU, Linear, ReLU, Linear a linear_act and an mlp."""
+    """Choose indexes of sites that don't overlap. Sites that replace more are preferred, then later ones: Linear, ReLU,
+    Linear, ReLU, Linear become a linear_act and an mlp."""
     chosen: list[int] = []
     for index in sorted(indexes, key=lambda index: (KINDS.index(sites[index].kind), -index)):
         if not any(sites[index].overlaps(sites[other]) for other in (*taken, *chosen)):
@@ -146,8 +146,8 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 
 
 def _matches(kind: str, block: Suite, last: int, expression: ast.expr) -> Iterator[Site]:
-    """Yield each reading of the expression as this kind: with any number of calls that may pass on what they take, with
-    the gate on either side."""
+    """Yield each way to read the expression as this kind: with any number of calls before the last layer, with the gate
+    on either side."""
     is_block, gates = kind in ("mlp", "gated_mlp"), (0, 1)[: 1 + kind.startswith("gated")]
     for passing, gate_at in product(_passing(block, last, expression) if is_block else (0,), gates):
         match = _Match(Chain(block, last))
@@ -165,8 +165,8 @@ def _matches(kind: str, block: Suite, last: int, expression: ast.expr) -> Iterat
 
 
 def _passing(block: Suite, last: int, expression: ast.expr) -> Iterator[int]:
-    """Yield 0, 1, 2 and so on, as long as so many calls stand within the one of the last layer, and no more than some:
-    each is tried with all that stands before it."""
+    """Yield 0, 1, 2 and so on, as long as the last layer's argument is so many nested calls, up to a limit: each number
+    is tried with all that comes before."""
     for passing in range(1 + _MOST_BETWEEN):
         if _Match(Chain(block, last)).after(Place(expression, last), passing) is None:
             return
@@ -174,26 +174,26 @@ def _passing(block: Suite, last: int, expression: ast.expr) -> Iterator[int]:
 
 
 def _known_reads(chain: Chain, *groups: list[Read] | None) -> tuple[Read, ...] | None:
-    """Return these reads. An attribute of a local variable, such as a tensor's method, is harmless if the variable is a
-    plain tensor. None if nobody knows what a read runs."""
-    known: list[Read] = []
+    """Return these reads, or None if one may run unknown code. An attribute of a local variable, such as a tensor's
+    method, is replaced by the variable, because it is harmless if the variable is a plain tensor."""
+    harmless: list[Read] = []
     for group in groups:
         for read in [Read(ast.Constant(...), True)] if group is None else group:
             if isinstance(read.node, ast.Name) or chain.is_own(read.node) or chain.is_global(read.node):
-                known.append(read)
+                harmless.append(read)
             elif read.is_operand or not isinstance(owner := getattr(read.node, "value", None), ast.Name):
                 return None
             else:
-                known.append(Read(owner, True))
-    return tuple(known)
+                harmless.append(Read(owner, True))
+    return tuple(harmless)
 
 
 Layers = tuple[ast.expr, ...]
 
 
 class _Match:
-    """One attempt to read an expression as a site. Each method takes a place, None where an earlier one has failed, and
-    returns what the call there is applied to."""
+    """One attempt to read an expression as a site. Each method takes the place of a call and returns the place of its
+    argument. None means that this method or an earlier one has failed."""
 
     def __init__(self, chain: Chain) -> None:
         self.chain = chain
@@ -204,18 +204,18 @@ class _Match:
         self.dropout: Dropout | None = None
         self.chunk: ast.expr | None = None
         self.is_gate_last = False
-        self.options: list[ast.expr] = []  # of a dropout
-        self.read: list[Place] = []  # what else the fused call reads
+        self.options: list[ast.expr] = []  # a dropout's p and training
+        self.read: list[Place] = []  # further places that the fused call reads
 
     def after(self, value: Place | None, passing: int) -> Place | None:
-        """Take the call of the last layer apart, and within it so many calls that may pass on what they take."""
+        """Match the last layer's call and, in its argument, so many calls of dropouts or identities."""
         self.down, value = self._module(value)
         for _ in range(passing):
             value = self._passed_on(value)
         return value
 
     def _module(self, value: Place | None) -> tuple[ast.expr | None, Place | None]:
-        """Take ``self.layer(argument)`` apart."""
+        """Match ``self.layer(argument)``."""
         value = self.chain.follow(value)
         if value is None or not isinstance(node := value.node, ast.Call) or len(node.args) != 1 or node.keywords:
             return None, None
@@ -224,7 +224,7 @@ class _Match:
         return node.func, Place(node.args[0], value.index)
 
     def _passed_on(self, value: Place | None) -> Place | None:
-        """Take the call of a module apart, or that of a function with p and training."""
+        """Match the call of a module, or of a function with p and training."""
         called, argument = self._module(value)
         if called is not None:
             self.between.append(called)
@@ -238,7 +238,7 @@ class _Match:
         self.between.append(node.func)
         self.dropout = Dropout(node.func, options["p"], options["training"])
         self.options = [*options.values()]
-        self.read += [Place(each, value.index) for each in self.options]
+        self.read += [Place(option, value.index) for option in self.options]
         return Place(node.args[0], value.index)
 
     def activated(self, value: Place | None) -> Place | None:
@@ -268,12 +268,14 @@ class _Match:
         return self._apart(gate, up) or self._packed(gate, up)
 
     def _apart(self, gate: Place | None, up: Place) -> tuple[Place, Layers] | None:
-        (of_gate, x), (of_up, same_x) = self._module(gate), self._module(up)
-        if of_gate is None or of_up is None or x is None or same_x is None or dotted(of_gate) == dotted(of_up):
+        (gate_layer, x), (up_layer, same_x) = self._module(gate), self._module(up)
+        if gate_layer is None or up_layer is None or x is None or same_x is None:
+            return None
+        if dotted(gate_layer) == dotted(up_layer):
             return None
         is_same = isinstance(x.node, ast.Name) and isinstance(same_x.node, ast.Name) and x.node.id == same_x.node.id
         self.read.append(same_x)
-        return (x, (of_gate, of_up)) if is_same else None
+        return (x, (gate_layer, up_layer)) if is_same else None
 
     def _packed(self, gate: Place | None, up: Place) -> tuple[Place, Layers] | None:
         """Match ``gate, up = self.layer(x).chunk(2, dim=-1)``, and the same with the gate last."""

@@ -1,4 +1,4 @@
-"""Why no op of ours can stand for a layer, an activation or a dropout."""
+"""Says why no op of ours can stand for a layer, an activation or a dropout."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from mpkernels.nn.fusing.originals import DROPOUT, is_original
 from mpkernels.nn.fusing.recognise import is_conv1d, known_activation
 
 Named = Sequence[tuple[str, Any]]
-PLAIN_TENSORS = (Tensor, Parameter)  # no subclass: DTensors, quantised weights and stand-ins go the plain way
+PLAIN_TENSORS = (Tensor, Parameter)  # no subclasses: for DTensors, quantised weights and stand-ins the plain lines run
 _FOREIGN = "holds tensors of another class"
 WATCHED = "has hooks, or a forward of its own"
 PATCHED = "runs what somebody has put in place of torch's own"
@@ -33,13 +33,13 @@ def why_no_layer(layer: Module) -> str | None:
 
 
 def why_never(layer: Module) -> str | None:
-    """Return as why_no_layer does, but pass DTensors: fully_shard replaces them by plain tensors before a forward."""
+    """Return why_no_layer's reason, but accept DTensors: fully_shard replaces them by plain tensors in a forward."""
     reason = why_no_layer(layer)
     return None if reason is _FOREIGN and is_sharded(layer.weight) else reason
 
 
 def why_no_activation(activation: object) -> str | None:
-    """Return why this isn't one of our activations, in a call as it was written. None if it is one."""
+    """Return why this isn't one of our activations, unpatched and without hooks. None if it is one."""
     if known_activation(activation) is None:
         return "is no activation that mpkernels knows"
     if isinstance(activation, Module) and not runs_forward_alone(activation):
@@ -48,8 +48,7 @@ def why_no_activation(activation: object) -> str | None:
 
 
 def why_not_passing(value: object) -> str | None:
-    """Return why this is neither a plain dropout, as a module or as torch's function, nor a plain identity. None if it
-    is one."""
+    """Return why this is neither a plain dropout (a module or torch's function) nor a plain identity. None if it is."""
     if type(value) is not Dropout and type(value) is not Identity:
         return None if value is DROPOUT else "is no plain torch.nn.Dropout or torch.nn.Identity"
     if not runs_forward_alone(value):
@@ -58,7 +57,7 @@ def why_not_passing(value: object) -> str | None:
 
 
 def why_not_fused(layers: Named, activation: Named, between: Named) -> str:
-    """Return why no op of ours can stand for calls of these, each of which has a name. "" if one can."""
+    """Return why no op of ours can replace calls of these named modules and functions. "" if one can."""
     reasons = [(name, why_never(layer)) for name, layer in layers]
     reasons += [(name, why_no_activation(it)) for name, it in activation]
     reasons += [(name, why_not_passing(it)) for name, it in between]

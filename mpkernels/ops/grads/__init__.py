@@ -1,0 +1,1 @@
+"""Ops over lists of grads: unscale, norms and checks, the overflow report, the update of the loss scale."""

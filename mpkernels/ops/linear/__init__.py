@@ -1,0 +1,1 @@
+"""Ops of linear layers: a layer with its activation, gated layers, and their backwards."""

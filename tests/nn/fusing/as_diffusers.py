@@ -1,10 +1,10 @@
-"""Stand-ins for diffusers' projections: the same names, home and computation."""
+"""Stand-ins for diffusers' projections, with the same names, module name and computation."""
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
-__name__ = "diffusers.models.activations"  # the home of the classes below
+__name__ = "diffusers.models.activations"  # the module name that the classes below get
 
 
 class _Projection(nn.Module):
@@ -67,7 +67,7 @@ class LinearActivation(_Projection):
 
 
 class ApproximateGELU(_Projection):
-    """Is none of mpkernels' activations."""
+    """An activation that mpkernels doesn't have."""
 
     def forward(self, x):
         x = self.proj(x)

@@ -1,4 +1,4 @@
-"""The MLPs of timm and diffusers, in our own words: the same calls in the same order."""
+"""The MLPs of timm and diffusers, written by us with the same calls in the same order."""
 
 import torch
 from torch import nn
@@ -56,7 +56,7 @@ class TimmSwiGLU(nn.Module):
 
 
 class TimmGluMlp(TimmMlp):
-    """Decides in each call which half is the gate."""
+    """A gated MLP that decides in each call which half is the gate."""
 
     def __init__(self, drop=0.0):
         super().__init__(drop)
@@ -73,7 +73,7 @@ class TimmGluMlp(TimmMlp):
 
 
 class FeedForward(nn.Module):
-    """As in diffusers."""
+    """diffusers' FeedForward."""
 
     def __init__(self, projection, drop=0.0, **options):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small modules in the ways that people write MLPs, and a record of the fused ops that ran."""
+"""Small modules with MLPs in all the ways that people write them, and a record of the fused ops that ran."""
 
 from contextlib import contextmanager
 from functools import partial
@@ -178,7 +178,7 @@ class Nested(nn.Module):
 
 
 class AfterOperators(Mlp):
-    """What is computed before the last layer only reads."""
+    """An MLP where only reads come before the last layer's call."""
 
     def forward(self, x, scale=0.5):
         h = self.act(self.fc1(x))

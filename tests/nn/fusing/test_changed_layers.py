@@ -23,7 +23,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize_per_tensor"),  # of torch.ao
 ]
 FORMS = {"Mlp": Mlp, "gate and up apart": GatedApart, "gate and up in one": Packed}
-OUTSIDE = ("", "net", "layers", "layers.0", "drop2", "6", "net.3")  # what the op doesn't stand for
+OUTSIDE = ("", "net", "layers", "layers.0", "drop2", "6", "net.3")  # modules that the op doesn't replace
 PARTS = {
     "Mlp": ["fc1", "act", "fc2"],
     "gate and up apart": ["fc1", "up", "act", "dropout", "fc2"],
@@ -38,7 +38,7 @@ class Doubled(nn.Module):
 
 
 class Adapted(nn.Module):
-    """As an adapter does: the layer, and something beside it."""
+    """A wrapper like an adapter: it calls the layer and adds something."""
 
     def __init__(self, layer):
         super().__init__()
@@ -49,7 +49,7 @@ class Adapted(nn.Module):
 
 
 class OwnTensor(torch.Tensor):
-    """As quantised weights are."""
+    """A tensor subclass, as quantised weights are."""
 
 
 class OwnLinear(nn.Linear):
@@ -63,7 +63,7 @@ class OwnDropout(nn.Dropout):
 
 
 def put(change):
-    """Put something else in the place of a part."""
+    """Replace a part of the model."""
 
     def replace(model, part):
         owner, _, name = part.rpartition(".")
@@ -250,7 +250,7 @@ def test_quantize_dynamic():
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
 def test_a_compiled_model_sees_what_the_compiled_plain_model_sees(change):
-    """torch.compile passes some hooks over which come after it."""
+    """torch.compile ignores some hooks that are added after it."""
     models = Mlp(), Mlp()
     fuse(models[1])
     compiled = [torch.compile(it, backend="eager", fullgraph="hook" not in change) for it in models]

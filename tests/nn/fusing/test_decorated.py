@@ -29,7 +29,7 @@ def noted(name):
 
 
 def renamed(old, new):
-    """As transformers' deprecate_kwarg."""
+    """A decorator like transformers' deprecate_kwarg."""
 
     def decorate(function):
         names = set(inspect.signature(function).parameters)
@@ -110,7 +110,7 @@ class MethodIsDecorated(Mlp):
 
 
 class OfALayer(nn.Module):
-    """As transformers' GradientCheckpointingLayer: each class wraps its forward once more."""
+    """A base like transformers' GradientCheckpointingLayer: each subclass wraps its forward once more."""
 
     def __init_subclass__(cls):
         forward = cls.forward

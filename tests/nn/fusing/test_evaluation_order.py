@@ -15,7 +15,7 @@ BETWEEN = "something else is evaluated between its calls"
 
 
 class Effects(Mlp):
-    """Has methods that change what a forward reads."""
+    """A base with methods that change what a forward reads."""
 
     def __init__(self):
         super().__init__()

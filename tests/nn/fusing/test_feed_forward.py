@@ -1,4 +1,4 @@
-"""The MLPs of timm and diffusers are whole MLPs to fuse: it looks through identities and dropouts, and into loops."""
+"""fuse takes the MLPs of timm and diffusers as whole MLPs: it looks through identities and dropouts, and into loops."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def test_autocast_is_at_least_as_near_to_fp64(name, dtype):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_the_dropout_draws_by_its_p_and_mode_in_each_call(name):
-    """The last layer passes the hidden features on, so that one sees which were dropped."""
+    """The last layer returns the hidden features, so that the test sees which were dropped."""
     model = made(name).eval()
     last = [it for it in model.modules() if isinstance(it, nn.Linear)][-1]
     dropout = next(it for it in model.modules() if isinstance(it, nn.Dropout))

@@ -91,7 +91,7 @@ def test_a_part_is_fused(form):
 
 
 def test_what_differs_from_its_source_is_left():
-    """As after an edit of the file, or where a tool has changed the function."""
+    """The file may have been edited, or a tool may have changed the function."""
 
     class Changed(Mlp):
         def forward(self, x):

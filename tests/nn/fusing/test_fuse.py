@@ -124,7 +124,7 @@ def test_a_dry_run_changes_nothing():
 
 
 def test_unfuse_of_a_model_that_accelerate_has_unwrapped():
-    """It leaves the model's forward in the model's own attributes."""
+    """Accelerate leaves the model's forward in the model's attributes."""
     model = Mlp()
     fuse(model)
     model.forward = model.forward
@@ -181,7 +181,7 @@ def test_saved_bytes_are_counted_plain_and_fused():
 
 
 class Sealed(Mlp):
-    """Refuses new attributes once it is made."""
+    """A module that refuses new attributes once it is made."""
 
     def __init__(self):
         super().__init__()
@@ -205,7 +205,7 @@ def test_a_module_that_lets_nothing_be_set_is_fused_and_unfused():
 
 
 class Masked(Mlp):
-    """Says that it is of another class, and lets nobody set that."""
+    """A module whose ``__class__`` names another class and can't be set."""
 
     @property
     def __class__(self):

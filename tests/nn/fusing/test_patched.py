@@ -1,5 +1,5 @@
-"""What somebody has put in the place of torch's classes and functions is called by a fused model as by a plain one,
-whether that was done before fuse or after."""
+"""A fused model calls replacements of torch's classes and functions as a plain one does, whether they were patched
+before fuse or after."""
 
 from contextlib import contextmanager
 from functools import partial

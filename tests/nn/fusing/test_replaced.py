@@ -11,7 +11,7 @@ X = torch.linspace(-1, 1, 32).view(4, 8)
 
 
 def scaled_class():
-    """Made anew for each test, which replaces its methods."""
+    """Return a new class for each test, because tests replace its methods."""
 
     class Scaled(nn.Module):
         def __init__(self):
@@ -98,7 +98,7 @@ def test_what_was_patched_and_restored_is_fused_again():
 
 
 def test_a_forward_that_was_written_anew_is_fused_anew():
-    """As in a notebook, whose cell is run again: with the same source, or with another."""
+    """A notebook's cell may be run again, with the same source or with another."""
 
     def again(self, x):
         return self.fc2(self.act(self.fc1(x)))

@@ -1,4 +1,4 @@
-"""fuse looks at a model without running anything of it."""
+"""fuse looks at a model without running any of its code."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ class RunsCode(Mlp):
 
 
 class Lazy:
-    """As a proxy of something that isn't there yet."""
+    """A proxy of an object that isn't loaded yet."""
 
     @property
     def __class__(self):

@@ -93,7 +93,7 @@ def test_ddp(is_first):
 @needs_gloo
 @pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
 def test_tensor_parallelism(is_first):
-    """It hangs hooks on its layers, and so the lines run as they were written."""
+    """Tensor parallelism puts hooks on its layers, so the plain lines run."""
     want = Mlp()(X)
     with alone():
         mesh = init_device_mesh("cpu", (1,))

@@ -1,4 +1,4 @@
-"""Copies, files and torch's tools, around a model that is fused."""
+"""Copies, files and torch's tools with a fused model."""
 
 import copy
 import gc

@@ -1,3 +1,5 @@
+"""grad_stats: every kernel adds the same packs in the same order, and finds inf and NaN."""
+
 import math
 
 import pytest
@@ -66,7 +68,7 @@ def test_every_place_to_begin_at(target, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_every_kernel_has_the_same_packs(target, dtype):
-    """At every size, place and layout."""
+    """Kernels sum the same packs at every size, place and layout."""
     values = of_one_size(70_000, dtype)
     sizes = (*SIZES, 63, 65, 2047, 2049, 5000, 16384, 16392, 65_537)
     step = 5 if target.is_interpreted else 1
@@ -80,7 +82,7 @@ def test_every_kernel_has_the_same_packs(target, dtype):
 
 @pytest.mark.parametrize("power", [-149, -126, -75, -53, -52, -51, -50, -49, 48, 49, 50, 60, 127])
 def test_what_fp32_would_lose_is_added_in_fp64(target, power):
-    """Squares that fp32 has no numbers for, or few; alone, and beside packs of others."""
+    """Squares outside fp32's range or with few bits in fp32, alone and beside packs of ordinary ones."""
     generator = torch.Generator().manual_seed(power)
     grads = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -95,7 +97,7 @@ def test_what_fp32_would_lose_is_added_in_fp64(target, power):
 
 
 def test_a_packs_sum_may_end_at_either_bound(target):
-    """2^-100 and 2^100 are of fp32, the numbers beside them are not; fp64 adds up the same, to more places."""
+    """Packs with sums from 2^-100 to 2^100 are added in fp32, others in fp64, with the same sum to more places."""
     grads = []
     for root in torch.tensor([2.0**-50, 1.0, 2.0**50]):
         for nearly in (root, torch.nextafter(root, torch.zeros(())), torch.nextafter(root, torch.tensor(torch.inf))):
@@ -123,7 +125,7 @@ def test_any_number_of_tensors(target, count):
 
 
 def test_more_chunks_than_a_block_has_threads(target):
-    """test_triton_pieces has Triton's share."""
+    """tests/ops/test_triton_pieces.py tests the same for Triton."""
     if target.is_interpreted:
         pytest.skip("would take minutes")
     grad = torch.ones(257 * 8192, dtype=torch.float16, device=target.device)

@@ -1,4 +1,4 @@
-"""overflow_, and the same report from within adamw_: every kernel gives the reference's bits, which are the truth."""
+"""overflow_, and the same report made in adamw_: every kernel gives the reference's bits, which are right."""
 
 import math
 
@@ -15,7 +15,7 @@ INF, NAN = math.inf, math.nan
 
 
 def spoiled(grads, seed=1):
-    """One element in ten is inf, one NaN, two are 0, some of them below it; the first few grads stay as they are."""
+    """Set one element in ten to inf, one to NaN, two to 0, some of them negative. The first few grads stay unchanged."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.tensor([INF, -INF, NAN, NAN, 0.0, -0.0, 0.0, 0.0])
     for grad in grads[4:]:
@@ -47,7 +47,7 @@ def test_mixed_dtypes_at_every_size(target):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_odd_layouts(target, dtype):
-    """An index is the one in memory, where that has no gaps."""
+    """An index counts in the grad's order of memory if the grad has no gaps."""
     grads = spoiled(odd_layouts(dtype))
     with mpkernels.backend("reference"):
         wanted = report_of(grads, "cpu")
@@ -98,7 +98,7 @@ def test_the_ends_of_the_range(target, dtype):
 
 
 def test_more_chunks_than_a_block_has_threads(target):
-    """test_triton_pieces has Triton's share."""
+    """tests/ops/test_triton_pieces.py tests the same for Triton."""
     if target.is_interpreted:
         pytest.skip("would take minutes")
     grad = torch.ones(257 * 8192, dtype=torch.float16)
@@ -155,7 +155,7 @@ def test_adamw_reports_on_more_parameters_than_a_launch_takes(target):
 
 @pytest.mark.parametrize("state", [F32, I8], ids=str)
 def test_adamw_reports_in_the_order_of_its_parameters(target, state):
-    """Whose layout a grad need not have."""
+    """A grad may have another layout than its parameter."""
     model = Model(sizes=(24,), weights=WEIGHTS[:1], grads=(F32,), states=(state,), device=target.device)
     for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):
         tensors = [it.view(4, 6).t() if it.numel() else it for it in getattr(model, name)]

@@ -1,3 +1,5 @@
+"""unscale_: every kernel gives the reference's bits, and finds what overflows by unscaling."""
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -8,7 +10,7 @@ from tests.hard_grads import DTYPES, SIZES, clones, every_place, odd_layouts, ra
 
 
 def unscaled_by(grads, inv_scale, device):
-    """What unscale_ makes of copies of grads: those, and found_inf."""
+    """Return unscaled copies of the grads, and found_inf."""
     grads = clones(grads, device)
     found_inf = torch.zeros((), device=device)
     unscale_(grads, found_inf, torch.tensor(inv_scale, dtype=torch.float32, device=device))
@@ -16,7 +18,7 @@ def unscaled_by(grads, inv_scale, device):
 
 
 def expected(grad, inv_scale):
-    """One product in the compute dtype, rounded once."""
+    """Return the product in the compute dtype, rounded once."""
     compute = torch.promote_types(grad.dtype, torch.float32)
     return (grad.to(compute) * torch.tensor(inv_scale, dtype=torch.float32).to(compute)).to(grad.dtype)
 
@@ -89,7 +91,7 @@ def test_one_bad_element_anywhere_is_found(target, dtype, bad):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_overflow_by_unscaling_is_found(target, dtype):
-    """A scale below 1: the scaled grad is finite, what is stored isn't. torch misses it, and steps with inf."""
+    """With a scale below 1, a finite scaled grad may become inf when unscaled. torch misses it, and steps with inf."""
     largest = torch.finfo(dtype).max
     for inv_scale, overflows in (
         (1.0, 0.0),
@@ -124,7 +126,7 @@ def test_any_number_of_tensors(target, count):
 
 
 def test_as_torch_does_it(target):
-    """Where torch takes the grads, the bits are the same."""
+    """For grads that torch takes, the bits are the same."""
     for dtype in DTYPES:
         grads = random_grads(dtypes=(dtype,))
         ours, _ = unscaled_by(grads, 1 / 1000, target.device)

@@ -1,3 +1,5 @@
+"""update_scale_: the scale moves as in torch, with bounds, hysteresis and counts of overflows."""
+
 import math
 
 import pytest
@@ -57,7 +59,7 @@ def test_a_run_of_steps_as_torch_does_it(target):
 
 
 def test_min_and_max_scale(target):
-    third = 1 / 3  # which no fp32 is: the bound is rounded, like any scale
+    third = 1 / 3  # not an fp32 number: the bound is rounded, like any scale
     low, high = State(1.0, device=target.device), State(1.0, device=target.device)
     assert [low.update(1.0, min_scale=third) for _ in range(3)] == [0.5, *[torch.tensor(third).item()] * 2]
     assert [high.update(0.0, (2.0, 0.5, 1), max_scale=3.0) for _ in range(3)] == [2.0, 3.0, 3.0]
@@ -84,7 +86,7 @@ def test_scalars_may_have_one_dimension(target):
 
 
 def test_large_intervals(target):
-    """Beyond 2^32, where an int32 would compare as if they were 1."""
+    """Intervals of 2^32 + 1, which an int32 would take for 1."""
     state = State(8.0, device=target.device)
     assert state.update(0.0, (2.0, 0.5, 2**32 + 1)) == 8.0
     assert state.update(1.0, hysteresis=2**32 + 1) == 8.0

@@ -1,5 +1,5 @@
-"""The CPU's linear ops as on a machine that multiplies 16-bit matrices fast, or slowly: a library that any machine can
-load, and that is told which of the two."""
+"""Builds the CPU's linear ops as a library that any machine can load, and that is told whether the machine multiplies
+16-bit matrices fast."""
 
 import ctypes
 import functools

@@ -44,14 +44,14 @@ def test_every_activation_is_as_near_to_fp64_as_fp32_can_be(tmp_path, isa):
 
 
 def test_every_activation_bears_what_a_gpus_instructions_err(tmp_path):
-    """Its branch of math.h runs on the CPU, with results that are as wrong as PTX allows, in each direction."""
+    """The GPU's branch of math.h runs on the CPU, with results as wrong as PTX allows, in each direction."""
     program = instructions.build(SOURCE, tmp_path, *defined(GPU))
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
 
 def slopes(function, z):
-    """The first and the second derivative."""
+    """Return the first and the second derivative."""
     z = z.detach().requires_grad_()
     (first,) = torch.autograd.grad(function(z).sum(), z)
     (again,) = torch.autograd.grad(function(z).sum(), z, create_graph=True)

@@ -1,4 +1,4 @@
-"""What linear_act's kernels can get wrong beside the error contract, which tests/linear/test_blocks.py checks."""
+"""Tests of linear_act's kernels other than the error contract, which tests/linear/test_blocks.py checks."""
 
 import inspect
 
@@ -34,7 +34,7 @@ def specials(dtype):
 
 
 def kinds(value):
-    """-1 and 1 for the infinities, 2 for NaN, 0 for the rest."""
+    """Return -1 and 1 for the infinities, 2 for NaN, 0 for other numbers."""
     return value.isinf() * value.sign().nan_to_num() + 2.0 * value.isnan()
 
 
@@ -68,7 +68,7 @@ def test_relu_has_no_gradient_at_zero(target, activation, dtype):
 
 
 def test_overflow_becomes_inf(target):
-    """Saturated, it would hide from the loss scaler."""
+    """A saturated number would hide from the loss scaler."""
     x = torch.full((3, 1), 300.0, dtype=torch.float16, device=target.device)
     y = linear_act(x, x[:1], None, "none")
     assert y.isinf().all()
@@ -108,7 +108,7 @@ def test_bias_gradients_are_summed_in_fp32(target, dtype):
 
 @pytest.mark.parametrize("rows", [52, 1000, 3000])
 def test_bias_gradients_of_equal_rows(target, rows, monkeypatch):
-    """As a mean's are. Added one after another, all would be rounded to the same side: n of them by n / 8 eps."""
+    """The gradient of a mean has equal rows. Added one after another, n rows would be off by n / 8 eps."""
     if target.kernel == "triton":
         monkeypatch.setattr("mpkernels.ops.linear.linear_act_triton.PARTS", 1)  # as of many more rows
     eps, nothing = torch.finfo(torch.float32).eps, torch.empty(0, device=target.device)
@@ -127,7 +127,7 @@ def test_bias_gradients_of_equal_rows(target, rows, monkeypatch):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_y_is_rounded_once(target, dtype):
-    """Not of a z that is rounded, too. Evenly spread errors are eps / sqrt(12)."""
+    """z isn't rounded before y is. Evenly spread errors of one rounding are eps / sqrt(12)."""
     if target.kernel in ("native", "cuda"):
         pytest.skip("leaves z to torch, on some CPUs: test_linear_act_cpu knows both ways")
     x, weight, bias, dy = layer(130, 97, 75, dtype, target.device)
@@ -150,7 +150,7 @@ def test_bias_gradients_are_sums_of_dz_before_it_is_rounded(target, dtype):
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_bias_of_another_size(target, size):
-    """The op by itself: linear_act has looked at it before."""
+    """The op itself refuses it; linear_act would refuse it before the op."""
     x, weight = torch.ones(2, 3, device=target.device), torch.ones(3, 3, device=target.device)
     with pytest.raises((ValueError, RuntimeError), match="bias"):
         _linear_act(x, weight, torch.ones(size, device=target.device), "relu", False)
@@ -164,7 +164,7 @@ def test_what_was_saved_of_other_rows(target):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_fp32_gradients_of_16_bit_weights(target, dtype):
-    """They are the sums themselves, of more bits than 16."""
+    """The gradients are the sums, with more bits than 16."""
     x, weight, bias, dy = layer(70, 8, 6, dtype, target.device)
     _, _, rounded, rounded_bias = results(linear_act, x, weight, bias, dy, "gelu")
     weight, bias = (torch.nn.Parameter(it.detach()) for it in (weight, bias))
@@ -194,7 +194,7 @@ def test_expanded_and_strided_gradients(target, activation):
 
 
 def test_the_host_does_not_look_up_how_forward_is_called(monkeypatch):
-    """As autograd's Function.apply does, which takes longer than both kernels of a small layer."""
+    """autograd's Function.apply looks it up, which takes longer than both kernels of a small layer."""
     x, weight, bias, dy = layer(3, 4, 5, torch.float32)
     with backend("native"):
         linear_act(x, weight.requires_grad_(), bias).backward(dy)  # what is imported only now may look

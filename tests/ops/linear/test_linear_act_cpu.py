@@ -1,4 +1,4 @@
-"""What the CPU's C++ kernel does one way or another: on machines that multiply 16-bit matrices fast, and in blocks."""
+"""The CPU's C++ kernel in its two ways, for machines that multiply 16-bit matrices fast and for others; its blocks."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""What Triton's kernels can get wrong and no other: edges of tiles, strides, the choice of a kernel, its formulas."""
+"""Tests for Triton's kernels alone: edges of tiles, strides, the choice of a kernel, formulas."""
 
 from functools import partial
 

@@ -38,7 +38,7 @@ SHAPES = [(6, 5, 7), (6, 8, 16), (1, 8, 16), (6, 1, 16), (6, 8, 1), (1, 1, 1)]
 
 
 def whole_numbers(rows, features, outputs, dtype):
-    """x, weight, bias, dy: every sum of their products is exact, in whichever order torch adds them up."""
+    """Return x, weight, bias and dy, whose sums of products are exact in any order."""
     shapes = (rows, features), (outputs, features), (outputs,), (rows, outputs)
     return [integers(*shape, dtype=dtype, seed=seed) for seed, shape in enumerate(shapes)]
 
@@ -46,7 +46,7 @@ def whole_numbers(rows, features, outputs, dtype):
 @pytest.mark.parametrize("dtype", [B16, F32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_layouts_change_no_bit(emulated, shape, dtype):
-    """Each operand in each layout; a wrong stride reads other numbers."""
+    """Each operand has each layout. A wrong stride would read other numbers."""
     x, weight, bias, dy = whole_numbers(*shape, dtype)
     y, z = forward(x, weight, bias, "relu2", True)
     wanted = backward(dy, x, weight, z, "relu2", F32, dtype)
@@ -83,7 +83,7 @@ def test_sums_of_many_blocks(emulated, rows, columns, dtype):
     """No number goes through more than 2 sqrt(rows) additions, and each rounds a part of the sum of magnitudes."""
     dy = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0)).to(dtype)
     first, second = (backward(dy, None, None, dy.new_empty(0), "none", None, F32)[2] for _ in range(2))
-    assert torch.equal(first, second)  # though blocks run in another order
+    assert torch.equal(first, second)  # although blocks run in another order
     wide = dy.double()
     error, largest = (first - wide.sum(0)).abs(), 2 * rows**0.5 * torch.finfo(F32).eps / 2
     assert (error <= largest * wide.abs().sum(0)).all()
@@ -125,7 +125,7 @@ def test_launches(emulated):
 
 
 def test_sixteen_bits_are_rounded_as_torch_rounds_them(emulated):
-    """The product, and y of it."""
+    """Both the product and y are rounded."""
     x, weight, bias, _ = layer(33, 40, 24, B16)
     y, z = forward(x, weight, bias, "silu", True)
     assert torch.equal(z, torch.nn.functional.linear(x, weight, bias))

@@ -1,3 +1,5 @@
+"""linear_dact: every kernel against fp64 in its error, layouts, sizes, and numbers that are not finite."""
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -91,7 +93,7 @@ def test_what_is_not_finite_passes_as_in_fp64(target, activation, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_h_is_what_the_forward_makes_of_that_z(target, activation, dtype):
-    """The forward's product is one with 1: it is exact, also of what isn't finite."""
+    """The forward multiplies by 1 here, so its product is exact, even if it isn't finite."""
     values = specials(dtype)
     z = torch.cat((values, torch.linspace(-8, 8, 400 - len(values)).to(dtype))).unsqueeze(1).to(target.device)
     one = torch.ones(1, 1, dtype=dtype, device=target.device)
@@ -112,7 +114,7 @@ def test_h_is_what_the_forward_makes_of_that_z(target, activation, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", [name for name, it in ACTIVATIONS.items() if it.saves == "z"])
 def test_h_changes_no_bit_of_the_other_results(target, activation, dtype):
-    """But in Triton, where tiles are narrower with it, of sums: they may be taken in another order."""
+    """Except sums in Triton: tiles are narrower with h, so sums may be taken in another order."""
     dy, weight = (integers(*it, dtype=dtype, device=target.device) for it in ((70, 33), (33, 40)))
     z = before_a_layer(70, 33, 40, dtype, target.device)[2]
     with_h, without = (_linear_dact(dy, weight, z, activation, F32, wants_h) for wants_h in (True, False))
@@ -123,7 +125,7 @@ def test_h_changes_no_bit_of_the_other_results(target, activation, dtype):
 
 
 def test_rows_beyond_the_last_one_add_nothing(target):
-    """Not even where they would be 0 times inf."""
+    """Rows beyond the last one must not add 0 times inf either."""
     weight = torch.tensor([[INF, 1.0]], device=target.device)
     dz, dbias = linear_dact(weight.new_ones(3, 1), weight, weight.new_empty(0), "none", F32)
     assert dz.tolist() == [[INF, 1.0]] * 3

@@ -1,3 +1,5 @@
+"""linear_gated: every kernel against fp64 in its error, layouts, sizes, and numbers that are not finite."""
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -14,7 +16,7 @@ B16, F32 = torch.bfloat16, torch.float32
 
 
 def operands(rows, features, outputs, last, dtype, device):
-    """x, both weights and biases; dy and the weight of the layer that takes h: whole numbers, whose sums are exact."""
+    """Return x, both weights and biases, dy and the next layer's weight: whole numbers, whose sums are exact."""
     shapes = (rows, features), (2 * outputs, features), (2 * outputs,), (rows, last), (last, outputs)
     x, weight, bias, dy, out = (integers(*it, dtype=dtype, device=device, seed=i) for i, it in enumerate(shapes))
     return [x, *weight.chunk(2), *bias.chunk(2)], dy, out
@@ -71,7 +73,7 @@ def test_empty_in_any_dimension(target, sizes, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu", "relu2"])
 def test_what_is_not_finite_passes_as_in_fp64(target, activation, dtype):
-    """Elsewhere inf meets a slope that is 0 only once rounded."""
+    """Other activations have a slope that becomes 0 only by rounding, and inf times such a slope differs."""
     gate = specials(dtype).unsqueeze(1)
     one, half = torch.ones(1, 1, dtype=dtype), torch.full((1, 1), 0.5, dtype=dtype)
     h, _ = (

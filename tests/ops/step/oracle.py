@@ -17,14 +17,14 @@ from mpkernels.ops.step.split import copied_master, join  # proven for every wei
 from tests.hard_grads import same_bits
 
 F32, F64, I8 = torch.float32, torch.float64, torch.int8
-HALF = {F32: 2.0**-24, F64: 2.0**-53, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # what rounding costs at most
+HALF = {F32: 2.0**-24, F64: 2.0**-53, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # a rounding's largest error
 STORED = ("params", "masters", "scales", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "steps")
 QUANTIZED = 256  # 8-bit moments that share a scale
 
 
 @dataclass
 class Hyper:
-    """What holds for one parameter's step. factor: of the grad, by which it is unscaled, clipped and turned round."""
+    """The numbers of one parameter's step. ``factor`` unscales, clips and negates the grad."""
 
     lr: float
     beta1: float
@@ -36,7 +36,7 @@ class Hyper:
 
 @dataclass
 class Point:
-    """What one parameter's tensors stand for, in fp64. largest: None without amsgrad."""
+    """The values of one parameter's tensors in fp64. ``largest`` is None without amsgrad."""
 
     weight: Tensor
     exp_avg: Tensor
@@ -46,7 +46,7 @@ class Point:
 
 
 def stepped(before: Point, grad: Tensor, by: Hyper) -> tuple[Point, Tensor]:
-    """Return the next point, and how much the weight sinks for each unit of exp_avg."""
+    """Return the next point, and by how much a unit of exp_avg lowers the weight."""
     steps = before.steps + 1
     exp_avg = by.beta1 * before.exp_avg + (1 - by.beta1) * grad
     exp_avg_sq = by.beta2 * before.exp_avg_sq + (1 - by.beta2) * grad.square()
@@ -62,7 +62,7 @@ def snapshot(model) -> SimpleNamespace:
 
 
 def assert_step(before, after, grads, hypers, grad_scale=None, found_inf=None, max_norm=math.inf):
-    """Compare two snapshots, between which a step was taken. hypers: of each parameter; their factors are 1 or -1."""
+    """Compare snapshots before and after a step. ``hypers`` has those of each parameter, with factors of 1 or -1."""
     grads = [grad.detach().cpu().double() for grad in grads]
     unscale = 1.0 if grad_scale is None else torch.tensor(1 / grad_scale, dtype=F32).item()
     norm = math.sqrt(sum(grad.square().sum().item() for grad in grads)) * unscale if max_norm < math.inf else 0.0
@@ -103,7 +103,7 @@ def _assert_near(before, after, i: int, grad: Tensor, by: Hyper) -> None:
 
 
 def _point(at, i: int) -> Point:
-    """Return what the tensors of parameter i stand for."""
+    """Return the values of parameter i's tensors."""
     param, master, scales = at.params[i], at.masters[i], at.scales[i]
     moments = [at.exp_avgs[i], at.exp_avg_sqs[i], at.max_exp_avg_sqs[i]]
     if scales.numel():
@@ -123,7 +123,7 @@ def _decoded(codes: Tensor, scales: Tensor, is_squared: bool) -> Tensor:
 
 
 def _off_coded(values: Tensor, codes: Tensor, is_squared: bool) -> Tensor:
-    """Return the error that int8.h states."""
+    """Return the error bound that int8.h states."""
     root = values.sqrt() if is_squared else values
     flat = torch.empty_like(codes, dtype=F64).copy_(root.abs()).as_strided((codes.numel(),), (1,))
     blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % QUANTIZED)).view(-1, QUANTIZED)
@@ -150,7 +150,7 @@ def _off_param(at, i: int, weight: Tensor) -> Tensor:
 
 
 def _is_plain(grad: Tensor, old: Point, new: Point) -> Tensor:
-    """Return where no number is, or comes to be, inf, NaN or so small that fp32 rounds it otherwise."""
+    """Return where no number is or becomes inf, NaN, or so small that fp32 rounds it with a larger relative error."""
     plain = torch.ones_like(grad, dtype=torch.bool)
     numbers = [grad, grad.square(), old.weight, new.weight, *vars(old).values(), *vars(new).values()]
     for it in numbers:

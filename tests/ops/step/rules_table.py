@@ -41,8 +41,8 @@ class LionInPlainTorch(torch.optim.Optimizer):
 
 class Line(NamedTuple):
     ops: StepOps
-    hypers: dict[str, tuple[float, float]]  # of two groups
-    twin: Callable[..., torch.optim.Optimizer]  # in plain torch
+    hypers: dict[str, tuple[float, float]]  # hyperparameter -> its values in two groups
+    twin: Callable[..., torch.optim.Optimizer]  # the same optimizer in plain torch
     # The twin's options, of a group's hyperparameters and of whether the parameter has the states that are optional.
     options: Callable[[dict[str, float], bool], dict[str, Any]]
 
@@ -90,7 +90,7 @@ class Rows:
         self, line, sizes=(37,), weights=WEIGHTS, grads=(F32, F16, B16), states=(F32, B16, I8), device="cpu",
         in_pairs=False,
     ):  # fmt: skip
-        """in_pairs: only as many combinations as it takes for each two values to meet."""
+        """With ``in_pairs``, take only so many combinations that each two values meet in one."""
         self.line, self.rule, self.device = line, line.ops.rule, device
         has_optional = (False, True) if self.rule.needed < len(self.rule.states) else (False,)
         self.cases = list(itertools.product(sizes, weights, grads, states, has_optional))
@@ -145,7 +145,7 @@ class Rows:
 
 
 def rows_on(target, line, **kinds):
-    """An interpreted kernel takes milliseconds for each row."""
+    """Return fewer rows for interpreted kernels, which take milliseconds a row."""
     return Rows(line, device=target.device, in_pairs=target.is_interpreted, **kinds)
 
 

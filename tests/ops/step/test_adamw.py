@@ -18,7 +18,7 @@ class Model(Rows):
         super().__init__(RULES["adamw"], sizes, **kinds)
 
     def step(self, grads, maximize=(False, True), max_norm=math.inf, on_device=(), report=None, **changed):
-        """changed: hyperparameters of both groups, grad_scale and found_inf."""
+        """Take a step. ``changed`` has hyperparameters of both groups, grad_scale and found_inf."""
         scalars = {name: changed.pop(name, None) for name in ("grad_scale", "found_inf")}
         hypers, before = self.line.hypers | changed, oracle.snapshot(self)
         super().step(grads, hypers, maximize, max_norm, on_device, report, **scalars)
@@ -37,7 +37,7 @@ for _name in oracle.STORED:
 
 
 def beside_the_reference(target, act, **kinds):
-    """Return the target's model after ``act(model)``, where the same has left the same bits in the reference's."""
+    """Return the target's model after ``act(model)``. Assert that the reference's model has the same bits then."""
     ours, reference = Model(device=target.device, **kinds), Model(**kinds)
     act(ours)
     with mpkernels.backend("reference"):
@@ -56,7 +56,7 @@ def assert_same_steps(target, steps=3, model=None, **arguments):
 
 @pytest.mark.parametrize(("grad", "grad_scale", "moves"), [(3e38, 0.5, False), (3e38, 1.0, True), (3e38, 4.0, True)])
 def test_nothing_moves_where_unscaling_overflows(target, grad, grad_scale, moves):
-    """As it may with a scale below 1, though every grad is finite."""
+    """With a scale below 1, unscaling may overflow although every grad is finite."""
     model = Model(sizes=(1,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
     before = [tensor.clone() for tensor in model.params]
     grads = [torch.full_like(grad, 0.0) for grad in model.grads(0)]
@@ -79,7 +79,7 @@ def test_empty_parameters_count_their_steps(target):
 
 
 def test_no_weight_moves_without_a_gradient_and_rate(target):
-    """What torch.distributed.checkpoint does to make states: zero grads, lr = 0. Not one bit may change."""
+    """torch.distributed.checkpoint makes states by a step with zero grads and lr = 0. Not one bit may change."""
     model, untouched = (Model(sizes=(300,), device=target.device) for _ in range(2))
     model.step([torch.zeros_like(grad) for grad in model.grads(0)], lr=[0.0, 0.0])
     assert {name for name, _ in model.differences(untouched)} == {"steps"}

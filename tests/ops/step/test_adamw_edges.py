@@ -1,4 +1,4 @@
-"""adamw_ at the ends of ranges, beside inf and NaN, with weights that somebody wrote to, and what it tells."""
+"""adamw_ at the ends of ranges, with inf and NaN, with weights that somebody wrote to, and its outcome."""
 
 import math
 
@@ -13,7 +13,7 @@ from tests.ops.step.test_adamw import Model, assert_same_steps, beside_the_refer
 
 
 def test_many_chunks_of_each_kind_of_moments(target):
-    """Exactly one, and one element beyond some: where a block's scales lie, and who counts the step."""
+    """Sizes of exactly one chunk, and of some chunks and an element: scales lie right, and the step counts once."""
     options = {"sizes": (8192, 16384 + 513), "weights": [(B16, "split")], "grads": (F32,), "states": (F32, I8)}
     model = assert_same_steps(target, steps=2, model=options)
     assert {step.item() for step in model.steps} == {2.0}
@@ -38,7 +38,7 @@ def test_blocks_of_shrinking_moments(target):
 
 
 def test_a_largest_that_is_nan_stays(target):
-    """As torch.maximum has it."""
+    """torch.maximum keeps NaN, too."""
     options = {"sizes": (3,), "weights": WEIGHTS[:1], "grads": (F32,), "states": (F32,)}
 
     def step(model):
@@ -102,7 +102,7 @@ def test_grads_at_the_ends_of_the_range(target, states):
 
 
 def test_a_scale_that_is_no_power_of_two(target):
-    """Its reciprocal is rounded to fp32, as torch's GradScaler has it, and not again before it is clipped."""
+    """The scale's reciprocal is rounded to fp32, as by torch's GradScaler, and not again before clipping."""
     options = {"sizes": (333,), "states": (F32,), "weights": WEIGHTS[:1], "grads": (F32,)}
     for scale in (3.0, 7.0, 11.0, 1000.0):
         assert_same_steps(target, steps=2, model=options, grad_scale=scale, max_norm=0.5)
@@ -133,7 +133,7 @@ def test_what_a_step_tells(target, scale, found_inf, sumsq, max_norm):
 
 @pytest.mark.parametrize("max_norm", [1.0, math.inf])
 def test_a_nan_norm_is_not_taken_for_a_small_one(target, max_norm):
-    """Nor looked at where nothing is clipped."""
+    """Without clipping, the norm isn't read at all."""
     model = Model(sizes=(40,), grads=(F32,), device=target.device)
     model.steps = [step.fill_(1.0) for step in model.steps]
     nan = torch.full((), math.nan, dtype=torch.float64, device=target.device)

@@ -1,5 +1,5 @@
-"""Where arrays begin, and where rounds, packs, chunks and blocks of them end: a kernel that reads several elements at
-once must find the same ones. Sizes are above 2048, the elements of a CUDA block's round."""
+"""Arrays begin at odd places, and rounds, packs, chunks and blocks end anywhere: a kernel that reads several elements
+at once must read the same ones. Sizes are above 2048, the elements of a CUDA block's round."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ LISTS = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
 def moved(tensor, offset):
-    """A copy that begins so many elements after a 64-byte boundary."""
+    """Return a copy that begins so many elements after a 64-byte boundary."""
     copy = tensor.new_empty(offset + tensor.numel())[offset:]
     return copy.copy_(tensor)
 
 
 def assert_same_steps_from(target, offsets, **options):
-    """`offsets` of lists by name, 0 elsewhere."""
+    """Compare steps whose lists begin at these ``offsets``, by name; other lists at 0."""
 
     def steps(model):
         for name in LISTS:
@@ -31,7 +31,7 @@ def assert_same_steps_from(target, offsets, **options):
 
 
 def kinds(target, **more):
-    """Of rows: every one, or few where a kernel is interpreted."""
+    """Return all kinds of rows, or few for an interpreted kernel."""
     few = {"weights": WEIGHTS[1:2], "grads": (B16,), "states": (F32,)} if target.is_interpreted else {}
     return {"weights": WEIGHTS, "states": (F32, B16, I8)} | more | few
 

@@ -15,7 +15,7 @@ SQUARED = pytest.mark.parametrize("squared", [False, True], ids=["exp_avg", "exp
 
 
 def moments(squared, size=5000, seed=0):
-    """Spread over ten orders of magnitude, within each block too."""
+    """Return moments spread over ten orders of magnitude, within each block, too."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size, generator=generator) * 10 ** (torch.rand(size, generator=generator) * 10 - 10)
     return x * x if squared else x
@@ -38,7 +38,7 @@ def test_the_error_is_within_what_is_stated(squared):
 
 @SQUARED
 def test_every_code_is_encoded_from_what_it_decodes_to(squared):
-    """So a checkpoint may hold moments in fp32."""
+    """Decoding and encoding loses nothing, so a checkpoint may hold moments in fp32."""
     q = torch.arange(-128 if squared else -127, 128, dtype=torch.int32).to(torch.int8)
     codes = torch.cat([q, q[-1:].repeat(256 - len(q))])  # the largest code is there, as in any block
     for scale in (1.0, 3e-7, 0.1, 1.9999999, 1e5, 2.0**-46):
@@ -92,14 +92,14 @@ def thresholds(squared):
 
 
 def codes_of(values, squared):
-    """Return the reference's codes, each in a block of its own beside a 1, in whose scale it therefore is."""
+    """Return the reference's codes. Each number is in a block of its own with a 1, so the block's scale is 1."""
     blocks = torch.zeros(len(values), 256)
     blocks[:, 0], blocks[:, 1] = 1, values
     return int8.encode(blocks.flatten(), squared)[0].view(len(values), 256)[:, 1].int()
 
 
 def steps_alike(target, grads):
-    """Three steps after which the moments are those of the last grad alone."""
+    """Take three steps, after which the moments come from the last grad alone."""
     options = {"sizes": (len(grads),), "weights": WEIGHTS[:2], "grads": (F32,), "states": (I8,)}
     ours, reference = Model(device=target.device, **options), Model(**options)
     for turn in range(3):

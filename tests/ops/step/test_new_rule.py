@@ -1,4 +1,4 @@
-"""CONTRIBUTING's recipe for a new rule, followed in a copy of the checkout: new_rule/ holds what it takes."""
+"""CONTRIBUTING's recipe for a new rule, followed in a copy of the checkout with the files of new_rule/."""
 
 import json
 import shutil
@@ -58,7 +58,7 @@ def keep_what_a_step_needs(csrc):
 
 
 def build_for_the_cpu(tree):
-    """As setup.py does, but for one instruction set."""
+    """Build as setup.py does, but for one instruction set."""
     sources = [*tree.glob("csrc/**/*_cpu.cpp"), *tree.glob("csrc/**/*_torch.cpp")]
     sources.append(Path(torch.__file__).parent / "lib" / "libtorch.so")
     flags = "-shared -fPIC -std=c++17 -O2 -ffp-contract=off -fno-math-errno -Wno-psabi -Wl,--no-as-needed"

@@ -70,7 +70,7 @@ def test_after_skipped_steps(target):
 
 @pytest.mark.parametrize("options", [{}, {"amsgrad": True}, {"maximize": True}, {"weight_decay": 0.3}], ids=str)
 def test_the_oracle_is_torchs(options):
-    """In fp64, where torch.optim.AdamW's own order of operations is as good as any other."""
+    """Compare the oracle with torch.optim.AdamW in fp64, where the order of operations matters little."""
     param = torch.nn.Parameter(torch.linspace(-1, 1, 50, dtype=F64))
     theirs = torch.optim.AdamW([param], lr=1e-2, foreach=False, **options)
     zeros = torch.zeros(50, dtype=F64)

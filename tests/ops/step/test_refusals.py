@@ -24,7 +24,7 @@ BAD = {  # which lists, and what becomes of them
 
 @pytest.mark.parametrize(("names", "change"), BAD.values(), ids=BAD)
 def test_scales_that_do_not_go_with_their_moments(target, names, change):
-    """Nothing would stop a kernel from reading beyond them, or from mistaking whose they are."""
+    """A kernel would read beyond wrong scales, or use another tensor's."""
     model, untouched = (
         Model(sizes=(360,), weights=WEIGHTS[:1], grads=(F32,), states=(I8,), device=target.device) for _ in range(2)
     )

@@ -67,7 +67,7 @@ def test_grads_are_only_read(target, line):
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(1, None)], ids=["all", "lr", "all but lr"])
 def test_hyperparameters_on_the_device(target, line, which, dtype):
-    """They give what the same floats give, also beside others that are floats."""
+    """Tensors on the device give the same as floats, also beside floats."""
     model = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2]}
     by_value, on_device = rows_on(target, line, **model), rows_on(target, line, **model)
     may_be_tensors = list(line.hypers)[: line.ops.rule.tensors]
@@ -88,7 +88,7 @@ def test_hyperparameters_on_the_device(target, line, which, dtype):
 @of_each_rule
 @pytest.mark.parametrize("maximize", [False, True])
 def test_fp64_is_plain_torchs(target, line, maximize):
-    """Five steps of each group, beside an optimizer that others wrote."""
+    """Five steps of each group beside an optimizer of torch's."""
     rows = Rows(line, weights=[(F64, "none")], grads=(F64,) * 4, states=(F64,), device=target.device)
     ends = [has_optional for *_, has_optional in rows.cases]
     params = [it.cpu().clone().requires_grad_() for it in rows.lists["params"]]
@@ -109,7 +109,7 @@ def test_fp64_is_plain_torchs(target, line, maximize):
 @of_each_rule
 @pytest.mark.parametrize("kind", ["split", "fp32"])
 def test_a_master_is_what_an_fp32_weight_would_be(target, line, kind):
-    """Bit for bit, where it begins as the same number."""
+    """A master that begins as the same number stays equal to the fp32 weight, bit for bit."""
     model = {"sizes": (500,), "grads": (B16,), "states": (F32,)}
     ours = rows_on(target, line, weights=[(B16, kind)], **model)
     plain = rows_on(target, line, weights=[(F32, "none")], **model)

@@ -1,4 +1,4 @@
-"""The guarantee of csrc/step/split.h, over all 2^32 masters; and that its twin in torch gives the same bits."""
+"""csrc/step/split.h's guarantee holds for all 2^32 masters, and its twin in torch gives the same bits."""
 
 import platform
 import subprocess
@@ -70,7 +70,7 @@ def test_the_remainder_of_another_weight(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_the_weight_is_the_nearest(dtype):
-    """It differs from torch's rounding on ties alone."""
+    """The rounding differs from torch's only for ties."""
     master = masters()
     master = master[master.isfinite()]
     weight = split(master, dtype)[0]
@@ -80,7 +80,7 @@ def test_the_weight_is_the_nearest(dtype):
 
 
 class Calls(TorchDispatchMode):
-    """How often an op is called."""
+    """Counts calls of an op."""
 
     def __init__(self, op):
         super().__init__()

@@ -1,3 +1,5 @@
+"""Runs the compile gate: measures every kernel, compares with the tables, or rewrites these with ``--update``."""
+
 import argparse
 import os
 import re

@@ -49,7 +49,7 @@ def _file(keep: Path, key: str, chip: str) -> Path:
 
 
 def trace(compiler: str, case: str, chip: str, keep: Path) -> list[Traced]:
-    """Of one case, on a chip whose code lies in ``keep``. What is stored is what the reference computes."""
+    """Trace a case's launches on a chip, with code from ``keep``. They must store what the reference computes."""
     rows, stored = [], dict[int, int]()
 
     def take(seen: Seen) -> None:

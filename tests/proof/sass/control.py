@@ -208,4 +208,4 @@ def _exit(warp: Warp, instruction: Instruction) -> None:
     "UCGABAR_ARV", "UCGABAR_WAIT", "ACQBULK", "PREEXIT", "FENCE", "LDTRAM", "NANOSLEEP", "CCTLL",
 )  # fmt: skip
 def _nothing(warp: Warp, instruction: Instruction) -> None:
-    """One warp, alone and in order, has nobody to wait for."""
+    """Do nothing: one warp, alone and in order, has nobody to wait for."""

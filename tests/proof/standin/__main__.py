@@ -50,7 +50,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings(options: argparse.Namespace) -> str:
-    """In the order in which runtime/machine.cpp reads them."""
+    """Return the settings in the order in which runtime/machine.cpp reads them."""
     major, minor = map(int, options.driver.split("."))
     protects = not options.triton  # the interpreter reads device memory as the host's
     capabilities = options.capability.replace(".", "").split(",")
