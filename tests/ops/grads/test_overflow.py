@@ -15,7 +15,7 @@ INF, NAN = math.inf, math.nan
 
 
 def spoiled(grads, seed=1):
-    """Set one element in ten to inf, one to NaN, two to 0, some of them negative. The first few grads stay unchanged."""
+    """Set one element in ten to inf, one to NaN, two to 0, some of these negative. The first few grads stay."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.tensor([INF, -INF, NAN, NAN, 0.0, -0.0, 0.0, 0.0])
     for grad in grads[4:]:
