@@ -234,7 +234,7 @@ def test_a_step_on_a_gpu_is_two_launches():
 def test_the_overflow_report_in_docs_is_what_its_call_prints():
     page = (ROOT / "docs" / "overflow.md").read_text()
     [call] = re.findall(r"`print\((scaler\.overflow_report\(.*?\))\)`", page)
-    [sample] = re.findall(r"^```\n(The last step skipped.*?)^```", page, re.MULTILINE | re.DOTALL)
+    [sample] = re.findall(r"^```\n(The newest skipped step.*?)^```", page, re.MULTILINE | re.DOTALL)
     model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
     optimizer, scaler = optim.AdamW(model.parameters()), amp.GradScaler("cpu", init_scale=16384.0)
     scaler.scale(torch.ones(()))
