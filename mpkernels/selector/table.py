@@ -62,7 +62,7 @@ NOTES = (
     f"{WIDENED}: on a CPU without instructions for 16-bit products, which therefore multiplies in fp32",
     "training: a call that autograd records; input rows: all dimensions of the input but its last, multiplied",
     "out_features: of the only layer, or of an MLP's first one",
-    "native: our C++; gradients rounded: fp32 weights get gradients rounded to 16 bits, as from torch under autocast",
+    "native: our C++; gradients rounded: fp32 weights under autocast alone, whose gradients are rounded as torch's are",
     "measured: times torch's speed, forward and backward, in this file of benchmarks/results",
 )
 
