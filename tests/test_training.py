@@ -12,7 +12,7 @@ from mpkernels.optim import AdamW, Masters
 from tests.networks import B16, F16, one_thread
 
 __all__ = ["one_thread"]  # a fixture that each test uses
-pytestmark = pytest.mark.begins_first
+pytestmark = [pytest.mark.exhaustive, pytest.mark.begins_first]
 
 F32 = torch.float32
 SEEDS, STEPS, LAYERS, HEADS, WIDTH, CONTEXT, BATCH, HELD_OUT = range(6), 300, 2, 2, 32, 32, 4, 32
@@ -132,11 +132,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "options", "distance"),
-    [pytest.param(*it, marks=() if it is CASES[-1] else pytest.mark.exhaustive) for it in CASES],
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "options", "distance"), CASES, ids=str)
 def test_every_seed_learns_what_it_learns_in_fp32(dtype, options, distance):
     apart = trained(AdamW, dtype, **options) - trained(torch.optim.AdamW, F32)
     assert apart.abs().max() <= distance
@@ -146,7 +142,6 @@ def masters_around_muon(params, **options):
     return Masters(torch.optim.Muon(params, **options))
 
 
-@pytest.mark.exhaustive
 def test_every_seed_learns_by_muon_inside_masters_what_it_learns_in_fp32():
     """Measured over 6 seeds: 0.0002 at most; in fp16 0.0001."""
     ours, theirs = (masters_around_muon, AdamW, B16), (torch.optim.Muon, torch.optim.AdamW, F32)
@@ -154,7 +149,6 @@ def test_every_seed_learns_by_muon_inside_masters_what_it_learns_in_fp32():
     assert apart.abs().max() <= 0.001
 
 
-@pytest.mark.exhaustive
 def test_the_distances_are_within_the_noise_and_a_missing_master_is_not():
     """The noise: how far fp32's loss spreads over the seeds. Two times 8 seeds: 0.019, 0.034; without a master 0.15 to
     0.22 are lost."""

@@ -12,12 +12,8 @@ from mpkernels.optim import AdamW
 from tests.faults import faults
 from tests.networks import B16
 
-pytestmark = pytest.mark.begins_first
-OPTIONS = [
-    pytest.param({"master": "split"}, marks=pytest.mark.exhaustive),
-    pytest.param({"master": "fp32", "amsgrad": True}, marks=pytest.mark.exhaustive),
-    {"state_dtype": torch.int8},
-]
+pytestmark = [pytest.mark.exhaustive, pytest.mark.begins_first]
+OPTIONS = [{"master": "split"}, {"master": "fp32", "amsgrad": True}, {"state_dtype": torch.int8}]
 
 
 def trained(steps, **options):

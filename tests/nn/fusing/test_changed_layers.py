@@ -247,6 +247,7 @@ def test_quantize_dynamic():
         assert_close(fused(X), plain(X), rtol=0, atol=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
 def test_a_compiled_model_sees_what_the_compiled_plain_model_sees(change):

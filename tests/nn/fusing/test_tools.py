@@ -159,6 +159,7 @@ def sequential():
 RECORDED = {"Mlp": Mlp, "Gated": Gated, "sequential": sequential} | {name: partial(made, name) for name in KINDS}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("recorder", RECORDERS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
