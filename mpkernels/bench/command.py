@@ -51,12 +51,12 @@ def run(arguments: argparse.Namespace, refuse: Callable[[str], None]) -> int:
 
 def _in_turns(chosen: list[Benchmark], session: Session) -> int:
     clock, code = Clock(QUICK_SECONDS), 0
-    for number, (turn, benchmark) in enumerate(product(range(QUICK_TURNS), chosen), 1):
+    for turn, benchmark in product(range(QUICK_TURNS), chosen):
         if reason := clock.why_not(benchmark.name):
             if turn == 0:
                 session.skipped[benchmark.name] = reason
             continue
-        print(f"{number}/{QUICK_TURNS * len(chosen)} {benchmark.name}", file=sys.stderr, flush=True)
+        print(f"turn {turn + 1} of {QUICK_TURNS}: {benchmark.name}", file=sys.stderr, flush=True)
         with clock.turn(benchmark.name):
             code |= _measure(benchmark, session, SECONDS_OF_A_TURN, builds=1)
     return code

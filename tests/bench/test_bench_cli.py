@@ -136,7 +136,7 @@ def test_quick_measures_a_case_in_turns_without_what_is_optional():
     python = WITHOUT.format(modules=modules).replace("sys.exit", unhurried)
     done = bench("--quick", "--only", "unscale_", python=("-c", python))
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d)/4 unscale_", done.stderr) == ["1", "2", "3", "4"]
+    assert re.findall(r"turn (\d) of 4: unscale_", done.stderr) == ["1", "2", "3", "4"]
     (line,) = re.findall(r"unscale_ cpu.*", done.stdout)  # all turns together
     is_in_doubt = " wide" in line or " busy" in line
     says = (
