@@ -69,6 +69,8 @@ class FuseReport(Report):
                 become(module, kind)
 
     def _parts(self) -> list[str | Table]:
+        if not (self.fused or self.left):
+            return ["Nothing to fuse: no module applies an activation to the output of its linear layer."]
         fused = _table(("fused", "what stood there", "becomes a call of"), self.fused)
         return [fused, "", _table(("left", "what stands there", "why"), self.left)]
 

@@ -165,6 +165,10 @@ def test_the_report_is_a_table():
     )
 
 
+def test_a_report_on_nothing_is_a_sentence():
+    assert str(fuse(nn.Linear(2, 2))).startswith("Nothing to fuse: ")
+
+
 def test_saved_bytes_are_counted_plain_and_fused():
     """GPT-2's activation keeps 8 tensors of the hidden size; a lone linear_act keeps one."""
 
