@@ -83,6 +83,8 @@ def train(device: str, folder: Path) -> None:
 
 def main() -> None:
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
+    if not dist.is_torchelastic_launched():
+        raise SystemExit(f"start it by torchrun --standalone --nproc-per-node 2 {__file__}")
     has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     store, rank, world = next(dist.rendezvous("env://"))
     # torchrun keeps its store over restarts, where a process might find the address of a dead one (torch 2.13).

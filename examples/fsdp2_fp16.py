@@ -45,6 +45,8 @@ def train(device: str) -> None:
 
 
 def main() -> None:
+    if not dist.is_torchelastic_launched():
+        raise SystemExit(f"start it by torchrun --standalone --nproc-per-node 2 {__file__}")
     has_gpus = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
     device = f"cuda:{os.environ['LOCAL_RANK']}" if has_gpus else "cpu"
     if has_gpus:
