@@ -152,4 +152,4 @@ def _models(path: Path) -> str:
     where = f"{SHORT.get(found['machine']['cpu'], found['machine']['cpu'])}, {found['machine']['cores']} cores"
     source = f"[samples](benchmarks/results/models/{path.name})"
     what = "With `fuse(model)`, a training step's peak memory beside the weights, relative to without"
-    return f"* {what}: {words}; no less in {others} other models; {where}, uncompiled ({source})."
+    return f"* {what}: {words}; {WORTH_A_WORD} or more in {others} other models; {where}, uncompiled ({source})."

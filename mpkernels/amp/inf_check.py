@@ -26,10 +26,10 @@ Grads = dict[torch.device, tuple[list[Tensor], list[Tensor]]]  # device -> param
 def unscale_(grads: Grads, inv_scale: Tensor, attempts: dict[torch.device, Attempt]) -> FoundInf:
     """Unscale the grads in place, and return whether any of them is inf or NaN afterwards. Leave out devices whose
     grads an earlier, failed attempt has already unscaled."""
-    for device, (params, neighbours) in grads.items():
+    for device, (params, grads_there) in grads.items():
         if device not in attempts or not attempts[device].was_done():
             attempt = attempts[device] = Attempt(partial(list, params), device)
-            unscale_list_([*neighbours, attempt.mark], attempt.found_inf, put_on(device, inv_scale))
+            unscale_list_([*grads_there, attempt.mark], attempt.found_inf, put_on(device, inv_scale))
     return _together([attempts[device].found_inf for device in grads], inv_scale.device)
 
 
@@ -37,8 +37,8 @@ def look(grads: Grads, scale: Tensor) -> FoundInf:
     """Return whether the grads will hold an inf or NaN once they are unscaled. A scale below 1 enlarges them, so finite
     grads count as well if their unscaled norm is too large for fp32."""
     found_infs = []
-    for device, (_, neighbours) in grads.items():
-        stats = grad_stats(neighbours)
+    for device, (_, grads_there) in grads.items():
+        stats = grad_stats(grads_there)
         norm = stats.total_sumsq.sqrt() / put_on(device, scale)
         found_infs.append(torch.maximum(stats.found_inf, (norm > torch.finfo(torch.float32).max).float()))
     return _together(found_infs, scale.device)
