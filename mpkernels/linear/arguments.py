@@ -90,20 +90,19 @@ def block(kind: Kind, x: Tensor, params: Parameters) -> None:
             wanted = f"({', '.join(map(str, shape))}{',' * (len(shape) == 1)})"
             raise ValueError(f"{op}: {name} must have shape {wanted}, got {tuple(it.shape)}")
     casts = has_autocast(x.device.type) and torch.is_autocast_enabled(x.device.type)
-    for name, it in zip(names, params, strict=True):
-        if it is not None and it.device != x.device:
-            raise ValueError(f"{op}: {name} must be on {x.device}, got {it.device}")
-        if it is not None and it.dtype != x.dtype and not casts:
-            raise TypeError(f"{op}: {name} must be {x.dtype}, got {it.dtype}")
+    device, dtype, as_weight = params.weight.device, params.weight.dtype, f"as {names.weight} is"
+    for name, it in (("x", x), *zip(names, params, strict=True)):
+        if it is not None and it.device != device:
+            raise ValueError(f"{op}: {name} must be on {device}, {as_weight}, got {it.device}")
+        if it is not None and it.dtype != dtype and not casts:
+            raise TypeError(f"{op}: {name} must be {dtype}, {as_weight}, got {it.dtype}")
 
 
 def _first_weight(kind: Kind, name: str, x: Tensor, weight: Tensor) -> None:
-    features, shape = x.shape[-1], tuple(weight.shape)
-    if kind.op != "linear_act":
-        if weight.dim() != 2 or shape[1] != features:
-            raise ValueError(f"{kind.op}: {name} must have shape (any, {features}), got {shape}")
-    elif weight.dim() not in (1, 2):
-        raise ValueError(f"{kind.op}: weight must have one or two dimensions, got shape {shape}")
-    elif shape[-1] != features:
-        wanted = f"weight's {shape[-1]} features in its last dimension"
+    shape = tuple(weight.shape)
+    if weight.dim() != 2 and (kind.op != "linear_act" or weight.dim() != 1):
+        wanted = "one or two dimensions" if kind.op == "linear_act" else "two dimensions"
+        raise ValueError(f"{kind.op}: {name} must have {wanted}, got shape {shape}")
+    if shape[-1] != x.shape[-1]:
+        wanted = f"{name}'s {shape[-1]} features in its last dimension"
         raise ValueError(f"{kind.op}: x must have {wanted}, got shape {tuple(x.shape)}")

@@ -240,7 +240,8 @@ class Engine(torch.optim.Optimizer):
 
     def overflow_report(self, model: Module | None = None, found: find_nonfinite | None = None) -> OverflowReport:
         """Return a report like ``GradScaler.overflow_report``'s, about the last step that the guard skipped."""
-        return OverflowReport([(self, self._ledger.records())], model, found)
+        has_looked = self.skipped_steps is not None
+        return OverflowReport([(self, self._ledger.records())], model, found, has_looked=has_looked)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict that torch's class can load, too. 8-bit moments are decoded to fp32, without loss."""

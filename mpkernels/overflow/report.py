@@ -38,11 +38,12 @@ class OverflowReport(Report):
         model: torch.nn.Module | None = None,
         found: Any = None,
         skips_in_a_row: int | None = None,
+        has_looked: bool = True,
     ) -> None:
         self.gradients: list[Gradient] = []
         self.scale: float | None = None
         self.skips_in_a_row = skips_in_a_row
-        self._is_of_a_skip, self._clues = False, (model, found)
+        self._has_looked, self._is_of_a_skip, self._clues = has_looked, False, (model, found)
         for optimizer, device_records in records:
             names = _names(optimizer, model)
             for params, report, follows_grads in device_records:
@@ -113,7 +114,7 @@ class OverflowReport(Report):
 
     def _parts(self) -> list[str | Table]:
         if not self:
-            return ["No step has been skipped."]
+            return [f"No step has {'been skipped' if self._has_looked else 'looked for an inf or NaN'}."]
         at = "" if self.scale is None else f", at scale {self.scale:g}"
         parts: list[str | Table] = [
             f"The newest skipped step{at}: {len(self.culprits)} of {len(self.gradients)} gradients are not finite."

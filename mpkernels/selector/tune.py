@@ -30,6 +30,9 @@ class TuneReport(Report):
     timed: dict[str, Timed] = field(default_factory=dict)  #: a description of each case, and its times
 
     def _parts(self) -> Iterator[str | Table]:
+        if not self.timed:
+            yield "Nothing was timed: the model has none of mpkernels' layers, blocks or fused MLPs."
+            return
         names = list(dict.fromkeys(name for it in self.timed.values() for name in it.seconds))
         yield Table(["case", "computed by", *(f"{name}, x torch" for name in names if name != "torch")], [
             [case, it.best, *(_ratio(it, name) for name in names if name != "torch")] for case, it in self.timed.items()

@@ -13,6 +13,8 @@ from mpkernels.bench.results import Result
 from mpkernels.bench.settings import Place
 from tests import ROOT
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.fixture
 def copy(tmp_path):

@@ -17,7 +17,7 @@ from mpkernels.demo.model import SIZES, Size, sources
 from mpkernels.demo.training import FP32, OURS, OURS_8_BIT, OVERFLOWING, WAYS, Training
 from tests import commands
 
-pytestmark = pytest.mark.begins_first
+pytestmark = [pytest.mark.exhaustive, pytest.mark.begins_first]
 COMMAND = [sys.executable, "-m", "mpkernels", "demo"]
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}  # threads that wait for each other take the cores from other tests
 CPU = torch.device("cpu")
@@ -43,7 +43,6 @@ def whole(tmp_path_factory):
     return out, demo("--steps", "5", out=out).stdout
 
 
-@pytest.mark.exhaustive
 def test_it_says_at_the_start_how_many_steps_there_will_be(whole):
     _, said = whole
     assert re.search(r"^5 steps of each follow\.$", said, re.MULTILINE)
@@ -150,7 +149,6 @@ def test_no_speed_is_told_where_the_samples_show_a_busy_machine(samples, why, at
     assert not re.search(r"\d", said.replace(why, ""))
 
 
-@pytest.mark.exhaustive
 def test_ctrl_c_ends_it_in_a_line(tmp_path):
     words = [*COMMAND, "--steps", "100000", "--out", str(tmp_path)]
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a process in a shell's background ignores it
@@ -163,7 +161,6 @@ def test_ctrl_c_ends_it_in_a_line(tmp_path):
     assert (run.returncode, wrong) == (130, "mpkernels demo: interrupted, nothing was drawn\n")
 
 
-@pytest.mark.exhaustive
 def test_without_the_extras_it_runs_and_names_them(tmp_path):
     code = "import sys; sys.modules |= dict.fromkeys(('matplotlib', 'rich')); sys.argv[0] = 'mpkernels'\n"
     code += "from mpkernels.__main__ import main; sys.exit(main())"

@@ -15,6 +15,8 @@ from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.bench.steps import scaler_of
 from mpkernels.optim import AdamW
 
+pytestmark = pytest.mark.exhaustive
+
 
 def calls_of(run):
     """Count the calls of Python's and C's functions."""
@@ -79,11 +81,7 @@ def costs(make, ranks):
 
 @pytest.mark.parametrize(
     "make",
-    [
-        scaled_step,
-        clip,
-        *(pytest.param(it, marks=pytest.mark.exhaustive) for it in (guarded_step, look_at_the_norm, unscale)),
-    ],
+    [scaled_step, clip, guarded_step, look_at_the_norm, unscale],
 )
 def test_cost_is_flat_in_ranks_and_linear_in_tensors(make):
     few, many = (among(ranks, partial(costs, make, ranks)) for ranks in (8, 16384))

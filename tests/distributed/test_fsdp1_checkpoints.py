@@ -11,12 +11,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
 
 from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
-from tests.processes import needs_gloo, spawn
+from tests.processes import in_processes, spawn
 
 KINDS = [{}, {"state_dtype": torch.bfloat16}, {"state_dtype": torch.int8}, {"master": "fp32"}]
 
 
-@needs_gloo
+@in_processes
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_resumed_training_is_the_same_to_the_bit(tmp_path, dtype):
     spawn(partial(resume_in_every_way, dtype), tmp_path)

@@ -17,6 +17,8 @@ from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
 from tests.processes import alone, needs_gloo
 
+pytestmark = pytest.mark.exhaustive
+
 
 @pytest.mark.parametrize("bad", [0, "world", object()])
 @pytest.mark.parametrize(

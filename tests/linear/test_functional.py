@@ -161,11 +161,11 @@ ERRORS = [
      "(3, 3)"),
     ((x, weight, bias[:4]), ValueError, "linear_act: bias must have shape (5,), got (4,)"),
     ((x, weight, weight), ValueError, "linear_act: bias must have shape (5,), got (5, 4)"),
-    ((x, weight.bfloat16()), TypeError, "linear_act: weight must be torch.float32, got torch.bfloat16"),
-    ((x.double(), weight), TypeError, "linear_act: weight must be torch.float64, got torch.float32"),
-    ((x, weight, bias.half()), TypeError, "linear_act: bias must be torch.float32, got torch.float16"),
-    ((x.int(), weight), TypeError, "linear_act: weight must be torch.int32, got torch.float32"),
-    ((x, weight.to("meta")), ValueError, "linear_act: weight must be on cpu, got meta"),
+    ((x, weight.bfloat16()), TypeError, "linear_act: x must be torch.bfloat16, as weight is, got torch.float32"),
+    ((x.double(), weight), TypeError, "linear_act: x must be torch.float32, as weight is, got torch.float64"),
+    ((x, weight, bias.half()), TypeError, "linear_act: bias must be torch.float32, as weight is, got torch.float16"),
+    ((x.int(), weight), TypeError, "linear_act: x must be torch.float32, as weight is, got torch.int32"),
+    ((x, weight.to("meta")), ValueError, "linear_act: x must be on meta, as weight is, got cpu"),
 ]  # fmt: skip
 
 

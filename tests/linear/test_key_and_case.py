@@ -234,7 +234,7 @@ def test_errors_are_the_same_the_second_time(monkeypatch, best):
             linear_act(x, layer.weight, Parameter(torch.randn(shape)))
     with pytest.raises(TypeError, match="linear_act: bias must be a tensor, got int"):
         linear_act(x, layer.weight, 5)
-    with pytest.raises(TypeError, match=r"linear_act: bias must be torch.float32, got torch.float64"):
+    with pytest.raises(TypeError, match=r"linear_act: bias must be torch.float32, as weight is, got torch.float64"):
         linear_act(x, layer.weight, Parameter(layer.bias.double()))
     matrix = Parameter(torch.randn(6, 6))  # no error, but for torch alone
     want = functional.gelu(functional.linear(x, layer.weight, matrix))

@@ -16,7 +16,7 @@ import mpkernels
 from mpkernels import selector
 from mpkernels.nn import LinearAct
 from mpkernels.nn.parallel import ColwiseParallel
-from tests.processes import spawn
+from tests.processes import in_processes, spawn
 
 B16, F32 = torch.bfloat16, torch.float32
 SIZES = (7, 33), (33, 16), (16, 5)
@@ -130,5 +130,6 @@ def on_each(rank):
         check(rank, mesh, kernel, *precision)
 
 
+@in_processes
 def test_two_processes(tmp_path):
     spawn(on_each, tmp_path)

@@ -95,7 +95,10 @@ ERRORS = [
     (lambda: nn.GatedLinear(7, 5, activation="swish"), f"GatedLinear: activation must be one of {KNOWN}, got 'swish'"),
     (lambda: nn.MLP(7, 5, activation=3), f"MLP: activation must be one of {KNOWN}, got 3"),
     (lambda: nn.MLP(7, 5, dropout=-0.1), "MLP: dropout must be between 0 and 1, got -0.1"),
-    (lambda: nn.MLP(7, 5)(torch.ones(2, 6)), "mlp: fc1_weight must have shape (any, 6), got (5, 7)"),
+    (
+        lambda: nn.MLP(7, 5)(torch.ones(2, 6)),
+        "mlp: x must have fc1_weight's 7 features in its last dimension, got shape (2, 6)",
+    ),
 ]
 
 

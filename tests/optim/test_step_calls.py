@@ -13,6 +13,7 @@ from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.networks import B16
 
+pytestmark = pytest.mark.exhaustive
 ROOT = Path(mpkernels.__file__).parent
 
 

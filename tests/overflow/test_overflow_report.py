@@ -40,6 +40,15 @@ def culprits(report):
     return [(it.name, it.infs, it.nans, it.first) for it in report.culprits]
 
 
+@pytest.mark.parametrize(("guard", "said"), [(True, "been skipped"), (False, "looked for an inf or NaN")])
+def test_before_the_first_skip_it_says_whether_a_step_has_looked(guard, said):
+    (param,) = params_of((3,))
+    optimizer = AdamW([param], guard=guard)
+    param.grad = torch.ones(3)
+    optimizer.step()
+    assert str(optimizer.overflow_report()) == f"No step has {said}."
+
+
 @every_optimizer
 def test_the_last_skipped_step(target, make):
     first, second, third = params_of((3, 4), (5,), (), device=target.device)

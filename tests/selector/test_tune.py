@@ -295,3 +295,5 @@ def test_a_kernel_that_is_off_or_raises_is_left_out(monkeypatch, error):
 def test_the_report_is_a_table_of_ratios():
     text = str(tune.TuneReport({"mlp": Timed({"native": 1.0, "torch": 1.5}, {})}))
     assert text.split("\n")[1].split() == ["mlp", "native", "1.50"]
+    nothing = mpkernels.tune(torch.nn.Linear(4, 4), torch.ones(2, 4))
+    assert str(nothing) == "Nothing was timed: the model has none of mpkernels' layers, blocks or fused MLPs."

@@ -2,6 +2,7 @@
 16-bit matrices fast."""
 
 import ctypes
+import fcntl
 import functools
 import subprocess
 import tempfile
@@ -39,9 +40,15 @@ def _build():
     """Compile the library, unless it is there."""
     cxx, csrc = emulation.find_compiler(), ROOT / "csrc"
     built = ROOT / "build" / "halves" / f"{LIBRARY}-{emulation.fingerprint(cxx, csrc)}.so"
-    if built.exists():
-        return built
     built.parent.mkdir(parents=True, exist_ok=True)
+    with (built.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at once, and one builds for all
+        if not built.exists():
+            _compile(cxx, csrc, built)
+    return built
+
+
+def _compile(cxx, csrc, built):
     sources = [*(csrc / "linear").glob("*_cpu.cpp"), *(csrc / "linear").glob("linear_*_torch.cpp")]
     macros = "-DMPK_ISA=baseline", f'-DMPK_LIBRARY="{LIBRARY}"', "-DMPK_HALF_PRODUCTS=multiplies_halves_fast"
     includes = f"-I{csrc}", "-include", Path(__file__).with_name("pretended_cpu.h")
@@ -52,7 +59,6 @@ def _build():
             [*cxx, *FLAGS.split(), *macros, *includes, *sources, "-Wl,--no-as-needed", stub, "-o", linked], check=True
         )
         linked.replace(built)
-    return built
 
 
 @contextmanager
