@@ -6,12 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.proof.gate import limits, measure, traces
+from tests.proof.gate import measure
 from tests.proof.gate.launches import Launch
 from tests.proof.gate.limits import SHARED_LIMIT, Section, regressions
-from tests.proof.sass.counts import TOTALS
 
-GOOD = {"registers": 40, "spills": 0, "stack": 0, "shared": 1024, "load128": 4, "HGMMA": 8}
+GOOD = {"registers": 40, "spills": 0, "stack": 0, "shared": 1024, "load128": 4, "HGMMA": 8, "loads": 5}
 KERNEL = "kernel", "sm_90"
 
 
@@ -22,7 +21,20 @@ def complaints(version="13.0", **changes):
 
 @pytest.mark.parametrize(
     "change",
-    [{"spills": 1}, {"load128": 3}, {"HGMMA": 0}, {"registers": 41}, {"stack": 8}, {"shared": 1025}],
+    [
+        {"spills": 1},
+        {"load128": 3},
+        {"HGMMA": 0},
+        {"registers": 41},
+        {"stack": 8},
+        {"shared": 1025},
+        {"loads": 6},
+        {"stores": 1},
+        {"atomics": 1},
+        {"barriers": 1},
+        {"fma": 1},
+        {"fp64": 1},
+    ],
     ids=str,
 )
 def test_what_is_worse_is_named(change):
@@ -35,11 +47,11 @@ def test_what_is_worse_is_named(change):
 
 def test_what_is_as_good_or_better_passes():
     assert not complaints()
-    assert not complaints(registers=39, load128=5, shared=0, store128=1)
+    assert not complaints(registers=39, load128=5, shared=0, store128=1, loads=4)
 
 
 def test_of_another_compiler_only_limits_count():
-    assert not complaints("13.1", registers=255, stack=8, shared=SHARED_LIMIT["sm_90"], load128=1, HGMMA=1)
+    assert not complaints("13.1", registers=255, stack=8, shared=SHARED_LIMIT["sm_90"], load128=1, HGMMA=1, fp64=1)
     for change in ({"spills": 1}, {"shared": SHARED_LIMIT["sm_90"] + 1}, {"load128": 0}, {"HGMMA": 0}):
         assert len(complaints("13.1", **change)) == 1
 
@@ -78,40 +90,20 @@ CODE = """
         /*0040*/                   LDL R5, [R1+0x8] ;
         /*0050*/                   STG.E.128 desc[UR4][R2.64], R8 ;
         /*0060*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8], R24 ;
+        /*0070*/                   FFMA R9, R8, R8, R4 ;
+        /*0080*/                   F2F.F64.F32 R10, R9 ;
+        /*0090*/                   DADD R10, R10, R12 ;
+        /*00a0*/                   ATOMG.E.ADD.STRONG.GPU PT, R5, desc[UR4][R2.64], R6 ;
+        /*00b0*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
 """
 
 
 def test_a_cubin_in_numbers(monkeypatch):
     monkeypatch.setattr(measure, "output", lambda *command: USAGE if "-res-usage" in command else CODE)
     used = {"registers": 40, "spills": 2, "stack": 24, "shared": 1024}
-    assert measure._of_cubin("x.cubin") == {"kernel": used | {"load128": 1, "store128": 1, "HGMMA": 1}}
-
-
-def test_what_is_missed_is_printed_where_it_is_known_and_fails_where_it_is_not():
-    missed = {"a": "52%", "b": "3", "kernel on sm_90: 3 spills": ""}
-    known, unknown = traces.judge(missed, ["a", "kernel on sm_90: 3 spills"])
-    assert known == ["known shortfall: a: 52%", "known shortfall: kernel on sm_90: 3 spills"]
-    assert unknown == ["b: 3"]
-    assert traces.judge({}, ["a"])[1] == ["a: listed as a shortfall, and is none"]
-
-
-def test_the_tables_are_of_the_same_compilers():
-    assert {name: it.version for name, it in traces.read().of_compiler.items()} == {
-        name: it.version for name, it in limits.read().items()
-    }
-
-
-def test_only_known_requirements_are_missed():
-    of_compiler, shortfalls = traces.read()
-    assert traces.missed(of_compiler).keys() <= {*shortfalls}
-
-
-def test_an_update_takes_shortfalls_off_the_list_and_adds_none(monkeypatch, tmp_path):
-    monkeypatch.setattr(traces, "PATH", tmp_path / "traces.json")
-    traces.PATH.write_text('{"shortfalls": ["a", "b"]}')
-    counted = {"nvcc": traces.Traces("13.0", {})}
-    traces.update(counted, ["b", "c"])
-    assert traces.read() == (counted, ["b"])
+    kept = {"load128": 1, "store128": 1, "HGMMA": 1}
+    bounded = {"loads": 2, "stores": 1, "atomics": 1, "barriers": 1, "fma": 1, "fp64": 2}
+    assert measure._of_cubin("x.cubin") == {"kernel": used | kept | bounded}
 
 
 @pytest.fixture
@@ -143,20 +135,3 @@ def test_an_object_older_than_its_sources_is_not_reused(checkout, changed):
 def test_where_nothing_was_built_nothing_is_reused(checkout):
     checkout[1].unlink()
     assert measure.built_before("nvcc -O3", checkout[0]) is None
-
-
-@pytest.mark.parametrize(
-    ("packs", "block", "missed"), [(0, 0, ""), (1, 0, "fp64 in the loop"), (0, 1, "fp64 of the block")]
-)
-def test_grad_stats_may_add_once_in_fp64_for_8_elements_and_once_for_each_lane_and_warp(packs, block, missed):
-    """A block of 8 warps: 16 packs a lane, each converted and added; then 5 sums over a warp and 7 over the warps."""
-    counts = dict.fromkeys([*TOTALS, "trips"], 0) | {
-        "loaded": 8 * 32 * 16 * 8 * 4,
-        "fp64_after_data": 8 * (32 + packs),
-        "fp64_after_exchange": 8 * (12 + block),
-    }
-    launch = traces.Traced("kernel", [1526], 256, 32, 0, counts)
-    found = traces.requirements("nvcc", "grad_stats fp32", "sm_90", [launch])
-    assert [it.name for it in found if "fp64" in it.name and not it.holds] == [
-        f"nvcc, grad_stats fp32, sm_90: {name}" for name in [missed] if name
-    ]

@@ -19,9 +19,8 @@ cudaError_t emulation::enqueue(cudaStream_t stream, const std::function<cudaErro
   return standin_enqueue(stream, run, drop, new Work(work));
 }
 
-cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel, const std::string&,
-                              const std::function<void()>& thread) {
-  if (!config || !kernel) return standin_fail(cudaErrorInvalidValue);
+cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const std::function<void()>& thread) {
+  if (!config) return standin_fail(cudaErrorInvalidValue);
   if (!is_launchable(*config)) return standin_fail(cudaErrorInvalidConfiguration);
   ++emulation_launches;
   return enqueue(config->stream, [config = *config, thread] {

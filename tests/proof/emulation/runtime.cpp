@@ -25,11 +25,6 @@ EMULATION_TESTS_USE int emulation_stream = 0;
 EMULATION_TESTS_USE int emulation_device = 0;
 static constexpr int kTensorsDevice = -1;
 
-// If it is set, it is told of each launch, and says whether to do it: tests/proof/gate runs the chip's own code
-// instead.
-EMULATION_TESTS_USE int (*emulation_watcher)(const void* kernel, const char* parameters, size_t bytes, unsigned grid,
-                                             unsigned block) = nullptr;
-
 extern "C" AOTITorchError __real_aoti_torch_empty_strided(int64_t, const int64_t*, const int64_t*, int32_t, int32_t,
                                                           int32_t, AtenTensorHandle*);
 extern "C" AOTITorchError __wrap_aoti_torch_empty_strided(int64_t ndim, const int64_t* sizes, const int64_t* strides,
@@ -88,19 +83,14 @@ const char* cudaGetErrorString(cudaError_t error) { return describe(error).text;
 
 // ---- launches
 
-cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const void* kernel, const std::string& parameters,
-                              const std::function<void()>& thread) {
+cudaError_t emulation::launch(const cudaLaunchConfig_t* config, const std::function<void()>& thread) {
   static std::mutex one_launch;
-  if (!config || !kernel) return cudaErrorInvalidValue;
+  if (!config) return cudaErrorInvalidValue;
   const std::lock_guard<std::mutex> lock(one_launch);
   if (const cudaError_t error = check_place(config->stream)) return error;
   if (!is_launchable(*config)) return cudaErrorInvalidConfiguration;
   ++emulation_launches;
   emulation_blocks = config->gridDim.x;
-  if (emulation_watcher &&
-      !emulation_watcher(kernel, parameters.data(), parameters.size(), config->gridDim.x, config->blockDim.x)) {
-    return cudaSuccess;
-  }
   const std::string failure = run_grid(config->gridDim, config->blockDim, thread);
   if (failure.empty()) return cudaSuccess;
   last_failure = strdup(("unspecified launch failure: " + failure).c_str());

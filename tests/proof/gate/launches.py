@@ -36,11 +36,6 @@ class Launch(NamedTuple):
     specialization: str  # types, alignment, constants and options as Triton serializes them for JITFunction.preload
 
     @property
-    def specialised(self) -> str:
-        """A name that no other launch has, unless it runs the same code."""
-        return f"{self.module}.{self.kernel} {self.specialization}"
-
-    @property
     def name(self) -> str:
         """In Triton's notation, where :16 is a pointer or size known to be a multiple of 16."""
         it = json.loads(self.specialization)

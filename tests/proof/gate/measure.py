@@ -4,25 +4,17 @@ import re
 import shlex
 import subprocess
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
-from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
 
 from triton import knobs
 from triton.runtime import driver
 
 import setup
-from tests.proof.gate.chips import CODES
 from tests.proof.gate.launches import Launch, NoGpu
-from tests.proof.gate.limits import INSTRUCTIONS, Kernels, Numbers
-from tests.proof.sass import code
-
-Keep = Callable[[str, code.Code], None]  # takes a kernel's name and its code, for traced.py to run
+from tests.proof.gate.limits import BOUNDED, KEPT, Kernels, Numbers
 
 
-def triton(launch: Launch, keep: Keep) -> Kernels:
+def triton(launch: Launch) -> Kernels:
     driver.set_active(NoGpu(launch.chip))
     compiled = launch.find_kernel().preload(launch.specialization)
     if "cubin" not in compiled.asm:
@@ -30,12 +22,10 @@ def triton(launch: Launch, keep: Keep) -> Kernels:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         Path(cubin.name).write_bytes(compiled.asm["cubin"])
         (numbers,) = _of_cubin(cubin.name).values()
-        for found in _codes(cubin.name, launch.chip).values() if launch.chip in CODES else ():
-            keep(launch.specialised, replace(found, shared=found.shared + compiled.metadata.shared))
     return {(launch.name, launch.chip): numbers | {"shared": compiled.metadata.shared}}
 
 
-def cuda(command: str, source: Path, may_reuse: bool, keep: Keep) -> Kernels:
+def cuda(command: str, source: Path, may_reuse: bool) -> Kernels:
     """Look at the code for each chip in the object that setup.py builds."""
     kernels = {}
     with tempfile.TemporaryDirectory() as scratch:
@@ -46,8 +36,6 @@ def cuda(command: str, source: Path, may_reuse: bool, keep: Keep) -> Kernels:
         output(knobs.nvidia.cuobjdump.path, "-xelf", "all", str(built.resolve()), cwd=scratch)
         for cubin in Path(scratch).glob("*.cubin"):
             chip = cubin.suffixes[-2][1:]  # unscale_cuda.1.sm_80.cubin
-            for mangled, found in _codes(str(cubin), chip).items() if chip in CODES else ():
-                keep(mangled, found)
             for mangled, numbers in _of_cubin(str(cubin)).items():
                 kernels[f"{source.stem}.{demangled(mangled)}", chip] = numbers
     return kernels
@@ -63,35 +51,14 @@ def built_before(command: str, source: Path) -> Path | None:
     return built if is_by_command and built.stat().st_mtime > changed else None
 
 
-class Disassembled(NamedTuple):
-    registers: int
-    stack: int
-    shared: int
-    local: int
-    listing: str
-
-
-@lru_cache(maxsize=1)  # it is asked for twice in a row
-def _disassembled(cubin: str) -> dict[str, Disassembled]:
+def _of_cubin(cubin: str) -> dict[str, Numbers]:
     usage = output(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
-    found = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage)
     sass = re.split(r"Function : (\S+)", output(knobs.nvidia.cuobjdump.path, "-sass", cubin))
     listings = dict(zip(sass[1::2], sass[2::2], strict=True))
-    return {name: Disassembled(*map(int, used), listings[name]) for name, *used in found}
-
-
-def _codes(cubin: str, chip: str) -> dict[str, code.Code]:
-    content = Path(cubin).read_bytes()
-    return {
-        name: code.read(content, name, chip, it.registers, it.shared, it.listing)
-        for name, it in _disassembled(cubin).items()
-    }
-
-
-def _of_cubin(cubin: str) -> dict[str, Numbers]:
     kernels = {}
-    for name, (registers, stack, shared, local, listing) in _disassembled(cubin).items():
-        instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*([A-Z]\S*)", listing)
+    for name, *used in re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", usage):
+        registers, stack, shared, local = map(int, used)
+        instructions = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@\S+ )?\s*([A-Z]\S*)", listings[name])
         kernels[name] = {
             "registers": registers,
             "spills": sum(instruction.startswith(("LDL", "STL")) for instruction in instructions),
@@ -105,7 +72,7 @@ def _of_cubin(cubin: str) -> dict[str, Numbers]:
 def _count(instructions: list[str]) -> Numbers:
     counts = {
         name: sum(bool(re.match(pattern, instruction)) for instruction in instructions)
-        for name, pattern in INSTRUCTIONS.items()
+        for name, pattern in (KEPT | BOUNDED).items()
     }
     return {name: count for name, count in counts.items() if count}
 

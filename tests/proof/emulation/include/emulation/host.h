@@ -55,9 +55,7 @@ struct cudaLaunchConfig_t {
 
 namespace emulation {
 
-// parameters: as a chip's constant memory would have them.
-cudaError_t launch(const cudaLaunchConfig_t* config, const void* kernel, const std::string& parameters,
-                   const std::function<void()>& thread);
+cudaError_t launch(const cudaLaunchConfig_t* config, const std::function<void()>& thread);
 
 template <class Parameter>
 constexpr size_t aligned_for(size_t bytes) {
@@ -71,15 +69,6 @@ constexpr size_t parameter_bytes() {
   return bytes;
 }
 
-template <class... Parameters>
-std::string packed(const Parameters&... parameters) {
-  std::string bytes;
-  ((bytes.resize(aligned_for<Parameters>(bytes.size())),
-    bytes.append(reinterpret_cast<const char*>(&parameters), sizeof parameters)),
-   ...);
-  return bytes;
-}
-
 }  // namespace emulation
 
 template <class... Parameters, class... Arguments>
@@ -87,7 +76,5 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
                                Arguments&&... arguments) {
   static_assert(emulation::parameter_bytes<Parameters...>() <= 32764, "a kernel takes at most 32764 bytes");
   const std::tuple<Parameters...> parameters(std::forward<Arguments>(arguments)...);
-  return emulation::launch(config, reinterpret_cast<const void*>(kernel),
-                           std::apply(emulation::packed<Parameters...>, parameters),
-                           [=] { std::apply(kernel, parameters); });
+  return emulation::launch(config, [=] { std::apply(kernel, parameters); });
 }
