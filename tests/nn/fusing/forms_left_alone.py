@@ -57,6 +57,11 @@ class BoundByAnAugmentedAssignment(Mlp):
         return x
 
 
+class ArgumentsHaveNoNames(Mlp):
+    def forward(self, x, /):
+        return self.fc2(self.act(self.fc1(x)))
+
+
 class ChangedInBetween(Mlp):
     def forward(self, x):
         h = self.fc1(x)
@@ -207,6 +212,7 @@ LEFT = {
     HiddenIsKeptByTheLoop: "its forward applies no",
     InputIsBoundAnew: None,
     BoundByAnAugmentedAssignment: "its forward applies no",
+    ArgumentsHaveNoNames: "its forward applies no",
     ChangedInBetween: "its forward applies no",
     StatementInBetween: "its forward applies no",
     BoundInsideAnExpression: "its forward applies no",
