@@ -38,6 +38,10 @@ def test_a_chip_with_code_or_ptx_runs_it(capability):
     assert _devices.why_not_native(capability, BUILT_FOR, "nvcc 13.0", GOOD) == ""
 
 
+def test_ptx_serves_the_chip_that_it_is_for():
+    assert _devices.why_not_native((9, 0), ["sm_80", "compute_90"], "nvcc 13.0", GOOD) == ""
+
+
 @pytest.mark.parametrize(
     ("capability", "built_for", "driver", "says"),
     [
