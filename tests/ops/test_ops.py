@@ -249,6 +249,8 @@ def test_backends_nest_and_end():
         with contextlib.suppress(KeyError), mpkernels.backend("native"):
             assert kernel_that_runs() == "native"
             raise KeyError
+        with mpkernels.backend("reference"):
+            pass
         assert kernel_that_runs() == "reference"
     assert kernel_that_runs() == "native"
 
