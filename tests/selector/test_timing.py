@@ -49,6 +49,13 @@ def test_the_hopeless_are_run_no_more_than_needed(monkeypatch):
     assert ways.runs.count("native") == 3  # compared with fp64; then the faster of two counts, for machines are busy
 
 
+@pytest.mark.parametrize(("seconds", "rounds"), [(1.0, timing.FEWEST_ROUNDS), (1e-3, timing.MOST_ROUNDS)])
+def test_fast_ways_are_run_more_often(monkeypatch, seconds, rounds):
+    ways = Ways(native=seconds, torch=seconds)
+    time_of(monkeypatch, ways)
+    assert ways.runs.count("native") == 3 + rounds  # a comparison and two first runs
+
+
 @pytest.mark.parametrize("error", [1.2e-3, float("nan"), float("inf")])
 def test_a_kernel_that_is_off_or_raises_is_left_out(monkeypatch, error):
     ways = Ways(native=1, torch=2)
