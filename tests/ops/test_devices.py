@@ -198,6 +198,21 @@ def test_the_next_kernel_runs_in_the_place_of_c_plus_plus(monkeypatch):
         torch.testing.assert_close(unscale(), want, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("native")
+def test_a_forced_kernel_is_not_taken_for_that_of_c_plus_plus(monkeypatch):
+    """torch may begin to use CUDA inside ``backend``."""
+    op, ran = _registry._ops["unscale_"], []
+    kernel = op.reference
+    monkeypatch.setattr(op, "reference", lambda *arguments: ran.append("reference") or kernel(*arguments))
+    with mpkernels.backend("reference"):
+        _devices.left_out[torch.device("cpu", 1)] = "it is a test"
+        _routes.go_by_devices("cpu")
+        unscale()
+    assert ran == ["reference"]
+    unscale()
+    assert ran == ["reference"]
+
+
 def fail_where_possible(monkeypatch, call):
     """Make the C++ kernel fail as on a chip for which it has no code."""
     overload = call.overload
