@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 import mpkernels
 from mpkernels import selector
 from mpkernels.linear import key_and_case
-from mpkernels.nn import LinearAct
+from mpkernels.nn import MLP, LinearAct
+from mpkernels.ops.linear.block_kind import ROUNDING
 from mpkernels.optim import AdamW
 from mpkernels.selector import disk, tune
 from mpkernels.selector.timing import Timed
@@ -137,6 +138,14 @@ def test_on_a_gpu_it_is_offered_tritons_kernels(monkeypatch):
     monkeypatch.setattr(key_and_case, "kernels_on", lambda device, op: ["native", "triton", "reference"])
     case = key_and_case._case("linear_act", torch.device("cuda"), (8, 6, 6), (B16,), "gelu_tanh", True, "", False)
     assert case.kernels == ("native", "triton", "torch")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
+def test_rounded_gradients_are_offered_where_autocast_casts_what_trains(timed, dtype):
+    with torch.autocast("cpu", B16):
+        mpkernels.tune(MLP(8, 6, dtype=dtype), torch.randn(5, 8, dtype=dtype))
+    [case] = selector.tuned
+    assert (ROUNDING in case.kernels) == (dtype == torch.float32)
 
 
 def test_an_error_is_the_models(timed):
