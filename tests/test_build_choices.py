@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -92,6 +93,18 @@ def test_an_nvcc_that_knows_no_chip_of_ours_or_speaks_in_riddles_is_passed_over(
 def test_the_compiler_is_found_among_a_launcher_and_options(toolkits):
     toolkits("12.4")
     assert "-ccbin new-g++ " in setup.find_cuda(["env", "new-g++", "-I", "/usr/include"]).compile
+
+
+@pytest.mark.parametrize(
+    ("available", "limit", "jobs"),
+    [(9, "max", 9), (9, f"{3 * 2**30}", 3), (9, None, 9), (99, "max", 16), (9, f"{2**30 - 1}", 1)],
+)
+def test_as_many_compilers_run_as_have_a_gigabyte_each(monkeypatch, available, limit, jobs):
+    meminfo = f"MemTotal: 1 kB\nMemAvailable: {available * 2**20} kB\n"
+    files = {"/proc/meminfo": meminfo, "/sys/fs/cgroup/memory.max": limit}
+    monkeypatch.setattr(os.path, "exists", lambda path: files[path] is not None)
+    monkeypatch.setattr(setup, "Path", lambda path: SimpleNamespace(read_text=lambda: files[path]))
+    assert setup.jobs_in_memory() == jobs
 
 
 @pytest.fixture

@@ -57,6 +57,20 @@ def test_what_a_step_does_not_compute_is_left_out():
     assert metrics.read().keys() == {"skipped_steps"}
 
 
+def test_earlier_numbers_do_not_get_the_names_of_later_ones(monkeypatch):
+    """On a GPU, the later ones may be on their way."""
+    model = network()
+    optimizer = AdamW(model.parameters(), guard=True)
+    metrics = Metrics(optimizer)
+    backward(model, 0)
+    optimizer.step()
+    assert metrics.read().keys() == {"grad_norm", "skipped_steps"}
+    monkeypatch.setattr(metrics._readback, "send", lambda value: None)
+    optimizer.guard = False
+    optimizer.step()
+    assert metrics.read() == {}
+
+
 def test_loggers_and_torchs_profiler_take_them(tmp_path):
     """Plain floats, whose names need no escape."""
     optimizer, scaler = AdamW([parameter()]), GradScaler("cpu")

@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import mpkernels
+from mpkernels import _extension
 
 SUBMODULES = """
 import mpkernels
@@ -17,6 +20,16 @@ def test_submodules_need_no_import_of_their_own():
     command = [sys.executable, "-W", "error", "-c", SUBMODULES]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("noted", "found"), [('{"sources": "abc"}', {"sources": "abc"}), ('{"sources": ', {}), (None, {})]
+)
+def test_what_a_build_has_noted_may_be_damaged_or_missing(tmp_path, noted, found):
+    """Else the package could not be imported, nor say how to build it anew."""
+    if noted is not None:
+        (tmp_path / "_build_info.json").write_text(noted)
+    assert _extension.build_info(tmp_path / "_native.so") == found
 
 
 def test_one_function_decides_who_waits_for_a_copy_to_the_host():

@@ -204,7 +204,9 @@ def _states_of_a_twin(optimizer: torch.optim.Optimizer, params: list[Tensor]) ->
 def _kept_by_a_forward(model: nn.Module, loss: Loss) -> tuple[int, int]:
     """Return the bytes that a call of ``loss(model)`` keeps for its backward: first casts of parameters and buffers,
     then everything else except parameters and buffers themselves."""
-    cast_cache.clear()  # a weight whose cast is cached would not be cast again, and not be counted
+    # A weight whose cast is cached would not be cast again, and not be counted.
+    torch.clear_autocast_cache()
+    cast_cache.clear()
     storages = {storage_of(part_of(it)) for it in (*model.parameters(), *model.buffers())}
     mode = _Casts(storages)
     with saved_storages() as saved, mode:

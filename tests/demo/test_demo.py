@@ -9,10 +9,11 @@ from functools import partial
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 from mpkernels.bench import steps
 from mpkernels.bench.pairs import Samples
-from mpkernels.demo import command
+from mpkernels.demo import command, picture
 from mpkernels.demo.model import SIZES, Size, sources
 from mpkernels.demo.training import FP32, OURS, OURS_8_BIT, OVERFLOWING, WAYS, Training
 from tests import commands
@@ -69,6 +70,14 @@ def test_it_ends_with_a_verdict(whole):
         r"^2\. Weights, grads and states take 0\.63 of torch\.amp's bytes \(0\.50 with", whole[1], re.MULTILINE
     )
     assert re.search(r"^3\. The held-out loss is \d\.\d{3} ", whole[1], re.MULTILINE)
+
+
+def test_the_picture_points_to_the_step_that_was_skipped():
+    panel = Figure().subplots()
+    picture._scales(panel, [8.0, 16.0, 8.0, 8.0])
+    [note] = panel.texts
+    assert note.get_text().startswith("step 3 is skipped:")
+    assert note.xy == (3, 8.0)
 
 
 @pytest.fixture

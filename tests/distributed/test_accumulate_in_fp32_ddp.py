@@ -17,7 +17,7 @@ from tests.distributed.sharding import network
 from tests.distributed.test_accumulate_in_fp32 import EVERY, F32, WORLD, inputs_of, loss_of
 from tests.hard_grads import same_bits
 from tests.networks import B16
-from tests.processes import each, in_processes, spawn
+from tests.processes import alone, each, in_processes, needs_gloo, spawn
 
 
 def it_exchanges_once_a_group(rank):
@@ -153,3 +153,15 @@ CHECKS = (
 @in_processes
 def test_two_processes(tmp_path):
     spawn(partial(each, CHECKS), tmp_path, WORLD)
+
+
+@needs_gloo
+def test_the_next_forward_broadcasts_buffers():
+    with alone():
+        model = Picture()
+        wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
+        for micro in accumulate([torch.ones(2, 3, 8, 8)] * 2, 2, optimizer, model=wrapper, grad_dtype=F32):
+            micro.backward(wrapper(micro.batch).square().mean())
+        with Watch() as watch:
+            wrapper(torch.ones(2, 3, 8, 8))
+    assert any("broadcast" in it for it in watch.seen)

@@ -12,6 +12,7 @@ import torch
 from torch import distributed, nn
 
 from mpkernels.amp import GradScaler, clip_grad_norm_
+from mpkernels.distributed import fsdp1
 from mpkernels.distributed.processes import Processes
 from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
@@ -66,6 +67,18 @@ def test_all_skip_where_one_has_failed(found_inf, has_failed):
         sumsq, skips, failed, _ = Processes(group).agree([torch.ones(1)], torch.tensor(2.0), found_inf, has_failed)
     assert (sumsq.item(), failed.item()) == (2.0, float(has_failed))
     assert skips.item() == float(bool(found_inf) or has_failed)  # at most 1, because torch's optimizers step if it is 2
+
+
+def test_parts_of_fsdp1_beside_whole_parameters_are_refused_for_a_norm_alone(monkeypatch):
+    part, whole = torch.ones(2), torch.ones(2)
+    part._fsdp_flattened = True
+    monkeypatch.setattr(fsdp1, "are_several", lambda: True)
+    monkeypatch.setattr(fsdp1, "_known_groups", lambda: {id(part): "the group"})
+    for params in ([part], [part, whole]):
+        peers = fsdp1.peers_of("it", params)
+        assert (peers.group, peers.holds_parts) == ("the group", len(params) == 1)
+    with pytest.raises(ValueError, match=r"^it: params must be parts .* those of 1, and whole ones; leave out max"):
+        fsdp1.peers_of("it", [part, whole], for_norm=True)
 
 
 @needs_gloo

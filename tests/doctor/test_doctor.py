@@ -6,12 +6,13 @@ import re
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from mpkernels import __version__, doctor
-from mpkernels.doctor import selftest
+from mpkernels.doctor import machine, selftest
 from mpkernels.doctor.command import verdict
 from mpkernels.doctor.samples import SAMPLES
 from mpkernels.ops import _registry
@@ -59,6 +60,15 @@ def test_the_table_fits_a_terminal_and_explains_its_words():
     assert re.findall(r"^  (\d+)  ", tables, re.MULTILINE) == 2 * numbers
 
 
+@pytest.mark.parametrize(("count", "text"), [(1, "H100, sm_90, 80 GiB"), (2, "2 of H100, sm_90, 80 GiB")])
+def test_gpus_are_counted_where_there_are_several(monkeypatch, count, text):
+    chip = SimpleNamespace(name="H100", major=9, minor=0, total_memory=80 * 2**30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: chip)
+    assert machine.gpu() == text
+
+
 def test_the_version():
     run = mpkernels("--version")
     assert (run.returncode, run.stdout, run.stderr) == (0, f"mpkernels {__version__}\n", "")
@@ -95,7 +105,7 @@ def test_a_broken_kernel_is_found(body, says):
 
 
 def test_what_is_not_finite_must_be_the_same():
-    values = [float("inf"), -float("inf"), float("nan"), 1.0]
+    values = [float("inf"), -float("inf"), float("nan"), 7.0, 0.0]
     for a, b in itertools.product(values, values):
         want, got = torch.tensor([1.0, a]), torch.tensor([1.0, b])
         is_same = a == b or (a != a and b != b)

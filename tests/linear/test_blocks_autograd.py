@@ -6,9 +6,11 @@ import pytest
 import torch
 
 import mpkernels
+from mpkernels import selector
 from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from tests.block_cases import BLOCKS, MLPS, arguments, results
+from tests.linear.choosing import forget_choices
 from tests.linear_cases import relative_error, transposed
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -40,6 +42,17 @@ def test_bytes_saved_are_half_of_torchs_or_less(target, name, activation):
             assert spent(BLOCKS[name].ours) * 2 <= spent(BLOCKS[name].torchs)
         assert spent(BLOCKS[name].ours, recompute=True) == 0
         assert spent(BLOCKS[name].ours, dropout=0.5) == (BLOCKS[name].bytes_saved + 1) * hidden
+
+
+@pytest.mark.parametrize("name", MLPS)
+def test_torch_recomputes_in_each_call_like_the_first(monkeypatch, name):
+    """Later calls find their kernel by their key."""
+    forget_choices(monkeypatch)
+    selector.pin("torch")
+    *leaves, _ = (it.requires_grad_() for it in arguments(name, F32))
+    for _ in range(2):
+        saved, _ = saved_by(lambda: BLOCKS[name].ours("gelu", *leaves, recompute=True))
+        assert saved.keys() <= {it.data_ptr() for it in leaves}
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)

@@ -241,6 +241,14 @@ def test_errors_are_the_same_the_second_time(monkeypatch, best):
     torch.testing.assert_close(linear_act(x, layer.weight, matrix), want)
 
 
+def test_rows_are_rounded_up_to_a_power_of_two(asked):
+    """So that few cases stand for all sizes."""
+    layer = LinearAct(8, 6)
+    for rows in (1, 2, 3, 4, 5, 64, 65):
+        layer(torch.randn(rows, 8))
+    assert [case.rows for case in asked] == [1, 2, 4, 4, 8, 64, 128]
+
+
 def test_ever_new_sizes_do_not_pile_up(monkeypatch):
     monkeypatch.setattr(selector, "_MOST_CALLS", 3)
     layer = LinearAct(2, 3)

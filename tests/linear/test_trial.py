@@ -69,6 +69,16 @@ def test_a_kernel_that_is_wrong_is_left_out(monkeypatch):
         assert timed.best == "torch"
 
 
+def test_beside_a_dropout_only_what_is_not_finite_is_wrong():
+    """Each call drops other elements."""
+    x, weight, out_weight = (torch.empty(it) for it in ((3, 8), (6, 8), (8, 6)))
+    params = Parameters(weight, None, None, None, out_weight, None)
+    trial = Trial(64, Kind("mlp", "gelu", False, False, 0.5), x, params, False, None)
+    results = trial.run("native")
+    assert off(trial, results) is None
+    assert off(trial, [with_a_nan(results[0])]) is not None
+
+
 @pytest.mark.parametrize("trains", [True, False])
 def test_what_is_timed_lies_in_memory_as_the_calls_tensors_do(trains):
     """GPT-2 keeps its weights transposed."""

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mpkernels
 from mpkernels.amp import to_mixed
+from mpkernels.linear import cast_cache
 from mpkernels.nn import LinearAct
 from mpkernels.ops.linear import activations
 from mpkernels.ops.linear.activations import ACTIVATIONS
@@ -180,11 +181,17 @@ def test_linear_act_saves_as_much_as_torch(target, activation, dtype):
     assert ours == theirs == (dtype or torch.float32).itemsize * ROWS * (IN + OUT * (activation != "none"))
 
 
-def test_a_cast_that_an_earlier_forward_has_left_is_a_cast():
-    net = model(LinearAct)
-    reports = []
-    for _ in range(2):
-        reports.append(mpkernels.memory_report(net, loss=half_loss_of).predicted)
-        half_loss_of(net)
+AUTOCAST = partial(torch.autocast, "cpu", dtype=B16)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keeps_casts"), [(nn.Linear, AUTOCAST), (LinearAct, AUTOCAST), (LinearAct, cast_cache.one_step)]
+)
+def test_a_cast_that_an_earlier_forward_has_left_is_a_cast(kind, keeps_casts):
+    net, reports = model(kind), []
+    with mpkernels.backend("reference"), keeps_casts():
+        for _ in range(2):
+            reports.append(mpkernels.memory_report(net, loss=half_loss_of).predicted)
+            half_loss_of(net)
     assert reports[0] == reports[1]
     assert reports[0]["cast cache"] == 2 * WEIGHTS

@@ -38,6 +38,10 @@ def test_a_chip_with_code_or_ptx_runs_it(capability):
     assert _devices.why_not_native(capability, BUILT_FOR, "nvcc 13.0", GOOD) == ""
 
 
+def test_ptx_serves_the_chip_that_it_is_for():
+    assert _devices.why_not_native((9, 0), ["sm_80", "compute_90"], "nvcc 13.0", GOOD) == ""
+
+
 @pytest.mark.parametrize(
     ("capability", "built_for", "driver", "says"),
     [
@@ -192,6 +196,21 @@ def test_the_next_kernel_runs_in_the_place_of_c_plus_plus(monkeypatch):
         unscale()
     with mpkernels.backend("reference"):
         torch.testing.assert_close(unscale(), want, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("native")
+def test_a_forced_kernel_is_not_taken_for_that_of_c_plus_plus(monkeypatch):
+    """torch may begin to use CUDA inside ``backend``."""
+    op, ran = _registry._ops["unscale_"], []
+    kernel = op.reference
+    monkeypatch.setattr(op, "reference", lambda *arguments: ran.append("reference") or kernel(*arguments))
+    with mpkernels.backend("reference"):
+        _devices.left_out[torch.device("cpu", 1)] = "it is a test"
+        _routes.go_by_devices("cpu")
+        unscale()
+    assert ran == ["reference"]
+    unscale()
+    assert ran == ["reference"]
 
 
 def fail_where_possible(monkeypatch, call):

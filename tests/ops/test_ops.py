@@ -249,8 +249,17 @@ def test_backends_nest_and_end():
         with contextlib.suppress(KeyError), mpkernels.backend("native"):
             assert kernel_that_runs() == "native"
             raise KeyError
+        with mpkernels.backend("reference"):
+            pass
         assert kernel_that_runs() == "reference"
     assert kernel_that_runs() == "native"
+
+
+@pytest.mark.parametrize(("outer", "inner"), [("native", "reference"), ("reference", "native")])
+def test_the_inner_backend_decides_whether_a_step_goes_straight_to_c_plus_plus(outer, inner):
+    with mpkernels.backend(outer), mpkernels.backend(inner):
+        is_there = ops.adamw_.by_plan.on(torch.device("cpu")) is not None
+    assert is_there == (inner == "native")
 
 
 def test_backends_that_end_in_another_order_than_they_began():

@@ -48,6 +48,15 @@ def test_all_finite():
     assert str(found) == "All outputs of 0 calls of modules were finite."
 
 
+def test_it_begins_anew_where_it_is_entered_again():
+    model = network()
+    found = find_nonfinite(model)
+    for value, is_found in ((INF, True), (1.0, False)):
+        with found:
+            model(torch.full((2, 3), value))
+        assert (found.first is not None) == is_found
+
+
 def test_an_input_that_is_not_finite():
     first = first_of(network(), torch.tensor([[1.0, INF, 1.0]]))
     assert (first.module, first.had_finite_inputs, first.has_finite_weights) == ("0", False, True)

@@ -10,10 +10,11 @@ from torch.utils.checkpoint import checkpoint
 import mpkernels
 from mpkernels import selector
 from mpkernels.linear import key_and_case
-from mpkernels.nn import LinearAct
+from mpkernels.nn import MLP, LinearAct
+from mpkernels.ops.linear.block_kind import ROUNDING
 from mpkernels.optim import AdamW
-from mpkernels.selector import disk, timing, tune
-from mpkernels.selector.timing import Error, Timed, time_ways
+from mpkernels.selector import disk, tune
+from mpkernels.selector.timing import Timed
 from tests.hard_grads import same_bits
 from tests.processes import alone, needs_gloo
 
@@ -139,6 +140,14 @@ def test_on_a_gpu_it_is_offered_tritons_kernels(monkeypatch):
     assert case.kernels == ("native", "triton", "torch")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
+def test_rounded_gradients_are_offered_where_autocast_casts_what_trains(timed, dtype):
+    with torch.autocast("cpu", B16):
+        mpkernels.tune(MLP(8, 6, dtype=dtype), torch.randn(5, 8, dtype=dtype))
+    [case] = selector.tuned
+    assert (ROUNDING in case.kernels) == (dtype == torch.float32)
+
+
 def test_an_error_is_the_models(timed):
     with pytest.raises(ValueError, match="x must have weight's 8 features"):
         mpkernels.tune(Net().up, torch.randn(5, 7))
@@ -188,6 +197,16 @@ def test_the_disk_is_read_by_the_next_process_that_tunes_and_by_no_other(timed):
     assert not disk.path().exists()
 
 
+def test_a_graph_for_any_number_of_rows_follows_what_was_tuned_last(monkeypatch):
+    layer = LinearAct(8, 6)
+    for rows, best in ((4, "native"), (8, "torch"), (4, "native"), (8, "torch")):
+        seconds = {"native": 1.0, "torch": 1.0 if best == "native" else 0.1}
+        monkeypatch.setattr(tune, "time_ways", lambda *_, seconds=seconds: Timed(seconds, {}))
+        mpkernels.tune(layer, torch.randn(rows, 8), again=True)
+        case, *_ = selector.tuned
+        assert selector.choose(case._replace(rows=None)) == best
+
+
 def test_other_versions_machines_and_kernels_are_timed_anew(timed, monkeypatch):
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     mpkernels.tune(layer, x)
@@ -229,67 +248,6 @@ def test_a_place_that_cant_be_written_is_no_error(monkeypatch, tmp_path):
     monkeypatch.setattr(disk, "path", no_home)
     mpkernels.tune(LinearAct(8, 6), torch.randn(5, 8))
     selector.forget()
-
-
-class Ways:
-    """Ways to compute the same. Each advances a fake clock by its number of seconds."""
-
-    dtype = torch.float16
-
-    def __init__(self, **seconds):
-        self.seconds, self.now, self.error_of, self.runs = seconds, 0.0, dict.fromkeys(seconds, 1e-4), []
-
-    def run(self, name):
-        self.now += self.seconds[name]
-        self.runs.append(name)
-        return [self.error_of[name]]
-
-    def errors(self, results):
-        return [Error(share, 10**6) for share in results]
-
-
-def time_of(monkeypatch, ways):
-    monkeypatch.setattr(timing, "perf_counter", lambda: ways.now)
-    return time_ways(ways, [*ways.seconds], torch.device("cpu"))
-
-
-@pytest.mark.parametrize(
-    ("torchs", "ours", "best"),
-    [(1.0, 1.009, "native"), (1.0, 1.011, "torch"), (100e-6, 101.9e-6, "native"), (100e-6, 102.1e-6, "torch")],
-)
-def test_ours_may_take_one_per_cent_or_two_microseconds_more(monkeypatch, torchs, ours, best):
-    assert time_of(monkeypatch, Ways(native=ours, torch=torchs)).best == best
-
-
-def test_the_fastest_of_ours_is_the_best(monkeypatch):
-    assert time_of(monkeypatch, Ways(native=1.0, triton=0.9, torch=1.0)).best == "triton"
-
-
-def test_the_hopeless_are_run_no_more_than_needed(monkeypatch):
-    ways = Ways(native=10, triton=1, torch=20)
-    found = time_of(monkeypatch, ways)
-    assert found.best == "triton"
-    assert [*found.seconds] == ["triton", "torch"]  # torch is timed, for the ratios
-    assert ways.runs.count("native") == 3  # compared with fp64; then the faster of two counts, for machines are busy
-
-
-@pytest.mark.parametrize("error", [1.2e-3, float("nan"), float("inf")])
-def test_a_kernel_that_is_off_or_raises_is_left_out(monkeypatch, error):
-    ways = Ways(native=1, torch=2)
-    ways.error_of["native"] = error
-    found = time_of(monkeypatch, ways)
-    assert found.best == "torch"
-    assert found.left_out["native"].startswith("its result is off by")
-    report = str(tune.TuneReport({"a case": found}))
-    assert "a case: native is left out, for its result is off by" in report
-
-    def fail(name):
-        if name == "native":
-            raise RuntimeError("no such chip")
-        return [1e-4]
-
-    ways.run = fail
-    assert time_of(monkeypatch, ways).left_out == {"native": "it can't run here: no such chip"}
 
 
 def test_the_report_is_a_table_of_ratios():

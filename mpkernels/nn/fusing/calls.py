@@ -62,10 +62,10 @@ def by_replacement(method: Method, arguments: tuple[Any, ...], named: dict[str, 
     passed by name, and left out if they equal the old default."""
     code, defaults = method.written.__code__, method.written.__defaults__ or ()
     names, end = code.co_varnames[: code.co_argcount], code.co_argcount
-    first = max(end - len(defaults), code.co_posonlyargcount)
+    first = end - len(defaults)
+    old = dict(zip(names[first:], defaults, strict=True)) | (method.written.__kwdefaults__ or {})
     if len(arguments) > end:  # arguments for *args come after all others, so these are passed by position
         first = end
-    old = dict(zip(names[end - len(defaults) :], defaults, strict=True)) | (method.written.__kwdefaults__ or {})
     by_name = dict(zip(names[first:], arguments[first:end], strict=True)) | named
     given = {name: value for name, value in by_name.items() if name not in old or value is not old[name]}
     return getattr(method.kind, method.name)(*arguments[:first], *arguments[end:], **given)

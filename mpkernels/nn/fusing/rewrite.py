@@ -134,7 +134,7 @@ def _is_same_constant(one: Any, other: Any) -> bool:
 def _detour(function: ast.FunctionDef, is_generator: bool) -> ast.stmt:
     """Return a statement that, if the method was replaced, calls the new one with the same arguments."""
     args = function.args
-    positional = [it.arg for it in (*args.posonlyargs, *args.args)] + [f"*{it.arg}" for it in (args.vararg,) if it]
+    positional = [it.arg for it in args.args] + [f"*{it.arg}" for it in (args.vararg,) if it]
     named = [f"{it.arg!r}: {it.arg}" for it in args.kwonlyargs] + [f"**{it.arg}" for it in (args.kwarg,) if it]
     arguments = f"({''.join(f'{it}, ' for it in positional)}), {{{', '.join(named)}}}"
     call = f"{CALLS}.by_replacement({METHOD}, {arguments})"

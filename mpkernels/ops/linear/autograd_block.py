@@ -139,8 +139,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None
         weight, bias, *others = replaced((weight, bias, *others), casts)
     ctx.call = kind, kernel, (x.shape[0], shape[-1]), shape, has_out, wants_x, dtypes, by_columns, fp32
     ctx.set_materialize_grads(False)
-    if mask is not None:
-        ctx.mark_non_differentiable(mask)
     if kept is None and not (has_out or again) and ACTIVATIONS[kind.activation].saves == "y":
         kept = y
     if others and not again:

@@ -57,6 +57,17 @@ class BoundByAnAugmentedAssignment(Mlp):
         return x
 
 
+class ArgumentsHaveNoNames(Mlp):
+    def forward(self, x, /):
+        return self.fc2(self.act(self.fc1(x)))
+
+
+class NameOfAComprehension(Mlp):
+    def forward(self, x):
+        h = self.fc1(x)  # noqa: F841  another h is read below
+        return sum([self.act(h) for h in (x, 2 * x)])
+
+
 class ChangedInBetween(Mlp):
     def forward(self, x):
         h = self.fc1(x)
@@ -207,6 +218,8 @@ LEFT = {
     HiddenIsKeptByTheLoop: "its forward applies no",
     InputIsBoundAnew: None,
     BoundByAnAugmentedAssignment: "its forward applies no",
+    ArgumentsHaveNoNames: "its forward applies no",
+    NameOfAComprehension: "its forward applies no",
     ChangedInBetween: "its forward applies no",
     StatementInBetween: "its forward applies no",
     BoundInsideAnExpression: "its forward applies no",

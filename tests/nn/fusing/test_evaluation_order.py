@@ -1,6 +1,7 @@
 """A rewritten forward evaluates everything in the order in which it was written, as far as anyone can tell."""
 
 import contextlib
+import weakref
 
 import pytest
 import torch
@@ -94,6 +95,12 @@ class Conditional(Effects):
         return x * 1 if self.training else self.fc2(h)  # numbers are drawn in either case
 
 
+class ComparedInAChain(Effects):
+    def forward(self, x):
+        h = F.dropout(self.act(self.fc1(x)), 0.5, True)
+        return x + (self.scale > 1 > self.fc2(h))  # 0.5 > 1 decides
+
+
 class Comprehension(Effects):
     def forward(self, x):
         h = self.act(self.fc1(x))
@@ -134,6 +141,16 @@ class ReadAfterASuppressedError(Effects):
         return x
 
 
+class ReadAfterAReturnThatFails(Effects):
+    def forward(self, x):
+        h = x
+        try:
+            h = self.fc1(x)
+            return self.act(h) + torch.Size
+        except TypeError:
+            return h
+
+
 class ReadByVars(Effects):
     def forward(self, x):
         h = self.fc1(x)
@@ -143,7 +160,8 @@ class ReadByVars(Effects):
 
 KEPT = [
     *(InPlaceBefore, InPlaceBeforeALayer, Walrus, GatedMlpInPlace, PackedInPlace, RateIsComputed, Augmented),
-    *(Conditional, Comprehension, Property, Formatted, ReadByAGenerator, ReadAfterASuppressedError, ReadByVars),
+    *(Conditional, ComparedInAChain, Comprehension, Property, Formatted, ReadByAGenerator, ReadAfterASuppressedError),
+    *(ReadAfterAReturnThatFails, ReadByVars),
 ]
 
 
@@ -238,3 +256,27 @@ def test_an_expression_is_evaluated_once_and_in_its_place(kind, ops):
         got = outcome(fused)
     assert ran == ops
     assert_same(got, outcome(plain))
+
+
+class LooksForItsInput(Effects):
+    def doubled(self, x):
+        y = x * 2
+        self.given = weakref.ref(y)
+        return y
+
+    def forward(self, x):
+        y = self.fc2(self.act(self.fc1(self.doubled(x))))
+        self.is_kept = self.given() is not None
+        return y
+
+
+@torch.no_grad()
+def test_what_an_expression_made_is_freed_after_its_statement():
+    """The rewritten statement has a name for the layer's input, which is large."""
+    plain, fused = LooksForItsInput(), LooksForItsInput()
+    fuse(fused)
+    with recorded_ops() as ran:
+        fused(X)
+    plain(X)
+    assert ran == ["mlp"]
+    assert (plain.is_kept, fused.is_kept) == (False, False)

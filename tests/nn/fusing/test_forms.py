@@ -90,7 +90,8 @@ def test_a_part_is_fused(form):
     assert ran == ["linear_act"]
 
 
-def test_what_differs_from_its_source_is_left():
+@pytest.mark.parametrize("constant", [3.0, 2], ids=["another number", "an equal one"])
+def test_what_differs_from_its_source_is_left(constant):
     """The file may have been edited, or a tool may have changed the function."""
 
     class Changed(Mlp):
@@ -98,7 +99,7 @@ def test_what_differs_from_its_source_is_left():
             return self.act(self.fc1(x)) * 2.0
 
     code = Changed.forward.__code__
-    Changed.forward.__code__ = code.replace(co_consts=tuple(3.0 if it == 2.0 else it for it in code.co_consts))
+    Changed.forward.__code__ = code.replace(co_consts=tuple(constant if it == 2.0 else it for it in code.co_consts))
     [site] = fuse(Changed()).left
     assert site.reason == "its forward runs other code than its source says"
 

@@ -32,6 +32,25 @@ def test_a_list_may_become_longer_shorter_and_another():
         assert ran == []
 
 
+class ReplacesTheLast(nn.Module):
+    """Puts another layer at the end of the list that it is in, as a model does that grows in training."""
+
+    def forward(self, x):
+        self.lists[0][-1] = self.another
+        return x
+
+
+def test_a_call_may_replace_a_layer_that_comes_later():
+    first = ReplacesTheLast()
+    model = nn.Sequential(first, nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+    first.lists, first.another = [model], nn.Linear(16, 8)
+    fuse(model)
+    with recorded_ops() as ran:
+        got = model(X)
+    assert ran == ["mlp"]
+    assert_close(got, nn.Sequential(model[1], model[2], first.another)(X), rtol=1e-5, atol=1e-6)
+
+
 def test_a_loop_after_another_with_the_same_names():
     class Twice(Looped):
         def forward(self, x):

@@ -54,10 +54,10 @@ def test_a_copy_is_plain_where_the_source_has_changed_since():
     model = Chain()
     fuse(model)
     restore, (kind, plan), *_ = model.__reduce_ex__(2)
-    [(name, [(index, _)])] = plan
+    [(name, [(index, text)])] = plan
     assert type(restore(kind, plan)) is type(model)
-    for changed in ((index, "fc1(act(x))"), (99, "")):
-        assert type(restore(kind, ((name, (changed,)),))) is Chain
+    for method, site in ((name, (index, "fc1(act(x))")), (name, (99, "")), ("a_method_that_is_gone", (index, text))):
+        assert type(restore(kind, ((method, (site,)),))) is Chain
 
 
 class WithState(Mlp):
