@@ -69,5 +69,7 @@ def leave():
 def alone():
     """Make a process group of this process alone."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    yield distributed.group.WORLD
-    leave()
+    try:
+        yield distributed.group.WORLD
+    finally:
+        leave()

@@ -14,7 +14,7 @@ from mpkernels.optim.optimizer_rule import OptimizerRule
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    return *adamw.hyperparameters(group), group.get("decoupled_weight_decay", False)
+    return *adamw.hyperparameters(group), group["decoupled_weight_decay"]
 
 
 class Adam(Engine, torch.optim.Adam):

@@ -33,7 +33,8 @@ def for_step(rule: OptimizerRule, name: str, param: Tensor, state: State, group:
         state = state | {"step": torch.full((), steps, dtype=torch.float32, device=param.device)}
     masters.drop_unfit(state, param)
     if missing := [key for key in rule.keys(group) if key not in state]:  # the group's option was set later
-        state = placed(rule, param, _without_master(rule, part_of(param), group["state_dtype"], missing)) | state
+        zeros = placed(rule, param, _without_master(rule, part_of(param), torch.float32, missing))
+        state = zeros | decoded(rule, param, state)
     if _is_kept_otherwise(rule, param, state, group["state_dtype"]):
         state = adopt(rule, name, param, state, group, group["state_dtype"])
     masters.give(state, param, group["master"])
@@ -66,11 +67,10 @@ def _dtype_kept(param: Tensor, state_dtype: torch.dtype) -> torch.dtype:
 
 
 def _is_kept_otherwise(rule: OptimizerRule, param: Tensor, state: State, state_dtype: torch.dtype) -> bool:
-    """Return whether the states aren't kept as state_dtype says: the group's option has changed, or a loader has put
-    those of a checkpoint in place."""
+    """Return whether a state isn't kept as state_dtype says: the group's option has changed, or the state is new, or a
+    loader has put those of a checkpoint in place."""
     wanted = _dtype_kept(param, state_dtype)
-    first = next((state[key] for key in rule.ops.rule.states if key in state), None)
-    return first is not None and (first.dtype != wanted or ("scales" in state) != (wanted == torch.int8))
+    return any(state[key].dtype != wanted for key in rule.ops.rule.states if key in state)
 
 
 def decoded(rule: OptimizerRule, param: Tensor, state: State) -> State:

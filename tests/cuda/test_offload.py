@@ -87,6 +87,18 @@ def test_released_grads_add_up_in_fp32(dtype, master, state_dtype, by):
     assert_same(ours, wanted, norm=False)
 
 
+def test_released_grads_of_several_dtypes_add_up():
+    params, theirs = parameters(B16), parameters(B16)
+    ours, optimizer = OPTIMIZERS["AdamW"].ours(params, offload=True), OPTIMIZERS["AdamW"].ours(theirs)
+    ours.release_grads()
+    for step, dtype in enumerate((B16, F32, B16)):
+        for param, its in zip(params, theirs, strict=True):
+            param.grad_dtype, its.grad_dtype = dtype, F32
+        loss_of(params, step).backward(), loss_of(theirs, step).backward()
+    ours.step(), optimizer.step()
+    assert_same(ours, optimizer, norm=False)
+
+
 def test_a_backward_that_has_failed_is_forgotten():
     params, theirs = parameters(B16), parameters(B16)
     ours, optimizer = OPTIMIZERS["AdamW"].ours(params, offload=True), OPTIMIZERS["AdamW"].ours(theirs)

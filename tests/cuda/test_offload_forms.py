@@ -102,6 +102,20 @@ def test_a_write_to_a_weight_that_nobody_counts_is_undone():
         assert bool((weight.float() > 4).all()) is is_seen
 
 
+def test_weights_that_another_kind_of_master_rounds_otherwise_are_sent_in_a_skipped_step_too():
+    """A copy rounds ties to even, a split master rounds them up."""
+    [param], optimizer = offloaded(shapes=[(8,)], master="fp32")
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    param.detach().fill_(1)
+    optimizer.state[param]["master"].fill_(1 + 2.0**-8)
+    optimizer.param_groups[0]["master"] = "split"
+    param.grad.fill_(torch.inf)
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert (param == 1 + 2.0**-7).all()
+
+
 def test_a_write_to_a_grad_that_nobody_counts_is_seen():
     params, optimizer = offloaded()
     theirs = parameters(B16, shapes=SQUARE)

@@ -103,9 +103,10 @@ def test_ctrl_c_among_the_buckets_comes_after_the_last(monkeypatch, bucket, rele
     assert_same(optimizer, its, norm=False)
 
 
-def test_what_no_bucket_takes_moves_none():
+@pytest.mark.parametrize("buckets", [2, 6])
+def test_what_no_bucket_takes_moves_none(buckets):
     """The last parameter's grad has another shape than its state."""
-    params, optimizer = offloaded()
+    params, optimizer = offloaded(shapes=SQUARE[:buckets])
     trained(optimizer, params)
     before = all_of(optimizer, norm=False)
     for spoil in ("state", "grad"):

@@ -1,9 +1,11 @@
 """offload=True: models that move, copies, parameters in several places and of any kind."""
 
 import copy
+import gc
 import io
 import pickle
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -80,6 +82,21 @@ def test_a_copy_goes_on_alone(duplicate):
     for it, its in ((optimizer, params), (other, others)):
         trained(it, its, bad_step=1)
     assert_same(optimizer, other)
+
+
+def test_a_model_that_leaves_the_device_takes_its_grads_along_and_no_pinned_memory():
+    (params, optimizer), (theirs, its) = offloaded(released=True), offloaded()
+    for it, of_it in ((optimizer, params), (its, theirs)):
+        trained(it, of_it)
+        it.zero_grad()
+        loss_of(of_it, 8).backward()
+    twin = weakref.ref(optimizer._offload.twins.home(params[0]))
+    moved(params, "cpu")
+    for it in (optimizer, its):
+        it.step()
+    assert_same(optimizer, its, norm=False)
+    gc.collect()
+    assert twin() is None
 
 
 def test_a_loader_may_put_states_on_the_device():

@@ -35,6 +35,13 @@ def test_a_value_that_the_host_sends_is_newer_than_what_was_on_its_way(readback)
     assert readback.read() == 0
 
 
+def test_of_several_values_that_have_arrived_the_newest_is_read(readback):
+    for value in range(3):
+        readback.send(on_device(float(value)))
+    torch.cuda.synchronize()
+    assert readback.read() == 2
+
+
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("has_arrived", [False, True])
 @pytest.mark.parametrize("end", ["send", "forget"])

@@ -7,7 +7,7 @@ from itertools import product
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
@@ -19,7 +19,7 @@ from mpkernels.optim import SGD, AdamW
 from tests.distributed.sharding import even_network, mesh_of, network, shard, whole, wholes
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
-from tests.processes import each, in_processes, spawn
+from tests.processes import alone, each, in_processes, needs_gloo, spawn
 
 F32 = torch.float32
 GROUPS, EVERY, WORLD = 2, 8, 2
@@ -202,3 +202,16 @@ CHECKS = (
 @in_processes
 def test_two_processes(tmp_path):
     spawn(partial(each, CHECKS), tmp_path, WORLD)
+
+
+@needs_gloo
+def test_fsdp2_adds_up_each_batchs_grads_in_fp32():
+    """Were a group exchanged once, as without grad_dtype, FSDP2 would add its grads up in 16 bits."""
+    plain, seen = even_network(B16), []
+    losses = [loss_of(plain, inputs_of(number, 0, 64)) / EVERY for number in range(EVERY)]
+    grads = zip(*(torch.autograd.grad(it, list(plain.parameters())) for it in losses), strict=True)
+    with alone():
+        model = fully_shard(even_network(B16))
+        trained(model, model, lambda params: SGD(params, lr=0.0), 0, seen=seen)
+    for found, (first, *others) in zip(seen[0], grads, strict=True):
+        assert same_bits(found, sum((it.float() for it in others), first.float()))

@@ -10,7 +10,10 @@ from unittest import mock
 import pytest
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
+from benchmarks.many_gpus import among
 from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.distributed import fsdp1
 from mpkernels.distributed.processes import Processes
@@ -112,3 +115,83 @@ def test_compiled_steps_have_no_graph_break():
                 param.grad = torch.full((3,), grad)
                 step()
         assert same_bits(*params)
+
+
+def refuse_once(*_):
+    raise KeyboardInterrupt
+
+
+@needs_gloo
+def test_what_all_have_found_before_a_hook_is_for_that_step_alone():
+    with alone() as group:
+        param = nn.Parameter(torch.ones(2))
+        optimizer, scaler = AdamW([param], max_norm=1.0, process_group=group), torch.amp.GradScaler("cpu")
+        hook = optimizer.register_step_post_hook(lambda *_: None)
+        for factor in (1.0, math.inf):
+            optimizer.zero_grad()
+            scaler.scale(param * factor).sum().backward()
+            scaler.step(optimizer)
+            scaler.update()
+            hook.remove()
+        assert optimizer.skipped_steps == 1
+
+
+@needs_gloo
+def test_processes_are_told_a_scaled_norm_at_a_second_try_too(monkeypatch):
+    """Those without a hook, which need no second try, have told theirs with the scale in it."""
+    told, agree = [], Processes.agree
+
+    def spy(processes, params, total_sumsq, *rest, **others):
+        told.append(float(total_sumsq))
+        return agree(processes, params, total_sumsq, *rest, **others)
+
+    monkeypatch.setattr(Processes, "agree", spy)
+    with alone() as group:
+        param = nn.Parameter(torch.ones(2))
+        optimizer = AdamW([param], max_norm=1.0, process_group=group)
+        scaler = GradScaler("cpu", init_scale=8.0)
+        scaler.scale(param.sum()).backward()
+        hook = optimizer.register_step_pre_hook(refuse_once)
+        with pytest.raises(KeyboardInterrupt):
+            scaler.step(optimizer)
+        hook.remove()
+        optimizer.register_step_post_hook(lambda *_: None)
+        scaler.step(optimizer)
+    assert told == [2 * 8.0**2] * 2
+
+
+def test_under_torchs_sharded_scaler_each_process_clips_by_its_own_norm(monkeypatch):
+    """The processes skip together, but each has all grads, as under DistributedDataParallel."""
+
+    def norm():
+        monkeypatch.setattr(
+            distributed, "all_reduce", lambda tensor, *_, **__: tensor.mul_(2)
+        )  # the other has the same
+        param = nn.Parameter(torch.ones(2))
+        optimizer, scaler = AdamW([param], max_norm=1.0), ShardedGradScaler("cpu", init_scale=8.0)
+        scaler.scale(param.sum()).backward()
+        scaler.step(optimizer)
+        return optimizer.grad_norm.item()
+
+    assert among(2, norm) == pytest.approx(2**0.5)
+
+
+@needs_gloo
+@pytest.mark.parametrize(
+    ("dtype", "options", "has_one"),
+    [
+        (torch.float32, {}, False),
+        (torch.float32, {"max_norm": 1.0}, True),
+        (torch.bfloat16, {}, True),
+        (torch.bfloat16, {"guard": False}, False),
+    ],
+    ids=str,
+)
+def test_zero_gives_its_group_to_an_optimizer_that_clips_or_guards(dtype, options, has_one):
+    with alone() as group:
+        param = nn.Parameter(torch.ones(2, dtype=dtype))
+        optimizer = ZeroRedundancyOptimizer([param], AdamW, **options)
+        param.grad = torch.ones_like(param)
+        optimizer.step()
+        peers = optimizer.optim._peers
+        assert (peers is not None and peers.group is group) is has_one

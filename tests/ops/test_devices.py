@@ -235,25 +235,26 @@ def test_a_launch_that_finds_no_code_is_made_by_the_next_kernel(monkeypatch):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-def weights_after(line, steps, grads):
+def weights_after(line, grads, found_infs):
+    """found_infs: what a scaler hands over before each step."""
     param = torch.nn.Parameter(torch.linspace(-1, 1, 300).bfloat16())
     optimizer = line.ours([param], max_norm=0.5)
-    for i in range(steps):
-        param.grad = grads[i]
+    for grad, optimizer.found_inf in zip(grads, found_infs, strict=True):
+        param.grad = grad
         optimizer.step()
     return param.detach(), {**optimizer.state[param]}, optimizer.skipped_steps
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("first", [1.0, float("inf")])
+@pytest.mark.parametrize(("first", "found_inf"), [(1.0, None), (float("inf"), None), (1.0, torch.tensor(1.0))], ids=str)
 @pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_a_step_whose_launch_finds_no_code_is_made_by_the_next_kernel(monkeypatch, line, first):
-    grads = [torch.full((300,), it).bfloat16() for it in (first, 2.0)]
+def test_a_step_whose_launch_finds_no_code_is_made_by_the_next_kernel(monkeypatch, line, first, found_inf):
+    grads, found_infs = [torch.full((300,), it).bfloat16() for it in (first, 2.0)], [found_inf, None]
     with mpkernels.backend("reference"):
-        want = weights_after(line, 2, grads)
+        want = weights_after(line, grads, found_infs)
     fail_where_possible(monkeypatch, line.kind._rule.ops.by_plan)
     with pytest.warns(RuntimeWarning, match="build mpkernels anew"):
-        got = weights_after(line, 2, grads)
+        got = weights_after(line, grads, found_infs)
     assert CPU in _devices.left_out
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 

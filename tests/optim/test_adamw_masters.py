@@ -106,6 +106,16 @@ def test_a_copy_made_before_the_first_step_warns_as_well(duplicate):
     assert (again.state[twin[0].weight]["master"] == 0).all()
 
 
+def test_a_weight_that_is_nan_is_no_other_weight():
+    """A training without the guard may have saved it so: the master that is loaded was made for it."""
+    weight = torch.nn.Parameter(torch.tensor([torch.nan, 1.0], dtype=B16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = AdamW([weight], master="fp32", guard=False)
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    optimizer.step()  # a warning would be an error
+
+
 @pytest.mark.parametrize("own", SCHEMES)
 def test_a_released_step_warns_as_well(own):
     weight = torch.nn.Parameter(torch.ones(3, dtype=B16))

@@ -36,6 +36,13 @@ def test_hooks_of_the_user_see_the_optimizer_itself():
     assert [group["state_dtype"] for group in optimizer.param_groups] == [torch.float32, B16]
 
 
+def test_what_a_hook_sets_before_the_load_stays():
+    optimizer = AdamW([torch.nn.Parameter(torch.ones(2))])
+    optimizer.register_load_state_dict_pre_hook(lambda it, _: setattr(it, "max_norm", 2.0))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.max_norm == 2
+
+
 def hook_sets_a_state(optimizer, say):
     optimizer.register_state_dict_pre_hook(lambda it: it.state.__setitem__("test", 1))
     return optimizer.state_dict()

@@ -85,6 +85,16 @@ def test_a_sparse_grad_is_handed_over_where_the_class_takes_one(dtype, options):
         torch.testing.assert_close(optimizer.grad_norm, norm)
 
 
+def test_values_of_a_row_may_add_up_beyond_fp16():
+    param = torch.nn.Parameter(torch.ones(4, 3, dtype=F16))
+    optimizer = Masters(torch.optim.SGD([param], lr=1e-6))
+    rows, values = torch.tensor([[1, 1]]), torch.full((2, 3), 6e4, dtype=F16)
+    param.grad = torch.sparse_coo_tensor(rows, values, (4, 3), check_invariants=True)
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    torch.testing.assert_close(param[1].float(), torch.full((3,), 0.88), rtol=1e-3, atol=0)
+
+
 def test_an_inf_in_a_sparse_grad_is_found():
     param = torch.nn.Parameter(torch.ones(4, 3, dtype=B16))
     optimizer = Masters(torch.optim.SGD([param], lr=0.1))

@@ -212,6 +212,26 @@ def test_amsgrad_may_end(backend):
         assert all(map(same_bits, model.parameters(), plain.parameters()))
 
 
+@pytest.mark.parametrize("after", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+@pytest.mark.parametrize("before", [torch.float32, torch.bfloat16, torch.int8], ids=str)
+def test_amsgrad_may_begin(before, after):
+    """Together with another state_dtype, too. At its first step the largest moment is the new one."""
+    model, plain = network(), network()
+    optimizer, reference = (AdamW(it.parameters(), state_dtype=before) for it in (model, plain))
+    for seed in range(2):
+        for each, its_optimizer in ((model, optimizer), (plain, reference)):
+            backward(each, seed)
+            its_optimizer.step()
+            its_optimizer.param_groups[0]["state_dtype"] = after
+        optimizer.param_groups[0]["amsgrad"] = True
+    assert all(map(same_bits, model.parameters(), plain.parameters()))
+    for param, its in zip(model.parameters(), plain.parameters(), strict=True):
+        state, wanted = optimizer.state[param], reference.state[its]
+        assert state["exp_avg"].dtype == after
+        assert all(same_bits(state[key], wanted[key]) for key in ("exp_avg", "exp_avg_sq"))
+        assert same_bits(state["max_exp_avg_sq"], wanted["exp_avg_sq"])
+
+
 def test_lazy_clones_keep_their_values():
     model = network()
     optimizer = AdamW(model.parameters(), lr=0.1)

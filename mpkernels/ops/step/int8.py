@@ -29,7 +29,7 @@ def encode(values: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
 
 def _order(tensor: Tensor) -> list[int]:
     """Return the dimensions, from the slowest in memory to the fastest."""
-    return sorted(range(tensor.dim()), key=lambda i: (tensor.stride(i), tensor.shape[i]), reverse=True)
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
 
 
 def _blocks(tensor: Tensor) -> Tensor:

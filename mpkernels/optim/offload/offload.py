@@ -28,7 +28,7 @@ class Offload:
     def gather(self, optimizer: Any, params: Sequence[Tensor], grads: list[Any]) -> list[Any]:
         """Return the grads, of which some or all may have come to the host. Bring twins up to date with weights that
         somebody has written to."""
-        if not any(it.is_cuda for it in (*params, *self.twins)):
+        if len(self.twins) == 0 and not any(it.is_cuda for it in params):
             return grads
         if torch.cuda.is_current_stream_capturing():
             raise RuntimeError(

@@ -1,6 +1,6 @@
 """The copies on the host of weights on a GPU: each holds what its weight holds, whichever of the two was written to."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -65,8 +65,8 @@ class Twins:
         self._twins: dict[Tensor, Twin] = {}
         self._pinned = Pinned()
 
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(self._twins)  # of parameters
+    def __len__(self) -> int:
+        return len(self._twins)
 
     def home(self, param: Tensor) -> Tensor:
         """Return what states and plans take in a parameter's place: its twin, if it is on a GPU."""

@@ -128,3 +128,9 @@ def test_odd_numbers_in_whole_and_incomplete_blocks(target, odd, size):
     grads[size // 2] = odd
     assert steps_alike(target, grads)
     assert steps_alike(target, torch.full_like(grads, odd))
+
+
+def test_the_code_of_every_nan_is_that_of_zero(target):
+    """Whatever its bits are: GPUs compute 0x7fffffff, CPUs 0x7fc00000 or hand on those of an operand."""
+    bits = torch.tensor([0x7FFFFFFF, 0x7FC00000, 0x7FC00001, 0x7FE54321], dtype=torch.int32)
+    assert steps_alike(target, torch.cat([torch.ones(1), bits.view(F32)]))

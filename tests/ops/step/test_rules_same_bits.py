@@ -45,6 +45,14 @@ def test_unscale_and_clip(target, line, arguments):
     assert_same_steps(target, line, model={"sizes": (33,), "states": (F32,)}, **arguments)
 
 
+@beside_the_reference
+@of_each_rule
+def test_fp64_grads_are_multiplied_by_the_fp32_inverse_of_a_scale(target, line):
+    """As torch's scaler multiplies them. Other grads wouldn't show whether it was rounded."""
+    model = {"sizes": (33,), "weights": [(F64, "none")], "grads": (F64,), "states": (F64,)}
+    assert_same_steps(target, line, model=model, grad_scale=3.0)
+
+
 @of_each_rule
 def test_nothing_moves_on_overflow(target, line):
     rows, untouched = (rows_on(target, line, sizes=(300,), states=(F32, I8)) for _ in range(2))
