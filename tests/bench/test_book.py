@@ -1,11 +1,12 @@
 """RESULTS.md, README's numbers and the headline say what was measured, and no more."""
 
+import re
 import shutil
 from dataclasses import replace
 
 import pytest
 
-from benchmarks import book, cases, performance_page, readme_numbers
+from benchmarks import book, cases, performance_page, readme_minutes, readme_numbers
 from benchmarks.raw_samples import Session
 from mpkernels.bench import cases as shipped
 from mpkernels.bench import show
@@ -243,3 +244,10 @@ def test_the_table_of_machines_shows_one_thread_beside_all():
     (_, machine), cells = readme_numbers.rows([book._front({"abacus": replace(run, results=found[:1])})])
     assert machine.startswith("Abacus, 1 cores")
     assert dict(cells)[readme_numbers.STEP] == "**1.50**"
+
+
+def test_the_minutes_that_readme_and_the_tests_promise_are_those_that_were_measured():
+    (took,) = map(readme_minutes.minutes, (ROOT / "benchmarks" / "results").glob("readme-minutes-*.json"))
+    said = r"the build takes (\d+) minutes where it finds `nvcc`.*, the\s+demo (\d+) and the\s+tests (\d+)"
+    assert [*map(int, re.search(said, (ROOT / "README.md").read_text()).groups())] == [*took.values()]
+    assert f"some {took['tests']} minutes" in (ROOT / "tests" / "summary.py").read_text()
