@@ -44,7 +44,6 @@ def test_all_arrays_off_by_as_many_elements(target, offset):
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
 
 
-@pytest.mark.each_value_once
 @pytest.mark.parametrize("name", ["grads", *LISTS])
 @pytest.mark.parametrize("offset", [1, 4])
 def test_one_list_off_by_itself(target, name, offset):

@@ -1,8 +1,12 @@
 """Each rule: every kernel gives the reference's bits, and the reference steps as plain torch does in fp64."""
 
+import contextlib
+import math
+
 import pytest
 import torch
 
+import mpkernels
 from tests.hard_grads import same_bits
 from tests.ops.step.rules_table import B16, F16, F32, F64, I8, RULES, WEIGHTS, Rows, assert_same_steps, rows_on
 
@@ -43,6 +47,21 @@ def test_sizes(target, line, size):
 )
 def test_unscale_and_clip(target, line, arguments):
     assert_same_steps(target, line, model={"sizes": (33,), "states": (F32,)}, **arguments)
+
+
+@beside_the_reference
+@of_each_rule
+@pytest.mark.parametrize("grad_scale", [None, math.inf])
+def test_odd_numbers(target, line, grad_scale):
+    """An infinite scale multiplies one group's grads by 0, and by -0.0 those of the other, which is maximized."""
+    model = {"sizes": (300,), "weights": WEIGHTS[:1], "grads": (F32,), "states": (F32, I8)}
+    ours, reference = rows_on(target, line, **model), Rows(line, in_pairs=target.is_interpreted, **model)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, 3e38])
+    for seed in range(2):
+        for rows, backend in ((ours, contextlib.nullcontext()), (reference, mpkernels.backend("reference"))):
+            with backend:
+                rows.step([odd.repeat(43)[seed:][:300].to(rows.device) for _ in rows.cases], grad_scale=grad_scale)
+    assert ours.differences(reference) == []
 
 
 @of_each_rule
