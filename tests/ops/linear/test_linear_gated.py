@@ -47,6 +47,8 @@ def test_any_strides(target, dtype):
     apart = up.clone()
     for weights in ((gate, up), (up, gate), (gate, apart), (transposed(gate), apart), (gate, gate)):
         assert_exact([x, *weights, gate_bias, up_bias], dy, out)
+    for strange in (up[:1].expand(48, -1), up[:, :1].expand(-1, 32)):  # these begin where gate ends
+        assert_exact([x, gate, strange, gate_bias, up_bias], dy, out)
     both = torch.cat((gate, up)).t().contiguous().t()
     assert_exact([transposed(x), *both.chunk(2), gate_bias, None], transposed(dy), transposed(out))
     assert_exact([x, gate[:1].expand(48, -1), up, None, up_bias[:1].expand(48)], dy[:1].expand(33, -1), out)
