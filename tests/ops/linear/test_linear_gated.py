@@ -135,8 +135,8 @@ def test_dz_is_rounded_once(target, dtype):
     gate, up = leaf.chunk(2, 1)
     h = gate.sigmoid() * up
     h.backward(dy.double() @ weight.double())
-    for mine, exact in zip(got, (leaf.grad, h.detach()), strict=True):
-        assert relative_error(mine, exact) < 0.3 * torch.finfo(dtype).eps  # eps / sqrt(12)
+    for mine, exact in zip((*got[0].chunk(2, 1), got[1]), (*leaf.grad.chunk(2, 1), h.detach()), strict=True):
+        assert relative_error(mine, exact) < 1.05 * relative_error(exact.to(dtype), exact)  # and fp32's errors
 
 
 def test_autocast_does_not_reach_inside(target):
