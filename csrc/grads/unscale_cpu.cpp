@@ -6,7 +6,7 @@ namespace mpk::MPK_ISA {
 template <class T>
 static bool unscale_block_by_block(T* grads, int64_t size, float inv_scale) {
   decltype(magnitude(load(grads))) largest{};
-  for_each_block(grads, size, /*pad=*/grads[size - 1], [&](T* block) {
+  for_each_block(grads, size, /*pad=*/T{}, [&](T* block) {
     for (int i = 0; i < kBlock; i += kLanesOf<T>) {
       const auto value = unscale(load(block + i), inv_scale);
       store(block + i, value);
@@ -17,7 +17,6 @@ static bool unscale_block_by_block(T* grads, int64_t size, float inv_scale) {
 }
 
 bool unscale_span(Dtype dtype, void* grads, int64_t size, float inv_scale) {
-  if (size == 0) return false;
   return with_dtype(
       dtype, [&](auto zero) { return unscale_block_by_block(static_cast<decltype(zero)*>(grads), size, inv_scale); });
 }

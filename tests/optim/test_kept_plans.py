@@ -217,7 +217,6 @@ def test_a_change_is_seen(change, target):
         assert_the_same(target.device, change)
 
 
-@pytest.mark.each_value_once
 @pytest.mark.parametrize("change", OF_GRADS.values(), ids=OF_GRADS)
 def test_other_grads_are_seen(change, target):
     with target.device:

@@ -73,3 +73,12 @@ def test_slopes_are_as_near_to_fp64_as_fp32_can_be_at_every_point(target, activa
     for got, want in ((first, want_first), (before_a_layer, want_first), (second, want_second)):
         error = (got.cpu().double() - want).abs()
         assert error.max() <= bound, f"{error.max():.3g} at {z[error.argmax()]:.9g}"
+
+
+def test_the_tail_of_gelu_loses_nothing_to_cancellation(target):
+    """A rounding of z^2 / 2 changes its exponential by as many eps as z^2 / 2 is large; the rest is some roundings."""
+    z = torch.linspace(-10, 0, 101)[:-1]
+    rows, one = z.to(target.device).unsqueeze(1), torch.ones(1, 1, device=target.device)
+    y, eps = linear_act(rows, one, None, "gelu").cpu().double().flatten(), torch.finfo(torch.float32).eps
+    want = z.double() * torch.erfc(z.double() * -(0.5**0.5)) / 2  # torch's own gelu cancels
+    assert ((y - want).abs() <= (z * z + 8) * eps * want.abs()).all()

@@ -50,6 +50,15 @@ def test_every_tile_is_computed_once():
     assert_exact(*matrices(64 * 9 + 1, 1, 64 * 2 + 1))
 
 
+def test_a_part_has_few_rows(monkeypatch):
+    """Of however many rows, one lane adds up no more than 8."""
+    monkeypatch.setattr(linear_act_triton, "PARTS", 1)
+    dy = torch.ones(1000, 3, device=DEVICE)
+    _, sums = linear_act_triton._dact(dy, dy.new_empty(0), "none", False, True)
+    rows = linear_act_triton.MOST_ADDED * linear_act_triton.BLOCK["BLOCK_M"]
+    assert sums[:, 0].tolist() == [rows] * (1000 // rows) + [1000 % rows]
+
+
 @pytest.mark.parametrize("rows", [64, 65, 8193])
 def test_sums_of_many_parts(rows):
     dy, saved = integers(rows, 3, dtype=torch.float32), integers(rows, 3, dtype=torch.float32, seed=1)

@@ -8,7 +8,7 @@ import mpkernels
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.linear_gated import _linear_dgated, _linear_gated
 from tests.block_cases import arguments, assert_contract
-from tests.linear_cases import TORCH, integers, relative_error, transposed
+from tests.linear_cases import TORCH, before_a_layer, integers, relative_error, transposed
 from tests.ops.linear.pretended_cpu import products_in_halves
 from tests.ops.linear.test_linear_act import DTYPES, HALVES, kinds, specials
 
@@ -47,6 +47,8 @@ def test_any_strides(target, dtype):
     apart = up.clone()
     for weights in ((gate, up), (up, gate), (gate, apart), (transposed(gate), apart), (gate, gate)):
         assert_exact([x, *weights, gate_bias, up_bias], dy, out)
+    for strange in (up[:1].expand(48, -1), up[:, :1].expand(-1, 32)):  # these begin where gate ends
+        assert_exact([x, gate, strange, gate_bias, up_bias], dy, out)
     both = torch.cat((gate, up)).t().contiguous().t()
     assert_exact([transposed(x), *both.chunk(2), gate_bias, None], transposed(dy), transposed(out))
     assert_exact([x, gate[:1].expand(48, -1), up, None, up_bias[:1].expand(48)], dy[:1].expand(33, -1), out)
@@ -120,6 +122,21 @@ def test_h_is_rounded_once(target, dtype):
     assert relative_error(h, torch.nn.functional.silu(gate) * up) < 0.3 * torch.finfo(dtype).eps  # eps / sqrt(12)
     _, again = _linear_dgated(dy, out, z, "silu", True)
     torch.testing.assert_close(again, h, rtol=torch.finfo(dtype).eps, atol=1e-6)
+
+
+@pytest.mark.kernels("reference", "triton")  # the others leave 16-bit products to torch, on some CPUs
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_dz_is_rounded_once(target, dtype):
+    """dh, the product that dz is made of, isn't rounded before."""
+    dy, weight, _ = before_a_layer(130, 75, 97, dtype, target.device)
+    z = before_a_layer(130, 75, 2 * 97, dtype, target.device, seed=1)[2]
+    got = _linear_dgated(dy, weight, z, "sigmoid", True)
+    leaf = z.double().requires_grad_()
+    gate, up = leaf.chunk(2, 1)
+    h = gate.sigmoid() * up
+    h.backward(dy.double() @ weight.double())
+    for mine, exact in zip((*got[0].chunk(2, 1), got[1]), (*leaf.grad.chunk(2, 1), h.detach()), strict=True):
+        assert relative_error(mine, exact) < 1.05 * relative_error(exact.to(dtype), exact)  # and fp32's errors
 
 
 def test_autocast_does_not_reach_inside(target):

@@ -122,7 +122,7 @@ def test_both_sides_of_every_threshold_in_every_kernel(target, scale):
 
 
 @pytest.mark.parametrize("size", [1, 250, 300])
-@pytest.mark.parametrize("odd", [float("inf"), -float("inf"), float("nan"), -0.0, 1e-45, 3e38], ids=str)
+@pytest.mark.parametrize("odd", [float("inf"), -float("inf"), float("nan"), -0.0, 1e-45, 1e-9, 3e38], ids=str)
 def test_odd_numbers_in_whole_and_incomplete_blocks(target, odd, size):
     grads = torch.randn(size, generator=torch.Generator().manual_seed(size))
     grads[size // 2] = odd

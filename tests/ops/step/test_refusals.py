@@ -47,19 +47,18 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("which", FLAGS)
-def test_flags_of_the_wrong_size(target, which):
+def test_flags_of_the_wrong_size_or_dtype(target, which):
     model = Model(sizes=(3,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
-    flags = {
-        name: torch.zeros(3 if name == which else size, dtype=dtype, device=target.device)
-        for name, (size, dtype) in FLAGS.items()
-    }
-    lists = (getattr(model, name) for name in ADAMW.lists if name not in ("params", "grads"))
+    lists = [getattr(model, name) for name in ADAMW.lists if name not in ("params", "grads")]
     hypers = [2], [0.1], [0.9], [0.99], [0.0], [1e-8], [False], []
-    before = flags["grad_scale"], flags["found_inf"], flags["total_sumsq"], math.inf
-    with pytest.raises(ValueError, match=f"adamw_: {which} must"):
-        adamw_.step(
-            model.params, model.grads(0), *lists, *hypers, *before, flags["outcome"], flags["skipped_steps"], None
-        )
+    for wrong in ((3, FLAGS[which][1]), (FLAGS[which][0], torch.int32)):
+        kinds = FLAGS | {which: wrong}
+        flags = {name: torch.zeros(size, dtype=dtype, device=target.device) for name, (size, dtype) in kinds.items()}
+        before = flags["grad_scale"], flags["found_inf"], flags["total_sumsq"], math.inf
+        with pytest.raises((ValueError, TypeError), match=f"adamw_: {which} must"):
+            adamw_.step(
+                model.params, model.grads(0), *lists, *hypers, *before, flags["outcome"], flags["skipped_steps"], None
+            )
 
 
 def test_on_device_that_is_too_short(target):

@@ -1,8 +1,12 @@
 """Each rule: every kernel gives the reference's bits, and the reference steps as plain torch does in fp64."""
 
+import contextlib
+import math
+
 import pytest
 import torch
 
+import mpkernels
 from tests.hard_grads import same_bits
 from tests.ops.step.rules_table import B16, F16, F32, F64, I8, RULES, WEIGHTS, Rows, assert_same_steps, rows_on
 
@@ -51,6 +55,23 @@ def test_fp64_grads_are_multiplied_by_the_fp32_inverse_of_a_scale(target, line):
     """As torch's scaler multiplies them. Other grads wouldn't show whether it was rounded."""
     model = {"sizes": (33,), "weights": [(F64, "none")], "grads": (F64,), "states": (F64,)}
     assert_same_steps(target, line, model=model, grad_scale=3.0)
+
+
+@beside_the_reference
+@of_each_rule
+def test_odd_numbers(target, line):
+    """States begin as -0.0. An infinite scale multiplies one group's grads by 0, and by -0.0 those of the other, which
+    is maximized."""
+    model = {"sizes": (300,), "weights": WEIGHTS[:1], "grads": (F32,), "states": (I8, F32)}
+    ours, reference = rows_on(target, line, **model), Rows(line, in_pairs=target.is_interpreted, **model)
+    odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, 3e38])
+    for rows, backend in ((ours, contextlib.nullcontext()), (reference, mpkernels.backend("reference"))):
+        for state in rows.lists[rows.rule.state_lists[0]]:
+            state.neg_()
+        with backend:
+            for grad_scale in (None, math.inf):
+                rows.step([odd.repeat(43)[:300].to(rows.device) for _ in rows.cases], grad_scale=grad_scale)
+    assert ours.differences(reference) == []
 
 
 @of_each_rule

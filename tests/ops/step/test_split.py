@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpkernels.ops.step.split import TOGETHER, join, join_each, split, split_each
 from tests import ROOT
 from tests.hard_grads import same_bits
+from tests.ops.step.rules_table import RULES, Rows
 from tests.proof.emulation import find_compiler
 
 CSRC = ROOT / "csrc"
@@ -53,6 +54,21 @@ def test_torch_twin_keeps_the_guarantee(dtype):
         assert same_bits(back[~small & ~large], master[~small & ~large])
         assert ((back - master).abs()[small] <= 2**-40).all()
         assert back[large].isinf().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_each_kernel_splits_as_the_twin_does(target, dtype):
+    """A step of SGD from a weight of 0, with a rate of 1, stores the grad with the other sign."""
+    master = masters()[:: 97 if target.is_interpreted else 1]
+    master = master[~master.isnan()] + 0.0  # no -0.0, because 0.0 - 0.0 is 0.0
+    line = RULES["sgd"]
+    rows = Rows(line, (len(master),), [(dtype, "split")], (torch.float32,), (torch.float32,), target.device)
+    for tensor in (*rows.lists["params"], *rows.lists["masters"]):
+        tensor.zero_()
+    hypers = dict.fromkeys(line.hypers, (0.0, 0.0)) | {"lr": (1.0, 1.0)}
+    rows.step([-master.to(target.device) for _ in rows.cases], hypers, maximize=(False, False))
+    for halves in zip(rows.lists["params"], rows.lists["masters"], strict=True):
+        assert all(map(same_bits, (it.cpu() for it in halves), split(master, dtype)))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
