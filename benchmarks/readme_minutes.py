@@ -1,6 +1,6 @@
 """Times README's two commands, as they stand there, in an empty environment and a copy of this checkout.
 
-``python -m benchmarks.readme_minutes benchmarks/results/FILE.json``: README may say what this file holds, and no less.
+``python -m benchmarks.readme_minutes benchmarks/results/readme/FILE.json``: README says what this file holds, in minutes.
 """
 
 import json
@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from math import ceil
 from pathlib import Path
 from time import perf_counter
 
@@ -38,7 +37,7 @@ def time_all(checkout: Path) -> dict[str, float]:
 
 
 def minutes(recorded: Path) -> dict[str, int]:
-    return {part: ceil(seconds / 60) for part, seconds in json.loads(recorded.read_text())["seconds"].items()}
+    return {part: round(seconds / 60) for part, seconds in json.loads(recorded.read_text())["seconds"].items()}
 
 
 def main(recorded: Path) -> None:
