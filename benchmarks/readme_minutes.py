@@ -1,6 +1,6 @@
 """Times README's two commands, as they stand there, in an empty environment and a copy of this checkout.
 
-``python -m benchmarks.readme_minutes benchmarks/results/readme/FILE.json``: README says what this file holds, in minutes.
+``python -m benchmarks.readme_minutes benchmarks/results/readme/FILE.json``: README says, in minutes, what FILE holds.
 """
 
 import json
