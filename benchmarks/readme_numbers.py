@@ -109,7 +109,8 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
     for name, run in compared.items():
         kept = result_pictures.bytes_a_parameter(result_pictures.compared(run))
         yield from filter(None, table(*_beside_others(name, run, kept)))  # no empty line before the list
-        yield "* Median (least to most) over sizes and numbers of tensors; below 1, theirs is faster."
+        over = "sizes and numbers of tensors, or the only case measured"
+        yield f"* Median (least to most) over {over}; below 1, theirs is faster."
         if kept.keys() >= {*OURS}:
             host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
             yield f"* `offload=True` leaves {WEIGHT_AND_GRAD} bytes a parameter on the device; {host} are on the host."
@@ -130,7 +131,9 @@ def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]
         f"AdamW on {_short(run, place_of(run))} ({_samples([name])}): how many times as fast": [
             f"{ours.partition(', ')[2]}; beside {RIVALS[theirs]}" for ours, theirs in shown
         ],
-        "bytes a parameter: ours / theirs": [f"{kept[ours][0]:.3g} / {kept[theirs][0]:.3g}" for ours, theirs in shown],
+        "bytes a parameter: ours / theirs": [
+            f"{round(kept[ours][0], 2):g} / {round(kept[theirs][0], 2):g}" for ours, theirs in shown
+        ],
     }
     for op, on_one in product(result_pictures.SHAPES, (False, True)):
         column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]

@@ -43,7 +43,7 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any
 
     >>> step = load("last.pt", model=model, optimizer=optimizer, scaler=scaler)["step"]
 
-    Raises ValueError, before any object changes, if the file is no checkpoint, or not as it was written. If an object
+    Raises, before any object changes, if the file is no checkpoint, or not as it was written. If an object
     refuses its state, or the loading is interrupted, all objects are as before: meanwhile the host keeps a copy of the
     parameters, buffers and states; objects that are neither modules nor optimizers are set back by their own
     ``load_state_dict``. An object without a ``state_dict`` can't be set back, so it is loaded last.
@@ -53,6 +53,10 @@ def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any
     states: dict[str, Any] = torch.load(path, map_location=map_location, weights_only=True)
     if missing := objects.keys() - states.keys():
         raise ValueError(f"checkpoint.load: {path} must have {sorted(missing)}, got {sorted(states)}")
+    for name, value in objects.items():
+        if not hasattr(value, "load_state_dict"):
+            got = f"got {type(value).__name__}; values are in the dict that load returns"
+            raise TypeError(f"checkpoint.load: {name} must have a load_state_dict, {got}")
     names = sorted(objects, key=lambda name: not hasattr(objects[name], "state_dict"))
     with ExitStack() as undo:
         for name in names:

@@ -100,6 +100,20 @@ def test_what_the_file_lacks_changes_nothing(tmp_path):
         load(tmp_path / "none.pt")
 
 
+def test_a_value_in_an_objects_place_is_named_before_anything_changes(tmp_path):
+    layer = torch.nn.Linear(2, 2)
+    save(tmp_path / "a.pt", layer=layer, step=7)
+    torch.nn.init.zeros_(layer.weight)
+    with pytest.raises(TypeError, match=r"checkpoint.load: step must have a load_state_dict, got int; values are in"):
+        load(tmp_path / "a.pt", layer=layer, step=0)
+    assert not layer.weight.any()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no such folder: '.*nowhere'$"):
+        save(tmp_path / "nowhere" / "a.pt", step=7)
+
+
 class Counting(torch.nn.Module):
     """A module with parameters, buffers, and extra state."""
 

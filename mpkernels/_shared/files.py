@@ -1,5 +1,6 @@
 """Replaces a file whole or not at all."""
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +16,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     at ``path``, and takes over its permissions. After an exception, the old file is still there.
 
     Without an old file, the permissions are those that ``open`` gives."""
+    if not path.parent.is_dir():  # an error of the unfinished file would have a name that nobody gave
+        raise FileNotFoundError(errno.ENOENT, "no such folder", str(path.parent))
     unfinished = path.with_name(f".{path.name}.{token_hex(4)}")
     file = open(unfinished, "xb")  # noqa: SIM115, outside of try: another's file of this name isn't ours to remove
     try:

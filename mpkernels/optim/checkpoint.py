@@ -51,10 +51,12 @@ def loading(optimizer: Any) -> Iterator[Any]:
 
     def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         vars(stand_in).update(_without(hooks, optimizer))  # which the user's hooks may have changed
-        states = dict(loaded["state"])
-        for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):  # torch compares lengths
+        states, groups = dict(loaded["state"]), loaded["param_groups"]
+        if [len(it["params"]) for it in groups] != [len(it["params"]) for it in optimizer.param_groups]:
+            return loaded  # torch refuses it
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):
             _refuse_twice(op, saved["params"])
-            for param, number in zip(group["params"], saved["params"], strict=False):
+            for param, number in zip(group["params"], saved["params"], strict=True):
                 if states.get(number):
                     states[number] = {key: it for key, it in states[number].items() if it is not None}  # SGD saves None
                     _check(op, optimizer._rule.ops.rule, number, states[number], param)

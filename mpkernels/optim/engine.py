@@ -29,7 +29,7 @@ from mpkernels.optim.attribute_of import AttributeOf
 from mpkernels.optim.gradient_release import GradientRelease, steps_in_backward
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
-from mpkernels.optim.step_outcome import StepOutcome, found_here
+from mpkernels.optim.step_outcome import StepOutcome, found_here, shown_guard
 from mpkernels.overflow.find_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.overflow.report import OverflowReport
@@ -85,7 +85,8 @@ class Engine(torch.optim.Optimizer):
         name, rest = super().__repr__().split("\n", 1)
         group = self._peers and self._peers.group
         offload = ", offload: True" if self.offload else ""
-        return f"{name}\nmax_norm: {self.max_norm}, guard: {self.guard}, process_group: {group}{offload}\n{rest}"
+        guard = shown_guard(self)
+        return f"{name}\nmax_norm: {self.max_norm}, guard: {guard}, process_group: {group}{offload}\n{rest}"
 
     def _start_afresh(self) -> None:
         """Forget everything that was derived from the parameters and their states."""
@@ -143,7 +144,7 @@ class Engine(torch.optim.Optimizer):
                 self._foundations = None
                 take_step(params, sharded)
             if self._release is not None:
-                self._release.after_step()
+                self._release.after_step(self)
         return loss
 
     _own_step = step  # without hooks

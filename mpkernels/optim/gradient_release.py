@@ -123,8 +123,13 @@ class GradientRelease:
         if self._on_host is not None:
             self._on_host.forget()
 
-    def after_step(self) -> None:
+    def after_step(self, optimizer: Any) -> None:
         self.begin_anew()
+        if self.steps_alone and any(getattr(optimizer, it, None) is not None for it in ("grad_scale", "found_inf")):
+            raise RuntimeError(
+                f"{self._op}: scaler must be the one that you train with, got none, so the backward has stepped with "
+                "grads that hold the loss scale; go back to a checkpoint and call release_grads(scaler=scaler)"
+            )
         if self.is_on:
             for param in self._widths:
                 param.grad = None

@@ -84,7 +84,8 @@ class Masters(Optimizer):
         return {key: value for key, value in vars(self).items() if key in _KEPT}
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__} (max_norm: {self.max_norm}, guard: {self.guard}) around\n{self.wrapped!r}"
+        options = f"max_norm: {self.max_norm}, guard: {step_outcome.shown_guard(self)}"
+        return f"{type(self).__name__} ({options}) around\n{self.wrapped!r}"
 
     @property
     def _step_supports_amp_scaling(self) -> bool:

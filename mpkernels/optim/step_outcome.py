@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import put_on, sum_of
+from mpkernels._shared.parameters import params_of, put_on, sum_of
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.processes import Processes, of_scaler
 from mpkernels.optim.masters import needs_master
@@ -74,6 +74,13 @@ def is_guarded(optimizer: Any, has_16_bit_parameters: bool, found_inf: Any = Non
         return True
     on_by_itself = has_16_bit_parameters or optimizer._peers is not None  # peers may have 16-bit parameters
     return optimizer.guard is None and found_inf is None and on_by_itself
+
+
+def shown_guard(optimizer: Any) -> str:
+    """Return the option, and whether the guard is on where the option leaves that to the optimizer."""
+    if optimizer.guard is not None:
+        return str(optimizer.guard)
+    return f"None ({'on' if is_guarded(optimizer, any(map(needs_master, params_of(optimizer)))) else 'off'})"
 
 
 def found_here(

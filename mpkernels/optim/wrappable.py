@@ -17,7 +17,7 @@ def check(optimizer: Any) -> None:
         what = "the class " if isinstance(optimizer, type) else ""
         raise TypeError(f"Masters: optimizer must be a torch.optim.Optimizer, got {what}{name}")
     if isinstance(optimizer, Engine):
-        raise ValueError(f"Masters: optimizer must have no masters yet, got {name}, which has")
+        raise ValueError(f"Masters: optimizer must have no masters yet, got {name}, which keeps its own")
     if any(isinstance(it, Optimizer) for it in vars(optimizer).values()):
         raise ValueError(f"Masters: optimizer must not hold another one, got {name}; put Masters around the inner one")
     _, *arguments = inspect.signature(kind.step).parameters.values()

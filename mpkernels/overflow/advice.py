@@ -16,7 +16,10 @@ def advise_on_forward(first: FirstNonFinite | None) -> str:
     if not first.has_finite_weights:
         return f"The weights of {first} are not finite: an earlier step has spoiled them. Go back to a checkpoint."
     if first.had_finite_inputs:
-        return f"{first} was the first to give an inf or NaN, of finite inputs: compute it in fp32 or bf16."
+        return (
+            f"{first} was the first to give an inf or NaN, of finite inputs. In fp16, compute it in fp32 or bf16; else "
+            "look at what it computes: a division, a root, a logarithm, an exponential."
+        )
     return f"{first} was the first module to give an inf or NaN, and got it as an input: look at the data."
 
 

@@ -88,6 +88,8 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
 
     def __str__(self) -> str:
         first = self.first
+        if not self._calls:
+            return "No module of the model was called inside this context."
         if first is None:
             return f"All outputs of {len(self._calls)} calls of modules were finite."
         inputs = "finite" if first.had_finite_inputs else "not finite"

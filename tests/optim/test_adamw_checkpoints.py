@@ -55,6 +55,12 @@ def test_a_state_of_another_shape_is_refused_before_anything_changes(key):
     assert not optimizer._optimizer_load_state_dict_pre_hooks
 
 
+def test_another_number_of_parameters_is_refused_in_torchs_words():
+    weight, optimizer = stepped()
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        AdamW([torch.ones(2, 2, requires_grad=True), weight]).load_state_dict(optimizer.state_dict())
+
+
 @pytest.mark.parametrize("missing", ["exp_avg", "exp_avg_sq"])
 def test_a_state_without_a_moment_is_refused(missing):
     """Another optimizer's state, for example, would silently give moments of 0."""

@@ -90,11 +90,18 @@ def test_a_copy_keeps_them(duplicate):
     assert repr(other) == repr(optimizer)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "guard", "shown"), [(B16, None, "None (on)"), (torch.float32, None, "None (off)"), (B16, False, "False")]
+)
+def test_whether_the_guard_is_on_is_shown(dtype, guard, shown):
+    assert f", guard: {shown}, " in repr(AdamW([torch.ones(1, dtype=dtype)], guard=guard))
+
+
 def test_they_are_shown():
     _, optimizer = two_groups(max_norm=1.0)
     shown = repr(optimizer)
     for line in (
-        "max_norm: 1.0, guard: None, process_group: None",
+        "max_norm: 1.0, guard: None (on), process_group: None",
         "    master: fp32\n",
         "    state_dtype: torch.int8\n",
     ):

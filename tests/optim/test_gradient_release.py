@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mpkernels.amp import accumulate
+from mpkernels.amp import GradScaler, accumulate
 from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
 from tests.networks import B16, backward, network
@@ -241,6 +241,16 @@ def test_torchs_scaler_leaves_no_grad():
     scaler.scale(layer(torch.ones(1, 3)).sum()).backward()
     scaler.step(optimizer)
     assert all(param.grad is None for param in layer.parameters())
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
+def test_a_scaler_that_it_was_not_told_of_is_named(kind):
+    layer = torch.nn.Linear(3, 2)
+    optimizer, scaler = AdamW(layer.parameters()), kind("cpu")
+    optimizer.release_grads()
+    scaler.scale(layer(torch.ones(1, 3)).sum()).backward()
+    with pytest.raises(RuntimeError, match=r"AdamW.release_grads: scaler must be .* call release_grads\(scaler=scaler"):
+        scaler.step(optimizer)
 
 
 def test_what_is_written_between_released_steps_stays():

@@ -23,7 +23,11 @@ REFUSED = {
         "must be a torch.optim.Optimizer, got the class torch.optim.sgd.SGD",
     ),
     "no optimizer": (lambda: PARAMS, TypeError, "must be a torch.optim.Optimizer, got builtins.list"),
-    "ours": (lambda: AdamW(PARAMS), ValueError, "must have no masters yet, got mpkernels.optim.adamw.AdamW, which has"),
+    "ours": (
+        lambda: AdamW(PARAMS),
+        ValueError,
+        "must have no masters yet, got mpkernels.optim.adamw.AdamW, which keeps its own",
+    ),
     "masters": (
         lambda: Masters(torch.optim.SGD(PARAMS)),
         ValueError,

@@ -194,7 +194,7 @@ def test_a_closure_is_called_once_before_all_groups():
 
 def test_its_text_shows_both():
     text = repr(around(torch.optim.Muon, max_norm=1.0))
-    assert text.startswith("Masters (max_norm: 1.0, guard: None) around\nMuon (\nParameter Group 0\n")
+    assert text.startswith("Masters (max_norm: 1.0, guard: None (on)) around\nMuon (\nParameter Group 0\n")
 
 
 def test_metrics_follow_it():

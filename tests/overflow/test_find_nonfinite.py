@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mpkernels.amp import find_nonfinite
@@ -43,9 +44,12 @@ def test_the_first_module():
 
 
 def test_all_finite():
-    with find_nonfinite(network()) as found:
+    model = nn.Sequential(nn.Linear(2, 2))
+    with find_nonfinite(model) as found:
         assert found.first is None
-    assert str(found) == "All outputs of 0 calls of modules were finite."
+        assert str(found) == "No module of the model was called inside this context."
+        model(torch.ones(1, 2))
+    assert str(found) == "All outputs of 2 calls of modules were finite."
 
 
 def test_it_begins_anew_where_it_is_entered_again():

@@ -54,7 +54,7 @@ def test_suggestions(text, seen):
 @pytest.mark.parametrize(
     ("inputs", "bias", "text"),
     [
-        (1.0, -10.0, "1.1 (Root) was the first to give an inf or NaN, of finite inputs: compute it in fp32 or bf16."),
+        (1.0, -10.0, "1.1 (Root) was the first to give an inf or NaN, of finite inputs. In fp16, compute it in fp32 "),
         (1.0, NAN, "The weights of 0 (Linear) are not finite: an earlier step has spoiled them."),
         (NAN, 0.0, "0 (Linear) was the first module to give an inf or NaN, and got it as an input: look at the data."),
         (
