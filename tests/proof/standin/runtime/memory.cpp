@@ -128,17 +128,21 @@ API cudaError_t cudaFree(void* address) {
   finish_all();
   return release(address, cudaMemoryTypeDevice);
 }
+// What a graph has allocated is the graph's for as long as the process lives: its nodes hold the address.
+static std::set<const void*> of_graphs;
+
 API cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t handle) {
   const Lock lock(machine());
   const Stream* const stream = find_stream(handle);
   *address = stream ? allocate(stream->device, bytes) : nullptr;
+  if (stream && stream->capture) of_graphs.insert(*address);
   return *address ? outcome() : fail(stream ? cudaErrorMemoryAllocation : cudaErrorInvalidResourceHandle);
 }
 API cudaError_t cudaFreeAsync(void* address, cudaStream_t handle) {
   const Lock lock(machine());
   Stream* const stream = find_stream(handle);
-  // What a graph has allocated is the graph's for as long as the process lives: its nodes hold the address.
-  return stream && stream->capture ? outcome() : enqueue(stream, [=] { release(address, cudaMemoryTypeDevice); });
+  const bool is_kept = of_graphs.count(address) || (stream && stream->capture);
+  return is_kept ? outcome() : enqueue(stream, [=] { release(address, cudaMemoryTypeDevice); });
 }
 API cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
   const Lock lock(machine());
