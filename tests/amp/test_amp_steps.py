@@ -95,6 +95,7 @@ def test_cuda_never_waits_in_a_hundred_steps(make):
     assert scaler.get_scale() == 2.0**16
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step_hands_its_verdict_back():
     (param, optimizer), scaler = one_param(OPTIMIZERS["our AdamW"]), GradScaler("cpu", init_scale=8.0)
     optimizer.step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")

@@ -87,6 +87,7 @@ BROKEN = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("body", "says"),
     [

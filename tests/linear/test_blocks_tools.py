@@ -31,6 +31,7 @@ def test_autocast_casts_once(monkeypatch, name):
     assert len({it.data_ptr() for it in casts}) == len(parameters)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("dtype", [B16, F32], ids=str)
 @EVERY

@@ -83,6 +83,7 @@ def test_hooks_closure_and_zero_grad():
     assert all(param.grad is None for param in model.parameters())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("dtype", "options"),
     [

@@ -220,6 +220,7 @@ def test_a_master_that_comes_back_in_another_dtype_is_rebuilt_with_a_warning(own
         assert torch.equal(master, param.detach().float())
 
 
+@pytest.mark.exhaustive
 def test_a_write_is_seen_by_a_compiled_step():
     model = network(B16)
     optimizer = AdamW(model.parameters(), lr=torch.tensor(0.0), weight_decay=0.0, master="fp32", guard=False)

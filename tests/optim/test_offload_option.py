@@ -73,6 +73,7 @@ def test_torchs_own_step_and_masters_around_it_have_none():
         Masters(torch.optim.SGD(parameters(B16), lr=0.1), offload=True)
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step_on_the_host_needs_no_break():
     results = []
     for offload in (True, False):

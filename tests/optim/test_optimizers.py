@@ -91,6 +91,7 @@ def test_lions_own_bad_inputs():
             mpkernels.optim.Lion(network().parameters(), **options)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.each_value_once
 @of_each
 @pytest.mark.parametrize("state_dtype", [torch.float32, B16, torch.int8], ids=str)
@@ -178,6 +179,7 @@ def test_grads_may_be_released_in_the_backward(line, dtype):
     assert same(weights(whole), weights(released))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "line",
     [

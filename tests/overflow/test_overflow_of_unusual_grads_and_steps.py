@@ -68,6 +68,7 @@ def test_grads_that_are_released():
     assert [it.name for it in scaler.overflow_report().culprits][:2] == ["3.bias", "3.weight"]
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_step():
     model = network(B16)
     optimizer = AdamW(model.named_parameters())

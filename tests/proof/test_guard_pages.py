@@ -166,6 +166,7 @@ def assert_nothing_is_touched(target):
     assert case, "nothing has run"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.kernels("native", "cuda")
 def test_nothing_beside_a_tensor_is_touched(target):
     assert_nothing_is_touched(target)

@@ -43,6 +43,7 @@ def test_every_activation_is_as_near_to_fp64_as_fp32_can_be(tmp_path, isa):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.exhaustive
 def test_every_activation_bears_what_a_gpus_instructions_err(tmp_path):
     """The GPU's branch of math.h runs on the CPU, with results as wrong as PTX allows, in each direction."""
     program = instructions.build(SOURCE, tmp_path, *defined(GPU))
