@@ -5,6 +5,7 @@ from collections import Counter, defaultdict
 from tests import quick
 
 TARGET = "target"  # a property of each test that runs a target's kernels
+SPEED = "speed"  # a property that is printed
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
 
@@ -22,13 +23,21 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.section("which kernels these tests ran")
         for line in lines:
             terminalreporter.write_line(line)
+    if speeds := [text for _, report in reports for text in _properties(report, SPEED)]:
+        terminalreporter.section("how fast each op is, by one short measurement")
+        for text in sorted(speeds):
+            terminalreporter.write_line(text)
+
+
+def _properties(report, name):
+    return [value for key, value in getattr(report, "user_properties", ()) if key == name]
 
 
 def lines_of(reports):
     """Return a line for each target whose tests were asked for, from pytest's reports by their outcome."""
     counts, reasons = defaultdict(Counter), {}
     for outcome, report in reports:
-        for name in {value for key, value in getattr(report, "user_properties", ()) if key == TARGET}:
+        for name in {*_properties(report, TARGET)}:
             counts[name][outcome] += 1
             if outcome == "skipped":
                 reasons.setdefault(name, _reason(report))

@@ -22,7 +22,7 @@ def test_many_chunks_of_each_kind_of_moments(target):
 def test_more_parameters_than_a_launch_takes(target):
     if target.is_interpreted:
         pytest.skip("has no such limit")
-    options = {"sizes": (3,) * 100, "weights": WEIGHTS[:4], "grads": (F32,), "states": (F32,)}
+    options = {"sizes": (3,) * 60, "weights": WEIGHTS[:4], "grads": (F32,), "states": (F32,)}
     assert_same_steps(target, steps=2, model=options)
 
 
