@@ -1,6 +1,7 @@
 """What a rewritten forward calls: whether its layers still are plain, and the fused op over them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -57,18 +58,23 @@ def is_replaced(method: Method) -> bool:
     return getattr(method.kind, method.name) is not method.value
 
 
-def by_replacement(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Call the new method. Its defaults and the order of its arguments may differ. So arguments that had a default are
-    passed by name, and left out if they equal the old default."""
-    code, defaults = method.written.__code__, method.written.__defaults__ or ()
-    names, end = code.co_varnames[: code.co_argcount], code.co_argcount
-    first = end - len(defaults)
-    old = dict(zip(names[first:], defaults, strict=True)) | (method.written.__kwdefaults__ or {})
-    if len(arguments) > end:  # arguments for *args come after all others, so these are passed by position
-        first = end
-    by_name = dict(zip(names[first:], arguments[first:end], strict=True)) | named
-    given = {name: value for name, value in by_name.items() if name not in old or value is not old[name]}
-    return getattr(method.kind, method.name)(*arguments[:first], *arguments[end:], **given)
+def by_replacement(method: Method, values: Mapping[str, Any]) -> Any:
+    """Call the new method with the old one's arguments. Its defaults and their order may differ. So arguments that had
+    a default are passed by name, and left out if they equal the old default."""
+    parameters = signature(method.written).parameters.values()
+    is_longer = any(it.kind is it.VAR_POSITIONAL and values[it.name] for it in parameters)  # so none has its default
+    positional, named = list[Any](), dict[str, Any]()
+    for it in parameters:
+        value = values[it.name]
+        if it.kind is it.VAR_POSITIONAL:
+            positional += value
+        elif it.kind is it.VAR_KEYWORD:
+            named |= value
+        elif it.kind is not it.KEYWORD_ONLY and (is_longer or it.default is it.empty):
+            positional.append(value)
+        elif value is not it.default:
+            named[it.name] = value
+    return getattr(method.kind, method.name)(*positional, **named)
 
 
 def is_gelu(function: object) -> bool:

@@ -13,21 +13,15 @@ from torch.nn.utils import parametrize
 
 from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls, sequential
-from mpkernels.nn.fusing.decorators import innermost, redecorated, unless_replaced
+from mpkernels.nn.fusing.classes import Recipe, innermost
 from mpkernels.nn.fusing.inlined_names import dotted, short
 from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK
 from mpkernels.nn.fusing.recognise import is_activation, is_layer, is_linear, known_activation, uses_activation
-from mpkernels.nn.fusing.rewrite import NotRewritableError, rewrite, sites_of
+from mpkernels.nn.fusing.rewrite import NotRewritableError, sites_of
 from mpkernels.nn.fusing.safe_lookup import UNSEEN, has_plain_attributes, own_values, value_of
 from mpkernels.nn.fusing.sites import Site, partition
 from mpkernels.nn.fusing.why_not import why_not_fused
-
-Recipe = tuple[Any, ...]
-"""Each method's name and its chosen sites: index, text and, if it is a loop, the chosen runs of its modules."""
-
-Methods = tuple[Any, ...]
-"""What a recipe was made of. Somebody may give the class others."""
 
 
 class Decision(NamedTuple):
@@ -35,24 +29,6 @@ class Decision(NamedTuple):
     fused: list[tuple[str, str]]  #: (the site's text, the op that computes it)
     left: list[tuple[str, str]]  #: (the site's text, why it is left)
     covered: Sequence[Module] = ()  #: projections that their caller's MLP computes: they aren't fused by themselves
-
-
-def methods_of(kind: type, recipe: Recipe) -> dict[str, Any]:
-    """Return the rewritten methods of a recipe by their names, as a class body has them."""
-    return {name: _method(kind, name, chosen) for name, chosen in recipe}
-
-
-def methods_now(kind: type, recipe: Recipe) -> Methods:
-    """Return the recipe's methods as the class has them now, with all decorators."""
-    return tuple(inspect.getattr_static(kind, name, None) for name, _ in recipe)
-
-
-def _method(kind: type, name: str, chosen: Any) -> FunctionType:
-    written = innermost(kind, name)
-    method = calls.Method(kind, name, getattr(kind, name), written)
-    rewritten = rewrite(written, chosen, method)
-    decorated = redecorated(kind, name, rewritten)
-    return rewritten if decorated is rewritten else unless_replaced(method, decorated)
 
 
 def decide(module: Module, kind: type) -> Decision:
