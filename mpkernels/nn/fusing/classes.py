@@ -15,19 +15,16 @@ from mpkernels.nn.fusing.safe_lookup import FUSED
 Recipe = tuple[Any, ...]
 """Each method's name and its chosen sites: index, text and, if it is a loop, the chosen runs of its modules."""
 
-Methods = tuple[Any, ...]
-"""What a recipe was made of. Somebody may give the class others."""
-
 
 class Record(NamedTuple):
     """What a class was fused from."""
 
     plain: type
     recipe: Recipe
+    methods: tuple[Any, ...]  #: the plain class's methods, for which somebody may substitute others
 
 
-_METHODS = "mpkernels_fused_methods"
-_made: WeakValueDictionary[tuple[Record, Methods], type] = WeakValueDictionary()
+_made: WeakValueDictionary[Record, type] = WeakValueDictionary()
 
 
 def record_of(kind: type) -> Record | None:
@@ -39,14 +36,14 @@ def record_of(kind: type) -> Record | None:
 def fused_class(plain: type, recipe: Recipe) -> type:
     """Return the subclass that runs the recipe. Modules with the same class and recipe share it, and so their compiled
     code. Names stay, because tools look classes up by name. Raise a TypeError if the class allows no subclass."""
-    record, methods = Record(plain, recipe), _methods_now(plain, recipe)
-    kind = _made.get((record, methods))
+    record = Record(plain, recipe, _methods_now(plain, recipe))
+    kind = _made.get(record)
     if kind is None:
         space = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-        space |= {"__reduce_ex__": _reduce, FUSED: record, _METHODS: methods}
+        space |= {"__reduce_ex__": _reduce, FUSED: record}
         space |= {name: _fused_method(plain, name, chosen) for name, chosen in recipe}
         try:
-            kind = _made[record, methods] = type(plain)(plain.__name__, (plain,), space)
+            kind = _made[record] = type(plain)(plain.__name__, (plain,), space)
         except Exception as error:  # whatever its __init_subclass__ or its metaclass raises
             raise TypeError(str(error)) from error
     return kind
@@ -55,7 +52,7 @@ def fused_class(plain: type, recipe: Recipe) -> type:
 def is_stale(kind: type) -> bool:
     """Return whether methods of the plain class were replaced since this fused class was made."""
     record = record_of(kind)
-    return record is not None and _methods_now(*record) != vars(kind)[_METHODS]
+    return record is not None and _methods_now(record.plain, record.recipe) != record.methods
 
 
 def become(module: Any, kind: type) -> None:
@@ -94,7 +91,7 @@ def _reduce(self: Any, protocol: Any) -> Any:
     reduced = super(kind, self).__reduce_ex__(protocol)
     usual = copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]
     is_usual = isinstance(reduced, tuple) and reduced[:2] == usual
-    return (restore, record_of(kind), *reduced[2:]) if is_usual else reduced
+    return (restore, vars(kind)[FUSED][:2], *reduced[2:]) if is_usual else reduced
 
 
 def restore(plain: Any, recipe: Recipe) -> Any:
@@ -106,7 +103,7 @@ def restore(plain: Any, recipe: Recipe) -> Any:
     return module
 
 
-def _methods_now(kind: type, recipe: Recipe) -> Methods:
+def _methods_now(kind: type, recipe: Recipe) -> tuple[Any, ...]:
     """Return the recipe's methods as the class has them now, with all decorators."""
     return tuple(inspect.getattr_static(kind, name, None) for name, _ in recipe)
 

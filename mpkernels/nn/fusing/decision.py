@@ -17,11 +17,10 @@ from mpkernels.nn.fusing.classes import Recipe, innermost
 from mpkernels.nn.fusing.inlined_names import dotted, short
 from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK
-from mpkernels.nn.fusing.recognise import is_activation, is_layer, is_linear, known_activation, uses_activation
+from mpkernels.nn.fusing.recognise import is_activation, is_layer, is_linear, known_activation, uses_activation, why_not
 from mpkernels.nn.fusing.rewrite import NotRewritableError, sites_of
 from mpkernels.nn.fusing.safe_lookup import UNSEEN, has_plain_attributes, own_values, value_of
 from mpkernels.nn.fusing.sites import Site, partition
-from mpkernels.nn.fusing.why_not import why_not_fused
 
 
 class Decision(NamedTuple):
@@ -126,18 +125,12 @@ def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
     if site.chunk is not None and _resolve(site.chunk, module, function) is not TORCH_CHUNK:
         return None
     gates = layers[: len(site.gates)]
-    reason = why_not_fused(*named)
+    reason = why_not(*named)
     if gates and not reason and not calls.are_halves(gates):
         return f"{short(site.layers[0])} is not as wide as what it multiplies"
-    return reason or ("" if _only_reads(site, module, function) else "something else is evaluated between its calls")
-
-
-def _only_reads(site: Site, module: Module, function: FunctionType) -> bool:
-    """Return whether between the calls only names and attributes are read, and no code runs to read them."""
-    if site.reads is None:
-        return False
-    attributes = [it.node for it in site.reads if isinstance(it.node, ast.Attribute)]
-    return all(_resolve(it, module, function) is not UNSEEN for it in attributes)
+    attributes = [it.node for it in site.reads or () if isinstance(it.node, ast.Attribute)]
+    runs_code = site.reads is None or any(_resolve(it, module, function) is UNSEEN for it in attributes)
+    return reason or ("something else is evaluated between its calls" if runs_code else "")
 
 
 def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:

@@ -23,7 +23,7 @@ class Loop:
 
 def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
     """Yield the loops over modules of ``self`` whose values in between nobody reads."""
-    blocks = [*Suite.all_of(function)]
+    blocks = [*Suite(function, function.body).and_inner()]
     # A read of the loop's variable, other than the call in the loop itself, is one after the loop or in another loop.
     called = {id(it.body[0].value.func) for block in blocks for it in block.statements if _result(it)}  # type: ignore
     read = {name for node, name in loads(function) if id(node) not in called}

@@ -28,7 +28,7 @@ def _all_of(*attributes: tuple[Any, str]) -> tuple[Attribute, ...]:
     return tuple((owner, name, _own(owner, name)) for owner, name in attributes)
 
 
-def _are_in_place(attributes: Sequence[Attribute]) -> bool:
+def are_in_place(attributes: Sequence[Attribute]) -> bool:
     for owner, name, original in attributes:  # noqa: SIM110 (a generator takes as long as the rest)
         if getattr(owner, name) is not original:
             return False
@@ -90,9 +90,9 @@ def is_original(called: Any, kind: Any = None) -> bool:
     kind = kind or type(called)
     runs = _RUNS.get(kind)
     if runs is not None:
-        return _are_in_place(runs)
+        return are_in_place(runs)
     if not isinstance(called, nn.Module):
-        return _are_in_place(_RUNS.get(called, ()))
+        return are_in_place(_RUNS.get(called, ()))
     runs = _OF_LIBRARIES.get(kind)
     if runs is None:
         forward = _as_written(kind)
@@ -103,12 +103,7 @@ def is_original(called: Any, kind: Any = None) -> bool:
             return False
         functions = *_IN_LIBRARIES.get(kind.__name__, ()), *methods
         runs = _OF_LIBRARIES[kind] = _of_module(kind, forward, functions)
-    return _are_in_place(runs) and _is_inner_original(called)
-
-
-def are_gates_original(is_packed: bool) -> bool:
-    """Return whether torch's own methods multiply tensors and, if ``is_packed``, chunk them."""
-    return _are_in_place(GATE) and (not is_packed or _are_in_place(CHUNK))
+    return are_in_place(runs) and _is_inner_original(called)
 
 
 def _as_written(kind: type) -> Any:

@@ -163,16 +163,16 @@ def _texts(site: Site, names: Mapping[int, str]) -> tuple[str, str]:
 
     activation = "'gelu_tanh', " if site.is_tanh_form else text(site.activation)
     shared = f"{text(site.x)} ({text(*site.layers)}), {activation} ({text(*site.between)})"
-    tests = [f"are_plain({shared})"]
+    tests = [f"{CALLS}.are_plain({shared})"]
     if site.is_tanh_form:
-        tests.append(f"is_gelu({text(site.activation)})")
+        tests.append(f"{ast.unparse(site.activation)} is {CALLS}.GELU")
     if site.gates:
-        tests.append(f"are_gates(({text(*site.gates)}), {text(site.chunk) if site.chunk else ''})")
+        tests.append(f"{CALLS}.are_gates(({text(*site.gates)}), {text(site.chunk) if site.chunk else ''})")
     if operands := [it.node for it in site.reads or () if it.is_operand]:
-        tests.append(f"are_ordinary({text(*operands)})")
+        tests.append(f"{CALLS}.are_ordinary({text(*operands)})")
     dropout = text(site.dropout.p, site.dropout.training) if site.dropout else ""
     fused = f"{CALLS}.fused({site.kind!r}, {shared}, {dropout} is_gate_last={site.is_gate_last})"
-    return " and ".join(f"{CALLS}.{it}" for it in tests), fused
+    return " and ".join(tests), fused
 
 
 def _parsed(text: str, place: ast.AST) -> Any:
