@@ -4,6 +4,7 @@ import ast
 import builtins
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK
 from mpkernels.nn.fusing.recognise import is_activation, is_layer, is_linear, known_activation, uses_activation, why_not
 from mpkernels.nn.fusing.rewrite import NotRewritableError, sites_of
-from mpkernels.nn.fusing.safe_lookup import UNSEEN, has_plain_attributes, own_values, value_of
+from mpkernels.nn.fusing.safe_lookup import UNSEEN, attribute_of, has_plain_attributes, own_values
 from mpkernels.nn.fusing.sites import Site, partition
 
 
@@ -137,7 +138,8 @@ def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:
     """Return the value of a dotted name. UNSEEN if it has none, or if only running code would tell."""
     first, *names = dotted(expression).split(".")
     local = {function.__code__.co_varnames[0]: module} if function.__code__.co_argcount else {}
-    return value_of(local.get(first, function.__globals__.get(first, vars(builtins).get(first, UNSEEN))), names)
+    value = local.get(first, function.__globals__.get(first, vars(builtins).get(first, UNSEEN)))
+    return reduce(attribute_of, names, value)
 
 
 def _computed_by(site: Site, module: Module, function: FunctionType) -> str:

@@ -41,10 +41,6 @@ class Suite:
                 if inner:
                     yield from Suite(self.function, inner, is_repeated, is_guarded).and_inner()
 
-    def binder(self, name: str, before: int) -> int:
-        """Return the index of the last statement before index ``before`` that binds the name, -1 if there is none."""
-        return next((at for at in reversed(range(before)) if name in bound_in(self.statements[at])), -1)
-
 
 @dataclass(frozen=True)
 class Place:
@@ -84,8 +80,9 @@ class Chain:
     def follow(self, value: Place | None) -> Place | None:
         """Return the expression that a name stands for, if a simple assignment of the block made it."""
         while value is not None and isinstance(value.node, ast.Name):
-            at = self.block.binder(value.node.id, value.index)
-            made = _assigned(self.block.statements[at], value.node.id) if at >= 0 else None
+            name, statements = value.node.id, self.block.statements
+            at = next((at for at in reversed(range(value.index)) if name in bound_in(statements[at])), -1)
+            made = _assigned(statements[at], name) if at >= 0 else None
             if made is None:
                 return value
             self.used.add(at)
@@ -160,17 +157,12 @@ def _may_catch(statement: ast.stmt) -> bool:
 
 def _assigned(statement: ast.stmt, name: str) -> ast.expr | None:
     """Return the expression that a simple assignment gives to the name: ``pair[0]`` to a in ``a, b = pair``."""
-    if not isinstance(statement, ast.AnnAssign) and not (
-        isinstance(statement, ast.Assign) and len(statement.targets) == 1
-    ):
-        return None
-    target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
-    if isinstance(target, ast.Name):
-        return statement.value if target.id == name else None
-    parts = [dotted(it) for it in target.elts] if isinstance(target, ast.Tuple) else []
-    if len(parts) != 2 or statement.value is None or parts.count(name) != 1:
-        return None
-    return ast.Subscript(statement.value, ast.Constant(parts.index(name)), ast.Load())
+    match statement:
+        case ast.Assign([ast.Name(made)], value) | ast.AnnAssign(ast.Name(made), _, value) if made == name:
+            return value
+        case ast.Assign([ast.Tuple([one, other])], pair) if (dotted(one) == name) != (dotted(other) == name):
+            return ast.Subscript(pair, ast.Constant(int(dotted(other) == name)), ast.Load())
+    return None
 
 
 def bound_in(statement: ast.AST) -> set[str]:

@@ -112,12 +112,6 @@ def why_no_layer(layer: Module) -> str | None:
     return None
 
 
-def why_never(layer: Module) -> str | None:
-    """Return why_no_layer's reason, but accept DTensors: fully_shard replaces them by plain tensors in a forward."""
-    reason = why_no_layer(layer)
-    return None if reason is _FOREIGN and is_sharded(layer.weight) else reason
-
-
 def why_no_activation(activation: object) -> str | None:
     """Return why this isn't one of our activations, unpatched and without hooks. None if it is one."""
     if known_activation(activation) is None:
@@ -138,7 +132,11 @@ def why_not_passing(value: object) -> str | None:
 
 def why_not(layers: Named, activation: Named, between: Named) -> str:
     """Return why no op of ours can replace calls of these named modules and functions. "" if one can."""
-    reasons = [(name, why_never(layer)) for name, layer in layers]
+    reasons = []
+    for name, layer in layers:
+        why = why_no_layer(layer)
+        # fully_shard replaces DTensors by plain tensors in a forward
+        reasons.append((name, None if why is _FOREIGN and is_sharded(layer.weight) else why))
     reasons += [(name, why_no_activation(it)) for name, it in activation]
     reasons += [(name, why_not_passing(it)) for name, it in between]
     dropping = sum(it is DROPOUT or (type(it) is Dropout and it.p != 0) for _, it in between)

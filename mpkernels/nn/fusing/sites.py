@@ -211,17 +211,17 @@ class _Match:
         if called is not None:
             self.between.append(called)
             return argument
-        value = self.chain.follow(value)
-        if value is None or not isinstance(node := value.node, ast.Call) or not self.chain.is_global(node.func):
-            return None
-        options = dict(zip(("p", "training"), node.args[1:], strict=False)) | {it.arg: it.value for it in node.keywords}
-        if self.dropout or not node.args or len(node.args) > 3 or options.keys() != {"p", "training"}:
-            return None
-        self.between.append(node.func)
-        self.dropout = Dropout(node.func, options["p"], options["training"])
-        self.options = [*options.values()]
-        self.read += [Place(option, value.index) for option in self.options]
-        return Place(node.args[0], value.index)
+        match self.chain.follow(value):
+            case Place(ast.Call(function, [x, *positional], keywords), index) if self.chain.is_global(function):
+                options = dict(zip(("p", "training"), positional, strict=False)) | {it.arg: it.value for it in keywords}
+                if self.dropout or len(positional) > 2 or options.keys() != {"p", "training"}:
+                    return None
+                self.between.append(function)
+                self.dropout = Dropout(function, options["p"], options["training"])
+                self.options = [*options.values()]
+                self.read += [Place(option, index) for option in self.options]
+                return Place(x, index)
+        return None
 
     def activated(self, value: Place | None) -> Place | None:
         self.activation, z = self._module(value)
