@@ -37,7 +37,7 @@ class Attempt:
         if then is None or len(then) != len(grads):
             return False
         are_same = all(
-            grad is old if grad is None or old is None else (grad is old[0]() and version_of(grad) == old[1])
+            old is None if grad is None else old is not None and grad is old[0]() and version_of(grad) == old[1]
             for grad, old in zip(grads, then, strict=True)
         )
         return are_same and self.mark.item() != -1
