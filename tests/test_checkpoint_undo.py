@@ -67,6 +67,17 @@ def test_a_dict_that_can_not_change_stops_no_undo(tmp_path):
     assert frozen == {"depth": 3}
 
 
+def test_what_an_object_has_got_by_loading_is_gone_again(tmp_path):
+    class Counting(torch.nn.Linear):
+        def load_state_dict(self, state):
+            self.times = self.__dict__.get("times", 0) + 1
+            super().load_state_dict(state)
+
+    model = Counting(1, 1, bias=False)
+    refused(tmp_path / "last.pt", linear(2.0), model)
+    assert not hasattr(model, "times")
+
+
 def test_an_undo_that_fails_hides_no_error_and_stops_no_other(tmp_path):
     class Stubborn(Refusing):
         def load_state_dict(self, state):

@@ -15,7 +15,7 @@ ROOT = Path(mpkernels.__file__).parent
 ROOMS = (  # from the top down
     *("__main__", "demo", "doctor", "bench", "integrations"),
     "__init__",
-    *("profiling", "metrics", "memory", "checkpoint", "undo", "amp", "optim", "overflow"),
+    *("profiling", "metrics", "memory", "checkpoint", "amp", "optim", "overflow"),
     *("nn", "functional", "linear", "selector", "distributed"),
     *("ops", "_torch_private", "_shared", "_extension", "_sources"),
 )

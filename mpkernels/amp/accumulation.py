@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -15,25 +16,20 @@ from mpkernels.amp.wide_grads import WideGrads
 from mpkernels.linear import cast_cache
 
 
+@dataclass(eq=False)
 class MicroBatch:
     """One batch of a group, as ``accumulate`` yields it. The group's batches make one step together."""
 
-    def __init__(
-        self,
-        batch: Any,
-        share: float,
-        is_last: bool,
-        step: Callable[[], Tensor | None],
-        scale: Callable[[Any], Any],
-    ) -> None:
-        self.batch = batch
-        #: whether this is the group's last batch, whose backward takes the step
-        self.is_last = is_last
-        #: the norm of the group's unscaled grads before clipping. The last batch's backward sets it; None if nothing
-        #: computes the norm
-        self.grad_norm: Tensor | None = None
-        self._share, self._step, self._scale = share, step, scale
-        self._is_done = False
+    batch: Any
+    #: whether this is the group's last batch, whose backward takes the step
+    is_last: bool
+    _share: float
+    _step: Callable[[], Tensor | None]
+    _scale: Callable[[Any], Any]
+    #: the norm of the group's unscaled grads before clipping. The last batch's backward sets it; None if nothing
+    #: computes the norm
+    grad_norm: Tensor | None = None
+    _is_done: bool = False
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of the batch's mean loss, weighted by the batch's share of the group. The last batch's
@@ -130,7 +126,7 @@ def _micro_batches(
         pairs = sorted(zip(group, weights, strict=True), key=lambda pair: pair[1] > 0)  # the last backward steps
         with cast_cache.one_step(), nullcontext() if wide is None else wide.of_group():
             for i, (batch, weight) in enumerate(pairs):
-                micro = MicroBatch(batch, weight / sum(weights), i == len(group) - 1, step, scaler.scale)
+                micro = MicroBatch(batch, i == len(group) - 1, weight / sum(weights), step, scaler.scale)
                 with ExitStack() as around:
                     if wide is not None:
                         wide.keep_from_exchange(around)

@@ -122,32 +122,22 @@ def _own_norm(grads: Sequence[Tensor], norm_type: float, shares: Sequence[float]
     """Return the norm of this process's grads; for type 2 the norm's square."""
     device = grads[0].device if grads else torch.device("cpu")
     nothing = torch.zeros((), dtype=torch.float64, device=device)
+    found: list[Tensor] = []
     if norm_type == 2:
-        groups = by_device(grads, range(len(grads))).values()
-        sums = [put_on(device, _sumsq(grads, shares, places)) for places in groups]
-        return torch.stack(sums or [nothing]).sum()
-    weights = [1.0] * len(grads) if shares is None else [share ** (1 / norm_type) for share in shares]
-    norms = [
-        put_on(device, weight * _wide_norm(grad, norm_type))
-        for grad, weight in zip(grads, weights, strict=True)
-        if grad.numel() > 0
-    ]
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [nothing]), norm_type)
-    return total
-
-
-def _sumsq(grads: Sequence[Tensor], shares: Sequence[float] | None, places: Sequence[int]) -> Tensor:
-    stats = grad_stats([grads[i] for i in places])
-    if shares is None:
-        return stats.total_sumsq
-    weights = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=stats.sumsq.device)
-    return (stats.sumsq * weights).sum()
-
-
-def _wide_norm(grad: Tensor, norm_type: float) -> Tensor:
-    wide = torch.complex128 if grad.is_complex() else torch.float64
-    norm: Tensor = torch.linalg.vector_norm(grad, norm_type, dtype=wide)
-    return norm
+        for places in by_device(grads, range(len(grads))).values():
+            stats = grad_stats([grads[i] for i in places])
+            total = stats.total_sumsq
+            if shares is not None:
+                weights = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=stats.sumsq.device)
+                total = (stats.sumsq * weights).sum()
+            found.append(put_on(device, total))
+        return torch.stack(found or [nothing]).sum()
+    for i, grad in enumerate(grads):
+        if grad.numel() > 0:
+            wide = torch.complex128 if grad.is_complex() else torch.float64
+            norm = torch.linalg.vector_norm(grad, norm_type, dtype=wide)
+            found.append(put_on(device, norm if shares is None else norm * shares[i] ** (1 / norm_type)))
+    return torch.linalg.vector_norm(torch.stack(found or [nothing]), norm_type)  # type: ignore[no-any-return]
 
 
 def _is_known_one(coefficient: Tensor) -> bool:

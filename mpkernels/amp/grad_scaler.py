@@ -220,20 +220,18 @@ class GradScaler(torch.amp.GradScaler):
                 scalings.set_to(new_scale, scale)
                 scale, tracker = scale.clone(), tracker.clone()  # the update moves clones, and so only counts overflows
             if found_infs:
-                self._move(scale, tracker, found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum())
+                overflows = self._overflows
+                assert overflows is not None  # it is made with the scale
+                found_inf = found_infs[0] if len(found_infs) == 1 else torch.stack(found_infs).sum()
+                factors = self._growth_factor, self._backoff_factor, self._growth_interval
+                beyond = self._min_scale, self._max_scale, self._hysteresis
+                update_scale_(scale, tracker, found_inf, *factors, overflows, *beyond)
+                self._ledgers.count(self._per_optimizer_states, overflows)
+                self._was_skipped.send(overflows)
             if self._schedule is not None:
                 scale.fill_(self._schedule(self._updates + 1))
         self._updates += 1
         self._per_optimizer_states.clear()
-
-    def _move(self, scale: Tensor, tracker: Tensor, found_inf: Tensor) -> None:
-        overflows = self._overflows
-        assert overflows is not None  # it is made with the scale
-        factors = self._growth_factor, self._backoff_factor, self._growth_interval
-        beyond = self._min_scale, self._max_scale, self._hysteresis
-        update_scale_(scale, tracker, found_inf, *factors, overflows, *beyond)
-        self._ledgers.count(self._per_optimizer_states, overflows)
-        self._was_skipped.send(overflows)
 
     def overflow_report(
         self, model: torch.nn.Module | None = None, found: find_nonfinite | None = None

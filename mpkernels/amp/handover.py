@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import torch
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
@@ -11,7 +10,6 @@ from mpkernels._shared.parameters import are_any_sharded, params_of
 from mpkernels.amp.inf_check import given_peers
 from mpkernels.amp.retries import Attempt
 from mpkernels.distributed import fsdp1
-from mpkernels.distributed.processes import Processes
 from mpkernels.optim.offload import have_left
 
 NAMES = ("grad_scale", "found_inf", "outcome", "peers")
@@ -24,7 +22,12 @@ def step(scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> float | None
     peers, state, result = given_peers(scaler, optimizer), scaler._per_optimizer_states[id(optimizer)], None
     attempt: Attempt | None = state.get("attempt")
     if attempt is None or not attempt.was_done():
-        device = _device_of_verdict(optimizer, peers, scale.device)
+        params = params_of(optimizer)
+        device = next((param.grad.device for param in params if param.grad is not None), None)
+        if device is None and (
+            peers is not None or are_any_sharded(params) or fsdp1.has_parts(params) or have_left(optimizer)
+        ):
+            device = scale.device  # other processes may have grads, or grads wait on the host
         attempt = state["attempt"] = None if device is None else Attempt(partial(params_of, optimizer), device)
         vars(optimizer).pop("found_inf", None)  # torch's scaler may have left one there
         if peers is not None:
@@ -49,17 +52,6 @@ def take_back(attributes: dict[str, Any]) -> None:
     """Remove what a scaler has set on an optimizer with these attributes."""
     for name in NAMES:
         attributes.pop(name, None)
-
-
-def _device_of_verdict(optimizer: Optimizer, peers: Processes | None, otherwise: torch.device) -> torch.device | None:
-    """Return the device of the first grad. Without a grad, return ``otherwise`` if other processes may have grads or
-    grads wait on the host, else None."""
-    params = params_of(optimizer)
-    found = next((param.grad.device for param in params if param.grad is not None), None)
-    if found is None:
-        have_parts = peers is not None or are_any_sharded(params) or fsdp1.has_parts(params)
-        return otherwise if have_parts or have_left(optimizer) else None
-    return found
 
 
 def is_a_wrapper(optimizer: Optimizer, attributes: dict[str, Any]) -> bool:

@@ -46,10 +46,12 @@ class Policy:
         """
         device = torch.device(machines_device() if device is None else device)
         if device.type == "cuda":
-            return cls(_best_on_cuda(device))
+            capability = (8, 0) if torch.version.hip else torch.cuda.get_device_capability(device)
+            return cls("bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32")
         if device.type == "cpu":
-            return cls("mixed_bfloat16" if _multiplies_bf16() else "float32")
-        return cls({"mps": "mixed_float16", "xpu": "mixed_bfloat16"}.get(device.type, "float32"))
+            arms: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.10 may lack this function
+            return cls("bf16" if has_amx() or has_avx512_bf16() or arms.get("bf16", False) else "fp32")
+        return cls({"mps": "fp16", "xpu": "bf16"}.get(device.type, "fp32"))
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -58,9 +60,8 @@ class Policy:
 
     def autocast(self, device: str | torch.device | None = None) -> torch.amp.autocast:
         """Return an autocast to the policy's dtype; for float32, one that is disabled."""
-        if self.name == "float32":
-            return autocast(_type_of(device), enabled=False)
-        return autocast(_type_of(device), dtype=self.compute_dtype)
+        options: Any = {"enabled": False} if self.name == "float32" else {"dtype": self.compute_dtype}
+        return autocast(_type_of(device), **options)
 
     def scaler(self, device: str | torch.device | None = None, **options: Any) -> torch.amp.GradScaler:
         """Return an ``mpkernels.amp.GradScaler`` with these options. It is enabled for fp16 alone; the other policies
@@ -74,22 +75,6 @@ class Policy:
 
 def _type_of(device: str | torch.device | None) -> str:
     return torch.device(machines_device() if device is None else device).type
-
-
-def _best_on_cuda(device: torch.device) -> str:
-    if torch.version.hip:
-        return "mixed_bfloat16"
-    capability = torch.cuda.get_device_capability(device)
-    if capability >= (8, 0):
-        return "mixed_bfloat16"
-    return "mixed_float16" if capability >= (7, 0) else "float32"
-
-
-def _multiplies_bf16() -> bool:
-    if has_amx() or has_avx512_bf16():
-        return True
-    capabilities: dict[str, bool] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.10 may lack this function
-    return capabilities.get("bf16", False)  # Arm's name for it
 
 
 _global_policy = Policy("float32")

@@ -21,7 +21,7 @@ class Attempt:
         self.outcome = torch.arange(-1, 1, dtype=torch.float32, device=device)
         self.found_inf = self.outcome[1]
         self._params = params
-        self._grads_then: list[tuple[Callable[[], Tensor | None], object]] | None = None
+        self._grads_then: list[tuple[ref[Tensor], object] | None] | None = None
 
     @property
     def mark(self) -> Tensor:
@@ -29,7 +29,7 @@ class Attempt:
 
     def note_failure(self) -> None:
         grads = [param.grad for param in self._params()]
-        self._grads_then = [(_nothing, None) if it is None else (ref(it), version_of(it)) for it in grads]
+        self._grads_then = [None if it is None else (ref(it), version_of(it)) for it in grads]
 
     def was_done(self) -> bool:
         """Return whether the call failed after its op had run, and no grad has changed since. Waits for the device."""
@@ -37,8 +37,8 @@ class Attempt:
         if then is None or len(then) != len(grads):
             return False
         are_same = all(
-            grad is old() and (grad is None or version_of(grad) == version)
-            for grad, (old, version) in zip(grads, then, strict=True)
+            old is None if grad is None else old is not None and grad is old[0]() and version_of(grad) == old[1]
+            for grad, old in zip(grads, then, strict=True)
         )
         return are_same and self.mark.item() != -1
 
@@ -59,7 +59,3 @@ class AllOrNothing:
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         for tensor, before in self._before if error is not None else ():
             tensor.copy_(torch.as_tensor(before, dtype=tensor.dtype, device=tensor.device))
-
-
-def _nothing() -> None:
-    return None

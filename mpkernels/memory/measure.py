@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from mpkernels._torch_private.tensors import storage_of
+from mpkernels.checkpoint import restore_at_end
 from mpkernels.distributed.parts import part_of, reshard
-from mpkernels.undo import undo_of
 
 _OUT_OF_MEMORY = (
     "DefaultCPUAllocator: can't allocate memory",
@@ -133,7 +133,7 @@ def restored(objects: Iterable[Any], device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         for it in objects:
-            stack.callback(undo_of(it))
+            restore_at_end(stack, it)
             if isinstance(it, nn.Module):
                 stack.callback(reshard, it)
                 stack.callback(_set_grads, [(param, param.grad) for param in it.parameters()])

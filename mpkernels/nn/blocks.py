@@ -16,17 +16,20 @@ class _Layers(Module):
     """A module that holds the weights and biases of linear layers, each as ``<layer>_weight`` and ``<layer>_bias``. It
     holds no ``torch.nn.Linear``: tools would replace or wrap such a layer, but its forward is never called."""
 
+    gate_weight: Tensor
+    up_weight: Tensor
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+
     def __init__(self, activation: ActivationLike) -> None:
         super().__init__()
         self.activation = activation_name(type(self).__name__, activation)
         self._layers: list[str] = []
 
     def _add(self, layer: str, inputs: int, outputs: int, bias: bool, device: Any, dtype: torch.dtype | None) -> None:
-        made = {"weight": torch.empty(outputs, inputs, device=device, dtype=dtype)}
-        if bias:
-            made["bias"] = torch.empty(outputs, device=device, dtype=dtype)
-        for name in ("weight", "bias"):
-            self.register_parameter(f"{layer}_{name}", Parameter(made[name]) if name in made else None)
+        for name, shape in (("weight", (outputs, inputs)), ("bias", (outputs,) if bias else None)):
+            param = None if shape is None else Parameter(torch.empty(shape, device=device, dtype=dtype))
+            self.register_parameter(f"{layer}_{name}", param)
         self._layers.append(layer)
 
     def reset_parameters(self) -> None:
@@ -51,11 +54,6 @@ class GatedLinear(_Layers):
         dtype: which dtype the parameters have.
         activation: as LinearAct takes it.
     """
-
-    gate_weight: Tensor
-    up_weight: Tensor
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
 
     def __init__(
         self,
@@ -113,10 +111,6 @@ class MLP(_Layers):
     fc1_bias: Tensor | None
     fc2_weight: Tensor
     fc2_bias: Tensor | None
-    gate_weight: Tensor
-    gate_bias: Tensor | None
-    up_weight: Tensor
-    up_bias: Tensor | None
     down_weight: Tensor
     down_bias: Tensor | None
 

@@ -69,8 +69,7 @@ class LinearAct(Module):
         """
         who = "LinearAct.from_linear"
         if not isinstance(linear, Module):
-            got = f"{linear!r}{arguments.hint(linear)}"
-            raise TypeError(f"{who}: linear must be a torch.nn.Linear, got {got}")
+            raise TypeError(f"{who}: linear must be a torch.nn.Linear, got {linear!r}{arguments.hint(linear)}")
         _refuse_what_would_be_lost(f"{who}: linear", linear, Linear)
         activation = activation_name(who, activation)
         made = cls(linear.in_features, linear.out_features, linear.bias is not None, "meta", activation=activation)

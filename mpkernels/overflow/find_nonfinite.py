@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,7 +53,7 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
             if isinstance(module, torch.jit.ScriptModule):
                 continue
             self._hooks.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
-            self._hooks.append(module.register_forward_hook(self._after(name)))
+            self._hooks.append(module.register_forward_hook(partial(self._after, name)))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -63,14 +64,11 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
     def _before(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self._inputs.setdefault(id(module), []).append(_is_finite((args, kwargs)))
 
-    def _after(self, name: str) -> Any:
-        def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-            inputs, is_finite = self._inputs.get(id(module)), _is_finite(output)
-            were_finite = inputs.pop() if inputs else None  # no entry if the call began before the context
-            if is_finite is not None:
-                self._calls.append((name, module, were_finite, is_finite))
-
-        return after
+    def _after(self, name: str, module: torch.nn.Module, args: Any, output: Any) -> None:
+        inputs, is_finite = self._inputs.get(id(module)), _is_finite(output)
+        were_finite = inputs.pop() if inputs else None  # no entry if the call began before the context
+        if is_finite is not None:
+            self._calls.append((name, module, were_finite, is_finite))
 
     @property
     def first(self) -> FirstNonFinite | None:

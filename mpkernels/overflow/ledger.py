@@ -39,7 +39,9 @@ class Ledger:
         if newest is not None and len(newest.params) == len(params) and all(map(is_, newest.params, params)):
             return newest.report
         if newest is not None:
-            self._older[device] = _only(all_params(), self._merged(device))
+            older, present = self._merged(device), set(map(id, all_params()))
+            remaining = [param for param in older.params if id(param) in present]
+            self._older[device] = older._replace(params=remaining, report=_among(remaining, older))
         report = torch.zeros(1 + len(params), len(FIELDS), dtype=torch.float64, device=device)
         self._newest[device] = Record(list(params), report, self._follows_grads)
         return report
@@ -73,13 +75,6 @@ class Ledger:
         params = list({id(param): param for param in (*older.params, *newest.params)}.values())
         report = torch.where(newest.report[0, 0] > 0, _among(params, newest), _among(params, older))
         return Record(params, report, self._follows_grads)
-
-
-def _only(params: Iterable[Tensor], record: Record) -> Record:
-    """Return the record with only those of its parameters that are among these."""
-    wanted = set(map(id, params))
-    remaining = [param for param in record.params if id(param) in wanted]
-    return record._replace(params=remaining, report=_among(remaining, record))
 
 
 def _among(params: list[Tensor], record: Record) -> Tensor:

@@ -1,6 +1,5 @@
 """fuse(model) computes linear layers, activations and gates by fused ops. All modules stay where they are."""
 
-from collections.abc import Sequence
 from types import MethodType
 
 from torch.nn import Module
@@ -30,12 +29,21 @@ def fuse(model: Module, dry_run: bool = False) -> FuseReport:
         A report: ``report.fused``, ``report.left`` with reasons, ``report.saved_bytes(inputs)``; ``print`` it.
     """
     _check_model("fuse", model)
-    report = FuseReport(_model=model)
-    covered: list[Module] = []
+    report, covered = FuseReport(_model=model), list[Module]()
     with without_functions():
         for name, module in model.named_modules():
-            if not any(it is module for it in covered):
-                covered += _fuse_one(name, module, report)
+            if any(it is module for it in covered):
+                continue
+            kind, plain = type(module), plain_class(type(module))
+            recipe, fused, left, inner = decide(module, plain)
+            if recipe and (not is_fused(kind) or is_stale(kind)):
+                try:
+                    report._classes.append((module, plain, fused_class(plain, recipe)))
+                except TypeError as error:
+                    fused, left, inner = [], [(kind.__name__, f"its class allows no subclass: {error}")], ()
+            report.fused += [FusedSite(name, *entry) for entry in fused]
+            report.left += [LeftSite(name, *entry) for entry in left]
+            covered += inner
     if not dry_run:
         _install(model, report)
     return report
@@ -59,21 +67,6 @@ def _install(model: Module, report: FuseReport) -> None:
         for module, kind in before:
             become(module, kind)
         raise
-
-
-def _fuse_one(name: str, module: Module, report: FuseReport) -> Sequence[Module]:
-    """Decide for one module. Return further modules that its fused ops compute, which need no decision."""
-    kind = type(module)
-    plain = plain_class(kind)
-    recipe, fused, left, covered = decide(module, plain)
-    if recipe and (not is_fused(kind) or is_stale(kind)):
-        try:
-            report._classes.append((module, plain, fused_class(plain, recipe)))
-        except TypeError as error:
-            fused, left, covered = [], [(kind.__name__, f"its class allows no subclass: {error}")], ()
-    report.fused += [FusedSite(name, *entry) for entry in fused]
-    report.left += [LeftSite(name, *entry) for entry in left]
-    return covered
 
 
 def unfuse(model: Module) -> None:

@@ -1,6 +1,7 @@
 """What a rewritten forward calls: whether its layers still are plain, and the fused op over them."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from inspect import signature
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -11,9 +12,16 @@ from mpkernels import functional
 from mpkernels._torch_private.modes import is_function_mode_active
 from mpkernels._torch_private.modules import are_all_modules_hooked
 from mpkernels._torch_private.tracing import is_exporting, is_jit_tracing
-from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK, are_gates_original
-from mpkernels.nn.fusing.recognise import drops, known_activation
-from mpkernels.nn.fusing.why_not import PLAIN_TENSORS, why_no_activation, why_no_layer, why_not_passing
+from mpkernels.nn.fusing.originals import CHUNK, DROPOUT, GATE, TORCH_CHUNK, are_in_place
+from mpkernels.nn.fusing.originals import GELU as GELU  # for rewritten forwards
+from mpkernels.nn.fusing.recognise import (
+    PLAIN_TENSORS,
+    drops,
+    known_activation,
+    why_no_activation,
+    why_no_layer,
+    why_not_passing,
+)
 
 Layers = Sequence[Module]
 Between = Sequence[Any]
@@ -57,28 +65,29 @@ def is_replaced(method: Method) -> bool:
     return getattr(method.kind, method.name) is not method.value
 
 
-def by_replacement(method: Method, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """Call the new method. Its defaults and the order of its arguments may differ. So arguments that had a default are
-    passed by name, and left out if they equal the old default."""
-    code, defaults = method.written.__code__, method.written.__defaults__ or ()
-    names, end = code.co_varnames[: code.co_argcount], code.co_argcount
-    first = end - len(defaults)
-    old = dict(zip(names[first:], defaults, strict=True)) | (method.written.__kwdefaults__ or {})
-    if len(arguments) > end:  # arguments for *args come after all others, so these are passed by position
-        first = end
-    by_name = dict(zip(names[first:], arguments[first:end], strict=True)) | named
-    given = {name: value for name, value in by_name.items() if name not in old or value is not old[name]}
-    return getattr(method.kind, method.name)(*arguments[:first], *arguments[end:], **given)
-
-
-def is_gelu(function: object) -> bool:
-    """Return whether a function that takes ``approximate`` is torch's own."""
-    return function is GELU
+def by_replacement(method: Method, values: Mapping[str, Any]) -> Any:
+    """Call the new method with the old one's arguments. Its defaults and their order may differ. So arguments that had
+    a default are passed by name, and left out if they equal the old default."""
+    parameters = signature(method.written).parameters.values()
+    is_longer = any(it.kind is it.VAR_POSITIONAL and values[it.name] for it in parameters)  # so none has its default
+    positional, named = list[Any](), dict[str, Any]()
+    for it in parameters:
+        value = values[it.name]
+        if it.kind is it.VAR_POSITIONAL:
+            positional += value
+        elif it.kind is it.VAR_KEYWORD:
+            named |= value
+        elif it.kind is not it.KEYWORD_ONLY and (is_longer or it.default is it.empty):
+            positional.append(value)
+        elif value is not it.default:
+            named[it.name] = value
+    return getattr(method.kind, method.name)(*positional, **named)
 
 
 def are_gates(layers: Layers, chunk: object = TORCH_CHUNK) -> bool:
     """Return whether torch's own methods multiply the gate and, if one layer makes both factors, chunk its output."""
-    return chunk is TORCH_CHUNK and are_gates_original(len(layers) == 1) and are_halves(layers)
+    replaceable = GATE if len(layers) == 2 else (*GATE, *CHUNK)
+    return chunk is TORCH_CHUNK and are_in_place(replaceable) and are_halves(layers)
 
 
 def are_ordinary(*values: object) -> bool:
@@ -109,13 +118,16 @@ def fused(
     training: bool = False,
     is_gate_last: bool = False,
 ) -> Tensor:
-    """Compute by the op of this kind what calls of these modules compute. ``dropout`` and ``training`` are the
-    arguments of torch's dropout function if ``between`` holds it. Gate and up may be two layers, or one that holds the
-    rows of both."""
+    """Compute by the op of this kind what calls of these modules compute. ``dropout`` and ``training`` are those of
+    torch's dropout function if ``between`` holds it. Gate and up may be two layers, or one that holds the rows of
+    both."""
     name = known_activation(activation)
     assert name is not None  # are_plain has said so
     is_gated, is_mlp = kind.startswith("gated"), kind.endswith("mlp")
-    options = (name, *_dropout(between, dropout, training)) if is_mlp else (name,)
+    for called in between:
+        if drops(called):
+            dropout, training = called.p, True
+    options = (name, dropout, training) if is_mlp else (name,)
     parameters = [_parameters(layer) for layer in layers]
     op: Callable[..., Tensor] = getattr(functional, kind)
     if not is_gated:
@@ -128,14 +140,6 @@ def fused(
 def _parameters(layer: Any) -> Parameters:
     weight: Tensor = layer.weight
     return (weight if type(layer) is Linear else weight.t()), layer.bias
-
-
-def _dropout(between: Between, p: float, training: bool) -> tuple[float, bool]:
-    """Return p and training of the module that drops. If no module drops, return the function's."""
-    for called in between:
-        if drops(called):
-            return called.p, True
-    return p, training
 
 
 def _taken_apart(weight: Tensor, bias: Tensor | None, is_gate_last: bool) -> list[Any]:

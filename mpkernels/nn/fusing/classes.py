@@ -1,14 +1,19 @@
-"""Subclasses with a rewritten forward, which take the place of a module's class."""
+"""Subclasses with rewritten methods, which take the place of a module's class. The decorators of a method are copied
+around its rewritten form."""
 
 import copyreg
+import inspect
 from contextlib import suppress
+from types import CellType, FunctionType
 from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
-from mpkernels.nn.fusing.decision import Methods, Recipe, methods_now, methods_of
-from mpkernels.nn.fusing.decorators import is_made_for_subclasses
-from mpkernels.nn.fusing.rewrite import NotRewritableError
+from mpkernels.nn.fusing import calls
+from mpkernels.nn.fusing.rewrite import NotRewritableError, dressed_as, rewrite
 from mpkernels.nn.fusing.safe_lookup import FUSED
+
+Recipe = tuple[Any, ...]
+"""Each method's name and its chosen sites: index, text and, if it is a loop, the chosen runs of its modules."""
 
 
 class Record(NamedTuple):
@@ -16,10 +21,10 @@ class Record(NamedTuple):
 
     plain: type
     recipe: Recipe
+    methods: tuple[Any, ...]  #: the plain class's methods, for which somebody may substitute others
 
 
-_METHODS = "mpkernels_fused_methods"
-_made: WeakValueDictionary[tuple[Record, Methods], type] = WeakValueDictionary()
+_made: WeakValueDictionary[Record, type] = WeakValueDictionary()
 
 
 def record_of(kind: type) -> Record | None:
@@ -31,13 +36,14 @@ def record_of(kind: type) -> Record | None:
 def fused_class(plain: type, recipe: Recipe) -> type:
     """Return the subclass that runs the recipe. Modules with the same class and recipe share it, and so their compiled
     code. Names stay, because tools look classes up by name. Raise a TypeError if the class allows no subclass."""
-    record, methods = Record(plain, recipe), methods_now(plain, recipe)
-    kind = _made.get((record, methods))
+    record = Record(plain, recipe, _methods_now(plain, recipe))
+    kind = _made.get(record)
     if kind is None:
         space = {name: getattr(plain, name) for name in ("__module__", "__qualname__", "__doc__")}
-        space |= {"__reduce_ex__": _reduce, FUSED: record, _METHODS: methods, **methods_of(plain, recipe)}
+        space |= {"__reduce_ex__": _reduce, FUSED: record}
+        space |= {name: _fused_method(plain, name, chosen) for name, chosen in recipe}
         try:
-            kind = _made[record, methods] = type(plain)(plain.__name__, (plain,), space)
+            kind = _made[record] = type(plain)(plain.__name__, (plain,), space)
         except Exception as error:  # whatever its __init_subclass__ or its metaclass raises
             raise TypeError(str(error)) from error
     return kind
@@ -46,7 +52,7 @@ def fused_class(plain: type, recipe: Recipe) -> type:
 def is_stale(kind: type) -> bool:
     """Return whether methods of the plain class were replaced since this fused class was made."""
     record = record_of(kind)
-    return record is not None and methods_now(*record) != vars(kind)[_METHODS]
+    return record is not None and _methods_now(record.plain, record.recipe) != record.methods
 
 
 def become(module: Any, kind: type) -> None:
@@ -85,7 +91,7 @@ def _reduce(self: Any, protocol: Any) -> Any:
     reduced = super(kind, self).__reduce_ex__(protocol)
     usual = copyreg.__newobj__, (type(self),)  # type: ignore[attr-defined]
     is_usual = isinstance(reduced, tuple) and reduced[:2] == usual
-    return (restore, record_of(kind), *reduced[2:]) if is_usual else reduced
+    return (restore, vars(kind)[FUSED][:2], *reduced[2:]) if is_usual else reduced
 
 
 def restore(plain: Any, recipe: Recipe) -> Any:
@@ -95,3 +101,68 @@ def restore(plain: Any, recipe: Recipe) -> Any:
     with suppress(NotRewritableError, TypeError, AttributeError):
         become(module, fused_class(plain, recipe))
     return module
+
+
+def _methods_now(kind: type, recipe: Recipe) -> tuple[Any, ...]:
+    """Return the recipe's methods as the class has them now, with all decorators."""
+    return tuple(inspect.getattr_static(kind, name, None) for name, _ in recipe)
+
+
+def _fused_method(kind: type, name: str, chosen: Any) -> FunctionType:
+    """Return the rewritten method inside copies of the method's decorators."""
+    *wrappers, written = _layers(kind, name)
+    method = calls.Method(kind, name, getattr(kind, name), written)
+    fused = rewrite(written, chosen, method)
+    for wrapper in reversed(wrappers):
+        written, fused = wrapper, _around(fused, wrapper, written)
+
+    def call(*arguments: Any, **named: Any) -> Any:  # if the method was replaced, none of its old decorators runs
+        current = getattr(kind, name) if calls.is_replaced(method) else fused
+        return current(*arguments, **named)
+
+    return dressed_as(fused, call) if wrappers else fused  # type: ignore[arg-type]
+
+
+def is_made_for_subclasses(kind: type, method: Any) -> bool:
+    """Return whether ``__init_subclass__`` has wrapped this method. HF's layers do so for checkpointing, and will wrap
+    the method of a subclass in the same way."""
+    makers = [vars(it).get("__init_subclass__") for it in kind.__mro__]
+    made = [const for it in makers if isinstance(it, classmethod) for const in it.__func__.__code__.co_consts]
+    return isinstance(method, FunctionType) and method.__code__ in made and hasattr(method, "__wrapped__")
+
+
+def innermost(kind: type, name: str) -> FunctionType:
+    """Return the function beneath all decorators of this class's method."""
+    return _layers(kind, name)[-1]
+
+
+def _layers(kind: type, name: str) -> list[FunctionType]:
+    """Return the wrappers of a method, the outermost first, and last the function within."""
+    method = inspect.getattr_static(kind, name)
+    while is_made_for_subclasses(kind, method):
+        method = method.__wrapped__
+    layers: list[FunctionType] = []
+    while isinstance(method, FunctionType) and "__wrapped__" in vars(method):
+        layers.append(method)
+        method = vars(method)["__wrapped__"]
+        if not any(_holds(cell, method) for cell in layers[-1].__closure__ or ()):
+            raise NotRewritableError("is decorated, and the decorator keeps it in no cell of its closure")
+    if not isinstance(method, FunctionType):
+        raise NotRewritableError("is no Python function")
+    if method.__code__.co_freevars:
+        raise NotRewritableError("is a closure, or calls super()")
+    return [*layers, method]
+
+
+def _holds(cell: CellType, value: Any) -> bool:
+    try:
+        return cell.cell_contents is value
+    except ValueError:  # the cell is empty
+        return False
+
+
+def _around(function: FunctionType, wrapper: FunctionType, before: FunctionType) -> FunctionType:
+    """Return a copy of the wrapper that wraps this function instead of ``before``, and shares all else with it."""
+    cells = tuple(CellType(function) if _holds(cell, before) else cell for cell in wrapper.__closure__ or ())
+    copied = FunctionType(wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, cells)
+    return dressed_as(wrapper, copied)

@@ -4,6 +4,7 @@ import ast
 import builtins
 import inspect
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -13,21 +14,14 @@ from torch.nn.utils import parametrize
 
 from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls, sequential
-from mpkernels.nn.fusing.decorators import innermost, redecorated, unless_replaced
+from mpkernels.nn.fusing.classes import Recipe, innermost
 from mpkernels.nn.fusing.inlined_names import dotted, short
 from mpkernels.nn.fusing.loops import Loop
 from mpkernels.nn.fusing.originals import DROPOUT, GELU, TORCH_CHUNK
-from mpkernels.nn.fusing.recognise import is_activation, is_layer, is_linear, known_activation, uses_activation
-from mpkernels.nn.fusing.rewrite import NotRewritableError, rewrite, sites_of
-from mpkernels.nn.fusing.safe_lookup import UNSEEN, has_plain_attributes, own_values, value_of
+from mpkernels.nn.fusing.recognise import is_activation, is_layer, is_linear, known_activation, uses_activation, why_not
+from mpkernels.nn.fusing.rewrite import NotRewritableError, sites_of
+from mpkernels.nn.fusing.safe_lookup import UNSEEN, attribute_of, has_plain_attributes, own_values
 from mpkernels.nn.fusing.sites import Site, partition
-from mpkernels.nn.fusing.why_not import why_not_fused
-
-Recipe = tuple[Any, ...]
-"""Each method's name and its chosen sites: index, text and, if it is a loop, the chosen runs of its modules."""
-
-Methods = tuple[Any, ...]
-"""What a recipe was made of. Somebody may give the class others."""
 
 
 class Decision(NamedTuple):
@@ -35,24 +29,6 @@ class Decision(NamedTuple):
     fused: list[tuple[str, str]]  #: (the site's text, the op that computes it)
     left: list[tuple[str, str]]  #: (the site's text, why it is left)
     covered: Sequence[Module] = ()  #: projections that their caller's MLP computes: they aren't fused by themselves
-
-
-def methods_of(kind: type, recipe: Recipe) -> dict[str, Any]:
-    """Return the rewritten methods of a recipe by their names, as a class body has them."""
-    return {name: _method(kind, name, chosen) for name, chosen in recipe}
-
-
-def methods_now(kind: type, recipe: Recipe) -> Methods:
-    """Return the recipe's methods as the class has them now, with all decorators."""
-    return tuple(inspect.getattr_static(kind, name, None) for name, _ in recipe)
-
-
-def _method(kind: type, name: str, chosen: Any) -> FunctionType:
-    written = innermost(kind, name)
-    method = calls.Method(kind, name, getattr(kind, name), written)
-    rewritten = rewrite(written, chosen, method)
-    decorated = redecorated(kind, name, rewritten)
-    return rewritten if decorated is rewritten else unless_replaced(method, decorated)
 
 
 def decide(module: Module, kind: type) -> Decision:
@@ -150,25 +126,20 @@ def _why_left(site: Site, module: Module, function: FunctionType) -> str | None:
     if site.chunk is not None and _resolve(site.chunk, module, function) is not TORCH_CHUNK:
         return None
     gates = layers[: len(site.gates)]
-    reason = why_not_fused(*named)
+    reason = why_not(*named)
     if gates and not reason and not calls.are_halves(gates):
         return f"{short(site.layers[0])} is not as wide as what it multiplies"
-    return reason or ("" if _only_reads(site, module, function) else "something else is evaluated between its calls")
-
-
-def _only_reads(site: Site, module: Module, function: FunctionType) -> bool:
-    """Return whether between the calls only names and attributes are read, and no code runs to read them."""
-    if site.reads is None:
-        return False
-    attributes = [it.node for it in site.reads if isinstance(it.node, ast.Attribute)]
-    return all(_resolve(it, module, function) is not UNSEEN for it in attributes)
+    attributes = [it.node for it in site.reads or () if isinstance(it.node, ast.Attribute)]
+    runs_code = site.reads is None or any(_resolve(it, module, function) is UNSEEN for it in attributes)
+    return reason or ("something else is evaluated between its calls" if runs_code else "")
 
 
 def _resolve(expression: Any, module: Module, function: FunctionType) -> Any:
     """Return the value of a dotted name. UNSEEN if it has none, or if only running code would tell."""
     first, *names = dotted(expression).split(".")
     local = {function.__code__.co_varnames[0]: module} if function.__code__.co_argcount else {}
-    return value_of(local.get(first, function.__globals__.get(first, vars(builtins).get(first, UNSEEN))), names)
+    value = local.get(first, function.__globals__.get(first, vars(builtins).get(first, UNSEEN)))
+    return reduce(attribute_of, names, value)
 
 
 def _computed_by(site: Site, module: Module, function: FunctionType) -> str:

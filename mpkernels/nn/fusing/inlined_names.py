@@ -26,14 +26,10 @@ class Suite:
 
     function: ast.FunctionDef
     statements: list[ast.stmt]
-    is_repeated: bool  #: whether a loop repeats them
-    is_guarded: bool  #: whether a statement around them may catch errors, so that names are read even after a return
+    is_repeated: bool = False  #: whether a loop repeats them
+    is_guarded: bool = False  #: whether errors may be caught around them, so that names are read even after a return
 
-    @classmethod
-    def all_of(cls, function: ast.FunctionDef) -> Iterator["Suite"]:
-        yield from cls(function, function.body, False, False)._and_inner()
-
-    def _and_inner(self) -> Iterator["Suite"]:
+    def and_inner(self) -> Iterator["Suite"]:
         yield self
         for statement in self.statements:
             if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -43,11 +39,7 @@ class Suite:
             parts = [statement, *getattr(statement, "handlers", ()), *getattr(statement, "cases", ())]
             for inner in (getattr(part, name, None) for part in parts for name in ("body", "orelse", "finalbody")):
                 if inner:
-                    yield from Suite(self.function, inner, is_repeated, is_guarded)._and_inner()
-
-    def binder(self, name: str, before: int) -> int:
-        """Return the index of the last statement before index ``before`` that binds the name, -1 if there is none."""
-        return next((at for at in reversed(range(before)) if name in _bound(self.statements[at])), -1)
+                    yield from Suite(self.function, inner, is_repeated, is_guarded).and_inner()
 
 
 @dataclass(frozen=True)
@@ -88,8 +80,9 @@ class Chain:
     def follow(self, value: Place | None) -> Place | None:
         """Return the expression that a name stands for, if a simple assignment of the block made it."""
         while value is not None and isinstance(value.node, ast.Name):
-            at = self.block.binder(value.node.id, value.index)
-            made = _assigned(self.block.statements[at], value.node.id) if at >= 0 else None
+            name, statements = value.node.id, self.block.statements
+            at = next((at for at in reversed(range(value.index)) if name in bound_in(statements[at])), -1)
+            made = _assigned(statements[at], name) if at >= 0 else None
             if made is None:
                 return value
             self.used.add(at)
@@ -98,21 +91,20 @@ class Chain:
 
     def half(self, value: Place | None) -> Half | None:
         """Return the parts of an expression that takes one half of a ``chunk`` into two. None for others."""
-        value = self.follow(value)
-        if value is None or not isinstance(value.node, ast.Subscript) or not isinstance(value.node.slice, ast.Constant):
+        match self.follow(value):
+            case Place(ast.Subscript(halves, ast.Constant(which)), index):
+                value = self.follow(Place(halves, index))
+            case _:
+                return None
+        match value:
+            case Place(ast.Call(ast.Attribute(packed, "chunk") as function, arguments) as call, index):
+                is_torchs = self.is_global(packed) and bool(arguments)
+            case _:
+                return None
+        tensor, *arguments = arguments if is_torchs else (packed, *arguments)
+        if [ast.unparse(it) for it in (*arguments, *call.keywords)] not in (["2", "-1"], ["2", "dim=-1"]):
             return None
-        halves = self.follow(Place(value.node.value, value.index))
-        if halves is None or not isinstance(call := halves.node, ast.Call) or not isinstance(call.func, ast.Attribute):
-            return None
-        if call.func.attr != "chunk":
-            return None
-        packed, arguments, function = call.func.value, call.args, None
-        if self.is_global(packed) and arguments:
-            packed, *arguments = arguments
-            function = call.func
-        written = [ast.unparse(it) for it in (*arguments, *call.keywords)]
-        is_half = written in (["2", "-1"], ["2", "dim=-1"])
-        return Half(call, value.node.slice.value, Place(packed, halves.index), function) if is_half else None
+        return Half(call, which, Place(tensor, index), function if is_torchs else None)
 
     def first_if_sound(self, expression: ast.expr, read: list[Place]) -> int | None:
         """Return the index of the chain's first statement. Return None if other statements lie in between, if a name
@@ -122,10 +114,10 @@ class Chain:
             return None
         statements = self.block.statements
         for place in read:
-            bound_on_the_way = set().union(*map(_bound, statements[first : place.index]))
+            bound_on_the_way = set().union(*map(bound_in, statements[first : place.index]))
             if bound_on_the_way & {node.id for node in ast.walk(place.node) if isinstance(node, ast.Name)}:
                 return None
-        made = set().union(*map(_bound, statements[first : self.last]))
+        made = set().union(*map(bound_in, statements[first : self.last]))
         return None if any(name in made for name in self._loaded_elsewhere(expression, first)) else first
 
     def _loaded_elsewhere(self, expression: ast.expr, first: int) -> Iterator[str]:
@@ -136,9 +128,9 @@ class Chain:
         matched = {id(node) for node in ast.walk(expression)}
         yield from (name for node, name in loads(last) if id(node) not in matched)
         if isinstance(last, ast.AugAssign):
-            yield from _bound(last)
+            yield from bound_in(last)
         ends = isinstance(last, ast.Return) and not self.block.is_guarded
-        overwritten = set() if self.block.is_guarded else _bound(last)
+        overwritten = set() if self.block.is_guarded else bound_in(last)
         for node, name in loads(self.block.function):
             is_after = self.block.is_repeated or (node.lineno, node.col_offset) > (last.lineno, last.col_offset)
             if id(node) not in inside and name not in overwritten and is_after and not ends:
@@ -165,44 +157,29 @@ def _may_catch(statement: ast.stmt) -> bool:
 
 def _assigned(statement: ast.stmt, name: str) -> ast.expr | None:
     """Return the expression that a simple assignment gives to the name: ``pair[0]`` to a in ``a, b = pair``."""
-    if not isinstance(statement, ast.AnnAssign) and not (
-        isinstance(statement, ast.Assign) and len(statement.targets) == 1
-    ):
-        return None
-    target = statement.target if isinstance(statement, ast.AnnAssign) else statement.targets[0]
-    if isinstance(target, ast.Name):
-        return statement.value if target.id == name else None
-    parts = [dotted(it) for it in target.elts] if isinstance(target, ast.Tuple) else []
-    if len(parts) != 2 or statement.value is None or parts.count(name) != 1:
-        return None
-    return ast.Subscript(statement.value, ast.Constant(parts.index(name)), ast.Load())
+    match statement:
+        case ast.Assign([ast.Name(made)], value) | ast.AnnAssign(ast.Name(made), _, value) if made == name:
+            return value
+        case ast.Assign([ast.Tuple([one, other])], pair) if (dotted(one) == name) != (dotted(other) == name):
+            return ast.Subscript(pair, ast.Constant(int(dotted(other) == name)), ast.Load())
+    return None
 
 
-def _bound(statement: ast.stmt) -> set[str]:
+def bound_in(statement: ast.AST) -> set[str]:
+    """Return the names that a statement may bind."""
     names = set()
     for node in ast.walk(statement):
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
             names.add(node.id)
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.ExceptHandler | ast.MatchAs):
-            names.add(node.name or "")
-        elif isinstance(node, ast.alias):
-            names.add(node.asname or node.name.partition(".")[0])
-        elif isinstance(node, ast.MatchStar):
-            names.add(node.name or "")
-        elif isinstance(node, ast.MatchMapping):
-            names.add(node.rest or "")
+        for part in ("name", "asname", "rest"):  # of functions, classes, imports, caught errors and patterns
+            if isinstance(name := getattr(node, part, None), str):
+                names.add(name.partition(".")[0])
     return names
 
 
-def binds(statement: ast.stmt, name: str) -> bool:
-    return name in _bound(statement)
-
-
 def _locals(function: ast.FunctionDef) -> set[str]:
-    arguments = function.args
-    named = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
-    every = [*named, *(it for it in (arguments.vararg, arguments.kwarg) if it is not None)]
-    return {it.arg for it in every}.union(*map(_bound, function.body))
+    arguments = {it.arg for it in ast.walk(function.args) if isinstance(it, ast.arg)}
+    return arguments.union(*map(bound_in, function.body))
 
 
 def loads(tree: ast.AST) -> Iterator[tuple[ast.Name, str]]:

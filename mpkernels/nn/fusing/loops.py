@@ -23,7 +23,7 @@ class Loop:
 
 def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
     """Yield the loops over modules of ``self`` whose values in between nobody reads."""
-    blocks = [*Suite.all_of(function)]
+    blocks = [*Suite(function, function.body).and_inner()]
     # A read of the loop's variable, other than the call in the loop itself, is one after the loop or in another loop.
     called = {id(it.body[0].value.func) for block in blocks for it in block.statements if _result(it)}  # type: ignore
     read = {name for node, name in loads(function) if id(node) not in called}
@@ -31,16 +31,12 @@ def find_loops(function: ast.FunctionDef) -> Iterator[Loop]:
     for block in blocks:
         for statement in block.statements:
             value = _result(statement)
-            if value and isinstance(statement, ast.For) and _is_own(statement.iter, function):
-                is_seen = block.is_guarded or value in read_later or ast.unparse(statement.target) in read
-                if not is_seen:
-                    yield Loop(block, statement, statement.iter, value)
-
-
-def _is_own(modules: ast.expr, function: ast.FunctionDef) -> bool:
-    """Return whether these are ``self.layers``, or ``self``, as in torch.nn.Sequential."""
-    arguments = function.args.args
-    return bool(arguments) and dotted(modules).partition(".")[0] == arguments[0].arg
+            if not value or not isinstance(statement, ast.For) or not function.args.args:
+                continue
+            is_own = dotted(statement.iter).partition(".")[0] == function.args.args[0].arg  # ``self`` is a Sequential
+            is_seen = block.is_guarded or value in read_later or ast.unparse(statement.target) in read
+            if is_own and not is_seen:
+                yield Loop(block, statement, statement.iter, value)
 
 
 def _result(statement: ast.stmt) -> str:

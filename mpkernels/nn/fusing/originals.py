@@ -28,7 +28,7 @@ def _all_of(*attributes: tuple[Any, str]) -> tuple[Attribute, ...]:
     return tuple((owner, name, _own(owner, name)) for owner, name in attributes)
 
 
-def _are_in_place(attributes: Sequence[Attribute]) -> bool:
+def are_in_place(attributes: Sequence[Attribute]) -> bool:
     for owner, name, original in attributes:  # noqa: SIM110 (a generator takes as long as the rest)
         if getattr(owner, name) is not original:
             return False
@@ -90,43 +90,32 @@ def is_original(called: Any, kind: Any = None) -> bool:
     kind = kind or type(called)
     runs = _RUNS.get(kind)
     if runs is not None:
-        return _are_in_place(runs)
+        return are_in_place(runs)
     if not isinstance(called, nn.Module):
-        return _are_in_place(_RUNS.get(called, ()))
+        return are_in_place(_RUNS.get(called, ()))
     runs = _OF_LIBRARIES.get(kind)
     if runs is None:
-        forward = _as_written(kind)
-        if forward is None:
+        runs = _runs_of(kind)
+        if runs is None:
             return False  # without a note in _OF_LIBRARIES, because a patch may be undone
-        methods = _methods_within(kind, forward)
-        if methods is None:
-            return False
-        functions = *_IN_LIBRARIES.get(kind.__name__, ()), *methods
-        runs = _OF_LIBRARIES[kind] = _of_module(kind, forward, functions)
-    return _are_in_place(runs) and _is_inner_original(called)
+        _OF_LIBRARIES[kind] = runs
+    return are_in_place(runs) and _is_inner_original(called)
 
 
-def are_gates_original(is_packed: bool) -> bool:
-    """Return whether torch's own methods multiply tensors and, if ``is_packed``, chunk them."""
-    return _are_in_place(GATE) and (not is_packed or _are_in_place(CHUNK))
-
-
-def _as_written(kind: type) -> Any:
-    """Return the forward of a class that isn't torch's, or None if it doesn't stand in the class's own file."""
+def _runs_of(kind: type) -> tuple[Attribute, ...] | None:
+    """Return what a call of a library's module runs: its forward, the methods that this names, and torch's functions.
+    None if the forward or one of these methods doesn't stand in the class's own file."""
     forward: Any = vars(kind).get("forward")
     is_own = (
         isinstance(forward, FunctionType)
         and (forward.__qualname__, forward.__module__) == (f"{kind.__qualname__}.forward", kind.__module__)
         and forward.__globals__.get("__file__") == forward.__code__.co_filename
     )
-    return forward if is_own else None
-
-
-def _methods_within(kind: type, forward: FunctionType) -> list[Attribute] | None:
-    """Return the methods of the class that its forward names. None if one of them doesn't stand in the same file."""
-    named = [(kind, name, vars(kind).get(name)) for name in forward.__code__.co_names]
-    methods: list[Attribute] = [it for it in named if isinstance(it[-1], FunctionType)]
-    return methods if all(method.__globals__ is forward.__globals__ for _, _, method in methods) else None
+    names = forward.__code__.co_names if is_own else ()
+    methods = [(kind, name, vars(kind)[name]) for name in names if isinstance(vars(kind).get(name), FunctionType)]
+    if not is_own or any(method.__globals__ is not forward.__globals__ for _, _, method in methods):
+        return None
+    return _of_module(kind, forward, (*_IN_LIBRARIES.get(kind.__name__, ()), *methods))
 
 
 def _is_inner_original(module: nn.Module) -> bool:

@@ -8,9 +8,8 @@ from torch.nn import Module, Sequential
 
 from mpkernels._torch_private.modules import books_of, runs_forward_alone
 from mpkernels.nn.fusing.originals import is_original
-from mpkernels.nn.fusing.recognise import is_linear, uses_activation
+from mpkernels.nn.fusing.recognise import PATCHED, WATCHED, is_linear, uses_activation
 from mpkernels.nn.fusing.safe_lookup import FUSED, own_values
-from mpkernels.nn.fusing.why_not import PATCHED, WATCHED
 
 _HOME = "diffusers.models.activations"
 # A gated projection's gate is the second half of its layer's output.

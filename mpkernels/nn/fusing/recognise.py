@@ -1,15 +1,17 @@
-"""Recognises what a module is: a linear layer, an activation, a dropout."""
+"""Recognises linear layers, activations and dropouts, and says why no op of ours can stand for one."""
 
+from collections.abc import Sequence
 from functools import partial
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Conv1d, Conv2d, Conv3d, Dropout, Linear, Module, functional
+from torch.nn import Conv1d, Conv2d, Conv3d, Dropout, Identity, Linear, Module, Parameter, functional
 
-from mpkernels._torch_private.modules import books_of
-from mpkernels.nn.fusing.originals import GELU
+from mpkernels._shared.parameters import is_sharded
+from mpkernels._torch_private.modules import books_of, runs_forward_alone
+from mpkernels.nn.fusing.originals import DROPOUT, GELU, is_original
 from mpkernels.nn.fusing.safe_lookup import own_values
 from mpkernels.ops.linear.activations import ACTIVATIONS, module_activation
 
@@ -87,3 +89,56 @@ def is_linear(value: object) -> bool:
     attributes = own_values(value)
     weight: Any = attributes.get("weight", books_of(attributes)[0].get("weight"))
     return "in_features" in attributes or (issubclass(type(weight), Tensor) and weight.ndim == 2)
+
+
+Named = Sequence[tuple[str, Any]]
+PLAIN_TENSORS = (Tensor, Parameter)  # no subclasses: for DTensors, quantised weights and stand-ins the plain lines run
+_FOREIGN = "holds tensors of another class"
+WATCHED = "has hooks, or a forward of its own"
+PATCHED = "runs what somebody has put in place of torch's own"
+
+
+def why_no_layer(layer: Module) -> str | None:
+    """Return why this isn't a plain linear layer. None if it is one."""
+    if type(layer) is not Linear and not is_conv1d(layer):
+        return "is no plain torch.nn.Linear"
+    if not runs_forward_alone(layer):
+        return WATCHED
+    if not is_original(layer):
+        return PATCHED
+    bias = layer.bias
+    if type(layer.weight) not in PLAIN_TENSORS or (bias is not None and type(bias) not in PLAIN_TENSORS):
+        return _FOREIGN
+    return None
+
+
+def why_no_activation(activation: object) -> str | None:
+    """Return why this isn't one of our activations, unpatched and without hooks. None if it is one."""
+    if known_activation(activation) is None:
+        return "is no activation that mpkernels knows"
+    if isinstance(activation, Module) and not runs_forward_alone(activation):
+        return WATCHED
+    return None if is_original(activation) else PATCHED
+
+
+def why_not_passing(value: object) -> str | None:
+    """Return why this is neither a plain dropout (a module or torch's function) nor a plain identity. None if it is."""
+    if type(value) is not Dropout and type(value) is not Identity:
+        return None if value is DROPOUT else "is no plain torch.nn.Dropout or torch.nn.Identity"
+    if not runs_forward_alone(value):
+        return WATCHED
+    return None if is_original(value) else PATCHED
+
+
+def why_not(layers: Named, activation: Named, between: Named) -> str:
+    """Return why no op of ours can replace calls of these named modules and functions. "" if one can."""
+    reasons = []
+    for name, layer in layers:
+        why = why_no_layer(layer)
+        # fully_shard replaces DTensors by plain tensors in a forward
+        reasons.append((name, None if why is _FOREIGN and is_sharded(layer.weight) else why))
+    reasons += [(name, why_no_activation(it)) for name, it in activation]
+    reasons += [(name, why_not_passing(it)) for name, it in between]
+    dropping = sum(it is DROPOUT or (type(it) is Dropout and it.p != 0) for _, it in between)
+    twice = "more than one dropout stands between its layers" if dropping > 1 else ""
+    return next((f"{name} {why}" for name, why in reasons if why is not None), twice)

@@ -48,13 +48,13 @@ class FuseReport(Report):
         The model runs twice, on the same random numbers, as ``model(*inputs)``, or ``model(**inputs)`` for a mapping.
         After a dry run, it is fused for this measurement only.
         """
-        return SavedBytes(*(self._count(inputs, fused=fused) for fused in (False, True)))
-
-    def _count(self, inputs: Any, *, fused: bool) -> int:
+        sizes = []
         own = {storage_of(it) for it in (*self._model.parameters(), *self._model.buffers())}
-        with self._with_classes(fused), torch.random.fork_rng(), torch.enable_grad(), saved_storages() as saved:
-            call(self._model, inputs)
-        return sum(size for storage, size in saved.items() if storage.cdata not in own)
+        for fused in (False, True):
+            with self._with_classes(fused), torch.random.fork_rng(), torch.enable_grad(), saved_storages() as saved:
+                call(self._model, inputs)
+            sizes.append(sum(size for storage, size in saved.items() if storage.cdata not in own))
+        return SavedBytes(*sizes)
 
     @contextmanager
     def _with_classes(self, fused: bool) -> Iterator[None]:

@@ -5,9 +5,11 @@ import __future__
 import ast
 import inspect
 import linecache
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
+from operator import is_
 from types import CellType, CodeType, FunctionType
 from typing import Any
 
@@ -26,13 +28,13 @@ class NotRewritableError(Exception):
 @lru_cache(maxsize=1024)
 def sites_of(function: FunctionType) -> list[Site | Loop]:
     """Return all candidates in the function's source. Raise NotRewritableError if other code runs."""
-    return find_sites(_parse(function)[0])
+    return find_sites(_parse(function))
 
 
 def rewrite(function: FunctionType, chosen: Sequence[tuple[Any, ...]], method: Any) -> FunctionType:
     """Return the function with fused calls at the sites with these indexes and texts, and at runs of a loop's modules.
     Globals, defaults and line numbers stay. If somebody replaces the plain class's method, the function calls that."""
-    tree, imports = _parse(function)
+    tree = _parse(function)
     sites = dict(enumerate(find_sites(tree)))
     fused_sites = []
     for index, text, *runs in chosen:
@@ -45,8 +47,11 @@ def rewrite(function: FunctionType, chosen: Sequence[tuple[Any, ...]], method: A
             raise NotRewritableError("has changed since it was fused")  # pickled with an older source
     for site in sorted(fused_sites, key=lambda site: site.first, reverse=True):
         _replace(site)
-    tree.body.insert(0, _detour(tree, bool(function.__code__.co_flags & inspect.CO_GENERATOR)))
-    code = _compile(function, tree, imports)
+    call = f"{CALLS}.by_replacement({METHOD}, locals())"
+    is_generator = bool(function.__code__.co_flags & inspect.CO_GENERATOR)
+    detour = f"if {CALLS}.is_replaced({METHOD}): return {f'(yield from {call})' if is_generator else call}"
+    tree.body.insert(0, _parsed(detour, tree.body[0]))
+    code = _compile(function, tree)
     cells = tuple(CellType({CALLS: calls, METHOD: method, LOOPS: sequential}[name]) for name in code.co_freevars)
     written = FunctionType(code, function.__globals__, function.__name__, function.__defaults__, cells)
     return dressed_as(function, written)
@@ -62,43 +67,47 @@ def dressed_as(known: FunctionType, function: FunctionType) -> FunctionType:
 
 
 @lru_cache(maxsize=16)
-def _file(text: str) -> tuple[list[ast.stmt], dict[tuple[str, int], ast.FunctionDef]]:
-    """Return a file's imports and its functions, by name and first line."""
-    tree = ast.parse(text)
+def _file(text: str) -> dict[tuple[str, int], tuple[ast.FunctionDef, CodeType]]:
+    """Return the syntax tree and the code of a file's functions, by name and first line."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Python has given the file's warnings already
+        tree = ast.parse(text)
+        codes = {(it.co_name, it.co_firstlineno): it for it in _codes_in(compile(tree, "", "exec", dont_inherit=True))}
     functions = [it for it in ast.walk(tree) if isinstance(it, ast.FunctionDef)]
-    first_lines = [min(it.lineno, *(each.lineno for each in it.decorator_list), it.lineno) for it in functions]
-    return _imports(tree.body), {(it.name, line): it for it, line in zip(functions, first_lines, strict=True)}
+    keys = [(it.name, min([it.lineno, *(each.lineno for each in it.decorator_list)])) for it in functions]
+    return {key: (it, codes[key]) for key, it in zip(keys, functions, strict=True) if key in codes}
 
 
-def _imports(statements: list[ast.stmt]) -> list[ast.stmt]:
-    """Return the imports that bind names of the module, also those within if and try."""
-    found: list[ast.stmt] = []
-    for statement in statements:
-        if isinstance(statement, ast.Import | ast.ImportFrom):
-            found += [statement] if getattr(statement, "module", "") != "__future__" else []
-        elif not isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            parts = [statement, *getattr(statement, "handlers", ())]
-            for inner in (getattr(part, name, []) for part in parts for name in ("body", "orelse", "finalbody")):
-                found += _imports(inner)
-    return found
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for it in code.co_consts:
+        if isinstance(it, CodeType):
+            yield from _codes_in(it)
 
 
-def _parse(function: FunctionType) -> tuple[ast.FunctionDef, list[ast.stmt]]:
-    """Return the function's syntax tree and its file's imports, which decide how Python 3.11 compiles calls."""
+def _parse(function: FunctionType) -> ast.FunctionDef:
+    """Return the function's syntax tree."""
     code = function.__code__
     try:
-        imports, functions = _file("".join(linecache.getlines(code.co_filename, function.__globals__)))
-    except SyntaxError:
+        functions = _file("".join(linecache.getlines(code.co_filename, function.__globals__)))
+        node, compiled = functions[code.co_name, code.co_firstlineno]
+    except (SyntaxError, KeyError):
         raise NotRewritableError("has no source") from None
-    node = deepcopy(functions.get((code.co_name, code.co_firstlineno)))
-    if node is None:
-        raise NotRewritableError("has no source")
-    if not _is_same(_compile(function, node, imports), code):
+    if not _is_same(compiled, code):
         raise NotRewritableError("runs other code than its source says")
-    return node, imports
+    return deepcopy(node)
 
 
-def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.stmt]) -> CodeType:
+def _is_same(one: Any, other: Any) -> bool:
+    """Return whether both code objects or constants are the same. Code of other files and lines may be."""
+    if not isinstance(one, CodeType) or not isinstance(other, CodeType):
+        return type(one) is type(other) and bool(one == other)
+    parts = ("co_code", "co_names", "co_varnames", "co_cellvars", "co_freevars")
+    are_same = len(one.co_consts) == len(other.co_consts) and all(map(_is_same, one.co_consts, other.co_consts))
+    return are_same and all(getattr(one, part) == getattr(other, part) for part in parts)
+
+
+def _compile(function: FunctionType, node: ast.FunctionDef) -> CodeType:
     """Compile inside a class of the same name, because names like ``self.__private`` need it, and inside a function
     that has our modules as arguments, so that no new global is needed."""
     names = function.__qualname__.split(".")
@@ -106,7 +115,6 @@ def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.st
     name = names[-2] if is_method else "Outer"
     tree = ast.parse(f"class {name}:\n def outer({CALLS}, {METHOD}, {LOOPS}): pass")
     tree.body[0].body[0].body = [node]  # type: ignore[attr-defined]
-    tree.body = [*imports, *tree.body]
     futures = function.__code__.co_flags & __future__.annotations.compiler_flag
     code: Any = compile(ast.fix_missing_locations(tree), function.__code__.co_filename, "exec", futures, True)
     for inner in (name, "outer", node.name):
@@ -115,133 +123,75 @@ def _compile(function: FunctionType, node: ast.FunctionDef, imports: list[ast.st
     return found
 
 
-def _is_same(one: CodeType, other: CodeType) -> bool:
-    """Return whether both code objects compute the same. Their files and lines may differ."""
-    parts = ("co_code", "co_names", "co_varnames", "co_cellvars", "co_freevars")
-    if [getattr(one, part) for part in parts] != [getattr(other, part) for part in parts]:
-        return False
-    return len(one.co_consts) == len(other.co_consts) and all(map(_is_same_constant, one.co_consts, other.co_consts))
-
-
-def _is_same_constant(one: Any, other: Any) -> bool:
-    if isinstance(one, CodeType) and isinstance(other, CodeType):
-        return _is_same(one, other)
-    if isinstance(one, str) and "<locals>" in one:  # the qualified name of an inner function, in Python 3.10
-        return isinstance(other, str) and one.split(".")[-1] == other.split(".")[-1]
-    return type(one) is type(other) and bool(one == other)
-
-
-def _detour(function: ast.FunctionDef, is_generator: bool) -> ast.stmt:
-    """Return a statement that, if the method was replaced, calls the new one with the same arguments."""
-    args = function.args
-    positional = [it.arg for it in args.args] + [f"*{it.arg}" for it in (args.vararg,) if it]
-    named = [f"{it.arg!r}: {it.arg}" for it in args.kwonlyargs] + [f"**{it.arg}" for it in (args.kwarg,) if it]
-    arguments = f"({''.join(f'{it}, ' for it in positional)}), {{{', '.join(named)}}}"
-    call = f"{CALLS}.by_replacement({METHOD}, {arguments})"
-    text = f"if {CALLS}.is_replaced({METHOD}): return {f'(yield from {call})' if is_generator else call}"
-    detour = ast.parse(text).body[0]
-    for node in ast.walk(detour):
-        ast.copy_location(node, function.body[0])
-    return detour
-
-
 def _replace_loop(loop: Loop, runs: Sequence[Sequence[Any]]) -> None:
     """Put before the loop: if the modules are in a plain list, fused ops compute runs of them that are plain."""
     modules, value, plain = ast.unparse(loop.modules), loop.value, tuple(map(tuple, runs))
-    choice: Any = ast.parse(
-        f"if {LOOPS}.is_plain_list({modules}): {value} = {LOOPS}.run_all({modules}, {plain!r}, {value})"
-    ).body[0]
-    for node in ast.walk(choice):
-        ast.copy_location(node, loop.statement.body[0])
+    text = f"if {LOOPS}.is_plain_list({modules}): {value} = {LOOPS}.run_all({modules}, {plain!r}, {value})"
+    choice = _parsed(text, loop.statement.body[0])
     choice.orelse = [loop.statement]
     loop.block.statements[loop.block.statements.index(loop.statement)] = choice
 
 
 def _replace(site: Site) -> None:
-    statements, last = site.block.statements, site.block.statements[site.last]
-    held = _hold(site)
-    setattr(site.expression, _MARK, True)
+    """Put the fused call beside the plain lines. What the plain lines evaluate before x, and x, get names, so that both
+    can read them."""
+    statements, lines = site.block.statements, site.block.statements[site.first : site.last + 1]
+    head = site.head
+    names = {id(node): f"{CALLS}_{at}" for at, node in enumerate(head)}
+    loads = {id(node): ast.Name(names[id(node)], ast.Load()) for node in head}
+    test, fused = (_parsed(text, site.expression).value for text in _texts(site, names))
+    if head:  # a tuple that isn't empty is true
+        stored = [ast.NamedExpr(ast.Name(names[id(node)], ast.Store()), node) for node in head]
+        test = ast.BoolOp(ast.And(), [ast.Tuple([*stored], ast.Load()), test])
     if site.first == site.last:
-        fused, test = _fused(site), _test(site, held)
-        choice = ast.copy_location(ast.IfExp(test, fused, _Named().visit(site.expression)), site.expression)
-        written: list[ast.stmt] = [_Insert(choice).visit(last)]
+        choice = ast.IfExp(test, fused, _with(site.expression, loads))
+        written = [_with(lines[0], {id(site.expression): ast.copy_location(choice, site.expression)})]
     else:
-        fused_last = _Insert(_fused(site)).visit(deepcopy(last))
-        test, lines = _test(site, held), statements[site.first : site.last + 1]
-        written = [ast.copy_location(ast.If(test, [fused_last], [_Named().visit(it) for it in lines]), lines[0])]
-    if held and not isinstance(last, ast.Return):
-        written.append(ast.copy_location(ast.Assign([_name(held[-1], ast.Store())], ast.Constant(None)), last))
+        whole = ast.If(test, [_with(lines[-1], {id(site.expression): fused})], _with(lines, loads))
+        written = [ast.copy_location(whole, lines[0])]
+    if head and not isinstance(lines[-1], ast.Return):
+        written.append(_parsed(f"{names[id(head[-1])]} = None", lines[-1]))  # it may be large
     statements[site.first : site.last + 1] = written
-    delattr(site.expression, _MARK)
 
 
-_MARK = "is_replaced_by_mpkernels"
-_NAME = "is_named_by_mpkernels"
+def _texts(site: Site, names: Mapping[int, str]) -> tuple[str, str]:
+    """Return the source of the test whether the site is plain, and of the fused call. ``names``: node's id -> the name
+    to read instead."""
 
+    def text(*nodes: ast.expr) -> str:
+        return "".join(f"{names.get(id(node)) or ast.unparse(node)}, " for node in nodes)
 
-class _Insert(ast.NodeTransformer):
-    """Puts a node in the place of the marked one."""
-
-    def __init__(self, node: ast.expr) -> None:
-        self.node = node
-
-    def visit(self, node: ast.AST) -> Any:
-        return self.node if hasattr(node, _MARK) else super().visit(node)
-
-
-class _Named(ast.NodeTransformer):
-    """Puts a name in the place of each expression that ``_hold`` has marked with one."""
-
-    def visit(self, node: ast.AST) -> Any:
-        return _name(node, ast.Load()) if hasattr(node, _NAME) else super().visit(node)
-
-
-def _hold(site: Site) -> list[ast.expr]:
-    """Mark the expressions of a site's head with names, so that the plain lines don't evaluate them again."""
-    for at, node in enumerate(site.head):
-        setattr(node, _NAME, f"{CALLS}_{at}")
-    return site.head
-
-
-def _name(held: ast.AST, context: ast.expr_context) -> ast.Name:
-    return ast.copy_location(ast.Name(getattr(held, _NAME), context), held)
-
-
-def _test(site: Site, held: list[ast.expr]) -> ast.expr:
-    layers, _ = _shared(site)
-    between = [ast.Tuple([*site.between], ast.Load())] if site.between else []
-    parts = [_call("are_plain", [site.x, layers, site.activation, *between], site)]
+    activation = "'gelu_tanh', " if site.is_tanh_form else text(site.activation)
+    shared = f"{text(site.x)} ({text(*site.layers)}), {activation} ({text(*site.between)})"
+    tests = [f"{CALLS}.are_plain({shared})"]
     if site.is_tanh_form:
-        parts.append(_call("is_gelu", [site.activation], site))
+        tests.append(f"{ast.unparse(site.activation)} is {CALLS}.GELU")
     if site.gates:
-        gates = ast.Tuple(list(site.gates), ast.Load())
-        parts.append(_call("are_gates", [gates, *([] if site.chunk is None else [site.chunk])], site))
+        tests.append(f"{CALLS}.are_gates(({text(*site.gates)}), {text(site.chunk) if site.chunk else ''})")
     if operands := [it.node for it in site.reads or () if it.is_operand]:
-        parts.append(_call("are_ordinary", operands, site))
-    if held:  # a tuple that isn't empty is true
-        named = [ast.NamedExpr(_name(it, ast.Store()), it) for it in held]
-        parts.insert(0, ast.Tuple(list(named), ast.Load()))
-    return ast.copy_location(ast.BoolOp(ast.And(), parts) if len(parts) > 1 else parts[0], site.expression)
+        tests.append(f"{CALLS}.are_ordinary({text(*operands)})")
+    dropout = text(site.dropout.p, site.dropout.training) if site.dropout else ""
+    fused = f"{CALLS}.fused({site.kind!r}, {shared}, {dropout} is_gate_last={site.is_gate_last})"
+    return " and ".join(tests), fused
 
 
-def _fused(site: Site) -> ast.expr:
-    options: dict[str, ast.expr] = {}
-    if site.is_gate_last:
-        options["is_gate_last"] = ast.Constant(True)
-    if site.between:
-        options["between"] = ast.Tuple([*site.between], ast.Load())
-    if site.dropout is not None:
-        options |= {"dropout": site.dropout.p, "training": site.dropout.training}
-    return _call("fused", [ast.Constant(site.kind), site.x, *_shared(site)], site, **options)
+def _parsed(text: str, place: ast.AST) -> Any:
+    """Parse a statement. It gets the line numbers of ``place``."""
+    [statement] = ast.parse(text).body
+    for node in ast.walk(statement):
+        ast.copy_location(node, place)
+    return statement
 
 
-def _shared(site: Site) -> tuple[ast.expr, ast.expr]:
-    activation = ast.Constant("gelu_tanh") if site.is_tanh_form else site.activation
-    return ast.Tuple(list(site.layers), ast.Load()), activation
-
-
-def _call(name: str, arguments: list[ast.expr], site: Site, **options: ast.expr) -> ast.expr:
-    function = ast.Attribute(ast.Name(CALLS, ast.Load()), name, ast.Load())
-    positional, named = ([_Named().visit(deepcopy(it)) for it in each] for each in (arguments, options.values()))
-    keywords = [ast.keyword(*each) for each in zip(options, named, strict=True)]
-    return ast.copy_location(ast.Call(function, positional, keywords), site.expression)
+def _with(tree: Any, others: Mapping[int, ast.AST]) -> Any:
+    """Return the tree with other nodes in the places of some, which are given by their ids. Copy only what changes."""
+    if id(tree) in others:
+        return others[id(tree)]
+    if isinstance(tree, list):
+        parts = [_with(it, others) for it in tree]
+        return tree if all(map(is_, parts, tree)) else parts
+    if not isinstance(tree, ast.AST):
+        return tree
+    fields = {name: _with(it, others) for name, it in ast.iter_fields(tree)}
+    is_same = all(fields[name] is it for name, it in ast.iter_fields(tree))
+    return tree if is_same else ast.copy_location(type(tree)(**fields), tree)

@@ -1,6 +1,5 @@
 """Looks values up without running anybody's code: no property, ``__getattr__`` or lazy module is asked."""
 
-from functools import reduce
 from inspect import getattr_static
 from types import MemberDescriptorType, ModuleType
 from typing import Any
@@ -16,11 +15,6 @@ UNSEEN: Any = type("Unseen", (), {})()
 
 FUSED = "mpkernels_fused"
 """The attribute of a fused class that says what it was made of."""
-
-
-def value_of(first: Any, names: list[str]) -> Any:
-    """Return ``first.a.b`` for the names a and b. UNSEEN if only running code would tell."""
-    return reduce(_attribute, names, first)
 
 
 def has_plain_attributes(kind: type) -> bool:
@@ -40,7 +34,8 @@ def own_values(value: Any) -> dict[str, Any]:
     return own
 
 
-def _attribute(owner: Any, name: str) -> Any:
+def attribute_of(owner: Any, name: str) -> Any:
+    """Return an attribute. UNSEEN if only running code would tell, and for UNSEEN."""
     kind, own = type(owner), own_values(owner)
     if owner is UNSEEN or issubclass(kind, type):
         return UNSEEN
@@ -52,19 +47,14 @@ def _attribute(owner: Any, name: str) -> Any:
     if type(found) is MemberDescriptorType:  # an attribute in __slots__
         return found.__get__(owner, kind)
     if found is UNSEEN:
-        return _registered(kind, own, name)
+        if not issubclass(kind, Module) or not has_plain_attributes(kind):
+            return UNSEEN
+        return next((book[name] for book in books_of(own) if name in book), UNSEEN)  # as torch's own __getattr__
     if name in own and found is own[name]:
         return found
     if type(found) is staticmethod:
         return found.__func__
     return UNSEEN if hasattr(type(found), "__get__") and type(found) is not type else found
-
-
-def _registered(kind: type, own: dict[str, Any], name: str) -> Any:
-    """Return the parameter, buffer or module of this name, where torch's own __getattr__ would."""
-    if not issubclass(kind, Module) or not has_plain_attributes(kind):
-        return UNSEEN
-    return next((book[name] for book in books_of(own) if name in book), UNSEEN)
 
 
 def _defined(kind: type, name: str) -> Any:

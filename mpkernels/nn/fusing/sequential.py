@@ -10,8 +10,7 @@ from torch.nn import Dropout, Identity, Module, ModuleList, Sequential
 from mpkernels._torch_private.modules import books_of
 from mpkernels.nn.fusing import calls, projections
 from mpkernels.nn.fusing.originals import LIST_ITER, SEQUENTIAL_ITER
-from mpkernels.nn.fusing.recognise import is_activation, is_layer, known_activation
-from mpkernels.nn.fusing.why_not import why_not_fused
+from mpkernels.nn.fusing.recognise import is_activation, is_layer, known_activation, why_not
 
 
 class Stretch(NamedTuple):
@@ -61,7 +60,7 @@ class Stretch(NamedTuple):
         if self.has_projection and (reason := projections.why_no_projection(first)) is not None:
             return f"{type(first).__name__} {reason}"
         layers, activation, between = self.parts(modules)
-        return why_not_fused(_named(layers), _named([activation]), _named(between))
+        return why_not(_named(layers), _named([activation]), _named(between))
 
     def text(self, modules: Sequence[Module]) -> str:
         return ", ".join(type(it).__name__ for it in modules[self.first : self.last + 1])

@@ -5,10 +5,10 @@ import ast
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Any
 
 from mpkernels.nn.fusing.evaluation_order import Read, reads_before, reads_of
-from mpkernels.nn.fusing.inlined_names import Chain, Place, Suite, binds, dotted, short
+from mpkernels.nn.fusing.inlined_names import Chain, Place, Suite, bound_in, dotted, short
 from mpkernels.nn.fusing.loops import Loop, find_loops
 
 _READ_ANY = ("locals", "vars", "dir", "eval", "exec")
@@ -94,23 +94,16 @@ def find_sites(function: ast.FunctionDef) -> list[Site | Loop]:
         if isinstance(node, ast.Global | ast.Nonlocal) or (isinstance(node, ast.Name) and node.id in _READ_ANY):
             return found  # other code may read the function's variables
     arguments = function.args.args
-    if arguments and any(binds(it, arguments[0].arg) for it in function.body):
+    if arguments and arguments[0].arg in set().union(*map(bound_in, function.body)):
         return found  # ``self`` is assigned, so it may be another object
-    for block in Suite.all_of(function):
+    for block in Suite(function, function.body).and_inner():
         for last, statement in enumerate(block.statements):
             for expression in _expressions(statement):
                 found += [site for kind in KINDS for site in _matches(kind, block, last, expression)]
     return [*found, *find_loops(function)]
 
 
-class Candidate(Protocol):
-    @property
-    def kind(self) -> str: ...
-
-    def overlaps(self, other: Any) -> bool: ...
-
-
-def partition(sites: Sequence[Candidate], verdicts: Sequence[str | None]) -> tuple[list[int], list[tuple[int, str]]]:
+def partition(sites: Sequence[Any], verdicts: Sequence[str | None]) -> tuple[list[int], list[tuple[int, str]]]:
     """Return the indexes of the sites to fuse, whose verdict is "", and those of the other sites with their verdicts.
     None of them overlap."""
     chosen = _apart(sites, [index for index, verdict in enumerate(verdicts) if verdict == ""], [])
@@ -118,7 +111,7 @@ def partition(sites: Sequence[Candidate], verdicts: Sequence[str | None]) -> tup
     return sorted(chosen), [(index, verdicts[index] or "") for index in sorted(left)]
 
 
-def _apart(sites: Sequence[Candidate], indexes: Sequence[int], taken: Sequence[int]) -> list[int]:
+def _apart(sites: Sequence[Any], indexes: Sequence[int], taken: Sequence[int]) -> list[int]:
     """Choose indexes of sites that don't overlap. Sites that replace more are preferred, then later ones: Linear, ReLU,
     Linear, ReLU, Linear become a linear_act and an mlp."""
     chosen: list[int] = []
@@ -148,43 +141,34 @@ def _expressions(statement: ast.stmt) -> Iterator[ast.expr]:
 def _matches(kind: str, block: Suite, last: int, expression: ast.expr) -> Iterator[Site]:
     """Yield each way to read the expression as this kind: with any number of calls before the last layer, with the gate
     on either side."""
-    is_block, gates = kind in ("mlp", "gated_mlp"), (0, 1)[: 1 + kind.startswith("gated")]
-    for passing, gate_at in product(_passing(block, last, expression) if is_block else (0,), gates):
+    is_block, is_gated = kind.endswith("mlp"), kind.startswith("gated")
+    for passing, gate_at in product(range(1 + _MOST_BETWEEN) if is_block else (0,), (0, 1) if is_gated else (0,)):
         match = _Match(Chain(block, last))
         value = match.after(Place(expression, last), passing) if is_block else Place(expression, last)
-        matched = match.gated(value, gate_at) if kind.startswith("gated") else match.hidden(value)
+        matched = match.gated(value, gate_at) if is_gated else match.hidden(value)
         if matched is not None and match.activation is not None:
             x, layers = matched
             first = match.chain.first_if_sound(expression, [x, *match.read])
             if first is not None:
                 layers += (match.down,) if match.down is not None else ()
                 before = [] if first == last else reads_before(block.statements[last], expression)
-                reads = _known_reads(match.chain, reads_of(match.options), before)
+                reads = _known_reads(match.chain, [*reads_of(match.options), *before])
                 found = match.activation, match.is_tanh_form, (*match.between,), match.dropout, match.chunk
                 yield Site(kind, block, first, last, expression, x.node, layers, *found, match.is_gate_last, reads)
 
 
-def _passing(block: Suite, last: int, expression: ast.expr) -> Iterator[int]:
-    """Yield 0, 1, 2 and so on, as long as the last layer's argument is so many nested calls, up to a limit: each number
-    is tried with all that comes before."""
-    for passing in range(1 + _MOST_BETWEEN):
-        if _Match(Chain(block, last)).after(Place(expression, last), passing) is None:
-            return
-        yield passing
-
-
-def _known_reads(chain: Chain, *groups: list[Read] | None) -> tuple[Read, ...] | None:
+def _known_reads(chain: Chain, reads: list[Read]) -> tuple[Read, ...] | None:
     """Return these reads, or None if one may run unknown code. An attribute of a local variable, such as a tensor's
     method, is replaced by the variable, because it is harmless if the variable is a plain tensor."""
     harmless: list[Read] = []
-    for group in groups:
-        for read in [Read(ast.Constant(...), True)] if group is None else group:
-            if isinstance(read.node, ast.Name) or chain.is_own(read.node) or chain.is_global(read.node):
-                harmless.append(read)
-            elif read.is_operand or not isinstance(owner := getattr(read.node, "value", None), ast.Name):
-                return None
-            else:
-                harmless.append(Read(owner, True))
+    for read in reads:
+        node = read.node
+        if isinstance(node, ast.Name) or chain.is_own(node) or chain.is_global(node):
+            harmless.append(read)
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and not read.is_operand:
+            harmless.append(Read(node.value, True))
+        else:
+            return None
     return tuple(harmless)
 
 
@@ -216,12 +200,10 @@ class _Match:
 
     def _module(self, value: Place | None) -> tuple[ast.expr | None, Place | None]:
         """Match ``self.layer(argument)``."""
-        value = self.chain.follow(value)
-        if value is None or not isinstance(node := value.node, ast.Call) or len(node.args) != 1 or node.keywords:
-            return None, None
-        if not self.chain.is_own(node.func) or isinstance(node.args[0], ast.Starred):
-            return None, None
-        return node.func, Place(node.args[0], value.index)
+        match self.chain.follow(value):
+            case Place(ast.Call(layer, [argument], []), index) if self.chain.is_own(layer):
+                return (None, None) if isinstance(argument, ast.Starred) else (layer, Place(argument, index))
+        return None, None
 
     def _passed_on(self, value: Place | None) -> Place | None:
         """Match the call of a module, or of a function with p and training."""
@@ -229,31 +211,28 @@ class _Match:
         if called is not None:
             self.between.append(called)
             return argument
-        value = self.chain.follow(value)
-        if value is None or not isinstance(node := value.node, ast.Call) or not self.chain.is_global(node.func):
-            return None
-        options = dict(zip(("p", "training"), node.args[1:], strict=False)) | {it.arg: it.value for it in node.keywords}
-        if self.dropout or not node.args or len(node.args) > 3 or options.keys() != {"p", "training"}:
-            return None
-        self.between.append(node.func)
-        self.dropout = Dropout(node.func, options["p"], options["training"])
-        self.options = [*options.values()]
-        self.read += [Place(option, value.index) for option in self.options]
-        return Place(node.args[0], value.index)
+        match self.chain.follow(value):
+            case Place(ast.Call(function, [x, *positional], keywords), index) if self.chain.is_global(function):
+                options = dict(zip(("p", "training"), positional, strict=False)) | {it.arg: it.value for it in keywords}
+                if self.dropout or len(positional) > 2 or options.keys() != {"p", "training"}:
+                    return None
+                self.between.append(function)
+                self.dropout = Dropout(function, options["p"], options["training"])
+                self.options = [*options.values()]
+                self.read += [Place(option, index) for option in self.options]
+                return Place(x, index)
+        return None
 
     def activated(self, value: Place | None) -> Place | None:
-        self.activation, argument = self._module(value)
-        if argument is not None:
-            return argument
-        value = self.chain.follow(value)
-        if value is None or not isinstance(node := value.node, ast.Call) or not self.chain.is_global(node.func):
-            return None
-        keywords = {it.arg: it.value.value if isinstance(it.value, ast.Constant) else ... for it in node.keywords}
-        self.is_tanh_form = keywords.get("approximate") == "tanh"
-        if keywords not in ({}, {"approximate": "tanh"}, {"approximate": "none"}) or len(node.args) != 1:
-            return None
-        self.activation = node.func
-        return Place(node.args[0], value.index)
+        self.activation, z = self._module(value)
+        if z is not None:
+            return z
+        match self.chain.follow(value):
+            case Place(ast.Call(called, [argument], keywords), index) if self.chain.is_global(called):
+                self.activation, options = called, [ast.unparse(it) for it in keywords]
+                self.is_tanh_form = options == ["approximate='tanh'"]
+                return Place(argument, index) if self.is_tanh_form or options in ([], ["approximate='none'"]) else None
+        return None
 
     def hidden(self, value: Place | None) -> tuple[Place, Layers] | None:
         layer, x = self._module(self.activated(value))

@@ -258,6 +258,20 @@ def test_an_expression_is_evaluated_once_and_in_its_place(kind, ops):
     assert_same(got, outcome(plain))
 
 
+@pytest.mark.parametrize("kind", EXACT, ids=lambda it: it.__name__)
+def test_plain_lines_evaluate_an_expression_once(kind):
+    torch.manual_seed(0)
+    plain, fused = kind(), kind()
+    fused.load_state_dict(plain.state_dict())
+    assert fuse(fused).fused
+    for model in (plain, fused):
+        model.act.register_forward_hook(lambda *_: None)
+    with recorded_ops() as ran:
+        got = outcome(fused)
+    assert ran == []
+    assert_same(got, outcome(plain))
+
+
 class LooksForItsInput(Effects):
     def doubled(self, x):
         y = x * 2
