@@ -39,9 +39,13 @@ def main(words: Sequence[str] | None = None) -> int:
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments, command.error)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"{command.prog}: interrupted", file=sys.stderr)
+        return 130  # a shell's status after Ctrl-C
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # ``| head`` has closed the pipe
-            print(f"{command.prog}: {error.strerror or error}", file=sys.stderr)
+            where = f"{error.filename}: " if error.filename else ""
+            print(f"{command.prog}: {where}{error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes into it at exit
         return 1
     return code
