@@ -11,7 +11,7 @@ from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, OVERFLOWING, T
 COLORS = {FP32: "#5b5b5b", BF16: "#d1662f", OURS: "#2f6fd1", OURS_8_BIT: "#27a0a5"}  # the colour-blind see them apart
 SHADES = {"weight": 1.0, "grad": 0.6, "state": 0.3}
 GROUND = "#fafafa"  # light on dark pages, too
-STYLE = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": GROUND}
+STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": GROUND}
 
 
 def draw(trainings: Sequence[Training], times: Mapping[Way, Sequence[float]], title: str, path: Path) -> None:

@@ -3,9 +3,10 @@
 import ctypes
 import gc
 import os
+import resource
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,34 +17,23 @@ from mpkernels._torch_private.tensors import storage_of
 from mpkernels.distributed.parts import part_of, reshard
 from mpkernels.undo import undo_of
 
-_OUT_OF_MEMORY = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "MPS backend out of memory",
-)
+_OUT_OF_MEMORY = "DefaultCPUAllocator:", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(it in str(error) for it in _OUT_OF_MEMORY)
 
 
 def size(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages, for DTensors of this process's parts. A storage counts once."""
-    storages = {storage_of(it): it.untyped_storage().nbytes() for it in map(part_of, tensors)}
-    return sum(storages.values())
+    return sum({storage_of(it): it.untyped_storage().nbytes() for it in map(part_of, tensors)}.values())
 
 
 def refuse_meta(op: str, model: nn.Module) -> None:
     """Raise if a model can't run because one of its tensors has no memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
-            raise ValueError(
-                f"{op}: model must have memory, got {name} on the meta device; to_empty(device=...) gives it some"
-            )
+            raise ValueError(f"{op}: model must have memory, got {name} on the meta device; to_empty gives it some")
 
 
 def clean_up() -> None:
@@ -51,53 +41,33 @@ def clean_up() -> None:
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # a libc without malloc_trim
-            ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError, AttributeError):  # a libc without malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-def used(device: torch.device) -> int:
-    """Return the bytes that torch has allocated on a CUDA device, or that this process has resident on the host."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident("VmRSS")
+def resident() -> int:
+    """Return the bytes of this process in memory."""
+    return _status("VmRSS")
 
 
-def start_peak(device: torch.device) -> None:
+def start_peak() -> None:
     """Let ``peak`` start here. If the system can't forget the largest size so far, the peak is that of the process."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak(device: torch.device) -> int:
-    """Return the largest value of ``used`` since ``start_peak``."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device)
-    return _resident("VmHWM")
+def peak() -> int:
+    """Return the largest value of ``resident`` since ``start_peak``."""
+    return _status("VmHWM")
 
 
-def _resident(field: str) -> int:
-    """Return a size of this process in memory. On systems that don't tell, return the largest size so far."""
+def _status(field: str) -> int:
+    """Return a size from the process's status. On systems that don't tell, return the largest size so far."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024
-    import resource  # Windows lacks it
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def overview(device: torch.device) -> dict[str, int]:
-    """Return the rows that a report shows of a device: torch's allocator's on CUDA, this process's size elsewhere."""
-    if device.type != "cuda":
-        return {"resident process": used(torch.device("cpu"))}
-    return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
-        "peak": torch.cuda.max_memory_allocated(device),
-    }
 
 
 def available() -> int:
@@ -111,36 +81,32 @@ def available() -> int:
 
 
 def _left_in_control_groups(root: Path, cgroup_file: Path) -> Iterator[int]:
-    """Yield the free memory of each control group of this process that has a limit."""
-    for line in cgroup_file.read_text().splitlines() if cgroup_file.exists() else []:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        top = root / "memory" if controllers else root
-        names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
-        group = top / path.lstrip("/")
-        for folder in (it for it in (group, *group.parents) if it.is_relative_to(top)):
-            with suppress(OSError, ValueError):  # no file, or "max": no limit
-                limit, usage = (int((folder / name).read_text()) for name in names)
-                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                yield limit - usage + int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    """Yield the free memory of each control group (v2) of this process that has a limit."""
+    lines = cgroup_file.read_text().splitlines() if cgroup_file.exists() else []
+    group = root / next((line.removeprefix("0::/") for line in lines if line.startswith("0::/")), "")
+    for folder in (it for it in (group, *group.parents) if it.is_relative_to(root)):
+        with suppress(OSError, ValueError):  # no file, or "max": no limit
+            limit, usage = (int((folder / f"memory.{name}").read_text()) for name in ("max", "current"))
+            stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            yield limit - usage + int(stat.get("inactive_file", 0))
 
 
 @contextmanager
 def restored(objects: Iterable[Any], device: torch.device) -> Iterator[None]:
     """When the context ends, restore the state of modules (with grads), of other objects with a ``state_dict``, and of
     torch's random numbers."""
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        for it in objects:
-            stack.callback(undo_of(it))
-            if isinstance(it, nn.Module):
-                stack.callback(reshard, it)
-                stack.callback(_set_grads, [(param, param.grad) for param in it.parameters()])
-                it.zero_grad()
-        yield
-
-
-def _set_grads(grads: list[tuple[Tensor, Tensor | None]]) -> None:
-    for param, grad in grads:
-        param.grad = grad
+    undos = [(it, undo_of(it)) for it in objects]
+    modules = [it for it, _ in undos if isinstance(it, nn.Module)]
+    grads = [(param, param.grad) for it in modules for param in it.parameters()]
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        try:
+            for module in modules:
+                module.zero_grad()
+            yield
+        finally:
+            for param, grad in grads:
+                param.grad = grad
+            for module in modules:
+                reshard(module)
+            for _, undo in undos:
+                undo()
