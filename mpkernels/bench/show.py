@@ -54,28 +54,16 @@ def summary(session: Session) -> str:
     lines = [f"{len(session.results)} pairs on {session.device}: {tally(told)}{in_doubt}"]
     lines += [f"left out: {name}: {reason}" for name, reason in session.skipped.items()]
     lines += [NOTE] * bool(doubtful)
-    return "\n".join([*lines, f"{headline(session)}."])
+    step = next((it for it in session.results if it.op == "step" and not it.variant), None)
+    return "\n".join([*lines, *([f"{headline(step)}."] if step else [])])
 
 
-def headline(session: Session) -> str:
-    """Return one sentence on the measurements, on the optimizer's step if that was measured. If the samples are in
-    doubt, the sentence says so instead of a figure."""
-    first = next((it for it in session.results if it.op == "step" and not it.variant), None)
-    if first is None:
-        return _count(session.results)
+def headline(first: Result) -> str:
+    """Return one sentence on a step of the optimizer. If the samples are in doubt, it says so instead of a figure."""
     what = f"AdamW's step in {first.dtype}, with clipping,"
     if first.doubts:
         return f"{busy(first.doubts)}; so it can't be told how fast {what} is beside {first.baseline}'s"
     return f"{what} is {as_fast(first.ratio)} as {first.baseline}'s"
-
-
-def _count(found: list[Result]) -> str:
-    told = [verdict(it) for it in found if not it.doubts]
-    parts = [f"{told.count('faster')} of {len(told)} cases are faster than torch, {told.count('slower')} slower"]
-    if len(told) < len(found):
-        more = " more" if told else ""
-        parts = parts * bool(told) + [f"this machine was busy: {len(found) - len(told)}{more} can't be told"]
-    return "; ".join(parts)
 
 
 def busy(doubts: list[str]) -> str:
