@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -34,8 +33,6 @@ def main(words: Sequence[str] | None = None) -> int:
             importlib.import_module(module).add_arguments(command)
     arguments = parser.parse_args(words)
     command = commands.choices[arguments.command]
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a bar's blocks
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments, command.error)
         sys.stdout.flush()

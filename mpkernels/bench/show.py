@@ -6,13 +6,12 @@ from mpkernels.bench.pairs import BUSY, WIDE, Interval
 from mpkernels.bench.results import Result, Session
 
 COLUMNS = "{:58} {:>9} {:>9}  {:26} {}"
-HEADER = COLUMNS.format("", "ours", "theirs", "x torch [95 % interval]", "torch: ██████")
+HEADER = COLUMNS.format("", "ours", "theirs", "x torch [95 % interval]", "").rstrip()
 DOUBTS = {
     "wide": f"the 95 % interval of the ratio spans more than {WIDE:.0%} of it",
     "busy": f"threads waited for a core more than {BUSY:.0%} of the time",
 }
 NOTE = "\n".join([*(f"{word}: {meaning}." for word, meaning in DOUBTS.items()), "Measure such cases again."])
-TORCHS_WIDTH, MOST_WIDTH = 6, 30
 
 
 def time(microseconds: float) -> str:
@@ -29,17 +28,11 @@ def verdict(result: Result) -> str:
     return "faster" if low > 1 else "slower" if high < 1 else "even"
 
 
-def bar(ratio: float) -> str:
-    cells = min(MOST_WIDTH, max(1, round(ratio * TORCHS_WIDTH)))
-    drawn = "█" * cells + "·" * (TORCHS_WIDTH - cells)
-    return drawn + "…" * (ratio * TORCHS_WIDTH > MOST_WIDTH)
-
-
 def line(result: Result) -> str:
     low, middle, high = result.ratio
     ratio = f"{middle:.2f} [{low:.2f}, {high:.2f}] {'in doubt' if result.doubts else verdict(result)}"
-    drawn = " ".join([bar(middle), *result.doubts])
-    return COLUMNS.format(result.name, time(median(result.ours_us)), time(median(result.torch_us)), ratio, drawn)
+    seconds = (time(median(samples)) for samples in (result.ours_us, result.torch_us))
+    return COLUMNS.format(result.name, *seconds, ratio, " ".join(result.doubts)).rstrip()
 
 
 def tally(found: list[Result]) -> str:

@@ -202,10 +202,3 @@ def test_a_full_disk_is_told_in_a_line():
         command = [sys.executable, "-m", "mpkernels", "bench", "--list"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "mpkernels bench: No space left on device\n")
-
-
-@pytest.mark.exhaustive
-def test_a_terminal_without_blocks():
-    done = bench("--only", "unscale_ cpu-1", python=("-m", "mpkernels"), env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0, done.stderr
-    assert "??" in done.stdout  # the bar
