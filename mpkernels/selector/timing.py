@@ -93,7 +93,7 @@ def _seconds(trial: Trial, name: str, device: torch.device) -> float:
 
 def _finished(trial: Trial, name: str, device: torch.device) -> Sequence[Tensor]:
     """Run, and wait for the device."""
-    results = trial.run(name)
+    results: Sequence[Tensor] = trial.run(name)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return results
