@@ -135,5 +135,5 @@ def _training(place: Place) -> Iterator[Benchmark]:
             ("torch fp32", ""): (ours(), fp32_training.train(setting)),
         }
         for (baseline, variant), pair in sides.items():
-            prepare = partial(training.compare, setting, *pair)
+            prepare = partial(training.compare, *pair)
             yield Benchmark("train", setting, prepare, "linear_act", baseline, variant)

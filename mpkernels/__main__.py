@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -34,14 +33,16 @@ def main(words: Sequence[str] | None = None) -> int:
             importlib.import_module(module).add_arguments(command)
     arguments = parser.parse_args(words)
     command = commands.choices[arguments.command]
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal may lack a bar's blocks
     try:
         code: int = importlib.import_module(COMMANDS[arguments.command][0]).run(arguments, command.error)
         sys.stdout.flush()
+    except KeyboardInterrupt:
+        print(f"{command.prog}: interrupted", file=sys.stderr)
+        return 130  # a shell's status after Ctrl-C
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # ``| head`` has closed the pipe
-            print(f"{command.prog}: {error.strerror or error}", file=sys.stderr)
+            where = f"{error.filename}: " if error.filename else ""
+            print(f"{command.prog}: {where}{error.strerror or error}", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes into it at exit
         return 1
     return code

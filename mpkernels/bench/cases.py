@@ -116,5 +116,5 @@ def _training(place: Place) -> Iterator[Benchmark]:
         setting = Setting(place, "bf16", Sizes(name))
         for variant in ("", "split-master"):
             ours = training.ours(setting, split_master=bool(variant))
-            prepare = partial(training.compare, setting, ours, training.torchs(setting, steps.fused))
+            prepare = partial(training.compare, ours, training.torchs(setting, steps.fused))
             yield Benchmark("train", setting, prepare, "linear_act", BEST, variant)

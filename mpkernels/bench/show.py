@@ -6,13 +6,12 @@ from mpkernels.bench.pairs import BUSY, WIDE, Interval
 from mpkernels.bench.results import Result, Session
 
 COLUMNS = "{:58} {:>9} {:>9}  {:26} {}"
-HEADER = COLUMNS.format("", "ours", "theirs", "x torch [95 % interval]", "torch: ██████")
+HEADER = COLUMNS.format("", "ours", "theirs", "x torch [95 % interval]", "").rstrip()
 DOUBTS = {
     "wide": f"the 95 % interval of the ratio spans more than {WIDE:.0%} of it",
     "busy": f"threads waited for a core more than {BUSY:.0%} of the time",
 }
 NOTE = "\n".join([*(f"{word}: {meaning}." for word, meaning in DOUBTS.items()), "Measure such cases again."])
-TORCHS_WIDTH, MOST_WIDTH = 6, 30
 
 
 def time(microseconds: float) -> str:
@@ -29,17 +28,11 @@ def verdict(result: Result) -> str:
     return "faster" if low > 1 else "slower" if high < 1 else "even"
 
 
-def bar(ratio: float) -> str:
-    cells = min(MOST_WIDTH, max(1, round(ratio * TORCHS_WIDTH)))
-    drawn = "█" * cells + "·" * (TORCHS_WIDTH - cells)
-    return drawn + "…" * (ratio * TORCHS_WIDTH > MOST_WIDTH)
-
-
 def line(result: Result) -> str:
     low, middle, high = result.ratio
     ratio = f"{middle:.2f} [{low:.2f}, {high:.2f}] {'in doubt' if result.doubts else verdict(result)}"
-    drawn = " ".join([bar(middle), *result.doubts])
-    return COLUMNS.format(result.name, time(median(result.ours_us)), time(median(result.torch_us)), ratio, drawn)
+    seconds = (time(median(samples)) for samples in (result.ours_us, result.torch_us))
+    return COLUMNS.format(result.name, *seconds, ratio, " ".join(result.doubts)).rstrip()
 
 
 def tally(found: list[Result]) -> str:
@@ -54,28 +47,16 @@ def summary(session: Session) -> str:
     lines = [f"{len(session.results)} pairs on {session.device}: {tally(told)}{in_doubt}"]
     lines += [f"left out: {name}: {reason}" for name, reason in session.skipped.items()]
     lines += [NOTE] * bool(doubtful)
-    return "\n".join([*lines, f"{headline(session)}."])
+    step = next((it for it in session.results if it.op == "step" and not it.variant), None)
+    return "\n".join([*lines, *([f"{headline(step)}."] if step else [])])
 
 
-def headline(session: Session) -> str:
-    """Return one sentence on the measurements, on the optimizer's step if that was measured. If the samples are in
-    doubt, the sentence says so instead of a figure."""
-    first = next((it for it in session.results if it.op == "step" and not it.variant), None)
-    if first is None:
-        return _count(session.results)
+def headline(first: Result) -> str:
+    """Return one sentence on a step of the optimizer. If the samples are in doubt, it says so instead of a figure."""
     what = f"AdamW's step in {first.dtype}, with clipping,"
     if first.doubts:
         return f"{busy(first.doubts)}; so it can't be told how fast {what} is beside {first.baseline}'s"
     return f"{what} is {as_fast(first.ratio)} as {first.baseline}'s"
-
-
-def _count(found: list[Result]) -> str:
-    told = [verdict(it) for it in found if not it.doubts]
-    parts = [f"{told.count('faster')} of {len(told)} cases are faster than torch, {told.count('slower')} slower"]
-    if len(told) < len(found):
-        more = " more" if told else ""
-        parts = parts * bool(told) + [f"this machine was busy: {len(found) - len(told)}{more} can't be told"]
-    return "; ".join(parts)
 
 
 def busy(doubts: list[str]) -> str:

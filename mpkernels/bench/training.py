@@ -75,19 +75,5 @@ def torchs(setting: Setting, optimizer: steps.MakeOptimizer, compiled: bool = Fa
     return lambda: train(setting, networks.torchs_layer, after_forward, autocast=True, compiled=compiled, master=False)
 
 
-def compare(setting: Setting, ours: Make, theirs: Make) -> Pair:
-    return Pair(ours, theirs, flops=flops(setting), clock="loop", is_counted=True)
-
-
-def flops(setting: Setting) -> int:
-    """Return the linear layers' flops: two for each weight and row, and twice as many in the backward. Attention's own
-    products are left out."""
-    task = TASKS[setting.sizes.name]()
-    with torch.device("meta"):
-        network = task.network(networks.torchs_layer, "meta")
-        inputs, _ = task.batch("meta")
-    weights = sum(it.weight.numel() for it in network.modules() if isinstance(it, nn.Linear))
-    if isinstance(network, networks.Transformer):
-        weights += network.tokens.weight.numel()  # the output layer, whose weight is the embedding
-        return 6 * weights * inputs.numel()
-    return 6 * weights * inputs.shape[0]
+def compare(ours: Make, theirs: Make) -> Pair:
+    return Pair(ours, theirs, clock="loop", is_counted=True)

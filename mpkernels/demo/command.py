@@ -1,68 +1,40 @@
 """The command: one model is trained in four ways side by side, then compared."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from mpkernels.bench.pairs import Samples, measure
 from mpkernels.bench.settings import Place, Setting, Sizes
 from mpkernels.bench.show import as_fast, busy
 from mpkernels.bench.steps import compare_steps, fused
 from mpkernels.demo import picture
-from mpkernels.demo.model import sources
-from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, WAYS, Training, Way
+from mpkernels.demo.training import FP32, OURS, OURS_8_BIT, SIZES, WAYS, Training, Way, sources
 
-STEPS, FEWEST = 500, 20  # how many steps each way takes, and the fewest
-ENOUGH = 90.0  # seconds that all trainings may take
-FIRST = 4  # steps that are timed to see how many fit
 SECONDS_OF_STEPS = 3.0  # that each comparison of the optimizers' steps takes
 
 
-def number_of_steps(text: str) -> int:
-    if not text.isdecimal() or int(text) < FIRST:
-        raise argparse.ArgumentTypeError(f"must be a whole number from {FIRST} on, got {text!r}")
-    return int(text)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = f"of each way; the default is what {ENOUGH:.0f} s hold, {STEPS} at most"
-    parser.add_argument("--steps", type=number_of_steps, help=words)
+    defaults = ", ".join(f"{size.steps} on {device}" for device, size in SIZES.items())
+    parser.add_argument("--steps", type=int, help=f"of each way; the default is {defaults}")
     folder = Path("mpkernels-demo")
     parser.add_argument("--out", type=Path, default=folder, metavar="DIR", help="the folder for demo.png")
 
 
 def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
-    path = asked.out / "demo.png"
-    try:
-        asked.out.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        refuse(f"{error.filename}: {error.strerror}")
-    try:
-        compare(asked.steps, path)
-    except KeyboardInterrupt:
-        print("mpkernels demo: interrupted, nothing was drawn", file=sys.stderr)
-        return 130  # a shell's status after Ctrl-C
-    return 0
-
-
-def compare(asked: int | None, path: Path) -> None:
+    asked.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    steps = SIZES[device.type].steps if asked.steps is None else asked.steps
+    if steps < 1:
+        refuse(f"argument --steps: must be at least 1, got {steps}")
     place = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    print(f"A transformer learns Python from its standard library's sources, in four ways, on {place}.", flush=True)
-    text = sources(device)
-    if asked is None:
-        print(f"The first steps tell how many {ENOUGH:.0f} seconds hold.", flush=True)
-    steps = asked or count_steps(text)
+    print(f"A transformer learns Python from its standard library's sources, in four ways, on {place}.")
     print(f"{steps} steps of each follow.", flush=True)
+    text = sources(device)
     trainings = [Training(way, text, steps) for way in WAYS]
     train(trainings, steps)
     ours, ours_8_bit = (time_steps(trainings[0].model, way, SECONDS_OF_STEPS) for way in (OURS, OURS_8_BIT))
@@ -71,20 +43,12 @@ def compare(asked: int | None, path: Path) -> None:
     else:
         times = {FP32: ours.theirs, OURS: ours.ours, OURS_8_BIT: ours_8_bit.ours}
         was_busy = " (this machine was busy)" * bool(ours.doubts() or ours_8_bit.doubts())
-        picture.draw(trainings, times, f"One training, four ways, on {place}{was_busy}", path)
-        print(f"Drawn: {path}")
-    print(verdict(trainings, ours, ours_8_bit))
-
-
-def count_steps(text: Tensor) -> int:
-    """Return how many steps of each way fit into the time. Takes a few steps on extra models and times the last."""
-    trainings, seconds = [Training(way, text, FIRST) for way in WAYS], 0.0
-    for step in range(FIRST):
-        began = perf_counter()
-        for training in trainings:
-            training.step(step)
-        seconds = perf_counter() - began
-    return max(FEWEST, min(STEPS, int(ENOUGH / seconds)))
+        picture.draw(trainings, times, f"One training, four ways, on {place}{was_busy}", asked.out / "demo.png")
+        print(f"Drawn: {asked.out / 'demo.png'}")
+    sizes = ", ".join(f"{it.way.name} {sum(it.bytes_per_parameter().values()):.1f}" for it in trainings)
+    print(f"bytes a parameter: {sizes}")
+    print(verdict(ours, ours_8_bit))
+    return 0
 
 
 def train(trainings: Sequence[Training], steps: int) -> None:
@@ -110,26 +74,9 @@ def time_steps(model: torch.nn.Module, way: Way, seconds: float) -> Samples:
     return measure(compare_steps(setting, fused, "loop", state_dtype=way.moments), device, seconds, builds=1)
 
 
-def verdict(trainings: Sequence[Training], ours: Samples, ours_8_bit: Samples) -> str:
-    """Say how much faster the optimizer's step is, how much memory is saved, and that the loss is as in fp32."""
-    sizes = {it.way: sum(it.bytes_per_parameter().values()) for it in trainings}
-    losses = {it.way: [*it.losses.values()][-1] for it in trainings}
-    return f"""
-1. {speed(ours, ours_8_bit)}
-2. Weights, grads and states take {sizes[OURS] / sizes[FP32]:.2f} of torch.amp's bytes \
-({sizes[OURS_8_BIT] / sizes[FP32]:.2f} with 8-bit moments).
-3. The held-out loss is {losses[OURS]:.3f} ({losses[OURS_8_BIT]:.3f} with 8-bit moments). With fp32 weights it is
-   {losses[FP32]:.3f}, with bf16 weights and torch's AdamW {losses[BF16]:.3f}."""
-
-
-def speed(ours: Samples, ours_8_bit: Samples) -> str:
-    """Say how much faster the optimizer's step is, or that the samples don't tell."""
+def verdict(ours: Samples, ours_8_bit: Samples) -> str:
+    """Say how much faster the optimizer's step is than torch's fused one, or that the samples don't tell."""
     if doubts := ours.doubts() or ours_8_bit.doubts():
-        said = busy(doubts).capitalize()
-        return f"{said};\n   so it can't be told how fast the optimizer's step is beside torch's fused one."
-    milliseconds = (1e3 * median(seconds) for seconds in (ours.ours, ours.theirs))
-    return (
-        f"The optimizer's step is {as_fast(ours.ratio())} as torch's fused one "
-        f"({as_fast(ours_8_bit.ratio())} with 8-bit moments):\n"
-        "   {:.1f} ms, torch takes {:.1f}, with unscaling and clipping.".format(*milliseconds)
-    )
+        return f"{busy(doubts).capitalize()}; so it can't be told how fast the optimizer's step is beside torch's."
+    fast, fast_8_bit = as_fast(ours.ratio()), as_fast(ours_8_bit.ratio())
+    return f"The optimizer's step is {fast} as torch's fused one ({fast_8_bit} with 8-bit moments)."

@@ -11,26 +11,23 @@ from mpkernels.demo.training import BF16, FP32, OURS, OURS_8_BIT, OVERFLOWING, T
 COLORS = {FP32: "#5b5b5b", BF16: "#d1662f", OURS: "#2f6fd1", OURS_8_BIT: "#27a0a5"}  # the colour-blind see them apart
 SHADES = {"weight": 1.0, "grad": 0.6, "state": 0.3}
 GROUND = "#fafafa"  # light on dark pages, too
+STYLE: Any = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.facecolor": GROUND}
 
 
 def draw(trainings: Sequence[Training], times: Mapping[Way, Sequence[float]], title: str, path: Path) -> None:
     """Draw four panels. ``times`` has the seconds of the optimizer's step."""
-    import matplotlib
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
 
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    with pyplot.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
-        figure, axes = pyplot.subplots(2, 2, figsize=(10, 6.4), facecolor=GROUND, layout="constrained")
+    with rc_context(STYLE):
+        figure = Figure(figsize=(10, 6.4), facecolor=GROUND, layout="constrained")
         figure.suptitle(title)
-        for ax in axes.flat:
-            ax.set_facecolor(GROUND)
-        _losses(axes[0, 0], trainings)
-        _bytes(axes[0, 1], trainings)
-        _times(axes[1, 0], times)
-        _scales(axes[1, 1], next(it.scales for it in trainings if it.way == OURS))
+        (losses, sizes), (steps, scales) = figure.subplots(2, 2)
+        _losses(losses, trainings)
+        _bytes(sizes, trainings)
+        _times(steps, times)
+        _scales(scales, next(it.scales for it in trainings if it.way == OURS))
         figure.savefig(path, dpi=150)
-        pyplot.close(figure)
 
 
 def _losses(ax: Any, trainings: Sequence[Training]) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 from mpkernels._shared.report_tables import Table
 from mpkernels.doctor import kernels, machine, selftest
-from mpkernels.selector import table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +21,6 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
         "kernels": kernels.by_op(),
         "why not": kernels.why_not(),
         "self-test": [result._asdict() for result in tests],
-        "linear layers": table.table(),
         "to install": to_install,
         "verdict": verdict(tests, to_install, machine.gpu()),
     }
@@ -67,7 +65,6 @@ def _prose(found: Mapping[str, Any]) -> str:
         "kernels of each op: the first is used, where there is such a device": _table(used),
         "why not others": _table(found["why not"]),
         "self-test": _outcome(found["self-test"]),
-        **_linear_layers(found["linear layers"]),
         "to get more, install": found["to install"] or ["nothing"],
     }
     blocks = [
@@ -79,25 +76,6 @@ def _prose(found: Mapping[str, Any]) -> str:
 
 def _table(rows: Mapping[str, str]) -> list[str]:
     return Table(("", ""), list(rows.items())).lines()[1:]
-
-
-def _linear_layers(rows: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return tables of what computes linear layers and MLPs, which fit a terminal: one for each device, and one with
-    the measurements."""
-    _, *head, measured = table.HEAD
-    lines = [(device, [str(number), *cells], last) for number, (device, *cells, last) in enumerate(rows, 1)]
-    parts = {
-        f"what computes linear layers and MLPs on {device}: the first line that fits, else plain torch": Table(
-            ("line", *head), [cells for where, cells, _ in lines if where == device]
-        ).lines()
-        for device in dict.fromkeys(device for device, _, _ in lines)
-    }
-    return parts | {
-        "what the words of these tables mean": list(table.NOTES),
-        "what was measured for these lines": Table(
-            ("line", measured), [(cells[0], last) for _, cells, last in lines]
-        ).lines(),
-    }
 
 
 def _outcome(tests: list[dict[str, Any]]) -> list[str]:

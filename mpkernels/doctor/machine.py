@@ -37,7 +37,6 @@ def describe() -> Description:
 def details() -> dict[str, str]:
     """Return the machine's description as doctor shows it."""
     return {name: str(value) for name, value in describe().items() if value is not None} | {
-        "cpu features": ", ".join(cpu.features()) or "unknown",
         "threads": str(torch.get_num_threads()),
         "gpu": gpu() or "none that torch sees",
         "cuda of torch": torch.version.cuda or "none",

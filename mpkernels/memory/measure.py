@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import os
+import resource
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,34 +17,23 @@ from mpkernels._torch_private.tensors import storage_of
 from mpkernels.checkpoint import restore_at_end
 from mpkernels.distributed.parts import part_of, reshard
 
-_OUT_OF_MEMORY = (
-    "DefaultCPUAllocator: can't allocate memory",
-    "DefaultCPUAllocator: not enough memory",
-    "CUDA error: out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "MPS backend out of memory",
-)
+_OUT_OF_MEMORY = "DefaultCPUAllocator:", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED"
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(it in str(error) for it in _OUT_OF_MEMORY)
 
 
 def size(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the tensors' storages, for DTensors of this process's parts. A storage counts once."""
-    storages = {storage_of(it): it.untyped_storage().nbytes() for it in map(part_of, tensors)}
-    return sum(storages.values())
+    return sum({storage_of(it): it.untyped_storage().nbytes() for it in map(part_of, tensors)}.values())
 
 
 def refuse_meta(op: str, model: nn.Module) -> None:
     """Raise if a model can't run because one of its tensors has no memory."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
-            raise ValueError(
-                f"{op}: model must have memory, got {name} on the meta device; to_empty(device=...) gives it some"
-            )
+            raise ValueError(f"{op}: model must have memory, got {name} on the meta device; to_empty gives it some")
 
 
 def clean_up() -> None:
@@ -51,53 +41,33 @@ def clean_up() -> None:
     gc.collect()
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
-    if sys.platform == "linux":
-        with suppress(OSError, AttributeError):  # a libc without malloc_trim
-            ctypes.CDLL(None).malloc_trim(0)
+    with suppress(OSError, AttributeError):  # a libc without malloc_trim
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-def used(device: torch.device) -> int:
-    """Return the bytes that torch has allocated on a CUDA device, or that this process has resident on the host."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _resident("VmRSS")
+def resident() -> int:
+    """Return the bytes of this process in memory."""
+    return _status("VmRSS")
 
 
-def start_peak(device: torch.device) -> None:
+def start_peak() -> None:
     """Let ``peak`` start here. If the system can't forget the largest size so far, the peak is that of the process."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        return
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def peak(device: torch.device) -> int:
-    """Return the largest value of ``used`` since ``start_peak``."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return torch.cuda.max_memory_allocated(device)
-    return _resident("VmHWM")
+def peak() -> int:
+    """Return the largest value of ``resident`` since ``start_peak``."""
+    return _status("VmHWM")
 
 
-def _resident(field: str) -> int:
-    """Return a size of this process in memory. On systems that don't tell, return the largest size so far."""
+def _status(field: str) -> int:
+    """Return a size from the process's status. On systems that don't tell, return the largest size so far."""
     with suppress(OSError):
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(field + ":"):
                 return int(line.split()[1]) * 1024
-    import resource  # Windows lacks it
-
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def overview(device: torch.device) -> dict[str, int]:
-    """Return the rows that a report shows of a device: torch's allocator's on CUDA, this process's size elsewhere."""
-    if device.type != "cuda":
-        return {"resident process": used(torch.device("cpu"))}
-    return {
-        "allocated": torch.cuda.memory_allocated(device),
-        "reserved": torch.cuda.memory_reserved(device),
-        "peak": torch.cuda.max_memory_allocated(device),
-    }
 
 
 def available() -> int:
@@ -116,7 +86,7 @@ def _left_in_control_groups(root: Path, cgroup_file: Path) -> Iterator[int]:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        top = root / "memory" if controllers else root
+        top = root / "memory" if controllers else root  # controllers are named by version 1 alone
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
         group = top / path.lstrip("/")
         for folder in (it for it in (group, *group.parents) if it.is_relative_to(top)):

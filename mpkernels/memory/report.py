@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mpkernels._shared.parameters import params_of, unwrapped
+from mpkernels._shared.parameters import unwrapped
 from mpkernels._shared.report_tables import Report, Table
 from mpkernels._shared.saved_for_backward import saved_storages
 from mpkernels._torch_private.modes import DispatchMode
@@ -34,7 +34,8 @@ class MemoryReport(Report):
     """The memory of a training step in this process, in bytes. Of a DTensor, this process's part counts.
 
     ``predicted``: the size of each kind of tensor in a step. Parameters, buffers, gradients, masters and moments are
-    computed from shapes and dtypes; cast cache and activations are counted in one forward.
+    computed from shapes and dtypes; cast cache and activations are counted in one forward. A real step may need less
+    than their sum, because the backward frees activations while grads are made.
     ``measured``: the size of the tensors that exist now.
     ``device``: on CUDA the allocated, reserved and peak memory of torch's allocator; elsewhere the resident memory of
     the whole process, with its libraries.
@@ -44,20 +45,9 @@ class MemoryReport(Report):
     measured: Sizes
     device: dict[str, int]
 
-    @property
-    def total(self) -> int:
-        """The sum of the predicted sizes. A real step may need less, because the backward frees activations while grads
-        are made."""
-        return sum(filter(None, self.predicted.values()))
-
-    def as_dict(self) -> dict[str, Sizes]:
-        return {"predicted": self.predicted, "measured": self.measured, "device": dict(self.device)}
-
     def _parts(self) -> list[str | Table]:
-        rows = [[name, _mib(size), _mib(self.measured.get(name))] for name, size in self.predicted.items()]
-        rows.append(["total", _mib(self.total), _mib(sum(filter(None, self.measured.values())))])
-        rows += [[name, "", _mib(size)] for name, size in self.device.items()]
-        return [Table(["", "predicted", "measured"], rows, holds_numbers=True)]
+        table = _table({"predicted": self.predicted, "measured": self.measured})
+        return [table._replace(rows=[*table.rows, *([name, "", _mib(size)] for name, size in self.device.items())])]
 
 
 @dataclass(frozen=True)
@@ -66,14 +56,15 @@ class MemoryComparison(Report):
 
     reports: dict[str, MemoryReport]
 
-    def as_dict(self) -> dict[str, dict[str, Any]]:
-        return {way: report.as_dict() for way, report in self.reports.items()}
-
     def _parts(self) -> list[str | Table]:
-        reports = self.reports.values()
-        rows = [[name, *(_mib(it.predicted[name]) for it in reports)] for name in self.reports["fp32"].predicted]
-        rows.append(["total", *(_mib(it.total) for it in reports)])
-        return [Table(["", *self.reports], rows, holds_numbers=True)]
+        return [_table({way: it.predicted for way, it in self.reports.items()})]
+
+
+def _table(columns: dict[str, Sizes]) -> Table:
+    sizes = columns.values()
+    rows = [[name, *(_mib(it.get(name)) for it in sizes)] for name in next(iter(sizes))]
+    total = ["total", *(_mib(sum(filter(None, it.values()))) for it in sizes)]
+    return Table(["", *columns], [*rows, total], holds_numbers=True)
 
 
 def _mib(size: int | None) -> str:
@@ -104,7 +95,7 @@ def memory_report(
     predicted: Sizes = {
         "parameters": measure.size(params),
         "buffers": measure.size(model.buffers()),
-        "gradients": sum(_grad_size(param) for param in params if param.requires_grad),
+        "gradients": sum(map(_grad_size, params)),
         **(_sizes([]) if optimizer is None else _sizes_after_a_step(optimizer)),
         "cast cache": None,
         "activations": None,
@@ -113,54 +104,48 @@ def memory_report(
         measure.refuse_meta("memory_report", model)
         with measure.restored([model], device):
             predicted["cast cache"], predicted["activations"] = _kept_by_a_forward(model, loss)
-    return MemoryReport(predicted, measured, measure.overview(device))
+    return MemoryReport(predicted, measured, _overview(device))
 
 
-def compare_memory(
-    model: nn.Module, loss: Loss, policy: Policy | str | None = None, device: str | torch.device | None = None
-) -> MemoryComparison:
+def _overview(device: torch.device) -> dict[str, int]:
+    if device.type != "cuda":
+        return {"resident process": measure.resident()}
+    return {
+        "allocated": torch.cuda.memory_allocated(device),
+        "reserved": torch.cuda.memory_reserved(device),
+        "peak": torch.cuda.max_memory_allocated(device),
+    }
+
+
+def compare_memory(model: nn.Module, loss: Loss, policy: Policy | str = "mixed_bfloat16") -> MemoryComparison:
     """Compare the memory of one training step in three ways: in fp32; by torch.amp and torch's AdamW; by ``to_mixed``
     and mpkernels' AdamW.
 
     Args:
         model: the model to train. Each way runs a copy, and the model stays unchanged.
         loss: a function that takes the model and returns the loss of a batch. It needs no autocast of its own.
-        policy: the policy of the two mixed ways. None takes the machine's best one, or ``"mixed_bfloat16"`` if that is
-            float32.
-        device: where to train; None is the model's device.
+        policy: the policy of the two mixed ways.
     """
-    first = next(model.parameters(), None)
-    if first is None:
+    if next(model.parameters(), None) is None:
         raise ValueError(f"compare_memory: model must have parameters to train, got {type(model).__name__}")
     measure.refuse_meta("compare_memory", model)
-    device = first.device if device is None else torch.device(device)
-    if policy is None:
-        best = Policy.best(device)
-        policy = Policy("mixed_bfloat16") if best.name == "float32" else best
     policy = Policy(policy) if isinstance(policy, str) else policy
-    if policy.name == "float32":
-        raise ValueError(f"compare_memory: policy must be a mixed one, got {policy.name!r}")
 
-    def report(model: nn.Module, kind: Any, policy: Policy) -> MemoryReport:
-        def cast_loss(model: nn.Module) -> Tensor:
-            with policy.autocast(device):
-                return loss(model)
+    def report(kind: Any, model: nn.Module, policy: Policy) -> MemoryReport:
+        params = [it for it in model.parameters() if it.requires_grad]
+        return memory_report(model, kind(params), policy.autocast(params[0].device)(loss))
 
-        return memory_report(model, kind([it for it in model.parameters() if it.requires_grad]), cast_loss)
-
-    fp32, ours = deepcopy(model).to(device), to_mixed(deepcopy(model).to(device), policy.compute_dtype)
-    return MemoryComparison(
-        {
-            "fp32": report(fp32, torch.optim.AdamW, Policy("float32")),
-            "torch.amp": report(fp32, torch.optim.AdamW, policy),
-            "mpkernels": report(ours, AdamW, policy),
-        }
-    )
+    reports = {
+        "fp32": report(torch.optim.AdamW, deepcopy(model), Policy("float32")),
+        "torch.amp": report(torch.optim.AdamW, deepcopy(model), policy),
+        "mpkernels": report(AdamW, to_mixed(deepcopy(model), policy.compute_dtype), policy),
+    }
+    return MemoryComparison(reports)
 
 
 def _grad_size(param: Tensor) -> int:
-    dtype = getattr(param, "grad_dtype", None) or param.dtype
-    return int(part_of(param).numel()) * dtype.itemsize
+    dtype = getattr(param, "grad_dtype", None) or param.dtype  # an older torch has no grad_dtype
+    return int(part_of(param).numel()) * dtype.itemsize * param.requires_grad
 
 
 def _sizes(states: Iterable[dict[str, Any]]) -> Sizes:
@@ -173,32 +158,22 @@ def _sizes(states: Iterable[dict[str, Any]]) -> Sizes:
 
 def _sizes_after_a_step(optimizer: torch.optim.Optimizer) -> Sizes:
     """Return the bytes of the states after a step; None if they aren't known before the first step."""
-    params = [param for param in params_of(optimizer) if param.requires_grad]
+    trained = [(param, group) for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
     if isinstance(optimizer, Engine):  # computed even after a load, because the first step adds masters
-        return _sizes(
-            param_state.create(optimizer._rule, part_of(param).to("meta"), group)
-            for group in optimizer.param_groups
-            for param in group["params"]
-            if param.requires_grad
-        )
-    if all(optimizer.state.get(param) for param in params):
+        return _sizes(param_state.create(optimizer._rule, part_of(it).to("meta"), group) for it, group in trained)
+    if all(optimizer.state.get(param) for param, _ in trained):
         return _sizes(optimizer.state.values())
-    try:
-        return _sizes(_states_of_a_twin(optimizer, params))
-    except (RuntimeError, TypeError):  # the step reads values, or the constructor takes other arguments
-        return {"masters": None, "moments": None}
-
-
-def _states_of_a_twin(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> list[dict[str, Any]]:
-    """Return the states of a copy of the optimizer that has taken a step on the meta device, without memory."""
-    twins = [nn.Parameter(part_of(param).detach().to("meta")) for param in params]
+    twins = [nn.Parameter(part_of(param).detach().to("meta")) for param, _ in trained]  # which have no memory
     for twin in twins:
         twin.grad = torch.empty_like(twin)
     kind: Any = type(optimizer)
     options = inspect.signature(kind).parameters.keys() - {"fused", "foreach", "capturable"}
-    twin_optimizer = kind(twins, **{key: it for key, it in optimizer.defaults.items() if key in options})
-    twin_optimizer.step()
-    return list(twin_optimizer.state.values())
+    try:
+        twin_optimizer = kind(twins, **{key: it for key, it in optimizer.defaults.items() if key in options})
+        twin_optimizer.step()
+    except (RuntimeError, TypeError):  # the step reads values, or the constructor takes other arguments
+        return {"masters": None, "moments": None}
+    return _sizes(twin_optimizer.state.values())
 
 
 def _kept_by_a_forward(model: nn.Module, loss: Loss) -> tuple[int, int]:
@@ -207,13 +182,11 @@ def _kept_by_a_forward(model: nn.Module, loss: Loss) -> tuple[int, int]:
     # A weight whose cast is cached would not be cast again, and not be counted.
     torch.clear_autocast_cache()
     cast_cache.clear()
-    storages = {storage_of(part_of(it)) for it in (*model.parameters(), *model.buffers())}
-    mode = _Casts(storages)
+    mode = _Casts({storage_of(part_of(it)) for it in (*model.parameters(), *model.buffers())})
     with saved_storages() as saved, mode:
-        output = loss(model)
-    casts = {storage_of(it) for it in mode.casts}
-    activations = sum(size for storage, size in saved.items() if storage.cdata not in storages | casts)
-    del output
+        loss(model)
+    not_activations = mode.storages | {storage_of(it) for it in mode.casts}
+    activations = sum(size for storage, size in saved.items() if storage.cdata not in not_activations)
     return measure.size(mode.casts), activations
 
 
@@ -222,11 +195,11 @@ class _Casts(DispatchMode):  # type: ignore[misc]
 
     def __init__(self, storages: set[int]) -> None:
         super().__init__()
+        self.storages = storages
         self.casts: list[Tensor] = []
-        self._storages = storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is to_copy and storage_of(part_of(args[0])) in self._storages:
+        if func is to_copy and storage_of(part_of(args[0])) in self.storages:
             self.casts.append(part_of(out))
         return out

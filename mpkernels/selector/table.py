@@ -57,38 +57,6 @@ TABLE = (
     Line("cuda", HALVES, ("mlp",), ("gelu", "gelu_tanh"), True, (512, inf), 14336, "native", f"{H200}: 1.02 to 1.12"),
     Line("cuda", HALVES, ("linear_act",), ("gelu",), True, (512, inf), 14336, "native", f"{H200}: 1.00 to 1.04"),
 )
-HEAD = "device", "dtype", "functions", "activations", "calls", "input rows", "out_features", "computed by", "measured"
-NOTES = (
-    f"{WIDENED}: on a CPU without instructions for 16-bit products, which therefore multiplies in fp32",
-    "training: a call that autograd records; input rows: all dimensions of the input but its last, multiplied",
-    "out_features: of the only layer, or of an MLP's first one",
-    "native: our C++; gradients rounded: fp32 weights under autocast alone, whose gradients are rounded as torch's are",
-    "measured: times torch's speed, forward and backward, in this file of benchmarks/results",
-)
-
-
-def table() -> list[list[str]]:
-    """Return the table's cells, for people: a list for each line, in the order of ``HEAD``."""
-    return [
-        [
-            line.device,
-            line.numbers,
-            "any" if line.ops == _ALL else ", ".join(line.ops),
-            ", ".join(line.activations) or "any",
-            "training" if line.trains else "any",
-            _range(*line.rows),
-            _range(line.least_hidden, inf),
-            line.kernel,
-            line.measured,
-        ]
-        for line in TABLE
-    ]
-
-
-def _range(first: int, last: float) -> str:
-    if (first, last) == _ANY:
-        return "any"
-    return f"from {first}" if last == inf else f"{first} to {last}"
 
 
 def kernel(case: Case) -> str:

@@ -139,10 +139,8 @@ def test_quick_measures_a_case_in_turns_without_what_is_optional():
     assert re.findall(r"turn (\d) of 4: unscale_", done.stderr) == ["1", "2", "3", "4"]
     (line,) = re.findall(r"unscale_ cpu.*", done.stdout)  # all turns together
     is_in_doubt = " wide" in line or " busy" in line
-    says = (
-        "this machine was busy: 1 can't be told" if is_in_doubt else r"\d of 1 cases are faster than torch, \d slower"
-    )
-    assert re.search(rf"\n{says}\.\n$", done.stdout)
+    (found,) = re.findall(r"\n1 pairs on .*: (\d faster, \d even, \d slower.*)\n", done.stdout)
+    assert found.endswith("0 faster, 0 even, 0 slower, 1 in doubt") == is_in_doubt
 
 
 def test_a_case_that_is_named_is_measured():
@@ -204,10 +202,3 @@ def test_a_full_disk_is_told_in_a_line():
         command = [sys.executable, "-m", "mpkernels", "bench", "--list"]
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert (done.returncode, done.stderr) == (1, "mpkernels bench: No space left on device\n")
-
-
-@pytest.mark.exhaustive
-def test_a_terminal_without_blocks():
-    done = bench("--only", "unscale_ cpu-1", python=("-m", "mpkernels"), env=os.environ | {"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0, done.stderr
-    assert "??" in done.stdout  # the bar

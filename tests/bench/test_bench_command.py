@@ -9,7 +9,7 @@ from benchmarks import __main__ as benchmarks
 from benchmarks.cases import _single_ops
 from benchmarks.cases import all_cases as all_of_checkout
 from benchmarks.raw_samples import read
-from mpkernels.bench import cases, command, quick_minute
+from mpkernels.bench import cases, command
 from mpkernels.bench.results import Result
 from mpkernels.bench.settings import Place
 
@@ -95,7 +95,7 @@ def quick(monkeypatch, capsys):
             return Result(benchmark.name, "", "cpu-1", "", "", "", 0, 0.0, [1.0] * 6, [1.0] * 6)
 
         monkeypatch.setattr(command, "run_one", run_one)
-        monkeypatch.setattr(quick_minute, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(command, "perf_counter", lambda: now[0])
         arguments = argparse.ArgumentParser()
         command.add_arguments(arguments)
         command.run(arguments.parse_args(["--quick"]), pytest.fail)

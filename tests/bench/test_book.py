@@ -133,7 +133,7 @@ def test_what_was_counted_stands_beside_what_was_measured():
 
 
 def said_of(step):
-    return show.headline(Session("2026-11-21", {"gpu": "NVIDIA H200"}, results=[result(1.0, 1.0), step]))
+    return show.headline(step)
 
 
 @pytest.mark.parametrize(
@@ -163,16 +163,18 @@ def test_the_headline_gives_no_figure_where_the_machine_was_busy(waited, theirs,
     assert said.count("1") == why.count("1") + "bf16".count("1")
 
 
-def test_the_headline_of_single_ops_counts_those_that_can_be_told():
+def test_results_in_doubt_are_counted_apart():
     found = [result(1.0, theirs) for theirs in (0.5, 1.0, 2.0, 3.0)]
     run = Session("2026-11-21", {"gpu": "NVIDIA H200"}, results=found)
-    assert show.headline(run) == "2 of 4 cases are faster than torch, 1 slower"
+    assert show.summary(run) == "4 pairs on NVIDIA H200: 2 faster, 1 even, 1 slower"
     run.results[0] = replace(found[0], waited=0.2)
-    counted = "2 of 3 cases are faster than torch, 0 slower"
-    assert show.headline(run) == f"{counted}; this machine was busy: 1 more can't be told"
-    assert "4 pairs on NVIDIA H200: 2 faster, 1 even, 0 slower, 1 in doubt\n" in show.summary(run)
-    run.results[:] = run.results[:1]
-    assert show.headline(run) == "this machine was busy: 1 can't be told"
+    assert show.summary(run).startswith("4 pairs on NVIDIA H200: 2 faster, 1 even, 0 slower, 1 in doubt\n")
+
+
+def test_the_headline_is_on_the_step():
+    step = replace(result(1.0, 2.0), op="step")
+    run = Session("2026-11-21", {"gpu": "NVIDIA H200"}, results=[result(1.0, 1.0), step])
+    assert show.summary(run).splitlines()[-1] == f"{show.headline(step)}."
 
 
 def test_the_table_of_machines_shows_the_newest_of_each_row():

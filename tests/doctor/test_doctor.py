@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import re
 import subprocess
 import sys
 import textwrap
@@ -16,7 +15,6 @@ from mpkernels.doctor import machine, selftest
 from mpkernels.doctor.command import verdict
 from mpkernels.doctor.samples import SAMPLES
 from mpkernels.ops import _registry
-from mpkernels.selector import table
 from tests import commands
 
 
@@ -38,7 +36,6 @@ def test_it_finds_this_machine_well():
     assert {(it["op"], it["device"]) for it in found["self-test"]} >= {(op, "cpu") for op in SAMPLES}
     assert [it["problem"] for it in found["self-test"] if it["problem"]] == []
     assert found["kernels"]["unscale_"]["cpu"][0] == "native"
-    assert found["linear layers"] == table.table()
 
 
 def test_prose_names_what_serves_each_op():
@@ -46,18 +43,7 @@ def test_prose_names_what_serves_each_op():
     assert run.returncode == 0
     assert all(op in run.stdout for op in SAMPLES)
     assert "agree with the reference" in run.stdout
-    assert all(cell in run.stdout for line in table.table() for cell in line)
     assert run.stdout.splitlines()[-1].startswith("Ready to train on ")
-
-
-def test_the_table_fits_a_terminal_and_explains_its_words():
-    _, after = mpkernels("doctor").stdout.split("\nwhat computes linear layers and MLPs on cpu", 1)
-    tables, _ = after.split("\nto get more", 1)
-    assert max(map(len, tables.splitlines())) <= 120
-    assert all(word in tables for word in table.HEAD[1:])
-    assert all(note in tables for note in table.NOTES)
-    numbers = [str(number) for number, _ in enumerate(table.TABLE, 1)]
-    assert re.findall(r"^  (\d+)  ", tables, re.MULTILINE) == 2 * numbers
 
 
 @pytest.mark.parametrize(("count", "text"), [(1, "H100, sm_90, 80 GiB"), (2, "2 of H100, sm_90, 80 GiB")])

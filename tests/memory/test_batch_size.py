@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 import mpkernels
 from mpkernels.amp import GradScaler, set_global_policy
-from mpkernels.memory import batch_size, measure
+from mpkernels.memory import measure
 from mpkernels.optim import AdamW
 from tests.networks import B16, network, one_thread, train
 
@@ -43,10 +43,9 @@ class Step:
 def test_the_largest_that_fits(monkeypatch, capacity, start, as_on):
     monkeypatch.setattr(measure, "clean_up", lambda: None)  # which takes its time
     step, max_batch = Step(capacity), 1000
-    if as_on == "cpu":
-        found = mpkernels.find_max_batch_size(step, (2,), start, "cpu", max_batch)
-    else:  # where what fits is only known by trying
-        found = batch_size._search(batch_size._Trial(step, torch.ones, torch.device("cpu")), start, max_batch)
+    if as_on == "cuda":  # what fits is only known by trying
+        monkeypatch.setattr(measure, "available", lambda: 2**60)
+    found = mpkernels.find_max_batch_size(step, (2,), start, "cpu", max_batch)
     assert step.tried[0] == min(start, max_batch)
     assert found == min(capacity, max_batch)
     assert found in step.tried
@@ -198,8 +197,8 @@ import torch, mpkernels
 from mpkernels.memory import measure
 MB = 1 << 20
 torch.ones(80 * MB, dtype=torch.uint8)
-began = measure.used(torch.device("cpu"))
-measure.available = lambda: 100 * MB + began - measure.used(torch.device("cpu"))
+began = measure.resident()
+measure.available = lambda: 100 * MB + began - measure.resident()
 
 def step(inputs):
     size = 20 + len(inputs)
@@ -244,16 +243,15 @@ def test_limits_of_control_groups(tmp_path, line, group, limit, usage):
 
 
 def test_peaks_are_seen():
-    cpu = torch.device("cpu")
     measure.clean_up()
-    before = measure.used(cpu)
-    measure.start_peak(cpu)
+    before = measure.resident()
+    measure.start_peak()
     torch.ones(64 * MB, dtype=torch.uint8)
-    assert measure.peak(cpu) - before >= 60 * MB
-    measure.start_peak(cpu)
+    assert measure.peak() - before >= 60 * MB
+    measure.start_peak()
     status = Path("/proc/self/status")
     if status.exists() and "VmHWM" in status.read_text():  # else the system can't forget a peak
-        assert measure.peak(cpu) - before < 32 * MB
+        assert measure.peak() - before < 32 * MB
 
 
 def test_a_buffer_that_nobody_can_write_to():
