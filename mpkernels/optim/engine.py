@@ -253,8 +253,8 @@ class Engine(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of ours or torch's, or leave everything as it is if that fails. Unlike torch, don't round
         the states to their parameter's dtype."""
-        with checkpoint.loading(self) as stand_in:
-            super(Engine, stand_in).load_state_dict(state_dict)
+        with checkpoint.loading(self):
+            super().load_state_dict(state_dict)
 
     def release_grads(self, scaler: torch.amp.GradScaler | None = None) -> GradientRelease:
         """From now on, free each grad inside the backward, so that the grads are never in memory all at once.
@@ -283,7 +283,7 @@ class Engine(torch.optim.Optimizer):
         return super().__getstate__() | {key: getattr(self, key) for key in (*_OWN, *_SHOWN)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(checkpoint.taken_over(state))
         for group in self.param_groups:
             group_options.complete(self, group)
         group_options.leave_scaling_to_torch(self)
