@@ -12,7 +12,6 @@ import torch
 
 from mpkernels import _extension
 from mpkernels._torch_private.devices import when_cuda_begins
-from mpkernels.ops._dispatcher import forced
 
 Capability = tuple[int, int]
 ANY_TRITON: Capability = (7, 0)  # what Triton's atomics and barriers need
@@ -22,14 +21,11 @@ left_out: dict[torch.device, str] = {}  # where the compiled kernels can't run -
 _warned: set[torch.device] = set()
 
 TOO_OLD = 35  # cudaErrorInsufficientDriver
-# What a launch says if the decision was too hopeful. See require_success in csrc/common/stream_torch.h.
-_CANT_RUN = re.compile(r"CUDA says (\w+): .*The compiled kernels can't run on this device", re.DOTALL)
 
 
 def decide(reroute: Callable[[str], None]) -> None:
     """When torch begins to use CUDA, note what its devices are and where C++'s kernels can't run. Then call ``reroute``
-    with the type of these devices; likewise if a launch fails later."""
-    _reroute.append(reroute)
+    with the type of these devices."""
 
     def look() -> None:
         build = _extension.build_info(_extension.LIBRARY).get("cuda", {})
@@ -44,9 +40,6 @@ def decide(reroute: Callable[[str], None]) -> None:
         reroute("cuda")
 
     when_cuda_begins(look)
-
-
-_reroute: list[Callable[[str], None]] = []
 
 
 def look_now() -> None:
@@ -87,20 +80,6 @@ def why_not_native(capability: Capability, built_for: Sequence[str], compiler: s
 
 def _pair(version: str) -> list[int]:
     return [*map(int, version.split("."))]
-
-
-def gives_way(error: Exception, arguments: Sequence[Any]) -> bool:
-    """Return whether the error says that C++'s kernels can't run on this device. Others then run there from now on."""
-    found, device = _CANT_RUN.search(str(error)), device_of(arguments)
-    if found is None or forced or device is None or device in left_out:
-        return False
-    left_out[device] = (
-        f"CUDA says {found[1]}: build mpkernels anew, with an nvcc that knows this device and is no newer than the "
-        "driver"
-    )
-    for reroute in _reroute:
-        reroute(device.type)
-    return True
 
 
 def warn_once(device: torch.device) -> None:
