@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from mpkernels import _extension
 from mpkernels._torch_private.devices import when_cuda_begins
+from mpkernels.ops import _extension
 
 Capability = tuple[int, int]
 ANY_TRITON: Capability = (7, 0)  # what Triton's atomics and barriers need

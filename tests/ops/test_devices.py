@@ -6,9 +6,8 @@ import pytest
 import torch
 
 import mpkernels
-from mpkernels import _extension
 from mpkernels.doctor.kernels import why_not
-from mpkernels.ops import _devices, _dispatcher, _registry, _routes
+from mpkernels.ops import _devices, _dispatcher, _extension, _registry, _routes
 from tests.ops.step.rules_table import RULES
 
 CPU = torch.device("cpu")
