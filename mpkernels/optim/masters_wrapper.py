@@ -25,7 +25,11 @@ from mpkernels.optim import (
     torchao_offload,
     wrappable,
 )
-from mpkernels.optim.attribute_of import AttributeOf
+
+
+def _of_wrapped(name: str) -> Any:
+    """Return an attribute of Masters that is one of the wrapped optimizer's."""
+    return property(lambda self: getattr(self.wrapped, name), lambda self, value: setattr(self.wrapped, name, value))
 
 
 class Masters(Optimizer):
@@ -58,9 +62,9 @@ class Masters(Optimizer):
     #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
     skipped_steps: Tensor | None = None
 
-    state: Any = AttributeOf("wrapped")
-    param_groups: Any = AttributeOf("wrapped")
-    defaults: Any = AttributeOf("wrapped")
+    state: Any = _of_wrapped("state")
+    param_groups: Any = _of_wrapped("param_groups")
+    defaults: Any = _of_wrapped("defaults")
     wrapped: Any
     max_norm: float | None
     guard: bool | None
