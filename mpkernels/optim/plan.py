@@ -15,7 +15,7 @@ from mpkernels._shared.parameters import are_any_sharded, put_on, real
 from mpkernels._torch_private.modes import for_real
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_in, parts_of
-from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
+from mpkernels.ops.grads.grad_stats import grad_stats
 from mpkernels.ops.step.op import StepOps
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.optimizer_rule import OptimizerRule
@@ -77,10 +77,11 @@ class Plan:
         here = parts_of(here) if self._is_sharded else here
         return list(map(real, here)) if self._is_complex else here
 
-    def look(self, grads: list[Any]) -> GradStats:
+    def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
         stats = grad_stats(self._grads_here(grads))
-        return stats if self._shares is None else stats._replace(total_sumsq=(stats.sumsq * self._shares).sum())
+        total_sumsq = stats.total_sumsq if self._shares is None else (stats.sumsq * self._shares).sum()
+        return total_sumsq, stats.found_inf
 
     @property
     def has_moved(self) -> bool:

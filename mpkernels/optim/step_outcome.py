@@ -131,6 +131,5 @@ def _look(
     """Return the sum of squares and found_inf over all devices. The latter includes the found_inf of a scaler."""
     if not plans:
         return torch.zeros((), dtype=torch.float64, device=params[0].device if params else "cpu"), found_inf
-    stats = [plan.look(grads) for plan in plans]
-    found_infs = [each.found_inf for each in stats] + ([] if found_inf is None else [found_inf])
-    return sum_of([each.total_sumsq for each in stats]), sum_of(found_infs)
+    sums, found_infs = map(list, zip(*(plan.look(grads) for plan in plans), strict=True))
+    return sum_of(sums), sum_of(found_infs if found_inf is None else [*found_infs, found_inf])
