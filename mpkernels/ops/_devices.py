@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from mpkernels._torch_private.devices import when_cuda_begins
 from mpkernels.ops import _extension
 
 Capability = tuple[int, int]
@@ -23,23 +22,17 @@ _warned: set[torch.device] = set()
 TOO_OLD = 35  # cudaErrorInsufficientDriver
 
 
-def decide(reroute: Callable[[str], None]) -> None:
-    """When torch begins to use CUDA, note what its devices are and where C++'s kernels can't run. Then call ``reroute``
-    with the type of these devices."""
-
-    def look() -> None:
-        build = _extension.build_info(_extension.LIBRARY).get("cuda", {})
-        driver = _extension.ask_driver() if build.get("built_for") else None
-        for index in range(torch.cuda.device_count()):
-            device = torch.device("cuda", index)
-            capability = torch.cuda.get_device_capability(device)
-            if torch.version.hip is None:
-                capabilities[device] = capability
-            if driver and (why := why_not_native(capability, build["built_for"], build["compiler"], driver)):
-                left_out[device] = why
-        reroute("cuda")
-
-    when_cuda_begins(look)
+def decide() -> None:
+    """Note what the CUDA devices are, and where C++'s kernels can't run. torch must have begun to use CUDA."""
+    build = _extension.build_info(_extension.LIBRARY).get("cuda", {})
+    driver = _extension.ask_driver() if build.get("built_for") else None
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        capability = torch.cuda.get_device_capability(device)
+        if torch.version.hip is None:
+            capabilities[device] = capability
+        if driver and (why := why_not_native(capability, build["built_for"], build["compiler"], driver)):
+            left_out[device] = why
 
 
 def look_now() -> None:

@@ -271,7 +271,7 @@ class Engine(torch.optim.Optimizer):
         DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the former the first backward
         raises, under the latter this method does. ``scaler`` is the scaler that you train with, if there is one.
         """
-        on_host = None if self._offload is None else self._offload.for_release(params_of(self))
+        on_host = self._offload.arrived if self._offload and any(it.is_cuda for it in params_of(self)) else None
         releases = steps_in_backward(self, scaler, on_host)
         if self._release is not None:
             self._release.remove()

@@ -66,14 +66,14 @@ def machine_with(monkeypatch):
     monkeypatch.setattr(_registry, "_native", {(op, kind) for op in _registry._ops for kind in ("cpu", "cuda")})
     built = {"cuda": {"built_for": BUILT_FOR, "compiler": "nvcc 13.0", "left_out": ""}}
     monkeypatch.setattr(_extension, "build_info", lambda _: built)
-    monkeypatch.setattr(_devices, "when_cuda_begins", lambda look: look())
 
     def begin(*capabilities, driver=GOOD):
         monkeypatch.setattr(_extension, "ask_driver", lambda: driver)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(capabilities))
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[device.index])
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"chip {device.index}")
-        _devices.decide(_routes.go_by_devices)
+        _devices.decide()
+        _routes.go_by_devices("cuda")
 
     return begin
 
