@@ -4,10 +4,11 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from mpkernels import _extension, amp, checkpoint, functional, nn, ops, optim, selector
+from mpkernels import amp, checkpoint, functional, nn, ops, optim, selector
 from mpkernels.memory.batch_size import find_max_batch_size
 from mpkernels.memory.report import compare_memory, memory_report
 from mpkernels.metrics import Metrics
+from mpkernels.ops import _extension
 from mpkernels.ops._registry import backends
 from mpkernels.ops._routes import attach_defaults, backend
 from mpkernels.profiling import profile

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import mpkernels
-from mpkernels import _extension
+from mpkernels.ops import _extension
 
 SUBMODULES = """
 import mpkernels

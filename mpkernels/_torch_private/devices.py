@@ -9,7 +9,7 @@ from mpkernels._torch_private.finding import look_up
 
 def when_cuda_begins(call: Callable[[], None]) -> None:
     """Call this as soon as torch begins to use CUDA; now if it has begun. Without the queue: call it only if torch has
-    begun; otherwise the first launch tells what can't run on a device."""
+    begun; otherwise a launch that a device can't run raises."""
     queue = look_up("torch.cuda", "_lazy_call", None)
     if queue is not None and torch.backends.cuda.is_built():
         queue(call)

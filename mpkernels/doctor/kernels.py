@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 import mpkernels
-from mpkernels import _extension
-from mpkernels.ops import _devices, _dispatcher, _registry
+from mpkernels.ops import _devices, _dispatcher, _extension, _registry
 
 DEVICES = tuple(_dispatcher.DEVICES)
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import mpkernels
-from mpkernels import _extension
 from mpkernels._shared import cpu
+from mpkernels.ops import _extension
 
 Description = dict[str, str | int | None]
 

@@ -45,6 +45,28 @@ def scalar(op: str, name: str, value: Tensor, like: Tensor | None = None, dtype:
         raise ValueError(f"{op}: {name} must be on {like.device}, got {value.device}")
 
 
+def dense(op: str, name: str, value: Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    tensor(op, name, value)
+    if value.layout != torch.strided:
+        raise TypeError(f"{op}: {name} must be dense, got layout {value.layout}")
+    if value.dtype not in dtypes:
+        known = "fp16, bf16, fp32, fp64" if dtypes is FLOATS else ", ".join(map(str, dtypes))
+        raise TypeError(f"{op}: {name} must be one of {known}, got {value.dtype}")
+
+
+def contiguous(
+    op: str, name: str, value: Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
+) -> None:
+    tensor(op, name, value)
+    if value.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {dtype}, got {value.dtype}")
+    if value.device != device:
+        raise ValueError(f"{op}: {name} must be on {device}, got {value.device}")
+    if value.shape != shape or not value.is_contiguous():
+        got = f"shape {tuple(value.shape)}, strides {value.stride()}"
+        raise ValueError(f"{op}: {name} must be contiguous, of shape {shape}, got {got}")
+
+
 def tensors(
     op: str,
     name: str,
@@ -59,12 +81,7 @@ def tensors(
         raise TypeError(f"{op}: {name} must be a list of tensors, got {type(value).__name__}")
     for i, each in enumerate(value):
         who = f"{name}[{i}]"
-        tensor(op, who, each)
-        if each.layout != torch.strided:
-            raise TypeError(f"{op}: {who} must be dense, got layout {each.layout}")
-        if each.dtype not in dtypes:
-            known = "fp16, bf16, fp32, fp64" if dtypes is FLOATS else ", ".join(map(str, dtypes))
-            raise TypeError(f"{op}: {who} must be one of {known}, got {each.dtype}")
+        dense(op, who, each, dtypes)
         device = device or each.device
         if each.device != device:
             raise ValueError(f"{op}: {who} must be on {device}, got {each.device}")
@@ -75,11 +92,7 @@ def tensors(
 def matrix(op: str, name: str, value: Tensor, shape: Sequence[int | None] | None, like: Tensor | None) -> None:
     """Require a dense tensor of floats with this shape, and the dtype and device of ``like``. In ``shape``, None allows
     any size; without a shape, any matrix is allowed."""
-    tensor(op, name, value)
-    if value.layout != torch.strided:
-        raise TypeError(f"{op}: {name} must be dense, got layout {value.layout}")
-    if value.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} must be one of fp16, bf16, fp32, fp64, got {value.dtype}")
+    dense(op, name, value, FLOATS)
     shape = (None, None) if shape is None else shape
     if len(shape) != value.dim() or any(want not in (None, got) for want, got in zip(shape, value.shape, strict=True)):
         wanted = ", ".join("any" if size is None else str(size) for size in shape)

@@ -10,9 +10,7 @@ from typing import Any
 
 import torch
 
-from mpkernels import _extension
-from mpkernels._torch_private.devices import when_cuda_begins
-from mpkernels.ops._dispatcher import forced
+from mpkernels.ops import _extension
 
 Capability = tuple[int, int]
 ANY_TRITON: Capability = (7, 0)  # what Triton's atomics and barriers need
@@ -22,31 +20,19 @@ left_out: dict[torch.device, str] = {}  # where the compiled kernels can't run -
 _warned: set[torch.device] = set()
 
 TOO_OLD = 35  # cudaErrorInsufficientDriver
-# What a launch says if the decision was too hopeful. See require_success in csrc/common/stream_torch.h.
-_CANT_RUN = re.compile(r"CUDA says (\w+): .*The compiled kernels can't run on this device", re.DOTALL)
 
 
-def decide(reroute: Callable[[str], None]) -> None:
-    """When torch begins to use CUDA, note what its devices are and where C++'s kernels can't run. Then call ``reroute``
-    with the type of these devices; likewise if a launch fails later."""
-    _reroute.append(reroute)
-
-    def look() -> None:
-        build = _extension.build_info(_extension.LIBRARY).get("cuda", {})
-        driver = _extension.ask_driver() if build.get("built_for") else None
-        for index in range(torch.cuda.device_count()):
-            device = torch.device("cuda", index)
-            capability = torch.cuda.get_device_capability(device)
-            if torch.version.hip is None:
-                capabilities[device] = capability
-            if driver and (why := why_not_native(capability, build["built_for"], build["compiler"], driver)):
-                left_out[device] = why
-        reroute("cuda")
-
-    when_cuda_begins(look)
-
-
-_reroute: list[Callable[[str], None]] = []
+def decide() -> None:
+    """Note what the CUDA devices are, and where C++'s kernels can't run. torch must have begun to use CUDA."""
+    build = _extension.build_info(_extension.LIBRARY).get("cuda", {})
+    driver = _extension.ask_driver() if build.get("built_for") else None
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        capability = torch.cuda.get_device_capability(device)
+        if torch.version.hip is None:
+            capabilities[device] = capability
+        if driver and (why := why_not_native(capability, build["built_for"], build["compiler"], driver)):
+            left_out[device] = why
 
 
 def look_now() -> None:
@@ -87,20 +73,6 @@ def why_not_native(capability: Capability, built_for: Sequence[str], compiler: s
 
 def _pair(version: str) -> list[int]:
     return [*map(int, version.split("."))]
-
-
-def gives_way(error: Exception, arguments: Sequence[Any]) -> bool:
-    """Return whether the error says that C++'s kernels can't run on this device. Others then run there from now on."""
-    found, device = _CANT_RUN.search(str(error)), device_of(arguments)
-    if found is None or forced or device is None or device in left_out:
-        return False
-    left_out[device] = (
-        f"CUDA says {found[1]}: build mpkernels anew, with an nvcc that knows this device and is no newer than the "
-        "driver"
-    )
-    for reroute in _reroute:
-        reroute(device.type)
-    return True
 
 
 def warn_once(device: torch.device) -> None:

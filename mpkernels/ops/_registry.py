@@ -63,11 +63,9 @@ class Op:
                 result = self.overload(*arguments)
             self._tell_autograd(arguments)
             return result
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError):
             self._check(*arguments)
-            if not _devices.gives_way(error, arguments):
-                raise
-        return self(*arguments)
+            raise
 
     def triton(self, *arguments: Any) -> Any:
         """Run the Triton kernel. The first call imports Triton, which takes longer than all other imports here."""

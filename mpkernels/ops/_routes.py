@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from mpkernels._torch_private.devices import when_cuda_begins
 from mpkernels._torch_private.ops import find_kernel, has_kernel
 from mpkernels.ops import _devices, _dispatcher, _registry
 from mpkernels.ops._devices import capabilities, device_of, left_out
@@ -24,7 +25,12 @@ def attach_defaults() -> None:
     for op in _registry._ops.values():
         if _registry.kernels_on(torch.device("cuda"), op.name)[0] == "triton":
             _registry._library.impl(op.name, op.triton, "CUDA")
-    _devices.decide(go_by_devices)
+    when_cuda_begins(_go_by_cuda_devices)
+
+
+def _go_by_cuda_devices() -> None:
+    _devices.decide()
+    go_by_devices("cuda")
 
 
 _by_device: dict[str, object] = {}  # device type -> routes

@@ -1,6 +1,6 @@
 """Saving and loading an optimizer's state. Unlike torch, loading doesn't round a state to its parameter's dtype."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels._torch_private.optimizers import hooks_of_loading
 from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels.ops.step.rule import Rule
 from mpkernels.optim import group_options, param_state
@@ -37,61 +36,48 @@ def saving(optimizer: Any) -> Iterator[None]:
         hook.remove()
 
 
+class _Adopted:
+    """A state on its way through torch's load_state_dict, which would round the tensors in a dict."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
 @contextmanager
-def loading(optimizer: Any) -> Iterator[Any]:
-    """Yield a stand-in for the optimizer, to call torch's load_state_dict on inside this context. At its end, the
-    optimizer takes over what was loaded, in one assignment; after an error, it is as it was before.
+def loading(optimizer: Any) -> Iterator[None]:
+    """Make torch's load_state_dict, called inside this context, load exact states. The optimizer's own master and
+    state_dtype apply, not those of the checkpoint. The user's hooks run before ours."""
+    name = type(optimizer).__name__
+    op, rule = f"{name}.load_state_dict", optimizer._rule
 
-    The states come as they were before torch casts them, and the optimizer's own master and state_dtype apply, not
-    those of the checkpoint."""
-    kind = type(optimizer)
-    stand_in: Any = object.__new__(kind)
-    op = f"{kind.__name__}.load_state_dict"
-    states_to_adopt: list[tuple[Tensor, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
-
-    def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        vars(stand_in).update(_without(hooks, optimizer))  # which the user's hooks may have changed
-        states, groups = dict(loaded["state"]), loaded["param_groups"]
-        if [len(it["params"]) for it in groups] != [len(it["params"]) for it in optimizer.param_groups]:
+    def adopt(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        states, groups = dict(loaded["state"]), []
+        if [len(it["params"]) for it in loaded["param_groups"]] != [len(it["params"]) for it in optimizer.param_groups]:
             return loaded  # torch refuses it
-        for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
             _refuse_twice(op, saved["params"])
+            groups.append(saved | {key: group[key] for key in group_options.OF_GROUPS})
             for param, number in zip(group["params"], saved["params"], strict=True):
-                if states.get(number):
-                    states[number] = {key: it for key, it in states[number].items() if it is not None}  # SGD saves None
-                    _check(op, optimizer._rule.ops.rule, number, states[number], param)
-                    states_to_adopt.append((param, states[number], saved, group))
-                    # torch insists on nothing else. Apex and TransformerEngine count once for the group.
-                    states[number] = {"step": states[number].get("step", 0.0)}
-        return loaded | {"state": states}
+                if states.get(number) and not isinstance(states[number], _Adopted):  # an interrupted load left its hook
+                    state = {key: it for key, it in states[number].items() if it is not None}  # SGD saves None
+                    _check(op, rule.ops.rule, number, state, param)
+                    home = home_of(optimizer, param)
+                    states[number] = _Adopted(param_state.adopt(rule, name, home, state, saved, group["state_dtype"]))
+        return loaded | {"state": states, "param_groups": groups}
 
-    def of_users(hook: Any) -> Any:
-        return lambda _, loaded: hook(optimizer, loaded)
-
-    before, after = hooks = hooks_of_loading(optimizer)
-    Optimizer.__setstate__(stand_in, _without(hooks, optimizer))
-    for hook in (*map(of_users, before.values()), remember):
-        stand_in.register_load_state_dict_pre_hook(hook)
-    own_hooks = hooks_of_loading(stand_in)
+    hook = optimizer.register_load_state_dict_pre_hook(adopt)
     try:
-        yield stand_in
-        for new, group in zip(stand_in.param_groups, optimizer.param_groups, strict=True):
-            new.update({key: group[key] for key in group_options.OF_GROUPS})
-        for param, state, saved, group in states_to_adopt:
-            stand_in.state[param] = param_state.adopt(
-                optimizer._rule, kind.__name__, home_of(optimizer, param), state, saved, group["state_dtype"]
-            )
-        stand_in._is_loaded = True
-        vars(optimizer).update(_without(own_hooks, stand_in))
-    finally:  # the stand-in and its hook hold each other, and with them all that was loaded
-        states_to_adopt.clear()
-        vars(stand_in).clear()
-    for hook in after.values():
-        hook(optimizer)
+        yield
+    finally:
+        hook.remove()
 
 
-def _without(hooks: tuple[Any, ...], optimizer: Any) -> dict[str, Any]:
-    return {key: value for key, value in vars(optimizer).items() if not any(value is each for each in hooks)}
+def taken_over(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``__setstate__`` is to set, in one assignment, of what it is given."""
+    if state.keys() != {"state", "param_groups"}:  # a pickle's or a copy's
+        return state
+    states = {key: it.state if isinstance(it, _Adopted) else it for key, it in state["state"].items()}
+    return state | {"state": defaultdict(dict, states), "_is_loaded": True}
 
 
 def _refuse_twice(op: str, numbers: list[Any]) -> None:

@@ -25,7 +25,6 @@ from mpkernels.optim import (
     zero_redundancy,
 )
 from mpkernels.optim import offload as offloading
-from mpkernels.optim.attribute_of import AttributeOf
 from mpkernels.optim.gradient_release import GradientRelease, steps_in_backward
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
@@ -40,9 +39,9 @@ class Engine(torch.optim.Optimizer):
     ``_rule``."""
 
     #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if there is none.
-    grad_norm: Any = AttributeOf("_step_outcome")
+    grad_norm: Tensor | None = None
     #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
-    skipped_steps: Any = AttributeOf("_step_outcome")
+    skipped_steps: Tensor | None = None
 
     _rule: OptimizerRule
     _step_supports_amp_scaling = under_scaler.TakesScale()  # torch's GradScaler hands over its scale and found_inf
@@ -93,7 +92,7 @@ class Engine(torch.optim.Optimizer):
         self._forget_plans()
         if self.offload and self._offload is None:
             self._offload = offloading.Offload()
-        self._step_outcome = StepOutcome(self.grad_norm, self.skipped_steps)
+        self._step_outcome = StepOutcome()
         self._ledger = Ledger()
 
     def _forget_plans(self) -> None:
@@ -158,14 +157,15 @@ class Engine(torch.optim.Optimizer):
     def _step(self, params: list[Tensor], sharded: bool) -> None:
         plans, grads, verdict, others = self._look(params, sharded)
         verdict = verdict if others is None else common_verdict.of_all(self, params, verdict, others)
-        skipped_steps = self._step_outcome.skipped_steps
         for i, plan in enumerate(plans):  # the first plan writes the outcome
             of_plan = verdict if i == 0 else verdict._replace(outcome=None)
-            plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else skipped_steps)
+            plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else self.skipped_steps)
         if not plans and verdict.outcome is not None:
-            write_outcome(*verdict[:4], skipped_steps)  # as a plan would
+            write_outcome(*verdict[:4], self.skipped_steps)  # as a plan would
         if not torch.compiler.is_compiling():
-            self._step_outcome.note_step(verdict)
+            vector = verdict.outcome
+            self.grad_norm = vector[0] if vector is not None and verdict.has_norm else None
+            self._step_outcome.note_skip(vector)
 
     def _look(self, params: list[Tensor], sharded: bool) -> tuple[list[Plan], list[Any], Verdict, Processes | None]:
         """Return the plans, the grads, this process's verdict on them, and the processes that have to agree on one."""
@@ -253,8 +253,8 @@ class Engine(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of ours or torch's, or leave everything as it is if that fails. Unlike torch, don't round
         the states to their parameter's dtype."""
-        with checkpoint.loading(self) as stand_in:
-            super(Engine, stand_in).load_state_dict(state_dict)
+        with checkpoint.loading(self):
+            super().load_state_dict(state_dict)
 
     def release_grads(self, scaler: torch.amp.GradScaler | None = None) -> GradientRelease:
         """From now on, free each grad inside the backward, so that the grads are never in memory all at once.
@@ -271,7 +271,7 @@ class Engine(torch.optim.Optimizer):
         DistributedDataParallel and FSDP1 would exchange grads after they are freed: under the former the first backward
         raises, under the latter this method does. ``scaler`` is the scaler that you train with, if there is one.
         """
-        on_host = None if self._offload is None else self._offload.for_release(params_of(self))
+        on_host = self._offload.arrived if self._offload and any(it.is_cuda for it in params_of(self)) else None
         releases = steps_in_backward(self, scaler, on_host)
         if self._release is not None:
             self._release.remove()
@@ -280,18 +280,15 @@ class Engine(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         self._follow_writes()
-        return super().__getstate__() | {key: getattr(self, key) for key in (*_OWN, *_SHOWN)}
+        return super().__getstate__() | {key: getattr(self, key) for key in _OWN}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(checkpoint.taken_over(state))
         for group in self.param_groups:
             group_options.complete(self, group)
         group_options.leave_scaling_to_torch(self)
         self._start_afresh()
-        for key in _SHOWN & state.keys():
-            setattr(self, key, vars(self).pop(key))
 
 
-# What a pickle or a copy holds beyond torch's part: of the optimizer, and of its outcome.
-_OWN = ("master", "state_dtype", "max_norm", "guard", "offload", "_peers", "_is_loaded")
-_SHOWN = {"grad_norm", "skipped_steps"}
+# What a pickle or a copy holds beyond torch's part.
+_OWN = "master", "state_dtype", "max_norm", "guard", "offload", "grad_norm", "skipped_steps", "_peers", "_is_loaded"

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mpkernels._shared.parameters import params_of, put_on
+from mpkernels._shared.parameters import params_of, put_on, real
 from mpkernels._torch_private.optimizers import hooks_of_loading, hooks_of_saving
 from mpkernels._torch_private.tracing import as_written, may_be_compiled
 from mpkernels.distributed import meshes
-from mpkernels.distributed.parts import part_for, part_of, placed_as, settled_grads
+from mpkernels.distributed.meshes import Parts
+from mpkernels.distributed.parts import part_for, part_of, parts_of, placed_as, settled_grads
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.skip_and_clip import grad_factor, write_outcome
 from mpkernels.optim import (
@@ -25,7 +26,11 @@ from mpkernels.optim import (
     torchao_offload,
     wrappable,
 )
-from mpkernels.optim.attribute_of import AttributeOf
+
+
+def _of_wrapped(name: str) -> Any:
+    """Return an attribute of Masters that is one of the wrapped optimizer's."""
+    return property(lambda self: getattr(self.wrapped, name), lambda self, value: setattr(self.wrapped, name, value))
 
 
 class Masters(Optimizer):
@@ -58,9 +63,9 @@ class Masters(Optimizer):
     #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
     skipped_steps: Tensor | None = None
 
-    state: Any = AttributeOf("wrapped")
-    param_groups: Any = AttributeOf("wrapped")
-    defaults: Any = AttributeOf("wrapped")
+    state: Any = _of_wrapped("state")
+    param_groups: Any = _of_wrapped("param_groups")
+    defaults: Any = _of_wrapped("defaults")
     wrapped: Any
     max_norm: float | None
     guard: bool | None
@@ -150,7 +155,8 @@ class Masters(Optimizer):
         if not (with_grad or processes) or not (is_guarded or found_inf is not None):
             return 1.0
         if is_guarded:
-            total_sumsq, found_inf = norm_without_plan.look(params, with_grad, processes, found_inf)
+            total_sumsq, found_here = _looked_at(params, with_grad, processes)
+            found_inf = found_here if found_inf is None else found_here + put_on(found_here.device, found_inf)
         if processes is not None:
             sumsq_of_all, found_inf, failed, _ = processes.agree(params, total_sumsq, found_inf)
             processes.refuse_if_failed("Masters: step", failed)
@@ -225,6 +231,26 @@ class Masters(Optimizer):
 
 _NO_GRAPH = "must not be part of a full graph: torch.compile can't trace an optimizer of any class"
 _KEPT = ("wrapped", "max_norm", "guard", "grad_norm", "skipped_steps", "_was_skipped", "_is_loaded", "_fp32_states")
+
+
+def _looked_at(params: Sequence[Tensor], with_grad: Sequence[Tensor], processes: Parts | None) -> tuple[Tensor, Tensor]:
+    """Return the sum of squares of this process's grads, and whether one holds an inf or NaN. If this raises, so do the
+    other processes."""
+    try:
+        grads = [real(_numbers(grad)) for grad in parts_of([param.grad for param in with_grad])]
+        shares = None if processes is None else processes.shares(with_grad)
+        return norm_without_plan.look(grads, shares, params[0].device)
+    except Exception:
+        if processes is not None:
+            processes.agree(params, None, None, has_failed=True)
+        raise
+
+
+def _numbers(grad: Tensor) -> Tensor:
+    """Return what a sparse grad adds up to, in fp32 if it has 16 bits: sums of fp16 may overflow."""
+    if grad.layout != torch.sparse_coo:
+        return grad
+    return (grad.float() if grad.itemsize == 2 else grad).coalesce().values()
 
 
 def _first(changed: Any, otherwise: Any) -> Any:

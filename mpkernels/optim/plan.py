@@ -15,8 +15,7 @@ from mpkernels._shared.parameters import are_any_sharded, put_on, real
 from mpkernels._torch_private.modes import for_real
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_in, parts_of
-from mpkernels.ops._devices import gives_way
-from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
+from mpkernels.ops.grads.grad_stats import grad_stats
 from mpkernels.ops.step.op import StepOps
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.optimizer_rule import OptimizerRule
@@ -78,10 +77,11 @@ class Plan:
         here = parts_of(here) if self._is_sharded else here
         return list(map(real, here)) if self._is_complex else here
 
-    def look(self, grads: list[Any]) -> GradStats:
+    def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
         stats = grad_stats(self._grads_here(grads))
-        return stats if self._shares is None else stats._replace(total_sumsq=(stats.sumsq * self._shares).sum())
+        total_sumsq = stats.total_sumsq if self._shares is None else (stats.sumsq * self._shares).sum()
+        return total_sumsq, stats.found_inf
 
     @property
     def has_moved(self) -> bool:
@@ -125,21 +125,10 @@ class Plan:
             self._native = _NativePlan(self._ops, by_plan, self.device, self._lists)
         try:
             by_plan(self._native.number, params, grads_here, *shared, verdict.comes_inside)
-        except RuntimeError as error:
+        except RuntimeError:
             self._ops.step._check(params, grads_here, *self._lists, *shared)
-            if not gives_way(error, params):
-                raise
-            self.step(grads, self._seen(grads, verdict), max_norm, skipped_steps)
-        else:
-            self._increment_versions(params)
-
-    def _seen(self, grads: list[Any], verdict: Verdict) -> Verdict:
-        """Return the verdict with what the step would have found in the grads, had it come to that."""
-        if not verdict.comes_inside:
-            return verdict
-        stats = self.look(grads)
-        found_inf = stats.found_inf if verdict.found_inf is None else stats.found_inf + verdict.found_inf
-        return verdict._replace(found_inf=found_inf, total_sumsq=stats.total_sumsq, comes_inside=False)
+            raise
+        self._increment_versions(params)
 
     def _increment_versions(self, params: list[Tensor]) -> None:
         """Tell autograd that these parameters have changed, and the DTensors whose parts they are."""

@@ -34,11 +34,10 @@ class Agreed(NamedTuple):
 
 
 class StepOutcome:
-    """What an optimizer's steps have found. ``grad_norm``, ``skipped_steps`` and ``was_skipped()`` are for users. The
-    rest is for the next step: who holds the parameters, and what other processes have said."""
+    """What an optimizer's steps have found: whether the last one was skipped, who holds the parameters, and what other
+    processes have said."""
 
-    def __init__(self, grad_norm: Tensor | None = None, skipped_steps: Tensor | None = None) -> None:
-        self.grad_norm, self.skipped_steps = grad_norm, skipped_steps
+    def __init__(self) -> None:
         self.parts: meshes.Parts | None = None  # the processes that hold the other parts of DTensors
         self.has_parts = False  # whether other processes hold parts of the parameters: DTensors, or FSDP1's
         self.has_16_bit_parameters = False
@@ -53,10 +52,8 @@ class StepOutcome:
         self.has_parts = self.parts is not None or fsdp1.has_parts(params)
         self.has_16_bit_parameters = any(map(needs_master, params))
 
-    def note_step(self, verdict: Verdict) -> None:
-        """Keep what a launched step writes."""
-        vector = verdict.outcome
-        self.grad_norm = vector[0] if vector is not None and verdict.has_norm else None
+    def note_skip(self, vector: Tensor | None) -> None:
+        """Keep the outcome that a launched step writes, if it writes one."""
         if vector is None:
             self._was_skipped.forget()
         else:
@@ -98,10 +95,9 @@ def found_here(
         total_sumsq, found_inf = _look(plans, params, grads, found_inf)
     device = plans[0].device if processes is None or plans else processes.device_of(params)
     if not torch.compiler.is_compiling():
-        kept: StepOutcome = optimizer._step_outcome
-        if kept.skipped_steps is None:
-            kept.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
-        kept.skipped_steps = put_on(device, kept.skipped_steps)
+        if optimizer.skipped_steps is None:
+            optimizer.skipped_steps = torch.zeros((), dtype=torch.float32, device=device)
+        optimizer.skipped_steps = put_on(device, optimizer.skipped_steps)
     vector = getattr(optimizer, "outcome", None)  # a scaler brings a vector to read the skip from
     vector = torch.empty(2, dtype=torch.float32, device=device) if vector is None else vector
     return Verdict(grad_scale, found_inf, total_sumsq, vector, guarded, comes_inside), processes
@@ -135,6 +131,5 @@ def _look(
     """Return the sum of squares and found_inf over all devices. The latter includes the found_inf of a scaler."""
     if not plans:
         return torch.zeros((), dtype=torch.float64, device=params[0].device if params else "cpu"), found_inf
-    stats = [plan.look(grads) for plan in plans]
-    found_infs = [each.found_inf for each in stats] + ([] if found_inf is None else [found_inf])
-    return sum_of([each.total_sumsq for each in stats]), sum_of(found_infs)
+    sums, found_infs = map(list, zip(*(plan.look(grads) for plan in plans), strict=True))
+    return sum_of(sums), sum_of(found_infs if found_inf is None else [*found_infs, found_inf])

@@ -4,7 +4,7 @@ torch. Each line says which measurement it comes from."""
 from math import inf
 from typing import NamedTuple
 
-from mpkernels._extension import multiplies_halves
+from mpkernels.ops._extension import multiplies_halves
 from mpkernels.ops.linear.block_kind import ROUNDING
 from mpkernels.selector.case import Case
 

@@ -30,7 +30,7 @@ def test_who_still_reads_the_old_weights_reads_them():
     loss_of(params, 9).backward()
     read = late_clone(params)
     optimizer.step()
-    for lane in optimizer._offload.twins._lanes:
+    for lane in optimizer._offload.twins._lanes.values():
         lane.wait()
     assert all(map(same_bits, values(read), wanted))
     assert not torch.equal(params[0].detach().cpu(), wanted[0])

@@ -58,7 +58,6 @@ def test_a_pickle_is_of_the_same_form_as_ever():
     twin = object.__new__(AdamW)
     twin.__setstate__(state)
     assert shown(twin) == shown(optimizer)
-    assert not {"grad_norm", "skipped_steps"} & vars(twin).keys()
     assert "skipped_steps" in state  # which is the caller's
 
 

@@ -7,8 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from mpkernels import _extension, backend, selector
+from mpkernels import backend, selector
 from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
+from mpkernels.ops import _extension
 from mpkernels.ops.linear.block_kind import ROUNDING
 from mpkernels.selector import disk, table
 from mpkernels.selector.case import Case

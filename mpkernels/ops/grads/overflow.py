@@ -12,14 +12,7 @@ FIELDS = ("size", "infs", "nans", "first", "largest", "zeros")  # of each line o
 
 
 def check_report(op: str, report: Tensor, grads: int, device: torch.device) -> None:
-    _checks.tensor(op, "report", report)
-    if report.dtype != torch.float64:
-        raise TypeError(f"{op}: report must be torch.float64, got {report.dtype}")
-    if report.device != device:
-        raise ValueError(f"{op}: report must be on {device}, got {report.device}")
-    if report.shape != (1 + grads, len(FIELDS)) or not report.is_contiguous():
-        wanted, got = (1 + grads, len(FIELDS)), f"shape {tuple(report.shape)}, strides {report.stride()}"
-        raise ValueError(f"{op}: report must be contiguous, of shape {wanted}, got {got}")
+    _checks.contiguous(op, "report", report, torch.float64, (1 + grads, len(FIELDS)), device)
 
 
 def _check(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, unscaled: bool, report: Tensor) -> None:

@@ -15,14 +15,7 @@ def _check(scale: Tensor, growth_tracker: Tensor, found_inf: Tensor, *rest: Any)
     _checks.scalar("update_scale_", "scale", scale)
     _checks.scalar("update_scale_", "growth_tracker", growth_tracker, like=scale, dtype=torch.int32)
     _checks.scalar("update_scale_", "found_inf", found_inf, like=scale)
-    _checks.tensor("update_scale_", "overflows", overflows)
-    if overflows.dtype != torch.int32:
-        raise TypeError(f"update_scale_: overflows must be torch.int32, got {overflows.dtype}")
-    if overflows.device != scale.device:
-        raise ValueError(f"update_scale_: overflows must be on {scale.device}, got {overflows.device}")
-    if overflows.shape != (2,) or not overflows.is_contiguous():
-        got = f"shape {tuple(overflows.shape)}, strides {overflows.stride()}"
-        raise ValueError(f"update_scale_: overflows must be two adjacent int32, got {got}")
+    _checks.contiguous("update_scale_", "overflows", overflows, torch.int32, (2,), scale.device)
 
 
 @define(

@@ -40,27 +40,20 @@ class Lane:
         self.stream.synchronize()
 
 
-class Lanes:
-    """The lanes of one direction, by device."""
+class Lanes(dict[torch.device, Lane]):
+    """The lanes of one direction, by device, each made when it is first looked up."""
 
-    def __init__(self) -> None:
-        self._lanes: dict[torch.device, Lane] = {}
+    def __missing__(self, device: torch.device) -> Lane:
+        return self.setdefault(device, Lane(device))
 
-    def __iter__(self) -> Iterator[Lane]:
-        return iter(list(self._lanes.values()))
-
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Lane]:
+    def copy_all(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> list[Lane]:
         """Start to copy to the first of each pair from the second, by the lane of the one that is on a GPU. Return the
         lanes that are used."""
         on_device = (to if to.is_cuda else source for to, source in pairs)
         of_devices = by_device(on_device, pairs)
-        for of_device in of_devices.values():
-            self.of(next(it for it in of_device[0] if it.is_cuda)).copy(of_device)
-        return [self._lanes[device] for device in of_devices]
-
-    def of(self, tensor: Tensor) -> Lane:
-        lane = self._lanes.get(tensor.device)
-        return self._lanes.setdefault(tensor.device, Lane(tensor.device)) if lane is None else lane
+        for device, of_device in of_devices.items():
+            self[device].copy(of_device)
+        return [self[device] for device in of_devices]
 
 
 class Pinned:

@@ -56,7 +56,7 @@ class HostGrads:
         if grad is None or not grad.is_cuda or grad.layout != torch.strided or torch.cuda.is_current_stream_capturing():
             return
         part = dense(parts_of([grad])[0].detach())
-        lane, slot = self._lanes.of(part), self._slots.get(param)
+        lane, slot = self._lanes[part.device], self._slots.get(param)
         if slot is not None:
             slot.add_up()
         if slot is None or not slot.fits(part):
@@ -103,12 +103,12 @@ class Slices:
 
     def begin(self, grads: Sequence[Tensor]) -> None:
         """Have later copies wait for all that the current streams of these grads' devices were given so far."""
-        for lane in {self._lanes.of(it): None for it in grads}:
+        for lane in {self._lanes[it.device]: None for it in grads}:
             lane.follow()
 
     def start(self, bucket: int, grads: Sequence[Tensor], there: Sequence[Tensor]) -> None:
         """Start to copy a bucket's grads into its slice, which must not be in use any more."""
-        lanes = self._lanes.copy(list(zip(there, grads, strict=True)))
+        lanes = self._lanes.copy_all(list(zip(there, grads, strict=True)))
         self._events[bucket] = [lane.stream.record_event() for lane in lanes]
 
     def wait(self, bucket: int) -> None:

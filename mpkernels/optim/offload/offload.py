@@ -65,10 +65,6 @@ class Offload:
             return home, state
         return home, {key: it if _is_there(it, device) else _moved(home, it) for key, it in state.items()}
 
-    def for_release(self, params: Sequence[Tensor]) -> HostGrads | None:
-        """Return where grads go that are freed inside the backward, if parameters are on a GPU."""
-        return self.arrived if any(it.is_cuda for it in params) else None
-
     def plan(
         self, optimizer: Any, params: Sequence[Tensor], rows: Sequence[Any], places: list[int], grads: list[Any]
     ) -> Any:

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import by_device, put_on, real, sum_of
+from mpkernels._shared.parameters import by_device, real
 from mpkernels.distributed.meshes import Parts
 from mpkernels.distributed.parts import parts_of
-from mpkernels.ops.grads.grad_stats import GradStats, grad_stats
 from mpkernels.ops.step.skip_and_clip import write_outcome
+from mpkernels.optim import norm_without_plan
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.offload.copies import BUCKET, dense, uninterrupted
 from mpkernels.optim.offload.grads import HostGrads, Slices
@@ -51,8 +51,7 @@ class OffloadedPlan:
         stepped = [params[i] for i in places]
         self.device = stepped[0].device  # of the verdict
         self.has_16_bit_parameters = any(map(needs_master, stepped))
-        shares = [1.0] if parts is None else parts.shares(stepped)
-        self._shares = None if set(shares) == {1.0} else dict(zip(places, shares, strict=True))
+        self._shares = None if parts is None else parts.shares(stepped)
         self._kinds: list[Any] = []
         self._there: list[list[Tensor]] = []
 
@@ -70,18 +69,10 @@ class OffloadedPlan:
         """Return the places of the grads on each device."""
         return by_device((grads[i] for i in self._places), self._places)
 
-    def look(self, grads: list[Any]) -> GradStats:
-        """Return the sum of the grads' squares, and whether one holds an inf or NaN. Each is looked at where it is."""
-        sums, found = [], []
-        for places in self._places_by_device(grads).values():
-            stats = grad_stats(list(map(real, parts_of([grads[i] for i in places]))))
-            total = stats.total_sumsq
-            if self._shares is not None:
-                shares = [self._shares[i] for i in places]
-                total = (stats.sumsq * torch.tensor(shares, dtype=torch.float64, device=total.device)).sum()
-            sums.append(put_on(self.device, total))
-            found.append(put_on(self.device, stats.found_inf))
-        return stats._replace(total_sumsq=sum_of(sums), found_inf=sum_of(found))
+    def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
+        """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
+        of_parts = list(map(real, parts_of([grads[i] for i in self._places])))
+        return norm_without_plan.look(of_parts, self._shares, self.device)
 
     def step(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None

@@ -74,14 +74,14 @@ class Twins:
             return param
         if param not in self._twins:
             self._twins[param] = Twin(param, self._pinned)
-            self._lanes.of(param)
+            self._lanes[param.device]  # makes the lane that a step will use
         return self._twins[param].weight
 
     @torch.no_grad()
     def follow(self, params: Sequence[Tensor]) -> None:
         """Have each twin hold what its weight holds. Where the model has another dtype by now, or lies elsewhere, or
         parameters have left the optimizer, all twins will be made anew."""
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.wait()  # a twin must not change while it is copied
         pairs = [(it, part) for it, part in zip(params, parts_of(params), strict=True) if it in self._twins]
         if len(pairs) < len(self._twins) or not all(self._twins[it].fits(part) for it, part in pairs):
@@ -91,11 +91,11 @@ class Twins:
             twin = self._twins[param]
             if twin.is_behind(param, part):
                 twin.fetch(param, part)
-                self._lanes.of(part)
+                self._lanes[part.device]  # likewise
 
     def begin(self) -> None:
         """Have later copies of weights wait for all that the current streams were given so far."""
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.follow()
 
     @torch.no_grad()
@@ -109,14 +109,14 @@ class Twins:
                 pairs.append((part, twin.part))
             else:
                 pairs += (twin.room, twin.part), (part, twin.room)
-        self._lanes.copy(pairs)
+        self._lanes.copy_all(pairs)
         torch.autograd.graph.increment_version([it for it in changed if is_sharded(it)])
         for param, part in zip(changed, parts, strict=True):
             self._twins[param].note(param, part)
 
     def end(self) -> None:
         """Have the current streams wait for the weights."""
-        for lane in self._lanes:
+        for lane in self._lanes.values():
             lane.be_followed()
 
     def send_all(self) -> None:

@@ -14,11 +14,11 @@ import torch
 
 from mpkernels._sources import fingerprint
 
-_PACKAGE = Path(__file__).parent
+_PACKAGE = Path(__file__).parent.parent
 
 
 def _candidates() -> Iterator[Path]:
-    """Yield the library beside this file, then the libraries of installed packages that a checkout hides."""
+    """Yield the library in this package, then the libraries of installed packages that a checkout hides."""
     yield _PACKAGE / "_native.so"
     for installed in metadata.distributions(name="mpkernels"):
         yield Path(str(installed.locate_file("mpkernels/_native.so")))
