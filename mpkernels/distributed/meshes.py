@@ -1,7 +1,6 @@
 """The processes that hold DTensors' parts: which they are, and how much each part counts in a sum."""
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -14,11 +13,19 @@ from mpkernels.distributed.processes import Processes
 
 def ranks_of(params: Iterable[Any]) -> tuple[int, ...]:
     """Return the ranks that hold a part of a DTensor among ``params``, or all of it. Plain tensors add no ranks."""
-    return _ranks_in(frozenset(param.device_mesh for param in params if is_sharded(param)))
+    meshes = {param.device_mesh for param in params if is_sharded(param)}
+    key = frozenset(map(id, meshes))
+    if key not in _ranks:
+        if len(_ranks) >= 64:  # a training has a handful
+            _ranks.clear()
+        _ranks[key] = meshes, _ranks_in(meshes)
+    return _ranks[key][1]
 
 
-@lru_cache(maxsize=64)  # a training has a handful
-def _ranks_in(meshes: frozenset[Any]) -> tuple[int, ...]:
+_ranks: dict[frozenset[int], tuple[set[Any], tuple[int, ...]]] = {}  # by the ids of meshes, which the values keep alive
+
+
+def _ranks_in(meshes: set[Any]) -> tuple[int, ...]:
     """Return the ranks in these meshes, and in the mesh that several slices of one mesh span together."""
     dims: dict[Any, set[str]] = {}  # root mesh -> the dimensions of it that slices use
     ranks: set[int] = set()
