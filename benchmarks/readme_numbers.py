@@ -112,8 +112,9 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
         over = "sizes and numbers of tensors, or the only case measured"
         yield f"* Median (least to most) over {over}; below 1, theirs is faster."
         if kept.keys() >= {*OURS}:
-            host = " or ".join(f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
-            yield f"* `offload=True` leaves {WEIGHT_AND_GRAD} bytes a parameter on the device; {host} are on the host."
+            on_host, with_8_bits = (f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
+            text = f"leaves {WEIGHT_AND_GRAD} bytes a parameter on the device; {on_host} are on the host"
+            yield f"* `offload=True` {text}, {with_8_bits} with 8-bit moments."
     shown = {run.device for run in compared.values() if result_pictures.undisturbed(result_pictures.compared(run))}
     elsewhere = [it for it in machines if it.run.device not in shown and WITHOUT_SCALER in it.groups]
     words = [f"{_short(it.run, it.place)}: {_ratios(it, WITHOUT_SCALER)} ({_samples(it.names)})" for it in elsewhere]
@@ -128,7 +129,7 @@ def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]
     quiet = result_pictures.undisturbed(result_pictures.compared(run))
     shown = [pair for pair in BESIDE if kept.keys() >= {*pair}]
     columns: dict[str, list[str]] = {
-        f"AdamW on {_short(run, place_of(run))} ({_samples([name])}): how many times as fast": [
+        f"AdamW on {_short(run, place_of(run))} ({_samples([name])})": [
             f"{ours.partition(', ')[2]}; beside {RIVALS[theirs]}" for ours, theirs in shown
         ],
         "bytes a parameter: ours / theirs": [
@@ -139,7 +140,7 @@ def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]
         column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]
         pairs = ([it for it in column if (result_pictures.side(it, True), it.baseline) == pair] for pair in shown)
         if column:
-            columns[op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
+            columns["times as fast: " + op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
     return [*columns], [list(row) for row in zip(*columns.values(), strict=True)]
 
 

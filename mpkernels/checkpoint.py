@@ -100,7 +100,8 @@ def _check(path: Path) -> None:
         mark, version = file.read(len(_MARK)), file.read(len(_VERSION))
     if mark != _MARK:
         raise ValueError(
-            f"checkpoint.load: {path} must be a file that checkpoint.save wrote, got another one or a part"
+            f"checkpoint.load: {path} must be a file that checkpoint.save wrote, got another one or a part; "
+            "torch.load reads what torch.save wrote"
         )
     if version != _VERSION:
         raise ValueError(f"checkpoint.load: {path} must be of version {int(_VERSION)}, got {version.decode('latin1')}")

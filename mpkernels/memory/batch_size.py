@@ -41,7 +41,8 @@ def find_max_batch_size(
         model_or_step: a model, or a training step of your own. A model is trained by ``mpkernels.optim.AdamW`` under
             the global policy, on a made-up loss; its weights, grads and buffers, and torch's random state, are restored
             afterwards. A step is a function that takes a batch and runs forward, backward and optimizer.
-        input_shape: the shape of one example. Batches are then random, in the dtype of the model's first weight.
+        input_shape: the shape of one example. Batches are then random numbers in the dtype of the first weight; for
+            token ids, give ``make_batch``.
         start: the first size to try. Some layers need more than one example: nn.BatchNorm1d in training takes 2.
         device: where the inputs lie. None takes the model's device, or for a step the machine's.
         max_batch: the largest size to try.

@@ -156,6 +156,8 @@ def steps_in_backward(
     name = type(optimizer).__name__
     if optimizer.defaults.get("differentiable"):
         raise ValueError(f"{name}: release_grads needs differentiable=False")
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise TypeError(f"{name}: release_grads takes a GradScaler, got {type(scaler).__name__}")
     params = params_of(optimizer)
     group_options.refuse_twice(name, params)
     if on_host is not None:

@@ -129,6 +129,8 @@ def test_schedulers_and_checkpoints_reach_the_released_steps():
 
 
 def test_it_needs_steps_of_its_own():
+    with pytest.raises(TypeError, match="AdamW: release_grads takes a GradScaler, got int"):
+        AdamW(network(B16).parameters()).release_grads(2**16)
     with pytest.raises(ValueError, match="AdamW: release_grads needs differentiable=False"):
         AdamW(network().parameters(), differentiable=True).release_grads()
 
