@@ -104,7 +104,7 @@ class Watch:
 
     def __init__(self, monkeypatch, optimizer):
         self.notes, step = [], Plan.step
-        (self.lane,) = optimizer._offload.twins._lanes
+        (self.lane,) = optimizer._offload.twins._lanes.values()
         self.slices = optimizer._offload._slices
 
         def noted(plan, grads, verdict, *rest):
