@@ -37,7 +37,8 @@ def time_all(checkout: Path) -> dict[str, float]:
 
 
 def minutes(recorded: Path) -> dict[str, int]:
-    return {part: round(seconds / 60) for part, seconds in json.loads(recorded.read_text())["seconds"].items()}
+    """Return the whole minutes of each part, at least one."""
+    return {part: max(1, round(it / 60)) for part, it in json.loads(recorded.read_text())["seconds"].items()}
 
 
 def main(recorded: Path) -> None:

@@ -11,7 +11,7 @@ OUTCOMES = ("passed", "failed", "error", "skipped")
 
 def pytest_report_header(config):
     if quick.is_quick(config):
-        return "tests of every kernel: some 7 minutes on two quiet cores; several times as long on a busy machine"
+        return "tests of every kernel: some 6 minutes on two quiet cores; several times as long on a busy machine"
     if config.getoption("--all"):
         return "all tests: some 40 minutes on two quiet cores; several times as long on a busy machine"
     return None
