@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mpkernels._shared.parameters import by_device, put_on, real
+from mpkernels._shared.parameters import by_device, put_on, real, sum_of
 from mpkernels._torch_private.modes import count_dispatch_modes
 from mpkernels._torch_private.ops import foreach_mul_
 from mpkernels._torch_private.tracing import is_tracing
 from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes, given
-from mpkernels.ops import grad_stats, unscale_
+from mpkernels.ops import unscale_
+from mpkernels.optim.norm_without_plan import of_each_device
 
 
 @torch.no_grad()
@@ -122,16 +123,9 @@ def _own_norm(grads: Sequence[Tensor], norm_type: float, shares: Sequence[float]
     """Return the norm of this process's grads; for type 2 the norm's square."""
     device = grads[0].device if grads else torch.device("cpu")
     nothing = torch.zeros((), dtype=torch.float64, device=device)
-    found: list[Tensor] = []
     if norm_type == 2:
-        for places in by_device(grads, range(len(grads))).values():
-            stats = grad_stats([grads[i] for i in places])
-            total = stats.total_sumsq
-            if shares is not None:
-                weights = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=stats.sumsq.device)
-                total = (stats.sumsq * weights).sum()
-            found.append(put_on(device, total))
-        return torch.stack(found or [nothing]).sum()
+        return sum_of([sumsq for sumsq, _ in of_each_device(grads, shares)] or [nothing])
+    found: list[Tensor] = []
     for i, grad in enumerate(grads):
         if grad.numel() > 0:
             wide = torch.complex128 if grad.is_complex() else torch.float64

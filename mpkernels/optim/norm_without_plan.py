@@ -10,15 +10,24 @@ from mpkernels.ops.grads.grad_stats import grad_stats
 
 
 def look(grads: Sequence[Tensor], shares: Sequence[float] | None, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return, on ``device``, the sum of the grads' squares, and whether one holds an inf or NaN. Each grad is looked at
-    where it is. ``shares``: how much each grad's square counts; None where all count fully."""
+    """Return, on ``device``, the sum of the grads' squares, and whether one holds an inf or NaN."""
     sums = [torch.zeros((), dtype=torch.float64, device=device)]
     found = [torch.zeros((), dtype=torch.float32, device=device)]
+    for total_sumsq, found_inf in of_each_device(grads, shares):
+        sums.append(total_sumsq)
+        found.append(found_inf)
+    return sum_of(sums), sum_of(found)
+
+
+def of_each_device(grads: Sequence[Tensor], shares: Sequence[float] | None) -> list[tuple[Tensor, Tensor]]:
+    """Return, for each device and on it, the sum of its grads' squares, and whether one holds an inf or NaN.
+    ``shares``: how much each grad's square counts; None where all count fully."""
+    looked_at: list[tuple[Tensor, Tensor]] = []
     for there, places in by_device(grads, range(len(grads))).items():
         stats = grad_stats([grads[i] for i in places])
-        sums.append(stats.total_sumsq)
+        total_sumsq = stats.total_sumsq
         if shares is not None and set(shares) != {1.0}:
             of_each = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=there)
-            sums[-1] = (stats.sumsq * of_each).sum()
-        found.append(stats.found_inf)
-    return sum_of(sums), sum_of(found)
+            total_sumsq = (stats.sumsq * of_each).sum()
+        looked_at.append((total_sumsq, stats.found_inf))
+    return looked_at
