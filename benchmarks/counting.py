@@ -33,9 +33,15 @@ def saved_bytes(run: Workload) -> int:
     return sum(size for storage, size in saved.items() if storage.expired())
 
 
-def peak_beside(run: Workload) -> int:
-    """Return a run's peak memory on the CPU in bytes, without what was allocated before."""
-    return max(accumulate(_allocations(run)), default=0)
+def peak_beside(run: Workload, device: str = "cpu") -> int:
+    """Return a run's peak memory on the device in bytes, without what was allocated before."""
+    if device == "cpu":
+        return max(accumulate(_allocations(run)), default=0)
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _count_on_cpu(make: Make) -> Counts:

@@ -1,8 +1,8 @@
-"""Whole models, fused by ``mpkernels.nn.fuse`` beside unfused, with and without torch.compile: time and memory of a
-forward and backward.
+"""Whole models, fused by ``mpkernels.nn.fuse`` beside unfused: time and memory of a forward and backward, on a CPU with
+and without torch.compile, which takes minutes for a GPU.
 
-``python -m benchmarks.models NAME`` measures the models of architectures.py, and writes results/models/NAME.json for
-the book.
+``python -m benchmarks.models NAME`` measures the models of architectures.py on the GPU if there is one, and writes
+results/models/NAME.json for the book.
 """
 
 import json
@@ -27,48 +27,59 @@ from mpkernels.nn import fuse
 
 FOLDER = Path(__file__).parent / "results" / "models"
 ROUNDS, WARM_UP = 7, 3  # torch compiles while it warms up
-DTYPES = {"bf16 autocast": True, "fp32": False}
+STEPS = {"cpu": 1, "cuda": 10}  # of a round: the host prepares one while a GPU works on those before
+DTYPES = {  # by device: the name of each, whether autocast is on, and the weights' dtype
+    "cpu": {"bf16 autocast": (True, torch.float32), "fp32": (False, torch.float32)},
+    "cuda": {"bf16 autocast": (True, torch.float32), "bf16": (False, torch.bfloat16)},
+}
 
 Maker = Callable[[], tuple[Module, dict[str, Tensor]]]  # returns a model and its inputs
 Row = dict[str, Any]
 
 
-def measure(make: Maker, is_mixed: bool) -> Row:
+def measure(make: Maker, is_mixed: bool, dtype: torch.dtype, device: str) -> Row:
     """Return the kernels that compute the fused model, and for each side: the seconds of each round, the peak memory
     of a step without the weights, and the bytes that its forward saves for the backward."""
     torch.manual_seed(0)
     plain, batch = make()
-    fused = deepcopy(plain.train())
+    plain = plain.train().to(device, dtype)
+    batch = {name: it.to(device, dtype if it.is_floating_point() else None) for name, it in batch.items()}
+    fused = deepcopy(plain)
     report = fuse(fused)
     models = {"ours": fused, "theirs": plain}
-    models |= {f"{side} compiled": torch.compile(model) for side, model in models.items()}
-    steps = {side: partial(step, model, batch, is_mixed) for side, model in models.items()}
+    if device == "cpu":
+        models |= {f"{side} compiled": torch.compile(model) for side, model in models.items()}
+    steps = {side: partial(step, model, batch, is_mixed, device) for side, model in models.items()}
     for run in [*steps.values()] * WARM_UP:
         run()
     found = {
         "sites": sorted({site.computed_by for site in report.fused}),
-        "seconds": seconds_in_turns(steps),
-        "peak": {side: counting.peak_beside(run) for side, run in steps.items()},
+        "seconds": seconds_in_turns(steps, device),
+        "peak": {side: counting.peak_beside(run, device) for side, run in steps.items()},
         "saved": {side: counting.saved_bytes(run) for side, run in steps.items()},
     }
     torch.compiler.reset()  # or torch would silently compile no more after eight models of one kind
     return found
 
 
-def step(model: Module, batch: Mapping[str, Tensor], is_mixed: bool) -> None:
-    with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
+def step(model: Module, batch: Mapping[str, Tensor], is_mixed: bool, device: str) -> None:
+    with torch.autocast(device, torch.bfloat16, enabled=is_mixed):
         loss = model(**batch).loss
     loss.backward()
     model.zero_grad()
 
 
-def seconds_in_turns(runs: Mapping[str, Workload]) -> dict[str, list[float]]:
+def seconds_in_turns(runs: Mapping[str, Workload], device: str) -> dict[str, list[float]]:
     seconds: dict[str, list[float]] = {side: [] for side in runs}
+    settle = torch.cuda.synchronize if device == "cuda" else int
     for _ in range(ROUNDS):
         for side, run in runs.items():
+            settle()
             start = perf_counter()
-            run()
-            seconds[side].append(perf_counter() - start)
+            for _ in range(STEPS[device]):
+                run()
+            settle()
+            seconds[side].append((perf_counter() - start) / STEPS[device])
     return seconds
 
 
@@ -131,11 +142,11 @@ def table(path: Path) -> tuple[Iterable[str], Iterable[Iterable[str]]]:
     return used, zip(*used.values(), strict=True)
 
 
-def main(name: str, models: Mapping[str, Maker]) -> None:
+def main(name: str, models: Mapping[str, Maker], device: str) -> None:
     rows = [
-        {"dtype": dtype, "model": model, **measure(make, is_mixed)}
+        {"dtype": dtype, "model": model, **measure(make, *numbers, device)}
         for model, make in models.items()
-        for dtype, is_mixed in DTYPES.items()
+        for dtype, numbers in DTYPES[device].items()
     ]
     FOLDER.mkdir(exist_ok=True)
     found = {"machine": describe(), "transformers": metadata.version("transformers"), "rows": rows}
@@ -147,4 +158,4 @@ if __name__ == "__main__":
 
     if len(sys.argv) != 2:
         sys.exit("usage: python -m benchmarks.models NAME, which writes benchmarks/results/models/NAME.json")
-    main(sys.argv[1], MODELS)
+    main(sys.argv[1], MODELS, "cuda" if torch.cuda.is_available() else "cpu")

@@ -30,6 +30,7 @@ PEERS = {
     "flashoptim-8bit": Peer(
         "flashoptim", "FlashAdamW", {"lr": 1e-3, "master_weight_bits": None}, torch.int8, needs_cuda=True
     ),
+    "flashoptim-24bit": Peer("flashoptim", "FlashAdamW", {"lr": 1e-3}, torch.int8, torch.bfloat16, needs_cuda=True),
     "apex": Peer("apex.optimizers", "FusedAdam", {}, needs_cuda=True),
     "transformer-engine": Peer("transformer_engine.pytorch.optimizers", "FusedAdam", {}, needs_cuda=True),
 }

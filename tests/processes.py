@@ -1,4 +1,4 @@
-"""Runs tests in several processes, which communicate by gloo."""
+"""Runs tests in several processes, which communicate by gloo, or by another of torch's backends."""
 
 import gc
 import multiprocessing
@@ -36,9 +36,9 @@ def start(function, arguments, world):
     torch.multiprocessing.start_processes(function, arguments, world, start_method="forkserver")
 
 
-def spawn(check, tmp_path, world=2):
+def spawn(check, tmp_path, world=2, backend="gloo"):
     """Call check(rank) in each process."""
-    start(_on_rank, (check, tmp_path / "store", world), world)
+    start(_on_rank, (check, tmp_path / "store", world, backend), world)
 
 
 def each(checks, rank):
@@ -49,9 +49,9 @@ def each(checks, rank):
         distributed.barrier()
 
 
-def _on_rank(rank, check, file, world):
+def _on_rank(rank, check, file, world, backend):
     torch.set_num_threads(1)
-    distributed.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=world)
+    distributed.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=world)
     try:
         check(rank)
     finally:

@@ -67,10 +67,20 @@ def blank(param: Tensor) -> Parameter:
 def _wide(params: Sequence[Tensor], remainders: Sequence[Tensor], factor: float) -> list[Parameter]:
     weights = join_each(parts_of([param.detach() for param in params]), parts_of(remainders))
     stand_ins = [_stand_in(param, placed_as(param, weight)) for param, weight in zip(params, weights, strict=True)]
-    for param, stand_in in zip(params, stand_ins, strict=True):
-        grad = part_of(param.grad).float()
-        stand_in.grad = placed_as(param, grad if factor == 1 else grad * factor)
+    grads = _wide_grads(parts_of([param.grad for param in params]), factor)
+    for param, stand_in, grad in zip(params, stand_ins, grads, strict=True):
+        stand_in.grad = placed_as(param, grad)
     return stand_ins
+
+
+def _wide_grads(grads: list[Tensor], factor: float) -> list[Tensor]:
+    if not grads or any(it.layout is not torch.strided for it in grads):  # foreach ops refuse both
+        return [it.float() * factor for it in grads]
+    wide = [torch.empty_like(it, dtype=torch.float32) for it in grads]
+    torch._foreach_copy_(wide, grads)
+    if factor != 1:
+        torch._foreach_mul_(wide, factor)
+    return wide
 
 
 def _stand_in(param: Tensor, weight: Tensor) -> Parameter:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-TOGETHER = {"cuda": 2**22}  # elements with which an op takes a GPU longer than the host
+TOGETHER = {"cuda": 2**24}  # elements of small weights that are computed together: the host's ops cost a GPU more
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,9 @@ def join_each(weights: Sequence[Tensor], remainders: Sequence[Tensor]) -> list[T
         some = [weights[i] for i in batch]
         parts = _parts(join(_flat(some), _flat([remainders[i] for i in batch])), some)
         if len(batch) > 1:  # each gets memory of its own, aligned and laid out as its weight is
-            parts = [torch.empty_like(it, dtype=part.dtype).copy_(part) for part, it in zip(parts, some, strict=True)]
+            own = [torch.empty_like(it, dtype=torch.float32) for it in some]
+            torch._foreach_copy_(own, parts)
+            parts = own
         masters += parts
     return masters
 
@@ -36,8 +38,7 @@ def split_each(masters: Sequence[Tensor], weights: Sequence[Tensor], remainders:
         halves = split(_flat([masters[i] for i in batch]), weights[batch[0]].dtype)
         for half, tensors in zip(halves, (weights, remainders), strict=True):
             some = [tensors[i] for i in batch]
-            for tensor, part in zip(some, _parts(half, some), strict=True):
-                tensor.copy_(part)
+            torch._foreach_copy_(some, _parts(half, some))
 
 
 def _batches(weights: Sequence[Tensor]) -> list[list[int]]:
