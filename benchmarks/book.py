@@ -131,8 +131,9 @@ def whole_models(measured: Iterable[Path]) -> Iterator[str]:
     for path in measured:
         yield from (f"## Whole models, fused: {path.stem}", "")
         yield (
-            "A forward and backward of models of transformers with 4 layers and 4 x 512 tokens (ViT: 8 images), fused "
-            f"/ as they are (share), in turns ([models.py](models.py), [samples](results/models/{path.name})). "
+            "A forward and backward of models of transformers with 4 layers and 4 x 512 tokens (ViT: 8 images), on a "
+            "GPU 8 times as many, fused / as they are (share), in turns ([models.py](models.py), "
+            f"[samples](results/models/{path.name})).{models.how_chosen(path)} "
             "x torch: the median of pairs (least to most). Peak: the most that was allocated at a time beside weights. "
             "Saved: what the forward keeps for the backward, beside weights and inputs. Compiled: by torch.compile, "
             "whose own time does not count."

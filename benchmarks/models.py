@@ -2,7 +2,7 @@
 and without torch.compile, which takes minutes for a GPU.
 
 ``python -m benchmarks.models NAME`` measures the models of architectures.py on the GPU if there is one, and writes
-results/models/NAME.json for the book.
+results/models/NAME.json for the book. ``python -m benchmarks.models NAME native`` pins what computes layers and MLPs.
 """
 
 import json
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from benchmarks import counting, formatting
+from mpkernels import selector
 from mpkernels.bench.pairs import Workload
 from mpkernels.doctor.machine import describe
 from mpkernels.nn import fuse
@@ -142,20 +143,39 @@ def table(path: Path) -> tuple[Iterable[str], Iterable[Iterable[str]]]:
     return used, zip(*used.values(), strict=True)
 
 
-def main(name: str, models: Mapping[str, Maker], device: str) -> None:
+def chip(machine: Mapping[str, Any]) -> str:
+    """Return the name of what the models ran on, from a file's facts about its machine."""
+    return str(machine.get("gpu") or machine["cpu"])
+
+
+def pinned_in(path: Path) -> str:
+    """Return what computed layers and MLPs in a file; "" if the selector's table chose."""
+    return str(json.loads(path.read_text()).get("pinned", ""))
+
+
+def how_chosen(path: Path) -> str:
+    """Return a sentence for a file in which not the table chose."""
+    pinned = pinned_in(path)
+    return f' Here `mpkernels.selector.pin("{pinned}")` chose what computes them.' if pinned else ""
+
+
+def main(name: str, models: Mapping[str, Maker], device: str, pinned: str | None = None) -> None:
+    selector.pin(pinned)
     rows = [
         {"dtype": dtype, "model": model, **measure(make, *numbers, device)}
         for model, make in models.items()
         for dtype, numbers in DTYPES[device].items()
     ]
     FOLDER.mkdir(exist_ok=True)
-    found = {"machine": describe(), "transformers": metadata.version("transformers"), "rows": rows}
+    facts = {"machine": describe(), "transformers": metadata.version("transformers")}
+    facts |= {"pinned": pinned} if pinned else {}
+    found = {**facts, "rows": rows}
     (FOLDER / f"{name}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
     from benchmarks.architectures import MODELS
 
-    if len(sys.argv) != 2:
-        sys.exit("usage: python -m benchmarks.models NAME, which writes benchmarks/results/models/NAME.json")
-    main(sys.argv[1], MODELS, "cuda" if torch.cuda.is_available() else "cpu")
+    if len(sys.argv) not in (2, 3):
+        sys.exit("usage: python -m benchmarks.models NAME [KERNEL], which writes benchmarks/results/models/NAME.json")
+    main(sys.argv[1], MODELS, "cuda" if torch.cuda.is_available() else "cpu", *sys.argv[2:])

@@ -92,12 +92,14 @@ BESIDE = (  # our side, and the rival that it is compared with
     ("mpkernels, fp32 weights, 8-bit moments", "torchao-8bit"),
     ("mpkernels, fp32 weights, 8-bit moments", "bitsandbytes-8bit"),
     ("mpkernels, bf16 weights, bf16 moments", "torch-optimi-kahan"),
+    (OURS[1], "flashoptim-24bit"),
 )
 RIVALS = {
     "torch fused": "torch's fused, fp32 weights",
     "torchao-8bit": "torchao's",
     "bitsandbytes-8bit": "bitsandbytes'",
     "torch-optimi-kahan": "torch-optimi's, Kahan sums",
+    "flashoptim-24bit": "FlashOptim's, 24-bit masters",
 }
 WITHOUT_SCALER = "step vs torch fused"
 WEIGHT_AND_GRAD, PINNED_COPY = 4, 2  # bytes of a bf16 parameter that offload leaves on the device, and adds on the host
@@ -106,13 +108,13 @@ WORTH_A_WORD = 0.95  # peak memory is mentioned if the fused model needs at most
 
 def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable[Path]) -> Iterator[str]:
     """Yield the first screen's numbers: AdamW beside others, bytes by place under offload, whole models' memory."""
-    for name, run in compared.items():
-        kept = result_pictures.bytes_a_parameter(result_pictures.compared(run))
-        yield from filter(None, table(*_beside_others(name, run, kept)))  # no empty line before the list
+    if compared:
+        kept = _bytes(compared.values())
+        yield from filter(None, table(*_beside_others(compared, kept)))  # no empty line before the list
         over = "sizes and numbers of tensors, or the only case measured"
-        yield f"* Median (least to most) over {over}; below 1, theirs is faster."
+        yield f"* Median (least to most) over {over}; below 1, theirs is faster. {_sources(compared)}."
         if kept.keys() >= {*OURS}:
-            on_host, with_8_bits = (f"{kept[it][0] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
+            on_host, with_8_bits = (f"{kept[it] - WEIGHT_AND_GRAD + PINNED_COPY:.3g}" for it in OURS)
             text = f"leaves {WEIGHT_AND_GRAD} bytes a parameter on the device; {on_host} are on the host"
             yield f"* `offload=True` {text}, {with_8_bits} with 8-bit moments."
     shown = {run.device for run in compared.values() if result_pictures.undisturbed(result_pictures.compared(run))}
@@ -120,28 +122,44 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
     words = [f"{_short(it.run, it.place)}: {_ratios(it, WITHOUT_SCALER)} ({_samples(it.names)})" for it in elsewhere]
     if words:
         yield f"* Clip and step elsewhere, times as fast as torch's fused AdamW. {'; '.join(words)}."
-    for path in fused:
-        yield _models(path)
+    yield from map(_models, sorted((it for it in fused if not models.pinned_in(it)), reverse=True))
 
 
-def _beside_others(name: str, run: Session, kept: dict[str, tuple[float, float]]) -> tuple[list[str], list[list[str]]]:
+def _bytes(runs: Iterable[Session]) -> dict[str, float]:
+    """Return the bytes a parameter that each side keeps. A CPU's are exact; a GPU's memory comes in larger blocks."""
+    kept: dict[str, float] = {}
+    for run in sorted(runs, key=lambda it: not it.is_on_gpu):
+        found = result_pictures.bytes_a_parameter(result_pictures.compared(run))
+        kept |= {side: at_rest for side, (at_rest, _) in found.items()}
+    return kept
+
+
+def _beside_others(compared: dict[str, Session], kept: dict[str, float]) -> tuple[list[str], list[list[str]]]:
     """Return header and rows. A column is left out if all of its measurements were disturbed by other programs."""
-    quiet = result_pictures.undisturbed(result_pictures.compared(run))
     shown = [pair for pair in BESIDE if kept.keys() >= {*pair}]
     columns: dict[str, list[str]] = {
-        f"AdamW on {_short(run, place_of(run))} ({_samples([name])})": [
-            f"{ours.partition(', ')[2]}; beside {RIVALS[theirs]}" for ours, theirs in shown
-        ],
+        "AdamW": [f"{ours.partition(', ')[2]}; beside {RIVALS[theirs]}" for ours, theirs in shown],
         "bytes a parameter: ours / theirs": [
-            f"{round(kept[ours][0], 2):g} / {round(kept[theirs][0], 2):g}" for ours, theirs in shown
+            f"{round(kept[ours], 2):g} / {round(kept[theirs], 2):g}" for ours, theirs in shown
         ],
     }
-    for op, on_one in product(result_pictures.SHAPES, (False, True)):
+    for run, op, on_one in product(_gpus_first(compared), result_pictures.SHAPES, (False, True)):
+        quiet = result_pictures.undisturbed(result_pictures.compared(run))
         column = [it for it in quiet if it.op == op and (it.place == "cpu-1") == on_one]
         pairs = ([it for it in column if (result_pictures.side(it, True), it.baseline) == pair] for pair in shown)
         if column:
-            columns["times as fast: " + op.replace("-", " ") + ", one thread" * on_one] = [*map(_ratio, pairs)]
+            where = _short(run, place_of(run)) + ", one thread" * on_one
+            columns[f"times as fast: {op.replace('-', ' ')}, {where}"] = [*map(_ratio, pairs)]
     return [*columns], [list(row) for row in zip(*columns.values(), strict=True)]
+
+
+def _gpus_first(compared: dict[str, Session]) -> list[Session]:
+    return sorted(compared.values(), key=lambda it: not it.is_on_gpu)
+
+
+def _sources(compared: dict[str, Session]) -> str:
+    names = {id(run): name for name, run in compared.items()}
+    return "; ".join(f"{_short(it, place_of(it))}: {_samples([names[id(it)]])}" for it in _gpus_first(compared))
 
 
 def _short(run: Session, place: str) -> str:
@@ -151,9 +169,15 @@ def _short(run: Session, place: str) -> str:
 def _models(path: Path) -> str:
     found = json.loads(path.read_text())
     smaller = [it for it in found["rows"] if models.peak(it) < WORTH_A_WORD]
-    words = ", ".join(f"{it['model']} {models.peak(it):.2f} ({it['dtype']})" for it in smaller)
+    words = ", ".join(
+        f"{it['model']} {models.peak(it):.2f} at {median(models.ratios(it, 'theirs', 'ours')):.2f} times the speed "
+        f"({it['dtype']})"
+        for it in smaller
+    )
     others = len(found["rows"]) - len(smaller)
-    where = f"{SHORT.get(found['machine']['cpu'], found['machine']['cpu'])}, {found['machine']['cores']} cores"
+    machine = found["machine"]
+    chip = models.chip(machine)
+    where = SHORT.get(chip, chip) + ("" if machine.get("gpu") else f", {machine['cores']} cores")
     source = f"[samples](benchmarks/results/models/{path.name})"
     what = "With `fuse(model)`, a training step's peak memory beside the weights, relative to without"
     return f"* {what}: {words}; {WORTH_A_WORD} or more in {others} other models; {where}, uncompiled ({source})."

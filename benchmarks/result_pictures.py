@@ -143,14 +143,15 @@ def _row(names: tuple[str, ...], samples: list[float], more: dict[str, Any], sou
 def of_models(path: Path) -> Family:
     """Return the family of times and memory of whole models, from a file of benchmarks/models.py."""
     found = json.loads(path.read_text())
-    machine, day = found["machine"], path.stem[-len("2026-11-25") :]
+    chip, day = models.chip(found["machine"]), path.stem[-len("2026-11-25") :]
     text = (
         "A forward and backward of models of transformers with 4 layers, after `mpkernels.nn.fuse(model)`, beside the "
-        "same model as it was."
+        "same model as it was." + models.how_chosen(path)
     )
-    rows = [*chain.from_iterable(_of_model(it, [machine["cpu"], day, machine["mpkernels"]]) for it in found["rows"])]
+    version = found["machine"]["mpkernels"]
+    rows = [*chain.from_iterable(_of_model(it, [chip, day, version]) for it in found["rows"])]
     picture = _picture_of_models(found["rows"])
-    return Family(f"models-{path.stem}", f"Whole models, fused: {machine['cpu']}, {day}", text, picture, rows)
+    return Family(f"models-{path.stem}", f"Whole models, fused: {chip}, {day}", text, picture, rows)
 
 
 def _picture_of_models(found: list[models.Row]) -> str:

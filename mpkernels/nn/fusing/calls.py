@@ -4,28 +4,48 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 from torch.nn import Linear, Module
 
-from mpkernels import functional
+from mpkernels import functional, selector
 from mpkernels._torch_private.modes import is_function_mode_active
 from mpkernels._torch_private.modules import are_all_modules_hooked
 from mpkernels._torch_private.tracing import is_exporting, is_jit_tracing
+from mpkernels.linear.key_and_case import autocast_dtype
 from mpkernels.nn.fusing.originals import CHUNK, DROPOUT, GATE, TORCH_CHUNK, are_in_place
 from mpkernels.nn.fusing.originals import GELU as GELU  # for rewritten forwards
 from mpkernels.nn.fusing.recognise import (
     PLAIN_TENSORS,
     drops,
+    is_one_op,
     known_activation,
     why_no_activation,
     why_no_layer,
     why_not_passing,
 )
+from mpkernels.ops._dispatcher import forced
 
 Layers = Sequence[Module]
 Between = Sequence[Any]
 Parameters = tuple[Tensor, Tensor | None]
+
+
+def takes_fused(kind: str, x: Any, layers: Layers, activation: object, between: Between = ()) -> bool:
+    """Return whether the op of this kind is to replace the calls of these modules."""
+    return not is_left_to_torch(kind, x, layers, activation) and are_plain(x, layers, activation, between)
+
+
+def is_left_to_torch(kind: str, x: Any, layers: Layers, activation: object) -> bool:
+    """Return whether torch is known to compute such a call, and as the plain lines do: then the checks of ``are_plain``
+    and the op take the host time for nothing. Without autograd the op computes in place, which the plain lines don't.
+    """
+    name = known_activation(activation)
+    if name is None or type(x) not in PLAIN_TENSORS or is_compiling() or not is_grad_enabled() or forced:
+        return False
+    features = (vars(layers[0]).get("out_features"),)
+    is_left = (kind, name, autocast_dtype(x) or x.dtype, x.device, features) in selector.left_to_torch
+    return is_left and is_one_op(activation)
 
 
 def are_plain(x: Any, layers: Layers, activation: object, between: Between = ()) -> bool:
