@@ -27,6 +27,7 @@ from mpkernels.bench.results import Result
 
 ROOT = Path(__file__).parents[1]
 AIM = 1.5
+SIZES_DIFFER = "A row's cases are those of the sections of its name below. The pictures above are of other sizes."
 BEGIN, END = "<!-- {} written by python -m benchmarks.book -->\n", "<!-- to here -->\n"
 
 Groups = dict[str, list[Result]]
@@ -108,7 +109,7 @@ def book(runs: dict[str, Session], scaled: Iterable[Path] = (), fused: Iterable[
     ]
     for family in all_families(runs, fused):
         lines += family.lines()
-    lines += ["## All machines", "", *table(*readme_numbers.rows([_front(it) for it in _by_device(runs).values()]))]
+    lines += ["## All machines", "", SIZES_DIFFER, "", *table(*readme_numbers.rows([_front(it) for it in _by_device(runs).values()]))]
     for name, run in sorted(runs.items(), key=_age, reverse=True):
         lines += of_run(name, run)
     return "\n".join([*lines, *past_one_device(scaled), *whole_models(fused)])

@@ -24,7 +24,8 @@ def pytest_terminal_summary(terminalreporter, config):
         for line in lines:
             terminalreporter.write_line(line)
     if speeds := [text for _, report in reports for text in _properties(report, SPEED)]:
-        terminalreporter.section("how fast each op is, by one short measurement")
+        beside = ", while other tests ran" if config.getoption("numprocesses", None) else ""
+        terminalreporter.section(f"how fast each op is, by one short measurement{beside}")
         for text in sorted(speeds):
             terminalreporter.write_line(text)
 
