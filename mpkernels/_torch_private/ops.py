@@ -30,8 +30,13 @@ def find_kernel(op: str, key: str) -> Callable[..., Any] | None:
 
 
 # Multiplies many tensors in one call. Without it: one call each.
-foreach_mul_: Callable[[list[Tensor], Tensor], object] = look_up(
+foreach_mul_: Callable[[list[Tensor], Tensor | float], object] = look_up(
     "torch", "_foreach_mul_", lambda tensors, factor: [each.mul_(factor) for each in tensors]
+)
+
+# Copies many tensors into others in one launch. Without it: one launch each.
+foreach_copy_: Callable[[list[Tensor], list[Tensor]], object] = look_up(
+    "torch", "_foreach_copy_", lambda to, tensors: [one.copy_(other) for one, other in zip(to, tensors, strict=True)]
 )
 
 # Adds a number to each of many tensors in one launch. Without it: one launch each.

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from mpkernels._shared.parameters import is_sharded
+from mpkernels._torch_private.ops import foreach_copy_, foreach_mul_
 from mpkernels.distributed.parts import part_of, parts_of, placed_as
 from mpkernels.ops.step.split import join_each, split_each
 from mpkernels.optim.masters import needs_master
@@ -77,9 +78,9 @@ def _wide_grads(grads: list[Tensor], factor: float) -> list[Tensor]:
     if not grads or any(it.layout is not torch.strided for it in grads):  # foreach ops refuse both
         return [it.float() * factor for it in grads]
     wide = [torch.empty_like(it, dtype=torch.float32) for it in grads]
-    torch._foreach_copy_(wide, grads)
+    foreach_copy_(wide, grads)
     if factor != 1:
-        torch._foreach_mul_(wide, factor)
+        foreach_mul_(wide, factor)
     return wide
 
 

@@ -5,6 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpkernels._torch_private.ops import foreach_copy_
+
 TOGETHER = {"cuda": 2**24}  # elements of small weights that are computed together: the host's ops cost a GPU more
 
 
@@ -26,7 +28,7 @@ def join_each(weights: Sequence[Tensor], remainders: Sequence[Tensor]) -> list[T
         parts = _parts(join(_flat(some), _flat([remainders[i] for i in batch])), some)
         if len(batch) > 1:  # each gets memory of its own, aligned and laid out as its weight is
             own = [torch.empty_like(it, dtype=torch.float32) for it in some]
-            torch._foreach_copy_(own, parts)
+            foreach_copy_(own, parts)
             parts = own
         masters += parts
     return masters
@@ -38,7 +40,7 @@ def split_each(masters: Sequence[Tensor], weights: Sequence[Tensor], remainders:
         halves = split(_flat([masters[i] for i in batch]), weights[batch[0]].dtype)
         for half, tensors in zip(halves, (weights, remainders), strict=True):
             some = [tensors[i] for i in batch]
-            torch._foreach_copy_(some, _parts(half, some))
+            foreach_copy_(some, _parts(half, some))
 
 
 def _batches(weights: Sequence[Tensor]) -> list[list[int]]:
