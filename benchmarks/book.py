@@ -109,13 +109,8 @@ def book(runs: dict[str, Session], scaled: Iterable[Path] = (), fused: Iterable[
     ]
     for family in all_families(runs, fused):
         lines += family.lines()
-    lines += [
-        "## All machines",
-        "",
-        SIZES_DIFFER,
-        "",
-        *table(*readme_numbers.rows([_front(it) for it in _by_device(runs).values()])),
-    ]
+    machines = [_front(it) for it in _by_device(runs).values()]
+    lines += ["## All machines", "", SIZES_DIFFER, "", *table(*readme_numbers.rows(machines))]
     for name, run in sorted(runs.items(), key=_age, reverse=True):
         lines += of_run(name, run)
     return "\n".join([*lines, *past_one_device(scaled), *whole_models(fused)])

@@ -122,7 +122,9 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
     words = [f"{_short(it.run, it.place)}: {_ratios(it, WITHOUT_SCALER)} ({_samples(it.names)})" for it in elsewhere]
     if words:
         yield f"* Clip and step elsewhere, times as fast as torch's fused AdamW. {'; '.join(words)}."
-    yield from map(_models, sorted((it for it in fused if not models.pinned_in(it)), reverse=True))
+    if of_models := [*map(_models, sorted((it for it in fused if not models.pinned_in(it)), reverse=True))]:
+        what = "With `fuse(model)`, a training step's peak memory beside the weights, relative to without, uncompiled"
+        yield f"* {what}. {' '.join(of_models)}"
 
 
 def _bytes(runs: Iterable[Session]) -> dict[str, float]:
@@ -167,6 +169,7 @@ def _short(run: Session, place: str) -> str:
 
 
 def _models(path: Path) -> str:
+    """Return a machine's models that need less memory when they are fused, and how many others were measured."""
     found = json.loads(path.read_text())
     smaller = [it for it in found["rows"] if models.peak(it) < WORTH_A_WORD]
     words = ", ".join(
@@ -175,9 +178,7 @@ def _models(path: Path) -> str:
         for it in smaller
     )
     others = len(found["rows"]) - len(smaller)
-    machine = found["machine"]
-    chip = models.chip(machine)
+    machine, chip = found["machine"], models.chip(found["machine"])
     where = SHORT.get(chip, chip) + ("" if machine.get("gpu") else f", {machine['cores']} cores")
     source = f"[samples](benchmarks/results/models/{path.name})"
-    what = "With `fuse(model)`, a training step's peak memory beside the weights, relative to without"
-    return f"* {what}: {words}; {WORTH_A_WORD} or more in {others} other models; {where}, uncompiled ({source})."
+    return f"{where}: {words}; {WORTH_A_WORD} or more in {others} other models ({source})."
