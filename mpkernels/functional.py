@@ -145,7 +145,7 @@ def _options(op: str, dropout: float, training: bool, recompute: bool) -> tuple[
 
 def _compute(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, *others: Tensor | None) -> Tensor:
     key = key_of(kind, x, weight, bias, others)
-    kernel = selector.by_key.get(key)
+    kernel = None if key is None else selector.by_key.get(key)  # torch.compile would make guards of a look
     if kernel == "torch" and not kind.recompute:
         return compute_block.by_torch(kind, x, weight, bias, *others)
     params = Parameters(weight, bias, *others)

@@ -36,7 +36,7 @@ def why_not() -> dict[str, str]:
     _devices.look_now()
     reasons |= {f"native on {device}": why for device, why in _devices.left_out.items()}
     if _lacks_triton():
-        reasons["triton"] = "it is not installed"
+        reasons["triton"] = "it is not installed" + ", and compiles for GPUs" * (not torch.cuda.is_available())
     elif not _registry._triton_runs_on("cpu"):
         reasons["triton on cpu"] = "it compiles for GPUs"
     if not torch.cuda.is_available():

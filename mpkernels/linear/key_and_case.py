@@ -112,7 +112,7 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, params: Parameters, autocas
     rows = x.numel() // x.shape[-1]
     case = _case(*of_case)._replace(rows=1 << (rows - 1).bit_length())
     if key is not None:
-        selector.leave_to_torch(case, params.weight.shape[:1])
+        selector.leave_to_torch(case)
     return selector.choose(case, key, partial(Trial, rows, kind, x, params, trains, autocast))
 
 

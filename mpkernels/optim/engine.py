@@ -38,7 +38,8 @@ class Engine(torch.optim.Optimizer):
     """The optimizers' common part. A class that inherits from this and from one of torch's adds a constructor and
     ``_rule``."""
 
-    #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if there is none.
+    #: The norm of the last step's unscaled grads, before clipping: fp32, on the device. None if the step computed none,
+    #: or was compiled (see ``step_was_skipped``).
     grad_norm: Tensor | None = None
     #: How many steps were skipped so far because of an inf or NaN: fp32, on the device.
     skipped_steps: Tensor | None = None

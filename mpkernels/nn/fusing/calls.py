@@ -43,9 +43,16 @@ def is_left_to_torch(kind: str, x: Any, layers: Layers, activation: object) -> b
     name = known_activation(activation)
     if name is None or type(x) not in PLAIN_TENSORS or is_compiling() or not is_grad_enabled() or forced:
         return False
-    features = (vars(layers[0]).get("out_features"),)
-    is_left = (kind, name, autocast_dtype(x) or x.dtype, x.device, features) in selector.left_to_torch
+    features = vars(layers[0]).get("out_features", 0)
+    if makes_both_factors(kind, layers):
+        features //= 2
+    is_left = (kind, name, autocast_dtype(x) or x.dtype, x.device, (features,)) in selector.left_to_torch
     return is_left and is_one_op(activation)
+
+
+def makes_both_factors(kind: str, layers: Layers) -> bool:
+    """Return whether the first layer makes the gate and what it multiplies."""
+    return kind.startswith("gated") and len(layers) == 1 + kind.endswith("mlp")
 
 
 def are_plain(x: Any, layers: Layers, activation: object, between: Between = ()) -> bool:
@@ -143,16 +150,15 @@ def fused(
     both."""
     name = known_activation(activation)
     assert name is not None  # are_plain has said so
-    is_gated, is_mlp = kind.startswith("gated"), kind.endswith("mlp")
     for called in between:
         if drops(called):
             dropout, training = called.p, True
-    options = (name, dropout, training) if is_mlp else (name,)
+    options = (name, dropout, training) if kind.endswith("mlp") else (name,)
     parameters = [_parameters(layer) for layer in layers]
     op: Callable[..., Tensor] = getattr(functional, kind)
-    if not is_gated:
+    if not kind.startswith("gated"):
         return op(x, *[it for weight_and_bias in parameters for it in weight_and_bias], *options)
-    if len(layers) == 1 + is_mlp:
+    if makes_both_factors(kind, layers):
         parameters[:1] = _taken_apart(*parameters[0], is_gate_last)
     return op(x, *[weight for weight, _ in parameters], *[bias for _, bias in parameters], *options)
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from transformers.activations import GELUActivation, GELUTanh, NewGELUActivation, SiLUActivation
 
 import mpkernels
 from mpkernels import selector
@@ -14,9 +13,16 @@ from mpkernels.selector import table
 from tests.hard_grads import same_bits
 from tests.linear.choosing import forget_choices
 from tests.nn.fusing.feed_forwards import results
-from tests.nn.fusing.models import Function, GatedApart, Mlp, Packed, X, recorded_ops
+from tests.nn.fusing.models import Function, GatedApart, Mlp, Packed, X, compiled, recorded_ops
 
-KINDS = Mlp, Function, GatedApart
+
+class Row(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(0)
+        super().__init__(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+
+KINDS = Mlp, Function, GatedApart, Row
 
 
 @pytest.fixture(autouse=True)
@@ -76,7 +82,7 @@ def wider(model):
 
 
 @pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [Mlp, Function, GatedApart])
 def test_others_still_run_the_op(kind, other):
     _, model = fused(kind)
     assert ops_of(lambda: other(model)) == 1
@@ -94,37 +100,46 @@ def test_a_line_of_the_table_keeps_the_op(monkeypatch):
     assert ops_of(lambda: results(model)) == 1
 
 
-def test_halves_of_one_layer_are_known_by_that_layer(monkeypatch):
-    seen = []
-    monkeypatch.setattr(table, "leaves_to_torch", lambda case: seen.append(case.sizes) or True)
+def test_halves_of_one_layer_are_as_wide_as_two_layers(monkeypatch):
+    """Two layers of the joint layer's width are others: the table may give those to us."""
+    monkeypatch.setattr(table, "leaves_to_torch", lambda case: case.sizes == (8, 16, 8))
     _, model = fused(Packed)
-    assert seen == [(8, 16, 8)]
     assert ops_of(lambda: results(model)) == 0
+    _, model = fused(GatedApart)
+    assert ops_of(lambda: results(model)) == 0
+    model.fc1, model.up, model.fc2 = nn.Linear(8, 32), nn.Linear(8, 32), nn.Linear(32, 8)
+    assert [ops_of(lambda: results(model)) for _ in range(2)] == [1, 1]
 
 
-@pytest.mark.parametrize(
-    ("activation", "is_one_op"),
-    [
-        (nn.GELU("tanh"), True),
-        (SiLUActivation(), True),
-        (GELUActivation(), True),
-        (GELUTanh(), True),
-        (GELUActivation(use_gelu_python=True), False),
-        (GELUTanh(use_gelu_tanh_python=True), False),
-        (NewGELUActivation(), False),
-    ],
-    ids=str,
-)
-def test_an_activation_of_several_ops_stays_fused(activation, is_one_op):
-    """torch computes these by one op inside of ours, which takes a GPU less time and memory than the plain lines."""
+def test_what_was_tuned_for_one_site_is_not_left_for_another(monkeypatch):
+    """Sites with and without a bias have cases of their own, but one key."""
+    _, model = fused(Mlp)
+    monkeypatch.setattr(selector, "left_to_torch", set())
+    monkeypatch.setattr(selector, "tuned", {"another case": "native"})
+    assert [ops_of(lambda: results(model)) for _ in range(2)] == [1, 1]
 
-    class WithActivation(Mlp):
+
+def test_tune_asks_each_site():
+    class Two(nn.Sequential):
         def __init__(self):
-            super().__init__()
-            self.act = activation
+            super().__init__(Row(), Row())
+            self[1][0], self[1][2] = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
 
-        def forward(self, x):
-            return self.fc2(self.act(self.fc1(x)))
+    model = fuse_in_place(Two())
+    assert len(mpkernels.tune(model, X).timed) == 2
 
-    _, model = fused(WithActivation)
-    assert ops_of(lambda: results(model)) == (not is_one_op)
+
+def test_pinned_to_torch_is_left_to_torch(monkeypatch):
+    monkeypatch.setattr(table, "leaves_to_torch", lambda case: False)
+    _, model = fused(Mlp)
+    selector.pin("torch")
+    assert [ops_of(lambda: results(model)) for _ in range(2)] == [1, 0]
+
+
+def test_a_graph_outlives_what_is_left_later():
+    _, model = fused(Mlp)
+    graph, graphs = compiled(model)
+    graph(X)
+    fused(GatedApart)
+    graph(X)
+    assert len(graphs) == 1
