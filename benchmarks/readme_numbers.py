@@ -177,8 +177,9 @@ def _models(path: Path) -> str:
         f"({it['dtype']})"
         for it in smaller
     )
-    others = len(found["rows"]) - len(smaller)
+    others = [median(models.ratios(it, "theirs", "ours")) for it in found["rows"] if it not in smaller]
+    speeds = f" at {min(others):.2f} to {max(others):.2f} times the speed" if others else ""
     machine, chip = found["machine"], models.chip(found["machine"])
     where = SHORT.get(chip, chip) + ("" if machine.get("gpu") else f", {machine['cores']} cores")
     source = f"[samples](benchmarks/results/models/{path.name})"
-    return f"{where}: {words}; {WORTH_A_WORD} or more in {others} other models ({source})."
+    return f"{where}: {words}; {WORTH_A_WORD} or more in {len(others)} others{speeds} ({source})."

@@ -62,14 +62,14 @@ def key_of(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, others: t
 
 
 def is_left_to_torch(activation: object, x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether torch is known to compute such a ``linear_act`` in any number of rows: in small layers, ``key_of``
+    """Return whether torch is known to compute such a ``linear_act``, whatever its sizes: in small layers, ``key_of``
     takes as long as the activation."""
     return (
         not is_dynamo_compiling()  # first, or dynamo's graphs would depend on the rest
         and type(activation) is str
         and type(x) is Tensor
+        and (activation, x.dtype, x.device) in selector.left_to_torch
         and type(weight) in _PLAIN
-        and ("linear_act", activation, x.dtype, x.device, weight.shape[:1]) in selector.left_to_torch
         and (bias is None or type(bias) in _PLAIN)
         and not (is_any_autocast_enabled() or forced or is_jit_tracing())
     )
@@ -111,7 +111,7 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, params: Parameters, autocas
         return _known(*of_case)
     rows = x.numel() // x.shape[-1]
     case = _case(*of_case)._replace(rows=1 << (rows - 1).bit_length())
-    if key is not None:
+    if key is not None and kind.op == "linear_act" and autocast is None:
         selector.leave_to_torch(case)
     return selector.choose(case, key, partial(Trial, rows, kind, x, params, trains, autocast))
 

@@ -14,9 +14,7 @@ from mpkernels.selector.case import Case
 __all__ = ["choices", "forget", "pin"]
 
 by_key: dict[Hashable, str] = {}  # the kernel of each call by its key, so that later calls needn't ask
-# Calls that torch computes in any number of rows: op, activation, the dtype of its products, device, and the features
-# between the layers, or of a lone one's result, as a tuple.
-left_to_torch: set[tuple[str, str, Any, Any, tuple[int, ...]]] = set()
+left_to_torch: set[tuple[str, Any, Any]] = set()  # activation, dtype and device of the linear_acts that torch computes
 _MOST_CALLS = 4096
 _chosen: dict[Case, str] = {}  # in this process
 tuned: dict[Case, str] = {}  # by ``mpkernels.tune``
@@ -77,12 +75,11 @@ def _tuned_for_any_rows(case: Case) -> str | None:
 
 
 def leave_to_torch(case: Case) -> None:
-    """Remember that torch computes such a call in any number of rows and any layout, if no line, tuning or pin says
-    otherwise."""
+    """Remember that torch computes such a call in any size and layout, if no line, tuning or pin says otherwise."""
     kept = left_to_torch  # taken first, as in ``choose``
     is_open = bool(tuned) or _asked is not None or _pinned not in ("torch", None)
     if not is_open and (_pinned or table.leaves_to_torch(case)):
-        kept.add((case.op, case.activation, case.dtypes[0], case.device, case.sizes[1:2]))
+        kept.add((case.activation, case.dtypes[0], case.device))
 
 
 def ask_again() -> None:

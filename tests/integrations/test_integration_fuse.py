@@ -12,8 +12,6 @@ from torch.testing import assert_close
 
 from mpkernels.nn import fuse, unfuse
 from mpkernels.optim import AdamW
-from mpkernels.selector import table
-from tests.linear.choosing import forget_choices
 from tests.nn.fusing.models import recorded_ops
 from tests.processes import alone
 
@@ -279,29 +277,3 @@ def test_fsdp2_around_layers_that_are_fused_themselves(is_first):
         with recorded_ops() as ran:
             results(net, inputs)
         assert ran == []
-
-
-@pytest.mark.parametrize(
-    ("activation", "is_one_op"),
-    [
-        (torch.nn.GELU("tanh"), True),
-        (transformers.activations.SiLUActivation(), True),
-        (transformers.activations.GELUActivation(), True),
-        (transformers.activations.GELUTanh(), True),
-        (transformers.activations.GELUActivation(use_gelu_python=True), False),
-        (transformers.activations.GELUTanh(use_gelu_tanh_python=True), False),
-        (transformers.activations.NewGELUActivation(), False),
-    ],
-    ids=str,
-)
-def test_what_torch_computes_runs_as_written_if_its_activation_is_one_op(monkeypatch, activation, is_one_op):
-    """Several ops take a GPU more time and memory than the one of torch's that ours calls for them."""
-    forget_choices(monkeypatch)
-    monkeypatch.setattr(table, "leaves_to_torch", lambda case: True)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 16), activation, torch.nn.Linear(16, 8))
-    assert fuse(model).fused
-    x = torch.randn(2, 8)
-    for is_first in (True, False):
-        with recorded_ops() as ran:
-            model(x)
-        assert len(ran) == (is_first or not is_one_op)

@@ -220,3 +220,11 @@ def test_the_bare_class_loads_a_checkpoint_of_masters(make):
     for seed in range(2, 4):
         both_step(resumed, bare, seed, B16)
     assert_same([it.detach() for it in every(resumed)], [it.detach() for it in every(bare)])
+
+
+def test_fp32_grads_of_16_bit_weights_are_only_read():
+    param = torch.nn.Parameter(torch.ones(8, dtype=B16))
+    param.grad_dtype = F32
+    param.grad = torch.full((8,), 3.0)
+    Masters(torch.optim.SGD([param], lr=0.1), max_norm=0.5).step()
+    assert param.grad.eq(3.0).all()

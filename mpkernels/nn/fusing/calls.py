@@ -4,55 +4,28 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any, NamedTuple
 
-from torch import Tensor, is_grad_enabled
+from torch import Tensor
 from torch.compiler import is_compiling
 from torch.nn import Linear, Module
 
-from mpkernels import functional, selector
+from mpkernels import functional
 from mpkernels._torch_private.modes import is_function_mode_active
 from mpkernels._torch_private.modules import are_all_modules_hooked
 from mpkernels._torch_private.tracing import is_exporting, is_jit_tracing
-from mpkernels.linear.key_and_case import autocast_dtype
 from mpkernels.nn.fusing.originals import CHUNK, DROPOUT, GATE, TORCH_CHUNK, are_in_place
 from mpkernels.nn.fusing.originals import GELU as GELU  # for rewritten forwards
 from mpkernels.nn.fusing.recognise import (
     PLAIN_TENSORS,
     drops,
-    is_one_op,
     known_activation,
     why_no_activation,
     why_no_layer,
     why_not_passing,
 )
-from mpkernels.ops._dispatcher import forced
 
 Layers = Sequence[Module]
 Between = Sequence[Any]
 Parameters = tuple[Tensor, Tensor | None]
-
-
-def takes_fused(kind: str, x: Any, layers: Layers, activation: object, between: Between = ()) -> bool:
-    """Return whether the op of this kind is to replace the calls of these modules."""
-    return not is_left_to_torch(kind, x, layers, activation) and are_plain(x, layers, activation, between)
-
-
-def is_left_to_torch(kind: str, x: Any, layers: Layers, activation: object) -> bool:
-    """Return whether torch is known to compute such a call, and as the plain lines do: then the checks of ``are_plain``
-    and the op take the host time for nothing. Without autograd the op computes in place, which the plain lines don't.
-    """
-    name = known_activation(activation)
-    if name is None or type(x) not in PLAIN_TENSORS or is_compiling() or not is_grad_enabled() or forced:
-        return False
-    features = vars(layers[0]).get("out_features", 0)
-    if makes_both_factors(kind, layers):
-        features //= 2
-    is_left = (kind, name, autocast_dtype(x) or x.dtype, x.device, (features,)) in selector.left_to_torch
-    return is_left and is_one_op(activation)
-
-
-def makes_both_factors(kind: str, layers: Layers) -> bool:
-    """Return whether the first layer makes the gate and what it multiplies."""
-    return kind.startswith("gated") and len(layers) == 1 + kind.endswith("mlp")
 
 
 def are_plain(x: Any, layers: Layers, activation: object, between: Between = ()) -> bool:
@@ -150,15 +123,16 @@ def fused(
     both."""
     name = known_activation(activation)
     assert name is not None  # are_plain has said so
+    is_gated, is_mlp = kind.startswith("gated"), kind.endswith("mlp")
     for called in between:
         if drops(called):
             dropout, training = called.p, True
-    options = (name, dropout, training) if kind.endswith("mlp") else (name,)
+    options = (name, dropout, training) if is_mlp else (name,)
     parameters = [_parameters(layer) for layer in layers]
     op: Callable[..., Tensor] = getattr(functional, kind)
-    if not kind.startswith("gated"):
+    if not is_gated:
         return op(x, *[it for weight_and_bias in parameters for it in weight_and_bias], *options)
-    if makes_both_factors(kind, layers):
+    if len(layers) == 1 + is_mlp:
         parameters[:1] = _taken_apart(*parameters[0], is_gate_last)
     return op(x, *[weight for weight, _ in parameters], *[bias for _, bias in parameters], *options)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -34,17 +34,6 @@ def known_activation(value: object) -> str | None:
         is_tanh_form = value.func is GELU and not value.args and value.keywords == {"approximate": "tanh"}
         return "gelu_tanh" if is_tanh_form else None
     return module_activation(value) if issubclass(type(value), Module) else None
-
-
-_ONE_OP = ("GELU", "SiLU", "ReLU", "Sigmoid", "Tanh", "SiLUActivation", "GELUActivation", "GELUTanh", "PytorchGELUTanh")
-
-
-def is_one_op(activation: object) -> bool:
-    """Return whether a call of this known activation runs the one op of torch that computes it."""
-    kind = type(activation)
-    if not issubclass(kind, Module):
-        return True
-    return kind.__name__ in _ONE_OP and type(vars(activation).get("act")) is not MethodType
 
 
 def drops(value: object) -> bool:

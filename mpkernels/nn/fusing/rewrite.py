@@ -163,7 +163,7 @@ def _texts(site: Site, names: Mapping[int, str]) -> tuple[str, str]:
 
     activation = "'gelu_tanh', " if site.is_tanh_form else text(site.activation)
     shared = f"{text(site.x)} ({text(*site.layers)}), {activation} ({text(*site.between)})"
-    tests = [f"{CALLS}.takes_fused({site.kind!r}, {shared})"]
+    tests = [f"{CALLS}.are_plain({shared})"]
     if site.is_tanh_form:
         tests.append(f"{ast.unparse(site.activation)} is {CALLS}.GELU")
     if site.gates:

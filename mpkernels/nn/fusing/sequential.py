@@ -46,7 +46,7 @@ class Stretch(NamedTuple):
             if projections.why_no_projection(first) is not None or projections.is_gated(first) != is_gated:
                 return False
         layers, activation, between = self.parts(modules)
-        if not calls.takes_fused(self.kind, x, layers, activation, between):
+        if not calls.are_plain(x, layers, activation, between):
             return False
         return not self.has_projection or (projections.is_usual_on(x) and (not is_gated or calls.are_gates(layers[:1])))
 

@@ -7,10 +7,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import nn
 from torch.testing import assert_close
+from torch.utils.checkpoint import checkpoint
 
+from mpkernels.functional import linear_act
 from mpkernels.nn import fuse, fusing, unfuse
 from mpkernels.nn.fusing import classes
-from tests.nn.fusing.models import Chain, Mlp, Packed, X, compiled, recorded_ops
+from tests.linear.choosing import forget_choices
+from tests.nn.fusing.models import Chain, Gated, GatedApart, Mlp, Packed, X, compiled, recorded_ops
 
 RELU = nn.ReLU()
 SEQUENTIALS = {
@@ -256,3 +259,31 @@ def test_a_class_that_allows_no_subclass_is_left_whatever_it_raises(error):
     assert site.reason.startswith("its class allows no subclass: ")
     assert "this class is final" in site.reason
     assert type(model[0]) is Final
+
+
+def test_a_graph_outlives_other_calls(monkeypatch):
+    """Each call that isn't compiled adds a key to the selector, of which a graph must make no guard."""
+    forget_choices(monkeypatch)
+    model = Mlp()
+    fuse(model)
+    model(X)
+    run, graphs = compiled(model)
+    run(X)
+    linear_act(torch.randn(3, 7), torch.randn(5, 7), None, "gelu")
+    run(X)
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("kind", [Mlp, Gated, GatedApart, Packed])
+def test_a_checkpoint_may_be_the_first_call(monkeypatch, kind):
+    """The forward that it computes anew saves the same tensors in the same order, though the selector has chosen by
+    then."""
+    forget_choices(monkeypatch)
+    plain, model = kind(), kind()
+    fuse(model)
+    for it in (plain, model):
+        checkpoint(it, X.clone().requires_grad_(), use_reentrant=False).square().sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad)
