@@ -27,7 +27,7 @@ from mpkernels.bench.results import Result
 
 ROOT = Path(__file__).parents[1]
 AIM = 1.5
-SIZES_DIFFER = "A row's cases are those of the sections of its name below. The pictures above are of other sizes."
+SIZES_DIFFER = "A row's cases are those of its newest run below, which may hold other sizes than the pictures above."
 BEGIN, END = "<!-- {} written by python -m benchmarks.book -->\n", "<!-- to here -->\n"
 
 Groups = dict[str, list[Result]]

@@ -60,7 +60,7 @@ def check_group(optimizer: Any, group: dict[str, Any]) -> None:
     for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names", *ours}:
         if like := get_close_matches(str(key).lower(), ours, cutoff=0.8):
             raise ValueError(f"{name}: a group has no option {key!r}; did you mean {like[0]!r}?")
-    if len(group.get("betas", (0, 0))) != 2:
+    if "betas" in group and len(group["betas"]) != 2:
         raise ValueError(f"{name}: betas must be two numbers, got {group['betas']!r}")
     if group["master"] not in KEYS:
         raise ValueError(f"{name}: master must be 'split' or 'fp32', got {group['master']!r}")

@@ -77,9 +77,8 @@ def _wide(params: Sequence[Tensor], remainders: Sequence[Tensor], factor: float)
 def _wide_grads(grads: list[Tensor], factor: float) -> list[Tensor]:
     if not grads or any(it.layout is not torch.strided for it in grads):  # foreach ops refuse an empty list
         return [it.float() * factor for it in grads]
-    wide = [
-        torch.empty_like(it, dtype=torch.float32) for it in grads
-    ]  # copies, also of fp32 grads, which are the user's
+    # Copies, also of fp32 grads: what follows must not change the user's.
+    wide = [torch.empty_like(it, dtype=torch.float32) for it in grads]
     foreach_copy_(wide, grads)
     if factor != 1:
         foreach_mul_(wide, factor)
