@@ -4,6 +4,7 @@ import importlib
 import importlib.util
 from collections.abc import Iterable
 from functools import partial
+from importlib import metadata
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -37,6 +38,13 @@ PEERS = {
 LION = Peer("optimi", "Lion", {"lr": 1e-4})
 LIGER = "liger_kernel.transformers"
 LIGERS_BLOCKS = {"swiglu_mlp": ("LigerSwiGLUMLP", "silu"), "geglu_mlp": ("LigerGEGLUMLP", "gelu_pytorch_tanh")}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of those that are installed."""
+    names = metadata.packages_distributions()
+    packages = {module.partition(".")[0] for module in (*(it.module for it in PEERS.values()), LIGER)}
+    return {names[it][0]: metadata.version(names[it][0]) for it in sorted(packages & names.keys())}
 
 
 def why_not(module: str, needs_cuda: bool, device: str) -> str:

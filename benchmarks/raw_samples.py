@@ -7,6 +7,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+from benchmarks import other_libraries
 from mpkernels._shared.files import replacing
 from mpkernels.bench import results
 from mpkernels.bench.pairs import FEWEST_SAMPLES
@@ -19,7 +20,7 @@ class Session(results.Session):
     """What was measured on one machine on one day, and the speeds of the machine itself."""
 
     date: str = field(default_factory=lambda: date.today().isoformat())
-    machine: Description = field(default_factory=describe)
+    machine: Description = field(default_factory=lambda: describe() | other_libraries.versions())
     copy_speeds: dict[str, float] = field(default_factory=dict)  # bytes a second, by place
     gemm_speeds: dict[str, float] = field(default_factory=dict)  # flops a second, by place and dtype
 

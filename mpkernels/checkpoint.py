@@ -38,6 +38,8 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         objects: by name. An object with a ``state_dict`` is saved by it; other values have to be such as
             ``torch.load(weights_only=True)`` takes: tensors, numbers, strings, and lists and dicts of them.
     """
+    if not objects:
+        raise ValueError("checkpoint.save: objects must be given by name, as in model=model, got none")
     states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in objects.items()}
     with replacing(Path(path)) as file:
         summed: Any = _Summed(file)
@@ -46,7 +48,7 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
         file.write(summed.digest.digest())
 
 
-def load(path: str | os.PathLike[str], map_location: Any = "cpu", **objects: Any) -> dict[str, Any]:
+def load(path: str | os.PathLike[str], *, map_location: Any = "cpu", **objects: Any) -> dict[str, Any]:
     """Return what ``save`` has written, by name, and hand the state of each given object to its ``load_state_dict``.
 
     >>> step = load("last.pt", model=model, optimizer=optimizer, scaler=scaler)["step"]

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from mpkernels.optim.step_hooks import PassiveHook
-from mpkernels.overflow.find_nonfinite import tensors_in
+from mpkernels.overflow.first_nonfinite import tensors_in
 
 
 class Profile:

@@ -109,6 +109,19 @@ def test_a_value_in_an_objects_place_is_named_before_anything_changes(tmp_path):
     assert not layer.weight.any()
 
 
+def test_objects_have_names(tmp_path):
+    """A model in map_location's place would not be loaded, and a file without objects would hold nothing."""
+    layer = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match="objects must be given by name, as in model=model, got none"):
+        save(tmp_path / "a.pt")
+    with pytest.raises(TypeError, match="positional argument"):
+        save(tmp_path / "a.pt", layer)
+    assert not any(tmp_path.iterdir())
+    save(tmp_path / "a.pt", layer=layer)
+    with pytest.raises(TypeError, match="positional argument"):
+        load(tmp_path / "a.pt", layer)
+
+
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no such folder: '.*nowhere'$"):
         save(tmp_path / "nowhere" / "a.pt", step=7)

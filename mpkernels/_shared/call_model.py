@@ -1,4 +1,4 @@
-"""Calls a model with a batch of any kind."""
+"""Calls a model with a batch of any kind, and refuses what is no model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,3 +11,8 @@ def call(model: Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple | list) else model(batch)
+
+
+def refuse_no_model(op: str, model: object) -> None:
+    if not isinstance(model, Module):
+        raise TypeError(f"{op}: model must be a torch.nn.Module, got {type(model).__name__}")

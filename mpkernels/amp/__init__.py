@@ -8,7 +8,7 @@ from mpkernels.amp.clipping import clip_grad_norm_
 from mpkernels.amp.grad_scaler import GradScaler
 from mpkernels.amp.mixed import to_full, to_mixed
 from mpkernels.amp.policy import Policy, global_policy, set_global_policy
-from mpkernels.overflow.find_nonfinite import find_nonfinite
+from mpkernels.overflow.first_nonfinite import find_nonfinite
 from mpkernels.overflow.report import OverflowReport
 
 __all__ = [

@@ -19,7 +19,7 @@ from mpkernels.ops import update_scale_
 from mpkernels.ops._checks import suggests_options
 from mpkernels.optim import step_hooks
 from mpkernels.optim.readback import Readback
-from mpkernels.overflow.find_nonfinite import find_nonfinite
+from mpkernels.overflow.first_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledgers
 from mpkernels.overflow.report import OverflowReport
 

@@ -10,6 +10,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 
+from mpkernels._shared.call_model import refuse_no_model
 from mpkernels._shared.parameters import params_of, unwrapped
 from mpkernels._torch_private.modules import SpectralParametrization, pre_hooks_of
 from mpkernels.amp.mixed_class import Mixed, mixed_class, own_forward_of
@@ -57,6 +58,7 @@ def to_mixed(
             may have wrapped it. It then keeps the unrounded weights as masters, bit for bit. Pass it if it has stepped.
             An optimizer that you make after the conversion starts from the rounded weights.
     """
+    refuse_no_model("to_mixed", model)
     if dtype not in _DTYPES:
         hint = "; Policy(name).convert(model) takes names" if isinstance(dtype, str) else ""
         raise ValueError(f"to_mixed: dtype must be torch.bfloat16 or torch.float16, got {dtype!r}{hint}")

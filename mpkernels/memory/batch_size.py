@@ -14,7 +14,7 @@ from mpkernels.amp.mixed_class import Mixed
 from mpkernels.amp.policy import global_policy
 from mpkernels.memory import measure
 from mpkernels.optim import AdamW
-from mpkernels.overflow.find_nonfinite import tensors_in
+from mpkernels.overflow.first_nonfinite import tensors_in
 
 _SHARE = 0.7  # the part of a host's available memory that a step may take
 

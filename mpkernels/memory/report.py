@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mpkernels._shared.call_model import refuse_no_model
 from mpkernels._shared.parameters import unwrapped
 from mpkernels._shared.report_tables import Report, Table
 from mpkernels._shared.saved_for_backward import saved_storages
@@ -83,6 +84,7 @@ def memory_report(
             It is run once, to count activations and autocast's casts. Without it, the report leaves these open. A
             model on the meta device, which can't run, is reported without it.
     """
+    refuse_no_model("memory_report", model)
     params = list(model.parameters())
     optimizer = unwrapped(optimizer)
     device = params[0].device if params else torch.device("cpu")
@@ -126,6 +128,7 @@ def compare_memory(model: nn.Module, loss: Loss, policy: Policy | str = "mixed_b
         loss: a function that takes the model and returns the loss of a batch. It needs no autocast of its own.
         policy: the policy of the two mixed ways.
     """
+    refuse_no_model("compare_memory", model)
     if next(model.parameters(), None) is None:
         raise ValueError(f"compare_memory: model must have parameters to train, got {type(model).__name__}")
     measure.refuse_meta("compare_memory", model)

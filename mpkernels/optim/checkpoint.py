@@ -51,6 +51,7 @@ def loading(optimizer: Any) -> Iterator[None]:
     op, rule = f"{name}.load_state_dict", optimizer._rule
 
     def adopt(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+        refuse_other_dict(op, loaded)
         states, groups = dict(loaded["state"]), []
         if [len(it["params"]) for it in loaded["param_groups"]] != [len(it["params"]) for it in optimizer.param_groups]:
             return loaded  # torch refuses it
@@ -78,6 +79,13 @@ def taken_over(state: dict[str, Any]) -> dict[str, Any]:
         return state
     states = {key: it.state if isinstance(it, _Adopted) else it for key, it in state["state"].items()}
     return state | {"state": defaultdict(dict, states), "_is_loaded": True}
+
+
+def refuse_other_dict(op: str, loaded: dict[str, Any]) -> None:
+    """Raise if this is no optimizer's state dict, but a model's, for example."""
+    if not {"state", "param_groups"} <= loaded.keys():
+        got = ", ".join(map(str, list(loaded)[:5])) or "an empty dict"
+        raise ValueError(f"{op}: state_dict must have state and param_groups, got {got}")
 
 
 def _refuse_twice(op: str, numbers: list[Any]) -> None:

@@ -29,7 +29,7 @@ from mpkernels.optim.gradient_release import GradientRelease, steps_in_backward
 from mpkernels.optim.optimizer_rule import OptimizerRule
 from mpkernels.optim.plan import Foundations, Plan, Verdict
 from mpkernels.optim.step_outcome import StepOutcome, found_here, shown_guard
-from mpkernels.overflow.find_nonfinite import find_nonfinite
+from mpkernels.overflow.first_nonfinite import find_nonfinite
 from mpkernels.overflow.ledger import Ledger
 from mpkernels.overflow.report import OverflowReport
 

@@ -17,6 +17,7 @@ from mpkernels.distributed.parts import part_for, part_of, parts_of, placed_as, 
 from mpkernels.ops._checks import suggests_options
 from mpkernels.ops.step.skip_and_clip import grad_factor, write_outcome
 from mpkernels.optim import (
+    checkpoint,
     group_options,
     masters,
     norm_without_plan,
@@ -214,6 +215,7 @@ class Masters(Optimizer):
         for hook in before.values():
             state_dict = state_dict.copy()
             state_dict = _first(hook(self, state_dict), state_dict)
+        checkpoint.refuse_other_dict("Masters.load_state_dict", state_dict)
         states, of_params = dict(state_dict["state"]), {}
         for param, number in _numbered(self.param_groups, state_dict):
             if kept := {key: it for key, it in states.get(number, {}).items() if key in masters.KEYS.values()}:

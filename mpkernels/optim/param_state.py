@@ -29,7 +29,7 @@ def for_step(rule: OptimizerRule, name: str, param: Tensor, state: State, group:
     if not state:
         return create(rule, param, group)
     if "step" not in state and any(key in state for key in rule.ops.rule.states):  # a loader has put them in place
-        steps = _steps_so_far(rule, state, group)
+        steps = _steps_so_far(rule, name, state, group)
         state = state | {"step": torch.full((), steps, dtype=torch.float32, device=param.device)}
     masters.drop_unfit(state, param)
     if missing := [key for key in rule.keys(group) if key not in state]:  # the group's option was set later
@@ -103,10 +103,12 @@ def portable(rule: OptimizerRule, param: Tensor, state: State, in_one_dtype: boo
     return state
 
 
-def _steps_so_far(rule: OptimizerRule, saved: Mapping[str, Any], group: Mapping[str, Any]) -> float:
+def _steps_so_far(rule: OptimizerRule, name: str, saved: Mapping[str, Any], group: Mapping[str, Any]) -> float:
     """Return how many steps a parameter with saved states has taken. Apex counts once for a group. Rules that don't
     count save no number, but their states have begun."""
-    return float(saved.get("step", group.get("step", 0 if rule.ops.rule.counts else 1)))
+    if "step" not in saved and "step" not in group and rule.ops.rule.counts:
+        raise ValueError(f"{name}: a state must have step, the number of steps so far, got {', '.join(saved)}")
+    return float(saved.get("step", group.get("step", 1)))
 
 
 @torch.no_grad()
@@ -126,7 +128,7 @@ def adopt(
     keys = [*names[: rule.ops.rule.needed], *(key for key in names[rule.ops.rule.needed :] if key in saved)]
     state = _without_master(rule, param, state_dtype, keys)
     if keys:
-        state["step"].fill_(_steps_so_far(rule, saved, group))
+        state["step"].fill_(_steps_so_far(rule, name, saved, group))
     for k, key in enumerate(keys):
         if "scales" in state:
             values = torch.empty_like(state[key], dtype=torch.float32).copy_(saved[key])

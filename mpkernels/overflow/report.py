@@ -9,8 +9,9 @@ import torch
 from torch import distributed
 from torch.optim import Optimizer
 
+from mpkernels._shared.call_model import refuse_no_model
 from mpkernels._shared.report_tables import Report, Table
-from mpkernels.overflow.find_nonfinite import FirstNonFinite
+from mpkernels.overflow.first_nonfinite import FirstNonFinite
 from mpkernels.overflow.gradient import Gradient, gradient_of
 from mpkernels.overflow.ledger import Record
 
@@ -40,6 +41,8 @@ class OverflowReport(Report):
         skips_in_a_row: int | None = None,
         has_looked: bool = True,
     ) -> None:
+        if model is not None:
+            refuse_no_model("overflow_report", model)
         self.gradients: list[Gradient] = []
         self.scale: float | None = None
         self.skips_in_a_row = skips_in_a_row

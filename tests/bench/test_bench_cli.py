@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks import __main__ as benchmarks
-from benchmarks import raw_samples
+from benchmarks import other_libraries, raw_samples
+from mpkernels.doctor.machine import describe
 from tests import ROOT, commands
 
 pytestmark = pytest.mark.exhaustive
@@ -115,6 +116,13 @@ def test_bad_arguments_of_the_command_are_told_in_a_line(words, complaint):
     done = bench(*words)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert complaint in done.stderr
+
+
+def test_a_run_names_the_versions_of_other_libraries(monkeypatch):
+    peers = {name: other_libraries.Peer(name, "AdamW", {}) for name in ("pytest.optim", "nowhere.optim")}
+    monkeypatch.setattr(other_libraries, "PEERS", peers)
+    monkeypatch.setattr(other_libraries, "LIGER", "nowhere")
+    assert set(raw_samples.Session().machine.items()) - set(describe().items()) == {("pytest", pytest.__version__)}
 
 
 def test_a_link_to_the_results_stays_a_link(tmp_path):

@@ -61,9 +61,9 @@ def test_another_number_of_parameters_is_refused_in_torchs_words():
         AdamW([torch.ones(2, 2, requires_grad=True), weight]).load_state_dict(optimizer.state_dict())
 
 
-@pytest.mark.parametrize("missing", ["exp_avg", "exp_avg_sq"])
-def test_a_state_without_a_moment_is_refused(missing):
-    """Another optimizer's state, for example, would silently give moments of 0."""
+@pytest.mark.parametrize("missing", ["exp_avg", "exp_avg_sq", "step"])
+def test_a_state_without_a_part_is_refused(missing):
+    """Another optimizer's state, for example, would silently give moments of 0, or a count that begins anew."""
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = AdamW([weight])
     weight.grad = torch.ones(2)
@@ -71,7 +71,9 @@ def test_a_state_without_a_moment_is_refused(missing):
     saved = optimizer.state_dict()
     del saved["state"][0][missing]
     before = dict(optimizer.state[weight])
-    with pytest.raises(ValueError, match=r"AdamW.load_state_dict: state\[0\] must have exp_avg and exp_avg_sq, got "):
+    of_moments = r"AdamW.load_state_dict: state\[0\] must have exp_avg and exp_avg_sq, got "
+    text = "AdamW: a state must have step, " if missing == "step" else of_moments
+    with pytest.raises(ValueError, match=text):
         optimizer.load_state_dict(saved)
     assert all(optimizer.state[weight][key] is value for key, value in before.items())
 

@@ -4,6 +4,7 @@ from types import MethodType
 
 from torch.nn import Module
 
+from mpkernels._shared.call_model import refuse_no_model
 from mpkernels._torch_private.modes import without_functions
 from mpkernels.nn.fusing.classes import become, covers_fused_forward, fused_class, is_fused, is_stale, plain_class
 from mpkernels.nn.fusing.decision import decide
@@ -28,7 +29,7 @@ def fuse(model: Module, dry_run: bool = False) -> FuseReport:
     Returns:
         A report: ``report.fused``, ``report.left`` with reasons, ``report.saved_bytes(inputs)``; ``print`` it.
     """
-    _check_model("fuse", model)
+    refuse_no_model("fuse", model)
     report, covered = FuseReport(_model=model), list[Module]()
     with without_functions():
         for name, module in model.named_modules():
@@ -75,7 +76,7 @@ def unfuse(model: Module) -> None:
     A class that others have derived since is derived from the plain class instead. It is refused if it has a forward of
     its own, as after ``to_mixed``: undo that first.
     """
-    _check_model("unfuse", model)
+    refuse_no_model("unfuse", model)
     fused = [(name, module) for name, module in model.named_modules() if is_fused(type(module))]
     for name, module in fused:
         if covers_fused_forward(type(module)):
@@ -88,8 +89,3 @@ def unfuse(model: Module) -> None:
         become(module, plain_class(kind))
         if getattr(set_forward, "__func__", None) is kind.forward:  # Accelerate leaves it there when it unwraps a model
             object.__setattr__(module, "forward", MethodType(type(module).forward, module))
-
-
-def _check_model(name: str, model: Module) -> None:
-    if not isinstance(model, Module):
-        raise TypeError(f"{name}: model must be a torch.nn.Module, got {type(model).__name__}")

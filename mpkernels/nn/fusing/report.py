@@ -15,6 +15,11 @@ from mpkernels._shared.saved_for_backward import saved_storages
 from mpkernels._torch_private.tensors import storage_of
 from mpkernels.nn.fusing.classes import become
 
+_WHO_COMPUTES = (
+    "A table chooses, by device, dtype and size, which of these calls our kernels compute, and which torch; "
+    "mpkernels.tune(model, inputs) times both."
+)
+
 
 class FusedSite(NamedTuple):
     module: str
@@ -72,7 +77,8 @@ class FuseReport(Report):
         if not (self.fused or self.left):
             return ["Nothing to fuse: no module applies an activation to the output of its linear layer."]
         fused = _table(("fused", "what stood there", "becomes a call of"), self.fused)
-        return [fused, "", _table(("left", "what stands there", "why"), self.left)]
+        left = _table(("left", "what stands there", "why"), self.left)
+        return [fused, "", left, *["", _WHO_COMPUTES] * bool(self.fused)]
 
 
 def _table(head: tuple[str, str, str], sites: Sequence[tuple[str, str, str]]) -> Table:

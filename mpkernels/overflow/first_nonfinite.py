@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.call_model import refuse_no_model
 from mpkernels._shared.parameters import put_on
 from mpkernels._torch_private.modes import are_transforms_active
 
@@ -42,6 +43,7 @@ class find_nonfinite:  # noqa: N801 a context manager, like torch.no_grad
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
+        refuse_no_model("find_nonfinite", model)
         self._model = model
         self._calls: list[tuple[str, torch.nn.Module, Tensor | None, Tensor]] = []  # in the order of their ends
         self._inputs: dict[int, list[Tensor | None]] = {}  # id of a module -> flags of its running calls

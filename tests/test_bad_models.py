@@ -1,0 +1,42 @@
+"""Who takes a model says so, if it is given something else in its place."""
+
+import pytest
+import torch
+
+import mpkernels
+from mpkernels.amp import find_nonfinite, to_mixed
+from mpkernels.optim import SGD, AdamW, Masters
+
+TAKE_A_MODEL = {
+    "memory_report": mpkernels.memory_report,
+    "compare_memory": lambda it: mpkernels.compare_memory(it, lambda model: model(torch.ones(1, 2)).sum()),
+    "tune": mpkernels.tune,
+    "to_mixed": to_mixed,
+    "find_nonfinite": find_nonfinite,
+    "overflow_report": lambda it: AdamW([torch.ones(1, requires_grad=True)]).overflow_report(it),
+    "fuse": mpkernels.nn.fuse,
+    "unfuse": mpkernels.nn.unfuse,
+}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [AdamW([torch.ones(1, requires_grad=True)]), torch.nn.Linear, [], "model"],
+    ids=["optimizer", "class", "list", "str"],
+)
+@pytest.mark.parametrize("name", TAKE_A_MODEL)
+def test_what_is_no_model_is_refused(name, value):
+    with pytest.raises(TypeError, match=f"^{name}: model must be a torch.nn.Module, got {type(value).__name__}$"):
+        TAKE_A_MODEL[name](value)
+
+
+@pytest.mark.parametrize("make", [AdamW, lambda params: Masters(torch.optim.SGD(params, 0.1)), SGD])
+def test_a_models_state_in_an_optimizers_place(make):
+    model = torch.nn.Linear(2, 2)
+    optimizer = make(model.parameters())
+    before = optimizer.state_dict()
+    with pytest.raises(ValueError, match="load_state_dict: state_dict must have state and param_groups, got weight, b"):
+        optimizer.load_state_dict(model.state_dict())
+    with pytest.raises(ValueError, match="got an empty dict"):
+        optimizer.load_state_dict({})
+    assert optimizer.state_dict() == before
