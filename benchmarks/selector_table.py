@@ -45,7 +45,7 @@ class Call(NamedTuple):
         with torch.device(device):
             model, x = self.module(), torch.randn(self.rows, self.features)
         with torch.autocast(device, None if self.dtype == F32 else self.dtype, enabled=self.dtype != F32):
-            return mpkernels.tune(model, x, again=True)
+            return mpkernels.tune(model, x)
 
 
 def on_gpus() -> Iterator[Call]:

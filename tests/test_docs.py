@@ -21,7 +21,6 @@ import torch
 import mpkernels
 from mpkernels import amp, checkpoint, doctor, functional, nn, ops, optim, selector
 from mpkernels.__main__ import main
-from mpkernels.selector import disk
 from tests import ROOT
 from tests.networks import one_thread  # noqa: F401
 
@@ -80,7 +79,6 @@ def test_block(name, tmp_path, monkeypatch):
     page, number = BLOCKS[name]
     *above, block = BLOCK.findall(page.read_text())[: number + 1]
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(disk, "path", lambda: tmp_path / "tuned.json")
     # A 16-bit model takes inputs of its dtype; a reader's come from a loader that knows.
     torch.nn.Linear.forward, forward = _casting(torch.nn.Linear.forward), torch.nn.Linear.forward
     try:

@@ -8,7 +8,7 @@ one. Nothing else times anything.
 from collections.abc import Callable, Hashable
 from typing import Any
 
-from mpkernels.selector import disk, table
+from mpkernels.selector import table
 from mpkernels.selector.case import Case
 
 __all__ = ["choices", "forget", "pin"]
@@ -42,10 +42,9 @@ def choices() -> dict[str, str]:
 
 
 def forget() -> None:
-    """Drop what ``mpkernels.tune`` has found, also on disk: the table decides again."""
+    """Drop what ``mpkernels.tune`` has found: the table decides again."""
     tuned.clear()
     _chosen.clear()
-    disk.clear()
     ask_again()
 
 

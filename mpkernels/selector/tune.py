@@ -19,7 +19,6 @@ from mpkernels._torch_private.sharded import is_fsdp1s
 from mpkernels._torch_private.tensors import leaves_of, map_leaves
 from mpkernels._torch_private.tracing import before_compile, uncompiled
 from mpkernels.distributed import processes
-from mpkernels.selector import disk
 from mpkernels.selector.case import Case
 from mpkernels.selector.timing import Timed, time_ways
 
@@ -46,14 +45,13 @@ def _ratio(it: Timed, name: str) -> str:
     return f"{it.seconds['torch'] / it.seconds[name]:.2f}" if name in it.seconds else ""
 
 
-def tune(model: nn.Module, *inputs: Any, process_group: Any = None, again: bool = False, **keywords: Any) -> TuneReport:
+def tune(model: nn.Module, *inputs: Any, process_group: Any = None, **keywords: Any) -> TuneReport:
     """Time the ways to compute each linear layer and block of one training step, and use the fastest ones from now on.
 
     Without this, calls follow the table in the docs of the selector. The step runs forward and, where autograd is on,
     backward. Call this function as you will call the model: with each size of inputs, under autocast, under
-    ``torch.no_grad`` for inference; and before you capture a CUDA graph or compile the model. What is found is kept on
-    disk, for this chip, these versions, kernels and number of threads: the next process that calls this function reads
-    it there. Other processes don't.
+    ``torch.no_grad`` for inference; and before you capture a CUDA graph or compile the model. What is found counts in
+    this process, and is written nowhere.
 
     In a group of several processes every rank must call this function: rank 0 times, and all ranks get its choices, so
     that all compute the same bits. Before a kernel is timed, its results are compared with fp64's; one that is further
@@ -67,7 +65,6 @@ def tune(model: nn.Module, *inputs: Any, process_group: Any = None, again: bool 
             torch.compile.
         inputs: the arguments that it is called with. Its outputs may be nested in tuples, lists and dicts.
         process_group: the ranks that call this function; None is all. The group's rank 0 times.
-        again: time also what the disk knows.
         keywords: the keyword arguments that the model is called with.
     """
     processes.given("tune", process_group)
@@ -79,7 +76,7 @@ def tune(model: nn.Module, *inputs: Any, process_group: Any = None, again: bool 
         with _asking() as asked:
             _run_step(model, inputs, keywords)
         if is_first:
-            found = {case: _timed(case, make, again) for case, make in asked.items()}
+            found = {case: _timed(case, make) for case, make in asked.items()}
     except Exception as raised:  # the others must hear of it
         error = raised
     of_first = {case.for_all_ranks(): it for case, it in found.items()}
@@ -105,14 +102,10 @@ def _asking() -> Iterator[dict[Case, Any]]:
         selector.ask_again()
 
 
-def _timed(case: Case, make_trial: Any, again: bool) -> Timed:
-    if not again and (kept := disk.load(case)) is not None:
-        return kept
+def _timed(case: Case, make_trial: Any) -> Timed:
     devices = [case.device] if case.device.type == "cuda" else []
     with torch.random.fork_rng(devices), torch.inference_mode(False), torch.enable_grad(), unseen():
-        it = time_ways(make_trial(), case.kernels, case.device)
-    disk.save(case, it)
-    return it
+        return time_ways(make_trial(), case.kernels, case.device)
 
 
 def _run_step(model: nn.Module, inputs: Sequence[Any], keywords: Mapping[str, Any]) -> None:

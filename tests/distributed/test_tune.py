@@ -1,7 +1,5 @@
 """Processes that tune: rank 0 times, and all get its choices."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import distributed
@@ -10,15 +8,15 @@ from torch.nn.parallel import DistributedDataParallel
 import mpkernels
 from mpkernels import selector
 from mpkernels.nn import MLP, LinearAct
-from mpkernels.selector import disk, table, tune
+from mpkernels.selector import table, tune
 from mpkernels.selector.timing import Timed
 from tests.processes import needs_gloo, spawn
 
 pytestmark = [needs_gloo, pytest.mark.exhaustive]
 
 
-def as_rank(folder, rank):
-    """Give this rank a cache file of its own and a different fastest kernel. Return a list of the cases it times."""
+def as_rank(rank):
+    """Give this rank a fastest kernel of its own. Return a list of the cases it times."""
     timed = []
 
     def time_ways(trial, names, device):
@@ -26,12 +24,11 @@ def as_rank(folder, rank):
         return Timed({"native": 1.0 + rank, "torch": 1.5}, {})
 
     tune.time_ways = time_ways
-    disk.path = lambda: folder / str(rank) / "tuned.json"
     return timed
 
 
-def by_itself(folder, rank):
-    timed = as_rank(folder, rank)
+def by_itself(rank):
+    timed = as_rank(rank)
     for _ in range(2):
         y = LinearAct(8, 6, activation="silu")(torch.randn(5, 8))
         assert type(y.grad_fn).__name__ == "SiluBackward0"  # as the table says, on each rank
@@ -40,12 +37,12 @@ def by_itself(folder, rank):
 
 
 def test_without_it_nothing_is_timed(tmp_path):
-    spawn(partial(by_itself, tmp_path), tmp_path)
+    spawn(by_itself, tmp_path)
 
 
-def in_parallel(folder, rank):
+def in_parallel(rank):
     """Replicas of DistributedDataParallel must compute the same bits, so each call goes by the table."""
-    timed, seen = as_rank(folder, rank), []
+    timed, seen = as_rank(rank), []
     choose = selector.choose
 
     def recorded(case, *more):
@@ -63,11 +60,11 @@ def in_parallel(folder, rank):
 
 
 def test_ranks_that_train_together_follow_the_table(tmp_path):
-    spawn(partial(in_parallel, tmp_path), tmp_path)
+    spawn(in_parallel, tmp_path)
 
 
-def tuned(folder, rank):
-    timed = as_rank(folder, rank)
+def tuned(rank):
+    timed = as_rank(rank)
     torch.manual_seed(rank)
     model = torch.nn.Sequential(LinearAct(8, 6), torch.nn.BatchNorm1d(6), LinearAct(6, 4))
     model, x = DistributedDataParallel(model), torch.randn(5, 8)
@@ -87,11 +84,11 @@ def tuned(folder, rank):
 
 
 def test_after_it_all_choose_as_rank_0(tmp_path):
-    spawn(partial(tuned, tmp_path), tmp_path)
+    spawn(tuned, tmp_path)
 
 
-def failing(folder, rank):
-    as_rank(folder, rank)
+def failing(rank):
+    as_rank(rank)
     features = 8 - rank
     if rank == 0:
         with pytest.raises(RuntimeError, match=r"^tune: rank 1 raised ValueError\(.linear_act: x must"):
@@ -102,4 +99,4 @@ def failing(folder, rank):
 
 
 def test_an_error_on_one_rank_is_raised_by_all(tmp_path):
-    spawn(partial(failing, tmp_path), tmp_path)
+    spawn(failing, tmp_path)

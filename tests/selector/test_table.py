@@ -11,7 +11,7 @@ from mpkernels import backend, selector
 from mpkernels.functional import gated_linear, gated_mlp, linear_act, mlp
 from mpkernels.ops import _extension
 from mpkernels.ops.linear.block_kind import ROUNDING
-from mpkernels.selector import disk, table
+from mpkernels.selector import table
 from mpkernels.selector.case import Case
 from tests import ROOT
 
@@ -22,13 +22,12 @@ CPU = Case("mlp", torch.device("cpu"), (768, 3072, 768), (F32,), "silu", True, "
 
 @pytest.fixture(autouse=True)
 def afresh(monkeypatch):
-    """Assert that no call times kernels or reads the disk."""
+    """Assert that no call times kernels."""
 
     def fail(*_):
-        raise AssertionError("a call times, or reads what was tuned")
+        raise AssertionError("a call times")
 
     monkeypatch.setattr("mpkernels.selector.tune.time_ways", fail)
-    monkeypatch.setattr(disk, "_read", fail)
     for name in ("by_key", "_chosen", "tuned"):
         monkeypatch.setattr(selector, name, {})
     monkeypatch.setattr(selector, "left_to_torch", set())

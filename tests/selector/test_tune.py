@@ -1,6 +1,4 @@
-"""mpkernels.tune runs one step, and leaves nothing behind except its choices, in memory and on disk."""
-
-import json
+"""mpkernels.tune runs one step, and leaves nothing behind except its choices."""
 
 import pytest
 import torch
@@ -13,7 +11,7 @@ from mpkernels.linear import key_and_case
 from mpkernels.nn import MLP, LinearAct
 from mpkernels.ops.linear.block_kind import ROUNDING
 from mpkernels.optim import AdamW
-from mpkernels.selector import disk, tune
+from mpkernels.selector import tune
 from mpkernels.selector.timing import Timed
 from tests.hard_grads import same_bits
 from tests.processes import alone, needs_gloo
@@ -22,7 +20,7 @@ B16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def timed(monkeypatch, tmp_path):
+def timed(monkeypatch):
     """Return the list of timed cases; a kernel of ours is the fastest in each."""
     timed = []
 
@@ -34,7 +32,6 @@ def timed(monkeypatch, tmp_path):
         monkeypatch.setattr(selector, name, {})
     monkeypatch.setattr(selector, "_pinned", None)
     monkeypatch.setattr(tune, "time_ways", time_ways)
-    monkeypatch.setattr(disk, "path", lambda: tmp_path / "home" / "tuned.json")
     return timed
 
 
@@ -173,28 +170,16 @@ def test_a_group_of_one_is_no_company(timed):
     assert len(timed) == 2
 
 
-def another_process():
-    for table in (selector.by_key, selector._chosen, selector.tuned):
-        table.clear()
-
-
-def test_the_disk_is_read_by_the_next_process_that_tunes_and_by_no_other(timed):
+def test_it_times_anew_and_counts_until_it_is_forgotten(timed):
     layer, x = LinearAct(8, 6, activation="silu"), torch.randn(5, 8)
     case, *_ = mpkernels.tune(layer, x).timed
-    another_process()
-    layer(x)
-    assert selector.choices()[case] == "torch"  # as the table says
-    assert mpkernels.tune(layer, x).timed[case].best == "native"
-    assert len(timed) == 1
+    mpkernels.tune(layer, x)
+    assert len(timed) == 2
     layer(x)
     assert selector.choices()[case] == "native"
-    mpkernels.tune(layer, x, again=True)
-    assert len(timed) == 2
-    assert [path.name for path in disk.path().parent.iterdir()] == ["tuned.json"]  # no temporary file is left
     selector.forget()
     layer(x)
-    assert selector.choices()[case] == "torch"
-    assert not disk.path().exists()
+    assert selector.choices()[case] == "torch"  # as the table says
 
 
 def test_a_graph_for_any_number_of_rows_follows_what_was_tuned_last(monkeypatch):
@@ -202,52 +187,9 @@ def test_a_graph_for_any_number_of_rows_follows_what_was_tuned_last(monkeypatch)
     for rows, best in ((4, "native"), (8, "torch"), (4, "native"), (8, "torch")):
         seconds = {"native": 1.0, "torch": 1.0 if best == "native" else 0.1}
         monkeypatch.setattr(tune, "time_ways", lambda *_, seconds=seconds: Timed(seconds, {}))
-        mpkernels.tune(layer, torch.randn(rows, 8), again=True)
+        mpkernels.tune(layer, torch.randn(rows, 8))
         case, *_ = selector.tuned
         assert selector.choose(case._replace(rows=None)) == best
-
-
-def test_other_versions_machines_and_kernels_are_timed_anew(timed, monkeypatch):
-    layer, x = LinearAct(8, 6), torch.randn(5, 8)
-    mpkernels.tune(layer, x)
-    [key] = json.loads(disk.path().read_text())
-    assert all(name in key for name in ("torch 2", "triton", "mpkernels 0", f"{torch.get_num_threads()} threads"))
-    assert "of native" in key
-    monkeypatch.setattr(disk, "_version", lambda package: f"{package} of tomorrow")
-    mpkernels.tune(layer, x)
-    assert len(timed) == 2
-
-
-CORRUPT = ["", "{", "[]", "7", '{"KEY": 3}', '{"KEY": {"us": {"native": 1}}}', "\x00\xff"]
-CORRUPT += [
-    '{"KEY": {"us": {"torch": NUMBER}, "left_out": {}}}'.replace("NUMBER", it) for it in ("0", "-1", "NaN", "[]")
-]
-CORRUPT += ['{"KEY": {"us": {"torch": 1}, "left_out": []}}']
-
-
-@pytest.mark.parametrize("text", CORRUPT)
-def test_a_corrupt_file_is_no_error(timed, text):
-    layer, x = LinearAct(8, 6), torch.randn(5, 8)
-    mpkernels.tune(layer, x)
-    [key] = json.loads(disk.path().read_text())
-    disk.path().write_text(text.replace("KEY", key), "latin-1")
-    mpkernels.tune(layer, x)
-    mpkernels.tune(layer, x)
-    assert len(timed) == 2  # it has been mended
-
-
-def test_a_place_that_cant_be_written_is_no_error(monkeypatch, tmp_path):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setattr(disk, "path", lambda: tmp_path / "file" / "tuned.json")  # also root can't write there
-    mpkernels.tune(LinearAct(8, 6), torch.randn(5, 8))
-    selector.forget()
-
-    def no_home():
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(disk, "path", no_home)
-    mpkernels.tune(LinearAct(8, 6), torch.randn(5, 8))
-    selector.forget()
 
 
 def test_the_report_is_a_table_of_ratios():
