@@ -1,4 +1,4 @@
-"""What ops ask of CUDA: whichever call fails, the user hears of it; all work goes to the current stream."""
+"""Whichever of an op's calls to CUDA fails, the user gets an error; and all work goes to the current stream."""
 
 import itertools
 
@@ -11,12 +11,9 @@ from tests.ops.test_ops import ARGUMENTS
 from tests.targets import emulated_variable
 
 
-def long_list(device):
-    return [
-        [torch.ones(1) for _ in range(1355)],
-        torch.zeros(()),
-        torch.ones(()),
-    ]  # one more than a launch's parameters hold
+def list_for_two_launches(device):
+    """Return arguments of unscale_, with one tensor more than the parameters of a launch hold."""
+    return [[torch.ones(1) for _ in range(1355)], torch.zeros(()), torch.ones(())]
 
 
 @pytest.fixture
@@ -26,18 +23,18 @@ def calls_to_failure(emulated):
     calls.value = 0
 
 
-@pytest.mark.parametrize(("name", "make"), (ARGUMENTS | {"unscale_": long_list}).items())
-def test_a_failed_call_is_an_error(calls_to_failure, name, make):
+@pytest.mark.parametrize(("name", "make"), (ARGUMENTS | {"unscale_": list_for_two_launches}).items())
+def test_whichever_call_fails_an_error_is_raised(calls_to_failure, name, make):
     for call in itertools.count(1):
         calls_to_failure.value = call
         try:
             _registry._ops[name](*make(torch.device("cpu")))
         except RuntimeError as error:
-            says = (
+            expected = (
                 f"{name}: CUDA says cudaErrorMemoryAllocation: out of memory",
                 "torch could not multiply two matrices",
             )
-            assert any(it in str(error) for it in says)  # noqa: PT017
+            assert any(text in str(error) for text in expected)  # noqa: PT017
         else:
             break
     assert calls_to_failure.value > 0, f"CUDA's call {call} failed, and nobody was told"
@@ -45,7 +42,7 @@ def test_a_failed_call_is_an_error(calls_to_failure, name, make):
 
 
 @pytest.mark.parametrize(("name", "make"), ARGUMENTS.items())
-def test_the_current_device_is_back_after_an_op_on_another(calls_to_failure, name, make):
+def test_an_op_restores_the_current_device_even_if_it_fails(calls_to_failure, name, make):
     device = emulated_variable("emulation_device")
     _registry._ops[name](*make(torch.device("cpu")))
     assert device.value == 0

@@ -26,9 +26,9 @@ MODES = [
 
 @pytest.fixture
 def capturing(target):
-    """The target, where what it is given can be replayed."""
+    """Return the target if its work can be captured and replayed."""
     if str(target) in ("cpu-native", "cpu-cuda"):
-        pytest.skip("computes at once, on the host")
+        pytest.skip("computes at once, on the host: nothing can be captured")
     return target
 
 
@@ -46,14 +46,14 @@ def set_grads(model, seed):
 
 @pytest.mark.each_value_once
 @pytest.mark.parametrize(("dtype", "options"), MODES, ids=str)
-def test_replayed_steps_are_eager_steps(dtype, options, capturing):
+def test_replayed_steps_give_the_bits_of_eager_steps(dtype, options, capturing):
     device = capturing.device
     models = [network(dtype, device) for _ in range(2)]
     optimizers = []
     for model in models:
         lr = torch.tensor(1e-2, device=device)
         optimizers.append(AdamW(model.parameters(), lr=lr, **options))
-    for model, optimizer in zip(models, optimizers, strict=True):  # makes states, compiles kernels
+    for model, optimizer in zip(models, optimizers, strict=True):  # the first step makes states and compiles kernels
         set_grads(model, 0)
         optimizer.step()
     with captured(capturing) as graph:
@@ -117,7 +117,7 @@ BOUNDED = {"max_scale": 2.0**11, "min_scale": 2.0**9, "hysteresis": 2}
         (torchs, unscale_and_clip, {}),
     ],
 )
-def test_a_replayed_iteration_is_an_eager_one(make, step, options, capturing):
+def test_a_replayed_iteration_gives_the_bits_of_an_eager_one(make, step, options, capturing):
     """The graph holds forward, backward, unscale_, clip, step and update. The scale grows and backs off in replays."""
     device = capturing.device
     runs = []
@@ -162,8 +162,8 @@ def test_a_replayed_iteration_is_an_eager_one(make, step, options, capturing):
 
 
 @pytest.mark.parametrize("activation", ["none", "silu"])
-def test_a_captured_product_is_an_eager_one(activation, capturing):
-    """The very first of its shape. But Triton's kernels are loaded before, which no capture allows."""
+def test_a_captured_product_gives_the_bits_of_an_eager_one(activation, capturing):
+    """The captured call is the first of its shape. Triton's kernels run before, because no capture can load them."""
     device = capturing.device
     x, weight, bias, _ = layer(48, 24, 40, B16, device)
     with torch.no_grad():
@@ -177,7 +177,7 @@ def test_a_captured_product_is_an_eager_one(activation, capturing):
             assert torch.equal(y, linear_act(x, weight, bias, activation))
 
 
-def test_a_captured_layer_trains_as_an_eager_one(capturing):
+def test_a_captured_layer_gives_the_grads_of_an_eager_one(capturing):
     """The captured backward includes the sums of the bias gradient."""
     device, layers = capturing.device, []
     for _ in range(2):
@@ -191,8 +191,8 @@ def test_a_captured_layer_trains_as_an_eager_one(capturing):
         y.float().square().sum().backward()
 
     x = torch.randn(48, 24, device=device)
-    for it in layers:
-        iterate(it, x)
+    for each_layer in layers:
+        iterate(each_layer, x)
     with captured(capturing) as graph:
         iterate(layers[0], x)
     for _ in range(3):

@@ -17,7 +17,7 @@ CANT = "CUDA says cudaErrorNoKernelImageForDevice: no image. The compiled kernel
 
 
 @pytest.fixture(autouse=True)
-def state():
+def decisions_restored():
     """Restore after the test what was decided about devices."""
     kept = _devices.capabilities, _devices.left_out, _devices._warned
     before = [it.copy() for it in kept]
@@ -41,7 +41,7 @@ def test_ptx_serves_the_chip_that_it_is_for():
 
 
 @pytest.mark.parametrize(
-    ("capability", "built_for", "driver", "says"),
+    ("capability", "built_for", "driver", "advice"),
     [
         ((7, 0), BUILT_FOR, GOOD, "need compute capability 7.5, and it has 7.0"),
         ((8, 0), ["sm_86", "compute_90"], GOOD, "need compute capability 8.6, and it has 8.0"),
@@ -51,18 +51,19 @@ def test_ptx_serves_the_chip_that_it_is_for():
         ((9, 0), BUILT_FOR, (999, 0), "fails with error 999"),
     ],
 )
-def test_another_is_told_what_to_do(capability, built_for, driver, says):
-    assert says in _devices.why_not_native(capability, built_for, "nvcc 13.0", driver)
+def test_for_another_chip_the_reason_says_what_to_do(capability, built_for, driver, advice):
+    assert advice in _devices.why_not_native(capability, built_for, "nvcc 13.0", driver)
 
 
-def test_an_older_driver_of_the_same_major_version_runs_code_that_is_there():
+def test_an_older_driver_of_the_same_major_version_runs_code_but_no_ptx():
     assert _devices.why_not_native((9, 0), BUILT_FOR, "nvcc 13.2", GOOD) == ""
     assert _devices.why_not_native((11, 0), BUILT_FOR, "nvcc 13.2", GOOD) != ""  # PTX alone
 
 
 @pytest.fixture
 def machine_with(monkeypatch):
-    """Return what makes torch begin to use CUDA devices of these capabilities, beside a library built for BUILT_FOR."""
+    """Return a function that acts as if torch began to use CUDA devices of the given capabilities. The library is built
+    for BUILT_FOR."""
     monkeypatch.setattr(_registry, "_native", {(op, kind) for op in _registry._ops for kind in ("cpu", "cuda")})
     built = {"cuda": {"built_for": BUILT_FOR, "compiler": "nvcc 13.0", "left_out": ""}}
     monkeypatch.setattr(_extension, "build_info", lambda _: built)
@@ -84,13 +85,13 @@ def kernels(op, device):
 
 def test_each_device_has_the_kernels_that_run_on_it(machine_with):
     machine_with((9, 0), (7, 5), (7, 0), (6, 1))
-    of_unscale = [kernels("unscale_", f"cuda:{i}") for i in range(4)]
-    assert of_unscale == [["native", "triton", "reference"]] * 2 + [["triton", "reference"], ["reference"]]
-    of_linear = [kernels("linear_act", f"cuda:{i}") for i in range(4)]
-    assert of_linear == [["native", "triton", "reference"], ["native", "reference"], ["reference"], ["reference"]]
+    unscale_kernels = [kernels("unscale_", f"cuda:{i}") for i in range(4)]
+    assert unscale_kernels == [["native", "triton", "reference"]] * 2 + [["triton", "reference"], ["reference"]]
+    linear_kernels = [kernels("linear_act", f"cuda:{i}") for i in range(4)]
+    assert linear_kernels == [["native", "triton", "reference"], ["native", "reference"], ["reference"], ["reference"]]
 
 
-def test_where_all_can_run_nothing_is_put_between_the_dispatcher_and_the_kernels(machine_with, monkeypatch):
+def test_if_all_devices_run_all_kernels_no_routes_are_made(machine_with, monkeypatch):
     pushed = []
     monkeypatch.setattr(_routes._dispatcher, "push", lambda kernels: pushed.append(kernels))
     machine_with((9, 0), (8, 6), (7, 5))
@@ -99,18 +100,18 @@ def test_where_all_can_run_nothing_is_put_between_the_dispatcher_and_the_kernels
 
 
 @pytest.mark.parametrize("op", {line.ops.rule.op: None for line in RULES.values()})
-def test_a_driver_that_is_too_old_leaves_all_devices_to_the_next_kernel(machine_with, op):
+def test_with_a_driver_that_is_too_old_all_devices_run_the_next_kernel(machine_with, op):
     machine_with((9, 0), (8, 0), driver=(35, 0))
     assert kernels(op, "cuda:0") == kernels(op, "cuda:1") == ["triton", "reference"]
 
 
-def test_doctor_says_why(machine_with):
+def test_doctor_says_why_a_device_lacks_the_native_kernel(machine_with):
     machine_with((9, 0), (7, 0))
     assert "need compute capability 7.5" in why_not()["native on cuda:1"]
     assert "native on cuda:0" not in {*why_not()} - {"native on cuda"}
 
 
-def test_of_two_devices_each_runs_its_own_kernel(machine_with, monkeypatch):
+def test_each_of_two_devices_runs_its_own_kernel(machine_with, monkeypatch):
     op, ran = _registry._ops["unscale_"], []
     monkeypatch.setattr(_routes, "find_kernel", lambda *_: lambda *arguments: ran.append("native"))
     monkeypatch.setattr(op, "triton", lambda *arguments: ran.append("triton"))
@@ -156,7 +157,7 @@ def test_once_cuda_is_in_use_kernels_are_those_of_the_current_device(monkeypatch
     assert "native" not in mpkernels.backends("unscale_", "cuda")
 
 
-# ---- the same with kernels that run here: of the CPU, which is left out as a CUDA device would be
+# ---- the same on a machine without a GPU: the tests leave the CPU out, as a CUDA device would be left out
 
 
 @pytest.fixture
@@ -177,7 +178,7 @@ def leave_out_the_cpu():
 
 
 @pytest.mark.usefixtures("native")
-def test_the_next_kernel_runs_in_the_place_of_c_plus_plus(monkeypatch):
+def test_a_device_that_is_left_out_runs_the_next_kernel(monkeypatch):
     want = unscale()
     leave_out_the_cpu()
     following, ran = mpkernels.backends("unscale_")[0], []
@@ -196,8 +197,8 @@ def test_the_next_kernel_runs_in_the_place_of_c_plus_plus(monkeypatch):
 
 
 @pytest.mark.usefixtures("native")
-def test_a_forced_kernel_is_not_taken_for_that_of_c_plus_plus(monkeypatch):
-    """torch may begin to use CUDA inside ``backend``."""
+def test_routes_made_inside_backend_lead_to_the_native_kernel_afterwards(monkeypatch):
+    """Routes are made when torch begins to use CUDA, which may happen inside ``backend``."""
     op, ran = _registry._ops["unscale_"], []
     kernel = op.reference
     monkeypatch.setattr(op, "reference", lambda *arguments: ran.append("reference") or kernel(*arguments))
@@ -211,12 +212,12 @@ def test_a_forced_kernel_is_not_taken_for_that_of_c_plus_plus(monkeypatch):
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("says", [CANT, "CUDA says cudaErrorMemoryAllocation: out of memory"])
-def test_what_a_launch_says_is_raised(monkeypatch, says):
+@pytest.mark.parametrize("message", [CANT, "CUDA says cudaErrorMemoryAllocation: out of memory"])
+def test_an_error_of_a_launch_is_raised_and_the_device_stays_in_use(monkeypatch, message):
     def run(*arguments):
-        raise RuntimeError(f"unscale_: {says}")
+        raise RuntimeError(f"unscale_: {message}")
 
     monkeypatch.setattr(_registry._ops["unscale_"], "overload", run)
-    with pytest.raises(RuntimeError, match=says):
+    with pytest.raises(RuntimeError, match=message):
         unscale()
     assert CPU not in _devices.left_out

@@ -15,10 +15,11 @@ SIZE = 2**31 + 11
 def zeros(device):
     if device.type == "cuda":
         return torch.zeros(SIZE, dtype=torch.bfloat16, device=device)
-    return torch.from_numpy(np.zeros(SIZE, dtype=np.int16)).view(torch.bfloat16)  # pages come when they are written
+    # The system gives a page of these zeros only when it is written.
+    return torch.from_numpy(np.zeros(SIZE, dtype=np.int16)).view(torch.bfloat16)
 
 
-def test_the_last_element_counts(target):
+def test_the_last_element_of_a_huge_grad_counts(target):
     if target.device.type == "cpu" and target.kernel != "native":
         pytest.skip(f"minutes or 16 GB for the {target.kernel} kernel")
     grads = zeros(target.device)
@@ -53,8 +54,8 @@ def test_triton_addresses_beyond_32_bits():
 
 @pytest.fixture
 def memory(target, monkeypatch, tmp_path):
-    """2^31 elements and some more, 0; and as many before them, where an index that wraps finds others. On a CPU a file
-    without content. Triton's interpreter, which copies all memory to and fro, leaves it where it lies."""
+    """Return more than 2^31 zeros. As many lie before them, where an index that wraps finds them. On a CPU, they are a
+    file that takes no room on the disk. Triton's interpreter would copy it in each launch, and is patched not to."""
     size = 2**32 + 256
     if target.is_interpreted:
         from triton.runtime.interpreter import GridExecutor
@@ -70,24 +71,24 @@ FAR = {"rows": ((9, 3), (2**28, 1)), "columns": ((3, 9), (1, 2**28)), "steps of 
 
 
 @pytest.mark.parametrize(("shape", "strides"), FAR.values(), ids=FAR)
-def test_a_matrix_spread_over_more_than_32_bits(target, memory, shape, strides):
-    """Each argument of linear_act, its backward and linear_dact is such a matrix once."""
+def test_a_matrix_spread_over_more_than_32_bits_is_read_right(target, memory, shape, strides):
+    """Each argument of linear_act, of its backward and of linear_dact is such a matrix once."""
     near = integers(*shape, device=target.device)
     far = memory.as_strided(shape, strides).copy_(near)
     rows, columns = shape
     other, beside, bias = (integers(*it, device=target.device) for it in ((5, columns), (rows, columns), (rows,)))
     rest = "relu2", torch.float32, True
-    # cuBLAS 13.0 wraps, where it adds a bias: torch's own layer is wrong, and so is what leaves its product to torch.
+    # cuBLAS 13.0 wraps if it adds a bias. Then torch's layer is wrong, and so are our kernels that use torch's product.
     products = (torch.nn.functional.linear(other, weight, bias) for weight in (far, near))
     bias = bias if target.kernel == "triton" or torch.equal(*products) else None
     for op, arguments in (
-        (_linear_act, lambda it: (it, other, None, "relu2", True)),
-        (_linear_act, lambda it: (other, it, bias, "relu2", True)),
-        (_linear_act_backward, lambda it: (it, None, None, beside, "relu2", None, torch.float32)),
-        (_linear_act_backward, lambda it: (beside, None, None, it, "relu2", None, torch.float32)),
-        (_linear_dact, lambda it: (it, other.new_ones(columns, 4), other.new_ones(rows, 4), *rest)),
-        (_linear_dact, lambda it: (other.new_ones(4, rows), it, other.new_ones(4, columns), *rest)),
-        (_linear_dact, lambda it: (other.new_ones(rows, 4), other.new_ones(4, columns), it, *rest)),
+        (_linear_act, lambda matrix: (matrix, other, None, "relu2", True)),
+        (_linear_act, lambda matrix: (other, matrix, bias, "relu2", True)),
+        (_linear_act_backward, lambda matrix: (matrix, None, None, beside, "relu2", None, torch.float32)),
+        (_linear_act_backward, lambda matrix: (beside, None, None, matrix, "relu2", None, torch.float32)),
+        (_linear_dact, lambda matrix: (matrix, other.new_ones(columns, 4), other.new_ones(rows, 4), *rest)),
+        (_linear_dact, lambda matrix: (other.new_ones(4, rows), matrix, other.new_ones(4, columns), *rest)),
+        (_linear_dact, lambda matrix: (other.new_ones(rows, 4), other.new_ones(4, columns), matrix, *rest)),
     ):
         for got, want in zip(op(*arguments(far)), op.reference(*arguments(near)), strict=True):
             assert torch.equal(got, want)

@@ -40,8 +40,8 @@ def test_every_instruction_set_gives_the_same_bits(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_what_onednn_may_not_use_is_not_counted_on(tmp_path):
-    """Told to multiply without 16-bit instructions, it takes longer for 16-bit matrices than for fp32 ones."""
+def test_products_are_in_fp32_where_onednn_may_not_use_16_bit_instructions(tmp_path):
+    """There, oneDNN multiplies 16-bit matrices slower than fp32 ones, so our kernel must multiply in fp32."""
     x, weight, bias, dy = layer(130, 97, 75, torch.bfloat16)
     torch.save((x, weight, bias), tmp_path / "layer.pt")
     code = (
@@ -54,5 +54,5 @@ def test_what_onednn_may_not_use_is_not_counted_on(tmp_path):
     for limit in ("AVX512_CORE", "AVX2"):
         command = [sys.executable, "-c", code, str(tmp_path / "layer.pt"), str(tmp_path / "y.pt")]
         subprocess.run(command, env=os.environ | {"ONEDNN_MAX_CPU_ISA": limit}, check=True)
-        # eps / sqrt(12), as evenly spread errors have it: nothing was rounded before the end.
+        # Errors of one rounding are evenly spread, eps / sqrt(12): nothing was rounded before the end.
         assert relative_error(torch.load(tmp_path / "y.pt"), exact) < 0.3 * torch.finfo(torch.bfloat16).eps

@@ -23,16 +23,16 @@ def is_finite(make):
     return all(it.isfinite().all() for it in tree_leaves(make(torch.device("cpu"))) if isinstance(it, torch.Tensor))
 
 
-# torch's checks take a NaN in a result for a difference.
+# Samples that aren't finite are left out, except an op's first one: opcheck takes a NaN for a difference.
 CALLS = [
     (name, it.arguments)
     for name, samples in SAMPLES.items()
     for it in samples
     if it is samples[0] or is_finite(it.arguments)
 ]
-FIRST = {samples[0].arguments for samples in SAMPLES.values()}  # of each op; the rest says less
+FIRST = {samples[0].arguments for samples in SAMPLES.values()}  # each op's first sample; the others reveal less
 EACH_CALL = [pytest.param(*it, marks=() if it[1] in FIRST else pytest.mark.exhaustive) for it in CALLS]
-PLAIN = ("unscale_", "grad_stats", "update_scale_")  # what users call takes the op's own arguments
+PLAIN = ("unscale_", "grad_stats", "update_scale_")  # users call these ops with the op's own arguments
 
 
 def test_every_op_is_tested_here():
@@ -40,14 +40,14 @@ def test_every_op_is_tested_here():
 
 
 @pytest.mark.parametrize(("name", "make"), EACH_CALL)
-def test_opcheck_of_what_a_kernel_does(target, name, make):
+def test_each_kernel_passes_opcheck(target, name, make):
     checks = "test_schema", "test_faketensor"
     torch.library.opcheck(_registry._ops[name].overload, make(target.device), test_utils=checks)
 
 
-@pytest.mark.kernels("native")  # torch sees no other difference between them
+@pytest.mark.kernels("native")  # the other checks don't look at what a kernel does
 @pytest.mark.parametrize(("name", "make"), EACH_CALL)
-def test_opcheck(target, name, make):
+def test_each_op_passes_opcheck(target, name, make):
     torch.library.opcheck(_registry._ops[name].overload, make(target.device))
 
 
@@ -66,7 +66,7 @@ def test_compiles_without_a_graph_break(target, name, make):
 
 
 @pytest.mark.parametrize(("name", "make"), ARGUMENTS.items())
-def test_the_default_device_is_none_of_its_business(target, name, make):
+def test_the_default_device_changes_no_result(target, name, make):
     """After torch.set_default_device("cuda"), for example, launchers must still make tensors on the host."""
     arguments, same = make(target.device), make(target.device)
     want = _registry._ops[name](*same)
@@ -89,8 +89,8 @@ def test_triton_launches_on_the_tensors_device(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["unscale_", "grad_stats"])
-def test_fake_tensors_of_any_size(name):
-    """torch.compile's view: shapes and dtypes without memory, beyond 2^31 elements too."""
+def test_ops_take_fake_tensors_of_any_size(name):
+    """torch.compile runs ops on fake tensors, which have shapes and dtypes but no memory, also beyond 2^31 elements."""
     with torch._subclasses.FakeTensorMode():
         tensors = [torch.empty(2**31 + 9, dtype=torch.bfloat16), torch.empty(0), torch.empty(3, 2**31).t()]
         results = getattr(ops, name)(tensors, *(torch.zeros(()), torch.ones(())) if name == "unscale_" else ())
@@ -118,7 +118,7 @@ def test_results_carry_no_gradient(target):
 
 @pytest.mark.parametrize("call", [ops.unscale_, torch.ops.mpkernels.unscale_], ids=["function", "torch.ops"])
 def test_bad_input_changes_nothing(target, call):
-    """Also where the good part of the list comes first."""
+    """The good grad stays unchanged although it comes first in the list."""
     good = torch.ones(3, device=target.device)
     found_inf, inv_scale = torch.zeros((), device=target.device), torch.full((), 0.5, device=target.device)
     for bad in (
@@ -242,7 +242,7 @@ def kernel_that_runs():
 
 
 def test_backends_nest_and_end():
-    """The innermost counts; afterwards all is as it was, also after an exception."""
+    """The innermost backend counts. When it ends, even by an exception, the outer one counts again."""
     assert kernel_that_runs() == "native"
     with mpkernels.backend("reference"):
         assert kernel_that_runs() == "reference"
@@ -258,11 +258,11 @@ def test_backends_nest_and_end():
 @pytest.mark.parametrize(("outer", "inner"), [("native", "reference"), ("reference", "native")])
 def test_the_inner_backend_decides_whether_a_step_goes_straight_to_c_plus_plus(outer, inner):
     with mpkernels.backend(outer), mpkernels.backend(inner):
-        is_there = ops.adamw_.by_plan.on(torch.device("cpu")) is not None
-    assert is_there == (inner == "native")
+        goes_straight = ops.adamw_.by_plan.on(torch.device("cpu")) is not None
+    assert goes_straight == (inner == "native")
 
 
-def test_backends_that_end_in_another_order_than_they_began():
+def test_backends_may_end_in_another_order_than_they_began():
     """Contexts in two threads may end in any order."""
     first, second = mpkernels.backend("reference"), mpkernels.backend("native")
     first.__enter__()
@@ -273,7 +273,7 @@ def test_backends_that_end_in_another_order_than_they_began():
     assert kernel_that_runs() == "native"
 
 
-def test_a_backend_that_is_not_there_raises_instead_of_another():
+def test_a_missing_backend_raises_instead_of_running_another():
     if torch.cuda.is_available():
         pytest.skip("needs a machine where Triton has no CUDA device and isn't interpreted")
     code = "import torch, mpkernels\nwith mpkernels.backend('triton'):\n    mpkernels.ops.grad_stats([torch.ones(3)])\n"

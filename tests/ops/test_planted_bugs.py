@@ -24,7 +24,7 @@ def half(target):
     [(torch.float16, 0x477FEFFF), (torch.bfloat16, 0x7F7F7FFF), (torch.float32, 0x7F7FFFFF)],
     ids=str,
 )
-def test_the_last_value_that_rounds_to_a_finite_one(target, dtype, largest):
+def test_overflow_begins_at_the_first_value_that_rounds_to_inf(target, dtype, largest):
     for bits, overflows in ((largest, 0.0), (largest + 1, 1.0)):
         grad, found_inf = torch.ones(37, dtype=dtype, device=target.device), zero(target)
         unscale_([grad], found_inf, fp32(bits).to(target.device))
@@ -33,8 +33,8 @@ def test_the_last_value_that_rounds_to_a_finite_one(target, dtype, largest):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_a_nan_whose_upper_bits_are_an_infs(target, dtype):
-    """Its payload lies in the bits that are cut off; or rounding it up carries into the sign."""
+def test_a_nan_whose_upper_bits_are_infs_stays_nan(target, dtype):
+    """The first NaN's payload lies in bits that 16 bits lack. Rounding the second NaN up would carry into the sign."""
     for bits in (0x7F800001, 0x7FFFFFFF):
         grad, found_inf = torch.ones(37, dtype=dtype, device=target.device), zero(target)
         unscale_([grad], found_inf, fp32(bits).to(target.device))
@@ -61,7 +61,7 @@ def test_many_chunks_of_one_tensor(target):
     assert grad_stats([torch.ones(8192 * chunks, device=target.device)]).sumsq.item() == 8192 * chunks
 
 
-def test_copy_on_write_is_respected(target):
+def test_writing_to_a_copy_on_write_clone_changes_only_the_clone(target):
     """A lazy clone shares its memory until one of the two is written."""
     grad = torch.ones(100, device=target.device)
     clone = torch._lazy_clone(grad)
@@ -73,7 +73,7 @@ def test_copy_on_write_is_respected(target):
     assert (found_inf.item(), flag.item()) == (0.0, 1.0)
 
 
-def test_reading_leaves_memory_shared(target):
+def test_an_op_that_only_reads_leaves_lazy_clones_shared(target):
     if target.kernel == "triton":
         pytest.skip("data_ptr() is all that Python has, and it ends the sharing")
     clone = torch._lazy_clone(torch.ones(100, device=target.device))
@@ -81,7 +81,7 @@ def test_reading_leaves_memory_shared(target):
     assert torch._C._is_cow_tensor(clone)
 
 
-def test_nothing_is_kept_alive(target):
+def test_ops_keep_no_grad_alive(target):
     grad = torch.ones(5, device=target.device)
     memory = StorageWeakRef(grad.untyped_storage())
     unscale_([grad], zero(target), half(target))
@@ -93,21 +93,21 @@ def test_nothing_is_kept_alive(target):
 @pytest.mark.parametrize(
     "scalars", [(torch.zeros(1).to_sparse(), torch.ones(())), (torch.zeros(()), torch.ones((), device="meta"))]
 )
-def test_scalars_elsewhere_or_sparse_are_refused(scalars):
+def test_scalars_on_another_device_or_sparse_are_refused(scalars):
     grad = torch.ones(3)
     with pytest.raises(ValueError, match=r"unscale_: (found_inf|inv_scale) must be"):
         unscale_([grad], *scalars)
     assert grad.tolist() == [1.0] * 3
 
 
-def test_an_iterator_of_grads_is_told_to_autograd_too(target):
+def test_autograd_notices_changed_grads_that_came_in_an_iterator(target):
     grad = torch.ones(3, device=target.device)
     unscale_(iter([grad]), zero(target), half(target))
     assert grad.tolist() == [0.5] * 3
     assert grad._version > 0
 
 
-def test_tuples_and_views_of_one_memory(target):
+def test_a_tuple_of_views_of_one_memory_is_unscaled(target):
     base = torch.ones(64, device=target.device)
     unscale_((base[:32], base[32:]), zero(target), half(target))
     assert base.tolist() == [0.5] * 64

@@ -1,5 +1,5 @@
-"""How fast each op is on a GPU, beside what torch has for the same: printed after the tests. A short measurement judges
-nothing; ``pytest benchmarks/`` takes its time. Backwards are measured with their forwards."""
+"""Measures each op on a GPU, beside what torch has for the same; the summary after the tests prints the speeds. Such
+short measurements prove nothing: ``pytest benchmarks/`` measures longer. Backwards are measured with their forwards."""
 
 from dataclasses import replace
 from functools import partial
@@ -26,14 +26,14 @@ def mlp_beside_torch(name, setting):
     return blocks.compare(setting, name, blocks.ours(setting, name), blocks.torchs(setting, name))
 
 
-OF_LISTS = {
+LIST_OPS = {
     "unscale_": ops.compare_unscale,
     "grad_stats": ops.compare_grad_stats,
     "adamw_": partial(rule_beside_torch, "adamw"),
     "adam_": partial(rule_beside_torch, "adam"),
     "sgd_": partial(rule_beside_torch, "sgd-momentum"),
 }
-OF_LAYERS = {
+LAYER_OPS = {
     "linear_act": linear.compare,
     "linear_dact": layers.compare_dact,
     "linear_gated": partial(mlp_beside_torch, "swiglu_mlp"),
@@ -44,17 +44,17 @@ def setting_of(op):
     is_gpu = torch.cuda.get_device_properties(0).total_memory >= SMALLEST_GPU
     list_of_tensors = Sizes("4x10M", ((10_000_000,),) * 4) if is_gpu else Sizes("4x1k", ((1000,),) * 4)
     shape = linear.Shape(4096, 1024, 4096) if is_gpu else linear.Shape(16, 16, 32)
-    dtype, sizes = ("fp32", list_of_tensors) if op in OF_LISTS else ("bf16", shape.sizes())
+    dtype, sizes = ("fp32", list_of_tensors) if op in LIST_OPS else ("bf16", shape.sizes())
     return Setting(Place("cuda", 1), dtype, sizes)
 
 
 @pytest.mark.kernels("native", "triton")
-@pytest.mark.parametrize("op", [*OF_LISTS, *OF_LAYERS])
-def test_it_is_printed(target, record_property, op):
+@pytest.mark.parametrize("op", [*LIST_OPS, *LAYER_OPS])
+def test_each_ops_speed_is_printed(target, record_property, op):
     if target.device.type != "cuda" or target.is_interpreted:
         pytest.skip("measures GPUs")
     setting = setting_of(op)
-    case = Benchmark(op, setting, partial((OF_LISTS | OF_LAYERS)[op], setting), op)
+    case = Benchmark(op, setting, partial((LIST_OPS | LAYER_OPS)[op], setting), op)
     result = measuring.run_one(case, seconds=0.2, builds=1)
     torchs = formatting.speed(replace(result, ours_us=result.torch_us))
     record_property(SPEED, f"{op:12} {target.kernel:7} {formatting.speed(result)}, torch {torchs} ({setting})")

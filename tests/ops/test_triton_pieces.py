@@ -23,8 +23,8 @@ def store_sum_of(out, values, count):
 
 
 @triton.jit(do_not_specialize=["count"])  # or a count of 1 would be a constant, which kernels read from memory
-def store_line(line, of_chunk, count):
-    write_line(line, of_chunk, count, count)
+def store_line(line, chunk_lines, count):
+    write_line(line, chunk_lines, count, count)
 
 
 @triton.jit
@@ -41,7 +41,7 @@ def store_split_and_joined(masters, weights, remainders, joined, dtype: tl.const
     tl.store(joined + at, join(weight, remainder, dtype))
 
 
-def test_sums_go_beyond_one_block():
+def test_sums_may_have_more_terms_than_a_block():
     values = torch.arange(2 * BLOCK.value + 3, dtype=torch.float64, device=DEVICE)
     for count in (1, BLOCK.value, BLOCK.value + 1, values.numel()):
         out = torch.zeros((), dtype=torch.float64, device=DEVICE)
@@ -49,12 +49,12 @@ def test_sums_go_beyond_one_block():
         assert out.item() == count * (count - 1) / 2
 
 
-def test_reports_are_merged_of_any_number_of_chunks():
-    of_chunk = torch.rand(300, 6, dtype=torch.float64, device=DEVICE).mul(1000).round()
+def test_the_reports_of_any_number_of_chunks_are_merged():
+    chunk_lines = torch.rand(300, 6, dtype=torch.float64, device=DEVICE).mul(1000).round()
     for count in (1, 128, 129, 300):
         line = torch.full((6,), -7.0, dtype=torch.float64, device=DEVICE)
-        store_line[(1,)](line, of_chunk, count)
-        infs, nans, first, largest, zeros = of_chunk[:count, 1:].unbind(1)
+        store_line[(1,)](line, chunk_lines, count)
+        infs, nans, first, largest, zeros = chunk_lines[:count, 1:].unbind(1)
         assert line.tolist() == [count, infs.sum(), nans.sum(), first.min(), largest.max(), zeros.sum()]
 
 
@@ -95,7 +95,7 @@ def test_rows_stay_on_the_device_as_long_as_the_list_is_the_same(kept):
     assert _tensor_table.build(grads, [16, 32], chunk=8192).rows is not first.rows
 
 
-def test_no_more_rows_stay_than_some(kept, monkeypatch):
+def test_only_the_rows_used_last_stay_on_the_device(kept, monkeypatch):
     monkeypatch.setattr(_tensor_table, "KEPT", 2)
     lists = [[torch.ones(size, device=DEVICE)] for size in (1, 2, 3)]
     first, _, _ = (_tensor_table.build(each, [16]).rows for each in (*lists[:2], lists[0]))
@@ -106,7 +106,7 @@ def test_no_more_rows_stay_than_some(kept, monkeypatch):
 
 @pytest.mark.parametrize(("dtype", "code"), [(torch.bfloat16, BF16), (torch.float16, FP16)], ids=["bf16", "fp16"])
 def test_masters_are_split_and_joined_to_the_bit(dtype, code):
-    """Every upper half of an fp32 with some lower ones, ties and their neighbours among them."""
+    """The masters have every upper half of an fp32 number, beside some lower halves: ties and their neighbours."""
     upper = torch.arange(1 << 16, device=DEVICE)
     lower = (0, 1, 0x0FFF, 0x1000, 0x1001, 0x3000, 0x7FFF, 0x8000, 0x8001, 0xF000, 0xFFFE, 0xFFFF)
     masters = torch.cat([upper << 16 | low for low in lower]).to(torch.int32).view(torch.float32)

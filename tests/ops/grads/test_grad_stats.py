@@ -14,13 +14,13 @@ def exact_sumsq(grad):
     return math.fsum((grad.double() ** 2).flatten().tolist())
 
 
-OF_A_PACK = 4.001 * 2.0**-24  # a square and three additions, each of which fp32 rounds by 2^-24 at most
-OF_A_PACK_16 = 3.001 * 2.0**-24  # squares of 16-bit grads have at most 22 bits: they are exact
+PACK_ERROR = 4.001 * 2.0**-24  # fp32 rounds a square and three additions, each by 2^-24 at most
+PACK_ERROR_16_BIT = 3.001 * 2.0**-24  # squares of 16-bit grads have at most 22 bits: they are exact
 
 
 def assert_close(got, want, terms):
     """Each of `terms` additions in fp64 rounds by at most 2^-53."""
-    assert abs(got - want) <= (OF_A_PACK + max(terms, 1) * 2.0**-53) * want, (got, want)
+    assert abs(got - want) <= (PACK_ERROR + max(terms, 1) * 2.0**-53) * want, (got, want)
 
 
 def assert_same_sums(grads, device):
@@ -32,9 +32,9 @@ def assert_same_sums(grads, device):
     assert not wrong, (len(wrong), wrong[:5])
 
 
-def of_one_size(count, dtype, seed=3):
-    """Return numbers from 1 to 2. fp64 holds all sums of their packs exactly, in whichever order they are added; fp32
-    holds no sum of a pack exactly: so equal bits mean equal packs, added in the same order."""
+def numbers_of_similar_size(count, dtype, seed=3):
+    """Return numbers of magnitudes from 1 to 2. fp64 holds all sums of packs exactly, in any order; fp32 holds no sum
+    of a pack exactly. So equal bits mean equal packs, whose squares are added in the same order."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.rand(count, generator=generator) + 1
     return (sizes * torch.randn(count, generator=generator).sign()).to(torch.float32 if dtype.itemsize > 2 else dtype)
@@ -52,24 +52,24 @@ def assert_stats(grads, device):
     assert stats.found_inf.item() == 0.0
 
 
-def test_mixed_dtypes_at_every_size(target):
+def test_sums_of_mixed_dtypes_are_right_at_every_size(target):
     assert_stats(random_grads(), target.device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_odd_layouts(target, dtype):
+def test_sums_are_right_in_odd_layouts(target, dtype):
     assert_stats(odd_layouts(dtype), target.device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_place_to_begin_at(target, dtype):
+def test_sums_are_right_wherever_a_grad_begins(target, dtype):
     assert_stats(every_place(dtype)[:: 7 if target.is_interpreted else 1], target.device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_every_kernel_has_the_same_packs(target, dtype):
+def test_every_kernel_adds_the_same_packs(target, dtype):
     """Kernels sum the same packs at every size, place and layout."""
-    values = of_one_size(70_000, dtype)
+    values = numbers_of_similar_size(70_000, dtype)
     sizes = (*SIZES, 63, 65, 2047, 2049, 5000, 16384, 16392, 65_537)
     step = 5 if target.is_interpreted else 1
     grads = [values[i % 9 :][:size] for i, size in enumerate(sizes)][::step]
@@ -82,7 +82,7 @@ def test_every_kernel_has_the_same_packs(target, dtype):
 
 @pytest.mark.parametrize("power", [-149, -126, -75, -53, -52, -51, -50, -49, 48, 49, 50, 60, 127])
 def test_what_fp32_would_lose_is_added_in_fp64(target, power):
-    """Squares outside fp32's range or with few bits in fp32, alone and beside packs of ordinary ones."""
+    """Squares that fp32 lacks, or holds with few bits, stand alone and beside packs of ordinary ones."""
     generator = torch.Generator().manual_seed(power)
     grads = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -96,7 +96,7 @@ def test_what_fp32_would_lose_is_added_in_fp64(target, power):
         assert_close(got, exact_sumsq(grad), grad.numel())
 
 
-def test_a_packs_sum_may_end_at_either_bound(target):
+def test_packs_at_the_bounds_of_fp32_sums_are_added_as_by_the_reference(target):
     """Packs with sums from 2^-100 to 2^100 are added in fp32, others in fp64, with the same sum to more places."""
     grads = []
     for root in torch.tensor([2.0**-50, 1.0, 2.0**50]):
@@ -119,12 +119,12 @@ def test_expanded_grads_count_every_element(target):
 @pytest.mark.parametrize(
     "count", [1, 160, 161, 1355, *(pytest.param(it, marks=pytest.mark.exhaustive) for it in (1354, 2709))]
 )
-def test_any_number_of_tensors(target, count):
+def test_sums_of_any_number_of_tensors_are_right(target, count):
     count = min(count, 200) if target.is_interpreted else count
     assert_stats([torch.full((i % 5,), float(i)) for i in range(count)], target.device)
 
 
-def test_more_chunks_than_a_block_has_threads(target):
+def test_a_grad_of_more_chunks_than_a_block_has_threads_is_summed(target):
     """tests/ops/test_triton_pieces.py tests the same for Triton."""
     if target.is_interpreted:
         pytest.skip("would take minutes")
@@ -136,7 +136,7 @@ def test_more_chunks_than_a_block_has_threads(target):
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_bad_tensor_is_named(target, dtype, bad):
+def test_the_grad_with_an_inf_or_nan_is_flagged(target, dtype, bad):
     for size in (1, 33, 1024, 8193):
         for place in {0, size // 2, size - 1}:
             grads = random_grads(dtypes=(dtype,), sizes=(5, size, 0, 40))
@@ -170,7 +170,7 @@ def test_the_norm_is_no_worse_than_torchs(target, dtype):
         exact = math.sqrt(exact_sumsq(grad.cpu()))
         ours = grad_stats([grad]).sumsq.sqrt().item()
         theirs = torch._foreach_norm([grad.float() if dtype.itemsize < 4 else grad])[0].item()
-        floor = {4: OF_A_PACK, 2: OF_A_PACK_16}.get(dtype.itemsize, 1e-15) / 2  # a root halves what is wrong
+        floor = {4: PACK_ERROR, 2: PACK_ERROR_16_BIT}.get(dtype.itemsize, 1e-15) / 2  # a root halves a relative error
         assert abs(ours - exact) <= max(abs(theirs - exact), floor * exact)
 
 

@@ -1,4 +1,4 @@
-"""overflow_, and the same report made in adamw_: every kernel gives the reference's bits, which are right."""
+"""overflow_, and adamw_, which makes the same report: every kernel gives the reference's bits, which are right."""
 
 import math
 
@@ -14,8 +14,8 @@ from tests.ops.step.test_adamw import Model
 INF, NAN = math.inf, math.nan
 
 
-def spoiled(grads, seed=1):
-    """Set one element in ten to inf, one to NaN, two to 0, some of these negative. The first few grads stay."""
+def with_infs_nans_and_zeros(grads, seed=1):
+    """Set a tenth of the elements to inf, a tenth to NaN and a fifth to 0, some negative. The first four grads stay."""
     generator = torch.Generator().manual_seed(seed)
     kinds = torch.tensor([INF, -INF, NAN, NAN, 0.0, -0.0, 0.0, 0.0])
     for grad in grads[4:]:
@@ -39,31 +39,31 @@ def line_by_hand(grad):
     return [len(values), infs, nans, bad[0] if bad else INF, max(finite, default=0.0), finite.count(0.0)]
 
 
-def test_mixed_dtypes_at_every_size(target):
-    grads = spoiled(random_grads(sizes=(0, 1, 2, 33, 1025, 8193, 16385, 40000)))
+def test_reports_on_mixed_dtypes_are_right_at_every_size(target):
+    grads = with_infs_nans_and_zeros(random_grads(sizes=(0, 1, 2, 33, 1025, 8193, 16385, 40000)))
     wanted = [[1.0, 3.0, 3.0, 0, 0, 0], *(line_by_hand(grad) for grad in grads)]
     assert same_bits(report_of(grads, target.device, scale=3.0), torch.tensor(wanted, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_odd_layouts(target, dtype):
+def test_reports_on_odd_layouts_are_the_references(target, dtype):
     """An index counts in the grad's order of memory if the grad has no gaps."""
-    grads = spoiled(odd_layouts(dtype))
+    grads = with_infs_nans_and_zeros(odd_layouts(dtype))
     with mpkernels.backend("reference"):
         wanted = report_of(grads, "cpu")
     assert same_bits(report_of(grads, target.device), wanted)
 
 
-def test_the_order_of_memory():
+def test_an_index_counts_in_the_order_of_memory_unless_there_are_gaps():
     grad = torch.zeros(2, 3, 4).permute(2, 0, 1)
-    grad[1, 1, 2] = INF  # the 1 * 12 + 2 * 4 + 1st in memory
+    grad[1, 1, 2] = INF  # number 12 + 2 * 4 + 1 in memory
     gaps = torch.zeros(4, 5)[:, ::2]
     gaps[1, 2] = NAN
     assert report_of([grad, gaps], "cpu")[1:, 3].tolist() == [21.0, 5.0]
 
 
 @pytest.mark.parametrize(("scale", "unscaled", "on_grads"), [(None, False, 1.0), (3.0, False, 3.0), (3.0, True, 1.0)])
-def test_the_heading(target, scale, unscaled, on_grads):
+def test_the_first_line_has_the_scale_and_what_the_grads_are_multiplied_by(target, scale, unscaled, on_grads):
     heading, line = report_of([torch.tensor([-5.0, INF, 2.0])], target.device, -1.0, scale, unscaled).tolist()
     assert heading == [1.0, scale or 0.0, on_grads, 0.0, 0.0, 0.0]
     assert line == [3.0, 1.0, 0.0, 1.0, 5.0, 0.0]
@@ -71,13 +71,13 @@ def test_the_heading(target, scale, unscaled, on_grads):
 
 @pytest.mark.parametrize("found_inf", [0.0, -0.0])
 def test_nothing_is_written_where_nothing_overflowed(target, found_inf):
-    grads = spoiled(random_grads(sizes=(0, 5, 1025)))
+    grads = with_infs_nans_and_zeros(random_grads(sizes=(0, 5, 1025)))
     assert (report_of(grads, target.device, found_inf=found_inf) == -7.0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bad", [INF, -INF, NAN])
-def test_one_bad_element_at_any_place(target, dtype, bad):
+def test_a_single_inf_or_nan_is_found_at_any_place(target, dtype, bad):
     sizes = (1, 33, 8193, 16385) if not target.is_interpreted else (33, 16385)
     for size in sizes:
         for place in {0, size // 2, size - 1}:
@@ -90,14 +90,14 @@ def test_one_bad_element_at_any_place(target, dtype, bad):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_ends_of_the_range(target, dtype):
+def test_numbers_at_the_ends_of_the_range_are_finite_and_not_zero(target, dtype):
     """The largest finite number is no inf, the smallest is not 0."""
     info = torch.finfo(dtype)
     values = torch.tensor([info.max, info.tiny, info.smallest_normal * info.eps, -0.0], dtype=torch.float64)
     assert report_of([values.to(dtype)], target.device)[1].tolist() == [4.0, 0.0, 0.0, INF, info.max, 1.0]
 
 
-def test_more_chunks_than_a_block_has_threads(target):
+def test_a_grad_of_more_chunks_than_a_block_has_threads_is_reported(target):
     """tests/ops/test_triton_pieces.py tests the same for Triton."""
     if target.is_interpreted:
         pytest.skip("would take minutes")
@@ -108,14 +108,14 @@ def test_more_chunks_than_a_block_has_threads(target):
 
 
 @pytest.mark.parametrize("count", [1, 161, 1355])
-def test_any_number_of_tensors(target, count):
+def test_any_number_of_tensors_is_reported(target, count):
     count = min(count, 20) if target.is_interpreted else count
     report = report_of([torch.full((1 + i % 5,), float(i)) for i in range(count)], target.device)
     assert report[1:, 4].tolist() == [float(i) for i in range(count)]
 
 
 def test_grads_are_only_read(target):
-    grads = clones(spoiled(random_grads(sizes=(5, 1025))), target.device)
+    grads = clones(with_infs_nans_and_zeros(random_grads(sizes=(5, 1025))), target.device)
     before, versions = [grad.clone() for grad in grads], [grad._version for grad in grads]
     report_of(grads, target.device)
     assert all(map(same_bits, grads, before))
@@ -124,7 +124,7 @@ def test_grads_are_only_read(target):
 
 def adamw_report(device, found_inf, dtype, sizes, **options):
     model = Model(sizes=sizes, device=device, **options)
-    grads = spoiled([grad.cpu().to(dtype) for grad in model.grads(0)])
+    grads = with_infs_nans_and_zeros([grad.cpu().to(dtype) for grad in model.grads(0)])
     report = torch.full((1 + len(grads), 6), -7.0, dtype=torch.float64, device=device)
     model.step([grad.to(device) for grad in grads], grad_scale=3.0, found_inf=found_inf, report=report)
     return report.cpu(), grads
@@ -154,7 +154,7 @@ def test_adamw_reports_on_more_parameters_than_a_launch_takes(target):
 
 
 @pytest.mark.parametrize("state", [F32, I8], ids=str)
-def test_adamw_reports_in_the_order_of_its_parameters(target, state):
+def test_adamw_counts_indices_in_the_parameters_order_of_memory(target, state):
     """A grad may have another layout than its parameter."""
     model = Model(sizes=(24,), weights=WEIGHTS[:1], grads=(F32,), states=(state,), device=target.device)
     for name in ("params", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs"):

@@ -9,7 +9,7 @@ from mpkernels.ops import unscale_
 from tests.hard_grads import DTYPES, SIZES, clones, every_place, odd_layouts, random_grads, same_bits
 
 
-def unscaled_by(grads, inv_scale, device):
+def unscaled_copies(grads, inv_scale, device):
     """Return unscaled copies of the grads, and found_inf."""
     grads = clones(grads, device)
     found_inf = torch.zeros((), device=device)
@@ -24,7 +24,7 @@ def expected(grad, inv_scale):
 
 
 def assert_unscaled(grads, inv_scale, device):
-    got, found_inf = unscaled_by(grads, inv_scale, device)
+    got, found_inf = unscaled_copies(grads, inv_scale, device)
     want = [expected(grad, inv_scale) for grad in grads]
     for i, pair in enumerate(zip(got, want, strict=True)):
         assert same_bits(*pair), f"grads[{i}] of {grads[i].dtype}, {tuple(grads[i].shape)}"
@@ -32,23 +32,23 @@ def assert_unscaled(grads, inv_scale, device):
 
 
 @pytest.mark.parametrize("inv_scale", [1.0, 1 / 65536, 1 / 3, 0.0, -1.5])
-def test_mixed_dtypes_at_every_size(target, inv_scale):
+def test_mixed_dtypes_are_unscaled_at_every_size(target, inv_scale):
     assert_unscaled(random_grads(), inv_scale, target.device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_odd_layouts(target, dtype):
+def test_odd_layouts_are_unscaled(target, dtype):
     assert_unscaled(odd_layouts(dtype), 1 / 3, target.device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_place_to_begin_at(target, dtype):
+def test_grads_are_unscaled_wherever_they_begin(target, dtype):
     assert_unscaled(every_place(dtype)[:: 7 if target.is_interpreted else 1], 1 / 3, target.device)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_place_within_16_bytes(target, dtype):
-    """A head, whole blocks and a tail, and grads that are a part of each; their neighbours stay as they are."""
+def test_the_elements_beside_a_grad_stay_as_they_are(target, dtype):
+    """Some grads have a head, whole blocks and a tail, others lie within one of these."""
     for size in (1, 2, 7, 2047, 2050, 4103):
         for offset in (1, 2, 3, 7):
             storage = torch.ones(offset + size + 9, dtype=dtype, device=target.device)
@@ -67,12 +67,12 @@ def test_memory_between_the_elements_is_left_alone(target):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("inv_scale", [1.0, 1 / 1024, 0.7, 3.0])
-def test_every_16_bit_pattern(target, dtype, inv_scale):
+def test_every_16_bit_pattern_is_unscaled(target, dtype, inv_scale):
     patterns = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype)
     assert_unscaled([patterns], inv_scale, target.device)
 
 
-def test_fp32_denormals_and_signed_zeros(target):
+def test_fp32_denormals_and_signed_zeros_are_unscaled(target):
     tiny = torch.tensor([1e-45, -1e-45, 1e-40, 1.2e-38, 0.0, -0.0, 3e38], dtype=torch.float32)
     assert_unscaled([tiny, tiny.repeat(7)], 0.5, target.device)
     assert_unscaled([tiny], 1.0, target.device)
@@ -85,7 +85,7 @@ def test_one_bad_element_anywhere_is_found(target, dtype, bad):
         for place in {0, size // 2, size - 1}:
             grads = random_grads(dtypes=(dtype,), sizes=(5, size, 40))
             grads[1][place] = bad
-            _, found_inf = unscaled_by(grads, 0.25, target.device)
+            _, found_inf = unscaled_copies(grads, 0.25, target.device)
             assert found_inf == 1.0, f"{bad} at {place} of {size}"
 
 
@@ -98,7 +98,7 @@ def test_overflow_by_unscaling_is_found(target, dtype):
         (1.0 + 2**-20, float(dtype in (torch.float32, torch.float64))),
         (2.0, 1.0),
     ):
-        got, found_inf = unscaled_by([torch.full((37,), largest, dtype=dtype)], inv_scale, target.device)
+        got, found_inf = unscaled_copies([torch.full((37,), largest, dtype=dtype)], inv_scale, target.device)
         assert found_inf == overflows
         assert got[0].isinf().all().item() == bool(overflows)
 
@@ -119,17 +119,17 @@ def test_scalars_may_have_one_dimension(target):
 @pytest.mark.parametrize(
     "count", [0, 1, 160, 161, 1355, *(pytest.param(it, marks=pytest.mark.exhaustive) for it in (1354, 2709))]
 )
-def test_any_number_of_tensors(target, count):
+def test_any_number_of_tensors_is_unscaled(target, count):
     count = min(count, 200) if target.is_interpreted else count
     grads = [torch.full((i % 5,), float(i)) for i in range(count)]
     assert_unscaled(grads, 0.5, target.device)
 
 
-def test_as_torch_does_it(target):
-    """For grads that torch takes, the bits are the same."""
+def test_the_bits_are_those_of_torchs_scaler(target):
+    """Each list has one dtype, because torch takes no other."""
     for dtype in DTYPES:
         grads = random_grads(dtypes=(dtype,))
-        ours, _ = unscaled_by(grads, 1 / 1000, target.device)
+        ours, _ = unscaled_copies(grads, 1 / 1000, target.device)
         theirs = clones(grads)
         torch._amp_foreach_non_finite_check_and_unscale_(theirs, torch.zeros(()), torch.tensor(1 / 1000))
         assert all(map(same_bits, ours, theirs))
@@ -142,7 +142,7 @@ def test_as_torch_does_it(target):
     inv_scale=st.floats(width=32, allow_nan=False, min_value=-4, max_value=4),
     seed=st.integers(0, 2**31),
 )
-def test_any_list(target, sizes, dtype, inv_scale, seed):
+def test_any_list_is_unscaled(target, sizes, dtype, inv_scale, seed):
     assert_unscaled(random_grads((dtype,), sizes, seed), inv_scale, target.device)
 
 

@@ -36,7 +36,7 @@ def assert_as_torch(state, found_inf, factors):
 
 @pytest.mark.parametrize("found_inf", [0.0, -0.0, 1.0, 2.0, -1.0, INF, NAN])
 @pytest.mark.parametrize("scale", SCALES)
-def test_as_torch_does_it(target, scale, found_inf):
+def test_the_scale_moves_as_torch_moves_it(target, scale, found_inf):
     for tracker, factors in ((0, (2.0, 0.5, 1)), (0, (2.0, 0.5, 2)), (2, (1.1, 0.3, 3)), (7, (1 + 2**-30, 0.9, 3))):
         assert_as_torch(State(scale, tracker, device=target.device), found_inf, factors)
 
@@ -52,13 +52,13 @@ def test_factors_are_not_rounded_to_fp32(target, scale, growth, backoff, found_i
     assert_as_torch(State(scale, device=target.device), float(found_inf), (growth, backoff, 1))
 
 
-def test_a_run_of_steps_as_torch_does_it(target):
+def test_the_scale_moves_as_torch_moves_it_in_a_run_of_steps(target):
     state = State(1024.0, device=target.device)
     for seed in range(60):
         assert_as_torch(state, float(seed * seed % 7 == 4), (2.0, 0.5, 3))
 
 
-def test_min_and_max_scale(target):
+def test_the_scale_stays_between_min_and_max(target):
     third = 1 / 3  # not an fp32 number: the bound is rounded, like any scale
     low, high = State(1.0, device=target.device), State(1.0, device=target.device)
     assert [low.update(1.0, min_scale=third) for _ in range(3)] == [0.5, *[torch.tensor(third).item()] * 2]
@@ -68,8 +68,8 @@ def test_min_and_max_scale(target):
 
 def test_hysteresis_counts_overflows_in_a_row(target):
     state = State(1024.0, tracker=1, device=target.device)
-    seen = [state.update(found_inf, hysteresis=3) for found_inf in (1, 1, 0, 1, 1, 1, 1, 0, 1)]
-    assert seen == [1024, 1024, 1024, 1024, 1024, 512, 256, 256, 256]
+    scales = [state.update(found_inf, hysteresis=3) for found_inf in (1, 1, 0, 1, 1, 1, 1, 0, 1)]
+    assert scales == [1024, 1024, 1024, 1024, 1024, 512, 256, 256, 256]
     assert state.overflows.tolist() == [1, 7]
     assert state.tracker.item() == 0
 
@@ -85,8 +85,8 @@ def test_scalars_may_have_one_dimension(target):
     assert (state.scale.tolist(), state.tracker.tolist()) == ([16.0], [0])
 
 
-def test_large_intervals(target):
-    """Intervals of 2^32 + 1, which an int32 would take for 1."""
+def test_intervals_may_need_more_than_32_bits(target):
+    """An int32 would take an interval of 2^32 + 1 for 1."""
     state = State(8.0, device=target.device)
     assert state.update(0.0, (2.0, 0.5, 2**32 + 1)) == 8.0
     assert state.update(1.0, hysteresis=2**32 + 1) == 8.0

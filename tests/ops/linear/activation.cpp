@@ -1,5 +1,5 @@
-// Every activation beside its formula in fp64, over fp32 values of every magnitude. Exit status 1, and a line that says
-// where, if one is further off than its bound. With __CUDA_ARCH__ it is a GPU's formulas, whose instructions err.
+// Compares every activation with its formula in fp64, at fp32 numbers of every magnitude. If an error exceeds its
+// bound, prints a line that says where, and exits with 1. With __CUDA_ARCH__, formulas and errors are a GPU's.
 #include "linear/activation.h"
 
 #include <cstdio>
@@ -12,7 +12,7 @@ constexpr int kLanes = 1;
 using mpk::MPK_ISA::Floats;
 constexpr int kLanes = mpk::MPK_ISA::kLanes;
 #endif
-static float& lane_of(Floats& them, int lane) { return reinterpret_cast<float*>(&them)[lane]; }
+static float& lane_of(Floats& vector, int lane) { return reinterpret_cast<float*>(&vector)[lane]; }
 
 using namespace mpk;
 
@@ -41,7 +41,7 @@ static Exact exact(Activation activation, double z, double y) {
   }
 }
 
-// The relative errors of y in eps; what the sigmoid form of tanh-GELU loses to a rounded exponent grows with it.
+// The bounds on y's relative errors, in eps. In tanh-GELU, which is a sigmoid, a large exponent has a large rounding.
 static const std::pair<Activation, double> kBounds[] = {{Activation::gelu, MPK_GELU_BOUND},
                                                         {Activation::gelu_tanh, 120},
                                                         {Activation::silu, 8},
@@ -55,9 +55,9 @@ static bool all_are_near() {
       Floats z, y, dz;
       for (int lane = 0; lane < kLanes; ++lane)
         lane_of(z, lane) = bit_cast<float>(static_cast<uint32_t>(first + 4099 * lane));
-      with_activation(activation, [&](auto it) {
-        y = it.forward(z);
-        dz = it.backward(Floats{} + 1.0f, decltype(it)::kSaves == Saves::y ? y : z);
+      with_activation(activation, [&](auto formula) {
+        y = formula.forward(z);
+        dz = formula.backward(Floats{} + 1.0f, decltype(formula)::kSaves == Saves::y ? y : z);
       });
       for (int lane = 0; lane < kLanes; ++lane) {
         const float at = lane_of(z, lane), got = lane_of(y, lane), slope = lane_of(dz, lane);

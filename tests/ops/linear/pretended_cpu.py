@@ -1,5 +1,5 @@
-"""Builds the CPU's linear ops as a library that any machine can load, and that is told whether the machine multiplies
-16-bit matrices fast."""
+"""Builds the CPU's linear ops as a library that any machine can load. A test decides whether the library takes the
+machine for one that multiplies 16-bit matrices fast."""
 
 import ctypes
 import fcntl
@@ -37,12 +37,12 @@ _schemas = []  # they live as long as this list does
 
 @functools.cache
 def _build():
-    """Compile the library, unless it is there."""
+    """Compile the library unless that is done, and return its path."""
     cxx, csrc = emulation.find_compiler(), ROOT / "csrc"
     built = ROOT / "build" / "halves" / f"{LIBRARY}-{emulation.fingerprint(cxx, csrc)}.so"
     built.parent.mkdir(parents=True, exist_ok=True)
     with (built.parent / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at once, and one builds for all
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one of pytest's workers builds, the others wait
         if not built.exists():
             _compile(cxx, csrc, built)
     return built
@@ -63,6 +63,7 @@ def _compile(cxx, csrc, built):
 
 @contextmanager
 def products_in_halves(is_fast):
+    """Run this library's linear ops as on a CPU that multiplies 16-bit matrices fast, or on one that doesn't."""
     with _dispatcher.force(kernels()):
         ctypes.c_int.in_dll(ctypes.CDLL(str(_build())), "multiplies_halves_fast").value = is_fast
         yield

@@ -16,7 +16,7 @@ from tests.proof.emulation import find_compiler
 
 SOURCE = Path(__file__).with_name("activation.cpp")
 
-# Relative errors in eps. Without an fma z^2 is rounded, and exp(-z^2 / 2) is as far off as that times z^2.
+# Relative errors in eps. Without an fma z^2 is rounded, and exp(-z^2 / 2) has this error times z^2.
 GELU_BOUND = {"baseline": 60}
 CPU = {"GELU": 4, "SIGMOID": 3, "TANH": 3}
 
@@ -26,7 +26,7 @@ CPU = {"GELU": 4, "SIGMOID": 3, "TANH": 3}
 GPU = {"GELU": CPU["GELU"] + 1 + 0.5, "SIGMOID": 2 + 0.5 + 1 + 0.5 + 0.5, "TANH": 1.3 + 0.6 + 1 + 4 * 0.5}
 
 
-def defined(bounds):
+def macros(bounds):
     return [f"-DMPK_{name}_BOUND={bound}" for name, bound in bounds.items()]
 
 
@@ -35,7 +35,7 @@ def test_every_activation_is_as_near_to_fp64_as_fp32_can_be(tmp_path, isa):
     program = tmp_path / "activation"
     command = [*find_compiler(), "-std=c++17", "-O2", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi"]
     command += ["-DMPK_X86"] * X86 + ISAS[isa] + [f"-DMPK_ISA={isa}"]
-    command += defined(CPU | {"GELU": GELU_BOUND.get(isa, CPU["GELU"])})
+    command += macros(CPU | {"GELU": GELU_BOUND.get(isa, CPU["GELU"])})
     subprocess.run([*command, f"-I{CSRC}", str(SOURCE), "-o", str(program)], check=True)
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     if done.returncode < 0:
@@ -44,9 +44,9 @@ def test_every_activation_is_as_near_to_fp64_as_fp32_can_be(tmp_path, isa):
 
 
 @pytest.mark.exhaustive
-def test_every_activation_bears_what_a_gpus_instructions_err(tmp_path):
-    """The GPU's branch of math.h runs on the CPU, with results as wrong as PTX allows, in each direction."""
-    program = instructions.build(SOURCE, tmp_path, *defined(GPU))
+def test_every_activation_is_near_to_fp64_though_a_gpus_instructions_err(tmp_path):
+    """The GPU's branch of math.h runs on the CPU. Its instructions err as far as PTX allows, in each direction."""
+    program = instructions.build(SOURCE, tmp_path, *macros(GPU))
     done = subprocess.run([program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
 
@@ -69,9 +69,9 @@ def test_slopes_are_as_near_to_fp64_as_fp32_can_be_at_every_point(target, activa
     one = torch.ones(1, 1, device=target.device)
     rows, bound = z.to(target.device).unsqueeze(1), 6 * torch.finfo(torch.float32).eps
     first, second = slopes(lambda z: linear_act(z, one, None, activation), rows)
-    before_a_layer, _ = linear_dact(torch.ones_like(rows), one, saved_of(rows, activation), activation, None)
+    from_dact, _ = linear_dact(torch.ones_like(rows), one, saved_of(rows, activation), activation, None)
     want_first, want_second = slopes(TORCH[activation], z.double().unsqueeze(1))
-    for got, want in ((first, want_first), (before_a_layer, want_first), (second, want_second)):
+    for got, want in ((first, want_first), (from_dact, want_first), (second, want_second)):
         error = (got.cpu().double() - want).abs()
         assert error.max() <= bound, f"{error.max():.3g} at {z[error.argmax()]:.9g}"
 

@@ -18,7 +18,7 @@ DTYPES = (*HALVES, torch.float32)
 INF, NAN = float("inf"), float("nan")
 
 
-def test_activations_are_torchs():
+def test_each_activation_has_a_function_of_torch():
     assert ACTIVATIONS.keys() == TORCH.keys()
 
 
@@ -40,9 +40,9 @@ def kinds(value):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_what_is_not_finite_passes_as_in_fp64(target, activation):
+def test_infs_and_nans_come_out_as_in_fp64(target, activation):
     """One feature, a weight of 1: z is x, and dx is dz. fp32 in torch makes a NaN of gelu(inf) on some CPUs."""
-    exact = activation in ("none", "relu", "relu2")  # elsewhere inf meets a slope that is 0 only once rounded
+    exact = activation in ("none", "relu", "relu2")  # in others inf meets a slope that is 0 only once it is rounded
     for dtype, value in itertools.product(DTYPES, (1.0, NAN, *[INF, -INF] * exact)):
         x = specials(dtype).unsqueeze(1)
         one, zero, dy = torch.ones(1, 1, dtype=dtype), torch.zeros(1, dtype=dtype), torch.full_like(x, value)
@@ -77,8 +77,8 @@ def test_overflow_becomes_inf(target):
     "shape", [(0, 3, 3), (3, 0, 3), (3, 3, 0), (1, 1, 1), (1, 3, 1), (3, 1, 1), (2, 3, 4)], ids=str
 )
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_gaps_however_small(target, shape, dtype):
-    """Strides say nothing of a dimension with one element, or none."""
+def test_gaps_in_memory_change_no_result(target, shape, dtype):
+    """The stride of a dimension with one element, or none, means nothing: a kernel must not go by it."""
     x, weight, bias, dy = layer(*shape, dtype, target.device)
     saved = torch.ones_like(x)
     want = *results(linear_act, x, weight, bias, dy, "gelu"), *linear_dact(dy, weight, saved, "gelu", dtype)
@@ -88,7 +88,7 @@ def test_gaps_however_small(target, shape, dtype):
         torch.testing.assert_close((*y, *dz), want)
 
 
-def test_sums_repeat_to_the_last_bit(target):
+def test_results_repeat_to_the_last_bit(target):
     arguments = layer(70, 33, 40, torch.bfloat16, target.device)
     first, second = (results(linear_act, *arguments, "gelu") for _ in range(2))
     assert all(map(torch.equal, first, second))
@@ -110,9 +110,8 @@ def test_bias_gradients_of_equal_rows(target, rows, monkeypatch):
     if target.kernel == "triton":
         monkeypatch.setattr("mpkernels.ops.linear.linear_act_triton.PARTS", 1)  # as of many more rows
     eps, nothing = torch.finfo(torch.float32).eps, torch.empty(0, device=target.device)
-    count = (
-        5 if target.is_interpreted else 23
-    )  # numpy, which interprets, does add one after another: sums of 5 are exact
+    # The interpreter's numpy adds one after another. Three values are left for it, whose sums are exact.
+    count = 5 if target.is_interpreted else 23
     for value in torch.linspace(0.5, 1, count)[1:-1]:
         dy, exact = value.expand(rows, 3).to(target.device), value.double() * rows
         bound = 1.02 * (dy.sum(0).cpu() - exact).abs() + 2 * eps * exact
@@ -127,7 +126,7 @@ def test_bias_gradients_of_equal_rows(target, rows, monkeypatch):
 def test_y_is_rounded_once(target, dtype):
     """z isn't rounded before y is. Evenly spread errors of one rounding are eps / sqrt(12)."""
     if target.kernel in ("native", "cuda"):
-        pytest.skip("leaves z to torch, on some CPUs: test_linear_act_cpu knows both ways")
+        pytest.skip("leaves z to torch on some CPUs: test_linear_act_cpu.py tests both ways")
     x, weight, bias, dy = layer(130, 97, 75, dtype, target.device)
     exact = results(linear_act, *(it.double() for it in (x, weight, bias, dy)), "gelu")[0]
     y = results(linear_act, x, weight, bias, dy, "gelu")[0]
@@ -147,21 +146,21 @@ def test_bias_gradients_are_sums_of_dz_before_it_is_rounded(target, dtype):
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_a_bias_of_another_size(target, size):
-    """The op itself refuses it; linear_act would refuse it before the op."""
+def test_the_op_refuses_a_bias_of_another_size(target, size):
+    """linear_act would refuse it before it calls the op."""
     x, weight = torch.ones(2, 3, device=target.device), torch.ones(3, 3, device=target.device)
     with pytest.raises((ValueError, RuntimeError), match="bias"):
         _linear_act(x, weight, torch.ones(size, device=target.device), "relu", False)
 
 
-def test_what_was_saved_of_other_rows(target):
+def test_the_backward_refuses_saved_tensors_of_other_rows(target):
     many = torch.ones(3, 3, device=target.device)
     with pytest.raises((ValueError, RuntimeError), match="saved"):
         _linear_act_backward(many, many, many, many[:2], "gelu", torch.float32, None)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_fp32_gradients_of_16_bit_weights(target, dtype):
+def test_fp32_gradients_of_16_bit_weights_are_not_rounded_to_16_bits(target, dtype):
     """The gradients are the sums, with more bits than 16."""
     x, weight, bias, dy = layer(70, 8, 6, dtype, target.device)
     _, _, rounded, rounded_bias = results(linear_act, x, weight, bias, dy, "gelu")
@@ -184,7 +183,7 @@ def test_a_gradient_has_the_width_that_its_parameter_asks_for(target, dtype, gra
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_expanded_and_strided_gradients(target, activation):
+def test_the_strides_of_dy_change_no_bit(target, activation):
     x, weight, bias, dy = layer(9, 8, 6, torch.bfloat16, target.device)
     for strange in (dy[:1, :1].expand(9, 6), transposed(dy), torch.stack([dy, dy], 2)[..., 1]):
         want = results(linear_act, x, weight, bias, strange.contiguous(), activation)
@@ -195,7 +194,9 @@ def test_the_host_does_not_look_up_how_forward_is_called(monkeypatch):
     """autograd's Function.apply looks it up, which takes longer than both kernels of a small layer."""
     x, weight, bias, dy = layer(3, 4, 5, torch.float32)
     with backend("native"):
-        linear_act(x, weight.requires_grad_(), bias).backward(dy)  # what is imported only now may look
+        linear_act(x, weight.requires_grad_(), bias).backward(
+            dy
+        )  # the first call imports modules, which may look it up
         monkeypatch.setattr(inspect, "signature", None)
         y = linear_act(x, weight, bias)
         assert type(y.grad_fn).__name__ == "_BlockBackward"

@@ -1,4 +1,4 @@
-"""The CPU's C++ kernel in its two ways, for machines that multiply 16-bit matrices fast and for others; its blocks."""
+"""The CPU's C++ kernel, as it runs on CPUs that multiply 16-bit matrices fast and on others; its blocks of rows."""
 
 import itertools
 
@@ -18,6 +18,7 @@ from tests.linear_cases import (
     relative_error,
     results,
     torchs_dact,
+    transposed,
     with_gaps,
 )
 from tests.ops.linear.pretended_cpu import products_in_halves
@@ -25,16 +26,16 @@ from tests.ops.linear.pretended_cpu import products_in_halves
 HALVES = (torch.float16, torch.bfloat16)
 
 
-@pytest.fixture(params=[0, 1], ids=["in fp32", "in halves"], autouse=True)
-def forced(request):
-    with products_in_halves(bool(request.param)):
+@pytest.fixture(params=[False, True], ids=["in fp32", "in halves"], autouse=True)
+def in_halves(request):
+    with products_in_halves(request.param):
         yield request.param
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_error_contract(activation, dtype, bias):
+def test_errors_stay_within_the_contract(activation, dtype, bias):
     name = "linear_act" if bias else "linear_act without bias"
     *leaves, dy = arguments(name, dtype, (130, 97, 75, 1))
     assert_contract(name, activation, leaves, dy)
@@ -42,23 +43,23 @@ def test_error_contract(activation, dtype, bias):
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_error_contract_of_dact(activation, dtype):
+def test_errors_of_dact_stay_within_the_contract(activation, dtype):
     assert_contract_of_dact(*before_a_layer(130, 75, 97, dtype), activation)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_the_ways_differ(forced, dtype):
-    """In fp32 y is rounded once, so it is nearer to fp64's than where z is rounded too."""
+def test_in_halves_z_is_rounded_too(in_halves, dtype):
+    """In fp32 only y is rounded, so its error is smaller."""
     x, weight, bias, dy = layer(130, 97, 75, dtype)
     exact = results(linear_act, *(it.double() for it in (x, weight, bias, dy)), "gelu")[0]
     y = results(linear_act, x, weight, bias, dy, "gelu")[0]
-    one_rounding = 0.3 * torch.finfo(dtype).eps  # eps / sqrt(12), as evenly spread errors have it
-    assert (relative_error(y, exact) < one_rounding) == (forced == 0)
+    one_rounding = 0.3 * torch.finfo(dtype).eps  # evenly spread errors are eps / sqrt(12)
+    assert (relative_error(y, exact) < one_rounding) == (not in_halves)
 
 
 @pytest.mark.parametrize("weight_dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0)])
-def test_empty(shape, weight_dtype):
+def test_the_weight_gradient_of_an_empty_product_is_zeros(shape, weight_dtype):
     x, weight, bias, dy = layer(*shape, torch.bfloat16)
     weight = torch.nn.Parameter(weight)
     weight.grad_dtype = weight_dtype
@@ -69,8 +70,8 @@ def test_empty(shape, weight_dtype):
 
 @pytest.mark.parametrize("shape", list(itertools.product((0, 1, 3), repeat=3)), ids=str)
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_gaps_however_small(shape, dtype):
-    """Strides say nothing of a dimension of one element, or none."""
+def test_gaps_in_memory_change_no_result(shape, dtype):
+    """The stride of a dimension with one element, or none, means nothing: a kernel must not go by it."""
     x, weight, bias, dy = layer(*shape, dtype)
     want = results(linear_act, x, weight, bias, dy, "gelu")
     for change in (with_gaps, lambda it: with_gaps(it.t()).t()):
@@ -81,51 +82,49 @@ def test_gaps_however_small(shape, dtype):
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
 @pytest.mark.parametrize("activation", ["none", "gelu"])
-def test_several_blocks(activation, dtype):
-    """Outputs so many that a block is 32 rows."""
+def test_several_blocks_of_rows_give_the_references_result(activation, dtype):
+    """With so many outputs, a block has 32 rows."""
     arguments = layer(70, 3, 140_001, dtype)
     got = results(linear_act, *arguments, activation)
     with mpkernels.backend("reference"):
         want = results(linear_act, *arguments, activation)
     for mine, references in zip(got, want, strict=True):
-        assert relative_error(mine, references) <= 8 * torch.finfo(dtype).eps  # of sums over 140,001
+        assert relative_error(mine, references) <= 8 * torch.finfo(dtype).eps  # sums over 140,001 outputs
 
 
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("dtype", [*HALVES, torch.float32], ids=str)
-def test_several_blocks_of_dact(dtype):
+def test_several_blocks_of_rows_give_the_references_result_in_dact(dtype):
     dy, weight, z = before_a_layer(70, 3, 140_001, dtype)
     arguments = dy, weight, z, "silu", torch.float32, True
     for mine, references in zip(_linear_dact(*arguments), _linear_dact.reference(*arguments), strict=True):
         assert relative_error(mine, references) <= 8 * torch.finfo(dtype).eps
 
 
-def test_dact_takes_a_product_of_16_bits_where_those_are_fast(forced):
-    """torch rounds it, and dz is rounded once more; h is rounded once however z was made."""
+def test_in_halves_the_product_in_dact_is_rounded_too(in_halves):
+    """torch rounds the product, and the kernel dz. h is rounded once in both ways."""
     dy, weight, z = before_a_layer(130, 75, 97, torch.bfloat16)
     dz, _, h = _linear_dact(dy, weight, z, "gelu", None, True)
     want, _ = torchs_dact(dy.double(), weight.double(), z.double(), "gelu")
     one_rounding = 0.3 * torch.finfo(torch.bfloat16).eps
-    assert (relative_error(dz, want) < one_rounding) == (forced == 0)
+    assert (relative_error(dz, want) < one_rounding) == (not in_halves)
     assert relative_error(h, torch.nn.functional.gelu(z.double())) < one_rounding
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_transposed_weights_and_inputs(dtype):
+def test_weights_and_inputs_may_be_transposed(dtype):
     x, weight, bias, dy = layer(33, 40, 24, dtype)
     want = results(linear_act, x, weight, bias, dy, "silu")
-    got = results(
-        linear_act, x.t().contiguous().t(), weight.t().contiguous().t(), bias, dy.t().contiguous().t(), "silu"
-    )
+    got = results(linear_act, transposed(x), transposed(weight), bias, transposed(dy), "silu")
     for mine, plain in zip(got, want, strict=True):
         assert relative_error(mine, plain) <= torch.finfo(dtype).eps / 2
 
 
-def test_a_weight_gradient_beyond_fp16(forced):
-    """In halves it is a sum of two fp16, the first of which is inf: not NaN, for what that inf leaves over is -inf."""
+def test_a_weight_gradient_beyond_fp16_is_no_nan(in_halves):
+    """In halves the gradient is a sum of two fp16 numbers. Here the first is -inf, and the sum must be -inf, too."""
     dy, x = torch.full((2, 1), 200.0, dtype=torch.float16), torch.full((2, 1), -200.0, dtype=torch.float16)
     _, dweight, _ = _linear_act_backward(dy, x, None, dy.new_empty(0), "none", torch.float32, None)
-    assert dweight.item() == (-float("inf") if forced else -80000.0)
+    assert dweight.item() == (-float("inf") if in_halves else -80000.0)
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

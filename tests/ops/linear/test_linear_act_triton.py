@@ -8,7 +8,7 @@ import torch
 from mpkernels.ops.linear import linear_act_triton, tiling
 from mpkernels.ops.linear.linear_act import _linear_act, _linear_act_backward
 from tests import linear_cases
-from tests.linear_cases import TORCH
+from tests.linear_cases import TORCH, transposed
 from tests.targets import CPU, CUDA, TARGETS
 
 DEVICE = CUDA if torch.cuda.is_available() else CPU
@@ -40,18 +40,18 @@ def matrices(rows, features, outputs, dtype=torch.bfloat16):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_edges_of_tiles(dtype):
+def test_results_are_exact_at_the_edges_of_tiles(dtype):
     for rows, features, outputs in ((63, 33, 65), (65, 32, 64), (128, 31, 129), (129, 48, 144), (144, 16, 16)):
         assert_exact(*matrices(rows, features, outputs, dtype))
 
 
 def test_every_tile_is_computed_once():
-    """More rows of tiles than work at once, and a last group that is not full."""
+    """There are more rows of tiles than a group has, and the last group is not full."""
     assert_exact(*matrices(64 * 9 + 1, 1, 64 * 2 + 1))
 
 
-def test_a_part_has_few_rows(monkeypatch):
-    """Of however many rows, one lane adds up no more than 8."""
+def test_a_lane_adds_up_few_rows(monkeypatch):
+    """One lane adds up no more than 8 rows, however many there are."""
     monkeypatch.setattr(linear_act_triton, "PARTS", 1)
     dy = torch.ones(1000, 3, device=DEVICE)
     _, sums = linear_act_triton._dact(dy, dy.new_empty(0), "none", False, True)
@@ -60,18 +60,17 @@ def test_a_part_has_few_rows(monkeypatch):
 
 
 @pytest.mark.parametrize("rows", [64, 65, 8193])
-def test_sums_of_many_parts(rows):
+def test_bias_gradients_are_exact_sums_of_many_parts(rows):
     dy, saved = integers(rows, 3, dtype=torch.float32), integers(rows, 3, dtype=torch.float32, seed=1)
     _, _, dbias = _linear_act_backward(dy, None, None, saved, "relu2", None, torch.float32)
     assert torch.equal(dbias, torch.where(saved > 0, 2 * saved * dy, 0).sum(0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_strides(dtype):
+def test_results_are_exact_with_any_strides(dtype):
     x, weight, bias, dy = matrices(48, 32, 80, dtype)
-    by_column = [it.t().contiguous().t() for it in (x, weight, dy)]
-    assert_exact(by_column[0], weight, bias, dy)
-    assert_exact(x, by_column[1], bias, by_column[2])
+    assert_exact(transposed(x), weight, bias, dy)
+    assert_exact(x, transposed(weight), bias, transposed(dy))
     wide_x, wide_weight, wide_bias, wide_dy = matrices(96, 64, 160, dtype)
     assert_exact(wide_x[::2, 1::2], wide_weight[::2, 1::2], wide_bias[::2], wide_dy[::2, 1::2])
     assert_exact(x[:1].expand(48, 32), weight[:, :1].expand(80, 32), bias[:1].expand(80), dy[0, 0].expand(48, 80))
@@ -79,7 +78,7 @@ def test_any_strides(dtype):
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
-def test_any_strides_of_what_is_saved(activation):
+def test_results_are_exact_with_any_strides_of_saved_tensors(activation):
     dy, saved = integers(33, 70), integers(70, 33)
     for each in (saved.t(), saved[0, :, None].expand(33, 70), integers(66, 140)[::2, ::2]):
         arguments = dy, None, dy.t(), each, activation, None, torch.float32
@@ -88,7 +87,7 @@ def test_any_strides_of_what_is_saved(activation):
 
 
 @pytest.mark.parametrize("chip", tiling.TILES)
-def test_choice_of_tiles(chip):
+def test_tiles_are_chosen_by_dtype_and_sizes(chip):
     kinds = tiling.TILES[chip]
 
     def tile(rows, dtype, precision="ieee", features=32, outputs=16):
@@ -122,8 +121,8 @@ def test_fp32_is_multiplied_in_tf32_only_where_torch_may(monkeypatch):
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "silu", "sigmoid", "tanh"])
 def test_formulas_lose_nothing_in_the_tails(activation):
-    """What exp is taken of, up to a cube, is rounded and becomes a factor; the rest is roundings and 2 ulp of exp.
-    test_activation.py has the slopes."""
+    """The argument of exp, which grows up to a cube of x, is rounded, and the rounding becomes a factor. The rest is
+    roundings and 2 ulp of exp. test_activation.py tests the slopes."""
     x = torch.cat([torch.linspace(-12, 12, 4097), torch.logspace(-20, 0, 201), -torch.logspace(-20, 0, 201)])
     x, one = x.to(DEVICE).unsqueeze(1), torch.ones(1, 1, device=DEVICE)
     y, _ = _linear_act(x, one, None, activation, False)
@@ -131,7 +130,7 @@ def test_formulas_lose_nothing_in_the_tails(activation):
     want = wide / 2 * torch.special.erfc(-wide * 0.5**0.5) if activation == "gelu" else TORCH[activation](wide)
     if activation == "gelu_tanh":
         want = wide * torch.sigmoid(1.5957691216057308 * (wide + 0.044715 * wide**3))
-    size = x.double().abs()
+    size = wide.abs()
     bound = (8 + 2 * size**2 + size**3 / 8) * eps * want.abs() + 16 * torch.finfo(torch.float32).tiny
     assert ((y - want).abs() <= bound).all()
 
@@ -145,11 +144,11 @@ def test_backward_computes_nothing_that_is_not_wanted(monkeypatch):
         assert result.shape == (0,)
     monkeypatch.undo()
     monkeypatch.setattr(linear_act_triton, "dact_kernel", None)
-    dx, _, _ = _linear_act_backward(dy, None, weight, nothing, "none", None, None)  # dz is dy
+    dx, _, _ = _linear_act_backward(dy, None, weight, nothing, "none", None, None)  # without an activation dz is dy
     assert torch.equal(dx, dy @ weight)
 
 
-def test_autocast_does_not_reach_inside():
+def test_autocast_changes_nothing_in_the_op():
     x, weight, _, dy = matrices(5, 7, 9)
     arguments = dy, x, weight, dy, "relu2", torch.float32, torch.float32
     with torch.autocast(DEVICE.type, torch.float16):

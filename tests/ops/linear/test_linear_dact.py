@@ -24,7 +24,7 @@ B16, F32 = torch.bfloat16, torch.float32
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_error_contract(target, activation, dtype):
+def test_errors_stay_within_the_contract(target, activation, dtype):
     sizes = (33, 24, 40) if target.is_interpreted else (130, 75, 97)
     assert_contract_of_dact(*before_a_layer(*sizes, dtype, target.device), activation)
 
@@ -44,14 +44,14 @@ def assert_exact(dy, weight, saved, activation="relu2"):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_edges_of_tiles(target, dtype):
+def test_results_are_exact_at_the_edges_of_tiles(target, dtype):
     for rows, outputs, columns in ((63, 33, 65), (65, 32, 64), (129, 48, 144), (64 * 9 + 1, 1, 129), (1, 3, 1)):
         shapes = (rows, outputs), (outputs, columns), (rows, columns)
         assert_exact(*(integers(*it, dtype=dtype, device=target.device) for it in shapes))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_strides(target, dtype):
+def test_results_are_exact_with_any_strides(target, dtype):
     wide = [integers(*it, dtype=dtype, device=target.device, seed=1) for it in ((67, 65), (65, 97), (67, 97))]
     plain = dy, weight, saved = [it[: it.shape[0] // 2, : it.shape[1] // 2].contiguous() for it in wide]
     layouts = [
@@ -71,16 +71,16 @@ def test_any_strides(target, dtype):
 @pytest.mark.parametrize("shape", [(0, 5, 3), (4, 0, 3), (4, 5, 0), (0, 0, 0)])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu", "relu2"])
-def test_empty_in_any_dimension(target, shape, dtype, activation):
+def test_tensors_may_be_empty_in_any_dimension(target, shape, dtype, activation):
     *operands, z = before_a_layer(*shape, dtype, target.device)
     assert_exact(*operands, saved_of(z, activation), activation)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_what_is_not_finite_passes_as_in_fp64(target, activation, dtype):
+def test_infs_and_nans_come_out_as_in_fp64(target, activation, dtype):
     z, one = specials(dtype).unsqueeze(1), torch.ones(1, 1, dtype=dtype)
-    exact = activation in ("none", "relu", "relu2")  # elsewhere inf meets a slope that is 0 only once rounded
+    exact = activation in ("none", "relu", "relu2")  # in others inf meets a slope that is 0 only once it is rounded
     for value in (1.0, NAN, *[INF, -INF] * exact):
         dy = torch.full_like(z, value)
         want, _ = torchs_dact(dy.double(), one.double(), z.double(), activation)
@@ -92,13 +92,13 @@ def test_what_is_not_finite_passes_as_in_fp64(target, activation, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_h_is_what_the_forward_makes_of_that_z(target, activation, dtype):
+def test_h_is_the_forwards_result_for_the_same_z(target, activation, dtype):
     """The forward multiplies by 1 here, so its product is exact, even if it isn't finite."""
     values = specials(dtype)
     z = torch.cat((values, torch.linspace(-8, 8, 400 - len(values)).to(dtype))).unsqueeze(1).to(target.device)
     one = torch.ones(1, 1, dtype=dtype, device=target.device)
     want, _ = _linear_act(z, one, None, activation, False)
-    for columns in (1, 25, 40):  # one at a time, a whole pack and more, packs alone
+    for columns in (1, 25, 40):  # no pack, packs and a rest, packs alone
         saved = saved_of(z.view(-1, columns), activation)
         dy, weight = one.expand(400 // columns, 1), one.expand(1, columns)
         for layout in (saved, transposed(saved)) if saved.dim() == 2 else (saved,):
@@ -113,8 +113,8 @@ def test_h_is_what_the_forward_makes_of_that_z(target, activation, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", [name for name, it in ACTIVATIONS.items() if it.saves == "z"])
-def test_h_changes_no_bit_of_the_other_results(target, activation, dtype):
-    """Except sums in Triton: tiles are narrower with h, so sums may be taken in another order."""
+def test_asking_for_h_changes_no_bit_of_the_other_results(target, activation, dtype):
+    """Sums in Triton are an exception: its tiles are narrower with h, so it may add in another order."""
     dy, weight = (integers(*it, dtype=dtype, device=target.device) for it in ((70, 33), (33, 40)))
     z = before_a_layer(70, 33, 40, dtype, target.device)[2]
     with_h, without = (_linear_dact(dy, weight, z, activation, F32, wants_h) for wants_h in (True, False))
@@ -125,7 +125,7 @@ def test_h_changes_no_bit_of_the_other_results(target, activation, dtype):
 
 
 def test_rows_beyond_the_last_one_add_nothing(target):
-    """Rows beyond the last one must not add 0 times inf either."""
+    """A tile computes rows beyond the last one, too. There, 0 times inf must not reach the sums."""
     weight = torch.tensor([[INF, 1.0]], device=target.device)
     dz, dbias = linear_dact(weight.new_ones(3, 1), weight, weight.new_empty(0), "none", F32)
     assert dz.tolist() == [[INF, 1.0]] * 3
@@ -143,7 +143,7 @@ def test_results_repeat_to_the_last_bit(target):
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
-def test_sums_are_of_dz_before_it_is_rounded(target, dtype):
+def test_bias_gradients_are_sums_of_dz_before_it_is_rounded(target, dtype):
     """The product is exact, the slope takes less than 16 roundings to fp32, the sum of 64 rows no more."""
     dy, weight = (integers(*it, dtype=dtype) for it in ((64, 16), (16, 24)))
     z = torch.linspace(-3, 3, 64 * 24).view(64, 24).to(dtype)
@@ -153,14 +153,14 @@ def test_sums_are_of_dz_before_it_is_rounded(target, dtype):
     assert relative_error(dz, exact) < 0.3 * torch.finfo(dtype).eps  # rounded once: eps / sqrt(12)
 
 
-def test_autocast_does_not_reach_inside(target):
+def test_autocast_changes_nothing_in_the_op(target):
     arguments = *before_a_layer(5, 7, 9, F32, target.device), "gelu", F32
     want = linear_dact(*arguments)
     with torch.autocast(target.device.type, B16):
         assert all(map(torch.equal, linear_dact(*arguments), want))
 
 
-def test_flops_are_the_products():
+def test_the_counted_flops_are_the_products():
     with FlopCounterMode(display=False) as counter:
         linear_dact(*before_a_layer(5, 7, 9, F32), "gelu", None)
     assert counter.get_total_flops() == 2 * 5 * 7 * 9

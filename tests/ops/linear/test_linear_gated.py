@@ -35,19 +35,19 @@ def assert_exact(given, dy, out, activation="relu2"):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_edges_of_tiles(target, dtype):
+def test_results_are_exact_at_the_edges_of_tiles(target, dtype):
     for sizes in ((63, 33, 65, 31), (65, 32, 64, 16), (129, 48, 136, 8), (64 * 9 + 1, 1, 129, 3), (1, 3, 1, 1)):
         assert_exact(*operands(*sizes, dtype, target.device))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_strides(target, dtype):
+def test_results_are_exact_with_any_strides(target, dtype):
     given, dy, out = operands(33, 32, 48, 24, dtype, target.device)
     x, gate, up, gate_bias, up_bias = given
     apart = up.clone()
     for weights in ((gate, up), (up, gate), (gate, apart), (transposed(gate), apart), (gate, gate)):
         assert_exact([x, *weights, gate_bias, up_bias], dy, out)
-    for strange in (up[:1].expand(48, -1), up[:, :1].expand(-1, 32)):  # these begin where gate ends
+    for strange in (up[:1].expand(48, -1), up[:, :1].expand(-1, 32)):  # their memory begins where gate's ends
         assert_exact([x, gate, strange, gate_bias, up_bias], dy, out)
     both = torch.cat((gate, up)).t().contiguous().t()
     assert_exact([transposed(x), *both.chunk(2), gate_bias, None], transposed(dy), transposed(out))
@@ -62,7 +62,7 @@ def test_any_strides(target, dtype):
 
 @pytest.mark.parametrize("sizes", [(0, 5, 3, 2), (4, 0, 3, 2), (4, 5, 0, 2), (4, 5, 3, 0), (0, 0, 0, 0)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_empty_in_any_dimension(target, sizes, dtype):
+def test_tensors_may_be_empty_in_any_dimension(target, sizes, dtype):
     given, dy, out = operands(*sizes, dtype, target.device)
     z = _linear_gated.reference(*given, "silu", True)[1]
     for op, call in (_linear_gated, (*given, "silu", True)), (_linear_dgated, (dy, out, z, "silu", True)):
@@ -74,8 +74,8 @@ def test_empty_in_any_dimension(target, sizes, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["none", "relu", "relu2"])
-def test_what_is_not_finite_passes_as_in_fp64(target, activation, dtype):
-    """Other activations have a slope that becomes 0 only by rounding, and inf times such a slope differs."""
+def test_infs_and_nans_come_out_as_in_fp64(target, activation, dtype):
+    """Other activations have a slope that becomes 0 only by rounding. inf times such a slope depends on it."""
     gate = specials(dtype).unsqueeze(1)
     one, half = torch.ones(1, 1, dtype=dtype), torch.full((1, 1), 0.5, dtype=dtype)
     h, _ = (
@@ -97,7 +97,7 @@ def test_what_is_not_finite_passes_as_in_fp64(target, activation, dtype):
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("in_halves", [0, 1], ids=["in fp32", "in halves"])
 @pytest.mark.parametrize("name", ["gated mlp", "gated mlp stacked", "gated"])
-def test_error_contract_on_every_cpu(name, in_halves, activation, dtype):
+def test_errors_stay_within_the_contract_on_every_cpu(name, in_halves, activation, dtype):
     *leaves, dy = arguments(name, dtype, (130, 75, 97, 66))
     with products_in_halves(bool(in_halves)):
         assert_contract(name, activation, leaves, dy)
@@ -106,8 +106,8 @@ def test_error_contract_on_every_cpu(name, in_halves, activation, dtype):
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("dtype", [*HALVES, F32], ids=str)
 @pytest.mark.parametrize("name", ["gated mlp", "gated mlp stacked"])
-def test_several_blocks(name, dtype):
-    """The CPU computes as many rows at a time as fill 16 MB."""
+def test_errors_stay_within_the_contract_over_several_blocks_of_rows(name, dtype):
+    """The CPU computes a block of rows at a time, of at most 16 MB."""
     *leaves, dy = arguments(name, dtype, (70, 3, 70_001, 2))
     with mpkernels.backend("native"):
         assert_contract(name, "silu", leaves, dy)
@@ -120,14 +120,14 @@ def test_h_is_rounded_once(target, dtype):
     h, z = _linear_gated(*given, "silu", True)
     gate, up = z.double().chunk(2, 1)
     assert relative_error(h, torch.nn.functional.silu(gate) * up) < 0.3 * torch.finfo(dtype).eps  # eps / sqrt(12)
-    _, again = _linear_dgated(dy, out, z, "silu", True)
-    torch.testing.assert_close(again, h, rtol=torch.finfo(dtype).eps, atol=1e-6)
+    _, h_again = _linear_dgated(dy, out, z, "silu", True)
+    torch.testing.assert_close(h_again, h, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.kernels("reference", "triton")  # the others leave 16-bit products to torch, on some CPUs
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_dz_is_rounded_once(target, dtype):
-    """dh, the product that dz is made of, isn't rounded before."""
+    """The product dh, from which dz is made, is not rounded to 16 bits."""
     dy, weight, _ = before_a_layer(130, 75, 97, dtype, target.device)
     z = before_a_layer(130, 75, 2 * 97, dtype, target.device, seed=1)[2]
     got = _linear_dgated(dy, weight, z, "sigmoid", True)
@@ -136,19 +136,22 @@ def test_dz_is_rounded_once(target, dtype):
     h = gate.sigmoid() * up
     h.backward(dy.double() @ weight.double())
     for mine, exact in zip((*got[0].chunk(2, 1), got[1]), (*leaf.grad.chunk(2, 1), h.detach()), strict=True):
-        assert relative_error(mine, exact) < 1.05 * relative_error(exact.to(dtype), exact)  # and fp32's errors
+        assert relative_error(mine, exact) < 1.05 * relative_error(exact.to(dtype), exact)  # the rest are fp32's errors
 
 
-def test_autocast_does_not_reach_inside(target):
+def test_autocast_changes_nothing_in_the_ops(target):
     given, dy, out = operands(5, 7, 9, 3, F32, target.device)
-    calls = (_linear_gated, (*given, "silu", True)), (_linear_dgated, (dy, out, torch.ones(5, 18).to(dy), "silu", True))
+    calls = (
+        (_linear_gated, (*given, "silu", True)),
+        (_linear_dgated, (dy, out, torch.ones(5, 18).to(dy), "silu", True)),
+    )
     for op, call in calls:
         want = op(*call)
         with torch.autocast(target.device.type, B16):
             assert all(map(torch.equal, op(*call), want))
 
 
-def test_flops_are_the_products():
+def test_the_counted_flops_are_the_products():
     given, dy, out = operands(5, 7, 9, 3, F32, "cpu")
     with FlopCounterMode(display=False) as counter:
         _linear_gated(*given, "silu", True)
