@@ -1,5 +1,5 @@
 // Runs every CPU kernel with every instruction set that this machine has, over all sizes up to three blocks, on random
-// bits. Exit status 1, and a line that says where, if any result differs from baseline's by one bit.
+// bits. If a result differs from baseline's by one bit, prints a line that says where, and exits with 1.
 #include <cmath>
 #include <cstdio>
 #include <random>
@@ -41,7 +41,8 @@ struct Variant {
 
 static bool same(double a, double b) { return a == b || (std::isnan(a) && std::isnan(b)); }
 
-static bool agree(const Variant& a, const Variant& b, Dtype dtype, const std::vector<uint64_t>& bits, int64_t size) {
+static bool grad_ops_agree(const Variant& a, const Variant& b, Dtype dtype, const std::vector<uint64_t>& bits,
+                           int64_t size) {
   auto left = bits, right = bits;
   const Stats stats[] = {a.grad_stats_span(dtype, left.data(), size), b.grad_stats_span(dtype, right.data(), size)};
   const bool bad[] = {a.unscale_span(dtype, left.data(), size, 0.37f),
@@ -53,7 +54,7 @@ static bool agree(const Variant& a, const Variant& b, Dtype dtype, const std::ve
 
 enum class States { wide, bf16, int8 };  // wide: fp64 where the parameter is, else fp32
 
-// Everything that three steps of `size` elements leave behind.
+// Returns all that three steps of `size` elements leave in memory.
 template <class Rule>
 static std::vector<double> stepped(const Variant& variant, const typename Rule::Hyperparameters& hyperparameters,
                                    Dtype dtype, Master master, States states, int64_t size) {
@@ -98,11 +99,11 @@ static std::vector<double> stepped(const Variant& variant, const typename Rule::
 }
 
 template <class Rule>
-static bool step_alike(const Variant& a, const Variant& b, int64_t size,
-                       const typename Rule::Hyperparameters& of_group) {
+static bool steps_agree(const Variant& a, const Variant& b, int64_t size,
+                        const typename Rule::Hyperparameters& hyperparameters) {
   const auto same = [&](Dtype dtype, Master master, States states) {
-    const auto left = stepped<Rule>(a, of_group, dtype, master, states, size);
-    const auto right = stepped<Rule>(b, of_group, dtype, master, states, size);
+    const auto left = stepped<Rule>(a, hyperparameters, dtype, master, states, size);
+    const auto right = stepped<Rule>(b, hyperparameters, dtype, master, states, size);
     return memcmp(left.data(), right.data(), left.size() * 8) == 0;
   };
   bool all = same(Dtype::f64, Master::none, States::wide);
@@ -115,12 +116,12 @@ static bool step_alike(const Variant& a, const Variant& b, int64_t size,
   return all;
 }
 
-static bool look_and_pass_alike(const Variant& a, const Variant& b, Dtype dtype, const std::vector<uint64_t>& bits,
-                                int64_t size) {
+static bool overflow_and_layers_agree(const Variant& a, const Variant& b, Dtype dtype,
+                                      const std::vector<uint64_t>& bits, int64_t size) {
   const Overflow lines[] = {a.overflow_span(dtype, bits.data(), 5, size), b.overflow_span(dtype, bits.data(), 5, size)};
   if (memcmp(&lines[0], &lines[1], sizeof lines[0]) != 0) return false;
   if (dtype == Dtype::f64) return true;
-  std::vector<uint64_t> results[2];  // of activations without an fma, which baseline does not have
+  std::vector<uint64_t> results[2];  // only of an activation without an fma, which baseline lacks
   for (int i = 0; i < 2; ++i) {
     const Variant& each = i == 0 ? a : b;
     auto& result = results[i] = std::vector<uint64_t>(4 * 110);
@@ -147,8 +148,8 @@ int main() {
         std::vector<uint64_t> bits(110);
         for (uint64_t& word : bits) word = random() & mask;
         for (const Variant& variant : variants) {
-          if (agree(variants[0], variant, dtype, bits, size) &&
-              (mask == ~0ull || look_and_pass_alike(variants[0], variant, dtype, bits, size))) {
+          if (grad_ops_agree(variants[0], variant, dtype, bits, size) &&
+              (mask == ~0ull || overflow_and_layers_agree(variants[0], variant, dtype, bits, size))) {
             continue;
           }
           printf("%s differs from baseline: dtype %d, size %d\n", variant.name, static_cast<int>(dtype),
@@ -161,10 +162,10 @@ int main() {
   for (const int64_t size : {1, 5, 31, 32, 100, 256, 257, 600}) {
     for (const Variant& variant : variants) {
       const Variant& first = variants[0];
-      if (step_alike<Adamw>(first, variant, size, {0.01, 0.9, 0.999, 0.1, 1e-8}) &&
-          step_alike<Adam>(first, variant, size, {0.01, 0.9, 0.999, 0.1, 1e-8, 0}) &&
-          step_alike<Lion>(first, variant, size, {0.01, 0.9, 0.99, 0.1}) &&
-          step_alike<Sgd>(first, variant, size, {0.01, 0.1, 0.9, 0.2, 1})) {
+      if (steps_agree<Adamw>(first, variant, size, {0.01, 0.9, 0.999, 0.1, 1e-8}) &&
+          steps_agree<Adam>(first, variant, size, {0.01, 0.9, 0.999, 0.1, 1e-8, 0}) &&
+          steps_agree<Lion>(first, variant, size, {0.01, 0.9, 0.99, 0.1}) &&
+          steps_agree<Sgd>(first, variant, size, {0.01, 0.1, 0.9, 0.2, 1})) {
         continue;
       }
       printf("%s steps otherwise than baseline: size %d\n", variant.name, static_cast<int>(size));

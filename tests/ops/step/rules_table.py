@@ -43,7 +43,7 @@ class Line(NamedTuple):
     ops: StepOps
     hypers: dict[str, tuple[float, float]]  # hyperparameter -> its values in two groups
     twin: Callable[..., torch.optim.Optimizer]  # the same optimizer in plain torch
-    # The twin's options, of a group's hyperparameters and of whether the parameter has the states that are optional.
+    # Returns the twin's options, from a group's hyperparameters and whether the parameter has the optional states.
     options: Callable[[dict[str, float], bool], dict[str, Any]]
 
 
@@ -53,32 +53,32 @@ SGD = LR | {"weight_decay": (0.1, 0.0), "momentum": (0.9, 0.5), "dampening": (0.
 NESTEROV = SGD | {"dampening": (0.0, 0.0), "nesterov": (1.0, 1.0)}
 
 
-def _of_adamw(it, amsgrad):
-    options = {"betas": (it["beta1"], it["beta2"]), "amsgrad": amsgrad, "foreach": False}
-    return options | {key: it[key] for key in ("lr", "weight_decay", "eps")}
+def _adamw_options(hypers, amsgrad):
+    options = {"betas": (hypers["beta1"], hypers["beta2"]), "amsgrad": amsgrad, "foreach": False}
+    return options | {key: hypers[key] for key in ("lr", "weight_decay", "eps")}
 
 
-def _of_sgd(it, has_momentum):
-    without = {} if has_momentum else {"momentum": 0, "dampening": 0, "nesterov": 0}
-    options = it | without
+def _sgd_options(hypers, has_momentum):
+    options = hypers if has_momentum else hypers | {"momentum": 0, "dampening": 0, "nesterov": 0}
     return options | {"nesterov": options["nesterov"] == 1, "foreach": False}
 
 
-def _of_lion(it, _):
-    return {"lr": it["lr"], "betas": (it["beta1"], it["beta2"]), "weight_decay": it["weight_decay"]}
+def _lion_options(hypers, _):
+    betas = hypers["beta1"], hypers["beta2"]
+    return {"lr": hypers["lr"], "betas": betas, "weight_decay": hypers["weight_decay"]}
 
 
 RULES = {
-    "adamw": Line(adamw_, ADAMW, torch.optim.AdamW, _of_adamw),
-    "adam": Line(adam_, ADAMW | {"decoupled": (0.0, 0.0)}, torch.optim.Adam, _of_adamw),
-    "adam, decoupled": Line(adam_, ADAMW | {"decoupled": (1.0, 1.0)}, torch.optim.AdamW, _of_adamw),
-    "sgd": Line(sgd_, SGD, torch.optim.SGD, _of_sgd),
-    "sgd, nesterov": Line(sgd_, NESTEROV, torch.optim.SGD, _of_sgd),
+    "adamw": Line(adamw_, ADAMW, torch.optim.AdamW, _adamw_options),
+    "adam": Line(adam_, ADAMW | {"decoupled": (0.0, 0.0)}, torch.optim.Adam, _adamw_options),
+    "adam, decoupled": Line(adam_, ADAMW | {"decoupled": (1.0, 1.0)}, torch.optim.AdamW, _adamw_options),
+    "sgd": Line(sgd_, SGD, torch.optim.SGD, _sgd_options),
+    "sgd, nesterov": Line(sgd_, NESTEROV, torch.optim.SGD, _sgd_options),
     "lion": Line(
         lion_,
         {"lr": (1e-3, 1e-4), "beta1": (0.9, 0.8), "beta2": (0.99, 0.95), "weight_decay": (0.1, 0.0)},
         LionInPlainTorch,
-        _of_lion,
+        _lion_options,
     ),
 }  # fmt: skip
 
@@ -90,7 +90,7 @@ class Rows:
         self, line, sizes=(37,), weights=WEIGHTS, grads=(F32, F16, B16), states=(F32, B16, I8), device="cpu",
         in_pairs=False,
     ):  # fmt: skip
-        """With ``in_pairs``, take only so many combinations that each two values meet in one."""
+        """With ``in_pairs``, take only as many combinations as it takes for each two values to meet in one."""
         self.line, self.rule, self.device = line, line.ops.rule, device
         has_optional = (False, True) if self.rule.needed < len(self.rule.states) else (False,)
         self.cases = list(itertools.product(sizes, weights, grads, states, has_optional))
@@ -131,7 +131,7 @@ class Rows:
         )  # fmt: skip
 
     def weight(self, i):
-        """Return a parameter's true weight."""
+        """Return a parameter's weight with all bits that its master adds."""
         param, master = self.lists["params"][i], self.lists["masters"][i]
         return param if not master.numel() else master if master.dtype == F32 else join(param, master)
 
@@ -145,12 +145,12 @@ class Rows:
 
 
 def rows_on(target, line, **kinds):
-    """Return fewer rows for interpreted kernels, which take milliseconds a row."""
+    """Return rows on the target's device: fewer for interpreted kernels, which take milliseconds a row."""
     return Rows(line, device=target.device, in_pairs=target.is_interpreted, **kinds)
 
 
 def assert_same_steps(target, line, steps=3, model=None, **arguments):
-    """The target's kernels and the reference, side by side from the same start."""
+    """Step with the target's kernel and with the reference, from the same start, and assert equal bits."""
     ours, reference = rows_on(target, line, **model or {}), Rows(line, in_pairs=target.is_interpreted, **model or {})
     for seed in range(steps):
         ours.step(ours.grads(seed), **arguments)

@@ -1,4 +1,4 @@
-// Proves split.h's guarantee over all 2^32 masters. Prints a line and exits with 1 at the first that breaks it. Where a
+// Proves split.h's guarantee for all 2^32 masters. At the first that breaks it, prints a line and exits with 1. If a
 // master comes back exactly, its weight is the nearest one, and on a tie the one further from zero: a remainder has 16
 // bits, so it is within half a unit in the last place, and -32768 has no positive twin.
 #include "step/split.h"
@@ -59,7 +59,7 @@ int main() {
         for (int lane = 0; lane < kLanes; ++lane) masters[lane] = static_cast<uint32_t>(first) + lane;
         const Split<Words> split = way.split_up(masters);
         const Words joined = way.join(split);
-        // Most lanes are settled at once; the rest, and a sample, are looked at one by one.
+        // This settles most lanes at once. The rest, and a sample, go through `broken` one by one.
         const Floats off = bit_cast<Floats>(joined) - bit_cast<Floats>(masters);
         const auto close = (off <= way.bound) & (off >= -way.bound) & ((joined ^ masters) < 0x80000000u);
         const auto settled = (joined == masters) | (((masters & 0x7fffffffu) < way.exact_from) & close);

@@ -1,4 +1,4 @@
-"""The op: every kernel gives the reference's bits, and each step of a Model is compared with AdamW in fp64."""
+"""adamw_: every kernel gives the reference's bits, and each step of a Model is compared with AdamW in fp64."""
 
 import math
 
@@ -22,10 +22,10 @@ class Model(Rows):
         scalars = {name: changed.pop(name, None) for name in ("grad_scale", "found_inf")}
         hypers, before = self.line.hypers | changed, oracle.snapshot(self)
         super().step(grads, hypers, maximize, max_norm, on_device, report, **scalars)
-        signs = [-1 if it else 1 for it in maximize]
-        of_groups = [oracle.Hyper(*numbers) for numbers in zip(*hypers.values(), signs, strict=True)]
-        of_each = [of_groups[self.group_of(i)] for i in range(len(self.params))]
-        oracle.assert_step(before, oracle.snapshot(self), grads, of_each, *scalars.values(), max_norm)
+        signs = [-1 if maximized else 1 for maximized in maximize]
+        group_hypers = [oracle.Hyper(*numbers) for numbers in zip(*hypers.values(), signs, strict=True)]
+        param_hypers = [group_hypers[self.group_of(i)] for i in range(len(self.params))]
+        oracle.assert_step(before, oracle.snapshot(self), grads, param_hypers, *scalars.values(), max_norm)
 
 
 def _list_of(name):
@@ -36,8 +36,8 @@ for _name in oracle.STORED:
     setattr(Model, _name, _list_of(_name))
 
 
-def beside_the_reference(target, act, **kinds):
-    """Return the target's model after ``act(model)``. Assert that the reference's model has the same bits then."""
+def assert_the_references_bits(target, act, **kinds):
+    """Call ``act(model)`` on the target and with the reference, assert equal bits, and return the target's model."""
     ours, reference = Model(device=target.device, **kinds), Model(**kinds)
     act(ours)
     with mpkernels.backend("reference"):
@@ -51,11 +51,11 @@ def assert_same_steps(target, steps=3, model=None, **arguments):
         for seed in range(steps):
             model.step(model.grads(seed), **arguments)
 
-    return beside_the_reference(target, act, **model or {})
+    return assert_the_references_bits(target, act, **model or {})
 
 
 @pytest.mark.parametrize(("grad", "grad_scale", "moves"), [(3e38, 0.5, False), (3e38, 1.0, True), (3e38, 4.0, True)])
-def test_nothing_moves_where_unscaling_overflows(target, grad, grad_scale, moves):
+def test_a_step_is_skipped_if_unscaling_overflows(target, grad, grad_scale, moves):
     """With a scale below 1, unscaling may overflow although every grad is finite."""
     model = Model(sizes=(1,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
     before = [tensor.clone() for tensor in model.params]
@@ -78,7 +78,7 @@ def test_empty_parameters_count_their_steps(target):
     assert {step.item() for step in model.steps} == {1.0}
 
 
-def test_no_weight_moves_without_a_gradient_and_rate(target):
+def test_with_zero_grads_and_a_rate_of_0_no_weight_changes(target):
     """torch.distributed.checkpoint makes states by a step with zero grads and lr = 0. Not one bit may change."""
     model, untouched = (Model(sizes=(300,), device=target.device) for _ in range(2))
     model.step([torch.zeros_like(grad) for grad in model.grads(0)], lr=[0.0, 0.0])

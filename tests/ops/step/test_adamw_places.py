@@ -6,14 +6,14 @@ import torch
 
 import mpkernels
 from tests.ops.step.rules_table import B16, F16, F32, F64, I8, WEIGHTS
-from tests.ops.step.test_adamw import Model, beside_the_reference
+from tests.ops.step.test_adamw import Model, assert_the_references_bits
 
-pytestmark = pytest.mark.kernels("native", "triton", "cuda")  # beside the reference
+pytestmark = pytest.mark.kernels("native", "triton", "cuda")  # all are compared with the reference
 LISTS = ("params", "masters", "exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs")
 
 
 def moved(tensor, offset):
-    """Return a copy that begins so many elements after a 64-byte boundary."""
+    """Return a copy that begins ``offset`` elements after a 64-byte boundary."""
     copy = tensor.new_empty(offset + tensor.numel())[offset:]
     return copy.copy_(tensor)
 
@@ -27,7 +27,7 @@ def assert_same_steps_from(target, offsets, **options):
         for seed in range(2):
             model.step([moved(grad, offsets.get("grads", 0)) for grad in model.grads(seed)])
 
-    beside_the_reference(target, steps, **options)
+    assert_the_references_bits(target, steps, **options)
 
 
 def kinds(target, **more):
@@ -38,8 +38,8 @@ def kinds(target, **more):
 
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", range(20))
-def test_all_arrays_off_by_as_many_elements(target, offset):
-    """As in buckets and views of them: whatever its width, each array reaches a boundary after as many elements."""
+def test_all_arrays_may_begin_off_a_boundary(target, offset):
+    """All arrays reach a boundary after equally many elements, as views of buckets do."""
     options = kinds(target, sizes=(2048 + 17,), weights=[WEIGHTS[offset % 5]], grads=(B16, F32))
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
 
@@ -48,14 +48,14 @@ each_list = pytest.mark.parametrize("name", ["grads", *LISTS])
 
 
 @each_list
-def test_one_list_off_by_itself(target, name):
-    """Each kernel must look at each list, because packs of the others would be misaligned in this one."""
+def test_one_list_alone_may_begin_off_a_boundary(target, name):
+    """A kernel must look at every list's addresses: packs that are aligned in the others are misaligned in this one."""
     assert_same_steps_from(target, {name: 1}, **one_list(target))
 
 
 @pytest.mark.each_value_once
 @each_list
-def test_one_list_off_by_a_pack(target, name):
+def test_one_list_alone_may_begin_a_pack_after_a_boundary(target, name):
     assert_same_steps_from(target, {name: 4}, **one_list(target))
 
 
@@ -63,15 +63,15 @@ def one_list(target):
     return kinds(target, sizes=(2048 + 3,), weights=WEIGHTS[:3], grads=(B16,))
 
 
-def test_every_list_off_by_something_else(target):
-    """But all in the same place among four elements."""
+def test_each_list_may_begin_at_an_offset_of_its_own(target):
+    """All lists begin at the same place within four elements."""
     offsets = {name: 3 + 4 * i for i, name in enumerate((*LISTS, "grads"))}
     assert_same_steps_from(target, offsets, **kinds(target, sizes=(2048 + 5,), grads=(B16, F16)))
 
 
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", [0, 3])
-def test_sizes_around_rounds_and_chunks(target, offset):
+def test_sizes_around_rounds_and_chunks_give_the_references_bits(target, offset):
     sizes = (0, 1, 4, 2047, 2048, 2049, 2051, 2052, 4095, 4096, 4097, 6147, 8192 + 2048 + 3)
     options = kinds(target, sizes=sizes, weights=WEIGHTS[:2], grads=(B16, F32), states=(F32,))
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
@@ -79,7 +79,7 @@ def test_sizes_around_rounds_and_chunks(target, offset):
 
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", [0, 1, 4])
-def test_blocks_of_8_bit_moments_that_are_not_whole(target, offset):
+def test_incomplete_blocks_of_8_bit_moments_give_the_references_bits(target, offset):
     sizes = (1, 31, 129, 255, 256, 257, 511, 2048 + 255, 4096 + 1)
     options = kinds(target, sizes=sizes, weights=WEIGHTS[:3], grads=(B16, F32)) | {"states": (I8,)}
     assert_same_steps_from(target, dict.fromkeys((*LISTS, "grads"), offset), **options)
@@ -87,8 +87,8 @@ def test_blocks_of_8_bit_moments_that_are_not_whole(target, offset):
 
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("offset", [0, 1])
-def test_fp64_in_a_list_with_others(target, offset):
-    """One launch takes them all, and another than the launch of a list without fp64."""
+def test_a_list_may_hold_fp64_and_other_dtypes(target, offset):
+    """One launch takes all parameters. It isn't the one that takes lists without fp64."""
     model, alone = Model(sizes=(700,), device=target.device), Model(sizes=(700,))
     wide = {"sizes": (2049,), "weights": [(F64, "none")], "grads": (F64,), "states": (F64,), "device": target.device}
     both, reference = Model(**wide), Model(**(wide | {"device": "cpu"}))

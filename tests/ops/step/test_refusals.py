@@ -1,4 +1,4 @@
-"""What a step refuses, with every kernel, before anything is written."""
+"""A step of every kernel refuses wrong tensors before it writes anything."""
 
 import math
 
@@ -11,7 +11,7 @@ from tests.ops.step.rules_table import F32, I8, WEIGHTS
 from tests.ops.step.test_adamw import Model
 from tests.ops.step.test_adamw_edges import LAYOUTS, channels_last
 
-BAD = {  # which lists, and what becomes of them
+BAD = {  # which lists are changed, and how
     "too few": ("scales", lambda scales: scales[:-1]),
     "as many as without a largest": ("scales", lambda scales: scales[:4]),
     "fp64": ("scales", lambda scales: scales.double()),
@@ -23,7 +23,7 @@ BAD = {  # which lists, and what becomes of them
 
 
 @pytest.mark.parametrize(("names", "change"), BAD.values(), ids=BAD)
-def test_scales_that_do_not_go_with_their_moments(target, names, change):
+def test_scales_that_do_not_fit_their_moments_are_refused(target, names, change):
     """A kernel would read beyond wrong scales, or use another tensor's."""
     model, untouched = (
         Model(sizes=(360,), weights=WEIGHTS[:1], grads=(F32,), states=(I8,), device=target.device) for _ in range(2)
@@ -47,7 +47,7 @@ FLAGS = {
 
 
 @pytest.mark.parametrize("which", FLAGS)
-def test_flags_of_the_wrong_size_or_dtype(target, which):
+def test_flags_of_the_wrong_size_or_dtype_are_refused(target, which):
     model = Model(sizes=(3,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
     lists = [getattr(model, name) for name in ADAMW.lists if name not in ("params", "grads")]
     hypers = [2], [0.1], [0.9], [0.99], [0.0], [1e-8], [False], []
@@ -61,7 +61,7 @@ def test_flags_of_the_wrong_size_or_dtype(target, which):
             )
 
 
-def test_on_device_that_is_too_short(target):
+def test_too_few_hyperparameters_on_the_device_are_refused(target):
     model = Model(sizes=(3,), weights=WEIGHTS[:1], grads=(F32,), states=(F32,), device=target.device)
     with pytest.raises(ValueError, match="adamw_: on_device must"):
         model.step(model.grads(0), on_device=[torch.ones((), device=target.device)] * 5)

@@ -10,58 +10,58 @@ import mpkernels
 from tests.hard_grads import same_bits
 from tests.ops.step.rules_table import B16, F16, F32, F64, I8, RULES, WEIGHTS, Rows, assert_same_steps, rows_on
 
-of_each_rule = pytest.mark.parametrize("line", RULES.values(), ids=RULES)
-beside_the_reference = pytest.mark.kernels("native", "triton", "cuda")
+each_rule = pytest.mark.parametrize("line", RULES.values(), ids=RULES)
+without_the_reference = pytest.mark.kernels("native", "triton", "cuda")
 
 
-@beside_the_reference
-@of_each_rule
-def test_every_combination_of_dtypes(target, line):
+@without_the_reference
+@each_rule
+def test_every_combination_of_dtypes_gives_the_references_bits(target, line):
     model = {"sizes": (37,) if target.is_interpreted else (37, 1000)}
     rows = assert_same_steps(target, line, steps=2 if target.is_interpreted else 4, model=model)
     assert {step.item() for step in rows.lists["steps"]} == {2.0 if target.is_interpreted else 4.0}
 
 
-@beside_the_reference
-@of_each_rule
+@without_the_reference
+@each_rule
 @pytest.mark.parametrize("state", [F32, B16, I8], ids=str)
 @pytest.mark.parametrize("weight", WEIGHTS, ids=str)
-def test_lists_of_one_kind(target, line, weight, state):
-    """A kernel may be compiled for what all parameters have in common, and for nothing else."""
+def test_lists_of_one_kind_give_the_references_bits(target, line, weight, state):
+    """A launch may run a kernel that is compiled for the one kind that all its parameters have."""
     model = {"sizes": (700, 3), "weights": [weight], "grads": [weight[0]], "states": [state]}
     assert_same_steps(target, line, model=model, steps=2)
 
 
-@beside_the_reference
-@of_each_rule
+@without_the_reference
+@each_rule
 @pytest.mark.parametrize("size", [1, 31, 32, 1023, 1024, 1025, 8193])
-def test_sizes(target, line, size):
+def test_every_size_gives_the_references_bits(target, line, size):
     model = {"sizes": (size,), "grads": (F32,), "states": (F32, I8), "weights": WEIGHTS[:2]}
     assert_same_steps(target, line, model=model, steps=2)
 
 
-@beside_the_reference
-@of_each_rule
+@without_the_reference
+@each_rule
 @pytest.mark.parametrize(
     "arguments", [{"grad_scale": 1024.0}, {"max_norm": 1.0}, {"grad_scale": 3.0, "max_norm": 0.5}], ids=str
 )
-def test_unscale_and_clip(target, line, arguments):
+def test_unscaling_and_clipping_give_the_references_bits(target, line, arguments):
     assert_same_steps(target, line, model={"sizes": (33,), "states": (F32,)}, **arguments)
 
 
-@beside_the_reference
-@of_each_rule
+@without_the_reference
+@each_rule
 def test_fp64_grads_are_multiplied_by_the_fp32_inverse_of_a_scale(target, line):
-    """As torch's scaler multiplies them. Other grads wouldn't show whether it was rounded."""
+    """torch's scaler does the same. Grads of fewer bits wouldn't show whether the inverse was rounded."""
     model = {"sizes": (33,), "weights": [(F64, "none")], "grads": (F64,), "states": (F64,)}
     assert_same_steps(target, line, model=model, grad_scale=3.0)
 
 
-@beside_the_reference
-@of_each_rule
-def test_odd_numbers(target, line):
-    """States begin as -0.0. An infinite scale multiplies one group's grads by 0, and by -0.0 those of the other, which
-    is maximized."""
+@without_the_reference
+@each_rule
+def test_odd_numbers_give_the_references_bits(target, line):
+    """The first states begin as -0.0. An infinite scale multiplies the grads of one group by 0, and those of the other
+    group, which is maximized, by -0.0."""
     model = {"sizes": (300,), "weights": WEIGHTS[:1], "grads": (F32,), "states": (I8, F32)}
     ours, reference = rows_on(target, line, **model), Rows(line, in_pairs=target.is_interpreted, **model)
     odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 0.0, 1e-45, 3e38])
@@ -74,7 +74,7 @@ def test_odd_numbers(target, line):
     assert ours.differences(reference) == []
 
 
-@of_each_rule
+@each_rule
 def test_nothing_moves_on_overflow(target, line):
     rows, untouched = (rows_on(target, line, sizes=(300,), states=(F32, I8)) for _ in range(2))
     rows.step(rows.grads(0), found_inf=1.0)
@@ -83,7 +83,7 @@ def test_nothing_moves_on_overflow(target, line):
     assert {step.item() for step in rows.lists["steps"]} == {1.0}
 
 
-@of_each_rule
+@each_rule
 def test_grads_are_only_read(target, line):
     rows = rows_on(target, line)
     grads = rows.grads(0)
@@ -92,11 +92,11 @@ def test_grads_are_only_read(target, line):
     assert all(map(torch.equal, grads, before))
 
 
-@of_each_rule
+@each_rule
 @pytest.mark.parametrize("dtype", [F32, F64], ids=str)
 @pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(1, None)], ids=["all", "lr", "all but lr"])
-def test_hyperparameters_on_the_device(target, line, which, dtype):
-    """Tensors on the device give the same as floats, also beside floats."""
+def test_hyperparameters_may_be_tensors_on_the_device(target, line, which, dtype):
+    """The results equal those of floats, also if only some hyperparameters are tensors."""
     model = {"sizes": (33,), "states": (F32,), "weights": WEIGHTS[:2]}
     by_value, on_device = rows_on(target, line, **model), rows_on(target, line, **model)
     may_be_tensors = list(line.hypers)[: line.ops.rule.tensors]
@@ -114,15 +114,14 @@ def test_hyperparameters_on_the_device(target, line, which, dtype):
     assert on_device.differences(by_value) == []
 
 
-@of_each_rule
+@each_rule
 @pytest.mark.parametrize("maximize", [False, True])
-def test_fp64_is_plain_torchs(target, line, maximize):
+def test_steps_in_fp64_are_plain_torchs(target, line, maximize):
     """Five steps of each group beside an optimizer of torch's."""
     rows = Rows(line, weights=[(F64, "none")], grads=(F64,) * 4, states=(F64,), device=target.device)
-    ends = [has_optional for *_, has_optional in rows.cases]
     params = [it.cpu().clone().requires_grad_() for it in rows.lists["params"]]
     twins = []
-    for i, (param, has_optional) in enumerate(zip(params, ends, strict=True)):
+    for i, (param, (*_, has_optional)) in enumerate(zip(params, rows.cases, strict=True)):
         hypers = {name: x[rows.group_of(i)] for name, x in line.hypers.items()}
         twins.append(line.twin([param], **line.options(hypers, has_optional)))
     for seed in range(5):
@@ -135,7 +134,7 @@ def test_fp64_is_plain_torchs(target, line, maximize):
         torch.testing.assert_close(ours.cpu(), param.detach(), rtol=1e-14, atol=1e-15)
 
 
-@of_each_rule
+@each_rule
 @pytest.mark.parametrize("kind", ["split", "fp32"])
 def test_a_master_is_what_an_fp32_weight_would_be(target, line, kind):
     """A master that begins as the same number stays equal to the fp32 weight, bit for bit."""
@@ -152,9 +151,9 @@ def test_a_master_is_what_an_fp32_weight_would_be(target, line, kind):
         assert same_bits(ours.lists["params"][i].cpu(), param.cpu().to(B16))
 
 
-@of_each_rule
-def test_layouts_that_differ(target, line):
-    """Channels-last and sliced parameters, grads and states in any other order."""
+@each_rule
+def test_layouts_change_no_bit(target, line):
+    """Parameters are channels-last or sliced, and grads and states lie in another order."""
     shape = (4, 6, 5, 3)
 
     def laid_out(kind, value):
@@ -175,7 +174,7 @@ def test_layouts_that_differ(target, line):
         assert all(map(same_bits, other, results[0]))
 
 
-@of_each_rule
+@each_rule
 def test_bad_arguments_are_named(line):
     rows = Rows(line, sizes=(5, 6), weights=WEIGHTS[:1], grads=(F32,), states=(F32,))
     first = rows.rule.state_lists[0]

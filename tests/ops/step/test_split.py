@@ -18,7 +18,7 @@ CSRC = ROOT / "csrc"
 
 
 @pytest.mark.exhaustive
-def test_every_master_survives(tmp_path):
+def test_every_master_survives_in_c_plus_plus(tmp_path):
     program = tmp_path / "split"
     x86 = ["-DMPK_X86"] if platform.machine() in ("x86_64", "AMD64") else []
     flags = ["-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-Wno-psabi", "-pthread", "-DMPK_ISA=native"]
@@ -29,7 +29,7 @@ def test_every_master_survives(tmp_path):
 
 
 def masters():
-    """Random bits, every exponent with extreme mantissas, and both sides of every tie of some weights."""
+    """Return random bits, every exponent with extreme mantissas, and both sides of the ties of some weights."""
     bits = torch.randint(-(2**31), 2**31, (100_000,), generator=torch.Generator().manual_seed(0), dtype=torch.int64)
     ends = torch.tensor([0, 1, 0xFFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0x7FFFFF])
     exponents = torch.arange(256) << 23
@@ -39,7 +39,7 @@ def masters():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_torch_twin_keeps_the_guarantee(dtype):
+def test_the_twin_in_torch_keeps_the_guarantee(dtype):
     master = masters()
     weight, remainder = split(master, dtype)
     assert (weight.dtype, remainder.dtype) == (dtype, torch.int16)
@@ -58,7 +58,7 @@ def test_torch_twin_keeps_the_guarantee(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_each_kernel_splits_as_the_twin_does(target, dtype):
-    """A step of SGD from a weight of 0, with a rate of 1, stores the grad with the other sign."""
+    """From a weight of 0, a step of SGD with a rate of 1 stores the grad with the other sign."""
     master = masters()[:: 97 if target.is_interpreted else 1]
     master = master[~master.isnan()] + 0.0  # no -0.0, because 0.0 - 0.0 is 0.0
     line = RULES["sgd"]
@@ -72,8 +72,8 @@ def test_each_kernel_splits_as_the_twin_does(target, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_remainder_of_another_weight(dtype):
-    """What has been written to a weight stays: every weight but NaN, beside any remainder."""
+def test_a_weight_that_was_written_to_stays_beside_any_remainder(dtype):
+    """The test writes every weight, except NaNs, beside any remainder."""
     weights = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype)
     weights = weights[~weights.isnan()]
     remainders = torch.tensor([-32768, -32767, -16385, -16384, -8, -1, 0, 1, 8, 16384, 32767], dtype=torch.int16)
@@ -85,7 +85,7 @@ def test_the_remainder_of_another_weight(dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_the_weight_is_the_nearest(dtype):
+def test_the_weight_is_the_nearest_to_its_master(dtype):
     """The rounding differs from torch's only for ties."""
     master = masters()
     master = master[master.isfinite()]
@@ -95,7 +95,7 @@ def test_the_weight_is_the_nearest(dtype):
     assert torch.equal(*distance)
 
 
-class Calls(TorchDispatchMode):
+class CallCounter(TorchDispatchMode):
     """Counts calls of an op."""
 
     def __init__(self, op):
@@ -108,7 +108,7 @@ class Calls(TorchDispatchMode):
 
 
 def weights_of(dtype):
-    """Five of 5 elements, an empty one, 0-dim ones, one too large to be joined with others, and others' layouts."""
+    """Return five weights of 5 elements, an empty one, 0-dim ones, one too large to join with others, odd layouts."""
     made = [torch.randn(5) for _ in range(5)] + [torch.randn(0, 3), torch.randn(()), torch.randn(7, 9), torch.randn(())]
     made += [torch.randn(3, 4).t(), torch.randn(1, 2, 3, 2).to(memory_format=torch.channels_last), torch.randn(6)[::2]]
     return [it.to(dtype) if it.is_contiguous() else it.to(dtype, memory_format=torch.preserve_format) for it in made]
@@ -136,8 +136,8 @@ def test_many_small_weights_take_few_calls(monkeypatch, dtype):
     monkeypatch.setitem(TOGETHER, "cpu", 40)
     weights = [torch.randn(5).to(dtype) for _ in range(16)]
     remainders = [torch.zeros(5, dtype=torch.int16) for _ in weights]
-    with Calls(torch.ops.aten.where) as of_one:
+    with CallCounter(torch.ops.aten.where) as for_one:
         join(weights[0], remainders[0])
-    with Calls(torch.ops.aten.where) as of_all:
+    with CallCounter(torch.ops.aten.where) as for_all:
         join_each(weights, remainders)
-    assert of_all.count == 2 * of_one.count
+    assert for_all.count == 2 * for_one.count
