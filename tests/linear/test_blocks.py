@@ -17,7 +17,7 @@ EVERY = pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @EVERY
-def test_error_contract(target, name, activation, dtype):
+def test_errors_stay_within_the_contract(target, name, activation, dtype):
     sizes = (65, 24, 33, 21) if target.is_interpreted else (130, 75, 97, 66)
     *leaves, dy = arguments(name, dtype, sizes, target.device)
     assert_contract(name, activation, leaves, dy)
@@ -31,7 +31,7 @@ def test_error_contract(target, name, activation, dtype):
     activation=st.sampled_from([*ACTIVATIONS]),
     seed=st.integers(0, 1000),
 )
-def test_error_contract_at_any_shape(target, name, sizes, dtype, activation, seed):
+def test_errors_stay_within_the_contract_at_any_shape(target, name, sizes, dtype, activation, seed):
     if target.is_interpreted:
         sizes = [1 + size % 40 for size in sizes]
     *leaves, dy = arguments(name, dtype, sizes, target.device, seed)
@@ -47,7 +47,7 @@ def test_recomputing_changes_no_bit(target, name, dtype):
 
 
 def test_the_backward_makes_no_pass_for_h(target):
-    """The kernel that reads z for the slope makes h, too."""
+    """The kernel that reads z for the slope also makes h, the input of the last layer."""
     *leaves, dy = arguments("mlp", B16, device=target.device)
     y = BLOCKS["mlp"].ours("gelu", *(it.requires_grad_() for it in leaves))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
@@ -57,7 +57,7 @@ def test_the_backward_makes_no_pass_for_h(target):
 
 @pytest.mark.parametrize("rows", [(2, 3), (2, 1, 3), (0, 3), ()], ids=str)
 @EVERY
-def test_any_number_of_dimensions(target, name, rows):
+def test_x_may_have_any_number_of_dimensions(target, name, rows):
     x, *parameters, dy = arguments(name, F32, device=target.device)
     x, dy = (it[:1].expand(*rows, -1) if rows else it[0] for it in (x, dy))
     got, want = (results(f, "silu", [x, *parameters], dy) for f in BLOCKS[name][:2])
@@ -66,7 +66,7 @@ def test_any_number_of_dimensions(target, name, rows):
 
 @pytest.mark.parametrize("sizes", [(0, 3, 5, 4), (4, 0, 5, 3), (4, 3, 0, 5), (4, 3, 5, 0)], ids=str)
 @EVERY
-def test_empty_in_any_dimension(target, name, sizes):
+def test_tensors_may_be_empty_in_any_dimension(target, name, sizes):
     *leaves, dy = arguments(name, B16, sizes, target.device)
     got, want = (results(f, "silu", leaves, dy) for f in BLOCKS[name][:2])
     for mine, torchs_own in zip(got, want, strict=True):
@@ -76,7 +76,7 @@ def test_empty_in_any_dimension(target, name, sizes):
 
 @pytest.mark.parametrize("dtype", [B16, F32], ids=str)
 @EVERY
-def test_weights_in_any_layout(target, name, dtype):
+def test_weights_may_be_transposed(target, name, dtype):
     x, *parameters, dy = arguments(name, dtype, (16, 32, 48, 24), target.device)
     strange = [transposed(it) if it.dim() == 2 else it for it in parameters]
     got, want = (results(BLOCKS[name].ours, "silu", [x, *those], dy) for those in (strange, parameters))
@@ -94,7 +94,7 @@ def test_relus_slope_is_0_at_0(target, name):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @EVERY
-def test_what_is_not_finite_is_seen(target, name, dtype, value):
+def test_an_inf_or_nan_reaches_its_row_and_no_other(target, name, dtype, value):
     x, *parameters, dy = arguments(name, dtype, device=target.device)
     x[1, 2] = value
     for activation in ("relu", "silu"):
@@ -109,8 +109,8 @@ def test_what_is_not_finite_is_seen(target, name, dtype, value):
 
 @pytest.mark.parametrize("dtype", [F16, B16], ids=str)
 @EVERY
-def test_autocast(target, name, dtype):
-    """The same dtypes as torch, the casts kept, and weight gradients that were never rounded to 16 bits."""
+def test_autocast_gives_torchs_dtypes_and_unrounded_weight_gradients(target, name, dtype):
+    """Results have torch's dtypes, and weight gradients are not rounded to 16 bits."""
     *leaves, dy = arguments(name, F32, (65, 8, 10, 7), target.device)
     with torch.autocast(target.device.type, dtype=dtype):
         got, want = (results(f, "silu", leaves, dy.to(dtype)) for f in BLOCKS[name][:2])

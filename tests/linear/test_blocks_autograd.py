@@ -18,6 +18,7 @@ EVERY = pytest.mark.parametrize("name", BLOCKS)
 
 
 def saved_by(call):
+    """Return the tensors that a call saves for its backward, by address, and its result."""
     saved = {}
     with torch.autograd.graph.saved_tensors_hooks(lambda it: saved.setdefault(it.data_ptr(), it), lambda it: it):
         y = call()
@@ -45,8 +46,8 @@ def test_bytes_saved_are_half_of_torchs_or_less(target, name, activation):
 
 
 @pytest.mark.parametrize("name", MLPS)
-def test_torch_recomputes_in_each_call_like_the_first(monkeypatch, name):
-    """Later calls find their kernel by their key."""
+def test_with_recompute_torch_saves_only_arguments_in_each_call(monkeypatch, name):
+    """The second call finds its kernel by its key."""
     forget_choices(monkeypatch)
     selector.pin("torch")
     *leaves, _ = (it.requires_grad_() for it in arguments(name, F32))
@@ -57,7 +58,7 @@ def test_torch_recomputes_in_each_call_like_the_first(monkeypatch, name):
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
 @EVERY
-def test_frozen_in_every_combination(target, name, options):
+def test_each_gradient_is_the_same_whatever_else_is_frozen(target, name, options):
     if options and name not in MLPS:
         return
     *leaves, dy = arguments(name, B16, device=target.device)
@@ -70,7 +71,7 @@ def test_frozen_in_every_combination(target, name, options):
         y.backward(dy)
         for it, need, want in zip(these, wanted, every, strict=True):
             assert (it.grad is not None) == need
-            if need and not (name == "mlp" and it is these[2]):  # another kernel may compute its sums
+            if need and not (name == "mlp" and it is these[2]):  # its sums may come from another kernel
                 assert relative_error(it.grad, want) <= torch.finfo(B16).eps
 
 
@@ -81,7 +82,7 @@ def test_a_frozen_block_keeps_no_x(target, name):
     assert x.data_ptr() not in saved
 
 
-def test_a_layer_of_an_x_that_wants_no_gradient_keeps_no_weight(target):
+def test_a_layer_keeps_no_weight_if_x_wants_no_gradient(target):
     x, weight, bias, _ = arguments("linear_act", B16, device=target.device)
     saved, _ = saved_by(lambda: linear_act(x, weight.requires_grad_(), bias, "silu"))
     assert weight.data_ptr() not in saved
@@ -91,7 +92,7 @@ def test_a_layer_of_an_x_that_wants_no_gradient_keeps_no_weight(target):
 @pytest.mark.parametrize("activation", ["silu", "relu", "none"])
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
 @EVERY
-def test_backward_twice_over_one_graph_and_a_second_backward(target, name, activation, options, dtype):
+def test_a_graph_can_be_used_twice_and_differentiated_twice(target, name, activation, options, dtype):
     if options and name not in MLPS:
         return
     *leaves, dy = arguments(name, dtype, device=target.device)
@@ -113,7 +114,7 @@ def test_backward_twice_over_one_graph_and_a_second_backward(target, name, activ
         assert relative_error(mine, oracle) <= 32 * eps
 
 
-def test_what_is_kept_must_not_be_written_to(target):
+def test_the_backward_refuses_a_kept_tensor_that_was_written_to(target):
     *leaves, dy = (it.requires_grad_() for it in arguments("mlp", B16, device=target.device))
     y = BLOCKS["mlp"].ours("gelu", *leaves)
     with torch.no_grad():
@@ -128,15 +129,15 @@ def test_a_second_backward_after_a_step_is_refused():
         y = BLOCKS["mlp"].ours("gelu", *leaves)
     with torch.no_grad():
         leaves[1].mul_(2)
-    torch.autograd.grad(y, leaves[1], dy.to(B16), retain_graph=True)  # needs the cast alone
+    torch.autograd.grad(y, leaves[1], dy.to(B16), retain_graph=True)  # needs only the cast
     with pytest.raises(RuntimeError, match="mlp: a weight was modified in place before a second backward"):
         torch.autograd.grad(y, leaves[0], dy.to(B16), create_graph=True)
 
 
 @pytest.mark.parametrize("p", [0.4, 1.0])
 @pytest.mark.parametrize("name", MLPS)
-def test_dropout(target, name, p):
-    """The gradients are those of the mask that forward drew."""
+def test_gradients_and_recomputing_use_the_dropout_mask_of_the_forward(target, name, p):
+    """The gradients are those of the mask that the forward drew."""
     *leaves, dy = arguments(name, F32, (9, 8, 40, 7), target.device)
     leaves = [it.requires_grad_() for it in leaves]
 
@@ -175,11 +176,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["linear_act", "gated_linear", "mlp", "gated_mlp"])
 def test_a_weights_gradient_lies_as_the_weight_lies(target, name, layout, dtype):
-    """Then grads add up in one pass over memory. If the weight has gaps or overlaps, the gradient lies by rows."""
-    lay = LAYOUTS[layout]
+    """Adding grads up is then one pass over memory. If the weight has gaps or overlaps, the gradient lies by rows."""
     shapes = (5, 8), (6, 8), (6, 8), (8, 6)
     x, up, gate, down = (torch.randn(*shape, device=target.device, dtype=dtype) for shape in shapes)
-    up, gate, down = (lay(it).requires_grad_() for it in (up, gate, down))
+    up, gate, down = (LAYOUTS[layout](it).requires_grad_() for it in (up, gate, down))
     calls = {
         "linear_act": (lambda: linear_act(x, up, None, "silu"), (up,)),
         "gated_linear": (lambda: gated_linear(x, gate, up), (gate, up)),

@@ -1,4 +1,4 @@
-"""Blocks under torch.compile, torch.func and torch.export, with the selector and the cast cache; and refusals."""
+"""Blocks under torch.compile, torch.func, torch.export, with the selector and the cast cache; bad input."""
 
 import re
 
@@ -16,11 +16,11 @@ from tests.linear_cases import relative_error
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 EVERY = pytest.mark.parametrize("name", BLOCKS)
-EVERY_BUT_A_LONE_LAYER = pytest.mark.parametrize("name", [name for name in BLOCKS if "linear_act" not in name])
+EVERY_LARGER_BLOCK = pytest.mark.parametrize("name", [name for name in BLOCKS if "linear_act" not in name])
 
 
 @EVERY
-def test_autocast_casts_once(monkeypatch, name):
+def test_autocast_casts_each_parameter_once(monkeypatch, name):
     x, *parameters, _ = arguments(name, F32)
     parameters = [torch.nn.Parameter(it.t().contiguous() if it.dim() == 2 else it) for it in parameters]
     casts, cast = [], cast_cache.cast
@@ -49,7 +49,7 @@ def test_compiles_without_a_graph_break(name, dtype, kernel):
 
 
 @EVERY
-def test_func_transforms_and_export(name):
+def test_functorch_and_export_give_torchs_results(name):
     x, *parameters, dy = arguments(name, F32)
     ours, torchs = BLOCKS[name][:2]
     with mpkernels.backend("native"):
@@ -69,8 +69,8 @@ def test_func_transforms_and_export(name):
     torch.testing.assert_close(exported.module()(x), torchs("silu", x, *parameters))
 
 
-@EVERY_BUT_A_LONE_LAYER
-def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name):
+@EVERY_LARGER_BLOCK
+def test_a_trial_compares_each_kernel_with_exact_results(monkeypatch, name):
     *leaves, _ = (it.requires_grad_() for it in arguments(name, F32, (70, 24, 32, 16)))
     trials = []
     monkeypatch.setattr(key_and_case.selector, "choose", lambda case, key, prepare: trials.append(prepare()) or "torch")
@@ -86,9 +86,9 @@ def test_the_selector_compares_each_kernel_with_what_is_exact(monkeypatch, name)
 
 
 @pytest.mark.parametrize("dtype", [F16, B16], ids=str)
-@EVERY_BUT_A_LONE_LAYER
-def test_gradients_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
-    """Gradients are as near to fp64 as torch's under autocast, and half as much is saved."""
+@EVERY_LARGER_BLOCK
+def test_gradients_can_be_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
+    """Then gradients are as near to fp64 as torch's under autocast, and the block saves as little as in 16 bits."""
     monkeypatch.setattr(key_and_case.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
     *leaves, dy = arguments(name, F32, (65, 24, 33, 21))
     block = BLOCKS[name]
@@ -100,7 +100,7 @@ def test_gradients_rounded_as_torch_rounds_them(monkeypatch, name, dtype):
         assert mine.dtype == rival.dtype
         assert relative_error(mine, want) <= 1.02 * relative_error(rival, want) + torch.finfo(dtype).eps / 2
         if i > 1:
-            assert torch.equal(mine, mine.to(dtype).float()) == (mine.dim() == 2)  # a bias's are sums, kept in fp32
+            assert torch.equal(mine, mine.to(dtype).float()) == (mine.dim() == 2)  # those of biases are sums in fp32
     casts = [it.numel() for it in leaves]
     hidden = sum(it.nbytes for it in saved.values() if it.numel() not in casts)
     assert hidden == block.bytes_saved * 65 * 33
@@ -121,7 +121,7 @@ def test_gradients_are_rounded_only_where_torch_rounds_them(monkeypatch):
     assert offered == [("native", ROUNDING, "torch"), *[("native", "torch")] * 7]
 
 
-def test_a_gradient_that_is_asked_for_in_fp32_is_not_rounded(monkeypatch):
+def test_a_gradient_is_not_rounded_if_its_parameter_asks_for_fp32(monkeypatch):
     """The gradient of the fp32 weight beside it is rounded."""
     monkeypatch.setattr(key_and_case.selector, "choose", lambda case, *_: case.kernels[case.kernels.index(ROUNDING)])
     x, fc1, fc1_bias, fc2, fc2_bias, _ = arguments("mlp", F32, (65, 24, 33, 21))

@@ -1,4 +1,4 @@
-"""Calls that no kernel of ours serves, though one serves a call that is much like them."""
+"""torch computes calls that no kernel of ours serves, even if a similar call before was served by one."""
 
 from contextlib import nullcontext
 
@@ -14,7 +14,7 @@ from tests.linear_cases import torchs
 X, WEIGHT, BIAS = torch.randn(6, 8), torch.randn(6, 8), torch.randn(6)
 
 
-class OfAUser(torch.Tensor):
+class UsersTensor(torch.Tensor):
     """A tensor subclass with a linear of its own."""
 
     @classmethod
@@ -23,7 +23,7 @@ class OfAUser(torch.Tensor):
         return -result if function is functional.linear else result
 
 
-SIBLINGS = {
+CHANGES = {
     "a row": {"x": X[0]},
     "3-D": {"x": X.view(2, 3, 8)},
     "on another device": {"x": X.to("meta"), "weight": WEIGHT.to("meta"), "bias": BIAS.to("meta")},
@@ -33,9 +33,9 @@ SIBLINGS = {
     "jagged": {"x": lambda: torch.nested.nested_tensor([X[:2], X], layout=torch.jagged)},
     "sparse": {"x": X.to_sparse(), "activation": "none", "bias": None},
     "expanded": {"x": torch.ones(()).expand(6, 8)},
-    "a subclass": {"x": X.as_subclass(OfAUser)},
-    "a weight of a subclass": {"weight": WEIGHT.as_subclass(OfAUser)},
-    "a bias of a subclass": {"bias": BIAS.as_subclass(OfAUser)},
+    "a subclass": {"x": X.as_subclass(UsersTensor)},
+    "a weight of a subclass": {"weight": WEIGHT.as_subclass(UsersTensor)},
+    "a bias of a subclass": {"bias": BIAS.as_subclass(UsersTensor)},
     "one bias for all": {"bias": BIAS[:1]},
     "a bias of one dimension more": {"bias": BIAS[None]},
     "a bias for each number": {"bias": torch.randn(6, 6)},
@@ -46,9 +46,9 @@ SIBLINGS = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize("changes", SIBLINGS.values(), ids=SIBLINGS)
-def test_a_kernel_serves_no_call_that_it_cant(monkeypatch, changes, forced):
-    """Not even after a similar call that a kernel serves."""
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_torch_computes_a_call_that_no_kernel_serves(monkeypatch, changes, forced):
+    """A kernel serves the similar calls before and after."""
     forget_choices(monkeypatch)
     computed_by(monkeypatch, "native")
     plain = {"x": X, "weight": WEIGHT, "bias": BIAS, "activation": "tanh"}

@@ -1,4 +1,4 @@
-"""One cast of each parameter in an autocast block, and never a stale one."""
+"""The cache casts each parameter once in an autocast block, and never returns a stale cast."""
 
 import threading
 
@@ -34,7 +34,7 @@ OPTIMIZERS = {
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_every_step_is_seen(layer, make):
+def test_the_forward_after_a_step_uses_the_new_weights(layer, make):
     optimizer = make(layer.parameters())
     for _ in range(3):
         before = forward(layer)
@@ -45,20 +45,20 @@ def test_every_step_is_seen(layer, make):
         torch.testing.assert_close(after, by_torch(layer), rtol=0.02, atol=0.02)
 
 
-def test_once_in_a_block(layer):
+def test_a_parameter_is_cast_once_in_a_block(layer):
     for _ in range(2):
         with autocast():
             assert [casts_of(layer) for _ in range(3)] == [2, 0, 0]
 
 
 @pytest.mark.parametrize("backward", [True, False])
-def test_a_write_through_data_between_two_blocks_is_seen(layer, backward):
+def test_a_write_through_data_between_two_blocks_counts(layer, backward):
     before = forward(layer, backward)
     layer.weight.data.mul_(2)
     assert not torch.equal(forward(layer, backward), before)
 
 
-def test_nobody_notices_how_the_end_of_a_block_is_learnt(layer):
+def test_the_node_that_keeps_casts_shows_in_no_hook(layer):
     saved = []
     with autocast():
         with torch.autograd.graph.saved_tensors_hooks(lambda it: saved.append(it) or it, lambda it: it):
@@ -80,7 +80,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=[*CHANGES])
-def test_a_change_within_a_block_is_seen(layer, change):
+def test_a_change_within_a_block_counts(layer, change):
     with autocast():
         before = forward(layer)
         with torch.no_grad():
@@ -91,7 +91,7 @@ def test_a_change_within_a_block_is_seen(layer, change):
         assert torch.equal(after, forward(layer))
 
 
-def test_the_cast_is_torchs(layer):
+def test_the_cast_has_torchs_bits(layer):
     for dtype in (B16, torch.float16):
         with torch.autocast("cpu", dtype=dtype):
             kept = cast_cache.cast(layer.weight, dtype)
@@ -101,13 +101,13 @@ def test_the_cast_is_torchs(layer):
         assert torch.equal(kept, layer.weight.detach().to(dtype))
 
 
-def test_what_autocast_is_told_not_to_keep_is_not_kept(layer):
+def test_no_cast_is_kept_if_autocasts_cache_is_off(layer):
     with autocast(cache_enabled=False):
         assert [casts_of(layer, cache_enabled=False) for _ in range(2)] == [2, 2]
 
 
 def test_only_parameters_that_are_trained_are_kept(layer):
-    """torch's cache does the same. Tensors computed in each forward would never be found again."""
+    """torch's cache does the same. Tensors that each forward computes would never be found again."""
     computed = layer.weight * 2
     layer.bias.requires_grad_(False)
     with autocast():
@@ -119,17 +119,17 @@ TRANSPOSES = {"t": lambda it: it.t(), "mT": lambda it: it.mT, "permute": lambda 
 
 
 @pytest.mark.parametrize("transpose", TRANSPOSES.values(), ids=TRANSPOSES)
-def test_a_transposed_parameter_is_kept_as_long_as_it_itself(transpose):
+def test_a_parameter_and_its_transpose_share_one_cast(transpose):
     """One cast serves the parameter and its view. The view's cast has the view's strides, so that torch chooses the
-    same product. A change of either is noticed."""
+    same product. A write to either makes a new cast."""
     weight = torch.nn.Parameter(torch.randn(5, 7))
     with autocast():
         with Casts((5, 7), (7, 5)) as casts:
             for _ in range(3):
                 kept = cast_cache.cast(transpose(weight), B16)
-            own = cast_cache.cast(weight, B16)
+            weights_cast = cast_cache.cast(weight, B16)
         assert casts.count == 1
-        assert (kept.data_ptr(), kept.stride(), kept.requires_grad) == (own.data_ptr(), (1, 7), False)
+        assert (kept.data_ptr(), kept.stride(), kept.requires_grad) == (weights_cast.data_ptr(), (1, 7), False)
         for written_to in (weight, transpose(weight)):
             with torch.no_grad():
                 written_to.mul_(2)
@@ -147,8 +147,8 @@ def test_no_other_view_of_a_parameter_is_taken_for_its_transpose():
         assert not cast_cache._block()
 
 
-def test_going_backward_in_a_thread_forgets_no_cast(target):
-    """On GPUs, autograd has a thread for each device."""
+def test_a_backward_in_another_thread_keeps_the_casts(target):
+    """For each GPU, autograd has a thread of its own."""
     weight = torch.nn.Parameter(torch.randn(7, 5, device=target.device))
     with torch.autocast(target.device.type, dtype=B16), Casts(weight.shape, weight.t().shape) as casts:
         for _ in range(3):
@@ -166,7 +166,7 @@ def backward_in(target, loss):
         loss.backward()
 
 
-def test_nothing_outlives_its_block(layer):
+def test_no_cast_outlives_its_block(layer):
     with autocast():
         forward(layer)
         assert len(cast_cache._block()) == 2
@@ -180,7 +180,7 @@ def test_parameters_can_be_swapped(layer, monkeypatch):
     assert layer.half().weight.dtype == torch.float16
 
 
-def test_threads_that_end_each_others_blocks(layer):
+def test_threads_may_end_each_others_blocks(layer):
     want, got = forward(layer, backward=False), []
     threads = [threading.Thread(target=lambda: got.append(forward(layer, backward=False))) for _ in range(8)]
     for thread in threads:
@@ -191,7 +191,7 @@ def test_threads_that_end_each_others_blocks(layer):
     assert all(torch.equal(it, want) for it in got)
 
 
-def test_nothing_is_kept_while_torch_traces(layer):
+def test_no_cast_is_kept_while_torch_traces(layer):
     with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as fake:
         forward(layer, backward=False)
         assert cast_cache._block() is None
@@ -206,6 +206,6 @@ def test_nothing_is_kept_while_torch_traces(layer):
     assert cast_cache._block() is None
 
 
-def test_a_step_keeps_nothing_that_autocast_is_told_not_to_keep(layer):
+def test_no_cast_is_kept_in_a_step_if_autocasts_cache_is_off(layer):
     with cast_cache.one_step(), torch.autocast("cpu", dtype=B16, cache_enabled=False):
         assert cast_cache.cast(layer.weight, B16) is not cast_cache.cast(layer.weight, B16)

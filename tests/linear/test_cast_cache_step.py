@@ -1,4 +1,4 @@
-"""One cast of each parameter in a step of several autocast blocks, and never a stale one."""
+"""In a step of several autocast blocks, the cache casts each parameter once, and never returns a stale cast."""
 
 import threading
 
@@ -26,7 +26,7 @@ def accumulated(layer, every=3, make=optim.AdamW):
         micro.backward(y.float().square().sum())
 
 
-def test_once_in_a_step_of_several_blocks(layer):
+def test_a_parameter_is_cast_once_in_a_step_of_several_blocks(layer):
     assert [count for _, count, _ in accumulated(layer)] == [2, 0, 0] * 2
     with autocast():
         assert cast_cache._block() is None  # the last step's casts are not this block's
@@ -36,54 +36,54 @@ def test_once_in_a_step_of_several_blocks(layer):
 
 
 @pytest.mark.parametrize("make", [optim.AdamW, ThroughData], ids=["ours", "through data"])
-def test_each_step_of_a_group_is_seen(layer, make):
+def test_the_forward_after_a_groups_step_uses_the_new_weights(layer, make):
     for _, _, y in accumulated(layer, make=make):
         assert_fresh(layer, y)
 
 
-def is_fresh_from_block_to_block(layer):
-    """Without a step under way, each block casts anew, even after a write that raises no version."""
+def assert_fresh_from_block_to_block(layer):
+    """Assert that outside of a step each block casts anew, even after a write that raises no version."""
     forward(layer, backward=False)
     layer.weight.data.mul_(-2)
     assert_fresh(layer, forward(layer, backward=False))
 
 
-def test_groups_that_are_interleaved(layer):
+def test_interleaved_groups_use_fresh_casts(layer):
     """Two networks that are trained against each other interleave their groups."""
     other = nn.LinearAct(7, 5)
-    for (_, _, y), (_, _, its) in zip(
+    for (_, _, y), (_, _, other_y) in zip(
         accumulated(layer, make=ThroughData), accumulated(other, every=2, make=ThroughData), strict=False
     ):
         assert_fresh(layer, y)
-        assert_fresh(other, its)
-    is_fresh_from_block_to_block(layer)
+        assert_fresh(other, other_y)
+    assert_fresh_from_block_to_block(layer)
 
 
-def test_a_group_within_a_group(layer):
+def test_a_group_within_a_group_uses_fresh_casts(layer):
     for i, (_, _, y) in enumerate(accumulated(layer)):
         assert_fresh(layer, y)
         if i == 1:
-            for _, _, its in accumulated(layer, make=ThroughData):
-                assert_fresh(layer, its)
+            for _, _, inner_y in accumulated(layer, make=ThroughData):
+                assert_fresh(layer, inner_y)
 
 
-def test_a_group_that_is_dropped_while_another_is_under_way(layer):
+def test_a_group_that_is_dropped_ends_no_other_groups_step(layer):
     old, new = accumulated(layer), accumulated(layer)
     next(old)
     next(new)
     del old
     assert [count for _, count, _ in new] == [0, 0, 2, 0, 0]
-    is_fresh_from_block_to_block(layer)
+    assert_fresh_from_block_to_block(layer)
 
 
-def test_a_group_that_fails(layer):
+def test_a_group_that_fails_leaves_no_cast(layer):
     def fail():
         for _ in accumulated(layer):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    is_fresh_from_block_to_block(layer)
+    assert_fresh_from_block_to_block(layer)
 
 
 def test_another_thread_is_in_no_step(layer):
@@ -96,7 +96,7 @@ def test_another_thread_is_in_no_step(layer):
     assert found == [None] * 6
 
 
-def test_a_change_within_a_group_is_seen(layer):
+def test_a_change_within_a_group_counts(layer):
     for i, (_, _, y) in enumerate(accumulated(layer)):
         assert_fresh(layer, y)
         if i % 3 == 1:
@@ -104,16 +104,16 @@ def test_a_change_within_a_group_is_seen(layer):
                 layer.weight.mul_(2)
 
 
-def test_a_step_has_the_casts_memory(layer, monkeypatch):
+def test_the_casts_are_freed_before_the_optimizer_steps(layer, monkeypatch):
     kept = []
     step = optim.AdamW.step
-    monkeypatch.setattr(optim.AdamW, "step", lambda *it: kept.append(len(cast_cache._step())) or step(*it))
+    monkeypatch.setattr(optim.AdamW, "step", lambda *given: kept.append(len(cast_cache._step())) or step(*given))
     for _ in accumulated(layer):
         assert len(cast_cache._step()) == 2
     assert kept == [0, 0]
 
 
-def test_a_group_that_is_left_keeps_nothing(layer):
+def test_a_group_that_is_left_early_keeps_no_cast(layer):
     for _ in accumulated(layer):
         break
     assert cast_cache._step() is None

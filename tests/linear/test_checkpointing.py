@@ -1,4 +1,4 @@
-"""Layers under torch.utils.checkpoint, which runs their forward once more within the backward."""
+"""Layers under torch.utils.checkpoint, which runs their forward again in the backward."""
 
 import pytest
 import torch
@@ -38,14 +38,14 @@ def grads(model, run, dtype, outside):
 @pytest.mark.parametrize("dtype", [None, B16, F16], ids=str)
 @pytest.mark.parametrize("reentrant", [True, False])
 @pytest.mark.parametrize("outside", [True, False])
-def test_the_grads_are_those_without_it(dtype, reentrant, outside):
+def test_grads_are_those_without_a_checkpoint(dtype, reentrant, outside):
     plain = grads(model(), lambda f, x: f(x), dtype, outside)
     again = grads(model(), lambda f, x: checkpoint(f, x, use_reentrant=reentrant), dtype, outside)
     assert_close(again, plain, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_of_a_mixed_model(reentrant):
+def test_grads_of_a_mixed_model_are_those_without_a_checkpoint(reentrant):
     plain = grads(to_mixed(model()), lambda f, x: f(x), None, True)
     again = grads(to_mixed(model()), lambda f, x: checkpoint(f, x, use_reentrant=reentrant), None, True)
     assert_close(again, plain, rtol=0, atol=0)

@@ -1,7 +1,6 @@
 """linear_act takes the arguments of F.linear and an activation, and computes the same."""
 
 import re
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from mpkernels.linear import compute_block
 from mpkernels.nn import LinearAct
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.ops.linear.block_kind import Kind, Parameters
+from tests.linear.choosing import CudaAutocast
 from tests.linear_cases import layer, relative_error, results, torchs
 
 B16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -37,7 +37,7 @@ def shapes_of_x():
 
 @pytest.mark.parametrize("dtype", [F16, B16, F32], ids=str)
 @pytest.mark.parametrize("name", shapes_of_x())
-def test_any_x(target, name, dtype):
+def test_x_may_have_any_shape_and_strides(target, name, dtype):
     x = shapes_of_x()[name].to(dtype).to(target.device)
     _, weight, bias, _ = layer(1, 8, 6, dtype, target.device)
     dy = torch.ones(*x.shape[:-1], 6, dtype=dtype, device=target.device)
@@ -45,7 +45,7 @@ def test_any_x(target, name, dtype):
 
 
 @pytest.mark.parametrize("dtype", [F16, B16, F32], ids=str)
-def test_any_weight_and_bias(target, dtype):
+def test_weight_and_bias_may_have_any_strides(target, dtype):
     x, weight, bias, dy = layer(7, 8, 6, dtype, target.device)
     for strange in (weight.t().contiguous().t(), torch.cat([weight, weight], 1)[:, ::2], weight[:1].expand(6, 8)):
         assert_near_torch(x, strange, bias, dy)
@@ -60,7 +60,7 @@ def assert_near_torch(x, weight, bias, dy):
         assert relative_error(mine, torchs_own) <= 4 * torch.finfo(x.dtype).eps
 
 
-def test_a_weight_of_one_dimension(target):
+def test_a_weight_may_have_one_dimension(target):
     x, weight, _, _ = layer(7, 8, 1, F32, target.device)
     for bias in (None, torch.ones((), device=target.device), torch.ones(1, device=target.device)):
         z = x @ weight[0] if bias is None else x @ weight[0] + bias  # F.linear has no 1-D weight together with a bias
@@ -69,7 +69,7 @@ def test_a_weight_of_one_dimension(target):
 
 @pytest.mark.parametrize("activation", ["none", "gelu", "tanh"])
 @pytest.mark.parametrize("shape", [(8,), (7, 8), (2, 3, 8), (2, 1, 3, 8), (0, 3, 8)], ids=str)
-def test_the_gradients_of_a_weight_of_one_dimension(target, shape, activation):
+def test_a_weight_of_one_dimension_has_torchs_gradients(target, shape, activation):
     """With a 1-D weight, y has one dimension less than x."""
     x, (_, weight, bias, _) = torch.randn(shape, device=target.device), layer(1, 8, 1, F32, target.device)
     dy = torch.randn(shape[:-1], device=target.device)
@@ -79,7 +79,7 @@ def test_the_gradients_of_a_weight_of_one_dimension(target, shape, activation):
         torch.testing.assert_close(got, want)
 
 
-def test_a_bias_of_one_element(target):
+def test_a_bias_of_one_element_has_torchs_gradient(target):
     x, weight, bias, _ = layer(7, 8, 6, F32, target.device)
     for one in (bias[:1], bias[0]):
         one = one.detach().requires_grad_()
@@ -91,8 +91,8 @@ def test_a_bias_of_one_element(target):
 @pytest.mark.parametrize("parameters", [F32, F16, B16], ids=str)
 @pytest.mark.parametrize("inputs", [F32, F16, B16], ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-def test_autocast(target, dtype, parameters, inputs, bias):
-    """The same dtypes as torch, and the same numbers; backward within the region or after it."""
+def test_autocast_gives_torchs_dtypes_and_numbers(target, dtype, parameters, inputs, bias):
+    """Results and gradients have torch's dtypes, and torch's numbers."""
     x, weight, b, dy = layer(9, 8, 6, F32, target.device, bias=bias)
     x, weight, b = x.to(inputs), weight.to(parameters), None if b is None else b.to(parameters)
     with torch.autocast(target.device.type, dtype=dtype):
@@ -102,28 +102,15 @@ def test_autocast(target, dtype, parameters, inputs, bias):
         assert relative_error(mine, torchs_own) <= 4 * torch.finfo(B16).eps
 
 
-class CudasAutocast(nullcontext):
-    """CUDA's autocast, which ``torch.autocast`` doesn't turn on without a GPU."""
-
-    def __enter__(self):
-        self.before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        torch.set_autocast_enabled("cuda", True)
-        torch.set_autocast_dtype("cuda", B16)
-
-    def __exit__(self, *_):
-        torch.set_autocast_enabled("cuda", self.before[0])
-        torch.set_autocast_dtype("cuda", self.before[1])
-
-
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_cudas_autocast_gives_its_dtype_whoever_computes(activation, mode, kernel):
-    """CUDA's autocast widens 16 bits to fp32 in more ops than the CPU's. Meta tensors need no GPU."""
-    with FakeTensorMode(), mode(), CudasAutocast():
+def test_cudas_autocast_gives_its_dtype_whatever_computes(activation, mode, kernel):
+    """CUDA's autocast widens 16 bits to fp32 in more ops than the CPU's. Fake tensors need no GPU."""
+    with FakeTensorMode(), mode(), CudaAutocast():
         arguments = (torch.empty(shape, device="cuda") for shape in ((3, 4), (5, 4), (5,)))
-        x, *own = arguments
-        assert compute_block.compute(kernel, Kind("linear_act", activation), x, Parameters(*own), B16).dtype == B16
+        x, *params = arguments
+        assert compute_block.compute(kernel, Kind("linear_act", activation), x, Parameters(*params), B16).dtype == B16
 
 
 def test_autocast_leaves_fp64_alone(target):
@@ -133,7 +120,7 @@ def test_autocast_leaves_fp64_alone(target):
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-def test_autocast_and_a_second_backward(target):
+def test_a_second_backward_under_autocast_gives_torchs_numbers(target):
     x, weight, bias, dy = (it.requires_grad_() for it in layer(9, 8, 6, F32, target.device))
     penalties = []
     for function in (linear_act, torchs):
@@ -172,7 +159,7 @@ ERRORS = [
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 @pytest.mark.parametrize(("arguments", "kind", "text"), ERRORS, ids=[text for *_, text in ERRORS])
 def test_errors_name_op_argument_wanted_and_got(arguments, kind, text, kernel):
-    """Each call is made twice, because the second time a choice is known."""
+    """Each call is made twice, because the second time the selector has a choice."""
     selector.pin(kernel)
     try:
         for _ in range(2):
@@ -187,7 +174,7 @@ def test_autocast_refuses_an_fp64_bias():
         linear_act(x, weight, bias.double())
 
 
-def test_memory_that_is_missing_is_not_asked_for_again(monkeypatch):
+def test_a_call_that_runs_out_of_memory_is_not_tried_again(monkeypatch):
     monkeypatch.setattr(selector, "left_to_torch", {("gelu", F32, torch.device("cpu"))})
     module, x, calls = LinearAct(8, 6), torch.randn(5, 8), []
 

@@ -1,7 +1,6 @@
-"""How a call's key and case choose who computes a layer, how often the selector is asked, and what that costs."""
+"""A call's key and case choose what computes a layer: how often the selector is asked, and what that costs."""
 
 import sys
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from mpkernels.linear import compute_block
 from mpkernels.nn import LinearAct
 from mpkernels.selector import table
 from tests.hard_grads import same_bits
-from tests.linear.choosing import computed_by, forget_choices
+from tests.linear.choosing import CudaAutocast, computed_by, forget_choices
 from tests.linear_cases import TORCH, torchs, transposed
 
 B16, F16 = torch.bfloat16, torch.float16
@@ -23,7 +22,7 @@ B16, F16 = torch.bfloat16, torch.float16
 
 @pytest.fixture(autouse=True)
 def asked(monkeypatch):
-    """Return the list of cases that the selector is asked for. It answers "torch" to each."""
+    """Return a list that gets each case which the selector is asked about. It answers "torch" to each."""
     asked, ask = [], selector.choose
 
     def choose(case, *rest):
@@ -36,13 +35,14 @@ def asked(monkeypatch):
 
 
 def has_asked(asked):
+    """Return whether the selector was asked since the last call."""
     count = len(asked)
     asked.clear()
     return count > 0
 
 
 @pytest.mark.parametrize("best", ["torch", "native"])
-def test_nobody_asks_twice(asked, monkeypatch, best):
+def test_the_selector_is_asked_once_for_each_kind_of_call(asked, monkeypatch, best):
     computed_by(monkeypatch, best)
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     want = functional.gelu(functional.linear(x, layer.weight, layer.bias))
@@ -54,8 +54,8 @@ def test_nobody_asks_twice(asked, monkeypatch, best):
             assert has_asked(asked) == first
 
 
-class Heard(TorchDispatchMode):
-    """The activations."""
+class ActivationsThatRan(TorchDispatchMode):
+    """Keeps the name of each activation that torch runs."""
 
     def __init__(self):
         super().__init__()
@@ -75,22 +75,22 @@ def test_torch_writes_over_z_where_no_backward_needs_it(activation):
     want, before = torchs(x, layer.weight, layer.bias, activation), x.clone()
     for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
         for _ in range(2):
-            with mode(), Heard() as heard:
+            with mode(), ActivationsThatRan() as ran:
                 y = layer(x)
             assert same_bits(y.detach(), want.detach())
             assert same_bits(x, before)
-            assert len(heard.names) == {"none": 0, "relu2": 2}.get(activation, 1)
+            assert len(ran.names) == {"none": 0, "relu2": 2}.get(activation, 1)
             if mode is torch.enable_grad:
-                assert not any(name.endswith("_") for name in heard.names)
+                assert not any(name.endswith("_") for name in ran.names)
             else:
-                assert all(name.endswith("_") for name in heard.names)
-    frozen = layer.requires_grad_(False)  # a checkpoint that keeps results of some ops may hold z
-    with Heard() as heard:
+                assert all(name.endswith("_") for name in ran.names)
+    frozen = layer.requires_grad_(False)  # a selective checkpoint may hold z
+    with ActivationsThatRan() as ran:
         frozen(x)
-    assert not any(name.endswith("_") for name in heard.names)
+    assert not any(name.endswith("_") for name in ran.names)
 
 
-def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):
+def test_functorch_gets_plain_torch_even_if_ours_is_chosen(monkeypatch):
     computed_by(monkeypatch, "native")
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
@@ -98,7 +98,7 @@ def test_functorch_gets_plain_torch_also_where_ours_is_faster(monkeypatch):
     torch.func.grad(lambda x: layer(x).sum())(x)
 
 
-def test_what_a_choice_depends_on_is_seen(asked):
+def test_the_selector_is_asked_again_if_anything_differs_that_a_choice_depends_on(asked):
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
 
     others = {
@@ -115,7 +115,7 @@ def test_what_a_choice_depends_on_is_seen(asked):
         "x's dtype": lambda: within(torch.autocast("cpu", B16), lambda: layer(x.to(B16))),
         "autocast's dtype": lambda: within(torch.autocast("cpu", F16), lambda: layer(x)),
         "gradients": lambda: within(torch.no_grad(), lambda: layer(x)),
-        "the other device's autocast": lambda: within(AutocastOnCuda(), lambda: layer(x[:3])),
+        "the other device's autocast": lambda: within(CudaAutocast(), lambda: layer(x[:3])),
         "both devices' autocast": lambda: within(torch.autocast("cpu", B16), lambda: layer(x[:3])),
     }
     layer(x)
@@ -126,7 +126,7 @@ def test_what_a_choice_depends_on_is_seen(asked):
 
 
 @pytest.mark.parametrize("trained", ["x", "weight", "bias"])
-def test_whether_a_gradient_is_wanted_is_seen(asked, trained):
+def test_the_selector_is_asked_again_if_another_gradient_is_wanted(asked, trained):
     layer, x = LinearAct(8, 6).requires_grad_(False), torch.randn(5, 8)
     layer(x)
     has_asked(asked)
@@ -144,23 +144,23 @@ def test_a_call_whose_x_is_frozen_is_another_case():
     assert without.replace(", x frozen", "") == full != without
 
 
-OTHERS_THAN_TORCHS = {
+NOT_LEFT_TO_TORCH = {
     "another activation": lambda layer, x: linear_act(x, layer.weight, layer.bias, "silu"),
     "another dtype": lambda layer, x: LinearAct(8, 6, dtype=B16)(x.to(B16)),
     "autocast": lambda layer, x: within(torch.autocast("cpu", B16), lambda: layer(x)),
     "a parameter for x": lambda layer, x: layer(Parameter(x)),
-    "what is pinned": lambda layer, x: selector.pin("native") or layer(x),
-    "what torch refuses": lambda layer, x: layer(x.t()),
+    "a pinned kernel": lambda layer, x: selector.pin("native") or layer(x),
+    "a call that torch refuses": lambda layer, x: layer(x.t()),
 }
 
 
-@pytest.mark.parametrize("other", OTHERS_THAN_TORCHS.values(), ids=OTHERS_THAN_TORCHS)
-def test_what_no_line_of_the_table_fits_is_torchs_in_every_size(asked, monkeypatch, other):
+@pytest.mark.parametrize("other", NOT_LEFT_TO_TORCH.values(), ids=NOT_LEFT_TO_TORCH)
+def test_a_call_that_no_line_of_the_table_fits_is_left_to_torch_in_every_size(asked, monkeypatch, other):
     monkeypatch.setattr(table, "leaves_to_torch", lambda case: case.activation == "gelu")
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
     has_asked(asked)
-    monkeypatch.setattr("mpkernels.functional._compute", lambda *_: asked.append("a closer look"))
+    monkeypatch.setattr("mpkernels.functional._compute", lambda *_: asked.append("the whole path"))
     for call in (
         lambda: layer(x[:2]),
         lambda: linear_act(x, transposed(layer.weight)),
@@ -169,7 +169,7 @@ def test_what_no_line_of_the_table_fits_is_torchs_in_every_size(asked, monkeypat
         assert call().shape[1] == 6
         assert not has_asked(asked)
     other(layer, x)
-    assert asked == ["a closer look"]
+    assert asked == ["the whole path"]
 
 
 def within(context, call):
@@ -177,21 +177,11 @@ def within(context, call):
         return call()
 
 
-class AutocastOnCuda(nullcontext):
-    """CUDA's autocast, which ``torch.autocast`` doesn't turn on without a GPU."""
-
-    def __enter__(self):
-        torch.set_autocast_enabled("cuda", True)
-
-    def __exit__(self, *_):
-        torch.set_autocast_enabled("cuda", False)
-
-
 CHANGES = {"forget": selector.forget, "pin": lambda: selector.pin("torch")}
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_who_has_a_say_is_heard(asked, monkeypatch, change):
+def test_the_selector_is_asked_again_after_forget_and_pin(asked, monkeypatch, change):
     monkeypatch.setattr(selector, "_pinned", None)
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
     layer(x)
@@ -202,8 +192,8 @@ def test_who_has_a_say_is_heard(asked, monkeypatch, change):
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_who_has_a_say_is_heard_also_while_a_call_is_looked_at(asked, monkeypatch, change):
-    """Another thread may make the change while a call is looked at."""
+def test_the_selector_is_asked_again_after_forget_and_pin_during_a_call(asked, monkeypatch, change):
+    """Another thread may make the change while the selector looks a call up."""
     monkeypatch.setattr(selector, "_pinned", None)
     monkeypatch.setattr(table, "kernel", lambda case: change() or "native")
     layer, x = LinearAct(8, 6), torch.randn(5, 8)
@@ -213,7 +203,7 @@ def test_who_has_a_say_is_heard_also_while_a_call_is_looked_at(asked, monkeypatc
     assert has_asked(asked)
 
 
-def test_backend_is_heard():
+def test_backend_overrules_the_choice():
     layer, x = LinearAct(8, 6, dtype=B16), torch.randn(5, 8).to(B16)
     torchs = layer(x)
     with mpkernels.backend("reference"):
@@ -223,7 +213,7 @@ def test_backend_is_heard():
 
 
 @pytest.mark.parametrize("best", ["torch", "native"])
-def test_errors_are_the_same_the_second_time(monkeypatch, best):
+def test_errors_are_the_same_after_a_call_that_worked(monkeypatch, best):
     computed_by(monkeypatch, best)
     layer, x = LinearAct(8, 6), torch.randn(6, 8)
     layer(x)
@@ -236,20 +226,20 @@ def test_errors_are_the_same_the_second_time(monkeypatch, best):
         linear_act(x, layer.weight, 5)
     with pytest.raises(TypeError, match=r"linear_act: bias must be torch.float32, as weight is, got torch.float64"):
         linear_act(x, layer.weight, Parameter(layer.bias.double()))
-    matrix = Parameter(torch.randn(6, 6))  # no error, but for torch alone
+    matrix = Parameter(torch.randn(6, 6))  # this is no error: torch computes it
     want = functional.gelu(functional.linear(x, layer.weight, matrix))
     torch.testing.assert_close(linear_act(x, layer.weight, matrix), want)
 
 
 def test_rows_are_rounded_up_to_a_power_of_two(asked):
-    """So that few cases stand for all sizes."""
+    """A few cases then stand for all sizes."""
     layer = LinearAct(8, 6)
     for rows in (1, 2, 3, 4, 5, 64, 65):
         layer(torch.randn(rows, 8))
     assert [case.rows for case in asked] == [1, 2, 4, 4, 8, 64, 128]
 
 
-def test_ever_new_sizes_do_not_pile_up(monkeypatch):
+def test_the_selector_keeps_a_limited_number_of_calls(monkeypatch):
     monkeypatch.setattr(selector, "_MOST_CALLS", 3)
     layer = LinearAct(2, 3)
     for rows in range(1, 9):
@@ -257,7 +247,7 @@ def test_ever_new_sizes_do_not_pile_up(monkeypatch):
         assert len(selector.by_key) == rows % 4
 
 
-def test_torch_compile_is_not_bound_to_what_was_chosen():
+def test_torch_compile_makes_no_guard_of_a_choice():
     """If a graph depended on the choice, it would be compiled again when a choice is made."""
     layer, graphs = LinearAct(8, 6), []
     compiled = torch.compile(layer, backend=lambda graph, _: graphs.append(graph) or graph.forward, dynamic=False)
@@ -270,7 +260,7 @@ def test_torch_compile_is_not_bound_to_what_was_chosen():
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("activation", ["gelu", "relu", "silu"])
-def test_it_takes_hardly_more_calls_than_two_modules_of_torch(activation, autocast):
+def test_a_layer_takes_at_most_6_calls_more_than_two_modules_of_torch(activation, autocast):
     """LinearAct replaces two modules of torch's, and in a small layer each Python call counts."""
     ours = LinearAct(8, 6, activation=activation)
     modules = {"gelu": torch.nn.GELU, "relu": torch.nn.ReLU, "silu": torch.nn.SiLU}

@@ -1,4 +1,4 @@
-"""Code that was written for torch's layers must work the same with ours."""
+"""Code that was written for torch's layers works the same with ours."""
 
 from functools import partial
 
@@ -16,14 +16,14 @@ from mpkernels.functional import linear_act
 from mpkernels.linear import key_and_case
 from mpkernels.nn import LinearAct
 from mpkernels.ops import _registry
+from tests.linear.choosing import empty_selector
 
 B16 = torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
-def nothing_known(monkeypatch):
-    for name, value in (("_chosen", {}), ("tuned", {}), ("by_key", {}), ("left_to_torch", set()), ("_pinned", None)):
-        monkeypatch.setattr(selector, name, value)
+def selector_is_empty(monkeypatch):
+    empty_selector(monkeypatch)
 
 
 def sequential(layer):
@@ -38,7 +38,7 @@ SHAPES = [(8,), (5, 8), (2, 3, 8), (0, 8)]
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_result_may_be_changed_in_place(target, shape, activation):
-    """The result is no view, like F.linear's."""
+    """Like F.linear's, the result is no view."""
     selector.pin("native")
     layer, x = LinearAct(8, 6, activation=activation, device=target.device), torch.randn(shape, device=target.device)
     learned = torch.nn.Parameter(torch.randn(6, device=target.device))
@@ -55,7 +55,7 @@ def test_a_result_may_be_changed_in_place(target, shape, activation):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_saved_result_that_was_changed_is_noticed(target, shape):
+def test_the_backward_refuses_a_saved_result_that_was_changed(target, shape):
     """relu's backward needs y."""
     selector.pin("native")
     y = LinearAct(8, 6, activation="relu", device=target.device)(torch.randn(shape, device=target.device))
@@ -64,17 +64,17 @@ def test_a_saved_result_that_was_changed_is_noticed(target, shape):
         y.sum().backward()
 
 
-def test_grads_of_any_strides(target):
+def test_dy_may_have_any_strides(target):
     selector.pin("native")
     layer, x = LinearAct(8, 6, device=target.device), torch.randn(2, 3, 8, device=target.device)
     dy, parameters = torch.randn(6, 3, 2, device=target.device).permute(2, 1, 0), list(layer.parameters())
-    got, want = (torch.autograd.grad(each(x), parameters, dy) for each in (layer, sequential(layer).to(x.device)))
+    got, want = (torch.autograd.grad(module(x), parameters, dy) for module in (layer, sequential(layer).to(x.device)))
     torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("kernel", ["native", "torch"])
 def test_a_checkpoint_computes_the_same_twice(kernel):
-    """Also if a mode listens only to the first run: another kernel would save other tensors."""
+    """The mode is there only in the first run. Another kernel in the second run would save other tensors."""
     selector.pin(kernel)
     layer, x = LinearAct(8, 8, activation="relu"), torch.randn(4, 8, requires_grad=True)
     with FlopCounterMode(display=False) as counter:
@@ -85,7 +85,7 @@ def test_a_checkpoint_computes_the_same_twice(kernel):
     torch.testing.assert_close(got, torch.autograd.grad(sequential(layer)(x).square().sum(), leaves))
 
 
-def test_a_model_that_was_made_in_inference_mode():
+def test_a_layer_that_was_made_in_inference_mode_computes_as_torchs():
     with torch.inference_mode():
         layer = LinearAct(8, 6)
     selector.pin("native")
@@ -99,7 +99,7 @@ def test_a_model_that_was_made_in_inference_mode():
     with torch.autocast("cpu", B16):
         (dx,) = torch.autograd.grad(layer(x).sum(), x)
         (want,) = torch.autograd.grad(sequential(layer)(x).sum(), x)
-    torch.testing.assert_close(dx, want, rtol=0.02, atol=0.02)  # of bf16's 8 bits, after two roundings
+    torch.testing.assert_close(dx, want, rtol=0.02, atol=0.02)  # bf16 has 8 bits, and rounds twice
 
 
 def negative(*shape):
@@ -113,13 +113,13 @@ def by_triton(monkeypatch):
     if "triton" not in mpkernels.backends("linear_act"):
         pytest.skip("Triton is not interpreted here")
     case_of = key_and_case._case
-    monkeypatch.setattr(key_and_case, "_case", lambda *of: case_of(*of)._replace(kernels=("triton", "torch")))
+    monkeypatch.setattr(key_and_case, "_case", lambda *call: case_of(*call)._replace(kernels=("triton", "torch")))
     selector.pin("triton")
     return LinearAct(8, 6)
 
 
-def test_triton_gets_what_lies_in_memory(by_triton):
-    """For a lazily negated tensor, the dispatcher negates before the kernel runs."""
+def test_triton_gets_lazily_negated_tensors_negated(by_triton):
+    """The dispatcher negates a lazily negated tensor in memory before the kernel runs."""
     theirs, x = sequential(by_triton), negative(5, 8)
     assert x.is_neg()
     torch.testing.assert_close(by_triton(x), theirs(x))
@@ -128,23 +128,23 @@ def test_triton_gets_what_lies_in_memory(by_triton):
     torch.testing.assert_close(got, want)
 
 
-def test_triton_is_found_again_after_other_modes(by_triton, monkeypatch):
+def test_triton_is_called_in_each_grad_mode(by_triton, monkeypatch):
     called = []
     by_triton(torch.randn(5, 8))
     for name, kernel in list(_registry._triton_kernels.items()):
 
-        def tell(*arguments, kernel=kernel):
+        def run(*arguments, kernel=kernel):
             called.append(kernel)
             return kernel(*arguments)
 
-        monkeypatch.setitem(_registry._triton_kernels, name, tell)
+        monkeypatch.setitem(_registry._triton_kernels, name, run)
     for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
         with mode():
             by_triton(torch.randn(5, 8))
     assert len(called) == 3
 
 
-def test_triton_under_batched_grads(by_triton):
+def test_triton_computes_batched_grads(by_triton):
     x = torch.randn(5, 8)
     got, want = (
         torch.autograd.functional.jacobian(layer, x, vectorize=True) for layer in (by_triton, sequential(by_triton))
@@ -153,8 +153,8 @@ def test_triton_under_batched_grads(by_triton):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "relu"])
-def test_sizes_stay_symbols(activation):
-    """torch.compile keeps symbolic sizes of the rows, and of a weight that is an input of the graph."""
+def test_tracing_keeps_sizes_as_symbols(activation):
+    """torch.compile keeps the sizes of the rows as symbols, and those of a weight that is an input of the graph."""
     layer, x = LinearAct(3, 4, activation=activation), torch.randn(9, 3)
     traced = partial(make_fx, tracing_mode="symbolic", _allow_non_fake_inputs=True)
     counted = traced(lambda x: layer(x) + x.shape[0])(torch.randn(6, 3))
@@ -164,7 +164,7 @@ def test_sizes_stay_symbols(activation):
     torch.testing.assert_close(called(params, x), layer(x))
 
 
-def test_symbols_are_not_compared_with_sizes_that_are_known():
+def test_tracing_does_not_compare_symbols_with_the_sizes_of_tuned_calls():
     layer, other, x = LinearAct(3, 4), LinearAct(5, 7), torch.randn(9, 3)
     other(torch.randn(6, 5))
     [case] = selector._chosen
@@ -174,7 +174,7 @@ def test_symbols_are_not_compared_with_sizes_that_are_known():
     torch.testing.assert_close(called(dict(layer.named_parameters()), x), layer(x))
 
 
-def test_a_compiled_graph_asks_nothing_of_rows_that_depend_on_data():
+def test_a_compiled_graph_takes_a_number_of_rows_that_depends_on_data():
     layer, x = LinearAct(3, 4), torch.randn(6, 3)
     compiled = torch.compile(lambda x, rows: layer(x[rows.nonzero().squeeze(1)]), fullgraph=True, backend="aot_eager")
     with dynamo_config.patch(capture_dynamic_output_shape_ops=True):
@@ -184,7 +184,7 @@ def test_a_compiled_graph_asks_nothing_of_rows_that_depend_on_data():
 
 
 @pytest.mark.parametrize("weight", [torch.randn(5, 3, dtype=torch.float64), torch.randn(3)], ids=["fp64", "one row"])
-def test_what_is_plain_torchs_is_so_compiled(weight):
+def test_a_call_that_torch_computes_is_torchs_when_compiled(weight):
     x = torch.randn(4, 3, dtype=weight.dtype)
     compiled = torch.compile(linear_act, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(x, weight), torch.nn.functional.gelu(torch.nn.functional.linear(x, weight)))

@@ -1,4 +1,4 @@
-"""LinearAct under FSDP2 and tensor parallelism: two processes compute what one does, whoever computes the layer."""
+"""LinearAct under FSDP2 and tensor parallelism: two processes compute what one does, whatever computes the layer."""
 
 from contextlib import nullcontext
 from itertools import product
@@ -47,7 +47,7 @@ def losses_and_grads(forward, parameters, x, autocast):
     return losses, [it.grad for it in parameters]
 
 
-def check(rank, mesh, kernel, param_dtype, autocast):
+def assert_fsdp2_trains_as_one_process(rank, mesh, kernel, param_dtype, autocast):
     network = model()
     for layer in (*network, network):
         fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype, reduce_dtype=F32))
@@ -84,28 +84,27 @@ PLANS = {
 }
 
 
-def whole(tensor):
+def gathered(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def tensor_parallel(rank, mesh, kernel, plan, bias):
-    """Two layers in a row, with sums of at most 34 products in another order."""
+def assert_tensor_parallel_computes_as_one_process(rank, mesh, kernel, plan, bias):
+    """Sums of at most 34 products, in two layers in a row, may have another order."""
     alone, model = Block(bias), parallelize_module(Block(bias), mesh, PLANS[plan])
     x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(1))
     results = []
-    for it, own in ((alone, x), (model, x.chunk(2, 1)[rank] if plan == "sequence" else x)):
-        own = own.clone().requires_grad_()
+    for block, part in ((alone, x), (model, x.chunk(2, 1)[rank] if plan == "sequence" else x)):
+        part = part.clone().requires_grad_()
         with mpkernels.backend(kernel):
-            y = it(own)
+            y = block(part)
             y.square().sum().backward()
-        x_grad = [own.grad] if plan == "tensor" else []
-        results.append([y.detach(), *x_grad, *(whole(param.grad) for param in it.parameters())])
+        x_grad = [part.grad] if plan == "tensor" else []
+        results.append([y.detach(), *x_grad, *(gathered(param.grad) for param in block.parameters())])
     for want, got in zip(*results, strict=True):
         assert (got - want).abs().max() <= 2 * 34 * 2**-24 * want.abs().max()
 
 
-def columns_of_any_number(rank, mesh):
-    """Processes may have different numbers of columns."""
+def assert_processes_may_have_different_numbers_of_columns(rank, mesh):
     x = torch.randn(5, 16)
     for activation in ("gelu", "relu2"):
         alone, layer = LinearAct(16, 33, activation=activation), LinearAct(16, 33, activation=activation)
@@ -117,19 +116,19 @@ def columns_of_any_number(rank, mesh):
         compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
         for y in (layer(x), compiled(x)):
             assert_close(y, alone(x), rtol=0, atol=2 * 16 * 2**-24 * alone(x).abs().max().item())
-        linear = parallelize_module(alone.to_linear(), mesh, ColwiseParallel())  # torch's own layers as by torch
+        linear = parallelize_module(alone.to_linear(), mesh, ColwiseParallel())  # torch's own layers are split, too
         assert linear(x).shape == (5, (17, 16)[rank])
 
 
-def on_each(rank):
+def check_each_case(rank):
     mesh = init_device_mesh("cpu", (2,))
     for case in product(("native", "reference"), PLANS, (True, False)):
-        tensor_parallel(rank, mesh, *case)
-    columns_of_any_number(rank, mesh)
+        assert_tensor_parallel_computes_as_one_process(rank, mesh, *case)
+    assert_processes_may_have_different_numbers_of_columns(rank, mesh)
     for kernel, precision in product(("native", "reference", "torch"), ((None, False), (B16, False), (None, True))):
-        check(rank, mesh, kernel, *precision)
+        assert_fsdp2_trains_as_one_process(rank, mesh, kernel, *precision)
 
 
 @in_processes
 def test_two_processes(tmp_path):
-    spawn(on_each, tmp_path)
+    spawn(check_each_case, tmp_path)

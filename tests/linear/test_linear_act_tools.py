@@ -25,7 +25,7 @@ X = torch.randn(3, 7, generator=torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize(("name", "module"), MODULES.items(), ids=MODULES)
-def test_activations_as_modules(target, name, module):
+def test_an_activation_may_be_a_module(target, name, module):
     layer, x = LinearAct(7, 5, activation=module).to(target.device), X.to(target.device)
     assert layer.activation == name
     assert torch.equal(layer(x), linear_act(x, layer.weight, layer.bias, name))
@@ -41,7 +41,7 @@ def test_a_module_as_activation_compiles():
     torch.compiler.reset()
 
 
-class OfAUser(torch.nn.GELU):
+class UsersGelu(torch.nn.GELU):
     def forward(self, input):
         return 2 * super().forward(input)
 
@@ -52,8 +52,8 @@ def hooked():
     return module
 
 
-@pytest.mark.parametrize("make", [torch.nn.ReLU6, torch.nn.PReLU, OfAUser, lambda: functional.gelu, hooked])
-def test_another_activation_is_refused(make):
+@pytest.mark.parametrize("make", [torch.nn.ReLU6, torch.nn.PReLU, UsersGelu, lambda: functional.gelu, hooked])
+def test_a_module_that_is_no_known_activation_is_refused(make):
     known = "one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got "
     text = "no hooks, which nobody would call, got _forward_hooks" if make is hooked else known
     with pytest.raises(ValueError, match=f"^LinearAct: activation must have {text}$|activation must be {text}"):
@@ -64,7 +64,7 @@ def test_another_activation_is_refused(make):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_from_linear_and_back(bias, device):
+def test_from_linear_and_to_linear_keep_parameters_and_mode(bias, device):
     linear = torch.nn.Linear(7, 5, bias, device, torch.bfloat16).eval()
     linear.weight.requires_grad_(False)
     before = torch.get_rng_state()
@@ -107,10 +107,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize(("change", "text"), CHANGES.values(), ids=CHANGES)
-def test_what_would_be_lost_is_refused(change, text):
+def test_a_layer_is_not_converted_if_something_would_be_lost(change, text):
     linear, layer = torch.nn.Linear(7, 5), LinearAct(7, 5)
-    for each in (linear, layer):
-        change(each)
+    for module in (linear, layer):
+        change(module)
     for op, convert in (
         ("from_linear: linear", lambda: LinearAct.from_linear(linear)),
         ("to_linear: the layer", layer.to_linear),
@@ -124,7 +124,7 @@ NORMS = (parametrizations.weight_norm, parametrizations.spectral_norm, parametri
 
 
 @pytest.mark.parametrize("norm", [*NORMS, torch.nn.utils.spectral_norm], ids=lambda it: it.__module__ + it.__name__)
-def test_normed_weights(target, norm):
+def test_weights_with_norms_compute_as_in_torchs_layer(target, norm):
     torch.manual_seed(0)
     ours = LinearAct(7, 5, activation="tanh")
     theirs = torch.nn.Linear(7, 5)
@@ -143,8 +143,8 @@ def test_normed_weights(target, norm):
         assert type(ours) is LinearAct
 
 
-def test_hooks(target):
-    """Each hook is called once, sees y after the activation, and may replace it."""
+def test_each_hook_is_called_once_and_may_replace_what_it_sees(target):
+    """The forward hook sees y after the activation."""
     layer, x = LinearAct(7, 5, activation="relu").to(target.device), X.clone().to(target.device).requires_grad_()
     want, seen = layer(x).detach(), []
     layer.register_forward_pre_hook(lambda module, arguments: seen.append("pre") or (2 * arguments[0],))
@@ -159,8 +159,8 @@ def test_hooks(target):
     assert_close(want, functional.relu(functional.linear(x, layer.weight, layer.bias)))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # of torch.ao, whose end is announced
-def test_quantize_dynamic_leaves_it_alone():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch.ao warns that it will go
+def test_quantize_dynamic_leaves_the_layer_alone():
     model = torch.nn.Sequential(LinearAct(7, 5, activation="relu"), torch.nn.Linear(5, 2))
     quantized = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8)
     assert type(quantized[0]) is LinearAct
@@ -176,7 +176,7 @@ def mesh():
 
 
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
-def test_torchs_tensor_parallelism_refuses_it_and_takes_to_linear(mesh, style):
+def test_torchs_tensor_parallelism_refuses_the_layer_and_takes_to_linear(mesh, style):
     layer = LinearAct(7, 5, activation="silu")
     with pytest.raises(NotImplementedError, match=r"only support nn.Linear and nn.Embedding"):
         parallelize_module(torch.nn.Sequential(layer), mesh, {"0": style()})

@@ -12,8 +12,8 @@ from mpkernels import nn
 from tests.linear_cases import TORCH
 
 
-class Torchs(torch.nn.Module):
-    """The blocks of torch.nn's layers. Their parameters have our names with a dot instead of the underscore."""
+class TorchsBlock(torch.nn.Module):
+    """A block made of torch.nn's layers. Its parameters have our names with a dot instead of the underscore."""
 
     def __init__(self, module, layers):
         super().__init__()
@@ -46,7 +46,7 @@ def test_parameters_and_results_are_those_of_linears(target, make, layers, bias,
     torch.manual_seed(3)
     ours = make(bias=bias, activation=activation)
     torch.manual_seed(3)
-    theirs = Torchs(ours, layers)
+    theirs = TorchsBlock(ours, layers)
     assert not any(isinstance(it, torch.nn.Linear) for it in ours.modules())
     assert [name.replace(".", "_") for name in theirs.state_dict()] == [*ours.state_dict()]
     assert all(map(torch.equal, ours.state_dict().values(), theirs.state_dict().values()))
@@ -55,7 +55,7 @@ def test_parameters_and_results_are_those_of_linears(target, make, layers, bias,
 
 
 @EVERY
-def test_copies_pickles_and_moves(make, layers):
+def test_blocks_can_be_copied_pickled_and_moved(make, layers):
     ours, x = make(), torch.randn(3, 7)
     for copied in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
         assert torch.equal(copied(x), ours(x))
@@ -64,7 +64,7 @@ def test_copies_pickles_and_moves(make, layers):
     assert "activation=" in repr(ours)
 
 
-def test_dropout_is_for_training_alone():
+def test_dropout_acts_in_training_only():
     ours, x = nn.MLP(7, 40, dropout=0.5), torch.randn(3, 7)
     assert not torch.equal(ours(x), ours(x))
     ours.eval()
@@ -75,7 +75,7 @@ def test_dropout_is_for_training_alone():
 
 @EVERY
 @pytest.mark.parametrize("options", [{}, {"recompute": True}], ids=str)
-def test_trains(make, layers, options):
+def test_blocks_train(make, layers, options):
     if layers == ("gate", "up") and options:
         return
     torch.manual_seed(0)

@@ -11,9 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpkernels import backend, nn
 from tests.linear_cases import TORCH
+from tests.nn.fusing.models import Doubled
 
 
-def both(**keywords):
+def torchs_and_ours(**keywords):
     layers = []
     for make in (torch.nn.Linear, nn.LinearAct):
         torch.manual_seed(3)
@@ -23,9 +24,9 @@ def both(**keywords):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
-def test_parameters_are_linears(bias, dtype):
+def test_parameters_are_those_of_linear(bias, dtype):
     """LinearAct and Linear draw the same numbers from the same seed, and load each other's checkpoints."""
-    theirs, ours = both(bias=bias, dtype=dtype)
+    theirs, ours = torchs_and_ours(bias=bias, dtype=dtype)
     assert not isinstance(ours, torch.nn.Linear)  # else tools that replace all Linears would replace it
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     for mine, torchs_own in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -36,14 +37,14 @@ def test_parameters_are_linears(bias, dtype):
 
 @pytest.mark.parametrize("activation", TORCH)
 def test_forward_is_linear_and_activation(target, activation):
-    theirs, _ = both()
+    theirs, _ = torchs_and_ours()
     ours = nn.LinearAct(7, 5, activation=activation)
     ours.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 3, 7, device=target.device)
     torch.testing.assert_close(ours.to(target.device)(x), TORCH[activation](theirs.to(target.device)(x)))
 
 
-def test_positions_are_linears():
+def test_arguments_have_the_order_of_linears():
     ours = nn.LinearAct(7, 5, False, "meta", torch.bfloat16)
     assert (ours.bias, ours.weight.is_meta, ours.weight.dtype) == (None, True, torch.bfloat16)
 
@@ -54,11 +55,6 @@ RECORDERS = {
     "export": lambda layer, x: torch.export.export(torch.nn.Sequential(layer), (x,)).module(),
     "strict export": lambda layer, x: torch.export.export(torch.nn.Sequential(layer), (x,), strict=True).module(),
 }
-
-
-class Doubled(torch.nn.Module):
-    def forward(self, weight):
-        return 2 * weight
 
 
 def hold_as_plain_attribute(layer):
@@ -82,11 +78,11 @@ REPLACERS = {
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of weight_norm
-@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch.compile does it itself
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:The .grad attribute")  # torch.compile causes it
 @pytest.mark.parametrize("replace", REPLACERS.values(), ids=[*REPLACERS])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_what_takes_the_place_of_a_parameter_is_computed_with(replace, compiled):
-    theirs, ours = both()
+def test_a_layer_computes_with_whatever_replaces_its_parameters(replace, compiled):
+    theirs, ours = torchs_and_ours()
     x = torch.randn(3, 7)
     before = ours(x)
     for layer in (theirs, ours):
@@ -97,14 +93,14 @@ def test_what_takes_the_place_of_a_parameter_is_computed_with(replace, compiled)
 
 
 class Standardised(nn.LinearAct):
-    """A Linear that computes with another weight than it holds."""
+    """A layer that computes with another weight than it holds."""
 
     @property
     def weight(self):
         return self._parameters["weight"] - self._parameters["weight"].mean()
 
 
-def test_a_subclass_has_the_last_word_on_its_weight():
+def test_a_subclass_may_compute_its_weight():
     layer, x = nn.LinearAct(7, 5), torch.randn(3, 7)
     layer.__class__ = Standardised
     torch.testing.assert_close(layer(x), TORCH["gelu"](torch.nn.functional.linear(x, layer.weight, layer.bias)))
@@ -120,7 +116,7 @@ class WithTable(torch.nn.Module):
         return x + self.layer(self.table)
 
 
-def test_fx_sees_a_weight_whose_input_it_does_not_see():
+def test_fx_records_the_weight_of_a_layer_whose_input_is_a_constant():
     model, x = WithTable(), torch.zeros(())
     traced = torch.fx.symbolic_trace(model)
     with torch.no_grad():
@@ -129,14 +125,14 @@ def test_fx_sees_a_weight_whose_input_it_does_not_see():
 
 
 @pytest.mark.parametrize("record", RECORDERS.values(), ids=[*RECORDERS])
-def test_who_records_calls_gets_torchs(record):
+def test_recorded_calls_are_torchs(record):
     layer, x = nn.LinearAct(7, 5), torch.randn(3, 7)
     recorded = record(layer, x)
     assert not any(of_ours in str(recorded.graph) for of_ours in ("mpkernels::", "mpkernels.linear_act"))
     torch.testing.assert_close(recorded(x), layer(x))
 
 
-def test_forward_mode():
+def test_forward_mode_gives_torchs_tangents():
     layer, x, dx = nn.LinearAct(7, 5).double(), *torch.randn(2, 3, 7, dtype=torch.float64)
     _, want = torch.func.jvp(lambda x: TORCH["gelu"](torch.nn.functional.linear(x, *layer.parameters())), (x,), (dx,))
     with backend("native"):
@@ -147,16 +143,16 @@ def test_forward_mode():
 
 
 @pytest.mark.parametrize("x_needed", [True, False])
-def test_flops_are_counted_as_torchs(x_needed):
+def test_the_counted_flops_are_torchs(x_needed):
     counts = []
-    for layer in both():
+    for layer in torchs_and_ours():
         with FlopCounterMode(display=False) as counter:
             layer(torch.randn(3, 7, requires_grad=x_needed)).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
 
 
-def test_repr():
+def test_the_repr_has_all_arguments():
     text = "LinearAct(in_features=7, out_features=5, bias=True, activation='gelu')"
     assert repr(nn.LinearAct(7, 5)) == text
 
@@ -167,7 +163,7 @@ def test_an_unknown_activation_is_refused_at_once():
 
 
 @pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
-def test_copies(clone):
+def test_copies_give_the_same_results(clone):
     layer = nn.LinearAct(7, 5, activation="silu")
     x = torch.randn(3, 7)
     assert torch.equal(clone(layer)(x), layer(x))

@@ -1,4 +1,4 @@
-"""Without tuning, the table decides who computes, in every process and situation, and nothing is timed."""
+"""Without tuning, the table decides what computes, in every process and situation, and no call times kernels."""
 
 import math
 
@@ -14,6 +14,7 @@ from mpkernels.ops.linear.block_kind import ROUNDING
 from mpkernels.selector import table
 from mpkernels.selector.case import Case
 from tests import ROOT
+from tests.linear.choosing import empty_selector
 
 B16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 KERNELS = "native", "triton", ROUNDING, "torch"
@@ -21,21 +22,18 @@ CPU = Case("mlp", torch.device("cpu"), (768, 3072, 768), (F32,), "silu", True, "
 
 
 @pytest.fixture(autouse=True)
-def afresh(monkeypatch):
-    """Assert that no call times kernels."""
+def no_call_times(monkeypatch):
+    """Empty the selector, and fail if a call times kernels."""
 
     def fail(*_):
-        raise AssertionError("a call times")
+        raise AssertionError("a call times kernels")
 
     monkeypatch.setattr("mpkernels.selector.tune.time_ways", fail)
-    for name in ("by_key", "_chosen", "tuned"):
-        monkeypatch.setattr(selector, name, {})
-    monkeypatch.setattr(selector, "left_to_torch", set())
-    monkeypatch.setattr(selector, "_pinned", None)
+    empty_selector(monkeypatch)
 
 
 @pytest.fixture(params=[False, True], ids=["widened", "halves"])
-def has_instructions(request, monkeypatch):
+def multiplies_halves(request, monkeypatch):
     monkeypatch.setattr(table, "multiplies_halves", lambda dtype: request.param)
     return request.param
 
@@ -43,24 +41,24 @@ def has_instructions(request, monkeypatch):
 @pytest.mark.parametrize("op", ["linear_act", "gated_linear", "mlp", "gated_mlp"])
 @pytest.mark.parametrize("dtype", [B16, F16], ids=str)
 @pytest.mark.parametrize("rows", [1, 512, None])
-def test_sixteen_bits_are_widened_where_the_cpu_cannot_multiply_them(has_instructions, op, dtype, rows):
+def test_sixteen_bits_are_widened_where_the_cpu_cannot_multiply_them(multiplies_halves, op, dtype, rows):
     name = table.kernel(CPU._replace(op=op, dtypes=(dtype, F32), rows=rows))
-    assert (name == "native") == (not has_instructions)
+    assert (name == "native") == (not multiplies_halves)
 
 
-def test_what_is_torchs_in_every_size_is_what_no_line_fits(has_instructions):
+def test_a_call_is_left_to_torch_in_every_size_if_no_line_fits(multiplies_halves):
     alone = CPU._replace(op="linear_act", rows=1, trains=False)
     assert table.leaves_to_torch(alone)
     for other in (alone._replace(activation="gelu"), alone._replace(op="mlp")):
         assert not table.leaves_to_torch(other)
-    assert table.leaves_to_torch(alone._replace(dtypes=(B16,))) == has_instructions
-    there = alone._replace(device=torch.device("cuda"), dtypes=(B16,))
-    assert table.leaves_to_torch(there)
-    assert not table.leaves_to_torch(there._replace(activation="gelu"))
+    assert table.leaves_to_torch(alone._replace(dtypes=(B16,))) == multiplies_halves
+    on_cuda = alone._replace(device=torch.device("cuda"), dtypes=(B16,))
+    assert table.leaves_to_torch(on_cuda)
+    assert not table.leaves_to_torch(on_cuda._replace(activation="gelu"))
 
 
 @pytest.mark.parametrize("op", ["mlp", "gated_mlp"])
-def test_an_mlp_of_many_rows_that_trains_keeps_half_in_fp32(op):
+def test_a_wide_fp32_mlp_of_many_rows_that_trains_is_ours(op):
     case = CPU._replace(op=op)
     assert table.kernel(case) == "native"
     assert table.kernel(case._replace(rows=None)) == "native"  # a graph serves any number of rows
@@ -70,25 +68,25 @@ def test_an_mlp_of_many_rows_that_trains_keeps_half_in_fp32(op):
         assert table.kernel(other) == "torch"
 
 
-def test_a_lone_gelu_is_ours_in_few_rows_alone():
+def test_a_lone_gelu_is_ours_only_in_few_rows():
     case = CPU._replace(op="linear_act", activation="gelu")
     assert [table.kernel(case._replace(rows=rows)) for rows in (1, 64, 128, None)] == ["native"] * 2 + ["torch"] * 2
 
 
-def test_a_kernel_that_is_not_there_is_not_chosen():
+def test_a_missing_kernel_is_not_chosen():
     for dtypes in ((F32,), (B16, F32), (F16,)):
         assert table.kernel(CPU._replace(dtypes=dtypes, kernels=("torch",))) == "torch"
 
 
 @pytest.mark.parametrize("dtypes", [(B16,), (B16, F32), (F16, F32)], ids=str)
-def test_on_cuda_wide_layers_that_train_are_ours(dtypes):
-    """Fused products of Triton's are chosen by nobody who has not tuned."""
+def test_on_cuda_only_wide_layers_that_train_are_ours(dtypes):
+    """Triton's fused products are chosen only by tuning."""
     kernels = "native", "triton", "torch"
-    there = CPU._replace(op="gated_mlp", device=torch.device("cuda", 0), dtypes=dtypes, kernels=kernels)
-    wide = there._replace(sizes=(4096, 14336, 4096))
+    narrow = CPU._replace(op="gated_mlp", device=torch.device("cuda", 0), dtypes=dtypes, kernels=kernels)
+    wide = narrow._replace(sizes=(4096, 14336, 4096))
     others = wide._replace(op="mlp", activation="gelu"), wide._replace(op="linear_act", activation="gelu")
     assert [table.kernel(it) for it in (wide, wide._replace(rows=1), *others)] == ["native"] * 4
-    for it in (there, wide._replace(trains=False), *(it._replace(rows=64) for it in others)):
+    for it in (narrow, wide._replace(trains=False), *(it._replace(rows=64) for it in others)):
         assert table.kernel(it) == "torch"
     for it in (wide._replace(dtypes=(F32,)), wide._replace(kernels=("triton", "torch"))):
         assert table.kernel(it) == "torch"
@@ -97,27 +95,28 @@ def test_on_cuda_wide_layers_that_train_are_ours(dtypes):
 HEAD = "device", "dtype", "functions", "activations", "calls", "input rows", "out_features", "computed by", "measured"
 
 
-def in_words(first, last=math.inf):
+def range_in_words(first, last=math.inf):
     if (first, last) == (1, math.inf):
         return "any"
     return f"from {first}" if last == math.inf else f"{first} to {last}"
 
 
 def cells(line):
+    """Return a line of the table as the docs show it."""
     ops = "any" if len(line.ops) == 4 else ", ".join(line.ops)
     calls = ops, ", ".join(line.activations) or "any", "training" if line.trains else "any"
-    sizes = in_words(*line.rows), in_words(line.least_hidden)
+    sizes = range_in_words(*line.rows), range_in_words(line.least_hidden)
     return line.device, line.numbers, *calls, *sizes, line.kernel, line.measured
 
 
-def test_the_docs_have_the_table():
+def test_the_docs_show_the_table():
     text = (ROOT / "docs" / "selector.md").read_text()
     lines = [f"| {' | '.join(it)} |" for it in (HEAD, *map(cells, table.TABLE))]
     shown = [it for it in text.splitlines() if it.startswith("| ") and it.count(" | ") == len(HEAD) - 1]
     assert [it for it in shown if "---" not in it] == lines
 
 
-def test_each_line_names_a_file_that_is_there():
+def test_each_line_names_an_existing_file_of_measurements():
     for line in table.TABLE:
         name = line.measured.partition(":")[0]
         assert (ROOT / "benchmarks" / "results" / name).is_file()
@@ -134,7 +133,7 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_the_choice_is_the_same_in_every_situation(call):
-    """Deterministic algorithms, threads, compiled graphs and fake tensors have no say."""
+    """Deterministic algorithms, compiled graphs, fake tensors and checkpoints change nothing."""
     call()
     [(_, want)] = selector.choices().items()
 
@@ -149,13 +148,13 @@ def test_the_choice_is_the_same_in_every_situation(call):
     assert choice_within(torch.compile(call, backend="eager", fullgraph=True)) == {want}
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert choice_within(lambda: call(mode.from_tensor(x))) == {want}
-    own = x.clone().requires_grad_()
-    trained = choice_within(lambda: call(own).sum().backward())
-    assert choice_within(lambda: checkpoint(call, own, use_reentrant=False).sum().backward()) == trained
+    leaf = x.clone().requires_grad_()
+    trained = choice_within(lambda: call(leaf).sum().backward())
+    assert choice_within(lambda: checkpoint(call, leaf, use_reentrant=False).sum().backward()) == trained
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_transforms_and_exported_graphs_are_torchs(call):
+def test_torch_computes_transforms_and_exported_graphs(call):
     torch.func.vmap(call)(x.view(2, 256, 64))
     assert selector.choices() == {}
     graph = torch.export.export(AsModule(call), (x,)).graph
@@ -174,7 +173,7 @@ class AsModule(torch.nn.Module):
         return self.call(x)
 
 
-def test_pin_forces_what_is_there():
+def test_pin_forces_an_available_kernel():
     for name in ("native", "torch"):
         selector.pin(name)
         try:
@@ -193,8 +192,8 @@ def test_pin_forces_what_is_there():
 
 
 @pytest.mark.parametrize("dtype", [F16, B16], ids=str)
-def test_the_library_says_what_the_cpu_multiplies(dtype):
-    """The C++ kernel goes by the same: where it widens, z isn't rounded before it is squared."""
+def test_the_library_knows_which_dtypes_the_cpu_multiplies(dtype):
+    """The C++ kernel decides by the same answer. Where it widens, z isn't rounded before it is squared."""
     x, weight = torch.ones(1, 2, dtype=dtype), torch.tensor([[1.0, 0.375 * torch.finfo(dtype).eps]], dtype=dtype)
     with backend("native"):
         y = linear_act(x, weight, None, "relu2")

@@ -1,4 +1,4 @@
-"""Ways to compute the same are timed in turns; one whose results are off is left out, whatever its time."""
+"""Ways to compute the same are timed in turns. One with wrong results is left out, whatever its time."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ class Ways:
         return [Error(share, 10**6) for share in results]
 
 
-def time_of(monkeypatch, ways):
+def time_with_a_fake_clock(monkeypatch, ways):
     monkeypatch.setattr(timing, "perf_counter", lambda: ways.now)
     return time_ways(ways, [*ways.seconds], torch.device("cpu"))
 
@@ -34,33 +34,33 @@ def time_of(monkeypatch, ways):
     [(1.0, 1.009, "native"), (1.0, 1.011, "torch"), (100e-6, 101.9e-6, "native"), (100e-6, 102.1e-6, "torch")],
 )
 def test_ours_may_take_one_per_cent_or_two_microseconds_more(monkeypatch, torchs, ours, best):
-    assert time_of(monkeypatch, Ways(native=ours, torch=torchs)).best == best
+    assert time_with_a_fake_clock(monkeypatch, Ways(native=ours, torch=torchs)).best == best
 
 
 def test_the_fastest_of_ours_is_the_best(monkeypatch):
-    assert time_of(monkeypatch, Ways(native=1.0, triton=0.9, torch=1.0)).best == "triton"
+    assert time_with_a_fake_clock(monkeypatch, Ways(native=1.0, triton=0.9, torch=1.0)).best == "triton"
 
 
-def test_the_hopeless_are_run_no_more_than_needed(monkeypatch):
+def test_a_hopeless_way_is_run_no_more_than_needed(monkeypatch):
     ways = Ways(native=10, triton=1, torch=20)
-    found = time_of(monkeypatch, ways)
+    found = time_with_a_fake_clock(monkeypatch, ways)
     assert found.best == "triton"
     assert [*found.seconds] == ["triton", "torch"]  # torch is timed, for the ratios
-    assert ways.runs.count("native") == 3  # compared with fp64; then the faster of two counts, for machines are busy
+    assert ways.runs.count("native") == 3  # compared with fp64 once, timed twice: the faster time counts
 
 
 @pytest.mark.parametrize(("seconds", "rounds"), [(1.0, timing.FEWEST_ROUNDS), (1e-3, timing.MOST_ROUNDS)])
 def test_fast_ways_are_run_more_often(monkeypatch, seconds, rounds):
     ways = Ways(native=seconds, torch=seconds)
-    time_of(monkeypatch, ways)
+    time_with_a_fake_clock(monkeypatch, ways)
     assert ways.runs.count("native") == 3 + rounds  # a comparison and two first runs
 
 
 @pytest.mark.parametrize("error", [1.2e-3, float("nan"), float("inf")])
-def test_a_kernel_that_is_off_or_raises_is_left_out(monkeypatch, error):
+def test_a_kernel_that_is_wrong_or_raises_is_left_out(monkeypatch, error):
     ways = Ways(native=1, torch=2)
     ways.error_of["native"] = error
-    found = time_of(monkeypatch, ways)
+    found = time_with_a_fake_clock(monkeypatch, ways)
     assert found.best == "torch"
     assert found.left_out["native"].startswith("its result is off by")
     report = str(tune.TuneReport({"a case": found}))
@@ -72,4 +72,4 @@ def test_a_kernel_that_is_off_or_raises_is_left_out(monkeypatch, error):
         return [1e-4]
 
     ways.run = fail
-    assert time_of(monkeypatch, ways).left_out == {"native": "it can't run here: no such chip"}
+    assert time_with_a_fake_clock(monkeypatch, ways).left_out == {"native": "it can't run here: no such chip"}

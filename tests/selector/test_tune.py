@@ -14,6 +14,7 @@ from mpkernels.optim import AdamW
 from mpkernels.selector import tune
 from mpkernels.selector.timing import Timed
 from tests.hard_grads import same_bits
+from tests.linear.choosing import empty_selector
 from tests.processes import alone, needs_gloo
 
 B16 = torch.bfloat16
@@ -28,9 +29,7 @@ def timed(monkeypatch):
         timed.append(trial)
         return Timed({names[0]: 1.0, "torch": 2.0}, {})
 
-    for name in ("by_key", "_chosen", "tuned"):
-        monkeypatch.setattr(selector, name, {})
-    monkeypatch.setattr(selector, "_pinned", None)
+    empty_selector(monkeypatch)
     monkeypatch.setattr(tune, "time_ways", time_ways)
     return timed
 
@@ -82,7 +81,7 @@ def test_a_step_leaves_choices_and_nothing_else(timed, wrap, grads):
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_it_times_what_it_is_called_under(timed, mode):
+def test_tune_times_the_modes_that_it_is_called_under(timed, mode):
     model, x = Net().eval(), torch.randn(5, 8)
     with mode(), torch.autocast("cpu", B16):
         report = mpkernels.tune(model, x)
@@ -93,17 +92,17 @@ def test_it_times_what_it_is_called_under(timed, mode):
     assert all("with grad" not in it and "bfloat16" in it for it in report.timed)
 
 
-def test_autocasts_casts_are_not_kept(monkeypatch):
+def test_tune_leaves_no_casts_of_autocast(monkeypatch):
     model, x, kept = LinearAct(8, 6), torch.randn(5, 8), []
     with torch.autocast("cpu", B16):
         mpkernels.tune(model, x)
         monkeypatch.setattr("mpkernels.linear.cast_cache._enter_block", lambda *_: kept.append(1) or {})
         model(x)
-        assert kept  # nothing was there yet
+        assert kept  # tune had left no cast
 
 
-def test_no_optimizer_hears_of_it():
-    """Otherwise an optimizer that steps inside the backward would step."""
+def test_tune_runs_no_hook_of_an_optimizer():
+    """An optimizer that steps inside the backward must not step."""
     model, x = LinearAct(8, 6), torch.randn(5, 8)
     optimizer = AdamW(model.parameters(), guard=False)
     optimizer.release_grads()
@@ -113,8 +112,8 @@ def test_no_optimizer_hears_of_it():
     assert not optimizer.state
 
 
-def test_a_checkpoint_that_computes_again_in_the_backward(timed):
-    """With autograd, which it runs its forward without: each has its choice."""
+def test_both_forwards_of_a_checkpoint_are_timed(timed):
+    """The checkpoint runs its forward first without autograd, then with it. Each run has its own choice."""
 
     class Checkpointed(nn.Module):
         def __init__(self):
@@ -131,7 +130,7 @@ def test_a_checkpoint_that_computes_again_in_the_backward(timed):
     assert is_as_before(before, model, x)
 
 
-def test_on_a_gpu_it_is_offered_tritons_kernels(monkeypatch):
+def test_on_a_gpu_tritons_kernels_are_offered(monkeypatch):
     monkeypatch.setattr(key_and_case, "kernels_on", lambda device, op: ["native", "triton", "reference"])
     case = key_and_case._case("linear_act", torch.device("cuda"), (8, 6, 6), (B16,), "gelu_tanh", True, "", False)
     assert case.kernels == ("native", "triton", "torch")
@@ -145,7 +144,7 @@ def test_rounded_gradients_are_offered_where_autocast_casts_what_trains(timed, d
     assert (ROUNDING in case.kernels) == (dtype == torch.float32)
 
 
-def test_an_error_is_the_models(timed):
+def test_an_error_of_the_model_leaves_nothing_behind(timed):
     with pytest.raises(ValueError, match="x must have weight's 8 features"):
         mpkernels.tune(Net().up, torch.randn(5, 7))
     assert selector._asked is None
@@ -153,7 +152,7 @@ def test_an_error_is_the_models(timed):
     assert timed == []
 
 
-def test_parts_are_refused():
+def test_a_model_that_holds_parts_of_parameters_is_refused():
     model = LinearAct(8, 6)
     model.weight._fsdp_flattened = True
     with pytest.raises(TypeError, match=r"^tune: model must have whole parameters, got parts"):
@@ -163,14 +162,14 @@ def test_parts_are_refused():
 
 
 @needs_gloo
-def test_a_group_of_one_is_no_company(timed):
+def test_in_a_group_of_one_process_tune_works_as_without(timed):
     with alone() as group:
         mpkernels.tune(nn.parallel.DistributedDataParallel(model := Net()), torch.randn(5, 8), process_group=group)
         model(torch.randn(5, 8))
     assert len(timed) == 2
 
 
-def test_it_times_anew_and_counts_until_it_is_forgotten(timed):
+def test_tune_times_anew_in_each_call_and_counts_until_forget(timed):
     layer, x = LinearAct(8, 6, activation="silu"), torch.randn(5, 8)
     case, *_ = mpkernels.tune(layer, x).timed
     mpkernels.tune(layer, x)

@@ -132,7 +132,7 @@ def made(name, **options):
 
 
 def results(model, x=X, dy=None):
-    """Return y and all gradients, of the sum of y's squares if no dy is given."""
+    """Return y and all gradients. Without dy, they are those of the sum of y's squares."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     y = model(x)

@@ -64,7 +64,7 @@ class ArgumentsHaveNoNames(Mlp):
 
 class NameOfAComprehension(Mlp):
     def forward(self, x):
-        h = self.fc1(x)  # noqa: F841  another h is read below
+        h = self.fc1(x)  # noqa: F841  the h below is another one
         return sum([self.act(h) for h in (x, 2 * x)])
 
 
@@ -88,7 +88,7 @@ class BoundInsideAnExpression(Mlp):
         return self.act(h)
 
 
-class NamesAreRead(Mlp):
+class LocalsAreRead(Mlp):
     def forward(self, x):
         h = self.fc1(x)
         y = self.act(h)
@@ -122,32 +122,32 @@ class ReadAfterAnError(Mlp):
         return x
 
 
-class TheGateItself(Mlp):
+class MultipliesByTheLayerItself(Mlp):
     def forward(self, x):
         h = self.fc1(x)
         return h.tanh() * h
 
 
-class AnotherChunk(Mlp):
+class ChunksAnotherDimension(Mlp):
     def forward(self, x):
         gate, up = self.packed(x).chunk(2, dim=1)
         return self.act(gate) * up if up.shape == gate.shape else gate
 
 
-class Local(Mlp):
+class LocalNamedTorch(Mlp):
     def forward(self, x):
         torch = nn.Sequential()
         torch.relu = nn.GELU()
         return torch.relu(self.fc1(x))
 
 
-class Super(Mlp):
+class CallsSuper(Mlp):
     def forward(self, x):
         return super().forward(x) + self.act(self.fc1(x)).sum()
 
 
 class Doubling:
-    """A decorator that keeps the function in no closure."""
+    """A decorator that keeps the function as an attribute, not in a closure."""
 
     def __init__(self, function):
         functools.update_wrapper(self, function)
@@ -181,25 +181,25 @@ class DecoratedOutsideOfACell(Mlp):
         return self.act(self.fc1(x))
 
 
-class OfGlobals(Mlp):
+class HasNoSource(Mlp):
     exec("def forward(self, x):\n    return self.act(self.fc1(x))")
 
 
-class OwnActivation(nn.GELU):
+class DoubledGelu(nn.GELU):
     def forward(self, x):
         return 2 * super().forward(x)
 
 
-class Unknown(Mlp):
+class UnknownActivation(Mlp):
     def __init__(self):
         super().__init__()
         self.act = nn.ELU()
 
 
-class Subclassed(Mlp):
+class SubclassedActivation(Mlp):
     def __init__(self):
         super().__init__()
-        self.act = OwnActivation()
+        self.act = DoubledGelu()
 
 
 class OtherLinear(Mlp):
@@ -223,18 +223,18 @@ LEFT = {
     ChangedInBetween: "its forward applies no",
     StatementInBetween: "its forward applies no",
     BoundInsideAnExpression: "its forward applies no",
-    NamesAreRead: "its forward applies no",
+    LocalsAreRead: "its forward applies no",
     GlobalIsAssigned: "its forward applies no",
     SameNameForAnotherInput: None,
     ReadAfterAnError: "its forward applies no",
-    TheGateItself: "its forward applies no",
-    AnotherChunk: "its forward applies no",
-    Local: "its forward applies no",
-    Super: "its forward is a closure, or calls super()",
+    MultipliesByTheLayerItself: "its forward applies no",
+    ChunksAnotherDimension: "its forward applies no",
+    LocalNamedTorch: "its forward applies no",
+    CallsSuper: "its forward is a closure, or calls super()",
     DecoratedByAnObject: "its forward is no Python function",
     DecoratedOutsideOfACell: "its forward is decorated, and the decorator keeps it in no cell of its closure",
-    OfGlobals: "its forward has no source",
-    Unknown: "act is no activation that mpkernels knows",
-    Subclassed: "its forward applies no",
+    HasNoSource: "its forward has no source",
+    UnknownActivation: "act is no activation that mpkernels knows",
+    SubclassedActivation: "its forward applies no",
     OtherLinear: "fc1 is no plain torch.nn.Linear",
 }

@@ -1,11 +1,11 @@
-"""Small modules with MLPs in all the ways that people write them, and a record of the fused ops that ran."""
+"""Small modules with MLPs in all the ways that people write them, and helpers that show which fused ops ran."""
 
 from contextlib import contextmanager
 from functools import partial
 from unittest import mock
 
 import torch
-import torch.nn.functional as F  # noqa: N812, as most people import it
+import torch.nn.functional as F  # noqa: N812  most people import it so
 from torch import nn
 
 from mpkernels import functional
@@ -21,7 +21,7 @@ def recorded_ops():
 
     def record(name, op, *arguments):
         ran.append(name)
-        with mock.patch.multiple(functional, **originals):  # an op that calls another one counts once
+        with mock.patch.multiple(functional, **originals):  # an op that calls another op counts once
             return op(*arguments)
 
     originals = {name: getattr(functional, name) for name in OPS}
@@ -38,6 +38,13 @@ def compiled(model):
         return graph
 
     return torch.compile(model, backend=backend, fullgraph=True), graphs
+
+
+class Doubled(nn.Module):
+    """A parametrization."""
+
+    def forward(self, weight):
+        return 2 * weight
 
 
 class Mlp(nn.Module):

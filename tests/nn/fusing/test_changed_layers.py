@@ -16,7 +16,7 @@ from torch.testing import assert_close
 from mpkernels.nn import fuse, unfuse
 from tests.nn.fusing import as_diffusers
 from tests.nn.fusing.feed_forwards import KINDS, FeedForward, TimmMlp, made, results
-from tests.nn.fusing.models import Chain, Gated, GatedApart, Mlp, Packed, X, recorded_ops
+from tests.nn.fusing.models import Chain, Doubled, Gated, GatedApart, Mlp, Packed, X, recorded_ops
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::FutureWarning"),  # of weight_norm
@@ -32,11 +32,6 @@ PARTS = {
 }
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
 class Adapted(nn.Module):
     """A wrapper like an adapter: it calls the layer and adds something."""
 
@@ -48,22 +43,22 @@ class Adapted(nn.Module):
         return self.base_layer(x) + self.beside(x)
 
 
-class OwnTensor(torch.Tensor):
+class UsersTensor(torch.Tensor):
     """A tensor subclass, as quantised weights are."""
 
 
-class OwnLinear(nn.Linear):
+class UsersLinear(nn.Linear):
     def forward(self, x):
         return F.relu(F.linear(x, self.weight))
 
 
-class OwnDropout(nn.Dropout):
+class UsersDropout(nn.Dropout):
     def forward(self, x):
         return super().forward(x) + 1
 
 
-def put(change):
-    """Replace a part of the model."""
+def by_replacing(change):
+    """Return a function that replaces a part of a model by ``change(part)``."""
 
     def replace(model, part):
         owner, _, name = part.rpartition(".")
@@ -72,13 +67,14 @@ def put(change):
     return replace
 
 
-def on(change):
+def by_calling(change):
+    """Return a function that calls ``change(part)``."""
     return lambda model, part: change(model.get_submodule(part))
 
 
 def double_forward(module):
-    own = module.forward
-    module.forward = lambda *arguments: 2 * own(*arguments)
+    forward = module.forward
+    module.forward = lambda *arguments: 2 * forward(*arguments)
 
 
 def call_another(layer):
@@ -86,78 +82,78 @@ def call_another(layer):
 
 
 def take_weight_of_a_subclass(layer):
-    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(OwnTensor))
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(UsersTensor))
 
 
-OF_ANY_PART = {
-    "forward hook": on(lambda it: it.register_forward_hook(lambda module, arguments, y: y * 2)),
-    "forward pre-hook": on(lambda it: it.register_forward_pre_hook(lambda module, arguments: arguments[0] * 2)),
-    "backward hook": on(lambda it: it.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,))),
-    "backward pre-hook": on(lambda it: it.register_full_backward_pre_hook(lambda module, dy: (dy[0] * 2,))),
-    "forward of the instance": on(double_forward),
-    "another activation": put(lambda it: nn.Sequential(it, nn.ELU())),
+CHANGES_OF_ANY_PART = {
+    "forward hook": by_calling(lambda it: it.register_forward_hook(lambda module, arguments, y: y * 2)),
+    "forward pre-hook": by_calling(lambda it: it.register_forward_pre_hook(lambda module, arguments: arguments[0] * 2)),
+    "backward hook": by_calling(lambda it: it.register_full_backward_hook(lambda module, dx, dy: (dx[0] * 2,))),
+    "backward pre-hook": by_calling(lambda it: it.register_full_backward_pre_hook(lambda module, dy: (dy[0] * 2,))),
+    "forward of the instance": by_calling(double_forward),
+    "another activation": by_replacing(lambda it: nn.Sequential(it, nn.ELU())),
 }
-OF_LAYERS = {
-    "adapter": put(Adapted),
-    "forward of another layer": on(call_another),
-    "prune": on(lambda it: prune.l1_unstructured(it, "weight", 0.5)),
-    "hooked weight_norm": on(lambda it: nn.utils.weight_norm(it).weight_g.data.mul_(2)),
-    "weight_norm": on(parametrizations.weight_norm),
-    "orthogonal": on(parametrizations.orthogonal),
-    "parametrize": on(lambda it: parametrize.register_parametrization(it, "weight", Doubled())),
-    "weight of a subclass": on(take_weight_of_a_subclass),
-    "checkpoint_wrapper": put(checkpoint_wrapper),
-    "another class": put(lambda it: OwnLinear(it.in_features, it.out_features)),
+CHANGES_OF_LAYERS = {
+    "adapter": by_replacing(Adapted),
+    "forward of another layer": by_calling(call_another),
+    "prune": by_calling(lambda it: prune.l1_unstructured(it, "weight", 0.5)),
+    "hooked weight_norm": by_calling(lambda it: nn.utils.weight_norm(it).weight_g.data.mul_(2)),
+    "weight_norm": by_calling(parametrizations.weight_norm),
+    "orthogonal": by_calling(parametrizations.orthogonal),
+    "parametrize": by_calling(lambda it: parametrize.register_parametrization(it, "weight", Doubled())),
+    "weight of a subclass": by_calling(take_weight_of_a_subclass),
+    "checkpoint_wrapper": by_replacing(checkpoint_wrapper),
+    "another class": by_replacing(lambda it: UsersLinear(it.in_features, it.out_features)),
 }
-CHANGES = OF_ANY_PART | OF_LAYERS
+CHANGES = CHANGES_OF_ANY_PART | CHANGES_OF_LAYERS
 
 
 def made_in_any_form(name):
     return FORMS[name]() if name in FORMS else made(name)
 
 
-def check(name, part, change, is_first):
+def assert_computes_as_plain(name, part, change, fused_first):
     plain, fused = made_in_any_form(name), made_in_any_form(name)
-    if is_first:
+    if fused_first:
         fuse(fused)
     for model in (plain, fused):
         torch.manual_seed(2)
         CHANGES[change](model, part)
-    if not is_first:
+    if not fused_first:
         fuse(fused)
     with recorded_ops() as ran:
         got = results(fused)
-    assert set(ran) <= (set() if is_first else {"linear_act", "gated_linear"})
+    assert set(ran) <= (set() if fused_first else {"linear_act", "gated_linear"})
     want = results(plain)
     assert_close(got, want, rtol=1e-5 if ran else 0, atol=1e-5 if ran else 0)
     unfuse(fused)
     assert_close(results(fused), want, rtol=0, atol=0)
 
 
-in_either_order = pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+in_either_order = pytest.mark.parametrize("fused_first", [True, False], ids=["fused first", "fused last"])
 
 
 @in_either_order
-@pytest.mark.parametrize("change", OF_ANY_PART)
+@pytest.mark.parametrize("change", CHANGES_OF_ANY_PART)
 @pytest.mark.parametrize("name", PARTS)
-def test_a_changed_part_computes_as_in_the_plain_model(name, change, is_first):
+def test_a_changed_part_computes_as_in_the_plain_model(name, change, fused_first):
     for part in PARTS[name]:
-        check(name, part, change, is_first)
+        assert_computes_as_plain(name, part, change, fused_first)
 
 
 @in_either_order
-@pytest.mark.parametrize("change", OF_LAYERS)
+@pytest.mark.parametrize("change", CHANGES_OF_LAYERS)
 @pytest.mark.parametrize("name", PARTS)
-def test_a_changed_layer_computes_as_in_the_plain_model(name, change, is_first):
+def test_a_changed_layer_computes_as_in_the_plain_model(name, change, fused_first):
     model = made_in_any_form(name)
     for part in PARTS[name]:
         if isinstance(model.get_submodule(part), nn.Linear):
-            check(name, part, change, is_first)
+            assert_computes_as_plain(name, part, change, fused_first)
 
 
 @pytest.mark.parametrize("form", [Gated, GatedApart, Packed])
 @pytest.mark.parametrize("name", ["fc1", "up", "packed"])
-def test_a_gate_that_is_as_wide_no_more_is_broadcast(form, name):
+def test_a_gate_that_becomes_narrower_is_broadcast(form, name):
     model = form()
     fuse(model)
     setattr(model, name, nn.Linear(8, 3 if name == "packed" else 1))
@@ -182,7 +178,7 @@ GLOBAL_HOOKS = {
 
 
 @pytest.mark.parametrize("hook", GLOBAL_HOOKS)
-def test_global_hooks_see_each_module(hook):
+def test_a_global_hook_runs_for_each_module(hook):
     plain, fused = Chain(), Chain()
     fuse(fused)
     with global_hook(*GLOBAL_HOOKS[hook]), recorded_ops() as ran:
@@ -193,7 +189,7 @@ def test_global_hooks_see_each_module(hook):
     assert ran == ["mlp"]
 
 
-def test_another_activation_and_another_rate_are_computed():
+def test_a_replaced_activation_and_dropout_are_computed():
     plain, fused = Chain(), Chain()
     fuse(fused)
     for replace, ops in ((nn.SiLU, ["mlp"]), (nn.ELU, []), (lambda: torch.relu, ["mlp"])):
@@ -208,7 +204,7 @@ def test_another_activation_and_another_rate_are_computed():
     assert_close(fused(X), plain(X), rtol=0, atol=0)
 
 
-def test_a_hook_that_is_removed_leaves_the_fused_op():
+def test_after_a_hook_is_removed_the_fused_op_runs_again():
     model = Mlp()
     fuse(model)
     handle = model.fc1.register_forward_hook(lambda module, arguments, y: y)
@@ -219,11 +215,11 @@ def test_a_hook_that_is_removed_leaves_the_fused_op():
         handle.remove()
 
 
-def test_an_input_of_a_subclass_sees_each_module():
+def test_an_input_of_a_subclass_runs_the_plain_lines():
     model = Mlp()
     fuse(model)
     with recorded_ops() as ran:
-        assert type(model(X.as_subclass(OwnTensor))) is OwnTensor
+        assert type(model(X.as_subclass(UsersTensor))) is UsersTensor
     assert ran == []
 
 
@@ -238,7 +234,7 @@ def test_a_layer_that_is_compiled_by_itself_is_called():
     torch.compiler.reset()
 
 
-def test_quantize_dynamic():
+def test_quantize_dynamic_gives_the_plain_models_result():
     plain = Mlp()
     fused = copy.deepcopy(plain)
     fuse(fused)
@@ -250,7 +246,7 @@ def test_quantize_dynamic():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
-def test_a_compiled_model_sees_what_the_compiled_plain_model_sees(change):
+def test_a_compiled_model_computes_as_the_compiled_plain_model(change):
     """torch.compile ignores some hooks that are added after it."""
     models = Mlp(), Mlp()
     fuse(models[1])
@@ -263,7 +259,7 @@ def test_a_compiled_model_sees_what_the_compiled_plain_model_sees(change):
     torch.compiler.reset()
 
 
-def test_a_method_of_the_instance():
+def test_a_method_that_an_instance_gets_is_called():
     model = FeedForward(as_diffusers.GELU)
     fuse(model)
     model.net[0].gelu = torch.relu
@@ -273,7 +269,7 @@ def test_a_method_of_the_instance():
     assert ran == []
 
 
-def test_an_identity_may_become_a_norm_and_a_norm_an_identity():
+def test_an_identity_may_become_a_norm_and_come_back():
     model = TimmMlp()
     fuse(model)
     model.norm = nn.LayerNorm(16)
@@ -288,8 +284,8 @@ def test_an_identity_may_become_a_norm_and_a_norm_an_identity():
     assert [site.stood_there for site in fuse(TimmMlp(norm=nn.LayerNorm)).fused] == ["act(fc1(x))"]
 
 
-@pytest.mark.parametrize("dropout", [nn.AlphaDropout, nn.Dropout1d, OwnDropout])
-def test_another_dropout_is_called(dropout):
+@pytest.mark.parametrize("dropout", [nn.AlphaDropout, nn.Dropout1d, UsersDropout])
+def test_a_dropout_of_another_class_is_called(dropout):
     model = TimmMlp()
     fuse(model)
     model.drop1 = dropout(0.0)

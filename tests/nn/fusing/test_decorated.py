@@ -16,7 +16,7 @@ from tests.nn.fusing.models import Mlp, X, compiled, recorded_ops
 calls = []
 
 
-def noted(name):
+def records_its_calls(name):
     def decorate(function):
         @functools.wraps(function)
         def run(self, *arguments, **options):
@@ -62,8 +62,8 @@ def counted(function):
     return run
 
 
-def registered(function):
-    function.is_registered = True
+def marked(function):
+    function.is_marked = True
     return function
 
 
@@ -74,8 +74,8 @@ class Renamed(Mlp):
 
 
 class Twice(Mlp):
-    @noted("outer")
-    @noted("inner")
+    @records_its_calls("outer")
+    @records_its_calls("inner")
     def forward(self, x, *, factor: float = 2.0):
         """Multiply."""
         h = self.act(self.fc1(x))
@@ -88,8 +88,8 @@ class Counted(Mlp):
         return self.fc2(self.act(self.fc1(x)))
 
 
-class Registered(Mlp):
-    @registered
+class Marked(Mlp):
+    @marked
     def forward(self, x):
         return self.fc2(self.act(self.fc1(x)))
 
@@ -104,12 +104,12 @@ class MethodIsDecorated(Mlp):
     def forward(self, x):
         return x + self.block(x)
 
-    @noted("block")
+    @records_its_calls("block")
     def block(self, x):
         return self.fc2(self.act(self.fc1(x)))
 
 
-class OfALayer(nn.Module):
+class WrapsForwardsOfSubclasses(nn.Module):
     """A base like transformers' GradientCheckpointingLayer: each subclass wraps its forward once more."""
 
     def __init_subclass__(cls):
@@ -124,18 +124,18 @@ class OfALayer(nn.Module):
         cls.forward = run
 
 
-class Layer(OfALayer):
+class Layer(WrapsForwardsOfSubclasses):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.fc1, self.act, self.fc2 = nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
 
-    @noted("inner")
+    @records_its_calls("inner")
     def forward(self, x):
         return self.fc2(self.act(self.fc1(x)))
 
 
-KINDS = [Renamed, Twice, Counted, Registered, WithoutGrad, MethodIsDecorated, Layer]
+KINDS = [Renamed, Twice, Counted, Marked, WithoutGrad, MethodIsDecorated, Layer]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda it: it.__name__)
@@ -156,7 +156,7 @@ def test_decorators_run_around_the_fused_forward(kind):
     assert_close(fused(X), want, rtol=0, atol=0)
 
 
-def test_an_argument_is_renamed_as_before():
+def test_a_decorator_that_renames_an_argument_still_does():
     model = Renamed()
     fuse(model)
     with pytest.warns(FutureWarning, match="scale is now factor"), recorded_ops() as ran:
@@ -165,7 +165,7 @@ def test_an_argument_is_renamed_as_before():
     assert_close(got, Renamed()(X, 3.0), rtol=1e-5, atol=1e-5)
 
 
-def test_what_a_decorator_counts_goes_on():
+def test_a_decorators_count_goes_on():
     model = Counted()
     before = Counted.forward.total if hasattr(Counted.forward, "total") else 0
     model(X)
@@ -175,7 +175,7 @@ def test_what_a_decorator_counts_goes_on():
         assert (forward.total, forward.times) == (before + 2, before + 2)
 
 
-def test_the_class_looks_as_before():
+def test_signature_source_and_docstring_are_those_of_the_plain_forward():
     model = Twice()
     fuse(model)
     ours, theirs = type(model).forward, Twice.forward
@@ -186,7 +186,7 @@ def test_the_class_looks_as_before():
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
 @pytest.mark.parametrize("kind", [Renamed, Twice])
-def test_compiled(kind):
+def test_a_decorated_forward_is_fused_when_compiled(kind):
     model = kind()
     want = model(X)
     fuse(model)
@@ -198,8 +198,8 @@ def test_compiled(kind):
 
 def test_a_decorated_forward_that_is_replaced_runs_without_the_old_decorators():
     class Old(Mlp):
-        @noted("outer")
-        @noted("inner")
+        @records_its_calls("outer")
+        @records_its_calls("inner")
         def forward(self, x, factor=1.0):
             return self.fc2(self.act(self.fc1(x))) * factor
 
@@ -212,6 +212,6 @@ def test_a_decorated_forward_that_is_replaced_runs_without_the_old_decorators():
     calls.clear()
     assert torch.equal(model(X, power=3), X**3)
     assert calls == []
-    Old.forward = noted("new")(new)
+    Old.forward = records_its_calls("new")(new)
     assert torch.equal(model(X), X**2)
     assert calls == ["new"]

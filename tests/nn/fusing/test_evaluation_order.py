@@ -24,11 +24,11 @@ class Effects(Mlp):
         self.other = nn.Linear(16, 8)
         self.spare, self.seen = nn.Linear(8, 32), []
 
-    def swap(self, x):
+    def swap_layers(self, x):
         self.fc1, self.gate = self.gate, self.fc1
         return x * 1
 
-    def exchange(self):
+    def exchange_layers(self):
         self.fc2, self.other = self.other, self.fc2
         return 0
 
@@ -77,7 +77,7 @@ class RateIsComputed(Effects):
         return 0.0
 
 
-class Augmented(Effects):
+class AugmentedAssignment(Effects):
     def forward(self, x):
         parts = [x]
         h = self.act(self.fc1(x))
@@ -111,7 +111,7 @@ class Property(Effects):
     @property
     def factor(self):
         self.seen.append(self.fc2)
-        self.exchange()
+        self.exchange_layers()
         return 2
 
     def forward(self, x):
@@ -158,8 +158,8 @@ class ReadByVars(Effects):
         return y + vars()["h"]
 
 
-KEPT = [
-    *(InPlaceBefore, InPlaceBeforeALayer, Walrus, GatedMlpInPlace, PackedInPlace, RateIsComputed, Augmented),
+ORDERED = [
+    *(InPlaceBefore, InPlaceBeforeALayer, Walrus, GatedMlpInPlace, PackedInPlace, RateIsComputed, AugmentedAssignment),
     *(Conditional, ComparedInAChain, Comprehension, Property, Formatted, ReadByAGenerator, ReadAfterASuppressedError),
     *(ReadAfterAReturnThatFails, ReadByVars),
 ]
@@ -167,22 +167,22 @@ KEPT = [
 
 class SwapsItsLayer(Effects):
     def forward(self, x):
-        return self.fc2(self.act(self.fc1(self.swap(x))))
+        return self.fc2(self.act(self.fc1(self.swap_layers(x))))
 
 
 class SwapsItsLayerBefore(Effects):
     def forward(self, x):
-        h = self.act(self.fc1(self.swap(x)))
+        h = self.act(self.fc1(self.swap_layers(x)))
         return self.fc2(h)
 
 
 class SwapsItsPackedLayer(Effects):
-    def swap(self, x):
+    def swap_layers(self, x):
         self.packed, self.spare = self.spare, self.packed
         return x * 1
 
     def forward(self, x):
-        gate, up = torch.chunk(self.packed(self.swap(x)), 2, dim=-1)
+        gate, up = torch.chunk(self.packed(self.swap_layers(x)), 2, dim=-1)
         return up * self.act(gate)
 
 
@@ -198,9 +198,9 @@ class NumbersInOrder(Effects):
         return self.fc2(F.dropout(self.act(self.fc1(self.draw(x))), 0.0, False)) + self.draw(x)
 
 
-def outcome(model, is_training=True):
-    """Return the name of the error that a call raises, and: result, gradients, what became of the input and of the
-    modules, random numbers."""
+def outcome_of_a_call(model, is_training=True):
+    """Return the name of the error that a call raises, and a list: result, input, gradients, state of the modules, and
+    the next random numbers."""
     x, error, y = X.clone().requires_grad_(is_training), "", None
     with torch.random.fork_rng(), torch.set_grad_enabled(is_training):
         torch.manual_seed(5)
@@ -222,22 +222,22 @@ def assert_same(ours, theirs):
 
 
 @pytest.mark.parametrize("is_training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("kind", KEPT, ids=lambda it: it.__name__)
-def test_nothing_is_reordered(kind, is_training):
+@pytest.mark.parametrize("kind", ORDERED, ids=lambda it: it.__name__)
+def test_a_fused_model_has_the_effects_of_the_plain_one_in_the_same_order(kind, is_training):
     torch.manual_seed(0)
     plain, fused = kind(), kind()
     fused.load_state_dict(plain.state_dict())
     fuse(fused)
-    assert_same(outcome(fused, is_training), outcome(plain, is_training))
+    assert_same(outcome_of_a_call(fused, is_training), outcome_of_a_call(plain, is_training))
 
 
 @pytest.mark.parametrize("kind", [InPlaceBeforeALayer, GatedMlpInPlace, PackedInPlace], ids=lambda it: it.__name__)
-def test_a_site_is_left_with_the_reason(kind):
+def test_a_site_that_would_be_reordered_is_left_with_the_reason(kind):
     left = [site.reason for site in fuse(kind()).left]
     assert left == [BETWEEN] or (kind is GatedMlpInPlace and left == [])
 
 
-EXACT = {
+FUSED_IN_ORDER = {
     SwapsItsLayer: ["mlp"],
     SwapsItsLayerBefore: ["mlp"],
     SwapsItsPackedLayer: ["gated_linear"],
@@ -246,20 +246,20 @@ EXACT = {
 }
 
 
-@pytest.mark.parametrize(("kind", "ops"), EXACT.items(), ids=lambda it: getattr(it, "__name__", ""))
+@pytest.mark.parametrize(("kind", "ops"), FUSED_IN_ORDER.items(), ids=lambda it: getattr(it, "__name__", ""))
 def test_an_expression_is_evaluated_once_and_in_its_place(kind, ops):
     torch.manual_seed(0)
     plain, fused = kind(), kind()
     fused.load_state_dict(plain.state_dict())
     fuse(fused)
     with recorded_ops() as ran:
-        got = outcome(fused)
+        got = outcome_of_a_call(fused)
     assert ran == ops
-    assert_same(got, outcome(plain))
+    assert_same(got, outcome_of_a_call(plain))
 
 
-@pytest.mark.parametrize("kind", EXACT, ids=lambda it: it.__name__)
-def test_plain_lines_evaluate_an_expression_once(kind):
+@pytest.mark.parametrize("kind", FUSED_IN_ORDER, ids=lambda it: it.__name__)
+def test_where_the_plain_lines_run_an_expression_is_evaluated_once(kind):
     torch.manual_seed(0)
     plain, fused = kind(), kind()
     fused.load_state_dict(plain.state_dict())
@@ -267,9 +267,9 @@ def test_plain_lines_evaluate_an_expression_once(kind):
     for model in (plain, fused):
         model.act.register_forward_hook(lambda *_: None)
     with recorded_ops() as ran:
-        got = outcome(fused)
+        got = outcome_of_a_call(fused)
     assert ran == []
-    assert_same(got, outcome(plain))
+    assert_same(got, outcome_of_a_call(plain))
 
 
 class LooksForItsInput(Effects):
@@ -285,8 +285,8 @@ class LooksForItsInput(Effects):
 
 
 @torch.no_grad()
-def test_what_an_expression_made_is_freed_after_its_statement():
-    """The rewritten statement has a name for the layer's input, which is large."""
+def test_the_input_that_an_expression_made_is_freed_after_its_statement():
+    """The rewritten statement gives the layer's input a name, which must not keep this large tensor."""
     plain, fused = LooksForItsInput(), LooksForItsInput()
     fuse(fused)
     with recorded_ops() as ran:

@@ -14,7 +14,7 @@ from tests.nn.fusing.models import recorded_ops
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_saved_for_the_backward_is_the_hidden_layer_alone(name):
+def test_only_the_hidden_layer_is_saved_for_the_backward(name):
     model, op = made(name), KINDS[name][1]
     report = fuse(model)
     selector.pin("native")
@@ -26,15 +26,15 @@ def test_what_is_saved_for_the_backward_is_the_hidden_layer_alone(name):
     z = {"mlp": 1, "gated_mlp": 2}[op]
     are_shared = name in ("a loop", "a sequence")  # ReLU and Tanh save their result, which the last layer takes, too
     assert plain - fused == (0 if are_shared else z * hidden)
-    if name != "a loop":  # which has a norm in front
+    if name != "a loop":  # a loop saves more for its norm
         assert fused == X.nbytes + z * hidden
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", KINDS)
-def test_autocast_is_at_least_as_near_to_fp64(name, dtype):
-    """Of y and of all gradients, on inputs that 16 bits hold, and on so many rows that no result is near by luck: where
-    a CPU multiplies 16-bit matrices, both ways round equally often."""
+def test_under_autocast_a_fused_model_is_at_least_as_near_to_fp64(name, dtype):
+    """This holds for y and all gradients. The inputs fit into 16 bits, and the rows are too many for luck to decide:
+    where a CPU multiplies 16-bit matrices, both ways round equally often."""
     x, dy = (torch.randn(1024, 8, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in (0, 1))
 
     def rounded():
@@ -52,9 +52,9 @@ def test_autocast_is_at_least_as_near_to_fp64(name, dtype):
         with torch.autocast("cpu", dtype), recorded_ops() as ran:
             got = results(model, x.float(), dy)
         assert ran == [KINDS[name][1]] * is_fused
-        errors.append([((it.double() - its).norm() / its.norm()).item() for it, its in zip(got, want, strict=True)])
-    for mine, its in zip(*reversed(errors), strict=True):
-        assert mine <= 1.02 * its + torch.finfo(dtype).eps / 8
+        errors.append([((y - exact).norm() / exact.norm()).item() for y, exact in zip(got, want, strict=True)])
+    for plain_error, fused_error in zip(*errors, strict=True):
+        assert fused_error <= 1.02 * plain_error + torch.finfo(dtype).eps / 8
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -64,7 +64,7 @@ def test_the_dropout_draws_by_its_p_and_mode_in_each_call(name):
     last = [it for it in model.modules() if isinstance(it, nn.Linear)][-1]
     dropout = next(it for it in model.modules() if isinstance(it, nn.Dropout))
     last.weight, last.bias = nn.Parameter(torch.eye(16)), None
-    if name == "a loop":  # whose residual would have another shape
+    if name == "a loop":  # without its residual, which has another shape
         model = nn.Sequential(*model.layers)
     fuse(model)
     hidden = model(X)
@@ -86,7 +86,7 @@ def test_the_dropout_draws_by_its_p_and_mode_in_each_call(name):
     dropout.eval()
     assert_close(model(X), hidden, rtol=1e-5, atol=1e-6)
     model.eval()
-    dropout.train()  # each dropout by its own mode, whatever the model's
+    dropout.train()  # a dropout goes by its own mode, not by the model's
     with recorded_ops() as ran:
         assert not model(X).any()
     assert ran == [KINDS[name][1]]
@@ -94,7 +94,7 @@ def test_the_dropout_draws_by_its_p_and_mode_in_each_call(name):
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize("name", KINDS)
-def test_checkpointed(name, use_reentrant):
+def test_a_checkpoint_gives_the_same_grads(name, use_reentrant):
     model = made(name, drop=0.5)
     fuse(model)
     grads = []
@@ -107,7 +107,7 @@ def test_checkpointed(name, use_reentrant):
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_what_is_no_tensor_gets_the_error_of_the_plain_model(name):
+def test_an_input_that_is_no_tensor_gets_the_error_of_the_plain_model(name):
     errors = []
     for is_fused in (False, True):
         model = made(name)
@@ -119,21 +119,21 @@ def test_what_is_no_tensor_gets_the_error_of_the_plain_model(name):
     assert errors[0] == errors[1]
 
 
-class OfConvolutions(TimmMlp):
+class MadeOfConvolutions(TimmMlp):
     def __init__(self):
         super().__init__()
         self.fc1, self.fc2 = nn.Conv1d(5, 16, 1), nn.Conv1d(16, 5, 1)
 
 
-def with_a_forward_of_its_own():
+def with_another_forward():
     model = TimmMlp()
     model.forward = lambda x, forward=model.forward: forward(x) * 2
     return model
 
 
 LEFT = {
-    "a forward that an instance got": (with_a_forward_of_its_own, "was replaced on this instance"),
-    "1 x 1 convolutions": (OfConvolutions, "fc1 is no plain torch.nn.Linear"),
+    "a forward that an instance got": (with_another_forward, "was replaced on this instance"),
+    "1 x 1 convolutions": (MadeOfConvolutions, "fc1 is no plain torch.nn.Linear"),
     "a list of convolutions": (
         lambda: nn.Sequential(nn.Conv1d(5, 4, 1), nn.ReLU(), nn.Conv1d(4, 5, 1)),
         "Conv1d is no plain torch.nn.Linear",
@@ -147,7 +147,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize(("make", "reason"), LEFT.values(), ids=LEFT)
-def test_what_is_left_is_said(make, reason):
+def test_an_mlp_of_another_kind_is_left_with_a_reason(make, reason):
     model = make()
     want = results(model)
     report = fuse(model)
@@ -169,11 +169,11 @@ class FiveBetween(TimmMlp):
 
 
 @pytest.mark.parametrize(("kind", "computed_by"), [(FourBetween, "mlp, gelu"), (FiveBetween, "linear_act, gelu")])
-def test_it_looks_through_four_calls_and_no_more(kind, computed_by):
+def test_fuse_looks_through_four_calls_and_no_more(kind, computed_by):
     assert [site.computed_by for site in fuse(kind()).fused] == [computed_by]
 
 
-def test_two_dropouts_are_left():
+def test_an_mlp_with_two_active_dropouts_is_fused_only_in_part():
     class Twice(TimmMlp):
         def forward(self, x):
             return self.fc2(self.drop2(self.drop1(self.act(self.fc1(x)))))

@@ -1,4 +1,4 @@
-"""Which forms of source are fused, and which are left because the fused op would compute something else."""
+"""fuse fuses some forms of source, and leaves others, for which the fused op would compute something else."""
 
 from functools import partial
 
@@ -12,10 +12,10 @@ from tests.nn.fusing.feed_forwards import KINDS, made, results
 from tests.nn.fusing.forms_left_alone import LEFT
 from tests.nn.fusing.models import FORMS, InBranchAndLoop, Mlp, X, compiled, recorded_ops
 
-EVERY = {form.__name__: (form, ops) for form, ops in FORMS.items()} | {
+EVERY_FORM = {form.__name__: (form, ops) for form, ops in FORMS.items()} | {
     name: (partial(made, name), [op]) for name, (_, op) in KINDS.items()
 }
-every_form = pytest.mark.parametrize(("form", "ops"), EVERY.values(), ids=EVERY)
+every_form = pytest.mark.parametrize(("form", "ops"), EVERY_FORM.values(), ids=EVERY_FORM)
 
 
 @every_form
@@ -52,7 +52,7 @@ def test_a_form_is_compiled_and_traced(form, ops):
     first = {"mlp": "linear_act", "gated_mlp": "linear_gated", "gated_linear": "linear_gated"}
     for op in ops:
         assert f"mpkernels.{first.get(op, op)}.default(" in "".join(graphs)
-    if form in FORMS and form is not InBranchAndLoop:  # which asks for the shape
+    if form in FORMS and form is not InBranchAndLoop:  # whose forward asks for the shape
         assert_close(torch.fx.symbolic_trace(model)(X), want[0], rtol=1e-5, atol=1e-5)
     torch.compiler.reset()
 
@@ -81,7 +81,7 @@ class AnotherDropout(Mlp):
 
 
 @pytest.mark.parametrize("form", [OneLayerForGateAndUp, AnotherDropout])
-def test_a_part_is_fused(form):
+def test_only_the_first_part_of_a_form_is_fused(form):
     model = form()
     want = results(model)
     fuse(model)
@@ -91,7 +91,7 @@ def test_a_part_is_fused(form):
 
 
 @pytest.mark.parametrize("constant", [3.0, 2], ids=["another number", "an equal one"])
-def test_what_differs_from_its_source_is_left(constant):
+def test_a_forward_that_differs_from_its_source_is_left(constant):
     """The file may have been edited, or a tool may have changed the function."""
 
     class Changed(Mlp):
@@ -104,7 +104,7 @@ def test_what_differs_from_its_source_is_left(constant):
     assert site.reason == "its forward runs other code than its source says"
 
 
-def test_a_forward_of_the_instance_is_left():
+def test_a_forward_that_was_replaced_on_an_instance_is_left():
     model = Mlp()
     model.forward = partial(Mlp.forward, model)
     [site] = fuse(model).left
@@ -112,7 +112,7 @@ def test_a_forward_of_the_instance_is_left():
     assert_close(model(X), Mlp.forward(model, X), rtol=0, atol=0)
 
 
-def test_the_other_part_of_a_site_is_fused_where_one_layer_is_not_plain():
+def test_if_the_last_layer_has_a_hook_the_first_is_fused_with_its_activation():
     model = Mlp()
     model.fc2.register_forward_hook(lambda module, arguments, output: 2 * output)
     assert [site.stood_there for site in fuse(model).fused] == ["act(fc1(x))"]

@@ -31,7 +31,7 @@ SEQUENTIALS = {
 
 @pytest.mark.parametrize(("layers", "ops"), SEQUENTIALS.values(), ids=SEQUENTIALS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
-def test_sequential(layers, ops):
+def test_a_sequential_is_fused(layers, ops):
     model = nn.Sequential(*copy.deepcopy(layers))
     want = model(X)
     report = fuse(model)
@@ -67,7 +67,7 @@ class Backwards(nn.Sequential):
         return x
 
 
-def test_a_sequential_with_another_forward_is_no_loop():
+def test_a_sequential_with_another_forward_is_left():
     model = Backwards(nn.Linear(16, 8), nn.GELU(), nn.Linear(8, 16))
     want = model(X)
     assert fuse(model).fused == []
@@ -78,7 +78,7 @@ def test_a_sequential_with_another_forward_is_no_loop():
     "activation", ["relu", "gelu", F.silu, nn.GELU()], ids=["relu", "gelu", "silu function", "GELU module"]
 )
 @pytest.mark.parametrize("kind", [nn.TransformerEncoderLayer, nn.TransformerDecoderLayer])
-def test_transformer_layers(kind, activation):
+def test_torchs_transformer_layers_are_fused(kind, activation):
     torch.manual_seed(0)
     layer = kind(8, 2, 16, dropout=0.0, activation=activation, batch_first=True)
     arguments = (X,) if kind is nn.TransformerEncoderLayer else (X, X)
@@ -95,7 +95,7 @@ def test_transformer_layers(kind, activation):
 
 
 @pytest.mark.filterwarnings("ignore:enable_nested_tensor", "ignore:The PyTorch API of nested tensors")
-def test_a_whole_transformer_in_inference():
+def test_a_fused_transformer_gives_the_same_result_in_inference():
     layer = nn.TransformerEncoderLayer(8, 2, 16, activation="gelu", batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2).eval()
     want = encoder(X)
@@ -126,7 +126,7 @@ def test_a_dry_run_changes_nothing():
     assert report.fused == fuse(model).fused
 
 
-def test_unfuse_of_a_model_that_accelerate_has_unwrapped():
+def test_unfuse_takes_a_model_that_accelerate_has_unwrapped():
     """Accelerate leaves the model's forward in the model's attributes."""
     model = Mlp()
     fuse(model)
@@ -137,20 +137,20 @@ def test_unfuse_of_a_model_that_accelerate_has_unwrapped():
     assert ran == []
 
 
-def test_unfuse_of_what_was_never_fused():
+def test_unfuse_leaves_a_model_alone_that_was_never_fused():
     model = nn.Sequential(Chain())
     unfuse(model)
     assert [type(it) for it in model] == [Chain]
 
 
-class Unknown(Mlp):
+class UnknownActivation(Mlp):
     def __init__(self):
         super().__init__()
         self.act = nn.ELU()
 
 
 def test_the_report_is_a_table():
-    report = fuse(nn.Sequential(Chain(), Chain(), Packed(), Unknown()))
+    report = fuse(nn.Sequential(Chain(), Chain(), Packed(), UnknownActivation()))
     assert str(report) == (
         "fused  what stood there                                         becomes a call of\n"
         "* (2)  fc2(dropout(act(fc1(x))))                                mlp, gelu\n"
@@ -257,8 +257,8 @@ def test_a_class_that_allows_no_subclass_is_left_whatever_it_raises(error):
     assert type(model[0]) is Final
 
 
-def test_a_graph_outlives_other_calls(monkeypatch):
-    """Each call that isn't compiled adds a key to the selector, of which a graph must make no guard."""
+def test_other_calls_do_not_make_torch_compile_a_graph_again(monkeypatch):
+    """Each call that isn't compiled adds a key to the selector. A graph must make no guard of these keys."""
     forget_choices(monkeypatch)
     model = Mlp()
     fuse(model)
@@ -272,8 +272,8 @@ def test_a_graph_outlives_other_calls(monkeypatch):
 
 @pytest.mark.parametrize("kind", [Mlp, Gated, GatedApart, Packed])
 def test_a_checkpoint_may_be_the_first_call(monkeypatch, kind):
-    """The forward that it computes anew saves the same tensors in the same order, though the selector has chosen by
-    then."""
+    """The forward runs twice, and must save the same tensors both times, although the selector has a choice the second
+    time."""
     forget_choices(monkeypatch)
     plain, model = kind(), kind()
     fuse(model)

@@ -1,5 +1,5 @@
-"""Loops over a list of modules, and diffusers' projections as their first: which are fused, and which calls run as
-written."""
+"""fuse fuses loops over a list of modules, which may begin with a projection of diffusers'. Where it can't, a loop runs
+as it is written."""
 
 from types import SimpleNamespace
 
@@ -15,7 +15,7 @@ from tests.nn.fusing.feed_forwards import FeedForward, Looped, X, made
 from tests.nn.fusing.models import recorded_ops
 
 
-def test_a_list_may_become_longer_shorter_and_another():
+def test_a_list_that_changes_after_fuse_runs_as_it_stands():
     model = Looped()
     fuse(model)
     for change in (
@@ -33,14 +33,14 @@ def test_a_list_may_become_longer_shorter_and_another():
 
 
 class ReplacesTheLast(nn.Module):
-    """Puts another layer at the end of the list that it is in, as a model does that grows in training."""
+    """Replaces the last layer of its list in each call, as a model may do that grows in training."""
 
     def forward(self, x):
         self.lists[0][-1] = self.another
         return x
 
 
-def test_a_call_may_replace_a_layer_that_comes_later():
+def test_a_layer_may_replace_a_later_one_during_the_call():
     first = ReplacesTheLast()
     model = nn.Sequential(first, nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
     first.lists, first.another = [model], nn.Linear(16, 8)
@@ -51,7 +51,7 @@ def test_a_call_may_replace_a_layer_that_comes_later():
     assert_close(got, nn.Sequential(model[1], model[2], first.another)(X), rtol=1e-5, atol=1e-6)
 
 
-def test_a_loop_after_another_with_the_same_names():
+def test_two_loops_with_the_same_names_are_both_fused():
     class Twice(Looped):
         def forward(self, x):
             for layer in self.layers:
@@ -80,9 +80,9 @@ def test_the_form_of_gelu_is_read_in_each_call(approximate):
         fused(X)
 
 
-def test_a_method_that_was_patched_before_anything_was_fused(monkeypatch):
+def test_a_method_that_was_patched_before_fuse_is_called(monkeypatch):
     kind = type("GELU", (as_diffusers.GELU,), {"__module__": as_diffusers.GELU.__module__})
-    for name in ("forward", "gelu"):  # a class that fuse hasn't met
+    for name in ("forward", "gelu"):  # in a class that fuse hasn't met
         setattr(kind, name, vars(as_diffusers.GELU)[name])
     kind.gelu = lambda self, gate: torch.relu(gate)
     model = FeedForward(kind)
@@ -100,7 +100,7 @@ class ReadsItsLayer(Looped):
         return x + layer.weight.sum()
 
 
-class CallsTwice(Looped):
+class HasAnotherLine(Looped):
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
@@ -108,7 +108,7 @@ class CallsTwice(Looped):
         return x
 
 
-class EndsOtherwise(Looped):
+class HasAnElse(Looped):
     def forward(self, x):
         for layer in self.layers:
             x = layer(x)
@@ -149,9 +149,9 @@ class LoopsOverItsLayer(Looped):
 
 
 @pytest.mark.parametrize(
-    "kind", [ReadsItsLayer, CallsTwice, EndsOtherwise, ReadAfterAnError, ReadByAFunction, LoopsOverItsLayer]
+    "kind", [ReadsItsLayer, HasAnotherLine, HasAnElse, ReadAfterAnError, ReadByAFunction, LoopsOverItsLayer]
 )
-def test_another_loop_is_left_with_a_reason(kind):
+def test_a_loop_of_another_form_is_left_with_a_reason(kind):
     model = kind()
     want = model(X)
     report = fuse(model)
@@ -174,7 +174,7 @@ def test_a_projection_that_was_fused_before_is_part_of_the_mlp():
     assert ran == ["gated_linear"]
 
 
-def test_a_patched_projection_that_was_fused_before(monkeypatch):
+def test_a_patch_of_a_projection_that_was_fused_before_is_called(monkeypatch):
     model = made("diffusers' SwiGLU")
     fuse(model.net[0])
     fuse(model)
@@ -186,7 +186,7 @@ def test_a_patched_projection_that_was_fused_before(monkeypatch):
 
 
 @pytest.mark.parametrize("names", [("GELU", "GEGLU"), ("SwiGLU", "LinearActivation")])
-def test_another_projection_is_called(names):
+def test_a_projection_that_replaces_another_is_called(names):
     for first, second in (names, names[::-1]):
         model = FeedForward(getattr(as_diffusers, first))
         fuse(model)
@@ -203,7 +203,7 @@ def test_projections_are_called_on_devices_where_they_may_compute_otherwise(devi
     assert projections.is_usual_on(X)
 
 
-def test_what_comes_before_the_loop_runs():
+def test_the_lines_before_the_loop_run():
     model = made("diffusers' GEGLU")
     fuse(model)
     with pytest.raises(TypeError, match="scale is gone"):

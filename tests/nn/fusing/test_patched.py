@@ -79,42 +79,42 @@ PATCHES = [
 def patched(owner, name):
     def replacement(*arguments, **options):
         calls.append(name)
-        value = own(*arguments, **options)
+        value = original(*arguments, **options)
         if isinstance(value, tuple):
             return tuple(2.0 + it for it in value)
         return 2.0 + value if isinstance(value, torch.Tensor) else value
 
-    own, calls = getattr(owner, name), []
+    original, calls = getattr(owner, name), []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(owner, name, replacement)
         yield calls
 
 
-@pytest.mark.parametrize("is_first", [True, False], ids=["patched after fuse", "patched before"])
+@pytest.mark.parametrize("fused_first", [True, False], ids=["patched after fuse", "patched before"])
 @pytest.mark.parametrize(("kind", "owner", "name"), PATCHES, ids=lambda it: getattr(it, "__name__", it))
-def test_a_patch_is_called(kind, owner, name, is_first):
+def test_a_patch_is_called_as_often_as_in_the_plain_model(kind, owner, name, fused_first):
     plain, fused = kind(), kind()
-    if is_first:
+    if fused_first:
         assert fuse(fused).fused
     with patched(owner, name) as calls:
         want, times = plain(X), len(calls)
         assert times
-        if not is_first:
+        if not fused_first:
             fuse(fused)
         calls.clear()
         with recorded_ops() as ran:
             got = fused(X)
         assert calls.count(name) == times
-        if is_first or owner is nn.Linear:  # else the part of it that wasn't patched is fused
+        if fused_first or owner is nn.Linear:  # otherwise the part that isn't patched may be fused
             assert ran == []
         assert_close(got, want, rtol=1e-5, atol=1e-5)
-    if is_first:
+    if fused_first:
         with recorded_ops() as ran:
             assert_close(fused(X), kind()(X), rtol=1e-5, atol=1e-5)
         assert ran
 
 
-class Counting(TorchFunctionMode):
+class RecordsFunctions(TorchFunctionMode):
     def __init__(self):
         super().__init__()
         self.calls = []
@@ -124,7 +124,7 @@ class Counting(TorchFunctionMode):
         return function(*arguments, **(options or {}))
 
 
-class SeesFunctions(torch.Tensor):
+class CountsLinears(torch.Tensor):
     calls = 0
 
     @classmethod
@@ -133,40 +133,40 @@ class SeesFunctions(torch.Tensor):
         return super().__torch_function__(function, types, arguments, options)
 
 
-class Marking(nn.Module):
+class MakesASubclass(nn.Module):
     def forward(self, x):
-        return x.as_subclass(SeesFunctions)
+        return x.as_subclass(CountsLinears)
 
 
-class OfAnExpression(Mlp):
+class MakesASubclassInAnExpression(Mlp):
     def __init__(self):
         super().__init__()
-        self.mark = Marking()
+        self.mark = MakesASubclass()
 
     def forward(self, x):
         return self.fc2(self.act(self.fc1(self.mark(x))))
 
 
-class OfAnExpressionBefore(OfAnExpression):
+class MakesASubclassInAnEarlierExpression(MakesASubclassInAnExpression):
     def forward(self, x):
         h = self.act(self.fc1(self.mark(x)))
         return self.fc2(h)
 
 
 @pytest.mark.parametrize("kind", [Mlp, Gated, Packed, WithDropout, sequential])
-def test_a_mode_sees_each_function(kind):
+def test_a_function_mode_sees_each_function(kind):
     plain, fused = kind(), kind()
     fuse(fused)
     seen = []
     for model in (plain, fused):
-        with Counting() as mode, recorded_ops() as ran:
+        with RecordsFunctions() as mode, recorded_ops() as ran:
             model(X)
         assert ran == []
         seen.append([it for it in mode.calls if it in ("linear", "gelu", "silu", "dropout", "mul", "chunk")])
     assert seen[0] == seen[1] != []
 
 
-def test_the_mode_of_a_default_device_hides_nothing():
+def test_a_default_device_does_not_stop_the_fused_op():
     model = Mlp()
     fuse(model)
     with torch.device("cpu"), recorded_ops() as ran:
@@ -174,11 +174,11 @@ def test_the_mode_of_a_default_device_hides_nothing():
     assert ran == ["mlp"]
 
 
-@pytest.mark.parametrize("kind", [OfAnExpression, OfAnExpressionBefore])
-def test_a_tensor_of_a_subclass_sees_each_function(kind):
+@pytest.mark.parametrize("kind", [MakesASubclassInAnExpression, MakesASubclassInAnEarlierExpression])
+def test_a_tensor_that_becomes_a_subclass_sees_each_function(kind):
     model = kind()
     fuse(model)
-    SeesFunctions.calls = 0
+    CountsLinears.calls = 0
     with recorded_ops() as ran:
-        assert type(model(X)) is SeesFunctions
-    assert (SeesFunctions.calls, ran) == (2, [])
+        assert type(model(X)) is CountsLinears
+    assert (CountsLinears.calls, ran) == (2, [])

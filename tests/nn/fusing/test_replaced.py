@@ -1,4 +1,4 @@
-"""A method that is put on a fused module's own class later is called as on a plain one, whatever its arguments."""
+"""A method that replaces one of a fused module's class later is called as on a plain module, whatever its arguments."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def all_positional(self, x, *rest, c=0.0):
         (all_positional, (1.0, 2.0, 8.0, 9.0), {"c": 1.0}),
     ],
 )
-def test_arguments_arrive_as_they_were_given(new, arguments, named):
+def test_a_replaced_forward_gets_its_arguments_as_given(new, arguments, named):
     kind = scaled_class()
     fused, plain = kind(), kind()
     assert fuse(fused).fused
@@ -61,7 +61,7 @@ def test_arguments_arrive_as_they_were_given(new, arguments, named):
     assert torch.equal(fused(X, *arguments, **named), plain(X, *arguments, **named))
 
 
-def test_a_generator_is_replaced_too():
+def test_a_replaced_generator_is_called():
     class Parts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -79,7 +79,7 @@ def test_a_generator_is_replaced_too():
     assert torch.equal(fused(X), 2 * X)
 
 
-def test_what_was_patched_and_restored_is_fused_again():
+def test_an_activation_that_was_patched_and_restored_is_fused():
     activations = pytest.importorskip("transformers.activations")
     kind = activations.NewGELUActivation
     written = kind.forward
@@ -97,7 +97,7 @@ def test_what_was_patched_and_restored_is_fused_again():
     assert fuse(model()).fused
 
 
-def test_a_forward_that_was_written_anew_is_fused_anew():
+def test_a_forward_that_is_defined_again_is_fused_again():
     """A notebook's cell may be run again, with the same source or with another."""
 
     def again(self, x):
@@ -123,7 +123,7 @@ def test_a_forward_that_was_written_anew_is_fused_anew():
             torch.testing.assert_close(got, expected)
 
 
-def test_a_method_that_was_written_anew_is_fused_anew():
+def test_a_method_that_is_defined_again_is_fused_again():
     class Net(Mlp):
         def forward(self, x):
             return self.hidden(x)

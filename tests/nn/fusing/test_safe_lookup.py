@@ -12,10 +12,10 @@ from tests.nn.fusing.models import Mlp, X, recorded_ops
 
 
 class Ran(Exception):  # noqa: N818
-    pass
+    """Code of the user's ran."""
 
 
-class RunsCode(Mlp):
+class HasProperties(Mlp):
     @property
     def weight(self):
         raise Ran
@@ -49,7 +49,7 @@ class Lazy:
 class HoldsAProxy(Mlp):
     def __init__(self):
         super().__init__()
-        vars(self)["lazy"] = Lazy()  # for nn.Module's own __setattr__ asks it for its class
+        vars(self)["lazy"] = Lazy()  # nn.Module's __setattr__ would ask for its class
 
     def forward(self, x):
         for layer in self.lazy:
@@ -67,7 +67,7 @@ class Counts(nn.Module):
         return 2 * weight
 
 
-class SeesAll(torch.Tensor):
+class SeesEveryFunction(torch.Tensor):
     is_made = False
 
     @classmethod
@@ -77,24 +77,24 @@ class SeesAll(torch.Tensor):
         return super().__torch_function__(function, types, arguments, options)
 
 
-def of_a_subclass():
+def has_parameters_of_a_subclass():
     model = Mlp()
-    model.fc1.weight = nn.Parameter(model.fc1.weight.detach().as_subclass(SeesAll))
-    model.scales = nn.Parameter(torch.ones(2, 2).as_subclass(SeesAll))
+    model.fc1.weight = nn.Parameter(model.fc1.weight.detach().as_subclass(SeesEveryFunction))
+    model.scales = nn.Parameter(torch.ones(2, 2).as_subclass(SeesEveryFunction))
     return model
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-@pytest.mark.parametrize("kind", [RunsCode, HoldsAProxy, of_a_subclass], ids=lambda it: it.__name__)
+@pytest.mark.parametrize("kind", [HasProperties, HoldsAProxy, has_parameters_of_a_subclass], ids=lambda it: it.__name__)
 def test_no_code_of_the_users_runs(kind, dry_run, monkeypatch):
     model = nn.Sequential(kind())
-    monkeypatch.setattr(SeesAll, "is_made", True)
+    monkeypatch.setattr(SeesEveryFunction, "is_made", True)
     report = fuse(model, dry_run)
     assert not {"mlp, gelu", "gated_mlp, gelu"} & {site.computed_by for site in report.fused}
 
 
 @pytest.mark.parametrize("dry_run", [True, False])
-def test_parametrizations_are_not_run(dry_run):
+def test_no_parametrization_runs(dry_run):
     model = nn.Sequential(Mlp(), nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).train()
     for layer in (model[0].fc1, model[0].norm, model[1]):
         parametrize.register_parametrization(layer, "weight", Counts())
@@ -109,7 +109,7 @@ def test_parametrizations_are_not_run(dry_run):
     assert "fc1 is no plain torch.nn.Linear" in {site.reason for site in report.left}
 
 
-class OwnGetattr(Mlp):
+class RecordsGetattr(Mlp):
     def __init__(self):
         super().__init__()
         self.asked = []
@@ -120,17 +120,17 @@ class OwnGetattr(Mlp):
         return super().__getattr__(name)
 
 
-class OwnGetattribute(Mlp):
+class RecordsGetattribute(Mlp):
     asked = ()
 
     def __getattribute__(self, name):
         if name != "asked" and not name.startswith("__"):
-            OwnGetattribute.asked += (name,)
+            RecordsGetattribute.asked += (name,)
         return super().__getattribute__(name)
 
 
-@pytest.mark.parametrize("kind", [OwnGetattr, OwnGetattribute])
-def test_attributes_that_code_finds_are_read_by_the_forward_alone(kind):
+@pytest.mark.parametrize("kind", [RecordsGetattr, RecordsGetattribute])
+def test_attributes_that_need_code_are_read_only_by_the_forward(kind):
     plain, fused = kind(), kind()
     before = [it for it in fused.asked if "fc" in it or it == "act"]
     [site] = fuse(fused).left
@@ -149,7 +149,7 @@ class StaticActivation(Mlp):
         return self.scale * x + self.fc2(h)
 
 
-def test_what_a_class_holds_is_found():
+def test_attributes_of_a_class_are_found():
     plain, fused = StaticActivation(), StaticActivation()
     fuse(fused)
     with recorded_ops() as ran:

@@ -1,4 +1,4 @@
-"""FSDP2, DistributedDataParallel and tensor parallelism, before fuse and after."""
+"""Fused models compute the same under FSDP2, DDP and tensor parallelism, whether fuse comes before or after these."""
 
 import pytest
 import torch
@@ -29,14 +29,14 @@ def losses(model):
 
 
 @needs_gloo
-@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
-@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # of a plain one too: torch.nn.Linear returns a view
-def test_fsdp2(is_first):
+@pytest.mark.parametrize("fused_first", [True, False], ids=["fused first", "fused last"])
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch warns of plain models, too: Linear returns a view
+def test_a_fused_model_trains_under_fsdp2(fused_first):
     want = losses(nn.Sequential(Mlp(), Chain()))
     with alone():
         mesh = init_device_mesh("cpu", (1,))
         model = nn.Sequential(Mlp(), Chain())
-        if is_first:
+        if fused_first:
             fuse(model)
         for module in (*model, model):
             fully_shard(module, mesh=mesh)
@@ -57,15 +57,15 @@ def test_fsdp2(is_first):
 @pytest.mark.exhaustive
 @pytest.mark.each_value_once
 @needs_gloo
-@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
+@pytest.mark.parametrize("fused_first", [True, False], ids=["fused first", "fused last"])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-def test_fsdp2_around_the_mlps_of_timm_and_diffusers(name, is_first):
+def test_the_mlps_of_timm_and_diffusers_train_under_fsdp2(name, fused_first):
     want = losses(made(name))
     with alone():
         mesh = init_device_mesh("cpu", (1,))
         model = made(name)
-        if is_first:
+        if fused_first:
             fuse(model)
         fully_shard(model, mesh=mesh)
         assert len(fuse(model).fused) == 1
@@ -76,12 +76,12 @@ def test_fsdp2_around_the_mlps_of_timm_and_diffusers(name, is_first):
 
 @needs_gloo
 @pytest.mark.filterwarnings("ignore")  # DDP's own
-@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
-def test_ddp(is_first):
+@pytest.mark.parametrize("fused_first", [True, False], ids=["fused first", "fused last"])
+def test_a_fused_model_trains_under_ddp(fused_first):
     want = losses(Chain())
     with alone():
         model = Chain()
-        if is_first:
+        if fused_first:
             fuse(model)
         model = DistributedDataParallel(model, find_unused_parameters=True)
         fuse(model)
@@ -91,14 +91,14 @@ def test_ddp(is_first):
 
 
 @needs_gloo
-@pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
-def test_tensor_parallelism(is_first):
+@pytest.mark.parametrize("fused_first", [True, False], ids=["fused first", "fused last"])
+def test_under_tensor_parallelism_the_plain_lines_run(fused_first):
     """Tensor parallelism puts hooks on its layers, so the plain lines run."""
     want = Mlp()(X)
     with alone():
         mesh = init_device_mesh("cpu", (1,))
         model = Mlp()
-        if is_first:
+        if fused_first:
             fuse(model)
         parallelize_module(model, mesh, {"fc1": ColwiseParallel(), "fc2": RowwiseParallel()})
         fuse(model)

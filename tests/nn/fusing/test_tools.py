@@ -1,4 +1,4 @@
-"""Copies, files and torch's tools with a fused model."""
+"""A fused model can be copied and saved, and works with torch's tools."""
 
 import copy
 import gc
@@ -19,7 +19,7 @@ from mpkernels.amp import to_full, to_mixed
 from mpkernels.nn import fuse, unfuse
 from mpkernels.optim import AdamW
 from tests.nn.fusing.feed_forwards import KINDS, made
-from tests.nn.fusing.models import Chain, Gated, InMethod, Keywords, Mlp, TwoInARow, X, recorded_ops
+from tests.nn.fusing.models import Chain, Doubled, Gated, InMethod, Keywords, Mlp, TwoInARow, X, recorded_ops
 
 
 def through_a_file(model):
@@ -39,7 +39,7 @@ COPIES = {
 
 @pytest.mark.parametrize("clone", COPIES.values(), ids=COPIES)
 @pytest.mark.parametrize("name", ["two modules", *KINDS])
-def test_a_copy_is_fused_alike(name, clone):
+def test_a_copy_is_fused_like_its_model(name, clone):
     model = nn.Sequential(Chain(), TwoInARow()) if name == "two modules" else made(name)
     classes = [type(it) for it in model.modules()]
     fuse(model)
@@ -70,7 +70,7 @@ class WithReduce(Mlp):
         return WithReduce, ()
 
 
-def test_a_modules_own_way_to_be_pickled_stays():
+def test_a_module_is_pickled_by_its_own_methods():
     model = WithState()
     fuse(model)
     copied = copy.deepcopy(model)
@@ -81,22 +81,22 @@ def test_a_modules_own_way_to_be_pickled_stays():
     assert type(pickle.loads(pickle.dumps(model))) is WithReduce
 
 
-def test_modules_of_a_class_share_the_fused_class_which_goes_with_them():
-    class Own(Mlp):  # fully_shard holds on to the classes of other tests
+def test_modules_of_a_class_share_a_fused_class_which_is_freed_with_them():
+    class KnownNowhereElse(Mlp):  # not Mlp: fully_shard keeps the classes of other tests alive
         def forward(self, x):
             return self.act(self.fc1(x))
 
-    one, other = Own(), Own()
+    one, other = KnownNowhereElse(), KnownNowhereElse()
     fuse(one)
     fuse(other)
-    assert type(one) is type(other) is not Own
+    assert type(one) is type(other) is not KnownNowhereElse
     kind = weakref.ref(type(one))
     del one, other
     gc.collect()
     assert kind() is None
 
 
-def test_the_class_looks_as_before():
+def test_the_fused_class_looks_like_the_plain_one():
     model = Keywords()
     fuse(model)
     kind = type(model)
@@ -163,7 +163,7 @@ RECORDED = {"Mlp": Mlp, "Gated": Gated, "sequential": sequential} | {name: parti
 @pytest.mark.parametrize("name", RECORDED)
 @pytest.mark.parametrize("recorder", RECORDERS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
-def test_recorded_as_it_was_written(recorder, name):
+def test_a_recorded_model_runs_as_it_was_written(recorder, name):
     if recorder in ("jit.script", "fx") and name.startswith("diffusers"):
         pytest.skip("takes no forward with further arguments, of plain models either")
     model = RECORDED[name]().eval()
@@ -176,12 +176,7 @@ def test_recorded_as_it_was_written(recorder, name):
     torch.compiler.reset()
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
-def test_a_parametrized_parent():
+def test_a_parametrized_model_can_be_fused_and_unfused():
     model, plain = Mlp(), Mlp()
     for it in (model, plain):
         it.scale = nn.Parameter(torch.ones(()))
@@ -202,7 +197,7 @@ def test_a_parametrized_parent():
 
 
 @pytest.mark.parametrize(("make", "op"), [(InMethod, "mlp"), (partial(made, "diffusers' GEGLU"), "gated_mlp")])
-def test_functional_call_and_vmap(make, op):
+def test_functional_call_and_vmap_give_the_same_results(make, op):
     model = make()
     want = model(X)
     fuse(model)
@@ -216,14 +211,14 @@ def test_functional_call_and_vmap(make, op):
     assert ran == [op]
 
 
-def test_to_mixed_around_a_fused_model():
+def test_a_fused_model_can_become_mixed_and_come_back():
     model = Mlp()
     fuse(model)
     kind, optimizer = type(model), AdamW(model.parameters())
     to_mixed(model, optimizer=optimizer)
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with recorded_ops() as ran:
-            assert each(X).dtype == torch.bfloat16
+            assert copied(X).dtype == torch.bfloat16
         assert ran == ["mlp"]
     with pytest.raises(ValueError, match=r"^unfuse: model must not wrap the forward .* around the model: undo that"):
         unfuse(model)
@@ -234,7 +229,7 @@ def test_to_mixed_around_a_fused_model():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # of torch.compile
-def test_a_compiled_model_may_be_fused_and_back():
+def test_a_compiled_model_can_be_fused_and_unfused():
     model = Mlp()
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     want = compiled(X)
