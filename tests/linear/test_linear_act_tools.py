@@ -52,8 +52,10 @@ def hooked():
     return module
 
 
-@pytest.mark.parametrize("make", [torch.nn.ReLU6, torch.nn.PReLU, UsersGelu, lambda: functional.gelu, hooked])
-def test_a_module_that_is_no_known_activation_is_refused(make):
+@pytest.mark.parametrize(
+    "make", [torch.nn.ReLU6, torch.nn.PReLU, UsersGelu, lambda: functional.gelu, lambda: "swish", hooked]
+)
+def test_an_unknown_activation_is_refused(make):
     known = "one of none, relu, relu2, gelu, gelu_tanh, silu, sigmoid, tanh, got "
     text = "no hooks, which nobody would call, got _forward_hooks" if make is hooked else known
     with pytest.raises(ValueError, match=f"^LinearAct: activation must have {text}$|activation must be {text}"):

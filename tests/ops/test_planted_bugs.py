@@ -56,11 +56,6 @@ def test_a_tail_is_not_mistaken_for_zeros(target):
     assert all(grad.isinf().all() for grad in grads)
 
 
-def test_many_chunks_of_one_tensor(target):
-    chunks = 3 if target.is_interpreted else 300
-    assert grad_stats([torch.ones(8192 * chunks, device=target.device)]).sumsq.item() == 8192 * chunks
-
-
 def test_writing_to_a_copy_on_write_clone_changes_only_the_clone(target):
     """A lazy clone shares its memory until one of the two is written."""
     grad = torch.ones(100, device=target.device)
