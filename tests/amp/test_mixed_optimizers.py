@@ -14,7 +14,7 @@ from tests.networks import B16, network, train
 
 
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_the_optimizer_goes_on_in_fp32(master):
+def test_after_to_full_the_optimizer_goes_on_in_fp32(master):
     """After three steps in 16 bits, three steps in fp32 equal torch's steps from the same weights and moments."""
     model = to_mixed(network())
     ours = AdamW(model.parameters(), lr=1e-3, master=master)
@@ -37,7 +37,7 @@ def test_the_optimizer_goes_on_in_fp32(master):
 
 @pytest.mark.parametrize("master", ["split", "fp32"])
 @pytest.mark.parametrize("steps", [0, 2])
-def test_an_optimizer_that_is_there_already_gets_the_weights_as_they_were(master, steps):
+def test_an_optimizer_passed_to_to_mixed_gets_the_weights_as_they_were(master, steps):
     model, twin = network(), network()
     optimizers = [AdamW(it.parameters(), lr=1e-3, master=master) for it in (model, twin)]
     for it, optimizer in zip((model, twin), optimizers, strict=True):
@@ -49,9 +49,11 @@ def test_an_optimizer_that_is_there_already_gets_the_weights_as_they_were(master
     assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
     to_mixed(model, optimizer=optimizers[0])
     for seed in range(3):  # no step is lost in rounding
-        for of_model, of_twin in zip(model.parameters(), twin.parameters(), strict=True):
-            of_twin.grad = torch.randn(of_twin.shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
-            of_model.grad = of_twin.grad.to(of_model.dtype)
+        for param, twin_param in zip(model.parameters(), twin.parameters(), strict=True):
+            twin_param.grad = (
+                torch.randn(twin_param.shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
+            )
+            param.grad = twin_param.grad.to(param.dtype)
         for optimizer in optimizers:
             optimizer.step()
     to_full(model, optimizers[0])
@@ -61,7 +63,7 @@ def test_an_optimizer_that_is_there_already_gets_the_weights_as_they_were(master
     assert twin[0].weight.dtype == F32
 
 
-def test_before_a_step_and_frozen_the_weight_is_its_own_master():
+def test_to_full_widens_weights_that_have_no_master():
     model = to_mixed(network())
     model[3].requires_grad_(False)
     rounded = [param.detach().float() for param in model.parameters()]

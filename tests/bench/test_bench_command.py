@@ -42,7 +42,7 @@ def test_what_failed_comes_last_when_it_is_resumed(measure_all):
     assert (code, run.skipped) == (command.STOPPED, {names[0]: "failed, RuntimeError: no luck"})
 
 
-def test_a_case_that_takes_the_process_with_it_leaves_a_note(measure_all, tmp_path):
+def test_a_case_that_ends_the_process_leaves_a_note(measure_all, tmp_path):
     def run_one(benchmark, session, seconds):
         assert read(tmp_path / "results.json").skipped == {benchmark.name: "failed, it did not end"}
         raise KeyboardInterrupt

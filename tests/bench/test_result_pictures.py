@@ -22,7 +22,8 @@ y_value_80 extra_benchmark_config_str gpu_name timestamp liger_version"""
 
 
 def session(kept=(14.0, 16.0), ratio=2.0):
-    """What adamw_beside_others.py compares: ours takes 1 to 6 us, the others so many times as long."""
+    """Return a run of all that adamw_beside_others.py compares. Ours takes 1 to 6 us, the others ``ratio`` times as
+    long on one thread, twice that on two."""
     found = []
     for threads in (1, 2):
         for case in adamw_beside_others.comparisons(Place("cpu", threads)):
@@ -72,7 +73,7 @@ def test_all_lengths_fill_blocks_of_8_bit_moments():
     assert lengths == {49_999_872, 499_968, 5_120}  # the nearest multiples of 256
 
 
-def test_the_columns_are_ligers_but_for_the_version():
+def test_the_columns_are_ligers_except_the_version():
     assert [*result_pictures.HEADER[:-1], "liger_version"] == LIGERS.split()
 
 
@@ -122,7 +123,7 @@ def test_the_first_screen_is_short_and_names_no_long_machine():
     assert not any("family" in line for line in lines)
 
 
-def test_what_offload_leaves_where_is_what_its_page_has():
+def test_the_bytes_that_offload_leaves_are_those_of_its_page():
     kept = [sum(offload_on_paper.kept(choice)) + choice.weights.itemsize for choice in CHOICES]
     found = session(kept=(kept[0], 16.0))
     for result in found.results:
