@@ -53,11 +53,11 @@ def trained(model, optimizer, batches, every, **options):
 
 def grads_of_steps(optimizer):
     """Return a list to which each step appends copies of its grads."""
-    seen = []
+    grads_at_steps = []
     optimizer.register_step_pre_hook(
-        lambda *_: seen.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+        lambda *_: grads_at_steps.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
     )
-    return seen
+    return grads_at_steps
 
 
 @pytest.mark.parametrize("dtype", [B16, F16], ids=str)
@@ -68,9 +68,9 @@ def test_many_batches_add_up_without_loss(dtype):
     for width in (None, F32):
         model = network(dtype)
         optimizer = AdamW(model.parameters())
-        seen = grads_of_steps(optimizer)
+        grads_at_steps = grads_of_steps(optimizer)
         trained(model, optimizer, batches, MICROS, grad_dtype=width)
-        found[width] = seen.pop()
+        found[width] = grads_at_steps.pop()
     parts = [torch.stack(it).double() for it in zip(*summands(network(dtype), batches), strict=True)]
     for part, narrow, wide in zip(parts, found[None], found[F32], strict=True):
         bound = MICROS * 2.0**-24 * part.abs().sum(0)
@@ -179,14 +179,14 @@ def test_sums_begin_with_the_grads_from_before():
     for param, grad in zip(model.parameters(), before, strict=True):
         param.grad = grad.clone()
     optimizer = AdamW(model.parameters())
-    seen = grads_of_steps(optimizer)
+    grads_at_steps = grads_of_steps(optimizer)
     want = [grad.float() for grad in before]
     batches = [batch(seed) for seed in range(2)]
     for grads in summands(model, batches):
         for total, grad in zip(want, grads, strict=True):
             total += grad
     trained(model, optimizer, batches, 2, grad_dtype=F32)
-    assert all(map(same_bits, seen[0], want))
+    assert all(map(same_bits, grads_at_steps[0], want))
 
 
 class Twice(torch.nn.Module):
@@ -214,11 +214,11 @@ def test_grads_are_at_least_as_exact_as_in_16_bits(compiles):
     for width in (None, F32):
         twin = copy.deepcopy(model)
         optimizer = AdamW(twin.parameters())
-        seen = grads_of_steps(optimizer)
+        grads_at_steps = grads_of_steps(optimizer)
         run = torch.compile(twin, backend="aot_eager") if compiles else twin
         trained(run, optimizer, batches, 16, grad_dtype=width)
-        assert all(grad.dtype == (width or B16) for grad in seen[0])
-        pairs = zip(seen[0], exact.parameters(), strict=True)
+        assert all(grad.dtype == (width or B16) for grad in grads_at_steps[0])
+        pairs = zip(grads_at_steps[0], exact.parameters(), strict=True)
         errors[width] = sum((grad.double() - param.grad).square().sum() for grad, param in pairs) ** 0.5
     assert errors[F32] < errors[None]
 

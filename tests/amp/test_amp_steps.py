@@ -39,8 +39,11 @@ def test_an_error_in_the_step_leaves_nothing_behind(make, monkeypatch):
     assert torch.equal(param, same)
 
 
+WAITS = torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.is_nonzero, torch.ops.aten.equal
+
+
 class Watch(TorchDispatchMode):
-    """Raises where the host waits for a value, and notes which ops ran."""
+    """Raises at an op for which the host would wait for a GPU, and notes which ops ran."""
 
     def __init__(self):
         super().__init__()
@@ -48,8 +51,8 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         self.seen.append(str(function))
-        if function is torch.ops.aten._local_scalar_dense.default:
-            raise AssertionError("the host waits for the device")
+        if function.overloadpacket in WAITS:
+            raise AssertionError(f"the host waits for the device: {function}")
         return function(*arguments, **(keywords or {}))
 
 

@@ -89,10 +89,10 @@ def test_a_turn_that_fails_is_reported(monkeypatch, capsys, failing):
     command.add_arguments(arguments)
     code = command.run(arguments.parse_args(["--quick", "--only", "unscale_"]), pytest.fail)
     (name,) = set(turns)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (code, len(turns)) == (1, 4)
-    assert f"left out: {name}: failed, RuntimeError: no luck" in said
-    assert said.count(name) == 2  # once in the table
+    assert f"left out: {name}: failed, RuntimeError: no luck" in output
+    assert output.count(name) == 2  # once in the table
 
 
 @pytest.mark.parametrize("omp_num_threads", [None, "1"])

@@ -154,9 +154,9 @@ def test_the_headline_says_what_was_measured(theirs, says):
     ids=["wide", "wide around 1", "busy"],
 )
 def test_the_headline_gives_no_figure_where_the_machine_was_busy(waited, theirs, why):
-    said = show.headline(replace(result(100.0, 100.0), op="step", ours_us=[100.0] * 9, torch_us=theirs, waited=waited))
-    assert said.startswith(f"this machine was busy: {why}; so it can't be told how fast AdamW's step in bf16, with")
-    assert said.count("1") == why.count("1") + "bf16".count("1")
+    text = show.headline(replace(result(100.0, 100.0), op="step", ours_us=[100.0] * 9, torch_us=theirs, waited=waited))
+    assert text.startswith(f"this machine was busy: {why}; so it can't be told how fast AdamW's step in bf16, with")
+    assert text.count("1") == why.count("1") + "bf16".count("1")
 
 
 def test_results_in_doubt_are_counted_apart():
@@ -246,6 +246,6 @@ def test_the_table_of_machines_shows_one_thread_beside_all():
 
 def test_the_minutes_that_readme_and_the_tests_promise_are_those_that_were_measured():
     (took,) = map(readme_minutes.minutes, (ROOT / "benchmarks" / "results" / "readme").iterdir())
-    said = r"the build takes (\d+) minutes where it finds `nvcc`.*, the\s+demo (\d+) and the\s+tests (\d+)"
-    assert [*map(int, re.search(said, (ROOT / "README.md").read_text()).groups())] == [*took.values()]
+    pattern = r"the build takes (\d+) minutes where it finds `nvcc`.*, the\s+demo (\d+) and the\s+tests (\d+)"
+    assert [*map(int, re.search(pattern, (ROOT / "README.md").read_text()).groups())] == [*took.values()]
     assert f"some {took['tests']} minutes" in (ROOT / "tests" / "summary.py").read_text()

@@ -129,9 +129,9 @@ def test_the_bytes_that_offload_leaves_are_those_of_its_page():
     for result in found.results:
         if "8bit" in result.variant:
             result.counts["ours"]["kept"] = int(kept[1] * result_pictures.ELEMENTS[result.case])
-    (said,) = (line for line in readme_numbers.numbers({"cpu": found}, [], []) if "offload" in line)
+    (line,) = (line for line in readme_numbers.numbers({"cpu": found}, [], []) if "offload" in line)
     hosts = [states + weights for weights, states in map(offload_on_paper.kept, CHOICES)]
-    assert f"{hosts[0]:.3g} are on the host, {hosts[1]:.3g} with 8-bit moments" in said
+    assert f"{hosts[0]:.3g} are on the host, {hosts[1]:.3g} with 8-bit moments" in line
 
 
 CHOICES = [
@@ -151,10 +151,10 @@ def test_a_model_that_keeps_all_its_memory_is_not_on_the_first_screen(tmp_path):
         for name, share in (("GPT-2", 51), ("BERT", 100))
     ]
     path.write_text(json.dumps({"machine": MACHINE, "rows": rows}))
-    (said,) = readme_numbers.numbers({}, [], [path])
-    assert "AMD Zen 3, 2 cores: GPT-2 0.51 at 1.00 times the speed (fp32);" in said
-    assert "0.95 or more in 1 others at 1.00 to 1.00 times the speed" in said
-    assert "BERT" not in said
+    (line,) = readme_numbers.numbers({}, [], [path])
+    assert "AMD Zen 3, 2 cores: GPT-2 0.51 at 1.00 times the speed (fp32);" in line
+    assert "0.95 or more in 1 others at 1.00 to 1.00 times the speed" in line
+    assert "BERT" not in line
 
 
 def test_no_ratio_is_shown_that_other_programs_have_disturbed():
@@ -182,8 +182,8 @@ def test_machines_without_these_rivals_are_beside_torch_alone():
         "step", "", "cuda", "bf16", "100x500k", "native", 1, 0.0, [1.0] * 6, [2.0] * 6, baseline="torch fused"
     )  # fmt: skip
     h200 = Session("2026-11-26", {"gpu": "NVIDIA H200", "cpu": "Z80"}, results=[pair])
-    (said,) = readme_numbers.numbers({}, [book._front({"h200": h200})], [])
-    assert "NVIDIA H200: **2.00** ([samples](benchmarks/results/h200.json))" in said
+    (line,) = readme_numbers.numbers({}, [book._front({"h200": h200})], [])
+    assert "NVIDIA H200: **2.00** ([samples](benchmarks/results/h200.json))" in line
 
 
 @pytest.mark.parametrize("name", ["step-cpu.svg", "step-cpu.csv", "bytes-cpu.svg", "bytes-cpu.csv"])

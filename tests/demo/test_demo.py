@@ -54,17 +54,17 @@ def finished(tmp_path_factory):
 
 
 def test_it_says_at_the_start_how_many_steps_there_will_be(finished):
-    _, said = finished
-    assert re.search(r"^5 steps of each follow\.$", said, re.MULTILINE)
+    _, output = finished
+    assert re.search(r"^5 steps of each follow\.$", output, re.MULTILINE)
 
 
 def test_it_trains_all_ways_and_draws_them(finished):
-    out, said = finished
-    (losses,) = re.findall(r"^step 5, held-out losses: (.*)$", said, re.MULTILINE)
+    out, output = finished
+    (losses,) = re.findall(r"^step 5, held-out losses: (.*)$", output, re.MULTILINE)
     for way in WAYS:
         assert re.search(rf"{way.name} \d\.\d{{3}}(,|$)", losses)
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert f"Drawn: {out}/demo.png\n" in said
+    assert f"Drawn: {out}/demo.png\n" in output
 
 
 def test_it_names_the_injected_overflow(finished):
@@ -140,8 +140,8 @@ STEADY = Samples([0.01] * 15, [0.03] * 15, 0.0)
 
 def test_the_speed_is_told_by_both_comparisons():
     even = Samples([0.01] * 15, [0.0099, 0.01, 0.0101] * 5, 0.0)
-    said = command.verdict(STEADY, even)
-    assert said == "The optimizer's step is 3.00 times as fast as torch's fused one (as fast with 8-bit moments)."
+    output = command.verdict(STEADY, even)
+    assert output == "The optimizer's step is 3.00 times as fast as torch's fused one (as fast with 8-bit moments)."
 
 
 @pytest.mark.parametrize("at", [0, 1], ids=["ours", "8-bit"])
@@ -156,9 +156,9 @@ def test_the_speed_is_told_by_both_comparisons():
 def test_no_speed_is_told_where_the_samples_show_a_busy_machine(samples, why, at):
     pair = [STEADY, STEADY]
     pair[at] = samples
-    said = command.verdict(*pair)
-    assert said.startswith(f"This machine was busy: {why};")
-    assert not re.search(r"\d", said.replace(why, ""))
+    output = command.verdict(*pair)
+    assert output.startswith(f"This machine was busy: {why};")
+    assert not re.search(r"\d", output.replace(why, ""))
 
 
 def test_ctrl_c_ends_it_in_a_line(tmp_path):
@@ -190,9 +190,9 @@ def test_without_the_extras_it_runs_and_names_them(tmp_path):
     ],
 )
 def test_bad_arguments_are_refused_in_a_line(words, says, tmp_path):
-    said = demo(*words, out=tmp_path, status=2).stderr
-    assert said.count("\n") == 1
-    assert said.strip().removeprefix("mpkernels demo: ").removeprefix("mpkernels: ") == says
+    output = demo(*words, out=tmp_path, status=2).stderr
+    assert output.count("\n") == 1
+    assert output.strip().removeprefix("mpkernels demo: ").removeprefix("mpkernels: ") == says
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path):

@@ -190,8 +190,8 @@ def test_what_a_users_step_has_changed_is_undone(kind, taken):
     train(model, optimizer, 2, first=2)
     train(twin, reference, 2, first=2)
     assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
-    for param, its in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(optimizer.state[param], reference.state[its], rtol=0, atol=0)
+    for param, twin_param in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(optimizer.state[param], reference.state[twin_param], rtol=0, atol=0)
 
 
 BELOW_70_PERCENT = """

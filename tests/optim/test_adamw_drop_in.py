@@ -26,21 +26,6 @@ def test_lr_and_betas_as_tensors_follow_a_scheduler():
     assert_close(ours, theirs, 20, lr=1e-2)
 
 
-def test_groups_with_different_options_step_as_torchs():
-    ours, theirs = network(), network()
-
-    def grouped(model):
-        weights, rest = [model[0].weight, model[3].weight], [model[0].bias, *model[2].parameters(), model[3].bias]
-        return [
-            {"params": weights, "weight_decay": 0.1, "amsgrad": True},
-            {"params": rest, "weight_decay": 0.0, "lr": 1e-2},
-        ]
-
-    train(ours, AdamW(grouped(ours)), 20)
-    train(theirs, torch.optim.AdamW(grouped(theirs), foreach=False), 20)
-    assert_close(ours, theirs, 40, lr=1e-2)
-
-
 def test_a_parameter_without_a_grad_keeps_its_own_count():
     model = network()
     optimizer = AdamW(model.parameters())

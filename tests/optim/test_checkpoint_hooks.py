@@ -147,15 +147,15 @@ def test_each_use_gives_what_torchs_optimizer_gives(use):
     """Checkpoints equal torch's, plus our options, and the next step is the same."""
     results = []
     for kind in (AdamW, torch.optim.AdamW):
-        params, said = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)], []
+        params, messages = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)], []
         optimizer = kind([("a", params[0]), ("b", params[1])], lr=0.1)
         for _ in range(2):
             for i, param in enumerate(params):
                 param.grad = torch.full((3,), 1.0 + i)
             optimizer.step()
-        saved = use(optimizer, said.append)
+        saved = use(optimizer, messages.append)
         optimizer.step()
-        leaves, _ = tree_flatten_with_path((saved, said, params))
+        leaves, _ = tree_flatten_with_path((saved, messages, params))
         results.append({keystr(path): leaf for path, leaf in leaves})
     ours, theirs = results
     our_options = [path for path in ours if path.endswith(("['master']", "['state_dtype']"))]

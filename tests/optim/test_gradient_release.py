@@ -16,12 +16,12 @@ def deep_network(layers=8, width=64):
 
 def watch_grads(model):
     """Return a list that gets the bytes of all grads together whenever a grad has come."""
-    seen = []
+    grad_bytes = []
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(
-            lambda _: seen.append(sum(each.grad.nbytes for each in model.parameters() if each.grad is not None))
+            lambda _: grad_bytes.append(sum(each.grad.nbytes for each in model.parameters() if each.grad is not None))
         )
-    return seen
+    return grad_bytes
 
 
 def loss_of(model, seed):
@@ -40,7 +40,7 @@ def assert_same_steps(models, optimizers):
 def test_without_clipping_steps_are_the_same_and_one_grad_lives_at_a_time():
     ours, plain = deep_network(), deep_network()
     optimizers = AdamW(ours.parameters(), lr=1e-2), AdamW(plain.parameters(), lr=1e-2)
-    seen = watch_grads(ours)
+    grad_bytes = watch_grads(ours)
     optimizers[0].release_grads()
     for seed in range(5):
         for model, optimizer in zip((ours, plain), optimizers, strict=True):
@@ -49,7 +49,7 @@ def test_without_clipping_steps_are_the_same_and_one_grad_lives_at_a_time():
             assert model is plain or all(param.grad is None for param in model.parameters())
             optimizer.zero_grad()
     assert all(map(same_bits, ours.parameters(), plain.parameters()))
-    assert max(seen) == ours[0].weight.nbytes
+    assert max(grad_bytes) == ours[0].weight.nbytes
 
 
 @pytest.mark.parametrize("how", ["clipped", "guarded", "scaled"])
@@ -59,7 +59,7 @@ def test_a_step_that_must_know_all_grads_keeps_them_in_16_bits(how):
     options = {"clipped": {"max_norm": 0.1}, "guarded": {"guard": True}, "scaled": {}}[how]
     optimizers = [AdamW(model.parameters(), lr=1e-2, **options) for model in (ours, plain)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=how == "scaled") for _ in range(2)]
-    seen = watch_grads(ours)
+    grad_bytes = watch_grads(ours)
     release = optimizers[0].release_grads(scaler=scalers[0])
     for seed in range(6):
         for model, optimizer, scaler in zip((ours, plain), optimizers, scalers, strict=True):
@@ -72,13 +72,13 @@ def test_a_step_that_must_know_all_grads_keeps_them_in_16_bits(how):
                     param.grad = param.grad.bfloat16().float()
             scaler.step(optimizer)
             scaler.update()
+            assert model is plain or all(param.grad is None for param in model.parameters())
             optimizer.zero_grad()
-        assert all(param.grad is None for param in ours.parameters())
         assert scalers[0].get_scale() == scalers[1].get_scale()
     assert all(map(same_bits, ours.parameters(), plain.parameters()))
     assert optimizers[0].skipped_steps.item() == 1
     everything = sum(param.nbytes for param in ours.parameters())
-    assert max(seen) == everything / 2 + ours[0].weight.nbytes / 2  # the one that has just come is fp32
+    assert max(grad_bytes) == everything / 2 + ours[0].weight.nbytes / 2  # the one that has just come is fp32
     release.remove()
     loss_of(ours, 0).backward()
     assert ours[0].weight.grad.dtype == torch.float32
@@ -177,10 +177,10 @@ def test_released_steps_use_the_options_of_their_groups():
 def test_a_disabled_scaler_delays_no_step():
     model = deep_network()
     optimizer = AdamW(model.parameters())
-    seen = watch_grads(model)
+    grad_bytes = watch_grads(model)
     optimizer.release_grads(scaler=torch.amp.GradScaler("cpu", enabled=False))
     loss_of(model, 0).backward()
-    assert max(seen) == model[0].weight.nbytes
+    assert max(grad_bytes) == model[0].weight.nbytes
 
 
 @pytest.mark.parametrize(("options", "kept"), [({}, True), ({"max_norm": 1.0}, B16)], ids=["at once", "until the step"])
@@ -234,15 +234,6 @@ def test_a_group_that_is_popped_takes_its_options_along():
         optimizer.param_groups = optimizer.param_groups[1:]
     assert first.item() == pytest.approx(0.9)  # left with its group
     assert second.item() == pytest.approx(1 - 2 * 0.2)
-
-
-def test_torchs_scaler_leaves_no_grad():
-    layer = torch.nn.Linear(3, 2)
-    optimizer, scaler = AdamW(layer.parameters()), torch.amp.GradScaler("cpu")
-    optimizer.release_grads(scaler)
-    scaler.scale(layer(torch.ones(1, 3)).sum()).backward()
-    scaler.step(optimizer)
-    assert all(param.grad is None for param in layer.parameters())
 
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])

@@ -131,6 +131,9 @@ def test_to_mixed_keeps_its_weights_as_masters_and_to_full_gives_them_back(line,
             backward(model, seed)
             optimizer.step()
     mpkernels.amp.to_mixed(mixed, optimizer=optimizers[1])
+    mpkernels.amp.to_full(mixed, optimizers[1])
+    assert all_same_bits(weights(plain), weights(mixed))
+    mpkernels.amp.to_mixed(mixed, optimizer=optimizers[1])
     assert mixed[0].weight.dtype == B16
     for seed in range(2):  # with the same grads, which each weight takes in its own dtype
         backward(mixed, seed)

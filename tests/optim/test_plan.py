@@ -225,8 +225,8 @@ def test_amsgrad_may_begin(before, after):
             its_optimizer.param_groups[0]["state_dtype"] = after
         optimizer.param_groups[0]["amsgrad"] = True
     assert all(map(same_bits, model.parameters(), plain.parameters()))
-    for param, its in zip(model.parameters(), plain.parameters(), strict=True):
-        state, wanted = optimizer.state[param], reference.state[its]
+    for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+        state, wanted = optimizer.state[param], reference.state[twin]
         assert state["exp_avg"].dtype == after
         assert all(same_bits(state[key], wanted[key]) for key in ("exp_avg", "exp_avg_sq"))
         assert same_bits(state["max_exp_avg_sq"], wanted["exp_avg_sq"])
@@ -272,8 +272,8 @@ def test_groups_may_exchange_parameters_while_some_have_no_grad():
         for seed in range(5):
             put_grads([a, d], seed)
             if seed == 3:
-                for group, its in zip(optimizer.param_groups, ([n, m], [a, d]), strict=True):
-                    group["params"][:] = its
+                for group, params in zip(optimizer.param_groups, ([n, m], [a, d]), strict=True):
+                    group["params"][:] = params
             if not is_kept:
                 optimizer._start_afresh()
             optimizer.step()

@@ -184,14 +184,14 @@ def test_a_longer_or_shorter_list_of_parameters_has_its_own_report(name):
     """The lists begin with the same parameters."""
     params = params_of(2, 3, 4)
     optimizer, scaler = OPTIMIZERS[name](params[:2]), GradScaler("cpu")
-    for seen in (params[:1], params[:2], params, params[:2]):
-        if seen is params:
+    for stepped in (params[:1], params[:2], params, params[:2]):
+        if stepped is params:
             optimizer.add_param_group({"params": params[2:]})
         optimizer.zero_grad()
-        scaler.scale(sum(it.sum() for it in seen)).backward()
-        seen[-1].grad[1] = INF
+        scaler.scale(sum(it.sum() for it in stepped)).backward()
+        stepped[-1].grad[1] = INF
         scaler.step(optimizer)
         scaler.update()
         report = scaler.overflow_report()
-        assert [it.shape for it in report.gradients] == [tuple(it.shape) for it in seen]
-        assert [it.shape for it in report.culprits] == [tuple(seen[-1].shape)]
+        assert [it.shape for it in report.gradients] == [tuple(it.shape) for it in stepped]
+        assert [it.shape for it in report.culprits] == [tuple(stepped[-1].shape)]

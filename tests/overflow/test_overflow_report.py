@@ -85,27 +85,27 @@ def test_the_report_counts_the_values_of_any_grads(name, shapes, data, unscales)
     optimizer, scaler = OPTIMIZERS[name](params), GradScaler("cpu", init_scale=4.0)
     scaler.scale(sum(param.abs().sum() for param in params)).backward()  # gives each parameter its own grad
     values = [data.draw(st.lists(VALUES, min_size=it.numel(), max_size=it.numel())) for it in params]
-    for param, its in zip(params, values, strict=True):
-        param.grad.copy_(torch.tensor(its).reshape(param.shape))
+    for param, drawn in zip(params, values, strict=True):
+        param.grad.copy_(torch.tensor(drawn).reshape(param.shape))
     if unscales:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
     report = scaler.overflow_report()
-    all_finite = all(math.isfinite(value) for its in values for value in its)
+    all_finite = all(math.isfinite(value) for drawn in values for value in drawn)
     assert bool(report) == (not all_finite)
     if all_finite:
         return
-    present = [its for its in values if its]
+    present = [drawn for drawn in values if drawn]
     assert report.scale == 4.0
-    assert [it.infs for it in report.gradients] == [sum(map(math.isinf, its)) for its in present]
-    assert [it.nans for it in report.gradients] == [sum(map(math.isnan, its)) for its in present]
-    assert [it.zeros for it in report.gradients] == [its.count(0.0) / len(its) for its in present]
-    finite = [[abs(value) / 4.0 for value in its if math.isfinite(value)] for its in present]
-    assert [it.largest for it in report.gradients] == [max(its, default=0.0) for its in finite]
-    for it, its in zip(report.gradients, present, strict=True):
-        bad = [i for i, value in enumerate(its) if not math.isfinite(value)]
+    assert [it.infs for it in report.gradients] == [sum(map(math.isinf, drawn)) for drawn in present]
+    assert [it.nans for it in report.gradients] == [sum(map(math.isnan, drawn)) for drawn in present]
+    assert [it.zeros for it in report.gradients] == [drawn.count(0.0) / len(drawn) for drawn in present]
+    finite = [[abs(value) / 4.0 for value in drawn if math.isfinite(value)] for drawn in present]
+    assert [it.largest for it in report.gradients] == [max(drawn, default=0.0) for drawn in finite]
+    for it, drawn in zip(report.gradients, present, strict=True):
+        bad = [i for i, value in enumerate(drawn) if not math.isfinite(value)]
         assert it.first == (tuple(map(int, torch.unravel_index(torch.tensor(bad[0]), it.shape))) if bad else None)
 
 
