@@ -40,7 +40,7 @@ class Tied(nn.Module):
 TOKENS = torch.arange(10).view(2, 5)
 
 
-def a_step(model, inputs, optimizer):
+def train_a_step(model, inputs, optimizer):
     out = model(inputs)
     (out[0] if isinstance(out, tuple) else out).float().square().mean().backward()
     optimizer.step()

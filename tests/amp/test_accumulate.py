@@ -1,4 +1,4 @@
-"""accumulate: the same steps as one batch as large as a group."""
+"""accumulate takes the steps that one batch as large as a group would take."""
 
 from contextlib import contextmanager
 
@@ -19,13 +19,13 @@ def loss_of(model, batch):
     return (model(inputs) - targets).square().mean()
 
 
-def whole(every, of_rows, kind, max_norm=MAX_NORM):
+def by_hand(every, batches, kind, max_norm=MAX_NORM):
     """Train by hand: one backward for the concatenation of each group."""
     model = network()
     optimizer = kind(model.parameters(), lr=1e-2)
-    for first in range(0, len(of_rows), every):
+    for first in range(0, len(batches), every):
         optimizer.zero_grad()
-        loss_of(model, [torch.cat(it) for it in zip(*of_rows[first : first + every], strict=True)]).backward()
+        loss_of(model, [torch.cat(it) for it in zip(*batches[first : first + every], strict=True)]).backward()
         if max_norm is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
@@ -34,8 +34,8 @@ def whole(every, of_rows, kind, max_norm=MAX_NORM):
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, AdamW])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_groups_are_steps_of_their_whole(kind, scaled):
-    """Seven batches in groups of three: the last group is one batch, which counts for a whole step."""
+def test_a_group_steps_as_one_batch(kind, scaled):
+    """Of seven batches in groups of three the last is a group by itself, and takes a whole step."""
     batches = [batch(seed) for seed in range(7)]
     model, scaler = network(), GradScaler("cpu", enabled=scaled, **INIT)
     optimizer = kind(model.parameters(), lr=1e-2)
@@ -48,7 +48,7 @@ def test_groups_are_steps_of_their_whole(kind, scaled):
         assert all((param.grad is None) == micro.is_last for param in model.parameters())
     assert steps == len(seen) == 3
     assert all(torch.stack(norms).norm() <= MAX_NORM * 1.001 for norms in seen)
-    assert_close(model.state_dict(), whole(3, batches, kind).state_dict(), rtol=1e-4, atol=1e-5)
+    assert_close(model.state_dict(), by_hand(3, batches, kind).state_dict(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [(64, 8, 1, 30), (64, 64, 64)])
@@ -61,7 +61,7 @@ def test_batches_that_differ_are_weighed(rows):
     weigh = None if len(set(rows)) == 1 else lambda batch: len(batch[0])
     for micro in accumulate(batches, 2, optimizer, weigh=weigh):
         micro.backward(loss_of(model, micro.batch))
-    assert_close(model.state_dict(), whole(2, batches, torch.optim.SGD, None).state_dict(), rtol=1e-4, atol=1e-6)
+    assert_close(model.state_dict(), by_hand(2, batches, torch.optim.SGD, None).state_dict(), rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -71,16 +71,16 @@ def test_batches_that_differ_are_weighed(rows):
     [torch.optim.SGD, AdamW, lambda params, lr: AdamW(params, lr, max_norm=MAX_NORM)],
     ids=["sgd", "ours", "clips"],
 )
-def test_it_hands_on_the_norm(kind, max_norm, scaled):
-    """The group's last batch has the norm of the unscaled grads before clipping."""
+def test_the_last_batch_of_a_group_has_the_norm(kind, max_norm, scaled):
+    """It is the norm of the unscaled grads before clipping."""
     model, twin, scaler = network(), network(), GradScaler("cpu", enabled=scaled, **INIT)
     optimizer = kind(model.parameters(), lr=1e-2)
     for micro in accumulate([batch(seed) for seed in range(3)], 2, optimizer, scaler=scaler, max_norm=max_norm):
         twin.load_state_dict(model.state_dict())
         (loss_of(twin, micro.batch) * micro._share).backward()
         micro.backward(loss_of(model, micro.batch))
-        norms_itself = isinstance(optimizer, AdamW) and (scaled or optimizer.max_norm is not None)
-        if micro.is_last and (max_norm is not None or norms_itself):
+        computes_a_norm = isinstance(optimizer, AdamW) and (scaled or optimizer.max_norm is not None)
+        if micro.is_last and (max_norm is not None or computes_a_norm):
             expected = torch.nn.utils.get_total_norm([it.grad for it in twin.parameters()])
             assert_close(micro.grad_norm, expected, rtol=1e-4, atol=0)
         else:
@@ -89,7 +89,7 @@ def test_it_hands_on_the_norm(kind, max_norm, scaled):
             twin.zero_grad()
 
 
-def test_an_overflow_costs_the_group():
+def test_an_overflow_skips_the_step_of_its_group():
     model, scaler = network(), GradScaler("cpu", **INIT)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
     weights = []
@@ -102,7 +102,7 @@ def test_an_overflow_costs_the_group():
     assert scaler.skipped_steps == 1
 
 
-def test_grads_that_are_released_add_up():
+def test_released_grads_add_up():
     results = []
     for releases in (True, False):
         model = network(B16)
@@ -132,7 +132,7 @@ def test_it_draws_no_more_than_a_group_ahead():
     assert weight.grad is not None  # the grad of the group that the loop left
 
 
-def test_exchange_is_off_but_for_the_last_also_after_an_error():
+def test_no_sync_covers_all_but_the_last_batch_and_ends_on_an_error():
     class Model(torch.nn.Linear):
         exchanges = True
 
@@ -160,7 +160,7 @@ def test_exchange_is_off_but_for_the_last_also_after_an_error():
     assert model.exchanges
 
 
-def test_misuse():
+def test_misuse_is_refused():
     weight = torch.ones((), requires_grad=True)
     optimizer = torch.optim.SGD([weight])
     with pytest.raises(ValueError, match="every must be above 0, got 0"):
@@ -178,7 +178,7 @@ def test_misuse():
     assert list(accumulate([], 1, optimizer)) == []
 
 
-def test_a_batch_that_counts_nothing_does_no_harm():
+def test_a_batch_of_weight_0_adds_no_grad():
     """The mean of no tokens is NaN, and so is 0 times its gradient."""
     groups = [
         [[1.0, 1.0], [1.0, 0.0]],
@@ -191,14 +191,14 @@ def test_a_batch_that_counts_nothing_does_no_harm():
         model = torch.nn.Linear(3, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for micro in accumulate(map(torch.tensor, group), 3, optimizer, weigh=lambda counts: counts.sum().item()):
-            of_each = model(torch.ones(2, 3)).square().squeeze(-1)
-            micro.backward((of_each * micro.batch).sum() / micro.batch.sum())
+            losses = model(torch.ones(2, 3)).square().squeeze(-1)
+            micro.backward((losses * micro.batch).sum() / micro.batch.sum())
         weights.append(model.weight)
     assert weights[0].isfinite().all()
     assert_close(weights[1:], weights[:1] * 2)
 
 
-def test_clipping_needs_the_grads():
+def test_max_norm_is_refused_where_grads_are_released_at_once():
     model = network()
     optimizer = AdamW(model.parameters())
     release = optimizer.release_grads()
@@ -211,8 +211,8 @@ def test_clipping_needs_the_grads():
     accumulate([], 2, optimizer, max_norm=1.0)
 
 
-def test_the_last_batch_of_a_group_counts():
-    """DDP exchanges all grads of the group in the last batch's backward."""
+def test_the_last_batch_of_a_group_has_a_weight():
+    """Batches of weight 0 come before it, because DDP exchanges all grads of the group in the last batch's backward."""
     order = []
     optimizer = torch.optim.SGD([weight := torch.nn.Parameter(torch.ones(1))], lr=0.1)
     for micro in accumulate([3, 0, 2, 0, 0, 1], 3, optimizer, weigh=float):

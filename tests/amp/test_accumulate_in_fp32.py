@@ -14,7 +14,7 @@ from mpkernels.optim import AdamW, Masters
 from tests.amp.test_grad_scaler import INIT
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16, batch, network
-from tests.optim.optimizers import of_each
+from tests.optim.optimizers import each_optimizer
 
 F32 = torch.float32
 MICROS = 64
@@ -51,13 +51,13 @@ def trained(model, optimizer, batches, every, **options):
         micro.backward(loss_of(model, micro.batch))
 
 
-def seen_by(optimizer):
-    """Return a list into which each step puts its grads."""
-    seen = []
+def grads_of_steps(optimizer):
+    """Return a list to which each step appends copies of its grads."""
+    grads_at_steps = []
     optimizer.register_step_pre_hook(
-        lambda *_: seen.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
+        lambda *_: grads_at_steps.append([p.grad.clone() for group in optimizer.param_groups for p in group["params"]])
     )
-    return seen
+    return grads_at_steps
 
 
 @pytest.mark.parametrize("dtype", [B16, F16], ids=str)
@@ -68,9 +68,9 @@ def test_many_batches_add_up_without_loss(dtype):
     for width in (None, F32):
         model = network(dtype)
         optimizer = AdamW(model.parameters())
-        seen = seen_by(optimizer)
+        grads_at_steps = grads_of_steps(optimizer)
         trained(model, optimizer, batches, MICROS, grad_dtype=width)
-        found[width] = seen.pop()
+        found[width] = grads_at_steps.pop()
     parts = [torch.stack(it).double() for it in zip(*summands(network(dtype), batches), strict=True)]
     for part, narrow, wide in zip(parts, found[None], found[F32], strict=True):
         bound = MICROS * 2.0**-24 * part.abs().sum(0)
@@ -79,43 +79,43 @@ def test_many_batches_add_up_without_loss(dtype):
     assert all(map(same_bits, found[F32], sums(network(dtype), batches)))
 
 
-@of_each
+@each_optimizer
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("clips", [None, "loop", "step"])
 def test_a_step_takes_the_sums(line, scaled, clips):
     """For each rule, and each kind of master and state, a step does what it would do if the sums were its grads."""
-    of_step = {"max_norm": 0.1} if clips == "step" else {}
+    step_options = {"max_norm": 0.1} if clips == "step" else {}
     for dtype, master, state_dtype in ((B16, "split", F32), (F16, "split", torch.int8), (B16, "fp32", B16)):
         model, twin = network(dtype), network(dtype)
-        optimizer, theirs = (
-            line.ours(it.parameters(), master=master, state_dtype=state_dtype, **of_step) for it in (model, twin)
+        optimizer, reference = (
+            line.ours(it.parameters(), master=master, state_dtype=state_dtype, **step_options) for it in (model, twin)
         )
-        scaler, its = (GradScaler("cpu", enabled=scaled, **INIT) for _ in range(2))
+        scaler, twin_scaler = (GradScaler("cpu", enabled=scaled, **INIT) for _ in range(2))
         batches = [batch(seed) for seed in range(6)]
         limit = 0.1 if clips == "loop" else None
         trained(model, optimizer, batches, 3, scaler=scaler, max_norm=limit, grad_dtype=F32)
         for group in (batches[:3], batches[3:]):
-            give(twin, sums(twin, group, its.scale(torch.ones(())).item() if scaled else 1.0))
+            give(twin, sums(twin, group, twin_scaler.scale(torch.ones(())).item() if scaled else 1.0))
             if clips == "loop":
-                its.unscale_(theirs)
+                twin_scaler.unscale_(reference)
                 clip_grad_norm_(twin.parameters(), 0.1)
-            its.step(theirs)
-            its.update()
+            twin_scaler.step(reference)
+            twin_scaler.update()
         assert all(map(same_bits, model.parameters(), twin.parameters()))
-        assert optimizer.grad_norm is theirs.grad_norm or same_bits(optimizer.grad_norm, theirs.grad_norm)
+        assert optimizer.grad_norm is reference.grad_norm or same_bits(optimizer.grad_norm, reference.grad_norm)
 
 
-def test_masters_around_another_optimizer_take_them():
+def test_masters_around_another_optimizer_take_the_sums():
     model, twin = network(B16), network(B16)
-    optimizer, theirs = (Masters(torch.optim.SGD(it.parameters(), lr=0.1), max_norm=0.1) for it in (model, twin))
+    optimizer, reference = (Masters(torch.optim.SGD(it.parameters(), lr=0.1), max_norm=0.1) for it in (model, twin))
     batches = [batch(seed) for seed in range(3)]
     trained(model, optimizer, batches, 3, grad_dtype=F32)
     give(twin, sums(twin, batches))
-    theirs.step()
+    reference.step()
     assert all(map(same_bits, model.parameters(), twin.parameters()))
 
 
-def test_an_overflow_costs_the_group():
+def test_an_overflow_skips_the_step_of_its_group():
     model, scaler = network(F16), GradScaler("cpu", **INIT)
     optimizer = AdamW(model.parameters())
     weights = []
@@ -140,7 +140,7 @@ def test_wider_parameters_are_left_as_they_are(dtype):
     assert all(map(same_bits, *results))
 
 
-def test_grads_take_4_bytes_and_only_within_a_group():
+def test_grads_take_4_bytes_an_element_within_a_group_only():
     model = network(B16)
     model[1:3].float()  # the norm
     optimizer = AdamW(model.parameters())
@@ -173,20 +173,20 @@ def test_grads_of_a_group_that_is_left_are_rounded_once(leave):
     assert all(map(same_bits, [param.grad for param in model.parameters()], want))
 
 
-def test_grads_from_before_are_added_to():
+def test_sums_begin_with_the_grads_from_before():
     model = network(B16)
     before = [torch.randn_like(param) for param in model.parameters()]
     for param, grad in zip(model.parameters(), before, strict=True):
         param.grad = grad.clone()
     optimizer = AdamW(model.parameters())
-    seen = seen_by(optimizer)
+    grads_at_steps = grads_of_steps(optimizer)
     want = [grad.float() for grad in before]
     batches = [batch(seed) for seed in range(2)]
     for grads in summands(model, batches):
         for total, grad in zip(want, grads, strict=True):
             total += grad
     trained(model, optimizer, batches, 2, grad_dtype=F32)
-    assert all(map(same_bits, seen[0], want))
+    assert all(map(same_bits, grads_at_steps[0], want))
 
 
 class Twice(torch.nn.Module):
@@ -212,18 +212,18 @@ def test_grads_are_at_least_as_exact_as_in_16_bits(compiles):
         (loss_of(exact, each) / 16).backward()
     errors = {}
     for width in (None, F32):
-        it = copy.deepcopy(model)
-        optimizer = AdamW(it.parameters())
-        seen = seen_by(optimizer)
-        run = torch.compile(it, backend="aot_eager") if compiles else it
+        twin = copy.deepcopy(model)
+        optimizer = AdamW(twin.parameters())
+        grads_at_steps = grads_of_steps(optimizer)
+        run = torch.compile(twin, backend="aot_eager") if compiles else twin
         trained(run, optimizer, batches, 16, grad_dtype=width)
-        assert all(grad.dtype == (width or B16) for grad in seen[0])
-        pairs = zip(seen[0], exact.parameters(), strict=True)
+        assert all(grad.dtype == (width or B16) for grad in grads_at_steps[0])
+        pairs = zip(grads_at_steps[0], exact.parameters(), strict=True)
         errors[width] = sum((grad.double() - param.grad).square().sum() for grad, param in pairs) ** 0.5
     assert errors[F32] < errors[None]
 
 
-def test_torch_refuses_what_its_step_cannot_take():
+def test_torchs_adamw_refuses_fp32_grads_of_16_bit_parameters():
     """The docs say that torch's own AdamW takes only grads of the parameters' dtype."""
     model = network(B16)
     with pytest.raises(RuntimeError, match="dtype"):

@@ -16,7 +16,7 @@ from tests.amp.test_grad_scaler import INIT
 from tests.networks import backward, network, train
 
 
-def test_signature():
+def test_the_signature_is_torchs_and_our_options_are_keywords():
     """The signature is torch's, except that device has no name as a default; our own options are keywords."""
     ours = list(inspect.signature(GradScaler).parameters.values())
     theirs = list(inspect.signature(torch.amp.GradScaler).parameters.values())
@@ -27,7 +27,7 @@ def test_signature():
 
 
 @pytest.mark.parametrize("bad", [{"growth_factor": 1.0}, {"backoff_factor": 1.0}])
-def test_torchs_own_bad_arguments(bad):
+def test_bad_arguments_raise_torchs_errors(bad):
     errors = []
     for kind in (GradScaler, torch.amp.GradScaler):
         with pytest.raises(AssertionError) as error:
@@ -36,7 +36,7 @@ def test_torchs_own_bad_arguments(bad):
     assert errors[0] == errors[1]
 
 
-def test_a_device_that_is_not_there_disables_it_as_in_torch():
+def test_a_missing_device_disables_the_scaler_as_in_torch():
     if torch.cuda.is_available():
         pytest.skip("needs a machine without CUDA")
     with pytest.warns(UserWarning, match="CUDA is not available.  Disabling"):
@@ -64,7 +64,7 @@ def test_lbfgs_raises_what_it_raises_under_torch():
 
 
 @pytest.mark.parametrize("coalesced", [True, False])
-def test_sparse_grads(coalesced):
+def test_sparse_grads_are_unscaled_as_by_torch_and_in_fp16_too(coalesced):
     def run(kind, dtype):
         torch.manual_seed(0)
         embedding, scaler = torch.nn.Embedding(10, 3, sparse=True).to(dtype), kind("cpu", **INIT)
@@ -78,12 +78,12 @@ def test_sparse_grads(coalesced):
         return embedding.weight.detach(), scaler.get_scale()
 
     torch.testing.assert_close(run(GradScaler, torch.float32), run(torch.amp.GradScaler, torch.float32))
-    weight, scale = run(GradScaler, torch.float16)  # torch refuses
+    weight, scale = run(GradScaler, torch.float16)  # torch refuses fp16
     assert scale == 512.0
     torch.testing.assert_close(weight.float(), run(GradScaler, torch.float32)[0], rtol=0, atol=2e-2)
 
 
-def test_a_sparse_fp16_grad_that_overflows_when_its_values_are_added_up():
+def test_a_sparse_fp16_grad_whose_values_overflow_when_added_up_halves_the_scale():
     embedding, scaler = torch.nn.Embedding(10, 3, sparse=True).half(), GradScaler("cpu", init_scale=1.0)
     optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
     scaler.scale((embedding(torch.tensor([1, 1])) * 40000).sum()).backward()
@@ -92,7 +92,7 @@ def test_a_sparse_fp16_grad_that_overflows_when_its_values_are_added_up():
     assert scaler.get_scale() == 0.5
 
 
-def test_disabled_it_passes_everything_through():
+def test_a_disabled_scaler_passes_everything_through():
     model = network(torch.bfloat16)
     optimizer, scaler = AdamW(model.parameters()), GradScaler("cpu", enabled=False)
     train(model, optimizer, 1)
@@ -144,7 +144,7 @@ def test_an_optimizer_in_a_wrapper_is_checked_and_unscaled(kind, fused):
 
 
 @pytest.mark.parametrize("bad", [True, None, "8", torch.ones(2), torch.ones((), requires_grad=True)], ids=str)
-def test_a_new_scale_that_is_no_number(bad):
+def test_a_new_scale_that_is_no_number_is_refused(bad):
     scaler = GradScaler("cpu")
     scaler.scale(torch.ones(()))
     with pytest.raises(AssertionError, match=r"new_scale should be a float or a 1-element|No inf checks were recorded"):
@@ -174,7 +174,7 @@ class Slotted:
 
 
 @pytest.mark.parametrize("kind", [Unhashable, Slotted])
-def test_optimizers_that_are_nothing_but_a_step(kind):
+def test_unhashable_and_slotted_optimizers_are_scaled_as_by_torch(kind):
     results = []
     for scaler_kind in (GradScaler, torch.amp.GradScaler):
         scaler, models = scaler_kind("cpu", **INIT), [network(), network(seed=2)]
@@ -207,36 +207,36 @@ FUSED = partial(torch.optim.AdamW, fused=True)
         *((make, "_check_inf_per_device") for make in (AdamW, FUSED)),  # only optimizers that unscale in their step
     ],
 )
-def test_a_subclass_that_looks_for_infs_itself_is_asked(make, name):
+def test_a_subclass_that_looks_for_infs_itself_decides(make, name):
     """Such a subclass may learn of other ranks' infs, for example."""
-    asked = []
+    calls = []
 
     def look(self, *arguments):
         found_infs = getattr(GradScaler, name)(self, *arguments)
-        asked.append(name)
+        calls.append(name)
         for found_inf in found_infs.values():
             found_inf.fill_(1)
         return found_infs
 
-    scaler = type("Asking", (GradScaler,), {name: look})("cpu", init_scale=4.0)
+    scaler = type("Subclass", (GradScaler,), {name: look})("cpu", init_scale=4.0)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = make([weight])
     scaler.scale(weight.sum()).backward()
     scaler.step(optimizer)
     scaler.update()
-    assert (asked, weight.tolist(), scaler.get_scale()) == ([name], [1.0, 1.0], 2.0)
+    assert (calls, weight.tolist(), scaler.get_scale()) == ([name], [1.0, 1.0], 2.0)
 
 
-@pytest.mark.parametrize("of", [torch.amp, amp], ids=["torch", "mpkernels"])
-def test_a_scale_can_be_taken_off_that_is_no_scalers(of):
+@pytest.mark.parametrize("package", [torch.amp, amp], ids=["torch", "mpkernels"])
+def test_a_scale_that_is_not_the_scalers_can_be_taken_off(package):
     """torch's own tests pass a scale to a scaler that has none yet."""
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.tensor([4.0, math.inf])
-    found = of.GradScaler("cpu")._unscale_grads_(AdamW([weight]), torch.full((1,), 0.25), torch.zeros(1), False)
+    found = package.GradScaler("cpu")._unscale_grads_(AdamW([weight]), torch.full((1,), 0.25), torch.zeros(1), False)
     assert (weight.grad.tolist(), found[weight.device].item()) == ([1.0, math.inf], 1.0)
 
 
-def test_a_found_inf_that_lies_about_is_not_obeyed():
+def test_a_found_inf_that_was_left_on_the_optimizer_is_ignored():
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer, scaler = AdamW([weight]), GradScaler("cpu", init_scale=4.0)
     optimizer.found_inf = torch.ones(())
@@ -249,14 +249,14 @@ def test_a_found_inf_that_lies_about_is_not_obeyed():
 
 
 @pytest.mark.parametrize("make", [AdamW, FUSED])
-def test_a_subclass_misses_no_overflow(make):
+def test_a_subclass_finds_a_grad_that_overflows_when_unscaled(make):
     """1e38 is finite, but not once a scale of 2^-20 is taken off."""
 
-    class Asking(GradScaler):
+    class Subclass(GradScaler):
         def _unscale_grads_(self, *arguments):
             return super()._unscale_grads_(*arguments)
 
-    scaler = Asking("cpu", init_scale=2.0**-20)
+    scaler = Subclass("cpu", init_scale=2.0**-20)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = make([weight])
     weight.grad = torch.full((2,), 1e38)

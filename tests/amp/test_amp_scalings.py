@@ -28,14 +28,14 @@ def test_a_static_scale_stays_and_an_overflow_still_skips():
 @pytest.mark.parametrize(
     "schedule", [[(0, 8.0), (2, 4), (4, 2.0)], lambda step: 2.0 ** (3 - step // 2)], ids=["list", "callable"]
 )
-def test_a_schedule_goes_by_updates(schedule):
+def test_a_schedule_counts_updates(schedule):
     scaler = GradScaler("cpu", scaling=schedule)
     assert scaler.get_scale() == 8.0
     assert scales(scaler, [0, 1, 0, 0, 0]) == [8.0, 4.0, 4.0, 2.0, 2.0]
     assert scaler.skipped_steps.item() == 1
 
 
-def test_bounds():
+def test_the_scale_stays_within_its_bounds():
     assert scales(GradScaler("cpu", init_scale=4.0, min_scale=1.5), [1, 1, 1]) == [2.0, 1.5, 1.5]
     assert scales(GradScaler("cpu", init_scale=4.0, growth_interval=1, max_scale=10.0), [0, 0, 0]) == [8.0, 10.0, 10.0]
 
@@ -69,7 +69,7 @@ IMPOSSIBLE = [
 
 
 @pytest.mark.parametrize(("options", "text"), IMPOSSIBLE, ids=[text for _, text in IMPOSSIBLE])
-def test_what_cannot_be_combined_raises(options, text):
+def test_impossible_options_are_refused(options, text):
     with pytest.raises(ValueError, match=f"^{re.escape(f'GradScaler: {text}')}$"):
         GradScaler("cpu", **options)
 
@@ -89,18 +89,18 @@ def test_a_schedule_takes_no_other_scale():
     assert scaler.get_scale() == 8.0
 
 
-def test_the_state_dict_is_torchs_and_more_only_in_modes_beyond_torch():
+def test_the_state_dict_has_more_than_torchs_only_in_modes_that_torch_lacks():
     theirs = torch.amp.GradScaler("cpu").state_dict()
     assert GradScaler("cpu").state_dict() == theirs
     for name in ("bounded", "static", "scheduled"):
-        own = GradScaler("cpu", **SCALINGS[name]).state_dict()
-        assert own.keys() > theirs.keys()
-        torch.amp.GradScaler("cpu").load_state_dict(own)
+        ours = GradScaler("cpu", **SCALINGS[name]).state_dict()
+        assert ours.keys() > theirs.keys()
+        torch.amp.GradScaler("cpu").load_state_dict(ours)
 
 
 @pytest.mark.parametrize("late", [False, True], ids=["before the first scale", "after it"])
 @pytest.mark.parametrize("name", SCALINGS)
-def test_a_run_goes_on_from_its_state_dict(name, late):
+def test_the_scale_goes_on_from_a_state_dict(name, late):
     first, second = GradScaler("cpu", **SCALINGS[name]), GradScaler("cpu", **SCALINGS[name])
     scales(first, [1, 0, 1])
     if late:
@@ -111,7 +111,7 @@ def test_a_run_goes_on_from_its_state_dict(name, late):
     assert second.state_dict() == first.state_dict()
 
 
-def test_torchs_state_loads_whatever_the_mode():
+def test_torchs_state_loads_in_each_mode():
     """A dynamic scaler takes the scale from torch's state; others go on with the scale from their constructor."""
     theirs = torch.amp.GradScaler("cpu", init_scale=32.0, growth_interval=7).state_dict()
     for name, scale in (("dynamic", 32.0), ("bounded", 32.0), ("static", 65536.0), ("scheduled", 8.0)):

@@ -1,4 +1,4 @@
-"""What happens on the device within GradScaler.step, and what doesn't: waits, passes over the grads, leftovers."""
+"""GradScaler.step makes no host wait, lets our step check its own grads, and leaves nothing on the optimizer."""
 
 import pytest
 import torch
@@ -14,10 +14,10 @@ FUSED = {
     "torch's SGD, fused": lambda params: torch.optim.SGD(params, lr=0.1, fused=True),
     "our AdamW": OPTIMIZERS["our AdamW"],
 }
-every_fused_one = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
+each_fused_optimizer = pytest.mark.parametrize("make", FUSED.values(), ids=FUSED)
 
 
-@every_fused_one
+@each_fused_optimizer
 def test_an_error_in_the_step_leaves_nothing_behind(make, monkeypatch):
     """torch leaves its scale on the optimizer, and the next step divides by it twice."""
     (param, optimizer), (same, reference) = one_param(make), one_param(make)
@@ -39,8 +39,11 @@ def test_an_error_in_the_step_leaves_nothing_behind(make, monkeypatch):
     assert torch.equal(param, same)
 
 
+WAITS = torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero, torch.ops.aten.is_nonzero, torch.ops.aten.equal
+
+
 class Watch(TorchDispatchMode):
-    """Raises where the host waits for a value, and notes which ops ran."""
+    """Raises at an op for which the host would wait for a GPU, and notes which ops ran."""
 
     def __init__(self):
         super().__init__()
@@ -48,14 +51,14 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, arguments=(), keywords=None):
         self.seen.append(str(function))
-        if function is torch.ops.aten._local_scalar_dense.default:
-            raise AssertionError("the host waits for the device")
+        if function.overloadpacket in WAITS:
+            raise AssertionError(f"the host waits for the device: {function}")
         return function(*arguments, **(keywords or {}))
 
 
 @pytest.mark.parametrize("options", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("unscales", [False, True])
-@every_fused_one
+@each_fused_optimizer
 def test_the_host_waits_for_nothing(make, unscales, options):
     param, optimizer = one_param(make)
     scaler = GradScaler("cpu", **options)
@@ -78,7 +81,7 @@ def test_the_host_waits_for_nothing(make, unscales, options):
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
-@every_fused_one
+@each_fused_optimizer
 def test_cuda_never_waits_in_a_hundred_steps(make):
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
@@ -104,7 +107,7 @@ def test_a_compiled_step_hands_its_verdict_back():
     torch.compiler.reset()
 
 
-def test_the_watch_sees_a_wait():
+def test_watch_raises_where_the_host_waits():
     param, optimizer = one_param(OPTIMIZERS["torch's AdamW"])
     with pytest.raises(AssertionError, match="the host waits"), Watch():
         iterate(GradScaler("cpu"), param, optimizer)
@@ -147,7 +150,7 @@ def test_our_adamw_releases_its_grads_under_our_scaler():
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_a_scale_that_the_step_takes_off_stays_in_the_grads():
+def test_our_step_leaves_the_grads_scaled_and_torchs_fused_step_does_not():
     """Our step only reads the grads. torch's fused step writes them back unscaled."""
     for name, kept in (("our AdamW", 2048.0), ("torch's AdamW, fused", 2.0)):
         weight = torch.nn.Parameter(torch.ones(2))

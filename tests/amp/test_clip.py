@@ -23,7 +23,7 @@ def params_of(grads, device="cpu"):
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("max_norm", [1e-3, 1e9, 1])
-def test_fp32_as_torch_does_it(target, norm_type, max_norm):
+def test_fp32_grads_are_clipped_as_by_torch(target, norm_type, max_norm):
     """torch's sums are rounded some 10 times in a row, in fp32; our sum is rounded once."""
     ours, theirs = network(device=target.device), network(device=target.device)
     for model in (ours, theirs):
@@ -37,7 +37,7 @@ def test_fp32_as_torch_does_it(target, norm_type, max_norm):
 
 
 @pytest.mark.parametrize("dtypes", [*[(dtype,) for dtype in DTYPES], DTYPES], ids=str)
-def test_any_dtypes_and_layouts(target, dtypes):
+def test_grads_of_any_dtypes_and_layouts_are_clipped(target, dtypes):
     grads = [*random_grads(dtypes, sizes=(0, 1, 33, 1025)), *(it for dtype in dtypes for it in odd_layouts(dtype))]
     exact = torch.cat([grad.double().flatten() for grad in grads]).norm()
     params = params_of(grads, target.device)
@@ -79,7 +79,7 @@ def test_the_host_asks_no_other_device_whether_grads_need_clipping():
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 1e9])
-def test_it_is_one_graph_whatever_the_norm(max_norm):
+def test_clipping_is_one_graph_whatever_the_norm(max_norm):
     ours, compiled = (params_of(random_grads((torch.float32, B16))) for _ in range(2))
     clip = torch.compile(lambda: clip_grad_norm_(compiled, max_norm), fullgraph=True, backend="eager")
     assert same_bits(clip(), clip_grad_norm_(ours, max_norm))
@@ -120,7 +120,7 @@ def test_a_norm_that_is_not_finite_leaves_the_grads_as_they_are(target, bad, nor
     assert all(same_bits(param.grad.cpu(), grad) for param, grad in zip(params, grads, strict=True))
 
 
-def test_error_if_nonfinite():
+def test_error_if_nonfinite_raises_and_leaves_the_grads():
     params = params_of([torch.tensor([1.0, math.inf])])
     with pytest.raises(RuntimeError, match="for gradients from `parameters` is non-finite, so it cannot be clipped"):
         clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
@@ -128,7 +128,7 @@ def test_error_if_nonfinite():
     clip_grad_norm_(params_of([torch.ones(2)]), 1.0, error_if_nonfinite=True)
 
 
-def test_one_tensor_none_and_nothing():
+def test_one_tensor_a_missing_grad_and_no_parameters_are_taken():
     (param,) = params_of([torch.full((4,), 2.0)])
     assert clip_grad_norm_(param, 1.0, foreach=True).item() == 4.0
     without = torch.ones(3, requires_grad=True)
@@ -138,7 +138,7 @@ def test_one_tensor_none_and_nothing():
         clip_grad_norm_((each for each in ()), 1.0)
 
 
-def test_grads_that_are_part_of_a_graph():
+def test_a_grad_that_is_part_of_a_graph_is_clipped():
     param = torch.ones(3, requires_grad=True)
     (param.grad,) = torch.autograd.grad(param.square().sum(), [param], create_graph=True)
     clip_grad_norm_([param], 1.0)
@@ -147,8 +147,8 @@ def test_grads_that_are_part_of_a_graph():
 
 @pytest.mark.parametrize("norm_type", NORM_TYPES)
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-def test_complex_grads_as_torch_clips_them(target, dtype, norm_type):
-    """Also for lazily conjugated grads, which torch refuses."""
+def test_complex_grads_are_clipped_as_by_torch(target, dtype, norm_type):
+    """Ours are lazily conjugated, which torch refuses."""
     results = []
     for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
         params = params_of([torch.tensor([3 + 4j, 1j, 0], dtype=dtype), torch.tensor([-2.0, 5.0])], target.device)
@@ -160,7 +160,7 @@ def test_complex_grads_as_torch_clips_them(target, dtype, norm_type):
 
 
 @pytest.mark.parametrize("default", [B16, torch.float64], ids=str)
-def test_another_default_dtype(target, default):
+def test_another_default_dtype_changes_nothing(target, default):
     results = []
     for norm_type in (2, 1):
         for dtype in (torch.float32, default):

@@ -24,15 +24,15 @@ SCALINGS = {
 }
 INIT = {"init_scale": 2.0**10, "growth_interval": 2}
 NEW_SCALES = 512.0, torch.tensor(2048.0), torch.ones(2), torch.ones((), requires_grad=True)
-which = st.integers(0, 1)
+whose = st.integers(0, 1)
 EVENTS = st.one_of(
-    st.tuples(st.just("backward"), which, st.sampled_from([None, None, None, float("inf"), float("nan")])),
-    st.tuples(st.just("unscale"), which),
-    st.tuples(st.just("clip"), which),
-    st.tuples(st.just("step"), which),
-    st.tuples(st.just("step_with_closure"), which),
+    st.tuples(st.just("backward"), whose, st.sampled_from([None, None, None, float("inf"), float("nan")])),
+    st.tuples(st.just("unscale"), whose),
+    st.tuples(st.just("clip"), whose),
+    st.tuples(st.just("step"), whose),
+    st.tuples(st.just("step_with_closure"), whose),
     st.tuples(st.just("update"), st.sampled_from([None, None, None, *NEW_SCALES])),
-    st.tuples(st.just("zero_grad"), which),
+    st.tuples(st.just("zero_grad"), whose),
     st.tuples(st.just("resume")),
     st.tuples(st.just("pickle")),
     st.tuples(st.just("policy"), st.integers(1, 3), st.sampled_from([0.5, 0.25])),
@@ -56,7 +56,7 @@ def iterate(scaler, param, optimizer, bad=None):
 
 
 class Side:
-    """One scaler, two optimizers."""
+    """One scaler with two optimizers; a method for each event."""
 
     def __init__(self, scaler, make, device):
         self.scaler, self.device = scaler, device
@@ -105,9 +105,9 @@ class Side:
             outcome = type(error), str(error)
         stages = [state["stage"] for state in getattr(self.scaler, "_per_optimizer_states", {}).values()]
         handed_over = [hasattr(it, name) for it in self.optimizers for name in ("grad_scale", "found_inf", "outcome")]
-        told = outcome, self.scaler.state_dict(), self.scaler.get_scale(), stages
+        values = outcome, self.scaler.state_dict(), self.scaler.get_scale(), stages
         states = [list(optimizer.state.values()) for optimizer in self.optimizers]
-        return told, ([(param.detach(), param.grad) for (param,) in self.params], states), any(handed_over)
+        return values, ([(param.detach(), param.grad) for (param,) in self.params], states), any(handed_over)
 
 
 def assert_lockstep(target, name, events, **options):
@@ -115,10 +115,10 @@ def assert_lockstep(target, name, events, **options):
     ours = Side(GradScaler(device.type, **INIT, **options), make, device)
     theirs = Side(torch.amp.GradScaler(device.type, **INIT, **options), make, device)
     for i, event in enumerate(events):
-        (told, tensors, left_behind), (told_theirs, tensors_theirs, left_behind_theirs) = (
+        (values, tensors, left_behind), (values_theirs, tensors_theirs, left_behind_theirs) = (
             side.after(*event) for side in (ours, theirs)
         )
-        assert told == told_theirs, events[: i + 1]
+        assert values == values_theirs, events[: i + 1]
         torch.testing.assert_close(tensors, tensors_theirs, rtol=0, atol=0, equal_nan=True)
         assert not left_behind
         if left_behind_theirs:  # the step has failed; torch's next step would divide by the scale twice
@@ -129,7 +129,7 @@ def assert_lockstep(target, name, events, **options):
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(events=st.lists(EVENTS, min_size=3, max_size=25))
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_events_as_torch_does_them(target, name, events):
+def test_any_events_leave_the_same_state_as_torchs_scaler(target, name, events):
     assert_lockstep(target, name, events)
 
 
@@ -144,8 +144,8 @@ STEPS = [("step", 0), ("step", 1), ("update", None)]
     enabled=st.booleans(),
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_training_as_torch_does_it(target, name, iterations, enabled):
-    """Whole iterations with another call in between, and an overflow in one of the two."""
+def test_iterations_leave_the_same_state_as_torchs_scaler(target, name, iterations, enabled):
+    """In each iteration both optimizers step; other events come in between, and one of the two may overflow."""
     events = []
     for between, overflowed in iterations:
         bad = [("backward", overflowed, float("inf"))] if overflowed >= 0 else []
@@ -153,7 +153,7 @@ def test_training_as_torch_does_it(target, name, iterations, enabled):
     assert_lockstep(target, name, events, enabled=enabled)
 
 
-def test_what_must_raise_raises():
+def test_wrong_calls_raise():
     """Without this, equal exceptions of both scalers would prove nothing."""
     texts = []
     for events in (

@@ -1,4 +1,4 @@
-"""to_mixed and to_full: there and back, what stays fp32, what stays tied."""
+"""to_mixed converts a model and to_full converts it back: what stays fp32, what stays tied."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from torch.testing import assert_close
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
-from tests.amp.mixed_models import F32, TOKENS, Tied, a_step
+from tests.amp.mixed_models import F32, TOKENS, Tied, train_a_step
 from tests.networks import B16, F16, network
 
 IMAGE, SEQUENCE = torch.linspace(-1, 1, 384).view(2, 3, 8, 8), torch.linspace(-1, 1, 160).view(2, 5, 16)
@@ -55,9 +55,9 @@ def test_a_model_trains_evaluates_and_comes_back(which, dtype):
     assert isinstance(model, type(make()))
     optimizer = AdamW(model.parameters(), lr=1e-2)
     for _ in range(2):
-        a_step(model, inputs, optimizer)
+        train_a_step(model, inputs, optimizer)
     with torch.autocast("cpu", dtype=dtype):
-        a_step(model, inputs, optimizer)
+        train_a_step(model, inputs, optimizer)
     with torch.no_grad():
         model.eval()(inputs)
     model.train()
@@ -72,14 +72,14 @@ def test_a_model_trains_evaluates_and_comes_back(which, dtype):
     assert [name for name, _ in model.named_parameters()] == names
     assert_close(dict(model.named_parameters()), {k: nn.Parameter(v) for k, v in masters.items()}, rtol=0, atol=0)
     assert all("remainder" not in state for state in optimizer.state.values())
-    a_step(model, inputs, optimizer)
+    train_a_step(model, inputs, optimizer)
 
 
 def dtypes(model):
     return {name: tensor.dtype for name, tensor in model.state_dict().items()}
 
 
-def test_what_stays_fp32():
+def test_norms_buffers_and_named_layers_stay_fp32():
     norm_and_buffer = {"norm.weight": F32, "table": F32}
     narrow = dict.fromkeys(("up.weight", "up.bias", "embed.weight", "head.weight"), B16)
     assert dtypes(to_mixed(Tied())) == narrow | norm_and_buffer
@@ -94,7 +94,7 @@ def test_what_stays_fp32():
     assert to_mixed(nn.Sequential(nn.LayerNorm(4)).bfloat16())[0].weight.dtype == F32  # it was already in 16 bits
 
 
-def test_tied_weights_stay_one_and_grads_come_along():
+def test_tied_weights_stay_tied_and_grads_are_converted_too():
     model = Tied()
     model(TOKENS).sum().backward()
     weight, grad = model.head.weight, model.head.weight.grad
@@ -103,7 +103,7 @@ def test_tied_weights_stay_one_and_grads_come_along():
     assert_close(weight.grad, grad.bfloat16(), rtol=0, atol=0)
 
 
-def test_any_name_of_what_is_tied_keeps_it():
+def test_keep_fp32_takes_any_name_of_a_tied_weight():
     for name in ("0", "1"):
         twice = nn.Linear(2, 2)
         assert to_mixed(nn.Sequential(twice, twice), keep_fp32=name)[0].weight.dtype == F32
@@ -111,13 +111,13 @@ def test_any_name_of_what_is_tied_keeps_it():
         assert to_mixed(Tied(), keep_fp32=name).embed.weight.dtype == F32
 
 
-def test_a_model_without_memory():
+def test_a_model_on_the_meta_device_is_converted():
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     assert to_mixed(model).weight.dtype == B16
 
 
-def test_ties_go_to_even_beside_an_fp32_master():
+def test_a_weight_halfway_rounds_to_even_beside_an_fp32_master():
     layer = nn.Linear(1, 1, bias=False)
     nn.init.constant_(layer.weight, 1 + 2.0**-8)
     to_mixed(layer, optimizer=AdamW(layer.parameters(), master="fp32"))

@@ -13,16 +13,16 @@ from torch.testing import assert_close
 
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
-from tests.amp.mixed_models import F32, TOKENS, Tied, a_step
+from tests.amp.mixed_models import F32, TOKENS, Tied, train_a_step
 from tests.networks import B16, F16, network
 
 
 @pytest.mark.parametrize(
-    "copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
+    "duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))], ids=["deepcopy", "pickle"]
 )
-def test_copies_are_mixed_too(copied):
+def test_copies_are_mixed_too(duplicate):
     model = to_mixed(Tied())
-    twin = copied(model)
+    twin = duplicate(model)
     assert type(twin) is type(model)
     assert twin.head.weight is twin.embed.weight is not model.head.weight
     assert_close(twin(TOKENS), model(TOKENS), rtol=0, atol=0)
@@ -47,36 +47,36 @@ def test_a_forward_that_is_set_later_runs_under_autocast_too():
         twin[3].bias.fill_(1)
     assert twin(inputs).tolist() == [[-1.0] * 5] * 4
     assert_close(model(inputs), wanted, rtol=0, atol=0)
-    own = model.forward.__wrapped__
+    users_forward = model.forward.__wrapped__
     to_full(model, AdamW(model.parameters()))
-    assert model.forward.__func__ is own
+    assert model.forward.__func__ is users_forward
     assert model(inputs).dtype == F32
 
 
-@pytest.mark.parametrize("dressed", [True, False])
-def test_a_forward_put_into_the_dict_stays_there(dressed):
+@pytest.mark.parametrize("wraps", [True, False])
+def test_a_forward_put_into_the_dict_stays_there(wraps):
     """A forward in ``__dict__`` has bypassed ``__setattr__``, so it isn't under autocast."""
     model = to_mixed(network())
 
     def forward(x):
         return x
 
-    vars(model)["forward"] = functools.wraps(model.forward)(forward) if dressed else forward
+    vars(model)["forward"] = functools.wraps(model.forward)(forward) if wraps else forward
     to_full(model, AdamW(model.parameters()))
     assert model.forward is forward
     assert {it.dtype for it in model.parameters()} == {F32}
 
 
-def test_compiled_it_computes_the_same():
+def test_a_compiled_model_computes_the_same():
     model = to_mixed(network())
     eager = model(torch.ones(4, 20))
     assert eager.dtype == B16
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     assert_close(compiled(torch.ones(4, 20)), eager, rtol=0, atol=0)
-    a_step(compiled, torch.ones(4, 20), AdamW(model.parameters()))
+    train_a_step(compiled, torch.ones(4, 20), AdamW(model.parameters()))
 
 
-def test_ours_wins_over_an_autocast_around_it():
+def test_the_models_autocast_wins_over_one_around_it():
     model = to_mixed(network())
     with torch.autocast("cpu", dtype=F16):
         assert model(torch.ones(4, 20)).dtype == B16
@@ -105,7 +105,7 @@ class Pair(nn.Module):
 def test_what_autocast_has_no_rule_for_stays_fp32(make, training):
     x = torch.randn(5, 8)
     plain = nn.Sequential(make(), nn.Linear(4, 2)).train(training)
-    with torch.no_grad():  # as the second weight is rounded to
+    with torch.no_grad():  # to_mixed rounds the second layer to these
         plain[1].weight.copy_(plain[1].weight.to(B16))
         plain[1].bias.copy_(plain[1].bias.to(B16))
     mixed = to_mixed(copy.deepcopy(plain))

@@ -9,12 +9,11 @@ from torch.testing import assert_close
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.ops.step.split import join
 from mpkernels.optim import AdamW
-from tests.amp.mixed_models import F32
-from tests.networks import B16, network, train
+from tests.networks import network, train
 
 
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_the_optimizer_goes_on_in_fp32(master):
+def test_after_to_full_the_optimizer_goes_on_in_fp32(master):
     """After three steps in 16 bits, three steps in fp32 equal torch's steps from the same weights and moments."""
     model = to_mixed(network())
     ours = AdamW(model.parameters(), lr=1e-3, master=master)
@@ -35,33 +34,7 @@ def test_the_optimizer_goes_on_in_fp32(master):
     train(model, AdamW(model.parameters()), 1)
 
 
-@pytest.mark.parametrize("master", ["split", "fp32"])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_an_optimizer_that_is_there_already_gets_the_weights_as_they_were(master, steps):
-    model, twin = network(), network()
-    optimizers = [AdamW(it.parameters(), lr=1e-3, master=master) for it in (model, twin)]
-    for it, optimizer in zip((model, twin), optimizers, strict=True):
-        if steps:
-            train(it, optimizer, steps)
-    to_mixed(model, optimizer=optimizers[0])
-    assert model[0].weight.dtype == B16
-    to_full(model, optimizers[0])
-    assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
-    to_mixed(model, optimizer=optimizers[0])
-    for seed in range(3):  # no step is lost in rounding
-        for of_model, of_twin in zip(model.parameters(), twin.parameters(), strict=True):
-            of_twin.grad = torch.randn(of_twin.shape, generator=torch.Generator().manual_seed(seed)).bfloat16().float()
-            of_model.grad = of_twin.grad.to(of_model.dtype)
-        for optimizer in optimizers:
-            optimizer.step()
-    to_full(model, optimizers[0])
-    assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
-    with pytest.raises(TypeError, match=r"optimizer must be one of mpkernels.optim, .* got torch.optim.sgd.SGD"):
-        to_mixed(twin, optimizer=torch.optim.SGD(twin.parameters()))
-    assert twin[0].weight.dtype == F32
-
-
-def test_before_a_step_and_frozen_the_weight_is_its_own_master():
+def test_to_full_widens_weights_that_have_no_master():
     model = to_mixed(network())
     model[3].requires_grad_(False)
     rounded = [param.detach().float() for param in model.parameters()]

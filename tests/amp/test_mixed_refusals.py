@@ -61,6 +61,13 @@ def test_to_mixed_refuses_and_changes_nothing(make, options, why):
     assert [param.dtype for param in model.parameters()] == before
 
 
+def test_to_mixed_refuses_another_librarys_optimizer():
+    model = network()
+    with pytest.raises(TypeError, match=r"optimizer must be one of mpkernels.optim, .* got torch.optim.sgd.SGD"):
+        to_mixed(model, optimizer=torch.optim.SGD(model.parameters()))
+    assert model[0].weight.dtype == F32
+
+
 def test_to_full_refuses():
     model = to_mixed(network())
     with pytest.raises(TypeError, match=r"optimizer must be one of mpkernels.optim, .* got torch.optim.adamw.AdamW"):

@@ -31,14 +31,14 @@ def test_a_policy_goes_with_autocast_scaler_and_weights(name, dtype, scales):
     scaler.step(optimizer)
     scaler.update()
     assert not model[3].weight.equal(before)
-    assert to_full(model, optimizer) is model  # whichever policy a machine has made the best
+    assert to_full(model, optimizer) is model  # also where the policy has converted nothing
     assert {param.dtype for param in model.parameters()} == {F32}
 
 
 @pytest.mark.parametrize(
     ("short", "name"), [("bf16", "mixed_bfloat16"), ("fp16", "mixed_float16"), ("fp32", "float32")]
 )
-def test_short_names(short, name):
+def test_short_names_mean_the_same_policies(short, name):
     assert Policy(short) == Policy(name)
     assert (Policy(short).name, repr(Policy(short))) == (name, f"Policy(name='{name}')")
     try:
@@ -48,7 +48,7 @@ def test_short_names(short, name):
         set_global_policy("float32")
 
 
-def test_the_global_policy():
+def test_the_global_policy_can_be_set_by_name_or_policy():
     assert global_policy() == Policy("float32")
     try:
         set_global_policy("mixed_bfloat16")
@@ -66,7 +66,7 @@ def test_the_global_policy():
 
 @pytest.mark.parametrize("name", ["mixed_float16", "float32"])
 @pytest.mark.parametrize("device", [torch.device("cpu"), "cpu:0", "cpu"])
-def test_a_device_in_each_of_torchs_ways(name, device):
+def test_a_device_may_be_given_in_each_of_torchs_ways(name, device):
     with Policy(name).autocast(device):
         assert torch.is_autocast_enabled("cpu") == (name == "mixed_float16")
     scaler = Policy(name).scaler(device)

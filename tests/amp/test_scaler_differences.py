@@ -30,7 +30,7 @@ def test_a_finite_grad_that_overflows_when_unscaled_skips_the_step(target, make)
     assert (param < 1).all()
 
 
-def test_grads_of_every_dtype_in_one_optimizer():
+def test_one_optimizer_may_have_grads_of_every_dtype():
     params = [torch.ones(3, dtype=dtype, requires_grad=True) for dtype in DTYPES]
     for bad in (None, 0, 1, 2, 3):
         optimizer, scaler = torch.optim.SGD(params, lr=0.25), GradScaler("cpu", init_scale=8.0)
@@ -120,7 +120,7 @@ def test_found_inf_of_several_devices_is_one_at_most():
 
 
 @every_optimizer
-def test_skips_are_visible(make):
+def test_skips_are_counted_and_shown(make):
     (param, optimizer), scaler = one_param(make), GradScaler("cpu", init_scale=2.0**10)
     assert (scaler.step_was_skipped, scaler.skipped_steps) == (None, None)
     seen = []
@@ -130,7 +130,7 @@ def test_skips_are_visible(make):
     assert seen == [(False, 0), (True, 1), (True, 2), (False, 2)]
 
 
-def test_a_forgotten_optimizer_is_let_go():
+def test_a_deleted_optimizer_is_freed():
     (param, optimizer), scaler = one_param(OPTIMIZERS["our AdamW"]), GradScaler("cpu")
     iterate(scaler, param, optimizer)
     alive = weakref.ref(optimizer)
@@ -138,7 +138,7 @@ def test_a_forgotten_optimizer_is_let_go():
     assert alive() is None
 
 
-def test_a_scaler_is_pickled_as_it_is():
+def test_an_unpickled_scaler_goes_on_as_the_original():
     for options in SCALINGS.values():
         (param, optimizer), scaler = one_param(OPTIMIZERS["SGD"]), GradScaler("cpu", **options)
         for bad in (float("inf"), None, float("inf")):

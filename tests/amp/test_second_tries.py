@@ -52,13 +52,13 @@ class Run:
     def state(self):
         """Return all state that a user sees."""
         scaler, optimizer = self.scaler, self.optimizer
-        told = [scaler.get_scale(), scaler._get_growth_tracker(), scaler.skipped_steps.item(), scaler._updates]
-        told += [None if (it := scaler.step_was_skipped) is None else it.item(), scaler.overflow_report().as_dict()]
+        numbers = [scaler.get_scale(), scaler._get_growth_tracker(), scaler.skipped_steps.item(), scaler._updates]
+        numbers += [None if (it := scaler.step_was_skipped) is None else it.item(), scaler.overflow_report().as_dict()]
         tensors = [*self.params, *(it.grad for it in self.params)]
-        return told, [*tensors, *(it for state in optimizer.state.values() for it in state.values())]
+        return numbers, [*tensors, *(it for state in optimizer.state.values() for it in state.values())]
 
 
-#: Method -> the calls before it, and those after it.
+# By method: the calls that come before it, and after it.
 BEFORE = {"unscale_": [], "step": [], "update": ["step"]}
 AFTER = {"unscale_": ["step", "update"], "step": ["update"], "update": []}
 
@@ -81,8 +81,8 @@ def assert_second_tries(method, make, is_late, error=KeyboardInterrupt, **option
             failing.call(it)
         for it in (*BEFORE[method], method, *AFTER[method]):
             undisturbed.call(it)
-        (told, tensors), (wanted, wanted_tensors) = failing.state(), undisturbed.state()
-        assert told == wanted, number
+        (numbers, tensors), (wanted_numbers, wanted_tensors) = failing.state(), undisturbed.state()
+        assert numbers == wanted_numbers, number
         assert all(map(same_bits, tensors, wanted_tensors)), number
     raise AssertionError("there is no end")
 
@@ -90,14 +90,14 @@ def assert_second_tries(method, make, is_late, error=KeyboardInterrupt, **option
 @pytest.mark.parametrize("bad", [None, float("inf")])
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
 @pytest.mark.parametrize("name", ["SGD", "torch's AdamW", "our AdamW"])
-def test_unscale(name, is_late, bad):
+def test_unscale_can_be_called_again_after_an_error(name, is_late, bad):
     assert_second_tries("unscale_", OPTIMIZERS[name], is_late, bad=bad)
 
 
 @pytest.mark.parametrize("options", SCALINGS.values(), ids=SCALINGS)
 @pytest.mark.parametrize("bad", [None, float("inf")])
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
-def test_update(is_late, bad, options):
+def test_update_can_be_called_again_after_an_error(is_late, bad, options):
     options = {key: it for key, it in options.items() if key != "scaling" or it == "static"} | {"bad": bad}
     assert_second_tries("update", OPTIMIZERS["our AdamW"], is_late, torch.OutOfMemoryError, **options)
 
@@ -105,15 +105,15 @@ def test_update(is_late, bad, options):
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"guard": False}, {"state_dtype": torch.int8}], ids=str)
 @pytest.mark.parametrize("bad", [None, float("inf")])
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
-def test_step(is_late, bad, options):
+def test_step_can_be_called_again_after_an_error(is_late, bad, options):
     assert_second_tries("step", lambda params: AdamW(params, lr=0.1, **options), is_late, bad=bad)
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
 @pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("method", ["unscale_", "step"])
-def test_the_next_iteration_is_no_second_try(method, in_place, is_late):
-    """A loop may give an iteration up and go on with other grads: these are unscaled and stepped."""
+def test_grads_of_the_next_iteration_are_unscaled_and_stepped(method, in_place, is_late):
+    """After an error, a loop may give the iteration up and go on with other grads, which belong to no second try."""
     for number in range(1000):
         run = Run(OPTIMIZERS["our AdamW"])
         try:
@@ -164,7 +164,7 @@ def test_a_scale_that_could_not_be_made_is_made_later(is_late):
 @pytest.mark.parametrize("dtype", [torch.float32, F16], ids=str)
 @pytest.mark.parametrize("coalesced", [True, False])
 @pytest.mark.parametrize("is_late", [False, True], ids=["before the op", "after the op"])
-def test_sparse_grads(is_late, coalesced, dtype):
+def test_unscale_of_sparse_grads_can_be_called_again_after_an_error(is_late, coalesced, dtype):
     for number in range(1000):
         embedding, scaler = nn.Embedding(10, 3, sparse=True).to(dtype), GradScaler("cpu", init_scale=1024.0)
         optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
@@ -182,7 +182,7 @@ def test_sparse_grads(is_late, coalesced, dtype):
             return
 
 
-def test_after_a_second_try_a_third_raises_what_torch_raises():
+def test_a_third_call_raises_what_torch_raises_for_a_second():
     run = Run(OPTIMIZERS["our AdamW"])
     with pytest.raises(KeyboardInterrupt), Failing(4, is_late=True):
         run.call("unscale_")

@@ -18,7 +18,7 @@ from tests.hard_grads import same_bits
 from tests.networks import B16, F16, backward, network
 
 SCALERS = {"ours": GradScaler, "torch's": torch.amp.GradScaler}
-every_scaler = pytest.mark.parametrize("scaler_kind", SCALERS.values(), ids=SCALERS)
+each_scaler = pytest.mark.parametrize("scaler_kind", SCALERS.values(), ids=SCALERS)
 
 
 def look(optimizer, *_):
@@ -64,7 +64,7 @@ WAYS = {
     "a subclass of a subclass": (type("Deeper", (Clips,), {}), None),
 }
 AFTER = [way for name, way in WAYS.items() if "after" in name]
-every_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+each_way = pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 
 
 @contextmanager
@@ -97,9 +97,9 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("dtype", "options"), OPTIONS, ids=str)
-@every_scaler
-@every_way
-def test_they_see_unscaled_grads_and_what_they_change_counts(way, scaler_kind, dtype, options):
+@each_scaler
+@each_way
+def test_hooks_see_unscaled_grads_and_what_they_change_counts(way, scaler_kind, dtype, options):
     """The result is the same as if the loop unscales and clips by itself."""
     ours, by_hand = network(dtype), network(dtype)
     with watched(way, ours, **options) as optimizer:
@@ -119,9 +119,9 @@ def test_they_see_unscaled_grads_and_what_they_change_counts(way, scaler_kind, d
     assert not vars(optimizer).keys() & {"grad_scale", "found_inf", "outcome", "peers"}
 
 
-@every_scaler
-@every_way
-def test_a_skipped_step_runs_neither_but_is_told_of(way, scaler_kind):
+@each_scaler
+@each_way
+def test_a_skipped_step_runs_no_hook_but_is_reported(way, scaler_kind):
     model, scaler = network(), scaler_kind("cpu", init_scale=1024.0)
     with watched(way, model) as optimizer:
         metrics, found, kept = Metrics(optimizer, scaler), [], []
@@ -138,8 +138,8 @@ def test_a_skipped_step_runs_neither_but_is_told_of(way, scaler_kind):
     assert (optimizer.skipped_steps.item(), optimizer.state[model[0].bias]["step"].item()) == (2.0, 2.0)
 
 
-@every_scaler
-@every_way
+@each_scaler
+@each_way
 def test_grads_that_the_loop_has_unscaled_are_not_unscaled_again(way, scaler_kind):
     models = [network(), network()]
     for model, unscales in zip(models, (False, True), strict=True):
@@ -151,8 +151,8 @@ def test_grads_that_the_loop_has_unscaled_are_not_unscaled_again(way, scaler_kin
     assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
 
 
-@every_scaler
-def test_every_kernel_serves_them(target, scaler_kind):
+@each_scaler
+def test_hooks_see_unscaled_grads_with_every_kernel(target, scaler_kind):
     if target.device.type == "cuda" and scaler_kind is not GradScaler:
         pytest.skip("torch's unscales on CUDA what it can")
     seen = []
@@ -167,9 +167,9 @@ def test_every_kernel_serves_them(target, scaler_kind):
     assert (seen, scaler.get_scale()) == ([[1.0] * 3, [1.0] * 3], 4.0)
 
 
-@every_scaler
-def test_a_step_without_a_grad_is_none(scaler_kind):
-    """A step without any grad isn't taken, as without hooks."""
+@each_scaler
+def test_a_step_without_a_grad_is_not_taken(scaler_kind):
+    """Without hooks it isn't taken either."""
     params = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizers, scaler = [AdamW([it], lr=0.5) for it in params], scaler_kind("cpu", init_scale=8.0)
     for optimizer in optimizers:
@@ -181,7 +181,7 @@ def test_a_step_without_a_grad_is_none(scaler_kind):
     assert [it.tolist() for it in params] == [[pytest.approx(0.495)] * 2, [1.0] * 2]
 
 
-@every_scaler
+@each_scaler
 def test_a_hook_that_raises_leaves_a_step_that_can_be_tried_again(scaler_kind):
     def fail(*_):
         raise MemoryError
@@ -200,7 +200,7 @@ def test_a_hook_that_raises_leaves_a_step_that_can_be_tried_again(scaler_kind):
     assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
 
 
-class Nothing(AdamW):
+class Plain(AdamW):
     """A subclass without a step of its own."""
 
 
@@ -228,9 +228,9 @@ PASSIVE = {
 }
 
 
-@pytest.mark.parametrize("kind", [AdamW, Nothing, type("New", (AdamW,), {})])
+@pytest.mark.parametrize("kind", [AdamW, Plain, type("New", (AdamW,), {})])
 @pytest.mark.parametrize("add", PASSIVE.values(), ids=PASSIVE)
-def test_what_looks_at_no_grads_costs_nothing(kind, add):
+def test_what_looks_at_no_grads_costs_no_wait_and_no_unscaling(kind, add):
     """With passive hooks, the host doesn't wait and no grad is written: the step unscales."""
     model, scaler = network(), GradScaler("cpu", init_scale=1024.0)
     optimizer = kind(model.parameters(), lr=0.1)
@@ -247,7 +247,7 @@ def test_what_looks_at_no_grads_costs_nothing(kind, add):
         assert all(map(same_bits, (it.grad for it in model.parameters()), grads))
 
 
-def test_a_profile_costs_nothing(tmp_path):
+def test_a_profile_leaves_the_unscaling_to_the_step(tmp_path):
     model, scaler = network(), GradScaler("cpu", init_scale=1024.0)
     optimizer = AdamW(model.parameters(), lr=0.1)
     backward(model, 0, scaler.scale(torch.ones(())).item())
@@ -256,9 +256,9 @@ def test_a_profile_costs_nothing(tmp_path):
         scaler.step(optimizer)
 
 
-@every_way
-def test_those_who_ask_are_told_that_the_scaler_unscales(way):
-    """Lightning and Fabric ask for it, and clip then."""
+@each_way
+def test_step_supports_amp_scaling_is_false_while_something_looks_at_grads(way):
+    """Lightning and Fabric read it, and clip by themselves where it is False."""
     with watched(way, network()) as optimizer:
         assert not optimizer._step_supports_amp_scaling
         assert not optimizer.seen
@@ -266,7 +266,7 @@ def test_those_who_ask_are_told_that_the_scaler_unscales(way):
         assert optimizer._step_supports_amp_scaling
 
 
-@every_scaler
+@each_scaler
 def test_a_skip_counts_once_however_often_a_scaler_asks(scaler_kind):
     class Asks(scaler_kind):
         def step(self, optimizer, *args, **kwargs):

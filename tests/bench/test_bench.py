@@ -1,4 +1,4 @@
-"""The parts that make the benchmark's numbers: interval, turns, cases."""
+"""The parts of a benchmark: the interval of the median, turns, cases, inputs."""
 
 import argparse
 import math
@@ -50,7 +50,7 @@ def test_time_that_is_overdrawn_still_gives_samples():
     assert min(samples.ours + samples.theirs) > 0
 
 
-def test_turns_are_taken_together():
+def test_the_samples_of_all_turns_make_one_result():
     first = Result("op", "", "cpu-1", "fp32", "case", "native", 8, 0.5, [1.0] * 6, [2.0] * 6, counts={"ours": {}})
     both = first.and_more(replace(first, waited=0.0, ours_us=[3.0] * 18, torch_us=[3.0] * 18, counts={}))
     assert (both.name, both.counts) == (first.name, first.counts)
@@ -58,13 +58,13 @@ def test_turns_are_taken_together():
     assert both.waited == 0.125  # the share over all samples
 
 
-def test_names_of_cases_are_unique():
+def test_each_case_has_a_name_of_its_own():
     names = [case.name for case in shipped.all_cases()]
     assert len(names) == len(set(names))
     assert {*names} < {case.name for case in all_cases()}
 
 
-def test_random_inputs():
+def test_random_inputs_have_the_sizes_and_dtype_and_repeat():
     sizes = [(3,), (2**20 + 5,), (2, 4)]
     tensors = Setting(Place("cpu", 1), "bf16", Sizes("case", tuple(sizes))).tensors()
     assert [tuple(tensor.shape) for tensor in tensors] == sizes
@@ -73,7 +73,7 @@ def test_random_inputs():
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, failing):
+def test_a_turn_that_fails_is_reported(monkeypatch, capsys, failing):
     """The samples of other turns are kept, too."""
     turns = []
 
@@ -89,22 +89,22 @@ def test_a_turn_that_fails_is_not_forgotten(monkeypatch, capsys, failing):
     command.add_arguments(arguments)
     code = command.run(arguments.parse_args(["--quick", "--only", "unscale_"]), pytest.fail)
     (name,) = set(turns)
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (code, len(turns)) == (1, 4)
-    assert f"left out: {name}: failed, RuntimeError: no luck" in said
-    assert said.count(name) == 2  # once in the table
+    assert f"left out: {name}: failed, RuntimeError: no luck" in output
+    assert output.count(name) == 2  # once in the table
 
 
-@pytest.mark.parametrize("told", [None, "1"])
-def test_one_thread_is_measured_and_as_many_as_torch_takes(told):
-    """OMP_NUM_THREADS says how many, where it is set."""
+@pytest.mark.parametrize("omp_num_threads", [None, "1"])
+def test_places_are_one_thread_and_as_many_as_torch_takes(omp_num_threads):
+    """OMP_NUM_THREADS, if it is set, says how many torch takes."""
     code = "import torch; from mpkernels.bench.settings import places; print(torch.get_num_threads(), *places())"
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    environment |= {"CUDA_VISIBLE_DEVICES": ""} | ({"OMP_NUM_THREADS": told} if told else {})
+    environment |= {"CUDA_VISIBLE_DEVICES": ""} | ({"OMP_NUM_THREADS": omp_num_threads} if omp_num_threads else {})
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
     threads, *places = done.stdout.split()
     assert places == [f"cpu-{each}" for each in sorted({1, int(threads)})]
-    assert threads == (told or threads)
+    assert threads == (omp_num_threads or threads)
 
 
 @pytest.mark.parametrize("case", [sizes.name for sizes in (cases.SHORT, FOUR_LARGE, HUNDRED, THOUSAND)])

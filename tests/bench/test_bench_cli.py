@@ -73,7 +73,7 @@ def refusal(capsys, *words):
     return said.err
 
 
-def test_it_refuses_other_hardware(measured, tmp_path, capsys):
+def test_a_comparison_with_other_hardware_is_refused(measured, tmp_path, capsys):
     other = json.loads(measured[1].read_text())
     other["machine"]["cpu"] = "Abacus"
     old = tmp_path / "old.json"
@@ -132,7 +132,7 @@ def test_a_link_to_the_results_stays_a_link(tmp_path):
     assert raw_samples.read(tmp_path / "real.json").results == []
 
 
-def test_an_unknown_command():
+def test_an_unknown_command_is_refused_in_a_line():
     done = commands.run("tell")
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "invalid choice: 'tell'" in done.stderr
@@ -158,9 +158,8 @@ def test_a_case_that_is_named_is_measured():
     assert "1 pairs on" in done.stdout
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("module", [("mpkernels", "bench"), ("benchmarks", "--json", "new.json")], ids=" ".join)
-def test_stopped_it_shows_and_keeps_what_it_has(tmp_path, module):
+def test_after_ctrl_c_it_shows_and_keeps_what_it_has(tmp_path, module):
     command = [sys.executable, "-m", *module, "--only", "unscale_ cpu-1", "grad_stats cpu-1"]
     listens = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a process in a shell's background ignores it
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -178,7 +177,7 @@ def test_stopped_it_shows_and_keeps_what_it_has(tmp_path, module):
         assert json.loads((tmp_path / "new.json").read_text())["pairs"]
 
 
-def test_what_is_left_out_is_said(capsys):
+def test_the_list_says_what_is_left_out(capsys):
     assert benchmarks.main(["--list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "vs apex  (left out: apex " in "\n".join(lines)
@@ -195,7 +194,7 @@ def test_results_are_read_as_they_were_written(path, tmp_path):
     assert raw_samples.read(tmp_path / "again.json") == session
 
 
-def test_a_reader_that_leaves_early():
+def test_a_reader_that_leaves_early_causes_no_message():
     """A pipe to ``head -1`` is closed after a line."""
     command = [sys.executable, "-m", "mpkernels", "bench", "--list"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -42,7 +42,7 @@ def test_what_failed_comes_last_when_it_is_resumed(measure_all):
     assert (code, run.skipped) == (command.STOPPED, {names[0]: "failed, RuntimeError: no luck"})
 
 
-def test_a_case_that_takes_the_process_with_it_leaves_a_note(measure_all, tmp_path):
+def test_a_case_that_ends_the_process_leaves_a_note(measure_all, tmp_path):
     def run_one(benchmark, session, seconds):
         assert read(tmp_path / "results.json").skipped == {benchmark.name: "failed, it did not end"}
         raise KeyboardInterrupt
@@ -106,11 +106,11 @@ def quick(monkeypatch, capsys):
 
 @pytest.mark.parametrize("seconds", [0.1, 1.5, 5.0, 10.0, 30.0])
 def test_quick_ends_within_its_minute_and_says_what_it_left_out(quick, seconds):
-    turns, spent, said = quick(lambda benchmark: seconds)
+    turns, spent, output = quick(lambda benchmark: seconds)
     assert spent <= command.QUICK_SECONDS < 60
     assert len({*turns}) >= min(5, command.QUICK_SECONDS // seconds)
     names = [it.name for it in cases.quick(cases.all_cases())]
-    left_out = [name for name in names if f"left out: {name}: the minute of --quick is over" in said]
+    left_out = [name for name in names if f"left out: {name}: the minute of --quick is over" in output]
     assert {*turns}.isdisjoint(left_out)
     assert [*dict.fromkeys(turns), *left_out] == names
 

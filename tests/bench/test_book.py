@@ -122,7 +122,7 @@ def test_a_training_step_short_of_its_aim_is_named():
     assert "2 faster, 0 even, 0 slower. Short of 1.5 times: case.\n" in page
 
 
-def test_what_was_counted_stands_beside_what_was_measured():
+def test_counted_bytes_stand_beside_measured_times():
     counts = {"ours": {"peak memory": 14 * 10**9}, "theirs": {"peak memory": 16 * 10**9}}
     step = Result(
         "step", "", "cuda", "bf16", "1x1e9", "native", 28 * 10**9, 0.0, [6500.0] * 6, [11000.0] * 6, "torch.amp fused",
@@ -130,10 +130,6 @@ def test_what_was_counted_stands_beside_what_was_measured():
     )  # fmt: skip
     page = book.book({"h200": Session("2026-11-21", {"gpu": "NVIDIA H200"}, results=[step])})
     assert "| 1.69 [1.69, 1.69] | faster | 14 GB / 16 GB |" in page
-
-
-def said_of(step):
-    return show.headline(step)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +141,7 @@ def said_of(step):
     ],
 )
 def test_the_headline_says_what_was_measured(theirs, says):
-    assert said_of(replace(result(100.0, 100.0), op="step", ours_us=[100.0] * 9, torch_us=theirs)) == says
+    assert show.headline(replace(result(100.0, 100.0), op="step", ours_us=[100.0] * 9, torch_us=theirs)) == says
 
 
 @pytest.mark.parametrize(
@@ -158,9 +154,9 @@ def test_the_headline_says_what_was_measured(theirs, says):
     ids=["wide", "wide around 1", "busy"],
 )
 def test_the_headline_gives_no_figure_where_the_machine_was_busy(waited, theirs, why):
-    said = said_of(replace(result(100.0, 100.0), op="step", ours_us=[100.0] * 9, torch_us=theirs, waited=waited))
-    assert said.startswith(f"this machine was busy: {why}; so it can't be told how fast AdamW's step in bf16, with")
-    assert said.count("1") == why.count("1") + "bf16".count("1")
+    text = show.headline(replace(result(100.0, 100.0), op="step", ours_us=[100.0] * 9, torch_us=theirs, waited=waited))
+    assert text.startswith(f"this machine was busy: {why}; so it can't be told how fast AdamW's step in bf16, with")
+    assert text.count("1") == why.count("1") + "bf16".count("1")
 
 
 def test_results_in_doubt_are_counted_apart():
@@ -171,7 +167,7 @@ def test_results_in_doubt_are_counted_apart():
     assert show.summary(run).startswith("4 pairs on NVIDIA H200: 2 faster, 1 even, 0 slower, 1 in doubt\n")
 
 
-def test_the_headline_is_on_the_step():
+def test_the_summary_ends_with_the_headline_on_the_step():
     step = replace(result(1.0, 2.0), op="step")
     run = Session("2026-11-21", {"gpu": "NVIDIA H200"}, results=[result(1.0, 1.0), step])
     assert show.summary(run).splitlines()[-1] == f"{show.headline(step)}."
@@ -250,6 +246,6 @@ def test_the_table_of_machines_shows_one_thread_beside_all():
 
 def test_the_minutes_that_readme_and_the_tests_promise_are_those_that_were_measured():
     (took,) = map(readme_minutes.minutes, (ROOT / "benchmarks" / "results" / "readme").iterdir())
-    said = r"the build takes (\d+) minutes where it finds `nvcc`.*, the\s+demo (\d+) and the\s+tests (\d+)"
-    assert [*map(int, re.search(said, (ROOT / "README.md").read_text()).groups())] == [*took.values()]
+    pattern = r"the build takes (\d+) minutes where it finds `nvcc`.*, the\s+demo (\d+) and the\s+tests (\d+)"
+    assert [*map(int, re.search(pattern, (ROOT / "README.md").read_text()).groups())] == [*took.values()]
     assert f"some {took['tests']} minutes" in (ROOT / "tests" / "summary.py").read_text()

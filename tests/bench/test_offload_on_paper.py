@@ -31,7 +31,7 @@ def test_a_page_without_a_tables_place_is_refused():
         offload_on_paper.page("# Nothing")
 
 
-def test_bytes_by_hand():
+def test_bytes_are_those_that_a_calculation_by_hand_gives():
     """The bytes of weight, remainder or copy, and two moments."""
     kept = {choice: offload_on_paper.kept(choice) for choice in CHOICES}
     assert len(kept) == 9
@@ -41,7 +41,7 @@ def test_bytes_by_hand():
     assert kept[Choice(torch.float32, "split", torch.float32)] == (4, 4 + 4)
 
 
-def test_seconds_by_hand():
+def test_seconds_are_those_that_a_calculation_by_hand_gives():
     ours = offload_on_paper.ours(Choice(B16, "split", torch.float32))
     assert ours.step == 2 + 2 + 2 * (2 + 2 + 4 + 4)
     assert 8e9 * ours.to_host / 25e9 == pytest.approx(0.64)
@@ -51,7 +51,7 @@ def test_seconds_by_hand():
     assert slow._replace(overlaps=False).after_backward(25e9) == pytest.approx(2 / 25e9 + 1 / 100e9)
 
 
-def test_what_was_measured_is_what_its_output_says():
+def test_the_pages_measured_times_are_those_of_the_output():
     log = (ROOT / "benchmarks" / "results" / "gpu" / "offload-h200-2026-11-26.txt").read_text()
     after = dict(re.findall(r"^(offload, .*): whole .*, step after it ([\d.]+),", log, re.MULTILINE))
     steps = [float(after[f"offload, {kind}"]) for kind in ("max_norm", "int8", "max_norm, released", "int8, released")]
@@ -66,7 +66,7 @@ def test_what_was_measured_is_what_its_output_says():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, B16])
-def test_torchaos_bytes_are_its_own(dtype):
+def test_torchaos_bytes_are_those_that_its_optimizer_holds(dtype):
     if why := libraries.why_missing("torchao"):
         pytest.skip(why)
     from tests.matrix.offloading import CPUOffloadOptimizer, on_a_cpu

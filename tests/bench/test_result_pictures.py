@@ -22,7 +22,8 @@ y_value_80 extra_benchmark_config_str gpu_name timestamp liger_version"""
 
 
 def session(kept=(14.0, 16.0), ratio=2.0):
-    """What adamw_beside_others.py compares: ours takes 1 to 6 us, the others so many times as long."""
+    """Return a run of all that adamw_beside_others.py compares. Ours takes 1 to 6 us, the others ``ratio`` times as
+    long on one thread, twice that on two."""
     found = []
     for threads in (1, 2):
         for case in adamw_beside_others.comparisons(Place("cpu", threads)):
@@ -72,7 +73,7 @@ def test_all_lengths_fill_blocks_of_8_bit_moments():
     assert lengths == {49_999_872, 499_968, 5_120}  # the nearest multiples of 256
 
 
-def test_the_columns_are_ligers_but_for_the_version():
+def test_the_columns_are_ligers_except_the_version():
     assert [*result_pictures.HEADER[:-1], "liger_version"] == LIGERS.split()
 
 
@@ -122,15 +123,15 @@ def test_the_first_screen_is_short_and_names_no_long_machine():
     assert not any("family" in line for line in lines)
 
 
-def test_what_offload_leaves_where_is_what_its_page_has():
+def test_the_bytes_that_offload_leaves_are_those_of_its_page():
     kept = [sum(offload_on_paper.kept(choice)) + choice.weights.itemsize for choice in CHOICES]
     found = session(kept=(kept[0], 16.0))
     for result in found.results:
         if "8bit" in result.variant:
             result.counts["ours"]["kept"] = int(kept[1] * result_pictures.ELEMENTS[result.case])
-    (said,) = (line for line in readme_numbers.numbers({"cpu": found}, [], []) if "offload" in line)
+    (line,) = (line for line in readme_numbers.numbers({"cpu": found}, [], []) if "offload" in line)
     hosts = [states + weights for weights, states in map(offload_on_paper.kept, CHOICES)]
-    assert f"{hosts[0]:.3g} are on the host, {hosts[1]:.3g} with 8-bit moments" in said
+    assert f"{hosts[0]:.3g} are on the host, {hosts[1]:.3g} with 8-bit moments" in line
 
 
 CHOICES = [
@@ -150,10 +151,10 @@ def test_a_model_that_keeps_all_its_memory_is_not_on_the_first_screen(tmp_path):
         for name, share in (("GPT-2", 51), ("BERT", 100))
     ]
     path.write_text(json.dumps({"machine": MACHINE, "rows": rows}))
-    (said,) = readme_numbers.numbers({}, [], [path])
-    assert "AMD Zen 3, 2 cores: GPT-2 0.51 at 1.00 times the speed (fp32);" in said
-    assert "0.95 or more in 1 others at 1.00 to 1.00 times the speed" in said
-    assert "BERT" not in said
+    (line,) = readme_numbers.numbers({}, [], [path])
+    assert "AMD Zen 3, 2 cores: GPT-2 0.51 at 1.00 times the speed (fp32);" in line
+    assert "0.95 or more in 1 others at 1.00 to 1.00 times the speed" in line
+    assert "BERT" not in line
 
 
 def test_no_ratio_is_shown_that_other_programs_have_disturbed():
@@ -181,8 +182,8 @@ def test_machines_without_these_rivals_are_beside_torch_alone():
         "step", "", "cuda", "bf16", "100x500k", "native", 1, 0.0, [1.0] * 6, [2.0] * 6, baseline="torch fused"
     )  # fmt: skip
     h200 = Session("2026-11-26", {"gpu": "NVIDIA H200", "cpu": "Z80"}, results=[pair])
-    (said,) = readme_numbers.numbers({}, [book._front({"h200": h200})], [])
-    assert "NVIDIA H200: **2.00** ([samples](benchmarks/results/h200.json))" in said
+    (line,) = readme_numbers.numbers({}, [book._front({"h200": h200})], [])
+    assert "NVIDIA H200: **2.00** ([samples](benchmarks/results/h200.json))" in line
 
 
 @pytest.mark.parametrize("name", ["step-cpu.svg", "step-cpu.csv", "bytes-cpu.svg", "bytes-cpu.csv"])

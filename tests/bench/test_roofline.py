@@ -1,4 +1,4 @@
-"""The bytes that benchmarks assume a step moves equal the counted ones, and the speeds that they allow."""
+"""A step moves as many bytes as benchmarks assume; these bound how fast it can be beside torch's."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from tests.optim.test_step_costs import COSTS, SIZE, Traffic, params_of
 @pytest.mark.parametrize(
     ("dtype", "options", "kept", "moved"), [case for case in COSTS if "master" not in case[1]], ids=str
 )
-def test_bytes_that_are_claimed_are_those_that_are_counted(dtype, options, kept, moved):
+def test_the_bytes_that_benchmarks_assume_are_those_that_are_counted(dtype, options, kept, moved):
     state_dtype = options.get("state_dtype", torch.float32)
     scales = 4 * 4 / 256 if state_dtype == torch.int8 else 0  # the scales of two moments, read and written
     assert steps.bytes_of_our_step(dtype, state_dtype) == moved + scales
@@ -24,7 +24,7 @@ def test_bytes_that_are_claimed_are_those_that_are_counted(dtype, options, kept,
 @pytest.mark.parametrize(("name", "alone", "scaled"), [
     ("adamw", 1.25, 1.5), ("adam", 1.25, 1.5), ("sgd-momentum", 4 / 3, 5 / 3), ("sgd", 1.5, 2.0),
 ])  # fmt: skip
-def test_what_the_bytes_of_each_rule_allow(name, alone, scaled):
+def test_each_rules_bytes_allow_this_speed_beside_torch(name, alone, scaled):
     """Rules have as many states as their optimizers. Lion is left out: its rival isn't fused."""
     param = torch.nn.Parameter(torch.ones(8))
     param.grad = torch.ones(8)

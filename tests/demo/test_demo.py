@@ -48,39 +48,40 @@ def demo(*words, out, start=None, status=0):
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory):
+def finished(tmp_path_factory):
     out = tmp_path_factory.mktemp("demo")
     return out, demo("--steps", "5", out=out).stdout
 
 
-def test_it_says_at_the_start_how_many_steps_there_will_be(whole):
-    _, said = whole
-    assert re.search(r"^5 steps of each follow\.$", said, re.MULTILINE)
+def test_it_says_at_the_start_how_many_steps_there_will_be(finished):
+    _, output = finished
+    assert re.search(r"^5 steps of each follow\.$", output, re.MULTILINE)
 
 
-def test_it_trains_all_ways_and_draws_them(whole):
-    out, said = whole
-    (losses,) = re.findall(r"^step 5, held-out losses: (.*)$", said, re.MULTILINE)
+def test_it_trains_all_ways_and_draws_them(finished):
+    out, output = finished
+    (losses,) = re.findall(r"^step 5, held-out losses: (.*)$", output, re.MULTILINE)
     for way in WAYS:
         assert re.search(rf"{way.name} \d\.\d{{3}}(,|$)", losses)
     assert (out / "demo.png").read_bytes().startswith(b"\x89PNG")
-    assert f"Drawn: {out}/demo.png\n" in said
+    assert f"Drawn: {out}/demo.png\n" in output
 
 
-def test_it_names_the_injected_overflow(whole):
-    assert "In step 4 a grad was given an inf." in whole[1]
-    assert re.search(rf"^{OVERFLOWING} +0 +\[768, 192\] +1 +0 +\[5, 7\]", whole[1], re.MULTILINE)
+def test_it_names_the_injected_overflow(finished):
+    assert "In step 4 a grad was given an inf." in finished[1]
+    assert re.search(rf"^{OVERFLOWING} +0 +\[768, 192\] +1 +0 +\[5, 7\]", finished[1], re.MULTILINE)
 
 
-def test_it_says_how_many_bytes_each_way_takes(whole):
-    (sizes,) = re.findall(r"^bytes a parameter: (.*)$", whole[1], re.MULTILINE)
+def test_it_says_how_many_bytes_each_way_takes(finished):
+    (sizes,) = re.findall(r"^bytes a parameter: (.*)$", finished[1], re.MULTILINE)
     named = zip(WAYS, ("16.0", "8.0", "10.0", "8.0"), strict=True)
     assert sizes == ", ".join(f"{way.name} {size}" for way, size in named)
 
 
-def test_it_ends_with_a_verdict(whole):
+def test_it_ends_with_a_verdict(finished):
     fast = r"The optimizer's step is (\d+\.\d\d times )?as fast as torch's fused one \(.*\)\."
-    assert re.fullmatch(rf"{fast}|This machine was busy: .*;.*", whole[1].splitlines()[-1])  # which, is tested below
+    last_line = finished[1].splitlines()[-1]
+    assert re.fullmatch(rf"{fast}|This machine was busy: .*;.*", last_line)  # which of the two, is tested below
 
 
 def test_the_picture_points_to_the_step_that_was_skipped():
@@ -105,7 +106,7 @@ def trained(way, text, steps):
     return training
 
 
-def test_all_begin_alike_and_learn(tiny):
+def test_all_ways_begin_alike_and_learn(tiny):
     first = [trained(way, tiny, 1).losses[1] for way in WAYS]
     last = [trained(way, tiny, 30).losses[30] for way in WAYS]
     assert max(first) - min(first) < 1e-2 * first[0]
@@ -139,8 +140,8 @@ STEADY = Samples([0.01] * 15, [0.03] * 15, 0.0)
 
 def test_the_speed_is_told_by_both_comparisons():
     even = Samples([0.01] * 15, [0.0099, 0.01, 0.0101] * 5, 0.0)
-    said = command.verdict(STEADY, even)
-    assert said == "The optimizer's step is 3.00 times as fast as torch's fused one (as fast with 8-bit moments)."
+    output = command.verdict(STEADY, even)
+    assert output == "The optimizer's step is 3.00 times as fast as torch's fused one (as fast with 8-bit moments)."
 
 
 @pytest.mark.parametrize("at", [0, 1], ids=["ours", "8-bit"])
@@ -155,9 +156,9 @@ def test_the_speed_is_told_by_both_comparisons():
 def test_no_speed_is_told_where_the_samples_show_a_busy_machine(samples, why, at):
     pair = [STEADY, STEADY]
     pair[at] = samples
-    said = command.verdict(*pair)
-    assert said.startswith(f"This machine was busy: {why};")
-    assert not re.search(r"\d", said.replace(why, ""))
+    output = command.verdict(*pair)
+    assert output.startswith(f"This machine was busy: {why};")
+    assert not re.search(r"\d", output.replace(why, ""))
 
 
 def test_ctrl_c_ends_it_in_a_line(tmp_path):
@@ -188,13 +189,13 @@ def test_without_the_extras_it_runs_and_names_them(tmp_path):
         (["--quick"], "unrecognized arguments: --quick"),
     ],
 )
-def test_bad_words(words, says, tmp_path):
-    said = demo(*words, out=tmp_path, status=2).stderr
-    assert said.count("\n") == 1
-    assert said.strip().removeprefix("mpkernels demo: ").removeprefix("mpkernels: ") == says
+def test_bad_arguments_are_refused_in_a_line(words, says, tmp_path):
+    output = demo(*words, out=tmp_path, status=2).stderr
+    assert output.count("\n") == 1
+    assert output.strip().removeprefix("mpkernels demo: ").removeprefix("mpkernels: ") == says
 
 
-def test_a_place_that_is_none(tmp_path):
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("mine")
     assert demo(out=tmp_path / "file" / "in it", status=1).stderr.endswith("in it: Not a directory\n")
     assert demo(out=tmp_path / "file", status=1).stderr.endswith(f"{tmp_path}/file: File exists\n")

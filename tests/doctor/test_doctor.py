@@ -55,7 +55,7 @@ def test_gpus_are_counted_where_there_are_several(monkeypatch, count, text):
     assert machine.gpu() == text
 
 
-def test_the_version():
+def test_version_prints_the_version():
     run = mpkernels("--version")
     assert (run.returncode, run.stdout, run.stderr) == (0, f"mpkernels {__version__}\n", "")
 
@@ -91,7 +91,7 @@ def test_a_broken_kernel_is_found(body, says):
     assert run.stdout.splitlines()[-1].startswith("Don't train with this build: 1 of ")
 
 
-def test_what_is_not_finite_must_be_the_same():
+def test_infs_and_nans_must_be_those_of_the_reference():
     values = [float("inf"), -float("inf"), float("nan"), 7.0, 0.0]
     for a, b in itertools.product(values, values):
         want, got = torch.tensor([1.0, a]), torch.tensor([1.0, b])
@@ -155,7 +155,7 @@ def test_advice_names_layer_size_and_remedy():
     assert doctor.advise(torch.nn.Linear(12, 12), torch.float32) == []
 
 
-def test_bad_input_is_one_line():
+def test_a_bad_option_is_refused_in_a_line():
     run = mpkernels("doctor", "--jason")
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr.endswith("unrecognized arguments: --jason\n")

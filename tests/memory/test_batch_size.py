@@ -1,4 +1,4 @@
-"""find_max_batch_size: against memory that runs out at a known size, and against this machine's."""
+"""find_max_batch_size finds the largest size that fits: where memory runs out at a known size, and on this machine."""
 
 import copy
 import os
@@ -16,11 +16,9 @@ import mpkernels
 from mpkernels.amp import GradScaler, set_global_policy
 from mpkernels.memory import measure
 from mpkernels.optim import AdamW
-from tests.networks import B16, network, one_thread, train
+from tests.networks import B16, network, train
 
 pytestmark = pytest.mark.exhaustive
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 MB = 2**20
 
@@ -39,11 +37,11 @@ class Step:
 
 @pytest.mark.parametrize("capacity", [1, 2, 3, 7, 100, 127, 128, 129, 1000, 10**9])
 @pytest.mark.parametrize("start", [1, 5, 2000])
-@pytest.mark.parametrize("as_on", ["cpu", "cuda"])
-def test_the_largest_that_fits(monkeypatch, capacity, start, as_on):
-    monkeypatch.setattr(measure, "clean_up", lambda: None)  # which takes its time
+@pytest.mark.parametrize("memory_of", ["cpu", "cuda"])
+def test_the_largest_size_that_fits_is_found(monkeypatch, capacity, start, memory_of):
+    monkeypatch.setattr(measure, "clean_up", lambda: None)  # it is slow
     step, max_batch = Step(capacity), 1000
-    if as_on == "cuda":  # what fits is only known by trying
+    if memory_of == "cuda":  # there a search knows only by trying what fits
         monkeypatch.setattr(measure, "available", lambda: 2**60)
     found = mpkernels.find_max_batch_size(step, (2,), start, "cpu", max_batch)
     assert step.tried[0] == min(start, max_batch)
@@ -63,12 +61,12 @@ def test_the_largest_that_fits(monkeypatch, capacity, start, as_on):
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_what_counts_as_out_of_memory(monkeypatch, error):
+def test_each_error_that_means_out_of_memory_counts(monkeypatch, error):
     monkeypatch.setattr(measure, "clean_up", lambda: None)
     assert mpkernels.find_max_batch_size(Step(5, error), (2,), device="cpu") == 5
 
 
-def test_a_real_allocation_that_fails():
+def test_a_real_allocation_that_fails_counts():
     def step(inputs):
         if len(inputs) > 3:
             torch.empty(2**62, dtype=torch.uint8)
@@ -93,14 +91,14 @@ def test_other_errors_pass_through(error):
     assert_close(model.state_dict(), before, rtol=0, atol=0)
 
 
-def test_not_even_one():
+def test_a_step_for_which_no_batch_fits_is_refused():
     with pytest.raises(RuntimeError, match="not even a batch of 1 fits into the memory of cpu"):
         mpkernels.find_max_batch_size(Step(0), (2,), device="cpu")
     with pytest.raises(ValueError, match="must be above 0, got 0 and 65536"):
         mpkernels.find_max_batch_size(Step(1), (2,), start=0)
 
 
-def test_a_layer_that_needs_two_examples():
+def test_a_search_may_start_at_the_two_examples_that_a_layer_needs():
     model = nn.Sequential(nn.Linear(20, 30), nn.BatchNorm1d(30))
     assert mpkernels.find_max_batch_size(model, (20,), start=2, max_batch=13) == 13
 
@@ -161,13 +159,17 @@ def test_a_model_is_left_as_it_was(policy):
 
 @pytest.mark.parametrize("taken", [0, 2])
 @pytest.mark.parametrize("kind", [AdamW, torch.optim.AdamW])
-def test_a_step_of_ones_own_is_undone(kind, taken):
+def test_what_a_users_step_has_changed_is_undone(kind, taken):
     """Two networks are trained alike; in between, one of them looks for its largest batch."""
     model, twin = network(B16), network(B16)
-    optimizer, others, scaler = kind(model.parameters()), kind(twin.parameters()), GradScaler("cpu", growth_interval=1)
+    optimizer, reference, scaler = (
+        kind(model.parameters()),
+        kind(twin.parameters()),
+        GradScaler("cpu", growth_interval=1),
+    )
     scaler.scale(torch.ones(()))
-    for its, by in ((model, optimizer), (twin, others)) if taken else ():
-        train(its, by, taken)
+    for trained, its_optimizer in ((model, optimizer), (twin, reference)) if taken else ():
+        train(trained, its_optimizer, taken)
     sizes = []
 
     def step(inputs):
@@ -186,10 +188,10 @@ def test_a_step_of_ones_own_is_undone(kind, taken):
     after = {key: it for key, it in vars(optimizer).items() if isinstance(it, torch.Tensor)}, scaler.get_scale()
     assert_close(after, before, rtol=0, atol=0)
     train(model, optimizer, 2, first=2)
-    train(twin, others, 2, first=2)
+    train(twin, reference, 2, first=2)
     assert_close(model.state_dict(), twin.state_dict(), rtol=0, atol=0)
-    for param, its in zip(model.parameters(), twin.parameters(), strict=True):
-        assert_close(optimizer.state[param], others.state[its], rtol=0, atol=0)
+    for param, twin_param in zip(model.parameters(), twin.parameters(), strict=True):
+        assert_close(optimizer.state[param], reference.state[twin_param], rtol=0, atol=0)
 
 
 BELOW_70_PERCENT = """
@@ -210,14 +212,14 @@ print(mpkernels.find_max_batch_size(step, (2,), device="cpu"))
 
 
 def test_a_cpu_stays_below_70_percent():
-    """100 MB are said to be available when it begins, and 1 MB goes for each example, 20 for each step. What earlier
-    tests have left in a process would count, too, so this is a new one."""
+    """100 MB are said to be available at the start; a step takes 20 MB, and 1 MB for each example. It runs in a new
+    process, because memory that earlier tests have left would count, too."""
     run = subprocess.run([sys.executable, "-c", BELOW_70_PERCENT], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert 40 <= int(run.stdout) <= 50
 
 
-def test_what_is_available_is_less_than_what_is_there():
+def test_no_more_memory_is_available_than_the_machine_has():
     assert 0 < measure.available() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
@@ -242,7 +244,7 @@ def test_limits_of_control_groups(tmp_path, line, group, limit, usage):
     assert list(measure._left_in_control_groups(tmp_path / "sys", tmp_path / "cgroup")) == [350]
 
 
-def test_peaks_are_seen():
+def test_a_peak_is_measured_and_forgotten():
     measure.clean_up()
     before = measure.resident()
     measure.start_peak()
@@ -254,7 +256,7 @@ def test_peaks_are_seen():
         assert measure.peak() - before < 32 * MB
 
 
-def test_a_buffer_that_nobody_can_write_to():
+def test_a_model_with_a_buffer_that_cannot_be_written_to_is_restored():
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.Flatten())
     model.register_buffer("ones", torch.ones(1).expand(3))
     model[1].eval()

@@ -1,4 +1,4 @@
-"""find_max_batch_size: the batches with which it tries a step."""
+"""find_max_batch_size tries a step with batches of random numbers, or with those that make_batch returns."""
 
 from collections import UserDict
 
@@ -8,11 +8,9 @@ from torch import nn
 
 import mpkernels
 from mpkernels.amp import to_mixed
-from tests.networks import B16, F16, network, one_thread
+from tests.networks import B16, F16, network
 
 pytestmark = pytest.mark.exhaustive
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 
 @pytest.mark.parametrize("dtype", [B16, F16, torch.float64], ids=str)
@@ -28,7 +26,7 @@ def test_a_converted_model_takes_fp32():
     assert mpkernels.find_max_batch_size(to_mixed(network()), (20,), max_batch=2) == 2
 
 
-class OfTokens(nn.Module):
+class TokenModel(nn.Module):
     """A model called like language models: it takes token numbers by name, and returns a mapping."""
 
     def __init__(self, dtype):
@@ -54,8 +52,8 @@ class OfTokens(nn.Module):
     ids=["tensor", "tuple", "list", "dict", "mapping"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
-def test_batches_that_are_made(wrap, has_mask, dtype):
-    model = OfTokens(dtype)
+def test_a_model_gets_each_kind_of_batch_that_make_batch_returns(wrap, has_mask, dtype):
+    model = TokenModel(dtype)
     make = lambda size: wrap(torch.randint(10, (size, 7)))  # noqa: E731
     assert mpkernels.find_max_batch_size(model, make_batch=make, max_batch=3) == 3
     assert model.tried == [(size, torch.int64, has_mask) for size in (1, 2, 3)]
@@ -74,12 +72,12 @@ def test_a_step_gets_the_batch_as_it_was_made():
         ({"input_shape": (2,), "make_batch": torch.ones}, "input_shape or make_batch must be given, got both"),
     ],
 )
-def test_what_batches_are_made_of_must_be_said(options, says):
+def test_input_shape_or_make_batch_must_be_given(options, says):
     with pytest.raises(TypeError, match=f"^find_max_batch_size: {says}$"):
         mpkernels.find_max_batch_size(network(), **options)
 
 
-def test_a_model_that_learns_nothing_from_its_output():
+def test_a_model_whose_output_depends_on_no_weight_is_refused():
     frozen = network().requires_grad_(False)
     frozen.register_parameter("other", nn.Parameter(torch.ones(())))
     with pytest.raises(ValueError, match="model must return tensors that depend on its weights"):

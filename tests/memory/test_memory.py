@@ -17,12 +17,10 @@ from mpkernels.nn import LinearAct
 from mpkernels.ops.linear import activations
 from mpkernels.ops.linear.activations import ACTIVATIONS
 from mpkernels.optim import AdamW
-from tests.networks import B16, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16
 
 IN, OUT, ROWS = 24, 40, 6
-WEIGHTS, STEPS = IN * OUT + OUT, 2  # weight and bias; a step count for each
+WEIGHTS = IN * OUT + OUT  # weight and bias
 INPUTS = torch.ones(ROWS, IN)
 
 
@@ -74,14 +72,14 @@ def test_what_it_predicts_before_a_step_is_there_after_it(make, weight, masters,
     assert after.measured == expected
 
 
-def test_activations_and_casts():
-    """A linear layer saves its input, the norm its own and two statistics; autocast casts weight and bias, and the
-    input, which is an activation then."""
+def test_activations_and_casts_are_counted():
+    """A linear layer saves its input, the norm saves its input and two statistics. autocast casts weight, bias and
+    input; the cast input counts as an activation."""
     wide = mpkernels.memory_report(model(), loss=loss_of).predicted
     assert (wide["cast cache"], wide["activations"]) == (0, 4 * ROWS * (IN + OUT) + 2 * 4 * OUT)
     half = mpkernels.memory_report(model(), loss=half_loss_of).predicted
     assert (half["cast cache"], half["activations"]) == (2 * WEIGHTS, 2 * ROWS * (IN + OUT) + 2 * 4 * OUT)
-    inputs = INPUTS.clone().requires_grad_()  # whose grad needs the cast weight, which is no activation for that
+    inputs = INPUTS.clone().requires_grad_()  # for its grad, the cast weight is saved; it still is a cast
     assert mpkernels.memory_report(model(), loss=lambda net: half_loss_of(net, inputs)).predicted == half
     mixed = mpkernels.memory_report(to_mixed(model()), loss=loss_of).predicted
     assert (mixed["cast cache"], mixed["activations"]) == (0, half["activations"])
@@ -105,7 +103,7 @@ def test_a_checkpointed_layer_saves_less():
     assert few.predicted["activations"] < every
 
 
-def test_it_leaves_everything_as_it_was():
+def test_reports_leave_everything_as_it_was():
     net = model()
     optimizer = AdamW(net.parameters())
     loss_of(net).backward()
@@ -118,7 +116,7 @@ def test_it_leaves_everything_as_it_was():
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adafactor, lambda params: torch.optim.LBFGS(params)])
-def test_an_optimizer_that_cannot_be_asked(kind):
+def test_moments_of_an_optimizer_that_cannot_predict_them_are_unknown(kind):
     net = model()
     report = mpkernels.memory_report(net, kind(net.parameters()))
     assert report.predicted["moments"] is None
@@ -132,14 +130,14 @@ def test_tied_weights_count_once():
     assert mpkernels.memory_report(net).predicted["parameters"] == 4 * 64
 
 
-def test_what_two_functions_save_counts_once():
+def test_memory_that_two_functions_save_counts_once():
     """exp saves its result, and the next layer saves a view of it."""
     net = nn.ModuleList([nn.Linear(IN, OUT), nn.Linear(OUT, 1)])
     report = mpkernels.memory_report(net, loss=lambda net: net[1](net[0](INPUTS).exp().view(-1, OUT)).sum())
     assert report.predicted["activations"] == 4 * ROWS * (IN + OUT)
 
 
-def test_the_table():
+def test_the_table_has_a_row_for_each_kind_of_memory():
     lines = str(mpkernels.memory_report(model(), loss=loss_of)).splitlines()
     assert lines[0].split() == ["predicted", "measured"]
     assert [line.split("  ")[0] for line in lines[1:8]] == [
@@ -149,7 +147,7 @@ def test_the_table():
     assert lines[9].startswith("resident process ")
 
 
-def test_three_ways_beside_each_other():
+def test_compare_memory_shows_three_ways_beside_each_other():
     comparison = mpkernels.compare_memory(model(), loss_of)
     rows = {way: report.predicted for way, report in comparison.reports.items()}
     assert list(rows) == ["fp32", "torch.amp", "mpkernels"]
@@ -168,7 +166,7 @@ def test_three_ways_beside_each_other():
 @pytest.mark.parametrize("dtype", [None, B16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_linear_act_saves_as_much_as_torch(target, activation, dtype):
-    """The docs say: besides its input and the weight one tensor, and none where there is no activation."""
+    """docs/linear_act.md: its input, the weight, and one more tensor if there is an activation."""
 
     def loss(net):
         with torch.autocast(target.device.type, dtype=dtype or B16, enabled=dtype is not None):
@@ -188,7 +186,7 @@ AUTOCAST = partial(torch.autocast, "cpu", dtype=B16)
 @pytest.mark.parametrize(
     ("kind", "keeps_casts"), [(nn.Linear, AUTOCAST), (LinearAct, AUTOCAST), (LinearAct, cast_cache.one_step)]
 )
-def test_a_cast_that_an_earlier_forward_has_left_is_a_cast(kind, keeps_casts):
+def test_a_cast_that_an_earlier_forward_has_left_counts_as_a_cast(kind, keeps_casts):
     net, reports = model(kind), []
     with mpkernels.backend("reference"), keeps_casts():
         for _ in range(2):

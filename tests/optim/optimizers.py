@@ -1,4 +1,4 @@
-"""The optimizers, one line each: a fifth rule costs a line here, and one in tests/ops/step/rules_table.py."""
+"""The table of our optimizers: a new one needs a line here, and its rule one in tests/ops/step/rules_table.py."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,10 +40,10 @@ OPTIMIZERS = {
     ),
     "Lion": Line(Lion, {"betas": (0.9, 0.99), "weight_decay": 0.1}, LionInPlainTorch, ("exp_avg",), 1e-3),
 }
-of_each = pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
+each_optimizer = pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
-def same(some, others):
+def all_same_bits(some, others):
     return all(map(same_bits, some, others))
 
 
@@ -51,8 +51,8 @@ def weights(model):
     return [param.detach().clone() for param in model.parameters()]
 
 
-def weights_of(model, optimizer):
-    """Return the weights that the next step starts from: masters if there are some."""
+def true_weights(model, optimizer):
+    """Return what the next step starts from: a parameter's master where it has one, else the parameter."""
     found = []
     for param in model.parameters():
         state = optimizer.state[param]
@@ -64,8 +64,8 @@ def weights_of(model, optimizer):
     return found
 
 
-def tensors_of(optimizer):
-    """Return all numbers of an optimizer's state dict, by parameter and key."""
+def saved_numbers(optimizer):
+    """Return copies of all numbers in an optimizer's state dict, by parameter and key."""
     states = optimizer.state_dict()["state"]
     return {(number, key): torch.as_tensor(it).clone() for number, state in states.items() for key, it in state.items()}
 

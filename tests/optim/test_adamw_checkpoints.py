@@ -29,7 +29,7 @@ def saved_and_loaded(optimizer):
     return torch.load(file, weights_only=True)
 
 
-def test_empty_parameters_and_8_bit_moments():
+def test_8_bit_moments_load_unchanged_also_those_of_an_empty_parameter():
     params = [torch.nn.Parameter(torch.ones(size)) for size in (0, 300)]
     for param in params:
         param.grad = torch.ones_like(param)
@@ -42,7 +42,7 @@ def test_empty_parameters_and_8_bit_moments():
 
 @pytest.mark.parametrize("key", ["exp_avg", "max_exp_avg_sq", "master"])
 def test_a_state_of_another_shape_is_refused_before_anything_changes(key):
-    """copy_ would spread a single element over all."""
+    """copy_ would broadcast the one saved element over the whole state."""
     model = network(B16)
     train(model, optimizer := AdamW(model.parameters(), amsgrad=True, master="fp32"), 1)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -71,14 +71,14 @@ def test_a_state_without_a_part_is_refused(missing):
     saved = optimizer.state_dict()
     del saved["state"][0][missing]
     before = dict(optimizer.state[weight])
-    of_moments = r"AdamW.load_state_dict: state\[0\] must have exp_avg and exp_avg_sq, got "
-    text = "AdamW: a state must have step, " if missing == "step" else of_moments
+    moments_missing = r"AdamW.load_state_dict: state\[0\] must have exp_avg and exp_avg_sq, got "
+    text = "AdamW: a state must have step, " if missing == "step" else moments_missing
     with pytest.raises(ValueError, match=text):
         optimizer.load_state_dict(saved)
     assert all(optimizer.state[weight][key] is value for key, value in before.items())
 
 
-def test_an_empty_state_is_none():
+def test_an_empty_state_counts_as_no_state():
     """The state is a defaultdict, so reading a parameter's state makes an empty one."""
     weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
     optimizer = AdamW(weights)
@@ -105,13 +105,13 @@ def test_torch_can_load_8_bit_checkpoints(amsgrad):
     torchs = copy.deepcopy(model)
     theirs = torch.optim.AdamW(torchs.parameters(), lr=1e-2, amsgrad=amsgrad, foreach=False)
     theirs.load_state_dict(saved)
-    for each in ((model, optimizer), (torchs, theirs)):
-        train(*each, 1, first=5)
+    for trained, its_optimizer in ((model, optimizer), (torchs, theirs)):
+        train(trained, its_optimizer, 1, first=5)
     torch.testing.assert_close(list(torchs.parameters()), list(model.parameters()))
 
 
-def test_8_bit_checkpoints_in_another_layout():
-    """Codes share their scales in the order of the parameter that they are loaded for."""
+def test_8_bit_moments_load_into_a_parameter_of_another_layout():
+    """Codes that are neighbours in memory share a scale; the parameter that loads them decides the order."""
     values = torch.randn(4, 6, 5, 5, generator=torch.Generator().manual_seed(0))
     plain, last = (
         torch.nn.Parameter(values.to(memory_format=it)) for it in (torch.contiguous_format, torch.channels_last)
@@ -125,7 +125,7 @@ def test_8_bit_checkpoints_in_another_layout():
     torch.testing.assert_close(got, want, rtol=0, atol=want.abs().max().item() / 100)
 
 
-def test_what_a_checkpoint_has_beside_is_kept():
+def test_a_foreign_key_in_a_saved_state_is_kept():
     model = network()
     train(model, optimizer := AdamW(model.parameters()), 1)
     saved = copy.deepcopy(optimizer.state_dict())
@@ -134,8 +134,8 @@ def test_what_a_checkpoint_has_beside_is_kept():
     assert optimizer.state[model[0].weight]["note"].tolist() == [1.0, 1.0]
 
 
-def test_a_tie_that_fp32_masters_have_rounded_to_even_keeps_its_master():
-    """Split masters round it away from zero: the weight follows."""
+def test_a_master_halfway_between_two_weights_loads_without_loss():
+    """An fp32 master rounds to the even weight. A split master rounds away from zero, so the weight changes."""
     param = torch.nn.Parameter(torch.full((4,), 1.0, dtype=B16))
     param.grad = torch.zeros_like(param)
     (source := AdamW([param], master="fp32")).step()
@@ -158,7 +158,7 @@ def test_a_parameter_without_a_state_is_not_saved():
     assert set(optimizer.state_dict()["state"]) == {1}
 
 
-def test_a_largest_that_is_not_used_now_is_kept_as_it_is():
+def test_max_exp_avg_sq_loads_unchanged_while_amsgrad_is_off():
     weight, optimizer = stepped(state_dtype=I8, amsgrad=True)
     optimizer.param_groups[0]["amsgrad"] = False
     before = copy.deepcopy(optimizer.state[weight])

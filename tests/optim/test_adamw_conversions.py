@@ -1,4 +1,4 @@
-"""A model that is converted to another dtype after some training: its weights win, and its state saves and loads."""
+"""A model is converted to another dtype amid its training: steps go on from its weights, its state saves and loads."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16, network, train
-from tests.optim.optimizers import weights_of
+from tests.optim.optimizers import true_weights
 from tests.processes import alone, needs_gloo
 
 DTYPES = [B16, F16, torch.float32, torch.float64]
@@ -55,8 +55,8 @@ def loaded(model, optimizer):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("before", "after"), CONVERSIONS, ids=str)
-def test_what_is_saved_of_a_converted_model_loads_into_it(tmp_path, before, after, options):
-    """Training then continues to the bit as with the optimizer that was saved."""
+def test_a_checkpoint_of_a_converted_model_loads_into_a_model_of_its_new_dtype(tmp_path, before, after, options):
+    """Training then goes on with the same bits as without the checkpoint."""
     model, optimizer = converted(before, after, **options)
     other = network(after, seed=7)
     again = AdamW(other.parameters(), guard=False, **options)
@@ -68,13 +68,13 @@ def test_what_is_saved_of_a_converted_model_loads_into_it(tmp_path, before, afte
     train(model, optimizer, 2)
     train(other, again, 2)
     assert all(map(same_bits, model.parameters(), other.parameters()))
-    assert all(map(same_bits, weights_of(model, optimizer), weights_of(other, again)))
+    assert all(map(same_bits, true_weights(model, optimizer), true_weights(other, again)))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("before", [B16, F16], ids=str)
 @pytest.mark.parametrize("after", [torch.float32, torch.float64], ids=str)
-def test_torchs_adamw_loads_it_too(before, after, options):
+def test_torchs_adamw_loads_the_state_of_a_converted_model(before, after, options):
     model, optimizer = converted(before, after, **options)
     other = copy.deepcopy(model)
     torchs = torch.optim.AdamW(other.parameters(), lr=1e-2, foreach=False)
@@ -91,7 +91,7 @@ def test_torchs_adamw_loads_it_too(before, after, options):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("before", "after"), CONVERSIONS, ids=str)
 def test_the_next_step_starts_from_the_converted_weights(before, after, options, duplicate):
-    """Also where the state was copied, or loaded and not stepped, before the model was converted."""
+    """The state may have been copied, or loaded and not stepped, before the model is converted."""
     model = network(before)
     optimizer = AdamW(model.parameters(), lr=1e-2, guard=False, **options)
     train(model, optimizer, 3)
@@ -100,9 +100,9 @@ def test_the_next_step_starts_from_the_converted_weights(before, after, options,
     wanted = [param.detach().clone() for param in model.parameters()]
     optimizer.param_groups[0] |= {"lr": 0.0, "weight_decay": 0.0}
     train(model, optimizer, 1)
-    for param, weight, found in zip(model.parameters(), wanted, weights_of(model, optimizer), strict=True):
+    for param, weight, found in zip(model.parameters(), wanted, true_weights(model, optimizer), strict=True):
         assert same_bits(param, weight)
-        if options["master"] == "split":  # a copy that rounds to its weight holds, as where somebody writes to weights
+        if options["master"] == "split":  # an fp32 master is kept where it rounds to the weight
             assert torch.equal(found.double(), weight.double()), param.shape
         assert same_bits(found.to(after), weight)
 
@@ -110,29 +110,29 @@ def test_the_next_step_starts_from_the_converted_weights(before, after, options,
 @pytest.mark.parametrize("before", [B16, F16], ids=str)
 @pytest.mark.parametrize("away", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_a_model_that_was_away_keeps_its_masters(before, away, master):
-    """To evaluate in a wider dtype and come back, with the state saved meanwhile, changes nothing of the training."""
+def test_a_model_that_is_widened_and_converted_back_keeps_its_masters(before, away, master):
+    """Users may evaluate in a wider dtype, and save the state meanwhile: the training goes on unchanged."""
     model = network(before)
     optimizer = AdamW(model.parameters(), lr=1e-2, master=master)
     train(model, optimizer, 3)
-    stayed, others = copy.deepcopy((model, optimizer))
+    twin, twin_optimizer = copy.deepcopy((model, optimizer))
     model.to(away)
     optimizer.state_dict()
     model.to(before)
     train(model, optimizer, 2)
-    train(stayed, others, 2)
-    assert all(map(same_bits, model.parameters(), stayed.parameters()))
-    assert all(map(same_bits, weights_of(model, optimizer), weights_of(stayed, others)))
+    train(twin, twin_optimizer, 2)
+    assert all(map(same_bits, model.parameters(), twin.parameters()))
+    assert all(map(same_bits, true_weights(model, optimizer), true_weights(twin, twin_optimizer)))
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize(("before", "after"), CONVERSIONS, ids=str)
-def test_grads_are_released_of_a_converted_model(before, after, options):
+def test_released_steps_of_a_converted_model_equal_plain_steps(before, after, options):
     model, optimizer = converted(before, after, **options)
     other, again = copy.deepcopy((model, optimizer))
     optimizer.release_grads()
-    for each in ((model, optimizer), (other, again)):
-        train(*each, 2)
+    train(model, optimizer, 2)
+    train(other, again, 2)
     assert all(map(same_bits, model.parameters(), other.parameters()))
 
 
@@ -151,7 +151,7 @@ def test_a_converted_model_becomes_mixed_and_full_again():
 
 @needs_gloo
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_sharded_parameters(options):
+def test_a_sharded_state_loads_into_a_converted_model(options):
     with alone():
         for before, after in CONVERSIONS:
             model, other = fully_shard(network(before)), fully_shard(network(after, seed=7))
@@ -163,9 +163,9 @@ def test_sharded_parameters(options):
             assert after in (B16, F16) or not any(MASTERS & state.keys() for state in saved["state"].values())
             other.load_state_dict(model.state_dict())
             set_optimizer_state_dict(other, again, saved)
-            for each, its in ((model, optimizer), (other, again)):
-                for param in each.parameters():  # FSDP2 itself trains no model that was converted
+            for trained, its_optimizer in ((model, optimizer), (other, again)):
+                for param in trained.parameters():  # FSDP2 itself trains no model that was converted
                     param.grad = torch.ones_like(param)
-                its.step()
-            for param, its in zip(model.parameters(), other.parameters(), strict=True):
-                assert same_bits(param.full_tensor(), its.full_tensor())
+                its_optimizer.step()
+            for param, twin in zip(model.parameters(), other.parameters(), strict=True):
+                assert same_bits(param.full_tensor(), twin.full_tensor())

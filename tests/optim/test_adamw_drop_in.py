@@ -1,4 +1,4 @@
-"""AdamW as a drop-in: beside torch's own, on torch's own inputs."""
+"""AdamW takes the place of torch's: the same calls, the same results."""
 
 import copy
 
@@ -26,21 +26,6 @@ def test_lr_and_betas_as_tensors_follow_a_scheduler():
     assert_close(ours, theirs, 20, lr=1e-2)
 
 
-def test_groups_with_their_own_options():
-    ours, theirs = network(), network()
-
-    def grouped(model):
-        weights, rest = [model[0].weight, model[3].weight], [model[0].bias, *model[2].parameters(), model[3].bias]
-        return [
-            {"params": weights, "weight_decay": 0.1, "amsgrad": True},
-            {"params": rest, "weight_decay": 0.0, "lr": 1e-2},
-        ]
-
-    train(ours, AdamW(grouped(ours)), 20)
-    train(theirs, torch.optim.AdamW(grouped(theirs), foreach=False), 20)
-    assert_close(ours, theirs, 40, lr=1e-2)
-
-
 def test_a_parameter_without_a_grad_keeps_its_own_count():
     model = network()
     optimizer = AdamW(model.parameters())
@@ -52,7 +37,7 @@ def test_a_parameter_without_a_grad_keeps_its_own_count():
     assert optimizer.state[model[0].weight]["step"].item() == 3
 
 
-def test_mixed_dtypes_and_complex_parameters_in_one_group():
+def test_a_group_may_hold_several_dtypes_and_complex_parameters():
     torch.manual_seed(0)
     params = [torch.randn(5, dtype=dtype) for dtype in (torch.float32, torch.float64, torch.complex64)]
     ours, theirs = ([torch.nn.Parameter(param.clone()) for param in params] for _ in range(2))
@@ -66,7 +51,7 @@ def test_mixed_dtypes_and_complex_parameters_in_one_group():
         torch.testing.assert_close(a, b)
 
 
-def test_hooks_closure_and_zero_grad():
+def test_hooks_run_around_the_closure_and_zero_grad_drops_the_grads():
     model, seen = network(), []
     optimizer = AdamW(model.parameters())
     optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
@@ -108,7 +93,7 @@ def test_step_compiles_without_a_graph_break(dtype, options):
 
 
 @pytest.mark.parametrize("differentiable", [False, True])
-def test_it_can_stand_where_torchs_is_looked_for(monkeypatch, differentiable):
+def test_it_steps_where_it_replaces_torchs_by_name(monkeypatch, differentiable):
     monkeypatch.setattr(torch.optim, "AdamW", AdamW)
     leaf = torch.ones(3, requires_grad=True)
     weight = leaf.clone() if differentiable else leaf
@@ -117,7 +102,7 @@ def test_it_can_stand_where_torchs_is_looked_for(monkeypatch, differentiable):
     assert (weight < 1).all()
 
 
-def test_differentiable_steps_are_torchs():
+def test_differentiable_steps_are_torchs_and_take_none_of_our_options():
     params = [torch.ones(3, requires_grad=True) for _ in range(2)]
     values = []
     for param, kind in zip(params, (AdamW, torch.optim.AdamW), strict=True):

@@ -1,4 +1,4 @@
-"""AdamW under loss scaling, clipping and its own guard."""
+"""AdamW skips a step whose grads hold an inf or NaN: by its guard, by a scaler, while it clips."""
 
 import copy
 
@@ -23,7 +23,7 @@ def test_an_fp16_norm_beyond_65504_is_no_overflow():
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
-def test_the_guard_skips(dtype, bad):
+def test_the_guard_skips_a_step_with_an_inf_or_nan(dtype, bad):
     model = network(dtype)
     optimizer = AdamW(model.parameters(), guard=True if dtype == torch.float32 else None)
     train(model, optimizer, 2)
@@ -40,13 +40,13 @@ def test_the_guard_skips(dtype, bad):
     assert optimizer.skipped_steps.item() == 1.0
 
 
-def assert_bool(told, expected):
+def assert_bool(flag, expected):
     """Assert a 0-dim bool on the host."""
-    assert (told.dtype, told.shape, told.device.type) == (torch.bool, (), "cpu")
-    assert told.item() is expected
+    assert (flag.dtype, flag.shape, flag.device.type) == (torch.bool, (), "cpu")
+    assert flag.item() is expected
 
 
-def test_a_plain_fp32_step_looks_at_no_grad_first():
+def test_a_plain_fp32_step_checks_no_grads():
     model = network()
     optimizer = AdamW(model.parameters())
     train(model, optimizer, 1)
@@ -55,7 +55,7 @@ def test_a_plain_fp32_step_looks_at_no_grad_first():
 
 
 @pytest.mark.parametrize("user_unscales", [False, True])
-def test_under_torchs_grad_scaler(user_unscales):
+def test_under_torchs_grad_scaler_it_trains_and_skips_as_torchs(user_unscales):
     ours, theirs = network(), network()
     optimizers = AdamW(ours.parameters()), torch.optim.AdamW(theirs.parameters(), foreach=False)
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4) for _ in range(2)]
@@ -77,7 +77,7 @@ def test_under_torchs_grad_scaler(user_unscales):
 
 @pytest.mark.parametrize("backend", ["native", "reference"])
 @pytest.mark.parametrize("options", [{"guard": True}, {"max_norm": 1.0}], ids=str)
-def test_the_guard_has_its_own_say_under_a_scaler(options, backend):
+def test_the_guard_skips_a_nan_that_came_after_the_scaler_looked(options, backend):
     """The scaler looked at the grads before the user broke them."""
     with mpkernels.backend(backend):
         model = network()
@@ -95,7 +95,7 @@ def test_the_guard_has_its_own_say_under_a_scaler(options, backend):
 
 
 @pytest.mark.parametrize("without", ["grads", "guard"])
-def test_a_step_that_looks_at_nothing_says_nothing(without):
+def test_a_step_without_grads_or_guard_reports_no_outcome(without):
     """Such a step reports nothing, not even the outcome of the step before."""
     model = network()
     optimizer = AdamW(model.parameters(), max_norm=1.0)
@@ -113,8 +113,8 @@ def test_a_step_that_looks_at_nothing_says_nothing(without):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
-def test_a_norm_that_nobody_asked_for(dtype):
-    """torch's scaler looks for infs, not for a norm: a second look, for the guard of 16 bits, would cost a pass."""
+def test_a_scalers_step_without_max_norm_computes_no_norm(dtype):
+    """torch's scaler has looked for infs. The guard of 16-bit parameters would read all grads once more."""
     weight = torch.nn.Parameter(torch.ones(3, dtype=dtype))
     optimizer, scaler = AdamW([weight]), torch.amp.GradScaler("cpu")
     scaler.scale(weight.sum()).backward()
@@ -122,20 +122,20 @@ def test_a_norm_that_nobody_asked_for(dtype):
     assert optimizer.grad_norm is None
 
 
-def test_an_inf_that_nobody_guards_against():
+def test_an_unguarded_inf_gives_an_exp_avg_of_inf_where_torchs_may_be_nan():
     """docs/differences.md: torch's exp_avg is NaN for a beta1 of 0.5 or less; the weight is NaN under both."""
     for beta1, expected in ((0.9, "inf"), (0.5, "nan")):
-        for kind, of_torch in ((AdamW, False), (torch.optim.AdamW, True)):
+        for kind, is_torchs in ((AdamW, False), (torch.optim.AdamW, True)):
             weight = torch.nn.Parameter(torch.ones(1))
             weight.grad = torch.full_like(weight, float("inf"))
             optimizer = kind([weight], betas=(beta1, 0.99))
             optimizer.step()
-            assert str(optimizer.state[weight]["exp_avg"].item()) == (expected if of_torch else "inf")
+            assert str(optimizer.state[weight]["exp_avg"].item()) == (expected if is_torchs else "inf")
             assert weight.isnan().all()
 
 
-def test_a_small_grad_after_a_large_one():
-    """docs/differences.md: for a beta1 of 0.5 or less."""
+def test_exp_avg_after_a_large_and_a_small_grad_is_torchs_but_for_a_rounding():
+    """docs/differences.md says that it differs for a beta1 of 0.5 or less: by a rounding of the large grad at most."""
     for beta1 in (0.0, 0.25, 0.5, 0.9):
         ours, theirs = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
         optimizers = AdamW([ours], betas=(beta1, 0.999)), torch.optim.AdamW([theirs], betas=(beta1, 0.999))

@@ -24,7 +24,7 @@ def keys_and_dtypes(optimizer, weights):
     return [{key: value.dtype for key, value in optimizer.state[weight].items()} for weight in weights]
 
 
-OF_EACH = [
+KEYS_AND_DTYPES = [
     {"step": torch.float32, "exp_avg": B16, "exp_avg_sq": B16, "remainder": torch.int16},
     {
         "step": torch.float32,
@@ -37,7 +37,7 @@ OF_EACH = [
 
 
 def loaded_again(weights, optimizer):
-    """The optimizer's options decide, not the checkpoint's."""
+    """Load a checkpoint that was saved with other options: those of the optimizer decide."""
     other = AdamW([{"params": weights[:1], "master": "fp32"}, {"params": weights[1:]}])
     for weight in weights:
         weight.grad = torch.ones_like(weight)
@@ -63,7 +63,7 @@ def test_a_group_has_masters_and_moments_of_its_own(target, use):
     for weight in weights:
         weight.grad = torch.ones_like(weight)
     optimizer.step()
-    assert keys_and_dtypes(optimizer, weights) == OF_EACH
+    assert keys_and_dtypes(optimizer, weights) == KEYS_AND_DTYPES
     assert [group["master"] for group in optimizer.param_groups] == ["split", "fp32"]
     saved = optimizer.state_dict()["param_groups"]
     assert [group["state_dtype"] for group in saved] == ["torch.bfloat16", "torch.int8"]
@@ -83,7 +83,7 @@ def test_a_group_steps_as_an_optimizer_of_its_own(target):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-def test_a_copy_keeps_them(duplicate):
+def test_a_copy_keeps_the_options_of_groups(duplicate):
     _, optimizer = two_groups(max_norm=1.0)
     other = duplicate(optimizer)
     assert [group["state_dtype"] for group in other.param_groups] == [torch.float32, torch.int8]
@@ -93,11 +93,11 @@ def test_a_copy_keeps_them(duplicate):
 @pytest.mark.parametrize(
     ("dtype", "guard", "shown"), [(B16, None, "None (on)"), (torch.float32, None, "None (off)"), (B16, False, "False")]
 )
-def test_whether_the_guard_is_on_is_shown(dtype, guard, shown):
+def test_repr_shows_whether_the_guard_is_on(dtype, guard, shown):
     assert f", guard: {shown}, " in repr(AdamW([torch.ones(1, dtype=dtype)], guard=guard))
 
 
-def test_they_are_shown():
+def test_repr_shows_the_options_of_the_optimizer_and_of_groups():
     _, optimizer = two_groups(max_norm=1.0)
     shown = repr(optimizer)
     for line in (
@@ -120,7 +120,7 @@ def test_they_are_shown():
         ({"state_dtype": torch.float16}, "AdamW: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got"),
     ],
 )
-def test_a_group_with_others_is_refused(options, text):
+def test_a_group_with_a_bad_option_is_refused(options, text):
     weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
     with pytest.raises(ValueError, match=text.replace("?", r"\?")):
         AdamW([{"params": weights[:1], **options}])
@@ -153,12 +153,12 @@ def test_an_option_that_a_group_gets_between_steps_is_checked(option, text):
 @pytest.mark.parametrize("first", OPTIONS, ids=str)
 @pytest.mark.parametrize("then", OPTIONS, ids=str)
 def test_options_that_change_between_steps_hold_from_the_next_one(target, first, then):
-    """The master keeps its bits, and moments are kept anew as closely as their dtype can."""
+    """The master keeps its bits, and moments are rounded to their new dtype."""
     weights = [torch.nn.Parameter(torch.linspace(0.5, 2, 300).to(target.device, B16)) for _ in range(2)]
-    changed, never = AdamW(weights[:1], lr=1e-2, **first), AdamW(weights[1:], lr=1e-2)
+    changed, unchanged = AdamW(weights[:1], lr=1e-2, **first), AdamW(weights[1:], lr=1e-2)
     for seed in range(4):
         grad = torch.randn(300, generator=torch.Generator().manual_seed(seed)).to(target.device, B16)
-        for weight, optimizer in zip(weights, (changed, never), strict=True):
+        for weight, optimizer in zip(weights, (changed, unchanged), strict=True):
             weight.grad = grad
             optimizer.step()
         if seed == 1:
@@ -180,31 +180,31 @@ def test_the_optimizers_own_values_may_be_repeated_in_a_group():
     assert optimizer.param_groups[0]["max_norm"] == 1.0
 
 
-def test_keys_of_the_users_own_are_kept():
+def test_keys_that_users_add_to_a_group_are_kept():
     optimizer = AdamW([{"params": [torch.ones(2, requires_grad=True)], "name": "head", "initial_lr": 1.0, "scale": 2}])
     assert optimizer.param_groups[0]["scale"] == 2
 
 
-@pytest.mark.parametrize("scaler", [GradScaler, torch.amp.GradScaler])
-def test_differentiable_steps_under_a_scaler(scaler):
-    """torch's step asserts that it gets no scale."""
+@pytest.mark.parametrize("scaler_kind", [GradScaler, torch.amp.GradScaler])
+def test_differentiable_steps_train_and_skip_under_a_scaler_as_torchs(scaler_kind):
+    """torch's step asserts that no scale is handed to it. The optimizer has been through a pickle."""
     models = network(), network()
     kinds = AdamW, torch.optim.AdamW
     optimizers = [
         kind(model.parameters(), lr=1e-2, differentiable=True) for kind, model in zip(kinds, models, strict=True)
     ]
-    optimizers[0] = pickle.loads(pickle.dumps((models[0], optimizers[0])))
-    models, optimizers = (optimizers[0][0], models[1]), (optimizers[0][1], optimizers[1])
-    scalers = scaler("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
+    our_model, our_optimizer = pickle.loads(pickle.dumps((models[0], optimizers[0])))
+    models, optimizers = (our_model, models[1]), (our_optimizer, optimizers[1])
+    scalers = scaler_kind("cpu", init_scale=1024.0), torch.amp.GradScaler("cpu", init_scale=1024.0)
     for seed in range(4):
-        for model, optimizer, its in zip(models, optimizers, scalers, strict=True):
-            backward(model, seed, scale=its.scale(torch.ones(())).item())
+        for model, optimizer, scaler in zip(models, optimizers, scalers, strict=True):
+            backward(model, seed, scale=scaler.scale(torch.ones(())).item())
             if seed == 2:
                 model[0].bias.grad[0] = float("inf")
             for param in model.parameters():
                 param.requires_grad_(False)
-            its.step(optimizer)
-            its.update()
+            scaler.step(optimizer)
+            scaler.update()
             for param in model.parameters():
                 param.requires_grad_(True)
     assert scalers[0].get_scale() == scalers[1].get_scale() == 512.0
@@ -212,7 +212,7 @@ def test_differentiable_steps_under_a_scaler(scaler):
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
-def test_a_scalers_verdict_stands_beside_a_guard_that_finds_nothing(target, max_norm):
+def test_a_guarded_step_is_skipped_if_only_the_scaler_found_an_inf(target, max_norm):
     param = torch.nn.Parameter(torch.ones(3, device=target.device, dtype=B16))
     optimizer = AdamW([param], guard=True, max_norm=max_norm)
     param.grad = torch.ones_like(param)
@@ -222,8 +222,8 @@ def test_a_scalers_verdict_stands_beside_a_guard_that_finds_nothing(target, max_
     assert optimizer.skipped_steps.item() == 1
 
 
-def test_a_plan_without_cpps_half_looks_at_no_grads(target):
-    """Such a plan must say so, else a guarded step would go on unguarded."""
+def test_a_plan_without_a_half_in_cpp_refuses_to_look_at_grads(target):
+    """A plan for one step alone can't look at grads. It must say so, else a guarded step would go on unguarded."""
     param = torch.nn.Parameter(torch.ones(3, device=target.device))
     optimizer = AdamW([param])
     group, state = optimizer.param_groups[0], create(AdamW._rule, param, optimizer.param_groups[0])
@@ -251,5 +251,5 @@ def test_a_bad_option_is_named(options, error, text):
     assert str(raised.value).endswith(text)
 
 
-def test_the_signature_is_the_one_that_is_written():
+def test_inspect_sees_the_written_signature():
     assert list(inspect.signature(AdamW).parameters)[:4] == ["params", "lr", "betas", "eps"]

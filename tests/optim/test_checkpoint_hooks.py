@@ -1,4 +1,4 @@
-"""AdamW's checkpoints under the hooks of users, and used as torch's own tests use theirs."""
+"""AdamW saves and loads with users' hooks around it, and as torch's own tests use checkpoints."""
 
 import copy
 
@@ -10,7 +10,7 @@ from mpkernels.optim import AdamW
 from tests.networks import B16, network, train
 
 
-def test_post_hooks_of_the_user_have_the_last_word():
+def test_what_a_post_hook_writes_into_a_loaded_state_stays():
     model = network()
     train(model, optimizer := AdamW(model.parameters()), 1)
     weight = model[0].weight
@@ -19,7 +19,7 @@ def test_post_hooks_of_the_user_have_the_last_word():
     assert (optimizer.state[weight]["exp_avg"] == 7).all()
 
 
-def test_hooks_of_the_user_see_the_optimizer_itself():
+def test_load_hooks_get_the_optimizer_itself():
     """A hook before the load may still add a group that the checkpoint has."""
     weights, seen = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)], []
     optimizer = AdamW([weights[0]])
@@ -143,23 +143,23 @@ USES = [
 
 
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
-def test_used_as_torchs_own_tests_use_theirs(use):
-    """repr and checkpoints equal torch's, plus our options, and the next step is the same."""
+def test_each_use_gives_what_torchs_optimizer_gives(use):
+    """Checkpoints equal torch's, plus our options, and the next step is the same."""
     results = []
     for kind in (AdamW, torch.optim.AdamW):
-        params, said = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)], []
+        params, messages = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)], []
         optimizer = kind([("a", params[0]), ("b", params[1])], lr=0.1)
         for _ in range(2):
             for i, param in enumerate(params):
                 param.grad = torch.full((3,), 1.0 + i)
             optimizer.step()
-        saved = use(optimizer, said.append)
+        saved = use(optimizer, messages.append)
         optimizer.step()
-        leaves, _ = tree_flatten_with_path((saved, said, params))
+        leaves, _ = tree_flatten_with_path((saved, messages, params))
         results.append({keystr(path): leaf for path, leaf in leaves})
     ours, theirs = results
-    own = [path for path in ours if path.endswith(("['master']", "['state_dtype']"))]
-    assert all("['param_groups']" in path and ours.pop(path) in ("split", "torch.float32") for path in own)
+    our_options = [path for path in ours if path.endswith(("['master']", "['state_dtype']"))]
+    assert all("['param_groups']" in path and ours.pop(path) in ("split", "torch.float32") for path in our_options)
     assert ours.keys() == theirs.keys()
     for path, leaf in ours.items():
         if isinstance(leaf, torch.Tensor):

@@ -17,7 +17,7 @@ I8 = torch.int8
 
 
 @pytest.mark.parametrize("dtype", [B16, torch.float64], ids=str)
-def test_another_default_dtype(target, dtype):
+def test_steps_are_the_same_under_another_default_dtype(target, dtype):
     """None of our tensors takes the default dtype."""
     results = []
     for default in (torch.float32, dtype):
@@ -39,7 +39,7 @@ def test_another_default_dtype(target, dtype):
 
 
 @pytest.mark.parametrize("options", [{}, {"state_dtype": I8}, {"lr": torch.tensor(1e-2), "max_norm": 1.0}])
-def test_the_default_device_is_none_of_its_business(target, options):
+def test_steps_are_the_same_under_another_default_device(target, options):
     ours, plain = network(B16, target.device), network(B16, target.device)
     for model in (ours, plain):
         optimizer = AdamW(model.parameters(), **options)
@@ -57,14 +57,14 @@ def test_a_number_on_the_host_goes_by_value_to_another_device():
     optimizer = AdamW(model.parameters(), lr=torch.tensor(0.5), betas=(0.75, 0.875))
     optimizer.step()
     [plan] = optimizer._plans
-    *_, by_place = plan._hyperparameters()
-    assert [it.numel() for it in by_place] == [1, 0, 0]
+    *_, on_device = plan._hyperparameters()
+    assert [it.numel() for it in on_device] == [1, 0, 0]
     plan.device = torch.device("cuda")
-    lr, beta1, beta2, *_, by_place = plan._hyperparameters()
-    assert (lr, beta1, beta2, by_place) == ([0.5], [0.75], [0.875], [])
+    lr, beta1, beta2, *_, on_device = plan._hyperparameters()
+    assert (lr, beta1, beta2, on_device) == ([0.5], [0.75], [0.875], [])
 
 
-FAKE = """
+STEPS_OF_FAKE_TENSORS = """
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from mpkernels.optim import AdamW
@@ -80,13 +80,13 @@ with FakeTensorMode():
 """
 
 
-def test_steps_of_tensors_without_memory():
-    """Whoever estimates what a training takes steps fakes. In a process of its own, which a bad free would end."""
-    done = subprocess.run([sys.executable, "-c", FAKE], capture_output=True, text=True)
+def test_fake_tensors_can_be_stepped():
+    """Tools that estimate memory step fake tensors. A bad free would end the process, so it is a new one."""
+    done = subprocess.run([sys.executable, "-c", STEPS_OF_FAKE_TENSORS], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "torch.Size([4, 3])\n"), done.stderr
 
 
-def test_a_learning_rate_in_16_bits():
+def test_a_learning_rate_may_be_a_16_bit_tensor():
     weight = torch.nn.Parameter(torch.ones(3))
     weight.grad = torch.ones(3)
     AdamW([weight], lr=torch.tensor(0.5, dtype=B16), weight_decay=0.0).step()

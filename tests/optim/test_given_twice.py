@@ -43,18 +43,18 @@ def tied(shared, other, x):
 
 
 def inside_and_outside(shared, other, x):
-    """Its grad of the outer graph comes last, after that of the checkpoint."""
+    """The grad from the outer graph comes after the one from the checkpoint."""
     return reentrant(shared, x @ shared)
 
 
 USES = [shared_in_a_row, shared_side_by_side, tied, shared_in_a_nested_one, inside_and_outside]
 
 
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # of the inner one, without a graph
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")  # the inner checkpoint has no graph
 @pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
-def test_a_parameter_that_reentrant_checkpoints_share(use, options, dtype):
+def test_a_parameter_that_reentrant_checkpoints_share_is_refused_before_it_moves(use, options, dtype):
     params = weights(2, dtype)
     optimizer = AdamW(params, **options)
     optimizer.release_grads()
@@ -65,8 +65,8 @@ def test_a_parameter_that_reentrant_checkpoints_share(use, options, dtype):
     assert not optimizer.state
 
 
-def test_one_that_was_stepped_before_a_checkpoint_uses_it_is_refused_too():
-    """It has moved once by then: nothing tells beforehand what a reentrant checkpoint will use."""
+def test_a_parameter_stepped_before_a_checkpoint_uses_it_is_refused_too():
+    """The parameter has moved once by then: nothing tells beforehand what a reentrant checkpoint will use."""
     params = weights(2)
     optimizer = AdamW(params)
     optimizer.release_grads()
@@ -92,7 +92,7 @@ def shared_without_checkpoints(first, second, third):
 
 @pytest.mark.parametrize("use", [once_each, non_reentrant, shared_without_checkpoints], ids=lambda it: it.__name__)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_what_comes_once_is_stepped_as_ever(use, options):
+def test_parameters_that_get_one_grad_step_as_without_release(use, options):
     ours, plain = weights(), weights()
     optimizers = AdamW(ours, **options), AdamW(plain, **options)
     release = optimizers[0].release_grads()
@@ -110,7 +110,7 @@ def test_what_comes_once_is_stepped_as_ever(use, options):
     assert all(map(same_bits, ours, plain))
 
 
-def test_of_a_checkpoint_that_shares_nothing_only_its_grads_wait():
+def test_only_grads_from_reentrant_checkpoints_wait_for_the_step():
     params = weights()
     optimizer = AdamW(params)
     optimizer.release_grads()
@@ -119,8 +119,8 @@ def test_of_a_checkpoint_that_shares_nothing_only_its_grads_wait():
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_second_backward_before_the_step(options):
-    """torch would add up the grads. Other parameters' grads may come in a second one."""
+def test_a_second_grad_before_the_step_is_refused(options):
+    """torch would add up the grads. A second backward may bring other parameters' grads."""
     params = weights(2)
     optimizer = AdamW(params, **options)
     optimizer.release_grads()
@@ -150,7 +150,7 @@ class Fails(torch.autograd.Function):
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_a_failed_backward_is_given_up_by_zero_grad(options, set_to_none):
+def test_zero_grad_gives_up_a_backward_that_failed(options, set_to_none):
     params = weights(2)
     optimizer = AdamW(params, **options)
     optimizer.release_grads()
@@ -166,7 +166,7 @@ def test_a_failed_backward_is_given_up_by_zero_grad(options, set_to_none):
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True")
 @pytest.mark.parametrize("use", USES, ids=lambda it: it.__name__)
-def test_a_refused_backward_is_given_up_by_zero_grad(use):
+def test_zero_grad_gives_up_a_backward_that_was_refused(use):
     params = weights(2)
     optimizer = AdamW(params)
     optimizer.release_grads()
@@ -178,7 +178,7 @@ def test_a_refused_backward_is_given_up_by_zero_grad(use):
     assert [optimizer.state[param]["step"] for param in params] == [1, 1]
 
 
-def test_what_waits_for_the_step_may_come_twice():
+def test_a_grad_that_waits_for_the_step_may_come_twice():
     """With the guard, max_norm or a scaler nothing is stepped in the backward."""
     params = weights(2)
     optimizer = AdamW(params, max_norm=1e9)
@@ -188,7 +188,7 @@ def test_what_waits_for_the_step_may_come_twice():
     assert [optimizer.state[param]["step"] for param in params] == [1, 1]
 
 
-TWICE = r"AdamW: params\[2\] of shape \(3, 3\) must be given once, got it as params\[0\], too"
+GIVEN_TWICE = r"AdamW: params\[2\] of shape \(3, 3\) must be given once, got it as params\[0\], too"
 
 
 @pytest.mark.parametrize("named", [False, True])
@@ -203,7 +203,7 @@ def test_a_parameter_twice_in_a_group_is_refused_at_the_step(named, foreach):
     first.grad = torch.ones_like(first)
     before = copy.deepcopy([first, second])
     for _ in range(2):
-        with pytest.raises(ValueError, match=TWICE):
+        with pytest.raises(ValueError, match=GIVEN_TWICE):
             optimizer.step()
     assert all(map(same_bits, [first, second], before))
 
@@ -217,7 +217,7 @@ def in_another_group(optimizer, first):
 
 
 @pytest.mark.parametrize("put", [in_its_group, in_another_group], ids=lambda it: it.__name__)
-def test_a_parameter_that_is_put_in_by_hand_a_second_time(put):
+def test_a_parameter_that_users_append_a_second_time_is_refused(put):
     params = weights(2)
     optimizer = AdamW(params)
     for _ in range(2):
@@ -228,10 +228,10 @@ def test_a_parameter_that_is_put_in_by_hand_a_second_time(put):
             optimizer.step()
             before = copy.deepcopy(params)
             put(optimizer, params[0])
-        with pytest.raises(ValueError, match=TWICE):
+        with pytest.raises(ValueError, match=GIVEN_TWICE):
             optimizer.step()
         assert all(map(same_bits, params, before))
-    with pytest.raises(ValueError, match=TWICE):
+    with pytest.raises(ValueError, match=GIVEN_TWICE):
         optimizer.release_grads()
 
 

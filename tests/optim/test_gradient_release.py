@@ -1,4 +1,4 @@
-"""Grads that are freed inside the backward: the steps are the same, and never all grads are in memory."""
+"""release_grads frees each grad inside the backward: steps are the same, and grads are never all in memory."""
 
 import pytest
 import torch
@@ -16,12 +16,12 @@ def deep_network(layers=8, width=64):
 
 def watch_grads(model):
     """Return a list that gets the bytes of all grads together whenever a grad has come."""
-    seen = []
+    grad_bytes = []
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(
-            lambda _: seen.append(sum(each.grad.nbytes for each in model.parameters() if each.grad is not None))
+            lambda _: grad_bytes.append(sum(each.grad.nbytes for each in model.parameters() if each.grad is not None))
         )
-    return seen
+    return grad_bytes
 
 
 def loss_of(model, seed):
@@ -40,7 +40,7 @@ def assert_same_steps(models, optimizers):
 def test_without_clipping_steps_are_the_same_and_one_grad_lives_at_a_time():
     ours, plain = deep_network(), deep_network()
     optimizers = AdamW(ours.parameters(), lr=1e-2), AdamW(plain.parameters(), lr=1e-2)
-    seen = watch_grads(ours)
+    grad_bytes = watch_grads(ours)
     optimizers[0].release_grads()
     for seed in range(5):
         for model, optimizer in zip((ours, plain), optimizers, strict=True):
@@ -49,17 +49,17 @@ def test_without_clipping_steps_are_the_same_and_one_grad_lives_at_a_time():
             assert model is plain or all(param.grad is None for param in model.parameters())
             optimizer.zero_grad()
     assert all(map(same_bits, ours.parameters(), plain.parameters()))
-    assert max(seen) == ours[0].weight.nbytes
+    assert max(grad_bytes) == ours[0].weight.nbytes
 
 
 @pytest.mark.parametrize("how", ["clipped", "guarded", "scaled"])
-def test_what_must_know_all_grads_keeps_them_in_16_bits(how):
+def test_a_step_that_must_know_all_grads_keeps_them_in_16_bits(how):
     """The reference rounds its grads to bf16 likewise; an inf skips the step in both."""
     ours, plain = deep_network(), deep_network()
     options = {"clipped": {"max_norm": 0.1}, "guarded": {"guard": True}, "scaled": {}}[how]
     optimizers = [AdamW(model.parameters(), lr=1e-2, **options) for model in (ours, plain)]
     scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**10, enabled=how == "scaled") for _ in range(2)]
-    seen = watch_grads(ours)
+    grad_bytes = watch_grads(ours)
     release = optimizers[0].release_grads(scaler=scalers[0])
     for seed in range(6):
         for model, optimizer, scaler in zip((ours, plain), optimizers, scalers, strict=True):
@@ -72,20 +72,20 @@ def test_what_must_know_all_grads_keeps_them_in_16_bits(how):
                     param.grad = param.grad.bfloat16().float()
             scaler.step(optimizer)
             scaler.update()
+            assert model is plain or all(param.grad is None for param in model.parameters())
             optimizer.zero_grad()
-        assert all(param.grad is None for param in ours.parameters())
         assert scalers[0].get_scale() == scalers[1].get_scale()
     assert all(map(same_bits, ours.parameters(), plain.parameters()))
     assert optimizers[0].skipped_steps.item() == 1
     everything = sum(param.nbytes for param in ours.parameters())
-    assert max(seen) == everything / 2 + ours[0].weight.nbytes / 2  # the one that has just come is fp32
+    assert max(grad_bytes) == everything / 2 + ours[0].weight.nbytes / 2  # the one that has just come is fp32
     release.remove()
     loss_of(ours, 0).backward()
     assert ours[0].weight.grad.dtype == torch.float32
 
 
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1e9}], ids=["at once", "until the step"])
-def test_accumulation(options):
+def test_released_grads_add_up_within_accumulate(options):
     ours, plain = deep_network(), deep_network()
     optimizers = [AdamW(model.parameters(), lr=1e-2, **options) for model in (ours, plain)]
     release = optimizers[0].release_grads()
@@ -104,7 +104,7 @@ def test_accumulation(options):
     assert all(map(same_bits, ours.parameters(), plain.parameters()))
 
 
-def test_16_bit_parameters_with_and_without_the_guard():
+def test_16_bit_parameters_step_the_same_with_and_without_the_guard():
     for options in ({}, {"guard": False}):
         models = network(B16), network(B16)
         optimizers = [AdamW(model.parameters(), lr=1e-2, **options) for model in models]
@@ -128,14 +128,14 @@ def test_schedulers_and_checkpoints_reach_the_released_steps():
     assert all(map(same_bits, models[0].parameters(), models[1].parameters()))
 
 
-def test_it_needs_steps_of_its_own():
+def test_release_grads_refuses_a_number_as_scaler_and_differentiable_steps():
     with pytest.raises(TypeError, match="AdamW: release_grads takes a GradScaler, got int"):
         AdamW(network(B16).parameters()).release_grads(2**16)
     with pytest.raises(ValueError, match="AdamW: release_grads needs differentiable=False"):
         AdamW(network().parameters(), differentiable=True).release_grads()
 
 
-def test_frozen_parameters_and_a_second_call():
+def test_a_second_call_ends_the_first_beside_a_frozen_parameter():
     model = deep_network()
     model[1].weight.requires_grad_(False)
     optimizer = AdamW(model.parameters(), lr=1e-2)
@@ -148,8 +148,8 @@ def test_frozen_parameters_and_a_second_call():
 
 
 @pytest.mark.parametrize("end", ["zero_grad", "remove"])
-def test_grads_get_their_width_back(end):
-    """No step comes in between."""
+def test_grads_are_fp32_again_after_zero_grad_and_remove_or_accumulate(end):
+    """No step comes between the two backwards."""
     model = deep_network()
     optimizer = AdamW(model.parameters(), lr=1e-2, max_norm=1.0)
     release = optimizer.release_grads()
@@ -164,7 +164,7 @@ def test_grads_get_their_width_back(end):
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
 
 
-def test_groups_keep_their_options():
+def test_released_steps_use_the_options_of_their_groups():
     models = network(), network()
     optimizers = []
     for model in models:
@@ -174,17 +174,17 @@ def test_groups_keep_their_options():
     assert_same_steps(models, optimizers)
 
 
-def test_a_scaler_that_is_off_holds_nothing_back():
+def test_a_disabled_scaler_delays_no_step():
     model = deep_network()
     optimizer = AdamW(model.parameters())
-    seen = watch_grads(model)
+    grad_bytes = watch_grads(model)
     optimizer.release_grads(scaler=torch.amp.GradScaler("cpu", enabled=False))
     loss_of(model, 0).backward()
-    assert max(seen) == model[0].weight.nbytes
+    assert max(grad_bytes) == model[0].weight.nbytes
 
 
 @pytest.mark.parametrize(("options", "kept"), [({}, True), ({"max_norm": 1.0}, B16)], ids=["at once", "until the step"])
-def test_after_its_end_grads_stay(options, kept):
+def test_grads_stay_after_remove(options, kept):
     """After an accumulation that fails, grads are released again."""
     model = deep_network()
     optimizer = AdamW(model.parameters(), **options)
@@ -204,8 +204,8 @@ def test_after_its_end_grads_stay(options, kept):
 
 
 @pytest.mark.parametrize("width", [torch.float32, None])
-def test_an_end_between_backward_and_step(width):
-    """Grads that were kept in 16 bits are as wide again as those that come after them."""
+def test_remove_between_backward_and_step_widens_the_grads(width):
+    """Grads that were kept in 16 bits become as wide as those of the next backward."""
     model = deep_network(2)
     for param in model.parameters():
         param.grad_dtype = width
@@ -236,17 +236,8 @@ def test_a_group_that_is_popped_takes_its_options_along():
     assert second.item() == pytest.approx(1 - 2 * 0.2)
 
 
-def test_torchs_scaler_leaves_no_grad():
-    layer = torch.nn.Linear(3, 2)
-    optimizer, scaler = AdamW(layer.parameters()), torch.amp.GradScaler("cpu")
-    optimizer.release_grads(scaler)
-    scaler.scale(layer(torch.ones(1, 3)).sum()).backward()
-    scaler.step(optimizer)
-    assert all(param.grad is None for param in layer.parameters())
-
-
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler])
-def test_a_scaler_that_it_was_not_told_of_is_named(kind):
+def test_a_scaler_that_release_grads_was_not_given_is_refused(kind):
     layer = torch.nn.Linear(3, 2)
     optimizer, scaler = AdamW(layer.parameters()), kind("cpu")
     optimizer.release_grads()
@@ -255,7 +246,7 @@ def test_a_scaler_that_it_was_not_told_of_is_named(kind):
         scaler.step(optimizer)
 
 
-def test_what_is_written_between_released_steps_stays():
+def test_a_weight_written_between_released_steps_reaches_its_master():
     weight = torch.nn.Parameter(torch.ones(3, dtype=B16))
     optimizer = AdamW([weight], lr=1e-3, master="fp32", guard=False)
     optimizer.release_grads()
@@ -268,7 +259,7 @@ def test_what_is_written_between_released_steps_stays():
     assert optimizer.state[weight]["master"][0].item() == pytest.approx(2, abs=0.01)
 
 
-def test_after_its_end_grads_can_be_clipped():
+def test_grads_can_be_clipped_after_remove():
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer = AdamW([weight], guard=False)
     optimizer.release_grads().remove()

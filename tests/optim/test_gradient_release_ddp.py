@@ -1,4 +1,4 @@
-"""Grads that DistributedDataParallel sums up are not released: before the sum each process has others."""
+"""release_grads refuses grads that DistributedDataParallel sums up: before the sum, processes have different ones."""
 
 import copy
 
@@ -21,8 +21,8 @@ class Derived(DistributedDataParallel):
     pass
 
 
-def wrapped_and_released(kind, when, model, options, of_adamw):
-    optimizer = AdamW(model.parameters(), **of_adamw)
+def wrapped_and_released(kind, when, model, options, adamw_options):
+    optimizer = AdamW(model.parameters(), **adamw_options)
     if when == "before":
         wrapped = kind(model, **options)
     release = optimizer.release_grads()
@@ -39,10 +39,10 @@ def first_backward_is_refused(rank):
         (DistributedDataParallel, {"gradient_as_bucket_view": True}),
         (Derived, {"find_unused_parameters": True}),
     ):
-        for of_adamw in ({}, {"max_norm": 1.0}):
+        for adamw_options in ({}, {"max_norm": 1.0}):
             for when in ("before", "after", "after a step"):
                 model = network()
-                release, wrapped = wrapped_and_released(kind, when, model, options, of_adamw)
+                release, wrapped = wrapped_and_released(kind, when, model, options, adamw_options)
                 weights = copy.deepcopy(list(model.parameters()))
                 for _ in range(2):
                     with pytest.raises(RuntimeError, match=REFUSED):
@@ -53,12 +53,12 @@ def first_backward_is_refused(rank):
 
 
 @in_processes
-def test_the_first_backward_is_refused(tmp_path):
+def test_the_first_backward_under_ddp_is_refused(tmp_path):
     spawn(first_backward_is_refused, tmp_path)
 
 
 @needs_gloo
-def test_only_what_it_sums_up_is_refused():
+def test_only_parameters_whose_grads_ddp_sums_up_are_refused():
     with alone():
         ignored, model, other = network(), network(), network()
         names = [name for name, _ in ignored.named_parameters()]

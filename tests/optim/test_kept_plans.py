@@ -7,7 +7,7 @@ import torch
 from torch.nn import Parameter
 
 from tests.hard_grads import same_bits
-from tests.optim.test_plan import made, put_grads
+from tests.optim.test_plan import params_and_optimizer, put_grads
 
 SHAPES = (4, 4), (6,), (2,)
 I8, B16 = torch.int8, torch.bfloat16
@@ -30,126 +30,126 @@ def steps(params, optimizer, change, is_kept, change_grads, at):
         optimizer.step()
 
 
-def nothing(params, optimizer):
+def no_change(params, optimizer):
     pass
 
 
 def assert_the_same(
-    device, change=nothing, change_grads=nothing, shapes=SHAPES, at=(2, 4), compared=numbers_of, **options
+    device, change=no_change, change_grads=no_change, shapes=SHAPES, at=(2, 4), compared=numbers_of, **options
 ):
     results = []
     for is_kept in (True, False):
-        params, optimizer = made(shapes=shapes, device=device, **options)
+        params, optimizer = params_and_optimizer(shapes=shapes, device=device, **options)
         steps(params, optimizer, change, is_kept, change_grads, at)
         results.append(compared(params, optimizer))
     assert all(map(same_bits, *results))
 
 
-CHANGES, OF_GRADS = {}, {}
+CHANGES, CHANGES_OF_GRADS = {}, {}
 
 
-def listed(table):
-    def note(function):
+def added_to(table):
+    def add(function):
         table[function.__name__] = function
         return function
 
-    return note
+    return add
 
 
-@listed(CHANGES)
-def parameters_elsewhere(params, optimizer):
+@added_to(CHANGES)
+def parameters_in_other_memory(params, optimizer):
     for param in params:
         param.data = param.data + 1
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def another_layout(params, optimizer):
     params[0].data = params[0].data.t().contiguous().t()
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def another_layout_in_place(params, optimizer):
     params[0].data = params[0].data.t()
 
 
-@listed(CHANGES)
-def a_longer_one(params, optimizer):
+@added_to(CHANGES)
+def a_longer_parameter(params, optimizer):
     """Make a parameter longer, so that those after it lie in other chunks."""
     params[0].grad, params[0].data = None, torch.ones(20_000)
     for name in ("exp_avg", "exp_avg_sq"):
         optimizer.state[params[0]][name].data = torch.ones(20_000)
 
 
-@listed(CHANGES)
-def swapped(params, optimizer):
+@added_to(CHANGES)
+def a_swapped_parameter(params, optimizer):
     torch.utils.swap_tensors(params[0], Parameter(params[0].detach() * 2))
 
 
-@listed(CHANGES)
-def a_new_one_in_its_place(params, optimizer):
+@added_to(CHANGES)
+def a_new_parameter_in_its_place(params, optimizer):
     params[1] = Parameter(params[1].detach().clone())
     optimizer.param_groups[0]["params"][1] = params[1]
 
 
-@listed(CHANGES)
-def a_new_one_with_its_state(params, optimizer):
+@added_to(CHANGES)
+def a_new_parameter_with_the_old_state(params, optimizer):
     state = optimizer.state.pop(params[1])
-    a_new_one_in_its_place(params, optimizer)
+    a_new_parameter_in_its_place(params, optimizer)
     optimizer.state[params[1]] = state
 
 
-@listed(CHANGES)
-def one_that_comes_later(params, optimizer):
+@added_to(CHANGES)
+def a_parameter_added_later(params, optimizer):
     params.append(Parameter(torch.ones(3)))
     optimizer.add_param_group({"params": params[-1:], "lr": 0.5})
 
 
-@listed(CHANGES)
-def one_without_a_grad_comes_first(params, optimizer):
+@added_to(CHANGES)
+def a_parameter_without_a_grad_comes_first(params, optimizer):
     optimizer.param_groups[0]["params"].insert(0, Parameter(torch.ones(2)))
 
 
-@listed(CHANGES)
-def others_changed_places(params, optimizer):
+@added_to(CHANGES)
+def parameters_in_reverse_order(params, optimizer):
     optimizer.param_groups[0]["params"].reverse()
 
 
-@listed(CHANGES)
-def one_is_in_another_group(params, optimizer):
+@added_to(CHANGES)
+def a_parameter_in_another_group(params, optimizer):
     """The order of all parameters stays the same."""
     if len(optimizer.param_groups) == 1:
         optimizer.add_param_group({"params": [Parameter(torch.ones(2))], "lr": 0.5})
     optimizer.param_groups[1]["params"].insert(0, optimizer.param_groups[0]["params"].pop())
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def another_group_in_its_place(params, optimizer):
     optimizer.param_groups[0] = optimizer.param_groups[0] | {"lr": 0.0}
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def other_hyperparameters(params, optimizer):
     optimizer.param_groups[0] |= {"lr": 0.1, "betas": (0.5, 0.6), "eps": 0.1, "weight_decay": 0.5, "maximize": True}
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def other_tensors_as_states(params, optimizer):
     for state in optimizer.state.values():
         for key, value in state.items():
             state[key] = value.clone()
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def other_memory_of_states(params, optimizer):
     optimizer.state[params[1]]["exp_avg"].data = torch.full_like(params[1], 2)
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def another_dict_of_states(params, optimizer):
     optimizer.state[params[1]] = {key: value * 0 + 1 for key, value in optimizer.state[params[1]].items()}
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def states_exchanged(params, optimizer):
     """Exchange states, in the optimizer's order."""
     params[2].data = params[2].data.new_ones(6)
@@ -160,78 +160,78 @@ def states_exchanged(params, optimizer):
     optimizer.state.update(zip(params, (first, third, second), strict=True))
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def states_forgotten(params, optimizer):
     optimizer.state.clear()
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def the_last_state_forgotten(params, optimizer):
     del optimizer.state[params[-1]]
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def moments_in_another_layout_in_place(params, optimizer):
     for name in ("exp_avg", "exp_avg_sq"):
         moment = optimizer.state[params[0]][name]
         moment.set_(moment.untyped_storage(), 0, (4, 4), (1, 4))
 
 
-@listed(CHANGES)
+@added_to(CHANGES)
 def a_checkpoint_is_loaded(params, optimizer):
     optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-@listed(CHANGES)
-def amsgrad_comes(params, optimizer):
+@added_to(CHANGES)
+def amsgrad_begins(params, optimizer):
     optimizer.param_groups[0]["amsgrad"] = True
     for param in params:
         optimizer.state[param]["max_exp_avg_sq"] = torch.full_like(param, 3)
 
 
-@listed(OF_GRADS)
+@added_to(CHANGES_OF_GRADS)
 def no_grad(params, optimizer):
     params[0].grad = None
 
 
-@listed(OF_GRADS)
+@added_to(CHANGES_OF_GRADS)
 def a_grad_of_another_dtype(params, optimizer):
     params[1].grad, params[1].grad_dtype = None, None
     params[1].grad = torch.full(params[1].shape, 0.5, dtype=B16)
 
 
-@listed(OF_GRADS)
+@added_to(CHANGES_OF_GRADS)
 def a_zero_tensor(params, optimizer):
     params[1].grad = torch._efficientzerotensor(params[1].shape, device=params[1].device)
 
 
-@listed(OF_GRADS)
+@added_to(CHANGES_OF_GRADS)
 def a_grad_in_another_layout(params, optimizer):
     params[0].grad = params[0].grad.t()
 
 
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_change_is_seen(change, target):
+def test_a_kept_plan_sees_a_change(change, target):
     with target.device:  # where the changes make their tensors
         assert_the_same(target.device, change)
 
 
-@pytest.mark.parametrize("change", OF_GRADS.values(), ids=OF_GRADS)
-def test_other_grads_are_seen(change, target):
+@pytest.mark.parametrize("change", CHANGES_OF_GRADS.values(), ids=CHANGES_OF_GRADS)
+def test_a_kept_plan_sees_other_grads(change, target):
     with target.device:
         assert_the_same(target.device, change_grads=change)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, B16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize("options", [{}, {"max_norm": 1.0}, {"amsgrad": True}, {"state_dtype": I8}], ids=str)
-def test_any_dtype_and_options(target, dtype, options):
+def test_a_kept_plan_steps_alike_for_any_dtype_and_options(target, dtype, options):
     assert_the_same(target.device, change_grads=no_grad, dtype=dtype, **options)
 
 
 @pytest.mark.parametrize("key", ["step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "remainder", "master", "scales"])
-def test_a_single_kind_of_state_elsewhere_is_seen(target, key):
-    """Beneath the same tensors. What lies at the old place is wrong."""
+def test_other_memory_of_one_kind_of_state_is_seen(target, key):
+    """The same tensors get other memory; the numbers at the old place are wrong."""
     options = {"amsgrad": True, "master": "fp32" if key == "master" else "split"}
     options["state_dtype"] = I8 if key == "scales" else torch.float32
     old = []
@@ -254,8 +254,8 @@ def test_a_change_is_seen_among_many(place):
     assert_the_same("cpu", other_memory, shapes=[(2,)] * 300)
 
 
-def test_another_dtype_at_the_same_place(target):
-    """The second parameter's; its grads have fp32 before and after."""
+def test_a_parameter_of_another_dtype_at_the_same_place_is_seen(target):
+    """The second parameter turns from fp16 to bf16 and back; its grads are fp32 from the first change on."""
 
     def turned(params, optimizer):
         param = params[1]
@@ -265,8 +265,8 @@ def test_another_dtype_at_the_same_place(target):
     assert_the_same(target.device, turned, dtype=torch.float16)
 
 
-def test_moments_of_another_dtype_at_the_same_place(target):
-    """A new plan has them in their own dtype again for the next step."""
+def test_moments_of_another_dtype_at_the_same_place_are_seen(target):
+    """A new plan gives the moments their own dtype again for the next step, so only parameters are compared."""
 
     def turned(params, optimizer):
         for name in ("exp_avg", "exp_avg_sq"):

@@ -12,26 +12,26 @@ from mpkernels.optim import Masters
 from mpkernels.optim.masters import true_weight
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
-from tests.optim.wrapped import OPTIMIZERS, every, give_grads, groups, parameters
+from tests.optim.wrapped import OPTIMIZERS, all_params, give_grads, groups, parameters
 
 F32 = torch.float32
-of_each = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-of_each_dtype = pytest.mark.parametrize("dtype", [B16, F16], ids=str)
+each_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+each_dtype = pytest.mark.parametrize("dtype", [B16, F16], ids=str)
 
 
 def pair(make, dtype, **options):
-    """Ours over 16-bit parameters, and the same class over fp32 ones with the same values."""
+    """Return an optimizer of 16-bit parameters in Masters, and a bare one of fp32 parameters with the same values."""
     ours, bare = Masters(make(groups(parameters(dtype))), **options), make(groups(parameters(F32)))
-    for param in (every(ours)[1], every(bare)[1]):
+    for param in (all_params(ours)[1], all_params(bare)[1]):
         param.width = 2.0
     return ours, bare
 
 
 def true_weights(optimizer):
-    return [true_weight(param, optimizer.state.get(param, {})) for param in every(optimizer)]
+    return [true_weight(param, optimizer.state.get(param, {})) for param in all_params(optimizer)]
 
 
-def own_state(optimizer, param):
+def state_without_remainder(optimizer, param):
     return {key: it for key, it in optimizer.state.get(param, {}).items() if key != "remainder"}
 
 
@@ -54,81 +54,82 @@ def assert_same(some, others):
 
 
 def assert_in_step(ours, bare):
-    """The weights of fp16 are those of fp32 as a split master holds them; those of bf16 are the very same."""
-    for param, other in zip(every(ours), every(bare), strict=True):
+    """Assert that weights, states and groups agree. A split master of fp16 can't hold each fp32 weight: the bare
+    optimizer goes on from what it holds."""
+    for param, other in zip(all_params(ours), all_params(bare), strict=True):
         if param.dtype == F32:
             assert same_bits(param, other)
         elif "remainder" in ours.state[param]:
             weight, remainder = split(other.detach(), param.dtype)
             assert same_bits(param, weight)
             assert same_bits(ours.state[param]["remainder"], remainder)
-        assert_same(own_state(ours, param), own_state(bare, other))
+        assert_same(state_without_remainder(ours, param), state_without_remainder(bare, other))
         other.data.copy_(true_weight(param, ours.state[param]))
     for group, other in zip(ours.param_groups, bare.param_groups, strict=True):
         assert_same({**group, "params": None}, {**other, "params": None})
 
 
 def both_step(ours, bare, seed, dtype, factor=1.0, **options):
-    give_grads(every(ours), seed, dtype, **options)
-    give_grads(every(bare), seed, dtype, **options)
-    for param in every(bare):
+    give_grads(all_params(ours), seed, dtype, **options)
+    give_grads(all_params(bare), seed, dtype, **options)
+    for param in all_params(bare):
         if factor != 1 and param.grad is not None:
             param.grad *= factor
     ours.step()
     bare.step()
 
 
-@of_each
-@of_each_dtype
-def test_a_step_is_the_class_s_own_over_fp32_weights_and_grads(make, dtype):
+@each_optimizer
+@each_dtype
+def test_a_step_equals_the_bare_optimizers_over_fp32_weights_and_grads(make, dtype):
     ours, bare = pair(make, dtype)
     for seed in range(4):
         both_step(ours, bare, seed, dtype, leave_out=[1] if seed < 2 else [])
         assert_in_step(ours, bare)
-    assert {param.dtype for param in every(ours)} == {dtype, F32}
-    assert all(param.grad.dtype == param.dtype for param in every(ours))
+    assert {param.dtype for param in all_params(ours)} == {dtype, F32}
+    assert all(param.grad.dtype == param.dtype for param in all_params(ours))
 
 
-@of_each
+@each_optimizer
 def test_bf16_weights_learn_what_each_step_adds(make):
-    """Over many steps and without a look at what lies between: the true weights are those of fp32."""
+    """After many steps, with no comparison in between, the true weights are those of the fp32 parameters."""
     ours, bare = pair(make, B16)
     for seed in range(20):
         both_step(ours, bare, seed, B16)
-    assert_same([it.float() for it in true_weights(ours)], [it.detach() for it in every(bare)])
+    assert_same([it.float() for it in true_weights(ours)], [it.detach() for it in all_params(bare)])
 
 
-@of_each
-@of_each_dtype
+@each_optimizer
+@each_dtype
 def test_grads_are_clipped_by_their_common_norm(make, dtype):
     ours, bare = pair(make, dtype, max_norm=2.0)
     for seed in range(3):
-        give_grads(every(ours), seed, dtype)
-        norm = ops.grad_stats([param.grad for param in every(ours)]).total_sumsq.sqrt()
-        grads = [param.grad.clone() for param in every(ours)]
+        give_grads(all_params(ours), seed, dtype)
+        norm = ops.grad_stats([param.grad for param in all_params(ours)]).total_sumsq.sqrt()
+        grads = [param.grad.clone() for param in all_params(ours)]
         both_step(ours, bare, seed, dtype, factor=float(2.0 / (norm + 1e-6)))
         assert_in_step(ours, bare)
         assert ours.grad_norm.dtype == F32
         assert ours.grad_norm == norm.float()
-        assert_same([param.grad for param in every(ours)], grads)
+        assert_same([param.grad for param in all_params(ours)], grads)
 
 
 def snapshot(optimizer):
-    return copy.deepcopy(([it.detach() for it in every(optimizer)], optimizer.state_dict()))
+    return copy.deepcopy(([it.detach() for it in all_params(optimizer)], optimizer.state_dict()))
 
 
 def spoil(optimizer, bad):
-    every(optimizer)[2].grad[1, 1] = bad
+    all_params(optimizer)[2].grad[1, 1] = bad
 
 
-@of_each
-@of_each_dtype
+@each_optimizer
+@each_dtype
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_a_skipped_step_leaves_no_trace(make, dtype, bad):
     ours, bare = pair(make, dtype)
     for seed in range(3):
         before = snapshot(ours)
-        give_grads(every(ours), seed, dtype)
+        give_grads(all_params(ours), seed, dtype)
         spoil(ours, bad)
         ours.step()
         assert_same(snapshot(ours), before)
@@ -139,15 +140,15 @@ def test_a_skipped_step_leaves_no_trace(make, dtype, bad):
         assert not ours.step_was_skipped
 
 
-@of_each
-@of_each_dtype
+@each_optimizer
+@each_dtype
 @pytest.mark.parametrize("scaler", [torch.amp.GradScaler, GradScaler], ids=lambda it: it.__module__)
 @pytest.mark.parametrize("max_norm", [None, 2.0])
 def test_a_step_under_a_scaler_unscales_and_skips(make, dtype, scaler, max_norm):
     (ours, bare), scaler = pair(make, dtype, max_norm=max_norm), scaler("cpu", init_scale=4.0, growth_interval=1)
     for seed in range(4):
         scale = scaler.scale(torch.ones(())).item()
-        give_grads(every(ours), seed, dtype, scale=scale)
+        give_grads(all_params(ours), seed, dtype, scale=scale)
         if seed == 1:
             spoil(ours, float("inf"))
             before = snapshot(ours)
@@ -157,9 +158,9 @@ def test_a_step_under_a_scaler_unscales_and_skips(make, dtype, scaler, max_norm)
             assert_same(snapshot(ours), before)
             assert ours.step_was_skipped
             continue
-        give_grads(every(bare), seed, dtype)
-        norm = float(ops.grad_stats([param.grad for param in every(bare)]).total_sumsq.sqrt())
-        for param in every(bare):
+        give_grads(all_params(bare), seed, dtype)
+        norm = float(ops.grad_stats([param.grad for param in all_params(bare)]).total_sumsq.sqrt())
+        for param in all_params(bare):
             param.grad *= 1.0 if max_norm is None else max_norm / (norm + 1e-6)
         bare.step()
         assert_in_step(ours, bare)
@@ -169,17 +170,17 @@ def test_a_step_under_a_scaler_unscales_and_skips(make, dtype, scaler, max_norm)
     assert not {"grad_scale", "found_inf"} & vars(ours).keys()
 
 
-@of_each
-@of_each_dtype
+@each_optimizer
+@each_dtype
 @pytest.mark.parametrize("model_first", [True, False])
-def test_a_checkpoint_goes_on_as_if_nothing_had_been(make, dtype, model_first):
+def test_training_from_a_checkpoint_goes_on_unchanged(make, dtype, model_first):
     ours, bare = pair(make, dtype)
     for seed in range(2):
         both_step(ours, bare, seed, dtype, leave_out=[1])
         assert_in_step(ours, bare)
     weights, saved = snapshot(ours)
     resumed, _ = pair(make, dtype)
-    steps = [lambda: resumed.load_state_dict(saved), lambda: put(every(resumed), weights)]
+    steps = [lambda: resumed.load_state_dict(saved), lambda: put(all_params(resumed), weights)]
     for step in reversed(steps) if model_first else steps:
         step()
     assert_same(true_weights(resumed), true_weights(ours))
@@ -194,32 +195,32 @@ def put(params, values):
         param.copy_(value)
 
 
-@of_each
-def test_a_checkpoint_of_the_bare_class_loads_without_rounding(make):
+@each_optimizer
+def test_a_checkpoint_of_the_bare_optimizer_loads_without_rounding(make):
     ours, bare = pair(make, B16)
     for seed in range(2):
         both_step(ours, bare, seed, B16)
     resumed, _ = pair(make, B16)
-    put(every(resumed), true_weights(ours))  # rounded
+    put(all_params(resumed), true_weights(ours))  # rounded
     resumed.load_state_dict(copy.deepcopy(bare.state_dict()))
-    put(every(bare), every(resumed))
+    put(all_params(bare), all_params(resumed))
     for seed in range(2, 4):
         both_step(resumed, bare, seed, B16)
         assert_in_step(resumed, bare)
 
 
-@of_each
-def test_the_bare_class_loads_a_checkpoint_of_masters(make):
-    """Over fp32 weights to the bit; the remainders stay beside the states."""
+@each_optimizer
+def test_the_bare_optimizer_loads_a_checkpoint_of_masters(make):
+    """The bare optimizer of fp32 weights goes on with the same bits; remainders stay in its states, unused."""
     ours, bare = pair(make, B16)
     for seed in range(2):
         both_step(ours, bare, seed, B16)
     _, resumed = pair(make, B16)
     resumed.load_state_dict(copy.deepcopy(ours.state_dict()))
-    put(every(resumed), true_weights(ours))
+    put(all_params(resumed), true_weights(ours))
     for seed in range(2, 4):
         both_step(resumed, bare, seed, B16)
-    assert_same([it.detach() for it in every(resumed)], [it.detach() for it in every(bare)])
+    assert_same([it.detach() for it in all_params(resumed)], [it.detach() for it in all_params(bare)])
 
 
 def test_fp32_grads_of_16_bit_weights_are_only_read():

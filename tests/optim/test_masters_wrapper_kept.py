@@ -1,4 +1,4 @@
-"""What Masters keeps: copies, checkpoints and files, also after errors, and weights that somebody has written to."""
+"""Masters keeps its state through copies, checkpoints, files and errors, and follows writes to weights."""
 
 import copy
 import pickle
@@ -12,19 +12,19 @@ from mpkernels.optim.masters import true_weight
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16, network, train
 from tests.optim.test_masters_wrapper_use import around, step
-from tests.optim.wrapped import every, give_grads, groups, parameters
+from tests.optim.wrapped import all_params, give_grads, groups, parameters
 
 
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["copy", "pickle"]
 )
-def test_a_copy_goes_on_alike(duplicate):
+def test_a_copy_steps_as_the_original_does(duplicate):
     optimizer = around(momentum=0.9, max_norm=1.0)
     step(optimizer)
     other = duplicate(optimizer)
     for it in (optimizer, other):
         step(it, 1)
-    for param, twin in zip(every(optimizer), every(other), strict=True):
+    for param, twin in zip(all_params(optimizer), all_params(other), strict=True):
         assert param is not twin
         assert same_bits(param, twin)
         assert all(map(same_bits, optimizer.state[param].values(), other.state[twin].values()))
@@ -33,11 +33,11 @@ def test_a_copy_goes_on_alike(duplicate):
 
 
 @pytest.mark.parametrize("dtype", [B16, F16], ids=str)
-def test_what_is_written_to_a_weight_wins(dtype):
+def test_a_write_to_a_weight_wins_over_its_master(dtype):
     optimizer = around(dtype=dtype)
     for seed in range(3):
         step(optimizer, seed, dtype)
-    param = every(optimizer)[0]
+    param = all_params(optimizer)[0]
     param.data.fill_(3.0)
     optimizer.param_groups[0]["lr"] = 0.0
     step(optimizer, 3, dtype)
@@ -55,13 +55,13 @@ def test_an_error_in_the_wrapped_step_leaves_groups_and_masters_in_place():
 
     optimizer = around(Failing, momentum=0.9, max_norm=0.1)
     step(optimizer)
-    params, lists = every(optimizer), [group["params"] for group in optimizer.param_groups]
+    params, lists = all_params(optimizer), [group["params"] for group in optimizer.param_groups]
     Failing.fails = True
     give_grads(params, 1, B16)
     grads = [param.grad for param in params]
     with pytest.raises(RuntimeError, match="no more"):
         optimizer.step()
-    assert all(it is other for it, other in zip(every(optimizer), params, strict=True))
+    assert all(it is other for it, other in zip(all_params(optimizer), params, strict=True))
     assert all(group["params"] is it for group, it in zip(optimizer.param_groups, lists, strict=True))
     assert all(param.grad is grad for param, grad in zip(params, grads, strict=True))
     assert set(optimizer.state) == set(params)
@@ -85,15 +85,15 @@ def test_a_load_that_fails_leaves_all_as_it_was():
     step(optimizer, 1)
 
 
-def test_what_the_wrapped_optimizer_loads_by_itself_is_widened():
-    """torch rounds it to the parameter's dtype, which can't be undone; it keeps the remainders."""
+def test_states_that_the_wrapped_optimizer_loads_are_widened():
+    """torch's load_state_dict rounds states to the parameter's dtype, which can't be undone; remainders stay."""
     optimizer = around(momentum=0.9)
     step(optimizer)
-    weights = [true_weight(param, optimizer.state[param]).clone() for param in every(optimizer)]
+    weights = [true_weight(param, optimizer.state[param]).clone() for param in all_params(optimizer)]
     optimizer.wrapped.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
     step(optimizer, 1)
-    for param, weight in zip(every(optimizer), weights, strict=True):
+    for param, weight in zip(all_params(optimizer), weights, strict=True):
         assert optimizer.state[param]["momentum_buffer"].dtype == torch.float32
         assert same_bits(true_weight(param, optimizer.state[param]), weight)
 
@@ -103,18 +103,18 @@ def test_checkpoints_go_between_our_adamw_and_masters_around_torchs(master):
     ours, other = AdamW(groups(parameters(B16)), master=master), Masters(torch.optim.AdamW(groups(parameters(B16))))
     for seed in range(3):
         step(ours, seed)
-    for param, twin in zip(every(ours), every(other), strict=True):
+    for param, twin in zip(all_params(ours), all_params(other), strict=True):
         twin.data.copy_(param)
     other.load_state_dict(copy.deepcopy(ours.state_dict()))
     again = AdamW(groups(parameters(B16)))
     again.load_state_dict(copy.deepcopy(other.state_dict()))
     for optimizer in (ours, again, other):
-        for param, twin in zip(every(ours), every(optimizer), strict=True):
+        for param, twin in zip(all_params(ours), all_params(optimizer), strict=True):
             twin.data.copy_(param)
         for group in optimizer.param_groups:
             group |= {"lr": 0.0, "weight_decay": 0.0}
         step(optimizer, 3)
-    for param, twin, third in zip(every(ours), every(other), every(again), strict=True):
+    for param, twin, third in zip(all_params(ours), all_params(other), all_params(again), strict=True):
         weights = [
             true_weight(it, optimizer.state[it]) for it, optimizer in ((param, ours), (twin, other), (third, again))
         ]
@@ -131,17 +131,17 @@ def test_weights_that_loaded_masters_were_not_made_for_win_with_one_warning():
     other.load_state_dict(copy.deepcopy(ours.state_dict()))
     for group in other.param_groups:
         group |= {"lr": 0.0, "weight_decay": 0.0}
-    before = [param.detach().clone() for param in every(other)]  # which are not those of ours
+    before = [param.detach().clone() for param in all_params(other)]  # they differ from those of ``ours``
     with pytest.warns(
         UserWarning, match="3 parameters are not the weights that the loaded masters were made for"
-    ) as it:
+    ) as caught:
         step(other, 1)
-    assert len(it) == 1
+    assert len(caught) == 1
     step(other, 2)
-    assert all(map(torch.equal, every(other), before))
+    assert all(map(torch.equal, all_params(other), before))
 
 
-def test_a_model_that_turns_fp32_needs_no_masters_any_more():
+def test_a_model_that_turns_fp32_loses_its_remainders():
     model = network(B16)
     optimizer = Masters(torch.optim.Adam(model.parameters()))
     train(model, optimizer, 2)
@@ -150,7 +150,7 @@ def test_a_model_that_turns_fp32_needs_no_masters_any_more():
     assert not any("remainder" in optimizer.state[param] for param in model.parameters())
 
 
-def test_a_file_holds_model_and_masters(tmp_path):
+def test_training_from_a_file_goes_on_with_the_same_bits(tmp_path):
     model = network(B16)
     optimizer = Masters(torch.optim.Adam(model.parameters()))
     train(model, optimizer, 2)

@@ -8,7 +8,7 @@ from mpkernels.optim.masters import true_weight
 from tests.networks import B16, F16
 
 
-class OfClosures(torch.optim.SGD):
+class NeedsClosure(torch.optim.SGD):
     def step(self, closure):
         return super().step(closure)
 
@@ -38,7 +38,7 @@ REFUSED = {
         ValueError,
         "must step without a closure, got torch.optim.lbfgs.LBFGS",
     ),
-    "closures": (lambda: OfClosures(PARAMS), ValueError, "must step without a closure"),
+    "closures": (lambda: NeedsClosure(PARAMS), ValueError, "must step without a closure"),
     "differentiable": (
         lambda: torch.optim.SGD([torch.ones(3, requires_grad=True)], differentiable=True),
         ValueError,
@@ -48,7 +48,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "error", "text"), REFUSED.values(), ids=REFUSED)
-def test_what_it_can_not_be_put_around_is_refused(make, error, text):
+def test_what_masters_cannot_wrap_is_refused(make, error, text):
     with pytest.raises(error, match=f"^Masters: optimizer {text}"):
         Masters(make())
 
@@ -60,7 +60,7 @@ def test_a_wrapper_of_another_optimizer_is_refused():
         Masters(outer)
 
 
-def test_options_are_checked_as_adamws():
+def test_bad_options_are_refused_as_by_adamw():
     sgd = torch.optim.SGD(PARAMS)
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'maxnorm'. Did you mean 'max_norm'"):
         Masters(sgd, maxnorm=1.0)
@@ -71,7 +71,7 @@ def test_options_are_checked_as_adamws():
 
 @pytest.mark.parametrize("options", [{"guard": False}, {}, {"max_norm": 1.0}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
-def test_a_sparse_grad_is_handed_over_where_the_class_takes_one(dtype, options):
+def test_a_sparse_grad_reaches_an_optimizer_that_takes_one(dtype, options):
     param, other = (torch.nn.Parameter(torch.ones(4, 3, dtype=it)) for it in (dtype, torch.float32))
     rows = torch.tensor([[1, 3, 1]])  # one of them twice
     values = torch.arange(1.0, 10.0).view(3, 3)
@@ -89,7 +89,7 @@ def test_a_sparse_grad_is_handed_over_where_the_class_takes_one(dtype, options):
         torch.testing.assert_close(optimizer.grad_norm, norm)
 
 
-def test_values_of_a_row_may_add_up_beyond_fp16():
+def test_a_row_of_a_sparse_grad_may_add_up_beyond_fp16():
     param = torch.nn.Parameter(torch.ones(4, 3, dtype=F16))
     optimizer = Masters(torch.optim.SGD([param], lr=1e-6))
     rows, values = torch.tensor([[1, 1]]), torch.full((2, 3), 6e4, dtype=F16)

@@ -1,4 +1,4 @@
-"""Masters is an optimizer as users and libraries expect one, and refuses what it can't be put around."""
+"""Masters does what users and libraries expect of an optimizer: groups, schedulers, hooks, scalers, closures."""
 
 import warnings
 import weakref
@@ -13,16 +13,16 @@ from mpkernels.optim import Masters
 from mpkernels.optim.masters import true_weight
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
-from tests.optim.wrapped import every, give_grads, groups, parameters
+from tests.optim.wrapped import all_params, give_grads, groups, parameters
 
 
 def around(kind=torch.optim.SGD, dtype=B16, **options):
-    beyond = {key: options.pop(key) for key in ("max_norm", "guard") if key in options}
-    return Masters(kind(groups(parameters(dtype)), **{"lr": 0.1, **options}), **beyond)
+    masters_options = {key: options.pop(key) for key in ("max_norm", "guard") if key in options}
+    return Masters(kind(groups(parameters(dtype)), **{"lr": 0.1, **options}), **masters_options)
 
 
 def step(optimizer, seed=0, dtype=B16, **options):
-    give_grads(every(optimizer), seed, dtype, **options)
+    give_grads(all_params(optimizer), seed, dtype, **options)
     optimizer.step()
 
 
@@ -33,12 +33,12 @@ def test_groups_state_and_defaults_are_the_wrapped_ones():
     step(optimizer)
     assert optimizer.state is optimizer.wrapped.state
     assert optimizer.defaults is optimizer.wrapped.defaults
-    assert optimizer.state[every(optimizer)[0]].keys() == {"momentum_buffer", "remainder"}
+    assert optimizer.state[all_params(optimizer)[0]].keys() == {"momentum_buffer", "remainder"}
     optimizer.wrapped.param_groups[0]["lr"] = 0.5
     assert optimizer.param_groups[0]["lr"] == 0.5
-    before = list(map(id, every(optimizer)))
+    before = list(map(id, all_params(optimizer)))
     step(optimizer)
-    assert list(map(id, every(optimizer))) == before
+    assert list(map(id, all_params(optimizer))) == before
 
 
 def test_a_parameter_takes_two_bytes_more_than_its_state():
@@ -68,11 +68,11 @@ def test_one_group_at_a_time_has_fp32_weights():
     assert len(seen) == 3
 
 
-@pytest.mark.parametrize("of", ["masters", "wrapped"])
+@pytest.mark.parametrize("scheduled", ["masters", "wrapped"])
 @pytest.mark.parametrize("make", [lambda it: StepLR(it, 1, 0.5), lambda it: OneCycleLR(it, 0.5, total_steps=9)])
-def test_schedulers_take_masters_and_the_wrapped_optimizer(of, make):
+def test_schedulers_take_masters_and_the_wrapped_optimizer(scheduled, make):
     optimizer, bare = around(momentum=0.9), torch.optim.SGD(groups(parameters(torch.float32)), lr=0.1, momentum=0.9)
-    schedulers = make(optimizer if of == "masters" else optimizer.wrapped), make(bare)
+    schedulers = make(optimizer if scheduled == "masters" else optimizer.wrapped), make(bare)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for seed in range(3):
@@ -80,7 +80,7 @@ def test_schedulers_take_masters_and_the_wrapped_optimizer(of, make):
                 step(it, seed)
                 scheduler.step()
     assert schedulers[0].get_last_lr() == schedulers[1].get_last_lr()
-    for param, other in zip(every(optimizer), every(bare), strict=True):
+    for param, other in zip(all_params(optimizer), all_params(bare), strict=True):
         assert same_bits(true_weight(param, optimizer.state[param]).float(), other)
 
 
@@ -100,7 +100,7 @@ def test_a_group_can_be_added():
     assert len(optimizer.param_groups) == 3
 
 
-def test_states_that_a_class_makes_as_a_group_comes_are_widened():
+def test_states_that_add_param_group_makes_are_widened():
     class Early(torch.optim.SGD):
         def add_param_group(self, param_group):
             super().add_param_group(param_group)
@@ -112,17 +112,17 @@ def test_states_that_a_class_makes_as_a_group_comes_are_widened():
     param = torch.nn.Parameter(torch.ones(3, dtype=B16))
     optimizer.add_param_group({"params": [param]})
     step(optimizer, 1)
-    for param in every(optimizer):
+    for param in all_params(optimizer):
         assert optimizer.state[param]["momentum_buffer"].dtype == torch.float32
 
 
-def test_zero_grad_resets():
+def test_zero_grad_zeroes_or_drops_the_grads():
     optimizer = around()
-    give_grads(every(optimizer), 0, B16)
+    give_grads(all_params(optimizer), 0, B16)
     optimizer.zero_grad(set_to_none=False)
-    assert all(not param.grad.any() for param in every(optimizer))
+    assert all(not param.grad.any() for param in all_params(optimizer))
     optimizer.zero_grad()
-    assert all(param.grad is None for param in every(optimizer))
+    assert all(param.grad is None for param in all_params(optimizer))
 
 
 def test_hooks_run_around_the_step_and_around_each_group():
@@ -134,7 +134,7 @@ def test_hooks_run_around_the_step_and_around_each_group():
     assert calls == [("before", True), torch.float32, torch.float32, ("after", True)]
 
 
-def test_hooks_around_state_dicts_see_the_whole():
+def test_hooks_around_state_dicts_get_masters_itself():
     optimizer, seen = around(), []
     optimizer.register_state_dict_pre_hook(lambda it: seen.append(it is optimizer))
     optimizer.register_state_dict_post_hook(lambda it, saved: saved | {"more": len(saved["state"])})
@@ -149,13 +149,13 @@ def test_hooks_around_state_dicts_see_the_whole():
 
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, GradScaler], ids=lambda it: it.__module__)
 def test_a_hook_never_sees_a_scaled_grad(kind):
-    """torch's scaler unscales no fp16 grads, so it is refused."""
+    """The grads are bf16, because torch's scaler takes no fp16 grads."""
     optimizer, scaler, seen = around(), kind("cpu", init_scale=64.0), []
-    optimizer.register_step_pre_hook(lambda it, *_: seen.append(every(it)[0].grad.clone()))
-    give_grads(every(optimizer), 0, B16)
-    grad = every(optimizer)[0].grad.clone()
+    optimizer.register_step_pre_hook(lambda it, *_: seen.append(all_params(it)[0].grad.clone()))
+    give_grads(all_params(optimizer), 0, B16)
+    grad = all_params(optimizer)[0].grad.clone()
     scaler.scale(torch.ones(()))
-    give_grads(every(optimizer), 0, B16, scale=64.0)
+    give_grads(all_params(optimizer), 0, B16, scale=64.0)
     scaler.step(optimizer)
     assert torch.equal(seen[0], grad)
 
@@ -165,15 +165,15 @@ def test_the_user_may_unscale_and_clip(dtype):
     optimizer, scaler = around(dtype=dtype), GradScaler("cpu", init_scale=64.0)
     bare = torch.optim.SGD(groups(parameters(torch.float32)), lr=0.1)
     scaler.scale(torch.ones(()))
-    give_grads(every(optimizer), 0, dtype, scale=64.0)
+    give_grads(all_params(optimizer), 0, dtype, scale=64.0)
     scaler.unscale_(optimizer)
-    torch.nn.utils.clip_grad_norm_(every(optimizer), 1.0)
-    for param, other in zip(every(optimizer), every(bare), strict=True):
+    torch.nn.utils.clip_grad_norm_(all_params(optimizer), 1.0)
+    for param, other in zip(all_params(optimizer), all_params(bare), strict=True):
         other.grad = param.grad.float()
     scaler.step(optimizer)
     scaler.update()
     bare.step()
-    for param, other in zip(every(optimizer), every(bare), strict=True):
+    for param, other in zip(all_params(optimizer), all_params(bare), strict=True):
         assert same_bits(param, other.to(param.dtype))
 
 
@@ -183,30 +183,30 @@ def test_a_closure_is_called_once_before_all_groups():
     def closure():
         assert torch.is_grad_enabled()
         calls.append(1)
-        give_grads(every(optimizer), 0, B16)
+        give_grads(all_params(optimizer), 0, B16)
         return 7.0
 
-    before = every(optimizer)[0].detach().clone()
+    before = all_params(optimizer)[0].detach().clone()
     assert optimizer.step(closure) == 7.0
     assert calls == [1]
-    assert not torch.equal(every(optimizer)[0], before)
+    assert not torch.equal(all_params(optimizer)[0], before)
 
 
-def test_its_text_shows_both():
+def test_repr_shows_masters_and_the_wrapped_optimizer():
     text = repr(around(torch.optim.Muon, max_norm=1.0))
     assert text.startswith("Masters (max_norm: 1.0, guard: None (on)) around\nMuon (\nParameter Group 0\n")
 
 
-def test_metrics_follow_it():
+def test_metrics_read_its_norm_and_skips():
     optimizer, scaler = around(max_norm=1.0), GradScaler("cpu", init_scale=2.0)
     metrics = mpkernels.Metrics(optimizer, scaler)
     scaler.scale(torch.ones(()))
-    give_grads(every(optimizer), 0, B16, scale=2.0)
+    give_grads(all_params(optimizer), 0, B16, scale=2.0)
     scaler.step(optimizer)
     assert metrics.read() == {"grad_norm": float(optimizer.grad_norm), "skipped_steps": 0.0, "loss_scale": 2.0}
 
 
-def test_fp32_alone_is_not_looked_at():
+def test_fp32_parameters_alone_are_not_guarded():
     param = torch.nn.Parameter(torch.ones(4, 3))
     optimizer = Masters(torch.optim.SGD([param], lr=1.0))
     param.grad = torch.full((4, 3), float("nan"))
@@ -216,7 +216,7 @@ def test_fp32_alone_is_not_looked_at():
 
 
 def test_hooks_of_ddp_stay_on_the_parameter():
-    """Which lie on the node that accumulates a grad; a parameter whose dtype changes gets another node."""
+    """DDP's hooks lie on the node that accumulates a grad; a parameter whose dtype changes gets another node."""
     param = torch.nn.Parameter(torch.ones(3, dtype=B16))
     optimizer, calls = Masters(torch.optim.SGD([param], lr=0.1)), []
     node = param.view_as(param).grad_fn.next_functions[0][0]
@@ -227,14 +227,14 @@ def test_hooks_of_ddp_stay_on_the_parameter():
     assert calls == [1, 1]
 
 
-def test_torch_compile_runs_a_step_as_it_is_written():
+def test_torch_compile_leaves_a_step_uncompiled_and_refuses_a_full_graph():
     compiled, plain = around(momentum=0.9), around(momentum=0.9)
     run = torch.compile(compiled.step, backend="eager")
     for seed in range(3):
-        give_grads(every(compiled), seed, B16)
+        give_grads(all_params(compiled), seed, B16)
         run()
         step(plain, seed)
-    assert all(map(same_bits, every(compiled), every(plain)))
-    give_grads(every(compiled), 3, B16)
+    assert all(map(same_bits, all_params(compiled), all_params(plain)))
+    give_grads(all_params(compiled), 3, B16)
     with pytest.raises(RuntimeError, match="Masters: step must not be part of a full graph"):
         torch.compile(lambda: compiled.step(), backend="eager", fullgraph=True)()

@@ -19,8 +19,8 @@ def model():
 
 
 def theirs(model, **beyond):
-    """A state dict of FusedAdam, of Apex and of Transformer Engine: the step is the group's. ``beyond``: for each key
-    of a parameter's state a function of the master."""
+    """Return a state dict as FusedAdam, Apex's and Transformer Engine's, writes it: the group has the step. ``beyond``
+    gives further keys of each parameter's state, each with a function that makes its value of the master."""
     train(model, optimizer := AdamW(model.parameters(), master="fp32"), 3)
     saved = copy.deepcopy(optimizer.state_dict())
     saved["param_groups"] = [GROUP | {"params": saved["param_groups"][0]["params"]}]
@@ -49,9 +49,9 @@ def test_fused_adam_with_masters_keeps_their_bits(model, recwarn):
     saved = theirs(model, master_param=torch.clone)
     optimizer = AdamW(model.parameters())
     optimizer.load_state_dict(saved)
-    for state, of_theirs in zip(optimizer.state.values(), saved["state"].values(), strict=True):
-        assert same_bits(state["exp_avg"], of_theirs["exp_avg"])
-        assert same_bits(state["master"], of_theirs["master_param"])
+    for state, their_state in zip(optimizer.state.values(), saved["state"].values(), strict=True):
+        assert same_bits(state["exp_avg"], their_state["exp_avg"])
+        assert same_bits(state["master"], their_state["master_param"])
     assert not recwarn.list
 
 

@@ -1,4 +1,4 @@
-"""offload=True where there is no GPU: today's step. What it does on one is tested in tests/cuda."""
+"""offload=True changes nothing where there is no GPU. tests/cuda tests what it does on one."""
 
 import copy
 import pickle
@@ -9,7 +9,7 @@ import torch
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW, Masters
 from tests.networks import B16, F16
-from tests.optim.optimizers import assert_same_states, of_each, same, tensors_of
+from tests.optim.optimizers import all_same_bits, assert_same_states, each_optimizer, saved_numbers
 
 
 def parameters(dtype):
@@ -30,21 +30,21 @@ def trained(optimizer, scaled, released=False):
     return params
 
 
-@of_each
+@each_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("released", [False, True])
-def test_parameters_on_the_host_are_stepped_as_without(line, dtype, scaled, released):
-    ours, its = (line.ours(parameters(dtype), offload=offload, max_norm=1.0) for offload in (True, False))
-    assert same(trained(ours, scaled, released), trained(its, scaled, released))
-    assert_same_states(tensors_of(ours), tensors_of(its))
-    assert (ours.skipped_steps, str(ours.overflow_report())) == (its.skipped_steps, str(its.overflow_report()))
+def test_parameters_on_the_host_step_as_without_offload(line, dtype, scaled, released):
+    ours, plain = (line.ours(parameters(dtype), offload=offload, max_norm=1.0) for offload in (True, False))
+    assert all_same_bits(trained(ours, scaled, released), trained(plain, scaled, released))
+    assert_same_states(saved_numbers(ours), saved_numbers(plain))
+    assert (ours.skipped_steps, str(ours.overflow_report())) == (plain.skipped_steps, str(plain.overflow_report()))
     assert len(ours._offload.twins) == 0
 
 
-@of_each
+@each_optimizer
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))])
-def test_a_copy_keeps_it(line, duplicate):
+def test_a_copy_keeps_the_option(line, duplicate):
     optimizer = line.ours(parameters(B16), offload=True)
     other = duplicate(optimizer)
     assert (other.offload, repr(other)) == (True, repr(optimizer))
@@ -53,7 +53,7 @@ def test_a_copy_keeps_it(line, duplicate):
     assert other._offload is not optimizer._offload
 
 
-@of_each
+@each_optimizer
 def test_bad_values_are_refused(line):
     name = line.kind.__name__
     with pytest.raises(TypeError, match=f"{name}: offload must be True or False, got 'cpu'"):
@@ -66,7 +66,7 @@ def test_bad_values_are_refused(line):
         optimizer.add_param_group({"params": parameters(B16), "offloaded": True})
 
 
-def test_torchs_own_step_and_masters_around_it_have_none():
+def test_differentiable_steps_and_masters_refuse_offload():
     with pytest.raises(ValueError, match="differentiable=True is torch's own step, without process_group and offload"):
         AdamW(parameters(torch.float32), differentiable=True, offload=True)
     with pytest.raises(TypeError, match="offload"):
@@ -84,4 +84,4 @@ def test_a_compiled_step_on_the_host_needs_no_break():
         optimizer.step()
         torch.compile(optimizer.step, fullgraph=True, backend="eager")()
         results.append([param.detach().clone() for param in params])
-    assert same(*results)
+    assert all_same_bits(*results)

@@ -17,7 +17,7 @@ OPTIONS = [{"master": "split"}, {"master": "fp32", "amsgrad": True}, {"state_dty
 
 
 def trained(steps, **options):
-    """An optimizer of weights that stay where they are, so that all masters fit them."""
+    """Return an optimizer whose weights don't move, so that the masters of any checkpoint fit them."""
     weights = [torch.nn.Parameter(torch.linspace(-1, 1, 3, dtype=dtype)) for dtype in (B16, torch.float32)]
     optimizer = AdamW([{"params": [weight]} for weight in weights], lr=0.0, **options)
     for _ in range(steps):
@@ -40,7 +40,7 @@ def facts_of(optimizer):
 
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # Python drops those of a generator's end
+)  # Python drops errors in a generator's end
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_fault_leaves_all_as_it_was_or_all_loaded(options):
     """A second try then loads the checkpoint."""
@@ -73,8 +73,8 @@ def without_gc():
 
 @pytest.mark.parametrize("is_refused", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_what_was_loaded_goes_with_its_last_user(without_gc, options, is_refused):
-    """Not when Python next looks for cycles: a checkpoint may be most of the memory."""
+def test_loaded_tensors_are_freed_with_the_state_that_holds_them(without_gc, options, is_refused):
+    """They don't wait until Python looks for cycles: a checkpoint may be most of the memory."""
     optimizer, saved = trained(1, **options), copy.deepcopy(trained(3, **options).state_dict())
     if is_refused:
         del saved["state"][1]["exp_avg"]

@@ -1,4 +1,4 @@
-"""What each optimizer keeps: in checkpoints of ours and torch's, copies and files, and as its options change."""
+"""Each optimizer keeps its state through checkpoints, ours and torch's, copies, files and changes of its options."""
 
 import copy
 import io
@@ -10,14 +10,14 @@ import torch
 import mpkernels
 from mpkernels.optim import SGD
 from tests.networks import B16, F16, assert_close, backward, network, train
-from tests.optim.optimizers import assert_same_states, of_each, same, tensors_of, weights
+from tests.optim.optimizers import all_same_bits, assert_same_states, each_optimizer, saved_numbers, weights
 
 
-@of_each
+@each_optimizer
 @pytest.mark.parametrize("state_dtype", [torch.float32, B16, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16], ids=str)
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_a_checkpoint_goes_on_with_the_same_bits(line, master, dtype, state_dtype):
+def test_training_from_a_checkpoint_goes_on_with_the_same_bits(line, master, dtype, state_dtype):
     options = {"master": master, "max_norm": 1.0, "state_dtype": state_dtype}
     model = network(dtype)
     optimizer = line.ours(model.parameters(), **options)
@@ -27,52 +27,52 @@ def test_a_checkpoint_goes_on_with_the_same_bits(line, master, dtype, state_dtyp
     file.seek(0)
     other = network(dtype, seed=2)
     loaded = line.ours(other.parameters(), **options)
-    of_model, of_optimizer = torch.load(file, weights_only=True)
-    loaded.load_state_dict(of_optimizer)
-    other.load_state_dict(of_model)
+    model_state, optimizer_state = torch.load(file, weights_only=True)
+    loaded.load_state_dict(optimizer_state)
+    other.load_state_dict(model_state)
     for it, its_optimizer in ((model, optimizer), (other, loaded)):
         train(it, its_optimizer, 3, first=5)
-    assert same(weights(model), weights(other))
+    assert all_same_bits(weights(model), weights(other))
 
 
-@of_each
+@each_optimizer
 def test_checkpoints_go_to_plain_torch_and_back_without_rounding(line):
     model, other = network(), network()
     optimizer, reference = line.ours(model.parameters()), line.theirs(other.parameters())
     train(model, optimizer, 3)
     saved = optimizer.state_dict()
     assert {key for state in saved["state"].values() for key in state} == {*line.states}
-    before = tensors_of(optimizer)
+    before = saved_numbers(optimizer)
     reference.load_state_dict(saved)
     other.load_state_dict(model.state_dict())
-    assert_same_states(tensors_of(reference), before)
+    assert_same_states(saved_numbers(reference), before)
     train(other, reference, 1, first=3)
-    after = tensors_of(reference)
+    after = saved_numbers(reference)
     model.load_state_dict(other.state_dict())
     optimizer.load_state_dict(reference.state_dict())
-    assert_same_states(tensors_of(optimizer), after)
+    assert_same_states(saved_numbers(optimizer), after)
     train(model, optimizer, 2, first=4)
     train(other, reference, 2, first=4)
     assert_close(model, other, 8, line.lr)
 
 
-@of_each
+@each_optimizer
 @pytest.mark.parametrize(
     "clone", [copy.deepcopy, lambda it: pickle.loads(pickle.dumps(it))], ids=["deepcopy", "pickle"]
 )
-def test_a_copy_goes_on_alike(line, clone):
+def test_a_copy_steps_as_the_original_does(line, clone):
     model = network(B16)
     both = model, line.ours(model.parameters(), max_norm=1.0)
     train(*both, 3)
     copied = clone(both)
     train(*both, 3, first=3)
     train(*copied, 3, first=3)
-    assert same(weights(model), weights(copied[0]))
+    assert all_same_bits(weights(model), weights(copied[0]))
 
 
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
-def test_momentum_that_comes_and_goes(state_dtype):
-    """As torch's, whose buffer begins with the first grad that it sees."""
+def test_momentum_may_be_switched_on_and_off(state_dtype):
+    """As in torch, the buffer begins with the first grad that comes while momentum is on."""
     ours, theirs = network(), network()
     optimizers = [SGD(ours.parameters(), 0.01, state_dtype=state_dtype), torch.optim.SGD(theirs.parameters(), 0.01)]
     for seed, momentum in enumerate([0, 0, 0.9, 0.9, 0, 0.9]):
@@ -85,7 +85,7 @@ def test_momentum_that_comes_and_goes(state_dtype):
         torch.testing.assert_close(a, b, rtol=rtol, atol=rtol)
 
 
-def test_groups_with_momentum_and_without():
+def test_groups_with_and_without_momentum_step_as_torchs():
     ours, theirs = network(), network()
     optimizers = []
     for model, kind in ((ours, SGD), (theirs, torch.optim.SGD)):
@@ -99,8 +99,8 @@ def test_groups_with_momentum_and_without():
     assert [len(optimizers[0].state.get(it, {})) for it in ours.parameters()] == [2, 0, 0, 0, 0, 0]
 
 
-def test_a_buffer_that_has_not_begun_is_none_to_torch():
-    """Where each step so far was skipped, torch's buffer still begins with the next grad."""
+def test_a_skipped_first_step_saves_no_momentum_buffer():
+    """No buffer is saved, so that torch's begins with the next grad, as ours does."""
     model = network()
     optimizer = SGD(model.parameters(), 0.01, momentum=0.9, dampening=0.5, guard=True)
     backward(model, 0)
@@ -109,10 +109,10 @@ def test_a_buffer_that_has_not_begun_is_none_to_torch():
     assert all(state == {} for state in optimizer.state_dict()["state"].values())
 
 
-@of_each
+@each_optimizer
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
-def test_the_memory_report_predicts_its_states(line, dtype, state_dtype):
+def test_the_memory_report_predicts_the_states(line, dtype, state_dtype):
     model = network(dtype)
     optimizer = line.ours(model.parameters(), state_dtype=state_dtype)
     predicted = mpkernels.memory_report(model, optimizer).predicted
@@ -120,7 +120,7 @@ def test_the_memory_report_predicts_its_states(line, dtype, state_dtype):
     assert mpkernels.memory_report(model, optimizer).predicted == predicted
 
 
-@of_each
+@each_optimizer
 @pytest.mark.parametrize("steps_before", [0, 2])
 @pytest.mark.parametrize("master", ["split", "fp32"])
 def test_to_mixed_keeps_its_weights_as_masters_and_to_full_gives_them_back(line, master, steps_before):
@@ -131,6 +131,9 @@ def test_to_mixed_keeps_its_weights_as_masters_and_to_full_gives_them_back(line,
             backward(model, seed)
             optimizer.step()
     mpkernels.amp.to_mixed(mixed, optimizer=optimizers[1])
+    mpkernels.amp.to_full(mixed, optimizers[1])
+    assert all_same_bits(weights(plain), weights(mixed))
+    mpkernels.amp.to_mixed(mixed, optimizer=optimizers[1])
     assert mixed[0].weight.dtype == B16
     for seed in range(2):  # with the same grads, which each weight takes in its own dtype
         backward(mixed, seed)
@@ -139,16 +142,16 @@ def test_to_mixed_keeps_its_weights_as_masters_and_to_full_gives_them_back(line,
         for optimizer in optimizers:
             optimizer.step()
     mpkernels.amp.to_full(mixed, optimizers[1])
-    assert same(weights(plain), weights(mixed))
+    assert all_same_bits(weights(plain), weights(mixed))
     backward(plain, 5)
     backward(mixed, 5)
     for optimizer in optimizers:
         optimizer.step()
-    assert same(weights(plain), weights(mixed))
+    assert all_same_bits(weights(plain), weights(mixed))
 
 
-@of_each
-def test_a_file_takes_up_all_of_a_training_or_nothing(line, tmp_path):
+@each_optimizer
+def test_a_file_loads_wholly_or_not_at_all(line, tmp_path):
     model, other = network(B16), network(B16, seed=2)
     optimizer, loaded = (line.ours(it.parameters(), max_norm=1.0) for it in (model, other))
     train(model, optimizer, 2)
@@ -157,17 +160,17 @@ def test_a_file_takes_up_all_of_a_training_or_nothing(line, tmp_path):
     before = weights(other)
     with pytest.raises(Exception, match="bad"):
         mpkernels.checkpoint.load(tmp_path / "it.pt", model=other, optimizer=loaded, bad=network())
-    assert same(before, weights(other))
+    assert all_same_bits(before, weights(other))
     mpkernels.checkpoint.load(tmp_path / "it.pt", model=other, optimizer=loaded)
     for it, its_optimizer in ((model, optimizer), (other, loaded)):
         train(it, its_optimizer, 2, first=2)
-    assert same(weights(model), weights(other))
+    assert all_same_bits(weights(model), weights(other))
 
 
-@of_each
+@each_optimizer
 @pytest.mark.parametrize("dtype", [torch.float32, B16], ids=str)
-def test_states_that_a_loader_puts_in_place_go_on(line, dtype):
-    """As ZeroRedundancyOptimizer loads them: past load_state_dict, as checkpoints hold them."""
+def test_states_that_are_set_without_load_state_dict_train_on(line, dtype):
+    """ZeroRedundancyOptimizer sets states as checkpoints hold them, and doesn't call load_state_dict."""
     model, other = network(dtype), network(dtype, seed=2)
     optimizer, loaded = line.ours(model.parameters()), line.ours(other.parameters())
     train(model, optimizer, 3)
@@ -177,4 +180,4 @@ def test_states_that_a_loader_puts_in_place_go_on(line, dtype):
             loaded.state[param] = {key: it.clone() for key, it in state.items()}
     for it, its_optimizer in ((model, optimizer), (other, loaded)):
         train(it, its_optimizer, 3, first=3)
-    assert same(weights(model), weights(other))
+    assert all_same_bits(weights(model), weights(other))

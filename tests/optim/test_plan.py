@@ -1,4 +1,4 @@
-"""A plan: when it is kept, when it ends, and that autograd learns of its steps."""
+"""A plan is kept from step to step, ends with its optimizer, and its steps are seen by autograd and modes."""
 
 import gc
 
@@ -16,33 +16,33 @@ from tests.networks import backward, network
 SIZES = (5, 3, 700, 1)
 
 
-def made(dtype=torch.float32, sizes=SIZES, device="cpu", shapes=None, **options):
+def params_and_optimizer(dtype=torch.float32, sizes=SIZES, device="cpu", shapes=None, **options):
     shapes = [(size,) for size in sizes] if shapes is None else shapes
-    params = [Parameter(it.to(device, dtype)) for it in drawn(0, shapes)]
+    params = [Parameter(it.to(device, dtype)) for it in random_tensors(0, shapes)]
     return params, AdamW(params, lr=0.1, **options)
 
 
 def put_grads(params, seed):
-    for param, grad in zip(params, drawn(seed, [param.shape for param in params]), strict=True):
+    for param, grad in zip(params, random_tensors(seed, [param.shape for param in params]), strict=True):
         param.grad = grad.to(param.device, param.grad_dtype or param.dtype)
 
 
-def drawn(seed, shapes):
+def random_tensors(seed, shapes):
     """Return random numbers that are the same on each machine and default device."""
     generator = torch.Generator("cpu").manual_seed(seed)
     return [torch.randn(shape, generator=generator, device="cpu") for shape in shapes]
 
 
-def test_what_is_drawn_does_not_depend_on_the_default_device():
+def test_random_tensors_do_not_depend_on_the_default_device():
     with torch.device("meta"):
-        (param,), _ = made(sizes=(4,))
+        (param,), _ = params_and_optimizer(sizes=(4,))
         put_grads([param], 1)
     assert (param.device, param.grad.device) == (torch.device("cpu"), torch.device("cpu"))
 
 
-def test_it_is_kept():
-    """The plan is kept even if a parameter lacks a grad for one step."""
-    params, optimizer = made(sizes=(4, 6))
+def test_a_plan_is_kept_while_the_same_parameters_have_grads():
+    """A step in which one parameter lacks a grad makes another plan, and so does the step after it."""
+    params, optimizer = params_and_optimizer(sizes=(4, 6))
     numbers = []
     for seed in range(5):
         put_grads(params, seed)
@@ -55,7 +55,7 @@ def test_it_is_kept():
     assert len({third, without, again}) == 3
 
 
-class Sub(torch.Tensor):
+class Subclass(torch.Tensor):
     pass
 
 
@@ -65,7 +65,7 @@ def negated(grad):
 
 
 def shared(grad):
-    """A clone that takes memory of its own when it is written to, or its address asked for."""
+    """Return a clone that gets its own memory when somebody writes to it or asks for its address."""
     return torch._lazy_clone(grad)
 
 
@@ -73,22 +73,22 @@ def strided(grad):
     return torch.stack([grad, grad], dim=1)[:, 0]
 
 
-def of_a_class(grad):
-    return grad.as_subclass(Sub)
+def of_a_subclass(grad):
+    return grad.as_subclass(Subclass)
 
 
 def expanded(grad):
     return grad[:1].expand_as(grad)
 
 
-STRANGE = [negated, shared, strided, of_a_class, expanded]
+STRANGE = [negated, shared, strided, of_a_subclass, expanded]
 
 
 @pytest.mark.parametrize("strange", STRANGE)
-def test_a_strange_grad(strange, target):
+def test_a_strange_grad_steps_as_a_plain_copy_of_it(strange, target):
     weights = []
     for make in (strange, lambda grad: strange(grad).as_subclass(torch.Tensor).resolve_neg().clone().contiguous()):
-        params, optimizer = made(sizes=(4, 6), device=target.device)
+        params, optimizer = params_and_optimizer(sizes=(4, 6), device=target.device)
         for seed in range(5):
             put_grads(params, seed)
             if seed == 3:
@@ -98,41 +98,41 @@ def test_a_strange_grad(strange, target):
     assert same_bits(*weights)
 
 
-def test_modes_hear_of_all_tensors():
-    heard = []
+def test_a_dispatch_mode_is_shown_all_parameters_and_grads():
+    calls = []
 
     class Mode(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
             if "adamw_by_plan_" in str(function):
-                heard.append((len(args[1]), len(args[2])))
+                calls.append((len(args[1]), len(args[2])))
             return function(*args, **(kwargs or {}))
 
-    params, optimizer = made(sizes=(4, 6))
+    params, optimizer = params_and_optimizer(sizes=(4, 6))
     put_grads(params, 0)
     optimizer.step()
     with Mode():
         optimizer.step()
-    assert heard == [(2, 2)]
+    assert calls == [(2, 2)]
 
 
 @pytest.mark.parametrize("number", [0, -1, 123_456_789])
-def test_a_plan_that_is_none_is_refused(number):
-    params, optimizer = made(sizes=(4, 6))
+def test_an_unknown_plan_number_is_refused(number):
+    params, optimizer = params_and_optimizer(sizes=(4, 6))
     put_grads(params, 0)
     optimizer.step()
     [plan] = optimizer._plans
-    shared = *plan._hyperparameters(), None, None, None, 1.0, None, None, None, False
-    torch.ops.mpkernels.adamw_forget(number)  # no harm
+    arguments = *plan._hyperparameters(), None, None, None, 1.0, None, None, None, False
+    torch.ops.mpkernels.adamw_forget(number)  # does nothing
     with pytest.raises(RuntimeError, match=f"there is no plan {number}"):
-        op.by_plan.on(torch.device("cpu"))(number, params, [param.grad for param in params], *shared)
+        op.by_plan.on(torch.device("cpu"))(number, params, [param.grad for param in params], *arguments)
     optimizer.step()
 
 
-def test_neighbours_at_other_steps(target):
+def test_neighbouring_parameters_may_be_at_different_steps(target):
     """Neighbouring parameters at different steps have different powers of the betas."""
     weights = []
     for apart in (True, False):
-        params, optimizer = made(sizes=(4, 6, 2), device=target.device)
+        params, optimizer = params_and_optimizer(sizes=(4, 6, 2), device=target.device)
         optimizers = [AdamW([param], lr=0.1) for param in params] if apart else [optimizer]
         for seed in range(5):
             put_grads(params, seed)
@@ -144,8 +144,8 @@ def test_neighbours_at_other_steps(target):
     assert same_bits(*weights)
 
 
-def test_autograd_is_told_of_each_parameter(target):
-    params, optimizer = made(sizes=(4, 6), device=target.device)
+def test_a_step_raises_the_version_of_each_parameter(target):
+    params, optimizer = params_and_optimizer(sizes=(4, 6), device=target.device)
     for seed in range(3):
         put_grads(params, seed)
         before = [param._version for param in params]
@@ -154,7 +154,7 @@ def test_autograd_is_told_of_each_parameter(target):
 
 
 def test_a_plan_made_within_a_transform_outlives_it():
-    params, optimizer = made(sizes=(4, 6))
+    params, optimizer = params_and_optimizer(sizes=(4, 6))
     put_grads(params, 0)
 
     def stepping(x):
@@ -167,9 +167,9 @@ def test_a_plan_made_within_a_transform_outlives_it():
     assert optimizer.state[params[0]]["step"] == 3
 
 
-def test_a_plan_ends_with_its_optimizer_also_within_a_transform():
-    """Garbage is collected at any time; what a finalizer raises, pytest tells."""
-    params, optimizer = made(sizes=(4, 6))
+def test_a_plan_may_end_within_a_transform():
+    """Python may collect garbage within a transform. If a finalizer then raises, pytest reports it."""
+    params, optimizer = params_and_optimizer(sizes=(4, 6))
     put_grads(params, 0)
     optimizer.step()
     end = optimizer._plans[0]._native.end
@@ -187,7 +187,7 @@ def test_a_plan_ends_with_its_optimizer_also_within_a_transform():
 def test_a_kernel_may_be_forced_between_steps():
     weights = []
     for kernels in (("native",) * 4, ("native", "reference", "native", "reference")):
-        params, optimizer = made(sizes=(4, 6))
+        params, optimizer = params_and_optimizer(sizes=(4, 6))
         for seed, kernel in enumerate(kernels):
             put_grads(params, seed)
             with mpkernels.backend(kernel):
@@ -215,7 +215,7 @@ def test_amsgrad_may_end(backend):
 @pytest.mark.parametrize("after", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("before", [torch.float32, torch.bfloat16, torch.int8], ids=str)
 def test_amsgrad_may_begin(before, after):
-    """Together with another state_dtype, too. At its first step the largest moment is the new one."""
+    """It may begin together with another state_dtype. At its first step max_exp_avg_sq is the new exp_avg_sq."""
     model, plain = network(), network()
     optimizer, reference = (AdamW(it.parameters(), state_dtype=before) for it in (model, plain))
     for seed in range(2):
@@ -225,8 +225,8 @@ def test_amsgrad_may_begin(before, after):
             its_optimizer.param_groups[0]["state_dtype"] = after
         optimizer.param_groups[0]["amsgrad"] = True
     assert all(map(same_bits, model.parameters(), plain.parameters()))
-    for param, its in zip(model.parameters(), plain.parameters(), strict=True):
-        state, wanted = optimizer.state[param], reference.state[its]
+    for param, twin in zip(model.parameters(), plain.parameters(), strict=True):
+        state, wanted = optimizer.state[param], reference.state[twin]
         assert state["exp_avg"].dtype == after
         assert all(same_bits(state[key], wanted[key]) for key in ("exp_avg", "exp_avg_sq"))
         assert same_bits(state["max_exp_avg_sq"], wanted["exp_avg_sq"])
@@ -244,7 +244,7 @@ def test_lazy_clones_keep_their_values():
     assert [clone.tolist() for clone in clones] == values
 
 
-def test_something_else_in_the_state():
+def test_a_foreign_key_in_the_state_is_kept():
     model = network()
     optimizer = AdamW(model.parameters())
     optimizer.state["note"] = 3
@@ -254,7 +254,7 @@ def test_something_else_in_the_state():
     assert optimizer.state["note"] == 3
 
 
-def test_plans_may_die_while_torch_traces():
+def test_a_plan_may_end_while_torch_traces():
     model = network()
     optimizer = AdamW(model.parameters())
     backward(model, 0)
@@ -264,7 +264,7 @@ def test_plans_may_die_while_torch_traces():
         gc.collect()
 
 
-def test_groups_exchange_parameters_where_some_have_no_grad():
+def test_groups_may_exchange_parameters_while_some_have_no_grad():
     results = []
     for is_kept in (True, False):
         a, n, m, d = (Parameter(torch.full((3,), 2.0)) for _ in range(4))
@@ -272,8 +272,8 @@ def test_groups_exchange_parameters_where_some_have_no_grad():
         for seed in range(5):
             put_grads([a, d], seed)
             if seed == 3:
-                for group, its in zip(optimizer.param_groups, ([n, m], [a, d]), strict=True):
-                    group["params"][:] = its
+                for group, params in zip(optimizer.param_groups, ([n, m], [a, d]), strict=True):
+                    group["params"][:] = params
             if not is_kept:
                 optimizer._start_afresh()
             optimizer.step()

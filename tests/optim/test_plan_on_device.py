@@ -1,38 +1,38 @@
-"""A plan's data on the device, and its counts of rows' blocks, serve that plan's steps alone."""
+"""A plan keeps tables and counts on the device; no step, skipped or failed, leaves them wrong for the next one."""
 
 import pytest
 import torch
 
 from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
-from tests.optim.test_plan import made, put_grads
+from tests.optim.test_plan import params_and_optimizer, put_grads
 from tests.targets import TARGETS, emulated_variable
 
-CHUNKS = (20_000, 5, 9_000)  # of several chunks, whose blocks hand their shares to the last one
+SIZES = (20_000, 5, 9_000)  # the long rows have several chunks, whose sums the last block adds up
 
 
-def weights_of(params):
+def all_weights(params):
     return torch.cat([param.detach().double().flatten() for param in params])
 
 
-def by_new_plans(steps, **options):
-    """Return the weights after steps(params, optimizer), each by a plan of its own."""
-    params, optimizer = made(**options)
+def weights_by_new_plans(steps, **options):
+    """Return the weights after steps(params, optimizer), where each step makes a new plan."""
+    params, optimizer = params_and_optimizer(**options)
     step = optimizer.step
 
-    def afresh():
+    def step_by_a_new_plan():
         optimizer._start_afresh()
         step()
 
-    optimizer.step = afresh
+    optimizer.step = step_by_a_new_plan
     steps(params, optimizer)
-    return weights_of(params)
+    return all_weights(params)
 
 
 @pytest.mark.each_value_once
 @pytest.mark.parametrize("guard", [{"max_norm": 1.0}, {}], ids=str)
-def test_a_skipped_step_leaves_the_next_one_whole(target, guard):
-    """Each kernel counts a row's blocks, to know the last."""
+def test_the_step_after_a_skipped_one_is_right(target, guard):
+    """A kernel counts the blocks of a row that are done, to know the last one."""
 
     def steps(params, optimizer):
         for seed in range(5):
@@ -41,9 +41,9 @@ def test_a_skipped_step_leaves_the_next_one_whole(target, guard):
                 params[seed].grad[3] = float("inf")
             optimizer.step()
 
-    params, optimizer = made(sizes=CHUNKS, device=target.device, **guard)
+    params, optimizer = params_and_optimizer(sizes=SIZES, device=target.device, **guard)
     steps(params, optimizer)
-    assert same_bits(weights_of(params), by_new_plans(steps, sizes=CHUNKS, device=target.device, **guard))
+    assert same_bits(all_weights(params), weights_by_new_plans(steps, sizes=SIZES, device=target.device, **guard))
     assert {int(state["step"]) for state in optimizer.state.values()} == {3 if guard else 5}
 
 
@@ -57,19 +57,19 @@ def in_groups(count, device="cpu"):
 
 
 @pytest.mark.parametrize("count", [1, 17, 61, 130])
-def test_each_parameter_steps_by_its_own_group(emulated, count):
-    """Also for parameters of a later launch than the first."""
+def test_each_parameter_steps_by_the_options_of_its_group(emulated, count):
+    """Many groups take several launches."""
     params, optimizer = in_groups(count)
     for seed in range(3):
         put_grads(params, seed)
         optimizer.step()
-    with_reference = in_groups(count)
+    by_reference = in_groups(count)
     for seed in range(3):
-        put_grads(with_reference[0], seed)
+        put_grads(by_reference[0], seed)
         with TARGETS["cpu-reference"].active():
-            with_reference[1].step()
-    assert torch.equal(optimizer.grad_norm, with_reference[1].grad_norm)
-    assert same_bits(weights_of(params), weights_of(with_reference[0]))
+            by_reference[1].step()
+    assert torch.equal(optimizer.grad_norm, by_reference[1].grad_norm)
+    assert same_bits(all_weights(params), all_weights(by_reference[0]))
 
 
 @pytest.mark.parametrize("count", [17, 61, 130])
@@ -87,9 +87,9 @@ def test_a_skipped_step_counts_once_however_many_launches_it_takes(emulated, cou
 
 
 @pytest.mark.parametrize("call", range(1, 6))
-def test_a_step_that_failed_midway_leaves_the_next_one_whole(emulated, call):
-    """Of five launches: one that takes rows to the device, two that look at grads, two that step. What was launched
-    before the failed one is done, as on a GPU; but its count of blocks doesn't go on in the next step."""
+def test_the_step_after_one_that_failed_midway_is_right(emulated, call):
+    """The step has five launches: one takes rows to the device, two look at grads, two step. What was launched before
+    the failed one is done, as on a GPU; but the next step doesn't go on with its counts of blocks."""
     params, optimizer = in_groups(61)
     put_grads(params, 0)
     failure = emulated_variable("emulation_calls_to_failure")

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from tests.hard_grads import same_bits
-from tests.optim.test_plan import made, put_grads
+from tests.optim.test_plan import params_and_optimizer, put_grads
 
 
 def fewer_elements_at_the_same_place(params, optimizer):
-    """The states have more, and beyond these may lie another's memory."""
+    """The states have more elements; what lies beyond the parameter's may be another tensor's memory."""
     params[1].grad, params[1].data = None, params[1].data[:3]
     params[1].grad = torch.ones(3, device=params[1].device)
 
@@ -37,9 +37,9 @@ SHAPE = "must have the parameter's shape"
         (too_few_scales, {"state_dtype": torch.int8}, r"scales\[1\] must be 2 adjacent fp32"),
     ],
 )
-def test_what_does_not_fit_is_refused_again_and_again(target, change, options, text):
-    """What a refused step had found out so far is not the truth for the next one; nothing moves, no norm is told."""
-    params, optimizer = made(sizes=(4, 6, 2), device=target.device, max_norm=1.0, **options)
+def test_tensors_that_do_not_fit_are_refused_at_each_try(target, change, options, text):
+    """A refused step moves nothing and reports no norm, and the next step takes over nothing that it had found out."""
+    params, optimizer = params_and_optimizer(sizes=(4, 6, 2), device=target.device, max_norm=1.0, **options)
     put_grads(params, 0)
     optimizer.step()
     norm = optimizer.grad_norm.item()
@@ -54,7 +54,7 @@ def test_what_does_not_fit_is_refused_again_and_again(target, change, options, t
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_negated_parameter_is_refused(place):
-    params, optimizer = made(sizes=(4, 6))
+    params, optimizer = params_and_optimizer(sizes=(4, 6))
     put_grads(params, 0)
     optimizer.step()
     put_grads(params, 1)

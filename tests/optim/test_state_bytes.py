@@ -1,4 +1,4 @@
-"""What each optimizer keeps in bytes a parameter, by the table of docs/optimizers.md; and saves, by docs/masters.md."""
+"""Bytes a parameter: what each optimizer keeps is docs/optimizers.md's table, what it saves docs/masters.md's."""
 
 from fractions import Fraction
 
@@ -13,7 +13,7 @@ SIZE = 64 * 256  # whole blocks of 8-bit codes
 
 
 def bytes_kept(kind, dtype, state_dtype, **options):
-    """Return the bytes of weight, grad and states for each element, the number of steps apart."""
+    """Return the bytes of weight, grad and states for each element, without the step count."""
     weight = torch.nn.Parameter(torch.ones(SIZE, dtype=dtype))
     optimizer = kind([weight], state_dtype=state_dtype, **options)
     weight.grad = torch.ones_like(weight)
@@ -35,7 +35,7 @@ def bytes_kept(kind, dtype, state_dtype, **options):
     ],
     ids=lambda it: getattr(it, "__name__", None) or (str(it) if isinstance(it, dict) else ""),
 )
-def test_bytes_a_parameter(kind, options, wanted):
+def test_a_training_keeps_as_many_bytes_a_parameter_as_the_docs_say(kind, options, wanted):
     for narrow in (B16, F16):
         kept = [
             bytes_kept(kind, *dtypes, **options)
@@ -49,7 +49,7 @@ def test_bytes_a_parameter(kind, options, wanted):
     [({}, 10), ({"state_dtype": B16}, 6), ({"state_dtype": INT8}, 10), ({"master": "fp32", "state_dtype": INT8}, 12)],
     ids=str,
 )
-def test_bytes_of_the_states_in_a_checkpoint(options, bytes_a_parameter):
+def test_a_checkpoint_has_as_many_bytes_a_parameter_as_the_docs_say(options, bytes_a_parameter):
     weight = torch.ones(SIZE, dtype=B16, requires_grad=True)
     optimizer = AdamW([weight], **options)
     weight.grad = torch.ones_like(weight)

@@ -1,4 +1,4 @@
-"""How much code a reader must follow for a step: counts our functions that a steady step enters, and their files."""
+"""Counts our functions that a steady step enters, and their files: the code that a reader of a step must follow."""
 
 import multiprocessing
 import sys
@@ -18,8 +18,8 @@ ROOT = Path(mpkernels.__file__).parent
 
 
 def entered(run):
-    """Return each Python function of ours that this enters, by its code. Comprehensions, which Python 3.12 has
-    no calls for, and generators are parts of their function."""
+    """Return the code of each Python function of ours that ``run`` enters. Comprehensions and generator expressions
+    count as parts of their function: Python 3.12 makes no calls for the former."""
     found = set()
 
     def note(frame, event, argument):
@@ -36,7 +36,7 @@ def entered(run):
 
 
 def steady_step(kind):
-    """Return the functions that a step by this scaler enters, a name each."""
+    """Return the names of the functions that a step under this kind of scaler enters."""
     scaler = kind("cpu")
     params = [torch.nn.Parameter(torch.randn(10).to(B16)) for _ in range(20)]
     for param in params:
@@ -53,8 +53,10 @@ def steady_step(kind):
     ("kind", "functions", "files"), [(torch.amp.GradScaler, 33, 10), (GradScaler, 42, 14)], ids=["torch's", "ours"]
 )
 def test_a_steady_step_enters_few_functions_in_few_files(kind, functions, files):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as new:  # one where nobody has added step hooks
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as new:  # a process without step hooks
         names = new.submit(steady_step, kind).result()
-    of_files = {name.partition(":")[0] for name in names}
+    entered_files = {name.partition(":")[0] for name in names}
     text = "\n".join(names)
-    assert (len(names) <= functions, len(of_files) <= files) == (True, True), f"{len(names)} in {len(of_files)}\n{text}"
+    assert (len(names) <= functions, len(entered_files) <= files) == (True, True), (
+        f"{len(names)} in {len(entered_files)}\n{text}"
+    )

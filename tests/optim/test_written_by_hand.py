@@ -11,8 +11,8 @@ from tests.networks import B16, backward, network
 
 @pytest.mark.parametrize("which", [slice(None), slice(0, 1), slice(-1, None)], ids=["all", "first", "last"])
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_what_turns_16_bit_gets_masters(target, master, which):
-    """As if it had turned 16-bit before all tables were made; with the guard that 16-bit parameters have."""
+def test_parameters_that_turn_16_bit_get_masters_and_the_guard(target, master, which):
+    """They step as if they had turned 16-bit before any table was made."""
     stepped, anew = network(device=target.device), network(device=target.device)
     optimizers = [AdamW(model.parameters(), lr=1e-2, master=master) for model in (stepped, anew)]
     for model, optimizer in zip((stepped, anew), optimizers, strict=True):
@@ -35,7 +35,7 @@ def test_what_turns_16_bit_gets_masters(target, master, which):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64], ids=str)
-def test_a_step_count_that_is_set_by_hand(target, dtype):
+def test_a_step_goes_on_from_a_count_that_is_set_by_hand(target, dtype):
     weight = torch.nn.Parameter(torch.ones(2, device=target.device))
     optimizer = AdamW([weight])
     for expected in (1, 6):
@@ -57,7 +57,7 @@ def test_a_step_count_is_fp32_whatever_the_default():
     assert optimizer.state[weight]["step"].dtype == torch.float32
 
 
-def test_adams_decay_is_refused():
+def test_adamw_refuses_adams_weight_decay():
     with pytest.raises(ValueError, match="AdamW: a group must have decoupled_weight_decay=True, got False"):
         AdamW([{"params": [torch.nn.Parameter(torch.ones(2))], "decoupled_weight_decay": False}])
 
@@ -65,8 +65,8 @@ def test_adams_decay_is_refused():
 @pytest.mark.parametrize("through", ["itself", "data", "detach"])
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("master", ["split", "fp32"])
-def test_what_is_written_to_a_weight_reaches_its_master(target, master, released, through):
-    """And nothing else changes in the master, nor do weights that rest while they are written to lose it."""
+def test_a_write_to_a_weight_reaches_its_master(target, master, released, through):
+    """Nothing else in the master changes. A weight may lack a grad in the step after the write."""
     weights = [torch.nn.Parameter(torch.ones(3, dtype=B16, device=target.device)) for _ in range(2)]
     optimizer = AdamW(weights, lr=0.1, weight_decay=0, master=master, guard=False)
     if released:

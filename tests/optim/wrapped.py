@@ -1,4 +1,4 @@
-"""Optimizers that Masters is put around, as data: their names, and how each is made of parameters or groups."""
+"""The optimizers that tests put into Masters, with the parameters and grads that these tests give them."""
 
 from functools import partial
 
@@ -11,8 +11,8 @@ SHAPES = (6, 4), (5, 7), (3, 3)
 
 
 class Counting(Optimizer):
-    """As many a published class: it counts steps in the group, keeps a list in the state, reads what users have noted
-    on a parameter, and gives it another tensor instead of writing to the one that is there."""
+    """An optimizer like many published ones: it counts steps in the group, keeps a list in the state, reads a number
+    that users have set on a parameter, and gives the parameter another tensor instead of writing to its own."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "count": 0})
@@ -32,7 +32,7 @@ class Counting(Optimizer):
 
 
 class InPlaceOnGrads(Optimizer):
-    """It replaces its state in each step, and writes to the grads that it is given."""
+    """An optimizer that replaces its state in each step, and writes to the grads that it is given."""
 
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr})
@@ -58,7 +58,7 @@ OPTIMIZERS = {
     "Adam, foreach": partial(torch.optim.Adam, foreach=True, amsgrad=True, maximize=True),
     "AdamW": torch.optim.AdamW,
     "Adafactor": partial(torch.optim.Adafactor, lr=0.1),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),  # whose constructor makes the states
+    "Adagrad": partial(torch.optim.Adagrad, lr=0.1),  # its constructor makes the states
     "Adadelta": torch.optim.Adadelta,
     "Adamax": torch.optim.Adamax,
     "ASGD": partial(torch.optim.ASGD, t0=2.0),
@@ -72,27 +72,27 @@ OPTIMIZERS = {
 
 
 def parameters(dtype, seed=0):
-    """Alike in each dtype: such as 8 bits can hold."""
+    """Return parameters that have the same values in each dtype: 8 significant bits hold them."""
     generator = torch.Generator().manual_seed(seed)
     values = [torch.randn(shape, generator=generator).to(B16).to(dtype) for shape in SHAPES]
     return list(map(torch.nn.Parameter, values))
 
 
 def groups(params):
-    """Two, with different options, and an fp32 parameter, which needs no master, in the second."""
-    return [{"params": params[:2]}, {"params": [params[2], wide()], "lr": 0.05}]
+    """Return two groups with different options. The second also has an fp32 parameter, which needs no master."""
+    return [{"params": params[:2]}, {"params": [params[2], fp32_parameter()], "lr": 0.05}]
 
 
-def wide():
+def fp32_parameter():
     return torch.nn.Parameter(torch.linspace(-1, 1, 12).view(4, 3))
 
 
-def every(optimizer):
+def all_params(optimizer):
     return [it for group in optimizer.param_groups for it in group["params"]]
 
 
 def give_grads(params, seed, dtype, scale=1.0, leave_out=()):
-    """The same grads whatever dtype the parameters have: those of 16-bit parameters were rounded to that dtype."""
+    """Give random grads, rounded to ``dtype``, so that fp32 parameters get the same grads as those of that dtype."""
     generator = torch.Generator().manual_seed(seed)
     for i, param in enumerate(params):
         grad = torch.randn(param.shape, generator=generator)

@@ -4,10 +4,7 @@ import pytest
 import torch
 
 from mpkernels.amp import GradScaler, find_nonfinite
-from tests.networks import one_thread
 from tests.overflow.test_find_nonfinite import Root, network
-
-__all__ = ["one_thread"]  # a fixture that each test uses
 
 INF, NAN = float("inf"), float("nan")
 
@@ -43,11 +40,11 @@ SUGGESTIONS = {
 }
 
 
-@pytest.mark.parametrize(("text", "seen"), SUGGESTIONS.items(), ids=SUGGESTIONS)
-def test_suggestions(text, seen):
-    suggestion = report_after(**seen).suggestion
+@pytest.mark.parametrize(("text", "case"), SUGGESTIONS.items(), ids=SUGGESTIONS)
+def test_the_suggestion_follows_from_the_grads(text, case):
+    suggestion = report_after(**case).suggestion
     assert text in suggestion
-    assert text in str(report_after(**seen))
+    assert text in str(report_after(**case))
     assert [other for other in SUGGESTIONS if other in suggestion] == [text]
 
 
@@ -64,7 +61,7 @@ def test_suggestions(text, seen):
         ),
     ],
 )
-def test_what_was_found_in_the_forward_pass(inputs, bias, text):
+def test_the_suggestion_says_what_find_nonfinite_found(inputs, bias, text):
     model = network(Root())
     model[0].bias.data.fill_(bias)
     with find_nonfinite(model) as found:

@@ -12,13 +12,11 @@ from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from mpkernels.overflow.ledger import Ledgers
 from tests.amp.test_grad_scaler import OPTIMIZERS
-from tests.networks import B16, network, one_thread
+from tests.networks import B16, network
 from tests.overflow.test_overflow_report import INF, NAN, culprits, every_optimizer, iterate, params_of
 
-__all__ = ["one_thread"]  # a fixture that each test uses
 
-
-def test_sparse_grads():
+def test_an_inf_in_a_sparse_grad_is_reported():
     embedding = torch.nn.Embedding(10, 3, sparse=True)
     optimizer, scaler = torch.optim.SGD(embedding.parameters(), lr=0.1), GradScaler("cpu")
     scaler.scale(embedding(torch.tensor([7, 2])).sum()).backward()
@@ -29,7 +27,7 @@ def test_sparse_grads():
     assert (gradient.elements, gradient.infs, gradient.first) == (6, 1, (5,))
 
 
-def test_complex_and_transposed_and_empty_grads():
+def test_complex_transposed_and_empty_grads_are_reported():
     params = [
         torch.nn.Parameter(torch.ones(2, 3, dtype=torch.complex64)),
         torch.nn.Parameter(torch.ones(3, 5).t()),
@@ -45,7 +43,7 @@ def test_complex_and_transposed_and_empty_grads():
 
 
 @pytest.mark.parametrize("name", ["SGD", "our AdamW"])
-def test_grads_of_another_layout(name):
+def test_the_place_in_a_transposed_grad_is_reported_by_its_indices(name):
     (param,) = params_of((3, 5))
     optimizer, scaler = OPTIMIZERS[name]([param]), GradScaler("cpu")
     scaler.scale(param.sum()).backward()
@@ -55,7 +53,7 @@ def test_grads_of_another_layout(name):
     assert culprits(scaler.overflow_report())[0][3] == (2, 1)
 
 
-def test_grads_that_are_released():
+def test_released_grads_are_reported():
     model, scaler = network(B16), GradScaler("cpu", init_scale=8.0)
     optimizer = AdamW(model.named_parameters())
     optimizer.release_grads(scaler)
@@ -69,7 +67,7 @@ def test_grads_that_are_released():
 
 
 @pytest.mark.exhaustive
-def test_a_compiled_step():
+def test_a_compiled_step_is_reported():
     model = network(B16)
     optimizer = AdamW(model.named_parameters())
     step = torch.compile(optimizer.step, fullgraph=True, backend="aot_eager")
@@ -99,7 +97,7 @@ def test_copies_start_without_a_report(make):
 
 
 @every_optimizer
-def test_memory_is_taken_once(make):
+def test_the_report_takes_memory_once(make):
     params = params_of((3,), (4,))
     optimizer, scaler = make(params), GradScaler("cpu")
     iterate(scaler, optimizer)
@@ -111,7 +109,7 @@ def test_memory_is_taken_once(make):
     assert after.report.data_ptr() == before.report.data_ptr()
 
 
-def test_several_devices():
+def test_grads_on_several_devices_are_reported():
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     params = [*params_of((3,)), *params_of((4,), device="cuda")]
@@ -127,7 +125,7 @@ def test_several_devices():
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_parameters_that_were_replaced_are_let_go(make):
+def test_parameters_that_were_replaced_are_freed(make):
     """Gaussian splatting replaces parameters when it prunes and adds points between steps."""
     weight = torch.nn.Parameter(torch.ones(3))
     optimizer, scaler, replaced = make([weight]), GradScaler("cpu"), []
@@ -140,7 +138,7 @@ def test_parameters_that_were_replaced_are_let_go(make):
         weight = optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(weight.detach().clone())
         optimizer.state[weight] = state
     gc.collect()
-    assert [it() is None for it in replaced] == [True, True, True, False]  # of the last one the last step was
+    assert [it() is None for it in replaced] == [True, True, True, False]  # the last step took the last one
 
 
 def test_a_parameter_without_a_grad_in_the_last_step_is_still_reported():
@@ -167,8 +165,8 @@ def test_a_grad_with_gaps_is_taken_in_the_order_of_its_indices():
 
 
 @pytest.mark.parametrize("bad", [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
-def test_several_devices_have_a_found_inf_each(target, bad):
-    """If one device finds an inf, the facts of all devices' grads are recorded."""
+def test_an_inf_on_one_device_records_the_grads_of_all(target, bad):
+    """Each device has its own found_inf."""
     param, ledgers = torch.nn.Parameter(torch.ones(2, device=target.device)), Ledgers()
     grad, scale = torch.tensor([1.0, INF], device=target.device), torch.full((), 4.0, device=target.device)
     optimizer = torch.optim.SGD([param])
@@ -182,18 +180,18 @@ def test_several_devices_have_a_found_inf_each(target, bad):
 
 
 @pytest.mark.parametrize("name", ["SGD", "our AdamW"])
-def test_the_last_parameter_comes_and_goes(name):
-    """A longer list that begins alike, and a shorter one, have reports of their own."""
+def test_a_longer_or_shorter_list_of_parameters_has_its_own_report(name):
+    """The lists begin with the same parameters."""
     params = params_of(2, 3, 4)
     optimizer, scaler = OPTIMIZERS[name](params[:2]), GradScaler("cpu")
-    for seen in (params[:1], params[:2], params, params[:2]):
-        if seen is params:
+    for stepped in (params[:1], params[:2], params, params[:2]):
+        if stepped is params:
             optimizer.add_param_group({"params": params[2:]})
         optimizer.zero_grad()
-        scaler.scale(sum(it.sum() for it in seen)).backward()
-        seen[-1].grad[1] = INF
+        scaler.scale(sum(it.sum() for it in stepped)).backward()
+        stepped[-1].grad[1] = INF
         scaler.step(optimizer)
         scaler.update()
         report = scaler.overflow_report()
-        assert [it.shape for it in report.gradients] == [tuple(it.shape) for it in seen]
-        assert [it.shape for it in report.culprits] == [tuple(seen[-1].shape)]
+        assert [it.shape for it in report.gradients] == [tuple(it.shape) for it in stepped]
+        assert [it.shape for it in report.culprits] == [tuple(stepped[-1].shape)]

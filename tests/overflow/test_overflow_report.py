@@ -1,4 +1,4 @@
-"""overflow_report: whose grads cost the last skipped step, under every optimizer."""
+"""overflow_report names the grads for which a step was skipped, under every optimizer."""
 
 import json
 import math
@@ -11,9 +11,7 @@ from hypothesis import strategies as st
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.amp.test_grad_scaler import OPTIMIZERS
-from tests.networks import B16, F16, network, one_thread
-
-__all__ = ["one_thread"]  # a fixture that each test uses
+from tests.networks import B16, F16, network
 
 INF, NAN = math.inf, math.nan
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -24,7 +22,7 @@ def params_of(*shapes, dtype=torch.float32, device="cpu"):
 
 
 def iterate(scaler, *optimizers, bad=()):
-    """Unscaled grads are 1, but for (parameter, index, value) in bad; nothing of them is left afterwards."""
+    """Take a step, and drop the grads. Unscaled they are 1, except those that ``bad`` sets: parameter, index, value."""
     params = [param for optimizer in optimizers for group in optimizer.param_groups for param in group["params"]]
     scaler.scale(sum(param.abs().sum() for param in params if param.requires_grad)).backward()
     for param, index, value in bad:
@@ -40,17 +38,17 @@ def culprits(report):
     return [(it.name, it.infs, it.nans, it.first) for it in report.culprits]
 
 
-@pytest.mark.parametrize(("guard", "said"), [(True, "been skipped"), (False, "looked for an inf or NaN")])
-def test_before_the_first_skip_it_says_whether_a_step_has_looked(guard, said):
+@pytest.mark.parametrize(("guard", "wanted"), [(True, "been skipped"), (False, "looked for an inf or NaN")])
+def test_before_the_first_skip_it_says_whether_a_step_has_looked(guard, wanted):
     (param,) = params_of((3,))
     optimizer = AdamW([param], guard=guard)
     param.grad = torch.ones(3)
     optimizer.step()
-    assert str(optimizer.overflow_report()) == f"No step has {said}."
+    assert str(optimizer.overflow_report()) == f"No step has {wanted}."
 
 
 @every_optimizer
-def test_the_last_skipped_step(target, make):
+def test_the_report_is_on_the_last_skipped_step(target, make):
     first, second, third = params_of((3, 4), (5,), (), device=target.device)
     optimizer, scaler = make([first, second, third]), GradScaler(target.device.type, init_scale=8.0)
     assert not scaler.overflow_report()
@@ -65,7 +63,7 @@ def test_the_last_skipped_step(target, make):
     assert [it.zeros for it in report.gradients] == [2 / 12, 0.0, 0.0]
     assert (report.scale, report.zeros, report.skips_in_a_row) == (8.0, 2 / 18, 1)
     iterate(scaler, optimizer)
-    assert culprits(scaler.overflow_report()) == culprits(report)  # until the next one
+    assert culprits(scaler.overflow_report()) == culprits(report)  # the report stays until the next skip
     iterate(scaler, optimizer, bad=[(third, (), INF)])
     report = scaler.overflow_report()
     assert culprits(report) == [("group 0, parameter 2", 1, 0, ())]
@@ -82,38 +80,38 @@ VALUES = st.sampled_from([INF, -INF, NAN, 0.0, -0.0, 3.0, -5.0])
     unscales=st.booleans(),
 )
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_any_grads(name, shapes, data, unscales):
+def test_the_report_counts_the_values_of_any_grads(name, shapes, data, unscales):
     params = params_of(*shapes)
     optimizer, scaler = OPTIMIZERS[name](params), GradScaler("cpu", init_scale=4.0)
-    scaler.scale(sum(param.abs().sum() for param in params)).backward()  # with a grad of its own for each
+    scaler.scale(sum(param.abs().sum() for param in params)).backward()  # gives each parameter its own grad
     values = [data.draw(st.lists(VALUES, min_size=it.numel(), max_size=it.numel())) for it in params]
-    for param, its in zip(params, values, strict=True):
-        param.grad.copy_(torch.tensor(its).reshape(param.shape))
+    for param, drawn in zip(params, values, strict=True):
+        param.grad.copy_(torch.tensor(drawn).reshape(param.shape))
     if unscales:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
     optimizer.zero_grad()
     report = scaler.overflow_report()
-    all_finite = all(math.isfinite(value) for its in values for value in its)
+    all_finite = all(math.isfinite(value) for drawn in values for value in drawn)
     assert bool(report) == (not all_finite)
     if all_finite:
         return
-    present = [its for its in values if its]
+    present = [drawn for drawn in values if drawn]
     assert report.scale == 4.0
-    assert [it.infs for it in report.gradients] == [sum(map(math.isinf, its)) for its in present]
-    assert [it.nans for it in report.gradients] == [sum(map(math.isnan, its)) for its in present]
-    assert [it.zeros for it in report.gradients] == [its.count(0.0) / len(its) for its in present]
-    finite = [[abs(value) / 4.0 for value in its if math.isfinite(value)] for its in present]
-    assert [it.largest for it in report.gradients] == [max(its, default=0.0) for its in finite]
-    for it, its in zip(report.gradients, present, strict=True):
-        bad = [i for i, value in enumerate(its) if not math.isfinite(value)]
+    assert [it.infs for it in report.gradients] == [sum(map(math.isinf, drawn)) for drawn in present]
+    assert [it.nans for it in report.gradients] == [sum(map(math.isnan, drawn)) for drawn in present]
+    assert [it.zeros for it in report.gradients] == [drawn.count(0.0) / len(drawn) for drawn in present]
+    finite = [[abs(value) / 4.0 for value in drawn if math.isfinite(value)] for drawn in present]
+    assert [it.largest for it in report.gradients] == [max(drawn, default=0.0) for drawn in finite]
+    for it, drawn in zip(report.gradients, present, strict=True):
+        bad = [i for i, value in enumerate(drawn) if not math.isfinite(value)]
         assert it.first == (tuple(map(int, torch.unravel_index(torch.tensor(bad[0]), it.shape))) if bad else None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, B16, F16, torch.float64], ids=str)
-def test_bf16_without_a_scaler(target, dtype):
-    """With a disabled scaler, the guard makes the report."""
+def test_the_guard_makes_the_report_where_no_scaler_looks(target, dtype):
+    """A loop with a disabled scaler calls it all the same."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2)).to(target.device, dtype)
     optimizer, scaler = AdamW(model.parameters(), guard=True), GradScaler(target.device.type, enabled=False)
     before = [param.clone() for param in model.parameters()]
@@ -134,7 +132,7 @@ def test_bf16_without_a_scaler(target, dtype):
         assert (report.scale, report.skips_in_a_row) == (None, None)
 
 
-def test_names():
+def test_parameters_have_the_optimizers_names_or_the_models():
     model = network()
     decayed, others = [], []
     for name, param in model.named_parameters():
@@ -153,8 +151,8 @@ def test_names():
 
 
 @every_optimizer
-def test_parameters_whose_grads_come_and_go(make):
-    """The report on a step stays, and tells of those that took part in it."""
+def test_the_report_covers_the_parameters_that_had_grads_in_its_step(make):
+    """Later steps, with other parameters, don't change it."""
     first, second, third = params = params_of((2,), (3,), (4,))
     optimizer, scaler = make(params), GradScaler("cpu", init_scale=8.0)
     second.requires_grad_(False)
@@ -173,8 +171,8 @@ def test_parameters_whose_grads_come_and_go(make):
 
 
 @every_optimizer
-def test_several_optimizers(make):
-    """The report covers the optimizers of the last skip, in whatever order they step."""
+def test_the_report_covers_the_optimizers_of_the_last_skip(make):
+    """The optimizers may step in any order."""
     (one,), (two,) = params_of((2,)), params_of((3,))
     optimizers = first, second = make([one]), make([two])
     scaler = GradScaler("cpu")
@@ -193,7 +191,7 @@ def test_several_optimizers(make):
 
 
 @every_optimizer
-def test_grads_that_the_user_has_unscaled(make):
+def test_grads_that_the_loop_has_unscaled_are_reported_by_their_unscaled_size(make):
     (param,) = params_of((4,))
     optimizer, scaler = make([param]), GradScaler("cpu", init_scale=8.0)
     for unscales, scale in ((True, 8.0), (False, 4.0), (True, 2.0)):
@@ -208,7 +206,7 @@ def test_grads_that_the_user_has_unscaled(make):
         assert (report.scale, report.gradients[0].largest) == (scale, 1.0)
 
 
-def test_under_torchs_scaler():
+def test_a_skip_by_torchs_scaler_is_reported_by_the_optimizer():
     (param,) = params_of((4,))
     optimizer, scaler = AdamW([param]), torch.amp.GradScaler("cpu", init_scale=8.0)
     iterate(scaler, optimizer, bad=[(param, 2, INF)])
@@ -217,7 +215,7 @@ def test_under_torchs_scaler():
     assert (report.scale, report.gradients[0].largest) == (8.0, 1.0)
 
 
-def test_finite_grads_that_overflow_once_unscaled():
+def test_finite_grads_that_overflow_once_unscaled_have_no_culprit():
     (param,) = params_of((2,))
     optimizer, scaler = AdamW([param]), GradScaler("cpu", init_scale=0.25)
     iterate(scaler, optimizer, bad=[(param, 0, 3e38)])
@@ -236,7 +234,7 @@ class Writer:
         self.scalars[tag] = value, step
 
 
-def test_a_dict_and_scalars():
+def test_the_report_turns_into_a_dict_and_scalars():
     model = network()
     optimizer, scaler = torch.optim.SGD(model.named_parameters(), lr=0.1), GradScaler("cpu", init_scale=8.0)
     writer = Writer()
@@ -249,13 +247,13 @@ def test_a_dict_and_scalars():
     assert writer.scalars["overflow/gradients"] == (2, 7)
     assert writer.scalars["overflow/scale"] == (8.0, 7)
     assert writer.scalars["overflow/nan/0.weight"] == writer.scalars["overflow/inf/0.bias"] == (1, 7)
-    told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
-    assert [(it["name"], it["first"]) for it in told["culprits"]] == [("0.bias", [1]), ("0.weight", [1, 2])]
-    assert told["skipped"] is True
-    assert told["suggestion"] == report.suggestion
+    values = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert [(it["name"], it["first"]) for it in values["culprits"]] == [("0.bias", [1]), ("0.weight", [1, 2])]
+    assert values["skipped"] is True
+    assert values["suggestion"] == report.suggestion
 
 
-def test_the_table():
+def test_the_table_shows_20_culprits_and_names_the_rest():
     names = [f"{'layer.' * 20}{i}.weight" for i in range(50)]
     params = params_of(*[(2, 3)] * 50)
     optimizer, scaler = torch.optim.SGD(list(zip(names, params, strict=True)), lr=0.1), GradScaler("cpu")

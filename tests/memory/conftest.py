@@ -1,0 +1,3 @@
+from tests.networks import one_thread
+
+__all__ = ["one_thread"]  # a fixture that each test of this folder uses
