@@ -13,7 +13,6 @@ from tests.ops.step.rules_table import RULES
 CPU = torch.device("cpu")
 BUILT_FOR = ["sm_75", "sm_80", "sm_90", "sm_100", "sm_120", "compute_100"]
 GOOD = (0, 13000)
-CANT = "CUDA says cudaErrorNoKernelImageForDevice: no image. The compiled kernels can't run on this device"
 
 
 @pytest.fixture(autouse=True)
@@ -211,8 +210,9 @@ def test_a_forced_kernel_is_not_taken_for_that_of_c_plus_plus(monkeypatch):
 
 
 @pytest.mark.usefixtures("native")
-@pytest.mark.parametrize("says", [CANT, "CUDA says cudaErrorMemoryAllocation: out of memory"])
-def test_what_a_launch_says_is_raised(monkeypatch, says):
+def test_what_a_launch_says_is_raised(monkeypatch):
+    says = "CUDA says cudaErrorMemoryAllocation: out of memory"
+
     def run(*arguments):
         raise RuntimeError(f"unscale_: {says}")
 
