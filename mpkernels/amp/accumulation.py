@@ -124,7 +124,7 @@ def _micro_batches(
         if not sum(weights) > 0:
             raise ValueError(f"accumulate: weigh must give a group more than 0 in all, got {weights}")
         pairs = sorted(zip(group, weights, strict=True), key=lambda pair: pair[1] > 0)  # the last backward steps
-        with cast_cache.one_step(), nullcontext() if wide is None else wide.of_group():
+        with cast_cache.one_step(), nullcontext() if wide is None else wide.allowed():
             for i, (batch, weight) in enumerate(pairs):
                 micro = MicroBatch(batch, i == len(group) - 1, weight / sum(weights), step, scaler.scale)
                 with ExitStack() as around:
