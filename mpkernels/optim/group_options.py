@@ -18,7 +18,7 @@ _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 def check_global(name: str, max_norm: float | None, guard: bool | None, offload: bool = False) -> None:
     if not (max_norm is None or isinstance(max_norm, Real | Tensor)) or isinstance(max_norm, bool):
         raise TypeError(f"{name}: max_norm must be a number above 0 or None, got {max_norm!r}")
-    if guard not in (None, True, False):
+    if not isinstance(guard, bool | None):
         raise TypeError(f"{name}: guard must be True, False or None, got {guard!r}")
     if not isinstance(offload, bool):
         raise TypeError(f"{name}: offload must be True or False, got {offload!r}")
