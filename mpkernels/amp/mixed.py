@@ -143,8 +143,8 @@ def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
         found = [it for name, it in named if fnmatchcase(name, pattern)]
         if not found:
             raise ValueError(f"to_mixed: keep_fp32 must name modules or parameters of the model, got {pattern!r}")
-        for it in found:
-            kept.update(it.parameters() if isinstance(it, nn.Module) else [it])
+        for match in found:
+            kept.update(match.parameters() if isinstance(match, nn.Module) else [match])
     return kept
 
 

@@ -1,4 +1,4 @@
-"""A call to time, and to compare with fp64."""
+"""Makes calls for ``mpkernels.tune`` to time, and compares their results with fp64's."""
 
 from collections.abc import Sequence
 from functools import cached_property

@@ -1,4 +1,4 @@
-"""autocast around an op and within it."""
+"""Tells where autocast exists, and disables it while an op computes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

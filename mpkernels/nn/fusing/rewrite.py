@@ -80,9 +80,9 @@ def _file(text: str) -> dict[tuple[str, int], tuple[ast.FunctionDef, CodeType]]:
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
     yield code
-    for it in code.co_consts:
-        if isinstance(it, CodeType):
-            yield from _codes_in(it)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 def _parse(function: FunctionType) -> ast.FunctionDef:

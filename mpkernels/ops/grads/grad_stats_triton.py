@@ -1,4 +1,5 @@
-"""grad_stats in Triton: one program per chunk; a tensor's last one sums up its chunks, the last of all the tensors."""
+"""grad_stats in Triton: one program per chunk. The last program of a tensor adds up its chunks, the last of all tensors
+their sums."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 

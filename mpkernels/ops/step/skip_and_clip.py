@@ -1,5 +1,5 @@
-"""Whether a step is skipped, and what its grads are multiplied by: the loss scale's inverse, max_norm's coefficient.
-csrc/step/skip_and_clip.h and skip_and_clip_kernel.py do the same."""
+"""Decides whether a step is skipped, and computes what its grads are multiplied by: the loss scale's inverse times
+max_norm's coefficient. csrc/step/skip_and_clip.h and skip_and_clip_kernel.py do the same."""
 
 import math
 
