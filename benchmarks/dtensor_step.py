@@ -1,4 +1,4 @@
-"""A step of DTensors beside torch's step of the same: the host's time. One process has all parts."""
+"""Compares the host's time in a step of DTensors with torch's. One process holds all parts."""
 
 import atexit
 from typing import Any

@@ -1,4 +1,4 @@
-"""The ops that follow a loss scale and an overflow."""
+"""Compares the ops that update a loss scale and report an overflow."""
 
 import torch
 

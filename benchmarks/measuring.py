@@ -1,4 +1,4 @@
-"""A case's result, with what it counts, and with the machine's own speeds right after."""
+"""Measures a case, counts what it costs besides time, and measures the machine's own speeds right after."""
 
 import torch
 from torch import nn
@@ -31,7 +31,7 @@ def run_one(benchmark: Benchmark, session: Session, seconds: float, builds: int 
 
 
 def _keep_best(found: dict[str, float], name: str, speed: float) -> None:
-    """Other programs may have been at work beside any one measurement."""
+    """Keep the highest speed so far, because other programs may have slowed down a measurement."""
     found[name] = max(speed, found.get(name, 0.0))
 
 

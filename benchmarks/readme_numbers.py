@@ -51,9 +51,11 @@ def place_of(*runs: Session) -> str:
     return max(places, key=lambda it: (it == "cuda", len(it), it))
 
 
-def _machine(it: Front) -> str:
-    name = f"{it.run.device.replace('(R)', '')}{_cores(it.run, it.place)}, torch {it.run.machine.get('torch')}"
-    return f"{name} ({_samples(it.names, 'results')})"
+def _machine(front: Front) -> str:
+    name = (
+        f"{front.run.device.replace('(R)', '')}{_cores(front.run, front.place)}, torch {front.run.machine.get('torch')}"
+    )
+    return f"{name} ({_samples(front.names, 'results')})"
 
 
 def _cores(run: Session, place: str) -> str:
@@ -66,9 +68,9 @@ def _samples(names: Iterable[str], folder: str = "benchmarks/results") -> str:
     return ", ".join(f"[samples]({folder}/{name}.json)" for name in names)
 
 
-def _ratios(it: Front, title: str) -> str:
-    one = it.on_one_thread.get(title)
-    return _ratio(it.groups.get(title, [])) + (f"; one thread {_ratio(one)}" if one else "")
+def _ratios(front: Front, title: str) -> str:
+    one = front.on_one_thread.get(title)
+    return _ratio(front.groups.get(title, [])) + (f"; one thread {_ratio(one)}" if one else "")
 
 
 def _ratio(found: list[Result]) -> str:

@@ -3,10 +3,9 @@
 from mpkernels.bench.settings import DTYPES, HUNDRED, THOUSAND, Place, Setting, Sizes
 
 
-def gpt2_shapes(
-    width: int, vocabulary: int = 50257, positions: int = 1024, layers: int = 12
-) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of the 148 parameters of GPT-2 small, at width 768."""
+def gpt2_shapes(width: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of GPT-2 small's 148 parameters, which have width 768 in the original."""
+    vocabulary, positions, layers = 50257, 1024, 12
     norm = [(width,), (width,)]
     attention = [(width, 3 * width), (3 * width,), (width, width), (width,)]
     mlp = [(width, 4 * width), (4 * width,), (4 * width, width), (width,)]

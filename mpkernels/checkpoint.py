@@ -116,9 +116,9 @@ def restore_at_end(stack: ExitStack, thing: Any) -> None:
     of the object's tensors."""
     if isinstance(thing, nn.Module):
         modules = list(thing.modules())
-        for it in modules:
-            if type(it).get_extra_state is not nn.Module.get_extra_state:
-                stack.callback(it.set_extra_state, copy.deepcopy(it.get_extra_state()))
+        for module in modules:
+            if type(module).get_extra_state is not nn.Module.get_extra_state:
+                stack.callback(module.set_extra_state, copy.deepcopy(module.get_extra_state()))
         dicts = [book for it in modules for book in (*books_of(vars(it)), vars(it))]
         tensors = [value for book in dicts for value in book.values() if isinstance(value, Tensor)]
     elif isinstance(thing, Optimizer):
@@ -143,8 +143,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict | list | tuple):
-        for it in value.values() if isinstance(value, dict) else value:
-            yield from _tensors_in(it)
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors_in(inner)
 
 
 def _refill(entries: dict[Any, Any], before: dict[Any, Any]) -> None:

@@ -150,13 +150,13 @@ def _compute(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, *others
         return compute_block.by_torch(kind, x, weight, bias, *others)
     params = Parameters(weight, bias, *others)
     if kernel is None or is_watched():
-        return _of_any_kind(key, kind, x, params)
+        return _compute_checked(key, kind, x, params)
     if kernel == "torch":
         return compute_block.afresh(kind, x, params)
     return compute_block.by_ours(kernel, kind, x, params, autocast_dtype(x) if is_any_autocast_enabled() else None)
 
 
-def _of_any_kind(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -> Tensor:
+def _compute_checked(key: Hashable, kind: Kind, x: Tensor, params: Parameters) -> Tensor:
     kind = kind._replace(activation=activation_name(kind.op, kind.activation))
     is_lone = kind.op == "linear_act"
     if is_lone and is_sharded(params.weight) and (parts := parts_of_columns(x, *params[:2])) is not None:

@@ -100,13 +100,13 @@ __device__ __forceinline__ void for_each_element(T* data, int64_t size, const Bo
 // rounding. Every thread gets the result.
 template <class Join>
 __device__ double block_join(double value, const Join& join) {
-  __shared__ double of_warp[kThreads / 32];
+  __shared__ double warp_values[kThreads / 32];
   for (int lanes = 16; lanes > 0; lanes /= 2) value = join(value, __shfl_xor_sync(0xffffffff, value, lanes));
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = value;
+  if (threadIdx.x % 32 == 0) warp_values[threadIdx.x / 32] = value;
   __syncthreads();
-  double joined = of_warp[0];
-  for (int warp = 1; warp < kThreads / 32; ++warp) joined = join(joined, of_warp[warp]);
-  __syncthreads();  // before the next call writes of_warp
+  double joined = warp_values[0];
+  for (int warp = 1; warp < kThreads / 32; ++warp) joined = join(joined, warp_values[warp]);
+  __syncthreads();  // before the next call writes warp_values
   return joined;
 }
 

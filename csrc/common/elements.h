@@ -10,7 +10,7 @@ struct Elements {
   T at[count];
 };
 
-// What one access moves of so many bytes, a power of two: 16 bytes at most.
+// The widest word, of 16 bytes at most, in which so many bytes (a power of two) are read and written.
 template <size_t bytes>
 using WordOf = std::conditional_t<
     bytes % sizeof(uint4) == 0, uint4,

@@ -51,7 +51,7 @@ struct StretchAt : Stretch {
   }
   void* data[capacity];
 };
-inline constexpr int kSmallStretch = 320;  // within the 4 KB, beside AdamW's hyperparameters
+inline constexpr int kSmallStretch = 320;  // 2,560 bytes, so that a launch of grad_stats stays within 4 KB
 
 template <int capacity>
 __device__ Span span_of_block(const StretchAt<capacity>& stretch) {

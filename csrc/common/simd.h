@@ -201,10 +201,10 @@ struct Fp16<MPK_ISA::Floats> {
 
 namespace mpk::MPK_ISA {
 
-// kLanesOf: how many elements of T a vector holds. kBlock: how many elements for_each_block takes at a time, fixed so
-// that sums in its order are the same to the last bit with every instruction set.
+// How many elements of T a vector holds.
 template <class T>
 inline constexpr int kLanesOf = sizeof(Floats) / sizeof(Compute<T>);
+// How many elements for_each_block takes at a time: as many with every instruction set.
 inline constexpr int kBlock = 32;
 
 // Calls body(pointer to kBlock elements) along data. The last, incomplete block is a copy that is filled up with pad,

@@ -10,12 +10,7 @@ namespace mpk {
 
 inline void require_success(cudaError_t error, const char* op) {
   if (error == cudaSuccess) return;
-  const bool is_not_for_this = error == cudaErrorInsufficientDriver || error == cudaErrorCallRequiresNewerDriver ||
-                               error == cudaErrorNoKernelImageForDevice || error == cudaErrorUnsupportedPtxVersion;
-  require(false, op,
-          std::string("CUDA says ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error) +
-              // ops/_devices.py looks for this sentence, and uses other kernels.
-              (is_not_for_this ? ". The compiled kernels can't run on this device" : ""));
+  require(false, op, std::string("CUDA says ") + cudaGetErrorName(error) + ": " + cudaGetErrorString(error));
 }
 
 // Makes a tensor's device the current one while this object lives, and holds torch's current stream there.

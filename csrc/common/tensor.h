@@ -28,7 +28,7 @@ class Tensor {
     if (handle_) (void)aoti_torch_delete_tensor_object(handle_);  // a destructor can't raise, and a delete can't fail
   }
 
-  // An uninitialised, contiguous tensor on this one's device.
+  // Returns an uninitialised, contiguous tensor on this one's device.
   Tensor new_empty(int64_t ndim, const int64_t* sizes, int32_t dtype) const {
     std::vector<int64_t> strides(ndim);
     for (int64_t i = ndim - 1, stride = 1; i >= 0; stride *= sizes[i--]) strides[i] = stride;
@@ -54,7 +54,7 @@ class Tensor {
     require(error == 0, "mpkernels", "torch could not make a view");
     return Tensor(reinterpret_cast<StableIValue>(view));
   }
-  // A view of CPU memory, whose owner must outlive it.
+  // Returns a view of CPU memory, whose owner must outlive the view.
   static Tensor over(void* data, int64_t ndim, const int64_t* sizes, const int64_t* strides, int32_t dtype,
                      std::pair<int32_t, int32_t> device) {
     AtenTensorHandle view = nullptr;
@@ -63,7 +63,7 @@ class Tensor {
     require(error == 0, "mpkernels", "torch could not make a view");
     return Tensor(reinterpret_cast<StableIValue>(view));
   }
-  // Bytes on this tensor's device, aligned to 16.
+  // Returns uninitialised bytes on this tensor's device, aligned to 16.
   Tensor scratch(int64_t bytes) const { return new_empty(1, &bytes, aoti_torch_dtype_uint8()); }
   void copy_from(const Tensor& source) {
     require(aoti_torch_copy_(handle_, source.handle_, 0) == 0, "mpkernels", "torch could not copy a tensor");

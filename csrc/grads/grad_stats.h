@@ -58,13 +58,13 @@ struct GradStats {
 MPK_FOR_EACH_ISA(Stats grad_stats_span(Dtype dtype, const void* grads, int64_t size))
 
 #ifdef MPK_CUDA
-// `memory` comes from RowMemory. of_chunk and tickets are scratch: of_chunk has one entry per chunk, tickets one per
-// tensor and one more.
-cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
-                            cudaStream_t stream);
+// `memory` comes from RowMemory. chunk_stats and tickets are scratch: chunk_stats has one entry per chunk, tickets one
+// per tensor and one more.
+cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& stats, Stats* chunk_stats,
+                            uint32_t* tickets, cudaStream_t stream);
 // The same for a plan, whose rows stay on the device; the host passes the grads' addresses. The tickets are 0 before
 // and after the call.
-cudaError_t grad_stats_cuda(const Stretch& stretch, void* const* grads, const GradStats& stats, Stats* of_chunk,
+cudaError_t grad_stats_cuda(const Stretch& stretch, void* const* grads, const GradStats& stats, Stats* chunk_stats,
                             uint32_t* tickets, cudaStream_t stream);
 #endif
 

@@ -37,9 +37,9 @@ static MPK_FN Lanes load_lanes(const T* from) {
   return load(from);
 }
 static MPK_FN Quad sum_of_pairs(const Lanes (&sums)[2]) {
-  const Doubles of_each[] = {low_doubles(sums[0]) + low_doubles(sums[1]),
-                             high_doubles(sums[0]) + high_doubles(sums[1])};
-  return bit_cast<Quad>(of_each);
+  const Doubles pair_sums[] = {low_doubles(sums[0]) + low_doubles(sums[1]),
+                               high_doubles(sums[0]) + high_doubles(sums[1])};
+  return bit_cast<Quad>(pair_sums);
 }
 #endif
 inline constexpr int kSums = 8 * sizeof(float) / sizeof(Lanes);
@@ -148,9 +148,9 @@ inline constexpr int kStreams = 4;
 template <class T>
 static Stats stats_of(const T* grads, int64_t size) {
   const int64_t quarter = size / kBlockOfPacks / kStreams * kBlockOfPacks;
-  Sum of_streams[kStreams], &all = of_streams[0];
+  Sum stream_sums[kStreams], &all = stream_sums[0];
   for (int64_t i = 0; i < quarter; i += kBlockOfPacks) {
-    for (int stream = 0; stream < kStreams; ++stream) of_streams[stream].add(grads + stream * quarter + i);
+    for (int stream = 0; stream < kStreams; ++stream) stream_sums[stream].add(grads + stream * quarter + i);
   }
   int64_t i = kStreams * quarter;
   for (; i + kBlockOfPacks <= size; i += kBlockOfPacks) all.add(grads + i);
@@ -159,7 +159,7 @@ static Stats stats_of(const T* grads, int64_t size) {
     memcpy(last, grads + i, (size - i) * sizeof(T));
     all.add(last);
   }
-  for (int stream = 1; stream < kStreams; ++stream) all.join(of_streams[stream]);
+  for (int stream = 1; stream < kStreams; ++stream) all.join(stream_sums[stream]);
   const Quad& sum = all.sum;
   const double sumsq = (sum[0] + sum[1]) + (sum[2] + sum[3]);
   const bool is_finite = sizeof(T) == sizeof(double) ? all.bad == 0 : !is_non_finite<double>(sumsq);

@@ -76,7 +76,7 @@ static __device__ __forceinline__ double share_of_sum(const T* data, int64_t siz
 // One block per chunk; the last block of a tensor adds up its chunks, and the last block of all adds up the tensors.
 template <class Rows>
 __global__ void __launch_bounds__(kThreads)
-    grad_stats_kernel(const __grid_constant__ Rows grads, GradStats stats, Stats* of_chunk, uint32_t* tickets) {
+    grad_stats_kernel(const __grid_constant__ Rows grads, GradStats stats, Stats* chunk_stats, uint32_t* tickets) {
   const Span span = span_of_block(grads);
   const Row& row = row_at(grads, span.row);
   const int32_t tensor = span.row, tensors = grads.count;
@@ -90,18 +90,18 @@ __global__ void __launch_bounds__(kThreads)
     return sumsq;
   });
   const Stats sum = block_sum(share, bad);
-  if (threadIdx.x == 0) of_chunk[span.chunk] = sum;
+  if (threadIdx.x == 0) chunk_stats[span.chunk] = sum;
   const int32_t chunks = chunks_of(row.size, grads.chunk_size);
   if (!last_one_out(tickets + tensor, chunks)) return;
 
-  Stats of_tensor{};
+  Stats tensor_stats{};
   for (int32_t i = threadIdx.x; i < chunks; i += kThreads) {
-    of_tensor = merge(of_tensor, load_past_l1(of_chunk + row.first_chunk + i));
+    tensor_stats = merge(tensor_stats, load_past_l1(chunk_stats + row.first_chunk + i));
   }
-  of_tensor = block_sum(of_tensor.sumsq, of_tensor.bad > 0);
+  tensor_stats = block_sum(tensor_stats.sumsq, tensor_stats.bad > 0);
   if (threadIdx.x == 0) {
-    stats.sumsq[tensor] = of_tensor.sumsq;
-    stats.nonfinite[tensor] = of_tensor.bad > 0 ? 1.0f : 0.0f;
+    stats.sumsq[tensor] = tensor_stats.sumsq;
+    stats.nonfinite[tensor] = tensor_stats.bad > 0 ? 1.0f : 0.0f;
   }
   if (!last_one_out(tickets + tensors, tensors)) return;
 
@@ -116,20 +116,20 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& stats, Stats* of_chunk, uint32_t* tickets,
-                            cudaStream_t stream) {
+cudaError_t grad_stats_cuda(const Table& grads, Row* memory, const GradStats& stats, Stats* chunk_stats,
+                            uint32_t* tickets, cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(tickets, 0, sizeof(uint32_t) * (grads.count + 1), stream);
   if (error != cudaSuccess) return error;
   return with_rows(grads, memory, stream, [&](const auto& rows) {
-    return launch(grad_stats_kernel<std::decay_t<decltype(rows)>>, grads.chunks, stream, rows, stats, of_chunk,
+    return launch(grad_stats_kernel<std::decay_t<decltype(rows)>>, grads.chunks, stream, rows, stats, chunk_stats,
                   tickets);
   });
 }
 
-cudaError_t grad_stats_cuda(const Stretch& stretch, void* const* grads, const GradStats& stats, Stats* of_chunk,
+cudaError_t grad_stats_cuda(const Stretch& stretch, void* const* grads, const GradStats& stats, Stats* chunk_stats,
                             uint32_t* tickets, cudaStream_t stream) {
   const auto launch_with = [&](const auto& rows) {
-    return launch(grad_stats_kernel<std::decay_t<decltype(rows)>>, rows.chunks(), stream, rows, stats, of_chunk,
+    return launch(grad_stats_kernel<std::decay_t<decltype(rows)>>, rows.chunks(), stream, rows, stats, chunk_stats,
                   tickets);
   };
   return stretch.rows() <= kSmallStretch ? launch_with(StretchAt<kSmallStretch>(stretch, grads))

@@ -33,21 +33,21 @@ class GradStatsCall {
   void on_cpu() {
     const Table table = lay_out(rows, kCpuChunk);
     const auto grad_stats_span = MPK_BEST(grad_stats_span);
-    std::vector<Stats> of_chunk(table.chunks);
+    std::vector<Stats> chunk_stats(table.chunks);
     parallel_for_chunks(table, elements_of(rows), [&](const Row& row, const Span& span) {
-      of_chunk[span.chunk] = grad_stats_span(row.dtype, row.at(span.begin), span.size);
+      chunk_stats[span.chunk] = grad_stats_span(row.dtype, row.at(span.begin), span.size);
     });
 
     const GradStats stats = results.pointers();
     Stats total{};
     for (int32_t tensor = 0, chunk = 0; tensor < table.count; ++tensor) {
-      Stats of_tensor{};
+      Stats tensor_stats{};
       for (int32_t end = chunk + chunks_of(table.rows[tensor].size, kCpuChunk); chunk < end; ++chunk) {
-        of_tensor = merge(of_tensor, of_chunk[chunk]);
+        tensor_stats = merge(tensor_stats, chunk_stats[chunk]);
       }
-      stats.sumsq[tensor] = of_tensor.sumsq;
-      stats.nonfinite[tensor] = of_tensor.bad > 0 ? 1.0f : 0.0f;
-      total = merge(total, of_tensor);
+      stats.sumsq[tensor] = tensor_stats.sumsq;
+      stats.nonfinite[tensor] = tensor_stats.bad > 0 ? 1.0f : 0.0f;
+      total = merge(total, tensor_stats);
     }
     *stats.total_sumsq = total.sumsq;
     *stats.found_inf = total.bad > 0 ? 1.0f : 0.0f;
@@ -56,10 +56,10 @@ class GradStatsCall {
 #ifdef MPK_CUDA
   void on_cuda(cudaStream_t stream) {
     const Table table = lay_out_on_cuda(rows);
-    const Tensor of_chunk = like.scratch(sizeof(Stats) * table.chunks);
+    const Tensor chunk_stats = like.scratch(sizeof(Stats) * table.chunks);
     const Tensor tickets = like.scratch(sizeof(uint32_t) * (table.count + 1));
     const RowMemory<Row> memory(table, like);
-    require_success(grad_stats_cuda(table, memory.get(), results.pointers(), of_chunk.data<Stats>(),
+    require_success(grad_stats_cuda(table, memory.get(), results.pointers(), chunk_stats.data<Stats>(),
                                     tickets.data<uint32_t>(), stream),
                     kOp);
   }

@@ -73,9 +73,9 @@ struct OverflowReport {
 MPK_FOR_EACH_ISA(Overflow overflow_span(Dtype dtype, const void* grads, int64_t begin, int64_t size))
 
 #ifdef MPK_CUDA
-// `memory` comes from RowMemory. of_chunk and tickets are scratch: one entry per chunk, and one per grad.
+// `memory` comes from RowMemory. chunk_lines and tickets are scratch: one entry per chunk, and one per grad.
 cudaError_t overflow_cuda(const Table& grads, Row* memory, const float* found_inf, const OverflowReport& report,
-                          Overflow* of_chunk, uint32_t* tickets, cudaStream_t stream);
+                          Overflow* chunk_lines, uint32_t* tickets, cudaStream_t stream);
 #endif
 
 }  // namespace mpk

@@ -25,7 +25,7 @@ static __device__ Overflow load_past_l1(const Overflow* line) {
 // Each block counts one chunk; the last block of a grad merges its chunks. All blocks of a table call this, or none.
 template <class Rows>
 __device__ void overflow_block(const Rows& table, const Row& grad, const Span& span, const OverflowReport& report,
-                               Overflow* of_chunk, uint32_t* tickets) {
+                               Overflow* chunk_lines, uint32_t* tickets) {
   if (blockIdx.x == 0 && threadIdx.x == 0) report.head();
   Overflow share = with_dtype(grad.dtype, [&](auto zero) {
     using T = decltype(zero);
@@ -48,13 +48,13 @@ __device__ void overflow_block(const Rows& table, const Row& grad, const Span& s
     return line_of(tally, span.begin);
   });
   share = block_merge(share);
-  if (threadIdx.x == 0) of_chunk[span.chunk] = share;
+  if (threadIdx.x == 0) chunk_lines[span.chunk] = share;
   const int32_t chunks = chunks_of(grad.size, table.chunk_size);
   if (!last_one_out(tickets + span.row, chunks)) return;
 
   Overflow whole = line_of(Tally<float>{}, 0);
   for (int32_t i = threadIdx.x; i < chunks; i += kThreads) {
-    whole = merge(whole, load_past_l1(of_chunk + grad.first_chunk + i));
+    whole = merge(whole, load_past_l1(chunk_lines + grad.first_chunk + i));
   }
   whole = block_merge(whole);
   if (threadIdx.x == 0) report.put(span.row, whole, grad.size);

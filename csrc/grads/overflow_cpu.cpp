@@ -16,9 +16,9 @@ static Overflow overflow_of(const T* grads, int64_t begin, int64_t size) {
 
   Overflow line = line_of(Tally<C>{}, begin);
   for (int lane = 0; lane < kLanesOf<T>; ++lane) {
-    const Tally<C> of_lane{tally.infs[lane], tally.nans[lane], tally.first[lane], tally.largest[lane],
-                           tally.zeros[lane]};
-    line = merge(line, line_of(of_lane, begin));
+    const Tally<C> lane_tally{tally.infs[lane], tally.nans[lane], tally.first[lane], tally.largest[lane],
+                              tally.zeros[lane]};
+    line = merge(line, line_of(lane_tally, begin));
   }
   line.zeros -= static_cast<double>((size + kBlock - 1) / kBlock * kBlock - size);  // the pads
   return line;

@@ -6,20 +6,20 @@ namespace mpk {
 template <class Rows>
 __global__ void __launch_bounds__(kThreads)
     overflow_kernel(const __grid_constant__ Rows grads, const float* found_inf,
-                    const __grid_constant__ OverflowReport report, Overflow* of_chunk, uint32_t* tickets) {
+                    const __grid_constant__ OverflowReport report, Overflow* chunk_lines, uint32_t* tickets) {
   if (*found_inf == 0) return;
   const Span span = span_of_block(grads);
   const Row& row = row_at(grads, span.row);
-  overflow_block(grads, row, span, report, of_chunk, tickets);
+  overflow_block(grads, row, span, report, chunk_lines, tickets);
 }
 
 cudaError_t overflow_cuda(const Table& grads, Row* memory, const float* found_inf, const OverflowReport& report,
-                          Overflow* of_chunk, uint32_t* tickets, cudaStream_t stream) {
+                          Overflow* chunk_lines, uint32_t* tickets, cudaStream_t stream) {
   const cudaError_t error = cudaMemsetAsync(tickets, 0, sizeof(uint32_t) * grads.count, stream);
   if (error != cudaSuccess) return error;
   return with_rows(grads, memory, stream, [&](const auto& rows) {
     return launch(overflow_kernel<std::decay_t<decltype(rows)>>, grads.chunks, stream, rows, found_inf, report,
-                  of_chunk, tickets);
+                  chunk_lines, tickets);
   });
 }
 

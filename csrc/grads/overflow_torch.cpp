@@ -40,10 +40,10 @@ static void overflow_on_cuda(StableIValue* stack, uint64_t, uint64_t) {
   const Tensor& like = arguments.found_inf;
   const OnDeviceOf device(like);
   const Table table = lay_out_on_cuda(arguments.rows);
-  const Tensor of_chunk = like.scratch(sizeof(Overflow) * table.chunks);
+  const Tensor chunk_lines = like.scratch(sizeof(Overflow) * table.chunks);
   const Tensor tickets = like.scratch(sizeof(uint32_t) * table.count);
   const RowMemory<Row> memory(table, like);
-  require_success(overflow_cuda(table, memory.get(), arguments.flag(), arguments.to, of_chunk.data<Overflow>(),
+  require_success(overflow_cuda(table, memory.get(), arguments.flag(), arguments.to, chunk_lines.data<Overflow>(),
                                 tickets.data<uint32_t>(), device.stream()),
                   kOp);
 }

@@ -11,16 +11,16 @@ namespace mpk {
 inline void overflow_on_cpu(std::vector<Row> rows, const OverflowReport& report) {
   const Table grads = lay_out(rows, kCpuChunk);
   const auto overflow_span = MPK_BEST(overflow_span);
-  std::vector<Overflow> of_chunk(grads.chunks);
+  std::vector<Overflow> chunk_lines(grads.chunks);
   parallel_for_chunks(grads, elements_of(rows), [&](const Row& row, const Span& span) {
-    of_chunk[span.chunk] = overflow_span(row.dtype, row.at(span.begin), span.begin, span.size);
+    chunk_lines[span.chunk] = overflow_span(row.dtype, row.at(span.begin), span.begin, span.size);
   });
   report.head();
   for (int32_t grad = 0, chunk = 0; grad < grads.count; ++grad) {
-    Overflow whole = of_chunk[chunk++];
+    Overflow whole = chunk_lines[chunk++];
     for (const int32_t end = grads.rows[grad].first_chunk + chunks_of(grads.rows[grad].size, grads.chunk_size);
          chunk < end;)
-      whole = merge(whole, of_chunk[chunk++]);
+      whole = merge(whole, chunk_lines[chunk++]);
     report.put(grad, whole, grads.rows[grad].size);
   }
 }

@@ -28,16 +28,16 @@ class ColumnSums {
 
   __device__ void add(int i, float value) { sum_.at[i] += value; }
   __device__ void end_row() {
-    if (++rows_ % kRowsOfSum != 0) return;
+    if (++rows_ % kRowsInFp32 != 0) return;
     for (int i = 0; i < count; ++i) {
       double& total = memory_[i * kThreads + threadIdx.x];
-      total = (rows_ > kRowsOfSum ? total : 0) + sum_.at[i];
+      total = (rows_ > kRowsInFp32 ? total : 0) + sum_.at[i];
     }
     sum_ = {};
   }
   // All of the block's threads take part.
   __device__ void store(const Place<count>& place, const Tiling& tiling, const Result& sums) {
-    if (rows_ >= kRowsOfSum) {
+    if (rows_ >= kRowsInFp32) {
       for (int i = 0; i < count; ++i) sum_.at[i] = static_cast<float>(memory_[i * kThreads + threadIdx.x] + sum_.at[i]);
     }
     __syncthreads();                              // memory_ holds lines' sums from here on
@@ -80,17 +80,17 @@ __global__ void __launch_bounds__(kThreads, makes_y&& std::is_same_v<T, float> ?
       constexpr Saves kSaves = decltype(f)::kSaves;
       for (int64_t row = place.row; row < place.end; row += place.lines) {
         Elements<T, count> grad, known{}, rounded, again;
-        const Reading<T, count> of_dy{dy, grad};
+        const Reading<T, count> dy_reading{dy, grad};
         if constexpr (kSaves == Saves::nothing) {
-          read_all<count>(row, place.column, of_dy);
+          read_all<count>(row, place.column, dy_reading);
         } else {
-          read_all<count>(row, place.column, of_dy, Reading<T, count>{saved, known});
+          read_all<count>(row, place.column, dy_reading, Reading<T, count>{saved, known});
         }
         for (int i = 0; i < count; ++i) {
-          const float of_saved = widen(known.at[i]), wide = f.backward(widen(grad.at[i]), of_saved);
+          const float saved_value = widen(known.at[i]), wide = f.backward(widen(grad.at[i]), saved_value);
           column_sums.add(i, wide);
           narrow(wide, rounded.at[i]);
-          if constexpr (makes_y && kSaves == Saves::z) narrow(f.forward(of_saved), again.at[i]);
+          if constexpr (makes_y && kSaves == Saves::z) narrow(f.forward(saved_value), again.at[i]);
         }
         column_sums.end_row();
         const int64_t first = row * tiling.columns + place.column;

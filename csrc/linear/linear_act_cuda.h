@@ -29,12 +29,15 @@ struct Result {
   Dtype dtype;
 };
 
-// z -> y, which may share z's memory; both are contiguous. In all of these functions, 16-bit results are rounded once,
-// a matrix is of dtype unless it has a dtype of its own, and there is at least one row and one column.
+// In all of these functions, 16-bit results are rounded once, a matrix is of dtype unless it has a dtype of its own,
+// and there is at least one row and one column.
+//
+// Computes y, which may share z's memory, from z; both are contiguous.
 cudaError_t act_cuda(Dtype dtype, const void* z, void* y, int64_t rows, int64_t columns, Activation activation,
                      cudaStream_t stream);
-// dy and saved -> each of dz, y and sums that isn't null. dz may share dy's memory; y is made only from a saved z; sums
-// are the sums of dz's columns before rounding, in count_row_blocks(rows, columns) rows. Here, rows may be 0.
+// Computes those of dz, y and sums that aren't null, from dy and saved. dz may share dy's memory; y is made only from a
+// saved z; sums are the sums of dz's columns before rounding, in count_row_blocks(rows, columns) rows. Here, rows may
+// be 0.
 cudaError_t act_backward_cuda(Dtype dtype, const Strided& dy, const Strided& saved, void* dz, void* y,
                               const Result& sums, int64_t rows, int64_t columns, Activation activation,
                               cudaStream_t stream);

@@ -13,8 +13,8 @@ static void forward(StableIValue* stack, const Body& compute) {
   const LinearActArguments call(stack);
   Tensor y = call.new_output(), saved = call.new_output(/*wanted=*/call.saves_z());
   if (y.size() > 0) {
-    const Matrix of_saved(saved);
-    compute(call, call.saves_z() ? &of_saved : nullptr, Matrix(y));
+    const Matrix saved_view(saved);
+    compute(call, call.saves_z() ? &saved_view : nullptr, Matrix(y));
   }
   stack[0] = y.release();
   stack[1] = saved.release();
@@ -67,18 +67,18 @@ MPK_CUDA_KERNEL(LinearActArguments::kOp, linear_act_on_cuda)
 
 struct Gradients {
   explicit Gradients(const LinearActBackwardArguments& call)
-      : of_x(call.new_dx()),
-        of_weight(call.new_dweight()),
-        of_bias(new_dbias(call.dy, call.outputs(), call.bias_dtype)),
-        dx(of_x),
-        dbias(of_bias) {}
+      : dx_tensor(call.new_dx()),
+        dweight_tensor(call.new_dweight()),
+        dbias_tensor(new_dbias(call.dy, call.outputs(), call.bias_dtype)),
+        dx(dx_tensor),
+        dbias(dbias_tensor) {}
   void return_to(StableIValue* stack) {
-    stack[0] = of_x.release();
-    stack[1] = of_weight.release();
-    stack[2] = of_bias.release();
+    stack[0] = dx_tensor.release();
+    stack[1] = dweight_tensor.release();
+    stack[2] = dbias_tensor.release();
   }
 
-  Tensor of_x, of_weight, of_bias;
+  Tensor dx_tensor, dweight_tensor, dbias_tensor;
   const Matrix dx, dbias;
 };
 
@@ -89,17 +89,17 @@ static void multiply_slopes(const LinearActBackwardArguments& call, const Gradie
   const bool has_slope = saves(call.activation) != Saves::nothing;
   const bool makes_dz = has_slope && (call.wants_dx() || call.wants_dweight());
   const int64_t sizes[] = {makes_dz ? call.rows() : 0, call.outputs()};
-  const Tensor own = call.dy.new_empty(2, sizes, call.dy.dtype());
-  const Matrix dy(call.dy), own_dz(own), dz = makes_dz ? own_dz : dy;
+  const Tensor dz_memory = call.dy.new_empty(2, sizes, call.dy.dtype());
+  const Matrix dy(call.dy), new_dz(dz_memory), dz = makes_dz ? new_dz : dy;
   if (call.outputs() > 0 && (makes_dz || call.wants_dbias()))
-    passes.differentiate(call.activation, dy, has_slope ? Matrix(call.saved) : dy, makes_dz ? &own_dz : nullptr,
+    passes.differentiate(call.activation, dy, has_slope ? Matrix(call.saved) : dy, makes_dz ? &new_dz : nullptr,
                          /*y=*/nullptr, call.wants_dbias() ? &to.dbias : nullptr);
   if (call.wants_dx()) multiply(to.dx, dz, Matrix(*call.weight));
   if (!call.wants_dweight()) return;
   // by_columns: the weight is the transpose of a contiguous matrix, and so is its gradient. dweight is that matrix.
-  const Matrix x(*call.x), found(to.of_weight), dweight = call.by_columns ? found.transposed() : found,
-                                                left = call.by_columns ? x.transposed() : dz.transposed(),
-                                                right = call.by_columns ? dz : x;
+  const Matrix x(*call.x), found(to.dweight_tensor), dweight = call.by_columns ? found.transposed() : found,
+                                                     left = call.by_columns ? x.transposed() : dz.transposed(),
+                                                     right = call.by_columns ? dz : x;
   if (dweight.dtype == call.dtype)
     multiply(dweight, left, right);
   else
@@ -117,7 +117,7 @@ static void slopes_in_fp32(const LinearActBackwardArguments& call, const Gradien
   const int32_t fp32 = aoti_torch_dtype_float32();
   const bool has_slope = saves(call.activation) != Saves::nothing;
   const bool is_dz_dy = !has_slope && call.dtype == Dtype::f32;  // then torch makes both products, of dy itself
-  const Matrix dweight = call.by_columns ? Matrix(to.of_weight).transposed() : Matrix(to.of_weight);
+  const Matrix dweight = call.by_columns ? Matrix(to.dweight_tensor).transposed() : Matrix(to.dweight_tensor);
   if (is_dz_dy && call.wants_dx()) multiply(to.dx, Matrix(call.dy), Matrix(*call.weight));
   if (is_dz_dy && call.wants_dweight())
     multiply_dweight(call.by_columns, dweight, Matrix(call.dy), Matrix(*call.x), /*first=*/0);

@@ -36,19 +36,19 @@ struct LinearDactArguments {
 
 struct Slopes {
   explicit Slopes(const LinearDactArguments& call)
-      : of_z(new_matrix(call.dy, call.rows(), call.columns())),
-        of_bias(new_dbias(call.dy, call.columns(), call.bias_dtype)),
-        of_h(new_matrix(call.dy, call.rows(), call.columns(), call.wants_h)),
-        dz(of_z),
-        dbias(of_bias),
-        h(of_h) {}
+      : dz_tensor(new_matrix(call.dy, call.rows(), call.columns())),
+        dbias_tensor(new_dbias(call.dy, call.columns(), call.bias_dtype)),
+        h_tensor(new_matrix(call.dy, call.rows(), call.columns(), call.wants_h)),
+        dz(dz_tensor),
+        dbias(dbias_tensor),
+        h(h_tensor) {}
   void return_to(StableIValue* stack) {
-    stack[0] = of_z.release();
-    stack[1] = of_bias.release();
-    stack[2] = of_h.release();
+    stack[0] = dz_tensor.release();
+    stack[1] = dbias_tensor.release();
+    stack[2] = h_tensor.release();
   }
 
-  Tensor of_z, of_bias, of_h;
+  Tensor dz_tensor, dbias_tensor, h_tensor;
   const Matrix dz, dbias, h;
 };
 

@@ -29,7 +29,8 @@ struct Gated {
 
 // Matrices are contiguous; a row of z holds a row of gate, then one of up. 16-bit results are rounded once.
 //
-// z + bias -> h, and z + bias -> saved. z is fp32 or of dtype; all else is of dtype. saved may share z's memory.
+// Computes h from z + bias, and saves z + bias. z is fp32 or of dtype; all else is of dtype. saved may share z's
+// memory.
 struct GatedForward {
   Activation activation;
   Dtype z_dtype, dtype;
@@ -39,7 +40,7 @@ struct GatedForward {
   void* saved;  // or null
 };
 
-// dh, z -> dz, and h once more. dh is fp32 or of dtype; all else is of dtype.
+// Computes dz from dh and z, and h once more. dh is fp32 or of dtype; all else is of dtype.
 struct GatedBackward {
   Activation activation;
   Dtype dh_dtype, dtype;

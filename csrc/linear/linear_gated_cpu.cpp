@@ -32,11 +32,11 @@ static void backward_rows(const GatedBackward& pass, int64_t rows, int64_t colum
     T* const dz = static_cast<T*>(pass.dz) + row * 2 * columns;
     T* const h = pass.h ? static_cast<T*>(pass.h) + row * columns : nullptr;
     for_each_vector(columns, [&](int64_t i, auto count) {
-      const auto of =
+      const auto gradients =
           Gated<A>::backward(load_some(dh + i, count), load_some(z + i, count), load_some(z + columns + i, count));
-      store_some(dz + i, of.gate, count);
-      store_some(dz + columns + i, of.up, count);
-      if (h) store_some(h + i, of.h, count);
+      store_some(dz + i, gradients.gate, count);
+      store_some(dz + columns + i, gradients.up, count);
+      if (h) store_some(h + i, gradients.h, count);
     });
   }
 }

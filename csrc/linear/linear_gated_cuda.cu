@@ -33,10 +33,11 @@ __global__ void __launch_bounds__(kThreads, kBlocksAtOnce)
                       Reading<T, count>{up, known_up});
       Elements<T, count> dgate, dup, again;
       for (int i = 0; i < count; ++i) {
-        const auto of = Gated<decltype(f)>::backward(widen(grad.at[i]), widen(known_gate.at[i]), widen(known_up.at[i]));
-        narrow(of.gate, dgate.at[i]);
-        narrow(of.up, dup.at[i]);
-        narrow(of.h, again.at[i]);
+        const auto gradients =
+            Gated<decltype(f)>::backward(widen(grad.at[i]), widen(known_gate.at[i]), widen(known_up.at[i]));
+        narrow(gradients.gate, dgate.at[i]);
+        narrow(gradients.up, dup.at[i]);
+        narrow(gradients.h, again.at[i]);
       }
       const int64_t first = 2 * row * tiling.columns + place.column;
       store(dz + first, dgate);

@@ -5,12 +5,13 @@
 
 namespace mpk {
 
-// All is of dtype, and 16-bit results are rounded once. There is a row and a column at least.
+// In both functions, each matrix is of dtype, 16-bit results are rounded once, and there is at least one row and one
+// column.
 //
-// Contiguous z, [rows, 2 columns] -> h.
+// Computes h from a contiguous z, [rows, 2 columns].
 cudaError_t linear_gated_cuda(Dtype dtype, const void* z, void* h, int64_t rows, int64_t columns, Activation activation,
                               cudaStream_t stream);
-// dh, and gate and up -> contiguous dz, [rows, 2 columns], and h unless null.
+// Computes a contiguous dz, [rows, 2 columns], from dh, gate and up; and h, unless it is null.
 cudaError_t linear_dgated_cuda(Dtype dtype, const Strided& dh, const Strided& gate, const Strided& up, void* dz,
                                void* h, int64_t rows, int64_t columns, Activation activation, cudaStream_t stream);
 

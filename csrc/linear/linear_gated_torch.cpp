@@ -90,9 +90,9 @@ static void gate_products(const LinearGatedArguments& call, const Matrix& z, con
 
 // Computes some rows at a time in fp32. h is rounded once, and so is z, if it is saved.
 static void gate_in_fp32(const LinearGatedArguments& call, const Matrix* saved, const Matrix& h) {
-  const Matrix x(call.x), of_gate(call.gate_weight), of_up(call.up_weight);
-  const auto both = joined(of_gate, of_up);
-  const Widened gate = widen(both ? *both : of_gate), up = both ? gate.borrowed() : widen(of_up),
+  const Matrix x(call.x), gate_weight(call.gate_weight), up_weight(call.up_weight);
+  const auto both = joined(gate_weight, up_weight);
+  const Widened gate = widen(both ? *both : gate_weight), up = both ? gate.borrowed() : widen(up_weight),
                 gate_bias = contiguous(call.gate_bias ? Matrix(*call.gate_bias) : h),
                 up_bias = contiguous(call.up_bias ? Matrix(*call.up_bias) : h);
   const int64_t columns = 2 * h.columns, block = rows_in_block(x.rows, columns);
@@ -163,10 +163,10 @@ static void differentiate_in_fp32(const LinearDgatedArguments& call, const Matri
   const int64_t block = rows_in_block(call.rows(), call.columns());
   const ScratchMatrix dh(block, call.columns(), aoti_torch_dtype_float32());
   in_blocks(call.rows(), block, [&](int64_t first, int64_t rows) {
-    const Matrix part = dh.view.rows_from(0, rows), of_h = h ? h->rows_from(first, rows) : part;
+    const Matrix part = dh.view.rows_from(0, rows), h_part = h ? h->rows_from(first, rows) : part;
     multiply(part, widen(dy.rows_from(first, rows)).view, weight.view);
     passes.differentiate_gate(call.activation, part, z.view.rows_from(first, rows), dz.rows_from(first, rows),
-                              h ? &of_h : nullptr);
+                              h ? &h_part : nullptr);
   });
 }
 
@@ -175,8 +175,8 @@ static void backward(StableIValue* stack, const Body& compute) {
   const LinearDgatedArguments call(stack);
   Tensor dz = call.new_dz(), h = call.new_h();
   if (dz.size() > 0) {
-    const Matrix of_h(h);
-    compute(call, Matrix(dz), call.wants_h ? &of_h : nullptr);
+    const Matrix h_view(h);
+    compute(call, Matrix(dz), call.wants_h ? &h_view : nullptr);
   }
   stack[0] = dz.release();
   stack[1] = h.release();

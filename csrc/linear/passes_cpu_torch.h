@@ -7,7 +7,7 @@
 
 namespace mpk {
 
-// Rows of a partial sum, for any number of threads. n equal rows, added one after another, lose n / 8 eps.
+// How many rows a partial sum adds up one by one in fp32, whatever the number of threads. n equal rows lose n / 8 eps.
 inline constexpr int64_t kRowsOfSum = 16;
 inline constexpr int64_t kBlockBytes = 16 << 20, kLeastRows = 2 * kRowsOfSum;  // of z or dz in fp32
 

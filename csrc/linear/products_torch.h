@@ -122,8 +122,8 @@ inline void multiply_and_add(const Matrix& out, const Matrix& a, const Matrix& w
                              const std::optional<Matrix>& bias) {
   if (!bias) return multiply(out, a, weight.transposed());
   if (is_on_cpu(out)) return multiply_onto(out, a, weight.transposed(), bias->vector());
-  auto* const of_bias = new StableIValue(bias->vector().release());  // torch deletes it
-  StableIValue stack[] = {a.tensor().release(), weight.tensor().release(), reinterpret_cast<StableIValue>(of_bias),
+  auto* const bias_value = new StableIValue(bias->vector().release());  // torch deletes it
+  StableIValue stack[] = {a.tensor().release(), weight.tensor().release(), reinterpret_cast<StableIValue>(bias_value),
                           out.tensor().release()};
   multiply_by("aten::linear", "out", stack);
 }

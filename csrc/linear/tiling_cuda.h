@@ -8,7 +8,7 @@ namespace mpk {
 
 inline constexpr int kElements = 8;      // per thread and row: 16 bytes in 16-bit formats, 32 in fp32
 inline constexpr int kBlocksAtOnce = 4;  // on a multiprocessor; more blocks would spill registers
-inline constexpr int kRowsOfSum = 16;    // rows that are added one by one in fp32; 8 equal rows lose an eps
+inline constexpr int kRowsInFp32 = 16;   // rows that are added one by one in fp32; 8 equal rows lose an eps
 
 // A block's threads form lines of `across` threads, each of which takes `count` adjacent columns; the lines take turns
 // at the block's rows. The tiling depends on the matrix's shape alone, and so does the order of sums.

@@ -72,10 +72,10 @@ template <class Rule, class C, int count>
 __device__ void step(Elements<C, count>& weights, const Elements<C, count>& grads, States<Rule, C, count>& states,
                      bool has_optional, const StepScalars<Rule, C>& scalars) {
   for (int i = 0; i < count; ++i) {
-    C of_element[Rule::kStates];
-    for_each_index<Rule::kStates>([&](auto k) { of_element[k] = states.at[k].at[i]; });
-    Rule::step(weights.at[i], grads.at[i] * scalars.grad_factor, of_element, has_optional, scalars.of_rule);
-    for_each_index<Rule::kStates>([&](auto k) { states.at[k].at[i] = of_element[k]; });
+    C element_states[Rule::kStates];
+    for_each_index<Rule::kStates>([&](auto k) { element_states[k] = states.at[k].at[i]; });
+    Rule::step(weights.at[i], grads.at[i] * scalars.grad_factor, element_states, has_optional, scalars.rule);
+    for_each_index<Rule::kStates>([&](auto k) { states.at[k].at[i] = element_states[k]; });
   }
 }
 

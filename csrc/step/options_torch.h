@@ -10,7 +10,7 @@ namespace mpk {
 template <class Rule>
 class OptionArguments {
  public:
-  // plan: of the parameters that these options apply to.
+  // `plan` holds the parameters that these options apply to.
   OptionArguments(Arguments& arguments, const StepPlan<Rule>& plan)
       : groups(by_value(arguments)),
         on_device_(arguments.tensors()),
@@ -29,7 +29,7 @@ class OptionArguments {
     }
   }
 
-  // stats: of the grads, if the step has computed them; else null pointers.
+  // `stats` points to the grads' statistics if the step has computed them; else its pointers are null.
   StepShared shared(const GradStats& stats) const {
     const int32_t fp32 = aoti_torch_dtype_float32(), fp64 = aoti_torch_dtype_float64();
     const auto* const grad_scale = pointer<const float>(grad_scale_, "grad_scale", fp32, 1);
@@ -51,7 +51,7 @@ class OptionArguments {
   static std::vector<StepGroup<Rule>> by_value(Arguments& arguments) {
     constexpr int count = sizeof(typename Rule::Hyperparameters) / sizeof(double);
     std::vector<double> values[count];
-    for (auto& of_groups : values) of_groups = arguments.numbers<double>();
+    for (auto& group_values : values) group_values = arguments.numbers<double>();
     const auto maximize = arguments.numbers<uint8_t>();
     std::vector<StepGroup<Rule>> groups(maximize.size());
     for (size_t group = 0; group < groups.size(); ++group) groups[group].maximize = maximize[group] != 0;

@@ -19,7 +19,7 @@ class PlanOnDevice {
         grads_(plan.like().scratch(sizeof(Row) * table_.count)),
         row_of_chunk_(plan.like().scratch(sizeof(int32_t) * table_.chunks)),
         tickets_(plan.like().scratch(sizeof(uint32_t) * (table_.count + 1))),
-        of_chunk_(plan.like().scratch(std::max(sizeof(Stats), sizeof(Overflow)) * table_.chunks)),
+        chunk_scratch_(plan.like().scratch(std::max(sizeof(Stats), sizeof(Overflow)) * table_.chunks)),
         results_(plan.like(), table_.count) {
     const std::vector<StepRow>& rows = plan.rows();
     const KeptRows kept{rows_.data<StepRow>(), grads_.data<Row>(), row_of_chunk_.data<int32_t>(),
@@ -41,21 +41,21 @@ class PlanOnDevice {
     }
   }
 
-  // grads: the address of each grad.
+  // Finds the grads' statistics. `grads` holds the address of each grad.
   void look(void* const* grads) const {
     for (const StepLaunch& launched : launches_) {
-      require_success(
-          grad_stats_cuda(launched.grads, grads, stats(), of_chunk_.data<Stats>(), tickets_.data<uint32_t>(), stream),
-          GradStatsCall::kOp);
+      require_success(grad_stats_cuda(launched.grads, grads, stats(), chunk_scratch_.data<Stats>(),
+                                      tickets_.data<uint32_t>(), stream),
+                      GradStatsCall::kOp);
     }
   }
   GradStats stats() const { return results_.pointers(); }
 
   void step(void* const* grads, const StepGroup<Rule>* groups, const StepShared& shared) const {
     for (const StepLaunch& launched : launches_) {
-      require_success(
-          step_cuda(launched, grads, groups, shared, tickets_.data<uint32_t>(), of_chunk_.data<Overflow>(), stream),
-          Rule::kOp);
+      require_success(step_cuda(launched, grads, groups, shared, tickets_.data<uint32_t>(),
+                                chunk_scratch_.data<Overflow>(), stream),
+                      Rule::kOp);
     }
   }
 
@@ -63,7 +63,7 @@ class PlanOnDevice {
 
  private:
   const TableOf<StepRow> table_;
-  const Tensor rows_, grads_, row_of_chunk_, tickets_, of_chunk_;  // only kernels use these
+  const Tensor rows_, grads_, row_of_chunk_, tickets_, chunk_scratch_;  // only kernels use these
   const GradStatsResults results_;
   std::vector<StepLaunch> launches_;
 };

@@ -120,7 +120,7 @@ class StepPlan {
            (!row.scales || scales_[i].data() == row.scales) && steps_[i].data() == row.step;
   }
 
-  // Entry i of a list that goes along with the parameters; null where the list or the entry is empty.
+  // Returns entry i of a list that goes along with the parameters; null if the list or the entry is empty.
   static const Tensor* entry(const TensorList& list, int32_t i, const char* name) {
     if (list.count() == 0) return nullptr;
     require(i < list.count(), Rule::kOp, std::string(name) + " is shorter than params");

@@ -80,7 +80,7 @@ MPK_FN typename Rule::Hyperparameters hyperparameters(const StepGroup<Rule>& gro
 template <class Rule, class C>
 struct StepScalars {
   C grad_factor;
-  typename Rule::template Scalars<C> of_rule;
+  typename Rule::template Scalars<C> rule;
 };
 
 // Returns the scalars with convert(scalar) in place of each.
@@ -150,11 +150,11 @@ struct StepLaunch {
 
 cudaError_t step_upload_cuda(const TableOf<StepRow>& table, const KeptRows& to, cudaStream_t stream);
 
-// grads, groups: the addresses and hyperparameters of all rows and groups, on the host; tickets: one for each row;
-// of_chunk: scratch, one for each chunk.
+// `grads` has the address of each row's grad, and `groups` the hyperparameters of each group: of the whole plan, on the
+// host. chunk_lines is scratch, with one entry for each chunk.
 template <class Rule>
 cudaError_t step_cuda(const StepLaunch& launched, void* const* grads, const StepGroup<Rule>* groups,
-                      const StepShared& shared, uint32_t* tickets, Overflow* of_chunk, cudaStream_t stream);
+                      const StepShared& shared, uint32_t* tickets, Overflow* chunk_lines, cudaStream_t stream);
 #endif
 
 }  // namespace mpk

@@ -94,11 +94,11 @@ __device__ RowScalars<Rule> row_scalars(const StepRow& row, const StepGroup<Rule
 }
 
 template <class Rule, Needs needs>
-__device__ void step_chunk(const StepRow& row, const Span& span, const RowScalars<Rule>& of_row) {
+__device__ void step_chunk(const StepRow& row, const Span& span, const RowScalars<Rule>& row_scalars) {
   if constexpr (needs == Needs::all) {
-    if (row.param_dtype == Dtype::f64) return step_fp64(row, span, of_row.in_fp64);
+    if (row.param_dtype == Dtype::f64) return step_fp64(row, span, row_scalars.in_fp64);
   }
-  const StepScalars<Rule, float> scalars = of_row.in_fp32;
+  const StepScalars<Rule, float> scalars = row_scalars.in_fp32;
   const Arrays<Rule> arrays = arrays_at<Rule, needs>(row, span.begin);
   const auto size = static_cast<uint32_t>(span.size);
   if constexpr (needs != Needs::common) {

@@ -52,7 +52,7 @@ struct Numbers {
   T* states[Rule::kStates];
 };
 
-// Returns each scalar in all lanes. Else compilers would spread it for each vector, as a store may have changed it.
+// Returns each scalar in all lanes. Compilers would spread a scalar anew for each vector: a store may have changed it.
 template <class F, class Rule, class C>
 static MPK_FN StepScalars<Rule, F> spread(const StepScalars<Rule, C>& scalars) {
   return converted<F>(scalars, [](C scalar) { return scalar - F{}; });  // a sum would make +0 of -0
@@ -67,7 +67,7 @@ static MPK_FN void step_vectors(const Numbers<Rule, T>& numbers, int64_t size, c
   for (int64_t i = 0; i < size; i += kLanesOf<T>) {
     F param = load(from.param + i), states[Rule::kStates]{};
     for_each_index<count>([&](auto k) { states[k] = load(from.states[k] + i); });
-    Rule::step(param, load(from.grad + i) * scalars.grad_factor, states, has_optional, scalars.of_rule);
+    Rule::step(param, load(from.grad + i) * scalars.grad_factor, states, has_optional, scalars.rule);
     store(from.param + i, param);
     for_each_index<count>([&](auto k) { store(from.states[k] + i, kept(k, states[k])); });
   }

@@ -12,50 +12,51 @@ using StepStretch = StretchAt<Stretch::kMostRows>;
 template <class Rule>
 struct GroupsOf {
   GroupsOf(const StepLaunch& launched, const StepGroup<Rule>* all) : first(launched.first_group) {
-    memcpy(of, all + first, sizeof(StepGroup<Rule>) * (launched.end_group - first));
+    memcpy(at, all + first, sizeof(StepGroup<Rule>) * (launched.end_group - first));
   }
   int64_t first;
-  StepGroup<Rule> of[StepLaunch::kMostGroups];
+  StepGroup<Rule> at[StepLaunch::kMostGroups];
 };
 
 // One block per chunk; the last block of a parameter counts its step up, after all of its blocks have read the count.
 template <class Rule, Needs needs>
 __global__ void __launch_bounds__(kThreads, needs == Needs::all ? 2 : 3)
     step_kernel(const __grid_constant__ StepStretch grads, const __grid_constant__ GroupsOf<Rule> groups,
-                const StepRow* rows, const __grid_constant__ StepShared shared, uint32_t* tickets, Overflow* of_chunk) {
+                const StepRow* rows, const __grid_constant__ StepShared shared, uint32_t* tickets,
+                Overflow* chunk_lines) {
   if (grads.first_chunk + blockIdx.x == 0 && threadIdx.x == 0) write_outcome(shared);
   const Span span = span_of_block(grads);
   __shared__ StepRow row;  // in registers it costs a quarter of them
-  __shared__ RowScalars<Rule> of_row;
+  __shared__ RowScalars<Rule> scalars;
   if (threadIdx.x == 0) {
     row = rows[span.row];
     row.grad = row_at(grads, span.row).data;
-    of_row = row_scalars(row, groups.of[row.group - groups.first], grads.chunk_size, tickets + span.row, shared);
+    scalars = row_scalars(row, groups.at[row.group - groups.first], grads.chunk_size, tickets + span.row, shared);
   }
   __syncthreads();
-  if (of_row.is_skipped) {
-    if (shared.report.lines) overflow_block(grads, grad_of(row), span, shared.report, of_chunk, tickets);
+  if (scalars.is_skipped) {
+    if (shared.report.lines) overflow_block(grads, grad_of(row), span, shared.report, chunk_lines, tickets);
     return;
   }
-  step_chunk<Rule, needs>(row, span, of_row);
-  if (last_one_out(of_row.ticket, of_row.chunks) && threadIdx.x == 0) *of_row.step = of_row.steps;
+  step_chunk<Rule, needs>(row, span, scalars);
+  if (last_one_out(scalars.ticket, scalars.chunks) && threadIdx.x == 0) *scalars.step = scalars.steps;
 }
 
 template <class Rule, Needs needs>
 cudaError_t launch_step(const StepLaunch& launched, void* const* grads, const StepGroup<Rule>* groups,
-                        const StepShared& shared, uint32_t* tickets, Overflow* of_chunk, cudaStream_t stream) {
+                        const StepShared& shared, uint32_t* tickets, Overflow* chunk_lines, cudaStream_t stream) {
   return launch(step_kernel<Rule, needs>, launched.grads.chunks(), stream, StepStretch(launched.grads, grads),
-                GroupsOf<Rule>(launched, groups), launched.rows, shared, tickets, of_chunk);
+                GroupsOf<Rule>(launched, groups), launched.rows, shared, tickets, chunk_lines);
 }
 
 template <class Rule>
 cudaError_t step_cuda(const StepLaunch& launched, void* const* grads, const StepGroup<Rule>* groups,
-                      const StepShared& shared, uint32_t* tickets, Overflow* of_chunk, cudaStream_t stream) {
+                      const StepShared& shared, uint32_t* tickets, Overflow* chunk_lines, cudaStream_t stream) {
   constexpr Needs needs_of_codes = Rule::kIsTuned ? Needs::codes : Needs::all;
   const auto launch_for = launched.needs == Needs::common  ? launch_step<Rule, Needs::common>
                           : launched.needs == Needs::codes ? launch_step<Rule, needs_of_codes>
                                                            : launch_step<Rule, Needs::all>;
-  return launch_for(launched, grads, groups, shared, tickets, of_chunk, stream);
+  return launch_for(launched, grads, groups, shared, tickets, chunk_lines, stream);
 }
 
 }  // namespace mpk

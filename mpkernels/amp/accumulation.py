@@ -1,5 +1,6 @@
 """Grads added up over several batches before a step."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -121,10 +122,12 @@ def _micro_batches(
 
     while group := list(islice(batches, every)):
         weights = [1.0 if weigh is None else float(weigh(batch)) for batch in group]
+        if not all(0 <= weight < math.inf for weight in weights):
+            raise ValueError(f"accumulate: weigh must give each batch a finite weight of 0 or more, got {weights}")
         if not sum(weights) > 0:
             raise ValueError(f"accumulate: weigh must give a group more than 0 in all, got {weights}")
         pairs = sorted(zip(group, weights, strict=True), key=lambda pair: pair[1] > 0)  # the last backward steps
-        with cast_cache.one_step(), nullcontext() if wide is None else wide.of_group():
+        with cast_cache.one_step(), nullcontext() if wide is None else wide.allowed():
             for i, (batch, weight) in enumerate(pairs):
                 micro = MicroBatch(batch, i == len(group) - 1, weight / sum(weights), step, scaler.scale)
                 with ExitStack() as around:

@@ -18,7 +18,7 @@ from mpkernels.distributed import fsdp1, meshes
 from mpkernels.distributed.parts import parts_of, settled_grads
 from mpkernels.distributed.processes import Processes, given
 from mpkernels.ops import unscale_
-from mpkernels.optim.norm_without_plan import of_each_device
+from mpkernels.optim.norm_without_plan import stats_by_device
 
 
 @torch.no_grad()
@@ -124,7 +124,7 @@ def _own_norm(grads: Sequence[Tensor], norm_type: float, shares: Sequence[float]
     device = grads[0].device if grads else torch.device("cpu")
     nothing = torch.zeros((), dtype=torch.float64, device=device)
     if norm_type == 2:
-        return sum_of([sumsq for sumsq, _ in of_each_device(grads, shares)] or [nothing])
+        return sum_of([sumsq for sumsq, _ in stats_by_device(grads, shares)] or [nothing])
     found: list[Tensor] = []
     for i, grad in enumerate(grads):
         if grad.numel() > 0:

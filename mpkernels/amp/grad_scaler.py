@@ -138,7 +138,7 @@ class GradScaler(torch.amp.GradScaler):
         unscale = partial(inf_check.unscale_, grads, inv_scale, self._attempts(optimizer))  # fp16 is always allowed
         step_asks = self._per_optimizer_states[id(optimizer)].get("step_asks")  # whether the step asks the processes
         peers = None if step_asks else inf_check.peers_of(self, optimizer)
-        found_infs = inf_check.of_all(peers, unscale, inv_scale)
+        found_infs = inf_check.found_by_all(peers, unscale, inv_scale)
         self._note(optimizer, grads, found_infs, unscaled=True)
         return found_infs
 
@@ -155,7 +155,7 @@ class GradScaler(torch.amp.GradScaler):
             return found_infs
 
         step_asks = getattr(optimizer, "_finds_inf", False)
-        found_infs = inf_check.of_all(inf_check.peers_of(self, optimizer), look, scale, step_asks)
+        found_infs = inf_check.found_by_all(inf_check.peers_of(self, optimizer), look, scale, step_asks)
         self._note(optimizer, grads, found_infs, unscaled=False)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = found_infs
         return found_infs
@@ -256,8 +256,8 @@ class GradScaler(torch.amp.GradScaler):
         is_torchs = self._scaling == "dynamic" and all(scalings.DEFAULTS[name] == it for name, it in beyond.items())
         if not self._enabled or is_torchs:
             return super().state_dict()
-        own = {"scaling": self._scaling, **beyond, "updates": self._updates, "overflows": self._count_overflows()}
-        return super().state_dict() | own
+        entries = {"scaling": self._scaling, **beyond, "updates": self._updates, "overflows": self._count_overflows()}
+        return super().state_dict() | entries
 
     def _count_overflows(self) -> list[int]:
         return self._init_overflows if self._overflows is None else self._overflows.tolist()
@@ -280,8 +280,8 @@ class GradScaler(torch.amp.GradScaler):
             self._fill_overflows(self._overflows)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"_init_overflows": self._count_overflows(), "_overflows": None, "_was_skipped": Readback()}
-        return super().__getstate__() | own
+        portable = {"_init_overflows": self._count_overflows(), "_overflows": None, "_was_skipped": Readback()}
+        return super().__getstate__() | portable
 
 
 _CHECKS = GradScaler._unscale_grads_, GradScaler._check_inf_per_device

@@ -70,7 +70,7 @@ def peers_of(scaler: Any, optimizer: Optimizer) -> Processes | None:
     return given_peers(scaler, optimizer) or meshes.peers_of(params) or fsdp1.peers_of("GradScaler", params)
 
 
-def of_all(
+def found_by_all(
     processes: Processes | None, find: Callable[[], FoundInf], scale: Tensor, step_asks: bool = False
 ) -> FoundInf:
     """Return whether the grads of any process hold an inf or NaN. If the step will ask the others, only this process's

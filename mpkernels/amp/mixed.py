@@ -71,12 +71,12 @@ def to_mixed(
     goals = [(name, param, torch.float32 if param in kept else dtype) for name, param in model.named_parameters()]
     for name, param, goal in goals:
         _check(name, param, goal, dtype)
-    adamw = None if optimizer is None else _checked("to_mixed", optimizer)
+    engine = None if optimizer is None else _checked("to_mixed", optimizer)
     with torch.no_grad():
         for _, param, goal in goals:
-            _set(param, param.to(goal) if adamw is None else _with_master(param, goal, adamw))
-    if adamw is not None:
-        adamw._start_afresh()
+            _set(param, param.to(goal) if engine is None else _with_master(param, goal, engine))
+    if engine is not None:
+        engine._start_afresh()
     kind: Any = type(model)
     model.__class__ = mixed_class(kind, dtype)  # type: ignore[assignment]
     return model
@@ -143,8 +143,8 @@ def _kept(model: nn.Module, patterns: list[str]) -> set[Tensor]:
         found = [it for name, it in named if fnmatchcase(name, pattern)]
         if not found:
             raise ValueError(f"to_mixed: keep_fp32 must name modules or parameters of the model, got {pattern!r}")
-        for it in found:
-            kept.update(it.parameters() if isinstance(it, nn.Module) else [it])
+        for match in found:
+            kept.update(match.parameters() if isinstance(match, nn.Module) else [match])
     return kept
 
 

@@ -43,7 +43,7 @@ class WideGrads:
         return [it for it in params_of(self._optimizer) if needs_master(it) and it.requires_grad and it.is_leaf]
 
     @contextmanager
-    def of_group(self) -> Iterator[None]:
+    def allowed(self) -> Iterator[None]:
         """Let grads be fp32 in this context. Grads that are left at its end are rounded to their earlier dtype."""
         before = [(param, param.grad_dtype) for param in self._params()]
         hooks = []

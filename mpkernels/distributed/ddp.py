@@ -21,9 +21,9 @@ _BUCKET_BYTES = 25 * 2**20  # DistributedDataParallel's own default
 def watch() -> None:
     """Find the wrappers that exist, and register those that will be made."""
     if distributed.is_available() and distributed.is_initialized():  # else there is none yet
-        for it in gc.get_objects():
-            if issubclass(type(it), DistributedDataParallel):
-                _note(it)
+        for thing in gc.get_objects():
+            if issubclass(type(thing), DistributedDataParallel):
+                _note(thing)
     register_module_module_registration_hook(_note)
 
 

@@ -61,10 +61,10 @@ class Parts(Processes):
         Processes that hold the same part count as one."""
         known: dict[Any, float] = {None: 1 / self._size}  # a plain parameter is whole in each process
         kinds: list[Any] = [(it.device_mesh, it.placements) if is_sharded(it) else None for it in params]
-        for it in kinds:
-            if it not in known:
-                mesh, placements = it
-                known[it] = prod(mesh.size(i) for i, p in enumerate(placements) if not p.is_replicate()) / self._size
+        for kind in kinds:
+            if kind not in known:
+                mesh, placements = kind
+                known[kind] = prod(mesh.size(i) for i, p in enumerate(placements) if not p.is_replicate()) / self._size
         return [known[it] for it in kinds]
 
 

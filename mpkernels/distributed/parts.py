@@ -117,8 +117,8 @@ def parts_of_columns(x: Any, weight: Any, bias: Any) -> tuple[Any, Any, Any] | N
     wanted = [kinds.Replicate(), rows, rows]
     if any(it.placements != (placement,) for it, placement in zip(tensors, wanted, strict=False)):
         return None
-    own = x.to_local(grad_placements=[kinds.Partial()])
-    return own, weight.to_local(), None if bias is None else bias.to_local()
+    x_part = x.to_local(grad_placements=[kinds.Partial()])
+    return x_part, weight.to_local(), None if bias is None else bias.to_local()
 
 
 def columns_of(x: Any, weight: Any, part: Tensor) -> Any:

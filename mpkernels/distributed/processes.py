@@ -85,7 +85,7 @@ def given(op: str, process_group: Any) -> Processes | None:
     return Processes(process_group)
 
 
-def of_first_rank(op: str, value: Any, error: Exception | None, group: Any) -> Any:
+def from_first_rank(op: str, value: Any, error: Exception | None, group: Any) -> Any:
     """Return the first rank's value. All processes must call this; if one passes an error, all raise."""
     mine = value, None if error is None else repr(error)
     everybody = [mine]
@@ -100,7 +100,7 @@ def of_first_rank(op: str, value: Any, error: Exception | None, group: Any) -> A
     return everybody[0][0]
 
 
-def of_scaler(scaler: Any) -> Processes | None:
+def processes_of_scaler(scaler: Any) -> Processes | None:
     """Return the processes of the scaler that an optimizer steps under. With torch's ShardedGradScaler they only share
     found_inf, because their grads may be DDP's."""
     given: Processes | None = getattr(scaler, "_peers", None)

@@ -40,17 +40,20 @@ def key_of(kind: Kind, x: Tensor, weight: Tensor, bias: Tensor | None, others: t
     if type(weight) not in _PLAIN:
         return None
     try:  # no loops, which slow down small layers
-        of_x = x.shape, x.stride(-1), x.layout, x.dtype, x.device, x.requires_grad
-        of_weight = weight.shape, weight.stride(-1), weight.layout, weight.dtype, weight.requires_grad
-        key: tuple[Any, ...] = kind, of_x, of_weight, is_grad_enabled(), None
+        x_facts = x.shape, x.stride(-1), x.layout, x.dtype, x.device, x.requires_grad
+        weight_facts = weight.shape, weight.stride(-1), weight.layout, weight.dtype, weight.requires_grad
+        key: tuple[Any, ...] = kind, x_facts, weight_facts, is_grad_enabled(), None
         if bias is not None:
             if type(bias) not in _PLAIN:
                 return None
             key = *key[:-1], (bias.shape, bias.layout, bias.dtype, bias.requires_grad)
-        for it in others:
-            if it is not None and type(it) not in _PLAIN:
+        for other in others:
+            if other is None:
+                key = *key, None
+                continue
+            if type(other) not in _PLAIN:
                 return None
-            key = *key, None if it is None else (it.shape, it.stride(-1), it.layout, it.dtype, it.requires_grad)
+            key = *key, (other.shape, other.stride(-1), other.layout, other.dtype, other.requires_grad)
         if not x.is_cpu:
             key = *key, uses_tf32()
     except (RuntimeError, IndexError):  # nested, sparse, without dimensions
@@ -106,20 +109,20 @@ def kernel_for(key: Hashable, kind: Kind, x: Tensor, params: Parameters, autocas
     dtypes = tuple(dict.fromkeys((autocast or x.dtype, *(it.dtype for it in given))))
     rounds = trains and dtypes[0].itemsize == 2 and any(it is not None and it.dtype == torch.float32 for it in params)
     details = _details(kind, x, params, trains)
-    of_case = kind.op, x.device, params.sizes(kind), dtypes, kind.activation, trains, details, rounds
+    case_facts = kind.op, x.device, params.sizes(kind), dtypes, kind.activation, trains, details, rounds
     if is_tracing():
-        return _known(*of_case)
+        return _known(*case_facts)
     rows = x.numel() // x.shape[-1]
-    case = _case(*of_case)._replace(rows=1 << (rows - 1).bit_length())
+    case = _case(*case_facts)._replace(rows=1 << (rows - 1).bit_length())
     if key is not None and kind.op == "linear_act" and autocast is None:
         selector.leave_to_torch(case)
     return selector.choose(case, key, partial(Trial, rows, kind, x, params, trains, autocast))
 
 
 @constant_in_graphs
-def _known(*of_case: Any) -> str:
+def _known(*case_facts: Any) -> str:
     """Return the choice for any number of rows: a graph serves several sizes."""
-    case = _case(*of_case)
+    case = _case(*case_facts)
     if any(isinstance(size, torch.SymInt) for size in case.sizes):  # a comparison would make it constant
         case = case._replace(sizes=())
     return selector.choose(case)

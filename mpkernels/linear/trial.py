@@ -1,4 +1,4 @@
-"""A call to time, and to compare with fp64."""
+"""Makes calls for ``mpkernels.tune`` to time, and compares their results with fp64's."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -68,14 +68,14 @@ class Trial:
         shares = [(part - want).norm() / size for part, (want, size) in zip(parts, exact, strict=True)]
         return [Error(share, it.numel()) for share, it in zip(torch.stack(shares).tolist(), parts, strict=True)]
 
-    def _part(self, name: str, it: Tensor) -> Tensor:
+    def _part(self, name: str, tensor: Tensor) -> Tensor:
         """Return what belongs to the rows or the hidden features that are compared."""
         if name in ("y", "x"):
-            return it[self._rows]
+            return tensor[self._rows]
         if name in ("out_weight", "out_bias"):
-            return it if name == "out_bias" else it[:, self._hidden]
+            return tensor if name == "out_bias" else tensor[:, self._hidden]
         hidden = self._hidden
-        return it[torch.cat((hidden, hidden + it.shape[0] // 2)) if self._kind.is_stacked else hidden]
+        return tensor[torch.cat((hidden, hidden + tensor.shape[0] // 2)) if self._kind.is_stacked else hidden]
 
     @cached_property
     def _exact(self) -> dict[str, tuple[Tensor, Tensor]]:
@@ -93,16 +93,16 @@ class Trial:
         """Return y and x's gradient for the sampled rows, and the parameters' gradients for the sampled hidden
         features. A feature's gradients need only x, dy and that feature's parameters."""
 
-        def given(it: Tensor) -> Tensor:
-            wide = it.detach().to(self.dtype).double()
+        def given(tensor: Tensor) -> Tensor:
+            wide = tensor.detach().to(self.dtype).double()
             return wide * (1 + noise * self._normal(tuple(wide.shape)))
 
         x, dy = given(self._x), given(self._dy)
         params = {name: given(it) for name, it in self._params._asdict().items() if it is not None}
-        of_rows = self._derived(x[self._rows], params, dy[self._rows])
+        row_gradients = self._derived(x[self._rows], params, dy[self._rows])
         some = {name: self._part(name, it) for name, it in params.items()}
-        of_hidden = self._derived(x, some, dy if "out_weight" in params else dy[:, self._hidden])
-        return of_hidden | {name: of_rows[name] for name in ("y", "x")}
+        hidden_gradients = self._derived(x, some, dy if "out_weight" in params else dy[:, self._hidden])
+        return hidden_gradients | {name: row_gradients[name] for name in ("y", "x")}
 
     def _derived(self, x: Tensor, params: dict[str, Tensor], dy: Tensor) -> dict[str, Tensor]:
         leaves = {name: it.detach().requires_grad_() for name, it in {"x": x, **params}.items()}

@@ -102,12 +102,12 @@ def restored(objects: Iterable[Any], device: torch.device) -> Iterator[None]:
     torch's random numbers."""
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        for it in objects:
-            restore_at_end(stack, it)
-            if isinstance(it, nn.Module):
-                stack.callback(reshard, it)
-                stack.callback(_set_grads, [(param, param.grad) for param in it.parameters()])
-                it.zero_grad()
+        for thing in objects:
+            restore_at_end(stack, thing)
+            if isinstance(thing, nn.Module):
+                stack.callback(reshard, thing)
+                stack.callback(_set_grads, [(param, param.grad) for param in thing.parameters()])
+                thing.zero_grad()
         yield
 
 

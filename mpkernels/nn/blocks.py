@@ -35,8 +35,8 @@ class _Layers(Module):
     def reset_parameters(self) -> None:
         """Draw all weights and biases anew, layer by layer, as ``torch.nn.Linear`` does."""
         for layer in self._layers:
-            of_layer = SimpleNamespace(weight=getattr(self, f"{layer}_weight"), bias=getattr(self, f"{layer}_bias"))
-            Linear.reset_parameters(of_layer)  # type: ignore[arg-type]
+            weight, bias = getattr(self, f"{layer}_weight"), getattr(self, f"{layer}_bias")
+            Linear.reset_parameters(SimpleNamespace(weight=weight, bias=bias))  # type: ignore[arg-type]
 
 
 class GatedLinear(_Layers):

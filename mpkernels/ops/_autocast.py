@@ -1,4 +1,4 @@
-"""autocast around an op and within it."""
+"""Tells where autocast exists, and disables it while an op computes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ def has_autocast(device_type: str) -> bool:
 
 @contextmanager
 def without_autocast(like: Tensor) -> Iterator[None]:
-    """Disable autocast. Not by torch.autocast, because the end of the outermost one, such as one in the threads that go
-    backward on GPUs, would forget all threads' casts."""
+    """Disable autocast in this context. This doesn't use torch.autocast: when the outermost one ends, for instance in a
+    thread that runs a backward on a GPU, torch drops the casts of all threads."""
     device = like.device.type
     if not has_autocast(device) or not torch.is_autocast_enabled(device):
         yield

@@ -79,14 +79,14 @@ def tensors(
     """Require a list of dense tensors on one device."""
     if isinstance(value, Tensor) or not isinstance(value, Sequence):
         raise TypeError(f"{op}: {name} must be a list of tensors, got {type(value).__name__}")
-    for i, each in enumerate(value):
+    for i, item in enumerate(value):
         who = f"{name}[{i}]"
-        dense(op, who, each, dtypes)
-        device = device or each.device
-        if each.device != device:
-            raise ValueError(f"{op}: {who} must be on {device}, got {each.device}")
-        if writable and any(size > 1 and stride == 0 for size, stride in zip(each.shape, each.stride(), strict=True)):
-            raise ValueError(f"{op}: {who} must not share memory between its elements, got strides {each.stride()}")
+        dense(op, who, item, dtypes)
+        device = device or item.device
+        if item.device != device:
+            raise ValueError(f"{op}: {who} must be on {device}, got {item.device}")
+        if writable and any(size > 1 and stride == 0 for size, stride in zip(item.shape, item.stride(), strict=True)):
+            raise ValueError(f"{op}: {who} must not share memory between its elements, got strides {item.stride()}")
 
 
 def matrix(op: str, name: str, value: Tensor, shape: Sequence[int | None] | None, like: Tensor | None) -> None:

@@ -92,9 +92,9 @@ def warn_once(device: torch.device) -> None:
 def device_of(arguments: Sequence[Any]) -> torch.device | None:
     """Return the device of the first tensor, where kernels run; None if there is no tensor."""
     for argument in arguments:
-        for each in argument if isinstance(argument, list) else (argument,):
-            if torch.is_tensor(each):
-                return each.device
+        for value in argument if isinstance(argument, list) else (argument,):
+            if torch.is_tensor(value):
+                return value.device
     return None
 
 

@@ -45,11 +45,11 @@ def pop_innermost() -> None:
 
 @contextmanager
 def force(kernels: Kernels) -> Iterator[None]:
-    """Puts kernels on the dispatcher's stack, above the ones that are attached."""
+    """Put kernels on the dispatcher's stack for this context, above the attached ones."""
     forced.append(kernels)
     push_innermost()
     try:
         yield
     finally:
-        forced[:] = [each for each in forced if each is not kernels]  # another thread's may have come on top
+        forced[:] = [other for other in forced if other is not kernels]  # another thread's may have come on top
         push_innermost()

@@ -54,7 +54,7 @@ class Op:
     def __call__(self, *arguments: Any) -> Any:
         """Kernels check what memory safety needs; once one has refused, work out what the user did wrong."""
         if self._takes_lists:  # an iterator would be used up by the op, and nothing be left to tell autograd of
-            arguments = tuple(list(each) if isinstance(each, Iterator) else each for each in arguments)
+            arguments = tuple(list(it) if isinstance(it, Iterator) else it for it in arguments)
         try:
             if not self._mutated or torch.compiler.is_compiling():
                 return self.overload(*arguments)
@@ -108,7 +108,7 @@ class Op:
 def define(
     schema: str, *, check: Callable[..., None], triton_needs: Capability = ANY_TRITON
 ) -> Callable[[Callable[..., Any]], Op]:
-    """Declares an op by its schema and the decorated reference. ``check`` raises the error that a user should see.
+    """Declare an op by its schema and the decorated reference. ``check`` raises the error that a user should see.
     NVIDIA's chips of a lower capability than ``triton_needs`` don't run the op's Triton kernel."""
 
     def declare(reference: Callable[..., Any]) -> Op:
@@ -143,7 +143,7 @@ _native_calls: dict[str, NativeCall] = {}
 
 
 def implement(op: Op) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Registers the decorated launcher as the op's Triton kernel."""
+    """Register the decorated launcher as the op's Triton kernel."""
 
     def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
         _triton_kernels[op.name] = _python_kernel(_devices.on_their_device(launcher), op._check)

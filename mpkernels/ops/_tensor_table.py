@@ -14,7 +14,7 @@ from mpkernels._torch_private.ops import foreach_add_
 
 BLOCK = tl.constexpr(1024)  # elements a program holds at a time: each of its 128 threads loads 16 bytes or more
 CHUNK_BYTES = 65536  # of a tensor that one program takes
-ROW = tl.constexpr(4)  # words a row has at least: size, first chunk, elements in a chunk, dtype; an op may add its own
+ROW = tl.constexpr(4)  # words a row has at least: size, first chunk, elements in a chunk, dtype; an op may add more
 FP32 = tl.constexpr(0)
 FP16 = tl.constexpr(1)
 BF16 = tl.constexpr(2)
@@ -32,7 +32,7 @@ _captured: dict[int, Tensor] = {}  # by id: rows that CUDA graphs read at every 
 
 class Table(NamedTuple):
     rows: Tensor  # int64, on the device, as is ``call``: the rows, then the row of each chunk
-    call: Tensor  # what each call brings: addresses, a ticket of 0 for each row and one more, what the op wants beside
+    call: Tensor  # what each call brings: addresses, a ticket of 0 for each row and one more, the op's further words
     tensors: int
     chunks: int
 
@@ -40,8 +40,8 @@ class Table(NamedTuple):
 def build(
     tensors: Sequence[Tensor],
     addresses: Sequence[int],
-    beside: Sequence[int] = (),
-    own: Sequence[Sequence[int]] | None = None,
+    call_words: Sequence[int] = (),
+    row_words: Sequence[Sequence[int]] | None = None,
     chunk: int | None = None,
 ) -> Table:
     """Return rows for the sizes and dtypes of ``tensors``, copied to the device only if no earlier call had the same.
@@ -49,8 +49,8 @@ def build(
     Args:
         tensors: what programs take chunks of.
         addresses: one for each row, new in each call.
-        beside: the op's words beside the rows, new in each call.
-        own: the op's own words in each row, after the common ones.
+        call_words: further words of the op's, new in each call.
+        row_words: further words of the op's in each row, after the common ones.
         chunk: elements in a chunk; without it, as many as CHUNK_BYTES hold.
     """
     rows: list[int] = []
@@ -59,12 +59,12 @@ def build(
     for i, tensor in enumerate(tensors):
         per_chunk = chunk or CHUNK_BYTES // tensor.element_size()
         rows += (tensor.numel(), first, per_chunk, CODES[tensor.dtype])
-        if own is not None:
-            rows += own[i]
+        if row_words is not None:
+            rows += row_words[i]
         chunks.append(max(1, triton.cdiv(tensor.numel(), per_chunk)))
         first += chunks[-1]
     device = tensors[0].device
-    call = _to_device([*addresses, *[0] * (len(tensors) + 1), *beside], device)
+    call = _to_device([*addresses, *[0] * (len(tensors) + 1), *call_words], device)
     return Table(_rows_on(device, tuple(rows), chunks), call, len(tensors), first)
 
 
@@ -101,8 +101,8 @@ def _written(content: Sequence[int], device: torch.device) -> Tensor:
     words = torch.zeros(len(content), dtype=torch.int64, device=device)
     places = [i for i, word in enumerate(content) if word != 0]
     if places:
-        of_each = words.unbind()
-        foreach_add_([of_each[i] for i in places], [content[i] for i in places])
+        elements = words.unbind()
+        foreach_add_([elements[i] for i in places], [content[i] for i in places])
     return words
 
 

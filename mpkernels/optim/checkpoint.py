@@ -1,4 +1,4 @@
-"""Saving and loading an optimizer's state. Unlike torch, loading doesn't round a state to its parameter's dtype."""
+"""Saves and loads an optimizer's state. Unlike torch, loading doesn't round a state to its parameter's dtype."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def loading(optimizer: Any) -> Iterator[None]:
             return loaded  # torch refuses it
         for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=True):
             _refuse_twice(op, saved["params"])
-            groups.append(saved | {key: group[key] for key in group_options.OF_GROUPS})
+            groups.append(saved | {key: group[key] for key in group_options.GROUP_OPTIONS})
             for param, number in zip(group["params"], saved["params"], strict=True):
                 if states.get(number) and not isinstance(states[number], _Adopted):  # an interrupted load left its hook
                     state = {key: it for key, it in states[number].items() if it is not None}  # SGD saves None
@@ -74,8 +74,9 @@ def loading(optimizer: Any) -> Iterator[None]:
 
 
 def taken_over(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what ``__setstate__`` is to set, in one assignment, of what it is given."""
-    if state.keys() != {"state", "param_groups"}:  # a pickle's or a copy's
+    """Return the attributes that ``__setstate__`` sets, for what it is given: by a pickle or a copy the attributes
+    themselves; by torch's load_state_dict states and groups, among which are the adopted states."""
+    if state.keys() != {"state", "param_groups"}:
         return state
     states = {key: it.state if isinstance(it, _Adopted) else it for key, it in state["state"].items()}
     return state | {"state": defaultdict(dict, states), "_is_loaded": True}

@@ -9,15 +9,15 @@ from torch import Tensor
 from mpkernels.distributed.processes import Processes, hand_back
 from mpkernels.optim.plan import Verdict
 from mpkernels.optim.readback import Readback
-from mpkernels.optim.step_outcome import StepOutcome, asks
+from mpkernels.optim.step_outcome import StepOutcome, find_deciders
 
 
-def of_all(optimizer: Any, params: Sequence[Tensor], verdict: Verdict, processes: Processes) -> Verdict:
+def agree(optimizer: Any, params: Sequence[Tensor], verdict: Verdict, processes: Processes) -> Verdict:
     """Return the verdict of all processes."""
     outcome: StepOutcome = optimizer._step_outcome
     agreed, outcome.agreed = outcome.agreed, None
     if agreed is None or not hasattr(optimizer, "found_inf") or not agreed.is_final():
-        found_inf, total_sumsq, _ = ask(optimizer, params, verdict, processes)
+        found_inf, total_sumsq, _ = ask_all(optimizer, params, verdict, processes)
         return verdict._replace(found_inf=found_inf, total_sumsq=total_sumsq)
     hand_back(optimizer, agreed.found_inf)
     if agreed.contradicts(verdict):
@@ -29,7 +29,7 @@ def of_all(optimizer: Any, params: Sequence[Tensor], verdict: Verdict, processes
     return verdict._replace(found_inf=agreed.found_inf, total_sumsq=total_sumsq)
 
 
-def ask(
+def ask_all(
     optimizer: Any, params: Sequence[Tensor], verdict: Verdict, processes: Processes, may_change: bool = False
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return found_inf and the sum of squares of all processes, and in how many hooks may yet change the grads. Raise
@@ -63,7 +63,7 @@ def raise_if_one_has_failed(optimizer: Any, failures: Readback) -> None:
 def tell_failure(optimizer: Any, params: Sequence[Tensor]) -> None:
     """Tell the processes that wait for this one's verdict that it has none, so that they don't step either."""
     optimizer._step_outcome.find_parts(params, optimizer._peers)  # if the step has not come so far
-    _, processes = asks(optimizer, (), params, getattr(optimizer, "found_inf", None))
+    _, processes = find_deciders(optimizer, (), params, getattr(optimizer, "found_inf", None))
     if processes is not None:
         optimizer._forget_plans()
         processes.agree(params, None, None, has_failed=True)

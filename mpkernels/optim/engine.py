@@ -48,12 +48,12 @@ class Engine(torch.optim.Optimizer):
     _step_supports_amp_scaling = under_scaler.TakesScale()  # torch's GradScaler hands over its scale and found_inf
     _finds_inf = True  # our GradScaler hands over its scale and `outcome`, and reads skips from the latter
     _peers: Processes | None = None  # the processes that hold other parts of the grads
-    _scaler: torch.amp.GradScaler | None = None  # the one that last asked whether it may hand over
+    _scaler: torch.amp.GradScaler | None = None  # the scaler that last asked whether it may hand its scale over
     _step_outcome = StepOutcome()  # of no step yet
     _release: GradientRelease | None = None
     offload = False
     _offload: offloading.Offload | None = None
-    _is_loaded = False  # since the last step; the model may be loaded later
+    _is_loaded = False  # whether states were loaded since the last step; the model may be loaded later
 
     def _take_options(
         self, master: str, state_dtype: Any, max_norm: Any, guard: Any, process_group: Any, offload: bool = False
@@ -157,10 +157,10 @@ class Engine(torch.optim.Optimizer):
 
     def _step(self, params: list[Tensor], sharded: bool) -> None:
         plans, grads, verdict, others = self._look(params, sharded)
-        verdict = verdict if others is None else common_verdict.of_all(self, params, verdict, others)
+        verdict = verdict if others is None else common_verdict.agree(self, params, verdict, others)
         for i, plan in enumerate(plans):  # the first plan writes the outcome
-            of_plan = verdict if i == 0 else verdict._replace(outcome=None)
-            plan.step(grads, of_plan, self.max_norm, None if of_plan.outcome is None else self.skipped_steps)
+            plan_verdict = verdict if i == 0 else verdict._replace(outcome=None)
+            plan.step(grads, plan_verdict, self.max_norm, None if plan_verdict.outcome is None else self.skipped_steps)
         if not plans and verdict.outcome is not None:
             write_outcome(*verdict[:4], self.skipped_steps)  # as a plan would
         if not torch.compiler.is_compiling():
@@ -227,8 +227,9 @@ class Engine(torch.optim.Optimizer):
         rows = [(group, param, self.state.get(param, {})) for group, param in zip(group_of, params, strict=True)]
         if self._offload is not None and any(params[i].is_cuda for i in places):
             return [self._offload.plan(self, params, rows, places, grads)]
-        of_devices = by_device((params[i] for i in places), places)
-        return [Plan(self._rule, rows, it, self._ledger, self._step_outcome.parts) for it in of_devices.values()]
+        parts = self._step_outcome.parts
+        by_devices = by_device((params[i] for i in places), places)
+        return [Plan(self._rule, rows, places_there, self._ledger, parts) for places_there in by_devices.values()]
 
     def _state_of(self, param: Tensor, grad: Tensor | None, group: dict[str, Any]) -> dict[str, Tensor]:
         refuse_sparse(grad)

@@ -1,4 +1,4 @@
-"""Freeing grads inside the backward, for release_grads: each is kept in 16 bits, or its parameter steps alone."""
+"""Frees grads inside the backward, for release_grads: each is kept in 16 bits, or its parameter steps alone."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

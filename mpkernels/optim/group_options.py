@@ -10,15 +10,15 @@ from torch import Tensor
 
 from mpkernels.optim.masters import KEYS, needs_master
 
-OF_GROUPS = ("master", "state_dtype")
-_OF_THE_OPTIMIZER = ("max_norm", "guard", "process_group", "offload")
+GROUP_OPTIONS = ("master", "state_dtype")
+_OPTIMIZER_OPTIONS = ("max_norm", "guard", "process_group", "offload")
 _STATE_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 
 def check_global(name: str, max_norm: float | None, guard: bool | None, offload: bool = False) -> None:
     if not (max_norm is None or isinstance(max_norm, Real | Tensor)) or isinstance(max_norm, bool):
         raise TypeError(f"{name}: max_norm must be a number above 0 or None, got {max_norm!r}")
-    if guard not in (None, True, False):
+    if not isinstance(guard, bool | None):
         raise TypeError(f"{name}: guard must be True, False or None, got {guard!r}")
     if not isinstance(offload, bool):
         raise TypeError(f"{name}: offload must be True or False, got {offload!r}")
@@ -41,7 +41,7 @@ def refuse_twice(name: str, params: Sequence[Tensor]) -> None:
 
 def complete(optimizer: Any, group: dict[str, Any]) -> None:
     """Fill in the optimizer's value for each of our options that the group doesn't set."""
-    for key in OF_GROUPS:
+    for key in GROUP_OPTIONS:
         group.setdefault(key, getattr(optimizer, key))
 
 
@@ -53,10 +53,10 @@ def leave_scaling_to_torch(optimizer: Any) -> None:
 
 def check_group(optimizer: Any, group: dict[str, Any]) -> None:
     name = type(optimizer).__name__
-    for key in _OF_THE_OPTIMIZER:  # ZeroRedundancyOptimizer repeats these in each group
+    for key in _OPTIMIZER_OPTIONS:  # ZeroRedundancyOptimizer repeats these in each group
         if key in group and group[key] != getattr(optimizer, key, None):
             raise ValueError(f"{name}: {key} must be given to the optimizer, for all parameters, got it in a group")
-    ours = *OF_GROUPS, *_OF_THE_OPTIMIZER
+    ours = *GROUP_OPTIONS, *_OPTIMIZER_OPTIONS
     for key in group.keys() - optimizer.defaults.keys() - {"params", "param_names", *ours}:
         if like := get_close_matches(str(key).lower(), ours, cutoff=0.8):
             raise ValueError(f"{name}: a group has no option {key!r}; did you mean {like[0]!r}?")

@@ -71,7 +71,7 @@ class Masters(Optimizer):
     max_norm: float | None
     guard: bool | None
     _peers = None  # AdamW's process_group
-    _is_loaded = False  # since the last step; the model may be loaded later
+    _is_loaded = False  # whether states were loaded since the last step; the model may be loaded later
     _was_skipped: bool | None = None
     _fp32_states: Any = None  # the dict of states in which none has 16 bits any more
 
@@ -216,15 +216,15 @@ class Masters(Optimizer):
             state_dict = state_dict.copy()
             state_dict = _first(hook(self, state_dict), state_dict)
         checkpoint.refuse_other_dict("Masters.load_state_dict", state_dict)
-        states, of_params = dict(state_dict["state"]), {}
+        states, kept_by_param = dict(state_dict["state"]), {}
         for param, number in _numbered(self.param_groups, state_dict):
             if kept := {key: it for key, it in states.get(number, {}).items() if key in masters.KEYS.values()}:
-                of_params[param] = _loaded(param, number, kept)
+                kept_by_param[param] = _loaded(param, number, kept)
                 states[number] = {key: it for key, it in states[number].items() if key not in kept}
         narrow = filter(masters.needs_master, params_of(self))
         with stand_ins.renamed(self.wrapped, {it: stand_ins.blank(it) for it in narrow}):  # torch casts to fp32 then
             self.wrapped.load_state_dict(state_dict | {"state": states})
-        for param, kept in of_params.items():
+        for param, kept in kept_by_param.items():
             self.state.setdefault(param, {}).update(kept)
         self._fp32_states, self._is_loaded = self.state, True
         for hook in after.values():

@@ -1,4 +1,4 @@
-"""The norm of grads on several devices, which no single plan looks at."""
+"""Computes the norm of grads on several devices, which no single plan covers."""
 
 from collections.abc import Sequence
 
@@ -13,13 +13,13 @@ def look(grads: Sequence[Tensor], shares: Sequence[float] | None, device: torch.
     """Return, on ``device``, the sum of the grads' squares, and whether one holds an inf or NaN."""
     sums = [torch.zeros((), dtype=torch.float64, device=device)]
     found = [torch.zeros((), dtype=torch.float32, device=device)]
-    for total_sumsq, found_inf in of_each_device(grads, shares):
+    for total_sumsq, found_inf in stats_by_device(grads, shares):
         sums.append(total_sumsq)
         found.append(found_inf)
     return sum_of(sums), sum_of(found)
 
 
-def of_each_device(grads: Sequence[Tensor], shares: Sequence[float] | None) -> list[tuple[Tensor, Tensor]]:
+def stats_by_device(grads: Sequence[Tensor], shares: Sequence[float] | None) -> list[tuple[Tensor, Tensor]]:
     """Return, for each device and on it, the sum of its grads' squares, and whether one holds an inf or NaN.
     ``shares``: how much each grad's square counts; None where all count fully."""
     looked_at: list[tuple[Tensor, Tensor]] = []
@@ -27,7 +27,7 @@ def of_each_device(grads: Sequence[Tensor], shares: Sequence[float] | None) -> l
         stats = grad_stats([grads[i] for i in places])
         total_sumsq = stats.total_sumsq
         if shares is not None and set(shares) != {1.0}:
-            of_each = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=there)
-            total_sumsq = (stats.sumsq * of_each).sum()
+            shares_there = torch.tensor([shares[i] for i in places], dtype=torch.float64, device=there)
+            total_sumsq = (stats.sumsq * shares_there).sum()
         looked_at.append((total_sumsq, stats.found_inf))
     return looked_at

@@ -1,4 +1,5 @@
-"""How the parameter groups of an optimizer go with a rule of mpkernels.ops. The rest of this room names no rule."""
+"""Translates an optimizer's parameter groups for a rule of mpkernels.ops. Each optimizer's own file names its rule; the
+other files of this room name none."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple

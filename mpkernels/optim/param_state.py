@@ -80,8 +80,8 @@ def decoded(rule: OptimizerRule, param: Tensor, state: State) -> State:
     keys = [key for key in rule.ops.rule.states if key in state]
     scales = state["scales"].view(len(keys), -1)
     values = {
-        key: int8.decode(part_of(state[key]), of_key, rule.is_squared(key))
-        for key, of_key in zip(keys, scales, strict=True)
+        key: int8.decode(part_of(state[key]), key_scales, rule.is_squared(key))
+        for key, key_scales in zip(keys, scales, strict=True)
     }
     return {key: value for key, value in (state | placed(rule, param, values)).items() if key != "scales"}
 

@@ -59,8 +59,8 @@ class Plan:
         self._is_sharded = are_any_sharded(params)
         self.device = self.params[0].device
         self._kinds = list(map(_kind, params))
-        of_all = partial(map, itemgetter(1), all_rows)
-        self.report = None if ledger is None else ledger.report_for(params, self.device, of_all)
+        all_params = partial(map, itemgetter(1), all_rows)
+        self.report = None if ledger is None else ledger.report_for(params, self.device, all_params)
         self._is_complex = any(map(torch.is_complex, params))
         self.has_16_bit_parameters = any(map(needs_master, params))
         self.groups, sizes = _runs_of(groups)
@@ -135,18 +135,18 @@ class Plan:
         torch.autograd.graph.increment_version([*params, *self._wholes] if self._is_sharded else params)
 
     def _hyperparameters(self) -> tuple[Any, ...]:
-        of_each = list(zip(*map(self._rule.hyperparameters, self.groups), strict=True))
+        by_name = list(zip(*map(self._rule.hyperparameters, self.groups), strict=True))
         count = self._ops.rule.tensors
         return (
-            *([0.0 if self._is_read_in_place(x) else float(x) for x in values] for values in of_each[:count]),
-            *(list(map(float, values)) for values in of_each[count:]),
+            *([0.0 if self._is_read_in_place(x) else float(x) for x in values] for values in by_name[:count]),
+            *(list(map(float, values)) for values in by_name[count:]),
             [bool(group["maximize"]) for group in self.groups],
-            self._on_device(of_each[:count]),
+            self._on_device(by_name[:count]),
         )
 
-    def _on_device(self, of_each: Sequence[Sequence[Any]]) -> list[Tensor]:
+    def _on_device(self, by_name: Sequence[Sequence[Any]]) -> list[Tensor]:
         """Return each group's hyperparameters in turn: the tensors, and an empty tensor for each number."""
-        hypers = list(chain.from_iterable(zip(*of_each, strict=True)))
+        hypers = list(chain.from_iterable(zip(*by_name, strict=True)))
         if not any(map(self._is_read_in_place, hypers)):
             return []
         nothing = torch.empty(0, device=self.device)

@@ -1,4 +1,4 @@
-"""What runs around an optimizer's step, or in its place: hooks, and a subclass's own step."""
+"""Tells what runs around an optimizer's step, or in its place: hooks, and a subclass's own step."""
 
 from collections.abc import Callable
 from typing import Any

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from mpkernels._shared.parameters import params_of, put_on, sum_of
 from mpkernels.distributed import fsdp1, meshes
-from mpkernels.distributed.processes import Processes, of_scaler
+from mpkernels.distributed.processes import Processes, processes_of_scaler
 from mpkernels.optim.masters import needs_master
 from mpkernels.optim.plan import Plan, Verdict
 from mpkernels.optim.readback import Readback
@@ -86,7 +86,7 @@ def found_here(
     """Return this process's verdict, and the processes that have to agree on one."""
     grad_scale: Tensor | None = getattr(optimizer, "grad_scale", None)
     found_inf: Any = getattr(optimizer, "found_inf", None)
-    guarded, processes = asks(optimizer, plans, params, found_inf)
+    guarded, processes = find_deciders(optimizer, plans, params, found_inf)
     if (not plans and processes is None) or (not guarded and found_inf is None):
         return Verdict(grad_scale), None
     comes_inside = guarded and processes is None and len(plans) == 1 and plans[0].native_step() is not None
@@ -103,14 +103,15 @@ def found_here(
     return Verdict(grad_scale, found_inf, total_sumsq, vector, guarded, comes_inside), processes
 
 
-def asks(
+def find_deciders(
     optimizer: Any, plans: Sequence[Plan], params: Sequence[Tensor], found_inf: Any
 ) -> tuple[bool, Processes | None]:
     """Return whether the step checks its grads, and the processes that decide with it."""
     outcome: StepOutcome = optimizer._step_outcome
-    of_plans = any(it.has_16_bit_parameters for it in plans)
+    plans_have_16_bits = any(it.has_16_bit_parameters for it in plans)
     # A process without grads decides as the others do.
-    guarded = is_guarded(optimizer, outcome.has_16_bit_parameters if outcome.has_parts else of_plans, found_inf)
+    has_16_bits = outcome.has_16_bit_parameters if outcome.has_parts else plans_have_16_bits
+    guarded = is_guarded(optimizer, has_16_bits, found_inf)
     if not guarded and found_inf is None:
         return False, None
     return guarded, processes_of(optimizer, params, optimizer._scaler if hasattr(optimizer, "found_inf") else None)
@@ -122,7 +123,7 @@ def processes_of(optimizer: Any, params: Sequence[Tensor], scaler: Any) -> Proce
     found: Processes | None = outcome.parts or optimizer._peers
     if found is None and outcome.has_parts:
         found = fsdp1.peers_of(type(optimizer).__name__, params, optimizer.max_norm is not None)
-    return found or getattr(optimizer, "peers", None) or (None if scaler is None else of_scaler(scaler))
+    return found or getattr(optimizer, "peers", None) or (None if scaler is None else processes_of_scaler(scaler))
 
 
 def _look(

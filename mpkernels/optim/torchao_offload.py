@@ -1,4 +1,5 @@
-"""torchao's CPUOffloadOptimizer, which makes an optimizer of each parameter's copy on the host."""
+"""Refuses torchao's CPUOffloadOptimizer, which makes an optimizer of each parameter's copy on the host, where it can't
+work."""
 
 import gc
 import sys

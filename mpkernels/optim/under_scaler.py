@@ -81,8 +81,9 @@ def _can_step(optimizer: Any, scaler: Any) -> bool:
 
 @torch.no_grad()
 def _found_by_all(optimizer: Any, params: list[Tensor], scale: Tensor | None, looks: bool) -> Tensor:
-    """Agree with the other processes now, not in the step; those without hooks agree in the step, as often. scale: what
-    grads contain when their norm is exchanged. looks: whether a norm is exchanged without max_norm, too."""
+    """Agree with the other processes now, not in the step; those without hooks agree in the step, as often. ``scale``
+    is the loss scale that grads still contain when their norm is exchanged; ``looks`` says whether a norm is exchanged
+    without max_norm, too."""
     scaler, device = optimizer._scaler, params[0].device if params else torch.device("cpu")
     if looks:
         optimizer.outcome = torch.empty(2, dtype=torch.float32, device=device)
@@ -95,7 +96,7 @@ def _found_by_all(optimizer: Any, params: list[Tensor], scale: Tensor | None, lo
     as_scaled = here if here.total_sumsq is None else here._replace(total_sumsq=here.total_sumsq * unit)
     has_norm = optimizer.max_norm is not None or optimizer.guard is True
     may_change = has_norm and step_hooks.may_change_grads(optimizer)
-    found_inf, sumsq_of_all, changing = common_verdict.ask(optimizer, params, as_scaled, processes, may_change)
+    found_inf, sumsq_of_all, changing = common_verdict.ask_all(optimizer, params, as_scaled, processes, may_change)
     optimizer._scaler = scaler
     optimizer._step_outcome.agreed = Agreed(
         found_inf,

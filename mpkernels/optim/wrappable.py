@@ -1,4 +1,4 @@
-"""What an optimizer must be for Masters to be put around it."""
+"""Checks whether Masters can be put around an optimizer."""
 
 import inspect
 from typing import Any

@@ -1,4 +1,4 @@
-"""torch's ZeroRedundancyOptimizer: each process steps a part of the parameters, whose grads all have."""
+"""Serves torch's ZeroRedundancyOptimizer, where each process steps some of the parameters, and has the grads of all."""
 
 import sys
 from functools import cache

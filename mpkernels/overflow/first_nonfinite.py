@@ -125,11 +125,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
-        for it in value.values():
-            yield from tensors_in(it)
+        for inner in value.values():
+            yield from tensors_in(inner)
     elif isinstance(value, tuple | list):
-        for it in value:
-            yield from tensors_in(it)
+        for inner in value:
+            yield from tensors_in(inner)
     elif is_dataclass(value) and not isinstance(value, type):
         for field in fields(value):
             yield from tensors_in(getattr(value, field.name))

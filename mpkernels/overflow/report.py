@@ -111,9 +111,14 @@ class OverflowReport(Report):
         writer.add_scalar("overflow/zeros", self.zeros, step)
         if self.scale is not None:
             writer.add_scalar("overflow/scale", self.scale, step)
-        for it in self.culprits:
-            for kind, value in {"inf": it.infs, "nan": it.nans, "largest": it.largest, "zeros": it.zeros}.items():
-                writer.add_scalar(f"overflow/{kind}/{it.name}", value, step)
+        for culprit in self.culprits:
+            for kind, value in {
+                "inf": culprit.infs,
+                "nan": culprit.nans,
+                "largest": culprit.largest,
+                "zeros": culprit.zeros,
+            }.items():
+                writer.add_scalar(f"overflow/{kind}/{culprit.name}", value, step)
 
     def _parts(self) -> list[str | Table]:
         if not self:
@@ -136,11 +141,21 @@ def _table(gradients: Sequence[Gradient]) -> Table:
     cells: list[tuple[str, ...]] = [
         ("parameter", "group", "shape", "inf", "nan", "first at", "largest finite", "zeros")
     ]
-    for it in gradients:
-        name = it.name if len(it.name) <= WIDTH else "..." + it.name[3 - WIDTH :]
-        first = "" if it.first is None else str(list(it.first))
-        counts = str(it.infs), str(it.nans)
-        cells.append((name, str(it.group), str(list(it.shape)), *counts, first, f"{it.largest:.3g}", f"{it.zeros:.1%}"))
+    for gradient in gradients:
+        name = gradient.name if len(gradient.name) <= WIDTH else "..." + gradient.name[3 - WIDTH :]
+        first = "" if gradient.first is None else str(list(gradient.first))
+        counts = str(gradient.infs), str(gradient.nans)
+        cells.append(
+            (
+                name,
+                str(gradient.group),
+                str(list(gradient.shape)),
+                *counts,
+                first,
+                f"{gradient.largest:.3g}",
+                f"{gradient.zeros:.1%}",
+            )
+        )
     if any(it.rank is not None for it in gradients):
         ranks = ["rank", *(str(it.rank) for it in gradients)]
         cells = [(row[0], rank, *row[1:]) for row, rank in zip(cells, ranks, strict=True)]

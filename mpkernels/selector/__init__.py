@@ -44,14 +44,13 @@ def choices() -> dict[str, str]:
 def forget() -> None:
     """Drop what ``mpkernels.tune`` has found: the table decides again."""
     tuned.clear()
-    _chosen.clear()
     ask_again()
 
 
 def choose(case: Case, key: Hashable = None, trial: Callable[[], Any] | None = None) -> str:
     """Return what computes a case: what is pinned, else what was tuned, else what the table says. ``by_key`` keeps the
     choice under ``key``, so that later calls find it without asking. ``trial`` returns code to time the case with."""
-    # Taken first: pin and tune replace these dicts, so that a choice from before goes with them.
+    # Looked up first, because pin and tune replace these dicts: a choice made before that is dropped with the old ones.
     kept, chosen, asked = by_key, _chosen, _asked
     if asked is not None and trial is not None and len(case.kernels) > 1:
         asked[case] = trial
@@ -75,7 +74,7 @@ def _tuned_for_any_rows(case: Case) -> str | None:
 
 def leave_to_torch(case: Case) -> None:
     """Remember that torch computes such a call in any size and layout, if no line, tuning or pin says otherwise."""
-    kept = left_to_torch  # taken first, as in ``choose``
+    kept = left_to_torch  # looked up first, as in ``choose``
     is_open = bool(tuned) or _asked is not None or _pinned not in ("torch", None)
     if not is_open and (_pinned or table.leaves_to_torch(case)):
         kept.add((case.activation, case.dtypes[0], case.device))

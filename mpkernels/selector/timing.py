@@ -37,8 +37,8 @@ class Timed(NamedTuple):
 
 
 def time_ways(trial: Trial, names: Sequence[str], device: torch.device) -> Timed:
-    """Return the seconds that each takes, measured in turns, so that whatever else the machine does slows down all. A
-    kernel that raises, or whose results are off, is left out. If torch raises, it is the call that is wrong."""
+    """Return the seconds that each way takes. The ways run in turns, so that other programs slow down all of them. A
+    kernel that raises, or whose results are off, is left out. If torch raises, the call itself is wrong."""
     torchs, left_out = trial.errors(_finished(trial, "torch", device)), {}
     for name in names:
         if name != "torch" and (reason := _unfit(trial, name, torchs, device)) is not None:
@@ -50,10 +50,10 @@ def time_ways(trial: Trial, names: Sequence[str], device: torch.device) -> Timed
     for rounds in range(MOST_ROUNDS):
         if rounds >= FEWEST_ROUNDS and perf_counter() - start > ENOUGH_SECONDS:
             break
-        for name, of_one in times.items():
-            of_one.append(_seconds(trial, name, device))
+        for name, samples in times.items():
+            samples.append(_seconds(trial, name, device))
     # Other programs only add to a time, and on a busy machine to half of them: so the lower quartile counts.
-    return Timed({name: sorted(of_one)[len(of_one) // 4] for name, of_one in times.items()}, left_out)
+    return Timed({name: sorted(samples)[len(samples) // 4] for name, samples in times.items()}, left_out)
 
 
 def _unfit(trial: Trial, name: str, torchs: list[Error], device: torch.device) -> str | None:
@@ -76,10 +76,10 @@ def first_off(ours: Sequence[Error], torchs: Sequence[Error], dtype: torch.dtype
     eps = torch.finfo(dtype).eps
     floor = eps / 8 if dtype.itemsize == 2 else 2 * eps
     luck = 2 * (eps + max((it.share for it in torchs if math.isfinite(it.share)), default=0.0))
-    for our, of_torch in zip(ours, torchs, strict=True):
-        bound = 1.02 * of_torch.share + floor + luck / math.sqrt(max(1, our.numbers))
-        if not our.share <= bound and math.isfinite(of_torch.share):
-            return our, of_torch
+    for our_error, torchs_error in zip(ours, torchs, strict=True):
+        bound = 1.02 * torchs_error.share + floor + luck / math.sqrt(max(1, our_error.numbers))
+        if not our_error.share <= bound and math.isfinite(torchs_error.share):
+            return our_error, torchs_error
     return None
 
 

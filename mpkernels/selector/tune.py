@@ -41,8 +41,8 @@ class TuneReport(Report):
             yield from (f"{case}: {name} is left out, for {why}" for name, why in it.left_out.items())
 
 
-def _ratio(it: Timed, name: str) -> str:
-    return f"{it.seconds['torch'] / it.seconds[name]:.2f}" if name in it.seconds else ""
+def _ratio(timed: Timed, name: str) -> str:
+    return f"{timed.seconds['torch'] / timed.seconds[name]:.2f}" if name in timed.seconds else ""
 
 
 def tune(model: nn.Module, *inputs: Any, process_group: Any = None, **keywords: Any) -> TuneReport:
@@ -79,9 +79,9 @@ def tune(model: nn.Module, *inputs: Any, process_group: Any = None, **keywords: 
             found = {case: _timed(case, make) for case, make in asked.items()}
     except Exception as raised:  # the others must hear of it
         error = raised
-    of_first = {case.for_all_ranks(): it for case, it in found.items()}
-    of_first = processes.of_first_rank("tune", of_first, error, process_group)
-    known = {case: of_first[case.for_all_ranks()] for case in asked if case.for_all_ranks() in of_first}
+    first_ranks = {case.for_all_ranks(): it for case, it in found.items()}
+    first_ranks = processes.from_first_rank("tune", first_ranks, error, process_group)
+    known = {case: first_ranks[case.for_all_ranks()] for case in asked if case.for_all_ranks() in first_ranks}
     for case, it in known.items():
         selector.tuned.pop(case, None)  # the newest comes last
         selector.tuned[case] = it.best
@@ -150,5 +150,5 @@ def _inner(model: nn.Module) -> nn.Module:
     return model if compiled is None else _inner(compiled)
 
 
-def _copy(it: Any) -> Any:
-    return it.detach().clone().requires_grad_(it.requires_grad) if isinstance(it, Tensor) else it
+def _copy(value: Any) -> Any:
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

@@ -169,6 +169,9 @@ def test_misuse_is_refused():
         accumulate([], 1, optimizer, max_norm=0.0)
     with pytest.raises(ValueError, match=r"weigh must give a group more than 0 in all, got \[0.0, 0.0\]"):
         next(accumulate([1, 1], 2, optimizer, weigh=lambda _: 0))
+    for weights in ([-1.0, 3.0], [float("inf"), 1.0]):
+        with pytest.raises(ValueError, match="weigh must give each batch a finite weight of 0 or more, got "):
+            next(accumulate(weights, 2, optimizer, weigh=lambda batch: batch))
     with pytest.raises(RuntimeError, match="must call backward"):
         list(accumulate([1], 1, optimizer))
     micro = next(accumulate([1, 1], 2, optimizer))

@@ -58,8 +58,8 @@ def test_rows_are_there_for_the_stream_that_copied_them_and_for_graphs():
 def test_captured_calls_bring_their_words_by_value(grads, is_warm):
     """For any number of tensors: a capture can't take pinned memory, and no table is kept for a call."""
     addresses = [2**62 + 16 * i for i in range(200)]  # more bits than a float holds
-    eager = _tensor_table.build(grads, addresses, beside=[7]) if is_warm else None
-    tables = captured(lambda: [_tensor_table.build(grads, addresses, beside=[call]) for call in range(50)])
+    eager = _tensor_table.build(grads, addresses, call_words=[7]) if is_warm else None
+    tables = captured(lambda: [_tensor_table.build(grads, addresses, call_words=[call]) for call in range(50)])
     for call, table in enumerate(tables):
         assert table.call.tolist() == [*addresses, *[0] * 201, call]
         assert table.rows.tolist() == tables[0].rows.tolist()

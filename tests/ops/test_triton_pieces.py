@@ -73,7 +73,7 @@ def kept(monkeypatch):
 
 def test_rows_stay_on_the_device_as_long_as_the_list_is_the_same(kept):
     grads = [torch.ones(size, device=DEVICE) for size in (3, 40_000)]
-    first, again = (_tensor_table.build(grads, [address, 16], beside=[address]) for address in (32, 48))
+    first, again = (_tensor_table.build(grads, [address, 16], call_words=[address]) for address in (32, 48))
     assert again.rows is first.rows
     assert first.rows.tolist() == [3, 0, 16384, 0, 40_000, 1, 16384, 0, 0, 1, 1, 1]
     assert again.call.tolist() == [48, 16, 0, 0, 0, 48]

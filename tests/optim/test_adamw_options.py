@@ -243,6 +243,7 @@ def test_a_plan_without_a_half_in_cpp_refuses_to_look_at_grads(target):
         ({"max_norm": True}, TypeError, "AdamW: max_norm must be a number above 0 or None, got True"),
         ({"max_norm": 0}, ValueError, "AdamW: max_norm must be above 0, got 0"),
         ({"guard": "on"}, TypeError, "AdamW: guard must be True, False or None, got 'on'"),
+        ({"guard": 0, "max_norm": 1.0}, TypeError, "AdamW: guard must be True, False or None, got 0"),
     ],
 )  # fmt: skip
 def test_a_bad_option_is_named(options, error, text):

@@ -16,7 +16,7 @@ struct Adam : Adamw {
   template <class C>
   struct Scalars {
     C joined_decay;
-    Adamw::Scalars<C> of_adamw;
+    Adamw::Scalars<C> adamw;
   };
 
   static MPK_FN Scalars<double> scalars(const Hyperparameters& group, double step) {
@@ -27,7 +27,7 @@ struct Adam : Adamw {
 
   template <class F, class C>
   static MPK_FN void step(F& param, F grad, F (&states)[kStates], bool amsgrad, const Scalars<C>& scalars) {
-    Adamw::step(param, grad + param * scalars.joined_decay, states, amsgrad, scalars.of_adamw);
+    Adamw::step(param, grad + param * scalars.joined_decay, states, amsgrad, scalars.adamw);
   }
 };
 

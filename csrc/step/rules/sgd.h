@@ -21,7 +21,7 @@ struct Sgd {
 
   template <class C>
   struct Scalars {
-    C weight_decay, momentum, weight, nesterov, lr;
+    C weight_decay, momentum, update_share, nesterov, lr;
   };
 
   // step: 1 at the first step, after which the momentum buffer is the grad.
@@ -36,7 +36,7 @@ struct Sgd {
     auto& [buffer] = states;
     F update = grad + param * scalars.weight_decay;
     if (has_momentum) {
-      buffer = buffer * scalars.momentum + update * scalars.weight;
+      buffer = buffer * scalars.momentum + update * scalars.update_share;
       update = scalars.nesterov != 0 ? update + buffer * scalars.nesterov : buffer;
     }
     param = param - update * scalars.lr;

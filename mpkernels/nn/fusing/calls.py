@@ -71,16 +71,16 @@ def by_replacement(method: Method, values: Mapping[str, Any]) -> Any:
     parameters = signature(method.written).parameters.values()
     is_longer = any(it.kind is it.VAR_POSITIONAL and values[it.name] for it in parameters)  # so none has its default
     positional, named = list[Any](), dict[str, Any]()
-    for it in parameters:
-        value = values[it.name]
-        if it.kind is it.VAR_POSITIONAL:
+    for parameter in parameters:
+        value = values[parameter.name]
+        if parameter.kind is parameter.VAR_POSITIONAL:
             positional += value
-        elif it.kind is it.VAR_KEYWORD:
+        elif parameter.kind is parameter.VAR_KEYWORD:
             named |= value
-        elif it.kind is not it.KEYWORD_ONLY and (is_longer or it.default is it.empty):
+        elif parameter.kind is not parameter.KEYWORD_ONLY and (is_longer or parameter.default is parameter.empty):
             positional.append(value)
-        elif value is not it.default:
-            named[it.name] = value
+        elif value is not parameter.default:
+            named[parameter.name] = value
     return getattr(method.kind, method.name)(*positional, **named)
 
 

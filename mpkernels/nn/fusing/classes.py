@@ -110,7 +110,7 @@ def _methods_now(kind: type, recipe: Recipe) -> tuple[Any, ...]:
 
 def _fused_method(kind: type, name: str, chosen: Any) -> FunctionType:
     """Return the rewritten method inside copies of the method's decorators."""
-    *wrappers, written = _layers(kind, name)
+    *wrappers, written = _unwrapped(kind, name)
     method = calls.Method(kind, name, getattr(kind, name), written)
     fused = rewrite(written, chosen, method)
     for wrapper in reversed(wrappers):
@@ -133,25 +133,25 @@ def is_made_for_subclasses(kind: type, method: Any) -> bool:
 
 def innermost(kind: type, name: str) -> FunctionType:
     """Return the function beneath all decorators of this class's method."""
-    return _layers(kind, name)[-1]
+    return _unwrapped(kind, name)[-1]
 
 
-def _layers(kind: type, name: str) -> list[FunctionType]:
+def _unwrapped(kind: type, name: str) -> list[FunctionType]:
     """Return the wrappers of a method, the outermost first, and last the function within."""
     method = inspect.getattr_static(kind, name)
     while is_made_for_subclasses(kind, method):
         method = method.__wrapped__
-    layers: list[FunctionType] = []
+    wrappers: list[FunctionType] = []
     while isinstance(method, FunctionType) and "__wrapped__" in vars(method):
-        layers.append(method)
+        wrappers.append(method)
         method = vars(method)["__wrapped__"]
-        if not any(_holds(cell, method) for cell in layers[-1].__closure__ or ()):
+        if not any(_holds(cell, method) for cell in wrappers[-1].__closure__ or ()):
             raise NotRewritableError("is decorated, and the decorator keeps it in no cell of its closure")
     if not isinstance(method, FunctionType):
         raise NotRewritableError("is no Python function")
     if method.__code__.co_freevars:
         raise NotRewritableError("is a closure, or calls super()")
-    return [*layers, method]
+    return [*wrappers, method]
 
 
 def _holds(cell: CellType, value: Any) -> bool:

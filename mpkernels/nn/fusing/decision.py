@@ -59,7 +59,7 @@ def _refuse_foreign_forward(module: Module, kind: type) -> None:
         raise NotRewritableError("reads parametrized tensors of its own")
 
 
-def _of_runs(modules: list[Module]) -> Decision:
+def _by_runs(modules: list[Module]) -> Decision:
     """Decide for modules that are called one after another. The recipe is the chosen runs."""
     runs = sequential.runs_of(modules)
     chosen, left = partition(runs, [run.why_left(modules) for run in runs])
@@ -81,7 +81,7 @@ def _by_source(module: Module, kind: type) -> Decision:
         for index, loop in enumerate(found):
             modules = _resolve(loop.modules, module, function) if isinstance(loop, Loop) else None
             if isinstance(loop, Loop) and sequential.is_plain_list(modules):
-                decision = _of_runs(sequential.modules_of(modules))
+                decision = _by_runs(sequential.modules_of(modules))
                 entries += [(index, loop.text, decision.recipe)] if decision.recipe else []
                 prefix = "" if modules is module else f"{loop.text}: "
                 fused += [(prefix + text, computed_by) for text, computed_by in decision.fused]

@@ -29,8 +29,8 @@ _ANYTHING = ast.Call(ast.Name("anything", ast.Load()), [], [])
 
 def _reads_of(node: ast.expr, is_operand: bool) -> Iterator[Read]:
     if isinstance(node, (ast.Tuple, ast.List, *_OPERATIONS)):
-        for it in _operands(node):
-            yield from _reads_of(it, isinstance(node, _OPERATIONS))
+        for operand in _operands(node):
+            yield from _reads_of(operand, isinstance(node, _OPERATIONS))
     elif not isinstance(node, ast.Constant):
         yield Read(node, is_operand)
 

@@ -17,15 +17,15 @@ Attribute = tuple[Any, str, Any]
 """A module or class, the name of its attribute, and the attribute's original value."""
 
 
-def _own(owner: Any, name: str) -> Any:
+def _original(owner: Any, name: str) -> Any:
     """Return an attribute of torch's. If somebody has already replaced it, return an object that equals nothing."""
     value = getattr(owner, name)
     is_foreign = isinstance(value, FunctionType) and not value.__code__.co_filename.startswith(_HOME)
     return object() if is_foreign else value
 
 
-def _all_of(*attributes: tuple[Any, str]) -> tuple[Attribute, ...]:
-    return tuple((owner, name, _own(owner, name)) for owner, name in attributes)
+def _originals(*attributes: tuple[Any, str]) -> tuple[Attribute, ...]:
+    return tuple((owner, name, _original(owner, name)) for owner, name in attributes)
 
 
 def are_in_place(attributes: Sequence[Attribute]) -> bool:
@@ -35,7 +35,7 @@ def are_in_place(attributes: Sequence[Attribute]) -> bool:
     return True
 
 
-_CALL = [(name, _own(nn.Module, name)) for name in CALLED_BY]
+_CALL = [(name, _original(nn.Module, name)) for name in CALLED_BY]
 
 
 def _of_module(kind: type, forward: Any, functions: Sequence[Attribute]) -> tuple[Attribute, ...]:
@@ -43,7 +43,7 @@ def _of_module(kind: type, forward: Any, functions: Sequence[Attribute]) -> tupl
 
 
 def _module(kind: type, *functions: tuple[Any, str]) -> tuple[Attribute, ...]:
-    return _of_module(kind, _own(kind, "forward"), _all_of(*functions))
+    return _of_module(kind, _original(kind, "forward"), _originals(*functions))
 
 
 _TANH_OF_CUBE = ((torch, "tanh"), (torch, "pow"))
@@ -58,9 +58,9 @@ _RUNS: dict[object, tuple[Attribute, ...]] = {
     nn.SiLU: _module(nn.SiLU, (functional, "silu")),
     nn.Sigmoid: _module(nn.Sigmoid, (torch, "sigmoid")),
     nn.Tanh: _module(nn.Tanh, (torch, "tanh")),
-    functional.relu: _all_of((torch, "relu")),
-    functional.sigmoid: _all_of((Tensor, "sigmoid")),
-    functional.tanh: _all_of((Tensor, "tanh")),
+    functional.relu: _originals((torch, "relu")),
+    functional.sigmoid: _originals((Tensor, "sigmoid")),
+    functional.tanh: _originals((Tensor, "tanh")),
 }
 _FUNCTIONS_IN_LIBRARIES: dict[str, tuple[tuple[Any, str], ...]] = {
     "Conv1D": ((torch, "addmm"), (Tensor, "view"), (Tensor, "size")),
@@ -71,17 +71,17 @@ _FUNCTIONS_IN_LIBRARIES: dict[str, tuple[tuple[Any, str], ...]] = {
     **dict.fromkeys(("GELU", "GEGLU"), ((functional, "gelu"),)),  # diffusers' own
     **dict.fromkeys(("NewGELUActivation", "FastGELUActivation", "AccurateGELUActivation"), _TANH_OF_CUBE),
 }
-_IN_LIBRARIES = {name: _all_of(*functions) for name, functions in _FUNCTIONS_IN_LIBRARIES.items()}
-_OF_LIBRARIES: dict[type, tuple[Attribute, ...]] = {}  # filled when a class is first met
-GATE = _all_of((Tensor, "__mul__"))
-CHUNK = _all_of((Tensor, "chunk"), (torch, "chunk"))
+_IN_LIBRARIES = {name: _originals(*functions) for name, functions in _FUNCTIONS_IN_LIBRARIES.items()}
+_known_runs: dict[type, tuple[Attribute, ...]] = {}  # filled when a class is first met
+GATE = _originals((Tensor, "__mul__"))
+CHUNK = _originals((Tensor, "chunk"), (torch, "chunk"))
 
-TORCH_CHUNK = _own(torch, "chunk")
-DROPOUT = _own(functional, "dropout")
-GELU = _own(functional, "gelu")
-MODULE_GETATTR = _own(nn.Module, "__getattr__")
-SEQUENTIAL_ITER = _own(nn.Sequential, "__iter__")
-LIST_ITER = _own(nn.ModuleList, "__iter__")
+TORCH_CHUNK = _original(torch, "chunk")
+DROPOUT = _original(functional, "dropout")
+GELU = _original(functional, "gelu")
+MODULE_GETATTR = _original(nn.Module, "__getattr__")
+SEQUENTIAL_ITER = _original(nn.Sequential, "__iter__")
+LIST_ITER = _original(nn.ModuleList, "__iter__")
 
 
 def is_original(called: Any, kind: Any = None) -> bool:
@@ -93,12 +93,12 @@ def is_original(called: Any, kind: Any = None) -> bool:
         return are_in_place(runs)
     if not isinstance(called, nn.Module):
         return are_in_place(_RUNS.get(called, ()))
-    runs = _OF_LIBRARIES.get(kind)
+    runs = _known_runs.get(kind)
     if runs is None:
         runs = _runs_of(kind)
         if runs is None:
-            return False  # without a note in _OF_LIBRARIES, because a patch may be undone
-        _OF_LIBRARIES[kind] = runs
+            return False  # without a note in _known_runs, because a patch may be undone
+        _known_runs[kind] = runs
     return are_in_place(runs) and _is_inner_original(called)
 
 

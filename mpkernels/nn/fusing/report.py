@@ -54,11 +54,11 @@ class FuseReport(Report):
         After a dry run, it is fused for this measurement only.
         """
         sizes = []
-        own = {storage_of(it) for it in (*self._model.parameters(), *self._model.buffers())}
+        not_counted = {storage_of(it) for it in (*self._model.parameters(), *self._model.buffers())}
         for fused in (False, True):
             with self._with_classes(fused), torch.random.fork_rng(), torch.enable_grad(), saved_storages() as saved:
                 call(self._model, inputs)
-            sizes.append(sum(size for storage, size in saved.items() if storage.cdata not in own))
+            sizes.append(sum(size for storage, size in saved.items() if storage.cdata not in not_counted))
         return SavedBytes(*sizes)
 
     @contextmanager

@@ -80,9 +80,9 @@ def _file(text: str) -> dict[tuple[str, int], tuple[ast.FunctionDef, CodeType]]:
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
     yield code
-    for it in code.co_consts:
-        if isinstance(it, CodeType):
-            yield from _codes_in(it)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _codes_in(constant)
 
 
 def _parse(function: FunctionType) -> ast.FunctionDef:
@@ -144,10 +144,10 @@ def _replace(site: Site) -> None:
         stored = [ast.NamedExpr(ast.Name(names[id(node)], ast.Store()), node) for node in head]
         test = ast.BoolOp(ast.And(), [ast.Tuple([*stored], ast.Load()), test])
     if site.first == site.last:
-        choice = ast.IfExp(test, fused, _with(site.expression, loads))
-        written = [_with(lines[0], {id(site.expression): ast.copy_location(choice, site.expression)})]
+        choice = ast.IfExp(test, fused, _substituted(site.expression, loads))
+        written = [_substituted(lines[0], {id(site.expression): ast.copy_location(choice, site.expression)})]
     else:
-        whole = ast.If(test, [_with(lines[-1], {id(site.expression): fused})], _with(lines, loads))
+        whole = ast.If(test, [_substituted(lines[-1], {id(site.expression): fused})], _substituted(lines, loads))
         written = [ast.copy_location(whole, lines[0])]
     if head and not isinstance(lines[-1], ast.Return):
         written.append(_parsed(f"{names[id(head[-1])]} = None", lines[-1]))  # it may be large
@@ -183,15 +183,15 @@ def _parsed(text: str, place: ast.AST) -> Any:
     return statement
 
 
-def _with(tree: Any, others: Mapping[int, ast.AST]) -> Any:
-    """Return the tree with other nodes in the places of some, which are given by their ids. Copy only what changes."""
+def _substituted(tree: Any, others: Mapping[int, ast.AST]) -> Any:
+    """Return the tree with some nodes, which are given by their ids, replaced by others. Copy only what changes."""
     if id(tree) in others:
         return others[id(tree)]
     if isinstance(tree, list):
-        parts = [_with(it, others) for it in tree]
+        parts = [_substituted(it, others) for it in tree]
         return tree if all(map(is_, parts, tree)) else parts
     if not isinstance(tree, ast.AST):
         return tree
-    fields = {name: _with(it, others) for name, it in ast.iter_fields(tree)}
+    fields = {name: _substituted(it, others) for name, it in ast.iter_fields(tree)}
     is_same = all(fields[name] is it for name, it in ast.iter_fields(tree))
     return tree if is_same else ast.copy_location(type(tree)(**fields), tree)

@@ -106,12 +106,12 @@ def find_sites(function: ast.FunctionDef) -> list[Site | Loop]:
 def partition(sites: Sequence[Any], verdicts: Sequence[str | None]) -> tuple[list[int], list[tuple[int, str]]]:
     """Return the indexes of the sites to fuse, whose verdict is "", and those of the other sites with their verdicts.
     None of them overlap."""
-    chosen = _apart(sites, [index for index, verdict in enumerate(verdicts) if verdict == ""], [])
-    left = _apart(sites, [index for index, verdict in enumerate(verdicts) if verdict], chosen)
+    chosen = _without_overlaps(sites, [index for index, verdict in enumerate(verdicts) if verdict == ""], [])
+    left = _without_overlaps(sites, [index for index, verdict in enumerate(verdicts) if verdict], chosen)
     return sorted(chosen), [(index, verdicts[index] or "") for index in sorted(left)]
 
 
-def _apart(sites: Sequence[Any], indexes: Sequence[int], taken: Sequence[int]) -> list[int]:
+def _without_overlaps(sites: Sequence[Any], indexes: Sequence[int], taken: Sequence[int]) -> list[int]:
     """Choose indexes of sites that don't overlap. Sites that replace more are preferred, then later ones: Linear, ReLU,
     Linear, ReLU, Linear become a linear_act and an mlp."""
     chosen: list[int] = []
@@ -244,9 +244,10 @@ class _Match:
             return None
         sides = [Place(side, value.index) for side in (node.left, node.right)]
         gate, up = self.activated(sides[gate_at]), sides[1 - gate_at]
-        return self._apart(gate, up) or self._packed(gate, up)
+        return self._two_layers(gate, up) or self._one_layer(gate, up)
 
-    def _apart(self, gate: Place | None, up: Place) -> tuple[Place, Layers] | None:
+    def _two_layers(self, gate: Place | None, up: Place) -> tuple[Place, Layers] | None:
+        """Match ``self.gate_layer(x)`` and ``self.up_layer(x)``."""
         (gate_layer, x), (up_layer, same_x) = self._module(gate), self._module(up)
         if gate_layer is None or up_layer is None or x is None or same_x is None:
             return None
@@ -256,7 +257,7 @@ class _Match:
         self.read.append(same_x)
         return (x, (gate_layer, up_layer)) if is_same else None
 
-    def _packed(self, gate: Place | None, up: Place) -> tuple[Place, Layers] | None:
+    def _one_layer(self, gate: Place | None, up: Place) -> tuple[Place, Layers] | None:
         """Match ``gate, up = self.layer(x).chunk(2, dim=-1)``, and the same with the gate last."""
         first, second = self.chain.half(gate), self.chain.half(up)
         if first is None or second is None or first.call is not second.call:

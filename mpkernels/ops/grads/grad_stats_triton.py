@@ -1,4 +1,5 @@
-"""grad_stats in Triton: one program per chunk; a tensor's last one sums up its chunks, the last of all the tensors."""
+"""grad_stats in Triton: one program per chunk. The last program of a tensor adds up its chunks, the last of all tensors
+their sums."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
@@ -21,16 +22,18 @@ from mpkernels.ops._tensor_table import (
     is_non_finite,
     load_span,
 )
+from mpkernels.ops.grads import grad_stats
 from mpkernels.ops.grads.grad_stats import LEAST, MOST, _grad_stats
 
-PACK = tl.constexpr(8)  # grad_stats.py says why
+PACK = tl.constexpr(grad_stats.PACK)
 PACKS = tl.constexpr(128)  # in a block
 LEAST_SUM, MOST_SUM = tl.constexpr(LEAST), tl.constexpr(MOST)
 
 
 @triton.jit
 def stats_of_span(address, size, T: tl.constexpr, IS_BF16: tl.constexpr):
-    """Each lane adds up every PACKSth pack, in order. If fp32 has lost something, careful_sums adds up all packs."""
+    """Return a span's sum of squares, and 1 if it holds an inf or NaN. Each lane adds up every PACKSth pack, in order.
+    If fp32 has lost something, careful_sums adds up all packs."""
     grads = address.to(tl.pointer_type(T))
     sumsq = tl.zeros([PACKS], tl.float64)
     lost = tl.zeros([PACKS], tl.int1)
@@ -180,7 +183,7 @@ def sum_of(values, count):
 
 
 @triton.jit(do_not_specialize=["tensors", "chunks"])
-def grad_stats_kernel(rows, call, tensors, chunks, sumsq, nonfinite, total_sumsq, found_inf, of_chunk):
+def grad_stats_kernel(rows, call, tensors, chunks, sumsq, nonfinite, total_sumsq, found_inf, chunk_sums):
     chunk = tl.program_id(0)
     tensor, row, address, size, dtype = load_span(rows, call, tensors, chunk)
     if dtype == FP32:
@@ -191,15 +194,15 @@ def grad_stats_kernel(rows, call, tensors, chunks, sumsq, nonfinite, total_sumsq
         share, bad = stats_of_span(address, size, tl.int16, True)
     else:
         share, bad = stats_of_fp64(address, size)
-    bad_of_chunk = of_chunk + chunks
-    tl.store(of_chunk + chunk, share)
-    tl.store(bad_of_chunk + chunk, bad)
+    chunk_bad = chunk_sums + chunks
+    tl.store(chunk_sums + chunk, share)
+    tl.store(chunk_bad + chunk, bad)
 
     first, count = tl.load(row + 1), chunks_of(row)
     tickets = call + tensors
     if is_last_one_out(tickets + tensor, count):
-        tl.store(sumsq + tensor, sum_of(of_chunk + first, count))
-        tl.store(nonfinite + tensor, tl.where(sum_of(bad_of_chunk + first, count) > 0, 1.0, 0.0))
+        tl.store(sumsq + tensor, sum_of(chunk_sums + first, count))
+        tl.store(nonfinite + tensor, tl.where(sum_of(chunk_bad + first, count) > 0, 1.0, 0.0))
         if is_last_one_out(tickets + tensors, tensors):
             tl.store(total_sumsq, sum_of(sumsq, tensors))
             tl.store(found_inf, tl.where(sum_of(nonfinite, tensors) > 0, 1.0, 0.0))
@@ -209,10 +212,10 @@ def grad_stats_kernel(rows, call, tensors, chunks, sumsq, nonfinite, total_sumsq
 def grad_stats_triton(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     flat = [grad if _tensor_table.is_dense(grad) else grad.contiguous() for grad in grads]
     table = _tensor_table.build(flat, [grad.data_ptr() for grad in flat])
-    sumsq, of_chunk = (
+    sumsq, chunk_sums = (
         torch.empty(size, dtype=torch.float64, device=table.rows.device) for size in (table.tensors, 2 * table.chunks)
     )
     nonfinite = torch.empty(table.tensors, dtype=torch.float32, device=table.rows.device)
     results = sumsq, nonfinite, sumsq.new_empty(()), nonfinite.new_empty(())
-    grad_stats_kernel[(table.chunks,)](*table, *results, of_chunk, enable_fp_fusion=False)
+    grad_stats_kernel[(table.chunks,)](*table, *results, chunk_sums, enable_fp_fusion=False)
     return results

@@ -7,15 +7,16 @@ import triton.language as tl
 
 from mpkernels.ops._bits_kernel import load_raw, pointers, widen
 from mpkernels.ops._tensor_table import BLOCK, FP64, chunks_of, is_last_one_out
+from mpkernels.ops.grads import overflow
 
-FIELDS = tl.constexpr(6)
+FIELDS = tl.constexpr(len(overflow.FIELDS))
 INFINITY = tl.constexpr(float("inf"))
 NOWHERE = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
-def count_span(of_chunk, dtype, address, begin, size, compute: tl.constexpr):
-    """Store a chunk's five fields after its size."""
+def count_span(line, dtype, address, begin, size, compute: tl.constexpr):
+    """Store a chunk's line of the report: the five fields after its size."""
     lanes = tl.arange(0, BLOCK // 2)
     infs = tl.zeros([BLOCK // 2], tl.int32)
     nans = tl.zeros([BLOCK // 2], tl.int32)
@@ -37,22 +38,22 @@ def count_span(of_chunk, dtype, address, begin, size, compute: tl.constexpr):
         first = tl.where(inf | nan, tl.minimum(first, i + lanes), first)
         is_larger = mask & (magnitude < INFINITY) & (magnitude > largest)
         largest = tl.where(is_larger, magnitude, largest)
-    tl.store(of_chunk + 1, tl.sum(infs).to(tl.float64))
-    tl.store(of_chunk + 2, tl.sum(nans).to(tl.float64))
+    tl.store(line + 1, tl.sum(infs).to(tl.float64))
+    tl.store(line + 2, tl.sum(nans).to(tl.float64))
     at = tl.min(first)
-    tl.store(of_chunk + 3, tl.where(at == NOWHERE, INFINITY, (begin + at).to(tl.float64)))
-    tl.store(of_chunk + 4, tl.max(largest).to(tl.float64))
-    tl.store(of_chunk + 5, tl.sum(zeros).to(tl.float64))
+    tl.store(line + 3, tl.where(at == NOWHERE, INFINITY, (begin + at).to(tl.float64)))
+    tl.store(line + 4, tl.max(largest).to(tl.float64))
+    tl.store(line + 5, tl.sum(zeros).to(tl.float64))
 
 
 @triton.jit
-def load_field(of_chunk, field: tl.constexpr, i, count, other):
+def load_field(chunk_lines, field: tl.constexpr, i, count, other):
     """Load a field of chunks that other programs wrote, past the L1 cache."""
-    return tl.load(of_chunk + i * FIELDS + field, mask=i < count, other=other, cache_modifier=".cg")
+    return tl.load(chunk_lines + i * FIELDS + field, mask=i < count, other=other, cache_modifier=".cg")
 
 
 @triton.jit
-def write_line(line, of_chunk, count, size):
+def write_line(line, chunk_lines, count, size):
     lanes = tl.arange(0, 128)
     infs = tl.zeros([128], tl.float64)
     nans = tl.zeros([128], tl.float64)
@@ -61,11 +62,11 @@ def write_line(line, of_chunk, count, size):
     largest = tl.zeros([128], tl.float64)
     for begin in range(0, count, 128):
         i = begin + lanes
-        infs += load_field(of_chunk, 1, i, count, 0.0)
-        nans += load_field(of_chunk, 2, i, count, 0.0)
-        first = tl.minimum(first, load_field(of_chunk, 3, i, count, INFINITY))
-        largest = tl.maximum(largest, load_field(of_chunk, 4, i, count, 0.0))
-        zeros += load_field(of_chunk, 5, i, count, 0.0)
+        infs += load_field(chunk_lines, 1, i, count, 0.0)
+        nans += load_field(chunk_lines, 2, i, count, 0.0)
+        first = tl.minimum(first, load_field(chunk_lines, 3, i, count, INFINITY))
+        largest = tl.maximum(largest, load_field(chunk_lines, 4, i, count, 0.0))
+        zeros += load_field(chunk_lines, 5, i, count, 0.0)
     tl.store(line, size.to(tl.float64))
     tl.store(line + 1, tl.sum(infs))
     tl.store(line + 2, tl.sum(nans))
@@ -90,16 +91,16 @@ def write_heading(report, scale, unscaled: tl.constexpr):
 
 @triton.jit
 def overflow_program(
-    chunk, row, number, begin, size, address, dtype, ticket, report, of_chunk, scale, UNSCALED: tl.constexpr
+    chunk, row, number, begin, size, address, dtype, ticket, report, chunk_lines, scale, UNSCALED: tl.constexpr
 ):  # fmt: skip
     """Count one chunk; the last program of a grad merges its chunks. All programs of a table call this, or none."""
     if chunk == 0:
         write_heading(report, scale, UNSCALED)
     if dtype == FP64:
-        count_span(of_chunk + chunk.to(tl.int64) * FIELDS, dtype, address, begin, size, tl.float64)
+        count_span(chunk_lines + chunk.to(tl.int64) * FIELDS, dtype, address, begin, size, tl.float64)
     else:
-        count_span(of_chunk + chunk.to(tl.int64) * FIELDS, dtype, address, begin, size, tl.float32)
+        count_span(chunk_lines + chunk.to(tl.int64) * FIELDS, dtype, address, begin, size, tl.float32)
     chunks = chunks_of(row)
     if is_last_one_out(ticket, chunks):
         line = report + (1 + number) * FIELDS
-        write_line(line, of_chunk + tl.load(row + 1) * FIELDS, chunks, tl.load(row))
+        write_line(line, chunk_lines + tl.load(row + 1) * FIELDS, chunks, tl.load(row))

@@ -17,14 +17,14 @@ from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
 
 
 @triton.jit(do_not_specialize=["tensors"])
-def overflow_kernel(rows, call, tensors, found_inf, scale, report, of_chunk, UNSCALED: tl.constexpr):
+def overflow_kernel(rows, call, tensors, found_inf, scale, report, chunk_lines, UNSCALED: tl.constexpr):
     if tl.load(found_inf) == 0:
         return
     chunk = tl.program_id(0)
     number, row, begin, size = find_span(rows, tensors, chunk, ROW)
     overflow_program(
         chunk, row, number, begin, size, tl.load(call + number), tl.load(row + 3), call + tensors + number,
-        report, of_chunk, scale, UNSCALED,
+        report, chunk_lines, scale, UNSCALED,
     )  # fmt: skip
 
 
@@ -36,7 +36,7 @@ def overflow_triton(
         return
     flat = [grad if _tensor_table.is_dense(grad) else grad.contiguous() for grad in grads]
     rows, call, tensors, chunks = _tensor_table.build(flat, [grad.data_ptr() for grad in flat])
-    of_chunk = torch.empty(chunks * FIELDS.value, dtype=torch.float64, device=report.device)
+    chunk_lines = torch.empty(chunks * FIELDS.value, dtype=torch.float64, device=report.device)
     overflow_kernel[(chunks,)](
-        rows, call, tensors, found_inf, scale, report, of_chunk, UNSCALED=unscaled, enable_fp_fusion=False
+        rows, call, tensors, found_inf, scale, report, chunk_lines, UNSCALED=unscaled, enable_fp_fusion=False
     )

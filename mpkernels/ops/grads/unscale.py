@@ -25,12 +25,12 @@ def _unscale(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> N
 
 
 def unscale_(grads: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiplies every grad by ``inv_scale`` in place, and sets ``found_inf`` to 1 where a result is inf or NaN.
+    """Multiply every grad by ``inv_scale`` in place, and set ``found_inf`` to 1 where a result is inf or NaN.
 
-    Does what ``torch.amp.GradScaler.unscale_`` does, with two differences: fp16 and bf16 grads are welcome everywhere,
-    and a finite grad that overflows when it is unscaled (a scale below 1) is found too. 16-bit grads are multiplied in
-    fp32 and rounded once. One launch for any number of tensors; nothing is copied to the host. Autograd records
-    nothing, as if under ``torch.no_grad()``.
+    This does what ``torch.amp.GradScaler.unscale_`` does, with two differences: fp16 and bf16 grads are welcome
+    everywhere, and a finite grad that overflows when it is unscaled (a scale below 1) is found too. 16-bit grads are
+    multiplied in fp32 and rounded once. One launch serves any number of tensors; nothing is copied to the host.
+    Autograd records nothing, as if under ``torch.no_grad()``.
 
     Args:
         grads: dense tensors on one device, in fp16, bf16, fp32 or fp64, mixed as they come; empty ones are welcome.

@@ -61,11 +61,11 @@ def update_scale_(
     max_scale: float = math.inf,
     hysteresis: int = 1,
 ) -> None:
-    """Multiplies ``scale`` by ``backoff_factor`` after an overflow, by ``growth_factor`` after ``growth_interval``
+    """Multiply ``scale`` by ``backoff_factor`` after an overflow, by ``growth_factor`` after ``growth_interval``
     steps without one.
 
-    Does what ``torch._amp_update_scale_`` does, to the bit, and also counts overflows. One launch, one thread; nothing
-    is copied to the host.
+    This does what ``torch._amp_update_scale_`` does, to the bit, and also counts overflows. It takes one launch of one
+    thread; nothing is copied to the host.
 
     Args:
         scale: one fp32. A growth that would end in inf is left out.

@@ -109,8 +109,8 @@ class _Block(torch.autograd.Function):
                 saved = dy.new_empty(0) if kept is None else kept
                 found = _layer(call, 0, dy, x, params.weight, saved, call.kind.activation)
                 return (*found, *rest) if len(call.dtypes) == 2 else (*found, *rest, *rest)
-            dz, dbias, *of_out = _backward_of_out(call, dy, x, params, kept, mask)
-            return *_backward_of_first(call, dz, dbias, x, params), *of_out, *rest
+            dz, dbias, *out_gradients = _backward_of_out(call, dy, x, params, kept, mask)
+            return *_backward_of_first(call, dz, dbias, x, params), *out_gradients, *rest
         with without_autocast(dy):
             return *_backward_by_torch(call, dy, x, params, kept, mask, grad_of_kept), *rest
 
@@ -122,7 +122,7 @@ _apply = super(torch.autograd.Function, _Block).apply
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None, Tensor | None]) -> None:
     """Give autograd's context what the backward needs."""
     x, weight, bias, *others, casts, kind, kernel, shape = inputs
-    (y, kept, mask), again = output, kind.recompute
+    (y, kept, mask), recomputes = output, kind.recompute
     wants_x, wants_weight, wants_bias, *wants = ctx.needs_input_grad
     dtypes: _Dtypes = (grad_dtype(weight) if wants_weight else None, grad_dtype(bias) if wants_bias else None)
     by_columns: tuple[bool, ...] = (wants_weight and lies_by_columns(weight),)
@@ -139,14 +139,14 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None
         weight, bias, *others = replaced((weight, bias, *others), casts)
     ctx.call = kind, kernel, (x.shape[0], shape[-1]), shape, has_out, wants_x, dtypes, by_columns, fp32
     ctx.set_materialize_grads(False)
-    if kept is None and not (has_out or again) and ACTIVATIONS[kind.activation].saves == "y":
+    if kept is None and not (has_out or recomputes) and ACTIVATIONS[kind.activation].saves == "y":
         kept = y
-    if others and not again:
+    if others and not recomputes:
         others = [others[0] if wants_x else None, None, others[2], None]
     ctx.save_for_backward(
-        x if again or wants_weight or (others and dtypes[2]) else None,
-        weight if wants_x or again else None,
-        bias if again else None,
+        x if recomputes or wants_weight or (others and dtypes[2]) else None,
+        weight if wants_x or recomputes else None,
+        bias if recomputes else None,
         *others,
         kept,
         mask,
@@ -214,16 +214,18 @@ def _backward_of_first(
         dx, dweight, sums = _layer(call, 0, dz, x, params.weight, nothing, "none", wants_bias=dbias is None)
         return dx, dweight, sums if dbias is None else dbias, None, None
     dgate, dup = dz.chunk(2, 1)
-    dx, *of_gate = _layer(call, 0, dgate, x, params.weight, nothing, "none")
-    of_x, *of_up = _layer(call, 1, dup, x, params.up_weight, nothing, "none")
-    return dx if dx is None or of_x is None else dx + of_x, *of_gate, *of_up
+    dx_by_gate, *gate_gradients = _layer(call, 0, dgate, x, params.weight, nothing, "none")
+    dx_by_up, *up_gradients = _layer(call, 1, dup, x, params.up_weight, nothing, "none")
+    dx = dx_by_gate if dx_by_gate is None or dx_by_up is None else dx_by_gate + dx_by_up
+    return dx, *gate_gradients, *up_gradients
 
 
 def _backward_by_torch(
     call: _Call, dy: Tensor, x: Tensor, params: Parameters, kept: Tensor | None, mask: Tensor | None,
     grad_of_kept: Tensor | None,
 ) -> _Gradients:  # fmt: skip
-    """Return all gradients, themselves differentiable. ``grad_of_kept`` is what else reaches z or h."""
+    """Return all gradients, themselves differentiable. ``grad_of_kept`` is the gradient of the kept z or h, which
+    a second backward brings."""
     kind, compute = call.kind, torch.promote_types(dy.dtype, torch.float32)
     if call.fp32 is not None:
         pairs = zip(params, call.fp32, strict=False)  # a lone layer has two
@@ -243,8 +245,8 @@ def _backward_by_torch(
     forward, backward, saves = ACTIVATIONS[kind.activation]
     if kind.is_gated:
         gate, up = z.chunk(2, 1)
-        *of_both, h = gradients(dh, gate, up, kind.activation)
-        dz = torch.cat(of_both, 1)
+        *slopes, h = gradients(dh, gate, up, kind.activation)
+        dz = torch.cat(slopes, 1)
     else:
         h = forward(z) if kind.keeps_z or kind.recompute else z
         dh = dh if grad_of_kept is None or kind.keeps_z else dh + grad_of_kept.to(compute)

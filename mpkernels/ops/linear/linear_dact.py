@@ -66,8 +66,8 @@ def _flops(dy: torch.Size, weight: torch.Size, *_: Any, **__: Any) -> int:
 def linear_dact(
     dy: Tensor, weight: Tensor, saved: Tensor, activation: str, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor]:
-    """``dz = f'(saved) (dy @ weight)``, and the sums of its columns: the backward of ``linear(f(z), weight)`` as far
-    as z, and the gradient of the bias that was added to z.
+    """Return ``dz = f'(saved) (dy @ weight)`` and the sums of its columns: the gradients of z in
+    ``linear(f(z), weight)``, and of the bias that was added to z.
 
     ``dy`` is the gradient of the linear layer's output, ``saved`` what the activation's backward needs: z for relu2,
     gelu, gelu_tanh and silu; y for relu, sigmoid and tanh; for none an empty tensor. They are matrices in one dtype,

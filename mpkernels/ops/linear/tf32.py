@@ -1,4 +1,4 @@
-"""Whether fp32 products may round their operands to TF32 on a GPU, as torch's own do where the user allows it."""
+"""Tells whether fp32 products may round their operands to TF32 on a GPU, as torch's own do where the user allows it."""
 
 import torch
 

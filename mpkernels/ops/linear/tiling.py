@@ -67,18 +67,20 @@ def _is_even(matrix: Tensor) -> bool:
 def gated_tile(chip: str, x: Tensor, gate_weight: Tensor, up_weight: Tensor, precision: str) -> Tile:
     """Return the tile of two products at once, half as wide because it holds two numbers per element."""
     tiles = [tile(chip, x, weight, precision) for weight in (gate_weight, up_weight)]
-    it = UNEVEN if UNEVEN in tiles else tiles[0]
-    return it._replace(BLOCK_N=it.BLOCK_N // 2)
+    one = UNEVEN if UNEVEN in tiles else tiles[0]
+    return one._replace(BLOCK_N=one.BLOCK_N // 2)
 
 
 def dact_tile(chip: str, dy: Tensor, weight: Tensor, saved: Tensor | None, makes_h: bool, precision: str) -> Tile:
     """Return the tile of a product whose end holds three numbers per element, or four if one of them is h."""
-    it = tile(chip, dy, weight, precision) if saved is None or saved.stride(1) == 1 else UNEVEN
-    return it._replace(BLOCK_N=it.BLOCK_N // 2) if makes_h else it  # gelu spills registers in the wider tile
+    product = tile(chip, dy, weight, precision) if saved is None or saved.stride(1) == 1 else UNEVEN
+    return (
+        product._replace(BLOCK_N=product.BLOCK_N // 2) if makes_h else product
+    )  # gelu spills registers in the wider tile
 
 
 def dgated_tile(chip: str, dy: Tensor, weight: Tensor, z: Tensor, activation: str, precision: str) -> Tile:
     """Return the tile of a product whose end holds five numbers per element, where that of linear_dact holds three."""
-    it = tile(chip, dy, weight, precision) if z.stride(1) == 1 else UNEVEN
+    product = tile(chip, dy, weight, precision) if z.stride(1) == 1 else UNEVEN
     parts = 4 if chip == "sm_80" and activation == "gelu_tanh" else 2  # it spills in a wider tile
-    return it._replace(BLOCK_N=max(16, it.BLOCK_N // parts))
+    return product._replace(BLOCK_N=max(16, product.BLOCK_N // parts))

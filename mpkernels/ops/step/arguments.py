@@ -40,7 +40,8 @@ class Arguments(NamedTuple):
         named = *arguments[:2], states, *arguments[after_states:first], hyperparameters, *arguments[last:]
         return cls._make(named)
 
-    def group_of_each(self) -> list[int]:
+    def group_numbers(self) -> list[int]:
+        """Return the number of each parameter's group."""
         return [group for group, size in enumerate(self.group_sizes) for _ in range(size)]
 
     def states_of(self, i: int) -> list[Tensor]:

@@ -35,18 +35,18 @@ def step_int8_block(
     words, halves, remainders = load_weight(arrays, at, mask)
     grad_words, grad_halves = load_raw(grad_at, grad_dtype, None, at, mask, mask is None)
     codes, states = (), ()
-    of_state, its_scales = tl.zeros(at.shape, tl.int8), tl.zeros(block.shape, tl.float32)  # of a missing state
+    state_codes, state_scales = tl.zeros(at.shape, tl.int8), tl.zeros(block.shape, tl.float32)  # of a missing state
     for i in tl.static_range(len(states_at)):
         if i < NEEDED:  # noqa: SIM114  a constant for Triton, unlike the next condition
-            of_state, its_scales = load_codes(states_at[i], scales + i * blocks, at, mask, block, has_block)
+            state_codes, state_scales = load_codes(states_at[i], scales + i * blocks, at, mask, block, has_block)
         elif optional:
-            of_state, its_scales = load_codes(states_at[i], scales + i * blocks, at, mask, block, has_block)
-        codes += ((of_state, its_scales),)
-    factor, of_rule = scalars
+            state_codes, state_scales = load_codes(states_at[i], scales + i * blocks, at, mask, block, has_block)
+        codes += ((state_codes, state_scales),)
+    factor, rule_scalars = scalars
     weight, grad = weight_of(words, halves, remainders, arrays), widen(grad_words, grad_halves, grad_dtype) * factor
     for i in tl.static_range(len(states_at)):
         states += (int8.decode(codes[i][0], codes[i][1], NOT_NEGATIVE >> i & 1),)
-    weight, states = STEP(weight, grad, states, optional, of_rule)
+    weight, states = STEP(weight, grad, states, optional, rule_scalars)
     store_weight(weight, arrays, at, mask)  # first, to free its registers for codes
     for i in tl.static_range(len(states_at)):
         if i < NEEDED:  # noqa: SIM114  a constant for Triton, unlike the next condition

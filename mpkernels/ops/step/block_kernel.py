@@ -49,12 +49,12 @@ def has_optional(states, at, NEEDED: tl.constexpr):
 def moved(arrays, count, NEEDED: tl.constexpr):
     """Return the arrays from a later element on."""
     param, grad, states, weight, remainder, dtype, grad_dtype, state_dtype, weight_dtype = arrays
-    of_state, after = count * width_of(state_dtype), ()
+    state_bytes, after = count * width_of(state_dtype), ()
     for i in tl.static_range(len(states)):
         if i < NEEDED:
-            after += (states[i] + of_state,)
+            after += (states[i] + state_bytes,)
         else:
-            after += (tl.where(states[i] != 0, states[i] + of_state, 0),)
+            after += (tl.where(states[i] != 0, states[i] + state_bytes, 0),)
     return (
         param + count * width_of(dtype), grad + count * width_of(grad_dtype), after,
         weight + count * width_of(weight_dtype), tl.where(remainder != 0, remainder + count * 2, 0),
@@ -119,11 +119,11 @@ def step_block(arrays, at, mask, scalars, NEEDED: tl.constexpr, STEP: tl.constex
     raw, states = (), ()
     for i in tl.static_range(len(states_at)):
         raw += (load_raw(states_at[i], dtype, None if i < NEEDED else optional, at, mask, aligned),)
-    factor, of_rule = scalars
+    factor, rule_scalars = scalars
     weight, grad = weight_of(words, halves, remainders, arrays), widen(grad_words, grad_halves, grad_dtype) * factor
     for i in tl.static_range(len(states_at)):
         states += (widen(raw[i][0], raw[i][1], dtype),)
-    weight, states = STEP(weight, grad, states, optional, of_rule)
+    weight, states = STEP(weight, grad, states, optional, rule_scalars)
     for i in tl.static_range(len(states_at)):
         store_raw(states[i], states_at[i], dtype, None if i < NEEDED else optional, at, mask, aligned)
     store_weight(weight, arrays, at, mask)
@@ -141,8 +141,8 @@ def step_fp64_block(arrays, at, mask, scalars, NEEDED: tl.constexpr, STEP: tl.co
     for i in tl.static_range(len(states_at)):
         there = mask if i < NEEDED else both(mask, optional)
         states += (tl.load(pointers(states_at[i], at, tl.float64, aligned), mask=there),)
-    factor, of_rule = scalars
-    weight, states = STEP(weight, grad * factor, states, optional, of_rule)
+    factor, rule_scalars = scalars
+    weight, states = STEP(weight, grad * factor, states, optional, rule_scalars)
     tl.store(pointers(param, at, tl.float64, aligned), weight, mask=mask)
     for i in tl.static_range(len(states_at)):
         there = mask if i < NEEDED else both(mask, optional)

@@ -20,9 +20,11 @@ SCALARS = {
 
 
 def check(rule: Rule, *arguments: Any) -> None:
-    op, it = rule.op, Arguments.of(rule, arguments)
-    lists = dict(zip(rule.lists, (it.params, it.grads, *it.states, it.masters, it.scales, it.steps), strict=True))
-    params, device = it.params, it.params[0].device if it.params else None
+    op, call = rule.op, Arguments.of(rule, arguments)
+    lists = dict(
+        zip(rule.lists, (call.params, call.grads, *call.states, call.masters, call.scales, call.steps), strict=True)
+    )
+    params, device = call.params, call.params[0].device if call.params else None
     _checks.tensors(op, "params", params, writable=True)
     for name in rule.lists[1:]:
         if name in rule.optional_lists and not lists[name]:
@@ -31,35 +33,37 @@ def check(rule: Rule, *arguments: Any) -> None:
             raise ValueError(f"{op}: {name} must be as long as params, {len(params)}, got {len(lists[name])}")
         dtypes = (*_checks.FLOATS, torch.int8, torch.int16)
         _checks.tensors(op, name, lists[name], device=device, dtypes=dtypes, writable=name != "grads")
-    _check_groups(rule, it)
-    if it.outcome is not None and (it.outcome.dtype != torch.float32 or it.outcome.numel() != 2):
-        raise ValueError(f"{op}: outcome must be two fp32, got {it.outcome.dtype}, shape {tuple(it.outcome.shape)}")
+    _check_groups(rule, call)
+    if call.outcome is not None and (call.outcome.dtype != torch.float32 or call.outcome.numel() != 2):
+        raise ValueError(f"{op}: outcome must be two fp32, got {call.outcome.dtype}, shape {tuple(call.outcome.shape)}")
     for i in range(len(params)):
         row = {
             name: entry(tensors, i) if name in rule.optional_lists else tensors[i] for name, tensors in lists.items()
         }
         _check_row(rule, i, {name: tensor for name, tensor in row.items() if tensor is not None})
     for name, dtype in SCALARS.items():
-        scalar = getattr(it, name)
+        scalar = getattr(call, name)
         if scalar is not None:
             _checks.scalar(op, name, scalar, like=params[0] if params else None, dtype=dtype)
-    if it.report is not None and device is not None:
-        check_report(op, it.report, len(params), device)
+    if call.report is not None and device is not None:
+        check_report(op, call.report, len(params), device)
 
 
-def _check_groups(rule: Rule, it: Arguments) -> None:
-    op, groups = rule.op, len(it.group_sizes)
-    if sum(it.group_sizes) != len(it.params):
-        raise ValueError(f"{op}: group_sizes must add up to the {len(it.params)} params, got {list(it.group_sizes)}")
-    values = (*it.hyperparameters, it.maximize)
-    for name, of_groups in zip((*rule.hyperparameters, "maximize"), values, strict=True):
-        if len(of_groups) != groups:
-            raise ValueError(f"{op}: {name} must hold one for each of {groups} groups, got {len(of_groups)}")
-    if len(it.on_device) not in (0, rule.tensors * groups):
+def _check_groups(rule: Rule, call: Arguments) -> None:
+    op, groups = rule.op, len(call.group_sizes)
+    if sum(call.group_sizes) != len(call.params):
         raise ValueError(
-            f"{op}: on_device must be empty or hold {rule.tensors} for each group, got {len(it.on_device)}"
+            f"{op}: group_sizes must add up to the {len(call.params)} params, got {list(call.group_sizes)}"
         )
-    for i, tensor in enumerate(it.on_device):
+    values = (*call.hyperparameters, call.maximize)
+    for name, values_by_group in zip((*rule.hyperparameters, "maximize"), values, strict=True):
+        if len(values_by_group) != groups:
+            raise ValueError(f"{op}: {name} must hold one for each of {groups} groups, got {len(values_by_group)}")
+    if len(call.on_device) not in (0, rule.tensors * groups):
+        raise ValueError(
+            f"{op}: on_device must be empty or hold {rule.tensors} for each group, got {len(call.on_device)}"
+        )
+    for i, tensor in enumerate(call.on_device):
         if tensor.numel() and (tensor.numel() != 1 or tensor.dtype not in (torch.float32, torch.float64)):
             raise TypeError(f"{op}: on_device[{i}] must be empty or one fp32 or fp64, got {tensor.dtype}")
 

@@ -12,7 +12,7 @@ def decode(codes: Tensor, scales: Tensor, squared: bool) -> Tensor:
     q = _blocks(codes.float() + (128 if squared else 0))
     root = q * torch.tensor(1 / (255 if squared else 127), dtype=torch.float32, device=q.device)
     values = scales[:, None] * (root * root.abs())
-    return _as(codes, values * values if squared else values)
+    return _unblocked(values * values if squared else values, codes)
 
 
 def encode(values: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
@@ -24,7 +24,7 @@ def encode(values: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
     root = (numbers.abs() * inverse[:, None]).double().sqrt().float()
     q = (root * (255 if squared else 127)).round().nan_to_num(nan=0.0)
     q = torch.where((numbers > 0) & (q == 0), 1, q) - 128 if squared else torch.where(numbers < 0, -q, q)
-    return _as(values, q).to(torch.int8), scales
+    return _unblocked(q, values).to(torch.int8), scales
 
 
 def _order(tensor: Tensor) -> list[int]:
@@ -38,7 +38,7 @@ def _blocks(tensor: Tensor) -> Tensor:
     return torch.nn.functional.pad(flat, (0, -flat.numel() % QUANTIZED)).view(-1, QUANTIZED)
 
 
-def _as(like: Tensor, blocks: Tensor) -> Tensor:
+def _unblocked(blocks: Tensor, like: Tensor) -> Tensor:
     """Undo ``_blocks``, in the shape and strides of ``like``."""
     order = _order(like)
     permuted = blocks.flatten()[: like.numel()].view([like.shape[i] for i in order])

@@ -30,36 +30,36 @@ CHUNK = 16384  # elements; a program reads 14 bytes or more for each, of all arr
 
 
 @triton.jit
-def report_span(rows, call, tensors, report, of_chunk, grad_scale):
+def report_span(rows, call, tensors, report, chunk_lines, grad_scale):
     chunk = tl.program_id(0)
     tensor, row, begin, size = _tensor_table.find_span(rows, tensors, chunk, ROW)
     overflow_program(
         chunk, row, tensor, begin, size, tl.load(call + tensor), tl.load(row + 11), call + tensors + tensor,
-        report, of_chunk, grad_scale, False,
+        report, chunk_lines, grad_scale, False,
     )  # fmt: skip
 
 
 @triton.jit
-def begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk):
+def begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, chunk_lines):
     """Return whether the step is skipped, after writing its outcome and, of a skipped step, the report."""
     skipped = is_skipped(grad_scale, found_inf, total_sumsq)
     if tl.program_id(0) == 0:
         write_outcome(skipped, grad_scale, total_sumsq, outcome, skipped_steps)
     if report is not None and skipped:
-        report_span(rows, call, tensors, report, of_chunk, grad_scale)
+        report_span(rows, call, tensors, report, chunk_lines, grad_scale)
     return skipped
 
 
 @triton.jit(do_not_specialize=["tensors"])
 def step_kernel(
-    rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk,
+    rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, chunk_lines,
     IS_CLIPPED: tl.constexpr, HAS_FP64: tl.constexpr, HAS_INT8: tl.constexpr, HAS_OPTIONAL: tl.constexpr,
     HAS_REMAINDER: tl.constexpr, DTYPE: tl.constexpr, GRAD_DTYPE: tl.constexpr, STATE_DTYPE: tl.constexpr,
     WEIGHT_DTYPE: tl.constexpr, STATES: tl.constexpr, NEEDED: tl.constexpr, NOT_NEGATIVE: tl.constexpr,
     TENSORS: tl.constexpr, HYPERPARAMETERS: tl.constexpr, SCALARS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Step one chunk. The last seven arguments are the rule's: what ``Rule`` says, and its functions."""
-    if begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, of_chunk):
+    if begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, chunk_lines):
         return
     tensor, row, begin, size = _tensor_table.find_span(rows, tensors, tl.program_id(0), ROW)
     step = tl.load(row + 10).to(tl.pointer_type(tl.float32))
@@ -94,18 +94,18 @@ def facts_of_rule(rule: Rule) -> dict[str, int]:
     }  # fmt: skip
 
 
-def row_words(rule: Rule, it: Arguments, i: int, group: int, arrays: Sequence[Tensor], grad: Tensor) -> list[int]:
+def row_words(rule: Rule, call: Arguments, i: int, group: int, arrays: Sequence[Tensor], grad: Tensor) -> list[int]:
     """Return what a row holds after the common words. arrays: param, states, master, as the kernel takes them."""
     param, *states, master = arrays
     is_split = master.dtype == torch.int16
     weight = param if is_split or not master.numel() else master
     addresses = [tensor.data_ptr() for tensor in (param, *states)] + [0] * (MOST_STATES - len(states))
-    scales = entry(it.scales, i)
-    of_states = [state.dtype for state in states if state.numel()] or [torch.float32]
-    state_dtype = torch.float64 if param.dtype == torch.float64 else of_states[0]
+    scales = entry(call.scales, i)
+    state_dtypes = [state.dtype for state in states if state.numel()] or [torch.float32]
+    state_dtype = torch.float64 if param.dtype == torch.float64 else state_dtypes[0]
     dtypes = [_tensor_table.CODES[dtype] for dtype in (grad.dtype, state_dtype, weight.dtype)]
     remainder = master.data_ptr() if is_split else 0
-    words = weight.data_ptr(), remainder, it.steps[i].data_ptr(), *dtypes, group
+    words = weight.data_ptr(), remainder, call.steps[i].data_ptr(), *dtypes, group
     return [*addresses, *words, 0 if scales is None else scales.data_ptr()]
 
 
@@ -144,11 +144,11 @@ def launch(rule: Rule, scalars: Any, step: Any, *arguments: Any) -> None:
     nothing = call.params[0].new_empty(0)  # an empty tensor's address is 0
     loans: list[tuple[Tensor, Tensor]] = []
     flat, words_of_rows, grads = [], [], []
-    for i, group in enumerate(call.group_of_each()):
+    for i, group in enumerate(call.group_numbers()):
         like = order_like(call, i)
         arrays = []
-        for of_rows in (call.params, *call.states, call.masters):
-            tensor = entry(of_rows, i)
+        for entries in (call.params, *call.states, call.masters):
+            tensor = entry(entries, i)
             arrays.append(nothing if tensor is None else _tensor_table.lend(tensor, like))
             if tensor is not None:
                 loans.append((tensor, arrays[-1]))
@@ -156,12 +156,12 @@ def launch(rule: Rule, scalars: Any, step: Any, *arguments: Any) -> None:
         grads.append(_tensor_table.lend(call.grads[i], like))
         words_of_rows.append(row_words(rule, call, i, group, arrays, grads[i]))
     rows, words, tensors, chunks = _tensor_table.build(
-        flat, [it.data_ptr() for it in grads], beside=group_words(rule, call), own=words_of_rows, chunk=CHUNK
+        flat, [it.data_ptr() for it in grads], call_words=group_words(rule, call), row_words=words_of_rows, chunk=CHUNK
     )
-    of_chunk = None if call.report is None else call.report.new_empty(chunks * FIELDS.value)
+    chunk_lines = None if call.report is None else call.report.new_empty(chunks * FIELDS.value)
     step_kernel[(chunks,)](
         rows, words, tensors, call.grad_scale, call.found_inf, call.total_sumsq, call.outcome, call.skipped_steps,
-        call.report, of_chunk, IS_CLIPPED=call.max_norm < math.inf, **facts_of_rows(rule, flat, words_of_rows),
+        call.report, chunk_lines, IS_CLIPPED=call.max_norm < math.inf, **facts_of_rows(rule, flat, words_of_rows),
         **facts_of_rule(rule), SCALARS=scalars, STEP=step, enable_fp_fusion=False,
     )  # fmt: skip
     for original, copy in loans:

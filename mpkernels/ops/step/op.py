@@ -68,62 +68,63 @@ class StepOps:
 
 def _step(rule: Rule, *arguments: Any) -> None:
     """Take a step by the rule, in plain torch."""
-    it = Arguments.of(rule, arguments)
-    if not it.params:
+    call = Arguments.of(rule, arguments)
+    if not call.params:
         return
-    is_skipped = write_outcome(it.grad_scale, it.found_inf, it.total_sumsq, it.outcome, it.skipped_steps)
-    if it.report is not None and is_skipped is not None:
-        facts = lines(it.grads, [order_like(it, i) for i in range(len(it.params))], it.grad_scale, unscaled=False)
-        it.report.copy_(torch.where(is_skipped, facts, it.report))
-    for i, group in enumerate(it.group_of_each()):
-        if it.params[i].numel() > 0:
-            for old, new in _stepped(rule, it, i, group):
+    is_skipped = write_outcome(call.grad_scale, call.found_inf, call.total_sumsq, call.outcome, call.skipped_steps)
+    if call.report is not None and is_skipped is not None:
+        orders = [order_like(call, i) for i in range(len(call.params))]
+        facts = lines(call.grads, orders, call.grad_scale, unscaled=False)
+        call.report.copy_(torch.where(is_skipped, facts, call.report))
+    for i, group in enumerate(call.group_numbers()):
+        if call.params[i].numel() > 0:
+            for old, new in _stepped(rule, call, i, group):
                 _put(old, new, is_skipped)
-        _put(it.steps[i], it.steps[i] + 1, is_skipped)
+        _put(call.steps[i], call.steps[i] + 1, is_skipped)
 
 
-def order_like(it: Arguments, i: int) -> Tensor:
+def order_like(call: Arguments, i: int) -> Tensor:
     """Return the tensor in whose order of memory a parameter is stepped. Codes must keep theirs, because neighbours
     share a scale."""
-    states = it.states_of(i)
-    return states[0] if states and states[0].dtype == torch.int8 else it.params[i]
+    states = call.states_of(i)
+    return states[0] if states and states[0].dtype == torch.int8 else call.params[i]
 
 
-def _stepped(rule: Rule, it: Arguments, i: int, group: int) -> list[tuple[Tensor, Tensor]]:
+def _stepped(rule: Rule, call: Arguments, i: int, group: int) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of each tensor that a step replaces, and its new value."""
-    states, scales = it.states_of(i), entry(it.scales, i)
+    states, scales = call.states_of(i), entry(call.scales, i)
     if scales is not None:
-        scales = scales.view(-1, -(-it.params[i].numel() // int8.QUANTIZED))
-    weight = _weight(it, i)
-    factor, scalars = _scalars(rule, it, i, group)
+        scales = scales.view(-1, -(-call.params[i].numel() // int8.QUANTIZED))
+    weight = _weight(call, i)
+    factor, scalars = _scalars(rule, call, i, group)
     rounded = type(scalars)(*(scalar.to(weight.dtype) for scalar in scalars))
-    grad = it.grads[i].to(weight.dtype) * factor.to(weight.dtype)
+    grad = call.grads[i].to(weight.dtype) * factor.to(weight.dtype)
     weight, after = rule.step(weight, grad, _decoded(rule, states, scales), rounded)
-    return _new_weight(it, i, weight) + _encoded(rule, states, after, scales)
+    return _new_weight(call, i, weight) + _encoded(rule, states, after, scales)
 
 
-def _scalars(rule: Rule, it: Arguments, i: int, group: int) -> tuple[Tensor, Any]:
+def _scalars(rule: Rule, call: Arguments, i: int, group: int) -> tuple[Tensor, Any]:
     """Return what grads are multiplied by, and the rule's scalars, in fp64."""
-    step = it.steps[i].reshape(()).double() + 1
-    values = [torch.full_like(step, of_groups[group]) for of_groups in it.hyperparameters]
-    for k, tensor in enumerate(it.on_device[rule.tensors * group :][: rule.tensors]):
+    step = call.steps[i].reshape(()).double() + 1
+    values = [torch.full_like(step, values_by_group[group]) for values_by_group in call.hyperparameters]
+    for k, tensor in enumerate(call.on_device[rule.tensors * group :][: rule.tensors]):
         if tensor.numel():
             values[k] = tensor.reshape(()).double()
-    factor = grad_factor(step, it.grad_scale, it.total_sumsq, it.max_norm)
-    return -factor if it.maximize[group] else factor, rule.scalars(*values, step)
+    factor = grad_factor(step, call.grad_scale, call.total_sumsq, call.max_norm)
+    return -factor if call.maximize[group] else factor, rule.scalars(*values, step)
 
 
-def _weight(it: Arguments, i: int) -> Tensor:
+def _weight(call: Arguments, i: int) -> Tensor:
     """Return the true weight, in the computing dtype."""
-    param, master = it.params[i], entry(it.masters, i)
+    param, master = call.params[i], entry(call.masters, i)
     if master is None:
         return param.to(torch.promote_types(param.dtype, torch.float32))
     return (copied_master if master.dtype == torch.float32 else join)(param, master)
 
 
-def _new_weight(it: Arguments, i: int, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
+def _new_weight(call: Arguments, i: int, weight: Tensor) -> list[tuple[Tensor, Tensor]]:
     """Return pairs of what is to be replaced, and the new value."""
-    param, master = it.params[i], entry(it.masters, i)
+    param, master = call.params[i], entry(call.masters, i)
     if master is None:
         return [(param, weight)]
     if master.dtype == torch.float32:
@@ -135,7 +136,7 @@ def _decoded(rule: Rule, states: Sequence[Tensor], scales: Tensor | None) -> lis
     if scales is None:
         return [state.to(torch.promote_types(state.dtype, torch.float32)) for state in states]
     keys = zip(rule.states, states, scales, strict=False)
-    return [int8.decode(state, of_state, squared=key in rule.not_negative) for key, state, of_state in keys]
+    return [int8.decode(state, state_scales, squared=key in rule.not_negative) for key, state, state_scales in keys]
 
 
 def _encoded(
@@ -145,10 +146,10 @@ def _encoded(
     if scales is None:
         return list(zip(states, values, strict=True))
     pairs = []
-    for key, state, of_state, value in zip(rule.states, states, scales, values, strict=False):
+    for key, state, state_scales, value in zip(rule.states, states, scales, values, strict=False):
         dense = torch.empty_like(state, dtype=value.dtype).copy_(value)
         codes, new_scales = int8.encode(dense, squared=key in rule.not_negative)
-        pairs += [(state, codes), (of_state, new_scales)]
+        pairs += [(state, codes), (state_scales, new_scales)]
     return pairs
 
 

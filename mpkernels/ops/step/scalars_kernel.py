@@ -50,8 +50,8 @@ def scalars_of(
 @triton.jit
 def rounded(scalars):
     """Return the scalars in fp32."""
-    factor, of_rule = scalars
-    of_rule_in_fp32 = ()
-    for i in tl.static_range(len(of_rule)):
-        of_rule_in_fp32 += (of_rule[i].to(tl.float32),)
-    return factor.to(tl.float32), of_rule_in_fp32
+    factor, rule_scalars = scalars
+    in_fp32 = ()
+    for i in tl.static_range(len(rule_scalars)):
+        in_fp32 += (rule_scalars[i].to(tl.float32),)
+    return factor.to(tl.float32), in_fp32

@@ -1,5 +1,5 @@
-"""Whether a step is skipped, and what its grads are multiplied by: the loss scale's inverse, max_norm's coefficient.
-csrc/step/skip_and_clip.h and skip_and_clip_kernel.py do the same."""
+"""Decides whether a step is skipped, and computes what its grads are multiplied by: the loss scale's inverse times
+max_norm's coefficient. csrc/step/skip_and_clip.h and skip_and_clip_kernel.py do the same."""
 
 import math
 
@@ -26,7 +26,8 @@ def _unscaled_norm(grad_scale: Tensor | None, total_sumsq: Tensor) -> Tensor:
 
 
 def _is_skipped(grad_scale: Tensor | None, found_inf: Tensor | None, total_sumsq: Tensor | None) -> Tensor | None:
-    """A scale below 1 can make finite grads overflow when they are unscaled: their norm is then beyond fp32."""
+    """Return whether the step is skipped. A scale below 1 can make finite grads overflow when they are unscaled: their
+    norm is then beyond fp32."""
     is_skipped = None if found_inf is None else found_inf.reshape(()) != 0
     if grad_scale is not None and total_sumsq is not None:
         is_beyond = _unscaled_norm(grad_scale, total_sumsq) > torch.finfo(torch.float32).max

@@ -39,7 +39,8 @@ def grad_factor(sign_and_max_norm, grad_scale, total_sumsq):
 
 @triton.jit
 def is_skipped(grad_scale, found_inf, total_sumsq):
-    """A scale below 1 can make finite grads overflow when they are unscaled: their norm is then beyond fp32."""
+    """Return whether the step is skipped. A scale below 1 can make finite grads overflow when they are unscaled: their
+    norm is then beyond fp32."""
     skipped = False
     if found_inf is not None:
         skipped = tl.load(found_inf) != 0

@@ -29,9 +29,9 @@ def join_each(weights: Sequence[Tensor], remainders: Sequence[Tensor]) -> list[T
         some = [weights[i] for i in batch]
         parts = _parts(join(_flat(some), _flat([remainders[i] for i in batch])), some)
         if len(batch) > 1:  # each gets memory of its own, aligned and laid out as its weight is
-            own = [torch.empty_like(it, dtype=torch.float32) for it in some]
-            foreach_copy_(own, parts)
-            parts = own
+            copies = [torch.empty_like(it, dtype=torch.float32) for it in some]
+            foreach_copy_(copies, parts)
+            parts = copies
         masters += parts
     return masters
 
@@ -74,8 +74,8 @@ def _parts(flat: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 
 def copied_master(weight: Tensor, copy: Tensor) -> Tensor:
     """Return the fp32 master of a 16-bit weight: the copy where it rounds to the weight, else the weight."""
-    is_its = copy.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
-    return torch.where(is_its, copy, weight.float())
+    is_current = copy.to(weight.dtype).view(torch.int16) == weight.view(torch.int16)
+    return torch.where(is_current, copy, weight.float())
 
 
 def _split_bf16(master: Tensor) -> tuple[Tensor, Tensor]:

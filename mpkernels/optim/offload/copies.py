@@ -50,10 +50,10 @@ class Lanes(dict[torch.device, Lane]):
         """Start to copy to the first of each pair from the second, by the lane of the one that is on a GPU. Return the
         lanes that are used."""
         on_device = (to if to.is_cuda else source for to, source in pairs)
-        of_devices = by_device(on_device, pairs)
-        for device, of_device in of_devices.items():
-            self[device].copy(of_device)
-        return [self[device] for device in of_devices]
+        pairs_by_device = by_device(on_device, pairs)
+        for device, pairs_there in pairs_by_device.items():
+            self[device].copy(pairs_there)
+        return [self[device] for device in pairs_by_device]
 
 
 class Pinned:

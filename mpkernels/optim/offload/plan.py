@@ -71,8 +71,8 @@ class OffloadedPlan:
 
     def look(self, grads: list[Any]) -> tuple[Tensor, Tensor]:
         """Return the sum of the grads' squares, and whether one holds an inf or NaN."""
-        of_parts = list(map(real, parts_of([grads[i] for i in self._places])))
-        return norm_without_plan.look(of_parts, self._shares, self.device)
+        parts = list(map(real, parts_of([grads[i] for i in self._places])))
+        return norm_without_plan.look(parts, self._shares, self.device)
 
     def step(
         self, grads: list[Any], verdict: Verdict, max_norm: float | None = None, skipped_steps: Tensor | None = None
@@ -86,7 +86,6 @@ class OffloadedPlan:
         skips = is_skipped is not None and bool(is_skipped)
         if skips:
             self._report(grads, verdict)
-            buckets = []
         else:
             buckets = self._brought(grads)
             host = self._on_host(grads, buckets)
@@ -111,9 +110,9 @@ class OffloadedPlan:
 
     def _on_host(self, grads: list[Any], buckets: list[tuple[list[int], list[Tensor]]]) -> list[Any]:
         """Return the grads with those on a GPU replaced by the place on the host where they will be."""
-        kinds = [[(it.shape, it.stride(), it.dtype) for it in of_bucket] for _, of_bucket in buckets]
+        kinds = [[(it.shape, it.stride(), it.dtype) for it in bucket_grads] for _, bucket_grads in buckets]
         if kinds != self._kinds:
-            self._there = self._slices.lay_out([of_bucket for _, of_bucket in buckets])
+            self._there = self._slices.lay_out([bucket_grads for _, bucket_grads in buckets])
             self._kinds = kinds
         host = list(grads)
         for (places, _), there in zip(buckets, self._there, strict=True):
@@ -135,7 +134,7 @@ class OffloadedPlan:
         max_norm: float | None,
     ) -> None:
         """Step each bucket on the host. Nothing is allocated on the GPU."""
-        self._slices.begin(list(chain.from_iterable(of_bucket for _, of_bucket in buckets)))
+        self._slices.begin(list(chain.from_iterable(bucket_grads for _, bucket_grads in buckets)))
         self._twins.begin()
         start = partial(self._start, buckets)
         try:
@@ -155,9 +154,9 @@ class OffloadedPlan:
 
     def _report(self, grads: list[Any], verdict: Verdict) -> None:
         """Note in the ledger the facts about the grads of a skipped step."""
-        of_devices = self._places_by_device(grads)
-        self._ledger.keep(of_devices)
-        for device, places in of_devices.items():
+        places_by_device = self._places_by_device(grads)
+        self._ledger.keep(places_by_device)
+        for device, places in places_by_device.items():
             params = [self._params[i] for i in places]
             in_order = list(map(_in_order_of, parts_of(params), parts_of([grads[i] for i in places])))
             found_inf = torch.ones((), device=device)

@@ -30,15 +30,15 @@ class Twin:
 
     def note(self, param: Tensor, part: Tensor) -> None:
         """Remember that weight and twin are the same now."""
-        self._its, self._own = _mark(param, part), version_of(self.part)
+        self._weight_then, self._twin_then = _mark(param, part), version_of(self.part)
 
     def is_behind(self, param: Tensor, part: Tensor) -> bool:
         """Return whether somebody has written to the weight, or given it other memory."""
-        return self._its != _mark(param, part)
+        return self._weight_then != _mark(param, part)
 
     def is_ahead(self) -> bool:
         """Return whether somebody has written to the copy."""
-        return self._own != version_of(self.part)
+        return self._twin_then != version_of(self.part)
 
     def fits(self, part: Tensor) -> bool:
         return part.is_cuda and part.dtype == self.part.dtype and part.shape == self.part.shape
@@ -91,7 +91,7 @@ class Twins:
             twin = self._twins[param]
             if twin.is_behind(param, part):
                 twin.fetch(param, part)
-                self._lanes[part.device]  # likewise
+                self._lanes[part.device]  # makes the lane that a step will use
 
     def begin(self) -> None:
         """Have later copies of weights wait for all that the current streams were given so far."""

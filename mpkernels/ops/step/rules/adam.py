@@ -26,13 +26,13 @@ def scalars(
     lr: Tensor, beta1: Tensor, beta2: Tensor, weight_decay: Tensor, eps: Tensor, decoupled: Tensor, step: Tensor
 ) -> Scalars:
     """``decoupled`` is 1 or 0."""
-    of_adamw = torch.where(decoupled != 0, weight_decay, 0.0)
-    return Scalars(weight_decay - of_adamw, *adamw.scalars(lr, beta1, beta2, of_adamw, eps, step))
+    decoupled_decay = torch.where(decoupled != 0, weight_decay, 0.0)
+    return Scalars(weight_decay - decoupled_decay, *adamw.scalars(lr, beta1, beta2, decoupled_decay, eps, step))
 
 
 def step(weight: Tensor, grad: Tensor, states: list[Tensor], scalars: Scalars) -> tuple[Tensor, list[Tensor]]:
-    joined_decay, *of_adamw = scalars
-    return adamw.step(weight, grad + weight * joined_decay, states, adamw.Scalars(*of_adamw))
+    joined_decay, *adamw_scalars = scalars
+    return adamw.step(weight, grad + weight * joined_decay, states, adamw.Scalars(*adamw_scalars))
 
 
 ADAM = adamw.ADAMW._replace(

@@ -14,7 +14,7 @@ class Scalars(NamedTuple):
 
     weight_decay: Tensor
     momentum: Tensor
-    weight: Tensor
+    update_share: Tensor
     nesterov: Tensor
     lr: Tensor
 
@@ -27,7 +27,7 @@ def scalars(
     return Scalars(
         weight_decay=weight_decay,
         momentum=torch.where(is_first, 0.0, momentum),
-        weight=torch.where(is_first, 1.0, 1 - dampening),
+        update_share=torch.where(is_first, 1.0, 1 - dampening),
         nesterov=nesterov * momentum,
         lr=lr,
     )
@@ -35,7 +35,7 @@ def scalars(
 
 def step(weight: Tensor, grad: Tensor, states: list[Tensor], scalars: Scalars) -> tuple[Tensor, list[Tensor]]:
     update = grad + weight * scalars.weight_decay
-    states = [buffer * scalars.momentum + update * scalars.weight for buffer in states]
+    states = [buffer * scalars.momentum + update * scalars.update_share for buffer in states]
     for buffer in states:
         update = torch.where(scalars.nesterov != 0, update + buffer * scalars.nesterov, buffer)
     return weight - update * scalars.lr, states

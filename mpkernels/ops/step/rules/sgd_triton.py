@@ -16,15 +16,15 @@ from mpkernels.ops.step.rules.sgd import SGD, sgd_
 def scalars(hyperparameters, step):
     lr, weight_decay, momentum, dampening, nesterov = hyperparameters
     is_first = step == 1
-    weight = tl.where(is_first, 1.0, 1 - dampening)
-    return weight_decay, tl.where(is_first, 0.0, momentum), weight, nesterov * momentum, lr
+    update_share = tl.where(is_first, 1.0, 1 - dampening)
+    return weight_decay, tl.where(is_first, 0.0, momentum), update_share, nesterov * momentum, lr
 
 
 @triton.jit
 def step(weight, grad, states, has_momentum, scalars):
-    weight_decay, momentum, of_update, nesterov, lr = scalars
+    weight_decay, momentum, update_share, nesterov, lr = scalars
     update = grad + weight * weight_decay
-    buffer = states[0] * momentum + update * of_update
+    buffer = states[0] * momentum + update * update_share
     with_momentum = tl.where(nesterov != 0, update + buffer * nesterov, buffer)
     return weight - tl.where(has_momentum, with_momentum, update) * lr, (buffer,)
 
