@@ -89,7 +89,7 @@ def test_a_test_that_no_stage_runs_is_noticed():
     needs_a_library = example._replace(parameter="huggingface_trainer")
     assert is_run(needs_a_library, with_all=False)  # by the stage that has the libraries, as its -k says
     assert not keeps("integration or fuse_gpt2", "tests/test_examples.py::test_an_example_runs[huggingface_trainer]")
-    assert keeps("triton and not slow", "test_of_triton")
+    assert keeps("triton and not slow", "test_triton")
 
 
 def test_every_row_is_shown_or_untested():
