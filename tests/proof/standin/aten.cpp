@@ -1,5 +1,5 @@
-// aten on the stand-in: torch's CPU kernels compute on the same memory, as work of the current stream. What results
-// look like is asked of the Meta kernels. Where those don't know, the host waits, as it does for CUDA's own kernels.
+// aten on the stand-in: torch's CPU kernels compute on the same memory, as work of the current stream. Meta kernels say
+// what results look like. If they can't, the host waits, as it does for CUDA's own kernels.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/MemoryOverlap.h>
@@ -45,7 +45,7 @@ std::string name_of(const c10::OperatorHandle& op) {
   return overload.empty() ? op.schema().name() : op.schema().name() + "." + overload;
 }
 
-// A seed for each call that CUDA's generator gives another offset, from memory where the stream is captured.
+// The seed of a call. CUDA's generator gives each call another offset, which a captured stream reads from memory.
 struct Random {
   at::PhiloxCudaState state;
   bool is_argument;
@@ -68,13 +68,13 @@ std::shared_ptr<Random> random_for(const c10::OperatorHandle& op, const Stack& a
 }
 
 // Returns the op, and changes the arguments, so that the CPU's kernel does what only CUDA's can: wider results.
-c10::OperatorHandle suit(const c10::OperatorHandle& op, Stack& arguments) {
+c10::OperatorHandle adapt_to_cpu(const c10::OperatorHandle& op, Stack& arguments) {
   const std::string& name = op.schema().name();
   if (const auto place = op.schema().argumentIndexWithName("half_to_float"); place && arguments[*place].toBool()) {
     arguments[0] = arguments[0].toTensor().to(at::kFloat);
     arguments[*place] = false;
   }
-  if (name == "aten::native_layer_norm_backward") {  // mean and rstd are wider than what they are of on CUDA alone
+  if (name == "aten::native_layer_norm_backward") {  // on CUDA alone, mean and rstd are wider than the input
     const at::Tensor like = arguments[5].isTensor() ? arguments[5].toTensor() : arguments[1].toTensor();
     for (const int i : {3, 4}) arguments[i] = arguments[i].toTensor().to(like.scalar_type());
   }
@@ -88,8 +88,8 @@ c10::OperatorHandle suit(const c10::OperatorHandle& op, Stack& arguments) {
 }
 
 Stack call(const c10::OperatorHandle& op, DispatchKey key, Stack arguments) {
-  const c10::OperatorHandle suited = suit(op, arguments);
-  suited.redispatchBoxed(DispatchKeySet(key), &arguments);
+  const c10::OperatorHandle adapted = adapt_to_cpu(op, arguments);
+  adapted.redispatchBoxed(DispatchKeySet(key), &arguments);
   return arguments;
 }
 
@@ -142,7 +142,7 @@ std::vector<int> written_arguments(const c10::FunctionSchema& schema) {
 
 // Returns tensors without memory that look as the results will, or nothing where the Meta kernel can't tell.
 std::optional<Stack> ask_meta(const c10::OperatorHandle& op, const Stack& arguments) {
-  if (op.schema().name() == "aten::_to_sparse") return std::nullopt;  // how many elements there are
+  if (op.schema().name() == "aten::_to_sparse") return std::nullopt;  // its result's size depends on values
   try {
     const OnDevice here;
     Stack on_meta_device = mapped(arguments, c10::kMeta, on_meta);
@@ -189,20 +189,20 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   const auto alias = [&](const at::Tensor& it) { return it.is_cuda() ? aliases.of(it) : copy_of(it); };
 
   // An op that works in place or returns nothing makes no tensor, so there is none to be asked for.
-  const auto looks = is_in_place || written.empty() ? arguments : ask_meta(op, arguments);
-  const Stack known = looks ? *looks : compute_now(op, mapped(arguments, c10::kCPU, alias), random);
+  const auto shapes = is_in_place || written.empty() ? arguments : ask_meta(op, arguments);
+  const Stack known = shapes ? *shapes : compute_now(op, mapped(arguments, c10::kCPU, alias), random);
   Stack results, targets;
   for (size_t i = 0; i < written.size(); ++i) {
     const bool is_made = written[i] < 0;
     results.push_back(!is_made ? arguments[written[i]] : mapped(known[i], [&](const at::Tensor& it) {
-      return looks ? at::empty_strided(it.sizes(), it.strides(), at::device(device).dtype(it.dtype())) : it.to(device);
+      return shapes ? at::empty_strided(it.sizes(), it.strides(), at::device(device).dtype(it.dtype())) : it.to(device);
     }));
-    targets.push_back(is_made && looks ? mapped(results.back(), alias) : IValue());
+    targets.push_back(is_made && shapes ? mapped(results.back(), alias) : IValue());
     if (is_made || is_in_place || !results.back().isTensor()) continue;
     const at::Tensor &out = results.back().toTensor(), shape = known[i].toTensor();
     if (out.sizes() != shape.sizes()) out.resize_(shape.sizes());
   }
-  if (looks) {
+  if (shapes) {
     aliases = {};  // storages may have grown
     enqueue(name_of(op), [=, on_cpu = mapped(arguments, c10::kCPU, alias)] {
       const Stack made = call_on_cpu(op, on_cpu, random.get());
@@ -231,7 +231,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
 }
 
 struct Silent : c10::WarningHandler {
-  void process(const c10::Warning&) override {}  // that torch's own kernels are replaced
+  void process(const c10::Warning&) override {}  // torch warns that its own kernels are replaced
 } silent;
 
 }  // namespace
