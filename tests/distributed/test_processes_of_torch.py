@@ -6,8 +6,8 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp1_trains_as_one_process import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp1_trains_as_one_process.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from mpkernels.amp import GradScaler, clip_grad_norm_
@@ -41,7 +41,7 @@ def spoil(model):
 
 
 def trained(model, dtype, options, scaler, clips, spoils):
-    optimizer, told = AdamW(model.parameters(), lr=0.1, **options), []
+    optimizer, outcomes = AdamW(model.parameters(), lr=0.1, **options), []
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(model, dtype, 1.0 if scaler is None else scaler.scale(torch.ones(())))
@@ -55,21 +55,21 @@ def trained(model, dtype, options, scaler, clips, spoils):
         else:
             scaler.step(optimizer)
             scaler.update()
-            told.append(scaler.get_scale())
+            outcomes.append(scaler.get_scale())
         norm = optimizer.grad_norm
-        told += [optimizer.skipped_steps.item(), 0.0 if norm is None or norm.isinf() else norm.item()]
-    return told
+        outcomes += [optimizer.skipped_steps.item(), 0.0 if norm is None or norm.isinf() else norm.item()]
+    return outcomes
 
 
-def fsdp(rank):
-    ours, theirs, of_fsdp = (
+def fsdp1_trains_as_one_process(rank):
+    ours, theirs, sharded_scaler = (
         partial(kind, "cpu", init_scale=4.0) for kind in (GradScaler, torch.amp.GradScaler, ShardedGradScaler)
     )
-    for dtype, options, scaler, of_whole, clips in (
+    for dtype, options, scaler, whole_scaler, clips in (
         (torch.float32, {"max_norm": 0.5}, None, None, False),
         (B16, {}, None, None, False),
-        (B16, {"max_norm": 0.5, "master": "fp32"}, of_fsdp, theirs, False),
-        (torch.float32, {}, of_fsdp, theirs, False),
+        (B16, {"max_norm": 0.5, "master": "fp32"}, sharded_scaler, theirs, False),
+        (torch.float32, {}, sharded_scaler, theirs, False),
         (torch.float32, {}, theirs, theirs, False),
         (torch.float32, {"guard": True}, ours, ours, False),
         (torch.float32, {}, ours, ours, True),
@@ -78,10 +78,10 @@ def fsdp(rank):
             for uses_orig_params in (False, True):
                 has_all = strategy is ShardingStrategy.NO_SHARD
                 whole, model = network(dtype), sharded(dtype, uses_orig_params, strategy)
-                expected = trained(whole, dtype, options, of_whole and of_whole(), clips, True)
-                told = trained(model, dtype, options, scaler and scaler(), clips, has_all or rank == 1)
-                assert told == pytest.approx(expected, rel=1e-6)
-                assert told[-2] == 1  # step skipped
+                expected = trained(whole, dtype, options, whole_scaler and whole_scaler(), clips, True)
+                outcomes = trained(model, dtype, options, scaler and scaler(), clips, has_all or rank == 1)
+                assert outcomes == pytest.approx(expected, rel=1e-6)
+                assert outcomes[-2] == 1  # step skipped
                 assert_same_weights(model, whole)
 
 
@@ -93,7 +93,7 @@ def assert_same_weights(model, whole):
     torch.testing.assert_close(ours, flat, rtol=torch.finfo(flat.dtype).eps, atol=1e-6)
 
 
-def fsdp_beside_whole_parameters(rank):
+def whole_parameters_beside_fsdp1s_are_refused_for_a_norm_alone(rank):
     """Parameters outside FSDP1 are the same in all processes, so their squares count once. A skip is common to all."""
     for options, is_refused in (({"max_norm": 1.0}, True), ({"guard": True}, False), ({"guard": False}, False)):
         model, head = sharded(torch.float32), nn.Linear(3, 1)
@@ -118,7 +118,7 @@ def release_is_refused(rank):
             optimizer.release_grads()
 
 
-def zero(rank):
+def zero_trains_as_one_process(rank):
     """There are more processes than parameters, so that one process has none."""
     for dtype, options in (
         (torch.float32, {"max_norm": 0.5}),
@@ -144,16 +144,20 @@ def zero(rank):
         assert all(map(same_bits, parted, whole))
 
 
-def all_of_fsdp(rank):
-    for check in (fsdp, fsdp_beside_whole_parameters, release_is_refused):
+def all_of_fsdp1(rank):
+    for check in (
+        fsdp1_trains_as_one_process,
+        whole_parameters_beside_fsdp1s_are_refused_for_a_norm_alone,
+        release_is_refused,
+    ):
         check(rank)
 
 
 @in_processes
-def test_fsdp(tmp_path):
-    spawn(all_of_fsdp, tmp_path)
+def test_fsdp1_trains_clips_and_skips_as_one_process(tmp_path):
+    spawn(all_of_fsdp1, tmp_path)
 
 
 @in_processes
-def test_zero(tmp_path):
-    spawn(zero, tmp_path, world=3)
+def test_zero_trains_clips_and_skips_as_one_process(tmp_path):
+    spawn(zero_trains_as_one_process, tmp_path, world=3)
