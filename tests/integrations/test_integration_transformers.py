@@ -133,12 +133,12 @@ def followed(args, **options):
     return trainer
 
 
-def test_what_the_optimizer_knows_is_in_trainers_own_log(tmp_path):
+def test_the_optimizers_metrics_are_in_trainers_log(tmp_path):
     """The scaler here stands for the scaler that Accelerate makes on a GPU."""
     args = arguments(tmp_path, lr_scheduler_type="linear", logging_steps=2, max_grad_norm=0)
     trainer = followed(args, max_norm=1.0)
     trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for _ in range(2):  # what followed the first optimizer's steps is gone then
+    for _ in range(2):  # the second training has another optimizer, and follows that alone
         trainer.train()
     entries = trainer.state.log_history
     ours = [entry for entry in entries if "mpkernels/loss_scale" in entry]
@@ -187,7 +187,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("name", ACT2CLS)
-def test_activations(name):
+def test_activations_are_recognised_or_refused(name):
     """Each activation of transformers is recognised by what it computes, or refused."""
     module = ACT2FN[name]
     if name not in ACTIVATIONS:

@@ -132,7 +132,7 @@ def sharpness_aware(run):
 
 def dynamically_quantised(model, which):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its end
+        warnings.simplefilter("ignore")  # it warns that it will be removed
         from torch.ao.quantization import quantize_dynamic
 
         return quantize_dynamic(model, which)
