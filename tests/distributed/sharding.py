@@ -31,7 +31,7 @@ def network(dtype=torch.float32, seed=0):
 
 
 def even_network(dtype=torch.float32, seed=0):
-    """Return a network of whose weights each process has a multiple of 256 elements."""
+    """Return a network. Each process has a multiple of 256 elements of each weight."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 32, bias=False), nn.GELU(), nn.Linear(32, 64, bias=False)).to(dtype)
 

@@ -66,7 +66,7 @@ def by_hand(model, make, mean_of, scaler=None, is_bad=lambda rank, number: False
         ]
         for i, param in enumerate(model.parameters()):
             param.grad_dtype = F32
-            param.grad = mean_of([[it[i] for it in of_rank] for of_rank in grads])
+            param.grad = mean_of([[it[i] for it in rank_grads] for rank_grads in grads])
         scaler.step(optimizer)
         scaler.update()
         for param in model.parameters():
@@ -76,7 +76,7 @@ def by_hand(model, make, mean_of, scaler=None, is_bad=lambda rank, number: False
 
 def mean_of_sums(grads):
     """Do as DDP: each process adds up in fp32, then the sums are exchanged."""
-    return sum(sum((it.float() for it in of_rank[1:]), of_rank[0].float()) / WORLD for of_rank in grads)
+    return sum(sum((it.float() for it in rank_grads[1:]), rank_grads[0].float()) / WORLD for rank_grads in grads)
 
 
 def sum_of_means(grads):
@@ -163,7 +163,7 @@ def fsdp2_adds_up_in_fp32_with_each_policy(rank):
 
 
 def parallel_layers_add_up_in_fp32(rank):
-    """Of some grads, such as a norm's, each process holds a summand."""
+    """Each process holds a summand of some grads, such as a norm's."""
     torch.manual_seed(0)
     layers = {"norm": nn.LayerNorm(20), "up": nn.Linear(20, 32), "down": nn.Linear(32, 20)}
     model = nn.Sequential(OrderedDict(layers)).to(B16)

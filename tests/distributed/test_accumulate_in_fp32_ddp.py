@@ -32,7 +32,7 @@ def grads_are_exchanged_once_a_group(rank):
 
 
 class Branches(nn.Module):
-    """Of three branches each of two processes uses one. Nobody uses the third."""
+    """Each of two processes uses one of the three branches. Nobody uses the third."""
 
     def __init__(self):
         super().__init__()

@@ -66,8 +66,8 @@ def other_optimizers_step_as_one_process(rank):
 
 
 def training_is_as_without_the_offload(rank):
-    """The same bits come of parts that don't fill blocks, of grads in other dtypes than the weights, and of fp16, which
-    FSDP2 halves and adds up."""
+    """It gives the same bits for parts that don't fill blocks, for grads in other dtypes than the weights, and in fp16,
+    where FSDP2 halves grads and adds them up."""
     policy = MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=F32)
     make = partial(OPTIMIZERS["AdamW"].ours, max_norm=0.1, state_dtype=INT8)
     for dtype, policies in ((F32, {"mp_policy": policy}), (F16, {})):

@@ -165,8 +165,8 @@ def faults_seen(tmp_path_factory):
     """Return for each fault and side whether a process has seen the fault."""
     folder = tmp_path_factory.mktemp("faults")
     spawn(partial(look_for_faults, folder), folder, WORLD)
-    of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return {key: any(it[key] for it in of_ranks) for key in of_ranks[0]}
+    reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return {key: any(it[key] for it in reports) for key in reports[0]}
 
 
 @in_processes

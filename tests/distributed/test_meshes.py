@@ -125,10 +125,10 @@ def two_meshes_skip_and_clip_together(rank):
         scaler.update()
         assert scaler.get_scale() == 2.0
         assert all((part_of(param) == 1).all() for param in params)
-    for norm_type, of_all in ((2, norm), (1, 3 * 48 * 3.0), (3, 3 * (3 * 48) ** (1 / 3)), (math.inf, 3.0)):
+    for norm_type, total_norm in ((2, norm), (1, 3 * 48 * 3.0), (3, 3 * (3 * 48) ** (1 / 3)), (math.inf, 3.0)):
         params = params_on(*placed)
-        assert clip_grad_norm_(params, 1.0, norm_type).item() == pytest.approx(of_all, rel=2**-22)
-        assert part_of(params[0].grad).flatten()[0].item() == pytest.approx(3.0 / of_all, rel=2**-20, abs=1e-6)
+        assert clip_grad_norm_(params, 1.0, norm_type).item() == pytest.approx(total_norm, rel=2**-22)
+        assert part_of(params[0].grad).flatten()[0].item() == pytest.approx(3.0 / total_norm, rel=2**-20, abs=1e-6)
     optimizer = AdamW(params_on(*placed), max_norm=1.0)
     optimizer.step()
     assert type(optimizer.grad_norm) is torch.Tensor

@@ -43,10 +43,10 @@ def trained(rank, dtype, make, scaler=None, before_step=lambda scaler, optimizer
     params, grads = params_and_grads(dtype)
     mine = part_of(rank)
     optimizer, outcomes = make([params[i] for i in mine]), []
-    for of_step in grads:
+    for step_grads in grads:
         scale = 1 if scaler is None else scaler.scale(torch.ones(()))
         for i in mine:
-            params[i].grad = None if SIZES[i] == 0 else of_step[i] * scale
+            params[i].grad = None if SIZES[i] == 0 else step_grads[i] * scale
         if scaler is None:
             optimizer.step()
         else:
@@ -131,7 +131,7 @@ def each_step_takes_one_collective(rank):
     for options, count in (({}, 1), ({"max_norm": 1.0}, 1), ({"guard": False}, 0)):
         param = nn.Parameter(torch.ones(3))
         optimizer = AdamW([param], process_group=group, **options)
-        for scaler, of_scaler in ((None, 0), (GradScaler("cpu"), 1), (GradScaler("cpu", process_group=group), 1)):
+        for scaler, scalers_count in ((None, 0), (GradScaler("cpu"), 1), (GradScaler("cpu", process_group=group), 1)):
             with Watch(), mock.patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as all_reduce:
                 for _ in range(3):
                     if scaler is None:
@@ -141,7 +141,7 @@ def each_step_takes_one_collective(rank):
                         scaler.scale(param.sum()).backward()
                         scaler.step(optimizer)
                         scaler.update()
-            assert all_reduce.call_count == 3 * max(count, of_scaler)
+            assert all_reduce.call_count == 3 * max(count, scalers_count)
 
 
 def accumulate_clips_by_the_group(rank):

@@ -6,15 +6,15 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp1_trains_as_one_process import FullyShardedDataParallel, ShardingStrategy
-from torch.distributed.fsdp1_trains_as_one_process.sharded_grad_scaler import ShardedGradScaler
+from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
 from tests.networks import B16
-from tests.processes import in_processes, spawn
+from tests.processes import in_processes, run_checks, spawn
 
 CPU, STEPS = torch.device("cpu"), 4
 
@@ -129,33 +129,30 @@ def zero_trains_as_one_process(rank):
     ):
         whole, parted = ([nn.Parameter(torch.ones(size, dtype=dtype)) for size in (3, 4)] for _ in range(2))
         optimizer = AdamW(whole, lr=0.1, **options)
-        of_parts = ZeroRedundancyOptimizer(parted, optimizer_class=AdamW, lr=0.1, **options)
+        zero_optimizer = ZeroRedundancyOptimizer(parted, optimizer_class=AdamW, lr=0.1, **options)
         for bad in (1.0, math.inf if options.get("guard") is None else 1.0, 2.0):
             for first, second in (whole, parted):
                 first.grad, second.grad = torch.full_like(first, 3.0), torch.full_like(second, bad)
             if dtype == torch.float32 and not options and bad == math.inf:
                 continue
             optimizer.step()
-            of_parts.step()
-            inner = of_parts.optim
+            zero_optimizer.step()
+            inner = zero_optimizer.optim
             assert (inner._peers is None) == (optimizer.grad_norm is None)
             assert inner.grad_norm is None or same_bits(inner.grad_norm, optimizer.grad_norm)
             assert inner.grad_norm is None or same_bits(inner.skipped_steps, optimizer.skipped_steps)
         assert all(map(same_bits, parted, whole))
 
 
-def all_of_fsdp1(rank):
-    for check in (
-        fsdp1_trains_as_one_process,
-        whole_parameters_beside_fsdp1s_are_refused_for_a_norm_alone,
-        release_is_refused,
-    ):
-        check(rank)
+FSDP1 = (
+    *(fsdp1_trains_as_one_process, release_is_refused),
+    whole_parameters_beside_fsdp1s_are_refused_for_a_norm_alone,
+)
 
 
 @in_processes
 def test_fsdp1_trains_clips_and_skips_as_one_process(tmp_path):
-    spawn(all_of_fsdp1, tmp_path)
+    spawn(partial(run_checks, FSDP1), tmp_path)
 
 
 @in_processes

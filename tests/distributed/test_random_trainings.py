@@ -80,10 +80,10 @@ def one_schedule(seed, rank, placed):
             grads[i] = None
         is_idle = rank == idle_rank and step == idle_step
         mine = [None] * len(SHAPES) if is_idle else grads
-        for (params, optimizer, scaler), of_side in zip(
+        for (params, optimizer, scaler), grads_and_places in zip(
             sides, ((mine, placed), (grads, [None] * len(SHAPES))), strict=True
         ):
-            take(params, *of_side, scaler, micro_batches)
+            take(params, *grads_and_places, scaler, micro_batches)
             scaler.step(optimizer)
             scaler.update()
     (_, optimizer, scaler), (_, lonely, _) = sides
@@ -104,9 +104,9 @@ def one_schedule(seed, rank, placed):
 def schedules(rank):
     placed = placements()
     decisions = [one_schedule(seed, rank, placed) for seed in range(SCHEDULES)]
-    of_ranks = [None] * WORLD
-    distributed.all_gather_object(of_ranks, decisions)
-    assert all(it == decisions for it in of_ranks)
+    all_decisions = [None] * WORLD
+    distributed.all_gather_object(all_decisions, decisions)
+    assert all(it == decisions for it in all_decisions)
     assert {it[1] for it in decisions} >= {0, 1, 2}  # steps skipped
 
 

@@ -199,8 +199,8 @@ def dtensors(rank):
     placed = (mesh["rows"], [Shard(0)]), (mesh["columns"], [Shard(0)]), (mesh, [Replicate(), Shard(1)])
     for scaler_kind in (GradScaler, torch.amp.GradScaler):
         for kind, make in ((AdamW, looking), (Looking, looking), (AdamW, looking if rank == 2 else without_hooks)):
-            for of_params in (placed, [(mesh_of("fsdp2"), [Shard(1)])]):
-                params = params_on(*of_params)
+            for param_places in (placed, [(mesh_of("fsdp2"), [Shard(1)])]):
+                params = params_on(*param_places)
                 optimizer, scaler = make(kind, params, max_norm=1e9), scaler_kind("cpu", init_scale=4.0)
                 scaler.scale(torch.ones(()))
                 if rank == 3:
