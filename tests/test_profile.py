@@ -42,11 +42,11 @@ def test_a_trace_names_phases_and_ops(tmp_path):
 
 def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
     """Nsight gets ranges if there is a GPU; here torch is made to claim one."""
-    seen = []
+    ranges = []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: seen.append(name))
-    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: seen.append("end"))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: ranges.append(name))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: ranges.append("end"))
     monkeypatch.setattr(torch.profiler, "profile", lambda **_: contextlib.nullcontext())
     model = network()
     optimizer = optim.AdamW(model.parameters())
@@ -60,7 +60,7 @@ def test_ranges_for_nsight_open_and_close_in_pairs(tmp_path, monkeypatch):
     with pytest.raises(ZeroDivisionError) as error, mpkernels.profile(tmp_path / "trace.json"):
         optimizer.step(lambda: 1 / 0)
     step = ["mpkernels.forward", "end", "mpkernels.backward", "end", "mpkernels.step", "end"]
-    assert seen == [*["mpkernels.forward", "end", *step] * 2, "mpkernels.step", "end"], error  # it holds the frames
+    assert ranges == [*["mpkernels.forward", "end", *step] * 2, "mpkernels.step", "end"], error  # it holds the frames
 
 
 @pytest.fixture

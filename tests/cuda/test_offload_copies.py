@@ -89,9 +89,9 @@ def test_the_device_keeps_the_weights_alone(released):
     for term in terms:  # several terms, so that grads come one after another as in a deep network
         term.backward()
     optimizer.step()
-    of_grads = 2 * size(params[:1]) if released else weights
-    of_backward = 6 * size(params[:1])  # autograd's own temporary tensors
-    assert torch.cuda.max_memory_allocated() - before <= weights + of_grads + of_backward + few
+    grad_bytes = 2 * size(params[:1]) if released else weights
+    backward_bytes = 6 * size(params[:1])  # autograd's own temporary tensors
+    assert torch.cuda.max_memory_allocated() - before <= weights + grad_bytes + backward_bytes + few
 
 
 def test_pinned_memory_is_allocated_once(monkeypatch):

@@ -46,7 +46,7 @@ def captured(step, mode="global", stream=None):
 
 
 def on_side(place=CUDA):
-    """Return a side stream that waits for what the current one has got to do."""
+    """Return a side stream that waits for the current stream's work."""
     side = torch.cuda.Stream(place)
     side.wait_stream(torch.cuda.current_stream(place))
     return side

@@ -39,9 +39,9 @@ def test_a_feed_forward_becomes_one_mlp(activation, final_dropout):
     report = fuse(model)
     assert [(site.module, site.computed_by.split(",")[0]) for site in report.fused] == [("", OPS[activation])]
     assert report.left == []
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with recorded_ops() as ran:
-            assert_close(results(each), want, rtol=1e-5, atol=1e-5)
+            assert_close(results(copied), want, rtol=1e-5, atol=1e-5)
         assert ran == [OPS[activation]]
     assert list(model.state_dict()) == keys
     unfuse(model)

@@ -76,9 +76,9 @@ def test_it_learns_what_torchs_learns(tmp_path, way, precision):
     """fp16 is fp32 on a CPU: Accelerate says nothing, and makes no scaler there."""
     options = precision | {"gradient_accumulation_steps": 2, "weight_decay": 0.01}
     trainers = {}
-    for each in (way, "torch's"):
+    for name in (way, "torch's"):
         net = model()
-        trainers[each] = trained(tmp_path, net, options, **WAYS[each](net))
+        trainers[name] = trained(tmp_path, net, options, **WAYS[name](net))
     ours, theirs = map(losses, trainers.values())
     optimizer = trainers[way].optimizer
     assert isinstance(getattr(optimizer, "optimizer", optimizer), AdamW)
@@ -118,10 +118,10 @@ def test_adamw_takes_the_options_of_the_arguments_and_trainers_groups(tmp_path):
     theirs = Trainer(model(), args).create_optimizer()
     ours = Trainer(model(), args, optimizer_cls_and_kwargs=adamw(args, state_dtype=B16)).create_optimizer()
     assert (type(ours), type(theirs)) == (AdamW, torch.optim.AdamW)
-    for group, of_torch in zip(ours.param_groups, theirs.param_groups, strict=True):
+    for group, torchs in zip(ours.param_groups, theirs.param_groups, strict=True):
         same = "lr", "betas", "eps", "weight_decay"
-        assert [group[name] for name in same] == [of_torch[name] for name in same]
-        assert [it.shape for it in group["params"]] == [it.shape for it in of_torch["params"]]
+        assert [group[name] for name in same] == [torchs[name] for name in same]
+        assert [it.shape for it in group["params"]] == [it.shape for it in torchs["params"]]
         assert group["state_dtype"] == B16
     assert {group["weight_decay"] for group in ours.param_groups} == {0.02, 0.0}
 

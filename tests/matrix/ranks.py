@@ -22,8 +22,8 @@ Cell = tuple[str, str]  # tool and drop-in, by their names
 def judge_all(modules: list[str], cells: list[Cell], folder: Path) -> dict[Cell, list[tuple[str, str]]]:
     """Return the verdicts of each process on the tools in ``modules``."""
     start(_on_rank, (modules, cells, folder), WORLD)
-    of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return {cell: [tuple(it[i]) for it in of_ranks] for i, cell in enumerate(cells)}
+    verdicts = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return {cell: [tuple(it[i]) for it in verdicts] for i, cell in enumerate(cells)}
 
 
 def _on_rank(rank: int, modules: list[str], cells: list[Cell], folder: Path) -> None:

@@ -123,8 +123,8 @@ def sharpness_aware(run):
                 param.add_(torch.sign(param.grad), alpha=0.125)
         model.zero_grad()
         backward(number)
-        for param, own in kept:
-            param.data = own
+        for param, weight in kept:
+            param.data = weight
 
     run.backward = backward_there
     yield

@@ -44,12 +44,12 @@ class Loss(nn.Module):
     def __init__(self, run: Run, first: int = 0) -> None:
         super().__init__()
         self.model, self.number = run.model, first - 1
-        self.of_part = run.loss
+        self.loss_of_part = run.loss
 
     def forward(self, number=None):
         self.number += 1
         with torch.autocast("cpu", enabled=False):
-            return {"loss": (self.of_part(self.number, 0) + self.of_part(self.number, 1)) / 2}
+            return {"loss": (self.loss_of_part(self.number, 0) + self.loss_of_part(self.number, 1)) / 2}
 
 
 def renew(run: Run) -> None:

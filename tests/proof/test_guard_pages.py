@@ -160,7 +160,9 @@ def test_every_op_is_fenced():
     assert CASES.keys() == _registry._ops.keys()
 
 
-def assert_nothing_is_touched(target):
+@pytest.mark.exhaustive
+@pytest.mark.kernels("native", "cuda", "triton")
+def test_nothing_beside_a_tensor_is_touched(target):
     if target.device.type != "cpu":
         pytest.skip("guards the CPU's memory")
     command = [sys.executable, "-m", __name__, str(target)]
@@ -168,18 +170,6 @@ def assert_nothing_is_touched(target):
     case = done.stdout.strip().rpartition("\n")[2]
     assert done.returncode == 0, f"{case}: exit status {done.returncode}\n{done.stderr}"
     assert case, "nothing has run"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.kernels("native", "cuda")
-def test_nothing_beside_a_tensor_is_touched(target):
-    assert_nothing_is_touched(target)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.kernels("triton")
-def test_nothing_beside_a_tensor_is_touched_by_triton(target):
-    assert_nothing_is_touched(target)
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ class Environment:
         self.library, self.tree = self.directory / "library", self.directory / "tree"
 
     def build(self) -> None:
-        for each in (self.library, self.tree, self.directory / "home"):
-            each.mkdir(parents=True, exist_ok=True)
+        for folder in (self.library, self.tree, self.directory / "home"):
+            folder.mkdir(parents=True, exist_ok=True)
         self._install()
         (self.packages,) = (self.directory / "venv").glob("lib/python3*/site-packages")
         self._build_runtime()
