@@ -68,7 +68,7 @@ std::shared_ptr<Random> random_for(const c10::OperatorHandle& op, const Stack& a
 }
 
 // Returns the op, and changes the arguments, so that the CPU's kernel does what only CUDA's can: wider results.
-c10::OperatorHandle adapt_to_cpu(const c10::OperatorHandle& op, Stack& arguments) {
+c10::OperatorHandle suit(const c10::OperatorHandle& op, Stack& arguments) {
   const std::string& name = op.schema().name();
   if (const auto place = op.schema().argumentIndexWithName("half_to_float"); place && arguments[*place].toBool()) {
     arguments[0] = arguments[0].toTensor().to(at::kFloat);
@@ -88,8 +88,8 @@ c10::OperatorHandle adapt_to_cpu(const c10::OperatorHandle& op, Stack& arguments
 }
 
 Stack call(const c10::OperatorHandle& op, DispatchKey key, Stack arguments) {
-  const c10::OperatorHandle adapted = adapt_to_cpu(op, arguments);
-  adapted.redispatchBoxed(DispatchKeySet(key), &arguments);
+  const c10::OperatorHandle suited = suit(op, arguments);
+  suited.redispatchBoxed(DispatchKeySet(key), &arguments);
   return arguments;
 }
 
@@ -189,20 +189,20 @@ void compute(const c10::OperatorHandle& op, Stack* stack) {
   const auto alias = [&](const at::Tensor& it) { return it.is_cuda() ? aliases.of(it) : copy_of(it); };
 
   // An op that works in place or returns nothing makes no tensor, so there is none to be asked for.
-  const auto shapes = is_in_place || written.empty() ? arguments : ask_meta(op, arguments);
-  const Stack known = shapes ? *shapes : compute_now(op, mapped(arguments, c10::kCPU, alias), random);
+  const auto looks = is_in_place || written.empty() ? arguments : ask_meta(op, arguments);
+  const Stack known = looks ? *looks : compute_now(op, mapped(arguments, c10::kCPU, alias), random);
   Stack results, targets;
   for (size_t i = 0; i < written.size(); ++i) {
     const bool is_made = written[i] < 0;
     results.push_back(!is_made ? arguments[written[i]] : mapped(known[i], [&](const at::Tensor& it) {
-      return shapes ? at::empty_strided(it.sizes(), it.strides(), at::device(device).dtype(it.dtype())) : it.to(device);
+      return looks ? at::empty_strided(it.sizes(), it.strides(), at::device(device).dtype(it.dtype())) : it.to(device);
     }));
-    targets.push_back(is_made && shapes ? mapped(results.back(), alias) : IValue());
+    targets.push_back(is_made && looks ? mapped(results.back(), alias) : IValue());
     if (is_made || is_in_place || !results.back().isTensor()) continue;
     const at::Tensor &out = results.back().toTensor(), shape = known[i].toTensor();
     if (out.sizes() != shape.sizes()) out.resize_(shape.sizes());
   }
-  if (shapes) {
+  if (looks) {
     aliases = {};  // storages may have grown
     enqueue(name_of(op), [=, on_cpu = mapped(arguments, c10::kCPU, alias)] {
       const Stack made = call_on_cpu(op, on_cpu, random.get());
