@@ -104,8 +104,8 @@ def test_pinned_batches_may_come_and_go_between_replays():
         x.copy_(pinned, non_blocking=True)
         graph.replay()
         Metrics(loop.optimizer).read()
-    for x in batches:
-        eager.step(x.to(CUDA))
+    for inputs in batches:
+        eager.step(inputs.to(CUDA))
     assert_same(loop.results(), eager.results())
 
 
