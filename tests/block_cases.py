@@ -17,8 +17,8 @@ class Block(NamedTuple):
     ours: object
     torchs: object
     shapes: object  # returns the parameters' shapes, from K, H, N
-    bytes_saved: int  # for the backward, for each hidden feature in 16 bits
-    names: tuple[str, ...]  # of the parameters in the package
+    bytes_saved: int  # for the backward, by each 16-bit hidden feature
+    names: tuple[str, ...]  # that the package has for the parameters
 
 
 def _stacked(x, weight, bias):
@@ -83,7 +83,7 @@ BLOCKS = {
         ("weight", "bias", "out_weight", "out_bias"),
     ),
 }
-MLPS = {name: it for name, it in BLOCKS.items() if "mlp" in name}
+MLPS = {name: block for name, block in BLOCKS.items() if "mlp" in name}
 
 
 def arguments(name, dtype, sizes=(6, 8, 10, 7), device="cpu", seed=0):
@@ -110,9 +110,9 @@ def assert_contract(name, activation, leaves, dy, **options):
     wanted = results(block.torchs, activation, wide, dy.double().cpu())
     theirs = results(block.torchs, activation, leaves, dy)
     ours = results(block.ours, activation, leaves, dy, **options)
-    x, *parameters = wide
-    own = Parameters(*map(dict(zip(block.names, parameters, strict=True)).get, Parameters._fields))
-    found = exact.block(Kind(name, activation, "gated" in name, "stacked" in name), x, own, dy.double().cpu())
+    x, *values = wide
+    parameters = Parameters(*map(dict(zip(block.names, values, strict=True)).get, Parameters._fields))
+    found = exact.block(Kind(name, activation, "gated" in name, "stacked" in name), x, parameters, dy.double().cpu())
     sizes = [found.y, found.dx, *(getattr(found.gradients, it) for it in block.names)]
     is_one_layer = name.startswith("linear_act")
     independent = dy.numel() if is_one_layer else len(dy)

@@ -1,4 +1,4 @@
-"""Runs the commands of a user who builds, in copies of the checkout."""
+"""Runs a user's build commands, in copies of the checkout."""
 
 import os
 import shutil
@@ -10,7 +10,8 @@ from tests import ROOT
 
 
 def attempt(*command: str, cwd: Path, **env: str) -> tuple[int, str]:
-    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # conftest.py's
+    """Run a command. Return its exit status and its output."""
+    inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}  # set by conftest.py
     done = subprocess.run(
         command, cwd=cwd, env=inherited | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
@@ -18,12 +19,12 @@ def attempt(*command: str, cwd: Path, **env: str) -> tuple[int, str]:
 
 
 def python(*arguments: str, cwd: Path, **env: str) -> str:
-    status, said = attempt(sys.executable, *arguments, cwd=cwd, **env)
-    assert status == 0, said
-    return said
+    status, output = attempt(sys.executable, *arguments, cwd=cwd, **env)
+    assert status == 0, output
+    return output
 
 
 def copy_checkout(to: Path) -> Path:
-    """Copy the files that git would track, without git: .ci/run tests a copy that is no repository."""
+    """Copy the files that git would track. git isn't asked, because .ci/run tests a copy that is no repository."""
     ignored = [Path(line).name for line in (ROOT / ".gitignore").read_text().split()]
     return shutil.copytree(ROOT, to, ignore=shutil.ignore_patterns(".git", *ignored))

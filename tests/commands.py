@@ -20,8 +20,8 @@ def run(*words, cwd=None, env=None):
         server.stdin.write(json.dumps(request | {"folder": folder}) + "\n")
         server.stdin.flush()
         status = int(server.stdout.readline())
-        said = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
-    return subprocess.CompletedProcess(words, status, *said)
+        texts = [Path(folder, name).read_text() for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess(words, status, *texts)
 
 
 @cache

@@ -11,7 +11,7 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # set before torch reads it; spinning
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is first imported; there it makes kernels run on the CPU
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it at its first import, and then interprets kernels
 
 from mpkernels import selector
 from tests import libraries, quick
@@ -26,19 +26,19 @@ from tests.quick import (  # noqa: F401
 from tests.summary import TARGET, pytest_report_header, pytest_terminal_summary  # noqa: F401
 from tests.targets import TARGETS, emulated_variable
 
-EXTRA = "integrations"  # of pyproject.toml
+EXTRA = "integrations"  # in pyproject.toml
 
 interpreter.round_bf16_as_hardware_does()
 interpreter.prefer_numbers_to_nan()
-interpreter.poison_lanes_masked_off()
-interpreter.check_what_is_said_of_alignment()
+interpreter.poison_masked_lanes()
+interpreter.check_alignment_hints()
 interpreter.patch_the_language_once_a_launch()
-interpreter.check_no_overflow_in_vain()
-interpreter.look_up_numpys_dtypes()
-if os.environ.get("TRITON_INTERPRET") == "1":  # else it would be the compiler's types
+interpreter.skip_unused_overflow_checks()
+interpreter.remember_numpys_dtypes()
+if os.environ.get("TRITON_INTERPRET") == "1":  # else the compiler's types would change
     interpreter.describe_each_type_once()
-hypothesis.settings.register_profile("same for all", derandomize=True, deadline=None)  # and in each run
-hypothesis.settings.load_profile("same for all")
+hypothesis.settings.register_profile("same examples in every run", derandomize=True, deadline=None)
+hypothesis.settings.load_profile("same examples in every run")
 
 
 def pytest_addoption(parser):
@@ -53,26 +53,26 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
-    """Return the number of workers for ``-n auto``. A worker takes a gigabyte or two. It sometimes waits for processes,
-    so there is one more than cores."""
+    """Return the number of workers for ``-n auto``: one more than cores, as a worker sometimes waits for processes. A
+    worker takes a gigabyte or two, so there are 8 at most."""
     return min(os.cpu_count() + 1, 8)
 
 
 def pytest_configure(config):
-    if hasattr(config, "workerinput"):  # a worker: two threads, to test how threads share work
+    if hasattr(config, "workerinput"):  # at least two threads, because tests check how threads share work
         torch.set_num_threads(max(2, torch.get_num_threads() // config.workerinput["workercount"]))
     required = set(filter(None, config.getoption("--require").split(",")))
     if unknown := required - TARGETS.keys() - {EXTRA}:
         known = ", ".join([*TARGETS, EXTRA])
         raise pytest.UsageError(f"--require: unknown target {', '.join(sorted(unknown))}; known: {known}")
-    asked = {name: TARGETS[name].why_missing for name in sorted(required - {EXTRA})}
+    checks = {name: TARGETS[name].why_missing for name in sorted(required - {EXTRA})}
     if EXTRA in required:
-        asked |= {name: partial(libraries.why_missing, name) for name in libraries.NAMES}
+        checks |= {name: partial(libraries.why_missing, name) for name in libraries.NAMES}
     if required:
-        asked["gloo"] = why_no_gloo
+        checks["gloo"] = why_no_gloo
     if "cpu-cuda" in required and not hasattr(config, "workerinput"):  # pytest prints nothing before the build
         print("tests: the CUDA kernels are compiled for the CPU now, in minutes, if they aren't yet", file=sys.stderr)
-    missing = {name: why for name, why_missing in asked.items() if (why := why_missing())}
+    missing = {name: why for name, why_missing in checks.items() if (why := why_missing())}
     if missing:
         raise pytest.UsageError(
             "--require: " + "; ".join(f"{name} can't run here: {why}" for name, why in missing.items())
@@ -81,8 +81,8 @@ def pytest_configure(config):
 
 def pytest_generate_tests(metafunc):
     if "target" in metafunc.fixturenames:
-        only = metafunc.definition.get_closest_marker("kernels")
-        targets = [it for it in TARGETS.values() if only is None or it.kernel in only.args]
+        marker = metafunc.definition.get_closest_marker("kernels")
+        targets = [it for it in TARGETS.values() if marker is None or it.kernel in marker.args]
         metafunc.parametrize("target", targets, ids=str, indirect=True)
 
 
@@ -106,13 +106,13 @@ def target(request):
 
 
 def _set_order_of_emulated_threads(test):
-    """Start the emulation's order of threads anew, so that each run of a test has the same order."""
+    """Seed the emulation's order of threads by the test's name, so that each run of a test has the same order."""
     seed = zlib.crc32(test.nodeid.encode())
     emulated_variable("emulation_seed").value = seed
     test.add_report_section("setup", "emulated CUDA", f"seed {seed}")
 
 
-@pytest.fixture(params=["cpu-cuda"])  # in the tests' ids, too: -k cuda finds all that look at CUDA C++
+@pytest.fixture(params=["cpu-cuda"])  # a parameter, so that -k cuda finds these tests, too
 def emulated(request):
     """Like ``target``, for tests of the emulation alone."""
     target = TARGETS[request.param]

@@ -33,6 +33,7 @@ class ExactBlock(NamedTuple):
 
 
 def given(value: Tensor) -> Exact:
+    """Return an input, which has no error."""
     return Exact(value, torch.zeros_like(value))
 
 
@@ -66,48 +67,48 @@ def activated(activation: str, z: Exact) -> tuple[Exact, Exact]:
     with torch.enable_grad():
         y = ACTIVATIONS[activation].forward(at)  # torch's gelu is 0 from z = -8.3 on, in fp64 too
         [slope] = torch.autograd.grad(y, at, torch.ones_like(y), create_graph=True)
-        bend = torch.zeros_like(y)
+        curvature = torch.zeros_like(y)
         if slope.requires_grad:
-            [bend] = torch.autograd.grad(slope, at, torch.ones_like(y))
+            [curvature] = torch.autograd.grad(slope, at, torch.ones_like(y))
     y, slope = y.detach(), slope.detach()
-    of_slope = torch.maximum(slope.square(), bend.square() * z.squares).clamp(min=1)
-    return Exact(y, slope.square() * z.squares), Exact(slope, of_slope)
+    slope_squares = torch.maximum(slope.square(), curvature.square() * z.squares).clamp(min=1)
+    return Exact(y, slope.square() * z.squares), Exact(slope, slope_squares)
 
 
-def block(kind: Kind, x: Tensor, own: Parameters, dy: Tensor) -> ExactBlock:
+def block(kind: Kind, x: Tensor, parameters: Parameters, dy: Tensor) -> ExactBlock:
     """Compute a block without a dropout, and its backward, from tensors in fp64."""
-    inputs, into = given(x), given(dy)
-    z = linear(inputs, own.weight, own.bias)
+    inputs, exact_dy = given(x), given(dy)
+    z = linear(inputs, parameters.weight, parameters.bias)
     gate, up = z, None
     if kind.is_stacked:
-        gate, up = (Exact(*each) for each in zip(*(it.chunk(2, 1) for it in z), strict=True))
+        gate, up = (Exact(*half) for half in zip(*(it.chunk(2, 1) for it in z), strict=True))
     elif kind.is_gated:
-        up = linear(inputs, own.up_weight, own.up_bias)
+        up = linear(inputs, parameters.up_weight, parameters.up_bias)
     active, slope = activated(kind.activation, gate)
     h = active if up is None else times(active, up)
-    has_out = own.out_weight is not None
-    y = linear(h, own.out_weight, own.out_bias) if has_out else h
-    dh = product(into, given(own.out_weight)) if has_out else into
+    has_out = parameters.out_weight is not None
+    y = linear(h, parameters.out_weight, parameters.out_bias) if has_out else h
+    dh = product(exact_dy, given(parameters.out_weight)) if has_out else exact_dy
     dz, dup = times(dh if up is None else times(dh, up), slope), None if up is None else times(dh, active)
     if kind.is_stacked and dup is not None:
-        dz, dup = Exact(*(torch.cat(each, 1) for each in zip(dz, dup, strict=True))), None
-    dx = product(dz, given(own.weight))
+        dz, dup = Exact(*(torch.cat(halves, 1) for halves in zip(dz, dup, strict=True))), None
+    dx = product(dz, given(parameters.weight))
     if dup is not None:
-        dx = plus(dx, product(dup, given(own.up_weight)))
-    pairs = (dz, inputs), (dup, inputs), (into if has_out else None, h)
-    found = [it for slope, of in pairs for it in ((None, None) if slope is None else _of_layer(slope, of))]
-    return ExactBlock(
-        y, dx, Parameters(*(it if mine is not None else None for it, mine in zip(found, own, strict=True)))
-    )
+        dx = plus(dx, product(dup, given(parameters.up_weight)))
+    layers = (dz, inputs), (dup, inputs), (exact_dy if has_out else None, h)
+    found = [it for dout, x in layers for it in ((None, None) if dout is None else _layer_gradients(dout, x))]
+    pairs = zip(found, parameters, strict=True)
+    return ExactBlock(y, dx, Parameters(*(it if parameter is not None else None for it, parameter in pairs)))
 
 
-def _of_layer(dz: Exact, x: Exact) -> tuple[Exact, Exact]:
+def _layer_gradients(dz: Exact, x: Exact) -> tuple[Exact, Exact]:
     """Return the gradients of a weight and of a bias."""
     return product(dz.t(), x), summed(dz)
 
 
-def _largest(it: Exact) -> Tensor:
-    return torch.maximum(it.value.square(), it.squares)
+def _largest(a: Exact) -> Tensor:
+    """Return the squares of the numbers, or of the sizes of their errors where these are larger."""
+    return torch.maximum(a.value.square(), a.squares)
 
 
 def assert_as_near(
@@ -122,8 +123,8 @@ def assert_as_near(
     """Assert SEMANTICS' error contract: our error against fp64 exceeds torch's by at most 2 %, plus a floor.
 
     Few numbers get a floor in proportion to the summands' size, because sums may cancel and torch's rounding may be
-    lucky; so does fp32 of several layers. Many numbers of one layer don't. independent: how many numbers of the first
-    result are rounded without regard to each other.
+    lucky; so does fp32 of several layers. Many numbers of one layer don't. ``independent`` is how many numbers of the
+    first result are rounded independently.
     """
     for name, mine, rival, want, size in zip(names, ours, theirs, wanted, sizes, strict=True):
         assert (mine.shape, mine.dtype) == (rival.shape, rival.dtype), name
@@ -131,7 +132,7 @@ def assert_as_near(
         is_wide = mine.dtype == torch.float32
         is_exposed = numbers < 64 or (is_wide and not is_one_layer)
         norm = size.norm() if is_exposed else want.norm()
-        off, rivals = (((it.cpu() - want).norm() / norm).item() for it in (mine, rival))
-        luck = 2 * (eps + rivals) / max(1, numbers) ** 0.5 if is_exposed else 0.0
-        bound = 1.02 * rivals + (2 * eps if is_wide else eps / 8 + luck)
-        assert off <= bound, f"{name}: {off:.3g} > {bound:.3g}"
+        error, rival_error = (((it.cpu() - want).norm() / norm).item() for it in (mine, rival))
+        luck = 2 * (eps + rival_error) / max(1, numbers) ** 0.5 if is_exposed else 0.0
+        bound = 1.02 * rival_error + (2 * eps if is_wide else eps / 8 + luck)
+        assert error <= bound, f"{name}: {error:.3g} > {bound:.3g}"

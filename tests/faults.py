@@ -25,7 +25,7 @@ def _is_counted(frame):
 
 
 class _Fault:
-    """Raises the error at one of the lines and calls of Python code, and of the calls into C, that come."""
+    """Raises the error after ``place`` lines and calls of the counted code. Calls into C count, too."""
 
     def __init__(self, place, error):
         self.place, self.error, self.has_come = place, error, False

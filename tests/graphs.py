@@ -32,7 +32,7 @@ class _Graph(TorchDispatchMode):
         super().__init__()
         self.steps = []
         self.kept = []  # keeps tensors alive, whose memory belongs to the graph
-        self.on_host = set()
+        self.on_host = set()  # addresses of memory whose numbers the host knows during the capture
 
     @torch.no_grad()
     def replay(self):
@@ -59,7 +59,7 @@ class _Graph(TorchDispatchMode):
         """Return whether an op's result stays on the host: that of torch.tensor, which no graph may copy to a
         device, or a number computed from such a result."""
         tensors = _tensors((args, kwargs))
-        is_host = op is torch.ops.aten.lift_fresh.default or all(_memory(each) in self.on_host for each in tensors)
+        is_host = op is torch.ops.aten.lift_fresh.default or all(_memory(tensor) in self.on_host for tensor in tensors)
         return bool(tensors) and is_host
 
     def _compute_on_host(self, op, args, kwargs):
@@ -71,23 +71,23 @@ class _Graph(TorchDispatchMode):
     @torch.no_grad()
     def _keep_op(self, op, args, kwargs):
         results = op(*args, **kwargs)
-        of_arguments = set(map(_memory, _tensors((args, kwargs))))
-        own = [i for i, each in enumerate(_tensors(results)) if _memory(each) not in of_arguments]
+        argument_memory = set(map(_memory, _tensors((args, kwargs))))
+        new = [i for i, result in enumerate(_tensors(results)) if _memory(result) not in argument_memory]
         self.kept.append(results)
 
         def compute():
             again = _tensors(op(*args, **kwargs))
-            for i in own:
+            for i in new:
                 _tensors(results)[i].copy_(again[i])
 
         self.steps.append(compute)
-        for i in own:
+        for i in new:
             _tensors(results)[i].fill_(float("nan") if _tensors(results)[i].is_floating_point() else 85)
         return results
 
 
 def _tensors(tree):
-    return [each for each in tree_leaves(tree) if isinstance(each, torch.Tensor)]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _memory(tensor):
@@ -104,7 +104,7 @@ def _interpreted_kernels_kept(graph):
     run = GridExecutor.__call__
 
     def keep(self, *args, **kwargs):
-        uploads = [(each, each.clone()) for each in _tensors(args) if _memory(each) in graph.on_host]
+        uploads = [(tensor, tensor.clone()) for tensor in _tensors(args) if _memory(tensor) in graph.on_host]
 
         def launch():
             for on_device, on_host in uploads:

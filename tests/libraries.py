@@ -11,7 +11,7 @@ from tests import ROOT
 
 _TEXT = (ROOT / "pyproject.toml").read_text()
 _REQUIRED = ast.literal_eval(re.search(r"^integrations = (\[.*\])$", _TEXT, re.MULTILINE)[1])
-NAMES = [it.partition(";")[0].replace("-", "_") for it in _REQUIRED]  # of modules
+NAMES = [it.partition(";")[0].replace("-", "_") for it in _REQUIRED]  # as they are imported
 
 
 def why_missing(name: str) -> str | None:
@@ -23,6 +23,14 @@ def why_missing(name: str) -> str | None:
     except ImportError as error:
         return str(error)
     return None
+
+
+def reset_accelerate() -> None:
+    """Reset the options that Accelerate keeps from the first Accelerator of a process."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
 
 
 def need() -> None:

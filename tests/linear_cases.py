@@ -32,10 +32,8 @@ def layer(rows, features, outputs, dtype, device="cpu", seed=0, bias=True):
     shapes = (rows, features), (outputs, features), (outputs,), (rows, outputs)
     x, weight, b, dy = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
     weight = weight / max(features, 1) ** 0.5
-    return [each.to(dtype).to(device) for each in (x, weight)] + [
-        b.to(dtype).to(device) if bias else None,
-        dy.to(dtype).to(device),
-    ]
+    x, weight, b, dy = (tensor.to(dtype).to(device) for tensor in (x, weight, b, dy))
+    return [x, weight, b if bias else None, dy]
 
 
 def integers(*shape, dtype=torch.bfloat16, device="cpu", seed=0):
@@ -46,7 +44,7 @@ def integers(*shape, dtype=torch.bfloat16, device="cpu", seed=0):
 
 def results(function, x, weight, bias, dy, activation):
     """Return y and the gradients of x, weight and, if there is one, bias."""
-    leaves = [each.detach().requires_grad_() for each in (x, weight, bias) if each is not None]
+    leaves = [leaf.detach().requires_grad_() for leaf in (x, weight, bias) if leaf is not None]
     y = function(*leaves, *([None] if bias is None else []), activation)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy)]
 
@@ -88,6 +86,6 @@ def assert_contract_of_dact(dy, weight, z, activation):
     ours = linear_dact(dy, weight, saved_of(z, activation), activation, z.dtype)
     product = exact.product(exact.given(wide[0]), exact.given(wide[1]))
     dz = exact.times(product, exact.activated(activation, exact.given(wide[2]))[1])
-    wanted, theirs = (torchs_dact(*each, activation) for each in (wide, narrow))
+    wanted, theirs = (torchs_dact(*tensors, activation) for tensors in (wide, narrow))
     sizes = dz, exact.summed(dz)
     exact.assert_as_near(("dz", "dbias"), ours, theirs, wanted, sizes, dz.value.numel(), is_one_layer=True)

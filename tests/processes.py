@@ -18,7 +18,7 @@ needs_gloo = pytest.mark.skipif(why_no_gloo() != "", reason="needs torch with gl
 
 
 def in_processes(test):
-    """Mark a test that starts processes. It tells nothing of a kernel, and takes long: it runs with --all."""
+    """Mark a test that starts processes. Such tests take long and test no kernel, so they run with --all only."""
     return pytest.mark.exhaustive(needs_gloo(test))
 
 
@@ -31,7 +31,7 @@ PRELOADED = (
 
 
 def start(function, arguments, world):
-    """Call function(rank, *arguments) in as many processes, and wait for them."""
+    """Call function(rank, *arguments) in ``world`` processes, and wait for them."""
     multiprocessing.set_forkserver_preload(list(PRELOADED))
     torch.multiprocessing.start_processes(function, arguments, world, start_method="forkserver")
 
@@ -41,8 +41,8 @@ def spawn(check, tmp_path, world=2, backend="gloo"):
     start(_on_rank, (check, tmp_path / "store", world, backend), world)
 
 
-def each(checks, rank):
-    """Run several checks in the same processes: an argument for ``spawn``, by ``partial``."""
+def run_checks(checks, rank):
+    """Run several checks in the same processes, as ``spawn(partial(run_checks, checks), ...)`` does."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     for check in checks:
         check(rank)
@@ -59,8 +59,9 @@ def _on_rank(rank, check, file, world, backend):
 
 
 def leave():
-    """End the group of this process and gloo's threads, though a cycle (a model under DDP, say) holds them still. The
-    last work of a thread remembers a context of Python; where the thread outlives Python, torch 2.13 aborts."""
+    """End this process's group and gloo's threads. A cycle, such as a model under DDP, may keep the threads alive until
+    garbage is collected. A thread's last work holds a context of Python: if the thread outlives Python, torch 2.13
+    aborts."""
     distributed.destroy_process_group()
     gc.collect()
 

@@ -1,8 +1,8 @@
-"""Chooses the tests of a run without ``--all``: those that tell most for their time.
+"""Chooses the tests of a run without ``--all``: those that find most in their time.
 
-Left out are tests marked ``exhaustive``, and combinations of parameters: of each test function, as many run as it takes
-for each two values of two parameters to meet; where it is marked ``each_value_once``, for each value to be there. Files
-and tests that are named on the command line run whole."""
+The run leaves out tests marked ``exhaustive``, and combinations of parameters. Of each test function, it keeps enough
+combinations that every two values of two parameters occur together; if the function is marked ``each_value_once``, that
+every value occurs. If the command line names a file or a test, all of it runs."""
 
 import heapq
 import itertools
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-LEFT_OUT = pytest.StashKey[Counter[str]]()  # how many tests, by folder
+LEFT_OUT = pytest.StashKey[Counter[str]]()  # how many tests of each folder are left out
 GOLDEN = (5**0.5 - 1) / 2
 EXHAUSTIVE, EACH_ONCE, BEGINS_FIRST = "exhaustive", "each_value_once", "begins_first"
 
@@ -38,7 +38,8 @@ def pytest_sessionstart(session):
 
 
 def _order_files(items):
-    """Marked files come first, then those with many tests: no worker begins a long one when the others are done."""
+    """Sort marked files to the front, then files with many tests, so that no worker begins a long file when the others
+    are done."""
     counts = Counter(_file(it) for it in items)
     items.sort(key=lambda it: (it.get_closest_marker(BEGINS_FIRST) is None, -counts[_file(it)]))
 
@@ -48,11 +49,11 @@ def _file(item):
 
 
 def _leave_out(config, items):
-    of_functions = defaultdict(list)
+    by_function = defaultdict(list)
     for it in items:
         if it.get_closest_marker(EXHAUSTIVE) is None:
-            of_functions[it.parent.nodeid, getattr(it, "originalname", it.name), _device(it)].append(it)
-    kept = {it for alike in of_functions.values() for it in meeting(_how_many(alike[0]), alike, _values)}
+            by_function[it.parent.nodeid, getattr(it, "originalname", it.name), _device(it)].append(it)
+    kept = {it for tests in by_function.values() for it in covering(_group_size(tests[0]), tests, _values)}
     left_out = [it for it in items if it not in kept]
     config.stash[LEFT_OUT] = Counter(_folder(it.nodeid) for it in left_out)
     config.hook.pytest_deselected(items=left_out)
@@ -60,7 +61,7 @@ def _leave_out(config, items):
 
 
 def _device(item):
-    """Tests of each device leave out nothing for those of another, which may not be there."""
+    """Return the device of a test's target. Each device's tests are chosen by themselves: a device may be missing."""
     target = item.callspec.params.get("target") if hasattr(item, "callspec") else None
     return getattr(target, "device", None)
 
@@ -71,26 +72,27 @@ def _values(item):
     return {name: value if isinstance(value, str) else id(value) for name, value in params.items()}
 
 
-def _how_many(item):
+def _group_size(item):
     return 2 if item.get_closest_marker(EACH_ONCE) is None else 1
 
 
-def meeting(count, combinations, values):
-    """Return enough of the combinations that any ``count`` values which meet in one of them meet in one that is kept.
-    The one with most that are missing comes next. values: of a combination, by parameter."""
-    its_values = [sorted(values(it).items()) for it in combinations]
-    met = [set(itertools.combinations(it, min(count, len(it)))) for it in its_values]
-    missing, kept = set().union(*met), set()
-    # Among such with equally many, those that follow each other are far apart: else all would have one's first value.
-    most = [(-len(its_own), place * GOLDEN % 1, place) for place, its_own in enumerate(met)]
-    heapq.heapify(most)
+def covering(count, combinations, values):
+    """Return enough combinations that any ``count`` values which occur together in a combination also occur together in
+    a returned one. ``values(combination)`` returns its values by parameter."""
+    sorted_values = [sorted(values(it).items()) for it in combinations]
+    groups = [set(itertools.combinations(it, min(count, len(it)))) for it in sorted_values]
+    missing, kept = set().union(*groups), set()
+    # The combination that adds most missing groups comes next. Multiples of the golden ratio order those that add as
+    # many, so that successive ones lie far apart: neighbours would all have the first parameter's first value.
+    heap = [(-len(group), place * GOLDEN % 1, place) for place, group in enumerate(groups)]
+    heapq.heapify(heap)
     while missing:
-        known, order, place = heapq.heappop(most)
-        if (now := len(met[place] & missing)) == -known:
+        known, order, place = heapq.heappop(heap)
+        if (now := len(groups[place] & missing)) == -known:
             kept.add(place)
-            missing -= met[place]
+            missing -= groups[place]
         else:
-            heapq.heappush(most, (-now, order, place))
+            heapq.heappush(heap, (-now, order, place))
     return [it for place, it in enumerate(combinations) if place in kept]
 
 
@@ -106,7 +108,7 @@ def pytest_sessionfinish(session):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Each of pytest's workers has collected, and left out, the same."""
+    """Take a worker's counts: all workers collect, and leave out, the same tests."""
     node.config.stash[LEFT_OUT] = Counter(getattr(node, "workeroutput", {}).get(EXHAUSTIVE, {}))
 
 

@@ -1,11 +1,11 @@
-"""Prints before the tests how long they take, and after them which kernels were tested."""
+"""Prints how long the tests will take, and, after them, which kernels they have tested."""
 
 from collections import Counter, defaultdict
 
 from tests import quick
 
 TARGET = "target"  # a property of each test that runs a target's kernels
-SPEED = "speed"  # a property that is printed
+SPEED = "speed"  # a property of tests that measure, printed after the tests
 OUTCOMES = ("passed", "failed", "error", "skipped")
 
 
@@ -43,7 +43,7 @@ def lines_of(reports):
             if outcome == "skipped":
                 reasons.setdefault(name, _reason(report))
     lines = [_line(name, counts[name], reasons.get(name)) for name in sorted(counts)]
-    if lines and not any(name.startswith("cuda") and _ran(each) for name, each in counts.items()):
+    if lines and not any(name.startswith("cuda") and _ran(outcomes) for name, outcomes in counts.items()):
         lines.append("No kernel ran on a GPU; docs/proof.md says what stands in for one.")
     return lines
 

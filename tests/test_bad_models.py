@@ -1,4 +1,4 @@
-"""Who takes a model says so, if it is given something else in its place."""
+"""A function that takes a model refuses anything else, by name."""
 
 import pytest
 import torch
@@ -25,13 +25,13 @@ TAKE_A_MODEL = {
     ids=["optimizer", "class", "list", "str"],
 )
 @pytest.mark.parametrize("name", TAKE_A_MODEL)
-def test_what_is_no_model_is_refused(name, value):
+def test_an_argument_that_is_no_model_is_refused(name, value):
     with pytest.raises(TypeError, match=f"^{name}: model must be a torch.nn.Module, got {type(value).__name__}$"):
         TAKE_A_MODEL[name](value)
 
 
 @pytest.mark.parametrize("make", [AdamW, lambda params: Masters(torch.optim.SGD(params, 0.1)), SGD])
-def test_a_models_state_in_an_optimizers_place(make):
+def test_an_optimizer_refuses_a_models_state_dict(make):
     model = torch.nn.Linear(2, 2)
     optimizer = make(model.parameters())
     before = optimizer.state_dict()

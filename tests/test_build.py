@@ -42,7 +42,7 @@ print(mpkernels.backends("unscale_", "cpu"), "native" in mpkernels.backends("uns
 
 class Built(NamedTuple):
     tree: Path
-    said: str
+    output: str
     wheel: Path
 
 
@@ -55,9 +55,9 @@ def modules_in(wheel: Path) -> set[str]:
 
 
 def unscale_with(kernels: list[str], tree: Path) -> str:
-    """Runs an op of the package in ``tree``, which must have these CPU kernels; returns what was said on the way."""
-    said = python("-W", "always", "-c", UNSCALE, cwd=tree, PYTHONPATH=str(tree))
-    *warnings, results, available = said.splitlines()
+    """Run an op of the package in ``tree``, which must have these CPU kernels. Return the warnings."""
+    output = python("-W", "always", "-c", UNSCALE, cwd=tree, PYTHONPATH=str(tree))
+    *warnings, results, available = output.splitlines()
     assert results == f"{tree}/mpkernels/__init__.py tensor([  8., -12.]) tensor([inf]) tensor(1.)"
     assert available == f"{kernels} False"
     return "\n".join(warnings)
@@ -70,30 +70,31 @@ def checkout(tmp_path):
 
 @pytest.fixture(scope="module")
 def tools(tmp_path_factory):
-    """What setup.py asks for where isolation is off, installed apart: the tests' own environment may lack it."""
+    """Install what setup.py asks for without build isolation into a folder: the tests' own environment may lack it.
+    Return the variables that make it known."""
     old, new = tmp_path_factory.mktemp("old"), tmp_path_factory.mktemp("new")
     (old / "setuptools.py").write_text("__version__ = '65.5.0'")  # which Python 3.11 puts in a virtual environment
-    status, said = attempt(sys.executable, "setup.py", cwd=ROOT, PYTHONPATH=str(old))
+    status, output = attempt(sys.executable, "setup.py", cwd=ROOT, PYTHONPATH=str(old))
     assert status == 1
-    assert "Traceback" not in said
-    wanted = shlex.split(said.partition("pip install -U ")[2])
+    assert "Traceback" not in output
+    wanted = shlex.split(output.partition("pip install -U ")[2])
     python("-m", "pip", "install", f"--target={new}", *wanted, cwd=new)
     return {"PYTHONPATH": str(new), "PATH": f"{new / 'bin'}:{os.environ['PATH']}"}
 
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory, tools):
-    """A wheel built as users build it, with isolation; but in the sdist, which must hold all that takes."""
+    """Build a wheel as users do, with isolation. The build runs in the sdist, which must hold all that it needs."""
     directory = tmp_path_factory.mktemp("built")
     python("setup.py", "sdist", f"--dist-dir={directory}", cwd=copy_checkout(directory / "checkout"), **tools)
     [sdist] = directory.glob("*.tar.gz")
     subprocess.run(["tar", "-xf", sdist, "-C", directory], check=True)
     tree = directory / sdist.name.removesuffix(".tar.gz")
-    if (ROOT / "build" / "native").exists():  # what was compiled here, by the same words, need not be compiled again
+    if (ROOT / "build" / "native").exists():  # what the same commands have compiled here is not compiled again
         shutil.copytree(ROOT / "build" / "native", tree / "build" / "native")
-    said = python(*PIP_WHEEL, cwd=tree)
+    output = python(*PIP_WHEEL, cwd=tree)
     [wheel] = (tree / "wheels").iterdir()
-    return Built(tree, said, wheel)
+    return Built(tree, output, wheel)
 
 
 @pytest.fixture
@@ -126,40 +127,38 @@ def test_the_library_needs_torch_but_neither_cpython_nor_cudart(built, tmp_path)
     assert (" .nv_fatbin " in sections) == bool(info["cuda"]["built_for"])
 
 
-def test_the_version_has_one_place():
-    of_build = [
+def test_the_version_is_written_in_one_place():
+    files = [
         ROOT / "pyproject.toml",
         ROOT / "setup.py",
         *(ROOT / "mpkernels").rglob("*.py"),
         ROOT / "docs" / "conf.py",
     ]
-    written = [
-        path.relative_to(ROOT).as_posix() for path in of_build if f'"{mpkernels.__version__}"' in path.read_text()
-    ]
+    written = [path.relative_to(ROOT).as_posix() for path in files if f'"{mpkernels.__version__}"' in path.read_text()]
     assert written == ["mpkernels/__init__.py"]
 
 
 @pytest.mark.exhaustive
 def test_the_build_installs_no_torch(built):
-    [installed] = re.findall("Installing collected packages: (.*)", built.said)
+    [installed] = re.findall("Installing collected packages: (.*)", built.output)
     assert sorted(installed.split(", ")) == ["ninja", "setuptools"]
 
 
 @pytest.mark.exhaustive
-def test_the_build_says_of_each_part_what_it_did(built):
+def test_the_build_reports_each_part_as_built_or_left_out(built):
     info = json.loads(ZipFile(built.wheel).read("mpkernels/_build_info.json"))
     assert info.keys() == {"sources", "cpu", "cuda"}
     for part in ("cpu", "cuda"):
         it = info[part]
-        [outcome] = re.findall(f"mpkernels: {part.upper()} kernels: (.*)", built.said)
+        [outcome] = re.findall(f"mpkernels: {part.upper()} kernels: (.*)", built.output)
         what = f"left out: {it['left_out']}" if it["left_out"] else f"built for {', '.join(it['built_for'])} with"
         assert outcome.startswith(what)
 
 
 @pytest.mark.exhaustive
 def test_without_nvcc_cuda_is_left_out_and_the_cpu_kernels_work(rebuildable, tools):
-    said = python("-c", WITHOUT_NVCC, cwd=rebuildable, **tools)
-    assert "mpkernels: CUDA kernels: left out: no nvcc found\n" in said
+    output = python("-c", WITHOUT_NVCC, cwd=rebuildable, **tools)
+    assert "mpkernels: CUDA kernels: left out: no nvcc found\n" in output
     unscale_with(["native", "reference"], rebuildable)
 
 
@@ -172,31 +171,31 @@ def test_a_deleted_module_is_not_shipped(rebuildable, tools):
 
 
 @pytest.mark.parametrize("env", [{"CXX": "no-such-compiler"}, {"CXX": "", "PATH": "/nowhere"}], ids=["CXX", "PATH"])
-def test_without_a_compiler_it_says_how_to_get_one(checkout, tools, env):
-    status, said = attempt(sys.executable, *PIP_WHEEL, "--no-build-isolation", cwd=checkout, **tools | env)
+def test_without_a_compiler_the_build_says_how_to_get_one(checkout, tools, env):
+    status, output = attempt(sys.executable, *PIP_WHEEL, "--no-build-isolation", cwd=checkout, **tools | env)
     assert status == 1
-    assert "Traceback" not in said
-    [paragraph] = [line for line in said.splitlines() if "mpkernels: " in line]
+    assert "Traceback" not in output
+    [paragraph] = [line for line in output.splitlines() if "mpkernels: " in line]
     assert (env["CXX"] or "no C++ compiler") in paragraph
     assert "`apt install g++`" in paragraph
 
 
-def test_a_compile_error_is_shown_and_fails(checkout, tools):
+def test_a_compile_error_is_shown_and_ends_the_build(checkout, tools):
     shutil.rmtree(checkout / "csrc")
     (checkout / "csrc").mkdir()
     (checkout / "csrc" / "wrong_torch.cpp").write_text("int answer = undeclared;\n")
-    status, said = attempt(sys.executable, *PIP_WHEEL, "--no-build-isolation", cwd=checkout, **tools)
+    status, output = attempt(sys.executable, *PIP_WHEEL, "--no-build-isolation", cwd=checkout, **tools)
     assert status == 1
-    assert "Traceback" not in said
-    assert re.search(r"wrong_torch\.cpp:1:14: error: .*undeclared", said)
-    assert "the compiler's words are above" in said
+    assert "Traceback" not in output
+    assert re.search(r"wrong_torch\.cpp:1:14: error: .*undeclared", output)
+    assert "the compiler's words are above" in output
 
 
-def test_without_the_library_it_warns_once_and_works(checkout):
+def test_without_its_library_the_package_warns_once_and_works(checkout):
     shutil.rmtree(checkout / "csrc")  # or it would take the library of an installed mpkernels
-    said = unscale_with(["reference"], checkout)
-    assert said.count("RuntimeWarning: mpkernels") == 1
-    assert f"{sys.executable} -m pip install -v -e ." in said
+    output = unscale_with(["reference"], checkout)
+    assert output.count("RuntimeWarning: mpkernels") == 1
+    assert f"{sys.executable} -m pip install -v -e ." in output
 
 
 INSTALLS = {"plain": ["."], "editable": ["-e", "."], "wheel": ["{wheel}"]}
@@ -225,30 +224,31 @@ def installed(request, built, tools, tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_clone_runs_on_the_kernels_that_were_installed_from_it(installed):
-    """The clone's folder hides the installed package from Python that runs there."""
+    """Python that runs in the clone's folder imports the package from there, not the installed one."""
     clone, library, run = installed
-    status, said = run("-W", "error", "-m", "mpkernels", "doctor", "--json")
-    assert status == 0, said
-    found = json.loads(said)
+    status, output = run("-W", "error", "-m", "mpkernels", "doctor", "--json")
+    assert status == 0, output
+    found = json.loads(output)
     assert found["machine"]["library"] == str(library)
     assert found["kernels"]["unscale_"]["cpu"] == ["native", "reference"]
     for words in (BENCHMARK, TEST, ("-W", "error", "examples/quickstart.py")):
-        status, said = run(*words)
-        assert status == 0, said
+        status, output = run(*words)
+        assert status == 0, output
     with (clone / "csrc" / "grads" / "unscale.h").open("a") as source:
         source.write("\n// newer than what was built\n")
-    status, said = run("-W", "always", "-c", "import mpkernels; print(mpkernels.backends('unscale_', 'cpu'))")
-    assert status == 0, said
-    assert f"the compiled kernels in {library.parent} were built from other sources than those in {clone}/csrc" in said
-    assert said.endswith("['reference']\n")
+    status, output = run("-W", "always", "-c", "import mpkernels; print(mpkernels.backends('unscale_', 'cpu'))")
+    assert status == 0, output
+    warning = f"the compiled kernels in {library.parent} were built from other sources than those in {clone}/csrc"
+    assert warning in output
+    assert output.endswith("['reference']\n")
 
 
-def needs_of(name: str) -> set[str]:
-    """The installed packages that this one can't do without, itself included."""
+def required_packages(name: str) -> set[str]:
+    """Return a package and the installed packages that it requires, directly or not."""
     found, new = set(), {name}
     while new:
         found |= new
-        required = [it for each in new for it in metadata.requires(each) or () if "extra ==" not in it]
+        required = [it for package in new for it in metadata.requires(package) or () if "extra ==" not in it]
         names = {re.match(r"[\w.-]+", it)[0] for it in required}
         new = {it for it in names if any(metadata.Distribution.discover(name=it))} - found
     return found
@@ -259,14 +259,14 @@ def bare(tmp_path):
     """A Python that has torch, what torch needs, and nothing else."""
     venv, packages = tmp_path / "bare", tmp_path / "packages"
     packages.mkdir()
-    for name in needs_of("torch"):
+    for name in required_packages("torch"):
         package = metadata.distribution(name)
         for top in {path.parts[0] for path in package.files} - {"..", "__pycache__"}:
             if not (packages / top).exists():
                 (packages / top).symlink_to(package.locate_file(top))
     python("-m", "venv", "--without-pip", str(venv), cwd=tmp_path)
-    [own] = venv.glob("lib/python*/site-packages")
-    (own / "torch.pth").write_text(str(packages))
+    [site_packages] = venv.glob("lib/python*/site-packages")
+    (site_packages / "torch.pth").write_text(str(packages))
     return venv / "bin" / "python"
 
 
@@ -274,16 +274,16 @@ def bare(tmp_path):
 def test_the_wheel_works_where_there_is_nothing_but_torch(built, bare, tmp_path):
     """There is no checkout either."""
     python("-m", "pip", f"--python={bare}", "install", "--no-deps", str(built.wheel), cwd=tmp_path)
-    status, said = attempt(str(bare), "-c", "import numpy", cwd=tmp_path)
-    assert status == 1, said
+    status, output = attempt(str(bare), "-c", "import numpy", cwd=tmp_path)
+    assert status == 1, output
     strict = ("-W", "error", "-W", "ignore:Failed to initialize NumPy")  # torch's own
-    status, said = attempt(str(bare), *strict, "-m", "mpkernels", "doctor", "--json", cwd=tmp_path)
-    assert status == 0, said
-    found = json.loads(said)
+    status, output = attempt(str(bare), *strict, "-m", "mpkernels", "doctor", "--json", cwd=tmp_path)
+    assert status == 0, output
+    found = json.loads(output)
     assert found["machine"]["library"] == str(next((tmp_path / "bare").rglob("_native.so")))
-    for of_op in found["kernels"].values():
-        assert of_op["cpu"] == ["native", "reference"]
-        assert ("native" in of_op["cuda"]) == bool(found["builds"]["cuda"]["built_for"])
+    for by_device in found["kernels"].values():
+        assert by_device["cpu"] == ["native", "reference"]
+        assert ("native" in by_device["cuda"]) == bool(found["builds"]["cuda"]["built_for"])
     assert found["verdict"].startswith("Ready to train on ")
-    status, said = attempt(str(bare), str(ROOT / "examples" / "quickstart.py"), cwd=tmp_path)
-    assert status == 0, said
+    status, output = attempt(str(bare), str(ROOT / "examples" / "quickstart.py"), cwd=tmp_path)
+    assert status == 0, output

@@ -1,4 +1,4 @@
-"""What setup.py decides before it compiles: which nvcc, which C++ compiler for it, what need not be compiled again."""
+"""setup.py chooses, before it compiles, an nvcc, a C++ compiler for it, and the sources to compile."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ esac
 
 @pytest.fixture
 def toolkits(tmp_path, monkeypatch):
-    """Return what installs an nvcc, which refuses some C++ compilers, on an otherwise empty PATH."""
+    """Return a function that installs a fake nvcc, which may refuse some C++ compilers, on an otherwise empty PATH."""
     monkeypatch.delenv("CUDA_HOME", raising=False)
     monkeypatch.delenv("CUDA_PATH", raising=False)
     monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
@@ -74,14 +74,14 @@ def test_a_compiler_that_nvcc_refuses_is_replaced_by_one_that_it_takes(toolkits)
     assert "-ccbin g++-14 " in find().compile
 
 
-def test_where_nvcc_takes_no_compiler_cuda_is_left_out(toolkits):
+def test_cuda_is_left_out_if_nvcc_takes_no_compiler(toolkits):
     toolkits("12.4", refused="")
-    said = find().left_out
-    assert "with new-g++ it says host_config.h: error: unsupported GNU version; with g++-14 it says" in said
+    output = find().left_out
+    assert "with new-g++ it says host_config.h: error: unsupported GNU version; with g++-14 it says" in output
     assert not find().compile
 
 
-def test_an_nvcc_that_knows_no_chip_of_ours_or_speaks_in_riddles_is_passed_over(toolkits, tmp_path):
+def test_an_nvcc_that_knows_none_of_our_chips_or_prints_nonsense_is_passed_over(toolkits, tmp_path):
     toolkits("12.4")
     nvcc = tmp_path / "cuda-12.4" / "bin" / "nvcc"
     nvcc.write_text(
@@ -90,7 +90,7 @@ def test_an_nvcc_that_knows_no_chip_of_ours_or_speaks_in_riddles_is_passed_over(
     assert "knows none of the chips 75, 80" in find().left_out
 
 
-def test_the_compiler_is_found_among_a_launcher_and_options(toolkits):
+def test_the_compiler_is_found_between_a_launcher_and_options(toolkits):
     toolkits("12.4")
     assert "-ccbin new-g++ " in setup.find_cuda(["env", "new-g++", "-I", "/usr/include"]).compile
 
@@ -99,7 +99,7 @@ def test_the_compiler_is_found_among_a_launcher_and_options(toolkits):
     ("available", "limit", "jobs"),
     [(9, "max", 9), (9, f"{3 * 2**30}", 3), (9, None, 9), (99, "max", 16), (9, f"{2**30 - 1}", 1)],
 )
-def test_as_many_compilers_run_as_have_a_gigabyte_each(monkeypatch, available, limit, jobs):
+def test_each_compiler_that_runs_has_a_gigabyte(monkeypatch, available, limit, jobs):
     meminfo = f"MemTotal: 1 kB\nMemAvailable: {available * 2**20} kB\n"
     files = {"/proc/meminfo": meminfo, "/sys/fs/cgroup/memory.max": limit}
     monkeypatch.setattr(os.path, "exists", lambda path: files[path] is not None)
@@ -109,7 +109,8 @@ def test_as_many_compilers_run_as_have_a_gigabyte_each(monkeypatch, available, l
 
 @pytest.fixture
 def built(tmp_path, monkeypatch):
-    """A library of two sources, once built; returns what builds it again and tells which sources were compiled."""
+    """Build a library of two sources. Return a function that builds it again, and returns the names of the sources that
+    were compiled."""
     ninja = shutil.which("ninja")
     if ninja is None:
         pytest.skip("ninja is missing")
@@ -121,10 +122,10 @@ def built(tmp_path, monkeypatch):
     def build(cxx="g++"):
         os.makedirs(setup.BUILD, exist_ok=True)
         Path(setup.BUILD, "build.ninja").write_text(setup.ninja_file(cxx, setup.Cuda("none")))
-        said = subprocess.run(
+        output = subprocess.run(
             [ninja, "-v", "-f", f"{setup.BUILD}/build.ninja"], capture_output=True, text=True, check=True
         ).stdout
-        return [name for name in ("one", "two") if f"-c csrc/{name}_torch.cpp" in said]
+        return [name for name in ("one", "two") if f"-c csrc/{name}_torch.cpp" in output]
 
     assert build() == ["one", "two"]
     return build
@@ -138,14 +139,14 @@ def test_what_was_compiled_is_not_compiled_again(built):
     assert built("g++ -g0") == []
 
 
-def test_nor_by_another_ninja_which_cannot_read_the_notes_of_this_one(built):
-    """pip's own ninja leaves such notes."""
-    for notes in (".ninja_log", ".ninja_deps"):
-        Path(setup.BUILD, notes).unlink(missing_ok=True)
+def test_nothing_is_compiled_again_if_ninjas_logs_are_missing(built):
+    """pip's own ninja may leave logs that another ninja can't read."""
+    for log in (".ninja_log", ".ninja_deps"):
+        Path(setup.BUILD, log).unlink(missing_ok=True)
     assert built() == []
 
 
-def test_a_changed_header_is_noticed_without_those_notes(built):
+def test_a_changed_header_is_noticed_if_ninjas_logs_are_missing(built):
     Path("csrc/common.h").write_text("\n")
     Path("csrc/one_torch.cpp").write_text('#include "common.h"\nint one() { return 1; }\n')
     assert built() == ["one"]

@@ -1,4 +1,4 @@
-"""mpkernels.checkpoint: a file that is there whole or not at all, and an error that says what is wrong with another."""
+"""mpkernels.checkpoint writes a file whole or not at all. Its errors say what is wrong with a file."""
 
 import itertools
 import os
@@ -27,11 +27,11 @@ def training(seed, **options):
     return {"model": model, "optimizer": AdamW(model.parameters(), **options), "scaler": GradScaler("cpu")}
 
 
-def run(it, numbers):
+def run(objects, numbers):
     for number in numbers:
-        backward(it["model"], number, it["scaler"].scale(torch.ones(())))
-        it["scaler"].step(it["optimizer"])
-        it["scaler"].update()
+        backward(objects["model"], number, objects["scaler"].scale(torch.ones(())))
+        objects["scaler"].step(objects["optimizer"])
+        objects["scaler"].update()
 
 
 @pytest.mark.parametrize("options", [{}, {"master": "fp32"}, {"state_dtype": torch.int8}, {"state_dtype": B16}])
@@ -40,13 +40,13 @@ def test_training_goes_on_bit_for_bit(tmp_path, options):
     run(first, range(3))
     save(tmp_path / "last.pt", **first, step=3)
     assert load(tmp_path / "last.pt", **second)["step"] == 3
-    for it in (first, second):
-        run(it, range(3, 6))
+    for objects in (first, second):
+        run(objects, range(3, 6))
     assert all(map(same_bits, first["model"].parameters(), second["model"].parameters()))
     assert first["scaler"].state_dict() == second["scaler"].state_dict()
 
 
-def test_torch_reads_it_and_nothing_else_lies_beside_it(tmp_path):
+def test_torch_reads_the_file_and_nothing_else_lies_beside_it(tmp_path):
     save(tmp_path / "last.pt", weight=torch.ones(3), names=["a"], empty=torch.ones(0))
     assert os.listdir(tmp_path) == ["last.pt"]
     assert torch.load(tmp_path / "last.pt", weights_only=True)["names"] == ["a"]
@@ -69,14 +69,14 @@ def of_another_version(data):
 
 @pytest.mark.parametrize("spoil", [damaged, cut, of_another_version], ids=lambda it: it.__name__)
 def test_a_wrong_file_changes_nothing(tmp_path, spoil):
-    path, it = tmp_path / "last.pt", training(1)
-    save(path, **it)
-    before = [param.clone() for param in it["model"].parameters()]
+    path, objects = tmp_path / "last.pt", training(1)
+    save(path, **objects)
+    before = [param.clone() for param in objects["model"].parameters()]
     for data, text in list(spoil(path.read_bytes())):
         path.write_bytes(data)
         with pytest.raises(ValueError, match=rf"^checkpoint\.load: .*last\.pt must be .*{text}"):
-            load(path, **it)
-    assert all(map(same_bits, it["model"].parameters(), before))
+            load(path, **objects)
+    assert all(map(same_bits, objects["model"].parameters(), before))
 
 
 def test_a_large_file_is_checked_to_its_end(tmp_path):
@@ -91,11 +91,11 @@ def test_a_large_file_is_checked_to_its_end(tmp_path):
             load(path)
 
 
-def test_what_the_file_lacks_changes_nothing(tmp_path):
-    it = training(1)
-    save(tmp_path / "last.pt", model=it["model"], step=1)
+def test_a_file_that_lacks_an_object_is_refused(tmp_path):
+    objects = training(1)
+    save(tmp_path / "last.pt", model=objects["model"], step=1)
     with pytest.raises(ValueError, match=r"must have \['optimizer', 'scaler'\], got \['model', 'step'\]"):
-        load(tmp_path / "last.pt", **it)
+        load(tmp_path / "last.pt", **objects)
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none.pt")
 
@@ -109,8 +109,8 @@ def test_a_value_in_an_objects_place_is_named_before_anything_changes(tmp_path):
     assert not layer.weight.any()
 
 
-def test_objects_have_names(tmp_path):
-    """A model in map_location's place would not be loaded, and a file without objects would hold nothing."""
+def test_objects_must_be_given_by_name(tmp_path):
+    """A model given by place would be taken for map_location, and a file without objects would hold nothing."""
     layer = torch.nn.Linear(2, 2)
     with pytest.raises(ValueError, match="objects must be given by name, as in model=model, got none"):
         save(tmp_path / "a.pt")
@@ -145,55 +145,48 @@ class Counting(torch.nn.Module):
         self.calls.extend(state)
 
 
-def all_of(seed, steps, kind=AdamW, **options):
+def trained_objects(seed, steps, kind=AdamW, **options):
     model = Counting(seed)
     optimizer = kind(model.parameters(), lr=0.1 * seed, **options)
-    its = {"model": model, "optimizer": optimizer, "scaler": GradScaler("cpu", init_scale=2.0**seed)}
-    its["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    objects = {"model": model, "optimizer": optimizer, "scaler": GradScaler("cpu", init_scale=2.0**seed)}
+    objects["scheduler"] = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     for _ in range(steps):
-        its["scaler"].scale(model.layer(torch.eye(2, dtype=B16)).float().square().sum()).backward()
-        its["scaler"].step(optimizer)
-        its["scaler"].update()
-        its["scheduler"].step()
-    return its
+        objects["scaler"].scale(model.layer(torch.eye(2, dtype=B16)).float().square().sum()).backward()
+        objects["scaler"].step(optimizer)
+        objects["scaler"].update()
+        objects["scheduler"].step()
+    return objects
 
 
-def facts_of(its):
+def state_of(objects):
     """Return as text all state that training would go on from."""
-    model, optimizer = its["model"], its["optimizer"]
+    model, optimizer = objects["model"], objects["optimizer"]
     states = [optimizer.state.get(param, {}) for param in model.parameters()]
     groups = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
-    own = [model.state_dict(), model.aside, states, groups, its["scaler"].state_dict()]
-    return str(torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, own)), its["scheduler"].last_epoch
+    found = [model.state_dict(), model.aside, states, groups, objects["scaler"].state_dict()]
+    text = str(torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, found))
+    return text, objects["scheduler"].last_epoch
 
 
 @pytest.mark.exhaustive
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnraisableExceptionWarning"
-)  # Python drops those of a generator's end
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"state_dtype": torch.int8},
-        *(pytest.param(it, marks=pytest.mark.exhaustive) for it in ({}, {"kind": torch.optim.AdamW})),
-    ],
-)
-def test_a_fault_while_it_loads_changes_nothing(tmp_path, options):
-    """A fault that comes late may find everything loaded. A second try loads."""
-    save(tmp_path / "last.pt", **all_of(2, 3, **options))
-    load(tmp_path / "last.pt", **(done := all_of(1, 1, **options)))
-    old, new, seen = facts_of(all_of(1, 1, **options)), facts_of(done), []
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # faults while a generator is closed
+@pytest.mark.parametrize("options", [{"state_dtype": torch.int8}, {}, {"kind": torch.optim.AdamW}])
+def test_a_fault_during_a_load_leaves_the_old_state_or_all_of_the_new(tmp_path, options):
+    """Only a fault that comes late finds everything loaded. A second try loads."""
+    save(tmp_path / "last.pt", **trained_objects(2, 3, **options))
+    load(tmp_path / "last.pt", **(loaded := trained_objects(1, 1, **options)))
+    old, new, found = state_of(trained_objects(1, 1, **options)), state_of(loaded), []
     for number, fault in zip(itertools.count(), faults(every=5)):
-        its = all_of(1, 1, **options)
+        objects = trained_objects(1, 1, **options)
         with fault:
-            load(tmp_path / "last.pt", **its)
-        seen.append(facts_of(its))
-        assert seen[-1] in (old, new), number
-        load(tmp_path / "last.pt", **its)
-        assert facts_of(its) == new, number
+            load(tmp_path / "last.pt", **objects)
+        found.append(state_of(objects))
+        assert found[-1] in (old, new), number
+        load(tmp_path / "last.pt", **objects)
+        assert state_of(objects) == new, number
     assert number > 200
-    assert old in seen
-    assert new in seen
+    assert old in found
+    assert new in found
 
 
 class Refusing:
@@ -210,24 +203,24 @@ class Refusing:
 
 @pytest.mark.parametrize("options", [{}, {"kind": torch.optim.SGD, "momentum": 0.9}], ids=["ours", "torch's"])
 @pytest.mark.parametrize("refuses", ["model", "optimizer", "last", "first"])
-def test_if_one_refuses_none_is_changed(tmp_path, options, refuses):
-    saved, its = all_of(2, 3, **options), all_of(1, 1, **options)
-    before, kept = facts_of(its), list(its["optimizer"].state.values())
+def test_if_one_object_refuses_none_is_changed(tmp_path, options, refuses):
+    saved, old = trained_objects(2, 3, **options), trained_objects(1, 1, **options)
+    before, states = state_of(old), list(old["optimizer"].state.values())
     if refuses == "model":
         saved["model"].mean = torch.ones(3)
     elif refuses == "optimizer":
         saved["optimizer"].add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
     save(tmp_path / "last.pt", **saved, first={}, last=Refusing())
-    objects = {name: its[name] for name in sorted(its, reverse=refuses == "model")} | {"last": Refusing()}
-    if refuses == "first":  # and its own old state, too
+    objects = {name: old[name] for name in sorted(old, reverse=refuses == "model")} | {"last": Refusing()}
+    if refuses == "first":  # this object refuses its old state, too
         objects = {"first": Refusing(), **objects}
     with pytest.raises((RuntimeError, ValueError, KeyError)):
         load(tmp_path / "last.pt", **objects)
-    assert facts_of(its) == before
-    assert all(now is then for now, then in zip(its["optimizer"].state.values(), kept, strict=True))
+    assert state_of(old) == before
+    assert all(now is then for now, then in zip(old["optimizer"].state.values(), states, strict=True))
 
 
-def test_the_last_good_one_survives_an_error(tmp_path):
+def test_the_last_good_file_survives_an_error(tmp_path):
     save(tmp_path / "last.pt", step=1)
     with pytest.raises(Exception, match="pickle"):
         save(tmp_path / "last.pt", step=2, unsavable=lambda: None)
@@ -259,7 +252,7 @@ def test_everything_has_reached_the_disk_before_the_name_does(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("before", "after"), [(None, 0o640), (0o600, 0o600), (0o664, 0o664)], ids=["new", "private", "shared"]
 )
-def test_it_is_read_by_those_who_read_the_one_before_or_any_new_file(tmp_path, before, after):
+def test_the_file_has_the_permissions_of_the_one_before_or_of_any_new_file(tmp_path, before, after):
     path = tmp_path / "last.pt"
     umask = os.umask(0o027)
     try:
@@ -282,7 +275,7 @@ for step in range(10**9):
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(os.name != "posix", reason="kills by a signal")
-def test_the_last_good_one_survives_a_kill(tmp_path):
+def test_the_last_good_file_survives_a_kill(tmp_path):
     path = tmp_path / "last.pt"
     for wait in (0.0, 0.013, 0.021):
         path.unlink(missing_ok=True)

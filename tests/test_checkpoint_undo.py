@@ -67,7 +67,7 @@ def test_a_dict_that_can_not_change_stops_no_undo(tmp_path):
     assert frozen == {"depth": 3}
 
 
-def test_what_an_object_has_got_by_loading_is_gone_again(tmp_path):
+def test_an_attribute_that_a_load_has_added_is_removed(tmp_path):
     class Counting(torch.nn.Linear):
         def load_state_dict(self, state):
             self.times = self.__dict__.get("times", 0) + 1
@@ -81,11 +81,11 @@ def test_what_an_object_has_got_by_loading_is_gone_again(tmp_path):
 def test_an_undo_that_fails_hides_no_error_and_stops_no_other(tmp_path):
     class Stubborn(Refusing):
         def load_state_dict(self, state):
-            if self in seen:
+            if self in loaded:
                 raise OSError("broken")
-            seen.append(self)
+            loaded.append(self)
 
-    seen, model = [], linear(1.0)
+    loaded, model = [], linear(1.0)
     save(tmp_path / "last.pt", model=linear(2.0), stubborn={}, last={})
     with pytest.raises(OSError, match="broken") as caught:
         load(tmp_path / "last.pt", model=model, stubborn=Stubborn(), last=Refusing())
@@ -131,15 +131,15 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.load_state_dict(state_dict)
 
 
-def as_method_of_one(optimizer):
+def with_own_method(optimizer):
     optimizer.load_state_dict = lambda state: Copying.load_state_dict(optimizer, state)
     return optimizer
 
 
 @pytest.mark.parametrize(
     "make",
-    [stepped, lambda grad: Wrapper(stepped(grad)), lambda grad: as_method_of_one(stepped(grad, torch.optim.SGD))],
-    ids=["own", "wrapped", "set on one"],
+    [stepped, lambda grad: Wrapper(stepped(grad)), lambda grad: with_own_method(stepped(grad, torch.optim.SGD))],
+    ids=["method of the class", "wrapped", "method set on the object"],
 )
 def test_an_optimizer_that_loads_by_writing_is_set_back(tmp_path, make):
     optimizer = make(1.0)
@@ -162,7 +162,7 @@ OPAQUE = {
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("name", OPAQUE)
-def test_such_a_buffer_that_is_not_saved_stays_as_it_is(tmp_path, name):
+def test_an_opaque_buffer_that_is_not_saved_stays_as_it_is(tmp_path, name):
     model = linear(1.0)
     model.register_buffer("odd", odd := OPAQUE[name](), persistent=False)
     refused(tmp_path / "last.pt", linear(2.0), model)

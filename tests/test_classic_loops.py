@@ -31,7 +31,7 @@ OURS = SimpleNamespace(
 LR, STEPS = 1e-3, 6
 
 
-def the_device(amp, model):
+def fp16_clipped(amp, model):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = model.to(device)
     optimizer = amp.AdamW(model.parameters(), lr=LR)
@@ -48,7 +48,7 @@ def the_device(amp, model):
         scaler.update()
 
 
-def accumulation(amp, model):
+def fp16_accumulated(amp, model):
     optimizer = amp.AdamW(model.parameters(), lr=LR)
     scaler = amp.GradScaler("cpu", init_scale=1024)
     for seed in range(2 * STEPS):
@@ -64,7 +64,7 @@ def accumulation(amp, model):
             optimizer.zero_grad()
 
 
-def one_that_overflows(amp, model):
+def fp16_that_overflows(amp, model):
     optimizer = amp.AdamW(model.parameters(), lr=LR)
     scaler = amp.GradScaler("cpu", init_scale=2.0**21)
     for seed in range(STEPS):
@@ -106,11 +106,11 @@ def bf16_with_a_scaler(amp, model):
 
 
 def data_parallel(amp, model):
-    the_device(amp, DataParallel(model))
+    fp16_clipped(amp, DataParallel(model))
 
 
 def compiled(amp, model):
-    the_device(amp, torch.compile(model, backend="aot_eager"))
+    fp16_clipped(amp, torch.compile(model, backend="aot_eager"))
 
 
 def two_optimizers(amp, model):
@@ -128,9 +128,9 @@ def two_optimizers(amp, model):
 
 
 LOOPS = [
-    the_device,
-    accumulation,
-    one_that_overflows,
+    fp16_clipped,
+    fp16_accumulated,
+    fp16_that_overflows,
     bf16_without_a_scaler,
     bf16_with_a_scaler,
     data_parallel,
@@ -140,9 +140,11 @@ LOOPS = [
 
 
 def assert_the_same_training(loop):
-    """With torch's optimizer the same bits; ours differs by the rounding of a few operations a step: an update of about
-    lr can be off by some 2^-20 of itself, and a weight by 2^-24 of itself. Where grads nearly cancel, AdamW's first
-    steps magnify that; lr / 100 is far below what a step missed, twice or of another size makes."""
+    """Assert that three trainings end alike: torch's, ours with torch's optimizer, and ours.
+
+    Our optimizer rounds a few operations of a step differently: an update of about lr can be off by some 2^-20 of
+    itself, and a weight by 2^-24 of itself. If grads nearly cancel, AdamW's first steps magnify that. lr / 100 is far
+    below the effect of a step that is missing, is taken twice or has another size."""
     begin = network()
     ways = TORCH, SimpleNamespace(**vars(OURS) | {"AdamW": torch.optim.AdamW}), OURS
     models = [copy.deepcopy(begin) for _ in ways]
@@ -160,7 +162,7 @@ def test_only_the_import_changes(loop):
 
 
 def ddp(amp, model):
-    """Both ranks see batches of their own; grads are exchanged every other batch."""
+    """Each rank sees other batches. Grads are exchanged every other batch."""
     rank, model = torch.distributed.get_rank(), DistributedDataParallel(model)
     optimizer = amp.AdamW(model.parameters(), lr=LR)
     scaler = amp.GradScaler("cpu", init_scale=1024)
@@ -191,17 +193,17 @@ def ddp_with_accumulate(amp, model):
         micro.backward(loss)
 
 
-def on_rank(rank):
+def check_ddp(rank):
     assert_the_same_training(ddp)
     models = [network(), network()]
     ddp(OURS, models[0])
     ddp_with_accumulate(OURS, models[1])
     assert_close(models[1].state_dict(), models[0].state_dict(), rtol=0, atol=LR / 100)
-    of_rank_0 = models[1][0].weight.detach().clone()
-    torch.distributed.broadcast(of_rank_0, 0)
-    assert_close(of_rank_0, models[1][0].weight.detach(), rtol=0, atol=0)
+    weight_of_rank_0 = models[1][0].weight.detach().clone()
+    torch.distributed.broadcast(weight_of_rank_0, 0)
+    assert_close(weight_of_rank_0, models[1][0].weight.detach(), rtol=0, atol=0)
 
 
 @in_processes
-def test_two_processes_of_ddp(tmp_path):
-    spawn(on_rank, tmp_path)
+def test_only_the_import_changes_in_two_processes_of_ddp(tmp_path):
+    spawn(check_ddp, tmp_path)

@@ -1,7 +1,7 @@
-"""Every block of Python in README and docs/ runs as it stands, after the imports of those above it. Its first line says
-what a reader has to have.
+"""Every block of Python in README and docs/ runs as it stands, after the imports of the blocks above it. Its first line
+says which names a reader has to provide.
 
-What begins with ```py is for the eye: it needs other libraries.
+Blocks that begin with ```py don't run: they need other libraries.
 """
 
 import ast
@@ -38,7 +38,8 @@ def loss(output, targets):
     return (output.float() - targets).square().mean()
 
 
-def of_a_reader():
+def names_of_a_reader():
+    """Return the names that a reader is assumed to have."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU(), torch.nn.Linear(16, 1))
     batches = [(torch.randn(8, 16), torch.randn(8, 1)) for _ in range(3)]
@@ -75,14 +76,14 @@ def test_a_page_begins_with_whom_it_is_for_and_an_example(page):
 
 
 @pytest.mark.parametrize("name", BLOCKS)
-def test_block(name, tmp_path, monkeypatch):
+def test_a_block_runs(name, tmp_path, monkeypatch):
     page, number = BLOCKS[name]
     *above, block = BLOCK.findall(page.read_text())[: number + 1]
     monkeypatch.chdir(tmp_path)
-    # A 16-bit model takes inputs of its dtype; a reader's come from a loader that knows.
+    # A 16-bit model takes 16-bit inputs, as a reader's loader would make them.
     torch.nn.Linear.forward, forward = _casting(torch.nn.Linear.forward), torch.nn.Linear.forward
     try:
-        exec(compile(f"{imports_of(above)}\n{block}", page.name, "exec"), of_a_reader())
+        exec(compile(f"{imports_of(above)}\n{block}", page.name, "exec"), names_of_a_reader())
     finally:
         torch.nn.Linear.forward = forward
         selector.pin(None)
@@ -129,17 +130,17 @@ def _casting(forward):
 def public_objects():
     """Return the objects that the API page lists, with those of their methods and properties that are ours."""
     for module in (mpkernels, optim, amp, checkpoint, functional, nn, ops, selector, doctor):
-        for name in module.__all__ if hasattr(module, "__all__") else _own(module):
+        for name in module.__all__ if hasattr(module, "__all__") else _names_defined_in(module):
             it = getattr(module, name)
             if (getattr(it, "__module__", None) or "").startswith("mpkernels"):
                 yield f"{module.__name__}.{name}", it
-                own = vars(it).items() if isinstance(it, type) else ()
-                yield from ((f"{name}.{key}", member) for key, member in own if not key.startswith("_"))
+                members = vars(it).items() if isinstance(it, type) else ()
+                yield from ((f"{name}.{key}", member) for key, member in members if not key.startswith("_"))
 
 
-def _own(module):
-    mine = (name for name, it in vars(module).items() if getattr(it, "__module__", "") == module.__name__)
-    return [name for name in mine if not name.startswith("_")]
+def _names_defined_in(module):
+    names = (name for name, it in vars(module).items() if getattr(it, "__module__", "") == module.__name__)
+    return [name for name in names if not name.startswith("_")]
 
 
 def test_every_argument_of_a_public_name_has_a_text_of_its_own():
@@ -170,8 +171,8 @@ def lines_of_make(target, **variables):
     """Return what make would run with these variables alone: this test itself may run under make."""
     command = ["make", "--no-print-directory", "-n", target]
     environment = {"PATH": os.environ["PATH"]} | variables
-    does = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    return [line.strip() for line in does.stdout.splitlines()]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    return [line.strip() for line in done.stdout.splitlines()]
 
 
 def test_readme_and_install_spell_out_what_make_does():
@@ -192,7 +193,7 @@ def test_make_keeps_the_environment_that_is_active(tmp_path):
     ]
 
 
-def test_what_is_proven_on_a_gpu_is_what_its_log_says():
+def test_the_page_says_of_a_gpu_what_its_log_says():
     page = " ".join((ROOT / "docs" / "proof.md").read_text().split())
     log = (ROOT / "benchmarks" / "results" / "gpu" / "checks-h200-2026-11-26.txt").read_text()
     before, tests = log.split("== the tests that take CUDA")

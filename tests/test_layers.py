@@ -109,7 +109,7 @@ def test_an_import_that_hides_is_found(line):
 def test_the_registry_and_the_checks_import_no_op():
     below = {"mpkernels._sources", "mpkernels.ops._extension", "mpkernels.ops._dispatcher", "mpkernels.ops._devices"}
     below |= {module for module in MODULES if room_of(module) == "_torch_private"}
-    of_ops = (
+    modules = (
         "_dispatcher",
         "_devices",
         "_registry",
@@ -119,7 +119,7 @@ def test_the_registry_and_the_checks_import_no_op():
         "step.split",
         "step.int8",
     )
-    for module in of_ops:
+    for module in modules:
         assert GRAPH[f"mpkernels.ops.{module}"] <= below, module
 
 
@@ -145,8 +145,8 @@ def test_only_one_module_touches_torch_library():
             assert not [name for name in imports_of(path) if name.startswith("torch.library")], path
 
 
-def test_what_compiles_is_not_imported():
-    """Importing the compiler takes as long as importing torch."""
+def test_the_compiler_is_not_imported():
+    """Importing torch's compiler takes as long as importing torch."""
     code = "import sys, mpkernels.amp, mpkernels.nn, mpkernels.optim; sys.exit('torch._dynamo' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -159,7 +159,7 @@ def test_no_environment_variable_is_read():
         assert "getenv" not in text, path
 
 
-def test_torch_headers_are_seen_by_nobody_and_the_abi_by_glue_alone():
+def test_no_file_includes_torch_headers_and_only_glue_uses_the_abi():
     csrc = ROOT.parent / "csrc"
     for path in csrc.rglob("*.[ch]*"):
         text = path.read_text()
@@ -170,8 +170,8 @@ def test_torch_headers_are_seen_by_nobody_and_the_abi_by_glue_alone():
 
 
 FENCE = ast.get_docstring(ast.parse(MODULES["mpkernels._torch_private"].read_text()))
-KNOWN = {*re.findall("``(_\\w+)``", FENCE), "_asdict", "_fields", "_replace", "_getframe"}  # Python's own, documented
-TORCHS = {"_base", "_cdata", "_values", "_version"}  # whatever we call so
+KNOWN = {*re.findall("``(_\\w+)``", FENCE), "_asdict", "_fields", "_replace", "_getframe"}  # documented names of Python
+TORCHS = {"_base", "_cdata", "_values", "_version"}  # count as torch's, though we have such names, too
 
 
 def names_defined_in(tree):
@@ -191,8 +191,8 @@ def root_of(node):
 
 
 def private_names(tree, own):
-    """Yield the private names that are read or imported of what isn't ours. A string may be a name for getattr; parts
-    of a string are none."""
+    """Yield the private names that the code reads from objects that aren't ours, or imports. A whole string counts,
+    because getattr may take it; a part of an f-string doesn't."""
     parts = {id(it) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for it in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):

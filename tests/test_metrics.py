@@ -27,8 +27,8 @@ def step(optimizer, scaler, value):
 
 
 @pytest.mark.parametrize("kind", [GradScaler, torch.amp.GradScaler])
-def test_they_are_of_the_newest_step(kind):
-    """The scale is the one that the step was taken with, and the count has a step that was skipped."""
+def test_metrics_are_those_of_the_newest_step(kind):
+    """The scale is the one that the step used. A skipped step is counted at once."""
     optimizer, scaler = AdamW([parameter()], max_norm=1.0), kind("cpu", init_scale=8.0, growth_interval=1)
     metrics, found = Metrics(optimizer, scaler), []
     assert metrics.read() == {}
@@ -71,8 +71,8 @@ def test_earlier_numbers_do_not_get_the_names_of_later_ones(monkeypatch):
     assert metrics.read() == {}
 
 
-def test_loggers_and_torchs_profiler_take_them(tmp_path):
-    """Plain floats, whose names need no escape."""
+def test_loggers_and_torchs_profiler_take_metrics(tmp_path):
+    """Metrics are plain floats, and their names need no escape."""
     optimizer, scaler = AdamW([parameter()]), GradScaler("cpu")
     metrics = Metrics(optimizer, scaler)
     with torch.profiler.profile() as profiler:
@@ -85,7 +85,7 @@ def test_loggers_and_torchs_profiler_take_them(tmp_path):
     assert any("mpkernels::adamw_" in event.get("name", "") for event in trace["traceEvents"])
 
 
-def test_removed_it_follows_no_longer():
+def test_removed_metrics_follow_no_further_steps():
     optimizer, scaler = AdamW([parameter()]), GradScaler("cpu")
     metrics = Metrics(optimizer, scaler)
     metrics.remove()

@@ -22,4 +22,4 @@ def test_a_name_of_a_room_is_found_at_the_top(name, room):
 def test_an_unknown_name_is_refused_as_python_does():
     with pytest.raises(AttributeError, match="module 'mpkernels' has no attribute 'Adamw'") as raised:
         mpkernels.Adamw  # noqa: B018
-    assert (raised.value.name, raised.value.obj) == ("Adamw", mpkernels)  # from which Python suggests a name
+    assert (raised.value.name, raised.value.obj) == ("Adamw", mpkernels)  # Python suggests a name from these

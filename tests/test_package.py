@@ -25,16 +25,16 @@ def test_submodules_need_no_import_of_their_own():
 @pytest.mark.parametrize(
     ("noted", "found"), [('{"sources": "abc"}', {"sources": "abc"}), ('{"sources": ', {}), (None, {})]
 )
-def test_what_a_build_has_noted_may_be_damaged_or_missing(tmp_path, noted, found):
-    """Else the package could not be imported, nor say how to build it anew."""
+def test_the_build_info_may_be_damaged_or_missing(tmp_path, noted, found):
+    """Otherwise the package could neither be imported nor say how to build it again."""
     if noted is not None:
         (tmp_path / "_build_info.json").write_text(noted)
     assert _extension.build_info(tmp_path / "_native.so") == found
 
 
-def test_one_function_decides_who_waits_for_a_copy_to_the_host():
-    """Besides it: who reads later, copies by streams of their own whose end somebody awaits, and a copy to the device
-    out of memory that nobody writes to."""
+def test_copies_that_nobody_waits_for_are_made_in_four_places():
+    """parameters.py decides whether a copy to the host waits, readback.py reads after the copy has arrived, and
+    copies.py waits for its streams. _tensor_table.py copies to the device from memory that nobody writes to."""
     root = Path(mpkernels.__file__).parent
     found = [path.relative_to(root) for path in root.rglob("*.py") if "non_blocking" in path.read_text()]
     assert sorted(map(str, found)) == [

@@ -9,28 +9,28 @@ import sys
 import pytest
 
 from tests import ROOT
-from tests.quick import BEGINS_FIRST, EACH_ONCE, EXHAUSTIVE, meeting
+from tests.quick import BEGINS_FIRST, EACH_ONCE, EXHAUSTIVE, covering
 
 PARAMETERS = {"kernel": "abcd", "dtype": (16, 32, 64), "size": (0, 1, 7)}
 COMBINATIONS = [dict(zip(PARAMETERS, it, strict=True)) for it in itertools.product(*PARAMETERS.values())]
 
 
 @pytest.mark.parametrize(("count", "most"), [(1, 4), (2, 13), (3, 36)])
-def test_all_values_that_meet_meet_in_what_is_kept(count, most):
-    kept = meeting(count, COMBINATIONS, dict)
+def test_values_that_occur_together_do_so_in_a_kept_combination(count, most):
+    kept = covering(count, COMBINATIONS, dict)
     for names in itertools.combinations(PARAMETERS, count):
         assert {tuple(it[name] for name in names) for it in kept} == set(itertools.product(*map(PARAMETERS.get, names)))
     assert len(kept) <= most
-    assert kept == meeting(count, COMBINATIONS, dict)
+    assert kept == covering(count, COMBINATIONS, dict)
 
 
-def test_without_parameters_one_is_kept():
-    assert meeting(2, [{}], dict) == [{}]
+def test_a_test_without_parameters_is_kept():
+    assert covering(2, [{}], dict) == [{}]
 
 
-def test_values_that_never_meet_are_no_pair():
-    refused = [it for it in COMBINATIONS if (it["kernel"], it["dtype"]) != ("a", 16)]
-    assert all(it in refused for it in meeting(2, refused, dict))
+def test_values_that_never_occur_together_are_not_needed_together():
+    possible = [it for it in COMBINATIONS if (it["kernel"], it["dtype"]) != ("a", 16)]
+    assert all(it in possible for it in covering(2, possible, dict))
 
 
 TESTS = """
@@ -65,16 +65,16 @@ def pytest_terminal_summary(terminalreporter, config):
     [(("-n", "2"), 13), (("tests",), 13), (("--all",), 38), (("tests/one/test_it.py",), 38)],
     ids=str,
 )
-def test_what_a_run_leaves_out(tmp_path, arguments, ran):
-    said = run_pytest(tmp_path, {"it": TESTS}, *arguments)
-    assert f"{ran} passed" in said
-    assert (f"{38 - ran} more with --all: {38 - ran} in tests/one" in said) == (ran < 38)
+def test_only_a_run_of_all_files_leaves_tests_out(tmp_path, arguments, ran):
+    output = run_pytest(tmp_path, {"it": TESTS}, *arguments)
+    assert f"{ran} passed" in output
+    assert (f"{38 - ran} more with --all: {38 - ran} in tests/one" in output) == (ran < 38)
 
 
 @pytest.mark.exhaustive
-def test_workers_begin_with_what_takes_long(tmp_path):
-    said = run_pytest(tmp_path, FILES, "-n", "1", "--dist", "loadfile", "-v")
-    assert re.findall(r"PASSED tests/one/test_(\w+).py", said) == ["long", "b", "b", "a"]
+def test_workers_begin_with_marked_files_and_then_the_fullest(tmp_path):
+    output = run_pytest(tmp_path, FILES, "-n", "1", "--dist", "loadfile", "-v")
+    assert re.findall(r"PASSED tests/one/test_(\w+).py", output) == ["long", "b", "b", "a"]
 
 
 def run_pytest(root, files, *arguments):

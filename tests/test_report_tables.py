@@ -16,7 +16,7 @@ class Example(Report):
         return ["Two rows & a sentence.", Table(["", "bytes"], [["weights", "8"], ["<all>", "16"]], holds_numbers=True)]
 
 
-def test_text():
+def test_a_report_prints_in_columns():
     assert str(Example()).splitlines() == [
         "Two rows & a sentence.",
         "         bytes",
@@ -25,7 +25,7 @@ def test_text():
     ]
 
 
-def test_html():
+def test_a_report_shows_escaped_html():
     assert Example()._repr_html_() == (
         "<p>Two rows &amp; a sentence.</p><table><tr><th></th><th>bytes</th></tr>"
         "<tr><td>weights</td><td>8</td></tr><tr><td>&lt;all&gt;</td><td>16</td></tr></table>"
@@ -49,7 +49,7 @@ def a_skip(model):
     ],
     ids=["memory", "comparison", "fuse", "overflow"],
 )
-def test_every_report_shows_in_both_ways(make, words):
+def test_every_report_shows_as_text_and_as_html(make, words):
     report = make(network())
     html = report._repr_html_()
     assert html.count("<table>") == html.count("</table>") >= 1

@@ -23,13 +23,13 @@ def test_a_torch_without_gloo_ends_the_run(monkeypatch):
         conftest.pytest_configure(SimpleNamespace(getoption=lambda _: "cpu-reference"))
 
 
-def test_without_it_the_module_is_skipped(monkeypatch):
+def test_without_the_option_the_module_is_skipped(monkeypatch):
     monkeypatch.setattr(libraries, "NAMES", ["no_such_library"])
     with pytest.raises(pytest.skip.Exception, match="needs the extra integrations: No module named"):
         libraries.need()
 
 
-def test_they_are_the_extras():
+def test_the_libraries_are_those_of_the_extra():
     assert {"transformers", "accelerate", "lightning", "peft", "torchao", "diffusers", "liger_kernel"} <= set(
         libraries.NAMES
     )

@@ -21,7 +21,7 @@ def skipped(target, reason="torch sees no CUDA device"):
     return "skipped", report(target, ("tests/conftest.py", 7, f"Skipped: {reason}"))
 
 
-def test_a_line_for_each_target():
+def test_each_target_has_a_line():
     outcomes = ["passed"] * 3 + ["failed"] + ["error"]
     reports = [(outcome, report("cpu-native")) for outcome in outcomes]
     reports += [skipped("cpu-native", "has no such layout"), skipped("cuda-native"), skipped("cuda-native")]
@@ -32,15 +32,15 @@ def test_a_line_for_each_target():
     ]
 
 
-def test_where_a_gpu_was_there_nothing_stands_in_for_it():
+def test_no_stand_in_is_mentioned_if_a_gpu_was_there():
     assert lines_of([("passed", report("cuda-triton"))]) == ["cuda-triton     1 passed"]
 
 
-def test_nothing_is_said_of_tests_that_run_no_target():
+def test_tests_without_a_target_have_no_line():
     assert lines_of([("passed", report(None)), skipped(None)]) == []
 
 
-def test_a_file_that_could_not_be_read_has_no_targets():
+def test_a_file_that_could_not_be_read_has_no_line():
     """pytest reports it as an error, without the properties of a test."""
     assert lines_of([("error", SimpleNamespace(longrepr="SyntaxError"))]) == []
 
@@ -51,19 +51,19 @@ def test_workers_tell_what_they_tested():
     command += ["-k", "test_overflow_becomes_inf and (reference or cuda-native)"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    said = done.stdout.partition("which kernels these tests ran")[2].splitlines()[1:]
-    assert said[0] == "cpu-reference   1 passed"
-    assert said[1].startswith("cuda-native     ")
+    lines = done.stdout.partition("which kernels these tests ran")[2].splitlines()[1:]
+    assert lines[0] == "cpu-reference   1 passed"
+    assert lines[1].startswith("cuda-native     ")
 
 
 @pytest.mark.parametrize(
-    ("names_one", "is_all", "said"),
+    ("names_one", "is_all", "text"),
     [(False, False, "of every kernel"), (False, True, "all tests"), (True, False, None)],
 )
-def test_who_runs_all_files_is_told_how_long_it_takes(pytestconfig, names_one, is_all, said):
+def test_a_run_of_all_files_says_how_long_it_takes(pytestconfig, names_one, is_all, text):
     config = copy.copy(pytestconfig)
     config.args = ["tests/test_summary.py"] if names_one else config.getini("testpaths")
     config.option = copy.copy(config.option)
     config.option.all = is_all
     header = pytest_report_header(config)
-    assert header is None if said is None else said in header and "minutes on two quiet cores" in header
+    assert header is None if text is None else text in header and "minutes on two quiet cores" in header

@@ -1,4 +1,4 @@
-"""With any of the private names missing that _torch_private reads, the package imports and works."""
+"""If torch lacks one of the private names that _torch_private reads, the package still imports and works."""
 
 import os
 import re
@@ -19,22 +19,23 @@ AT_IMPORT = re.findall(r'^\w.* = look_up\(\s*"[\w.]+", "([\w.]+)"', SOURCE, re.M
 NAMES += re.findall(r'getattr\(\w[\w.]*, "(_\w+)"', SOURCE)
 
 
-def test_all_are_tried():
+def test_all_names_are_found_in_the_source():
     assert len(NAMES) > len(AT_IMPORT) > 20
-    assert "torch._C." not in SOURCE  # but by look_up
+    assert "torch._C." not in SOURCE  # only look_up may read it
 
 
 @pytest.mark.skipif(Version(torch.__version__) < Version("2.13"), reason="older ones lack some")
-def test_this_torch_has_each():
-    """Otherwise a stand-in is in use unnoticed. CONTRIBUTING.md says what to do when torch has renamed one."""
-    from mpkernels._torch_private.finding import look_up  # here, because test_without_each must begin without it
+def test_this_torch_has_every_name():
+    """Otherwise a stand-in would be in use unnoticed. CONTRIBUTING.md says what to do when torch has renamed one."""
+    from mpkernels._torch_private.finding import look_up  # here: the test below must begin without it
 
     missing = {f"{module}.{name}" for module, name in LOOKED_UP if look_up(module, name, None) is None}
     assert missing <= ({"torch._C._cuda_getCurrentRawStream"} if torch.version.cuda is None else set())
 
 
 def hide(name):
-    """From the fence alone: torch itself needs it. Return a list of who has asked for it since."""
+    """Hide a name from _torch_private alone, because torch itself needs it. Return a list, to which the name of each
+    module that asks for it is added."""
     import builtins
 
     found, askers = builtins.getattr, []
@@ -85,17 +86,17 @@ def train():
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_without_each():
-    """In a process that has imported torch and nothing of ours: each name is hidden in a fork of its own."""
+def test_without_any_one_name_the_package_works():
+    """The process has imported torch and nothing of ours. Each name is hidden in a fork of it."""
     import subprocess
 
-    code = "import torch._dynamo, tests.test_torch_private as it; it.fork_all()"  # torch.optim would import it
+    code = "import torch._dynamo, tests.test_torch_private as it; it.try_without_each()"  # torch.optim would import it
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == NAMES
 
 
-def fork_all():
+def try_without_each():
     failed = []
     for name in NAMES:
         if (child := os.fork()) == 0:

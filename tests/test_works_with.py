@@ -1,4 +1,4 @@
-"""docs/works_with.md names tests: they exist, a stage of CI runs each, and its versions are those that CI installs."""
+"""docs/works_with.md names tests that exist and that CI runs, and the versions that CI installs."""
 
 import ast
 import re
@@ -89,7 +89,7 @@ def test_a_test_that_no_stage_runs_is_noticed():
     needs_a_library = example._replace(parameter="huggingface_trainer")
     assert is_run(needs_a_library, with_all=False)  # by the stage that has the libraries, as its -k says
     assert not keeps("integration or fuse_gpt2", "tests/test_examples.py::test_an_example_runs[huggingface_trainer]")
-    assert keeps("triton and not slow", "test_of_triton")
+    assert keeps("triton and not slow", "test_triton")
 
 
 def test_every_row_is_shown_or_untested():
@@ -128,8 +128,8 @@ def test_versions_are_those_that_ci_installs():
     assert {name for name, _ in named} >= {"transformers", "accelerate", "lightning", "peft", "torchao"}
     assert [(name, version) for name, version in named if pinned.get(name, version) != version] == []
     assert f"Triton {pinned['triton']} |" in PAGE
-    of_readme = re.findall(r"torch==([\d.]+)", (ROOT / "README.md").read_text())
-    assert [it for it in of_readme if f"torch {it} for CPUs" not in PAGE] == []
+    readmes_versions = re.findall(r"torch==([\d.]+)", (ROOT / "README.md").read_text())
+    assert [it for it in readmes_versions if f"torch {it} for CPUs" not in PAGE] == []
     standin = (ROOT / "tests/proof/standin/environment.py").read_text()
     assert f"torch {re.search('TORCH = .([0-9.]+)', standin)[1]} for CUDA" in PAGE
     for older in re.findall(r"(?:triton|transformers)==([\d.]+)", CI):

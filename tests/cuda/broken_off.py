@@ -88,7 +88,7 @@ CASES += [(call, {"max_norm": 0.5, "offload": True}, 2) for call in CALLS]
 
 @pytest.mark.parametrize("breaks", [OUT_OF_MEMORY, CTRL_C], ids=["out of memory", "Ctrl-C"])
 @pytest.mark.parametrize(("name", "options", "steps"), CASES)
-def test_each_call(name, options, steps, breaks, tmp_path):
+def test_a_call_that_breaks_off_leaves_nothing_half_done(name, options, steps, breaks, tmp_path):
     call = CALLS[name]
     saved = tree_map_only(torch.Tensor, lambda it: it.cpu(), ready(options, 1).optimizer.state_dict())
     wanted = ready(options, steps)
@@ -114,15 +114,15 @@ def test_each_call(name, options, steps, breaks, tmp_path):
     else:
         pytest.fail("each try broke off")
     if name == "save":
-        (leaves, tree), (of_wanted, its_tree) = (
+        (leaves, tree), (wanted_leaves, wanted_tree) = (
             tree_flatten(checkpoint.load(tmp_path / it)) for it in ("it", "wanted")
         )
-        assert tree == its_tree
-        pairs = zip(leaves, of_wanted, strict=True)
+        assert tree == wanted_tree
+        pairs = zip(leaves, wanted_leaves, strict=True)
         assert all(torch.equal(a, b) if torch.is_tensor(a) else a == b for a, b in pairs)
-    waits = {"save", "load_state_dict"} if breaks is CTRL_C else CALLS.keys() - {"save"}  # a save allocates nothing
+    can_break = {"save", "load_state_dict"} if breaks is CTRL_C else CALLS.keys() - {"save"}  # a save allocates nothing
     if "offload" in options:  # the host steps, and holds the states that are loaded
-        waits = (
+        can_break = (
             {"save", "step", "step under a scaler"} if breaks is CTRL_C else CALLS.keys() - {"save", "load_state_dict"}
         )
-    assert (number > 1) == (name in waits)
+    assert (number > 1) == (name in can_break)

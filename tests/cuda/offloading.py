@@ -62,23 +62,23 @@ def trained(optimizer, params, scaler=None, bad_step=2, steps=4):
     return optimizer
 
 
-def all_of(optimizer, norm=True):
+def visible_state(optimizer, norm=True):
     """Return copies on the host of all state that a user can see. The current stream copies the weights."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     found = [real(param.detach().cpu()) for param in params]
     saved = optimizer.state_dict()["state"]
     found += [real(torch.as_tensor(it).cpu()) for i in sorted(saved) for _, it in sorted(saved[i].items())]
-    told = optimizer.grad_norm if norm else None, optimizer.skipped_steps
-    return [*found, *(it if it is None else it.cpu() for it in told)]
+    outcome = optimizer.grad_norm if norm else None, optimizer.skipped_steps
+    return [*found, *(it if it is None else it.cpu() for it in outcome)]
 
 
 def are_same(found, wanted):
     pairs = list(zip(found, wanted, strict=True))
-    return all(mine is its or same_bits(mine, its) for mine, its in pairs)
+    return all(mine is theirs or same_bits(mine, theirs) for mine, theirs in pairs)
 
 
 def assert_same(ours, theirs, norm=True):
-    assert are_same(all_of(ours, norm), all_of(theirs, norm))
+    assert are_same(visible_state(ours, norm), visible_state(theirs, norm))
     assert all(it.device.type == "cpu" for state in ours.state.values() for it in state.values())
 
 
@@ -87,8 +87,8 @@ SCALERS = {
     "ours": lambda: GradScaler("cuda", init_scale=8.0),
     "torch's": lambda: torch.amp.GradScaler("cuda", init_scale=8.0),
 }
-KEPT = [(F32, "split", F32), (B16, "split", INT8), (B16, "fp32", B16), (F16, "split", F32)]
-of_each_kept = pytest.mark.parametrize(("dtype", "master", "state_dtype"), KEPT, ids=str)
+KINDS = [(F32, "split", F32), (B16, "split", INT8), (B16, "fp32", B16), (F16, "split", F32)]
+for_each_kind = pytest.mark.parametrize(("dtype", "master", "state_dtype"), KINDS, ids=str)
 RULES = [OPTIMIZERS["AdamW"], OPTIMIZERS["SGD, momentum"]]
 
 

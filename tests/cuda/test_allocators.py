@@ -19,7 +19,7 @@ def run(*arguments, **variables):
 
 
 @pytest.mark.parametrize("settings", ["expandable_segments:True", "backend:cudaMallocAsync"])
-def test_training_and_captures(settings):
+def test_training_and_captures_work_with_another_allocator(settings):
     files = [f"tests/cuda/test_{name}.py" for name in ("captured_steps", "streams")]
     tests = "(replays and another and global and first) or pinned or outlives or (turns and clips)"
     run(*files, "-k", tests, PYTORCH_ALLOC_CONF=settings)

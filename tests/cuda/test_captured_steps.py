@@ -13,17 +13,10 @@ from mpkernels.amp import GradScaler, autocast
 from mpkernels.linear import cast_cache
 from mpkernels.nn import MLP, GatedLinear, LinearAct
 from mpkernels.optim import AdamW
-from tests.cuda.training import CUDA, WAYS, Loop, assert_same, batch, on_side
+from tests.cuda.training import CUDA, WAYS, Loop, assert_same, batch, captured, on_side
 from tests.optim.optimizers import OPTIMIZERS
 
 MODES = ["global", "thread_local", "relaxed"]
-
-
-def captured(step, mode="global", stream=None):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
-        step()
-    return graph
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["on the first device", "on the second"])
@@ -96,23 +89,23 @@ def test_the_last_outcome_may_be_asked_for_in_a_capture(asked):
     assert int(loop.scaler.skipped_steps) == 1
 
 
-def test_pinned_batches_between_replays():
+def test_pinned_batches_may_come_and_go_between_replays():
     """A DataLoader's pinned memory is freed and taken while replays are on their way."""
     loop, x = Loop(CUDA), batch(0, CUDA)
     batches = torch.stack([batch(step) for step in range(6)])
     loop.step(x)
     torch.cuda.synchronize()
-    told = loop.metrics.read()
+    before = loop.metrics.read()
     graph = captured(lambda: loop.step(x))
-    assert loop.metrics.read() == told  # Metrics don't follow captured steps
+    assert loop.metrics.read() == before  # Metrics don't follow captured steps
     eager = Loop(CUDA)
     eager.step(x)
     for (pinned,) in DataLoader([(it,) for it in batches], batch_size=None, pin_memory=True):
         x.copy_(pinned, non_blocking=True)
         graph.replay()
         Metrics(loop.optimizer).read()
-    for each in batches:
-        eager.step(each.to(CUDA))
+    for inputs in batches:
+        eager.step(inputs.to(CUDA))
     assert_same(loop.results(), eager.results())
 
 
@@ -160,7 +153,7 @@ LAYERS = {
 }
 
 
-def test_each_replay_drops_others():
+def test_each_replay_draws_another_dropout():
     torch.manual_seed(0)
     module, x = MLP(24, 32, dropout=0.5).to(CUDA), batch(0, CUDA)
     module(x)
@@ -173,7 +166,7 @@ def test_each_replay_drops_others():
 
 
 @pytest.mark.parametrize("layer", LAYERS)
-def test_graphed_callables(layer):
+def test_make_graphed_callables_computes_the_same(layer):
     """torch.cuda.make_graphed_callables captures a layer's forward and backward by itself."""
     torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     torch.manual_seed(0)
@@ -215,7 +208,7 @@ def test_a_graph_outlives_the_plan_it_was_captured_with():
 
     def train(uses_graph):
         parts, stream = Parts(), on_side()
-        with torch.cuda.stream(stream):  # of the steps before, whose plan it would else not get
+        with torch.cuda.stream(stream):  # all steps: on another stream, a capture would not use their plan
             parts.step(0, 1, 2)
             replay = partial(parts.step, 0, 1, 2)
             if uses_graph:
@@ -243,7 +236,7 @@ def test_a_graph_keeps_its_rows_when_the_plan_gets_others():
     assert torch.equal(parts.params[1], moved)
 
 
-def test_rows_captured_are_not_there_for_an_eager_step():
+def test_an_eager_step_does_not_use_rows_of_a_capture():
     """A captured copy of rows has not been done yet when an eager step follows on the same stream."""
     results = []
     for captures in (True, False):
@@ -259,7 +252,7 @@ def test_rows_captured_are_not_there_for_an_eager_step():
     assert all(map(torch.equal, *results))
 
 
-def test_a_captured_step_of_torchs_under_either_scaler():
+def test_torchs_step_can_be_captured_under_either_scaler():
     def train(scaler):
         param = nn.Parameter(torch.ones(64, device=CUDA))
         optimizer = torch.optim.AdamW([param], lr=torch.tensor(0.1, device=CUDA), fused=True, capturable=True)

@@ -16,13 +16,13 @@ PLACES = [(OTHER,), (CUDA, OTHER), (OTHER, CUDA), ("cpu", OTHER), (CUDA, "cpu")]
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_training(devices, places, way):
+def test_training_on_any_places_is_as_on_a_cpu(devices, places, way):
     assert_alike(Loop(*places, **way).run().results(), Loop("cpu", **way).run().results())
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
 @pytest.mark.parametrize("with_side", [CUDA, OTHER], ids=["the current device's", "the other's"])
-def test_each_device_has_a_current_stream(devices, with_side, way):
+def test_work_goes_to_the_current_stream_of_its_device(devices, with_side, way):
     """Work for a device goes to that device's current stream, even if another device is current."""
     with torch.cuda.stream(on_side(with_side)), torch.cuda.device(CUDA):
         got = Loop(OTHER, **way).run().results()
@@ -36,14 +36,14 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_an_op_on_another_device_than_the_current_one(devices, call):
+def test_an_op_runs_on_another_device_than_the_current_one(devices, call):
     arguments = batch(0), torch.randn(16, 24), torch.randn(16, 24)
     got = CALLS[call](*(it.to(OTHER) for it in arguments))
     assert (got.device, torch.cuda.current_device()) == (OTHER, 0)
     torch.testing.assert_close(got.cpu(), CALLS[call](*arguments), rtol=1e-2, atol=1e-2)
 
 
-def test_a_thread_for_each_device(devices):
+def test_threads_train_on_a_device_each(devices):
     results = {}
 
     def work(device):
@@ -56,22 +56,22 @@ def test_a_thread_for_each_device(devices):
         thread.start()
     for thread in threads:
         thread.join()
-    for each in devices:
-        assert_alike(results[each], Loop("cpu").run().results())
+    for device in devices:
+        assert_alike(results[device], Loop("cpu").run().results())
 
 
-def test_data_parallel(devices):
+def test_data_parallel_trains_as_one_model(devices):
     model = nn.Sequential(*network(CUDA))
     optimizer = AdamW(model.parameters(), lr=1e-2)
     reference = network("cpu")
-    of_reference = AdamW(reference.parameters(), lr=1e-2)
+    reference_optimizer = AdamW(reference.parameters(), lr=1e-2)
     parallel = nn.DataParallel(model, device_ids=devices)
     for step in range(3):
         parallel(batch(step, CUDA)).square().mean().backward()
         forward(reference, batch(step)).square().mean().backward()
-        for each in (optimizer, of_reference):
-            each.step()
-            each.zero_grad()
+        for it in (optimizer, reference_optimizer):
+            it.step()
+            it.zero_grad()
     for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.cpu(), theirs, rtol=2e-3, atol=2e-4)
 

@@ -28,7 +28,7 @@ def stepped(device, dtypes):
 
 
 @pytest.mark.parametrize("dtypes", [["bfloat16"], ["float16"], ["bfloat16", "float16", "float32"]], ids="-".join)
-def test_steps_are_those_on_a_cpu(dtypes):
+def test_steps_give_the_bits_of_a_cpu(dtypes):
     dtypes = [getattr(torch, it) for it in dtypes]
     for ours, wanted in zip(stepped(CUDA, dtypes), stepped("cpu", dtypes), strict=True):
         assert same_bits(ours, wanted)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mpkernels.amp import accumulate
-from tests.cuda.offloading import F32, SCALERS, assert_same, buckets_of, loss_of, of_each_kept, parameters, trained
+from tests.cuda.offloading import F32, SCALERS, assert_same, buckets_of, for_each_kind, loss_of, parameters, trained
 from tests.networks import B16
 from tests.optim.optimizers import OPTIMIZERS
 
@@ -14,10 +14,10 @@ _buckets = buckets_of(800)  # more than there are slices
 
 
 @pytest.mark.parametrize("scaler", SCALERS)
-@of_each_kept
+@for_each_kind
 @pytest.mark.parametrize("line", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"guard": False}], ids=str)
-def test_bits(line, dtype, master, state_dtype, scaler, limits):
+def test_offload_gives_the_same_bits(line, dtype, master, state_dtype, scaler, limits):
     if scaler == "torch's" and dtype != F32:
         pytest.skip("torch's scaler refuses such grads")
     options = {"master": master, "state_dtype": state_dtype, **limits}
@@ -32,9 +32,9 @@ def test_bits(line, dtype, master, state_dtype, scaler, limits):
 
 
 @pytest.mark.parametrize("scaler", ["no scaler", "ours"])
-@of_each_kept
+@for_each_kind
 @pytest.mark.parametrize("limits", [{}, {"max_norm": 1.0}, {"guard": False}], ids=str)
-def test_bits_of_released_grads(dtype, master, state_dtype, scaler, limits):
+def test_released_grads_give_the_same_bits(dtype, master, state_dtype, scaler, limits):
     """The host computes the norm of released grads, where sums have another order."""
     options = {"master": master, "state_dtype": state_dtype, **limits}
     is_checked = scaler != "no scaler" or "max_norm" in limits or (dtype != F32 and not limits)
@@ -51,22 +51,22 @@ def test_bits_of_released_grads(dtype, master, state_dtype, scaler, limits):
         assert torch.allclose(found[0].grad_norm, found[1].grad_norm, rtol=2.0**-22, equal_nan=True)
 
 
-def test_a_released_grad_that_never_was_on_the_way_counts():
+def test_a_grad_that_is_set_by_hand_counts_though_grads_are_released():
     params, theirs = parameters(B16), parameters(B16)
     ours = OPTIMIZERS["AdamW"].ours(params, offload=True)
     ours.release_grads()
     optimizer = OPTIMIZERS["AdamW"].ours(theirs)
     for step in range(3):
         loss_of(theirs, step).backward()
-        for param, its in zip(params, theirs, strict=True):
-            param.grad = its.grad.clone()
+        for param, other in zip(params, theirs, strict=True):
+            param.grad = other.grad.clone()
         ours.step(), optimizer.step(), optimizer.zero_grad()
     assert_same(ours, optimizer, norm=False)
 
 
-@of_each_kept
-@pytest.mark.parametrize("by", ["accumulate", "backwards", "backwards under accumulate()"])
-def test_released_grads_add_up_in_fp32(dtype, master, state_dtype, by):
+@for_each_kind
+@pytest.mark.parametrize("way", ["accumulate", "backwards", "backwards under accumulate()"])
+def test_released_grads_add_up_in_fp32(dtype, master, state_dtype, way):
     options = {"master": master, "state_dtype": state_dtype}
     params, theirs = parameters(dtype), parameters(dtype)
     wanted = OPTIMIZERS["AdamW"].ours(theirs, **options)
@@ -74,12 +74,12 @@ def test_released_grads_add_up_in_fp32(dtype, master, state_dtype, by):
         micro.backward(3 * loss_of(theirs, micro.batch))
     ours = OPTIMIZERS["AdamW"].ours(params, offload=True, **options)
     release = ours.release_grads()
-    if by == "accumulate":
+    if way == "accumulate":
         for micro in accumulate(range(6), 3, ours, grad_dtype=torch.float32):
             micro.backward(3 * loss_of(params, micro.batch))
     else:
         for step in range(6):
-            with release.accumulate() if step % 3 < 2 and "under" in by else nullcontext():
+            with release.accumulate() if step % 3 < 2 and "under" in way else nullcontext():
                 (3 * loss_of(params, step) * (1 / 3)).backward()
             assert all(param.grad is None for param in params)
             if step % 3 == 2:
@@ -92,14 +92,14 @@ def test_released_grads_of_several_dtypes_add_up():
     ours, optimizer = OPTIMIZERS["AdamW"].ours(params, offload=True), OPTIMIZERS["AdamW"].ours(theirs)
     ours.release_grads()
     for step, dtype in enumerate((B16, F32, B16)):
-        for param, its in zip(params, theirs, strict=True):
-            param.grad_dtype, its.grad_dtype = dtype, F32
+        for param, other in zip(params, theirs, strict=True):
+            param.grad_dtype, other.grad_dtype = dtype, F32
         loss_of(params, step).backward(), loss_of(theirs, step).backward()
     ours.step(), optimizer.step()
     assert_same(ours, optimizer, norm=False)
 
 
-def test_a_backward_that_has_failed_is_forgotten():
+def test_zero_grad_forgets_the_grads_of_a_failed_backward():
     params, theirs = parameters(B16), parameters(B16)
     ours, optimizer = OPTIMIZERS["AdamW"].ours(params, offload=True), OPTIMIZERS["AdamW"].ours(theirs)
     ours.release_grads()

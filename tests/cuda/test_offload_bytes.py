@@ -18,7 +18,7 @@ def allocated(before=0):
 
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_bytes_a_parameter(choice, released):
+def test_a_parameter_takes_the_bytes_that_the_table_has(choice, released):
     weights, states = kept(choice)  # what the table has, from a step on the CPU
     before, few = allocated(), FEW / ELEMENTS
     weight = torch.nn.Parameter(torch.ones(ELEMENTS, dtype=choice.weights, device=CUDA))

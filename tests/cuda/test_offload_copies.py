@@ -10,7 +10,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from mpkernels.optim.plan import Plan
-from tests.cuda.offloading import F32, INT8, SQUARE, all_of, buckets_of, loss_of, offloaded, parameters, size, trained
+from tests.cuda.offloading import (
+    F32,
+    INT8,
+    SQUARE,
+    buckets_of,
+    loss_of,
+    offloaded,
+    parameters,
+    size,
+    trained,
+    visible_state,
+)
 from tests.hard_grads import same_bits
 from tests.networks import B16
 
@@ -51,16 +62,16 @@ def test_grads_and_weights_alone_travel(dtype, state_dtype, released):
 
 
 @pytest.mark.parametrize("released", [False, True])
-def test_a_skipped_step_brings_nothing_back(released):
+def test_a_skipped_step_copies_nothing(released):
     params, optimizer = offloaded(released=released, max_norm=1.0)
     trained(optimizer, params)
     optimizer.zero_grad()
     loss_of(params, 9, poisons=True).backward()
-    before = all_of(optimizer)[:-2]
+    before = visible_state(optimizer)[:-2]
     with Copies() as copies:
         optimizer.step()
     assert copies.bytes == {"cuda": 0, "cpu": 0}
-    assert all(map(same_bits, all_of(optimizer)[:-2], before))
+    assert all(map(same_bits, visible_state(optimizer)[:-2], before))
 
 
 @pytest.mark.parametrize("released", [False, True])
@@ -78,9 +89,9 @@ def test_the_device_keeps_the_weights_alone(released):
     for term in terms:  # several terms, so that grads come one after another as in a deep network
         term.backward()
     optimizer.step()
-    of_grads = 2 * size(params[:1]) if released else weights
-    of_backward = 6 * size(params[:1])  # autograd's own temporary tensors
-    assert torch.cuda.max_memory_allocated() - before <= weights + of_grads + of_backward + few
+    grad_bytes = 2 * size(params[:1]) if released else weights
+    backward_bytes = 6 * size(params[:1])  # autograd's own temporary tensors
+    assert torch.cuda.max_memory_allocated() - before <= weights + grad_bytes + backward_bytes + few
 
 
 def test_pinned_memory_is_allocated_once(monkeypatch):
@@ -137,7 +148,7 @@ def test_copies_run_beside_the_steps_of_other_buckets(monkeypatch):
 
 
 @pytest.mark.parametrize("released", [False, True])
-def test_the_report_is_that_of_the_same_optimizer_without(released):
+def test_the_overflow_report_is_as_without_offload(released):
     params, theirs = parameters(B16), parameters(B16)
     found = []
     for it, options in ((params, {"offload": True}), (theirs, {})):

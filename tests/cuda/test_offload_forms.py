@@ -1,4 +1,4 @@
-"""offload=True: closures, graphs, compiled steps, refusals, processes, and writes that nobody counts."""
+"""offload=True: closures, graphs, compiled steps, refusals, processes, and writes that raise no version."""
 
 import pytest
 import torch
@@ -14,22 +14,22 @@ from tests.networks import B16
 _buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 
-def test_closures_and_steps_without_grads():
+def test_closures_and_steps_without_grads_work():
     params, optimizer = offloaded()
     theirs = parameters(B16, shapes=SQUARE)
-    its = AdamW(theirs, lr=0.01)
+    plain = AdamW(theirs, lr=0.01)
     optimizer.step()
     for step in range(3):
-        for it, of_it in ((optimizer, params), (its, theirs)):
+        for it, its_params in ((optimizer, params), (plain, theirs)):
 
-            def closure(it=it, of_it=of_it, step=step):
+            def closure(it=it, its_params=its_params, step=step):
                 it.zero_grad()
-                loss = loss_of(of_it, step)
+                loss = loss_of(its_params, step)
                 loss.backward()
                 return loss
 
             assert it.step(closure) is not None
-    assert_same(optimizer, its)
+    assert_same(optimizer, plain)
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
@@ -46,35 +46,35 @@ def test_a_replayed_backward_is_stepped():
     """A graph's writes to grads raise no version, so grads are copied at each step."""
     params, optimizer = offloaded(guard=False)
     theirs = parameters(B16, shapes=SQUARE)
-    its = AdamW(theirs, lr=0.01, guard=False)
+    plain = AdamW(theirs, lr=0.01, guard=False)
     factor = torch.ones((), device=CUDA, dtype=B16)
-    for it, of_it in ((optimizer, params), (its, theirs)):
-        for param in of_it:
+    for it, its_params in ((optimizer, params), (plain, theirs)):
+        for param in its_params:
             param.grad = torch.zeros_like(param)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            for param in of_it:
+            for param in its_params:
                 param.grad.copy_(param * factor)
         for step in range(3):
             factor.fill_(step + 1)
             graph.replay()
             it.step()
-    assert_same(optimizer, its)
+    assert_same(optimizer, plain)
 
 
 def test_a_compiled_step_runs_as_written_or_is_refused():
-    (params, optimizer), (theirs, its) = offloaded(), offloaded()
-    for it, of_it in ((optimizer, params), (its, theirs)):
-        trained(it, of_it)
+    (params, optimizer), (theirs, plain) = offloaded(), offloaded()
+    for it, its_params in ((optimizer, params), (plain, theirs)):
+        trained(it, its_params)
         it.zero_grad()
-        loss_of(of_it, 9).backward()
+        loss_of(its_params, 9).backward()
     with pytest.raises(Exception, match="offload=True must not be part of a full graph: the host steps"):
         torch.compile(optimizer.step, backend="eager", fullgraph=True)()
-    torch.compile(optimizer.step, backend="eager")(), its.step()
-    assert_same(optimizer, its)
+    torch.compile(optimizer.step, backend="eager")(), plain.step()
+    assert_same(optimizer, plain)
 
 
-def test_the_refusals():
+def test_what_offload_does_not_serve_is_refused():
     params, optimizer = offloaded(released=True)
     scaler = GradScaler("cuda", init_scale=4.0)
     scaler.scale(loss_of(params, 0)).backward()
@@ -89,7 +89,7 @@ def test_the_refusals():
         theirs.step(optimizer)
 
 
-def test_a_write_to_a_weight_that_nobody_counts_is_undone():
+def test_a_write_to_a_weight_that_raises_no_version_is_undone():
     """docs/differences.md says so. Writes that raise a tensor's version are noticed."""
     params, optimizer = offloaded(guard=False)
     trained(optimizer, params, bad_step=-1)
@@ -102,7 +102,7 @@ def test_a_write_to_a_weight_that_nobody_counts_is_undone():
         assert bool((weight.float() > 4).all()) is is_seen
 
 
-def test_weights_that_another_kind_of_master_rounds_otherwise_are_sent_in_a_skipped_step_too():
+def test_a_skipped_step_sends_weights_that_another_kind_of_master_rounds_differently():
     """A copy rounds ties to even, a split master rounds them up."""
     [param], optimizer = offloaded(shapes=[(8,)], master="fp32")
     param.grad = torch.ones_like(param)
@@ -116,18 +116,18 @@ def test_weights_that_another_kind_of_master_rounds_otherwise_are_sent_in_a_skip
     assert (param == 1 + 2.0**-7).all()
 
 
-def test_a_write_to_a_grad_that_nobody_counts_is_seen():
+def test_a_write_to_a_grad_that_raises_no_version_counts():
     params, optimizer = offloaded()
     theirs = parameters(B16, shapes=SQUARE)
-    its = AdamW(theirs, lr=0.01)
-    for it, of_it in ((optimizer, params), (its, theirs)):
+    plain = AdamW(theirs, lr=0.01)
+    for it, its_params in ((optimizer, params), (plain, theirs)):
         for step in range(2):
             it.zero_grad()
-            loss_of(of_it, step).backward()
-            for param in of_it:
+            loss_of(its_params, step).backward()
+            for param in its_params:
                 param.grad.data.clamp_(-0.1, 0.1)
             it.step()
-    assert_same(optimizer, its)
+    assert_same(optimizer, plain)
 
 
 def test_memory_is_given_back():
@@ -147,7 +147,7 @@ def test_memory_is_given_back():
 
 @pytest.mark.parametrize("way", ["process_group", "ZeRO"])
 @pytest.mark.parametrize("released", [False, True])
-def test_processes_that_agree(way, released):
+def test_processes_agree_as_without_offload(way, released):
     from torch import distributed
     from torch.distributed.optim import ZeroRedundancyOptimizer
 

@@ -11,7 +11,7 @@ import torch
 import mpkernels
 from mpkernels.amp import GradScaler
 from mpkernels.optim.plan import Plan
-from tests.cuda.offloading import SQUARE, all_of, are_same, assert_same, buckets_of, loss_of, offloaded, trained
+from tests.cuda.offloading import SQUARE, are_same, assert_same, buckets_of, loss_of, offloaded, trained, visible_state
 
 ROOT = Path(mpkernels.__file__).parent
 
@@ -19,7 +19,7 @@ ROOT = Path(mpkernels.__file__).parent
 _buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 
-def traced(run, number):
+def interrupted_at(run, number):
     """Run the call, and raise Ctrl-C at our line of this number, not counting lines where it is held back. Return
     whether there was such a line."""
     left = number
@@ -49,38 +49,38 @@ def traced(run, number):
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_ctrl_c_at_each_line_leaves_nothing_half_done(released, scaled):
-    (params, optimizer), (theirs, its) = offloaded(released=released, shapes=SQUARE[:3]), offloaded(shapes=SQUARE[:3])
+    (params, optimizer), (theirs, plain) = offloaded(released=released, shapes=SQUARE[:3]), offloaded(shapes=SQUARE[:3])
     scalers = [GradScaler("cuda", init_scale=4.0) if scaled else None for _ in range(2)]
-    trained(optimizer, params, scalers[0]), trained(its, theirs, scalers[1])
-    optimizer.zero_grad(), its.zero_grad()
-    before = all_of(optimizer, norm=False)
+    trained(optimizer, params, scalers[0]), trained(plain, theirs, scalers[1])
+    optimizer.zero_grad(), plain.zero_grad()
+    before = visible_state(optimizer, norm=False)
     for scaler, it in zip(scalers, (params, theirs), strict=True):
         loss = loss_of(it, 9)
         (loss if scaler is None else scaler.scale(loss)).backward()
-    its.step() if scalers[1] is None else scalers[1].step(its)
-    wanted = all_of(its, norm=False)
+    plain.step() if scalers[1] is None else scalers[1].step(plain)
+    wanted = visible_state(plain, norm=False)
     run = optimizer.step if scalers[0] is None else partial(scalers[0].step, optimizer)
     number = breaks = 0
     while True:
         number += 1
-        if not traced(run, number):
+        if not interrupted_at(run, number):
             break
         breaks += 1
-        found = all_of(optimizer, norm=False)
+        found = visible_state(optimizer, norm=False)
         is_done = are_same(found, wanted)
         assert is_done or are_same(found, before), number
         if is_done and scalers[0] is None:
             break
     assert breaks > 50
-    assert are_same(all_of(optimizer, norm=False), wanted)
+    assert are_same(visible_state(optimizer, norm=False), wanted)
 
 
 @pytest.mark.parametrize("bucket", [0, 2, 5])
 @pytest.mark.parametrize("released", [False, True])
 def test_ctrl_c_among_the_buckets_comes_after_the_last(monkeypatch, bucket, released):
     params, optimizer = offloaded(released=released)
-    theirs, its = offloaded()
-    trained(optimizer, params), trained(its, theirs)
+    theirs, plain = offloaded()
+    trained(optimizer, params), trained(plain, theirs)
     step, count = Plan.step, 0
 
     def pressed(plan, grads, verdict, *rest):
@@ -91,24 +91,24 @@ def test_ctrl_c_among_the_buckets_comes_after_the_last(monkeypatch, bucket, rele
             count += 1
         step(plan, grads, verdict, *rest)
 
-    for it in (optimizer, its):
+    for it in (optimizer, plain):
         it.zero_grad()
     loss_of(params, 9).backward(), loss_of(theirs, 9).backward()
-    its.step()
+    plain.step()
     monkeypatch.setattr(Plan, "step", pressed)
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert count == len(SQUARE)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    assert_same(optimizer, its, norm=False)
+    assert_same(optimizer, plain, norm=False)
 
 
 @pytest.mark.parametrize("buckets", [2, 6])
-def test_what_no_bucket_takes_moves_none(buckets):
-    """The last parameter's grad has another shape than its state."""
+def test_a_bucket_that_is_refused_leaves_all_unstepped(buckets):
+    """The last parameter's state has another shape, or its grad another dtype."""
     params, optimizer = offloaded(shapes=SQUARE[:buckets])
     trained(optimizer, params)
-    before = all_of(optimizer, norm=False)
+    before = visible_state(optimizer, norm=False)
     for spoil in ("state", "grad"):
         loss_of(params, 9).backward()
         state = optimizer.state[params[-1]]
@@ -122,5 +122,5 @@ def test_what_no_bucket_takes_moves_none(buckets):
         with pytest.raises((RuntimeError, ValueError, TypeError)):
             optimizer.step()
         state["exp_avg"] = kept
-        assert are_same(all_of(optimizer, norm=False), before)
+        assert are_same(visible_state(optimizer, norm=False), before)
         optimizer.zero_grad()

@@ -24,7 +24,7 @@ from tests.networks import B16
 _buckets = buckets_of(64 * 64 * 2)  # one for each SQUARE
 
 
-def moved(params, place=None, dtype=None):
+def move(params, place=None, dtype=None):
     for param in params:
         param.data = param.data.to(place or param.device, dtype or param.dtype)
 
@@ -33,7 +33,7 @@ def moved(params, place=None, dtype=None):
 @pytest.mark.parametrize(
     "way", [{"place": "cpu"}, {"place": torch.device("cuda", 1)}, {"dtype": F32}, {"dtype": torch.float16}], ids=str
 )
-def test_a_model_that_moves(way, master):
+def test_training_goes_on_after_a_model_has_moved(way, master):
     """A model moves to the host and back, as when a sampler needs the GPU; or to another device or dtype for good."""
     if torch.cuda.device_count() < 2 and way.get("place") not in ("cpu", None):
         pytest.skip("there are no two CUDA devices")
@@ -44,12 +44,12 @@ def test_a_model_that_moves(way, master):
         trained(optimizer, params)
         optimizer.zero_grad()
         if offload or "place" not in way:
-            moved(params, **way)
+            move(params, **way)
         if way.get("place") == "cpu":
             if offload:
                 loss_of(params, 8).backward()
                 optimizer.step()
-                moved(params, CUDA)
+                move(params, CUDA)
             else:
                 optimizer.zero_grad()
                 loss_of(params, 8).backward()
@@ -79,41 +79,41 @@ def test_a_copy_goes_on_alone(duplicate):
     other = duplicate(optimizer)
     others = other.param_groups[0]["params"]
     assert (other.offload, repr(other)) == (True, repr(optimizer))
-    for it, its in ((optimizer, params), (other, others)):
-        trained(it, its, bad_step=1)
+    for it, its_params in ((optimizer, params), (other, others)):
+        trained(it, its_params, bad_step=1)
     assert_same(optimizer, other)
 
 
 def test_a_model_that_leaves_the_device_takes_its_grads_along_and_no_pinned_memory():
-    (params, optimizer), (theirs, its) = offloaded(released=True), offloaded()
-    for it, of_it in ((optimizer, params), (its, theirs)):
-        trained(it, of_it)
+    (params, optimizer), (theirs, plain) = offloaded(released=True), offloaded()
+    for it, its_params in ((optimizer, params), (plain, theirs)):
+        trained(it, its_params)
         it.zero_grad()
-        loss_of(of_it, 8).backward()
+        loss_of(its_params, 8).backward()
     twin = weakref.ref(optimizer._offload.twins.home(params[0]))
-    moved(params, "cpu")
-    for it in (optimizer, its):
+    move(params, "cpu")
+    for it in (optimizer, plain):
         it.step()
-    assert_same(optimizer, its, norm=False)
+    assert_same(optimizer, plain, norm=False)
     gc.collect()
     assert twin() is None
 
 
 def test_a_loader_may_put_states_on_the_device():
     params, optimizer = offloaded()
-    theirs, its = offloaded()
-    trained(optimizer, params), trained(its, theirs)
+    theirs, plain = offloaded()
+    trained(optimizer, params), trained(plain, theirs)
     for state in optimizer.state.values():
         state.update({key: it.to(CUDA) for key, it in state.items()})
-    optimizer.zero_grad(), its.zero_grad()
-    trained(optimizer, params), trained(its, theirs)
-    assert_same(optimizer, its)
+    optimizer.zero_grad(), plain.zero_grad()
+    trained(optimizer, params), trained(plain, theirs)
+    assert_same(optimizer, plain)
 
 
 @pytest.mark.parametrize("places", [("cpu", CUDA), (CUDA, "cpu"), (CUDA, torch.device("cuda", 1))], ids=str)
 @pytest.mark.parametrize("released", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_parameters_in_several_places(devices, places, released, scaled):
+def test_parameters_may_lie_in_several_places(devices, places, released, scaled):
     found = []
     for offload in (True, False):
         params = [it for place in places for it in parameters(B16, place)]
@@ -127,7 +127,7 @@ def test_parameters_in_several_places(devices, places, released, scaled):
 
 
 @pytest.mark.parametrize("place", ["cpu", CUDA])
-def test_tensors_for_the_learning_rate(place):
+def test_the_learning_rate_may_be_a_tensor(place):
     found = []
     for offload in (True, False):
         params = parameters(B16)
@@ -141,7 +141,7 @@ def test_tensors_for_the_learning_rate(place):
     assert_same(*found)
 
 
-def test_weights_with_gaps_in_other_orders_and_complex_ones():
+def test_weights_may_have_gaps_other_orders_and_complex_numbers():
     found = []
     for offload in (True, False):
         base = torch.linspace(-1, 1, 600, device=CUDA).to(B16)
@@ -159,7 +159,7 @@ def test_weights_with_gaps_in_other_orders_and_complex_ones():
 
 
 @pytest.mark.parametrize("released", [False, True])
-def test_fsdp2(released):
+def test_dtensors_of_fsdp2_train_as_without_offload(released):
     """A single process, whose parameters are DTensors on a mesh of GPUs."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 32), nn.Linear(32, 4)).to(CUDA)

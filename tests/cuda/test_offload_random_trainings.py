@@ -32,15 +32,15 @@ class Two:
             optimizer.release_grads()
         return optimizer
 
-    def each(self, function):
+    def on_both(self, function):
         for i, optimizer in enumerate(self.optimizers):
             function(i, optimizer, self.params[i])
 
     def step(self, poisons=False):
         self.seed += 1
         without = self.random.sample(range(7), self.random.choice((0, 0, 2)))
-        self.each(lambda i, it, params: take_step(it, self.scalers[i], loss_of(params, self.seed, poisons, without)))
-        self.each(lambda i, it, params: it.zero_grad())
+        self.on_both(lambda i, it, params: take_step(it, self.scalers[i], loss_of(params, self.seed, poisons, without)))
+        self.on_both(lambda i, it, params: it.zero_grad())
 
     def overflow(self):
         self.step(poisons=self.scalers[0] is not None)
@@ -55,16 +55,16 @@ class Two:
     def writes_to_a_weight(self):
         place, factor = self.random.choice((0, 2, 5)), self.random.choice((0.5, 1.1))
         with torch.no_grad():
-            self.each(lambda i, it, params: params[place].mul_(factor))
+            self.on_both(lambda i, it, params: params[place].mul_(factor))
 
     def gives_a_weight_other_memory(self):
         def give(i, it, params):
             params[0].data = params[0].data.clone() + 1
 
-        self.each(give)
+        self.on_both(give)
 
     def loads_its_own(self):
-        self.each(lambda i, it, params: it.load_state_dict(it.state_dict()))
+        self.on_both(lambda i, it, params: it.load_state_dict(it.state_dict()))
 
     def begins_anew_from_the_others(self):
         """Each new optimizer loads what the other one has saved."""
@@ -72,12 +72,12 @@ class Two:
         if self.released:
             self.optimizers[0]._release.remove()
         self.optimizers = [self.made(i) for i in range(2)]
-        self.each(lambda i, it, params: it.load_state_dict(saved[1 - i]))
+        self.on_both(lambda i, it, params: it.load_state_dict(saved[1 - i]))
 
     def changes_its_groups(self):
         master, state_dtype = self.random.choice(("split", "fp32")), self.random.choice((F32, B16, INT8))
         lr = self.random.choice((1e-2, 1e-3))
-        self.each(lambda i, it, params: it.param_groups[0].update(master=master, state_dtype=state_dtype, lr=lr))
+        self.on_both(lambda i, it, params: it.param_groups[0].update(master=master, state_dtype=state_dtype, lr=lr))
 
     def gets_another_group(self):
         def add(i, it, params):
@@ -86,18 +86,18 @@ class Two:
 
         if len(self.params[0]) < 10:
             self.seed += 1
-            self.each(add)
+            self.on_both(add)
 
     def is_asked(self):
-        self.each(lambda i, it, params: it.state_dict())
+        self.on_both(lambda i, it, params: it.state_dict())
 
 
-ACTS = [it for it in vars(Two) if not it.startswith("_") and it not in ("made", "each")]
+ACTS = [it for it in vars(Two) if not it.startswith("_") and it not in ("made", "on_both")]
 
 
 @pytest.mark.filterwarnings("ignore:.*are not the weights that the loaded masters were made for")  # if they aren't
 @pytest.mark.parametrize("seed", range(200))
-def test_random_schedules(seed):
+def test_random_trainings_stay_equal(seed):
     drawn = random.Random(seed)
     dtype = drawn.choice((F32, B16, B16, F16))
     options = {

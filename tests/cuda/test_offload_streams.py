@@ -20,7 +20,7 @@ def values(tensors):
     return [it.cpu() for it in tensors]
 
 
-def test_who_still_reads_the_old_weights_reads_them():
+def test_a_late_read_of_the_old_weights_gets_them():
     """A copy to a weight must wait for reads on the step's stream. The grads left long ago: no other wait delays it."""
     params = parameters(F32)
     optimizer = OPTIMIZERS["AdamW"].ours(params, offload=True)
@@ -36,7 +36,7 @@ def test_who_still_reads_the_old_weights_reads_them():
     assert not torch.equal(params[0].detach().cpu(), wanted[0])
 
 
-def test_a_step_on_another_stream_leaves_what_the_first_one_brings():
+def test_a_step_on_another_stream_does_not_change_what_the_first_one_copies():
     """The second step writes to the twins, from which the first step's weights are still copied."""
     params = parameters(F32, shapes=[(8, 8)])
     optimizer = OPTIMIZERS["SGD"].ours(params, offload=True)
@@ -51,28 +51,28 @@ def test_a_step_on_another_stream_leaves_what_the_first_one_brings():
         torch.cuda.current_stream().wait_event(read)
         optimizer.step()
     theirs = parameters(F32, shapes=[(8, 8)])
-    its = OPTIMIZERS["SGD"].ours(theirs)
+    plain = OPTIMIZERS["SGD"].ours(theirs)
     loss_of(theirs, 0).backward()
-    its.step()
+    plain.step()
     assert same_bits(first[0].cpu(), theirs[0].detach().cpu())
 
 
 def test_a_freed_grad_is_not_written_over_before_it_has_left():
     params, theirs = parameters(F32, shapes=[(64, 64)]), parameters(F32, shapes=[(64, 64)])
-    ours, its = OPTIMIZERS["SGD"].ours(params, offload=True), OPTIMIZERS["SGD"].ours(theirs)
+    ours, plain = OPTIMIZERS["SGD"].ours(params, offload=True), OPTIMIZERS["SGD"].ours(theirs)
     ours.release_grads()
-    for optimizer, of_it in ((ours, params), (its, theirs)):
-        loss_of(of_it, 3).backward()
+    for optimizer, its_params in ((ours, params), (plain, theirs)):
+        loss_of(its_params, 3).backward()
         if optimizer is ours:
             others = [torch.full((64, 64), 7.0, device=CUDA) for _ in range(8)]
             torch.cuda.current_stream().synchronize()
             del others
         optimizer.step()
-    assert_same(ours, its, norm=False)
+    assert_same(ours, plain, norm=False)
 
 
 @pytest.mark.parametrize("released", [False, True])
-def test_streams_that_take_turns(released):
+def test_streams_may_take_turns(released):
     params, theirs = parameters(B16), parameters(B16)
     ours = OPTIMIZERS["AdamW"].ours(params, offload=True)
     if released:
@@ -83,5 +83,5 @@ def test_streams_that_take_turns(released):
             ours.zero_grad()
             done = torch.cuda.current_stream().record_event()
         torch.cuda.current_stream().wait_event(done)
-    its = trained(OPTIMIZERS["AdamW"].ours(theirs), theirs, bad_step=-1, steps=6)
-    assert_same(ours, its, norm=False)
+    plain = trained(OPTIMIZERS["AdamW"].ours(theirs), theirs, bad_step=-1, steps=6)
+    assert_same(ours, plain, norm=False)

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW
 from tests.cuda.training import CUDA, batch, network
+from tests.distributed.sharding import wholes
 from tests.processes import needs_gloo, spawn
 
 STEPS = 3
@@ -29,11 +30,7 @@ def train(model, place, rank=None, scaler_options=None):
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    return [whole(param).detach().cpu() for param in model.parameters()]
-
-
-def whole(param):
-    return param.full_tensor() if isinstance(param, DTensor) else param
+    return [it.cpu() for it in wholes(model)]
 
 
 def check(rank, wraps):

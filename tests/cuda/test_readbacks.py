@@ -9,7 +9,7 @@ from mpkernels.amp import GradScaler
 from mpkernels.distributed import processes
 from mpkernels.optim import AdamW
 from mpkernels.optim.readback import Readback
-from tests.cuda.training import CUDA
+from tests.cuda.training import CUDA, captured
 
 
 @pytest.fixture
@@ -21,21 +21,14 @@ def on_device(value):
     return torch.full((), value, device=CUDA)
 
 
-def captured(function):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
-def test_a_value_that_the_host_sends_is_newer_than_what_was_on_its_way(readback):
+def test_a_value_from_the_host_replaces_one_that_is_on_its_way(readback):
     readback.send(on_device(1.0))
     readback.send(torch.zeros(()))
     torch.cuda.synchronize()
     assert readback.read() == 0
 
 
-def test_of_several_values_that_have_arrived_the_newest_is_read(readback):
+def test_the_newest_of_several_arrived_values_is_read(readback):
     for value in range(3):
         readback.send(on_device(float(value)))
     torch.cuda.synchronize()
@@ -45,7 +38,7 @@ def test_of_several_values_that_have_arrived_the_newest_is_read(readback):
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 @pytest.mark.parametrize("has_arrived", [False, True])
 @pytest.mark.parametrize("end", ["send", "forget"])
-def test_what_a_capture_makes_outdated_is_freed_after_it(readback, has_arrived, end):
+def test_memory_that_a_capture_outdates_is_freed_after_it(readback, has_arrived, end):
     readback.send(on_device(1.0))
     if has_arrived:
         torch.cuda.synchronize()
@@ -92,7 +85,7 @@ def test_a_captured_skip_is_seen_though_the_warm_up_was_still_on_its_way():
 
 @pytest.mark.parametrize("arrivals", [0, 1, 2], ids=["nothing has arrived", "some has", "all has"])
 @pytest.mark.parametrize("question", ["the optimizer", "the scaler", "metrics"])
-def test_a_loop_that_asks_is_captured_as_it_is(question, arrivals):
+def test_a_loop_that_asks_for_the_last_outcome_can_be_captured(question, arrivals):
     """Warm-up and capture are on one stream. The capture reads what had arrived at the last poll."""
     optimizer, scaler = AdamW([parameter()], guard=True, lr=0.1), GradScaler("cuda", init_scale=4.0)
     metrics = Metrics(optimizer, scaler)
@@ -105,9 +98,9 @@ def test_a_loop_that_asks_is_captured_as_it_is(question, arrivals):
 
     def iterate(value=1.0):
         answers.append(ask())
-        stepped_grad = scaler.scale(on_device(value))
+        scaled_grad = scaler.scale(on_device(value))
         [param] = optimizer.param_groups[0]["params"]
-        param.grad.copy_(stepped_grad.expand_as(param))
+        param.grad.copy_(scaled_grad.expand_as(param))
         scaler.step(optimizer)
         scaler.update()
 
@@ -118,14 +111,14 @@ def test_a_loop_that_asks_is_captured_as_it_is(question, arrivals):
     before = ask() if arrivals < 2 else None
     captured(iterate)
     assert arrivals == 2 or answers[-1] == before
-    for value, skipped in ((torch.inf, 1), (1.0, 0)):  # the newest step is told again
+    for value, skipped in ((torch.inf, 1), (1.0, 0)):  # outcomes of eager steps arrive again
         iterate(value)
         torch.cuda.synchronize()
         answer = ask()
         assert (answer["skipped_steps"] == 1) if question == "metrics" else (answer.item() == skipped)
 
 
-def test_metrics_are_told_in_order_and_under_their_own_names():
+def test_metrics_come_in_order_and_under_their_own_names():
     """A step may have fewer numbers than the step before it."""
     optimizer = AdamW([parameter()], max_norm=1.0)
     metrics = Metrics(optimizer)
@@ -140,7 +133,7 @@ def test_metrics_are_told_in_order_and_under_their_own_names():
     assert metrics.read() == {"skipped_steps": 0.0}
 
 
-def test_metrics_of_a_step_whose_scale_lies_on_the_host():
+def test_metrics_hold_a_scale_that_lies_on_the_host():
     optimizer, scaler = AdamW([parameter()], guard=True), GradScaler("cpu", init_scale=4.0)
     scaler.scale(torch.ones(()))
     metrics = Metrics(optimizer, scaler)
@@ -150,7 +143,7 @@ def test_metrics_of_a_step_whose_scale_lies_on_the_host():
     assert metrics.read()["loss_scale"] == 4
 
 
-def test_a_captured_step_is_not_followed():
+def test_metrics_do_not_follow_a_captured_step():
     optimizer = AdamW([parameter()], guard=True)
     metrics = Metrics(optimizer)
     graph = captured(lambda: stepped(optimizer))
@@ -159,5 +152,5 @@ def test_a_captured_step_is_not_followed():
     assert metrics.read() == {}
 
 
-def test_what_processes_agree_on_can_be_captured_where_there_is_no_grad():
+def test_agreeing_can_be_captured_in_a_process_without_grads():
     captured(lambda: processes._number(0.0, CUDA))

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mpkernels.amp import GradScaler
 from mpkernels.optim import AdamW, Masters
+from tests.distributed.sharding import part_of
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
 from tests.processes import needs_gloo, spawn
@@ -42,12 +43,10 @@ def network(dtype):
     return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 512)).to("cuda", dtype)
 
 
-def part_of(tensor):
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def trained(model, dtype, make, is_scaled, spoils=True):
-    """Train each process on the same batches, so that their mean is each one's grads. Only one may see an inf."""
+    """Train each process on the same batches, so that the mean of their grads is each one's.
+
+    ``spoils``: whether this process sees an inf."""
     optimizer, scaler = make(model.parameters()), GradScaler("cuda", init_scale=2.0**10, enabled=is_scaled)
     for step in range(STEPS):
         optimizer.zero_grad()

@@ -15,7 +15,7 @@ from tests.cuda.training import CUDA, WAYS, Loop, assert_alike, assert_same, bat
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_training_on_a_side_stream(way):
+def test_training_on_a_side_stream_is_the_same(way):
     with torch.cuda.stream(on_side()):
         got = Loop(CUDA, **way).run().results()
     assert_alike(got, Loop("cpu", **way).run().results())
@@ -23,7 +23,7 @@ def test_training_on_a_side_stream(way):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=str)
-def test_streams_that_take_turns(way):
+def test_streams_may_take_turns(way):
     """Each step is on another stream, which waits for the stream before."""
     results = []
     for streams in (None, [on_side() for _ in range(3)]):
@@ -39,7 +39,7 @@ def test_streams_that_take_turns(way):
     assert_same(*results)
 
 
-def test_a_cast_that_two_streams_share():
+def test_a_stream_waits_for_a_cast_that_another_one_makes():
     """Under one autocast, a stream waits for a cast that another stream is making."""
     weight = nn.Parameter(torch.randn(32, 24, device=CUDA))
     torch.cuda.synchronize()
@@ -52,7 +52,7 @@ def test_a_cast_that_two_streams_share():
                     assert torch.equal(casts[1].cpu(), weight.detach().cpu().bfloat16())
 
 
-def test_nothing_waits():
+def test_the_host_never_waits():
     loops = [Loop(CUDA, max_norm=1.0), Loop(CUDA, unscales=True, clips=True), Loop(CUDA, guard=True)]
     x = batch(0, CUDA)
 
@@ -75,7 +75,7 @@ def test_nothing_waits():
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["on a side stream", "on a device that is not the current one"])
-def test_an_outcome_is_told_once_it_has_arrived(place):
+def test_an_outcome_is_read_only_after_it_has_arrived(place):
     """Before its arrival, the pinned memory holds arbitrary numbers."""
     if place >= torch.cuda.device_count():
         pytest.skip("there is one CUDA device")
@@ -85,15 +85,15 @@ def test_an_outcome_is_told_once_it_has_arrived(place):
             loop.step(batch(step), poisons=step == 3)
             for _ in range(8):  # polling ends with the right answer
                 loop.metrics.read()
-            told = loop.metrics.read(), loop.optimizer.step_was_skipped, loop.scaler.step_was_skipped
-            assert step == 3 or all(map(math.isfinite, told[0].values()))
-            assert all(it is None or not bool(it) or step == 3 for it in told[1:])
+            answers = loop.metrics.read(), loop.optimizer.step_was_skipped, loop.scaler.step_was_skipped
+            assert step == 3 or all(map(math.isfinite, answers[0].values()))
+            assert all(it is None or not bool(it) or step == 3 for it in answers[1:])
     torch.cuda.synchronize(place)
     assert (bool(loop.optimizer.step_was_skipped), bool(loop.scaler.step_was_skipped)) == (True, True)
     assert loop.metrics.read()["skipped_steps"] == 1
 
 
-def test_release_grads_on_a_side_stream():
+def test_released_grads_step_the_same_on_a_side_stream():
     results = []
     for stream in (torch.cuda.current_stream(), on_side()):
         layers = network(CUDA)

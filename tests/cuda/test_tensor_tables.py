@@ -40,23 +40,23 @@ def rows(size):
 
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
-def test_rows_are_there_for_the_stream_that_copied_them_and_for_graphs():
+def test_rows_are_reused_by_the_stream_that_copied_them_and_by_graphs():
     first = rows(9)
     assert first.tolist() == [9, 0, 8, 0, 0, 0]
     assert rows(9) is first
     assert captured(lambda: [rows(9), rows(9)]) == [first, first]
     assert [*_tensor_table._captured.values()] == [first]  # the graph still reads it
-    own, other = captured(lambda: [rows(10), rows(10)])
-    assert own is not other  # each is filled by its own graph's replays
-    assert own.tolist() == other.tolist() == [10, 0, 8, 0, 0, 0]
+    one, other = captured(lambda: [rows(10), rows(10)])
+    assert one is not other  # a replay fills both
+    assert one.tolist() == other.tolist() == [10, 0, 8, 0, 0, 0]
     with torch.cuda.stream(on_side()):
         assert rows(9) is not first
         assert rows(9) is rows(9)
 
 
 @pytest.mark.parametrize("is_warm", [False, True])
-def test_captured_calls_bring_their_words_by_value(grads, is_warm):
-    """For any number of tensors: a capture can't take pinned memory, and no table is kept for a call."""
+def test_captured_calls_pass_their_words_by_value(grads, is_warm):
+    """That serves any number of tensors. A capture can't take pinned memory, and no table is kept for a call."""
     addresses = [2**62 + 16 * i for i in range(200)]  # more bits than a float holds
     eager = _tensor_table.build(grads, addresses, call_words=[7]) if is_warm else None
     tables = captured(lambda: [_tensor_table.build(grads, addresses, call_words=[call]) for call in range(50)])

@@ -37,7 +37,16 @@ def batch(step, place="cpu"):
     return torch.randn(40, 24, generator=torch.Generator().manual_seed(step)).to(place)
 
 
+def captured(step, mode="global", stream=None):
+    """Return a graph of the step."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode=mode):
+        step()
+    return graph
+
+
 def on_side(place=CUDA):
+    """Return a side stream that waits for the current stream's work."""
     side = torch.cuda.Stream(place)
     side.wait_stream(torch.cuda.current_stream(place))
     return side

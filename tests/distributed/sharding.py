@@ -23,14 +23,15 @@ def mesh_of(kind):
 
 
 def network(dtype=torch.float32, seed=0):
-    """Over four processes, the layers with 33 and 7 rows are uneven, and only the first has a part of the last one."""
+    """Return a network for four processes. Their parts of 33 and of 7 rows are uneven, and only the first process has a
+    part of the last layer."""
     torch.manual_seed(seed)
     layers = nn.Linear(20, 33), nn.GELU(), nn.LayerNorm(33), nn.Linear(33, 7), nn.Linear(7, 1)
     return nn.Sequential(*layers).to(dtype)
 
 
 def even_network(dtype=torch.float32, seed=0):
-    """Each process has a multiple of 256 elements of each weight."""
+    """Return a network. Each process has a multiple of 256 elements of each weight."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(64, 32, bias=False), nn.GELU(), nn.Linear(32, 64, bias=False)).to(dtype)
 
@@ -64,7 +65,7 @@ def wholes(model):
 
 def trained(model, make, scaler=None, clips=False, spoils=True):
     """Return the optimizer, and each step's outcome. ``spoils``: whether this process sets a grad to inf."""
-    optimizer, told = make(model.parameters()), []
+    optimizer, outcomes = make(model.parameters()), []
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(model, step, 1.0 if scaler is None else scaler.scale(torch.ones(())))
@@ -72,12 +73,12 @@ def trained(model, make, scaler=None, clips=False, spoils=True):
             part_of(model[0].weight.grad).view(-1)[5] = math.inf
         if clips:
             scaler.unscale_(optimizer)
-            told.append(whole(clip_grad_norm_(model.parameters(), 0.1)))
+            outcomes.append(whole(clip_grad_norm_(model.parameters(), 0.1)))
         if scaler is None:
             optimizer.step()
         else:
             scaler.step(optimizer)
             scaler.update()
-            told.append(torch.tensor(scaler.get_scale()))
-        told += [getattr(optimizer, name, None) for name in ("grad_norm", "skipped_steps", "step_was_skipped")]
-    return optimizer, told
+            outcomes.append(torch.tensor(scaler.get_scale()))
+        outcomes += [getattr(optimizer, name, None) for name in ("grad_norm", "skipped_steps", "step_was_skipped")]
+    return optimizer, outcomes

@@ -19,7 +19,7 @@ from mpkernels.optim import SGD, AdamW
 from tests.distributed.sharding import even_network, mesh_of, network, shard, whole, wholes
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
-from tests.processes import alone, each, in_processes, needs_gloo, spawn
+from tests.processes import alone, in_processes, needs_gloo, run_checks, spawn
 
 F32 = torch.float32
 GROUPS, EVERY, WORLD = 2, 8, 2
@@ -37,11 +37,12 @@ def columns_of(model):
     return next(model.parameters()).shape[1]
 
 
-def trained(model, wrapper, make, rank, scaler=None, is_bad=lambda number: False, seen=None, **options):
-    """Train and return the optimizer. Each step's grads go into the list ``seen``."""
+def trained(model, wrapper, make, rank, scaler=None, is_bad=lambda number: False, grads_seen=None, **options):
+    """Train and return the optimizer. The grads of each step are appended to ``grads_seen``."""
     optimizer = make(model.parameters())
-    if seen is not None:
-        optimizer.register_step_pre_hook(lambda *_: seen.append([whole(it.grad).clone() for it in model.parameters()]))
+    if grads_seen is not None:
+        params = list(model.parameters())
+        optimizer.register_step_pre_hook(lambda *_: grads_seen.append([whole(it.grad).clone() for it in params]))
     options = {"model": wrapper, "scaler": scaler, "grad_dtype": F32} | options
     for micro in accumulate(range(GROUPS * EVERY), EVERY, optimizer, **options):
         loss = loss_of(wrapper, inputs_of(micro.batch, rank, columns_of(model)))
@@ -65,7 +66,7 @@ def by_hand(model, make, mean_of, scaler=None, is_bad=lambda rank, number: False
         ]
         for i, param in enumerate(model.parameters()):
             param.grad_dtype = F32
-            param.grad = mean_of([[it[i] for it in of_rank] for of_rank in grads])
+            param.grad = mean_of([[it[i] for it in rank_grads] for rank_grads in grads])
         scaler.step(optimizer)
         scaler.update()
         for param in model.parameters():
@@ -75,7 +76,7 @@ def by_hand(model, make, mean_of, scaler=None, is_bad=lambda rank, number: False
 
 def mean_of_sums(grads):
     """Do as DDP: each process adds up in fp32, then the sums are exchanged."""
-    return sum(sum((it.float() for it in of_rank[1:]), of_rank[0].float()) / WORLD for of_rank in grads)
+    return sum(sum((it.float() for it in rank_grads[1:]), rank_grads[0].float()) / WORLD for rank_grads in grads)
 
 
 def sum_of_means(grads):
@@ -140,7 +141,7 @@ def fsdp2_adds_up_means_in_fp32(rank):
         assert all(param.grad_dtype == dtype for param in model.parameters())
 
 
-def fsdp2s_policies(rank):
+def fsdp2_adds_up_in_fp32_with_each_policy(rank):
     """With each policy grads add up in fp32. FSDP2's own sums for one exchange a group would be in 16 bits."""
     make = lambda params: SGD(params, lr=0.0)  # noqa: E731
     for dtype, policies in (
@@ -153,16 +154,16 @@ def fsdp2s_policies(rank):
         for number, each_rank in product(range(EVERY), range(WORLD)):
             (loss_of(exact, inputs_of(number, each_rank, 20)) / EVERY / WORLD).backward()
         for width in (F32, None):
-            model, seen = network(B16).to(dtype), []
-            trained(shard(model, "fsdp2", **policies), model, make, rank, seen=seen, grad_dtype=width)
-            assert all(it.dtype == (F32 if width or dtype == F32 else B16) for it in seen[0])
-            pairs = zip(seen[0], exact.parameters(), strict=True)
+            model, grads_seen = network(B16).to(dtype), []
+            trained(shard(model, "fsdp2", **policies), model, make, rank, grads_seen=grads_seen, grad_dtype=width)
+            assert all(it.dtype == (F32 if width or dtype == F32 else B16) for it in grads_seen[0])
+            pairs = zip(grads_seen[0], exact.parameters(), strict=True)
             errors.append(sum((grad.double() - param.grad).square().sum() for grad, param in pairs))
         assert errors[0] < errors[1], policies
 
 
-def tensor_and_sequence_parallel(rank):
-    """Also for parameters, such as a norm's, of whose grad each process holds a summand."""
+def parallel_layers_add_up_in_fp32(rank):
+    """Each process holds a summand of some grads, such as a norm's."""
     torch.manual_seed(0)
     layers = {"norm": nn.LayerNorm(20), "up": nn.Linear(20, 32), "down": nn.Linear(32, 20)}
     model = nn.Sequential(OrderedDict(layers)).to(B16)
@@ -184,34 +185,35 @@ def tensor_and_sequence_parallel(rank):
             total += whole(grad)
             size += whole(grad).abs()
         model.zero_grad()
-    optimizer, seen = AdamW(model.parameters(), max_norm=0.1), []
-    optimizer.register_step_pre_hook(lambda *_: seen.extend(map(whole, settled_grads(list(model.parameters())))))
+    optimizer, grads_seen = AdamW(model.parameters(), max_norm=0.1), []
+    optimizer.register_step_pre_hook(lambda *_: grads_seen.extend(map(whole, settled_grads(list(model.parameters())))))
     for micro in accumulate(range(EVERY), EVERY, optimizer, model=model, grad_dtype=F32):
         micro.backward(loss(micro.batch))
-    for grad, total, size in zip(seen, totals, sizes, strict=True):
+    for grad, total, size in zip(grads_seen, totals, sizes, strict=True):
         assert grad.dtype == F32
         assert ((grad - total).abs() <= (2.0**-8 + 2.0**-20) * size).all()  # two processes' summands added in 16 bits
 
 
 CHECKS = (
-    *(ddp_takes_the_mean_of_fp32_sums, an_overflow_of_one_process_costs_all_the_group, zero_steps_its_part),
-    *(fsdp2_adds_up_means_in_fp32, fsdp2s_policies, tensor_and_sequence_parallel),
+    *(ddp_takes_the_mean_of_fp32_sums, an_overflow_of_one_process_costs_all_the_group),
+    *(zero_steps_its_part, fsdp2_adds_up_means_in_fp32),
+    *(fsdp2_adds_up_in_fp32_with_each_policy, parallel_layers_add_up_in_fp32),
 )
 
 
 @in_processes
 def test_two_processes(tmp_path):
-    spawn(partial(each, CHECKS), tmp_path, WORLD)
+    spawn(partial(run_checks, CHECKS), tmp_path, WORLD)
 
 
 @needs_gloo
 def test_fsdp2_adds_up_each_batchs_grads_in_fp32():
     """Were a group exchanged once, as without grad_dtype, FSDP2 would add its grads up in 16 bits."""
-    plain, seen = even_network(B16), []
+    plain, grads_seen = even_network(B16), []
     losses = [loss_of(plain, inputs_of(number, 0, 64)) / EVERY for number in range(EVERY)]
     grads = zip(*(torch.autograd.grad(it, list(plain.parameters())) for it in losses), strict=True)
     with alone():
         model = fully_shard(even_network(B16))
-        trained(model, model, lambda params: SGD(params, lr=0.0), 0, seen=seen)
-    for found, (first, *others) in zip(seen[0], grads, strict=True):
+        trained(model, model, lambda params: SGD(params, lr=0.0), 0, grads_seen=grads_seen)
+    for found, (first, *others) in zip(grads_seen[0], grads, strict=True):
         assert same_bits(found, sum((it.float() for it in others), first.float()))

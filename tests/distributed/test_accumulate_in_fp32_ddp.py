@@ -17,10 +17,10 @@ from tests.distributed.sharding import network
 from tests.distributed.test_accumulate_in_fp32 import EVERY, F32, WORLD, inputs_of, loss_of
 from tests.hard_grads import same_bits
 from tests.networks import B16
-from tests.processes import alone, each, in_processes, needs_gloo, spawn
+from tests.processes import alone, in_processes, needs_gloo, run_checks, spawn
 
 
-def it_exchanges_once_a_group(rank):
+def grads_are_exchanged_once_a_group(rank):
     """The host doesn't wait, unless some parameters may be unused."""
     model = network(B16)
     wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
@@ -32,7 +32,7 @@ def it_exchanges_once_a_group(rank):
 
 
 class Branches(nn.Module):
-    """The first process uses one branch, the other process another, and none the third."""
+    """Each of two processes uses one of the three branches. Nobody uses the third."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Branches(nn.Module):
         return self.branches[distributed.get_rank()](x) + self.frozen(x)
 
 
-def unused_parameters(rank):
+def unused_parameters_are_found_or_refused(rank):
     results = []
     for width in (F32, None):
         model = Branches()
@@ -76,7 +76,7 @@ class Picture(nn.Module):
         return self.norm(self.conv(x.to(B16).contiguous(memory_format=torch.channels_last)).float())
 
 
-def buffers_strides_and_steps_between(rank):
+def buffers_strides_and_other_steps_stay_right(rank):
     """The next forward broadcasts buffers, as after DDP's own exchange. DDP's own exchange still works in between."""
     model = Picture()
     wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters(), lr=1e-2)
@@ -88,19 +88,19 @@ def buffers_strides_and_steps_between(rank):
         images = [torch.randn(2, 3, 8, 8, generator=generator) for _ in range(2)]
         for micro in accumulate(images, 2, optimizer, model=wrapper, grad_dtype=F32):
             micro.backward(wrapper(micro.batch)[..., 0].square().mean())
-    assert len(set(of_all(model.norm.running_mean.sum()))) == WORLD
+    assert len(set(gathered(model.norm.running_mean.sum()))) == WORLD
     with torch.no_grad():
         wrapper(torch.zeros(2, 3, 8, 8))
-    assert all(len(set(of_all(it.double().sum()))) == 1 for it in model.state_dict().values())
+    assert all(len(set(gathered(it.double().sum()))) == 1 for it in model.state_dict().values())
 
 
-def of_all(number):
+def gathered(number):
     found = [None] * WORLD
     distributed.all_gather_object(found, number.item())
     return found
 
 
-def fp32_parameters_are_exchanged_as_without(rank):
+def fp32_parameters_are_exchanged_by_ddp(rank):
     model = network()
     wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
     for micro in accumulate(range(2), 2, optimizer, model=wrapper, grad_dtype=F32):
@@ -108,7 +108,7 @@ def fp32_parameters_are_exchanged_as_without(rank):
         micro.backward(loss_of(wrapper, inputs_of(micro.batch, rank, 20)))
 
 
-def many_buckets(rank):
+def buckets_of_any_size_give_the_same(rank):
     """Grads of two dtypes take turns; one is larger than a bucket."""
     results = []
     for size in (2**30, 2000):
@@ -124,14 +124,15 @@ def many_buckets(rank):
 
 
 CHECKS = (
-    *(it_exchanges_once_a_group, many_buckets, unused_parameters, buffers_strides_and_steps_between),
-    fp32_parameters_are_exchanged_as_without,
+    *(grads_are_exchanged_once_a_group, buckets_of_any_size_give_the_same),
+    *(unused_parameters_are_found_or_refused, buffers_strides_and_other_steps_stay_right),
+    fp32_parameters_are_exchanged_by_ddp,
 )
 
 
 @in_processes
 def test_two_processes(tmp_path):
-    spawn(partial(each, CHECKS), tmp_path, WORLD)
+    spawn(partial(run_checks, CHECKS), tmp_path, WORLD)
 
 
 @needs_gloo
@@ -147,7 +148,7 @@ def test_the_next_forward_broadcasts_buffers():
 
 
 @needs_gloo
-def test_what_is_refused():
+def test_wrappers_that_are_not_served_are_refused():
     with alone():
         model = network(B16)
         wrapper, optimizer = DistributedDataParallel(model), AdamW(model.parameters())
@@ -164,7 +165,7 @@ def test_what_is_refused():
         wrapper = DistributedDataParallel(model, static_graph=True)
         with pytest.raises(ValueError, match=r"grad_dtype must be left out .* static_graph=True"):
             accumulate([0], 1, AdamW(model.parameters()), model=wrapper, grad_dtype=F32)
-        with pytest.warns(UserWarning, match="NO_SHARD"):  # what one process makes of it
+        with pytest.warns(UserWarning, match="NO_SHARD"):  # one process shards nothing
             flat = FullyShardedDataParallel(network(B16), device_id=torch.device("cpu"))
         with pytest.raises(
             ValueError, match=r"grad_dtype must be left out under FullyShardedDataParallel, .* fully_shard"

@@ -45,7 +45,7 @@ def guarded_step(params):
     return AdamW(params, guard=True).step
 
 
-def look_at_the_norm(params):
+def measure_the_norm(params):
     return partial(clip_grad_norm_, params, 1e9)
 
 
@@ -81,7 +81,7 @@ def costs(make, ranks):
 
 @pytest.mark.parametrize(
     "make",
-    [scaled_step, clip, guarded_step, look_at_the_norm, unscale],
+    [scaled_step, clip, guarded_step, measure_the_norm, unscale],
 )
 def test_cost_is_flat_in_ranks_and_linear_in_tensors(make):
     few, many = (among(ranks, partial(costs, make, ranks)) for ranks in (8, 16384))
@@ -89,7 +89,7 @@ def test_cost_is_flat_in_ranks_and_linear_in_tensors(make):
     assert few[2] - few[1] == few[1] - few[0] > 0
 
 
-def test_one_collective_however_many_tensors():
+def test_any_number_of_tensors_takes_one_collective():
     run = partial(map, lambda tensors: collectives(scaled_step(sharded(tensors, 8))), (3, 30))
     assert among(8, lambda: [*run()]) == [1, 1]
 

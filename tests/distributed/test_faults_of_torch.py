@@ -40,27 +40,27 @@ def start(scaler):
     return scaler
 
 
-def do_ranks_part(adamw, scaler, params, unscales=False):
+def ranks_decide_differently(adamw, scaler, params, unscales=False):
     """Return whether processes take different steps when the grads of some hold an inf."""
     optimizer = adamw(params)
     if unscales:
         scaler.unscale_(optimizer)
     scaler.step(optimizer)
     scaler.update()
-    told = [None] * WORLD
-    distributed.all_gather_object(told, (scaler.get_scale(), all(bool((part_of(it) == 1).all()) for it in params)))
-    return set(told) != {(2.0, True)}
+    decisions = [None] * WORLD
+    distributed.all_gather_object(decisions, (scaler.get_scale(), all(bool((part_of(it) == 1).all()) for it in params)))
+    return set(decisions) != {(2.0, True)}
 
 
 def an_inf_of_one_rank(adamw, scaler, rank, folder, unscales=False):
     """Under ShardedGradScaler, one process skips, and the others step."""
     param = make(None)
     param.grad[0, 0] = math.inf if rank == 0 else 3.0
-    return do_ranks_part(adamw, start(ShardedGradScaler), [param], unscales)
+    return ranks_decide_differently(adamw, start(ShardedGradScaler), [param], unscales)
 
 
 def an_inf_of_one_rank_unscaled(adamw, scaler, rank, folder):
-    """The same with unscale_: a shape doesn't fit."""
+    """With unscale_, ShardedGradScaler raises: a shape doesn't fit."""
     try:
         return an_inf_of_one_rank(adamw, scaler, rank, folder, unscales=True)
     except RuntimeError:
@@ -83,21 +83,21 @@ def two_meshes(adamw, scaler, rank, folder):
     params = [make((mesh["rows"], [Shard(0)])), make((mesh["columns"], [Shard(0)]))]
     if rank == 3:
         part_of(params[1].grad)[0, 0] = math.inf
-    return do_ranks_part(adamw, start(scaler), params)
+    return ranks_decide_differently(adamw, start(scaler), params)
 
 
 def a_step_after_one_out_of_memory(adamw, scaler, rank, folder):
     """The optimizer still has the scale of the failed step, and the next one divides by its square."""
     weights = []
     for fails in (True, False):
-        param, its = make(None), start(scaler)
+        param, fresh_scaler = make(None), start(scaler)
         optimizer = adamw([param], eps=1.0)
         if fails:
             hook = optimizer.register_step_pre_hook(mock.Mock(side_effect=torch.OutOfMemoryError))
             with pytest.raises(torch.OutOfMemoryError):
-                its.step(optimizer)
+                fresh_scaler.step(optimizer)
             hook.remove()
-        its.step(optimizer)
+        fresh_scaler.step(optimizer)
         weights.append(param)
     return not same_bits(*weights)
 
@@ -150,28 +150,28 @@ FAULTS = (
 )
 
 
-def of_both(folder, rank):
+def look_for_faults(folder, rank):
     warnings.simplefilter("ignore")
-    seen = {}
+    faults_seen = {}
     for fault in FAULTS:
         for who, classes in {"ours": (AdamW, GradScaler), "torch's": (fused, torch.amp.GradScaler)}.items():
-            seen[f"{fault.__name__} {who}"] = fault(*classes, rank, folder / f"{fault.__name__} {who}")
+            faults_seen[f"{fault.__name__} {who}"] = fault(*classes, rank, folder / f"{fault.__name__} {who}")
             distributed.barrier()
-    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    (folder / f"{rank}.json").write_text(json.dumps(faults_seen))
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory):
+def faults_seen(tmp_path_factory):
     """Return for each fault and side whether a process has seen the fault."""
     folder = tmp_path_factory.mktemp("faults")
-    spawn(partial(of_both, folder), folder, WORLD)
-    of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return {key: any(it[key] for it in of_ranks) for key in of_ranks[0]}
+    spawn(partial(look_for_faults, folder), folder, WORLD)
+    reports = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return {key: any(it[key] for it in reports) for key in reports[0]}
 
 
 @in_processes
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda it: it.__name__)
-def test_it_is_torchs_alone(seen, fault):
-    assert not seen[f"{fault.__name__} ours"]
-    if not seen[f"{fault.__name__} torch's"]:
+def test_ours_lack_the_fault_of_torchs(faults_seen, fault):
+    assert not faults_seen[f"{fault.__name__} ours"]
+    if not faults_seen[f"{fault.__name__} torch's"]:
         pytest.skip("this torch has mended it")

@@ -43,8 +43,8 @@ def resume(dtype, use_orig_params, options, kind):
         other.load_state_dict(FullyShardedDataParallel.optim_state_dict_to_load(resumed, other, states))
     with FullyShardedDataParallel.state_dict_type(resumed, StateDictType.SHARDED_STATE_DICT):
         resumed.load_state_dict(weights)
-    for each in ((model, optimizer), (resumed, other)):
-        train(*each, 2, first=3)
+    for side in ((model, optimizer), (resumed, other)):
+        train(*side, 2, first=3)
     for param, twin in zip(model.parameters(), resumed.parameters(), strict=True):
         assert same_bits(param, twin)
         states, twins = optimizer.state[param], other.state[twin]

@@ -25,7 +25,7 @@ from tests.distributed.sharding import (
 )
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
-from tests.processes import each, in_processes, spawn
+from tests.processes import in_processes, run_checks, spawn
 
 F32, INT8 = torch.float32, torch.int8
 KINDS = "fsdp2", "hsdp"
@@ -60,32 +60,32 @@ CASES = (  # dtype, optimizer, whether by a scaler, what clips: clip_grad_norm_ 
 )
 
 
-def is_told_alike(a, b):
+def are_same_outcomes(a, b):
     """Return whether at most a norm's last bits differ. If parts begin within a pack of grad_stats, fp32 adds other
     squares, and each of the two norms may be off by 2^-23, half of a pack's four roundings. Scales and counts are whole
     numbers, which this holds to the last bit."""
     return a is b or same_bits(a, b) or (a.dtype == F32 and abs(a - b) <= 2.0**-22 * b)
 
 
-def as_one_process(rank):
+def four_processes_train_as_one(rank):
     for kind, new, case in product(KINDS, (network, even_network), CASES):
         dtype, make, is_scaled, clips = case
         alone, model = new(dtype), shard(new(dtype), kind)
         scalers = (GradScaler("cpu", init_scale=64.0) if is_scaled else None for _ in range(2))
         _, want = trained(alone, make, next(scalers), clips == "loop")
-        _, told = trained(model, make, next(scalers), clips == "loop", spoils=rank == 0)
+        _, outcomes = trained(model, make, next(scalers), clips == "loop", spoils=rank == 0)
         has_whole_packs = new is even_network
-        for a, b in zip(told, want, strict=True):
-            assert (a is b or same_bits(a, b)) if has_whole_packs else is_told_alike(a, b), (kind, case, a, b)
+        for a, b in zip(outcomes, want, strict=True):
+            assert (a is b or same_bits(a, b)) if has_whole_packs else are_same_outcomes(a, b), (kind, case, a, b)
         # A norm with other last bits clips weights to other last bits. Nothing else may be rounded differently.
         may_round = make is torchs_fused or not (has_whole_packs or clips is None)
         for a, b in zip(wholes(model), wholes(alone), strict=True):
             assert same_bits(a, b) or (may_round and are_close(a, b)), (kind, new, case)
 
 
-def moments_in_8_bits(rank):
-    """Blocks are those of the whole where each part is a multiple of 256; else each error is within csrc/step/int8.h's
-    bound, for the largest magnitude of all."""
+def moments_in_8_bits_are_near(rank):
+    """If each part is a multiple of 256, blocks are those of the whole. Else each error is within the bound of
+    csrc/step/int8.h for the largest magnitude."""
     for kind in KINDS:
         alone, model = even_network(B16), shard(even_network(B16), kind)
         for it, spoils in ((alone, True), (model, rank == 0)):
@@ -104,7 +104,7 @@ def moments_in_8_bits(rank):
             assert ((got - want).abs() <= bound).all()
 
 
-def policies(rank):
+def policies_reduce_in_fp32(rank):
     """bf16 grads are reduced in fp32; weights and states stay where the policy puts them."""
     policy = MixedPrecisionPolicy(param_dtype=B16, reduce_dtype=F32)
     results = []
@@ -120,10 +120,10 @@ def policies(rank):
         assert are_close(a, theirs)
 
 
-def frozen_and_unused(rank):
+def frozen_and_unused_parameters_dont_count(rank):
     """Only parameters with a grad are stepped and count in the norm."""
     alone, model = network(), shard(network(), "fsdp2")
-    told = []
+    norms = []
     for it in (alone, model):
         it[0].weight.requires_grad_(False)
         optimizer = AdamW(it.parameters(), max_norm=0.1)
@@ -132,13 +132,13 @@ def frozen_and_unused(rank):
             it[2].bias.grad = None
             optimizer.step()
             optimizer.zero_grad()
-        told.append(optimizer.grad_norm)
+        norms.append(optimizer.grad_norm)
         assert len(optimizer.state) == len(list(it.parameters())) - 2
-    assert same_bits(*told)
+    assert same_bits(*norms)
     assert all(map(same_bits, wholes(model), wholes(alone)))
 
 
-def accumulated(rank):
+def accumulated_grads_are_exchanged_once(rank):
     """Grads are exchanged once per group: until then no parameter has a part of one."""
     alone, model = network(), shard(network(), "fsdp2")
     inputs = torch.randn(8, 20, generator=torch.Generator().manual_seed(0))
@@ -150,7 +150,7 @@ def accumulated(rank):
     assert all(map(same_bits, wholes(model), wholes(alone)))
 
 
-def released(rank):
+def released_grads_step_the_same(rank):
     """FSDP2 calls a parameter's hooks once its grad is reduced: there it can step, or shrink to 16 bits."""
     for options, scaled in (({"guard": False}, False), ({"max_norm": 0.1}, False), ({}, True)):
         alone, model = network(), shard(network(), "fsdp2")
@@ -170,7 +170,7 @@ def released(rank):
         assert all(map(same_bits, wholes(model), wholes(alone))), options
 
 
-def one_collective_and_no_wait(rank):
+def a_step_takes_one_collective_and_no_wait(rank):
     """Count the collectives of a step that clips or that a scaler watches."""
     model = shard(network(), "fsdp2")
     for options, scaled, collectives in (
@@ -190,7 +190,7 @@ def one_collective_and_no_wait(rank):
         assert sum("c10d" in it for it in watch.seen) == collectives, watch.seen
 
 
-def objects_stay_flat(rank):
+def no_objects_pile_up(rank):
     model = shard(network(), "fsdp2")
     optimizer = AdamW(model.parameters(), max_norm=1.0)
     backward(model, 0)
@@ -204,11 +204,13 @@ def objects_stay_flat(rank):
 
 
 CHECKS = (
-    *(moments_in_8_bits, policies, frozen_and_unused, accumulated, released),
-    *(one_collective_and_no_wait, objects_stay_flat, as_one_process),
+    *(moments_in_8_bits_are_near, policies_reduce_in_fp32),
+    *(frozen_and_unused_parameters_dont_count, accumulated_grads_are_exchanged_once),
+    *(released_grads_step_the_same, a_step_takes_one_collective_and_no_wait),
+    *(no_objects_pile_up, four_processes_train_as_one),
 )
 
 
 @in_processes
 def test_four_processes(tmp_path):
-    spawn(partial(each, CHECKS), tmp_path, WORLD)
+    spawn(partial(run_checks, CHECKS), tmp_path, WORLD)

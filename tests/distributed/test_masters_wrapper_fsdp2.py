@@ -18,10 +18,10 @@ from mpkernels.amp import GradScaler
 from mpkernels.ops.step.split import join
 from mpkernels.optim import Masters
 from tests.distributed.sharding import backward, even_network, network, part_of, shard, trained, whole, wholes
-from tests.distributed.test_fsdp2 import is_told_alike
+from tests.distributed.test_fsdp2 import are_same_outcomes
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
-from tests.processes import each, in_processes, spawn
+from tests.processes import in_processes, run_checks, spawn
 
 F32 = torch.float32
 FULL = StateDictOptions(full_state_dict=True)
@@ -31,20 +31,20 @@ def make(params, kind=torch.optim.SGD, **options):
     return Masters(kind(params, lr=1e-2, momentum=0.9), **options)
 
 
-def as_one_process(rank):
+def two_processes_train_as_one(rank):
     """Each of an even network's parts has whole packs of grad_stats, so that the norm has the same bits, too."""
     for dtype, is_scaled, max_norm in product((F32, B16, F16), (False, True), (None, 0.1)):
         alone, model = even_network(dtype), shard(even_network(dtype), "fsdp2")
         scalers = (GradScaler("cpu", init_scale=64.0) if is_scaled else None for _ in range(2))
         guard = None if max_norm or is_scaled else True
         _, want = trained(alone, partial(make, max_norm=max_norm, guard=guard), next(scalers))
-        _, told = trained(model, partial(make, max_norm=max_norm, guard=guard), next(scalers), spoils=rank == 0)
+        _, outcomes = trained(model, partial(make, max_norm=max_norm, guard=guard), next(scalers), spoils=rank == 0)
         case = dtype, is_scaled, max_norm
-        assert all(map(is_told_alike, told, want)), (case, told, want)
+        assert all(map(are_same_outcomes, outcomes, want)), (case, outcomes, want)
         assert all(map(same_bits, wholes(model), wholes(alone))), case
 
 
-def uneven_parts(rank):
+def uneven_parts_train_as_one(rank):
     """A process may have no part at all; without a norm nothing is added up."""
     for dtype in (B16, F16):
         alone, model = network(dtype), shard(network(dtype), "fsdp2")
@@ -53,7 +53,7 @@ def uneven_parts(rank):
         assert all(map(same_bits, wholes(model), wholes(alone)))
 
 
-def muon(rank):
+def muon_steps_as_without_masters(rank):
     """Muon's products span the parts of all processes. Masters(Muon) steps as bare Muon does over fp32 parts."""
     model, bare = shard(even_network(B16), "fsdp2"), shard(even_network(B16).float(), "fsdp2")
     ours, theirs = (
@@ -82,7 +82,7 @@ def contents(model, optimizer):
     return wholes(model) + [whole(state[key].float()) for state in states for key in ("momentum_buffer", "remainder")]
 
 
-def checkpoints(rank):
+def checkpoints_go_both_ways(rank):
     """torch's functions save parts and the whole, and load them into parts and into a whole."""
     model = shard(even_network(B16), "fsdp2")
     optimizer = make(model.parameters())
@@ -101,10 +101,16 @@ def checkpoints(rank):
         assert all(map(same_bits, contents(again, resumed), contents(model, optimizer)))
 
 
-def quiet(rank):
+def silence_warnings(rank):
     warnings.simplefilter("ignore")
+
+
+CHECKS = (
+    *(silence_warnings, two_processes_train_as_one, uneven_parts_train_as_one),
+    *(muon_steps_as_without_masters, checkpoints_go_both_ways),
+)
 
 
 @in_processes
 def test_two_processes_train_as_one(tmp_path):
-    spawn(partial(each, (quiet, as_one_process, uneven_parts, muon, checkpoints)), tmp_path)
+    spawn(partial(run_checks, CHECKS), tmp_path)

@@ -8,7 +8,7 @@ import torch
 import mpkernels
 from mpkernels.optim import AdamW
 from tests.distributed.sharding import even_network, shard
-from tests.processes import each, in_processes, spawn
+from tests.processes import in_processes, run_checks, spawn
 
 WEIGHTS = 2 * 32 * 64
 
@@ -30,7 +30,7 @@ def check_the_report(world, make, moments, rank):
     assert measured == {name: predicted[name] for name in measured}
 
 
-def check_a_forward(world, rank):
+def check_the_activations(world, rank):
     """The first layer's output is its activation's input and the second's; all but the last module frees its whole
     weights."""
     model = shard(even_network(torch.bfloat16), "fsdp2")
@@ -46,8 +46,8 @@ def check_that_several_are_refused(world, rank):
 
 @in_processes
 @pytest.mark.parametrize("world", [2, 4])
-def test_several_processes(tmp_path, world):
+def test_reports_count_parts_and_a_search_is_refused(tmp_path, world):
     kinds = (AdamW, 8), (partial(AdamW, master="split", state_dtype=torch.bfloat16), 4), (torch.optim.AdamW, 4)
     checks = [partial(check_the_report, world, make, moments) for make, moments in kinds]
-    checks += [partial(check_a_forward, world), partial(check_that_several_are_refused, world)]
-    spawn(partial(each, checks), tmp_path, world)
+    checks += [partial(check_the_activations, world), partial(check_that_several_are_refused, world)]
+    spawn(partial(run_checks, checks), tmp_path, world)

@@ -18,7 +18,7 @@ from mpkernels.optim import AdamW
 from tests.distributed.sharding import WORLD, mesh_of, part_of, whole, wholes
 from tests.hard_grads import same_bits
 from tests.networks import B16
-from tests.processes import each, in_processes, spawn
+from tests.processes import in_processes, run_checks, spawn
 
 LR, STEPS = 1e-2, 4
 
@@ -46,7 +46,7 @@ def sequence_parallel(mesh):
     return parallelize_module(Block(), mesh, plan)
 
 
-def both(_):
+def tensor_parallel_within_fsdp2(_):
     """Apply FSDP2 over one dimension of the mesh, tensor parallelism over the other."""
     mesh = mesh_of("two dimensions")
     return fully_shard(tensor_parallel(mesh["columns"]), mesh=mesh["rows"])
@@ -54,7 +54,7 @@ def both(_):
 
 def trained(model, scaler, spoils, **options):
     """Train with an eps of 1, so that an update changes by at most lr times the change of its grad."""
-    optimizer, told = AdamW(model.parameters(), lr=LR, eps=1.0, max_norm=0.05, **options), []
+    optimizer, outcomes = AdamW(model.parameters(), lr=LR, eps=1.0, max_norm=0.05, **options), []
     for step in range(STEPS):
         optimizer.zero_grad()
         inputs = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(step))
@@ -63,24 +63,24 @@ def trained(model, scaler, spoils, **options):
             part_of(model.last.weight.grad).view(-1)[0] = math.inf
         scaler.step(optimizer)
         scaler.update()
-        told += [optimizer.grad_norm, optimizer.skipped_steps, torch.tensor(scaler.get_scale())]
-    return told
+        outcomes += [optimizer.grad_norm, optimizer.skipped_steps, torch.tensor(scaler.get_scale())]
+    return outcomes
 
 
-def parallel_layers(rank):
+def parallel_layers_train_as_one_process(rank):
     """A grad is a sum of at most 16 x 32 products in another order; a weight moves by lr times its grad, and rounds."""
-    for make in (tensor_parallel, sequence_parallel, both):
+    for make in (tensor_parallel, sequence_parallel, tensor_parallel_within_fsdp2):
         alone, model = Block(), make(mesh_of("fsdp2"))
         want = trained(alone, GradScaler("cpu", init_scale=64.0), True)
-        told = trained(model, GradScaler("cpu", init_scale=64.0), rank == WORLD - 1)
-        for a, b in zip(told, want, strict=True):
+        outcomes = trained(model, GradScaler("cpu", init_scale=64.0), rank == WORLD - 1)
+        for a, b in zip(outcomes, want, strict=True):
             torch.testing.assert_close(a, b, rtol=512 * 2**-24, atol=0)
         for a, b in zip(wholes(model), wholes(alone), strict=True):
             bound = STEPS * (LR * 512 * 2**-24 + 2 * 2**-24 * b.abs().max())
             assert (a - b).abs().max() <= bound, make
 
 
-def released(rank):
+def released_grads_step_the_same(rank):
     """Released grads step in the backward as in the step. With a norm, grads are summed before they become bf16."""
     for make in (tensor_parallel, sequence_parallel):
         for options in ({"guard": False}, {"max_norm": 0.05}):
@@ -110,7 +110,7 @@ def params_on(*placed, dtype=torch.float32):
     return params
 
 
-def two_meshes(rank):
+def two_meshes_skip_and_clip_together(rank):
     """Processes that share no mesh with the one that finds an inf skip with it, and the norm counts each part once."""
     mesh = mesh_of("two dimensions")
     placed = (mesh["rows"], [Shard(0)]), (mesh["columns"], [Shard(0)]), (mesh, [Replicate(), Shard(1)])
@@ -125,17 +125,17 @@ def two_meshes(rank):
         scaler.update()
         assert scaler.get_scale() == 2.0
         assert all((part_of(param) == 1).all() for param in params)
-    for norm_type, of_all in ((2, norm), (1, 3 * 48 * 3.0), (3, 3 * (3 * 48) ** (1 / 3)), (math.inf, 3.0)):
+    for norm_type, total_norm in ((2, norm), (1, 3 * 48 * 3.0), (3, 3 * (3 * 48) ** (1 / 3)), (math.inf, 3.0)):
         params = params_on(*placed)
-        assert clip_grad_norm_(params, 1.0, norm_type).item() == pytest.approx(of_all, rel=2**-22)
-        assert part_of(params[0].grad).flatten()[0].item() == pytest.approx(3.0 / of_all, rel=2**-20, abs=1e-6)
+        assert clip_grad_norm_(params, 1.0, norm_type).item() == pytest.approx(total_norm, rel=2**-22)
+        assert part_of(params[0].grad).flatten()[0].item() == pytest.approx(3.0 / total_norm, rel=2**-20, abs=1e-6)
     optimizer = AdamW(params_on(*placed), max_norm=1.0)
     optimizer.step()
     assert type(optimizer.grad_norm) is torch.Tensor
     assert optimizer.grad_norm.item() == pytest.approx(norm, rel=2**-23)
 
 
-def beside_plain_parameters(rank):
+def plain_parameters_count_once(rank):
     """DTensors and plain parameters in one group. A plain one is the same in all processes, and counts once."""
     placed = (mesh_of("fsdp2"), [Shard(0)]), None
     for options in ({"max_norm": 1.0}, {"max_norm": 1.0, "state_dtype": torch.int8}):
@@ -155,7 +155,7 @@ def beside_plain_parameters(rank):
         assert all((part_of(param) < 1).all() for param in params)
 
 
-def a_process_without_grads(rank):
+def a_process_without_grads_joins(rank):
     """A process without grads joins the collectives, and its part stays unchanged."""
     for scaled in (False, True):
         params = params_on((mesh_of("fsdp2"), [Shard(1)]), dtype=B16)
@@ -169,9 +169,9 @@ def a_process_without_grads(rank):
         assert ((part_of(params[0]) == 1).all() == (rank == 2)).item()
 
 
-def an_error_while_grads_are_read(rank):
+def an_error_while_grads_are_read_is_raised_by_all(rank):
     """If unscale_ or clip_grad_norm_ fails in one process, all raise, and none clips."""
-    for module, name in ((inf_check, "unscale_list_"), (clipping, "grad_stats")):
+    for module, name in ((inf_check, "unscale_list_"), (clipping, "of_each_device")):
         params, scaler = params_on((mesh_of("fsdp2"), [Shard(0)]), None), GradScaler("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
         optimizer, text = AdamW(params), "of this process" if rank == 1 else "has failed in another process"
@@ -181,7 +181,7 @@ def an_error_while_grads_are_read(rank):
         assert module is inf_check or all((part_of(it.grad) == 3).all() for it in params)
 
 
-def compiled(rank):
+def a_compiled_step_runs_as_written_or_is_refused(rank):
     """A full graph is refused. Otherwise torch.compile leaves the step as it is written."""
     full = torch.compile(AdamW(params_on((mesh_of("fsdp2"), [Shard(0)]))).step, backend="aot_eager", fullgraph=True)
     with pytest.raises(RuntimeError, match="AdamW: step of DTensors must not be part of a full graph"):
@@ -199,7 +199,7 @@ def compiled(rank):
         assert all(map(same_bits, *map(wholes, models))), options
 
 
-def reports(rank):
+def a_report_names_the_place_in_the_whole(rank):
     """A report's index is that in the whole parameter, and ``gather`` says which process holds it."""
     for by_scaler in (False, True):
         params = params_on((mesh_of("fsdp2"), [Shard(0)]), None)
@@ -209,16 +209,16 @@ def reports(rank):
             part_of(params[0].grad)[1, 5] = math.nan  # the second of rows 4 and 5
         scaler.step(optimizer)
         scaler.update()
-        own = (scaler if by_scaler else optimizer).overflow_report()
-        assert [it.first for it in own.culprits] == ([(5, 5)] if rank == 2 else [])
-        report = own.gather()
+        own_report = (scaler if by_scaler else optimizer).overflow_report()
+        assert [it.first for it in own_report.culprits] == ([(5, 5)] if rank == 2 else [])
+        report = own_report.gather()
         assert [(it.first, it.rank, it.nans) for it in report.culprits] == [((5, 5), 2, 1)]
         assert "[5, 5]" in str(report)
-        assert own
+        assert own_report
         assert report
 
 
-def an_error_in_one_process(rank):
+def an_error_in_one_process_is_raised_by_all(rank):
     """If one process fails, all raise, none has stepped, and the next step works."""
     for scaled in (False, True):
         params = params_on((mesh_of("fsdp2"), [Shard(0)]), None, dtype=B16)
@@ -247,11 +247,14 @@ def an_error_in_one_process(rank):
 
 
 CHECKS = (
-    *(parallel_layers, released, compiled, two_meshes, beside_plain_parameters),
-    *(a_process_without_grads, reports, an_error_in_one_process, an_error_while_grads_are_read),
+    *(parallel_layers_train_as_one_process, released_grads_step_the_same),
+    *(a_compiled_step_runs_as_written_or_is_refused, two_meshes_skip_and_clip_together),
+    *(plain_parameters_count_once, a_process_without_grads_joins),
+    *(a_report_names_the_place_in_the_whole, an_error_in_one_process_is_raised_by_all),
+    an_error_while_grads_are_read_is_raised_by_all,
 )
 
 
 @in_processes
 def test_four_processes(tmp_path):
-    spawn(partial(each, CHECKS), tmp_path, WORLD)
+    spawn(partial(run_checks, CHECKS), tmp_path, WORLD)

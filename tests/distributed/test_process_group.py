@@ -28,7 +28,7 @@ pytestmark = pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "make", [lambda **its: AdamW([torch.ones(1)], **its), GradScaler, partial(clip_grad_norm_, [], 1)]
 )
-def test_what_is_no_process_group(make, bad):
+def test_what_is_no_process_group_is_refused(make, bad):
     with pytest.raises(TypeError, match=r"^\w+: process_group must be a torch.distributed.ProcessGroup or None, got "):
         make(process_group=bad)
 
@@ -44,13 +44,13 @@ def test_copies_share_the_group_and_pickles_are_refused():
 
 @needs_gloo
 @pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("of", ["scaler", "optimizer"])
-def test_a_scaler_leaves_nothing_behind_on_an_optimizer(of, fails):
+@pytest.mark.parametrize("whose_group", ["scaler", "optimizer"])
+def test_a_scaler_leaves_nothing_behind_on_an_optimizer(whose_group, fails):
     """Otherwise later steps, under another scaler or none, would ask this scaler's processes."""
     with alone() as group:
         param = torch.ones(2, requires_grad=True)
-        optimizer = AdamW([param], process_group=group if of == "optimizer" else None)
-        scaler = GradScaler("cpu", process_group=group if of == "scaler" else None)
+        optimizer = AdamW([param], process_group=group if whose_group == "optimizer" else None)
+        scaler = GradScaler("cpu", process_group=group if whose_group == "scaler" else None)
         before = set(vars(optimizer))
         scaler.scale(param.sum()).backward()
         if fails:
@@ -64,7 +64,7 @@ def test_a_scaler_leaves_nothing_behind_on_an_optimizer(of, fails):
 @needs_gloo
 @pytest.mark.parametrize("has_failed", [False, True])
 @pytest.mark.parametrize("found_inf", [None, 0.0, 1.0])
-def test_all_skip_where_one_has_failed(found_inf, has_failed):
+def test_all_skip_if_one_has_failed(found_inf, has_failed):
     """On a GPU, where no host waits for an error in another process, skipping keeps the weights unchanged."""
     with alone() as group:
         sumsq, skips, failed, _ = Processes(group).agree([torch.ones(1)], torch.tensor(2.0), found_inf, has_failed)
@@ -117,12 +117,12 @@ def test_compiled_steps_have_no_graph_break():
         assert same_bits(*params)
 
 
-def refuse_once(*_):
+def interrupt(*_):
     raise KeyboardInterrupt
 
 
 @needs_gloo
-def test_what_all_have_found_before_a_hook_is_for_that_step_alone():
+def test_a_verdict_for_a_hook_serves_that_step_alone():
     with alone() as group:
         param = nn.Parameter(torch.ones(2))
         optimizer, scaler = AdamW([param], max_norm=1.0, process_group=group), torch.amp.GradScaler("cpu")
@@ -137,12 +137,12 @@ def test_what_all_have_found_before_a_hook_is_for_that_step_alone():
 
 
 @needs_gloo
-def test_processes_are_told_a_scaled_norm_at_a_second_try_too(monkeypatch):
-    """Those without a hook, which need no second try, have told theirs with the scale in it."""
-    told, agree = [], Processes.agree
+def test_a_second_try_sends_the_scaled_norm_again(monkeypatch):
+    """Processes without a hook need no second try. Their norms have the scale in them."""
+    sent, agree = [], Processes.agree
 
     def spy(processes, params, total_sumsq, *rest, **others):
-        told.append(float(total_sumsq))
+        sent.append(float(total_sumsq))
         return agree(processes, params, total_sumsq, *rest, **others)
 
     monkeypatch.setattr(Processes, "agree", spy)
@@ -151,13 +151,13 @@ def test_processes_are_told_a_scaled_norm_at_a_second_try_too(monkeypatch):
         optimizer = AdamW([param], max_norm=1.0, process_group=group)
         scaler = GradScaler("cpu", init_scale=8.0)
         scaler.scale(param.sum()).backward()
-        hook = optimizer.register_step_pre_hook(refuse_once)
+        hook = optimizer.register_step_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             scaler.step(optimizer)
         hook.remove()
         optimizer.register_step_post_hook(lambda *_: None)
         scaler.step(optimizer)
-    assert told == [2 * 8.0**2] * 2
+    assert sent == [2 * 8.0**2] * 2
 
 
 def test_under_torchs_sharded_scaler_each_process_clips_by_its_own_norm(monkeypatch):

@@ -15,9 +15,9 @@ from mpkernels.optim import AdamW
 from tests.amp.test_amp_steps import Watch
 from tests.hard_grads import same_bits
 from tests.networks import B16, F16
-from tests.processes import each, in_processes, spawn
+from tests.processes import in_processes, run_checks, spawn
 
-SIZES = (5, 33, 1, 40, 0, 17)  # of which rank 2 has none with a grad
+SIZES = (5, 33, 1, 40, 0, 17)  # rank 2 has only the empty one
 OURS, TORCHS, SHARDED = (
     partial(kind, "cpu", init_scale=4.0, growth_interval=2)
     for kind in (GradScaler, torch.amp.GradScaler, ShardedGradScaler)
@@ -42,20 +42,20 @@ def trained(rank, dtype, make, scaler=None, before_step=lambda scaler, optimizer
     """Train the rank's part, or all without a rank. Return the parameters, and each step's outcome."""
     params, grads = params_and_grads(dtype)
     mine = part_of(rank)
-    optimizer, told = make([params[i] for i in mine]), []
-    for of_step in grads:
+    optimizer, outcomes = make([params[i] for i in mine]), []
+    for step_grads in grads:
         scale = 1 if scaler is None else scaler.scale(torch.ones(()))
         for i in mine:
-            params[i].grad = None if SIZES[i] == 0 else of_step[i] * scale
+            params[i].grad = None if SIZES[i] == 0 else step_grads[i] * scale
         if scaler is None:
             optimizer.step()
         else:
             before_step(scaler, optimizer)
             scaler.step(optimizer)
             scaler.update()
-            told.append(scaler.get_scale())
-        told += [getattr(optimizer, name, None) for name in ("grad_norm", "step_was_skipped", "skipped_steps")]
-    return [params[i] for i in mine], [it.item() if isinstance(it, torch.Tensor) else it for it in told]
+            outcomes.append(scaler.get_scale())
+        outcomes += [getattr(optimizer, name, None) for name in ("grad_norm", "step_was_skipped", "skipped_steps")]
+    return [params[i] for i in mine], [it.item() if isinstance(it, torch.Tensor) else it for it in outcomes]
 
 
 def assert_parts_are_of_the_whole(rank, parts, whole):
@@ -63,7 +63,7 @@ def assert_parts_are_of_the_whole(rank, parts, whole):
     assert parts[1] == whole[1]
 
 
-def steps_of_parts(rank):
+def parts_step_as_the_whole(rank):
     group = distributed.group.WORLD
     kinds = (
         (torch.float32, {"max_norm": 0.5}),
@@ -77,10 +77,10 @@ def steps_of_parts(rank):
             with mpkernels.backend(kernel):
                 parts, whole = trained(rank, dtype, partial(make, process_group=group)), trained(None, dtype, make)
             assert_parts_are_of_the_whole(rank, parts, whole)
-            assert parts[1][-1] == 1  # of the steps was skipped
+            assert parts[1][-1] == 1  # a step was skipped
 
 
-def scaled_steps_of_parts(rank):
+def parts_step_as_the_whole_under_scalers(rank):
     given = {"process_group": distributed.group.WORLD}
     adamw, clipping = partial(AdamW, lr=0.1), partial(AdamW, lr=0.1, max_norm=0.5)
     sgd, fused = partial(torch.optim.SGD, lr=0.1), partial(torch.optim.AdamW, lr=0.1, fused=True)
@@ -112,7 +112,7 @@ def clipped(rank, dtype, norm_type, **options):
     return norm, [param.grad for param in mine]
 
 
-def clipping_of_parts(rank):
+def parts_are_clipped_as_the_whole(rank):
     given = {"process_group": distributed.group.WORLD}
     for dtype in (torch.float32, B16):
         for norm_type in (2, 1, 3, math.inf):
@@ -125,13 +125,13 @@ def clipping_of_parts(rank):
             assert all(a is b or same_bits(a, b) for a, b in zip(grads, theirs, strict=True))
 
 
-def a_collective_each_step(rank):
+def each_step_takes_one_collective(rank):
     """Each step makes a collective, and no host waits for a device."""
     group = distributed.group.WORLD
     for options, count in (({}, 1), ({"max_norm": 1.0}, 1), ({"guard": False}, 0)):
         param = nn.Parameter(torch.ones(3))
         optimizer = AdamW([param], process_group=group, **options)
-        for scaler, of_scaler in ((None, 0), (GradScaler("cpu"), 1), (GradScaler("cpu", process_group=group), 1)):
+        for scaler, scalers_count in ((None, 0), (GradScaler("cpu"), 1), (GradScaler("cpu", process_group=group), 1)):
             with Watch(), mock.patch.object(distributed, "all_reduce", wraps=distributed.all_reduce) as all_reduce:
                 for _ in range(3):
                     if scaler is None:
@@ -141,10 +141,10 @@ def a_collective_each_step(rank):
                         scaler.scale(param.sum()).backward()
                         scaler.step(optimizer)
                         scaler.update()
-            assert all_reduce.call_count == 3 * max(count, of_scaler)
+            assert all_reduce.call_count == 3 * max(count, scalers_count)
 
 
-def accumulated_parts(rank):
+def accumulate_clips_by_the_group(rank):
     """Clipping uses the process_group of AdamW or of the scaler."""
     group, weights = distributed.group.WORLD, []
     for adamws, scalers in ((group, None), (None, group)):
@@ -157,9 +157,13 @@ def accumulated_parts(rank):
     assert (1 - weights[1]).detach().tolist() == pytest.approx([1 / 12**0.5] * (3 + rank))
 
 
-CHECKS = (steps_of_parts, scaled_steps_of_parts, clipping_of_parts, a_collective_each_step, accumulated_parts)
+CHECKS = (
+    *(parts_step_as_the_whole, parts_step_as_the_whole_under_scalers),
+    *(parts_are_clipped_as_the_whole, each_step_takes_one_collective),
+    accumulate_clips_by_the_group,
+)
 
 
 @in_processes
 def test_parts_are_trained_as_the_whole(tmp_path):
-    spawn(partial(each, CHECKS), tmp_path, world=3)
+    spawn(partial(run_checks, CHECKS), tmp_path, world=3)

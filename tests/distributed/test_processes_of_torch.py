@@ -14,7 +14,7 @@ from mpkernels.amp import GradScaler, clip_grad_norm_
 from mpkernels.optim import AdamW
 from tests.hard_grads import same_bits
 from tests.networks import B16
-from tests.processes import in_processes, spawn
+from tests.processes import in_processes, run_checks, spawn
 
 CPU, STEPS = torch.device("cpu"), 4
 
@@ -41,7 +41,7 @@ def spoil(model):
 
 
 def trained(model, dtype, options, scaler, clips, spoils):
-    optimizer, told = AdamW(model.parameters(), lr=0.1, **options), []
+    optimizer, outcomes = AdamW(model.parameters(), lr=0.1, **options), []
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(model, dtype, 1.0 if scaler is None else scaler.scale(torch.ones(())))
@@ -55,21 +55,21 @@ def trained(model, dtype, options, scaler, clips, spoils):
         else:
             scaler.step(optimizer)
             scaler.update()
-            told.append(scaler.get_scale())
+            outcomes.append(scaler.get_scale())
         norm = optimizer.grad_norm
-        told += [optimizer.skipped_steps.item(), 0.0 if norm is None or norm.isinf() else norm.item()]
-    return told
+        outcomes += [optimizer.skipped_steps.item(), 0.0 if norm is None or norm.isinf() else norm.item()]
+    return outcomes
 
 
-def fsdp(rank):
-    ours, theirs, of_fsdp = (
+def fsdp1_trains_as_one_process(rank):
+    ours, theirs, sharded_scaler = (
         partial(kind, "cpu", init_scale=4.0) for kind in (GradScaler, torch.amp.GradScaler, ShardedGradScaler)
     )
-    for dtype, options, scaler, of_whole, clips in (
+    for dtype, options, scaler, whole_scaler, clips in (
         (torch.float32, {"max_norm": 0.5}, None, None, False),
         (B16, {}, None, None, False),
-        (B16, {"max_norm": 0.5, "master": "fp32"}, of_fsdp, theirs, False),
-        (torch.float32, {}, of_fsdp, theirs, False),
+        (B16, {"max_norm": 0.5, "master": "fp32"}, sharded_scaler, theirs, False),
+        (torch.float32, {}, sharded_scaler, theirs, False),
         (torch.float32, {}, theirs, theirs, False),
         (torch.float32, {"guard": True}, ours, ours, False),
         (torch.float32, {}, ours, ours, True),
@@ -78,10 +78,10 @@ def fsdp(rank):
             for uses_orig_params in (False, True):
                 has_all = strategy is ShardingStrategy.NO_SHARD
                 whole, model = network(dtype), sharded(dtype, uses_orig_params, strategy)
-                expected = trained(whole, dtype, options, of_whole and of_whole(), clips, True)
-                told = trained(model, dtype, options, scaler and scaler(), clips, has_all or rank == 1)
-                assert told == pytest.approx(expected, rel=1e-6)
-                assert told[-2] == 1  # step skipped
+                expected = trained(whole, dtype, options, whole_scaler and whole_scaler(), clips, True)
+                outcomes = trained(model, dtype, options, scaler and scaler(), clips, has_all or rank == 1)
+                assert outcomes == pytest.approx(expected, rel=1e-6)
+                assert outcomes[-2] == 1  # step skipped
                 assert_same_weights(model, whole)
 
 
@@ -93,7 +93,7 @@ def assert_same_weights(model, whole):
     torch.testing.assert_close(ours, flat, rtol=torch.finfo(flat.dtype).eps, atol=1e-6)
 
 
-def fsdp_beside_whole_parameters(rank):
+def whole_parameters_beside_fsdp1s_are_refused_for_a_norm_alone(rank):
     """Parameters outside FSDP1 are the same in all processes, so their squares count once. A skip is common to all."""
     for options, is_refused in (({"max_norm": 1.0}, True), ({"guard": True}, False), ({"guard": False}, False)):
         model, head = sharded(torch.float32), nn.Linear(3, 1)
@@ -118,7 +118,7 @@ def release_is_refused(rank):
             optimizer.release_grads()
 
 
-def zero(rank):
+def zero_trains_as_one_process(rank):
     """There are more processes than parameters, so that one process has none."""
     for dtype, options in (
         (torch.float32, {"max_norm": 0.5}),
@@ -129,31 +129,32 @@ def zero(rank):
     ):
         whole, parted = ([nn.Parameter(torch.ones(size, dtype=dtype)) for size in (3, 4)] for _ in range(2))
         optimizer = AdamW(whole, lr=0.1, **options)
-        of_parts = ZeroRedundancyOptimizer(parted, optimizer_class=AdamW, lr=0.1, **options)
+        zero_optimizer = ZeroRedundancyOptimizer(parted, optimizer_class=AdamW, lr=0.1, **options)
         for bad in (1.0, math.inf if options.get("guard") is None else 1.0, 2.0):
             for first, second in (whole, parted):
                 first.grad, second.grad = torch.full_like(first, 3.0), torch.full_like(second, bad)
             if dtype == torch.float32 and not options and bad == math.inf:
                 continue
             optimizer.step()
-            of_parts.step()
-            inner = of_parts.optim
+            zero_optimizer.step()
+            inner = zero_optimizer.optim
             assert (inner._peers is None) == (optimizer.grad_norm is None)
             assert inner.grad_norm is None or same_bits(inner.grad_norm, optimizer.grad_norm)
             assert inner.grad_norm is None or same_bits(inner.skipped_steps, optimizer.skipped_steps)
         assert all(map(same_bits, parted, whole))
 
 
-def all_of_fsdp(rank):
-    for check in (fsdp, fsdp_beside_whole_parameters, release_is_refused):
-        check(rank)
+FSDP1 = (
+    *(fsdp1_trains_as_one_process, release_is_refused),
+    whole_parameters_beside_fsdp1s_are_refused_for_a_norm_alone,
+)
 
 
 @in_processes
-def test_fsdp(tmp_path):
-    spawn(all_of_fsdp, tmp_path)
+def test_fsdp1_trains_clips_and_skips_as_one_process(tmp_path):
+    spawn(partial(run_checks, FSDP1), tmp_path)
 
 
 @in_processes
-def test_zero(tmp_path):
-    spawn(zero, tmp_path, world=3)
+def test_zero_trains_clips_and_skips_as_one_process(tmp_path):
+    spawn(zero_trains_as_one_process, tmp_path, world=3)

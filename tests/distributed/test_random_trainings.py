@@ -51,8 +51,8 @@ def take(params, grads, placed, scaler, micro_batches):
 
 
 def one_schedule(seed, rank, placed):
-    """An inf in a random step, parameter and place; a process without grads; frozen and unused parameters; sums of
-    several grads."""
+    """Train at random: with an inf in some step, parameter and place, a process without grads, frozen and unused
+    parameters, and sums of several grads. Return what the process has decided."""
     chance, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     dtype = chance.choice((torch.float32, B16))
     options = {"max_norm": chance.choice((None, 0.5)), "master": chance.choice(("split", "fp32"))}
@@ -79,11 +79,11 @@ def one_schedule(seed, rank, placed):
         for i in {frozen, unused} & set(range(len(SHAPES))):
             grads[i] = None
         is_idle = rank == idle_rank and step == idle_step
-        own = [None] * len(SHAPES) if is_idle else grads
-        for (params, optimizer, scaler), of_side in zip(
-            sides, ((own, placed), (grads, [None] * len(SHAPES))), strict=True
+        mine = [None] * len(SHAPES) if is_idle else grads
+        for (params, optimizer, scaler), grads_and_places in zip(
+            sides, ((mine, placed), (grads, [None] * len(SHAPES))), strict=True
         ):
-            take(params, *of_side, scaler, micro_batches)
+            take(params, *grads_and_places, scaler, micro_batches)
             scaler.step(optimizer)
             scaler.update()
     (_, optimizer, scaler), (_, lonely, _) = sides
@@ -103,13 +103,13 @@ def one_schedule(seed, rank, placed):
 
 def schedules(rank):
     placed = placements()
-    told = [one_schedule(seed, rank, placed) for seed in range(SCHEDULES)]
-    of_ranks = [None] * WORLD
-    distributed.all_gather_object(of_ranks, told)
-    assert all(it == told for it in of_ranks)
-    assert {it[1] for it in told} >= {0, 1, 2}  # steps skipped
+    decisions = [one_schedule(seed, rank, placed) for seed in range(SCHEDULES)]
+    all_decisions = [None] * WORLD
+    distributed.all_gather_object(all_decisions, decisions)
+    assert all(it == decisions for it in all_decisions)
+    assert {it[1] for it in decisions} >= {0, 1, 2}  # steps skipped
 
 
 @in_processes
-def test_random_schedules(tmp_path):
+def test_processes_decide_alike(tmp_path):
     spawn(schedules, tmp_path, WORLD)

@@ -83,7 +83,7 @@ def assert_same(case, got, want):
             assert same_bits(got[key], value), (case, key)
 
 
-def on_each_of_four(folder, rank):
+def save_and_load_on_four(folder, rank):
     warnings.simplefilter("ignore")
     for case in CASES:
         model, optimizer = training(case, "fsdp2")
@@ -101,11 +101,11 @@ def on_each_of_four(folder, rank):
             torch.save(after, folder / f"{case} after")
     distributed.barrier()
     for kind in KINDS:
-        loaded(rank, folder, kind)
+        load_and_compare(rank, folder, kind)
     states_say_which_part_they_are(rank, folder)
 
 
-def loaded(rank, folder, kind):
+def load_and_compare(rank, folder, kind):
     for case in CASES if kind == "fsdp2" else ("split bf16", "copy", "int8 moments"):
         want, later = (torch.load(folder / f"{case} {when}", weights_only=True) for when in ("before", "after"))
         for is_full in (False,) if kind in KINDS[1:] else (False, True):
@@ -140,50 +140,50 @@ def states_say_which_part_they_are(rank, folder):
     assert same_bits(part_of(other), before)
 
 
-def on_each_of_three(folder, rank):
+def load_on_three(folder, rank):
     warnings.simplefilter("ignore")
-    loaded(rank, folder, "fsdp2")
+    load_and_compare(rank, folder, "fsdp2")
 
 
-def on_each_of_two(folder, rank):
+def load_on_two(folder, rank):
     warnings.simplefilter("ignore")
     for kind in KINDS[2:]:
-        loaded(rank, folder, kind)
+        load_and_compare(rank, folder, kind)
 
 
 @pytest.fixture(scope="module")
 def saved_by_four(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
-    spawn(partial(on_each_of_four, folder), tmp_path_factory.mktemp("store"), WORLD)
+    spawn(partial(save_and_load_on_four, folder), tmp_path_factory.mktemp("store"), WORLD)
     return folder
 
 
 @in_processes
-def test_four_processes_on_other_meshes(saved_by_four):
+def test_four_processes_load_on_other_meshes(saved_by_four):
     """The fixture's processes have compared already."""
 
 
 @in_processes
 def test_three_processes(saved_by_four, tmp_path):
-    spawn(partial(on_each_of_three, saved_by_four), tmp_path, 3)
+    spawn(partial(load_on_three, saved_by_four), tmp_path, 3)
 
 
 @in_processes
-def test_two_processes_on_other_meshes(saved_by_four, tmp_path):
-    spawn(partial(on_each_of_two, saved_by_four), tmp_path, 2)
+def test_two_processes_load_on_other_meshes(saved_by_four, tmp_path):
+    spawn(partial(load_on_two, saved_by_four), tmp_path, 2)
 
 
 @in_processes
-def test_one_process(saved_by_four):
+def test_one_process_loads(saved_by_four):
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with alone(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        loaded(0, saved_by_four, None)
+        load_and_compare(0, saved_by_four, None)
     torch.set_num_threads(threads)
 
 
-def from_one_process(rank):
+def whole_state_dicts_go_both_ways(rank):
     """A state dict of torch's AdamW and one of ours, of whole parameters, into a sharded optimizer; and back."""
     for make in (torch.optim.AdamW, AdamW):
         plain, model = network(), shard(network(), "fsdp2")
@@ -208,5 +208,5 @@ def from_one_process(rank):
 
 
 @in_processes
-def test_whole_state_dicts(tmp_path):
-    spawn(from_one_process, tmp_path, 2)
+def test_whole_state_dicts_go_into_sharded_optimizers_and_back(tmp_path):
+    spawn(whole_state_dicts_go_both_ways, tmp_path, 2)

@@ -21,25 +21,25 @@ from tests.distributed.test_processes import OURS, SHARDED, TORCHS, assert_parts
 from tests.distributed.test_processes_of_torch import assert_same_weights, backward, network, sharded, spoil
 from tests.hard_grads import same_bits
 from tests.networks import B16
-from tests.processes import each, in_processes, spawn
+from tests.processes import in_processes, run_checks, spawn
 
 
-def look(optimizer, *_):
+def note_the_largest_grad(optimizer, *_):
     grads = [part_of(param.grad) for param in optimizer.param_groups[0]["params"] if param.grad is not None]
-    optimizer.seen.append(max((grad.abs().max().item() for grad in grads if grad.numel()), default=0.0))
+    optimizer.largest_grads.append(max((grad.abs().max().item() for grad in grads if grad.numel()), default=0.0))
 
 
-class Looks(AdamW):
+class Looking(AdamW):
     def step(self, closure=None):
-        look(self)
+        note_the_largest_grad(self)
         return super().step(closure)
 
 
 def looking(kind, params, **options):
     optimizer = kind(params, lr=0.1, **options)
-    optimizer.seen = []  # of each step that is taken, the largest grad
+    optimizer.largest_grads = []  # of each step that is taken
     if kind is AdamW:
-        optimizer.register_step_pre_hook(look)
+        optimizer.register_step_pre_hook(note_the_largest_grad)
     return optimizer
 
 
@@ -53,7 +53,7 @@ REPLACING = partial(Replaces, "cpu", init_scale=4.0, growth_interval=2)
 
 def without_hooks(kind, params, **options):
     optimizer = kind(params, lr=0.1, **options)
-    optimizer.seen = []
+    optimizer.largest_grads = []
     return optimizer
 
 
@@ -81,10 +81,10 @@ def leave_scaled(scaler, optimizer):
     pass
 
 
-def parts_of_a_group(rank):
+def parts_skip_together(rank):
     """One of the processes has no grad. Squares are added up for the norm, as without hooks."""
     for scaler, scalers, options in ways_to_give_a_group():
-        for kind in (AdamW, Looks):
+        for kind in (AdamW, Looking):
             for before_step in (leave_scaled, unscale_first):
                 made = []
 
@@ -97,22 +97,22 @@ def parts_of_a_group(rank):
                 whole = trained(None, torch.float32, alone, (TORCHS if scaler is SHARDED else scaler)(), before_step)
                 assert_parts_are_of_the_whole(rank, parts, whole)
                 assert parts[1][::4] == [4.0, 2.0, 2.0, 4.0]  # the scale
-                assert [len(it.seen) for it in made] == [3, 3]
-                assert all(largest <= 9 / 8 for it in made for largest in it.seen)
+                assert [len(it.largest_grads) for it in made] == [3, 3]
+                assert all(largest <= 9 / 8 for it in made for largest in it.largest_grads)
 
 
-def nothing(*_):
+def do_nothing(*_):
     pass
 
 
-def nudge(optimizer, *_):
+def halve(optimizer, *_):
     """Change the norm."""
     for param in optimizer.param_groups[0]["params"]:
         if param.grad is not None:
-            param.grad.data.mul_(0.5)  # of which the grad's version knows nothing
+            param.grad.data.mul_(0.5)  # raises no version of the grad
 
 
-def raise_it(*_):
+def raise_memory_error(*_):
     raise MemoryError
 
 
@@ -126,31 +126,31 @@ def hooked(params, register, hook, is_hooked=True, **options):
 PRE, POST = AdamW.register_step_pre_hook, AdamW.register_step_post_hook
 
 
-def hooks_on_one_rank(rank):
+def hooks_on_some_ranks_change_nothing(rank):
     """A rank may have a hook that writes a log. Processes exchange as often with hooks as without."""
     for scaler, scalers, options in ways_to_give_a_group():
         for before_step in (leave_scaled, unscale_first):
             ends, counts = [], []
             for register, hooked_ranks in ((POST, ()), (POST, (0,)), (PRE, (2,)), (PRE, (0, 1, 2))):
-                make = partial(hooked, register=register, hook=nothing, is_hooked=rank in hooked_ranks, **options)
+                make = partial(hooked, register=register, hook=do_nothing, is_hooked=rank in hooked_ranks, **options)
                 with mock.patch.object(Processes, "agree", autospec=True, side_effect=Processes.agree) as agree:
-                    params, told = trained(rank, torch.float32, make, scaler(**scalers), before_step)
-                ends.append((params, told[::4], told[2::4], told[3::4]))
+                    params, outcomes = trained(rank, torch.float32, make, scaler(**scalers), before_step)
+                ends.append((params, outcomes[::4], outcomes[2::4], outcomes[3::4]))
                 counts.append(agree.call_count)
             assert 0 < counts[0] == counts[1] == counts[2]
             assert counts[3] - counts[0] == (3 if "max_norm" in options or "guard" in options else 0)  # steps taken
-            for params, *told in ends[1:]:
+            for params, *outcomes in ends[1:]:
                 assert all(map(same_bits, params, ends[0][0]))
-                assert told == list(ends[0][1:])
+                assert outcomes == list(ends[0][1:])
 
 
-def hooks_that_change_the_norm(rank):
+def max_norm_clips_what_hooks_leave(rank):
     """max_norm clips the grads as hooks have left them."""
     for scaler, scalers, options in ways_to_give_a_group():
         for before_step in (leave_scaled, unscale_first):
             alone = {key: it for key, it in options.items() if key != "process_group"}
             ends = [
-                trained(who, torch.float32, partial(hooked, register=PRE, hook=nudge, **given), kind(), before_step)
+                trained(who, torch.float32, partial(hooked, register=PRE, hook=halve, **given), kind(), before_step)
                 for who, given, kind in (
                     (rank, options, partial(scaler, **scalers)),
                     (None, alone, TORCHS if scaler is SHARDED else scaler),
@@ -159,11 +159,11 @@ def hooks_that_change_the_norm(rank):
             assert_parts_are_of_the_whole(rank, *ends)
 
 
-def a_hook_that_changes_the_norm_of_one(rank):
+def a_hook_that_changes_one_ranks_norm_is_refused(rank):
     given = {"process_group": distributed.group.WORLD}
     for kind in (GradScaler, torch.amp.GradScaler):
         params = [torch.nn.Parameter(torch.ones(3))]
-        optimizer, scaler = hooked(params, PRE, nudge, rank == 1, max_norm=0.5, **given), kind("cpu", init_scale=4.0)
+        optimizer, scaler = hooked(params, PRE, halve, rank == 1, max_norm=0.5, **given), kind("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
         params[0].grad = torch.full((3,), 6.0)
         with pytest.raises(RuntimeError, match="a hook has changed the grads") if rank == 1 else nullcontext():
@@ -171,20 +171,20 @@ def a_hook_that_changes_the_norm_of_one(rank):
         assert (params[0].tolist() == [1.0] * 3) == (rank == 1)
 
 
-def an_error_where_no_hook_is(rank):
+def an_error_without_a_hook_leaves_a_second_try(rank):
     """The process with a hook has unscaled by then. At the second try all tell the same norm again. (torch's scaler
     leaves its scale on an optimizer that fails, and would hand over its square.)"""
     ends = []
     for fails in (False, True):
         params = [torch.nn.Parameter(torch.ones(3))]
         options = {"max_norm": 0.5, "process_group": distributed.group.WORLD}
-        optimizer, scaler = hooked(params, PRE, nothing, rank == 1, **options), GradScaler("cpu", init_scale=4.0)
+        optimizer, scaler = hooked(params, PRE, do_nothing, rank == 1, **options), GradScaler("cpu", init_scale=4.0)
         scaler.scale(torch.ones(()))
         params[0].grad = torch.full((3,), 6.0)
         if fails:
             with pytest.MonkeyPatch.context() as patch:
                 if rank == 0:
-                    patch.setattr(AdamW, "_plans_for", raise_it)
+                    patch.setattr(AdamW, "_plans_for", raise_memory_error)
                 with pytest.raises(MemoryError if rank == 0 else RuntimeError):
                     scaler.step(optimizer)
         scaler.step(optimizer)
@@ -198,22 +198,22 @@ def dtensors(rank):
     mesh = mesh_of("two dimensions")
     placed = (mesh["rows"], [Shard(0)]), (mesh["columns"], [Shard(0)]), (mesh, [Replicate(), Shard(1)])
     for scaler_kind in (GradScaler, torch.amp.GradScaler):
-        for kind, make in ((AdamW, looking), (Looks, looking), (AdamW, looking if rank == 2 else without_hooks)):
-            for of_params in (placed, [(mesh_of("fsdp2"), [Shard(1)])]):
-                params = params_on(*of_params)
+        for kind, make in ((AdamW, looking), (Looking, looking), (AdamW, looking if rank == 2 else without_hooks)):
+            for param_places in (placed, [(mesh_of("fsdp2"), [Shard(1)])]):
+                params = params_on(*param_places)
                 optimizer, scaler = make(kind, params, max_norm=1e9), scaler_kind("cpu", init_scale=4.0)
                 scaler.scale(torch.ones(()))
                 if rank == 3:
                     part_of(params[-1].grad)[0, 0] = math.inf
                 scaler.step(optimizer)
                 scaler.update()
-                assert (scaler.get_scale(), optimizer.seen, optimizer.step_was_skipped.item()) == (2.0, [], 1)
+                assert (scaler.get_scale(), optimizer.largest_grads, optimizer.step_was_skipped.item()) == (2.0, [], 1)
                 assert all((part_of(param) == 1).all() for param in params)
                 for param in params:
                     param.grad.zero_().add_(3.0)
                 scaler.step(optimizer)
                 scaler.update()
-                assert (scaler.get_scale(), optimizer.seen) == (2.0, [1.5] if make is looking else [])
+                assert (scaler.get_scale(), optimizer.largest_grads) == (2.0, [1.5] if make is looking else [])
                 assert all((part_of(param) < 1).all() for param in params)
 
 
@@ -235,12 +235,12 @@ def fsdp1(rank):
                     spoil(it)
                 scaler.step(optimizer)
                 scaler.update()
-        assert [len(it.seen) for it in optimizers] == [2, 2 * (rank in hooked_ranks)]
+        assert [len(it.largest_grads) for it in optimizers] == [2, 2 * (rank in hooked_ranks)]
         assert [it.get_scale() for it in scalers] == [2.0, 2.0]
         assert_same_weights(model, whole)
 
 
-def an_error_in_one_process(rank):
+def an_error_in_one_process_is_raised_by_all(rank):
     """If one process fails, all raise, and can try again."""
     given = {"process_group": distributed.group.WORLD}
     for scaler_kind in (GradScaler, torch.amp.GradScaler):
@@ -250,33 +250,34 @@ def an_error_in_one_process(rank):
         params[0].grad = torch.full((3,), 6.0)
         with pytest.MonkeyPatch.context() as patch:
             if rank == 1:
-                patch.setattr(inf_check, "unscale_list_", raise_it)
-                patch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", raise_it)
+                patch.setattr(inf_check, "unscale_list_", raise_memory_error)
+                patch.setattr(torch, "_amp_foreach_non_finite_check_and_unscale_", raise_memory_error)
             with pytest.raises(MemoryError if rank == 1 else RuntimeError):
                 scaler.step(optimizer)
-        assert (params[0].tolist(), optimizer.seen) == ([1.0] * 3, [])
+        assert (params[0].tolist(), optimizer.largest_grads) == ([1.0] * 3, [])
         scaler.step(optimizer)
         scaler.update()
-        assert (optimizer.seen, scaler.get_scale()) == ([1.5], 4.0)
+        assert (optimizer.largest_grads, scaler.get_scale()) == ([1.5], 4.0)
         assert (params[0] < 1).all()
 
 
 CHECKS = (
-    *(parts_of_a_group, hooks_on_one_rank, hooks_that_change_the_norm),
-    *(a_hook_that_changes_the_norm_of_one, an_error_in_one_process, an_error_where_no_hook_is),
+    *(parts_skip_together, hooks_on_some_ranks_change_nothing),
+    *(max_norm_clips_what_hooks_leave, a_hook_that_changes_one_ranks_norm_is_refused),
+    *(an_error_in_one_process_is_raised_by_all, an_error_without_a_hook_leaves_a_second_try),
 )
 
 
 @in_processes
 def test_three_processes(tmp_path):
-    spawn(partial(each, CHECKS), tmp_path, 3)
+    spawn(partial(run_checks, CHECKS), tmp_path, 3)
 
 
 @in_processes
 def test_processes_of_meshes(tmp_path):
-    spawn(partial(each, (dtensors,)), tmp_path, WORLD)
+    spawn(partial(run_checks, (dtensors,)), tmp_path, WORLD)
 
 
 @in_processes
 def test_processes_of_fsdp1(tmp_path):
-    spawn(partial(each, (fsdp1,)), tmp_path, 2)
+    spawn(partial(run_checks, (fsdp1,)), tmp_path, 2)

@@ -27,7 +27,7 @@ def as_rank(rank):
     return timed
 
 
-def by_itself(rank):
+def without_tune(rank):
     timed = as_rank(rank)
     for _ in range(2):
         y = LinearAct(8, 6, activation="silu")(torch.randn(5, 8))
@@ -36,26 +36,26 @@ def by_itself(rank):
     assert [*selector.choices().values()] == ["torch"]
 
 
-def test_without_it_nothing_is_timed(tmp_path):
-    spawn(by_itself, tmp_path)
+def test_without_tune_nothing_is_timed(tmp_path):
+    spawn(without_tune, tmp_path)
 
 
 def in_parallel(rank):
     """Replicas of DistributedDataParallel must compute the same bits, so each call goes by the table."""
-    timed, seen = as_rank(rank), []
+    timed, choices = as_rank(rank), []
     choose = selector.choose
 
     def recorded(case, *more):
-        seen.append((case, choose(case, *more)))
-        return seen[-1][1]
+        choices.append((case, choose(case, *more)))
+        return choices[-1][1]
 
     selector.choose = recorded
     torch.manual_seed(0)
     model = DistributedDataParallel(torch.nn.Sequential(MLP(8, 32, activation="gelu_tanh"), LinearAct(8, 6)))
     for rows in (4, 128):
         model(torch.randn(rows, 8)).sum().backward()
-    assert [name for _, name in seen] == [table.kernel(case) for case, _ in seen]
-    assert [name for _, name in seen] == ["torch", "native", "native", "torch"]
+    assert [name for _, name in choices] == [table.kernel(case) for case, _ in choices]
+    assert [name for _, name in choices] == ["torch", "native", "native", "torch"]
     assert timed == []
 
 
@@ -83,7 +83,7 @@ def tuned(rank):
     assert torch.equal(*outputs)
 
 
-def test_after_it_all_choose_as_rank_0(tmp_path):
+def test_after_tune_all_choose_as_rank_0(tmp_path):
     spawn(tuned, tmp_path)
 
 

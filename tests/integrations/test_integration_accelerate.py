@@ -9,6 +9,7 @@ from torch.testing import assert_close
 from mpkernels import Metrics, memory_report
 from mpkernels.amp import to_full, to_mixed
 from mpkernels.optim import AdamW
+from tests import libraries
 from tests.networks import B16, batch, network
 
 pytest.importorskip("accelerate", reason="needs the extra integrations")
@@ -17,7 +18,6 @@ with warnings.catch_warnings():
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
     from accelerate.scheduler import AcceleratedScheduler
-    from accelerate.state import AcceleratorState, GradientState, PartialState
 
     from mpkernels.integrations.accelerate import tell_skips
 
@@ -26,10 +26,8 @@ LR, MAX_NORM = 1e-2, 0.1
 
 
 @pytest.fixture(autouse=True)
-def fresh():
-    """Reset the options that Accelerate keeps from the first Accelerator of a process."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+def _fresh_options():
+    libraries.reset_accelerate()
 
 
 def loop(kind, **options):
@@ -83,7 +81,7 @@ def test_a_model_is_converted_and_converted_back_with_the_optimizer_that_acceler
 
 
 @pytest.mark.parametrize("tells", [True, False])
-def test_schedules_wait_where_a_step_was_skipped(tells):
+def test_schedules_wait_for_a_skipped_step_with_tell_skips_alone(tells):
     """Without ``tell_skips``, Accelerate doesn't notice skips."""
     Accelerator(cpu=True)
     model = network()
@@ -92,15 +90,15 @@ def test_schedules_wait_where_a_step_was_skipped(tells):
     optimizer = AcceleratedOptimizer(inner, device_placement=False, scaler=scaler)
     optimizer = tell_skips(optimizer) if tells else optimizer
     schedule = AcceleratedScheduler(torch.optim.lr_scheduler.LinearLR(inner), optimizer, split_batches=True)
-    told = []
+    skipped = []
     for seed in range(3):
         inputs, targets = batch(seed)
         scaler.scale((model(inputs) - targets).square().mean() * 2.0**40).backward()
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-        told.append(optimizer.step_was_skipped)
-    assert told == [tells, False, False]
+        skipped.append(optimizer.step_was_skipped)
+    assert skipped == [tells, False, False]
     assert inner.skipped_steps == 1
     assert schedule.scheduler.last_epoch == (2 if tells else 3)
 

@@ -46,7 +46,7 @@ def test_what_needs_all_grads_is_refused(line, kind):
 
 @pytest.mark.parametrize("dtype", [F32, B16], ids=str)
 @each_optimizer
-def test_without_it_is_right(line, dtype):
+def test_without_max_norm_and_guard_the_result_is_right(line, dtype):
     """The way out is one optimizer of all parameters."""
     for options in ({"guard": False}, {"guard": False, "state_dtype": torch.int8}):
         model, twin = network(dtype), network(dtype)
@@ -84,8 +84,8 @@ def test_small_parameters_alone_are_stepped_together():
     assert abs(optimizer.d_opt.grad_norm - want) <= 2.0**-20 * want
 
 
-def test_others_with_a_copy_on_the_host_are_not_refused():
-    """An offload of one's own, of one flat tensor say, beside one of torchao's that is alive."""
+def test_other_optimizers_of_a_tensor_on_the_host_are_not_refused():
+    """A user may offload one flat tensor by hand while an optimizer of torchao's is alive."""
     other = CPUOffloadOptimizer(network().parameters(), AdamW, minimal_size=0)
     host = torch.ones(50, dtype=B16)
     host.grad = torch.full((50,), 3.0, dtype=B16)

@@ -23,7 +23,7 @@ with warnings.catch_warnings():
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # the libraries' own
 OPS = {"gelu": "mlp", "gelu-approximate": "mlp", "linear-silu": "mlp", "geglu": "gated_mlp", "swiglu": "gated_mlp"}
-ITS_OWN = "geglu-approximate"  # x * sigmoid(1.702 * x)
+NOT_OURS = "geglu-approximate"  # x * sigmoid(1.702 * x)
 
 
 def feed_forward(activation, **options):
@@ -33,15 +33,15 @@ def feed_forward(activation, **options):
 
 @pytest.mark.parametrize("final_dropout", [False, True])
 @pytest.mark.parametrize("activation", OPS)
-def test_it_is_one_mlp(activation, final_dropout):
+def test_a_feed_forward_becomes_one_mlp(activation, final_dropout):
     model = feed_forward(activation, final_dropout=final_dropout)
     keys, want = list(model.state_dict()), results(model)
     report = fuse(model)
     assert [(site.module, site.computed_by.split(",")[0]) for site in report.fused] == [("", OPS[activation])]
     assert report.left == []
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         with recorded_ops() as ran:
-            assert_close(results(each), want, rtol=1e-5, atol=1e-5)
+            assert_close(results(copied), want, rtol=1e-5, atol=1e-5)
         assert ran == [OPS[activation]]
     assert list(model.state_dict()) == keys
     unfuse(model)
@@ -49,7 +49,7 @@ def test_it_is_one_mlp(activation, final_dropout):
 
 
 def test_another_activation_is_left_with_a_reason():
-    model = feed_forward(ITS_OWN)
+    model = feed_forward(NOT_OURS)
     want = results(model)
     report = fuse(model)
     assert report.fused == []
@@ -74,7 +74,7 @@ def to_int8(model):
 @pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
 @pytest.mark.parametrize("change", [with_lora, to_int8])
 @pytest.mark.parametrize("activation", OPS)
-def test_adapters_and_quantisers(activation, change, is_first):
+def test_adapters_and_quantisers_compute_as_on_the_plain_model(activation, change, is_first):
     want = change(feed_forward(activation))(X)
     model = feed_forward(activation)
     fuse(model if is_first else torch.nn.Identity())

@@ -16,7 +16,7 @@ pytest.importorskip("lightning", reason="needs the extra integrations")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from lightning.fabric import Fabric
-    from lightning.fabric.plugins.precision import MixedPrecision as FabricsOwn
+    from lightning.fabric.plugins.precision import MixedPrecision as FabricsPrecision
 
     from mpkernels.integrations.fabric import MixedPrecision
 
@@ -78,8 +78,8 @@ def test_an_overflow_skips_the_step():
 
 def test_without_the_plugin_fabric_refuses_in_fp16_and_clips_in_bf16():
     with pytest.raises(NotImplementedError, match="not implemented for optimizers handling the unscaling"):
-        by_fabric(AdamW, FabricsOwn("16-mixed", "cpu"), max_norm=MAX_NORM)
-    net, _ = by_fabric(AdamW, FabricsOwn("bf16-mixed", "cpu"), max_norm=MAX_NORM)
+        by_fabric(AdamW, FabricsPrecision("16-mixed", "cpu"), max_norm=MAX_NORM)
+    net, _ = by_fabric(AdamW, FabricsPrecision("bf16-mixed", "cpu"), max_norm=MAX_NORM)
     assert_close(net.state_dict(), by_hand(B16, clip_grad_norm_).state_dict(), rtol=0, atol=LR / 20)
 
 
@@ -95,7 +95,7 @@ def test_a_model_is_converted_and_converted_back_with_the_optimizer_that_fabric_
     assert net[0].weight.dtype == B16
     to_full(net, optimizer)
     assert_close(net.state_dict(), before, rtol=0, atol=0)
-    assert inner._plans == []  # it has seen that its parameters changed, not the wrapper
+    assert inner._plans == []  # the inner optimizer, not its wrapper, has noticed that its parameters changed
 
 
 def test_metrics_follow_the_optimizer_that_fabric_made():

@@ -15,6 +15,7 @@ from torch import distributed
 from torch.distributed.fsdp import fully_shard
 
 from mpkernels.optim import AdamW
+from tests import libraries
 from tests.distributed.sharding import part_of, wholes
 from tests.hard_grads import same_bits
 from tests.networks import assert_close, batch, network
@@ -25,7 +26,7 @@ for library in ("accelerate", "lightning", "transformers"):
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from accelerate import Accelerator, FullyShardedDataParallelPlugin
-    from accelerate.state import AcceleratorState, GradientState, PartialState
+    from accelerate.state import AcceleratorState, PartialState
     from accelerate.utils import DistributedType
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import ModelParallelStrategy
@@ -43,15 +44,9 @@ def with_fsdp(state, *args, fsdp_plugin=None, **options):
         state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
 
 
-def fresh():
-    """Reset the options that Accelerate keeps from the first Accelerator of a process."""
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
-
-
 def by_accelerate(make, clips, folder=None):
     """Return trained weights and norms. With ``folder``, save and load a checkpoint midway, to take steps twice."""
-    fresh()
+    libraries.reset_accelerate()
     options = {"auto_wrap_policy": "size_based_wrap", "min_num_params": 100, "state_dict_type": "SHARDED_STATE_DICT"}
     accelerator = Accelerator(cpu=True, fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2, **options))
     model = network()
@@ -95,7 +90,7 @@ def trainer(rank, folder):
     """Hugging Face's Trainer uses FSDP2 by its fsdp_config."""
     losses = []
     for kind in (AdamW, torch.optim.AdamW):
-        fresh()
+        libraries.reset_accelerate()
         net = huggingface.model()
         net.lm_head.weight = torch.nn.Parameter(net.lm_head.weight.detach().clone())  # Accelerate refuses tied ones
         net.config.tie_word_embeddings = False
@@ -156,8 +151,8 @@ def lightning(rank, folder):
 def on_rank(check, rank):
     names = ("RANK", "LOCAL_RANK"), ("WORLD_SIZE", "LOCAL_WORLD_SIZE")
     os.environ |= {name: str(number) for both, number in zip(names, (rank, 2), strict=True) for name in both}
-    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "as torchrun sets it"}  # by which Lightning knows it
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # read, but the group is there already
+    os.environ |= {"GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "as torchrun sets it"}  # Lightning knows torchrun by this
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "0"}  # they are read, though the group is there already
     warnings.simplefilter("ignore")
     with mock.patch.object(AcceleratorState, "__init__", with_fsdp), tempfile.TemporaryDirectory() as folder:
         distributed.broadcast_object_list(folders := [folder], 0)

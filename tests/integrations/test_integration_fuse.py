@@ -138,7 +138,7 @@ def test_a_model_computes_the_same(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_copies_are_fused(name):
+def test_copies_of_a_fused_model_are_fused(name):
     net, inputs = model(name)
     report = fuse(net)
     net.eval()
@@ -152,7 +152,7 @@ def test_copies_are_fused(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_twenty_steps_agree(name):
+def test_twenty_steps_end_with_the_same_loss(name):
     losses = []
     for is_fused in (False, True):
         net, inputs = model(name)
@@ -169,7 +169,7 @@ def test_twenty_steps_agree(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_compiled(name):
+def test_a_compiled_model_computes_the_same(name):
     net, inputs = model(name)
     want = net(**inputs).logits
     fuse(net)
@@ -208,7 +208,7 @@ CHECKPOINTED = ["gpt2", "opt", "whisper", "llama"]  # in OPT and Whisper, the la
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(name, use_reentrant):
+def test_gradient_checkpointing_gives_the_same_grads(name, use_reentrant):
     grads = []
     for is_fused in (False, True):
         net, inputs = model(name)
@@ -220,7 +220,7 @@ def test_gradient_checkpointing(name, use_reentrant):
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_saved_and_loaded(name, tmp_path):
+def test_a_saved_model_is_loaded_and_fused(name, tmp_path):
     net, inputs = model(name)
     fuse(net)
     net.save_pretrained(tmp_path)
@@ -230,7 +230,7 @@ def test_saved_and_loaded(name, tmp_path):
     assert_close(loaded(**inputs).logits, net(**inputs).logits, rtol=0, atol=0)
 
 
-def test_it_generates_the_same():
+def test_a_fused_model_generates_the_same():
     net, inputs = model("gpt2")
     texts = []
     for _ in range(2):
@@ -239,7 +239,7 @@ def test_it_generates_the_same():
     assert torch.equal(*texts)
 
 
-def test_trainer(tmp_path):
+def test_trainer_logs_the_same_losses(tmp_path):
     pytest.importorskip("accelerate", reason="needs the extra integrations")
     rows = [{"input_ids": row, "labels": row} for row in TOKENS.repeat(8, 1)]
     options = {"report_to": [], "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
@@ -257,7 +257,7 @@ def test_trainer(tmp_path):
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["fused first", "fused last"])
 def test_fsdp2_around_layers_that_are_fused_themselves(is_first):
-    """Their class wraps the forward of each subclass, also of FSDP's."""
+    """The layers' class wraps the forward of each subclass, also of FSDP's."""
     want = results(*model("opt"))
     with alone():
         net, inputs = model("opt")

@@ -29,7 +29,7 @@ def test_all_but_the_kernel_computes_what_torch_does(monkeypatch, name):
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_it_is_measured_on_cuda_alone(device):
+def test_liger_is_measured_on_cuda_alone(device):
     ligers = [it for it in cases._blocks(Place(device, 1)) if it.baseline == cases.LIGER]
     assert {it.op for it in ligers} == {*other_libraries.LIGERS_BLOCKS}
     assert {it.missing for it in ligers} == {"" if device == "cuda" else "liger_kernel needs CUDA"}

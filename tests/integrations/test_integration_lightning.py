@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.loggers import Logger
-    from lightning.pytorch.plugins.precision import MixedPrecision as LightningsOwn
+    from lightning.pytorch.plugins.precision import MixedPrecision as LightningsPrecision
 
     from mpkernels.integrations.lightning import LogMixedPrecision, MixedPrecision
 
@@ -116,7 +116,7 @@ def test_an_overflow_skips_the_step(tmp_path):
     assert optimizer.state[module.model[0].weight]["step"] == BATCHES - 1
 
 
-def test_optimization_by_hand(tmp_path):
+def test_manual_optimization_trains_the_same(tmp_path):
     module = Module(AdamW, by_hand=True)
     fit(module, "16-mixed", tmp_path, clip=None)
     model, _ = by_hand(F16, CLIPS[None])
@@ -132,13 +132,13 @@ def test_the_scaler_is_ours_and_saved_with_the_checkpoint(tmp_path):
     assert saved[type(plugin).__qualname__]["scale"] == plugin.scaler.get_scale()
 
 
-def test_without_the_plugin_adamw_clips_itself_and_lightning_refuses_to(tmp_path):
+def test_without_the_plugin_adamw_can_clip_and_lightning_refuses_to(tmp_path):
     """Lightning assumes that an optimizer which can unscale in its step will do so, even in bf16."""
-    own = {"plugins": [LightningsOwn("bf16-mixed", "cpu")]}
+    lightnings = {"plugins": [LightningsPrecision("bf16-mixed", "cpu")]}
     with pytest.raises(RuntimeError, match="AdamW, does not allow for gradient clipping"):
-        fit(Module(AdamW), "bf16-mixed", tmp_path, **own)
+        fit(Module(AdamW), "bf16-mixed", tmp_path, **lightnings)
     module = Module(AdamW, max_norm=MAX_NORM)
-    fit(module, "bf16-mixed", tmp_path, clip=None, **own)
+    fit(module, "bf16-mixed", tmp_path, clip=None, **lightnings)
     model, _ = by_hand(B16, CLIPS["norm"])
     assert_close(module.model.state_dict(), model.state_dict(), rtol=0, atol=LR / 20)
 
@@ -148,8 +148,8 @@ def test_lightnings_own_refusals_stay():
         MixedPrecision("16")
 
 
-class Kept(Logger):
-    """Keeps what it is given."""
+class KeepingLogger(Logger):
+    """Keeps the metrics that it gets."""
 
     name, version = "kept", 0
 
@@ -163,8 +163,8 @@ class Kept(Logger):
         self.kept.append((step, metrics))
 
 
-def test_what_the_optimizer_knows_is_logged(tmp_path):
-    module, logger = Module(AdamW, max_norm=MAX_NORM), Kept()
+def test_the_optimizers_metrics_are_logged(tmp_path):
+    module, logger = Module(AdamW, max_norm=MAX_NORM), KeepingLogger()
     scaler = GradScaler("cpu", init_scale=2.0**60, backoff_factor=2.0**-50)
     options = {"logger": logger, "callbacks": [LogMixedPrecision()], "log_every_n_steps": 2}
     trainer = fit(module, "16-mixed", tmp_path, clip=None, scaler=scaler, **options)
@@ -176,7 +176,7 @@ def test_what_the_optimizer_knows_is_logged(tmp_path):
 
 
 def test_a_step_of_several_batches_is_logged_once(tmp_path):
-    logger = Kept()
+    logger = KeepingLogger()
     options = {"logger": logger, "callbacks": [LogMixedPrecision()], "log_every_n_steps": 1}
     fit(Module(AdamW), "bf16-mixed", tmp_path, clip=None, accumulate_grad_batches=2, **options)
     assert not [step for step, metrics in logger.kept if "mpkernels/grad_norm" in metrics]
@@ -185,7 +185,7 @@ def test_a_step_of_several_batches_is_logged_once(tmp_path):
 
 
 def test_other_optimizers_are_trained_and_not_logged(tmp_path):
-    logger = Kept()
+    logger = KeepingLogger()
     options = {"logger": logger, "callbacks": [LogMixedPrecision()], "log_every_n_steps": 1}
     fit(Module(torch.optim.AdamW), "bf16-mixed", tmp_path, **options)
     assert not [metrics for _, metrics in logger.kept if any("mpkernels" in name for name in metrics)]

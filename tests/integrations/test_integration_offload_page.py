@@ -18,7 +18,7 @@ SHAPE = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "n
 
 
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # where there is no GPU
-def test_trainer_and_torchao(tmp_path):
+def test_the_recipes_run(tmp_path):
     torch.manual_seed(0)
     [recipe] = set(ANY_BLOCK.findall(PAGE)) - set(BLOCK.findall(PAGE))
     for_trainer, _, for_torchao = recipe.rpartition("\n\n")

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # peft's own
 
 
 class Network(torch.nn.Module):
-    def __init__(self, up=None):
+    def __init__(self):
         super().__init__()
-        self.up = up or LinearAct(8, 16, activation="relu")
+        self.up = LinearAct(8, 16, activation="relu")
         self.down = torch.nn.Linear(16, 4)
 
     def forward(self, x):
@@ -30,7 +30,7 @@ class Network(torch.nn.Module):
 X = torch.randn(5, 8, generator=torch.Generator().manual_seed(0))
 
 
-def test_its_weight_can_be_adapted():
+def test_a_layers_weight_can_be_adapted():
     """peft finds the weight by its name, and adds to it before the activation."""
     torch.manual_seed(0)
     config = LoraConfig(target_parameters=["up.weight"], target_modules=[], init_lora_weights=False)
@@ -42,7 +42,7 @@ def test_its_weight_can_be_adapted():
     assert_close((merged(X), merged.up(X)), (y, adapted))
 
 
-def test_its_linear_can_be_adapted():
+def test_a_layers_linear_can_be_adapted():
     """The way out is ``to_linear``, with the activation as a module of its own."""
     torch.manual_seed(0)
     network = Network()

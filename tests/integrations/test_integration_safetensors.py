@@ -40,14 +40,14 @@ def test_a_training_goes_on_where_it_was_saved(tmp_path):
     save_model(model, tmp_path / "model.safetensors")
     save_file(tensors, tmp_path / "optimizer.safetensors")
 
-    other, its_optimizer = made(seed=1)
+    other, other_optimizer = made(seed=1)
     load_model(other, tmp_path / "model.safetensors")
     state = {}
     for name, value in load_file(tmp_path / "optimizer.safetensors").items():
         number, key = name.split(".")
         state.setdefault(int(number), {})[key] = value
-    its_optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
+    other_optimizer.load_state_dict({"state": state, "param_groups": saved["param_groups"]})
 
-    for of_both in ((model, optimizer), (other, its_optimizer)):
-        step(*of_both)
-    assert_close(trained(other, its_optimizer), trained(model, optimizer), rtol=0, atol=0)
+    for side in ((model, optimizer), (other, other_optimizer)):
+        step(*side)
+    assert_close(trained(other, other_optimizer), trained(model, optimizer), rtol=0, atol=0)

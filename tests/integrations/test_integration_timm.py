@@ -25,7 +25,7 @@ OPS = {Mlp: "mlp", GatedMlp: "mlp", SwiGLU: "gated_mlp"}
 
 
 @pytest.mark.parametrize("kind", OPS)
-def test_it_is_one_mlp(kind):
+def test_an_mlp_becomes_one_op(kind):
     torch.manual_seed(0)
     model = kind(8, 16, drop=0.0)
     want = results(model)
@@ -42,7 +42,7 @@ def test_it_is_one_mlp(kind):
     assert_close(results(model), want, rtol=0, atol=0)
 
 
-def test_a_norm_or_a_gate_on_either_side_leaves_it():
+def test_an_mlp_with_a_norm_or_a_gated_linear_unit_is_no_mlp_of_ours():
     assert [site.computed_by for site in fuse(Mlp(8, 16, norm_layer=nn.LayerNorm)).fused] == ["linear_act, gelu"]
     [site] = fuse(GluMlp(8, 16)).left
     assert site.stood_there == "GluMlp"

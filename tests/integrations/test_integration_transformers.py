@@ -76,9 +76,9 @@ def test_it_learns_what_torchs_learns(tmp_path, way, precision):
     """fp16 is fp32 on a CPU: Accelerate says nothing, and makes no scaler there."""
     options = precision | {"gradient_accumulation_steps": 2, "weight_decay": 0.01}
     trainers = {}
-    for each in (way, "torch's"):
+    for name in (way, "torch's"):
         net = model()
-        trainers[each] = trained(tmp_path, net, options, **WAYS[each](net))
+        trainers[name] = trained(tmp_path, net, options, **WAYS[name](net))
     ours, theirs = map(losses, trainers.values())
     optimizer = trainers[way].optimizer
     assert isinstance(getattr(optimizer, "optimizer", optimizer), AdamW)
@@ -118,10 +118,10 @@ def test_adamw_takes_the_options_of_the_arguments_and_trainers_groups(tmp_path):
     theirs = Trainer(model(), args).create_optimizer()
     ours = Trainer(model(), args, optimizer_cls_and_kwargs=adamw(args, state_dtype=B16)).create_optimizer()
     assert (type(ours), type(theirs)) == (AdamW, torch.optim.AdamW)
-    for group, of_torch in zip(ours.param_groups, theirs.param_groups, strict=True):
+    for group, torchs in zip(ours.param_groups, theirs.param_groups, strict=True):
         same = "lr", "betas", "eps", "weight_decay"
-        assert [group[name] for name in same] == [of_torch[name] for name in same]
-        assert [it.shape for it in group["params"]] == [it.shape for it in of_torch["params"]]
+        assert [group[name] for name in same] == [torchs[name] for name in same]
+        assert [it.shape for it in group["params"]] == [it.shape for it in torchs["params"]]
         assert group["state_dtype"] == B16
     assert {group["weight_decay"] for group in ours.param_groups} == {0.02, 0.0}
 
@@ -133,12 +133,12 @@ def followed(args, **options):
     return trainer
 
 
-def test_what_the_optimizer_knows_is_in_trainers_own_log(tmp_path):
+def test_the_optimizers_metrics_are_in_trainers_log(tmp_path):
     """The scaler here stands for the scaler that Accelerate makes on a GPU."""
     args = arguments(tmp_path, lr_scheduler_type="linear", logging_steps=2, max_grad_norm=0)
     trainer = followed(args, max_norm=1.0)
     trainer.accelerator.scaler = scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for _ in range(2):  # what followed the first optimizer's steps is gone then
+    for _ in range(2):  # the second training has another optimizer, and follows that alone
         trainer.train()
     entries = trainer.state.log_history
     ours = [entry for entry in entries if "mpkernels/loss_scale" in entry]
@@ -187,7 +187,7 @@ ACTIVATIONS = {
 
 
 @pytest.mark.parametrize("name", ACT2CLS)
-def test_activations(name):
+def test_activations_are_recognised_or_refused(name):
     """Each activation of transformers is recognised by what it computes, or refused."""
     module = ACT2FN[name]
     if name not in ACTIVATIONS:

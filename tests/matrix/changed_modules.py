@@ -57,7 +57,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def changes_modules(change: Callable[[Run], Iterator[None]]) -> Callable[[Run], Iterator[None]]:
-    """A row: training after what ``change`` does to the run before it yields, and, midway, after the rest of it."""
+    """Make ``change`` a row. Until it yields, it changes the run before the training; the rest of it comes midway."""
 
     def trained(run: Run) -> Result:
         phases = change(run)
@@ -90,8 +90,8 @@ def changes_modules(change: Callable[[Run], Iterator[None]]) -> Callable[[Run], 
 
 
 def outputs_and_grads(run: Run) -> Result:
-    """Return them for one row, so that no sum of the backward depends on its order; those of the forward are exact. The
-    sign of a zero is the multiplier's affair, and differs between CPUs."""
+    """Return outputs and grads of one row of inputs, so that no sum of the backward depends on its order. Sums of the
+    forward are exact. The sign of a zero differs between CPUs, so it is dropped."""
     inputs, targets = (it[:1] for it in batch(0, 0, run.dtype))
     outputs = run.model(inputs)
     (outputs - targets).float().square().sum().backward()

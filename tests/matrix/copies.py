@@ -86,11 +86,11 @@ def a_write_through_data(run: Run) -> None:
 def weights_swapped_and_back(run: Run) -> None:
     """Swap averaged weights in through ``data``, and back."""
     run.steps(FIRST)
-    own = [param.detach().clone() for param in run.model.parameters()]
+    kept = [param.detach().clone() for param in run.model.parameters()]
     for param in run.model.parameters():
         param.data.copy_(torch.zeros_like(param))
-    for param, it in zip(run.model.parameters(), own, strict=True):
-        param.data.copy_(it)
+    for param, weight in zip(run.model.parameters(), kept, strict=True):
+        param.data.copy_(weight)
     run.steps(REST)
 
 

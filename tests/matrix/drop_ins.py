@@ -83,7 +83,7 @@ def _adamw(dtype: torch.dtype, state_dtype: torch.dtype, master: str = "split", 
 
 
 def _of_each(kind: type[Engine], **options: Any) -> list[DropIn]:
-    """Return the drop-ins of an optimizer other than AdamW: what it has in common with it, AdamW's columns try."""
+    """Return the drop-ins of an optimizer other than AdamW. AdamW's columns try what optimizers have in common."""
     name = kind.__name__
     return [
         DropIn(f"{name}, fp32", kind, {"lr": LR, "state_dtype": F32} | options),

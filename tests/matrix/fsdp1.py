@@ -1,4 +1,4 @@
-"""FullyShardedDataParallel as torch had it first. Each process steps its part of all weights."""
+"""FSDP1: torch's FullyShardedDataParallel. Each process steps its part of all weights."""
 
 import copy
 import warnings

@@ -30,8 +30,8 @@ def two_backwards(run):
     def backward(number):
         grads = []
         for part in PARTS:
-            for each in (number, number + 100):
-                run.scaler.scale(run.loss(each, part) / 2).backward()
+            for micro_batch in (number, number + 100):
+                run.scaler.scale(run.loss(micro_batch, part) / 2).backward()
             grads.append([param.grad for param in params])
             run.optimizer.zero_grad()
         for param, grads_of_parts in zip(params, zip(*grads, strict=True), strict=True):

@@ -1,4 +1,4 @@
-"""torchao's CPUOffloadOptimizer, on a CPU that stands in for the device, too."""
+"""torchao's CPUOffloadOptimizer. The CPU stands in for the device, too."""
 
 import types
 import warnings

@@ -22,8 +22,8 @@ Cell = tuple[str, str]  # tool and drop-in, by their names
 def judge_all(modules: list[str], cells: list[Cell], folder: Path) -> dict[Cell, list[tuple[str, str]]]:
     """Return the verdicts of each process on the tools in ``modules``."""
     start(_on_rank, (modules, cells, folder), WORLD)
-    of_ranks = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
-    return {cell: [tuple(it[i]) for it in of_ranks] for i, cell in enumerate(cells)}
+    verdicts = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return {cell: [tuple(it[i]) for it in verdicts] for i, cell in enumerate(cells)}
 
 
 def _on_rank(rank: int, modules: list[str], cells: list[Cell], folder: Path) -> None:
@@ -34,14 +34,14 @@ def _on_rank(rank: int, modules: list[str], cells: list[Cell], folder: Path) -> 
         importlib.import_module(module)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
-    gc.freeze()  # FSDP1's handles are looked for among all objects that might refer to a parameter: not in what is here
+    gc.freeze()  # FSDP1 looks for its handles among all objects that might refer to a parameter: spare it these
     found = []
-    met = distributed.FileStore(str(folder / "met"), WORLD)
+    meeting_point = distributed.FileStore(str(folder / "met"), WORLD)
     for i, (tool, drop_in) in enumerate(cells):
         # Each cell has its own group: a process that raises leaves the other one waiting until the group's timeout. So
         # both meet before they join the next group.
-        met.set(f"{i} {rank}", "here")
-        met.wait([f"{i} {other}" for other in range(WORLD)], timedelta(minutes=5))
+        meeting_point.set(f"{i} {rank}", "here")
+        meeting_point.wait([f"{i} {other}" for other in range(WORLD)], timedelta(minutes=5))
         store = distributed.FileStore(str(folder / f"store {i}"), WORLD)
         distributed.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=20))
         found.append(judge(tool, DROP_INS[drop_in], parts=(rank,)))

@@ -123,8 +123,8 @@ def sharpness_aware(run):
                 param.add_(torch.sign(param.grad), alpha=0.125)
         model.zero_grad()
         backward(number)
-        for param, own in kept:
-            param.data = own
+        for param, weight in kept:
+            param.data = weight
 
     run.backward = backward_there
     yield
@@ -132,7 +132,7 @@ def sharpness_aware(run):
 
 def dynamically_quantised(model, which):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of its end
+        warnings.simplefilter("ignore")  # it warns that it will be removed
         from torch.ao.quantization import quantize_dynamic
 
         return quantize_dynamic(model, which)

@@ -13,13 +13,13 @@ from tests.matrix.drop_ins import DropIn
 
 HALF, STEPS = 3, 6
 FIRST, REST, ALL = range(HALF), range(HALF, STEPS), range(STEPS)
-BAD_STEP = 4  # an inf comes there, in the second part of the batch, where the drop-in skips
+BAD_STEP = 4  # if the drop-in skips, the second part of this batch has an infinite loss
 PARTS = (0, 1)
 Result = dict[str, Tensor]
 
 
 def batch(number: int, part: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Halves, exact in 16 bits."""
+    """Return inputs and targets: multiples of a half, which 16 bits hold exactly."""
     generator = torch.Generator().manual_seed(2 * number + part)
     return tuple(torch.randint(-4, 5, (8, n), generator=generator).to(dtype) / 2 for n in (16, 5))
 

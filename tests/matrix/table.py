@@ -123,11 +123,11 @@ def _ours(drop_in: DropIn) -> bool:
 
 
 def _wide(drop_in: DropIn) -> bool:
-    """Allow for 8-bit moments, which are encoded again in other blocks if a process gets another part of a weight."""
+    """Leave 8-bit moments out: if a process gets another part of a weight, they are encoded again in other blocks."""
     return _ours(drop_in) and drop_in.options["state_dtype"] != torch.int8
 
 
-# For these drop-ins of the column.
+# The words for a right result, and for which drop-ins of the column they stand.
 RIGHT = {"right": lambda _: True, "ours": _ours, "wide": _wide, "fp32": lambda it: it.dtype == torch.float32}
 
 

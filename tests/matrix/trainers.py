@@ -7,13 +7,13 @@ import warnings
 import torch
 from torch import nn
 
+from tests import libraries
 from tests.matrix.runner import ALL, FIRST, HALF, REST, STEPS, Run, tool
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
-    from accelerate.state import AcceleratorState, GradientState, PartialState
     from lightning.fabric import Fabric
     from lightning.pytorch import LightningModule
     from lightning.pytorch import Trainer as LightningTrainer
@@ -44,12 +44,12 @@ class Loss(nn.Module):
     def __init__(self, run: Run, first: int = 0) -> None:
         super().__init__()
         self.model, self.number = run.model, first - 1
-        self.of_part = run.loss
+        self.loss_of_part = run.loss
 
     def forward(self, number=None):
         self.number += 1
         with torch.autocast("cpu", enabled=False):
-            return {"loss": (self.of_part(self.number, 0) + self.of_part(self.number, 1)) / 2}
+            return {"loss": (self.loss_of_part(self.number, 0) + self.loss_of_part(self.number, 1)) / 2}
 
 
 def renew(run: Run) -> None:
@@ -86,10 +86,9 @@ def trainer_resumed(run, folder):
 
 
 def prepared(run: Run) -> Accelerator:
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    libraries.reset_accelerate()
     accelerator = Accelerator(cpu=True)
-    accelerator.scaler = run.scaler if run.scaler.is_enabled() else None  # on a CPU it makes none
+    accelerator.scaler = run.scaler if run.scaler.is_enabled() else None  # on a CPU, Accelerate makes none
     accelerator._optimizers = [AcceleratedOptimizer(run.optimizer, device_placement=False, scaler=accelerator.scaler)]
     run.model = accelerator.prepare(run.model)
     return accelerator
@@ -185,7 +184,7 @@ def fabric(run, folder):
 @quietly
 def fabric_save_and_load(run, folder):
     by_fabric(run, folder, FIRST)
-    scaler = run.scaler  # which Fabric saves not
+    scaler = run.scaler  # Fabric doesn't save it
     renew(run)
     run.scaler = scaler
     by_fabric(run, folder, REST)

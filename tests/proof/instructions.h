@@ -1,5 +1,5 @@
-// What PTX's instructions compute, on the CPU: the exact result, off by as much as the PTX ISA allows (its sections on
-// ex2, rcp and rsqrt: 2, 1 and 2 units in the last place), up, down or at random. Conversions are exact.
+// PTX's instructions on the CPU: their results are off by as much as the PTX ISA allows (its sections on ex2, rcp and
+// rsqrt: 2, 1 and 2 units in the last place), up, down or at random. Conversions are exact.
 #pragma once
 
 #include <algorithm>
@@ -22,7 +22,7 @@ inline float off_by(Error error, double exact, double units) {
   if (exact == 0 || !std::isfinite(near)) return near;
   const double unit = std::ldexp(1.0, std::ilogb(exact) - 23);
   const double off = exact + share * units * unit;
-  // Not rounded to the nearest: an allowed result, and the one that is furthest off.
+  // Rounding may leave what is allowed: then the next number towards the exact one is furthest off.
   const float rounded = static_cast<float>(off);
   const bool is_beyond = std::abs(rounded - exact) > units * unit;
   return is_beyond ? std::nextafterf(rounded, near) : rounded;
@@ -40,8 +40,8 @@ inline float rsqrt_approx_ftz_f32(float x) {
   return flushed(off_by(error_of_rsqrt, 1 / std::sqrt(static_cast<double>(flushed(x))), 2));
 }
 
-// To the nearest number of so many bits behind the point, ties to even; `least` is the exponent below which they get
-// fewer.
+// Rounds to the nearest number with `bits` bits behind the point, ties to even. Numbers have fewer bits below the
+// exponent `least`, and become infinite beyond `most`.
 inline float rounded_to(float x, int bits, int least, float most) {
   if (!std::isfinite(x) || x == 0) return x;
   const int exponent = std::max(std::ilogb(x), least);

@@ -1,4 +1,4 @@
-"""The C++ that only a GPU compiles, for the CPU: its PTX instructions become calls of instructions.h."""
+"""Compiles for the CPU the C++ that is meant for a GPU alone: PTX instructions become calls of instructions.h."""
 
 import re
 import shutil

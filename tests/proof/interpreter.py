@@ -1,6 +1,6 @@
-"""Triton's interpreter, mended. It cuts fp32 off to bf16, where every chip rounds to nearest even; it gives a 0 to
-lanes that are masked off, where a chip gives them anything; in 3.7 its max of a number and NaN is NaN; it
-believes what kernels say of alignment; it is slow."""
+"""Mends Triton's interpreter, which is slow, and differs from chips: it truncates fp32 to bf16, where every chip rounds
+to nearest even; it gives a 0 to lanes that are masked off, where a chip gives them anything; in 3.7 its max of a number
+and NaN is NaN; it believes what kernels say of alignment."""
 
 from dataclasses import replace
 
@@ -38,40 +38,40 @@ def prefer_numbers_to_nan():
     builder.create_minnumf = lambda self, one, other: self.binary_op(one, other, np.fmin)
 
 
-def poison_lanes_masked_off():
+def poison_masked_lanes():
     theirs = interpreter.InterpreterBuilder.create_masked_load
 
     def create_masked_load(self, ptrs, mask, other, *hints, **named_hints):
         if other is None:
             dtype = np.dtype(interpreter._get_np_dtype(ptrs.get_element_ty()))
-            ones = np.full(ptrs.data.shape, -1, f"i{dtype.itemsize}")  # in every bit: NaN in every format
+            ones = np.full(ptrs.data.shape, -1, f"i{dtype.itemsize}")  # all bits are set: NaN in every format
             other = interpreter.TensorHandle(ones.view(dtype), ptrs.get_element_ty())
         return theirs(self, ptrs, mask, other, *hints, **named_hints)
 
     interpreter.InterpreterBuilder.create_masked_load = create_masked_load
 
 
-def check_what_is_said_of_alignment():
-    """Of an address that is read: a kernel may say it of one that it then leaves alone."""
+def check_alignment_hints():
+    """Check tl.multiple_of when an address is read: kernels may say anything of addresses that they don't read."""
     patch_theirs, load_theirs = interpreter._patch_lang_core, interpreter.InterpreterBuilder.create_masked_load
-    elsewhere = np.uint64(1 << 62)
+    misaligned = np.uint64(1 << 62)  # added to an address whose hint is wrong
 
     def patch_lang_core(lang, scope):
         patch_theirs(lang, scope)
-        believe = lang.multiple_of
+        theirs = lang.multiple_of
 
         def multiple_of(input, values):
-            said = believe(input, values)
+            result = theirs(input, values)
             if input.dtype.is_ptr() and (input.handle.data % np.uint64(tl.constexpr(values).value)).any():
-                handle = interpreter.TensorHandle(input.handle.data + elsewhere, input.dtype)
+                handle = interpreter.TensorHandle(input.handle.data + misaligned, input.dtype)
                 return tl.tensor(handle, input.type)
-            return said
+            return result
 
         scope.set_attr(lang, "multiple_of", multiple_of)
 
     def create_masked_load(self, ptrs, *rest, **named):
-        if (ptrs.data >= elsewhere).any():
-            raise RuntimeError("tl.multiple_of was told of an address that is none")
+        if (ptrs.data >= misaligned).any():
+            raise RuntimeError("tl.multiple_of: an address that is read is no such multiple")
         return load_theirs(self, ptrs, *rest, **named)
 
     interpreter._patch_lang_core = patch_lang_core
@@ -79,19 +79,19 @@ def check_what_is_said_of_alignment():
 
 
 def patch_the_language_once_a_launch():
-    """Each call of a device function patches triton.language anew, though its launch has: 70 % of a step's time."""
-    theirs, patched, of_modules = interpreter._patch_lang, set(), {}
+    """Each call of a device function patches triton.language, though its launch has: it took 70 % of a step's time."""
+    theirs, patched, known_languages = interpreter._patch_lang, set(), {}
 
     def patch_lang(fn):
         module = fn.__globals__["__name__"]
-        if module not in of_modules:
+        if module not in known_languages:
             values = [*fn.__globals__.values()]
-            of_modules[module] = {it.__name__ for it in (tl, tl.core) if any(it is value for value in values)}
-        languages = of_modules[module]
+            known_languages[module] = {it.__name__ for it in (tl, tl.core) if any(it is value for value in values)}
+        languages = known_languages[module]
         if languages <= patched:
             return interpreter._LangPatchScope()
         scope = theirs(fn)
-        if not patched:  # it is the launch's own, which ends with it
+        if not patched:  # the launch's own scope, which ends with the launch
             restore = scope.restore
             scope.restore = lambda: (patched.clear(), restore())
         patched.update(languages)
@@ -100,15 +100,15 @@ def patch_the_language_once_a_launch():
     interpreter._patch_lang = patch_lang
 
 
-def check_no_overflow_in_vain():
-    """Each sum and product of integers is computed once more in int64, and what that shows is dropped outside of debug
-    mode."""
+def skip_unused_overflow_checks():
+    """The interpreter computes each sum and product of integers again in int64, and outside of debug mode drops the
+    result."""
     builder = interpreter.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
-def look_up_numpys_dtypes():
-    """It makes a table of all dtypes for each one that is asked for."""
+def remember_numpys_dtypes():
+    """The interpreter makes a table of all dtypes each time one is looked up."""
     theirs, known = interpreter._get_np_dtype, {}
 
     def get_np_dtype(dtype):
@@ -121,8 +121,8 @@ def look_up_numpys_dtypes():
 
 
 def describe_each_type_once():
-    """The interpreter works out a block's type, and what a tensor knows by its type, for each number: a third of its
-    time. Types are alike if their elements and shapes are."""
+    """The interpreter works out a block's type, and a tensor's attributes that follow from it, for each number, in a
+    third of its time. Types with the same elements and shapes have the same attributes."""
     init_type, init_tensor, known_types, shapes = tl.block_type.__init__, tl.tensor.__init__, {}, {}
 
     def init_block_type(self, element_ty, shape):

@@ -1,4 +1,4 @@
-"""The emulation of CUDA, which CUDA C++ is tested with: that it finds races, and only races, whatever the order."""
+"""The emulation of CUDA finds races, and only races, in whatever order the threads run."""
 
 import ctypes
 import re
@@ -25,7 +25,7 @@ __global__ void sum_kernel(const double* values, double* of_block, uint32_t* tic
   if (threadIdx.x == 0) *total = before + share;
 }
 """
-# What is left out of the kernel or of what it calls in common/cuda.h, and what stands there instead.
+# A text of the kernel, or of the functions of common/cuda.h that it calls, and the text that stands there instead.
 PLANTED = {
     "the_barrier_before_the_ticket": ("  __syncthreads();\n  if (threadIdx.x == 0) {", "  if (threadIdx.x == 0) {"),
     "the_fence_before_the_ticket": ("    __threadfence();\n    is_last =", "    is_last ="),
@@ -35,7 +35,7 @@ PLANTED = {
     "the_barrier_after_a_sum": ("  __syncthreads();\n  return joined;", "  return joined;"),
     "the_way_past_l1": ("__ldcg(of_block + threadIdx.x)", "of_block[threadIdx.x]"),
 }
-# Bodies of kernels, for a race that is found and its like that is none.
+# Bodies of kernels that race. Those of NO_RACES look similar, and don't.
 RACES = {
     "two_values": "if (threadIdx.x % 32 == 0) *total = threadIdx.x;",
     "two_bytes": "reinterpret_cast<char*>(total)[threadIdx.x % 8] = threadIdx.x;",
@@ -67,12 +67,13 @@ NO_RACES = {
 
 
 def functions_of_blocks():
-    """The source of block_join, block_sum and last_one_out, without comments."""
+    """Return the source of block_join, block_sum and last_one_out, without comments."""
     source = re.sub(r" *//.*", "", (emulation.CSRC / "common" / "cuda.h").read_text())
     return re.search(r"template <class Join>\n.*?(?=template <class\.\.\. Parameters)", source, re.DOTALL)[0]
 
 
 def namespace(name, text):
+    """Return the source of a kernel in a namespace, and of a function that launches it."""
     return f"""
 namespace {name} {{
 using namespace mpk;
@@ -104,42 +105,42 @@ def library(tmp_path_factory):
 
 
 def run(library, name):
-    """What CUDA says, and what the kernel leaves in `of_block` and `total`."""
+    """Return CUDA's message, and what the kernel leaves in `of_block` and `total`."""
     values = (ctypes.c_double * (BLOCKS * THREADS))(*range(BLOCKS * THREADS))
     of_block, ticket, total = (ctypes.c_double * (BLOCKS * THREADS))(), ctypes.c_uint32(), ctypes.c_double(0.5)
     kernel = getattr(library, f"run_{name}")
     kernel.restype = ctypes.c_char_p
-    said = kernel(values, of_block, ctypes.byref(ticket), ctypes.byref(total)).decode()
-    return said, list(of_block), total.value
+    message = kernel(values, of_block, ctypes.byref(ticket), ctypes.byref(total)).decode()
+    return message, list(of_block), total.value
 
 
 def seed(library):
     return ctypes.c_uint.in_dll(library, "emulation_seed")
 
 
-def test_a_sound_sum_over_blocks(library):
+def test_a_sound_sum_over_blocks_is_right_in_any_order(library):
     expected = 0.5 + sum(range(BLOCKS * THREADS)) / THREADS
     for _ in range(20):
-        said, _, total = run(library, "sound")
-        assert (said, total) == ("no error", expected)
+        message, _, total = run(library, "sound")
+        assert (message, total) == ("no error", expected)
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_nothing_can_be_left_out(library, name):
+def test_a_barrier_fence_or_way_past_l1_that_is_left_out_is_found(library, name):
     for _ in range(20):
-        said, *_ = run(library, name)
-        assert ("L1 cache" if name == "the_way_past_l1" else "nothing orders the two") in said
+        message, *_ = run(library, name)
+        assert ("L1 cache" if name == "the_way_past_l1" else "nothing orders the two") in message
 
 
 @pytest.mark.parametrize("name", RACES)
 def test_races_are_found(library, name):
     for _ in range(20):
-        said, *_ = run(library, name)
-        assert "nothing orders the two" in said
+        message, *_ = run(library, name)
+        assert "nothing orders the two" in message
 
 
 @pytest.mark.parametrize("name", NO_RACES)
-def test_what_is_no_race(library, name):
+def test_kernels_without_a_race_pass(library, name):
     for _ in range(20):
         assert run(library, name)[0] == "no error"
 
@@ -149,7 +150,7 @@ def test_work_for_another_stream_than_the_current_one_is_refused(library, monkey
     assert "not given to the current stream" in run(library, "sound")[0]
 
 
-def test_blocks_take_turns_in_an_order_that_comes_again(library):
+def test_the_same_seed_gives_blocks_the_same_turns(library):
     first = seed(library).value
     turns = [run(library, "turns")[1] for _ in range(10)]
     assert any(map(sum, turns))
@@ -160,12 +161,12 @@ def test_blocks_take_turns_in_an_order_that_comes_again(library):
 
 def test_a_failure_tells_its_seed_and_where_it_is(library):
     now = seed(library).value
-    said, *_ = run(library, "two_values")
-    assert f"(seed {now})" in said
-    assert re.search(r"addr2line -Cfie \S+ 0x[0-9a-f]+ tells where", said)
+    message, *_ = run(library, "two_values")
+    assert f"(seed {now})" in message
+    assert re.search(r"addr2line -Cfie \S+ 0x[0-9a-f]+ tells where", message)
 
 
-def test_of_those_who_need_the_library_at_once_one_builds_it(tmp_path, monkeypatch):
+def test_the_library_is_built_once_if_several_need_it_at_the_same_time(tmp_path, monkeypatch):
     built = []
 
     def link(compiler, objects):

@@ -37,7 +37,7 @@ def complaints(version="13.0", **changes):
     ],
     ids=str,
 )
-def test_what_is_worse_is_named(change):
+def test_a_number_that_is_worse_is_named(change):
     (complaint,) = complaints(**change)
     ((name, number),) = change.items()
     assert complaint.startswith("kernel on sm_90: ")
@@ -45,18 +45,18 @@ def test_what_is_worse_is_named(change):
     assert str(number) in complaint
 
 
-def test_what_is_as_good_or_better_passes():
+def test_numbers_that_are_equal_or_better_pass():
     assert not complaints()
     assert not complaints(registers=39, load128=5, shared=0, store128=1, loads=4)
 
 
-def test_of_another_compiler_only_limits_count():
+def test_only_limits_count_beside_another_compilers_table():
     assert not complaints("13.1", registers=255, stack=8, shared=SHARED_LIMIT["sm_90"], load128=1, HGMMA=1, fp64=1)
     for change in ({"spills": 1}, {"shared": SHARED_LIMIT["sm_90"] + 1}, {"load128": 0}, {"HGMMA": 0}):
         assert len(complaints("13.1", **change)) == 1
 
 
-def test_kernels_that_come_and_go():
+def test_kernels_that_only_one_side_has_are_named():
     some, none = Section("13.0", {KERNEL: GOOD | {"spills": 2}}), Section("13.0", {})
     assert len([*regressions(some, none)]) == 2  # new, and it spills
     assert len([*regressions(none, some)]) == 1
@@ -64,7 +64,7 @@ def test_kernels_that_come_and_go():
 
 def test_a_launch_names_the_functions_that_a_kernel_is_given():
     """Rules share a kernel and differ in these functions. Without names, launches of two rules would look alike."""
-    said = {
+    specialization = {
         "signature": {"rows": "*i64", "STATES": "constexpr", "STEP": "constexpr"},
         "constant_keys": [[1], [2]],
         "constant_vals": [1, {"jit_function": "mpkernels.ops.step.rules.lion_triton:step"}],
@@ -72,7 +72,7 @@ def test_a_launch_names_the_functions_that_a_kernel_is_given():
         "attrs_vals": [[["tt.divisibility", 16]]],
         "options": {"num_warps": 4, "enable_fp_fusion": False},
     }
-    launch = Launch("mpkernels.ops.step.launch_kernel", "step_kernel", "sm_90", json.dumps(said))
+    launch = Launch("mpkernels.ops.step.launch_kernel", "step_kernel", "sm_90", json.dumps(specialization))
     kernel = "launch_kernel.step_kernel(*i64:16, STATES=1, STEP=lion_triton.step)"
     assert launch.name == f"{kernel} num_warps=4 enable_fp_fusion=False"
 
@@ -98,17 +98,17 @@ CODE = """
 """
 
 
-def test_a_cubin_in_numbers(monkeypatch):
+def test_a_cubins_numbers_are_read(monkeypatch):
     monkeypatch.setattr(measure, "output", lambda *command: USAGE if "-res-usage" in command else CODE)
     used = {"registers": 40, "spills": 2, "stack": 24, "shared": 1024}
     kept = {"load128": 1, "store128": 1, "HGMMA": 1}
     bounded = {"loads": 2, "stores": 1, "atomics": 1, "barriers": 1, "fma": 1, "fp64": 2}
-    assert measure._of_cubin("x.cubin") == {"kernel": used | kept | bounded}
+    assert measure._cubin_numbers("x.cubin") == {"kernel": used | kept | bounded}
 
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """Return a source, and the object that was built of it."""
+    """Return a source, and an object that was built from it."""
     source, built = Path("csrc/grads/unscale_cuda.cu"), Path("build/native/unscale_cuda.o")
     monkeypatch.chdir(tmp_path)
     for path in (source, Path("setup.py"), Path("csrc/common/cuda.h"), built):

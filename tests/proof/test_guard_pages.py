@@ -1,6 +1,7 @@
-"""Kernels touch their tensors and nothing else: what lies around each is a pattern, and then a page nobody may access.
+"""Kernels touch their tensors and nothing else: each tensor lies between a pattern and a page that nobody may access.
 
-A touch ends the process, so each target gets one of its own: python -m tests.proof.test_guard_pages cpu-cuda
+A touch of the page ends the process, so each target gets its own process:
+python -m tests.proof.test_guard_pages cpu-cuda
 """
 
 import ctypes
@@ -26,9 +27,9 @@ from tests.ops.step.rules_table import RULES, WEIGHTS, Rows
 from tests.targets import TARGETS
 
 pytestmark = pytest.mark.begins_first
-SIZES = (0, 1, 7, 33, 1023, 1024, 1025, 2048, 4104)  # 1024 and 2048: as many packs as threads, of fp32 and of 16 bits
+SIZES = (0, 1, 7, 33, 1023, 1024, 1025, 2048, 4104)  # of 1024 fp32 or 2048 16-bit numbers, each thread takes a pack
 SIZES_INTERPRETED = (1025,)  # whole blocks, and one that needs its mask
-LENGTH_INTERPRETED = 8 * 64 + 1  # of a matrix: a whole group of tiles, and one that needs its mask
+LENGTH_INTERPRETED = 8 * 64 + 1  # of a matrix's side: a whole group of tiles, and one that needs its mask
 PATTERN = 0xFF  # NaN in every format
 PLACES = {
     "at the begin": lambda room: 0,
@@ -39,7 +40,7 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Fence:
-    """Called with a tensor, it gives a copy right beside a guard page."""
+    """A callable that copies a tensor to memory right beside a guard page."""
 
     def __init__(self, place):
         self.place, self.margins = place, []
@@ -83,10 +84,13 @@ def update_scale_fenced(fence, sizes, found_inf):
     assert scale.item() == (0.5 if found_inf else 2.0)
 
 
+def shapes(length):
+    """Return rows, features and outputs: all odd, one as long as several blocks, one of them 0, all multiples of 8."""
+    return (5, 33, 31), (1, 8, length), (length, 8, 1), (0, 3, 5), (5, 0, 3), (8, 16, 24)
+
+
 def linear_act_fenced(fence, length, dtype, activation):
-    """Rows, features and outputs odd, one of each as long as a whole block, and all multiples of 8."""
-    shapes = (5, 33, 31), (1, 8, length), (length, 8, 1), (0, 3, 5), (5, 0, 3), (8, 16, 24)
-    for rows, features, outputs in shapes:
+    for rows, features, outputs in shapes(length):
         x, weight, bias, dy = layer(rows, features, outputs, dtype)
         arguments = fence(x), fence(weight), fence(bias)
         y, z = _linear_act(*arguments, activation, True)
@@ -96,21 +100,21 @@ def linear_act_fenced(fence, length, dtype, activation):
 
 
 def linear_dact_fenced(fence, length, dtype, activation):
-    for shape in ((5, 33, 31), (1, 8, length), (length, 8, 1), (5, 0, 3), (0, 5, 3), (8, 16, 24)):
+    for shape in shapes(length):
         dy, weight, z = before_a_layer(*shape, dtype)
         arguments = fence(dy), fence(weight), fence(saved_of(z, activation)), activation, torch.float32
         assert all(it.isfinite().all() for it in _linear_dact(*arguments, True))
 
 
 def linear_gated_fenced(fence, length, dtype, activation):
-    for rows, features, outputs in ((5, 33, 31), (1, 8, length), (length, 8, 1), (0, 3, 5), (5, 0, 3), (8, 16, 24)):
+    for rows, features, outputs in shapes(length):
         x, weight, bias, _ = layer(rows, features, 2 * outputs, dtype)
         gate, up = (fence(it) for it in weight.chunk(2))
         h, z = _linear_gated(fence(x), gate, up, fence(bias[:outputs]), None, activation, True)
-        of_h = _linear_dgated(fence(h), None, fence(z), activation, False)
+        elementwise = _linear_dgated(fence(h), None, fence(z), activation, False)
         dy, weight, _ = before_a_layer(rows, 7, outputs, dtype)
         gradients = _linear_dgated(fence(dy), fence(weight), fence(z), activation, True)
-        assert all(it.isfinite().all() for it in (h, z, *of_h, *gradients))
+        assert all(it.isfinite().all() for it in (h, z, *elementwise, *gradients))
 
 
 def overflow_fenced(fence, sizes, dtype):
@@ -156,7 +160,9 @@ def test_every_op_is_fenced():
     assert CASES.keys() == _registry._ops.keys()
 
 
-def assert_nothing_is_touched(target):
+@pytest.mark.exhaustive
+@pytest.mark.kernels("native", "cuda", "triton")
+def test_nothing_beside_a_tensor_is_touched(target):
     if target.device.type != "cpu":
         pytest.skip("guards the CPU's memory")
     command = [sys.executable, "-m", __name__, str(target)]
@@ -164,18 +170,6 @@ def assert_nothing_is_touched(target):
     case = done.stdout.strip().rpartition("\n")[2]
     assert done.returncode == 0, f"{case}: exit status {done.returncode}\n{done.stderr}"
     assert case, "nothing has run"
-
-
-@pytest.mark.exhaustive
-@pytest.mark.kernels("native", "cuda")
-def test_nothing_beside_a_tensor_is_touched(target):
-    assert_nothing_is_touched(target)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.kernels("triton")
-def test_nothing_beside_a_tensor_is_touched_by_triton(target):
-    assert_nothing_is_touched(target)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What PTX's instructions compute, where only a GPU runs them: the conversions. tests/ops/linear/test_activation.py has
-the approximations."""
+"""PTX's conversions, which only a GPU runs, give the bits of the other kernels. tests/ops/linear/test_activation.py has
+PTX's approximations."""
 
 import subprocess
 from pathlib import Path

@@ -27,7 +27,7 @@ def add_up(x, calls: tl.constexpr):
 
 @pytest.mark.parametrize("calls", [1, 20])
 def test_the_language_is_patched_once_a_launch_and_then_restored(calls):
-    """Not at each call of a device function; but what triton's own device functions see, too."""
+    """Calls of device functions patch nothing, but Triton's own device functions see the patched language, too."""
     x, load = torch.tensor([1.0, -1.0]), tl.load
     with mock.patch.object(interpreter, "_patch_lang_core", wraps=interpreter._patch_lang_core) as patches:
         add_up[(1,)](x, calls)
@@ -37,7 +37,7 @@ def test_the_language_is_patched_once_a_launch_and_then_restored(calls):
 
 
 def test_a_blocks_type_is_described_once():
-    """It is asked for with each number, and is as Triton itself has it."""
+    """The interpreter asks for it with each number. A remembered type equals the one that Triton makes."""
     x = torch.tensor([1.0, -1.0])
     with mock.patch.object(tl.core, "validate_block_shape", wraps=tl.core.validate_block_shape) as described:
         for _ in range(2):

@@ -16,7 +16,7 @@ from mpkernels.ops.step.rules.lion import lion_
 from mpkernels.ops.step.rules.sgd import sgd_
 from mpkernels.ops.step.split import join, split
 from tests.hard_grads import same_bits
-from tests.quick import meeting
+from tests.quick import covering
 
 F32, F16, B16, F64, I8 = torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int8
 WEIGHTS = [(F32, "none"), (B16, "split"), (B16, "fp32"), (F16, "split"), (F16, "fp32")]
@@ -95,7 +95,7 @@ class Rows:
         has_optional = (False, True) if self.rule.needed < len(self.rule.states) else (False,)
         self.cases = list(itertools.product(sizes, weights, grads, states, has_optional))
         if in_pairs:
-            self.cases = meeting(2, self.cases, lambda case: dict(enumerate(case)))
+            self.cases = covering(2, self.cases, lambda case: dict(enumerate(case)))
         self.lists = {name: [] for name in self.rule.lists if name != "grads"}
         generator = torch.Generator().manual_seed(0)
         for size, (dtype, master), _, state, has_all in self.cases:

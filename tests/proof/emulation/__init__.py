@@ -1,4 +1,4 @@
-"""Builds the CUDA kernels for the CPU: g++ compiles every *_cuda.cu against include/, a stand-in for CUDA's headers."""
+"""Builds the CUDA kernels for the CPU: g++ compiles every *_cuda.cu with include/ in place of CUDA's headers."""
 
 import fcntl
 import hashlib
@@ -30,7 +30,7 @@ FLAGS = [
     "-fno-sanitize-recover=all",
 ]
 KERNEL_FLAGS = ["-fsanitize=thread", "-g1"]  # memory.cpp sees every load and store; a report leads to its line
-LAUNCHER_FLAGS = ["-O1"]  # compiles in three quarters of the time; kernels take longer than what launches them
+LAUNCHER_FLAGS = ["-O1"]  # compile in three quarters of the time; little of the running time is spent in launchers
 
 
 def build(directory: Path, csrc: Path = CSRC) -> Path:
@@ -39,23 +39,23 @@ def build(directory: Path, csrc: Path = CSRC) -> Path:
     kernels = sorted(csrc.rglob("*_cuda.cu"))
     if not kernels:
         raise FileNotFoundError(f"emulation: no *_cuda.cu in {csrc}")
-    # Of an inline function in several objects the linker keeps the first copy: here the emulation's own, whose accesses
-    # are nobody's business, then those of kernels.
+    # If several objects define an inline function, the linker keeps the first copy. The emulation's own objects come
+    # first, because their accesses aren't to be checked, then those of kernels.
     sources = [*sources_with("runtime"), *kernels, *sorted(csrc.rglob("*_torch.cpp"))]
     directory.mkdir(parents=True, exist_ok=True)
     library = directory / f"mpkernels_emulated-{fingerprint(compiler, csrc)}.so"
     with (directory / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # pytest's workers come at once, and one builds for all
+        fcntl.flock(lock, fcntl.LOCK_EX)  # if pytest's workers come at the same time, one builds for all
         if library.exists():
             return library
         with tempfile.TemporaryDirectory(dir=directory) as scratch:
             built = _link(compiler, compile_all(compiler, sources, csrc, Path(scratch)))
-            built.replace(library)  # at once, or what breaks off would leave half a library
+            built.replace(library)  # in one go: a build that breaks off must not leave half a library
     return library
 
 
 def sources_with(runtime: str) -> list[Path]:
-    """Return the emulation's own sources, with one of its two runtimes. With ``on_streams``, torch makes products."""
+    """Return the emulation's sources, with one of its two runtimes. With ``on_streams``, torch makes products."""
     others = {"runtime": ("on_streams",), "on_streams": ("runtime", "products")}[runtime]
     return [path for path in sorted(HERE.glob("*.cpp")) if path.stem not in others]
 
@@ -95,7 +95,7 @@ def _link(compiler: list[str], objects: list[Path]) -> Path:
     stub, library = scratch / "libtorch.so", scratch / "mpkernels_emulated.so"
     _run([*compiler, "-shared", "-Wl,-soname,libtorch.so", "-x", "c++", "/dev/null", "-o", str(stub)])
     names = "aoti_torch_empty_strided", "torch_call_dispatcher"
-    wrapped = [f"-Wl,--wrap={name}" for name in names]  # runtime.cpp and products.cpp do
+    wrapped = [f"-Wl,--wrap={name}" for name in names]  # runtime.cpp and products.cpp define the wrappers
     _run([*compiler, "-shared", *map(str, objects), *wrapped, "-Wl,--no-as-needed", str(stub), "-o", str(library)])
     return library
 

@@ -52,13 +52,13 @@ bool Block::exited() const {
                      [](const auto& t) { return t->state == State::exited; });
 }
 
-// Null where the block ends within the warp.
+// Returns null for a lane beyond the end of the block.
 Thread* Block::lane_of_warp(const Thread& t, unsigned lane) const {
   const unsigned number = t.number / 32 * 32 + lane;
   return number < size_ ? threads_[number].get() : nullptr;
 }
 
-// The first lane that has not come to where `t` is; 32 if all have.
+// Returns the first lane of the mask that has not come to where `t` waits, or 32 if all have.
 unsigned Block::missing_lane(const Thread& t) const {
   for (unsigned lane = 0; lane < 32; ++lane) {
     if (!(t.mask >> lane & 1)) continue;
@@ -130,11 +130,11 @@ void Block::fence(Thread& t) {
   t.released.learn(Known{number_, barrier_, t.synced_at, ++tick_, static_cast<uint16_t>(t.number)});
 }
 
-// Since the last barrier, or in another block.
+// Answers has_done for what was done since the last barrier, or in another block.
 bool Block::has_done_since(const Access& before, bool is_write, const Thread& t) const {
   if (before.block() != number_) return known_.covers(before) || t.known.covers(before);
-  if (before.by() == Access::thread && before.last_thread() == t.number) return true;
-  const bool in_warp = before.by() != Access::warps && before.last_thread() / 32 == t.number / 32;
+  if (before.doer() == Access::thread && before.last_thread() == t.number) return true;
+  const bool in_warp = before.doer() != Access::warps && before.last_thread() / 32 == t.number / 32;
   if (in_warp && before.tick() < (is_write ? t.synced_at : t.met_at)) return true;
   return !t.known.empty() && t.known.covers(before);
 }

@@ -1,4 +1,4 @@
-// The threads of one block, and who of them waits for whom.
+// The threads of one block, and which of them wait for which.
 #pragma once
 
 #include <memory>
@@ -21,20 +21,21 @@ struct Thread {
   unsigned number;  // within the block
   uint3 index;
 
-  // What it waits in, and what it brought there.
+  // What the thread waits in, and what it brought there.
   const char* name;
   Place place;
   unsigned mask, source;
   uint64_t value;
   Meeting kind;
 
-  // What it gets.
+  // What the thread gets there.
   uint64_t met;
   int count;
 
-  // The ticks of its last meeting and of the last that ordered memory; what it knows of other blocks beyond what its
-  // block knows, what its next fence will let it know, and what its last fence lets others know through an atomic.
+  // The ticks of the thread's last meeting, and of its last meeting that ordered memory.
   uint32_t met_at, synced_at;
+  // What the thread knows of other blocks beyond what its block knows; what it will know after its next fence; and what
+  // its last fence lets other threads know through an atomic.
   Knowledge known, acquired, released;
 };
 
@@ -46,15 +47,15 @@ class Block {
   unsigned size() const { return size_; }
   Thread& operator[](unsigned number) { return *threads_[number]; }
 
-  bool exited() const;                   // every thread has
+  bool exited() const;                   // whether every thread has
   void finish_meetings(unsigned first);  // those of the warp that begins with thread `first`
   std::string finish_barrier();          // answers why not, if not every thread stands in it
   void fence(Thread& t);
 
-  // Whether what was done before is ordered before what `t` does now: a write needs more than a read does, for a lane
-  // that has met another knows what it has read, but need not see what it has written.
+  // Whether an earlier read or write is ordered before what `t` does now. That takes more for a write: when two lanes
+  // have met, each knows that the other's reads are done, but need not see the other's writes.
   bool has_done(const Access& before, bool is_write, const Thread& t) const {
-    return before.by() == Access::nobody || (before.tick() < barrier_ && before.block() == number_) ||
+    return before.doer() == Access::nobody || (before.tick() < barrier_ && before.block() == number_) ||
            has_done_since(before, is_write, t);
   }
   unsigned number() const { return number_; }
@@ -70,7 +71,7 @@ class Block {
   std::vector<std::unique_ptr<Thread>> threads_;  // as many as the largest block so far had
   unsigned size_ = 0, number_ = 0;
   uint32_t tick_ = 0, barrier_ = 0;  // now, and at the last barrier
-  Knowledge known_;                  // to all threads
+  Knowledge known_;                  // what all threads know
 };
 
 std::string text(const uint3& index);

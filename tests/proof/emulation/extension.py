@@ -1,5 +1,5 @@
-"""Compiles the extension that setup.py does, in the current folder, with g++ and the emulation where nvcc and the chip
-would be. tests/proof/standin runs it."""
+"""Compiles the extension in the current folder as setup.py does, but with g++ in nvcc's place and the emulation in the
+chip's. tests/proof/standin runs it."""
 
 import runpy
 import sys
@@ -12,15 +12,15 @@ COMPILER = "the emulation of nvcc 13.2"  # newer than torch's runtime, as driver
 
 def main(includes: str, *linked: str) -> None:
     setup = runpy.run_path("setup.py", run_name="extension")
-    chips = setup["ARCHS"]  # and of which virtual chip the code is made
+    chips = setup["ARCHS"]  # and the virtual chip of each one's code
     cuda = setup["Cuda"](
         compiler=COMPILER,
         built_for=(*(f"sm_{chip}" for chip in chips), f"compute_{max(map(int, chips.values()))}"),
-        compile=" ".join(["g++ -x c++", *emulation.FLAGS]),  # races within a kernel are the emulation's tests' to find
+        compile=" ".join(["g++ -x c++", *emulation.FLAGS]),  # without KERNEL_FLAGS: other tests look for races
         includes=f"-DMPK_CUDA {includes}",
         libraries=" ".join(["-Wl,-Bsymbolic", *linked]),
     )
-    Path(setup["LIBRARY"]).unlink(missing_ok=True)  # ninja knows nothing of what else is linked
+    Path(setup["LIBRARY"]).unlink(missing_ok=True)  # ninja wouldn't notice that ``linked`` has changed
     setup["build_library"](setup["find_cxx"](), cuda, Path("mpkernels/_native.so"))
 
 

@@ -1,4 +1,4 @@
-// A CUDA thread on the CPU: a stack of its own, entered and left by the compiler's longjmp. swapcontext would do,
+// A CUDA thread on the CPU. It has its own stack, which the compiler's longjmp enters and leaves. swapcontext would do,
 // but costs two system calls a switch, and kernels switch millions of times.
 #pragma once
 

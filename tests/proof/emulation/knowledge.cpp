@@ -7,8 +7,8 @@ namespace {
 
 bool precedes(const Known& a, const Known& b) { return a.block < b.block; }
 
-// Of two threads that tell of the same stretch between barriers only one can be kept; then all of the stretch counts as
-// known, for no race may be reported that isn't one.
+// If the two tell of different threads between the same barriers, only one thread can be kept. Then all that the block
+// has done up to the later tick counts as known, because no race may be reported that isn't one.
 Known merge(const Known& a, const Known& b) {
   const Known &last = a.barrier > b.barrier ? a : b, &first = &last == &a ? b : a;
   if (first.tick <= last.barrier) return last;
@@ -46,7 +46,7 @@ bool Knowledge::covers(const Access& access) const {
   const auto at = std::lower_bound(known_.begin(), known_.end(), Known{access.block(), 0, 0, 0, 0}, precedes);
   if (at == known_.end() || at->block != access.block()) return false;
   if (access.tick() < at->barrier) return true;
-  switch (access.by()) {
+  switch (access.doer()) {
     case Access::thread:
       if (access.last_thread() == at->thread && access.tick() < at->tick) return true;
       [[fallthrough]];

@@ -9,14 +9,15 @@ namespace {
 
 enum class Kind { read, write };
 
-bool is_everyones(const Thread& self, const void* memory) {
+// Whether other threads may access the memory: it is neither on the thread's stack nor a built-in variable.
+bool is_watched(const Thread& self, const void* memory) {
   const auto offset = reinterpret_cast<uintptr_t>(memory) - reinterpret_cast<uintptr_t>(&built);
   return !self.fiber.owns(memory) && offset >= sizeof(built);
 }
 
 void touch(Kind kind, const void* memory, size_t bytes, Path path, const void* code) {
   const Thread* const self = this_thread();
-  if (!self || !is_everyones(*self, memory)) return;
+  if (!self || !is_watched(*self, memory)) return;
   const Touch it{memory, bytes, space_of(memory), path, code};
   const Block& block = resident->block;
   const std::string wrong = kind == Kind::read ? races.read(it, block, *self) : races.write(it, block, *self);

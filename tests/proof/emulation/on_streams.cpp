@@ -1,5 +1,5 @@
-// Stands where tests/proof/emulation/runtime.cpp does: the same emulated kernels, as work of the stand-in's streams.
-// All else that they ask of CUDA they ask of the stand-in.
+// Takes the place of runtime.cpp in tests/proof/standin: the emulated kernels are work of the stand-in's streams, and
+// the stand-in has CUDA's other functions.
 #include "../emulation/runtime.h"
 
 extern "C" {
@@ -9,7 +9,7 @@ void standin_kernel_failed(const char* why);
 int emulation_launches = 0;
 }
 
-// Tests of errors that CUDA doesn't have of itself run under the emulation alone.
+// Only runtime.cpp lets tests make calls fail.
 bool emulation::fails_on_demand() { return false; }
 
 cudaError_t emulation::enqueue(cudaStream_t stream, const std::function<cudaError_t()>& work) {

@@ -1,4 +1,5 @@
-// torch's products: its CPU ops compute them, but for the one that CUDA alone has, an fp32 product of 16-bit matrices.
+// The products that torch computes for kernels. torch's CPU ops compute them here, except the fp32 product of 16-bit
+// matrices, which torch has on CUDA alone: it is computed below.
 #include <memory>
 #include <vector>
 
@@ -13,7 +14,7 @@ namespace {
 
 using mpk::Matrix, mpk::Tensor;
 
-// The matrix in fp32, its rows one after another.
+// Returns the matrix in fp32, one row after another.
 std::vector<float> widened(const Matrix& matrix) {
   std::vector<float> wide(matrix.rows * matrix.columns);
   mpk::with_dtype(matrix.dtype, [&](auto zero) {
@@ -48,7 +49,7 @@ struct Product {
     if (overload == "dtype_out") return multiply_to_fp32(), cudaSuccess;
     std::vector<StableIValue> stack;
     for (const Tensor& each : tensors) {
-      AtenTensorHandle handle = nullptr;  // which torch takes
+      AtenTensorHandle handle = nullptr;  // torch takes it, and deletes it
       if (aoti_torch_new_tensor_handle(each.handle(), &handle) != 0) return cudaErrorInvalidValue;
       stack.push_back(reinterpret_cast<StableIValue>(handle));
     }

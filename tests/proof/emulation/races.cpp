@@ -23,7 +23,7 @@ std::string who(const Access& access) {
   const auto index = [](unsigned number, const dim3& size) {
     return text(uint3{number % size.x, number / size.x % size.y, number / size.x / size.y});
   };
-  const bool is_one = access.by() == Access::thread;
+  const bool is_one = access.doer() == Access::thread;
   return (is_one ? "thread " + index(access.last_thread(), built.block_size) : std::string("several threads")) +
          " of block " + index(access.block(), built.grid_size);
 }
@@ -38,59 +38,61 @@ __attribute__((cold)) std::string stale(const Touch& touch, const Access& other)
          " wrote, but may find older ones in the L1 cache: __ldcg reads past it" + place_of(touch.code);
 }
 
-Access access_of(const Touch& touch, const Block& block, const Thread& by) {
-  return {block.number(), block.tick(), by.number, Access::thread, touch.path == Path::atomic};
+Access access_of(const Touch& touch, const Block& block, const Thread& thread) {
+  return {block.number(), block.tick(), thread.number, Access::thread, touch.path == Path::atomic};
 }
 
 }  // namespace
 
 void Races::forget() {
   shadow_.forget();
-  told_.clear();
+  released_.clear();
   suspected_.touch.memory = nullptr;
 }
 
-// Calls check(cell), which answers what is wrong, if anything is.
+// Calls check(cell, wrong), which sets `wrong` to a sentence if anything is.
 template <class Check>
 std::string Races::visit(const Touch& touch, const Block& block, const Check& check) {
   std::string wrong = settle();
   const auto address = reinterpret_cast<uintptr_t>(touch.memory) + touch.block_space;
   shadow_.visit(address, touch.bytes, [&](Cell& cell) {
-    const Access& any = cell.write.by() == Access::nobody ? cell.read : cell.write;
-    if (touch.block_space != 0 && any.block() != block.number()) cell = Cell();  // an earlier block's in this place
+    const Access& any = cell.write.doer() == Access::nobody ? cell.read : cell.write;
+    if (touch.block_space != 0 && any.block() != block.number()) cell = Cell();  // left by an earlier block
     check(cell, wrong);
   });
   return wrong;
 }
 
-std::string Races::read(const Touch& touch, const Block& block, const Thread& by) {
-  const Access now = access_of(touch, block, by);
+std::string Races::read(const Touch& touch, const Block& block, const Thread& thread) {
+  const Access now = access_of(touch, block, thread);
   return visit(touch, block, [&](Cell& cell, std::string& wrong) {
     const Access& written = cell.write;
-    if (!block.has_done(written, true, by)) wrong = race("reads", touch, written, "wrote");
-    const bool is_foreign = written.by() != Access::nobody && written.block() != now.block();
+    if (!block.has_done(written, true, thread)) wrong = race("reads", touch, written, "wrote");
+    const bool is_foreign = written.doer() != Access::nobody && written.block() != now.block();
     if (is_foreign && touch.path == Path::through_l1 && wrong.empty()) wrong = stale(touch, written);
-    note_read(cell, now, block, by);
+    note_read(cell, now, block, thread);
   });
 }
 
-// One record a block will do: the last one, if the others come before it, else one that stands for several threads.
-void Races::note_read(Cell& cell, const Access& now, const Block& block, const Thread& by) {
+// Keeps one record of a block's reads: the last one, if the others are ordered before it, else a record that stands for
+// several threads.
+void Races::note_read(Cell& cell, const Access& now, const Block& block, const Thread& thread) {
   Access& last = cell.read;
-  if (last.by() == Access::warps && last.block() == now.block() && last.tick() >= block.barrier()) {  // the usual case
-    last = now.by(Access::warps);
+  if (last.doer() == Access::warps && last.block() == now.block() &&
+      last.tick() >= block.barrier()) {  // the usual case
+    last = now.with(Access::warps);
     return;
   }
-  bool is_first = block.has_done(last, false, by);
+  bool is_first = block.has_done(last, false, thread);
   if (!is_first && last.block() != now.block()) {
     keep_for_later(cell, now.block());
-    is_first = block.has_done(last, false, by);
+    is_first = block.has_done(last, false, thread);
   }
-  const bool in_one_warp = last.by() != Access::warps && last.last_thread() / 32 == now.last_thread() / 32;
-  last = is_first ? now : now.by(in_one_warp ? Access::lanes_of_warp : Access::warps);
+  const bool in_one_warp = last.doer() != Access::warps && last.last_thread() / 32 == now.last_thread() / 32;
+  last = is_first ? now : now.with(in_one_warp ? Access::lanes_of_warp : Access::warps);
 }
 
-// Makes room for a read by `block`: its last one, if it's there.
+// Puts the last read by `block`, if there is one, in the place of another block's, which joins the other reads.
 void Races::keep_for_later(Cell& cell, unsigned block) {
   if (!cell.more_reads) cell.more_reads = shadow_.new_list();
   auto& reads = *cell.more_reads;
@@ -106,20 +108,20 @@ void Races::keep_for_later(Cell& cell, unsigned block) {
   reads.insert(find(others.block()), others);
 }
 
-std::string Races::write(const Touch& touch, const Block& block, const Thread& by) {
-  const Access now = access_of(touch, block, by);
+std::string Races::write(const Touch& touch, const Block& block, const Thread& thread) {
+  const Access now = access_of(touch, block, thread);
   Access other;
   std::string wrong = visit(touch, block, [&](Cell& cell, std::string& wrong) {
     const auto check_read = [&](const Access& read) {
-      if (!block.has_done(read, false, by)) wrong = race("writes", touch, read, "read");
+      if (!block.has_done(read, false, thread)) wrong = race("writes", touch, read, "read");
     };
     check_read(cell.read);
     if (cell.more_reads) std::for_each(cell.more_reads->begin(), cell.more_reads->end(), check_read);
     const bool are_atomic = now.is_atomic() && cell.write.is_atomic();
-    if (!are_atomic && !block.has_done(cell.write, true, by)) other = cell.write;
+    if (!are_atomic && !block.has_done(cell.write, true, thread)) other = cell.write;
     cell = {now, Access(), nullptr};
   });
-  if (other.by() != Access::nobody) {
+  if (other.doer() != Access::nobody) {
     const char* const bytes = static_cast<const char*>(touch.memory);
     suspected_ = {touch, other, {bytes, bytes + touch.bytes}};
   }
@@ -132,10 +134,10 @@ std::string Races::judge() {
   return is_as_before ? std::string() : race("writes", touch, suspected_.other, "set to another value");
 }
 
-void Races::exchange(const void* address, Thread& by) {
-  Knowledge& told = told_[address];
-  by.acquired.learn(told);
-  told.learn(by.released);
+void Races::exchange(const void* address, Thread& thread) {
+  Knowledge& released = released_[address];
+  thread.acquired.learn(released);
+  released.learn(thread.released);
 }
 
 }  // namespace emulation

@@ -16,35 +16,35 @@ enum class Path { through_l1, past_l1, atomic };
 struct Touch {
   const void* memory;
   size_t bytes;
-  uintptr_t block_space;  // 0 in global memory; else added to the address, for blocks share memory only with themselves
+  uintptr_t block_space;  // 0 in global memory; in shared memory a number of the block's, added to the address
   Path path;
-  const void* code;  // the instruction after it
+  const void* code;  // the address of the instruction after it
 };
 
-// The functions answer what is wrong, if anything is, as a sentence that goes on after the thread's name.
+// The functions return what is wrong, as a sentence that goes on after the thread's name, or nothing.
 class Races {
  public:
   void forget();  // before a launch
-  std::string read(const Touch& touch, const Block& block, const Thread& by);
-  std::string write(const Touch& touch, const Block& block, const Thread& by);
+  std::string read(const Touch& touch, const Block& block, const Thread& thread);
+  std::string write(const Touch& touch, const Block& block, const Thread& thread);
 
-  // Several threads may write the same value. So a write that races is judged when it is over.
+  // Threads may race to write the same value. So a write that races is suspected, and judged when it is done.
   std::string settle() { return suspected_.touch.memory ? judge() : std::string(); }
 
-  // What an atomic operation learns from those before it at the same address, and hands on.
-  void exchange(const void* address, Thread& by);
+  // Lets a thread learn from the earlier atomic operations at an address, and later ones from the thread.
+  void exchange(const void* address, Thread& thread);
 
  private:
   template <class Check>
   std::string visit(const Touch& touch, const Block& block, const Check& check);
   std::string judge();
-  void note_read(Cell& cell, const Access& now, const Block& block, const Thread& by);
+  void note_read(Cell& cell, const Access& now, const Block& block, const Thread& thread);
   void keep_for_later(Cell& cell, unsigned block);
 
   Shadow shadow_;
-  std::unordered_map<const void*, Knowledge> told_;
+  std::unordered_map<const void*, Knowledge> released_;  // by atomic operations, by address
   struct {
-    Touch touch;  // of no memory, if it isn't suspected
+    Touch touch;  // its memory is null if nothing is suspected
     Access other;
     std::vector<char> before;
   } suspected_ = {};  // the last write

@@ -18,10 +18,11 @@ EMULATION_TESTS_USE int emulation_blocks = 0;  // of the last launch
 EMULATION_TESTS_USE int emulation_memsets = 0;
 EMULATION_TESTS_USE int emulation_allocations = 0;
 
-// Tests set it: which of its streams torch says is the current one. Work for another one is refused.
+// Tests set it: the stream that torch calls the current one. Work for another stream is refused.
 EMULATION_TESTS_USE int emulation_stream = 0;
 
-// The current one. The tensors are torch's CPU tensors: on another, as on the second of two GPUs.
+// CUDA's current device. The tensors, which are torch's CPU tensors, count as lying on another device, as on the second
+// of two GPUs.
 EMULATION_TESTS_USE int emulation_device = 0;
 static constexpr int kTensorsDevice = -1;
 
@@ -38,7 +39,7 @@ cudaError_t emulation::enqueue(cudaStream_t, const std::function<cudaError_t()>&
 
 bool emulation::fails_on_demand() { return emulation_calls_to_failure > 0 && --emulation_calls_to_failure == 0; }
 
-// Work is given to the device that has the tensors, and to its current stream: nothing orders another one after it.
+// Work must be for the device that has the tensors, and for its current stream: nothing orders other streams after it.
 static cudaError_t check_place(cudaStream_t stream) {
   if (emulation::fails_on_demand()) return cudaErrorMemoryAllocation;
   if (emulation_device != kTensorsDevice) return cudaErrorInvalidDevice;

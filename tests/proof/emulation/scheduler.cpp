@@ -11,7 +11,7 @@
 #include <random>
 #include <utility>
 
-// Of the orders that come; each launch takes the next one. A test that sets it sees the same orders again.
+// The seed of the next launch's order; it grows by 1 with each launch. A test that sets it sees the same orders again.
 extern "C" __attribute__((visibility("default"))) unsigned emulation_seed = 20;
 
 namespace emulation {
@@ -24,7 +24,7 @@ namespace {
 
 std::minstd_rand random_number;
 
-// The numbers below `count`, each once: ascending, descending or scattered.
+// Gives each number below `count` once: ascending, descending or scattered.
 class Order {
  public:
   explicit Order(uint64_t count) : count_(count), next_(0), stride_(1) {
@@ -68,7 +68,7 @@ void run(Thread& t) {
   running = nullptr;
 }
 
-// Until each lane has exited or waits for what this warp alone cannot give, or the block's turn is over.
+// Runs a warp until each lane has exited or waits for other warps, or the block's turn is over.
 void run_warp(unsigned first) {
   Block& block = resident->block;
   const unsigned lanes = std::min(32u, block.size() - first);
@@ -85,7 +85,7 @@ void run_warp(unsigned first) {
   }
 }
 
-// Until every thread has exited or stands in a barrier, or one of them has paused.
+// Runs a block until every thread has exited or stands in a barrier, or one of them has paused.
 void take_turn() {
   Block& block = resident->block;
   turn_is_over = false;
@@ -111,7 +111,7 @@ void run_blocks(uint64_t waiting) {
   Order order(waiting);
   resident = residents;
   for (unsigned busy = 0; failure.empty() && waiting + busy > 0; busy -= !resident->has_block) {
-    // Where a block has ended the next one starts: those that never wait then share their stacks, which saves time.
+    // The next block starts where one has ended. So blocks that never wait use the same stacks, which saves time.
     if (resident->has_block || waiting == 0) {
       do resident = &residents[random_number() % kResidents];
       while (!resident->has_block && waiting == 0);

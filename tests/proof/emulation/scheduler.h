@@ -7,7 +7,7 @@
 
 namespace emulation {
 
-// A block on its multiprocessor.
+// A place on a multiprocessor, and the block that it has.
 struct Resident {
   Block block;
   uint3 index;
@@ -23,6 +23,6 @@ inline Thread* this_thread() { return running && running->fiber.owns(__builtin_f
 
 // The address space of the block whose turn it is, if memory is shared; 0 if it is global.
 uintptr_t space_of(const void* memory);
-void pause();  // perhaps: other blocks then come first
+void pause();  // ends the block's turn, or doesn't, at random
 
 }  // namespace emulation

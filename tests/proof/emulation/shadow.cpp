@@ -30,7 +30,7 @@ Shadow::Page& Shadow::page_of(uintptr_t number) {
   return page;
 }
 
-// Each of the halves has been read and written as the whole has.
+// Halves the page's cells. Each half keeps the accesses of the whole.
 void Shadow::split(Page& page) {
   const size_t wholes = page.cells.size();
   page.cells.resize(2 * wholes);

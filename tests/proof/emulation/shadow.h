@@ -1,4 +1,4 @@
-// What has been done last, and by whom, with each byte of memory during a launch.
+// The last accesses to each byte of memory during a launch.
 #pragma once
 
 #include <algorithm>
@@ -13,15 +13,15 @@ namespace emulation {
 
 struct Cell {
   Access write, read;
-  std::vector<Access>* more_reads;  // the last one of each other block that has read since, by block
+  std::vector<Access>* more_reads;  // the last read of each other block since the write, ordered by block
 };
 
-// A cell stands for 8 bytes until fewer are accessed at once, then for as many.
+// A cell stands for 8 bytes, until an access takes fewer: then for as many as that.
 class Shadow {
  public:
   void forget();  // before a launch
 
-  // Calls visit(cell) for what lies from `address` on.
+  // Calls visit(cell) for each cell of the memory that begins at `address`.
   template <class Visit>
   void visit(uintptr_t address, size_t bytes, const Visit& visit) {
     for (const uintptr_t end = address + bytes; address < end;) {

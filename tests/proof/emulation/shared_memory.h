@@ -14,7 +14,7 @@ class SharedMemory {
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
 
-  void enter(unsigned block);  // keeps the values of the one before
+  void enter(unsigned block);  // keeps the values of the block before
   void poison();               // a block must not read what it has not written: all ones is NaN, and -1
   bool contains(const void* address) const {
     return reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(begin_) < host_values_.size();

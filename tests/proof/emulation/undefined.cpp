@@ -35,7 +35,7 @@ extern "C" {
                              " bytes past a multiple of " + std::to_string(alignment));
 }
 
-// Of the others only the place is read, which comes first in what the compiler hands over.
+// The other functions read only the place, which comes first in what the compiler hands over.
 #define EMULATION_UNDEFINED(name, sentence) \
   [[noreturn]] void __ubsan_handle_##name##_abort(const Where* where) { fail_at(*where, sentence); }
 EMULATION_UNDEFINED(out_of_bounds, "indexes outside an array")

@@ -69,10 +69,10 @@ def measure_all(cuda: setup.Cuda, may_reuse: bool) -> tuple[dict[str, Section], 
         os.environ["TRITON_CACHE_DIR"] = cache  # empty, so that nothing stale passes
         begun = []
         if cuda.compile:
-            begun += [_begin(pool, it) for it in _by_nvcc(cuda, may_reuse)]
+            begun += [_begin(pool, it) for it in _nvcc_jobs(cuda, may_reuse)]
             version = setup.ask(shlex.split(cuda.compile)[0], "--version")[1]
             sections["nvcc"] = Section(re.findall(r"V([\d.]+)", version)[0], {})
-        begun += [_begin(pool, _by_triton(it)) for it in launched]
+        begun += [_begin(pool, _triton_job(it)) for it in launched]
         for job, result in begun:
             try:
                 measured = result.result()
@@ -85,11 +85,11 @@ def measure_all(cuda: setup.Cuda, may_reuse: bool) -> tuple[dict[str, Section], 
     return sections, problems
 
 
-def _by_triton(launch: launches.Launch) -> Job:
+def _triton_job(launch: launches.Launch) -> Job:
     return Job("triton", f"{launch.name} on {launch.chip}", measure.triton, (launch,))
 
 
-def _by_nvcc(cuda: setup.Cuda, may_reuse: bool) -> list[Job]:
+def _nvcc_jobs(cuda: setup.Cuda, may_reuse: bool) -> list[Job]:
     sources = sorted(Path("csrc").rglob("*_cuda.cu"))
     return [Job("nvcc", str(it), measure.cuda, (cuda.compile, it, may_reuse)) for it in sources]
 

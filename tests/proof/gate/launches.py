@@ -1,4 +1,4 @@
-"""What users launch: each op's own Triton launcher runs on CPU tensors, and its launches are noted, not compiled."""
+"""Records the launches of users: each op's Triton launcher runs on CPU tensors, and nothing is compiled."""
 
 import importlib
 import json
@@ -37,7 +37,7 @@ class Launch(NamedTuple):
 
     @property
     def name(self) -> str:
-        """In Triton's notation, where :16 is a pointer or size known to be a multiple of 16."""
+        """The launch in Triton's notation, where :16 marks a pointer or size that is known to be a multiple of 16."""
         it = json.loads(self.specialization)
         constants = {path: value for (path, *_), value in zip(it["constant_keys"], it["constant_vals"], strict=True)}
         aligned = {
@@ -46,7 +46,7 @@ class Launch(NamedTuple):
             if ["tt.divisibility", 16] in attributes
         }
         arguments = [
-            f"{name}={_shortly(constants[i])}" if i in constants else f"{kind}:16" if i in aligned else str(kind)
+            f"{name}={_short(constants[i])}" if i in constants else f"{kind}:16" if i in aligned else str(kind)
             for i, (name, kind) in enumerate(it["signature"].items())
         ]
         options = [f"{option}={it['options'][option]}" for option in ("num_warps", "enable_fp_fusion")]
@@ -55,7 +55,7 @@ class Launch(NamedTuple):
     def find_kernel(self) -> Any:
         for value in json.loads(self.specialization)["constant_vals"]:
             if function := _function(value):
-                importlib.import_module(function.partition(":")[0])  # Triton looks it up among those it has seen
+                importlib.import_module(function.partition(":")[0])  # Triton finds only functions that it has seen
         return getattr(importlib.import_module(self.module), self.kernel)
 
 
@@ -64,7 +64,7 @@ def _function(constant: Any) -> str:
     return str(constant.get("jit_function", "")) if isinstance(constant, dict) else ""
 
 
-def _shortly(constant: Any) -> Any:
+def _short(constant: Any) -> Any:
     return _function(constant).rpartition(".")[2].replace(":", ".") or constant
 
 
@@ -85,7 +85,8 @@ class NoGpu:
 
 
 def record() -> tuple[list[Launch], list[str]]:
-    """The launches of all ops on all chips, and what escaped."""
+    """Return the launches of all ops on all chips, and a line for each launcher that failed or kernel that nobody
+    launched."""
     launches: dict[Launch, None] = {}
 
     def note(*, fn: Any, compile: Any, **_: Any) -> bool:
@@ -93,7 +94,7 @@ def record() -> tuple[list[Launch], list[str]]:
         return True  # don't compile
 
     knobs.runtime.jit_cache_hook = note
-    escaped = []
+    problems = []
     for chip in TARGETS:
         driver.set_active(NoGpu(chip))
         for op in _registry._ops.values():
@@ -103,13 +104,13 @@ def record() -> tuple[list[Launch], list[str]]:
                     for arguments in _calls(op, chip):
                         op.triton(*arguments)
                 except Exception as error:  # whatever a launcher throws
-                    escaped.append(f"{op.name} on {chip}: {error!r}")
+                    problems.append(f"{op.name} on {chip}: {error!r}")
                 else:
                     if len(launches) == before:
-                        escaped.append(f"{op.name} on {chip}: its Triton kernel was not launched")
+                        problems.append(f"{op.name} on {chip}: its Triton kernel was not launched")
     launched = {launch[:2] for launch in launches}
-    escaped += [f"{'.'.join(kernel)}: no op launched it" for kernel in _kernels() if kernel not in launched]
-    return list(launches), escaped
+    problems += [f"{'.'.join(kernel)}: no op launched it" for kernel in _kernels() if kernel not in launched]
+    return list(launches), problems
 
 
 def _runs_on(chip: str, op: _registry.Op) -> bool:
@@ -118,7 +119,8 @@ def _runs_on(chip: str, op: _registry.Op) -> bool:
 
 
 def _calls(op: _registry.Op, chip: str) -> Iterator[tuple[Any, ...]]:
-    """The arguments that all ops are tested with, as they are and in every dtype that the op takes throughout."""
+    """Yield the arguments of the op's own list of calls, or those that all ops are tested with, as they are and cast to
+    every dtype that the op takes."""
     if op.name in linear_calls.CALLS:
         yield from linear_calls.CALLS[op.name](chip)
         return
@@ -142,7 +144,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _triton_modules() -> list[str]:
-    """Of all families of ops."""
+    """Return the modules of all families' launchers."""
     return _modules("*_triton.py")
 
 

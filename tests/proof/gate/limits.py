@@ -1,4 +1,4 @@
-"""The table of what each kernel may cost on each chip, and what is worse than it."""
+"""The table of what each kernel may cost on each chip, and what in a measurement is worse."""
 
 import json
 import re
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 PATH = Path(__file__).with_name("table.json")
 
-# What is counted in a kernel's machine code: the name in the table, and the instruction. A kernel may not lose these.
+# Instructions that are counted in a kernel's machine code, by their names in the table. A kernel may not lose these.
 KEPT = {
     "load128": r"LDG\S*\.(128|256)",
     "store128": r"STG\S*\.(128|256)",
@@ -16,7 +16,8 @@ KEPT = {
     "HGMMA": "HGMMA",
     "UTCMMA": "UTC[A-Z]*MMA",
 }
-# It may not get more of these. An fma is a product and a sum that a compiler has contracted, or division's own.
+# A kernel may not get more of these. An fma is a product and a sum that a compiler has contracted, or part of a
+# division.
 BOUNDED = {
     "loads": "LDG",
     "stores": "STG",
@@ -62,7 +63,7 @@ def write(sections: dict[str, Section]) -> None:
 
 
 def regressions(measured: Section, table: Section) -> Iterator[str]:
-    """One line for each way in which a kernel is worse. Numbers are comparable only if one compiler made them."""
+    """Yield a line for each way in which a kernel is worse. Numbers are comparable only if one compiler made them."""
     for kernel, chip in sorted(measured.kernels | table.kernels):
         got, wanted = measured.kernels.get((kernel, chip)), table.kernels.get((kernel, chip))
         if got is None:

@@ -16,7 +16,7 @@ Calls = Iterator[tuple[Any, ...]]
 
 
 def _each_tile(call: Callable[[tuple[int, int, int], torch.dtype, str], tuple[Any, ...]]) -> Calls:
-    """Yield what every product is compiled for, whatever its activation."""
+    """Yield calls for every kind of tile, whose kernels differ whatever the activation is."""
     yield call(FEW, FP16, "silu")
     yield call(ODD, BF16, "gelu")
     yield call(ONE_ROW, BF16, "gelu")

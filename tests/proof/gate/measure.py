@@ -1,4 +1,4 @@
-"""What the compilers make of the kernels, in numbers."""
+"""Measures the machine code that compilers make of the kernels."""
 
 import re
 import shlex
@@ -18,10 +18,10 @@ def triton(launch: Launch) -> Kernels:
     driver.set_active(NoGpu(launch.chip))
     compiled = launch.find_kernel().preload(launch.specialization)
     if "cubin" not in compiled.asm:
-        return {}  # of AMD's chips, on which nobody has run a kernel, it is only asked that they compile
+        return {}  # for AMD's chips, on which nobody has run a kernel, kernels must only compile
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         Path(cubin.name).write_bytes(compiled.asm["cubin"])
-        (numbers,) = _of_cubin(cubin.name).values()
+        (numbers,) = _cubin_numbers(cubin.name).values()
     return {(launch.name, launch.chip): numbers | {"shared": compiled.metadata.shared}}
 
 
@@ -36,7 +36,7 @@ def cuda(command: str, source: Path, may_reuse: bool) -> Kernels:
         output(knobs.nvidia.cuobjdump.path, "-xelf", "all", str(built.resolve()), cwd=scratch)
         for cubin in Path(scratch).glob("*.cubin"):
             chip = cubin.suffixes[-2][1:]  # unscale_cuda.1.sm_80.cubin
-            for mangled, numbers in _of_cubin(str(cubin)).items():
+            for mangled, numbers in _cubin_numbers(str(cubin)).items():
                 kernels[f"{source.stem}.{demangled(mangled)}", chip] = numbers
     return kernels
 
@@ -51,7 +51,7 @@ def built_before(command: str, source: Path) -> Path | None:
     return built if is_by_command and built.stat().st_mtime > changed else None
 
 
-def _of_cubin(cubin: str) -> dict[str, Numbers]:
+def _cubin_numbers(cubin: str) -> dict[str, Numbers]:
     usage = output(knobs.nvidia.cuobjdump.path, "-res-usage", cubin)
     sass = re.split(r"Function : (\S+)", output(knobs.nvidia.cuobjdump.path, "-sass", cubin))
     listings = dict(zip(sass[1::2], sass[2::2], strict=True))

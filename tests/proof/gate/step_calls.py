@@ -1,4 +1,5 @@
-"""Common calls of each rule's op, in which all parameters are alike: their kernels have registers for nothing else."""
+"""Common calls of each rule's op, in which all parameters are alike. Their kernels serve no other parameters, and need
+fewer registers."""
 
 from collections.abc import Callable, Iterator
 from functools import partial

@@ -13,13 +13,13 @@ from pathlib import Path
 from tests import ROOT
 from tests.proof.standin.environment import Environment, UnavailableError
 
-NEW = "tests/cuda tests/proof/standin"
-FALLS_BACK = "-W ignore:mpkernels:RuntimeWarning -W ignore::UserWarning"  # as it and torch say
+ROOMS = "tests/cuda tests/proof/standin"
+FALLS_BACK = "-W ignore:mpkernels:RuntimeWarning -W ignore::UserWarning"  # as mpkernels and torch warn
 ROUNDS = (  # options, and what runs with them
     ("", "tests"),
     ("--triton", "tests/ops tests/optim tests/amp tests/doctor --part=0/8"),
-    ("--order=eager --no-peers", f"{NEW} --part=0/2"),
-    ("--order=random:1", f"{NEW} --part=1/2"),
+    ("--order=eager --no-peers", f"{ROOMS} --part=0/2"),
+    ("--order=random:1", f"{ROOMS} --part=1/2"),
     ("--capability=7.5,8.6", "tests/cuda/test_devices.py --part=0/3"),
     ("--capability=8.9,12.0 --driver=13.0", "tests/cuda/test_devices.py --part=1/3"),
     ("--triton --capability=9.0,11.0 --driver=13.0", f"tests/cuda/test_devices.py --part=2/3 {FALLS_BACK}"),
@@ -27,8 +27,8 @@ ROUNDS = (  # options, and what runs with them
 REST = (  # by --all
     ("--triton", "tests --ignore=tests/cuda --ignore=tests/proof/standin"),
     ("--order=eager", "tests"),
-    *((f"--order=random:{seed}", NEW) for seed in range(20)),
-    *((f"--capability={each}", NEW) for each in ("7.5", "8.6", "8.9", "12.0")),
+    *((f"--order=random:{seed}", ROOMS) for seed in range(20)),
+    *((f"--capability={capability}", ROOMS) for capability in ("7.5", "8.6", "8.9", "12.0")),
 )
 
 
@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         "--whole", action="store_true", help="run all tests of a round, also those that pytest's --all adds"
     )
     it.add_argument("--all", action="store_true", help="run the rounds that take an hour, too")
-    it.add_argument("--order", default="lazy", help="of the streams' work: lazy, eager or random:SEED")
+    it.add_argument("--order", default="lazy", help="when streams work: lazy, eager or random:SEED")
     it.add_argument("--devices", type=int, default=2)
     it.add_argument("--capability", default="9.0", help="of the devices in turn: 9.0,7.5")
     it.add_argument("--driver", default="13.2", help="the newest CUDA that the driver serves")
@@ -82,12 +82,12 @@ def main(arguments: Sequence[str]) -> int:
         if rest:
             return run(environment, options, rest)
         failed = []
-        for of_round, tests in (*ROUNDS, *(REST if options.all else ())):
-            print(f"stand-in: {of_round} {tests}", flush=True)
-            chosen = parser().parse_args(of_round.split(), argparse.Namespace(**vars(options)))
+        for round_options, tests in (*ROUNDS, *(REST if options.all else ())):
+            print(f"stand-in: {round_options} {tests}", flush=True)
+            chosen = parser().parse_args(round_options.split(), argparse.Namespace(**vars(options)))
             whole = ["--all"] if options.whole else []
             if run(environment, chosen, ["-q", "-n", "2", "--dist", "loadfile", *whole, *tests.split()]):
-                failed.append(of_round)
+                failed.append(round_options)
         print("stand-in: " + (f"tests failed with {', '.join(failed)}" if failed else "all passed"))
         return int(bool(failed))
 

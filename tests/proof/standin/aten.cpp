@@ -1,5 +1,5 @@
-// aten on the stand-in: torch's CPU kernels compute on the same memory, as work of the current stream. What results
-// look like is asked of the Meta kernels. Where those don't know, the host waits, as it does for CUDA's own kernels.
+// aten on the stand-in: torch's CPU kernels compute on the same memory, as work of the current stream. Meta kernels say
+// what results look like. If they can't, the host waits, as it does for CUDA's own kernels.
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/MemoryOverlap.h>
@@ -45,7 +45,7 @@ std::string name_of(const c10::OperatorHandle& op) {
   return overload.empty() ? op.schema().name() : op.schema().name() + "." + overload;
 }
 
-// A seed for each call that CUDA's generator gives another offset, from memory where the stream is captured.
+// The seed of a call. CUDA's generator gives each call another offset, which a captured stream reads from memory.
 struct Random {
   at::PhiloxCudaState state;
   bool is_argument;
@@ -74,7 +74,7 @@ c10::OperatorHandle suit(const c10::OperatorHandle& op, Stack& arguments) {
     arguments[0] = arguments[0].toTensor().to(at::kFloat);
     arguments[*place] = false;
   }
-  if (name == "aten::native_layer_norm_backward") {  // mean and rstd are wider than what they are of on CUDA alone
+  if (name == "aten::native_layer_norm_backward") {  // on CUDA alone, mean and rstd are wider than the input
     const at::Tensor like = arguments[5].isTensor() ? arguments[5].toTensor() : arguments[1].toTensor();
     for (const int i : {3, 4}) arguments[i] = arguments[i].toTensor().to(like.scalar_type());
   }
@@ -142,7 +142,7 @@ std::vector<int> written_arguments(const c10::FunctionSchema& schema) {
 
 // Returns tensors without memory that look as the results will, or nothing where the Meta kernel can't tell.
 std::optional<Stack> ask_meta(const c10::OperatorHandle& op, const Stack& arguments) {
-  if (op.schema().name() == "aten::_to_sparse") return std::nullopt;  // how many elements there are
+  if (op.schema().name() == "aten::_to_sparse") return std::nullopt;  // its result's size depends on values
   try {
     const OnDevice here;
     Stack on_meta_device = mapped(arguments, c10::kMeta, on_meta);
@@ -231,7 +231,7 @@ at::Tensor& copy(at::Tensor& self, const at::Tensor& from, bool non_blocking) {
 }
 
 struct Silent : c10::WarningHandler {
-  void process(const c10::Warning&) override {}  // that torch's own kernels are replaced
+  void process(const c10::Warning&) override {}  // torch warns that its own kernels are replaced
 } silent;
 
 }  // namespace

@@ -4,7 +4,7 @@ import ctypes
 import fnmatch
 from pathlib import Path
 
-# These launch no kernel, or none that is used: torch's own do. Those that end in an asterisk stand for families.
+# torch's own functions serve these: they launch no kernel, or none that is used. An asterisk stands for any letters.
 KEPT = """
 empty.memory_format empty_strided as_strided view view_as_complex view_as_real _reshape_alias unfold alias resize_
 record_stream is_set_to _local_scalar_dense _pin_memory is_pinned _efficientzerotensor _has_same_storage_numel copy_
@@ -25,7 +25,7 @@ def attach() -> None:
     torch.backends.cudnn.enabled = False
     for kind in ("flash", "mem_efficient", "cudnn"):
         getattr(torch.backends.cuda, f"enable_{kind}_sdp")(False)
-    torch._C._broadcast_coalesced = _broadcast  # which else NCCL would do, as DataParallel asks it
+    torch._C._broadcast_coalesced = _broadcast  # DataParallel asks for it, and NCCL would do it
     torch.cuda.nccl.is_available = lambda tensors: False
 
 

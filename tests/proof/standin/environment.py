@@ -34,8 +34,8 @@ class Environment:
         self.library, self.tree = self.directory / "library", self.directory / "tree"
 
     def build(self) -> None:
-        for each in (self.library, self.tree, self.directory / "home"):
-            each.mkdir(parents=True, exist_ok=True)
+        for folder in (self.library, self.tree, self.directory / "home"):
+            folder.mkdir(parents=True, exist_ok=True)
         self._install()
         (self.packages,) = (self.directory / "venv").glob("lib/python3*/site-packages")
         self._build_runtime()
@@ -134,7 +134,7 @@ def _files(root: Path) -> Iterator[Path]:
 
 @contextmanager
 def _made_of(target: Path, *sources: Path) -> Iterator[bool]:
-    """Yield whether the target has to be made, and note, if that goes well, what it is made of."""
+    """Yield whether the target has to be made. If that goes well, note what it is made of."""
     digest = hashlib.sha256(" ".join(REQUIREMENTS).encode())
     for path in sources:
         digest.update(path.read_bytes())

@@ -1,4 +1,4 @@
-"""A pytest plugin: which tests run on the stand-in. Those that can't, and why, stand here and nowhere else."""
+"""A pytest plugin that selects the tests for the stand-in. Tests that can't run there are listed here, with reasons."""
 
 import fnmatch
 import os
@@ -6,13 +6,13 @@ import os
 import pytest
 
 HUGE = "takes 8 GiB, and the stand-in's devices have 6"
-# Each fails, and must, as long as it stands here.
+# Each of these tests fails. If one passes, it must be removed from here.
 FAILS = {
     "tests/ops/test_huge.py::*matri*cuda-native*": HUGE,
     "tests/ops/test_huge.py::*matri*cuda-triton*": HUGE,
     "tests/ops/test_cuda_graphs.py::*cuda-triton*": "an interpreted kernel runs at once, not as a capture's work",
 }
-# Fails where memory holds other numbers: the interpreted kernel may run before torch's copy, which is on its stream.
+# Fails or passes by chance: the interpreted kernel may run before torch's copy, which is still work of a stream.
 LEFT_OUT = "tests/ops/test_planted_bugs.py::*copy_on_write*cuda-triton*"
 ROOMS = ("tests/cuda/", "tests/proof/standin/")  # run whatever their names are
 

@@ -1,4 +1,4 @@
-"""The stand-in does what CUDA's documentation says of its runtime, and holds back all that it leaves open."""
+"""The stand-in does what CUDA's documentation says of its runtime, as late as the documentation allows."""
 
 import ctypes
 import errno
@@ -29,7 +29,8 @@ def cuda(function, *arguments):
     return error
 
 
-def made(function, *arguments):
+def create(function, *arguments):
+    """Return the handle or address that the function makes."""
     handle = ctypes.c_void_p()
     assert cuda(function, ctypes.byref(handle), *arguments) == 0
     return handle.value
@@ -58,8 +59,8 @@ def ones():
 
 @pytest.fixture
 def streams():
-    """Three that don't wait for the legacy stream."""
-    return [made("StreamCreateWithFlags", ctypes.c_uint(1)) for _ in range(3)]
+    """Return three streams that don't wait for the legacy stream."""
+    return [create("StreamCreateWithFlags", ctypes.c_uint(1)) for _ in range(3)]
 
 
 def test_the_host_reaches_no_device_memory(ones):
@@ -74,14 +75,14 @@ def free_bytes():
     return free.value
 
 
-def test_memory_is_new_comes_back_and_ends():
+def test_memory_begins_as_nan_is_given_back_and_runs_out():
     before, host = free_bytes(), (ctypes.c_float * 16)()
-    address = made("Malloc", ctypes.c_size_t(64))
+    address = create("Malloc", ctypes.c_size_t(64))
     assert free_bytes() < before
     assert cuda("Memcpy", host, address, ctypes.c_size_t(64), TO_HOST) == 0
     assert all(it != it for it in host)  # NaN
-    assert cuda("Memcpy", host, address, ctypes.c_size_t(65), TO_HOST) == INVALID_VALUE  # beyond it
-    assert cuda("Memcpy", address, host, ctypes.c_size_t(64), TO_HOST) == INVALID_VALUE  # another way
+    assert cuda("Memcpy", host, address, ctypes.c_size_t(65), TO_HOST) == INVALID_VALUE  # beyond the allocation
+    assert cuda("Memcpy", address, host, ctypes.c_size_t(64), TO_HOST) == INVALID_VALUE  # in the wrong direction
     assert [cuda("Free", address), free_bytes(), cuda("Free", address)] == [0, before, INVALID_VALUE]
     assert malloc(before + 1) == OUT_OF_MEMORY
 
@@ -101,7 +102,7 @@ def test_pinned_memory_arrives_and_is_read_when_the_stream_comes_to_it(ones):
 @pytest.mark.usefixtures("_lazy")
 @pytest.mark.parametrize(("flags", "waits"), [(0, True), (1, False)])
 def test_only_blocking_streams_wait_for_the_legacy_stream(ones, flags, waits):
-    side = torch.cuda.ExternalStream(made("StreamCreateWithFlags", ctypes.c_uint(flags)))
+    side = torch.cuda.ExternalStream(create("StreamCreateWithFlags", ctypes.c_uint(flags)))
     ones.fill_(3)
     with torch.cuda.stream(side):
         assert (ones + 0).tolist() == [3.0 if waits else 1.0] * 4
@@ -124,7 +125,7 @@ def test_an_event_is_done_after_its_stream(ones):
 
 
 def test_handles_that_are_gone_are_invalid(streams):
-    event = made("EventCreate")
+    event = create("EventCreate")
     assert [cuda("EventDestroy", event), cuda("EventQuery", event)] == [0, INVALID_HANDLE]
     assert [cuda("StreamDestroy", streams[0]), cuda("StreamSynchronize", streams[0])] == [0, INVALID_HANDLE]
 
@@ -160,7 +161,7 @@ UNSAFE = {
     "free": lambda: cuda("Free", 1 << 40),
     "pinned": lambda: cuda("HostAlloc", ctypes.byref(ctypes.c_void_p()), ctypes.c_size_t(64), ctypes.c_uint(0)),
     "free pinned": lambda: cuda("FreeHost", 1 << 40),
-    "query": lambda: cuda("EventQuery", made("EventCreate")),
+    "query": lambda: cuda("EventQuery", create("EventCreate")),
 }
 
 
@@ -168,16 +169,16 @@ UNSAFE = {
 @pytest.mark.parametrize("how", [lambda it: it(), in_a_thread, relaxed], ids=["here", "in another thread", "relaxed"])
 @pytest.mark.parametrize("mode", MODES)
 def test_unsafe_calls_end_a_capture(streams, mode, how, call):
-    """cudaThreadExchangeStreamCaptureMode: in a thread that captures, but not relaxed; while another thread captures
-    globally; and never in a thread that is relaxed itself."""
+    """As cudaThreadExchangeStreamCaptureMode has it, they end a capture of the calling thread that isn't relaxed, and a
+    global capture of another thread; from a thread that is relaxed itself, none."""
     refusing = {in_a_thread: [GLOBAL], relaxed: []}.get(how, [GLOBAL, THREAD_LOCAL])
     with capture(streams[0], mode, ends=INVALIDATED if mode in refusing else 0):
         assert (how(UNSAFE[call]) == UNSUPPORTED) == (mode in refusing)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_no_capture_is_waited_for(streams, mode):
-    event = made("EventCreate")
+def test_waiting_for_a_capture_ends_it(streams, mode):
+    event = create("EventCreate")
     for function, arguments, error in [
         ("StreamSynchronize", [streams[0]], UNSUPPORTED),
         ("StreamQuery", [streams[0]], UNSUPPORTED),
@@ -190,10 +191,10 @@ def test_no_capture_is_waited_for(streams, mode):
             assert cuda(function, *arguments) == error
 
 
-def test_captures_are_bounded(streams):
+def test_what_captures_forbid_is_refused(streams):
     first, second, third = streams
-    event, blocking = made("EventCreate"), made("StreamCreate")
-    memory = made("Malloc", ctypes.c_size_t(8))
+    event, blocking = create("EventCreate"), create("StreamCreate")
+    memory = create("Malloc", ctypes.c_size_t(8))
     assert cuda("StreamBeginCapture", 0, ctypes.c_int(GLOBAL)) == UNSUPPORTED  # the legacy stream
     with capture(first, RELAXED):
         assert cuda("StreamBeginCapture", first, ctypes.c_int(RELAXED)) == ILLEGAL_STATE
@@ -234,7 +235,7 @@ def test_what_is_captured_is_done_in_each_replay(ones):
     assert noise.tolist() != before  # the generator has gone on
 
 
-def test_devices_are_apart():
+def test_devices_reach_each_other_only_as_peers_and_by_copies():
     if torch.cuda.device_count() < 2:
         pytest.skip("there is one device")
     can = ctypes.c_int()

@@ -11,7 +11,7 @@ using c10::DispatchKeySet;
 using c10::IValue;
 using torch::jit::Stack;
 
-// Whatever the calling thread has switched on is not for what happens on the device.
+// While it lives, grad mode, autocast and modes of the calling thread don't apply: they aren't for the device's work.
 struct OnDevice {
   at::NoGradGuard no_grad;
   c10::impl::ForceDispatchKeyGuard below{

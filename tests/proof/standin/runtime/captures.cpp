@@ -29,8 +29,8 @@ void merge(Clock& into, const Clock& other) {
   for (const auto& [stream, until] : other) into[stream] = std::max(into[stream], until);
 }
 
-// CUDA doesn't say which of a graph's branches runs first. Here that of the stream where the capture began does, and
-// the others as late as they may; with a random order, any.
+// CUDA doesn't say which of a graph's branches runs first. Here the branch of the stream where the capture began runs
+// first, and the others as late as they may; in random order, any branch does.
 class Replay {
  public:
   explicit Replay(const Capture& capture) : capture_(capture), is_done_(capture.nodes.size()) {

@@ -1,4 +1,4 @@
-// Devices, and what they say of themselves. They are alike, but for their capability.
+// Devices and their properties. Devices differ in their capability alone.
 #include <cstdio>
 #include <cstring>
 
@@ -74,7 +74,7 @@ API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int
       {cudaDevAttrGlobalMemoryBusWidth, 5120},
   };
   const auto found = values.find(attribute);
-  *value = found == values.end() ? 0 : found->second;  // of features that it lacks, most
+  *value = found == values.end() ? 0 : found->second;  // most others are features, and it lacks them
   return cudaSuccess;
 }
 API cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int device) {
@@ -86,7 +86,7 @@ API cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) {
   return cudaSuccess;
 }
 
-// The one pool of each device. What it may keep, and which device it lets in, is nothing to the stand-in.
+// Each device has one pool. The stand-in ignores how much a pool may keep and which devices it lets in.
 API cudaError_t cudaDeviceGetDefaultMemPool(cudaMemPool_t* pool, int device) {
   *pool = reinterpret_cast<cudaMemPool_t>(uintptr_t(1 + device));
   return outcome();

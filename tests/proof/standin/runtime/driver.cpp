@@ -129,8 +129,8 @@ API CUresult cuMemGetAddressRange(CUdeviceptr* base, size_t* bytes, CUdeviceptr 
   return CUDA_SUCCESS;
 }
 
-// torch asks NVML whether a segment can be shared with other machines, and which processes hold memory where that is
-// out.
+// torch asks NVML whether a segment can be shared with other machines, and, when memory is out, which processes hold
+// it.
 API int nvmlInit_v2() { return 0; }
 API int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) { return *device = &mappings, 0; }
 API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return 0; }  // torch hands in zeros, which say that there is none

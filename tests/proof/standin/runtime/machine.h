@@ -28,8 +28,8 @@ struct Settings {
   Order order;
   int devices = 1, driver = 13020;
   bool peers = true;                // whether a device can be let into another's memory
-  bool protects = true;             // device memory from the host; Triton's interpreter reads it
-  std::vector<int> capabilities;    // of the devices in turn; the last one's goes on
+  bool protects = true;             // whether the host can't read device memory; Triton's interpreter must
+  std::vector<int> capabilities;    // of the devices in turn; the last one is that of all others
   size_t memory = size_t{6} << 30;  // of each device
   std::minstd_rand random;
 };
@@ -52,7 +52,7 @@ struct Range {
   cudaMemoryType type;
   int device;
 };
-using Located = std::map<uintptr_t, Range>::value_type;  // from where
+using Located = std::map<uintptr_t, Range>::value_type;  // the first address, and the range
 const Located* locate(const void* address);
 // Whether all of it lies in one allocation, or in no allocation at all.
 bool is_within(const void* address, size_t bytes);
@@ -61,9 +61,9 @@ size_t free_bytes(int device);
 // For the driver's calls, which choose an address first and give it memory later.
 void add_device_memory(void* at, size_t bytes, int device);
 void remove_device_memory(void* at, size_t bytes);
-bool reserve_bytes(int device, int64_t bytes);  // fewer of them, too; false where memory is out
+bool reserve_bytes(int device, int64_t bytes);  // gives back a negative number; false where memory is out
 
-// Opens the memory that a device can reach, and another's where a copy leads there, for as long as it lives.
+// While it lives, the memory is open that a device can reach, and that of the other device of a copy.
 class Working {
  public:
   explicit Working(int device, int other = -1);
@@ -81,7 +81,7 @@ using Work = std::function<void()>;
 using Clock = std::map<Stream*, uint64_t>;  // of each stream, how much of its work has come before
 
 struct Item {
-  Work work;  // or what is waited for:
+  Work work;  // or, if it is null, what is waited for:
   Stream* stream = nullptr;
   uint64_t until = 0;
 };
@@ -138,7 +138,7 @@ cudaError_t record(Stream* stream, Event* event);  // in the capture that the st
 // Ends captures with which a call can't go on, and says so: calls that CUDA names potentially unsafe, and those that
 // wait for a device or touch the legacy stream.
 cudaError_t refuse_if_unsafe(const char* function);
-cudaError_t refuse_if_captured(int device, const Stream* used = nullptr);  // harmless if it isn't the legacy one
+cudaError_t refuse_if_captured(int device, const Stream* used = nullptr);  // harmless if `used` isn't the legacy one
 cudaError_t void_capture(Capture& capture, cudaError_t error, const char* why);
 
 #define REFUSE_IF_UNSAFE() \

@@ -1,5 +1,5 @@
-// Device memory is the host's, but out of its reach while no device works. It begins as NaN, and what lies behind it is
-// nobody's, or a page that is never open.
+// Device memory is memory of the process, but closed while no device works. New memory is NaN, and ends at a page that
+// is never open.
 #include <sys/mman.h>
 
 #include <cstring>
@@ -35,7 +35,7 @@ void open(unsigned wanted) {
     if (it.second.type == cudaMemoryTypeDevice && changed >> it.second.device & 1) protect(it);
 }
 
-// At a multiple of what a large page has: to open and close many small pages would take most of the time.
+// Maps memory at a multiple of a large page's size: to open and close many small pages would take most of the time.
 void* map_pages(size_t bytes, int rights) {
   constexpr size_t kLarge = 2 << 20;
   void* const all = mmap(nullptr, bytes + kLarge, rights, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
@@ -128,7 +128,7 @@ API cudaError_t cudaFree(void* address) {
   finish_all();
   return release(address, cudaMemoryTypeDevice);
 }
-// What a graph has allocated is the graph's for as long as the process lives: its nodes hold the address.
+// What a graph has allocated is never freed, because the graph's nodes hold the address.
 static std::set<const void*> of_graphs;
 
 API cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t handle) {

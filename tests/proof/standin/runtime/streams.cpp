@@ -117,7 +117,7 @@ cudaError_t standin::enqueue(Stream* stream, Work work) {
   return cudaSuccess;
 }
 
-// For those who compute what kernels would: work(context) when the stream comes to it, drop(context) afterwards.
+// For code that computes in place of a kernel: calls work(context) when the stream comes to it, then drop(context).
 API cudaError_t standin_enqueue(cudaStream_t handle, void (*work)(void*), void (*drop)(void*), void* context) {
   const Lock lock(machine());
   const std::shared_ptr<void> kept(context, drop);

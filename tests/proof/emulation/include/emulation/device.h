@@ -1,4 +1,4 @@
-// The functions of CUDA that kernels call, and none besides: whoever needs another one adds it here.
+// The functions of CUDA that our kernels call, and no others. Add one here when a kernel needs it.
 #pragma once
 
 #include <cstring>
@@ -62,7 +62,7 @@ inline unsigned atomicInc(unsigned* address, unsigned last) {
 
 namespace emulation {
 
-// The sanitizer would name this file instead of the kernel's.
+// Without this check, the sanitizer would name this file instead of the kernel's.
 template <class T>
 void check_aligned(const char* name, const T* address, Place place) {
   const size_t past = reinterpret_cast<uintptr_t>(address) % alignof(T);

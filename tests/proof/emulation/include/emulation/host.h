@@ -1,5 +1,5 @@
-// The part of the runtime's host interface that launchers use. A call has finished on return (runtime.cpp), or is work
-// of a stream of the stand-in's (on_streams.cpp).
+// The part of the runtime's host interface that launchers use. A call has finished on return (runtime.cpp), or becomes
+// work of a stream of the stand-in (on_streams.cpp).
 #pragma once
 
 #include <tuple>
@@ -22,7 +22,7 @@ enum cudaError {
 };
 using cudaError_t = cudaError;  // as CUDA has it: a template's symbol names its result
 
-extern "C" {  // as CUDA's own: tests/proof/standin has them in a library
+extern "C" {  // as in CUDA: in tests/proof/standin, a library has them
 
 // The text of cudaErrorLaunchFailure goes on to say what the kernel did wrong.
 const char* cudaGetErrorString(cudaError_t error);

@@ -29,8 +29,8 @@ uint64_t meet_warp(const char* name, Meeting kind, unsigned mask, uint64_t value
 
 unsigned lane();
 
-// What a thread may see of other blocks is what their threads did before a fence and an atomic, if an atomic at the
-// same address and a fence followed here; and only past the L1 cache. races.h checks that kernels go by it.
+// A thread may read what another block has written if the writer has passed a fence and an atomic since, and the reader
+// an atomic at the same address and a fence; and it must read past the L1 cache. races.h checks that kernels do so.
 void fence();
 void begin_atomic(void* address, size_t bytes);
 void load_past_l1(void* to, const void* from, size_t bytes);
