@@ -14,7 +14,8 @@ from mpkernels._torch_private.ops import foreach_add_
 
 BLOCK = tl.constexpr(1024)  # elements a program holds at a time: each of its 128 threads loads 16 bytes or more
 CHUNK_BYTES = 65536  # of a tensor that one program takes
-ROW = tl.constexpr(4)  # words a row has at least: size, first chunk, elements in a chunk, dtype; an op may add more
+# The words that each row begins with, and how many these are. An op may add more.
+AT_SIZE, AT_FIRST_CHUNK, AT_CHUNK_SIZE, AT_DTYPE, ROW = (tl.constexpr(number) for number in range(5))
 FP32 = tl.constexpr(0)
 FP16 = tl.constexpr(1)
 BF16 = tl.constexpr(2)
@@ -134,14 +135,14 @@ def find_span(rows, tensors, chunk, ROW: tl.constexpr):
     """Return what one chunk covers: the row's number, the row, the first element, the number of elements."""
     number = tl.load(rows + tensors * ROW + chunk)
     row = rows + number * ROW
-    elements, first, per_chunk = tl.load(row), tl.load(row + 1), tl.load(row + 2)
+    elements, first, per_chunk = tl.load(row + AT_SIZE), tl.load(row + AT_FIRST_CHUNK), tl.load(row + AT_CHUNK_SIZE)
     begin = (chunk - first) * per_chunk
     return number, row, begin, tl.minimum(elements - begin, per_chunk).to(tl.int32)
 
 
 @triton.jit
 def chunks_of(row):
-    return tl.maximum(tl.cdiv(tl.load(row), tl.load(row + 2)), 1)
+    return tl.maximum(tl.cdiv(tl.load(row + AT_SIZE), tl.load(row + AT_CHUNK_SIZE)), 1)
 
 
 @triton.jit
@@ -153,7 +154,7 @@ def width_of(dtype):
 def load_span(rows, call, tensors, chunk):
     """Return the row's number, the row, address of the first element, number of elements, dtype."""
     number, row, begin, size = find_span(rows, tensors, chunk, ROW)
-    dtype = tl.load(row + 3)
+    dtype = tl.load(row + AT_DTYPE)
     return number, row, tl.load(call + number) + begin * width_of(dtype), size, dtype
 
 

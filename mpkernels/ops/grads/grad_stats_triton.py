@@ -13,6 +13,7 @@ from torch import Tensor
 from mpkernels.ops import _tensor_table
 from mpkernels.ops._registry import implement
 from mpkernels.ops._tensor_table import (
+    AT_FIRST_CHUNK,
     BF16,
     BLOCK,
     FP16,
@@ -198,7 +199,7 @@ def grad_stats_kernel(rows, call, tensors, chunks, sumsq, nonfinite, total_sumsq
     tl.store(chunk_sums + chunk, share)
     tl.store(chunk_bad + chunk, bad)
 
-    first, count = tl.load(row + 1), chunks_of(row)
+    first, count = tl.load(row + AT_FIRST_CHUNK), chunks_of(row)
     tickets = call + tensors
     if is_last_one_out(tickets + tensor, count):
         tl.store(sumsq + tensor, sum_of(chunk_sums + first, count))

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from mpkernels.ops._bits_kernel import load_raw, pointers, widen
-from mpkernels.ops._tensor_table import BLOCK, FP64, chunks_of, is_last_one_out
+from mpkernels.ops._tensor_table import AT_FIRST_CHUNK, AT_SIZE, BLOCK, FP64, chunks_of, is_last_one_out
 from mpkernels.ops.grads import overflow
 
 FIELDS = tl.constexpr(len(overflow.FIELDS))
@@ -103,4 +103,4 @@ def overflow_program(
     chunks = chunks_of(row)
     if is_last_one_out(ticket, chunks):
         line = report + (1 + number) * FIELDS
-        write_line(line, chunk_lines + tl.load(row + 1) * FIELDS, chunks, tl.load(row))
+        write_line(line, chunk_lines + tl.load(row + AT_FIRST_CHUNK) * FIELDS, chunks, tl.load(row + AT_SIZE))

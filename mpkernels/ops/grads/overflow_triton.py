@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mpkernels.ops import _tensor_table
 from mpkernels.ops._registry import implement
-from mpkernels.ops._tensor_table import ROW, find_span
+from mpkernels.ops._tensor_table import AT_DTYPE, ROW, find_span
 from mpkernels.ops.grads.overflow import _overflow
 from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
 
@@ -23,7 +23,7 @@ def overflow_kernel(rows, call, tensors, found_inf, scale, report, chunk_lines, 
     chunk = tl.program_id(0)
     number, row, begin, size = find_span(rows, tensors, chunk, ROW)
     overflow_program(
-        chunk, row, number, begin, size, tl.load(call + number), tl.load(row + 3), call + tensors + number,
+        chunk, row, number, begin, size, tl.load(call + number), tl.load(row + AT_DTYPE), call + tensors + number,
         report, chunk_lines, scale, UNSCALED,
     )  # fmt: skip
 

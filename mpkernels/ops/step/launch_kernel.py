@@ -3,7 +3,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, disable-error-code="untyped-decorator"
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +11,9 @@ import triton.language as tl
 from torch import Tensor
 
 from mpkernels.ops import _tensor_table
-from mpkernels.ops._tensor_table import BLOCK, FP64, INT8
+from mpkernels.ops._tensor_table import AT_SIZE, BLOCK, FP64, INT8
 from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
+from mpkernels.ops.step import row_layout
 from mpkernels.ops.step.arguments import Arguments, entry
 from mpkernels.ops.step.block_int8_kernel import step_int8
 from mpkernels.ops.step.block_kernel import COUNT, arrays_of, moved, step_span
@@ -22,20 +22,17 @@ from mpkernels.ops.step.rule import Rule
 from mpkernels.ops.step.scalars_kernel import rounded, scalars_of
 from mpkernels.ops.step.skip_and_clip_kernel import is_skipped, write_outcome
 
-# Words of a row after the common ones: addresses of param, of three states or 0, of the weight (param or its fp32
-# master), of the remainder or 0, of step; dtypes of grad, states and weight; the group; the address of scales or 0.
-MOST_STATES = 3
-ROW = tl.constexpr(_tensor_table.ROW.value + 9 + MOST_STATES)
 CHUNK = 16384  # elements; a program reads 14 bytes or more for each, of all arrays together
 
 
 @triton.jit
 def report_span(rows, call, tensors, report, chunk_lines, grad_scale):
     chunk = tl.program_id(0)
-    tensor, row, begin, size = _tensor_table.find_span(rows, tensors, chunk, ROW)
+    tensor, row, begin, size = _tensor_table.find_span(rows, tensors, chunk, row_layout.ROW)
+    grad, grad_dtype = tl.load(call + tensor), tl.load(row + row_layout.GRAD_DTYPE)
     overflow_program(
-        chunk, row, tensor, begin, size, tl.load(call + tensor), tl.load(row + 11), call + tensors + tensor,
-        report, chunk_lines, grad_scale, False,
+        chunk, row, tensor, begin, size, grad, grad_dtype, call + tensors + tensor, report, chunk_lines, grad_scale,
+        False,
     )  # fmt: skip
 
 
@@ -61,14 +58,14 @@ def step_kernel(
     """Step one chunk. The last seven arguments are the rule's: what ``Rule`` says, and its functions."""
     if begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, chunk_lines):
         return
-    tensor, row, begin, size = _tensor_table.find_span(rows, tensors, tl.program_id(0), ROW)
-    step = tl.load(row + 10).to(tl.pointer_type(tl.float32))
+    tensor, row, begin, size = _tensor_table.find_span(rows, tensors, tl.program_id(0), row_layout.ROW)
+    step = tl.load(row + row_layout.STEP).to(tl.pointer_type(tl.float32))
     steps_before = tl.load(step)
     if _tensor_table.is_last_one_out(
         call + tensors + tensor, _tensor_table.chunks_of(row)
     ):  # the others have read the count
         tl.store(step, steps_before + 1)
-    group = call + 2 * tensors + 1 + tl.load(row + 14) * (2 * TENSORS + HYPERPARAMETERS + 2)
+    group = call + 2 * tensors + 1 + tl.load(row + row_layout.GROUP) * (2 * TENSORS + HYPERPARAMETERS + 2)
     norm_of = total_sumsq if IS_CLIPPED else None
     scalars = scalars_of(group, steps_before, grad_scale, norm_of, TENSORS, HYPERPARAMETERS, SCALARS, NEEDED)
     arrays = arrays_of(
@@ -79,9 +76,11 @@ def step_kernel(
     if HAS_FP64 and arrays[5] == FP64:
         step_span(arrays, size, scalars, True, NEEDED, STEP)
     elif HAS_INT8 and arrays[7] == INT8:
-        scales = tl.load(row + 15).to(tl.pointer_type(tl.float32))
+        scales = tl.load(row + row_layout.SCALES).to(tl.pointer_type(tl.float32))
         whole: tl.constexpr = COUNT if HAS_OPTIONAL or DTYPE is None else BLOCK  # else 3 states or any dtype spill
-        step_int8(arrays, begin, size, tl.load(row), scales, rounded(scalars), whole, NEEDED, NOT_NEGATIVE, STEP)
+        step_int8(
+            arrays, begin, size, tl.load(row + AT_SIZE), scales, rounded(scalars), whole, NEEDED, NOT_NEGATIVE, STEP
+        )
     else:
         step_span(arrays, size, rounded(scalars), False, NEEDED, STEP)
 
@@ -91,34 +90,6 @@ def facts_of_rule(rule: Rule) -> dict[str, int]:
     return {
         "STATES": len(rule.states), "NEEDED": rule.needed, "NOT_NEGATIVE": not_negative, "TENSORS": rule.tensors,
         "HYPERPARAMETERS": len(rule.hyperparameters),
-    }  # fmt: skip
-
-
-def row_words(rule: Rule, call: Arguments, i: int, group: int, arrays: Sequence[Tensor], grad: Tensor) -> list[int]:
-    """Return what a row holds after the common words. arrays: param, states, master, as the kernel takes them."""
-    param, *states, master = arrays
-    is_split = master.dtype == torch.int16
-    weight = param if is_split or not master.numel() else master
-    addresses = [tensor.data_ptr() for tensor in (param, *states)] + [0] * (MOST_STATES - len(states))
-    scales = entry(call.scales, i)
-    state_dtypes = [state.dtype for state in states if state.numel()] or [torch.float32]
-    state_dtype = torch.float64 if param.dtype == torch.float64 else state_dtypes[0]
-    dtypes = [_tensor_table.CODES[dtype] for dtype in (grad.dtype, state_dtype, weight.dtype)]
-    remainder = master.data_ptr() if is_split else 0
-    words = weight.data_ptr(), remainder, call.steps[i].data_ptr(), *dtypes, group
-    return [*addresses, *words, 0 if scales is None else scales.data_ptr()]
-
-
-def facts_of_rows(rule: Rule, params: Sequence[Tensor], words: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return what the compiler may know of all rows: a kernel for fp64 alone, say, has no registers for others."""
-    _, *states, _, remainder, _, grad_dtype, state_dtype, weight_dtype, _, _ = map(set, zip(*words, strict=True))
-    dtype = {_tensor_table.CODES[param.dtype] for param in params}
-    dtypes = {"DTYPE": dtype, "GRAD_DTYPE": grad_dtype, "STATE_DTYPE": state_dtype, "WEIGHT_DTYPE": weight_dtype}
-    optional = states[rule.needed : len(rule.states)]
-    return {
-        "HAS_FP64": FP64.value in dtype, "HAS_INT8": INT8.value in state_dtype,
-        "HAS_OPTIONAL": any(addresses != {0} for addresses in optional), "HAS_REMAINDER": remainder != {0},
-        **{name: min(codes) if len(codes) == 1 else None for name, codes in dtypes.items()},
     }  # fmt: skip
 
 
@@ -154,14 +125,14 @@ def launch(rule: Rule, scalars: Any, step: Any, *arguments: Any) -> None:
                 loans.append((tensor, arrays[-1]))
         flat.append(arrays[0])
         grads.append(_tensor_table.lend(call.grads[i], like))
-        words_of_rows.append(row_words(rule, call, i, group, arrays, grads[i]))
+        words_of_rows.append(row_layout.words(call, i, group, arrays, grads[i]))
     rows, words, tensors, chunks = _tensor_table.build(
         flat, [it.data_ptr() for it in grads], call_words=group_words(rule, call), row_words=words_of_rows, chunk=CHUNK
     )
     chunk_lines = None if call.report is None else call.report.new_empty(chunks * FIELDS.value)
     step_kernel[(chunks,)](
         rows, words, tensors, call.grad_scale, call.found_inf, call.total_sumsq, call.outcome, call.skipped_steps,
-        call.report, chunk_lines, IS_CLIPPED=call.max_norm < math.inf, **facts_of_rows(rule, flat, words_of_rows),
+        call.report, chunk_lines, IS_CLIPPED=call.max_norm < math.inf, **row_layout.facts(rule, flat, words_of_rows),
         **facts_of_rule(rule), SCALARS=scalars, STEP=step, enable_fp_fusion=False,
     )  # fmt: skip
     for original, copy in loans:
