@@ -71,6 +71,11 @@ def sum_of(tensors: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def order_of_memory(tensor: Tensor) -> list[int]:
+    """Return the tensor's dimensions, the one whose elements are farthest apart first."""
+    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+
+
 def real(tensor: Tensor) -> Tensor:
     """Return a view of the same memory: two numbers for each complex one."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -5,8 +5,8 @@ from operator import add
 
 from torch import Tensor
 
+from mpkernels._shared.parameters import order_of_memory
 from mpkernels.distributed.parts import first_index, part_of
-from mpkernels.ops.grads.overflow import order_of_memory
 
 
 @dataclass(frozen=True)

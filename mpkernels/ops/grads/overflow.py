@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import order_of_memory
 from mpkernels.ops import _checks
 from mpkernels.ops._registry import define
 
@@ -63,12 +64,6 @@ def in_order_of_memory(tensor: Tensor, like: Tensor | None = None) -> Tensor:
     like = tensor if like is None else like
     dims = order_of_memory(like)
     return (tensor.permute(dims) if like.permute(dims).is_contiguous() else tensor).reshape(-1)
-
-
-def order_of_memory(tensor: Tensor) -> list[int]:
-    """Return the tensor's dimensions, the one whose elements are farthest apart first."""
-    strides = tensor.stride()
-    return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
 
 
 def overflow_(grads: Sequence[Tensor], found_inf: Tensor, scale: Tensor | None, unscaled: bool, report: Tensor) -> None:

@@ -7,7 +7,7 @@ import triton.language as tl
 
 from mpkernels.ops._bits_kernel import both, load_raw, pointers, round_to_16, spread, store_raw, widen
 from mpkernels.ops._tensor_table import AT_DTYPE, BLOCK, FP32, head_of, width_of
-from mpkernels.ops.step import row_layout
+from mpkernels.ops.step import row_words_kernel as row_words
 from mpkernels.ops.step.split_kernel import copied_master, join, split
 
 COUNT = tl.constexpr(BLOCK.value // 2)  # elements of a block: registers hold all its arrays
@@ -27,15 +27,15 @@ def arrays_of(
 ):  # fmt: skip
     """Return the addresses of the arrays, those of the states as a tuple, 0 for those that aren't there, and four
     dtypes."""
-    param, has_copies = tl.load(row + row_layout.PARAM), DTYPE is None or WEIGHT_DTYPE is None or DTYPE != WEIGHT_DTYPE
+    param, has_copies = tl.load(row + row_words.PARAM), DTYPE is None or WEIGHT_DTYPE is None or DTYPE != WEIGHT_DTYPE
     states = ()
     for i in tl.static_range(STATES):
-        states += (word(row, row_layout.STATES + i, None if i < NEEDED or HAS_OPTIONAL else 0),)
+        states += (word(row, row_words.STATES + i, None if i < NEEDED or HAS_OPTIONAL else 0),)
     return (
-        param, grad, states, tl.load(row + row_layout.WEIGHT) if has_copies else param,
-        word(row, row_layout.REMAINDER, None if HAS_REMAINDER else 0), word(row, AT_DTYPE, DTYPE),
-        word(row, row_layout.GRAD_DTYPE, GRAD_DTYPE), word(row, row_layout.STATE_DTYPE, STATE_DTYPE),
-        word(row, row_layout.WEIGHT_DTYPE, WEIGHT_DTYPE),
+        param, grad, states, tl.load(row + row_words.WEIGHT) if has_copies else param,
+        word(row, row_words.REMAINDER, None if HAS_REMAINDER else 0), word(row, AT_DTYPE, DTYPE),
+        word(row, row_words.GRAD_DTYPE, GRAD_DTYPE), word(row, row_words.STATE_DTYPE, STATE_DTYPE),
+        word(row, row_words.WEIGHT_DTYPE, WEIGHT_DTYPE),
     )  # fmt: skip
 
 

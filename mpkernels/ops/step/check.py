@@ -5,8 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import order_of_memory
 from mpkernels.ops import _checks
-from mpkernels.ops.grads.overflow import check_report, order_of_memory
+from mpkernels.ops.grads.overflow import check_report
 from mpkernels.ops.step.arguments import Arguments, entry
 from mpkernels.ops.step.int8 import QUANTIZED
 from mpkernels.ops.step.rule import Rule

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from mpkernels._shared.parameters import order_of_memory
+
 QUANTIZED = 256  # elements that share a scale
 SMALLEST_SCALE = 2.0**-126
 
@@ -27,19 +29,14 @@ def encode(values: Tensor, squared: bool) -> tuple[Tensor, Tensor]:
     return _unblocked(q, values).to(torch.int8), scales
 
 
-def _order(tensor: Tensor) -> list[int]:
-    """Return the dimensions, from the slowest in memory to the fastest."""
-    return sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-
-
 def _blocks(tensor: Tensor) -> Tensor:
     """Return a dense tensor's elements in memory order, a row for each scale; the last row is filled up with zeros."""
-    flat = tensor.permute(_order(tensor)).reshape(-1)
+    flat = tensor.permute(order_of_memory(tensor)).reshape(-1)
     return torch.nn.functional.pad(flat, (0, -flat.numel() % QUANTIZED)).view(-1, QUANTIZED)
 
 
 def _unblocked(blocks: Tensor, like: Tensor) -> Tensor:
     """Undo ``_blocks``, in the shape and strides of ``like``."""
-    order = _order(like)
+    order = order_of_memory(like)
     permuted = blocks.flatten()[: like.numel()].view([like.shape[i] for i in order])
     return permuted.permute(sorted(range(like.dim()), key=order.__getitem__))

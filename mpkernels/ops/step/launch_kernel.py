@@ -13,7 +13,7 @@ from torch import Tensor
 from mpkernels.ops import _tensor_table
 from mpkernels.ops._tensor_table import AT_SIZE, BLOCK, FP64, INT8
 from mpkernels.ops.grads.overflow_kernel import FIELDS, overflow_program
-from mpkernels.ops.step import row_layout
+from mpkernels.ops.step import row_words_kernel as row_words
 from mpkernels.ops.step.arguments import Arguments, entry
 from mpkernels.ops.step.block_int8_kernel import step_int8
 from mpkernels.ops.step.block_kernel import COUNT, arrays_of, moved, step_span
@@ -28,8 +28,8 @@ CHUNK = 16384  # elements; a program reads 14 bytes or more for each, of all arr
 @triton.jit
 def report_span(rows, call, tensors, report, chunk_lines, grad_scale):
     chunk = tl.program_id(0)
-    tensor, row, begin, size = _tensor_table.find_span(rows, tensors, chunk, row_layout.ROW)
-    grad, grad_dtype = tl.load(call + tensor), tl.load(row + row_layout.GRAD_DTYPE)
+    tensor, row, begin, size = _tensor_table.find_span(rows, tensors, chunk, row_words.ROW)
+    grad, grad_dtype = tl.load(call + tensor), tl.load(row + row_words.GRAD_DTYPE)
     overflow_program(
         chunk, row, tensor, begin, size, grad, grad_dtype, call + tensors + tensor, report, chunk_lines, grad_scale,
         False,
@@ -58,14 +58,14 @@ def step_kernel(
     """Step one chunk. The last seven arguments are the rule's: what ``Rule`` says, and its functions."""
     if begin_step(rows, call, tensors, grad_scale, found_inf, total_sumsq, outcome, skipped_steps, report, chunk_lines):
         return
-    tensor, row, begin, size = _tensor_table.find_span(rows, tensors, tl.program_id(0), row_layout.ROW)
-    step = tl.load(row + row_layout.STEP).to(tl.pointer_type(tl.float32))
+    tensor, row, begin, size = _tensor_table.find_span(rows, tensors, tl.program_id(0), row_words.ROW)
+    step = tl.load(row + row_words.STEP).to(tl.pointer_type(tl.float32))
     steps_before = tl.load(step)
     if _tensor_table.is_last_one_out(
         call + tensors + tensor, _tensor_table.chunks_of(row)
     ):  # the others have read the count
         tl.store(step, steps_before + 1)
-    group = call + 2 * tensors + 1 + tl.load(row + row_layout.GROUP) * (2 * TENSORS + HYPERPARAMETERS + 2)
+    group = call + 2 * tensors + 1 + tl.load(row + row_words.GROUP) * (2 * TENSORS + HYPERPARAMETERS + 2)
     norm_of = total_sumsq if IS_CLIPPED else None
     scalars = scalars_of(group, steps_before, grad_scale, norm_of, TENSORS, HYPERPARAMETERS, SCALARS, NEEDED)
     arrays = arrays_of(
@@ -76,7 +76,7 @@ def step_kernel(
     if HAS_FP64 and arrays[5] == FP64:
         step_span(arrays, size, scalars, True, NEEDED, STEP)
     elif HAS_INT8 and arrays[7] == INT8:
-        scales = tl.load(row + row_layout.SCALES).to(tl.pointer_type(tl.float32))
+        scales = tl.load(row + row_words.SCALES).to(tl.pointer_type(tl.float32))
         whole: tl.constexpr = COUNT if HAS_OPTIONAL or DTYPE is None else BLOCK  # else 3 states or any dtype spill
         step_int8(
             arrays, begin, size, tl.load(row + AT_SIZE), scales, rounded(scalars), whole, NEEDED, NOT_NEGATIVE, STEP
@@ -125,14 +125,14 @@ def launch(rule: Rule, scalars: Any, step: Any, *arguments: Any) -> None:
                 loans.append((tensor, arrays[-1]))
         flat.append(arrays[0])
         grads.append(_tensor_table.lend(call.grads[i], like))
-        words_of_rows.append(row_layout.words(call, i, group, arrays, grads[i]))
+        words_of_rows.append(row_words.words(call, i, group, arrays, grads[i]))
     rows, words, tensors, chunks = _tensor_table.build(
         flat, [it.data_ptr() for it in grads], call_words=group_words(rule, call), row_words=words_of_rows, chunk=CHUNK
     )
     chunk_lines = None if call.report is None else call.report.new_empty(chunks * FIELDS.value)
     step_kernel[(chunks,)](
         rows, words, tensors, call.grad_scale, call.found_inf, call.total_sumsq, call.outcome, call.skipped_steps,
-        call.report, chunk_lines, IS_CLIPPED=call.max_norm < math.inf, **row_layout.facts(rule, flat, words_of_rows),
+        call.report, chunk_lines, IS_CLIPPED=call.max_norm < math.inf, **row_words.facts(rule, flat, words_of_rows),
         **facts_of_rule(rule), SCALARS=scalars, STEP=step, enable_fp_fusion=False,
     )  # fmt: skip
     for original, copy in loans:
