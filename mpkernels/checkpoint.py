@@ -18,7 +18,10 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from mpkernels._shared.files import replacing
+from mpkernels._shared.parameters import are_any_sharded, params_of
 from mpkernels._torch_private.modules import books_of
+from mpkernels._torch_private.sharded import is_fsdp1s
+from mpkernels.distributed import processes
 from mpkernels.distributed.parts import part_of
 
 __all__ = ["load", "save"]
@@ -41,11 +44,24 @@ def save(path: str | os.PathLike[str], **objects: Any) -> None:
     if not objects:
         raise ValueError("checkpoint.save: objects must be given by name, as in model=model, got none")
     states = {name: value.state_dict() if hasattr(value, "state_dict") else value for name, value in objects.items()}
+    if processes.are_several():
+        _refuse_parts(objects, states)
     with replacing(Path(path)) as file:
         summed: Any = _Summed(file)
         torch.save(states, summed)
         summed.write(_MARK + _VERSION)
         file.write(summed.digest.digest())
+
+
+def _refuse_parts(objects: dict[str, Any], states: dict[str, Any]) -> None:
+    """Raise if this process holds only a part of an object: all processes would write the same file."""
+    for name, value in objects.items():
+        params = params_of(value) if isinstance(value, Optimizer) else ()
+        if are_any_sharded(_tensors_in(states[name])) or any(map(is_fsdp1s, params)):
+            raise ValueError(
+                f"checkpoint.save: {name} must lie in this process whole, got a part, as FSDP and tensor parallelism "
+                "make them; torch.distributed.checkpoint saves the parts of all processes"
+            )
 
 
 def load(path: str | os.PathLike[str], *, map_location: Any = "cpu", **objects: Any) -> dict[str, Any]:

@@ -82,8 +82,8 @@ def accumulate(
         grad_dtype: ``torch.float32`` adds the grads of 16-bit parameters up in fp32, in 4 bytes a parameter. None adds
             them up in their parameters' dtype. The optimizer must take such grads, as ours do.
     """
-    if every < 1:
-        raise ValueError(f"accumulate: every must be above 0, got {every}")
+    if not isinstance(every, int) or every < 1:
+        raise ValueError(f"accumulate: every, the number of batches in a group, must be an int above 0, got {every!r}")
     if max_norm is not None and not max_norm > 0:
         raise ValueError(f"accumulate: max_norm must be above 0, got {max_norm}")
     release = getattr(unwrapped(optimizer), "_release", None)

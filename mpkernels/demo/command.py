@@ -34,13 +34,14 @@ def run(asked: argparse.Namespace, refuse: Callable[[str], Any]) -> int:
     place = torch.cuda.get_device_name() if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
     print(f"A transformer learns Python from its standard library's sources, in four ways, on {place}.")
     print(f"{steps} steps of each follow.", flush=True)
+    draws = find_spec("matplotlib") is not None
+    if not draws:
+        print("No demo.png will be drawn: matplotlib is not installed (pip install 'mpkernels[demo]').", flush=True)
     text = sources(device)
     trainings = [Training(way, text, steps) for way in WAYS]
     train(trainings, steps)
     ours, ours_8_bit = (time_steps(trainings[0].model, way, SECONDS_OF_STEPS) for way in (OURS, OURS_8_BIT))
-    if find_spec("matplotlib") is None:
-        print("No demo.png: matplotlib is not installed (pip install 'mpkernels[demo]').")
-    else:
+    if draws:
         times = {FP32: ours.theirs, OURS: ours.ours, OURS_8_BIT: ours_8_bit.ours}
         was_busy = " (this machine was busy)" * bool(ours.doubts() or ours_8_bit.doubts())
         picture.draw(trainings, times, f"One training, four ways, on {place}{was_busy}", asked.out / "demo.png")

@@ -14,6 +14,7 @@ from mpkernels.optim import group_options, param_state
 from mpkernels.optim.offload import home_of
 
 _MASTERS = ("remainder", "master", "master_param")
+_STATES = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}  # of any rule, ours and torch's
 
 
 @contextmanager
@@ -99,6 +100,8 @@ def _check(op: str, rule: Rule, number: object, state: dict[str, Any], param: Te
     if not set(needed) <= state.keys():
         wanted, got = " and ".join(needed), ", ".join(map(str, state))
         raise ValueError(f"{op}: state[{number!r}] must have {wanted}, got {got}")
+    if foreign := sorted(_STATES.intersection(state).difference(rule.states)):
+        raise ValueError(f"{op}: state[{number!r}] must be of the same rule, got another's: {', '.join(foreign)}")
     for key in (*rule.states, *_MASTERS):
         if key in state and state[key].shape != param.shape:
             raise ValueError(

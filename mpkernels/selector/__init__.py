@@ -33,7 +33,8 @@ def pin(name: str | None) -> None:
 
 
 def choices() -> dict[str, str]:
-    """Return the choices of this process: a description of each case, and the name of what computes it.
+    """Return the choices of this process since the last ``tune``, ``pin`` or ``forget``: a description of each case,
+    and the name of what computes it.
 
     >>> mpkernels.selector.choices()
     {'mlp gelu, bias, out_bias, with grad 512x768x3072x768 float32': 'native'}

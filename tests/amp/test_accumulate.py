@@ -163,8 +163,10 @@ def test_no_sync_covers_all_but_the_last_batch_and_ends_on_an_error():
 def test_misuse_is_refused():
     weight = torch.ones((), requires_grad=True)
     optimizer = torch.optim.SGD([weight])
-    with pytest.raises(ValueError, match="every must be above 0, got 0"):
+    with pytest.raises(ValueError, match="every, the number of batches in a group, must be an int above 0, got 0"):
         accumulate([], 0, optimizer)
+    with pytest.raises(ValueError, match="must be an int above 0, got SGD"):
+        accumulate([], optimizer, 4)
     with pytest.raises(ValueError, match="max_norm must be above 0, got 0"):
         accumulate([], 1, optimizer, max_norm=0.0)
     with pytest.raises(ValueError, match=r"weigh must give a group more than 0 in all, got \[0.0, 0.0\]"):

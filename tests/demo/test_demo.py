@@ -177,7 +177,7 @@ def test_without_the_extras_it_runs_and_names_them(tmp_path):
     code = "import sys; sys.modules |= dict.fromkeys(('matplotlib', 'rich')); sys.argv[0] = 'mpkernels'\n"
     code += "from mpkernels.__main__ import main; sys.exit(main())"
     run = demo("--steps", "5", out=tmp_path, start=[sys.executable, "-c", code, "demo"])
-    assert "No demo.png: matplotlib is not installed (pip install 'mpkernels[demo]')." in run.stdout
+    assert "No demo.png will be drawn: matplotlib is not installed (pip install 'mpkernels[demo]')." in run.stdout
     assert not (tmp_path / "demo.png").exists()
 
 

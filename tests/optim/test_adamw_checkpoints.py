@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mpkernels.ops.step.split import join
-from mpkernels.optim import AdamW
+from mpkernels.optim import SGD, Adam, AdamW, Lion
 from tests.networks import B16, network, train
 
 I8 = torch.int8
@@ -76,6 +76,19 @@ def test_a_state_without_a_part_is_refused(missing):
     with pytest.raises(ValueError, match=text):
         optimizer.load_state_dict(saved)
     assert all(optimizer.state[weight][key] is value for key, value in before.items())
+
+
+@pytest.mark.parametrize(("saved", "loads"), [(AdamW, Lion), (Adam, SGD), (SGD, Lion), (Lion, SGD)])
+def test_another_rules_state_is_refused(saved, loads):
+    """Lion would keep Adam's second moment and its betas, and SGD would miss its options only at the next step."""
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    optimizer = saved([weight], lr=0.1, **{"momentum": 0.9} if saved is SGD else {})
+    optimizer.step()
+    other = loads([weight], lr=0.5)
+    with pytest.raises(ValueError, match=rf"{loads.__name__}.load_state_dict: state\[0\] must "):
+        other.load_state_dict(optimizer.state_dict())
+    assert (other.param_groups[0]["lr"], dict(other.state)) == (0.5, {})
 
 
 def test_an_empty_state_counts_as_no_state():

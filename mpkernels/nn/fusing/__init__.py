@@ -42,6 +42,8 @@ def fuse(model: Module, dry_run: bool = False) -> FuseReport:
                     report._classes.append((module, plain, fused_class(plain, recipe)))
                 except TypeError as error:
                     fused, left, inner = [], [(kind.__name__, f"its class allows no subclass: {error}")], ()
+            elif recipe and not covers_fused_forward(kind):  # fused already: saved_bytes compares it, too
+                report._classes.append((module, plain, kind))
             report.fused += [FusedSite(name, *entry) for entry in fused]
             report.left += [LeftSite(name, *entry) for entry in left]
             covered += inner

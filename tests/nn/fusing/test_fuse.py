@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 from torch.utils.checkpoint import checkpoint
 
+from mpkernels import selector
 from mpkernels.functional import linear_act
 from mpkernels.nn import fuse, fusing, unfuse
 from mpkernels.nn.fusing import classes
@@ -181,6 +182,19 @@ def test_saved_bytes_are_counted_plain_and_fused():
     assert plain == fused == X.nbytes + X.nbytes * 2
     assert report.saved_bytes((X,)) == report.saved_bytes({"x": X}) == (plain, fused)
     assert type(model) is not Python
+
+
+def test_a_report_on_a_fused_model_counts_its_saved_bytes_too():
+    model, rows = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8)), torch.ones(16, 8)
+    selector.pin("native")
+    try:
+        wanted = fuse(model).saved_bytes(rows)
+        assert wanted.plain > wanted.fused
+        assert fuse(model).saved_bytes(rows) == fuse(model, dry_run=True).saved_bytes(rows) == wanted
+    finally:
+        selector.pin(None)
+    unfuse(model)
+    assert type(model) is nn.Sequential
 
 
 class Sealed(Mlp):
