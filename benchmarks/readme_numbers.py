@@ -104,6 +104,7 @@ RIVALS = {
     "flashoptim-24bit": "FlashOptim's, 24-bit masters",
 }
 WITHOUT_SCALER = "step vs torch fused"
+IMPORTS, IMPORTS_CLIPPING = "step imports vs torch fused", "step imports-clipping vs torch fused"
 WEIGHT_AND_GRAD, PINNED_COPY = 4, 2  # bytes of a bf16 parameter that offload leaves on the device, and adds on the host
 WORTH_A_WORD = 0.95  # peak memory is mentioned if the fused model needs at most this share
 
@@ -124,6 +125,11 @@ def numbers(compared: dict[str, Session], machines: list[Front], fused: Iterable
     words = [f"{_short(it.run, it.place)}: {_ratios(it, WITHOUT_SCALER)} ({_samples(it.names)})" for it in elsewhere]
     if words:
         yield f"* Clip and step elsewhere, times as fast as torch's fused AdamW. {'; '.join(words)}."
+    what = "Clip and step in fp32 after only the imports have changed, times as fast"
+    for machine in machines:
+        if {IMPORTS, IMPORTS_CLIPPING} <= machine.groups.keys():
+            text = f"{_ratios(machine, IMPORTS)}, and where each step clips {_ratios(machine, IMPORTS_CLIPPING)}"
+            yield f"* {what}. {_short(machine.run, machine.place)}: {text} ({_samples(machine.names)})."
     if of_models := [*map(_models, sorted((it for it in fused if not models.pinned_in(it)), reverse=True))]:
         what = "With `fuse(model)`, a training step's peak memory beside the weights, relative to without, uncompiled"
         yield f"* {what}. {' '.join(of_models)}"
