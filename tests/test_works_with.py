@@ -84,9 +84,9 @@ def test_a_named_test_exists_and_ci_runs_it_when_the_page_says(named):
 
 
 def test_a_test_that_no_stage_runs_is_noticed():
-    example = Named("test_an_example_runs", "tests/test_examples.py", "ddp", "")
-    assert (is_run(example, with_all=False), is_run(example, with_all=True)) == (False, True)
-    needs_a_library = example._replace(parameter="huggingface_trainer")
+    wheel = Named("test_one_wheel_serves_every_python", "tests/test_build.py", "", "")
+    assert (is_run(wheel, with_all=False), is_run(wheel, with_all=True)) == (False, True)
+    needs_a_library = Named("test_an_example_runs", "tests/test_examples.py", "huggingface_trainer", "")
     assert is_run(needs_a_library, with_all=False)  # by the stage that has the libraries, as its -k says
     assert not keeps("integration or fuse_gpt2", "tests/test_examples.py::test_an_example_runs[huggingface_trainer]")
     assert keeps("triton and not slow", "test_triton")
